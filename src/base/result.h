@@ -1,0 +1,68 @@
+// result.h — errors as values. A Result<T> holds a T or an Error; user and input problems travel this way, never as aborts.
+// CHECK is for our own bugs only.
+#pragma once
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace interlace {
+
+// What went wrong, in one sentence that also says what to do, and where (file:line:column or an op), if known.
+struct Error {
+  std::string message;
+  std::string where;
+  // "where: message", or the message alone.
+  std::string ToString() const { return where.empty() ? message : where + ": " + message; }
+};
+
+struct Ok {};
+
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::move(value)) {}          // NOLINT: implicit on purpose
+  Result(Error error) : state_(std::move(error)) {}      // NOLINT: implicit on purpose
+  bool ok() const { return state_.index() == 0; }
+  explicit operator bool() const = delete;  // ambiguous for Result<bool>; use ok()
+  T& value() { return std::get<0>(state_); }
+  const T& value() const { return std::get<0>(state_); }
+  T& operator*() { return value(); }
+  const T& operator*() const { return value(); }
+  T* operator->() { return &value(); }
+  const T* operator->() const { return &value(); }
+  const Error& error() const { return std::get<1>(state_); }
+
+ private:
+  std::variant<T, Error> state_;
+};
+
+using Status = Result<Ok>;
+
+// Builds an Error from streamable parts.
+template <typename... Parts>
+Error MakeError(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return Error{out.str(), {}};
+}
+
+// Returns the error of a Result-valued expression from the enclosing function.
+#define INTERLACE_TRY(expr)                         \
+  do {                                              \
+    auto interlace_try_result = (expr);             \
+    if (!interlace_try_result.ok()) return interlace_try_result.error(); \
+  } while (false)
+
+// Assigns the value of a Result to `lhs` (a declaration or a variable) or returns its error.
+#define INTERLACE_CONCAT_(a, b) a##b
+#define INTERLACE_CONCAT(a, b) INTERLACE_CONCAT_(a, b)
+#define INTERLACE_ASSIGN(lhs, expr) INTERLACE_ASSIGN_(INTERLACE_CONCAT(interlace_r_, __LINE__), lhs, expr)
+#define INTERLACE_ASSIGN_(tmp, lhs, expr) \
+  auto tmp = (expr);                      \
+  if (!tmp.ok()) return tmp.error();      \
+  lhs = std::move(*tmp)
+
+}  // namespace interlace

@@ -1,0 +1,28 @@
+// liveness.h — when storages begin and end within a phase, and the bytes alive before each op.
+#pragma once
+
+#include <vector>
+
+#include "ir/program.h"
+
+namespace interlace {
+
+struct StorageLife {
+  ValueId root = kNone;
+  int64_t bytes = 0;
+  int32_t first = -1;  // index in the phase's op list; -1: alive when the phase begins
+  int32_t last = -1;   // index of the last op that touches it; == ops.size(): alive when the phase ends
+};
+
+struct PhaseLiveness {
+  std::vector<StorageLife> storages;              // of roots defined in, or taken or given by, the phase
+  std::vector<int64_t> live_before;               // bytes before op i, by storage; size = ops + 1
+  std::vector<std::vector<ValueId>> dies_after;   // roots to free after op i
+  int64_t persistent_bytes = 0;                   // params that own storage, buffers, states, consts
+  int64_t peak_bytes = 0;                         // of live_before plus the results of the op, persistent not included
+};
+
+// Error: a symbolic size (bind first).
+Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase);
+
+}  // namespace interlace

@@ -1,0 +1,241 @@
+// program.h — the one data structure: what a training step computes, communicates and moves, in issue order.
+//
+// A Program owns values and ops; ids are dense per kind of table, addresses are stable (deques), Clone() is explicit.
+// docs/ir.md gives the text form and the meaning of every field and op; verifier.h checks the rules; a Program itself
+// only holds data. Passes edit the op list of a phase and leave dead ops and values behind; Compact() drops them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/result.h"
+#include "ir/dim.h"
+#include "ir/dtype.h"
+
+namespace interlace {
+
+using ValueId = int32_t;
+using OpId = int32_t;
+using UnitId = int32_t;
+inline constexpr int32_t kNone = -1;
+
+inline constexpr int64_t kUnitAlignment = 32;  // elements; parameters and shards start at multiples of it
+inline constexpr int64_t kNormLimbs = 68;      // int64 words of the exact norm accumulator
+
+enum class Level : uint8_t { kCaptured, kSharded, kScheduled };
+enum class Lane : uint8_t { kCompute, kGather, kReduce, kH2D, kD2H, kFile, kP2P };
+enum class Part : uint8_t { kNone, kForward, kBackward, kUpdate };  // tags fwd, bwd, upd
+
+struct Type {
+  DType dtype = DType::kF32;
+  std::vector<Dim> sizes;
+  std::vector<Dim> strides;  // elements; always filled (contiguous unless said otherwise)
+  friend bool operator==(const Type&, const Type&) = default;
+};
+
+enum class ValueKind : uint8_t { kResult, kParam, kBuffer, kInput, kConst, kState, kTake };
+
+struct Value {
+  ValueId id = kNone;
+  ValueKind kind = ValueKind::kResult;
+  Type type;
+  ValueId root = kNone;  // owner of the storage; equals id when this value owns it
+  Dim offset;            // elements from the root's start
+  bool placed = false;   // `into`: computed fresh, written at the place; otherwise a place means a view
+  OpId def = kNone;      // defining op for kResult
+  int32_t result_index = 0;
+};
+
+// One argument of an op.
+struct Arg {
+  enum class Kind : uint8_t { kNone, kValue, kInt, kFloat, kBool, kString, kWord, kList };
+  Kind kind = Kind::kNone;
+  bool boolean = false;
+  ValueId value = kNone;
+  Dim integer;
+  double real = 0;
+  std::string text;        // kString: unescaped; kWord: dtype names, memory formats (preserve, contiguous, channels_last)
+  std::vector<Arg> list;
+  static Arg None() { return {}; }
+  static Arg Of(ValueId v) { Arg a; a.kind = Kind::kValue; a.value = v; return a; }
+  static Arg Int(Dim d) { Arg a; a.kind = Kind::kInt; a.integer = d; return a; }
+  static Arg Float(double d) { Arg a; a.kind = Kind::kFloat; a.real = d; return a; }
+  static Arg Bool(bool b) { Arg a; a.kind = Kind::kBool; a.boolean = b; return a; }
+  static Arg String(std::string s) { Arg a; a.kind = Kind::kString; a.text = std::move(s); return a; }
+  static Arg Word(std::string s) { Arg a; a.kind = Kind::kWord; a.text = std::move(s); return a; }
+  static Arg List(std::vector<Arg> l) { Arg a; a.kind = Kind::kList; a.list = std::move(l); return a; }
+  friend bool operator==(const Arg&, const Arg&) = default;
+};
+
+struct NamedArg {
+  std::string name;
+  Arg arg;
+  friend bool operator==(const NamedArg&, const NamedArg&) = default;
+};
+
+struct Op {
+  OpId id = kNone;
+  std::string name;                 // "aten.mm", "gather.start", ...
+  std::vector<ValueId> results;     // kNone for "_"
+  std::vector<Arg> args;            // positional
+  std::vector<NamedArg> named;      // keyword arguments of the operator
+  // tail
+  Part part = Part::kNone;
+  int32_t module = kNone;
+  int32_t source = kNone;
+  std::optional<Lane> lane;         // explicit; LaneOf(op) in op_table.h gives the effective one
+  std::vector<UnitId> units;
+  std::optional<int64_t> rng;       // random stream key
+  std::vector<ValueId> writes;      // operands an ATen op mutates
+  std::vector<NamedArg> attrs;      // every other `name=literal` of the tail, in order
+
+  const Arg* Attr(std::string_view attr_name) const;       // nullptr when absent
+  void SetAttr(std::string_view attr_name, Arg arg);       // adds or replaces
+};
+
+struct Param {
+  ValueId value = kNone;
+  std::string name;
+  bool trainable = true;
+  int32_t group = kNone;            // optimizer parameter group
+  UnitId unit = kNone;
+  int64_t unit_offset = 0;          // elements
+  std::vector<std::string> aliases; // other names of a tied parameter
+};
+struct Buffer { ValueId value = kNone; std::string name; bool persistent = true; };
+struct Input { ValueId value = kNone; std::string name; };
+struct Const { ValueId value = kNone; std::string name; Arg data; };  // data: nested list of numbers, row-major flat list
+struct State {
+  ValueId value = kNone;
+  std::string role;                 // "shard", "full", "grad", "exp_avg", ...
+  UnitId unit = kNone;              // printed as "u0.role" when set
+  bool persistent = true;           // else it lives within one step
+};
+struct Unit {
+  UnitId id = kNone;
+  std::string axis;
+  DType dtype = DType::kF32;
+  int64_t numel = 0;                // padded, of the full buffer
+  int64_t shard = 0;                // numel / axis size
+};
+struct Phase {
+  std::string name;
+  std::vector<ValueId> takes, gives;
+  std::vector<OpId> ops;
+};
+struct Axis { std::string name; int64_t size = 1; };
+struct Symbol { std::string name; int64_t min = 0, max = 0; };
+struct Group { int32_t id = 0; std::string optimizer; };
+struct Module { int32_t id = 0; std::string path, class_name; };
+struct Source { int32_t id = 0; std::string place; };
+
+class Program {
+ public:
+  Level level = Level::kCaptured;
+  std::vector<std::pair<std::string, std::string>> meta;
+  std::vector<Axis> mesh;
+  std::vector<Symbol> symbols;
+  int64_t accumulation = 1;
+  std::string accumulate_mode = "reduce_each";
+  std::vector<Group> groups;
+  std::vector<Module> modules;      // index = id
+  std::vector<Source> sources;      // index = id
+  std::vector<Unit> units;          // index = id
+  std::vector<Param> params;
+  std::vector<Buffer> buffers;
+  std::vector<Input> inputs;
+  std::vector<Const> consts;
+  std::vector<State> states;
+  std::vector<Phase> phases;        // in text order
+  DimTable dims;
+
+  Program() = default;
+  Program(Program&&) = default;
+  Program& operator=(Program&&) = default;
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+  Program Clone() const;
+
+  // Values and ops by id. Ids may have gaps after parsing: HasValue tells.
+  int32_t num_values() const { return static_cast<int32_t>(values_.size()); }
+  int32_t num_ops() const { return static_cast<int32_t>(ops_.size()); }
+  bool HasValue(ValueId id) const { return id >= 0 && id < num_values() && values_[id].id == id; }
+  Value& value(ValueId id) { return values_[id]; }
+  const Value& value(ValueId id) const { return values_[id]; }
+  Op& op(OpId id) { return ops_[id]; }
+  const Op& op(OpId id) const { return ops_[id]; }
+
+  // A new value that owns contiguous or strided storage (empty strides: contiguous).
+  Value& AddValue(ValueKind kind, Type type);
+  // The same with a chosen id (parser). Error: taken, negative, or beyond kMaxValues.
+  Result<ValueId> AddValueWithId(ValueId id, ValueKind kind, Type type);
+  // A new op that belongs to no phase yet; the caller puts its id into a phase's list.
+  Op& AddOp(std::string name);
+  // Adds a result to an op: a fresh value, a view of `root`, or a placed value in `root`.
+  ValueId AddResult(Op& op, Type type);
+  ValueId AddView(Op& op, Type type, ValueId root, Dim offset);
+  ValueId AddPlaced(Op& op, Type type, ValueId root, Dim offset);
+
+  ValueId RootOf(ValueId id) const { return values_[id].root; }
+  int64_t AxisSize(std::string_view axis) const;            // 1 when there is no such axis
+  const std::string* Meta(std::string_view key) const;
+  void SetMeta(std::string_view key, std::string text);
+  Phase* FindPhase(std::string_view name);
+  const Phase* FindPhase(std::string_view name) const;
+  const Param* ParamOf(ValueId id) const;                   // nullptr when the value is no parameter
+  ValueId FindState(UnitId unit, std::string_view role) const;  // kNone when absent
+  ValueId AddState(UnitId unit, std::string role, Type type, bool persistent);
+  // Contiguous row-major strides of sizes.
+  std::vector<Dim> ContiguousStrides(const std::vector<Dim>& sizes);
+  bool IsContiguous(const Type& type);
+  Dim NumElements(const Type& type);
+  // Bytes a storage of this type spans (from element 0 to the last reachable one). Error: symbolic or overflow.
+  Result<int64_t> StorageBytes(const Type& type) const;
+
+  // Phases in the order a step runs them, with repeat counts: {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
+  std::vector<std::pair<const Phase*, int64_t>> RunOrder() const;
+  // Drops ops in no phase and values nobody defines or uses, and renumbers ids densely in text order.
+  void Compact();
+
+ private:
+  std::deque<Value> values_;
+  std::deque<Op> ops_;
+};
+
+// Calls f(ValueId&) for every value operand of an op, in args, lists and keyword arguments (not `writes`).
+template <typename F>
+void ForEachOperand(Op& op, F&& f);
+template <typename F>
+void ForEachOperand(const Op& op, F&& f);
+// Replaces uses of `from` by `to` in the ops of a phase, its gives and `writes`.
+void ReplaceUses(Program& program, Phase& phase, ValueId from, ValueId to);
+
+// Symbols and dims bound to numbers. Error: out of a symbol's range, unknown symbol, two bindings that break a view.
+Result<Program> Bind(const Program& program, const Binding& binding);
+
+// ---- template bodies ----
+namespace internal {
+template <typename A, typename F>
+void WalkArg(A& arg, F& f) {
+  if (arg.kind == Arg::Kind::kValue) f(arg.value);
+  for (auto& item : arg.list) WalkArg(item, f);
+}
+}  // namespace internal
+template <typename F>
+void ForEachOperand(Op& op, F&& f) {
+  for (Arg& a : op.args) internal::WalkArg(a, f);
+  for (NamedArg& n : op.named) internal::WalkArg(n.arg, f);
+}
+template <typename F>
+void ForEachOperand(const Op& op, F&& f) {
+  for (const Arg& a : op.args) internal::WalkArg(a, f);
+  for (const NamedArg& n : op.named) internal::WalkArg(n.arg, f);
+}
+
+}  // namespace interlace
