@@ -1,0 +1,47 @@
+"""Models and batches that the benchmarks and the tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+MATMUL_BOUND = {"hidden": 512, "layers": 6, "heads": 8, "inter": 1376, "vocab": 512, "tokens": 512}  # 19.5 M parameters
+OVERHEAD_BOUND = {"hidden": 64, "layers": 12, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64}
+
+
+def llama(case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+    """A Hugging Face Llama of the given case, attention through scaled_dot_product_attention, tied weights off."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=case["hidden"], intermediate_size=case["inter"], num_hidden_layers=case["layers"],
+        num_attention_heads=case["heads"], num_key_value_heads=case["heads"], vocab_size=case["vocab"],
+        max_position_embeddings=max(2048, case["tokens"]), tie_word_embeddings=False, use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def gpt2(case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
+    """A Hugging Face GPT-2 with the case's width and depth; its head is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        n_embd=case["hidden"], n_layer=case["layers"], n_head=case["heads"], vocab_size=case["vocab"],
+        n_positions=max(1024, case["tokens"]), resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+    )
+    return GPT2LMHeadModel(config).to(dtype)
+
+
+def token_batch(case: dict[str, int], rows: int = 1, seed: int = 0, rank: int = 0) -> dict[str, torch.Tensor]:
+    """`rows` sequences of the case's length; labels equal inputs, as Hugging Face shifts them itself."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    ids = torch.randint(0, case["vocab"], (rows, case["tokens"]), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def causal_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    return model(**batch).loss
