@@ -1,0 +1,259 @@
+"""Tokenizers, and texts as token files on disk.
+
+Byte tokens: the id is the byte, 256 ends a document. BPE: byte-level, trained on the text itself with `tokenizers`.
+Both are saved as a `tokenizer.json` that Hugging Face reads. A tokenized text is a flat little-endian file (two bytes a
+token up to 65,536 entries, else four) that every rank maps into memory; it is cached under a key of the files and the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from interlace.data.text import DataError, TextSource, read_text
+
+END = "<|end|>"
+MIN_VOCAB = 257  # the bytes and END
+TRAINING_BYTES = 32 << 20  # at most so much text trains a BPE; more is sampled file by file
+CACHE_VERSION = 1
+
+
+class Tokenizer:
+    """Text to ids and back; `kind` is "byte" or "bpe"."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, kind: str):
+        self.inner = inner
+        self.kind = kind
+        end = inner.token_to_id(END)
+        if end is None:
+            raise DataError(f"the tokenizer has no {END} token: use one that interlace made")
+        self.end_id: int = end
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.get_vocab_size()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()[:16]
+
+    @classmethod
+    def byte(cls) -> Tokenizer:
+        vocab = {_byte_letters()[byte]: byte for byte in range(256)}
+        return cls(_byte_level(tokenizers.models.BPE(vocab={**vocab, END: 256}, merges=[])), "byte")
+
+    @classmethod
+    def train_bpe(cls, pieces: Iterator[str], vocab: int) -> Tokenizer:
+        """A byte-level BPE with at most `vocab` entries."""
+        if vocab < MIN_VOCAB:
+            raise DataError(
+                f"--vocab {vocab} is too small for a BPE: it needs at least {MIN_VOCAB} (256 bytes and {END})"
+            )
+        inner = _byte_level(tokenizers.models.BPE())
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab,
+            min_frequency=2,
+            special_tokens=[END],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(pieces, trainer)
+        return cls(inner, "bpe")
+
+    @classmethod
+    def load(cls, file: Path) -> Tokenizer:
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{file} is not a tokenizer file: {error}") from None
+        kind = "byte" if inner.get_vocab_size() == MIN_VOCAB and inner.token_to_id(END) == 256 else "bpe"
+        return cls(inner, kind)
+
+    def save(self, file: Path) -> None:
+        write_atomically(file, self.inner.to_str(pretty=True).encode())
+
+    def encode(self, pieces: list[str]) -> list[np.ndarray]:
+        if self.kind == "byte":
+            return [np.frombuffer(piece.encode(), dtype=np.uint8).astype(np.uint32) for piece in pieces]
+        return [np.asarray(e.ids, dtype=np.uint32) for e in self.inner.encode_batch(pieces, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.inner.decode(ids, skip_special_tokens=True)
+
+
+def _byte_letters() -> list[str]:
+    """The letter of each byte in byte-level BPE: printable bytes are themselves, the others follow from U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _byte_level(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens([END])
+    return inner
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A tokenized text: open() maps it; `digest` names its contents."""
+
+    path: Path
+    count: int
+    dtype: str
+    tokenizer: Tokenizer
+    digest: str
+
+    def open(self) -> np.ndarray:
+        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.count,))
+
+
+def prepare_tokens(
+    text: TextSource,
+    cache: Path,
+    kind: str = "byte",
+    vocab: int = 4096,
+    tokenizer: Tokenizer | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> TokenFile:
+    """The token file of a text, made once and cached; other processes wait for the one that makes it.
+
+    `tokenizer` (of a run that is resumed) replaces kind and vocab; progress(what, bytes done, bytes in all) is called
+    now and then.
+    """
+    if kind not in ("byte", "bpe"):
+        raise DataError(f"unknown tokenizer '{kind}': byte or bpe")
+    key = _cache_key(text, kind, vocab, tokenizer)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{key}.lock"):
+            found = _load_cached(cache, key)
+            return found or _build(text, cache, key, kind, vocab, tokenizer, progress or (lambda *_: None))
+    except OSError as error:
+        raise DataError(f"cannot write the token file in {cache}: {error.strerror}") from error
+
+
+def _cache_key(text: TextSource, kind: str, vocab: int, tokenizer: Tokenizer | None) -> str:
+    hasher = hashlib.sha256()
+    method = tokenizer.digest if tokenizer else ("byte" if kind == "byte" else f"bpe {vocab}")
+    hasher.update(f"{CACHE_VERSION} {method}\n".encode())
+    for file in text.files:
+        status = file.stat()
+        hasher.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return hasher.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """An exclusive lock that the system drops when its holder dies."""
+    with open(file, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _load_cached(cache: Path, key: str) -> TokenFile | None:
+    """The cached token file, or None when it is absent or damaged (then it is made again)."""
+    tokens = cache / f"{key}.tokens"
+    try:
+        facts = json.loads((cache / f"{key}.json").read_text())
+        dtype, count, digest = str(facts["dtype"]), int(facts["count"]), str(facts["digest"])
+        if dtype not in ("<u2", "<u4") or tokens.stat().st_size != count * int(dtype[2]):
+            return None
+        return TokenFile(tokens, count, dtype, Tokenizer.load(cache / f"{key}.tokenizer.json"), digest)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _build(
+    text: TextSource,
+    cache: Path,
+    key: str,
+    kind: str,
+    vocab: int,
+    tokenizer: Tokenizer | None,
+    progress: Callable[[str, int, int], None],
+) -> TokenFile:
+    if tokenizer is None:
+        tokenizer = Tokenizer.byte() if kind == "byte" else Tokenizer.train_bpe(_training_pieces(text, progress), vocab)
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    hasher, count, done = hashlib.sha256(), 0, 0
+    partial = cache / f"{key}.tokens.partial"
+    try:
+        with open(partial, "wb") as out:
+            for file in text.files:
+                for pieces in _grouped(read_text(file)):
+                    for ids in tokenizer.encode(pieces):
+                        data = ids.astype(dtype).tobytes()
+                        out.write(data)
+                        hasher.update(data)
+                        count += len(ids)
+                    done += sum(len(piece) for piece in pieces)
+                    progress("tokenizing", min(done, text.bytes), text.bytes)
+                data = np.array([tokenizer.end_id], dtype=dtype).tobytes()
+                out.write(data)
+                hasher.update(data)
+                count += 1
+        tokenizer.save(cache / f"{key}.tokenizer.json")
+        os.replace(partial, cache / f"{key}.tokens")
+        facts = {"dtype": dtype, "count": count, "digest": hasher.hexdigest()[:16], "text": text.name}
+        write_atomically(cache / f"{key}.json", json.dumps(facts).encode())
+    finally:
+        partial.unlink(missing_ok=True)
+    return TokenFile(cache / f"{key}.tokens", count, dtype, tokenizer, facts["digest"])
+
+
+def _grouped(pieces: Iterator[str], size: int = 8) -> Iterator[list[str]]:
+    """Lists of up to `size` pieces, so that the BPE can encode them in parallel."""
+    group: list[str] = []
+    for piece in pieces:
+        group.append(piece)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _training_pieces(text: TextSource, progress: Callable[[str, int, int], None]) -> Iterator[str]:
+    """The text, or an even sample of it: the same share of every file, from its start."""
+    share = min(1.0, TRAINING_BYTES / max(text.bytes, 1))
+    limit, done = min(text.bytes, TRAINING_BYTES), 0
+    for file in text.files:
+        left = max(1, int(file.stat().st_size * share))
+        for piece in read_text(file):
+            yield piece[:left]
+            done += min(left, len(piece))
+            left -= len(piece)
+            progress("training the BPE", min(done, limit), limit)
+            if left <= 0:
+                break
+
+
+def write_atomically(file: Path, data: bytes) -> None:
+    """Writes through a temporary file beside it, so that a reader or a full disk never leaves half a file."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+if sys.byteorder != "little":  # token files and safetensors are little-endian
+    raise ImportError("interlace needs a little-endian machine")
