@@ -24,11 +24,15 @@ struct Dim {
   friend bool operator==(const Dim& a, const Dim& b) { return a.expr == b.expr && (a.expr >= 0 || a.value == b.value); }
 };
 
+inline constexpr size_t kMaxDimText = 1024;  // characters of one expression's canonical text
+
 // Values for symbols, by name: {"b": 4, "s": 128, "rank_dp": 0}.
 using Binding = std::unordered_map<std::string, int64_t>;
 
 class DimTable {
  public:
+  // Arithmetic never fails: what overflows 64 bits, or grows beyond kMaxDimText characters, becomes the largest integer.
+  // Parse, Evaluate and Substitute report it instead.
   // A symbol such as "b"; the same name gives the same Dim.
   Dim Symbol(std::string_view name);
   Dim Add(Dim a, Dim b);
@@ -38,6 +42,9 @@ class DimTable {
   Dim Mod(Dim a, Dim b);
   Dim Max(Dim a, Dim b);
   Dim Min(Dim a, Dim b);
+
+  // Product that reports overflow. Error: the product does not fit in 64 bits or is too long.
+  Result<Dim> CheckedMul(Dim a, Dim b);
 
   // Text without blanks, e.g. "b*s+2*s".
   std::string ToString(Dim dim) const;
@@ -59,13 +66,14 @@ class DimTable {
   enum class AtomKind : uint8_t { kSymbol, kFloorDiv, kMod, kMax, kMin };
   struct Atom {
     AtomKind kind = AtomKind::kSymbol;
-    std::string name;  // symbols
-    Dim a, b;          // the others
+    std::string text;  // a symbol's name; canonical text of the others
+    Dim a, b;          // operands of the others
   };
   using Sum = std::vector<Term>;
   friend struct DimTableImpl;
   std::vector<Atom> atoms_;
   std::vector<Sum> sums_;
+  std::vector<std::string> sum_text_;  // canonical text, by sum
   std::unordered_map<std::string, int32_t> atom_by_text_;
   std::unordered_map<std::string, int32_t> sum_by_text_;
 };

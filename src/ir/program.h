@@ -26,6 +26,7 @@ using UnitId = int32_t;
 inline constexpr int32_t kNone = -1;
 
 inline constexpr int64_t kUnitAlignment = 32;  // elements; parameters and shards start at multiples of it
+inline constexpr int32_t kMaxValues = 1 << 28;
 inline constexpr int64_t kNormLimbs = 68;      // int64 words of the exact norm accumulator
 
 enum class Level : uint8_t { kCaptured, kSharded, kScheduled };

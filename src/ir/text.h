@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ir/program.h"
 
@@ -10,6 +11,15 @@ namespace interlace {
 
 // The whole program as text.
 std::string Print(const Program& program);
+// The text with line numbers (from 1; 0: not printed), for messages.
+struct PrintedProgram {
+  std::string text;
+  std::vector<int32_t> op_line;     // by op id
+  std::vector<int32_t> value_line;  // by value id: the line that declares or defines it
+  std::vector<int32_t> unit_line;   // by unit id
+  std::vector<int32_t> phase_line;  // by index in Program::phases
+};
+PrintedProgram PrintWithLines(const Program& program);
 // One op, one type, for messages.
 std::string PrintOp(const Program& program, const Op& op);
 std::string PrintType(const Program& program, const Type& type);

@@ -1,0 +1,148 @@
+#include "base/scan.h"
+
+#include <algorithm>
+#include <charconv>
+
+namespace interlace {
+namespace {
+
+bool IsWordStart(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
+bool IsWordPart(char c) { return IsWordStart(c) || (c >= '0' && c <= '9'); }
+bool IsControl(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
+
+int HexDigit(char c) {
+  if (c >= '0' && c <= '9') return c - '0';
+  if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+  if (c >= 'A' && c <= 'F') return c - 'A' + 10;
+  return -1;
+}
+
+}  // namespace
+
+std::string LineWithCaret(std::string_view line, size_t column) {
+  constexpr size_t kWindow = 120;
+  column = std::min(column, line.size());
+  size_t begin = column > kWindow * 3 / 4 && line.size() > kWindow ? column - kWindow * 3 / 4 : 0;
+  std::string_view window = line.substr(begin, kWindow);
+  std::string out = "  ";
+  if (begin > 0) out += "...";
+  size_t caret = out.size() + (column - begin);
+  for (char c : window) out += IsControl(c) || static_cast<unsigned char>(c) >= 0x80 ? '?' : c;
+  if (begin + window.size() < line.size()) out += "...";
+  out += '\n';
+  out.append(caret, ' ');
+  out += '^';
+  return out;
+}
+
+void AppendQuoted(std::string& out, std::string_view text) {
+  constexpr char kHex[] = "0123456789abcdef";
+  out += '"';
+  for (char c : text) {
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (c == '\n') {
+      out += "\\n";
+    } else if (c == '\t') {
+      out += "\\t";
+    } else if (IsControl(c)) {
+      out += "\\x";
+      out += kHex[static_cast<unsigned char>(c) >> 4];
+      out += kHex[static_cast<unsigned char>(c) & 15];
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
+
+void Scanner::NextLine() {
+  size_t end = text_.find('\n', pos_);
+  pos_ = end == std::string_view::npos ? text_.size() : end + 1;
+}
+
+void Scanner::SkipToContent() {
+  while (!AtEnd()) {
+    SkipBlanks();
+    if (!AtLineEnd()) return;
+    NextLine();
+  }
+}
+
+bool Scanner::EatWord(std::string_view word) {
+  if (text_.substr(std::min(pos_, text_.size()), word.size()) != word || IsWordPart(PeekAt(word.size()))) return false;
+  pos_ += word.size();
+  return true;
+}
+
+std::string_view Scanner::Word(bool dots) {
+  if (!IsWordStart(Peek())) return {};
+  size_t begin = pos_++;
+  while (IsWordPart(Peek()) || (dots && Peek() == '.')) ++pos_;
+  return text_.substr(begin, pos_ - begin);
+}
+
+Result<int64_t> Scanner::Int() {
+  int64_t value = 0;
+  auto [end, problem] = std::from_chars(text_.data() + pos_, text_.data() + text_.size(), value);
+  if (problem == std::errc::result_out_of_range) return ErrorHere("this integer does not fit in 64 bits");
+  if (problem != std::errc()) return ErrorHere("expected an integer, found " + Found());
+  pos_ = end - text_.data();
+  return value;
+}
+
+Result<std::string> Scanner::String() {
+  if (Peek() != '"') return ErrorHere("expected a quoted string, found " + Found());
+  size_t begin = pos_++;
+  std::string out;
+  while (true) {
+    if (AtEnd() || Peek() == '\n') return ErrorAt(begin, "this string has no closing quote");
+    char c = text_[pos_++];
+    if (c == '"') return out;
+    if (c != '\\') {
+      out += c;
+      continue;
+    }
+    char escape = Peek();
+    if (escape == '"' || escape == '\\') {
+      out += escape;
+    } else if (escape == 'n') {
+      out += '\n';
+    } else if (escape == 't') {
+      out += '\t';
+    } else if (escape == 'x' && HexDigit(PeekAt(1)) >= 0 && HexDigit(PeekAt(2)) >= 0) {
+      out += static_cast<char>(HexDigit(PeekAt(1)) * 16 + HexDigit(PeekAt(2)));
+      pos_ += 2;
+    } else {
+      return ErrorAt(pos_ - 1, "unknown escape in a string; \\\" \\\\ \\n \\t and \\xNN are known");
+    }
+    ++pos_;
+  }
+}
+
+Error Scanner::ErrorAt(size_t pos, std::string_view message) const {
+  pos = std::min(pos, text_.size());
+  size_t line_begin = pos == 0 ? std::string_view::npos : text_.rfind('\n', pos - 1);
+  line_begin = line_begin == std::string_view::npos ? 0 : line_begin + 1;
+  size_t line_end = std::min(text_.find('\n', pos), text_.size());
+  size_t line_number = 1 + std::count(text_.begin(), text_.begin() + line_begin, '\n');
+  Error error;
+  error.where = std::string(file_) + ":" + std::to_string(line_number) + ":" + std::to_string(pos - line_begin + 1);
+  error.message = std::string(message) + "\n" +
+                  LineWithCaret(text_.substr(line_begin, line_end - line_begin), pos - line_begin);
+  return error;
+}
+
+std::string Scanner::Found() const {
+  if (AtEnd()) return "the end of the file";
+  if (Peek() == '\n' || Peek() == '\r') return "the end of the line";
+  size_t end = pos_;
+  while (end < text_.size() && end < pos_ + 24 && IsWordPart(text_[end])) ++end;
+  if (end == pos_) end = pos_ + 1;
+  std::string out = "'";
+  for (char c : text_.substr(pos_, end - pos_)) out += IsControl(c) || static_cast<unsigned char>(c) >= 0x80 ? '?' : c;
+  return out + "'";
+}
+
+}  // namespace interlace

@@ -1,0 +1,72 @@
+// scan.h — a scanner over a text of lines, and errors that show the line with a caret.
+//
+// Positions are byte offsets; lines and columns (from 1) are computed only for an error. Nothing here recurses or allocates
+// beyond the strings it returns, so hostile input costs no more than its size.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "base/result.h"
+
+namespace interlace {
+
+// `line` with unprintable bytes as '?', cut to a window round `column` (from 0), and a second line with a caret; both
+// indented by two blanks and separated by a newline.
+std::string LineWithCaret(std::string_view line, size_t column);
+// Escapes for the text format: quotes, backslash, newline, tab, \xNN for other control characters.
+void AppendQuoted(std::string& out, std::string_view text);
+
+class Scanner {
+ public:
+  Scanner(std::string_view text, std::string_view file) : text_(text), file_(file) {}
+
+  size_t pos() const { return pos_; }
+  void Seek(size_t pos) { pos_ = pos; }
+  std::string_view text() const { return text_; }
+  bool AtEnd() const { return pos_ >= text_.size(); }
+  char Peek() const { return pos_ < text_.size() ? text_[pos_] : '\0'; }
+  char PeekAt(size_t ahead) const { return pos_ + ahead < text_.size() ? text_[pos_ + ahead] : '\0'; }
+  void Advance() { ++pos_; }
+
+  // Blanks and tabs, not newlines.
+  void SkipBlanks() {
+    while (Peek() == ' ' || Peek() == '\t') ++pos_;
+  }
+  // At the end of the text, a newline or a comment.
+  bool AtLineEnd() const {
+    if (AtEnd() || text_[pos_] == '\n' || text_[pos_] == '#') return true;
+    return text_[pos_] == '\r' && (pos_ + 1 == text_.size() || text_[pos_ + 1] == '\n');
+  }
+  // To the first byte after the next newline.
+  void NextLine();
+  // Skips empty and comment lines; stands at the first character of a line that says something, or at the end.
+  void SkipToContent();
+
+  bool Eat(char c) {
+    if (Peek() != c || AtEnd()) return false;
+    ++pos_;
+    return true;
+  }
+  // Eats a whole word: not a prefix of a longer one.
+  bool EatWord(std::string_view word);
+  // [A-Za-z_][A-Za-z0-9_]*, with '.' inside when `dots`; empty when there is none here.
+  std::string_view Word(bool dots = false);
+  Result<int64_t> Int();
+  // A quoted string, unescaped.
+  Result<std::string> String();
+
+  // "file:line:col" with the message, the line and a caret.
+  Error ErrorAt(size_t pos, std::string_view message) const;
+  Error ErrorHere(std::string_view message) const { return ErrorAt(pos_, message); }
+  // What stands here, for "expected x, found y".
+  std::string Found() const;
+
+ private:
+  std::string_view text_;
+  std::string_view file_;
+  size_t pos_ = 0;
+};
+
+}  // namespace interlace
