@@ -2,8 +2,9 @@
 
 The tokens are cut into windows of `seq` tokens (labels are the tokens one further on). An epoch visits every window
 once, in an order drawn from the seed and the epoch; the order is computed, not stored, so any step can be asked for at
-once and resuming needs nothing but the step number. Step k takes rows k*batch .. (k+1)*batch - 1 of the endless sequence
-of epochs; rank r of w takes the r-th of w equal slices of them, so the global batch is the same for any number of ranks.
+once and resuming needs nothing but the step number. Step k takes rows k*batch .. (k+1)*batch - 1 of the endless
+sequence of epochs; rank r of w takes the r-th of w equal slices of them, so the global batch is the same for any
+number of ranks.
 """
 
 from __future__ import annotations
