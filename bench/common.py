@@ -1,7 +1,7 @@
 """Timing that two sides share: paired, alternating runs, medians with their spread, and JSON.
 
-Machines drift (other tenants, frequency), so the sides of a comparison run in turn, round by round, in one process, and the
-ratio is taken within each round; the median of those ratios is the figure, their quartiles its spread.
+Machines drift (other tenants, frequency), so the sides of a comparison run in turn, round by round, in one process, and
+the ratio is taken within each round; the median of those ratios is the figure, their quartiles its spread.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def machine() -> dict[str, object]:
     model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
     facts: dict[str, object] = {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
     try:
         import torch

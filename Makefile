@@ -1,0 +1,69 @@
+# make train and make test are the whole set-up: what is missing is installed, what is there is used. `make` lists the targets.
+#   TORCH=...   another torch requirement (default: the CPU build of 2.13.0)      PYTHON=...  the interpreter that makes .venv
+#   ARGS=...    further options of the command a target runs                     JOBS=...    parallel jobs (default: all cores)
+PYTHON ?= python3
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+FUZZ_SECONDS ?= 60
+export PYTHON
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+SETUP = $(PYTHON) tools/setup/setup.py
+# The environment's own programs; read when a recipe runs, after the set-up has chosen the environment.
+PY = $$(cat build/python-path)
+BIN = $$(dirname $$(cat build/python-path))
+
+.DEFAULT_GOAL := help
+.PHONY: help build train test core-test asan-test fuzz bench soak lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build:  ## install what is missing and build the interlace command
+	@sh tools/setup/system.sh python cxx venv headers
+	@$(SETUP) build
+	@echo "the command is $(BIN)/interlace"
+
+train: build  ## the main job: train a Llama on two ranks on this machine
+	@$(BIN)/interlace train --model llama-10m --ranks 2 --save runs/llama-10m $(ARGS)
+
+test: core-test  ## all tests
+	@sh tools/setup/system.sh headers
+	@$(SETUP) test
+	@$(PY) -m pytest -m "not soak" $(ARGS)
+
+core-test:  ## build and test the C++ rooms that need no torch
+	@sh tools/setup/system.sh python cxx venv gtest
+	@$(SETUP) tools
+	@export PATH="$(BIN):$$PATH" && cmake --preset core >build/core.log || { cat build/core.log; exit 1; } \
+	  && cmake --build --preset core && ctest --preset core
+
+asan-test:  ## the same under address and undefined-behaviour sanitizers
+	@sh tools/setup/system.sh python cxx venv gtest
+	@$(SETUP) tools
+	@export PATH="$(BIN):$$PATH" && cmake --preset asan >build/asan.log || { cat build/asan.log; exit 1; } \
+	  && cmake --build --preset asan && ctest --preset asan
+
+fuzz:  ## fuzz every reader for FUZZ_SECONDS (default 60)
+	@sh tools/setup/system.sh python cxx venv clang
+	@$(SETUP) tools
+	@export PATH="$(BIN):$$PATH" && cmake --preset fuzz >build/fuzz.log || { cat build/fuzz.log; exit 1; } \
+	  && cmake --build --preset fuzz && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
+
+bench: build  ## measure against PyTorch, alternating in the same processes; figures go to out/bench.json
+	@mkdir -p out && rm -f out/bench.json
+	@for case in one_rank two_ranks executor compile_time sharded_memory; do \
+	  $(PY) bench/$$case.py --json out/bench.json $(ARGS) || exit 1; done
+
+soak: build  ## the long runs of tests that `make test` samples, and ten minutes of fuzzing
+	@$(SETUP) test
+	@$(PY) -m pytest -m soak $(ARGS)
+	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
+
+lint: build  ## ruff, mypy, and clang-format where it is installed
+	@$(SETUP) dev
+	@$(BIN)/ruff check python tests bench tools && $(BIN)/mypy
+	@if command -v clang-format >/dev/null; then \
+	  find src tools -name '*.h' -o -name '*.cc' | xargs clang-format --dry-run --Werror; fi
+
+clean:  ## remove what was built and measured (not .venv, not runs)
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache
