@@ -5,9 +5,10 @@
     python3 tools/setup/setup.py test     # and pytest
     python3 tools/setup/setup.py dev      # and ruff, mypy
 
-Uses an active environment (VIRTUAL_ENV, CONDA_PREFIX) that already has torch as it is; else makes .venv, which sees the torch
-of the python3 on the path if that has one. TORCH=... is the requirement that is installed instead of the default. The path of
-the chosen interpreter goes to build/python-path. What was done is remembered in the environment, so a second run does nothing.
+Uses an active environment (VIRTUAL_ENV, CONDA_PREFIX) that already has torch as it is; else makes .venv, which sees the
+torch of the python3 on the path if that has one. TORCH=... is the requirement that is installed instead of the default.
+The path of the chosen interpreter goes to build/python-path. What was done is remembered in the environment, so a
+second run does nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +45,17 @@ def run(command: list[str], what: str, **environment: str) -> None:
 
 def torch_version(python: str) -> str | None:
     """The version of the torch that an interpreter sees, without importing it."""
-    code = "import importlib.metadata as m, importlib.util as u; print(m.version('torch') if u.find_spec('torch') else '')"
+    code = "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='torch')), ''))"
     result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return result.stdout.strip() or None
+
+
+def works(python: str) -> bool:
+    """Whether there is such an interpreter and it has pip."""
+    try:
+        return subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def choose_python() -> str:
@@ -59,7 +68,7 @@ def choose_python() -> str:
                 return python
     venv = ROOT / ".venv"
     python = str(venv / "bin" / "python")
-    if subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode if venv.exists() else True:
+    if not works(python):
         shutil.rmtree(venv, ignore_errors=True)
         base = os.environ.get("PYTHON") or getattr(sys, "_base_executable", sys.executable)
         shared = ["--system-site-packages"] if torch_version(base) and "TORCH" not in os.environ else []
@@ -71,7 +80,8 @@ class Done:
     """What was done in an environment for this checkout: a small JSON file inside the environment."""
 
     def __init__(self, python: str):
-        prefix = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True)
+        command = [python, "-c", "import sys; print(sys.prefix)"]
+        prefix = subprocess.run(command, capture_output=True, text=True, check=True)
         name = hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]
         self.file = Path(prefix.stdout.strip()) / f"interlace-setup-{name}.json"
         try:
@@ -162,8 +172,8 @@ def build_package(python: str, done: Done) -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 10):
-        sys.exit(f"error: Python 3.10 or newer is needed, this is {sys.version.split()[0]}; name another with PYTHON=...")
+    if sys.version_info < (3, 10):  # noqa: UP036 - whatever python3 is there runs this file
+        sys.exit(f"error: Python 3.10 or newer is needed, not {sys.version.split()[0]}; name another with PYTHON=...")
     if len(sys.argv) != 2 or sys.argv[1] not in LEVELS:
         sys.exit(f"usage: setup.py {'|'.join(LEVELS)}")
     level = LEVELS.index(sys.argv[1])

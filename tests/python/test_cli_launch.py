@@ -1,0 +1,109 @@
+"""The launcher: environment, prefixes, and what happens when a rank fails, hangs or is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from interlace import launch
+
+
+def command(script: str) -> list[str]:
+    return [sys.executable, "-c", "import os, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script)]
+
+
+def test_ranks_see_torchruns_variables(tmp_path):
+    failure = launch.run_ranks(
+        command(
+            f"""
+            names = ["LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+            open({str(tmp_path)!r} + f"/{{rank}}", "w").write(" ".join(os.environ[n] for n in names))
+            int(os.environ["MASTER_PORT"])
+            """
+        ),
+        ranks=3,
+        threads=2,
+    )
+    assert failure is None
+    assert [(tmp_path / str(r)).read_text() for r in range(3)] == [f"{r} 3 3 127.0.0.1 2" for r in range(3)]
+
+
+def test_stderr_carries_the_rank(capfd):
+    assert launch.run_ranks(command("print('hello', rank, file=sys.stderr)"), ranks=2) is None
+    assert sorted(capfd.readouterr().err.splitlines()) == ["[rank 1] hello 1", "hello 0"]
+
+
+def test_the_rank_that_failed_first_is_named_not_the_ones_that_followed(capfd):
+    failure = launch.run_ranks(
+        command(
+            """
+            from interlace.launch import leave_failure
+            if rank == 1:
+                leave_failure("the disk is full", 1)
+                time.sleep(0.7)  # its end is seen after rank 0's
+                sys.exit(1)
+            time.sleep(0.3)
+            leave_failure("lost rank 1", 1)
+            sys.exit(1)
+            """
+        ),
+        ranks=2,
+    )
+    assert failure is not None and failure.describe() == "rank 1 failed (exit code 1): the disk is full"
+
+
+def test_a_killed_rank_is_the_cause_and_hanging_ranks_are_ended():
+    start = time.monotonic()
+    failure = launch.run_ranks(
+        command(
+            """
+            import signal
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(60)
+            """
+        ),
+        ranks=3,
+    )
+    assert failure is not None and failure.describe() == "rank 1 failed (killed by SIGKILL) (out of memory?)"
+    assert time.monotonic() - start < 15
+
+
+def test_last_line_of_stderr_when_a_rank_left_no_message(capfd):
+    failure = launch.run_ranks(command("if rank == 1: raise ValueError('no such thing')"), ranks=2)
+    assert failure is not None and failure.describe() == "rank 1 failed (exit code 1): ValueError: no such thing"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_launcher(tmp_path, number):
+    rank = "import os, time; from interlace.launch import follow_parent; follow_parent(); "
+    rank += f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = f"import sys; from interlace.launch import run_ranks; run_ranks([sys.executable, '-c', {rank!r}], 2)"
+    process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_for(lambda: all(f.exists() and f.read_text() for f in files))
+    pids = [int(f.read_text()) for f in files]
+    process.send_signal(number)
+    process.wait()
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
