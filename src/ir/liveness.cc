@@ -1,0 +1,131 @@
+#include "ir/liveness.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "ir/text.h"
+
+namespace interlace {
+namespace {
+
+// Storage of phase-local roots; persistent ones (parameters, buffers, states, constants) and inputs are not counted per op.
+bool IsLocal(const Value& root) { return root.kind == ValueKind::kResult || root.kind == ValueKind::kTake; }
+
+class Analysis {
+ public:
+  Analysis(const Program& program, const Phase& phase) : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
+
+  Result<PhaseLiveness> Run() {
+    INTERLACE_TRY(Persistent());
+    storage_of_.assign(program_.num_values(), -1);
+    for (ValueId id : phase_.takes) INTERLACE_TRY(Begin(program_.RootOf(id), -1));
+    for (int32_t i = 0; i < end_; ++i) INTERLACE_TRY(Visit(program_.op(phase_.ops[i]), i));
+    for (ValueId id : phase_.gives) Touch(id, end_);
+    // A transfer that is not waited for here goes on after the phase, and so do its sources.
+    for (const auto& [result, sources] : in_flight_) {
+      for (ValueId source : sources) Touch(source, end_);
+    }
+    Summarize();
+    return std::move(out_);
+  }
+
+ private:
+  Status Persistent() {
+    auto add = [&](ValueId id) -> Status {
+      if (program_.RootOf(id) != id) return Ok{};
+      INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(program_.value(id).type));
+      out_.persistent_bytes += bytes;
+      return Ok{};
+    };
+    for (const Param& p : program_.params) {
+      if (p.unit == kNone) INTERLACE_TRY(add(p.value));  // otherwise a gather brings it
+    }
+    for (const Buffer& b : program_.buffers) INTERLACE_TRY(add(b.value));
+    for (const Const& c : program_.consts) INTERLACE_TRY(add(c.value));
+    for (const State& s : program_.states) INTERLACE_TRY(add(s.value));
+    return Ok{};
+  }
+
+  Status Begin(ValueId root, int32_t index) {
+    if (!IsLocal(program_.value(root)) || storage_of_[root] >= 0) return Ok{};
+    Result<int64_t> bytes = program_.StorageBytes(program_.value(root).type);
+    if (!bytes.ok()) {
+      Error error = bytes.error();
+      if (index >= 0) error.where = PrintOp(program_, program_.op(phase_.ops[index]));
+      return error;
+    }
+    storage_of_[root] = static_cast<int32_t>(out_.storages.size());
+    out_.storages.push_back({root, *bytes, index, std::max(index, 0)});
+    released_.push_back(false);
+    return Ok{};
+  }
+
+  void Touch(ValueId id, int32_t index) {
+    int32_t storage = storage_of_[program_.RootOf(id)];
+    if (storage >= 0 && !released_[storage]) out_.storages[storage].last = std::max(out_.storages[storage].last, index);
+  }
+
+  Status Visit(const Op& op, int32_t index) {
+    for (ValueId id : op.results) {
+      if (id == kNone) continue;
+      if (program_.RootOf(id) == id) INTERLACE_TRY(Begin(id, index));
+      Touch(id, index);
+    }
+    bool is_release = op.name == "release";
+    bool is_wait = op.name.ends_with(".wait");
+    ForEachOperand(op, [&](ValueId id) {
+      Touch(id, index);
+      if (is_release) {
+        int32_t storage = storage_of_[program_.RootOf(id)];
+        if (storage >= 0) released_[storage] = true;
+      }
+      if (!is_wait) return;
+      auto found = in_flight_.find(id);
+      if (found == in_flight_.end()) return;
+      for (ValueId source : found->second) Touch(source, index);
+      in_flight_.erase(found);
+    });
+    for (ValueId id : op.writes) Touch(id, index);
+    if (op.name.ends_with(".start")) {
+      std::vector<ValueId> sources;
+      ForEachOperand(op, [&](ValueId id) { sources.push_back(id); });
+      for (ValueId id : op.results) {
+        if (id != kNone) in_flight_[id] = sources;
+      }
+    }
+    return Ok{};
+  }
+
+  void Summarize() {
+    std::vector<int64_t> change(end_ + 2, 0), results(end_ + 1, 0);
+    out_.dies_after.assign(end_, {});
+    for (const StorageLife& life : out_.storages) {
+      // Alive before op i for first < i <= last.
+      change[life.first + 1] += life.bytes;
+      change[std::min(life.last, end_) + 1] -= life.bytes;
+      if (life.first >= 0) results[life.first] += life.bytes;
+      if (life.last < end_) out_.dies_after[life.last].push_back(life.root);
+    }
+    out_.live_before.assign(end_ + 1, 0);
+    int64_t live = 0;
+    for (int32_t i = 0; i <= end_; ++i) {
+      live += change[i];
+      out_.live_before[i] = live;
+      out_.peak_bytes = std::max(out_.peak_bytes, live + results[i]);
+    }
+  }
+
+  const Program& program_;
+  const Phase& phase_;
+  const int32_t end_;
+  PhaseLiveness out_;
+  std::vector<int32_t> storage_of_;  // by value id (roots): index in storages, or -1
+  std::vector<bool> released_;
+  std::unordered_map<ValueId, std::vector<ValueId>> in_flight_;  // result of a start → its sources
+};
+
+}  // namespace
+
+Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase) { return Analysis(program, phase).Run(); }
+
+}  // namespace interlace

@@ -1,0 +1,437 @@
+// Structural rules, and the report all parts write to. Meaning is checked only in a program whose structure holds, so
+// verify_flow.cc and verify_ops.cc may follow ids without asking.
+#include "ir/verifier.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "base/scan.h"
+#include "ir/verify_internal.h"
+
+namespace interlace {
+
+// ---- report ----
+
+void VerifyReport::Print() {
+  if (printed_) return;
+  printed_ = PrintWithLines(program_);
+  line_begin_ = {0, 0};
+  for (size_t i = 0; i < printed_->text.size(); ++i) {
+    if (printed_->text[i] == '\n') line_begin_.push_back(i + 1);
+  }
+}
+
+std::string_view VerifyReport::LineText(int32_t line) {
+  if (line <= 0 || static_cast<size_t>(line) + 1 >= line_begin_.size()) return {};
+  std::string_view text = printed_->text;
+  return text.substr(line_begin_[line], line_begin_[line + 1] - 1 - line_begin_[line]);
+}
+
+void VerifyReport::Add(int32_t line, std::string what, std::string_view needle, bool after_paren) {
+  std::string_view text = LineText(line);
+  size_t indent = text.find_first_not_of(' ');
+  size_t column = indent == std::string_view::npos ? 0 : indent;
+  for (size_t from = after_paren ? std::min(text.find('('), text.size()) : 0; !needle.empty();) {
+    size_t at = text.find(needle, from);
+    if (at == std::string_view::npos) {
+      if (!after_paren) break;
+      after_paren = false;  // not an operand: look among the results too
+      from = 0;
+      continue;
+    }
+    char next = at + needle.size() < text.size() ? text[at + needle.size()] : ' ';
+    if (needle[0] != '%' || next < '0' || next > '9') {
+      column = at;
+      break;
+    }
+    from = at + 1;
+  }
+  Error error;
+  error.where = line > 0 ? "line " + std::to_string(line) : "";
+  error.message = std::move(what);
+  if (!text.empty()) error.message += "\n" + LineWithCaret(text.substr(indent), column - indent);
+  found_.push_back({line, std::move(error)});
+}
+
+void VerifyReport::AtOp(const Op& op, std::string what, ValueId at) {
+  Print();
+  int32_t line = op.id >= 0 && op.id < static_cast<OpId>(printed_->op_line.size()) ? printed_->op_line[op.id] : 0;
+  if (at != kNone) return Add(line, std::move(what), "%" + std::to_string(at), true);
+  Add(line, std::move(what), op.name + "(", false);
+}
+void VerifyReport::AtValue(ValueId value, std::string what) {
+  Print();
+  Add(printed_->value_line[value], std::move(what), "%" + std::to_string(value), false);
+}
+void VerifyReport::AtUnit(UnitId unit, std::string what) {
+  Print();
+  Add(printed_->unit_line[unit], std::move(what), "", false);
+}
+void VerifyReport::AtPhase(const Phase& phase, std::string what) {
+  Print();
+  Add(printed_->phase_line[&phase - program_.phases.data()], std::move(what), "", false);
+}
+void VerifyReport::AtProgram(std::string what) {
+  Print();
+  Add(1, std::move(what), "", false);
+}
+
+std::vector<Error> VerifyReport::Take() {
+  std::stable_sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) { return a.line < b.line; });
+  std::vector<Error> out;
+  for (Found& found : found_) out.push_back(std::move(found.error));
+  return out;
+}
+
+// ---- places ----
+
+std::optional<int64_t> NumericElements(const Type& type) {
+  int64_t count = 1;
+  for (const Dim& size : type.sizes) {
+    if (!size.is_const() || __builtin_mul_overflow(count, size.value, &count)) return std::nullopt;
+  }
+  return count;
+}
+
+ByteRange RangeOf(const Program& program, ValueId id) {
+  const Value& value = program.value(id);
+  ByteRange range{value.root, 0, 0, false};
+  Result<int64_t> bytes = program.StorageBytes(value.type);
+  if (!bytes.ok() || !value.offset.is_const()) return range;
+  if (__builtin_mul_overflow(value.offset.value, DTypeBytes(value.type.dtype), &range.begin)) return range;
+  if (__builtin_add_overflow(range.begin, *bytes, &range.end)) return range;
+  range.known = true;
+  return range;
+}
+
+Status CheckPlace(const Program& program, const Value& value) {
+  if (value.root == value.id) return Ok{};
+  Result<int64_t> bytes = program.StorageBytes(value.type);
+  Result<int64_t> room = program.StorageBytes(program.value(value.root).type);
+  if (!bytes.ok() || !room.ok()) return Ok{};  // symbolic: checked when bound
+  Binding low, high;
+  for (const Axis& axis : program.mesh) {
+    low["rank_" + axis.name] = 0;
+    high["rank_" + axis.name] = axis.size - 1;
+  }
+  int64_t element = DTypeBytes(value.type.dtype);
+  for (const Binding& ranks : {low, high}) {
+    Result<int64_t> offset = program.dims.Evaluate(value.offset, ranks);
+    if (!offset.ok()) {
+      if (program.dims.Evaluate(value.offset, {}).ok()) return offset.error();
+      return Ok{};
+    }
+    int64_t begin, end;
+    bool fits = *offset >= 0 && !__builtin_mul_overflow(*offset, element, &begin) &&
+                !__builtin_add_overflow(begin, *bytes, &end) && end <= *room;
+    if (!fits) {
+      return MakeError("%", value.id, " lies outside its storage: ", *bytes, " bytes from element ", *offset, " of %",
+                       value.root, ", which has ", *room, " bytes");
+    }
+    if (value.offset.is_const()) break;
+  }
+  return Ok{};
+}
+
+// ---- structure ----
+namespace {
+
+class Structure {
+ public:
+  Structure(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
+
+  // False when ids are so broken that the program cannot even be printed; `fatal` says what.
+  bool Printable(std::string& fatal) const {
+    std::vector<bool> seen(program_.num_ops(), false);
+    for (const Phase& phase : program_.phases) {
+      for (OpId id : phase.ops) {
+        if (id < 0 || id >= program_.num_ops()) {
+          fatal = "phase '" + phase.name + "' lists op " + std::to_string(id) + ", which does not exist";
+          return false;
+        }
+        if (seen[id]) {
+          fatal = "op " + std::to_string(id) + " (" + program_.op(id).name + ") stands in the phases twice";
+          return false;
+        }
+        seen[id] = true;
+        if (program_.op(id).id != id) {
+          fatal = "op " + std::to_string(id) + " has the wrong id " + std::to_string(program_.op(id).id);
+          return false;
+        }
+      }
+    }
+    return TablesHold(fatal);
+  }
+
+  void Run() {
+    Tables();
+    available_.assign(program_.num_values(), kNever);
+    released_by_.assign(program_.num_values(), kNone);
+    phase_of_value_.assign(program_.num_values(), nullptr);
+    std::vector<OpId> definitions(program_.num_values(), kNone);
+    for (const Phase& phase : program_.phases) {
+      for (ValueId id : phase.takes) {
+        if (phase_of_value_[id] != nullptr) report_.AtPhase(phase, "%" + std::to_string(id) + " is taken twice");
+        phase_of_value_[id] = &phase;
+      }
+      for (OpId op : phase.ops) {
+        for (ValueId id : program_.op(op).results) {
+          if (id == kNone || !program_.HasValue(id)) continue;
+          phase_of_value_[id] = &phase;
+          if (definitions[id] != kNone) report_.AtOp(program_.op(op), "%" + std::to_string(id) + " is defined twice", id);
+          definitions[id] = op;
+        }
+      }
+    }
+    for (size_t i = 0; i < program_.phases.size(); ++i) RunPhase(program_.phases[i], static_cast<int32_t>(i));
+  }
+
+ private:
+  static constexpr int32_t kNever = -2, kAlways = -1;  // otherwise the index of the phase that made it available
+
+  bool TablesHold(std::string& fatal) const {
+    auto check = [&](ValueId id, ValueKind kind, std::string_view table) {
+      if (program_.HasValue(id) && program_.value(id).kind == kind) return true;
+      fatal = "the table of " + std::string(table) + " names %" + std::to_string(id) + ", which is none";
+      return false;
+    };
+    for (const Param& p : program_.params) {
+      if (!check(p.value, ValueKind::kParam, "parameters")) return false;
+    }
+    for (const Buffer& b : program_.buffers) {
+      if (!check(b.value, ValueKind::kBuffer, "buffers")) return false;
+    }
+    for (const Input& i : program_.inputs) {
+      if (!check(i.value, ValueKind::kInput, "inputs")) return false;
+    }
+    for (const Const& c : program_.consts) {
+      if (!check(c.value, ValueKind::kConst, "constants")) return false;
+    }
+    for (const State& s : program_.states) {
+      if (!check(s.value, ValueKind::kState, "states")) return false;
+    }
+    for (const Phase& phase : program_.phases) {
+      for (ValueId id : phase.takes) {
+        if (!check(id, ValueKind::kTake, "takes")) return false;
+      }
+    }
+    return true;
+  }
+
+  void Tables() {
+    auto table = [&](const auto& entries) {
+      for (const auto& entry : entries) Declared(entry.value);
+    };
+    table(program_.params);
+    table(program_.buffers);
+    table(program_.inputs);
+    table(program_.consts);
+    table(program_.states);
+    for (const Phase& phase : program_.phases) {
+      for (ValueId id : phase.takes) Declared(id);
+    }
+    int32_t next = 0;
+    for (const Unit& unit : program_.units) {
+      if (unit.id != next++) report_.AtUnit(next - 1, "unit ids count up from 0");
+    }
+    for (const Param& p : program_.params) {
+      bool unit_ok = p.unit == kNone || (p.unit >= 0 && p.unit < static_cast<UnitId>(program_.units.size()));
+      if (!unit_ok) report_.AtValue(p.value, "this parameter's unit u" + std::to_string(p.unit) + " does not exist");
+      bool group_ok = p.group == kNone || (p.group >= 0 && p.group < static_cast<int32_t>(program_.groups.size()));
+      if (!group_ok) report_.AtValue(p.value, "this parameter's group " + std::to_string(p.group) + " does not exist");
+    }
+    for (const State& s : program_.states) {
+      bool unit_ok = s.unit == kNone || (s.unit >= 0 && s.unit < static_cast<UnitId>(program_.units.size()));
+      if (!unit_ok) report_.AtValue(s.value, "this state's unit u" + std::to_string(s.unit) + " does not exist");
+    }
+  }
+
+  // Types and places that do not depend on order.
+  std::string TypeProblem(const Value& value) const {
+    if (value.type.sizes.size() != value.type.strides.size()) return "another number of strides than of sizes";
+    for (const Dim& size : value.type.sizes) {
+      if (size.is_const() && size.value < 0) return "the size " + std::to_string(size.value) + " is negative";
+    }
+    Result<int64_t> bytes = program_.StorageBytes(value.type);
+    if (!bytes.ok() && bytes.error().message.find("bind") == std::string::npos) return bytes.error().message;
+    return "";
+  }
+  std::string PlaceProblem(const Value& value) const {
+    if (value.root == value.id) return value.placed ? "a value cannot be placed into itself" : "";
+    if (!program_.HasValue(value.root)) return "its storage %" + std::to_string(value.root) + " does not exist";
+    if (program_.RootOf(value.root) != value.root) {
+      return "a place must name the root of a storage; %" + std::to_string(value.root) + " is itself placed in %" +
+             std::to_string(program_.RootOf(value.root));
+    }
+    Status fits = CheckPlace(program_, value);
+    return fits.ok() ? "" : fits.error().message;
+  }
+
+  void Declared(ValueId id) {
+    const Value& value = program_.value(id);
+    std::string problem = TypeProblem(value);
+    if (problem.empty()) problem = PlaceProblem(value);
+    if (problem.empty() && value.placed) problem = "'into' is for results of ops; a declared value lies 'in' its storage";
+    if (!problem.empty()) {
+      report_.AtValue(id, problem);
+      return;
+    }
+    if (value.root == id) return;
+    ValueKind kind = program_.value(value.root).kind;
+    if (value.kind != ValueKind::kTake && kind != ValueKind::kState) {
+      report_.AtValue(id, "a declared value can lie in a state only; %" + std::to_string(value.root) + " is none");
+    }
+  }
+
+  void RunPhase(const Phase& phase, int32_t index) {
+    bool micro_batch = phase.name.starts_with("micro_batch");
+    auto always = [&](const auto& table) {
+      for (const auto& entry : table) available_[entry.value] = kAlways;
+    };
+    if (index == 0) {
+      always(program_.params);
+      always(program_.buffers);
+      always(program_.consts);
+      always(program_.states);
+    }
+    for (const Input& input : program_.inputs) available_[input.value] = micro_batch ? index : kNever;
+    phase_ = &phase;
+    index_ = index;
+    for (ValueId id : phase.takes) available_[id] = index;
+    for (ValueId id : phase.takes) {
+      const Value& root = program_.value(program_.RootOf(id));
+      if (root.kind == ValueKind::kResult || available_[root.id] == kNever) {
+        report_.AtPhase(phase, "%" + std::to_string(id) + " lies in %" + std::to_string(root.id) + ", which must be taken too");
+      }
+    }
+    for (OpId id : phase.ops) RunOp(program_.op(id));
+    for (ValueId id : phase.gives) {
+      if (!program_.HasValue(id)) {
+        report_.AtPhase(phase, "%" + std::to_string(id) + " is given but nothing defines it");
+      } else if (std::string problem = UseProblem(id); !problem.empty()) {
+        report_.AtPhase(phase, "given: " + problem);
+      }
+    }
+  }
+
+  std::string UseProblem(ValueId id) const {
+    std::string name = "%" + std::to_string(id);
+    if (available_[id] != kAlways && available_[id] != index_) {
+      if (program_.value(id).kind == ValueKind::kInput) return name + " is an input; only micro-batch phases see inputs";
+      const Phase* other = phase_of_value_[id];
+      if (other == nullptr) return name + " is used but nothing defines it";
+      if (other == phase_) return name + " is used before its definition";
+      return name + " belongs to phase '" + other->name + "'; hand it over by gives and takes";
+    }
+    OpId release = released_by_[program_.RootOf(id)];
+    if (release != kNone) return name + " is used after its storage %" + std::to_string(program_.RootOf(id)) + " was released";
+    return "";
+  }
+
+  void RunOp(const Op& op) {
+    if (op.module != kNone && (op.module < 0 || op.module >= static_cast<int32_t>(program_.modules.size()))) {
+      report_.AtOp(op, "module " + std::to_string(op.module) + " is not declared");
+    }
+    if (op.source != kNone && (op.source < 0 || op.source >= static_cast<int32_t>(program_.sources.size()))) {
+      report_.AtOp(op, "source " + std::to_string(op.source) + " is not declared");
+    }
+    for (UnitId unit : op.units) {
+      if (unit < 0 || unit >= static_cast<UnitId>(program_.units.size())) {
+        report_.AtOp(op, "unit u" + std::to_string(unit) + " is not declared");
+      }
+    }
+    operand_roots_.clear();
+    auto use = [&](ValueId id) {
+      if (!program_.HasValue(id)) {
+        report_.AtOp(op, "%" + std::to_string(id) + " is used but nothing defines it", id);
+        return;
+      }
+      operand_roots_.push_back(program_.RootOf(id));
+      if (std::string problem = UseProblem(id); !problem.empty()) report_.AtOp(op, problem, id);
+    };
+    ForEachOperand(op, use);
+    for (ValueId id : op.writes) use(id);
+    for (const NamedArg& attr : op.attrs) NoValues(op, attr.arg);
+    for (size_t i = 0; i < op.results.size(); ++i) RunResult(op, i);
+    if (op.name == "release") Release(op);
+  }
+
+  // Values in attributes would escape renaming and liveness.
+  void NoValues(const Op& op, const Arg& arg) {
+    if (arg.kind == Arg::Kind::kValue) report_.AtOp(op, "an attribute cannot hold a value; make it an argument", arg.value);
+    for (const Arg& item : arg.list) NoValues(op, item);
+  }
+
+  void RunResult(const Op& op, size_t index) {
+    ValueId id = op.results[index];
+    if (id == kNone) return;
+    if (!program_.HasValue(id)) return report_.AtOp(op, "result %" + std::to_string(id) + " does not exist");
+    const Value& value = program_.value(id);
+    if (value.kind != ValueKind::kResult || value.def != op.id || value.result_index != static_cast<int32_t>(index)) {
+      return report_.AtOp(op, "result %" + std::to_string(id) + " does not point back to this op", id);
+    }
+    available_[id] = index_;
+    std::string problem = TypeProblem(value);
+    if (problem.empty()) problem = PlaceProblem(value);
+    if (problem.empty() && value.root != id) {
+      problem = UseProblem(value.root);
+      bool shares = std::find(operand_roots_.begin(), operand_roots_.end(), value.root) != operand_roots_.end();
+      if (problem.empty() && !value.placed && !shares) {
+        problem = "%" + std::to_string(id) + " is a view of %" + std::to_string(value.root) +
+                  ", but no operand of the op shares that storage ('into' places a computed result)";
+      }
+    }
+    if (!problem.empty()) report_.AtOp(op, problem, id);
+  }
+
+  void Release(const Op& op) {
+    ForEachOperand(op, [&](ValueId id) {
+      if (!program_.HasValue(id)) return;
+      const Value& value = program_.value(id);
+      if (value.root != id) {
+        report_.AtOp(op, "release takes the root of a storage; %" + std::to_string(id) + " lies in %" +
+                             std::to_string(value.root), id);
+      } else if (value.kind != ValueKind::kResult && value.kind != ValueKind::kTake) {
+        report_.AtOp(op, "%" + std::to_string(id) + " cannot be released; only results and takes can", id);
+      } else if (released_by_[id] == kNone) {
+        released_by_[id] = op.id;
+      }
+    });
+  }
+
+  const Program& program_;
+  VerifyReport& report_;
+  const Phase* phase_ = nullptr;
+  int32_t index_ = 0;
+  std::vector<int32_t> available_;            // by value
+  std::vector<OpId> released_by_;             // by root
+  std::vector<const Phase*> phase_of_value_;  // of results and takes
+  std::vector<ValueId> operand_roots_;        // of the op at hand
+};
+
+}  // namespace
+
+std::vector<Error> VerifyAll(const Program& program) {
+  VerifyReport report(program);
+  Structure structure(program, report);
+  std::string fatal;
+  if (!structure.Printable(fatal)) return {Error{fatal, ""}};
+  structure.Run();
+  if (report.empty()) {
+    VerifyOps(program, report);
+    VerifyFlow(program, report);
+  }
+  return report.Take();
+}
+
+Status Verify(const Program& program) {
+  std::vector<Error> errors = VerifyAll(program);
+  if (errors.empty()) return Ok{};
+  constexpr size_t kShown = 5;
+  Error out{errors[0].message, errors[0].where};
+  for (size_t i = 1; i < std::min(errors.size(), kShown); ++i) out.message += "\n" + errors[i].ToString();
+  if (errors.size() > kShown) out.message += "\n(" + std::to_string(errors.size() - kShown) + " more)";
+  return out;
+}
+
+}  // namespace interlace

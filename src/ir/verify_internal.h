@@ -1,0 +1,61 @@
+// verify_internal.h — what the three parts of the verifier share; included by verifier.cc, verify_flow.cc, verify_ops.cc only.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ir/program.h"
+#include "ir/text.h"
+
+namespace interlace {
+
+// Collects violations with the line they stand on; the program is printed only when there is one.
+class VerifyReport {
+ public:
+  explicit VerifyReport(const Program& program) : program_(program) {}
+
+  // The caret points at operand or result `at`, or at the op's name.
+  void AtOp(const Op& op, std::string what, ValueId at = kNone);
+  void AtValue(ValueId value, std::string what);  // its declaration
+  void AtUnit(UnitId unit, std::string what);
+  void AtPhase(const Phase& phase, std::string what);
+  void AtProgram(std::string what);               // the first line
+  bool empty() const { return found_.empty(); }
+  // In line order.
+  std::vector<Error> Take();
+
+ private:
+  struct Found {
+    int32_t line;
+    Error error;
+  };
+  void Add(int32_t line, std::string what, std::string_view needle, bool after_paren);
+  std::string_view LineText(int32_t line);
+  void Print();
+
+  const Program& program_;
+  std::optional<PrintedProgram> printed_;
+  std::vector<size_t> line_begin_;
+  std::vector<Found> found_;
+};
+
+// A half-open range of bytes within a root; `known` is false when it is symbolic.
+struct ByteRange {
+  ValueId root = kNone;
+  int64_t begin = 0, end = 0;
+  bool known = false;
+  bool Overlaps(const ByteRange& other) const {
+    return root == other.root && (!known || !other.known || (begin < other.end && other.begin < end));
+  }
+};
+ByteRange RangeOf(const Program& program, ValueId id);
+
+// Elements of a value, when they are a number.
+std::optional<int64_t> NumericElements(const Type& type);
+
+void VerifyOps(const Program& program, VerifyReport& report);    // levels, units, each op by itself
+void VerifyFlow(const Program& program, VerifyReport& report);   // transfers in flight, takes and gives over the run order
+
+}  // namespace interlace

@@ -1,0 +1,516 @@
+// Levels, units and layouts, and each op of our own by itself: operand counts, sizes, attributes.
+#include <algorithm>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "base/suggest.h"
+#include "ir/op_table.h"
+#include "ir/verify_internal.h"
+
+namespace interlace {
+namespace {
+
+std::string Quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
+std::string N(int64_t value) { return std::to_string(value); }
+
+class Meaning {
+ public:
+  Meaning(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
+
+  void Run() {
+    param_of_.assign(program_.num_values(), nullptr);
+    for (const Param& param : program_.params) param_of_[param.value] = &param;
+    Phases();
+    Names();
+    Dims();
+    Units();
+    Consts();
+    for (const Phase& phase : program_.phases) {
+      graded_.clear();
+      outputs_.clear();
+      for (OpId id : phase.ops) RunOp(program_.op(id));
+    }
+  }
+
+ private:
+  using Check = void (Meaning::*)(const Op&);
+
+  // ---- the program as a whole ----
+  void Phases() {
+    const std::vector<std::string_view> known = {"micro_batch", "micro_batch.first", "micro_batch.middle", "micro_batch.last",
+                                                 "update"};
+    if (program_.phases.empty()) report_.AtProgram("the program has no phase; if it came from a file, the file seems to be cut");
+    bool accumulates = program_.accumulation > 1;
+    for (const Phase& phase : program_.phases) {
+      if (std::find(known.begin(), known.end(), phase.name) == known.end()) {
+        report_.AtPhase(phase, "unknown phase " + Quoted(phase.name) + DidYouMean(phase.name, known));
+      } else if (program_.level == Level::kCaptured && phase.name != "micro_batch") {
+        report_.AtPhase(phase, "a captured program has the phase micro_batch only, not " + Quoted(phase.name));
+      } else if (phase.name != "update" && (phase.name != "micro_batch") != accumulates) {
+        report_.AtPhase(phase, "with " + N(program_.accumulation) + " micro-batches a step, the phases are " +
+                                   (accumulates ? "micro_batch.first, .middle, .last" : "micro_batch alone") + ", not " +
+                                   Quoted(phase.name));
+      }
+    }
+    if (program_.FindPhase("micro_batch.first") == nullptr && program_.FindPhase("micro_batch.last") == nullptr) return;
+    std::vector<std::string> needed = {"micro_batch.first", "micro_batch.last"};
+    if (program_.accumulation > 2) needed.push_back("micro_batch.middle");
+    for (const std::string& name : needed) {
+      if (program_.FindPhase(name) == nullptr) {
+        report_.AtPhase(program_.phases[0], "phase " + Quoted(name) + " is missing: a step has " +
+                                                N(program_.accumulation) + " micro-batches");
+      }
+    }
+  }
+
+  void Names() {
+    std::set<std::string_view> names;
+    for (const Param& param : program_.params) {
+      if (!names.insert(param.name).second) report_.AtValue(param.value, "two parameters are named " + Quoted(param.name));
+      for (const std::string& alias : param.aliases) {
+        if (!names.insert(alias).second) report_.AtValue(param.value, "two parameters are named " + Quoted(alias));
+      }
+    }
+    std::set<std::pair<UnitId, std::string_view>> roles;
+    for (const State& state : program_.states) {
+      if (!roles.emplace(state.unit, state.role).second) {
+        report_.AtValue(state.value, "two states have the role " + Quoted(state.role) +
+                                         (state.unit == kNone ? "" : " of unit u" + N(state.unit)));
+      }
+    }
+  }
+
+  // Symbols must be declared, and none but ranks is left in a scheduled program.
+  void Dims() {
+    if (program_.level == Level::kScheduled && !program_.symbols.empty()) {
+      report_.AtProgram("a scheduled program has numbers only, but symbol " + Quoted(program_.symbols[0].name) +
+                        " is still open; bind it");
+    }
+    std::set<std::string> known;
+    for (const Symbol& symbol : program_.symbols) known.insert(symbol.name);
+    for (const Axis& axis : program_.mesh) known.insert("rank_" + axis.name);
+    std::vector<bool> checked;
+    auto unknown = [&](const Dim& dim) -> std::string {
+      if (dim.is_const()) return "";
+      if (checked.size() <= static_cast<size_t>(dim.expr)) checked.resize(dim.expr + 1, false);
+      if (checked[dim.expr]) return "";
+      for (const std::string& name : program_.dims.SymbolsOf(dim)) {
+        if (known.count(name) == 0) return name;
+      }
+      checked[dim.expr] = true;
+      return "";
+    };
+    for (ValueId id = 0; id < program_.num_values(); ++id) {
+      if (!program_.HasValue(id)) continue;
+      const Value& value = program_.value(id);
+      std::string name = unknown(value.offset);
+      for (const Dim& dim : value.type.sizes) name = name.empty() ? unknown(dim) : name;
+      for (const Dim& dim : value.type.strides) name = name.empty() ? unknown(dim) : name;
+      if (name.empty()) continue;
+      std::string what = "symbol " + Quoted(name) + " is not declared";
+      if (value.def != kNone) {
+        report_.AtOp(program_.op(value.def), what, id);
+      } else {
+        report_.AtValue(id, what);
+      }
+    }
+  }
+
+  // ---- units ----
+  void Units() {
+    if (program_.level == Level::kCaptured && !program_.units.empty()) {
+      report_.AtUnit(0, "a captured program has no units; its level is sharded");
+    }
+    for (const Unit& unit : program_.units) {
+      int64_t axis = program_.AxisSize(unit.axis), total = 0;
+      bool known = std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == unit.axis; });
+      if (!known) report_.AtUnit(unit.id, "axis " + Quoted(unit.axis) + " is not in the mesh");
+      if (unit.shard < 0 || unit.shard % kUnitAlignment != 0) {
+        report_.AtUnit(unit.id, "the shard of u" + N(unit.id) + ", " + N(unit.shard) + " elements, must be a multiple of " +
+                                    N(kUnitAlignment));
+      }
+      if (__builtin_mul_overflow(unit.shard, axis, &total) || total != unit.numel) {
+        report_.AtUnit(unit.id, "numel of u" + N(unit.id) + " must be shard times the size of " + unit.axis + ", " +
+                                    N(unit.shard) + " * " + N(axis) + ", not " + N(unit.numel));
+      }
+    }
+    std::map<UnitId, std::vector<const Param*>> layout;
+    for (const Param& param : program_.params) {
+      if (param.unit != kNone) layout[param.unit].push_back(&param);
+    }
+    for (auto& [id, params] : layout) Layout(program_.units[id], params);
+    for (const State& state : program_.states) {
+      if (state.unit == kNone) continue;
+      const Unit& unit = program_.units[state.unit];
+      auto count = NumericElements(program_.value(state.value).type);
+      if (count && *count != unit.shard && *count != unit.numel) {
+        report_.AtValue(state.value, "a state of u" + N(unit.id) + " has " + N(unit.shard) + " (its shard) or " + N(unit.numel) +
+                                         " elements, not " + N(*count));
+      }
+    }
+  }
+
+  void Layout(const Unit& unit, std::vector<const Param*>& params) {
+    std::stable_sort(params.begin(), params.end(), [](const Param* a, const Param* b) { return a->unit_offset < b->unit_offset; });
+    int64_t used = 0;
+    const Param* before = nullptr;
+    for (const Param* param : params) {
+      const Type& type = program_.value(param->value).type;
+      std::string name = "parameter '" + param->name + "'";
+      if (type.dtype != unit.dtype) report_.AtValue(param->value, name + " has another dtype than its unit");
+      if (param->unit_offset % kUnitAlignment != 0 || param->unit_offset < 0) {
+        report_.AtValue(param->value, name + " starts at element " + N(param->unit_offset) + " of u" + N(unit.id) +
+                                          "; it must be a multiple of " + N(kUnitAlignment));
+      }
+      auto count = NumericElements(type);
+      if (!count) {
+        report_.AtValue(param->value, name + " lies in a unit, so its sizes must be numbers");
+        continue;
+      }
+      if (before != nullptr && param->unit_offset < used) {
+        report_.AtValue(param->value, name + " overlaps '" + before->name + "' in u" + N(unit.id));
+      }
+      int64_t end = 0;
+      if (__builtin_add_overflow(param->unit_offset, *count, &end) || end > unit.numel) {
+        report_.AtValue(param->value, name + " ends beyond u" + N(unit.id) + ", which has " + N(unit.numel) + " elements");
+        continue;
+      }
+      if (end > used) {
+        used = end;
+        before = param;
+      }
+    }
+  }
+
+  static bool CountNumbers(const Arg& arg, int64_t& count) {
+    if (arg.kind == Arg::Kind::kList) {
+      return std::all_of(arg.list.begin(), arg.list.end(), [&](const Arg& item) { return CountNumbers(item, count); });
+    }
+    ++count;
+    return arg.kind == Arg::Kind::kFloat || arg.kind == Arg::Kind::kBool ||
+           (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
+  }
+
+  void Consts() {
+    for (const Const& constant : program_.consts) {
+      int64_t count = 0;
+      auto wanted = NumericElements(program_.value(constant.value).type);
+      if (!CountNumbers(constant.data, count)) {
+        report_.AtValue(constant.value, "constant '" + constant.name + "' holds something other than numbers");
+      } else if (!wanted || count != *wanted) {
+        report_.AtValue(constant.value, "constant '" + constant.name + "' lists " + N(count) +
+                                            " numbers; its type must have as many elements");
+      }
+    }
+  }
+
+  // ---- single ops ----
+  void RunOp(const Op& op) {
+    const OpInfo* info = FindOp(op.name);
+    if (info == nullptr) {
+      Unknown(op);
+    } else {
+      static const std::unordered_map<std::string_view, Check> checks = {
+          {"view", &Meaning::View},
+          {"grad", &Meaning::Grad},
+          {"output", &Meaning::Output},
+          {"assign", &Meaning::Assign},
+          {"copy", &Meaning::Copy},
+          {"grad.begin", &Meaning::GradBegin},
+          {"gather.start", &Meaning::GatherStart},
+          {"reduce.start", &Meaning::ReduceStart},
+          {"all_reduce.start", &Meaning::AllReduceStart},
+          {"norm.partial", &Meaning::NormPartial},
+          {"norm.coef", &Meaning::NormCoef},
+          {"update.adamw", &Meaning::Update},
+          {"update.adam", &Meaning::Update},
+          {"update.sgd", &Meaning::Update},
+          {"call.python", &Meaning::CallPython},
+      };
+      if (auto found = checks.find(op.name); found != checks.end()) (this->*found->second)(op);
+      if (op.name.ends_with(".wait") || op.name == "release") {
+        if (op.args.empty()) report_.AtOp(op, op.name + " needs at least one operand");
+        if (!op.results.empty()) report_.AtOp(op, op.name + " has no results");
+        ValueOperands(op);
+      }
+      bool of_units = op.name.starts_with("gather.") || op.name.starts_with("reduce.") || op.name.starts_with("update.") ||
+                      op.name.starts_with("grad.") || op.name.starts_with("norm.");
+      if (program_.level == Level::kCaptured && of_units) {
+        report_.AtOp(op, op.name + " belongs to the sharded level, but this program is captured");
+      }
+    }
+    if (program_.level != Level::kCaptured) DirectUse(op);
+  }
+
+  void Unknown(const Op& op) {
+    std::vector<std::string_view> known;
+    for (const OpInfo& info : OpTable()) known.push_back(info.name);
+    std::string hint = DidYouMean(op.name, known);
+    // A library's op may look like ours; two letters apart is a typing error all the same.
+    bool near = std::any_of(known.begin(), known.end(), [&](std::string_view k) { return EditDistance(op.name, k) <= 2; });
+    if (IsOwnOp(op.name) || (near && !op.name.starts_with("aten."))) {
+      report_.AtOp(op, "unknown op " + Quoted(op.name) + (hint.empty() ? "; ops of a library are written namespace.name" : hint));
+    }
+  }
+
+  void DirectUse(const Op& op) {
+    ForEachOperand(op, [&](ValueId id) {
+      const Param* param = param_of_[program_.RootOf(id)];
+      if (param == nullptr || param->unit == kNone) return;
+      report_.AtOp(op, "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" + N(param->unit) +
+                           " and use a view of it", id);
+    });
+  }
+
+  const Type& TypeOf(ValueId id) const { return program_.value(id).type; }
+
+  // Every positional argument must be a value, and nothing is passed by name. False: reported.
+  bool ValueOperands(const Op& op) {
+    for (const Arg& arg : op.args) {
+      if (arg.kind == Arg::Kind::kValue) continue;
+      report_.AtOp(op, op.name + " takes values only");
+      return false;
+    }
+    if (op.named.empty()) return true;
+    report_.AtOp(op, op.name + " takes attributes in braces, not named arguments");
+    return false;
+  }
+  bool Shape(const Op& op, size_t min_args, size_t max_args, size_t results) {
+    if (!ValueOperands(op)) return false;
+    if (op.args.size() < min_args || op.args.size() > max_args) {
+      std::string range = min_args == max_args ? N(static_cast<int64_t>(min_args))
+                                               : N(static_cast<int64_t>(min_args)) + " to " + N(static_cast<int64_t>(max_args));
+      report_.AtOp(op, op.name + " takes " + range + " operands, not " + N(static_cast<int64_t>(op.args.size())));
+      return false;
+    }
+    bool skipped = std::find(op.results.begin(), op.results.end(), kNone) != op.results.end();
+    if (op.results.size() == results && !skipped) return true;
+    report_.AtOp(op, op.name + " has " + N(static_cast<int64_t>(results)) + " results, not " +
+                         N(static_cast<int64_t>(op.results.size())) + (skipped ? " or '_'" : ""));
+    return false;
+  }
+  void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
+    auto count = NumericElements(TypeOf(id));
+    if (count && *count == wanted) return;
+    report_.AtOp(op, "%" + N(id) + " must have " + N(wanted) + " elements (" + meaning + ")", id);
+  }
+  bool IsNumber(const Arg& arg) const {
+    return arg.kind == Arg::Kind::kFloat || (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
+  }
+  bool Number(const Op& op, std::string_view name, bool or_none = false) {
+    const Arg* arg = op.Attr(name);
+    if (arg != nullptr && (IsNumber(*arg) || (or_none && arg->kind == Arg::Kind::kNone))) return true;
+    report_.AtOp(op, op.name + " needs the attribute " + std::string(name) + "=NUMBER" + (or_none ? " or none" : ""));
+    return false;
+  }
+
+  void View(const Op& op) {
+    if (!Shape(op, 1, 1, 1)) return;
+    const Value& value = program_.value(op.results[0]);
+    if (value.root == value.id || value.placed) report_.AtOp(op, "the result of view must lie 'in' a storage", value.id);
+  }
+
+  void Grad(const Op& op) {
+    if (program_.level != Level::kCaptured) {
+      report_.AtOp(op, "grad belongs to the captured level; sharding replaces it by a reduction");
+      return;
+    }
+    if (!Shape(op, 2, 2, 0)) return;
+    ValueId target = op.args[0].value, value = op.args[1].value;
+    const Param* param = param_of_[target];
+    if (param == nullptr || !param->trainable) {
+      report_.AtOp(op, "the first operand of grad must be a trainable parameter; %" + N(target) + " is none", target);
+      return;
+    }
+    if (!graded_.insert(target).second) report_.AtOp(op, "parameter '" + param->name + "' has two gradients", target);
+    if (TypeOf(value).dtype != TypeOf(target).dtype || TypeOf(value).sizes != TypeOf(target).sizes) {
+      report_.AtOp(op, "the gradient of '" + param->name + "' must be " + PrintType(program_, TypeOf(target)) + ", not " +
+                           PrintType(program_, TypeOf(value)), value);
+    }
+  }
+
+  void Output(const Op& op) {
+    if (!Shape(op, 1, 1, 0)) return;
+    const Arg* name = op.Attr("name");
+    if (name == nullptr || name->kind != Arg::Kind::kString) {
+      report_.AtOp(op, "output needs the attribute name=\"...\"");
+      return;
+    }
+    if (!outputs_.insert(name->text).second) report_.AtOp(op, "two outputs are named " + Quoted(name->text));
+    if (name->text == "loss") Elements(op, op.args[0].value, 1, "the loss is a scalar");
+  }
+
+  void Assign(const Op& op) {
+    if (!Shape(op, 2, 2, 0)) return;
+    ValueId dst = op.args[0].value, src = op.args[1].value;
+    ValueKind kind = program_.value(program_.RootOf(dst)).kind;
+    if (kind != ValueKind::kBuffer && kind != ValueKind::kState) {
+      report_.AtOp(op, "assign writes buffers and states only; %" + N(dst) + " is neither", dst);
+    }
+    if (TypeOf(dst).sizes != TypeOf(src).sizes) {
+      report_.AtOp(op, "assign needs equal sizes; %" + N(dst) + " is " + PrintType(program_, TypeOf(dst)) + " and %" + N(src) +
+                           " is " + PrintType(program_, TypeOf(src)), src);
+    }
+  }
+
+  void Copy(const Op& op) {
+    if (!Shape(op, 1, 1, 1)) return;
+    if (TypeOf(op.args[0].value).sizes != TypeOf(op.results[0]).sizes) {
+      report_.AtOp(op, "copy keeps the sizes of its operand", op.results[0]);
+    }
+  }
+
+  void GradBegin(const Op& op) {
+    if (!Shape(op, 0, 0, 1)) return;
+    if (op.units.size() != 1) return report_.AtOp(op, "grad.begin needs units=[u] with one unit");
+    Elements(op, op.results[0], program_.units[op.units[0]].numel, "numel of u" + N(op.units[0]));
+    const Arg* zero = op.Attr("zero");
+    if (zero != nullptr && zero->kind != Arg::Kind::kBool) report_.AtOp(op, "zero= must be true or false");
+  }
+
+  bool Collective(const Op& op) {
+    if (!ValueOperands(op)) return false;
+    if (op.args.empty()) {
+      report_.AtOp(op, op.name + " needs at least one operand");
+      return false;
+    }
+    if (op.results.size() != op.args.size() || std::find(op.results.begin(), op.results.end(), kNone) != op.results.end()) {
+      report_.AtOp(op, op.name + " has one result for each operand");
+      return false;
+    }
+    return true;
+  }
+  bool UnitCollective(const Op& op) {
+    if (!Collective(op)) return false;
+    if (op.units.size() == op.args.size()) {
+      bool one_axis = std::all_of(op.units.begin(), op.units.end(), [&](UnitId u) {
+        return program_.units[u].axis == program_.units[op.units[0]].axis;
+      });
+      if (!one_axis) report_.AtOp(op, "the units of one " + op.name + " must share an axis");
+      return one_axis;
+    }
+    report_.AtOp(op, op.name + " needs units=[..] with one unit for each operand");
+    return false;
+  }
+
+  void GatherStart(const Op& op) {
+    if (!UnitCollective(op)) return;
+    for (size_t i = 0; i < op.args.size(); ++i) {
+      const Unit& unit = program_.units[op.units[i]];
+      Elements(op, op.args[i].value, unit.shard, "the shard of u" + N(unit.id));
+      Elements(op, op.results[i], unit.numel, "numel of u" + N(unit.id));
+      if (TypeOf(op.args[i].value).dtype != TypeOf(op.results[i]).dtype) {
+        report_.AtOp(op, "gather.start keeps the dtype of its operand", op.results[i]);
+      }
+    }
+  }
+
+  void ReduceStart(const Op& op) {
+    if (!UnitCollective(op)) return;
+    for (size_t i = 0; i < op.args.size(); ++i) {
+      const Unit& unit = program_.units[op.units[i]];
+      Elements(op, op.args[i].value, unit.numel, "numel of u" + N(unit.id));
+      Elements(op, op.results[i], unit.shard, "the shard of u" + N(unit.id));
+    }
+  }
+
+  void AllReduceStart(const Op& op) {
+    if (!Collective(op)) return;
+    const Arg* axis = op.Attr("axis");
+    bool known = axis != nullptr && axis->kind == Arg::Kind::kWord &&
+                 std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == axis->text; });
+    if (!known) report_.AtOp(op, "all_reduce.start needs axis=NAME with an axis of the mesh");
+    for (size_t i = 0; i < op.args.size(); ++i) {
+      const Type& from = TypeOf(op.args[i].value);
+      const Type& to = TypeOf(op.results[i]);
+      if (from.dtype != to.dtype || from.sizes != to.sizes) report_.AtOp(op, "all_reduce.start keeps the type of its operand", op.results[i]);
+    }
+  }
+
+  bool IsType(ValueId id, DType dtype, int64_t count) const {
+    const Type& type = TypeOf(id);
+    return type.dtype == dtype && type.sizes.size() == 1 && type.sizes[0] == Dim(count);
+  }
+
+  void NormPartial(const Op& op) {
+    if (!Shape(op, 1, op.args.size(), 1)) return;
+    if (!IsType(op.results[0], DType::kI64, kNormLimbs)) report_.AtOp(op, "the result of norm.partial is i64[68]", op.results[0]);
+  }
+
+  void NormCoef(const Op& op) {
+    if (!Shape(op, 1, 1, 1)) return;
+    if (!IsType(op.args[0].value, DType::kI64, kNormLimbs)) report_.AtOp(op, "the operand of norm.coef is i64[68]", op.args[0].value);
+    if (!IsType(op.results[0], DType::kF64, 3)) report_.AtOp(op, "the result of norm.coef is f64[3]", op.results[0]);
+    Number(op, "max_norm", /*or_none=*/true);
+    Number(op, "scale");
+  }
+
+  void Update(const Op& op) {
+    size_t states = 2;
+    if (op.name == "update.sgd") {
+      const Arg* momentum = op.Attr("momentum");
+      if (momentum != nullptr && momentum->kind != Arg::Kind::kBool) report_.AtOp(op, "momentum= must be true or false");
+      states = momentum != nullptr && momentum->boolean ? 1 : 0;
+    }
+    if (!Shape(op, 2 + states, 3 + states, 0)) return;
+    if (op.units.size() != 1) return report_.AtOp(op, op.name + " needs units=[u] with one unit");
+    const Unit& unit = program_.units[op.units[0]];
+    auto flat = NumericElements(TypeOf(op.args[0].value));
+    int64_t count = flat && *flat == unit.numel ? unit.numel : unit.shard;
+    for (size_t i = 0; i < 2 + states; ++i) {
+      Elements(op, op.args[i].value, count, count == unit.shard ? "the shard of u" + N(unit.id) : "numel of u" + N(unit.id));
+    }
+    if (op.args.size() == 3 + states && !IsType(op.args.back().value, DType::kF64, 3)) {
+      report_.AtOp(op, "the last operand of " + op.name + " is the f64[3] of norm.coef", op.args.back().value);
+    }
+    Number(op, "scale");
+    Ranges(op, unit);
+  }
+
+  // start, end, group, ...: ascending, within the unit, of declared groups.
+  void Ranges(const Op& op, const Unit& unit) {
+    const Arg* ranges = op.Attr("ranges");
+    bool numbers = ranges != nullptr && ranges->kind == Arg::Kind::kList && ranges->list.size() % 3 == 0 &&
+                   std::all_of(ranges->list.begin(), ranges->list.end(), [](const Arg& a) {
+                     return a.kind == Arg::Kind::kInt && a.integer.is_const();
+                   });
+    if (!numbers) return report_.AtOp(op, op.name + " needs ranges=[start, end, group, ...] of integers");
+    int64_t before = 0;
+    for (size_t i = 0; i < ranges->list.size(); i += 3) {
+      int64_t start = ranges->list[i].integer.value, end = ranges->list[i + 1].integer.value;
+      int64_t group = ranges->list[i + 2].integer.value;
+      if (start < before || end < start || end > unit.numel) {
+        report_.AtOp(op, "range " + N(start) + " to " + N(end) + " must follow the one before it and lie within u" + N(unit.id) +
+                             " (" + N(unit.numel) + " elements)");
+        return;
+      }
+      if (group < 0 || group >= static_cast<int64_t>(program_.groups.size())) {
+        report_.AtOp(op, "group " + N(group) + " of range " + N(start) + " to " + N(end) + " is not declared");
+        return;
+      }
+      before = end;
+    }
+  }
+
+  void CallPython(const Op& op) {
+    const Arg* module = op.Attr("module");
+    const Arg* part = op.Attr("part");
+    if (module == nullptr || module->kind != Arg::Kind::kString) report_.AtOp(op, "call.python needs module=\"path\"");
+    bool part_ok = part != nullptr && (part->kind == Arg::Kind::kString || part->kind == Arg::Kind::kWord) &&
+                   (part->text == "forward" || part->text == "backward");
+    if (!part_ok) report_.AtOp(op, "call.python needs part=\"forward\" or part=\"backward\"");
+  }
+
+  const Program& program_;
+  VerifyReport& report_;
+  std::vector<const Param*> param_of_;  // by value
+  std::set<ValueId> graded_;            // parameters with a grad op
+  std::set<std::string> outputs_;
+};
+
+}  // namespace
+
+void VerifyOps(const Program& program, VerifyReport& report) { Meaning(program, report).Run(); }
+
+}  // namespace interlace
