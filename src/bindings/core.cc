@@ -1,0 +1,296 @@
+// core.cc — the Python module `_core`: programs, passes, digests; knows nothing of torch (docs/architecture.md lists it).
+//
+// Parsing, printing, verifying and passes run with the interpreter lock released. A Program object belongs to one thread at a time.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "ir/program.h"
+#include "ir/text.h"
+#include "ir/verifier.h"
+#include "passes/digest.h"
+#include "passes/inspect.h"
+#include "passes/pass_table.h"
+#include "passes/pipeline.h"
+#include "passes/runner.h"
+
+namespace py = pybind11;
+
+namespace interlace {
+namespace {
+
+// Becomes `_core.Error`, a ValueError.
+struct PythonError : std::runtime_error {
+  explicit PythonError(const Error& error) : std::runtime_error(error.ToString()) {}
+};
+
+template <typename T>
+T Take(Result<T> result) {
+  if (!result.ok()) throw PythonError(result.error());
+  return std::move(*result);
+}
+
+py::object DimObject(const Program& program, const Dim& dim) {
+  if (dim.is_const()) return py::int_(dim.value);
+  return py::str(program.dims.ToString(dim));
+}
+
+py::list DimList(const Program& program, const std::vector<Dim>& dims) {
+  py::list out;
+  for (const Dim& dim : dims) out.append(DimObject(program, dim));
+  return out;
+}
+
+// What every declared value has: id, dtype, shape, strides, and the place when it lies in another storage.
+py::dict ValueDict(const Program& program, ValueId id) {
+  const Value& value = program.value(id);
+  py::dict out;
+  out["value"] = id;
+  out["dtype"] = std::string(DTypeName(value.type.dtype));
+  out["shape"] = DimList(program, value.type.sizes);
+  out["strides"] = DimList(program, value.type.strides);
+  out["root"] = value.root;
+  out["offset"] = DimObject(program, value.offset);
+  return out;
+}
+
+py::object OrNone(int32_t id) { return id == kNone ? py::object(py::none()) : py::object(py::int_(id)); }
+
+py::list Params(const Program& program) {
+  py::list out;
+  for (const Param& param : program.params) {
+    py::dict entry = ValueDict(program, param.value);
+    entry["name"] = param.name;
+    entry["trainable"] = param.trainable;
+    entry["group"] = OrNone(param.group);
+    entry["unit"] = OrNone(param.unit);
+    entry["unit_offset"] = param.unit_offset;
+    entry["aliases"] = param.aliases;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list Units(const Program& program) {
+  py::list out;
+  for (const Unit& unit : program.units) {
+    py::dict entry;
+    entry["id"] = unit.id;
+    entry["axis"] = unit.axis;
+    entry["dtype"] = std::string(DTypeName(unit.dtype));
+    entry["numel"] = unit.numel;
+    entry["shard"] = unit.shard;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list States(const Program& program) {
+  py::list out;
+  for (const State& state : program.states) {
+    py::dict entry = ValueDict(program, state.value);
+    entry["role"] = state.role;
+    entry["unit"] = OrNone(state.unit);
+    entry["persistent"] = state.persistent;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list Buffers(const Program& program) {
+  py::list out;
+  for (const Buffer& buffer : program.buffers) {
+    py::dict entry = ValueDict(program, buffer.value);
+    entry["name"] = buffer.name;
+    entry["persistent"] = buffer.persistent;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list Inputs(const Program& program) {
+  py::list out;
+  for (const Input& input : program.inputs) {
+    py::dict entry = ValueDict(program, input.value);
+    entry["name"] = input.name;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::object ArgObject(const Program& program, const Arg& arg) {
+  switch (arg.kind) {
+    case Arg::Kind::kNone: return py::none();
+    case Arg::Kind::kValue: return py::str("%" + std::to_string(arg.value));
+    case Arg::Kind::kInt: return DimObject(program, arg.integer);
+    case Arg::Kind::kFloat: return py::float_(arg.real);
+    case Arg::Kind::kBool: return py::bool_(arg.boolean);
+    case Arg::Kind::kString:
+    case Arg::Kind::kWord: return py::str(arg.text);
+    case Arg::Kind::kList: break;
+  }
+  py::list out;
+  for (const Arg& item : arg.list) out.append(ArgObject(program, item));
+  return out;
+}
+
+py::list Consts(const Program& program) {
+  py::list out;
+  for (const Const& constant : program.consts) {
+    py::dict entry = ValueDict(program, constant.value);
+    entry["name"] = constant.name;
+    entry["data"] = ArgObject(program, constant.data);
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list Groups(const Program& program) {
+  py::list out;
+  for (const Group& group : program.groups) {
+    py::dict entry;
+    entry["id"] = group.id;
+    entry["optimizer"] = group.optimizer;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list Symbols(const Program& program) {
+  py::list out;
+  for (const Symbol& symbol : program.symbols) {
+    py::dict entry;
+    entry["name"] = symbol.name;
+    entry["min"] = symbol.min;
+    entry["max"] = symbol.max;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::dict SummaryDict(const ProgramSummary& summary) {
+  py::list phases;
+  for (const PhaseSummary& phase : summary.phases) {
+    py::dict entry;
+    entry["name"] = phase.name;
+    entry["repeats"] = phase.repeats;
+    entry["ops"] = phase.ops;
+    entry["kinds"] = phase.kinds;
+    entry["peak_bytes"] = phase.peak_bytes;
+    phases.append(entry);
+  }
+  py::dict out;
+  out["level"] = summary.level;
+  out["ops"] = summary.ops;
+  out["phases"] = phases;
+  out["params"] = summary.params;
+  out["param_elements"] = summary.param_elements;
+  out["trainable_elements"] = summary.trainable_elements;
+  out["units"] = summary.units;
+  out["largest_unit"] = summary.largest_unit;
+  out["largest_unit_params"] = summary.largest_unit_params;
+  out["largest_unit_bytes"] = summary.largest_unit_bytes;
+  out["gathered_bytes"] = summary.gathered_bytes;
+  out["reduced_bytes"] = summary.reduced_bytes;
+  out["placed_gradient_bytes"] = summary.placed_gradient_bytes;
+  out["copied_gradient_bytes"] = summary.copied_gradient_bytes;
+  out["added_gradient_bytes"] = summary.added_gradient_bytes;
+  out["persistent_bytes"] = summary.persistent_bytes;
+  out["step_bytes"] = summary.step_bytes;
+  out["activation_peak_bytes"] = summary.activation_peak_bytes;
+  out["text"] = SummaryText(summary);
+  return out;
+}
+
+py::list RunPipeline(Program& program, const std::string& pipeline, bool verify, const std::optional<std::string>& dump_dir,
+                     const std::optional<std::string>& repro) {
+  std::vector<PassReport> reports;
+  {
+    py::gil_scoped_release unlocked;
+    std::vector<PassCall> calls = Take(ParsePipeline(pipeline));
+    reports = Take(RunPasses(program, calls, {verify, dump_dir.value_or(""), repro.value_or("")}));
+  }
+  py::list out;
+  for (const PassReport& report : reports) {
+    py::dict entry;
+    entry["name"] = report.pass;
+    entry["seconds"] = report.seconds;
+    entry["changed"] = report.changed;
+    entry["ops"] = report.ops;
+    out.append(entry);
+  }
+  return out;
+}
+
+py::list PassTableList() {
+  py::list out;
+  for (const PassInfo& pass : PassTable()) {
+    py::list options;
+    for (const OptionInfo& option : pass.options) {
+      py::dict entry;
+      entry["name"] = std::string(option.name);
+      entry["help"] = std::string(option.help);
+      entry["required"] = option.missing.empty();
+      entry["default"] = std::string(option.missing);
+      entry["choices"] = std::vector<std::string>(option.choices.begin(), option.choices.end());
+      options.append(entry);
+    }
+    py::dict entry;
+    entry["name"] = std::string(pass.name);
+    entry["help"] = std::string(pass.help);
+    entry["options"] = options;
+    out.append(entry);
+  }
+  return out;
+}
+
+constexpr std::array<const char*, 3> kLevels = {"captured", "sharded", "scheduled"};
+
+}  // namespace
+}  // namespace interlace
+
+PYBIND11_MODULE(_core, m) {
+  using namespace interlace;  // NOLINT: the module's own namespace
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  m.doc() = "Programs and passes (docs/ir.md, docs/architecture.md).";
+  py::register_exception<PythonError>(m, "Error", PyExc_ValueError);
+
+  py::class_<Program>(m, "Program")
+      .def_static("parse", [](const std::string& text, const std::string& file) { return Take(Parse(text, file)); },
+                  py::arg("text"), py::arg("file") = "program", Unlocked(), "The program of a text. Error: file:line:col and why.")
+      .def("print", [](const Program& p) { return Print(p); }, Unlocked(), "The whole program as text.")
+      .def("__str__", [](const Program& p) { return Print(p); }, Unlocked())
+      .def("verify", [](const Program& p) { Take(Verify(p)); }, Unlocked(), "Error: the first rules that the program breaks.")
+      .def("clone", &Program::Clone, Unlocked())
+      .def("bind", [](const Program& p, const Binding& binding) { return Take(Bind(p, binding)); }, py::arg("sizes"), Unlocked(),
+           "A copy with symbols replaced by numbers.")
+      .def_property_readonly("level", [](const Program& p) { return kLevels[static_cast<size_t>(p.level)]; })
+      .def_property_readonly("mesh",
+                             [](const Program& p) {
+                               std::map<std::string, int64_t> out;
+                               for (const Axis& axis : p.mesh) out[axis.name] = axis.size;
+                               return out;
+                             })
+      .def_property_readonly("accumulation", [](const Program& p) { return p.accumulation; })
+      .def_property_readonly("accumulate_mode", [](const Program& p) { return p.accumulate_mode; })
+      .def("meta", [](const Program& p) { return std::map<std::string, std::string>(p.meta.begin(), p.meta.end()); })
+      .def("set_meta", &Program::SetMeta, py::arg("key"), py::arg("text"))
+      .def("params", &Params)
+      .def("units", &Units)
+      .def("states", &States)
+      .def("buffers", &Buffers)
+      .def("inputs", &Inputs)
+      .def("consts", &Consts)
+      .def("groups", &Groups)
+      .def("symbols", &Symbols)
+      .def("summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
+      .def("run_passes", &RunPipeline, py::arg("pipeline"), py::arg("verify") = true, py::arg("dump_dir") = std::nullopt,
+           py::arg("repro") = std::nullopt,
+           "Runs a pipeline such as 'canonicalize,shard(ranks=2)' in place; on an error the program stays as it was.");
+
+  m.def("pass_table", &PassTableList, "Every pass: name, help, options.");
+  m.def("digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(), "SHA-256 of a text, hexadecimal.");
+}

@@ -1,0 +1,65 @@
+#include "passes/pass_options.h"
+
+#include <charconv>
+#include <cmath>
+#include <vector>
+
+#include "base/suggest.h"
+
+namespace interlace {
+
+const std::string* PassOptions::Find(std::string_view name) const {
+  for (const auto& [key, text] : items_) {
+    if (key == name) return &text;
+  }
+  return nullptr;
+}
+
+Result<int64_t> PassOptions::Int(std::string_view name, std::optional<int64_t> missing, int64_t min) const {
+  const std::string* text = Find(name);
+  if (text == nullptr) {
+    if (missing) return *missing;
+    return MakeError("option '", name, "' is required: give ", name, "=N");
+  }
+  int64_t number = 0;
+  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
+  if (code != std::errc() || end != text->data() + text->size()) {
+    return MakeError("option ", name, "=", *text, ": expected a whole number");
+  }
+  if (number < min) return MakeError("option ", name, "=", *text, ": must be at least ", min);
+  return number;
+}
+
+Result<std::optional<double>> PassOptions::PositiveOrNone(std::string_view name) const {
+  const std::string* text = Find(name);
+  if (text == nullptr || *text == "none") return std::optional<double>();
+  double number = 0;
+  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
+  if (code != std::errc() || end != text->data() + text->size() || !std::isfinite(number) || number <= 0) {
+    return MakeError("option ", name, "=", *text, ": expected a positive number or none");
+  }
+  return std::optional<double>(number);
+}
+
+Result<std::string> PassOptions::Choice(std::string_view name, std::initializer_list<std::string_view> choices) const {
+  const std::string* text = Find(name);
+  if (text == nullptr) return std::string(*choices.begin());
+  std::string list;
+  for (std::string_view choice : choices) {
+    if (choice == *text) return *text;
+    list += list.empty() ? "" : " or ";
+    list += choice;
+  }
+  return MakeError("option ", name, "=", *text, ": expected ", list, DidYouMean(*text, std::vector<std::string_view>(choices)));
+}
+
+Result<std::string> PassOptions::Name(std::string_view name, std::string_view missing) const {
+  const std::string* text = Find(name);
+  if (text == nullptr) return std::string(missing);
+  bool good = !text->empty() && !(text->front() >= '0' && text->front() <= '9');
+  for (char c : *text) good = good && ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_');
+  if (!good) return MakeError("option ", name, "=", *text, ": expected a name of letters, digits and _");
+  return *text;
+}
+
+}  // namespace interlace

@@ -1,0 +1,40 @@
+// pass_options.h — the options of one pass as a pipeline spells them: `shard(axis=dp,ranks=2)` has {axis: dp, ranks: 2}.
+//
+// Values stay text until the pass reads them with a type; a wrong value is an error that names the option.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/result.h"
+
+namespace interlace {
+
+class PassOptions {
+ public:
+  PassOptions() = default;
+  PassOptions(std::initializer_list<std::pair<std::string, std::string>> items) : items_(items) {}
+
+  const std::vector<std::pair<std::string, std::string>>& items() const { return items_; }
+  const std::string* Find(std::string_view name) const;
+  void Set(std::string name, std::string text) { items_.emplace_back(std::move(name), std::move(text)); }
+
+  // A whole number of at least `min`. Error: missing without a default, no number, too small.
+  Result<int64_t> Int(std::string_view name, std::optional<int64_t> missing, int64_t min) const;
+  // A positive finite number, or nullopt for "none" (also when missing). Error: anything else.
+  Result<std::optional<double>> PositiveOrNone(std::string_view name) const;
+  // One of `choices`; the first when missing. Error: another word.
+  Result<std::string> Choice(std::string_view name, std::initializer_list<std::string_view> choices) const;
+  // A name ([A-Za-z_][A-Za-z0-9_]*). Error: anything else.
+  Result<std::string> Name(std::string_view name, std::string_view missing) const;
+
+ private:
+  std::vector<std::pair<std::string, std::string>> items_;
+};
+
+}  // namespace interlace

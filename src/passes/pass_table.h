@@ -1,0 +1,38 @@
+// pass_table.h — every pass with its command-line name, help and options. A new pass is one row here (docs/adding_a_pass.md).
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/result.h"
+#include "passes/pass_options.h"
+
+namespace interlace {
+
+class Program;
+
+enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName };
+
+struct OptionInfo {
+  std::string_view name;
+  OptionKind kind;
+  std::string_view missing;                // text of the default; empty: the option is required
+  std::string_view help;
+  std::vector<std::string_view> choices = {};  // kChoice
+  int64_t min = 0;                         // kCount
+};
+
+struct PassInfo {
+  std::string_view name;
+  std::string_view help;
+  std::vector<OptionInfo> options;
+  Result<bool> (*run)(Program&, const PassOptions&);  // true: the program changed
+};
+
+std::span<const PassInfo> PassTable();
+const PassInfo* FindPass(std::string_view name);
+// The table as text for people: names, help, options with defaults.
+std::string PassTableText();
+
+}  // namespace interlace
