@@ -1,0 +1,169 @@
+// runtime.cc — the Python module `_runtime`: the executor. Steps run with the interpreter lock released.
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "runtime/executor.h"
+
+namespace py = pybind11;
+
+namespace interlace {
+namespace {
+
+// Raised as _runtime.Error.
+class RuntimeError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+template <typename T>
+T Unwrap(Result<T> result) {
+  if (!result.ok()) throw RuntimeError(result.error().ToString());
+  return std::move(*result);
+}
+
+template <typename T>
+T Take(const py::dict& dict, const char* key, T otherwise) {
+  return dict.contains(key) ? dict[key].cast<T>() : otherwise;
+}
+
+AxisSpec AxisOf(const py::dict& dict) {
+  AxisSpec spec;
+  spec.name = dict["name"].cast<std::string>();
+  spec.rank = dict["rank"].cast<int64_t>();
+  spec.size = dict["size"].cast<int64_t>();
+  spec.backend = Take<std::string>(dict, "backend", "none");
+  spec.up = Take<std::string>(dict, "up", "");
+  spec.down = Take<std::string>(dict, "down", "");
+  spec.native = Take<std::string>(dict, "native", "");
+  return spec;
+}
+
+// A Python object whose reference is dropped under the interpreter lock, wherever that happens.
+std::shared_ptr<py::object> Shared(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* held) {
+            py::gil_scoped_acquire lock;
+            delete held;
+          }};
+}
+
+RuntimeOptions OptionsOf(const py::dict& dict) {
+  for (const auto& item : dict) {
+    const std::string key = py::str(item.first);
+    if (key != "rng" && key != "seed" && key != "debug" && key != "skip_nonfinite" && key != "opaque") {
+      throw RuntimeError("unknown option \"" + key + "\"; known are rng, seed, debug, skip_nonfinite, opaque");
+    }
+  }
+  RuntimeOptions options;
+  const std::string rng = Take<std::string>(dict, "rng", "keyed");
+  if (rng != "keyed" && rng != "compat") throw RuntimeError("the option rng is \"keyed\" or \"compat\", not \"" + rng + "\"");
+  options.keyed_random = rng == "keyed";
+  options.seed = Take<uint64_t>(dict, "seed", 0);
+  options.debug = Take<bool>(dict, "debug", false);
+  options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
+  if (dict.contains("opaque") && !dict["opaque"].is_none()) {
+    const auto callable = Shared(dict["opaque"]);
+    options.opaque = [callable](const std::string& module, const std::string& part, const std::vector<at::Tensor>& inputs) {
+      py::gil_scoped_acquire lock;
+      return (*callable)(module, part, inputs).cast<std::vector<at::Tensor>>();
+    };
+  }
+  return options;
+}
+
+py::dict DictOf(const DebugRecord& record) {
+  py::list results;
+  for (const ValueReport& value : record.results) {
+    results.append(py::dict(py::arg("value") = "%" + std::to_string(value.value), py::arg("type") = value.type, py::arg("min") = value.min,
+                            py::arg("max") = value.max, py::arg("mean") = value.mean, py::arg("nonfinite") = value.nonfinite));
+  }
+  return py::dict(py::arg("index") = record.index, py::arg("phase") = record.phase, py::arg("micro_batch") = record.micro_batch,
+                  py::arg("name") = record.name, py::arg("text") = record.text, py::arg("module") = record.module,
+                  py::arg("source") = record.source, py::arg("results") = results);
+}
+
+py::dict StepDict(const StepResult& result) {
+  py::dict outputs;
+  for (const auto& [name, tensors] : result.outputs) outputs[py::str(name)] = tensors;
+  py::dict dict;
+  dict["outputs"] = outputs;
+  dict["norm"] = result.has_norm ? py::object(py::float_(result.norm)) : py::none();
+  dict["finite"] = result.finite;
+  dict["nonfinite"] = result.nonfinite ? py::object(DictOf(*result.nonfinite)) : py::none();
+  return dict;
+}
+
+py::dict StatsDict(const ExecutorStats& stats) {
+  py::dict counts;
+  for (const auto& [name, count] : stats.op_counts) counts[py::str(name)] = count;
+  py::dict dict;
+  dict["steps"] = stats.counters.steps;
+  dict["ops"] = stats.counters.ops;
+  dict["instructions"] = stats.instructions;
+  dict["op_counts"] = counts;
+  dict["persistent_bytes"] = stats.persistent_bytes;
+  dict["live_bytes"] = stats.live_bytes;
+  dict["peak_bytes"] = stats.peak_bytes;
+  dict["peak_op"] = stats.peak_op;
+  dict["placed_bytes"] = stats.counters.placed_bytes;
+  dict["copied_bytes"] = stats.counters.copied_bytes;
+  dict["skipped_updates"] = stats.counters.skipped_updates;
+  dict["bytes_sent"] = stats.comm.bytes_sent;
+  dict["bytes_received"] = stats.comm.bytes_received;
+  dict["receive_buffer_peak_bytes"] = stats.comm.receive_buffer_peak_bytes;
+  dict["collectives"] = stats.comm.calls;
+  return dict;
+}
+
+using Batches = std::vector<std::vector<at::Tensor>>;
+using Hyper = std::vector<std::vector<double>>;
+
+template <typename F>
+auto WithoutLock(F&& f) {
+  py::gil_scoped_release released;
+  return f();
+}
+
+}  // namespace
+
+void BindTesting(py::module_& module);  // runtime_testing.cc
+
+}  // namespace interlace
+
+PYBIND11_MODULE(_runtime, m) {
+  using namespace interlace;
+  m.doc() = "Runs compiled training programs.";
+  py::register_exception<RuntimeError>(m, "Error", PyExc_RuntimeError);
+  py::class_<Executor>(m, "Executor")
+      .def(py::init([](const std::string& text, const std::string& device, const std::vector<py::dict>& axes, double timeout_s,
+                       const py::dict& options) {
+             std::vector<AxisSpec> specs;
+             for (const py::dict& axis : axes) specs.push_back(AxisOf(axis));
+             RuntimeOptions parsed = OptionsOf(options);
+             return WithoutLock([&] { return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed))); });
+           }),
+           py::arg("text"), py::arg("device") = "cpu", py::arg("axes") = std::vector<py::dict>(), py::arg("timeout_s") = 300.0,
+           py::arg("options") = py::dict())
+      .def("tensor", [](const Executor& self, ValueId id) { return Unwrap(self.TensorOf(id)); }, py::arg("value_id"),
+           "The storage of a state, parameter, buffer or constant; shared, not copied.")
+      .def("step", [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
+             return StepDict(WithoutLock([&] { return Unwrap(self.Step(std::move(micro_batches), hyper, step)); }));
+           },
+           py::arg("micro_batches"), py::arg("hyper"), py::arg("step"),
+           "One optimizer step: a dict with outputs (name to one tensor per micro-batch), norm, finite, nonfinite.")
+      .def("debug_step", [](Executor& self, Batches micro_batches, int64_t step, const std::string& stop_at) {
+             const DebugReport report = WithoutLock([&] { return Unwrap(self.DebugStep(std::move(micro_batches), step, stop_at)); });
+             py::list ops;
+             for (const DebugRecord& record : report.records) ops.append(DictOf(record));
+             py::dict dict;
+             dict["ops"] = ops;
+             dict["first_nonfinite"] = report.first_nonfinite < 0 ? py::object(py::none()) : py::object(ops[report.first_nonfinite]);
+             dict["values"] = report.values;
+             return dict;
+           },
+           py::arg("micro_batches"), py::arg("step"), py::arg("stop_at") = "",
+           "Runs the micro-batches op by op without an update; describes every floating result.")
+      .def("gather_unit", [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
+           py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
+      .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
+  BindTesting(m);
+}

@@ -1,0 +1,72 @@
+// debug.h — looking at a step op by op: what every floating result holds, and which op first made a value that is not finite.
+//
+// An op is to blame when a result holds a NaN and no operand did, or an infinity and no operand did and it was not asked for one (a
+// mask filled with -inf is no fault). Whatever follows inherits, so the first such op is the cause.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ir/program.h"
+
+namespace interlace {
+
+struct ValueReport {
+  ValueId value = kNone;
+  std::string type;              // "f32[4,64]"
+  double min = 0, max = 0, mean = 0;  // of the finite elements
+  int64_t nonfinite = 0;         // elements that are NaN or infinite
+};
+
+struct DebugRecord {
+  int32_t index = 0;             // of the op in its phase
+  std::string phase;
+  int64_t micro_batch = 0;
+  std::string name, text;        // "aten.mm", and the op's line
+  std::string module, source;    // path and "file:line", empty when unknown
+  std::vector<ValueReport> results;
+};
+
+struct DebugReport {
+  std::vector<DebugRecord> records;
+  int64_t first_nonfinite = -1;  // index into records
+  // Results of the ops of the module that was stopped at: "%12" → tensor, in order.
+  std::vector<std::pair<std::string, at::Tensor>> values;
+};
+
+class DebugObserver {
+ public:
+  // `record_all`: keep a record of every op with floating results, not just of the first culprit.
+  DebugObserver(const Program& program, bool record_all, std::string stop_at)
+      : program_(program), record_all_(record_all), stop_at_(std::move(stop_at)), state_(program.num_values(), 0) {}
+  void BeginPhase(const Phase& phase, int64_t micro_batch);
+  // After op `index` of the phase ran and before its operands are dropped. Returns false to stop here.
+  bool AfterOp(int32_t index, OpId op, const std::vector<at::Tensor>& slots);
+
+  DebugReport report;
+  std::optional<DebugRecord> culprit;
+  bool stopped = false;          // at the module asked for
+
+ private:
+  enum : uint8_t { kUnknown = 0, kFinite = 1, kHasInf = 2, kHasNan = 4 };
+  uint8_t StateOf(ValueId id, const std::vector<at::Tensor>& slots);
+
+  const Program& program_;
+  bool record_all_;
+  std::string stop_at_;
+  std::vector<uint8_t> state_;  // by value id, of the current phase
+  const Phase* phase_ = nullptr;
+  int64_t micro_batch_ = 0;
+  OpId stop_op_ = kNone;
+};
+
+// Statistics of a floating tensor; nullopt for other types and undefined tensors.
+std::optional<ValueReport> ReportOf(ValueId id, const at::Tensor& tensor);
+// Module path and source line of an op, or empty.
+std::string ModuleOf(const Program& program, const Op& op);
+std::string SourceOf(const Program& program, const Op& op);
+
+}  // namespace interlace

@@ -1,0 +1,455 @@
+#include "runtime/executor.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/view_as_complex.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/suggest.h"
+#include "ir/text.h"
+#include "ir/verifier.h"
+#include "runtime/allocator.h"
+
+namespace interlace {
+
+namespace {
+
+// What a step switches off in its thread: autograd, views' bookkeeping, autocast (casts are in the program), Python dispatch.
+struct StepScope {
+  explicit StepScope(c10::Device device) : device_guard(device) {}
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard others{
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  c10::AutoGradMode no_grad{false};
+  c10::OptionalDeviceGuard device_guard;
+};
+
+std::string MessageOf(const std::exception& error) {
+  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+  std::string text = c10_error ? c10_error->what_without_backtrace() : error.what();
+  // Assertion texts go on with a backtrace or a request to report a bug; the first line says it all.
+  return text.substr(0, text.find("\nException raised from"));
+}
+
+size_t HyperCount(const std::string& optimizer) { return optimizer == "adamw" || optimizer == "adam" || optimizer == "sgd" ? 7 : 0; }
+
+Result<at::Tensor> TensorOfConst(const Program& program, const Const& constant, const Geometry& g, c10::Device device) {
+  const std::vector<Arg>& items = constant.data.list;
+  const bool complex = c10::isComplexType(g.dtype);
+  const int64_t wanted = g.elements * (complex ? 2 : 1);
+  if (static_cast<int64_t>(items.size()) != wanted) {
+    return MakeError("const %", constant.value, " \"", constant.name, "\" has ", items.size(), " numbers, its type needs ", wanted);
+  }
+  std::vector<double> reals;
+  std::vector<int64_t> integers;
+  const bool integral = c10::isIntegralType(g.dtype, /*includeBool=*/true);
+  for (const Arg& item : items) {
+    const double real = item.kind == Arg::Kind::kFloat ? item.real : item.kind == Arg::Kind::kBool ? item.boolean : static_cast<double>(item.integer.value);
+    reals.push_back(real);
+    integers.push_back(item.kind == Arg::Kind::kInt ? item.integer.value : static_cast<int64_t>(item.kind == Arg::Kind::kBool ? item.boolean : real));
+  }
+  at::Tensor staged = integral ? at::tensor(integers) : at::tensor(reals, c10::kDouble);
+  if (complex) staged = at::view_as_complex(staged.view({-1, 2}));
+  at::Tensor out = Allocate(g, device, /*zero=*/true);
+  out.copy_(staged.view(out.sizes()));
+  return out;
+}
+
+std::string StateKey(const State& state) {
+  return state.unit == kNone ? "state " + state.role : "state u" + std::to_string(state.unit) + "." + state.role;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device, const std::vector<AxisSpec>& axes,
+                                                   double timeout_s, RuntimeOptions options) {
+  InstallCountingAllocator();
+  std::unique_ptr<Executor> executor(new Executor(device));
+  executor->options_ = std::move(options);
+  INTERLACE_TRY(executor->Load(text, axes, timeout_s));
+  return executor;
+}
+
+Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
+  INTERLACE_ASSIGN(Program parsed, Parse(text));
+  INTERLACE_TRY(Verify(parsed));
+  int64_t rank = 0;
+  for (const Axis& axis : parsed.mesh) {
+    const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == axis.name; });
+    if (spec == axes.end()) {
+      if (axis.size > 1) return MakeError("the program runs on ", axis.size, " ranks of the axis \"", axis.name, "\", but no such axis was given");
+      ranks_["rank_" + axis.name] = 0;
+      continue;
+    }
+    if (spec->size != axis.size) {
+      return MakeError("the program was compiled for ", axis.size, " ranks of the axis \"", axis.name, "\", this run has ", spec->size);
+    }
+    if (spec->rank < 0 || spec->rank >= spec->size) return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
+    ranks_["rank_" + axis.name] = spec->rank;
+    rank = rank * spec->size + spec->rank;
+    if (axis.size > 1) {
+      INTERLACE_ASSIGN(comms_[axis.name], Comm::Create(*spec, timeout_s));
+    }
+  }
+  Binding used;
+  for (const auto& [name, value] : ranks_) used[name] = value;
+  INTERLACE_ASSIGN(program_, Bind(parsed, used));
+  for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
+
+  geometry_.resize(program_.num_values());
+  for (ValueId id = 0; id < program_.num_values(); ++id) {
+    if (!program_.HasValue(id)) continue;
+    INTERLACE_ASSIGN(geometry_[id], GeometryOf(program_, program_.value(id)));
+  }
+  frame_.keys = c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, device_));
+  frame_.options = &options_;
+  frame_.transfer_of.assign(program_.num_values(), -1);
+  if (options_.keyed_random) {
+    random_ = std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank));
+    frame_.random = random_.get();
+  }
+  try {
+    StepScope scope(device_);
+    INTERLACE_TRY(AllocateFixed());
+    frame_.slots = fixed_;
+    return BuildPlans(/*keep_operands=*/false, plans_);
+  } catch (const std::exception& error) {
+    return MakeError("cannot prepare the program: ", MessageOf(error));
+  }
+}
+
+Status Executor::AllocateFixed() {
+  fixed_.assign(program_.num_values(), at::Tensor());
+  store_.BeginAdoption();
+  const auto adopt = [&](ValueId id, const std::string& name) -> Status {
+    if (program_.RootOf(id) != id) return Ok{};
+    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id]));
+    return Ok{};
+  };
+  for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state)));
+  for (const Param& param : program_.params) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
+  for (const Buffer& buffer : program_.buffers) INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name));
+  store_.DropOthers();
+  const_bytes_ = 0;
+  for (const Const& constant : program_.consts) {
+    INTERLACE_ASSIGN(fixed_[constant.value], TensorOfConst(program_, constant, geometry_[constant.value], device_));
+    const_bytes_ += static_cast<int64_t>(fixed_[constant.value].storage().nbytes());
+  }
+  // Every view of what is fixed is fixed: made here, once.
+  for (ValueId id = 0; id < program_.num_values(); ++id) {
+    if (!program_.HasValue(id) || fixed_[id].defined()) continue;
+    const ValueId root = program_.RootOf(id);
+    if (root == id || !fixed_[root].defined()) continue;
+    if (geometry_[id].end_bytes() > static_cast<int64_t>(fixed_[root].storage().nbytes())) {
+      return MakeError("%", id, " reaches beyond the end of %", root);
+    }
+    fixed_[id] = MakeView(fixed_[root].storage(), geometry_[id]);
+  }
+  return Ok{};
+}
+
+Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
+  std::map<std::string, Comm*> comms;
+  for (const auto& [name, comm] : comms_) comms[name] = comm.get();
+  plans.clear();
+  for (const Phase& phase : program_.phases) {
+    const BuildContext context{.program = program_, .phase = phase, .geometry = geometry_, .fixed = fixed_, .comms = comms,
+                               .ranks = ranks_, .group_position = group_position_, .options = options_, .device = device_,
+                               .dies_here = {}};
+    INTERLACE_ASSIGN(Plan plan, BuildPlan(context, phase, keep_operands));
+    plans.push_back(std::move(plan));
+  }
+  return Ok{};
+}
+
+Result<at::Tensor> Executor::TensorOf(ValueId id) const {
+  if (!program_.HasValue(id)) return MakeError("the program has no value %", id);
+  if (!fixed_[id].defined()) return MakeError("%", id, " is no state, parameter, buffer or constant; it lives only within a step");
+  return fixed_[id];
+}
+
+Status Executor::CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const {
+  if (static_cast<int64_t>(micro_batches.size()) != program_.accumulation) {
+    return MakeError("the program takes ", program_.accumulation, " micro-batches a step, got ", micro_batches.size());
+  }
+  for (size_t m = 0; m < micro_batches.size(); ++m) {
+    std::vector<at::Tensor>& inputs = micro_batches[m];
+    if (inputs.size() != program_.inputs.size()) {
+      std::string names;
+      for (const Input& input : program_.inputs) names += (names.empty() ? "" : ", ") + input.name;
+      return MakeError("micro-batch ", m, " has ", inputs.size(), " inputs, the program takes ", program_.inputs.size(), ": ", names);
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const Geometry& g = geometry_[program_.inputs[i].value];
+      at::Tensor& tensor = inputs[i];
+      const bool defined = tensor.defined();
+      if (!defined || !SameSizes(tensor, g) || tensor.device() != device_ || tensor.layout() != c10::Layout::Strided) {
+        return MakeError("input \"", program_.inputs[i].name, "\" of micro-batch ", m, ": expected ", Describe(g), " on ", device_.str(), ", got ",
+                         Describe(tensor), defined ? " on " + tensor.device().str() : "");
+      }
+      if (tensor.requires_grad() || tensor.is_conj() || tensor.is_neg()) tensor = tensor.detach().resolve_conj().resolve_neg();
+      // Views in the program count from the start of the storage.
+      if (!SameStrides(tensor, g) || tensor.storage_offset() != 0) {
+        at::Tensor own = Allocate(g, device_, false);
+        own.copy_(tensor);
+        tensor = std::move(own);
+      }
+    }
+  }
+  return Ok{};
+}
+
+Status Executor::CheckHyper(const std::vector<std::vector<double>>& hyper) const {
+  if (hyper.size() != program_.groups.size()) {
+    return MakeError("the program has ", program_.groups.size(), " optimizer groups, got numbers for ", hyper.size());
+  }
+  for (size_t i = 0; i < hyper.size(); ++i) {
+    const size_t wanted = HyperCount(program_.groups[i].optimizer);
+    if (hyper[i].size() != wanted) {
+      return MakeError("optimizer group ", program_.groups[i].id, " (", program_.groups[i].optimizer, ") needs ", wanted, " numbers, got ", hyper[i].size());
+    }
+  }
+  return Ok{};
+}
+
+Error Executor::OpFailure(OpId id, const std::string& what) const {
+  const Op& op = program_.op(id);
+  std::string message = op.name + " failed: " + what + "\n  op:     " + PrintOp(program_, op);
+  const std::string module = ModuleOf(program_, op), source = SourceOf(program_, op);
+  if (!module.empty()) message += "\n  module: " + module + " (" + program_.modules[op.module].class_name + ")";
+  if (!source.empty()) message += "\n  source: " + source;
+  return Error{message, {}};
+}
+
+Status Executor::RunPhase(const Plan& plan) {
+  const Instruction* at = plan.instructions.data();
+  const Instruction* const end = at + plan.instructions.size();
+  try {
+    for (; at != end; ++at) {
+      MemoryScope::SetCurrentOp(at->op);
+      at->run(at->data, frame_);
+      for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
+    }
+  } catch (const std::exception& error) {
+    return OpFailure(at->op, MessageOf(error));
+  }
+  frame_.counters.ops += static_cast<int64_t>(plan.instructions.size());
+  return Ok{};
+}
+
+Status Executor::RunPhaseObserved(const Plan& plan, DebugObserver& observer) {
+  for (size_t i = 0; i < plan.instructions.size(); ++i) {
+    const Instruction& at = plan.instructions[i];
+    try {
+      MemoryScope::SetCurrentOp(at.op);
+      at.run(at.data, frame_);
+      if (!observer.AfterOp(at.index, at.op, frame_.slots)) {
+        observer.stopped = true;
+        return Ok{};
+      }
+      for (int32_t j = at.free_begin; j < at.free_end; ++j) frame_.slots[plan.frees[j]].reset();
+    } catch (const std::exception& error) {
+      return OpFailure(at.op, MessageOf(error));
+    }
+  }
+  frame_.counters.ops += static_cast<int64_t>(plan.instructions.size());
+  return Ok{};
+}
+
+Status Executor::EnterPhase(const Phase& phase) {
+  if (phase.takes.empty()) return Ok{};
+  if (handed_on_.size() != phase.takes.size()) {
+    return MakeError("the phase ", phase.name, " takes ", phase.takes.size(), " values, but the phase before gave ", handed_on_.size());
+  }
+  for (size_t i = 0; i < phase.takes.size(); ++i) {
+    if (!fixed_[phase.takes[i]].defined()) frame_.slots[phase.takes[i]] = std::move(handed_on_[i].first);
+    frame_.transfer_of[phase.takes[i]] = handed_on_[i].second;
+  }
+  handed_on_.clear();
+  return Ok{};
+}
+
+void Executor::LeavePhase(const Phase& phase) {
+  for (ValueId id : phase.gives) {
+    handed_on_.emplace_back(frame_.slots[id], frame_.transfer_of[id]);
+    if (!fixed_[id].defined()) frame_.slots[id].reset();
+    frame_.transfer_of[id] = -1;
+  }
+}
+
+void Executor::DropTemporaries() {
+  for (ValueId id = 0; id < program_.num_values(); ++id) {
+    if (!fixed_[id].defined()) frame_.slots[id].reset();
+    frame_.transfer_of[id] = -1;
+  }
+  frame_.stack.clear();
+  frame_.transfers.clear();
+  frame_.outputs.clear();
+  handed_on_.clear();
+}
+
+Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step, bool update,
+                         DebugObserver* observer) {
+  frame_.outputs.clear();
+  frame_.has_norm = false;
+  frame_.finite = true;
+  frame_.coef = 1;
+  size_t micro_batch = 0;
+  for (const auto& [phase, count] : program_.RunOrder()) {
+    const Plan& plan = plans[phase - program_.phases.data()];
+    const bool takes_inputs = phase->name != "update";
+    if (!takes_inputs && !update) continue;
+    for (int64_t i = 0; i < count; ++i) {
+      INTERLACE_TRY(EnterPhase(*phase));
+      if (random_) random_->SetPosition(static_cast<uint64_t>(step), micro_batch);
+      if (takes_inputs) {
+        if (micro_batch >= micro_batches.size()) return MakeError("the program has more micro-batch phases than micro-batches");
+        for (size_t j = 0; j < program_.inputs.size(); ++j) frame_.slots[program_.inputs[j].value] = std::move(micro_batches[micro_batch][j]);
+      }
+      for (ValueId id : plan.unused) frame_.slots[id].reset();
+      if (observer) {
+        observer->BeginPhase(*phase, static_cast<int64_t>(micro_batch));
+        INTERLACE_TRY(RunPhaseObserved(plan, *observer));
+        if (observer->stopped) return Ok{};
+      } else {
+        INTERLACE_TRY(RunPhase(plan));
+      }
+      LeavePhase(*phase);
+      if (takes_inputs) ++micro_batch;
+    }
+  }
+  return Ok{};
+}
+
+Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_batches, const std::vector<std::vector<double>>& hyper,
+                                  int64_t step) {
+  INTERLACE_TRY(CheckInputs(micro_batches));
+  INTERLACE_TRY(CheckHyper(hyper));
+  const at::ThreadLocalState outer;
+  StepScope scope(device_);
+  MemoryScope memory;
+  const int64_t live_before = MemoryScope::Use().live_bytes;
+  frame_.hyper = &hyper;
+  frame_.outer = &outer;
+
+  std::optional<DebugObserver> observer;
+  if (options_.debug) {
+    if (debug_plans_.empty()) INTERLACE_TRY(BuildPlans(/*keep_operands=*/true, debug_plans_));
+    observer.emplace(program_, /*record_all=*/false, "");
+  }
+  const Status status = RunStep(micro_batches, observer ? debug_plans_ : plans_, step, /*update=*/true, observer ? &*observer : nullptr);
+  if (!status.ok()) {
+    DropTemporaries();
+    return status.error();
+  }
+  ++frame_.counters.steps;
+  frame_.transfers.clear();
+  const MemoryUse use = MemoryScope::Use();
+  if (use.peak_bytes - live_before > peak_extra_) {
+    peak_extra_ = use.peak_bytes - live_before;
+    peak_op_ = use.peak_op;
+  }
+  live_extra_ = use.live_bytes - live_before;
+
+  StepResult result;
+  result.outputs = std::move(frame_.outputs);
+  frame_.outputs.clear();
+  result.has_norm = frame_.has_norm;
+  result.norm = frame_.norm;
+  result.finite = !frame_.has_norm || frame_.finite;
+  for (const auto& [name, tensors] : result.outputs) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.numel() == 1 && tensor.is_floating_point() && !std::isfinite(tensor.item<double>())) result.finite = false;
+    }
+  }
+  if (observer) result.nonfinite = std::move(observer->culprit);
+  return result;
+}
+
+Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> micro_batches, int64_t step, const std::string& stop_at) {
+  INTERLACE_TRY(CheckInputs(micro_batches));
+  if (!stop_at.empty()) {
+    std::vector<std::string_view> paths;
+    for (const Module& module : program_.modules) paths.push_back(module.path);
+    if (std::find(paths.begin(), paths.end(), stop_at) == paths.end()) {
+      return MakeError("the program has no module \"", stop_at, "\"", DidYouMean(stop_at, paths));
+    }
+  }
+  const at::ThreadLocalState outer;
+  StepScope scope(device_);
+  frame_.outer = &outer;
+  if (debug_plans_.empty()) INTERLACE_TRY(BuildPlans(/*keep_operands=*/true, debug_plans_));
+  std::vector<std::pair<at::Tensor, at::Tensor>> saved;
+  for (const Buffer& buffer : program_.buffers) {
+    const at::Tensor& tensor = fixed_[buffer.value];
+    saved.emplace_back(tensor, tensor.clone());
+  }
+  DebugObserver observer(program_, /*record_all=*/true, stop_at);
+  Status status = RunStep(micro_batches, debug_plans_, step, /*update=*/false, &observer);
+  for (Transfer& transfer : frame_.transfers) {
+    if (!status.ok() || transfer.ticket == 0) continue;
+    status = transfer.comm->Wait(transfer.ticket);  // stopped half-way: what is under way must still arrive
+  }
+  for (auto& [tensor, copy] : saved) tensor.copy_(copy);
+  DropTemporaries();
+  if (!status.ok()) return status.error();
+  return std::move(observer.report);
+}
+
+Result<at::Tensor> Executor::GatherUnit(UnitId id) {
+  if (id < 0 || id >= static_cast<UnitId>(program_.units.size())) return MakeError("the program has no unit u", id);
+  const Unit& unit = program_.units[id];
+  const ValueId full = program_.FindState(id, "full");
+  if (full != kNone) return fixed_[full];
+  const ValueId shard = program_.FindState(id, "shard");
+  if (shard == kNone) return MakeError("unit u", id, " has neither a shard nor a full buffer");
+  const auto comm = comms_.find(unit.axis);
+  if (comm == comms_.end()) return fixed_[shard];
+  StepScope scope(device_);
+  Geometry g = geometry_[shard];
+  g.sizes = {unit.numel};
+  g.strides = {1};
+  g.elements = g.span = unit.numel;
+  g.offset = 0;
+  at::Tensor out = Allocate(g, device_, false);
+  INTERLACE_ASSIGN(const Ticket ticket, comm->second->StartGather({fixed_[shard]}, {out}, "gather_unit u" + std::to_string(id)));
+  INTERLACE_TRY(comm->second->Wait(ticket));
+  return out;
+}
+
+ExecutorStats Executor::stats() const {
+  ExecutorStats stats;
+  stats.counters = frame_.counters;
+  stats.persistent_bytes = store_.bytes() + const_bytes_;
+  if (device_.is_cpu()) {
+    stats.live_bytes = stats.persistent_bytes + live_extra_;
+    stats.peak_bytes = stats.persistent_bytes + peak_extra_;
+    if (peak_op_ != kNone) stats.peak_op = PrintOp(program_, program_.op(peak_op_));
+  } else {
+    const auto device = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
+    const auto& total = device.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    stats.live_bytes = total.current;
+    stats.peak_bytes = total.peak;
+  }
+  std::map<std::string, int64_t> counts;
+  for (const Plan& plan : plans_) {
+    stats.instructions += static_cast<int64_t>(plan.instructions.size());
+    for (const Instruction& instruction : plan.instructions) ++counts[program_.op(instruction.op).name];
+  }
+  stats.op_counts.assign(counts.begin(), counts.end());
+  for (const auto& [name, comm] : comms_) {
+    const Comm::Stats one = comm->stats();
+    stats.comm.bytes_sent += one.bytes_sent;
+    stats.comm.bytes_received += one.bytes_received;
+    stats.comm.receive_buffer_peak_bytes = std::max(stats.comm.receive_buffer_peak_bytes, one.receive_buffer_peak_bytes);
+    stats.comm.calls += one.calls;
+  }
+  return stats;
+}
+
+}  // namespace interlace

@@ -1,0 +1,126 @@
+// op_kernel.h — what one op becomes when a plan is built: a function pointer and its data. All lookups (operator handles, constant
+// arguments, geometry, communicators) happen at build time; at run time a kernel reads slots, calls, and writes slots.
+//
+//   slots[value id]: the tensor of every live value. States, parameters, buffers, constants and their views are `fixed`: made once,
+//   always present. Everything else appears when its op runs and is dropped after its last use, so reference counts free memory.
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "ir/program.h"
+#include "runtime/comm.h"
+#include "runtime/random.h"
+#include "runtime/view.h"
+
+namespace interlace {
+
+struct RuntimeOptions {
+  bool keyed_random = true;     // false: torch's default generator in program order
+  uint64_t seed = 0;
+  bool debug = false;           // examine every floating result; slow
+  bool skip_nonfinite = false;  // no update when the gradient norm is not finite
+  // Runs an opaque module: (module path, "forward" | "backward", inputs) → results. Called with the step's thread state undone.
+  std::function<std::vector<at::Tensor>(const std::string&, const std::string&, const std::vector<at::Tensor>&)> opaque;
+};
+
+struct Counters {
+  int64_t steps = 0, ops = 0;
+  int64_t placed_bytes = 0;     // results written at their place by the op itself
+  int64_t copied_bytes = 0;     // results computed elsewhere and copied to their place
+  int64_t skipped_updates = 0;  // steps whose update was skipped because the norm was not finite
+};
+
+// A collective that was started; `ticket` is 0 once it was waited for.
+struct Transfer {
+  Comm* comm = nullptr;
+  Ticket ticket = 0;
+};
+
+// Everything a kernel may touch while a step runs.
+struct Frame {
+  explicit Frame(c10::Device on) : device(on) {}
+  c10::Device device;
+  c10::DispatchKeySet keys;               // the backend's kernels, below autograd
+  std::vector<at::Tensor> slots;          // by value id
+  torch::jit::Stack stack;
+  std::vector<int32_t> transfer_of;       // by value id: index into transfers, or -1
+  std::vector<Transfer> transfers;        // of the current step
+  KeyedRandom* random = nullptr;          // nullptr in compat mode
+  const std::vector<std::vector<double>>* hyper = nullptr;  // one list per optimizer group, in program order
+  std::map<std::string, std::vector<at::Tensor>> outputs;
+  double norm = 0, coef = 1;              // of the last norm.coef
+  bool has_norm = false, finite = true;
+  const RuntimeOptions* options = nullptr;
+  const at::ThreadLocalState* outer = nullptr;  // thread state outside the step
+  Counters counters;
+};
+
+struct KernelData {
+  virtual ~KernelData() = default;
+};
+
+struct Kernel {
+  using Run = void (*)(void* data, Frame& frame);
+  Run run = nullptr;                      // nullptr: nothing to do at run time
+  std::unique_ptr<KernelData> data;       // passed to run as a KernelData*
+};
+
+// What the builders of kernels know of the op's surroundings.
+struct BuildContext {
+  const Program& program;
+  const Phase& phase;
+  const std::vector<Geometry>& geometry;  // by value id
+  const std::vector<at::Tensor>& fixed;   // by value id; undefined when the value is not fixed
+  const std::map<std::string, Comm*>& comms;  // axes of more than one rank
+  const Binding& ranks;                   // "rank_dp" → rank
+  const std::map<int32_t, int32_t>& group_position;  // group id → index into the hyper-parameters
+  const RuntimeOptions& options;
+  c10::Device device;
+  std::function<bool(ValueId)> dies_here; // this op is the last to use the value, and its slot may be moved from
+  bool is_fixed(ValueId id) const { return fixed[id].defined(); }
+};
+
+// A place to write to: a fixed tensor, or a geometry over a root that lives in a slot.
+struct Target {
+  at::Tensor fixed;
+  ValueId root = kNone;
+  const Geometry* geometry = nullptr;
+  at::Tensor Get(const Frame& frame) const {
+    return fixed.defined() ? fixed : MakeCheckedView(frame.slots[root].storage(), *geometry);
+  }
+};
+Target TargetOf(const BuildContext& context, ValueId placed);
+
+// Each builds the kernel of one op. Error: unknown operator, arguments that do not fit, an op this runtime does not have.
+Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op);
+Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);     // gather.*, reduce.*, all_reduce.*
+Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);   // norm.*, update.*
+Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op);      // view, assign, copy, output, grad.begin, ...
+// Any op: one of the above.
+Result<Kernel> BuildKernel(const BuildContext& context, const Op& op);
+
+// ---- small things the builders share ----
+// Value operands in positional order. Error: an operand that is no value.
+Result<std::vector<ValueId>> OperandsOf(const Op& op);
+// "%3 = aten.mm(...)" for messages.
+Error OpError(const BuildContext& context, const Op& op, std::string message);
+
+template <typename Data>
+Kernel MakeKernel(std::unique_ptr<Data> data) {
+  Kernel kernel;
+  kernel.run = [](void* raw, Frame& frame) { static_cast<Data*>(static_cast<KernelData*>(raw))->Run(frame); };
+  kernel.data = std::move(data);
+  return kernel;
+}
+
+}  // namespace interlace

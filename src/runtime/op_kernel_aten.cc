@@ -1,0 +1,272 @@
+// Kernels of torch's operators: a stack filled by a short list of pushes, one boxed call of the backend kernel below autograd.
+// Placed results go through the operator's `.out` form, through a kernel of our own, or are computed and copied (and counted).
+#include <ATen/ops/copy.h>
+
+#include <algorithm>
+
+#include "runtime/kernels.h"
+#include "runtime/op_kernel.h"
+#include "runtime/op_schema.h"
+
+namespace interlace {
+
+namespace {
+
+struct ResultSlot {
+  ValueId value = kNone;
+  const Geometry* geometry = nullptr;
+  bool owned = true;     // it must be fresh memory in the declared layout: programs compute views from it
+  bool placed = false;
+  bool fix_layout = false;  // the kernel's layout is not the declared one: copy (found in the first run)
+  Target target;
+};
+
+c10::IValue MakeList(const std::vector<ValueId>& ids, bool optional, const Frame& frame) {
+  if (optional) {
+    c10::List<std::optional<at::Tensor>> list;
+    list.reserve(ids.size());
+    for (ValueId id : ids) list.push_back(id == kNone ? std::nullopt : std::optional<at::Tensor>(frame.slots[id]));
+    return c10::IValue(std::move(list));
+  }
+  c10::List<at::Tensor> list;
+  list.reserve(ids.size());
+  for (ValueId id : ids) list.push_back(frame.slots[id]);
+  return c10::IValue(std::move(list));
+}
+
+struct AtenKernel final : KernelData {
+  BoundCall call;
+  std::vector<ResultSlot> results;
+  bool list_result = false;
+  bool checked = false;
+  bool into_target = false;  // call is the `.out` form, its last push the target of results[0]
+  int64_t rng = 0;
+  bool seeds_default = false;  // random, but without a generator argument
+
+  void Run(Frame& frame) {
+    auto& stack = frame.stack;
+    at::Tensor target;
+    for (const Push& push : call.pushes) {
+      switch (push.kind) {
+        case Push::Kind::kConst: stack.push_back(call.constants[push.index]); break;
+        case Push::Kind::kSlot: stack.emplace_back(frame.slots[push.index]); break;
+        case Push::Kind::kMoveSlot: stack.emplace_back(std::move(frame.slots[push.index])); break;
+        case Push::Kind::kTensorList: stack.push_back(MakeList(call.lists[push.index], false, frame)); break;
+        case Push::Kind::kOptionalTensorList: stack.push_back(MakeList(call.lists[push.index], true, frame)); break;
+        case Push::Kind::kGenerator: stack.emplace_back(frame.random->For(rng)); break;
+        case Push::Kind::kTarget:
+          target = results[0].target.Get(frame);
+          stack.emplace_back(target);
+          break;
+      }
+    }
+    if (seeds_default) {
+      KeyedRandom::DefaultScope scope(*frame.random, rng);
+      call.op->redispatchBoxed(frame.keys, &stack);
+    } else {
+      call.op->redispatchBoxed(frame.keys, &stack);
+    }
+    if (into_target) {
+      if (!checked) CheckTarget(target);
+      frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
+      frame.slots[results[0].value] = std::move(target);
+      stack.clear();
+      return;
+    }
+    if (list_result) {
+      const c10::List<at::Tensor> list = stack[0].toTensorList();
+      TORCH_CHECK(list.size() == results.size(), "it gave ", list.size(), " tensors, the program expects ", results.size());
+      for (size_t i = 0; i < results.size(); ++i) Store(frame, results[i], list.get(i));
+    } else {
+      for (size_t i = 0; i < results.size(); ++i) Store(frame, results[i], std::move(stack[i]).toTensor());
+    }
+    checked = true;
+    stack.clear();
+  }
+
+  void Store(Frame& frame, ResultSlot& result, at::Tensor tensor) {
+    if (result.value == kNone) return;
+    if (!checked) Check(result, tensor);
+    if (result.placed) {
+      at::Tensor target = result.target.Get(frame);
+      target.copy_(tensor);
+      frame.counters.copied_bytes += static_cast<int64_t>(target.nbytes());
+      tensor = std::move(target);
+    } else if (result.fix_layout) {
+      at::Tensor own = Allocate(*result.geometry, frame.device, false);
+      own.copy_(tensor);
+      tensor = std::move(own);
+    }
+    frame.slots[result.value] = std::move(tensor);
+  }
+
+  static void Check(ResultSlot& result, const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.defined(), "%", result.value, " is undefined; the program says ", Describe(*result.geometry));
+    TORCH_CHECK(SameSizes(tensor, *result.geometry), "%", result.value, " is ", Describe(tensor), "; the program says ",
+                Describe(*result.geometry));
+    if (result.owned && !result.placed) {
+      result.fix_layout = !SameStrides(tensor, *result.geometry) || tensor.storage_offset() != 0;
+    }
+  }
+
+  void CheckTarget(const at::Tensor& target) {
+    TORCH_CHECK(SameSizes(target, *results[0].geometry) && SameStrides(target, *results[0].geometry),
+                "the operator resized its output; the program says ", Describe(*results[0].geometry));
+    checked = true;
+  }
+};
+
+// Placed copies and casts: the write into the place is the op itself.
+struct PlacedCopyKernel final : KernelData {
+  ValueId source;
+  ResultSlot result;
+  void Run(Frame& frame) {
+    at::Tensor target = result.target.Get(frame);
+    target.copy_(frame.slots[source]);
+    frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
+    frame.slots[result.value] = std::move(target);
+  }
+};
+
+// aten.embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq), placed.
+struct EmbeddingBackwardKernel final : KernelData {
+  ValueId grad, indices;
+  int64_t num_weights, padding_idx;
+  bool scale_by_frequency;
+  ResultSlot result;
+  std::unique_ptr<AtenKernel> otherwise;
+  void Run(Frame& frame) {
+    at::Tensor target = result.target.Get(frame);
+    if (!EmbeddingBackwardInto(frame.slots[grad], frame.slots[indices], num_weights, padding_idx, scale_by_frequency, target)) {
+      return otherwise->Run(frame);
+    }
+    frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
+    frame.slots[result.value] = std::move(target);
+  }
+};
+
+// aten.native_layer_norm_backward(grad, input, normalized_shape, mean, rstd, weight, bias, mask) with placed weight or bias gradients.
+struct LayerNormBackwardKernel final : KernelData {
+  ValueId grad, input, mean, rstd, weight;
+  int64_t normalized_numel;
+  ResultSlot results[3];
+  std::unique_ptr<AtenKernel> otherwise;
+  at::Tensor OutputOf(Frame& frame, const ResultSlot& result) const {
+    if (result.value == kNone) return {};
+    return result.placed ? result.target.Get(frame) : Allocate(*result.geometry, frame.device, false);
+  }
+  void Run(Frame& frame) {
+    at::Tensor outs[3];
+    for (int i = 0; i < 3; ++i) outs[i] = OutputOf(frame, results[i]);
+    const at::Tensor scale = weight == kNone ? at::Tensor() : frame.slots[weight];
+    if (!LayerNormBackwardInto(frame.slots[grad], frame.slots[input], normalized_numel, frame.slots[mean], frame.slots[rstd], scale,
+                               outs[0], outs[1], outs[2])) {
+      return otherwise->Run(frame);
+    }
+    for (int i = 0; i < 3; ++i) {
+      if (results[i].value == kNone) continue;
+      if (results[i].placed) frame.counters.placed_bytes += static_cast<int64_t>(outs[i].nbytes());
+      frame.slots[results[i].value] = std::move(outs[i]);
+    }
+  }
+};
+
+ResultSlot ResultSlotOf(const BuildContext& context, ValueId id) {
+  ResultSlot slot;
+  slot.value = id;
+  if (id == kNone) return slot;
+  const Value& value = context.program.value(id);
+  slot.geometry = &context.geometry[id];
+  slot.placed = value.placed;
+  slot.owned = value.root == id;
+  if (slot.placed) slot.target = TargetOf(context, id);
+  return slot;
+}
+
+ValueId ValueArg(const Op& op, size_t i) {
+  return i < op.args.size() && op.args[i].kind == Arg::Kind::kValue ? op.args[i].value : kNone;
+}
+
+bool IsInt(const Op& op, size_t i) { return i < op.args.size() && op.args[i].kind == Arg::Kind::kInt; }
+
+// One of our own backward kernels around `boxed`, or nullopt when the op is none of them.
+std::optional<Kernel> OwnBackwardKernel(const Op& op, std::unique_ptr<AtenKernel>& boxed) {
+  if (op.name == "aten.embedding_dense_backward" && boxed->results.size() == 1 && op.args.size() == 5 && op.named.empty() &&
+      ValueArg(op, 0) != kNone && ValueArg(op, 1) != kNone && IsInt(op, 2) && IsInt(op, 3)) {
+    auto kernel = std::make_unique<EmbeddingBackwardKernel>();
+    kernel->grad = ValueArg(op, 0);
+    kernel->indices = ValueArg(op, 1);
+    kernel->num_weights = op.args[2].integer.value;
+    kernel->padding_idx = op.args[3].integer.value;
+    kernel->scale_by_frequency = op.args[4].boolean;
+    kernel->result = boxed->results[0];
+    kernel->otherwise = std::move(boxed);
+    return MakeKernel(std::move(kernel));
+  }
+  if (op.name == "aten.native_layer_norm_backward" && boxed->results.size() == 3 && op.args.size() == 8 && op.named.empty() &&
+      op.args[2].kind == Arg::Kind::kList && ValueArg(op, 0) != kNone && ValueArg(op, 1) != kNone && ValueArg(op, 3) != kNone &&
+      ValueArg(op, 4) != kNone) {
+    auto kernel = std::make_unique<LayerNormBackwardKernel>();
+    kernel->grad = ValueArg(op, 0);
+    kernel->input = ValueArg(op, 1);
+    kernel->mean = ValueArg(op, 3);
+    kernel->rstd = ValueArg(op, 4);
+    kernel->weight = ValueArg(op, 5);
+    kernel->normalized_numel = 1;
+    for (const Arg& size : op.args[2].list) kernel->normalized_numel *= size.integer.value;
+    for (int i = 0; i < 3; ++i) kernel->results[i] = boxed->results[i];
+    kernel->otherwise = std::move(boxed);
+    return MakeKernel(std::move(kernel));
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
+  auto kernel = std::make_unique<AtenKernel>();
+  bool any_placed = false;
+  for (ValueId id : op.results) {
+    kernel->results.push_back(ResultSlotOf(context, id));
+    any_placed = any_placed || kernel->results.back().placed;
+  }
+  if (any_placed && (op.name == "aten.clone" || op.name == "aten._to_copy") && op.args.size() == 1 && ValueArg(op, 0) != kNone) {
+    auto copy = std::make_unique<PlacedCopyKernel>();
+    copy->source = ValueArg(op, 0);
+    copy->result = kernel->results[0];
+    return MakeKernel(std::move(copy));
+  }
+
+  BuildContext careful = context;
+  const bool own_backward = any_placed && (op.name == "aten.embedding_dense_backward" || op.name == "aten.native_layer_norm_backward");
+  if (own_backward) careful.dies_here = [](ValueId) { return false; };  // operands are read before the fallback may move them
+  INTERLACE_ASSIGN(kernel->call, BindCall(careful, op));
+
+  const c10::FunctionSchema& schema = kernel->call.op->schema();
+  kernel->list_result = schema.returns().size() == 1 && schema.returns()[0].type()->kind() == c10::TypeKind::ListType;
+  for (const c10::Argument& result : schema.returns()) {
+    if (!kernel->list_result && result.type()->kind() != c10::TypeKind::TensorType) {
+      return OpError(context, op, "an operator whose result is no tensor cannot be in a program");
+    }
+  }
+  if (!kernel->list_result && kernel->results.size() > schema.returns().size()) {
+    return OpError(context, op, "the operator gives only " + std::to_string(schema.returns().size()) + " results");
+  }
+  kernel->rng = op.rng.value_or(0);
+  kernel->seeds_default = op.rng && context.options.keyed_random && !kernel->call.takes_generator;
+
+  if (any_placed && kernel->results.size() == 1) {
+    if (const auto out = FindOutForm(*kernel->call.op)) {
+      kernel->call.op = out;
+      kernel->call.pushes.push_back({Push::Kind::kTarget, 0});
+      kernel->into_target = true;
+      return MakeKernel(std::move(kernel));
+    }
+  }
+  if (own_backward) {
+    if (auto own = OwnBackwardKernel(op, kernel)) return std::move(*own);
+  }
+  return MakeKernel(std::move(kernel));
+}
+
+}  // namespace interlace

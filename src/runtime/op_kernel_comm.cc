@@ -1,0 +1,155 @@
+// Kernels of the collectives. On an axis of one rank nothing is sent: results alias their sources where that is safe.
+#include <ATen/ops/copy.h>
+
+#include "runtime/op_kernel.h"
+
+namespace interlace {
+
+namespace {
+
+void ThrowIfError(const Status& status) {
+  if (!status.ok()) TORCH_CHECK(false, status.error().ToString());
+}
+
+int32_t Record(Frame& frame, Comm* comm, Result<Ticket> ticket) {
+  if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
+  frame.transfers.push_back({comm, *ticket});
+  return static_cast<int32_t>(frame.transfers.size()) - 1;
+}
+
+enum class Collective { kGather, kReduce, kAllReduce };
+
+struct StartKernel final : KernelData {
+  struct Item {
+    ValueId operand, result;
+    const Geometry* geometry;
+    bool placed = false;
+    bool may_alias = false;  // the result may share the operand's memory
+    Target target;
+  };
+  Collective collective;
+  Comm* comm = nullptr;  // nullptr: one rank
+  std::vector<Item> items;
+  std::string label;
+
+  at::Tensor ResultOf(Frame& frame, const Item& item) const {
+    return item.placed ? item.target.Get(frame) : Allocate(*item.geometry, frame.device, false);
+  }
+
+  void Run(Frame& frame) {
+    if (comm == nullptr || collective == Collective::kAllReduce) {
+      for (const Item& item : items) {
+        const at::Tensor& source = frame.slots[item.operand];
+        if (item.may_alias) {
+          frame.slots[item.result] = source;
+          continue;
+        }
+        at::Tensor out = ResultOf(frame, item);
+        if (out.data_ptr() != source.data_ptr()) out.copy_(source);
+        frame.slots[item.result] = std::move(out);
+      }
+      if (comm == nullptr) return;
+      for (const Item& item : items) {
+        frame.transfer_of[item.result] = Record(frame, comm, comm->StartAllReduce(frame.slots[item.result], label));
+      }
+      return;
+    }
+    std::vector<at::Tensor> sources, results;
+    sources.reserve(items.size());
+    results.reserve(items.size());
+    for (const Item& item : items) {
+      sources.push_back(frame.slots[item.operand]);
+      results.push_back(ResultOf(frame, item));
+      frame.slots[item.result] = results.back();
+    }
+    Result<Ticket> ticket = collective == Collective::kGather
+                                ? comm->StartGather(std::move(sources), std::move(results), label)
+                                : comm->StartReduce(std::move(sources), std::move(results), label);
+    const int32_t index = Record(frame, comm, std::move(ticket));
+    for (const Item& item : items) frame.transfer_of[item.result] = index;
+  }
+};
+
+struct WaitKernel final : KernelData {
+  std::vector<ValueId> operands;
+  void Run(Frame& frame) {
+    for (ValueId id : operands) {
+      const int32_t index = frame.transfer_of[id];
+      if (index < 0) continue;
+      frame.transfer_of[id] = -1;
+      Transfer& transfer = frame.transfers[index];
+      if (transfer.ticket == 0) continue;
+      const Ticket ticket = transfer.ticket;
+      transfer.ticket = 0;
+      ThrowIfError(transfer.comm->Wait(ticket));
+    }
+  }
+};
+
+}  // namespace
+
+Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
+  INTERLACE_ASSIGN(std::vector<ValueId> operands, OperandsOf(op));
+  if (op.name.ends_with(".wait")) {
+    auto kernel = std::make_unique<WaitKernel>();
+    // A coalesced start has one ticket under several values, a view of a result has none: the roots' own entries count.
+    kernel->operands = operands;
+    return MakeKernel(std::move(kernel));
+  }
+  auto kernel = std::make_unique<StartKernel>();
+  std::string axis;
+  if (op.name == "gather.start" || op.name == "reduce.start") {
+    kernel->collective = op.name == "gather.start" ? Collective::kGather : Collective::kReduce;
+    if (op.units.empty() || op.units.size() != operands.size()) return OpError(context, op, op.name + " needs units=[...], one per operand");
+    axis = context.program.units[op.units[0]].axis;
+    for (UnitId unit : op.units) {
+      if (context.program.units[unit].axis != axis) return OpError(context, op, "units of one collective must share their axis");
+    }
+  } else if (op.name == "all_reduce.start") {
+    kernel->collective = Collective::kAllReduce;
+    const Arg* name = op.Attr("axis");
+    if (!name) return OpError(context, op, "all_reduce.start needs axis=NAME");
+    axis = name->text;
+  } else {
+    return OpError(context, op, "this runtime does not have the op " + op.name + " yet");
+  }
+  if (op.results.size() != operands.size()) return OpError(context, op, op.name + " needs as many results as operands");
+  const int64_t size = context.program.AxisSize(axis);
+  if (size > 1) {
+    const auto found = context.comms.find(axis);
+    if (found == context.comms.end()) return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
+    kernel->comm = found->second;
+  }
+  kernel->label = op.name;
+  for (UnitId unit : op.units) kernel->label += " u" + std::to_string(unit);
+  for (size_t i = 0; i < operands.size(); ++i) {
+    if (op.results[i] == kNone) return OpError(context, op, "every result of a collective must have a value");
+    StartKernel::Item item;
+    item.operand = operands[i];
+    item.result = op.results[i];
+    item.geometry = &context.geometry[op.results[i]];
+    const Value& result = context.program.value(op.results[i]);
+    item.placed = result.root != result.id;
+    if (item.placed) item.target = TargetOf(context, result.id);
+    const Geometry& from = context.geometry[operands[i]];
+    const int64_t factor = kernel->collective == Collective::kAllReduce ? 1 : size;
+    const bool gather = kernel->collective == Collective::kGather;
+    if ((gather ? item.geometry->elements : from.elements) != factor * (gather ? from.elements : item.geometry->elements) ||
+        from.dtype != item.geometry->dtype || !from.contiguous || !item.geometry->contiguous) {
+      return OpError(context, op, "operand and result sizes of " + op.name + " do not fit an axis of " + std::to_string(size) + " ranks");
+    }
+    const bool fixed = context.is_fixed(operands[i]);
+    if (!item.placed && from.sizes == item.geometry->sizes) {
+      if (kernel->collective == Collective::kAllReduce) {
+        item.may_alias = !fixed && context.dies_here(operands[i]);
+      } else {
+        // One rank: a gathered buffer is only read until the next update; a reduced gradient has no other writer.
+        item.may_alias = kernel->comm == nullptr && (gather || !fixed);
+      }
+    }
+    kernel->items.push_back(std::move(item));
+  }
+  return MakeKernel(std::move(kernel));
+}
+
+}  // namespace interlace

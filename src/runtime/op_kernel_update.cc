@@ -1,0 +1,195 @@
+// Kernels of the exact norm and of the optimizers.
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "runtime/kernels.h"
+#include "runtime/op_kernel.h"
+
+namespace interlace {
+
+namespace {
+
+struct NormPartialKernel final : KernelData {
+  std::vector<ValueId> operands;
+  ValueId result;
+  const Geometry* geometry;
+  void Run(Frame& frame) {
+    at::Tensor acc = Allocate(*geometry, frame.device, true);
+    for (ValueId id : operands) NormPartial(frame.slots[id], acc);
+    frame.slots[result] = std::move(acc);
+  }
+};
+
+struct NormCoefKernel final : KernelData {
+  ValueId operand, result;
+  const Geometry* geometry;
+  double max_norm = -1, scale = 1;
+  void Run(Frame& frame) {
+    at::Tensor out = Allocate(*geometry, frame.device, true);
+    NormCoef(frame.slots[operand], max_norm, scale, out);
+    const at::Tensor host = frame.device.is_cpu() ? out : out.to(c10::kCPU);  // elsewhere: the step's one wait for the device
+    const double* numbers = host.const_data_ptr<double>();
+    frame.has_norm = true;
+    frame.norm = numbers[0];
+    frame.coef = numbers[1];
+    frame.finite = numbers[2] != 0.0;
+    if (!frame.finite && frame.options->skip_nonfinite) ++frame.counters.skipped_updates;
+    frame.slots[result] = std::move(out);
+  }
+};
+
+at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t length) {
+  if (!flat.defined() || (begin == 0 && length == flat.numel())) return flat;
+  Geometry g;
+  g.dtype = flat.scalar_type();
+  g.sizes = {length};
+  g.strides = {1};
+  g.offset = flat.storage_offset() + begin;
+  return MakeView(flat.storage(), g);
+}
+
+enum class Optimizer { kAdam, kAdamW, kSgd };
+
+struct UpdateKernel final : KernelData {
+  struct Range {
+    int64_t begin, length;  // elements of the flat operand
+    int32_t group;          // index into the hyper-parameters
+    std::vector<at::Tensor> sliced;  // per operand, when it is fixed
+  };
+  Optimizer optimizer;
+  std::vector<ValueId> operands;  // w, g, states
+  bool clipped = false;
+  double scale = 1;
+  std::vector<Range> ranges;
+
+  at::Tensor Operand(Frame& frame, const Range& range, size_t i) const {
+    if (i >= operands.size()) return {};
+    if (range.sliced[i].defined()) return range.sliced[i];
+    return Slice(frame.slots[operands[i]], range.begin, range.length);
+  }
+
+  void Run(Frame& frame) {
+    if (frame.has_norm && !frame.finite && frame.options->skip_nonfinite) return;
+    const double grad_scale = clipped ? scale * frame.coef : scale;
+    for (const Range& range : ranges) {
+      const std::vector<double>& h = (*frame.hyper)[range.group];
+      const at::Tensor w = Operand(frame, range, 0), g = Operand(frame, range, 1), first = Operand(frame, range, 2);
+      if (optimizer == Optimizer::kSgd) {
+        SgdStep(w, g, first,
+                SgdArgs{.lr = h[0], .momentum = h[1], .dampening = h[2], .weight_decay = h[3], .t = h[5], .nesterov = h[4] != 0,
+                        .maximize = h[6] != 0, .grad_scale = grad_scale});
+      } else {
+        AdamStep(w, g, first, Operand(frame, range, 3),
+                 AdamArgs{.lr = h[0], .beta1 = h[1], .beta2 = h[2], .eps = h[3], .weight_decay = h[4], .t = h[5],
+                          .maximize = h[6] != 0, .decoupled = optimizer == Optimizer::kAdamW, .grad_scale = grad_scale});
+      }
+    }
+  }
+};
+
+double NumberOr(const Arg* arg, double otherwise) {
+  if (arg == nullptr) return otherwise;
+  if (arg->kind == Arg::Kind::kInt) return static_cast<double>(arg->integer.value);
+  return arg->kind == Arg::Kind::kFloat ? arg->real : otherwise;
+}
+
+// ranges=[start,end,group,...] of the unit, cut to [base, base + length) and merged where only padding (< 32 elements) lies between.
+Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, const Op& op, int64_t base, int64_t length) {
+  const Arg* arg = op.Attr("ranges");
+  if (!arg || arg->list.size() % 3 != 0) return OpError(context, op, "update needs ranges=[start,end,group,...]");
+  struct Raw { int64_t begin, end, group; };
+  std::vector<Raw> raw;
+  for (size_t i = 0; i < arg->list.size(); i += 3) {
+    const Raw r{arg->list[i].integer.value, arg->list[i + 1].integer.value, arg->list[i + 2].integer.value};
+    if (r.begin < 0 || r.end < r.begin) return OpError(context, op, "a range of update ends before it begins");
+    raw.push_back(r);
+  }
+  std::sort(raw.begin(), raw.end(), [](const Raw& a, const Raw& b) { return a.begin < b.begin; });
+  std::vector<UpdateKernel::Range> ranges;
+  for (const Raw& r : raw) {
+    const int64_t begin = std::max(r.begin, base) - base, end = std::min(r.end, base + length) - base;
+    if (begin >= end) continue;
+    const auto position = context.group_position.find(static_cast<int32_t>(r.group));
+    if (position == context.group_position.end()) return OpError(context, op, "update names the group " + std::to_string(r.group) + ", which is not declared");
+    if (!ranges.empty() && ranges.back().group == position->second) {
+      UpdateKernel::Range& last = ranges.back();
+      const int64_t gap = begin - (last.begin + last.length);
+      if (gap >= 0 && gap < kUnitAlignment) {
+        last.length = end - last.begin;
+        continue;
+      }
+    }
+    ranges.push_back({begin, end - begin, position->second, {}});
+  }
+  return ranges;
+}
+
+}  // namespace
+
+Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
+  INTERLACE_ASSIGN(std::vector<ValueId> operands, OperandsOf(op));
+  if (op.name == "norm.partial") {
+    if (op.results.size() != 1 || op.results[0] == kNone) return OpError(context, op, "norm.partial gives one result");
+    auto kernel = std::make_unique<NormPartialKernel>();
+    kernel->operands = operands;
+    kernel->result = op.results[0];
+    kernel->geometry = &context.geometry[op.results[0]];
+    if (kernel->geometry->elements != kNormLimbs || kernel->geometry->dtype != c10::ScalarType::Long) {
+      return OpError(context, op, "norm.partial gives i64[68]");
+    }
+    return MakeKernel(std::move(kernel));
+  }
+  if (op.name == "norm.coef") {
+    if (operands.size() != 1 || op.results.size() != 1 || op.results[0] == kNone) return OpError(context, op, "norm.coef takes one value, gives one");
+    auto kernel = std::make_unique<NormCoefKernel>();
+    kernel->operand = operands[0];
+    kernel->result = op.results[0];
+    kernel->geometry = &context.geometry[op.results[0]];
+    if (kernel->geometry->elements != 3 || kernel->geometry->dtype != c10::ScalarType::Double) {
+      return OpError(context, op, "norm.coef gives f64[3]");
+    }
+    kernel->max_norm = NumberOr(op.Attr("max_norm"), -1);
+    kernel->scale = NumberOr(op.Attr("scale"), 1);
+    return MakeKernel(std::move(kernel));
+  }
+  auto kernel = std::make_unique<UpdateKernel>();
+  size_t flats = 0;
+  if (op.name == "update.adamw" || op.name == "update.adam") {
+    kernel->optimizer = op.name == "update.adamw" ? Optimizer::kAdamW : Optimizer::kAdam;
+    flats = 4;
+  } else if (op.name == "update.sgd") {
+    kernel->optimizer = Optimizer::kSgd;
+    const Arg* momentum = op.Attr("momentum");
+    flats = momentum && momentum->boolean ? 3 : 2;
+  } else {
+    return OpError(context, op, "this runtime does not have the op " + op.name + " yet");
+  }
+  if (operands.size() != flats && operands.size() != flats + 1) return OpError(context, op, op.name + " has the wrong number of operands");
+  kernel->clipped = operands.size() == flats + 1;
+  operands.resize(flats);
+  kernel->operands = operands;
+  kernel->scale = NumberOr(op.Attr("scale"), 1);
+  if (op.units.size() != 1) return OpError(context, op, op.name + " needs units=[u], one unit");
+  const Unit& unit = context.program.units[op.units[0]];
+  const Geometry& w = context.geometry[operands[0]];
+  for (ValueId id : operands) {
+    const Geometry& g = context.geometry[id];
+    if (g.sizes.size() != 1 || g.elements != w.elements || !g.contiguous) return OpError(context, op, "operands of an update must be flat and of one length");
+  }
+  int64_t base = 0;
+  if (w.elements != unit.numel) {
+    if (w.elements != unit.shard) return OpError(context, op, "an update works on a unit's shard or its whole buffer");
+    const auto rank = context.ranks.find("rank_" + unit.axis);
+    base = rank == context.ranks.end() ? 0 : rank->second * unit.shard;
+  }
+  INTERLACE_ASSIGN(kernel->ranges, RangesOf(context, op, base, w.elements));
+  for (UpdateKernel::Range& range : kernel->ranges) {
+    for (ValueId id : operands) {
+      range.sliced.push_back(context.is_fixed(id) ? Slice(context.fixed[id], range.begin, range.length) : at::Tensor());
+    }
+  }
+  return MakeKernel(std::move(kernel));
+}
+
+}  // namespace interlace
