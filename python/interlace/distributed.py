@@ -1,0 +1,300 @@
+"""The ranks of a run: who is there, how they agree, and how a failure on one reaches the others by name.
+
+Agreement goes through torch's key-value store, never through a collective, so a rank that is missing or differs gives an error
+that names it. Tensors travel on process groups that belong to one trainer alone; all waits have a deadline.
+
+How a failure spreads: the rank that fails posts its reason in the store, then closes its groups. The others' transfers break at
+once, they look into the store and report the first cause, not the neighbour whose connection closed:
+
+    rank 2: batch of a wrong shape → posts "failed/2", closes
+    rank 1: connection to 2 closed → posts "lost/1" = 2, closes, reports rank 2 and its reason
+    rank 0: connection to 1 closed → follows 1 → 2,              reports rank 2 and its reason
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import InterlaceError
+
+_CHUNK = 1 << 20  # bytes of one store entry
+_SLICE_S = 0.25   # between two looks for failures while waiting for a key
+_GRACE_S = 2.0    # for a failing rank's message to arrive after its connection closed
+_trainers = 0     # trainers made in this process; every rank makes them in the same order
+
+
+class PeerError(InterlaceError):
+    """Another rank failed, differs or is gone. `rank` is its number, or None when unknown."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """"rank 2", "ranks 1 and 3", "ranks 1, 2 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator when there is one (chosen by LOCAL_RANK), else the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device("cpu")
+
+
+class Peers:
+    """One trainer's view of the ranks. With one rank and no torchrun there is no process group and nothing ever waits."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        global _trainers
+        self.device, self.timeout_s = device, timeout_s
+        self.rank, self.size = 0, 1
+        self._store: Any = None
+        self._groups: dict[str, Any] = {}
+        self._closed = False
+        self._failed = False
+        if not dist.is_available():
+            return
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
+            backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_native_backend(device)}"
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=max(timeout_s, 60.0)))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"interlace/{_trainers}", store)
+            _trainers += 1
+
+    # ---- agreement through the store ----
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value (JSON), by rank. Error: ranks that did not come within the timeout, or failed meanwhile."""
+        if self._store is None:
+            return [value]
+        self._put(f"{what}/{self.rank}", json.dumps(value).encode())
+        deadline = time.monotonic() + self.timeout_s
+        return [json.loads(self._get(f"{what}/{r}", r, what, deadline)) for r in range(self.size)]
+
+    def broadcast(self, what: str, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank."""
+        if self._store is None or self.rank == 0:
+            assert data is not None
+        if self._store is None:
+            return data  # type: ignore[return-value]
+        if self.rank == 0:
+            self._put(what, zlib.compress(data, 1))  # type: ignore[arg-type]
+            return data  # type: ignore[return-value]
+        return zlib.decompress(self._get(what, 0, what, time.monotonic() + self.timeout_s))
+
+    def _put(self, key: str, data: bytes) -> None:
+        chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [b""]
+        with self._store_errors("writing"):
+            for i, chunk in enumerate(chunks):
+                self._store.set(f"{key}#{i}", chunk)
+            self._store.set(key, str(len(chunks)))  # last: the value is complete when its key is there
+
+    def _get(self, key: str, owner: int, what: str, deadline: float) -> bytes:
+        while True:
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=_SLICE_S))
+                break
+            except dist.DistStoreError:
+                pass
+            except dist.DistNetworkError as e:
+                raise self._store_gone() from e
+            cause = self._posted()
+            if cause is not None:
+                raise cause
+            if time.monotonic() > deadline:
+                with self._store_errors("reading"):
+                    # Keys that all ranks write end in their number; then say all that are missing.
+                    stem, _, tail = key.rpartition("/")
+                    absent = [r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])] if tail.isdigit() else [owner]
+                absent = absent or [owner]
+                raise PeerError(
+                    f"{ranks_text(absent)} did not reach '{what}' within {self.timeout_s:g} s (Config.timeout_s); "
+                    "every rank must compile and step the same trainers in the same order",
+                    absent[0],
+                )
+        with self._store_errors("reading"):
+            count = int(self._store.get(key))
+            return b"".join(self._store.get(f"{key}#{i}") for i in range(count))
+
+    @contextlib.contextmanager
+    def _store_errors(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (dist.DistStoreError, dist.DistNetworkError) as e:
+            raise self._store_gone() from e
+
+    def _store_gone(self) -> PeerError:
+        return PeerError("the key-value store of the run is gone: the process that holds it (rank 0, or the launcher) has ended", 0)
+
+    # ---- failures ----
+
+    def fail(self, reason: BaseException) -> None:
+        """Tells the others that this rank stops, and why, then closes the groups so that nobody waits for it. Never raises."""
+        if self._store is None or self._failed:
+            return
+        self._failed = True
+        peer = reason.rank if isinstance(reason, PeerError) else None
+        with contextlib.suppress(Exception):
+            if isinstance(reason, PeerError):
+                self._store.set(f"lost/{self.rank}", json.dumps([peer, str(reason)]))
+            else:
+                self._store.set(f"failed/{self.rank}", str(reason) or type(reason).__name__)
+        self.close()
+
+    def explain(self, error: BaseException) -> PeerError:
+        """The cause behind a broken transfer: a failed rank's own words, or the rank that was lost."""
+        text = str(error).split("\n")[0]
+        match = re.search(r"\brank (\d+)", text)
+        peer = int(match.group(1)) if match else None
+        deadline = time.monotonic() + min(_GRACE_S, self.timeout_s)
+        while self._store is not None and time.monotonic() < deadline:
+            try:
+                cause = self._posted(peer)
+            except Exception:
+                break
+            if cause is not None:
+                return cause
+            time.sleep(0.05)
+        if peer is None:
+            return PeerError(f"a transfer between ranks failed: {text}")
+        return PeerError(f"rank {peer} was lost or is stuck: {text}", peer)
+
+    def _posted(self, start: int | None = None) -> PeerError | None:
+        """What a failed rank has posted; a rank that only lost another one leads to that one."""
+        for r in range(self.size):
+            if r != self.rank and self._store.check([f"failed/{r}"]):
+                return PeerError(f"rank {r} failed: {self._store.get(f'failed/{r}').decode()}", r)
+        seen = {self.rank}
+        candidates = [start] if start is not None else [r for r in range(self.size) if r != self.rank]
+        for r in candidates:
+            root: int | None = r
+            while root is not None and root not in seen and self._store.check([f"lost/{root}"]):
+                seen.add(root)
+                peer, message = json.loads(self._store.get(f"lost/{root}"))
+                if peer is None or peer in seen or not self._store.check([f"lost/{peer}"]):
+                    return PeerError(message, peer)
+                root = peer
+        return None
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around code that every rank runs: a failure here is told to the others, and one of theirs is reported as theirs."""
+        try:
+            yield
+        except PeerError as e:
+            self.fail(e)
+            raise
+        except (InterlaceError, KeyboardInterrupt, OSError) as e:
+            self.fail(e)
+            raise
+        except RuntimeError as e:
+            if self._store is not None and is_transfer_error(e):
+                cause = self.explain(e)
+                self.fail(cause)
+                raise cause from e
+            self.fail(e)
+            raise
+        except BaseException as e:
+            self.fail(e)
+            raise
+
+    # ---- process groups ----
+
+    def open_groups(self) -> None:
+        """Makes this trainer's own groups; call when all ranks have been heard of, because it waits for them."""
+        if self._store is None:
+            return
+        limit = datetime.timedelta(seconds=self.timeout_s)
+
+        def make(backend: str, what: str) -> Any:
+            return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
+
+        if self.device.type == "cpu":
+            self._groups = {name: make("gloo", name) for name in ("up", "down", "native")}
+        else:
+            self._groups = {"native": make(_native_backend(self.device), "native"), "host": make("gloo", "host")}
+
+    def axes(self, names: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        """The executor's description of the mesh. Error: axes that this world cannot be."""
+        if not names:
+            return []
+        if len(names) > 1 or names[0][1] != self.size:
+            shape = " x ".join(f"{n}={s}" for n, s in names)
+            raise InterlaceError(f"the program is for a mesh of {shape}, but the run has {self.size} ranks on one axis")
+        group = {name: g.group_name for name, g in self._groups.items()}
+        native = group.get("native", "")
+        backend = "none" if not group else ("gloo" if self.device.type == "cpu" else _native_backend(self.device))
+        axis = {"name": names[0][0], "rank": self.rank, "size": self.size, "backend": backend}
+        return [{**axis, "up": group.get("up", native), "down": group.get("down", native), "native": native}]
+
+    def gather(self, mine: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
+        """The ranks' equal 1-D parts, one after the other, on rank 0 (or on all); None elsewhere. The group's timeout holds."""
+        if self.size == 1:
+            return mine
+        group = self._groups["native"]
+        whole = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device) if everywhere or self.rank == 0 else None
+        parts = list(whole.chunk(self.size)) if whole is not None else None
+        if everywhere:
+            dist.all_gather(parts, mine.contiguous(), group=group)
+        else:
+            dist.gather(mine.contiguous(), parts, group=group, group_dst=0)
+        return whole
+
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, written into everyone's contiguous tensor."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self._groups["native"], group_src=0)
+
+    def close(self) -> None:
+        """Ends this trainer's groups. Whoever still holds one by name (an executor) must have been dropped before."""
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._on_close:
+            hook()
+        groups, self._groups = self._groups, {}
+        for name in list(groups):
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(groups.pop(name))
+
+    @property
+    def _on_close(self) -> list[Callable[[], None]]:
+        return self.__dict__.setdefault("_close_hooks", [])
+
+    def on_close(self, hook: Callable[[], None]) -> None:
+        """Runs before the groups go, also after a failure: the place to drop what holds them."""
+        self._on_close.append(hook)
+
+
+def is_transfer_error(error: BaseException) -> bool:
+    """Whether an error of the runtime or of torch.distributed is about the connection to another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    words = ("connection", "gloo", "nccl", "timed out", "timeout", "process group", "lost rank", "socket", "broken pipe")
+    return any(w in text for w in words)
+
+
+def _native_backend(device: torch.device) -> str:
+    return dist.get_default_backend_for_device(device.type)
