@@ -1,0 +1,251 @@
+#include "runtime/comm_link.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <sstream>
+
+namespace interlace {
+
+namespace {
+
+constexpr int kTagLimit = 1 << 29;
+constexpr int kNoteTag = 1 << 30;
+// How long a rank that closed one group may take to send its note on the other.
+constexpr int64_t kNotePatienceMs = 300;
+
+// c10d and gloo report by exceptions; the text after the first line is a stack trace.
+std::string FirstLine(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+// Whether the transfer has ended well; gives its error otherwise. Blocks up to timeout_ms.
+std::optional<std::string> WaitFor(c10d::Work& work, int64_t timeout_ms) {
+  try {
+    work.wait(std::chrono::milliseconds(std::max<int64_t>(timeout_ms, 1)));  // 0 would mean the group's own timeout
+    return std::nullopt;
+  } catch (const std::exception& e) {
+    return FirstLine(e.what());
+  }
+}
+
+}  // namespace
+
+Result<GlooLink::Direction> GlooLink::Resolve(const AxisSpec& spec, const std::string& name) {
+  Direction direction;
+  direction.name = name;
+  try {
+    direction.group = c10d::resolve_process_group(name);
+    direction.backend = direction.group->getBackend(c10::DeviceType::CPU);
+  } catch (const std::exception& e) {
+    return MakeError("axis ", spec.name, ": no gloo process group named \"", name,
+                     "\"; create it with torch.distributed.new_group and pass its group_name (", FirstLine(e.what()), ")");
+  }
+  if (direction.backend->getRank() != spec.rank || direction.backend->getSize() != spec.size) {
+    return MakeError("axis ", spec.name, ": process group \"", name, "\" says rank ", direction.backend->getRank(), " of ",
+                     direction.backend->getSize(), ", the axis says rank ", spec.rank, " of ", spec.size);
+  }
+  return direction;
+}
+
+Result<std::shared_ptr<GlooLink>> GlooLink::Open(const AxisSpec& spec) {
+  if (spec.up == spec.down) {
+    return MakeError("axis ", spec.name, ": up and down are both \"", spec.up,
+                     "\"; two groups are needed, one for each direction of transfer");
+  }
+  INTERLACE_ASSIGN(Direction up, Resolve(spec, spec.up));
+  INTERLACE_ASSIGN(Direction down, Resolve(spec, spec.down));
+  // Never destroyed: gloo's threads may outlive static destructors.
+  static auto* const mutex = new std::mutex;
+  static auto* const links = new std::vector<std::shared_ptr<GlooLink>>;
+  std::lock_guard lock(*mutex);
+  std::erase_if(*links, [](const std::shared_ptr<GlooLink>& link) {  // of groups that were destroyed
+    const auto gone = [](const Direction& d) {
+      try {
+        return c10d::resolve_process_group(d.name) != d.group;
+      } catch (const std::exception&) {
+        return true;
+      }
+    };
+    return link.use_count() == 1 && gone(link->up_) && gone(link->down_);
+  });
+  for (const auto& link : *links) {
+    if (link->up_.group == up.group && link->down_.group == down.group) return link;
+  }
+  std::shared_ptr<GlooLink> link(new GlooLink);
+  link->axis_ = spec.name;
+  link->rank_ = static_cast<int>(spec.rank);
+  link->size_ = static_cast<int>(spec.size);
+  link->up_ = std::move(up);
+  link->down_ = std::move(down);
+  try {
+    link->global_ranks_ = link->up_.backend->getBackendOptions()->global_ranks_in_group;
+  } catch (const std::exception&) {  // a backend that has no options: ranks are named within the axis
+  }
+  if (link->global_ranks_.size() != static_cast<size_t>(spec.size)) link->global_ranks_.clear();
+  try {
+    link->PostNotes(link->up_);
+    link->PostNotes(link->down_);
+  } catch (const std::exception& e) {
+    return MakeError("axis ", spec.name, ": cannot reach the other ranks: ", FirstLine(e.what()));
+  }
+  links->push_back(link);
+  return link;
+}
+
+void GlooLink::PostNotes(Direction& direction) {
+  direction.notes.resize(size_);
+  direction.pending.resize(size_);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    direction.notes[peer] = at::empty({static_cast<int64_t>(sizeof(Note))}, at::kByte);
+    std::vector<at::Tensor> tensors{direction.notes[peer]};
+    direction.pending[peer] = direction.backend->recv(tensors, peer, kNoteTag);
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> GlooLink::Send(const at::Tensor& tensor, int peer, int tag) {
+  std::vector<at::Tensor> tensors{tensor};
+  return (rank_ < peer ? up_ : down_).backend->send(tensors, peer, tag);
+}
+
+c10::intrusive_ptr<c10d::Work> GlooLink::Receive(const at::Tensor& tensor, int peer, int tag) {
+  std::vector<at::Tensor> tensors{tensor};
+  return (peer < rank_ ? up_ : down_).backend->recv(tensors, peer, tag);
+}
+
+int GlooLink::NextTags(int count) {
+  std::lock_guard lock(mutex_);
+  if (next_tag_ + count > kTagLimit) next_tag_ = 0;
+  const int first = next_tag_;
+  next_tag_ += count;
+  return first;
+}
+
+std::optional<Error> GlooLink::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what, const std::string& label,
+                     double elapsed_s) {
+  std::lock_guard lock(mutex_);
+  if (failure_) return *failure_;
+  Verdict verdict;
+  Note& note = verdict.note;
+  note.timed_out = what.find("imed out") != std::string::npos;
+  note.seconds = static_cast<float>(elapsed_s);
+  std::strncpy(note.label, label.c_str(), sizeof(note.label) - 1);
+  const auto add = [&note](int peer) {
+    if (note.count < static_cast<int32_t>(std::size(note.ranks)) &&
+        std::find(note.ranks, note.ranks + note.count, peer) == note.ranks + note.count) {
+      note.ranks[note.count++] = peer;
+    }
+  };
+  add(first.peer);
+  Direction& failed = first.up ? up_ : down_;
+  Direction& other = first.up ? down_ : up_;
+  std::optional<Verdict> told;
+  if (!note.timed_out) {
+    // The lost peer may have left a note: it then stopped because of another rank.
+    told = ReadNote(failed, first.peer, kNotePatienceMs);
+    if (!told) told = ReadNote(other, first.peer, kNotePatienceMs);
+    if (told) verdict = *told;
+    TellOthers(failed, note);
+    TellOthers(other, note);
+  } else {
+    // gloo closes a group in which a wait timed out, so what is unfinished there fails at once, and what is finished does not.
+    for (const Suspect& s : others) {
+      if (s.work && s.up == first.up && WaitFor(*s.work, 1)) add(s.peer);
+    }
+    for (int peer = 0; peer < size_ && !told; ++peer) {
+      if (peer != rank_) told = ReadNote(failed, peer, 1);
+    }
+    if (told) verdict = *told;
+    TellOthers(other, note);
+    // Now the other group may be closed as well.
+    if (!told) {
+      for (const Suspect& s : others) {
+        if (s.work && s.up != first.up && WaitFor(*s.work, 1)) add(s.peer);
+      }
+      std::sort(note.ranks, note.ranks + note.count);
+    }
+  }
+  std::string text = Explain(verdict, label);
+  if (verdict.reporter < 0 && !note.timed_out) text += " (" + what + ")";
+  failure_ = Error{text + "; the group cannot be used any more: restart all ranks from the last checkpoint", {}};
+  return *failure_;
+}
+
+std::optional<GlooLink::Verdict> GlooLink::ReadNote(Direction& direction, int peer, int64_t patience_ms) {
+  if (!direction.pending[peer] || WaitFor(*direction.pending[peer], patience_ms)) return std::nullopt;
+  Verdict verdict;
+  std::memcpy(&verdict.note, direction.notes[peer].const_data_ptr(), sizeof(Note));
+  verdict.reporter = peer;
+  Note& note = verdict.note;  // bytes from another process
+  note.count = std::clamp<int32_t>(note.count, 0, std::size(note.ranks));
+  note.label[sizeof(note.label) - 1] = 0;
+  return verdict;
+}
+
+void GlooLink::TellOthers(Direction& direction, const Note& note) {
+  at::Tensor bytes = at::empty({static_cast<int64_t>(sizeof(Note))}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), &note, sizeof(Note));
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    try {
+      std::vector<at::Tensor> tensors{bytes};
+      told_.push_back(direction.backend->send(tensors, peer, kNoteTag));
+    } catch (const std::exception&) {  // the lost ones
+    }
+  }
+}
+
+std::string GlooLink::RankNames(const int32_t* ranks, int32_t count) const {
+  std::ostringstream out;
+  out << (count == 1 ? "rank " : "ranks ");
+  bool global = false;
+  for (int32_t i = 0; i < count; ++i) {
+    const bool known = ranks[i] >= 0 && static_cast<size_t>(ranks[i]) < global_ranks_.size();
+    const int64_t name = known ? static_cast<int64_t>(global_ranks_[ranks[i]]) : ranks[i];
+    global |= name != ranks[i];
+    out << (i == 0 ? "" : i + 1 == count ? " and " : ", ") << name;
+  }
+  if (global) {
+    out << " (";
+    for (int32_t i = 0; i < count; ++i) out << (i ? ", " : "") << ranks[i];
+    out << " on axis " << axis_ << ")";
+  }
+  return out.str();
+}
+
+std::string GlooLink::Explain(const Verdict& verdict, const std::string& label) const {
+  const Note& note = verdict.note;
+  const std::string names = RankNames(note.ranks, note.count);
+  std::ostringstream out;
+  out.precision(2);
+  out << std::fixed << label << " on axis " << axis_ << ": ";
+  const auto event = [&] {
+    if (note.timed_out) {
+      out << names << " did not answer for " << note.seconds << " s (timed out: stuck, or slower than the timeout)";
+    } else {
+      out << names << " was lost after " << note.seconds << " s: its process ended or its connection broke";
+    }
+  };
+  if (verdict.reporter < 0) {
+    event();
+    return out.str();
+  }
+  const int32_t reporter = verdict.reporter;
+  const bool me = std::find(note.ranks, note.ranks + note.count, rank_) != note.ranks + note.count;
+  if (me) {
+    out << RankNames(&reporter, 1) << " stopped waiting for this rank (" << rank_ << ") after " << note.seconds << " s in " << note.label;
+    return out.str();
+  }
+  event();
+  out << ", reported by " << RankNames(&reporter, 1) << " in " << note.label;
+  return out.str();
+}
+
+}  // namespace interlace
