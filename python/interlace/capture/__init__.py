@@ -1,0 +1,6 @@
+"""Capture: an ordinary PyTorch model and loss function become program text (docs/ir.md)."""
+
+from interlace.capture.inputs import InputSpec, InputTensor
+from interlace.capture.program import Captured, capture
+
+__all__ = ["Captured", "InputSpec", "InputTensor", "capture"]

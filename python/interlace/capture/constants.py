@@ -1,0 +1,109 @@
+"""Tensors whose values do not depend on the inputs, the parameters or the buffers: torch.arange(16), a mask made of it, ...
+
+Their values are known while the model is traced, so reading them (`if`, .item()) is no branch on data. Hugging Face models ask in
+this way whether default position ids are those of one sequence. Nothing is computed until somebody reads; then the recipe is run,
+for symbolic sizes at two sets of example sizes, which must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+_MAX_ELEMENTS = 1 << 22  # of one intermediate value
+# Results that depend on the sizes of their first argument only.
+_SHAPE_ONLY = frozenset(
+    {
+        aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default,
+        aten.zeros_like.default, aten.full_like.default,
+    }
+)  # fmt: skip
+_UNKNOWN = frozenset({aten.empty.memory_format, aten.empty_strided.default})
+
+
+class NotConstant(Exception):
+    """The value depends on data, on the example sizes, or is too big to be worked out while tracing."""
+
+
+class Constants:
+    def __init__(self, size_of: Callable[[torch.SymInt, int], int]) -> None:
+        # size_of(size, i): a symbolic size in example i, 0 or 1.
+        self._size_of = size_of
+        self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
+        self._by_storage: dict[int, list[int]] = {}
+
+    def knows(self, t: Tensor) -> bool:
+        return id(t) in self._recipes
+
+    def set_value(self, fake: Tensor, real: Tensor) -> None:
+        self._add(fake, (None, (real,), {}, 0))
+
+    def note(self, func: OpOverload, args: tuple, kwargs: dict, results: list[Tensor | None]) -> None:
+        """Called for every op that mutates nothing and draws no random numbers. The caller keeps the results alive."""
+        if func in _UNKNOWN or (func not in _SHAPE_ONLY and not self._all_known(args)) or not self._all_known(kwargs.values()):
+            return
+        for i, r in enumerate(results):
+            if r is not None:
+                self._add(r, (func, args, kwargs, i))
+
+    def forget(self, t: Tensor) -> None:
+        """The storage of `t` was written."""
+        for key in self._by_storage.pop(t.untyped_storage()._cdata, ()):
+            self._recipes.pop(key, None)
+
+    def number(self, t: Tensor) -> Any:
+        """The Python number that a one-element tensor holds. Raises NotConstant."""
+        if not self.knows(t):
+            raise NotConstant
+        first, second = (self._evaluate(t, i, {}).item() for i in (0, 1))
+        if first != second:
+            raise NotConstant
+        return first
+
+    def _add(self, t: Tensor, recipe: tuple[OpOverload | None, tuple, dict, int]) -> None:
+        self._recipes[id(t)] = recipe
+        self._by_storage.setdefault(t.untyped_storage()._cdata, []).append(id(t))
+
+    def _all_known(self, args: Any) -> bool:
+        for a in args:
+            if isinstance(a, Tensor):
+                if id(a) not in self._recipes:
+                    return False
+            elif isinstance(a, (list, tuple)) and not self._all_known(a):
+                return False
+        return True
+
+    def _evaluate(self, t: Tensor, example: int, done: dict[int, Tensor]) -> Tensor:
+        if id(t) in done:
+            return done[id(t)]
+        func, args, kwargs, index = self._recipes[id(t)]
+        if func is None:
+            return args[0]
+        shape = [self._size(n, example) for n in t.shape]
+        if torch.Size(shape).numel() > _MAX_ELEMENTS:
+            raise NotConstant
+        if func in _SHAPE_ONLY and not self.knows(args[0]):
+            args = (torch.empty([self._size(n, example) for n in args[0].shape], dtype=args[0].dtype), *args[1:])
+
+        def real(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                return self._evaluate(a, example, done) if self.knows(a) else a
+            if isinstance(a, (list, tuple)):
+                return [real(x) for x in a]
+            return self._size(a, example) if isinstance(a, torch.SymInt) else a
+
+        out = func(*[real(a) for a in args], **{k: real(v) for k, v in kwargs.items()})
+        flat: list[Tensor] = []
+        for r in out if isinstance(out, (tuple, list)) else (out,):
+            flat += r if isinstance(r, (tuple, list)) else [r]
+        done[id(t)] = flat[index]
+        return flat[index]
+
+    def _size(self, n: Any, example: int) -> int:
+        return self._size_of(n, example) if isinstance(n, torch.SymInt) else n

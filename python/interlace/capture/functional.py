@@ -1,0 +1,98 @@
+"""Functional forms of operators that mutate, and the corrections of schemas that do not tell the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# In-place operators whose functional form is not the name without the underscore.
+_FUNCTIONAL: dict[OpOverload, OpOverload] = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.zero_.default: aten.zeros_like.default,
+    aten.fill_.Scalar: aten.full_like.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+}
+
+# Keyword arguments that the text leaves out: the runtime supplies its device, and streams are keyed by `rng`.
+_OMITTED = frozenset({"device", "pin_memory", "layout", "generator", "non_blocking"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OpInfo:
+    """What the recorder needs to know of an operator, worked out once."""
+
+    name: str  # as in the text
+    mutated: tuple[str, ...]  # names of the arguments that the schema says are written
+    positions: dict[str, int]  # argument name -> position
+    functional: OpOverload | None  # for operators that only mutate their first argument
+    identity: bool  # the result is the argument itself: no op is needed
+    moves_view: bool  # changes the geometry of its argument in place (unsqueeze_, t_, ...)
+    random: bool
+
+
+def omitted(keyword: str) -> bool:
+    return keyword in _OMITTED
+
+
+def op_name(func: OpOverload) -> str:
+    name = func._schema.name.replace("::", ".")
+    return name if func._overloadname == "default" else f"{name}.{func._overloadname}"
+
+
+def _functional_form(func: OpOverload) -> OpOverload | None:
+    known = _FUNCTIONAL.get(func)
+    if known is not None:
+        return known
+    namespace, name = func._schema.name.split("::")
+    if not name.endswith("_") or name.startswith("_foreach") or name.startswith("_fused"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    form = getattr(packet, func._overloadname, None) if packet is not None else None
+    if form is None or form._schema.is_mutable or len(form._schema.returns) != 1:
+        return None
+    same = [a.name for a in form._schema.arguments] == [a.name for a in func._schema.arguments]
+    return form if same else None
+
+
+@lru_cache(maxsize=None)
+def op_info(func: OpOverload) -> OpInfo:
+    schema = func._schema
+    mutated = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    first_only = bool(mutated) and mutated == (schema.arguments[0].name,)
+    return OpInfo(
+        name=op_name(func),
+        mutated=mutated,
+        positions={a.name: i for i, a in enumerate(schema.arguments)},
+        functional=_functional_form(func) if first_only else None,
+        identity=func in (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default),
+        moves_view=torch.Tag.inplace_view in func.tags,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def draws(info: OpInfo, args: tuple, kwargs: dict) -> bool:
+    """Whether this call draws random numbers: attention with dropout 0 does not."""
+    if not info.random:
+        return False
+    for name in ("dropout_p", "dropout"):
+        at = info.positions.get(name)
+        if at is not None:
+            p = kwargs.get(name, args[at] if at < len(args) else 0.0)
+            return p != 0.0
+    return True
+
+
+def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, tuple, tuple[int, ...]] | None:
+    """The truthful form of an operator whose schema hides a mutation: (functional operator, its arguments, positions of the
+    arguments that the results after the original ones replace). None when the call needs no correction."""
+    if func is aten.native_batch_norm.default or func is aten._native_batch_norm_legit.default:
+        x, weight, bias, mean, var, training, momentum, eps = args
+        if training and mean is not None:
+            form = aten._native_batch_norm_legit_functional.default
+            return form, (x, weight, bias, mean, var, training, momentum, eps), (3, 4)
+    return None

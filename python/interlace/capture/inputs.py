@@ -1,0 +1,186 @@
+"""How a user's batch becomes the program's inputs.
+
+A batch is any nesting of dicts (and dict-likes such as Hugging Face's BatchEncoding), lists, tuples, named tuples and
+tensors. Its tensors become the inputs, in the order of the containers; every other leaf is a compile-time constant.
+
+    spec = InputSpec.of({"input_ids": ids, "labels": labels, "scale": 2.0})
+    spec.flatten(batch)   # [ids, labels]; error when a name, dtype, size or constant differs from the example
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interlace.errors import CaptureError
+
+Path = tuple[Any, ...]  # keys and positions from the batch down to a leaf
+
+
+def _is_namedtuple(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def path_name(path: Path) -> str:
+    """"input_ids", "0", "images.left": the name of an input."""
+    return ".".join(str(p) for p in path) or "batch"
+
+
+def _children(x: Any) -> list[tuple[Any, Any]] | None:
+    """(key, child) pairs of a container, or None for a leaf."""
+    if isinstance(x, Mapping):
+        return list(x.items())
+    if isinstance(x, (list, tuple)):
+        return list(enumerate(x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
+    return None
+
+
+def leaves(batch: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """All leaves with their paths, in container order."""
+    children = _children(batch)
+    if children is None:
+        return [(path, batch)]
+    out: list[tuple[Path, Any]] = []
+    for key, child in children:
+        out += leaves(child, (*path, key))
+    return out
+
+
+def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any:
+    """A copy of the batch's containers, with the leaves at the given paths replaced."""
+    children = _children(batch)
+    if children is None:
+        return replacement.get(path, batch)
+    new = [(key, rebuild(child, replacement, (*path, key))) for key, child in children]
+    if type(batch) in (dict, list, tuple):
+        return dict(new) if type(batch) is dict else type(batch)(v for _, v in new)
+    if _is_namedtuple(batch):
+        return type(batch)(*(v for _, v in new))
+    if dataclasses.is_dataclass(batch):
+        return dataclasses.replace(batch, **dict(new))
+    if isinstance(batch, Mapping):
+        return type(batch)(dict(new))  # type: ignore[call-arg]
+    return type(batch)(v for _, v in new)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputTensor:
+    """One tensor of the batch. A size is an int, or the name of a symbol ("b", "s")."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+    def describe(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """The tensors of a micro-batch in input order, and the constants that were compiled in."""
+
+    tensors: tuple[InputTensor, ...]
+    constants: tuple[tuple[Path, Any], ...]
+
+    @staticmethod
+    def of(batch: Any) -> InputSpec:
+        tensors, constants = [], []
+        for path, leaf in leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.layout != torch.strided:
+                    raise CaptureError(
+                        f"batch entry '{path_name(path)}' is a {leaf.layout} tensor; pass a dense one (.to_dense())"
+                    )
+                tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape)))
+            elif type(leaf).__module__ == "numpy" and hasattr(leaf, "shape"):
+                raise CaptureError(
+                    f"batch entry '{path_name(path)}' is a NumPy array; pass a tensor (torch.from_numpy)"
+                )
+            else:
+                constants.append((path, leaf))
+        names = [t.name for t in tensors]
+        for name in names:
+            if names.count(name) > 1:
+                raise CaptureError(f"two entries of the batch are both called '{name}'; rename one of the keys")
+        if not tensors:
+            raise CaptureError("the example batch holds no tensor; pass a batch as the training loop would")
+        return InputSpec(tuple(tensors), tuple(constants))
+
+    def with_shapes(self, shapes: list[tuple[int | str, ...]]) -> InputSpec:
+        new = tuple(dataclasses.replace(t, shape=s) for t, s in zip(self.tensors, shapes, strict=True))
+        return InputSpec(new, self.constants)
+
+    def flatten(self, batch: Any, binding: Mapping[str, int] | None = None) -> list[torch.Tensor]:
+        """The tensors of a micro-batch in input order.
+
+        `binding` fixes the symbols' sizes; without it a symbol takes the first size met and must keep it within the batch.
+        Errors: an entry is missing or new, or its dtype, a size or a constant differs from the example batch.
+        """
+        found = dict(leaves(batch))
+        bound = dict(binding or {})
+        out = []
+        for t in self.tensors:
+            if t.path not in found:
+                raise CaptureError(f"batch entry '{t.name}' is missing; the program was compiled for {self._names()}")
+            x = found.pop(t.path)
+            if not isinstance(x, torch.Tensor):
+                raise CaptureError(f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}")
+            if x.dtype != t.dtype or not self._fits(tuple(x.shape), t.shape, bound):
+                got = InputTensor(t.name, t.path, x.dtype, tuple(x.shape)).describe()
+                raise CaptureError(
+                    f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; "
+                    "pass batches like the example batch, or compile again"
+                )
+            out.append(x)
+        for path, value in self.constants:
+            if path not in found:
+                raise CaptureError(f"batch entry '{path_name(path)}' is missing; it was {value!r} when compiled")
+            got = found.pop(path)
+            if type(got) is not type(value) or got != value:
+                raise CaptureError(
+                    f"batch entry '{path_name(path)}' was the constant {value!r} when compiled and is {got!r} now; "
+                    "make it a tensor if it changes, or compile again"
+                )
+        if found:
+            name = path_name(next(iter(found)))
+            raise CaptureError(f"batch entry '{name}' is new; the program was compiled for {self._names()}")
+        return out
+
+    def split(self, batch: Any, parts: int) -> list[Any]:
+        """A batch cut into equal micro-batches along dimension 0; tensors of another first size go to all of them whole."""
+        if parts == 1:
+            return [batch]
+        found = leaves(batch)
+        sizes = [x.shape[0] for _, x in found if isinstance(x, torch.Tensor) and x.dim() > 0]
+        if not sizes:
+            raise CaptureError(f"a batch without a batch dimension cannot be cut into {parts} micro-batches")
+        size = sizes[0]
+        if size % parts:
+            raise CaptureError(
+                f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible by {parts}"
+            )
+        step = size // parts
+        out = []
+        for i in range(parts):
+            cut = {
+                path: x[i * step : (i + 1) * step]
+                for path, x in found
+                if isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == size
+            }
+            out.append(rebuild(batch, cut))
+        return out
+
+    def _names(self) -> str:
+        return ", ".join(f"'{t.name}'" for t in self.tensors)
+
+    @staticmethod
+    def _fits(shape: tuple[int, ...], want: tuple[int | str, ...], bound: dict[str, int]) -> bool:
+        if len(shape) != len(want):
+            return False
+        return all((bound.setdefault(w, n) if isinstance(w, str) else w) == n for n, w in zip(shape, want, strict=True))

@@ -1,0 +1,167 @@
+"""The tensors of a model, their fakes, and the swap that puts the fakes in their place while the model is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class ModelTensor:
+    name: str
+    real: Tensor
+    kind: str  # "param" | "buffer" | "plain" (an attribute that is neither)
+    persistent: bool = True
+    aliases: list[str] = dataclasses.field(default_factory=list)
+    fake: Tensor | None = None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def collect(model: nn.Module) -> list[ModelTensor]:
+    """Parameters, then buffers, then plain tensor attributes, each once, in module order. Errors: see check_parameters."""
+    found: dict[int, ModelTensor] = {}
+    modules = list(model.named_modules(remove_duplicate=False))
+
+    def add(name: str, t: Tensor | None, kind: str, persistent: bool = True) -> None:
+        if t is None:
+            return
+        known = found.get(id(t))
+        if known is None:
+            found[id(t)] = ModelTensor(name, t, kind, persistent)
+        elif name != known.name and name not in known.aliases and known.kind == kind == "param":
+            known.aliases.append(name)
+
+    for path, module in modules:
+        for name, p in module._parameters.items():
+            add(_join(path, name), p, "param")
+    for path, module in modules:
+        for name, b in module._buffers.items():
+            persistent = name not in module._non_persistent_buffers_set
+            add(_join(path, name), b, "buffer", persistent)
+    for path, module in modules:
+        for name, value in vars(module).items():
+            for key, t in _plain_tensors(name, value):
+                if isinstance(t, nn.Parameter) and id(t) not in found:
+                    raise CaptureError(
+                        f"'{_join(path, key)}' is a parameter kept in a plain list or dict; use nn.ParameterList or nn.ParameterDict"
+                    )
+                add(_join(path, key), t, "plain", False)
+    return list(found.values())
+
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
+def _plain_tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    if name in _MODULE_STATE:
+        return []
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}.{i}", v) for i, v in enumerate(value) if isinstance(v, Tensor)]
+    if isinstance(value, dict):
+        return [(f"{name}.{k}", v) for k, v in value.items() if isinstance(v, Tensor)]
+    return []
+
+
+def check_parameters(tensors: list[ModelTensor]) -> None:
+    """Every parameter must own dense, contiguous memory that no other tensor of the model shares, all on one device."""
+    params = [t for t in tensors if t.kind == "param"]
+    if not params:
+        raise CaptureError("the model has no parameters")
+    if not any(p.real.requires_grad for p in params):
+        raise CaptureError("the model has no trainable parameter: every one has requires_grad=False")
+    first = params[0]
+    owners: dict[int, ModelTensor] = {}
+    for p in params:
+        t = p.real
+        if isinstance(t, nn.parameter.UninitializedTensorMixin):
+            raise CaptureError(f"parameter '{p.name}' is not initialized yet; run the lazy module once before capture")
+        if isinstance(t, FakeTensor) or type(t) not in (nn.Parameter, Tensor):
+            raise CaptureError(f"parameter '{p.name}' is a {type(t).__name__}; pass the model with plain parameters")
+        if t.layout != torch.strided:
+            raise CaptureError(f"parameter '{p.name}' is a {t.layout} tensor; only dense parameters can be trained")
+        if t.device != first.real.device:
+            raise CaptureError(
+                f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
+                "move the model to one device"
+            )
+        if not t.is_contiguous():
+            raise CaptureError(
+                f"parameter '{p.name}' is not contiguous (strides {tuple(t.stride())}); set it to a .contiguous() copy"
+            )
+        if t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter '{p.name}' has a gradient hook, which a program cannot run; remove it")
+        if t.is_meta or t.numel() == 0:
+            continue
+        key = t.untyped_storage()._cdata
+        if key in owners:
+            raise CaptureError(
+                f"parameters '{owners[key].name}' and '{p.name}' share storage without being the same parameter; "
+                "tie them by assigning the same nn.Parameter, or clone one"
+            )
+        owners[key] = p
+    for b in tensors:
+        if b.kind != "param" and not b.real.is_meta and b.real.numel() and b.real.layout == torch.strided:
+            owner = owners.get(b.real.untyped_storage()._cdata)
+            if owner is not None:
+                raise CaptureError(f"'{b.name}' shares storage with parameter '{owner.name}'; clone it")
+
+
+def make_fake(t: ModelTensor) -> Tensor:
+    """A fake CPU tensor of the same geometry; call under the fake mode."""
+    real = t.real
+    fake = torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device="cpu")
+    if t.kind == "param":
+        return nn.Parameter(fake, requires_grad=real.requires_grad)
+    return fake
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, fakes: dict[int, Tensor]) -> Iterator[None]:
+    """The model with its tensors replaced (by id of the real one), put back at the end."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+
+    def swap(where: dict[str, Any], name: str, new: Any) -> None:
+        undo.append((where, name, where[name]))
+        where[name] = new
+
+    def of(v: Any) -> Any:
+        return fakes.get(id(v), v) if isinstance(v, Tensor) else v
+
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, t in table.items():
+                    if t is not None:
+                        swap(table, name, fakes[id(t)])
+            attributes = vars(module)
+            for name in [n for n in attributes if n not in _MODULE_STATE]:
+                value = attributes[name]
+                if not _plain_tensors(name, value):
+                    continue
+                if isinstance(value, Tensor):
+                    swap(attributes, name, of(value))
+                elif isinstance(value, dict):
+                    swap(attributes, name, type(value)((k, of(v)) for k, v in value.items()))
+                elif hasattr(value, "_fields"):
+                    swap(attributes, name, type(value)(*(of(v) for v in value)))
+                else:
+                    swap(attributes, name, type(value)(of(v) for v in value))
+        yield
+    finally:
+        for where, name, old in reversed(undo):
+            where[name] = old

@@ -1,0 +1,458 @@
+"""Records the ATen ops of forward and backward as functional program text.
+
+The recorder is a dispatch mode above fake tensors: every op that reaches it runs on fakes (sizes and storages, no data) and
+becomes one line. A value of the program is known by the storage it lives in:
+
+- A result in a new storage owns it; a result in a known storage is a view, printed `in %root+offset`.
+- An op that mutates is recorded in its functional form; its result becomes the storage's new root ("version"), and a view of
+  an older version is taken again, by a `view` op, when it is next read. So the text is in single assignment, and what eager
+  PyTorch would read is what the program reads.
+
+    y = x * 2; v = y[0]; y.add_(1); z = v + v        %1 = aten.mul.Tensor(%0, 2)
+                                                     %2 in %1+0 = aten.select.int(%1, 0, 0)
+                                                     %3 = aten.add.Tensor(%1, 1)
+                                                     %4 in %3+0 = view(%3)
+                                                     %5 = aten.add.Tensor(%4, %4)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interlace.capture.constants import Constants, NotConstant
+from interlace.capture.functional import OpInfo, corrected, draws, omitted, op_info
+from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
+from interlace.capture.sites import Sites
+from interlace.errors import CaptureError
+
+aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
+Tensor = torch.Tensor
+
+
+class Storage:
+    """The current root value of a fake storage, and the root's geometry."""
+
+    __slots__ = ("dtype", "root", "size", "stride", "version")
+
+    def __init__(self, root: int, t: Tensor) -> None:
+        self.root, self.version = root, 0
+        self.dtype, self.size, self.stride = t.dtype, tuple(t.shape), t.stride()
+
+
+class Entry:
+    """A tensor seen so far. Holding the tensor keeps its id and its storage's id from being used again."""
+
+    __slots__ = ("storage", "tensor", "value", "version")
+
+    def __init__(self, value: int, storage: Storage, tensor: Tensor) -> None:
+        self.value, self.storage, self.version, self.tensor = value, storage, storage.version, tensor
+
+
+@dataclasses.dataclass
+class OpKind:
+    """One call of each operator, kept for check_ops: fake arguments, and what the text says of the results."""
+
+    func: OpOverload
+    args: tuple
+    kwargs: dict
+    results: Any
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(
+        self,
+        fakes: FakeTensorMode,
+        sites: Sites,
+        dims: DimPrinter,
+        constants: Constants,
+        lift: Callable[..., Tensor],
+    ) -> None:
+        super().__init__()
+        self.fakes, self.sites, self.dims, self.constants = fakes, sites, dims, constants
+        self.lines: list[str] = []
+        self.part = "fwd"
+        self.num_ops = 0
+        self.kinds: dict[OpOverload, OpKind] = {}
+        self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
+        self._entries: dict[int, Entry] = {}
+        self._storages: dict[int, Storage] = {}
+        self.next_value = 0
+        self._next_stream = 0
+
+    # ---- values ----
+
+    def declare(self, fake: Tensor) -> str:
+        """Gives a fake tensor that exists before the program (parameter, buffer, input, constant) its value; "%3: f32[2]"."""
+        value = self._own(fake)
+        return f"%{value}: {self.dims.type(fake.dtype, tuple(fake.shape), fake.stride())}"
+
+    def declare_as(self, fake: Tensor, value: int) -> None:
+        """A fake tensor that holds the same constant as an existing value."""
+        storage = Storage(value, fake)
+        self._storages[fake.untyped_storage()._cdata] = storage
+        self._entries[id(fake)] = Entry(value, storage, fake)
+
+    def value_of(self, t: Tensor) -> int:
+        """The value id that a tensor has now. May record a `view` when the storage was written since the tensor was made."""
+        entry = self._entries.get(id(t))
+        if entry is None:
+            entry = self._adopt(t)
+        storage = entry.storage
+        if entry.version != storage.version:
+            entry.value = self._line("view", f"%{storage.root}", [self._view_decl(t, storage)])[0]
+            entry.version = storage.version
+        return entry.value
+
+    def was_written(self, t: Tensor) -> bool:
+        return self._entries[id(t)].storage.version > 0
+
+    def root_of(self, t: Tensor) -> int:
+        return self._entries[id(t)].storage.root
+
+    def _own(self, t: Tensor) -> int:
+        value = self.next_value
+        self.next_value += 1
+        storage = Storage(value, t)
+        self._storages[t.untyped_storage()._cdata] = storage
+        self._entries[id(t)] = Entry(value, storage, t)
+        return value
+
+    def _adopt(self, t: Tensor) -> Entry:
+        if not isinstance(t, FakeTensor):
+            fake = self._lift_real(t)
+            return self._entries[id(fake)]
+        storage = self._storages.get(t.untyped_storage()._cdata)
+        if storage is None:
+            raise CaptureError("a fake tensor made outside the capture reached the model; do not capture inside another trace")
+        entry = self._entries[id(t)] = Entry(-1, storage, t)
+        entry.version = -1  # take the view now
+        return entry
+
+    # ---- text ----
+
+    def literal(self, a: Any) -> str:
+        if isinstance(a, Tensor):
+            return f"%{self.value_of(a)}"
+        t = type(a)
+        if t is int:
+            return str(a)
+        if a is None:
+            return "none"
+        if t is bool or t is float:
+            return number(a)
+        if isinstance(a, (list, tuple)):
+            return f"[{', '.join([self.literal(x) for x in a])}]"
+        if isinstance(a, torch.SymInt):
+            return self.dims.dim(a)
+        if isinstance(a, torch.dtype):
+            return dtype_name(a)
+        if isinstance(a, torch.memory_format):
+            return FORMATS[a]
+        if isinstance(a, str):
+            return quote(a)
+        if isinstance(a, (torch.SymFloat, torch.SymBool)):
+            raise CaptureError(f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)")
+        raise CaptureError(f"an argument of type {t.__name__} cannot be written in a program")
+
+    def _view_decl(self, t: Tensor, storage: Storage) -> str:
+        text = self.dims.type(t.dtype, tuple(t.shape), t.stride())
+        return f"{text} in %{storage.root}+{self.dims.dim(t.storage_offset())}"
+
+    def _line(self, name: str, args: str, decls: list[str], attrs: str = "") -> list[int]:
+        """Appends an op; gives the ids of its results ("_" has id -1)."""
+        ids, texts = [], []
+        for d in decls:
+            if d == "_":
+                ids.append(-1)
+                texts.append(d)
+            else:
+                ids.append(self.next_value)
+                texts.append(f"%{self.next_value}: {d}")
+                self.next_value += 1
+        tags = self.sites.forward_tags() if self.part == "fwd" else self.sites.backward_tags()
+        left = f"{', '.join(texts)} = " if texts else ""
+        self.lines.append(f"  {left}{name}({args}) {{{self.part}{tags}{attrs}}}")
+        self.num_ops += 1
+        return ids
+
+    def mark(self, name: str, *args: str, attrs: str = "") -> None:
+        """An op of the program's own: grad, output, assign."""
+        self.lines.append(f"  {name}({', '.join(args)}) {{{self.part}{attrs}}}")
+        self.num_ops += 1
+
+    # ---- ops ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE_OF:
+            return func(*args, **kwargs)
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
+        info = op_info(func)
+        if info.identity:
+            return self._identity(func, args, kwargs)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            with contextlib.suppress(NotConstant), no_dispatch():
+                return self.constants.number(args[0])
+        args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None
+        fix = corrected(func, args, kwargs)
+        if fix is not None:
+            return self._corrected(func, args, *fix)
+        if info.moves_view:
+            return self._move_view(func, args, kwargs)
+        if info.mutated:
+            return self._mutate(func, info, args, kwargs)
+        text = self._arguments(args, kwargs)
+        results = func(*args, **kwargs)
+        self._emit(func, info, args, kwargs, text, results)
+        return results
+
+    def _fake_args(self, args: tuple) -> tuple:
+        """Real tensors among the arguments become declared fakes."""
+        for a in args:
+            if isinstance(a, Tensor):
+                if not isinstance(a, FakeTensor):
+                    break
+            elif isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in a):
+                break
+        else:
+            return args
+        return tuple(self._fake(a) for a in args)
+
+    def _fake(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return a if isinstance(a, FakeTensor) else self._lift_real(a)
+        if isinstance(a, (list, tuple)):
+            return [self._fake(x) for x in a]
+        return a
+
+    def _arguments(self, args: tuple, kwargs: dict) -> str:
+        texts = [self.literal(a) for a in args]
+        for name, a in kwargs.items():
+            if not omitted(name):
+                texts.append(f"{name}={self.literal(a)}")
+            elif name == "layout" and a not in (None, torch.strided):
+                raise CaptureError(f"a tensor of layout {a} cannot be part of a program")
+        return ", ".join(texts)
+
+    def _emit(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict, text: str, results: Any) -> None:
+        """Records an op that mutates nothing."""
+        flat = results if isinstance(results, (tuple, list)) else (results,)
+        if not any(isinstance(r, Tensor) for r in flat):
+            return  # a number (such as which attention kernel to use): already a constant of the program
+        if func not in self.kinds:
+            self.kinds[func] = OpKind(func, args, kwargs, results)
+        attrs = ""
+        tensors: list[Tensor | None] = []
+        for r in flat:
+            if isinstance(r, (list, tuple)):
+                tensors += r
+            elif isinstance(r, Tensor) or r is None:
+                tensors.append(r)
+            else:
+                raise CaptureError(f"{info.name} gives a {type(r).__name__} beside tensors, which a program cannot hold")
+        decls = []
+        fresh: dict[int, Storage] = {}
+        owners: list[Storage | None] = []
+        value = self.next_value
+        for r in tensors:
+            if r is None:
+                decls.append("_")
+                owners.append(None)
+                continue
+            key = r.untyped_storage()._cdata
+            storage = self._storages.get(key) or fresh.get(key)
+            if storage is None:
+                if r.storage_offset() != 0:
+                    raise CaptureError(f"{info.name} gives a tensor that does not start where its storage starts")
+                storage = fresh[key] = Storage(value, r)
+                decls.append(self.dims.type(r.dtype, tuple(r.shape), r.stride()))
+            else:
+                decls.append(self._view_decl(r, storage))
+            owners.append(storage)
+            value += 1
+        if info.random and draws(info, args, kwargs):
+            attrs = f" rng={self._next_stream}"
+            self._next_stream += 1
+        else:
+            self.constants.note(func, args, kwargs, tensors)
+        ids = self._line(info.name, text, decls, attrs)
+        self._storages.update(fresh)
+        for r, storage, vid in zip(tensors, owners, ids, strict=True):
+            if storage is not None:
+                self._entries[id(r)] = Entry(vid, storage, r)
+
+    def _identity(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+        source = args[0]
+        if not isinstance(source, FakeTensor):
+            if func is not aten.lift_fresh.default and func is not aten.lift.default:
+                return self._lift_real(source)
+            result = func(source)
+            self._lift_real(source, result)
+            return result
+        value = self.value_of(source)
+        result = func(source)
+        if id(result) not in self._entries:
+            self._entries[id(result)] = Entry(value, self._entries[id(source)].storage, result)
+            self.constants.note(func, args, kwargs, [result])
+        return result
+
+    def _move_view(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+        """x.t_(), x.unsqueeze_(0): the tensor gets another geometry in its storage."""
+        t = args[0]
+        storage = self._entries[id(t)].storage if self.value_of(t) >= 0 else None
+        before = t.untyped_storage()._cdata
+        result = func(*args, **kwargs)
+        if storage is None or t.untyped_storage()._cdata != before:
+            raise CaptureError(f"{func} changes the storage of a tensor; make a new tensor instead")
+        self._entries[id(t)].version = -1
+        self.value_of(t)
+        return result
+
+    def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
+        """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
+        text = self._arguments(form_args, {})
+        results = form(*form_args)
+        self._emit(form, op_info(form), form_args, {}, text, results)
+        keep = len(results) - len(written)
+        for at, new in zip(written, results[keep:], strict=True):
+            self._write(args[at], self.value_of(new), new)
+        return tuple(results[:keep])
+
+    # ---- mutation ----
+
+    def _mutate(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        if info.functional is None:
+            return self._mutate_copies(func, info, args, kwargs)
+        t = args[0]
+        if func is aten.copy_.default:
+            self._copy(t, args[1])
+            return func(*args, **kwargs)
+        form, form_args = info.functional, args
+        text = self._arguments(form_args, kwargs)
+        new = form(*form_args, **kwargs)
+        self._emit(form, op_info(form), form_args, kwargs, text, new)
+        result = func(*args, **kwargs)
+        self._write(t, self.value_of(new), new)
+        return result
+
+    def _call(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """Runs and records an op of the recorder's own."""
+        text = self._arguments(args, kwargs)
+        with self.fakes:
+            results = func(*args, **kwargs)
+        self._emit(func, op_info(func), args, kwargs, text, results)
+        return results
+
+    def _copy(self, t: Tensor, source: Tensor) -> None:
+        if source.dtype != t.dtype:
+            source = self._call(aten._to_copy.default, source, dtype=t.dtype)
+        if source.shape != t.shape:
+            source = self._call(aten.expand.default, source, list(t.shape))
+        storage = self._storage(t)
+        if self._is_whole(t, storage):
+            # A fresh tensor of the destination's layout: a plain copy where that is the contiguous one.
+            if t.is_contiguous():
+                new = self._call(aten.clone.default, source, memory_format=torch.contiguous_format)
+            else:
+                new = self._call(aten.copy.default, t, source)
+            self._write(t, self.value_of(new), new)
+        else:
+            self._write(t, self.value_of(source), source)
+
+    def _storage(self, t: Tensor) -> Storage:
+        self.value_of(t)
+        return self._entries[id(t)].storage
+
+    def _is_whole(self, t: Tensor, storage: Storage) -> bool:
+        return (
+            t.dtype == storage.dtype
+            and t.storage_offset() == 0
+            and tuple(t.shape) == storage.size
+            and t.stride() == storage.stride
+        )
+
+    def _write(self, t: Tensor, value: int, new: Tensor) -> None:
+        """From here on, `t` and everything in its storage reads `value`, whose sizes are those of the fake `new`."""
+        if new.dtype != t.dtype:
+            new = self._call(aten._to_copy.default, new, dtype=t.dtype)
+            value = self.value_of(new)
+        storage = self._storage(t)
+        owned = self._entries[id(new)].storage
+        replaces = self._is_whole(t, storage) and new.stride() == storage.stride and owned.root == value
+        if not replaces or owned is storage:
+            if t.dtype != storage.dtype:
+                raise CaptureError("a tensor is written through a view of another dtype; write to the tensor itself")
+            root = self._whole_view(t, storage)
+            new = self._call(
+                aten.as_strided_scatter.default, root, new, list(t.shape), list(t.stride()), t.storage_offset()
+            )
+            value = self.value_of(new)
+            if new.stride() != storage.stride:
+                raise CaptureError("a tensor with gaps in its storage is written in place; make it contiguous first")
+        storage.root = value
+        storage.version += 1
+        self.constants.forget(t)
+        entry = self._entries[id(t)]
+        if self._is_whole(t, storage):
+            entry.value, entry.version = value, storage.version
+
+    def _whole_view(self, t: Tensor, storage: Storage) -> Tensor:
+        """A fake tensor with the root's geometry, known to have the root's value."""
+        with self.fakes:
+            whole = torch.as_strided(t, storage.size, storage.stride, 0)
+        self._entries[id(whole)] = Entry(storage.root, storage, whole)
+        return whole
+
+    def _mutate_copies(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        """An operator without a functional form: it writes copies, which become the new versions."""
+        written: list[Tensor] = []
+        for name in info.mutated:
+            at = info.positions[name]
+            a = args[at] if at < len(args) else kwargs.get(name)
+            written += list(a) if isinstance(a, (list, tuple)) else [a] if isinstance(a, Tensor) else []
+        copies: dict[int, Tensor] = {}
+        for t in written:
+            copies[id(t)] = self._call(aten.clone.default, t)
+
+        def swap(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                return copies.get(id(a), a)
+            return [swap(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        new_args, new_kwargs = tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
+        text = self._arguments(new_args, new_kwargs)
+        values = [self.value_of(c) for c in copies.values()]
+        results = func(*args, **kwargs)
+        tensors: list[Tensor | None] = []
+        for r in results if isinstance(results, (tuple, list)) else (results,):
+            tensors += r if isinstance(r, (list, tuple)) else [r]
+        decls = []
+        for r in tensors:
+            if r is None:
+                decls.append("_")
+            elif id(r) in copies:
+                decls.append(self._view_decl(r, self._entries[id(copies[id(r)])].storage))
+            else:
+                decls.append(self.dims.type(r.dtype, tuple(r.shape), r.stride()))
+        decls = [] if results is None else decls
+        ids = self._line(info.name, text, decls, f" writes=[{', '.join(f'%{v}' for v in values)}]")
+        for r, vid in zip(tensors, ids, strict=False):
+            if r is not None and id(r) not in copies:
+                storage = self._storages[r.untyped_storage()._cdata] = Storage(vid, r)
+                self._entries[id(r)] = Entry(vid, storage, r)
+        for t in written:
+            self._write(t, self.value_of(copies[id(t)]), copies[id(t)])
+        return results

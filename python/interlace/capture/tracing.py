@@ -1,0 +1,104 @@
+"""What surrounds the model while it is traced: module calls are followed, activation checkpointing is taken out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from interlace.capture.constants import Constants
+from interlace.capture.sites import Sites
+from interlace.errors import CaptureError
+
+
+@contextlib.contextmanager
+def followed_modules(sites: Sites) -> Iterator[None]:
+    """Tells `sites` which module runs."""
+    call: Callable[..., Any] = nn.Module.__call__
+
+    def follow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sites.enter(module)
+        try:
+            return call(module, *args, **kwargs)
+        except BaseException:
+            sites.failed = sites.failed or sites.stack_paths[-1]
+            raise
+        finally:
+            sites.leave()
+
+    nn.Module.__call__ = follow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """The model's own activation checkpointing switched off: captured as it is, it would draw dropout masks twice and give
+    wrong gradients. Recomputation is the compiler's work."""
+    module = torch.utils.checkpoint
+    flags = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    saved: list[tuple[Any, str, Any]] = []
+    absent = object()
+
+    def patch(owner: Any, name: str, new: Any) -> None:
+        saved.append((owner, name, vars(owner).get(name, absent)))
+        setattr(owner, name, new)
+
+    # Users hold references to checkpoint() itself, so what it calls is replaced.
+    patch(module.CheckpointFunction, "apply", lambda function, preserve, *args: function(*args))
+    patch(module, "_checkpoint_without_reentrant_generator", _plain_generator)
+    for m in flags:
+        m.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for m in flags:
+            m.gradient_checkpointing = True  # type: ignore[assignment]
+        for owner, name, old in reversed(saved):
+            delattr(owner, name) if old is absent else setattr(owner, name, old)
+
+
+@contextlib.contextmanager
+def known_values_are_no_trace(constants: Constants) -> Iterator[None]:
+    """Hugging Face models take slower paths (masks in place of is_causal) when a tensor is fake, because its values cannot be
+    read. Those that do not depend on data can be read here, so the model takes the path that it takes in eager mode."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    ask = getattr(utils, "is_fake_tensor", None)
+    if utils is None or ask is None:
+        yield
+        return
+    utils.is_fake_tensor = lambda t: ask(t) and not constants.knows(t)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = ask  # type: ignore[attr-defined]
+
+
+_REFUSED = {
+    "OptimizedModule": "torch.compile; pass the module it was made from (model._orig_mod)",
+    "DistributedDataParallel": "DistributedDataParallel; pass the module inside (model.module), Interlace does the data parallelism",
+    "FullyShardedDataParallel": "FullyShardedDataParallel; pass the plain module, Interlace does the sharding",
+    "DataParallel": "DataParallel; pass the module inside (model.module)",
+}
+
+
+def check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+    for path, m in model.named_modules():
+        name = type(m).__name__
+        if name in _REFUSED or name.startswith("FSDP"):
+            where = f"module '{path}'" if path else "the model"
+            raise CaptureError(f"{where} is wrapped in {_REFUSED.get(name, _REFUSED['FullyShardedDataParallel'])}")
+        if isinstance(m, torch.jit.ScriptModule):
+            raise CaptureError(f"module '{path}' is a TorchScript module; pass the Python module it was made from")
