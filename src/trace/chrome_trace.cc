@@ -1,0 +1,325 @@
+#include "trace/chrome_trace.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "trace/json.h"
+
+namespace interlace {
+namespace {
+
+constexpr int kStreams[kTraceLanes] = {7, 16, 17, 18, 19, 20, 21, 1};  // by lane; the host is a thread, not a stream
+constexpr int kMemoryThread = 0;
+
+struct CollectiveName {
+  std::string_view op, kernel, record;
+};
+// The op of a program, the kernel's name on a device, the name PyTorch records for the call.
+constexpr CollectiveName kCollectives[] = {
+    {"gather.start", "ncclDevKernel_AllGather_RING", "_allgather_base"},
+    {"reduce.start", "ncclDevKernel_ReduceScatter_Sum", "_reduce_scatter_base"},
+    {"all_reduce.start", "ncclDevKernel_AllReduce_Sum", "allreduce"},
+    {"broadcast.start", "ncclDevKernel_Broadcast_RING", "broadcast"},
+    {"all_to_all.start", "ncclDevKernel_SendRecv(all_to_all)", "all_to_allv"},
+    {"send", "ncclDevKernel_SendRecv(send)", "send"},
+    {"recv", "ncclDevKernel_SendRecv(recv)", "recv"},
+};
+
+const CollectiveName* FindCollective(std::string_view op) {
+  for (const CollectiveName& c : kCollectives) {
+    if (c.op == op) return &c;
+  }
+  return nullptr;
+}
+
+std::string_view TorchDType(std::string_view dtype) {
+  static constexpr std::pair<std::string_view, std::string_view> kNames[] = {
+      {"f64", "Double"}, {"f32", "Float"}, {"f16", "Half"}, {"bf16", "BFloat16"}, {"i64", "Long"}, {"i32", "Int"}, {"u8", "Byte"}};
+  for (auto [ours, theirs] : kNames) {
+    if (ours == dtype) return theirs;
+  }
+  return dtype;
+}
+
+// "aten.mm.out" → "aten::mm".
+std::string OperatorName(std::string_view op) {
+  std::string out(op.substr(0, op.find('.', op.find('.') + 1)));
+  size_t dot = out.find('.');
+  if (dot != std::string::npos && op.starts_with("aten.")) out.replace(dot, 1, "::");
+  return out;
+}
+
+std::string_view Category(const TraceEvent& event) {
+  if (event.wait) return "cuda_sync";
+  switch (event.lane) {
+    case TraceLane::kHost:
+      return "cuda_runtime";
+    case TraceLane::kH2D:
+    case TraceLane::kD2H:
+    case TraceLane::kFile:
+      return "gpu_memcpy";
+    default:
+      return "kernel";
+  }
+}
+
+std::string EventName(const TraceEvent& event) {
+  if (event.wait) return "Stream Wait Event";
+  switch (event.lane) {
+    case TraceLane::kHost:
+      return "cudaLaunchKernel";
+    case TraceLane::kH2D:
+      return "Memcpy HtoD (Pinned -> Device)";
+    case TraceLane::kD2H:
+      return "Memcpy DtoH (Device -> Pinned)";
+    case TraceLane::kFile:
+      return "Memcpy HtoH (File)";
+    default:
+      break;
+  }
+  if (const CollectiveName* c = FindCollective(event.op)) return std::string(c->kernel);
+  return OperatorName(event.op);
+}
+
+void WriteMetadata(JsonWriter& w, std::string_view what, int32_t pid, int tid, std::string_view key, std::string_view text) {
+  w.NewLine().BeginObject().Field("ph", "M").Field("name", what).Field("pid", pid).Field("tid", tid).Field("ts", 0);
+  w.Key("args").BeginObject().Field(key, text).EndObject().EndObject();
+}
+
+void WriteEvent(JsonWriter& w, const TraceEvent& e, int64_t correlation) {
+  int stream = StreamOf(e.lane);
+  w.NewLine().BeginObject().Field("ph", "X").Field("cat", Category(e)).Field("name", EventName(e));
+  w.Field("pid", e.rank).Field("tid", stream).Key("ts").Micros(e.start_ns).Key("dur").Micros(e.duration_ns);
+  w.Key("args").BeginObject().Field("correlation", correlation).Field("External id", correlation);
+  if (e.lane != TraceLane::kHost) w.Field("device", e.rank).Field("stream", stream);
+  w.Field("op", e.op);
+  if (!e.detail.empty()) w.Field("detail", e.detail);
+  if (!e.module.empty()) w.Field("module", e.module);
+  if (!e.part.empty()) w.Field("part", e.part);
+  const CollectiveName* collective = e.wait || e.lane == TraceLane::kHost ? nullptr : FindCollective(e.op);
+  if (collective != nullptr) {
+    w.Field("Collective name", collective->record).Field("In msg nelems", e.in_elements).Field("Out msg nelems", e.out_elements);
+    w.Field("Group size", e.group_size).Field("dtype", TorchDType(e.dtype)).Field("Process Group Name", "default_pg");
+  }
+  if (e.bytes > 0) {
+    w.Field("bytes", e.bytes);
+    if (e.duration_ns > 0 && collective == nullptr) {
+      w.Field("memory bandwidth (GB/s)", static_cast<double>(e.bytes) / static_cast<double>(e.duration_ns));
+    }
+  }
+  w.EndObject().EndObject();
+}
+
+void WriteFlowEnd(JsonWriter& w, const char* phase, std::string_view category, int64_t id, const TraceEvent& at, int64_t time_ns) {
+  w.NewLine().BeginObject().Field("ph", phase).Field("id", id).Field("cat", category).Field("name", category);
+  w.Field("pid", at.rank).Field("tid", StreamOf(at.lane)).Key("ts").Micros(time_ns);
+  if (phase[0] == 'f') w.Field("bp", "e");
+  w.EndObject();
+}
+
+}  // namespace
+
+int StreamOf(TraceLane lane) { return kStreams[static_cast<int>(lane)]; }
+
+std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
+  auto shown = [&](int32_t r) { return rank < 0 || r == rank; };
+  JsonWriter w;
+  w.BeginObject().Field("schemaVersion", 1).Field("displayTimeUnit", "ms").Field("producer", timeline.producer);
+  w.Key("distributedInfo").BeginObject().Field("backend", timeline.backend).Field("rank", std::max(rank, 0));
+  w.Field("world_size", timeline.world_size).EndObject();
+  std::set<std::pair<int32_t, TraceLane>> lanes;
+  std::set<int32_t> ranks;
+  for (const TraceEvent& e : timeline.events) {
+    if (!shown(e.rank)) continue;
+    lanes.insert({e.rank, e.lane});
+    ranks.insert(e.rank);
+  }
+  w.Key("deviceProperties").BeginArray();
+  for (int32_t r : ranks) {
+    w.BeginObject().Field("id", r).Field("name", timeline.device_name).Field("totalGlobalMem", timeline.device_memory_bytes).EndObject();
+  }
+  w.EndArray().Key("traceEvents").BeginArray();
+  for (int32_t r : ranks) {
+    WriteMetadata(w, "process_name", r, 0, "name", "rank " + std::to_string(r));
+    WriteMetadata(w, "process_labels", r, 0, "labels", timeline.producer);
+  }
+  for (auto [r, lane] : lanes) {
+    std::string name = lane == TraceLane::kHost ? "host thread" : "stream " + std::to_string(StreamOf(lane)) + " ";
+    if (lane != TraceLane::kHost) name.append(kTraceLaneNames[static_cast<int>(lane)]);
+    WriteMetadata(w, "thread_name", r, StreamOf(lane), "name", name);
+  }
+  // A device event shares the correlation id of its launch.
+  std::vector<int64_t> correlation(timeline.events.size());
+  for (size_t i = 0; i < correlation.size(); ++i) correlation[i] = static_cast<int64_t>(i) + 1;
+  for (const TraceFlow& flow : timeline.flows) {
+    if (timeline.events[flow.from].lane == TraceLane::kHost) correlation[flow.to] = correlation[flow.from];
+  }
+  for (size_t i = 0; i < timeline.events.size(); ++i) {
+    if (shown(timeline.events[i].rank)) WriteEvent(w, timeline.events[i], correlation[i]);
+  }
+  for (size_t i = 0; i < timeline.flows.size(); ++i) {
+    const TraceEvent& from = timeline.events[timeline.flows[i].from];
+    const TraceEvent& to = timeline.events[timeline.flows[i].to];
+    if (!shown(from.rank) || !shown(to.rank)) continue;
+    bool launch = from.lane == TraceLane::kHost;
+    std::string_view category = launch ? "ac2g" : "wait";
+    WriteFlowEnd(w, "s", category, static_cast<int64_t>(i) + 1, from, from.start_ns);
+    WriteFlowEnd(w, "f", category, static_cast<int64_t>(i) + 1, to, launch ? to.start_ns : to.start_ns + to.duration_ns);
+  }
+  for (const TraceCounterTrack& track : timeline.counters) {
+    for (const TraceCounter& sample : track.samples) {
+      if (!shown(sample.rank)) continue;
+      w.NewLine().BeginObject().Field("ph", "C").Field("name", track.name).Field("pid", sample.rank).Field("tid", kMemoryThread);
+      w.Key("ts").Micros(sample.time_ns).Key("args").BeginObject().Field("value", sample.value).EndObject().EndObject();
+    }
+  }
+  w.EndArray().EndObject();
+  std::string out = w.Take();
+  out.push_back('\n');
+  return out;
+}
+
+namespace {
+
+struct Slice {
+  int64_t start = 0, end = 0;
+  int64_t latest_end = 0;  // of this slice and those before it in order
+};
+using Thread = std::pair<int64_t, int64_t>;
+
+// Reads the events of a trace into what the rules are about.
+class Checker {
+ public:
+  Status Run(const Json& root) {
+    const Json* events = root.Find("traceEvents");
+    if (events == nullptr || !events->is(Json::Kind::kArray)) return MakeError("no array 'traceEvents'");
+    for (size_t i = 0; i < events->items.size(); ++i) {
+      Status status = Read(events->items[i]);
+      if (!status.ok()) return Error{status.error().message, "event " + std::to_string(i)};
+    }
+    INTERLACE_TRY(Nesting());
+    return Flows();
+  }
+
+ private:
+  struct FlowEnd {
+    Thread thread;
+    int64_t time = 0;
+    std::string kind;
+  };
+
+  Status Read(const Json& event) {
+    const Json* phase = event.Find("ph");
+    if (phase == nullptr || !phase->is(Json::Kind::kString)) return MakeError("no 'ph'");
+    const Json* name = event.Find("name");
+    if (name == nullptr || !name->is(Json::Kind::kString) || name->text.empty()) return MakeError("no 'name'");
+    Thread thread;
+    int64_t time = 0;
+    INTERLACE_ASSIGN(thread.first, Integer(event, "pid"));
+    INTERLACE_ASSIGN(thread.second, Integer(event, "tid"));
+    INTERLACE_ASSIGN(time, Nanos(event, "ts"));
+    if (phase->text == "X") {
+      INTERLACE_ASSIGN(int64_t duration, Nanos(event, "dur"));
+      const Json* category = event.Find("cat");
+      static const std::set<std::string> kKnown = {"kernel", "gpu_memcpy", "cuda_sync", "cuda_runtime", "cpu_op"};
+      if (category == nullptr || !kKnown.contains(category->text)) return MakeError("a category that Kineto does not have");
+      slices_[thread].push_back({time, time + duration, 0});
+    } else if (phase->text == "s" || phase->text == "f") {
+      INTERLACE_ASSIGN(int64_t id, Integer(event, "id"));
+      const Json* category = event.Find("cat");
+      FlowEnd end{thread, time, category == nullptr ? "" : category->text};
+      auto& ends = phase->text == "s" ? flow_starts_ : flow_ends_;
+      if (!ends.emplace(id, end).second) return MakeError("flow ", id, " has two ends of one kind");
+    } else if (phase->text == "C") {
+      return Counter(event, thread, name->text, time);
+    } else if (phase->text != "M") {
+      return MakeError("unknown phase '", phase->text, "'");
+    }
+    return Ok{};
+  }
+
+  Status Counter(const Json& event, Thread thread, const std::string& name, int64_t time) {
+    const Json* args = event.Find("args");
+    if (args == nullptr || args->fields.empty()) return MakeError("the counter '", name, "' has no value");
+    for (const auto& [key, value] : args->fields) {
+      if (!value.is(Json::Kind::kNumber) || value.number < 0) return MakeError("the counter '", name, "' has a bad '", key, "'");
+    }
+    auto [last, fresh] = counter_time_.emplace(std::pair{thread.first, name}, time);
+    if (!fresh && last->second > time) return MakeError("the counter '", name, "' goes back in time");
+    last->second = time;
+    return Ok{};
+  }
+
+  static Result<int64_t> Integer(const Json& event, std::string_view key) {
+    const Json* field = event.Find(key);
+    if (field == nullptr || !field->is(Json::Kind::kNumber) || field->number != std::floor(field->number)) {
+      return MakeError("'", key, "' is no integer");
+    }
+    return static_cast<int64_t>(field->number);
+  }
+  static Result<int64_t> Nanos(const Json& event, std::string_view key) {
+    const Json* field = event.Find(key);
+    if (field == nullptr || !field->is(Json::Kind::kNumber) || !(field->number >= 0 && field->number < 9e15)) {
+      return MakeError("'", key, "' is no time");
+    }
+    return static_cast<int64_t>(std::llround(field->number * 1000));
+  }
+
+  // Sorted by begin, longest first, every slice lies within the innermost open one or after it.
+  Status Nesting() {
+    for (auto& [thread, list] : slices_) {
+      std::sort(list.begin(), list.end(), [](const Slice& a, const Slice& b) { return a.start != b.start ? a.start < b.start : a.end > b.end; });
+      std::vector<int64_t> open;
+      int64_t latest_end = 0;
+      for (Slice& slice : list) {
+        slice.latest_end = latest_end = std::max(latest_end, slice.end);
+        while (!open.empty() && open.back() <= slice.start) open.pop_back();
+        if (!open.empty() && slice.end > open.back()) {
+          return MakeError("slices overlap on thread ", thread.second, " of process ", thread.first, " at ", slice.start, " ns");
+        }
+        open.push_back(slice.end);
+      }
+    }
+    return Ok{};
+  }
+
+  Status Flows() {
+    for (const auto& [id, start] : flow_starts_) {
+      auto end = flow_ends_.find(id);
+      if (end == flow_ends_.end()) return MakeError("flow ", id, " never ends");
+      if (end->second.time < start.time) return MakeError("flow ", id, " goes back in time");
+      if (end->second.kind != start.kind) return MakeError("flow ", id, " changes its category");
+      if (!Within(start) || !Within(end->second)) return MakeError("flow ", id, " does not touch a slice");
+    }
+    for (const auto& [id, end] : flow_ends_) {
+      if (!flow_starts_.contains(id)) return MakeError("flow ", id, " never starts");
+    }
+    return Ok{};
+  }
+
+  bool Within(const FlowEnd& end) const {
+    auto found = slices_.find(end.thread);
+    if (found == slices_.end()) return false;
+    const std::vector<Slice>& list = found->second;
+    auto after = std::upper_bound(list.begin(), list.end(), end.time, [](int64_t t, const Slice& s) { return t < s.start; });
+    return after != list.begin() && std::prev(after)->latest_end >= end.time;
+  }
+
+  std::map<Thread, std::vector<Slice>> slices_;
+  std::map<int64_t, FlowEnd> flow_starts_, flow_ends_;
+  std::map<std::pair<int64_t, std::string>, int64_t> counter_time_;
+};
+
+}  // namespace
+
+Status CheckChromeTrace(std::string_view json) {
+  INTERLACE_ASSIGN(Json root, ParseJson(json));
+  return Checker().Run(root);
+}
+
+}  // namespace interlace

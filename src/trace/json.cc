@@ -1,0 +1,317 @@
+#include "trace/json.h"
+
+#include <charconv>
+#include <cmath>
+
+namespace interlace {
+namespace {
+
+// Length of the valid UTF-8 sequence at the start of `text`, or 0.
+size_t Utf8Length(std::string_view text) {
+  auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  unsigned char lead = byte(0);
+  size_t length = lead < 0x80 ? 1 : lead >= 0xc2 && lead < 0xe0 ? 2 : lead >= 0xe0 && lead < 0xf0 ? 3
+                : lead >= 0xf0 && lead < 0xf5 ? 4 : 0;
+  if (length == 0 || length > text.size()) return 0;
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+  }
+  // Overlong forms, surrogates, beyond U+10FFFF.
+  if (lead == 0xe0 && byte(1) < 0xa0) return 0;
+  if (lead == 0xed && byte(1) >= 0xa0) return 0;
+  if (lead == 0xf0 && byte(1) < 0x90) return 0;
+  if (lead == 0xf4 && byte(1) >= 0x90) return 0;
+  return length;
+}
+
+constexpr int kMaxDepth = 100;
+
+class Reader {
+ public:
+  explicit Reader(std::string_view text) : text_(text) {}
+
+  Result<Json> Run() {
+    Json value;
+    INTERLACE_TRY(Value(value, 0));
+    Blanks();
+    if (pos_ < text_.size()) return Fail("text after the end of the value");
+    return value;
+  }
+
+ private:
+  Error Fail(std::string_view what) const {
+    size_t line = 1, column = 1;
+    for (size_t i = 0; i < pos_ && i < text_.size(); ++i) {
+      if (text_[i] == '\n') {
+        ++line;
+        column = 0;
+      }
+      ++column;
+    }
+    return Error{std::string(what), "json:" + std::to_string(line) + ":" + std::to_string(column)};
+  }
+  void Blanks() {
+    while (pos_ < text_.size() && (text_[pos_] == ' ' || text_[pos_] == '\n' || text_[pos_] == '\t' || text_[pos_] == '\r')) {
+      ++pos_;
+    }
+  }
+  bool Eat(char c) {
+    Blanks();
+    if (pos_ >= text_.size() || text_[pos_] != c) return false;
+    ++pos_;
+    return true;
+  }
+  bool EatWord(std::string_view word) {
+    if (text_.substr(pos_, word.size()) != word) return false;
+    pos_ += word.size();
+    return true;
+  }
+
+  Status Value(Json& out, int depth) {
+    if (depth > kMaxDepth) return Fail("nested too deeply");
+    Blanks();
+    if (pos_ >= text_.size()) return Fail("the text ends where a value should stand");
+    char c = text_[pos_];
+    if (c == '{') return Object(out, depth);
+    if (c == '[') return Array(out, depth);
+    if (c == '"') {
+      out.kind = Json::Kind::kString;
+      return String(out.text);
+    }
+    if (EatWord("null")) return Ok{};
+    if (EatWord("true") || EatWord("false")) {
+      out.kind = Json::Kind::kBool;
+      out.boolean = text_[pos_ - 2] == 'u';
+      return Ok{};
+    }
+    // from_chars would also take "inf", "nan" and a leading point.
+    size_t digit = c == '-' ? pos_ + 1 : pos_;
+    if (digit >= text_.size() || text_[digit] < '0' || text_[digit] > '9') return Fail("expected a value");
+    out.kind = Json::Kind::kNumber;
+    auto [end, error] = std::from_chars(text_.data() + pos_, text_.data() + text_.size(), out.number);
+    if (error != std::errc()) return Fail("a number that does not fit in a double");
+    pos_ = end - text_.data();
+    return Ok{};
+  }
+
+  Status Object(Json& out, int depth) {
+    out.kind = Json::Kind::kObject;
+    ++pos_;
+    if (Eat('}')) return Ok{};
+    do {
+      Blanks();
+      if (pos_ >= text_.size() || text_[pos_] != '"') return Fail("expected a key");
+      std::string key;
+      INTERLACE_TRY(String(key));
+      if (out.fields.size() < 64 && out.Find(key) != nullptr) return Fail("the key '" + key + "' is given twice");
+      if (!Eat(':')) return Fail("expected ':'");
+      out.fields.emplace_back(std::move(key), Json{});
+      INTERLACE_TRY(Value(out.fields.back().second, depth + 1));
+    } while (Eat(','));
+    if (!Eat('}')) return Fail("expected ',' or '}'");
+    return Ok{};
+  }
+
+  Status Array(Json& out, int depth) {
+    out.kind = Json::Kind::kArray;
+    ++pos_;
+    if (Eat(']')) return Ok{};
+    do {
+      INTERLACE_TRY(Value(out.items.emplace_back(), depth + 1));
+    } while (Eat(','));
+    if (!Eat(']')) return Fail("expected ',' or ']'");
+    return Ok{};
+  }
+
+  Status String(std::string& out) {
+    ++pos_;
+    while (pos_ < text_.size() && text_[pos_] != '"') {
+      unsigned char c = static_cast<unsigned char>(text_[pos_]);
+      if (c < 0x20) return Fail("a control character in a string");
+      if (c != '\\') {
+        size_t length = Utf8Length(text_.substr(pos_));
+        if (length == 0) return Fail("a string that is not UTF-8");
+        out.append(text_.substr(pos_, length));
+        pos_ += length;
+        continue;
+      }
+      ++pos_;
+      INTERLACE_TRY(Escape(out));
+    }
+    if (pos_ >= text_.size()) return Fail("a string that does not end");
+    ++pos_;
+    return Ok{};
+  }
+
+  Status Escape(std::string& out) {
+    if (pos_ >= text_.size()) return Fail("a string that does not end");
+    char c = text_[pos_++];
+    static constexpr std::string_view kFrom = "\"\\/bfnrt", kTo = "\"\\/\b\f\n\r\t";
+    if (size_t at = kFrom.find(c); at != std::string_view::npos) {
+      out.push_back(kTo[at]);
+      return Ok{};
+    }
+    if (c != 'u') return Fail("an unknown escape");
+    INTERLACE_ASSIGN(uint32_t code, Hex4());
+    if (code >= 0xd800 && code < 0xdc00 && EatWord("\\u")) {
+      INTERLACE_ASSIGN(uint32_t low, Hex4());
+      if (low < 0xdc00 || low > 0xdfff) return Fail("half of a surrogate pair");
+      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    } else if (code >= 0xd800 && code < 0xe000) {
+      return Fail("half of a surrogate pair");
+    }
+    auto put = [&](uint32_t byte) { out.push_back(static_cast<char>(byte)); };
+    if (code < 0x80) {
+      put(code);
+    } else if (code < 0x800) {
+      put(0xc0 | code >> 6), put(0x80 | (code & 0x3f));
+    } else if (code < 0x10000) {
+      put(0xe0 | code >> 12), put(0x80 | (code >> 6 & 0x3f)), put(0x80 | (code & 0x3f));
+    } else {
+      put(0xf0 | code >> 18), put(0x80 | (code >> 12 & 0x3f)), put(0x80 | (code >> 6 & 0x3f)), put(0x80 | (code & 0x3f));
+    }
+    return Ok{};
+  }
+
+  Result<uint32_t> Hex4() {
+    uint32_t code = 0;
+    std::string_view digits = text_.substr(std::min(pos_, text_.size()), 4);
+    auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), code, 16);
+    if (error != std::errc() || digits.size() != 4 || end != digits.data() + 4) return Fail("expected four hex digits");
+    pos_ += 4;
+    return code;
+  }
+
+  std::string_view text_;
+  size_t pos_ = 0;
+};
+
+}  // namespace
+
+void AppendJsonString(std::string& out, std::string_view text) {
+  static constexpr char kHex[] = "0123456789abcdef";
+  out.push_back('"');
+  for (size_t i = 0; i < text.size();) {
+    char c = text[i];
+    if (c == '"' || c == '\\') {
+      out.push_back('\\');
+      out.push_back(c);
+    } else if (c == '\n') {
+      out.append("\\n");
+    } else if (c == '\t') {
+      out.append("\\t");
+    } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+      out.append("\\u00");
+      out.push_back(kHex[c >> 4 & 0xf]);
+      out.push_back(kHex[c & 0xf]);
+    } else {
+      size_t length = Utf8Length(text.substr(i));
+      if (length == 0) {
+        out.append("\\ufffd");
+        ++i;
+        continue;
+      }
+      out.append(text.substr(i, length));
+      i += length;
+      continue;
+    }
+    ++i;
+  }
+  out.push_back('"');
+}
+
+void AppendJsonNumber(std::string& out, double value) {
+  if (!std::isfinite(value)) {
+    out.append("null");
+    return;
+  }
+  char buffer[32];
+  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
+  out.append(buffer, end);
+}
+
+void JsonWriter::Separate() {
+  if (need_comma_) out_.push_back(',');
+  need_comma_ = true;
+}
+
+JsonWriter& JsonWriter::Open(char open, char close) {
+  Separate();
+  out_.push_back(open);
+  closers_.push_back(close);
+  need_comma_ = false;
+  return *this;
+}
+
+JsonWriter& JsonWriter::Close() {
+  out_.push_back(closers_.back());
+  closers_.pop_back();
+  need_comma_ = true;
+  return *this;
+}
+
+JsonWriter& JsonWriter::Key(std::string_view key) {
+  Separate();
+  AppendJsonString(out_, key);
+  out_.push_back(':');
+  need_comma_ = false;
+  return *this;
+}
+
+JsonWriter& JsonWriter::String(std::string_view text) {
+  Separate();
+  AppendJsonString(out_, text);
+  return *this;
+}
+
+JsonWriter& JsonWriter::Int(int64_t value) {
+  Separate();
+  char buffer[24];
+  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
+  out_.append(buffer, end);
+  return *this;
+}
+
+JsonWriter& JsonWriter::Number(double value) {
+  Separate();
+  AppendJsonNumber(out_, value);
+  return *this;
+}
+
+JsonWriter& JsonWriter::Bool(bool value) {
+  Separate();
+  out_.append(value ? "true" : "false");
+  return *this;
+}
+
+JsonWriter& JsonWriter::Micros(int64_t nanoseconds) {
+  Separate();
+  if (nanoseconds < 0) out_.push_back('-');
+  uint64_t magnitude = nanoseconds < 0 ? -static_cast<uint64_t>(nanoseconds) : static_cast<uint64_t>(nanoseconds);
+  char buffer[24];
+  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, magnitude / 1000);
+  out_.append(buffer, end);
+  uint64_t rest = magnitude % 1000;
+  out_.push_back('.');
+  out_.push_back(static_cast<char>('0' + rest / 100));
+  out_.push_back(static_cast<char>('0' + rest / 10 % 10));
+  out_.push_back(static_cast<char>('0' + rest % 10));
+  return *this;
+}
+
+JsonWriter& JsonWriter::NewLine() {
+  // The comma of the next value comes first on its line; readers do not mind.
+  out_.push_back('\n');
+  return *this;
+}
+
+const Json* Json::Find(std::string_view key) const {
+  for (const auto& [name, value] : fields) {
+    if (name == key) return &value;
+  }
+  return nullptr;
+}
+
+Result<Json> ParseJson(std::string_view text) { return Reader(text).Run(); }
+
+}  // namespace interlace

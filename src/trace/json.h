@@ -1,0 +1,72 @@
+// json.h — writing and reading JSON: what the trace formats need, no more.
+//
+// The writer puts commas and quotes where they belong; the reader is for our own checkers and tests. Text that is no UTF-8
+// is written with U+FFFD in place of the bad bytes, so that what we write is always valid JSON.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/result.h"
+
+namespace interlace {
+
+// Appends `text` as a JSON string with its quotes.
+void AppendJsonString(std::string& out, std::string_view text);
+// Appends the shortest number that reads back to the same double; null when it is not finite (JSON has no word for it).
+void AppendJsonNumber(std::string& out, double value);
+
+class JsonWriter {
+ public:
+  JsonWriter& BeginObject() { return Open('{', '}'); }
+  JsonWriter& EndObject() { return Close(); }
+  JsonWriter& BeginArray() { return Open('[', ']'); }
+  JsonWriter& EndArray() { return Close(); }
+  JsonWriter& Key(std::string_view key);
+  JsonWriter& String(std::string_view text);
+  JsonWriter& Int(int64_t value);
+  JsonWriter& Number(double value);
+  JsonWriter& Bool(bool value);
+  // Nanoseconds as microseconds with three decimals, exactly.
+  JsonWriter& Micros(int64_t nanoseconds);
+  // Key and value in one call.
+  JsonWriter& Field(std::string_view key, std::string_view text) { return Key(key).String(text); }
+  JsonWriter& Field(std::string_view key, const char* text) { return Key(key).String(text); }
+  JsonWriter& Field(std::string_view key, int64_t value) { return Key(key).Int(value); }
+  JsonWriter& Field(std::string_view key, int32_t value) { return Key(key).Int(value); }
+  JsonWriter& Field(std::string_view key, double value) { return Key(key).Number(value); }
+  JsonWriter& Field(std::string_view key, bool value) { return Key(key).Bool(value); }
+  // A line break between values, for files that people open.
+  JsonWriter& NewLine();
+  std::string Take() { return std::move(out_); }
+
+ private:
+  JsonWriter& Open(char open, char close);
+  JsonWriter& Close();
+  void Separate();
+  std::string out_;
+  std::string closers_;      // of what is open
+  bool need_comma_ = false;
+};
+
+// A parsed value. Objects keep the order of their keys.
+struct Json {
+  enum class Kind : uint8_t { kNull, kBool, kNumber, kString, kArray, kObject };
+  Kind kind = Kind::kNull;
+  bool boolean = false;
+  double number = 0;
+  std::string text;
+  std::vector<Json> items;
+  std::vector<std::pair<std::string, Json>> fields;
+  // The field of that name, or nullptr.
+  const Json* Find(std::string_view key) const;
+  bool is(Kind k) const { return kind == k; }
+};
+
+// Error: not JSON (with line and column), nested deeper than 100, a key given twice.
+Result<Json> ParseJson(std::string_view text);
+
+}  // namespace interlace

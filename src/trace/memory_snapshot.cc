@@ -1,0 +1,243 @@
+#include "trace/memory_snapshot.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "trace/json.h"
+
+namespace interlace {
+namespace {
+
+constexpr int64_t kBase = int64_t{1} << 32;    // first address of a device, as a driver would give
+constexpr int64_t kAlign = 512;                // of PyTorch's caching allocator
+
+// Best fit with merging of neighbours over one address range that grows at its end.
+class Addresses {
+ public:
+  Result<int64_t> Take(int64_t bytes) {
+    auto fit = by_size_.lower_bound({bytes, 0});
+    if (fit != by_size_.end()) {
+      auto [size, address] = *fit;
+      Remove(address);
+      if (size > bytes) Insert(address + bytes, size - bytes);
+      return address;
+    }
+    int64_t address = top_;
+    if (__builtin_add_overflow(top_, bytes, &top_)) return MakeError("the storages of one rank do not fit in 64 bits of address");
+    return address;
+  }
+  void Give(int64_t address, int64_t bytes) {
+    auto after = free_.lower_bound(address);
+    if (after != free_.end() && after->first == address + bytes) {
+      bytes += after->second;
+      Remove(after->first);
+    }
+    auto before = free_.lower_bound(address);
+    if (before != free_.begin() && (--before, before->first + before->second == address)) {
+      address = before->first;
+      bytes += before->second;
+      Remove(address);
+    }
+    Insert(address, bytes);
+  }
+  int64_t top() const { return top_; }
+
+ private:
+  void Insert(int64_t address, int64_t bytes) {
+    free_[address] = bytes;
+    by_size_.insert({bytes, address});
+  }
+  void Remove(int64_t address) {
+    auto found = free_.find(address);
+    by_size_.erase({found->second, address});
+    free_.erase(found);
+  }
+  int64_t top_ = kBase;
+  std::map<int64_t, int64_t> free_;                   // address → bytes
+  std::set<std::pair<int64_t, int64_t>> by_size_;     // (bytes, address)
+};
+
+struct Placed {
+  int64_t address = 0;
+  const MemoryEvent* event = nullptr;
+};
+
+int64_t RoundUp(int64_t bytes) { return std::max((bytes + kAlign - 1) / kAlign * kAlign, kAlign); }
+
+void WriteFrames(JsonWriter& w, const MemoryEvent& e) {
+  w.Key("frames").BeginArray();
+  w.BeginObject().Field("name", e.name).Field("filename", e.module.empty() ? "program" : e.module).Field("line", int64_t{0}).EndObject();
+  if (!e.file.empty()) {
+    w.BeginObject().Field("name", e.module).Field("filename", e.file).Field("line", e.line).EndObject();
+  }
+  w.EndArray();
+}
+
+void WriteTraceEntry(JsonWriter& w, const char* action, int64_t address, int64_t bytes, const MemoryEvent& e) {
+  w.NewLine().BeginObject().Field("action", action).Field("addr", address).Field("size", bytes).Field("stream", 0);
+  w.Field("time_us", e.time_ns / 1000);
+  WriteFrames(w, e);
+  w.EndObject();
+}
+
+}  // namespace
+
+Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) {
+  int32_t ranks = 0;
+  for (const MemoryEvent& e : events) {
+    if (e.rank < 0 || e.rank > 1 << 20) return MakeError("rank ", e.rank, " of a memory event is out of range");
+    if (e.allocate && (e.bytes < 0 || e.bytes > INT64_MAX - kAlign)) return MakeError("'", e.name, "' allocates ", e.bytes, " bytes");
+    ranks = std::max(ranks, e.rank + 1);
+  }
+  std::vector<Addresses> space(ranks);
+  std::vector<std::unordered_map<int64_t, Placed>> live(ranks);
+  JsonWriter traces;
+  traces.BeginArray();
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    traces.BeginArray();
+    for (const MemoryEvent& e : events) {
+      if (e.rank != rank) continue;
+      if (e.allocate) {
+        INTERLACE_ASSIGN(int64_t address, space[rank].Take(RoundUp(e.bytes)));
+        if (!live[rank].emplace(e.storage, Placed{address, &e}).second) {
+          return MakeError("storage ", e.storage, " ('", e.name, "') begins twice on rank ", rank);
+        }
+        WriteTraceEntry(traces, "alloc", address, RoundUp(e.bytes), e);
+      } else {
+        auto found = live[rank].find(e.storage);
+        if (found == live[rank].end()) return MakeError("storage ", e.storage, " ('", e.name, "') ends before it begins on rank ", rank);
+        Placed placed = found->second;
+        live[rank].erase(found);
+        int64_t bytes = RoundUp(placed.event->bytes);
+        WriteTraceEntry(traces, "free_requested", placed.address, bytes, e);
+        WriteTraceEntry(traces, "free_completed", placed.address, bytes, e);
+        space[rank].Give(placed.address, bytes);
+      }
+    }
+    traces.EndArray();
+  }
+  traces.EndArray();
+
+  JsonWriter w;
+  w.BeginObject().Key("segments").BeginArray();
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    int64_t total = space[rank].top() - kBase;
+    if (total == 0) continue;
+    std::map<int64_t, const MemoryEvent*> blocks;
+    int64_t used = 0;
+    for (const auto& [id, placed] : live[rank]) {
+      blocks[placed.address] = placed.event;
+      used += RoundUp(placed.event->bytes);
+    }
+    w.BeginObject().Field("device", rank).Field("address", kBase).Field("total_size", total).Field("allocated_size", used);
+    w.Field("active_size", used).Field("requested_size", used).Field("stream", 0).Field("segment_type", "large");
+    w.Key("segment_pool_id").BeginArray().Int(0).Int(0).EndArray().Field("is_expandable", false).Key("frames").BeginArray().EndArray();
+    w.Key("blocks").BeginArray();
+    int64_t at = kBase;
+    auto gap = [&](int64_t end) {
+      if (end <= at) return;
+      w.NewLine().BeginObject().Field("address", at).Field("size", end - at).Field("requested_size", int64_t{0});
+      w.Field("state", "inactive").Key("frames").BeginArray().EndArray().EndObject();
+    };
+    for (const auto& [address, event] : blocks) {
+      gap(address);
+      w.NewLine().BeginObject().Field("address", address).Field("size", RoundUp(event->bytes)).Field("requested_size", event->bytes);
+      w.Field("state", "active_allocated");
+      WriteFrames(w, *event);
+      w.EndObject();
+      at = address + RoundUp(event->bytes);
+    }
+    gap(space[rank].top());
+    w.EndArray().EndObject();
+  }
+  w.EndArray();
+  std::string out = w.Take();
+  out.append(",\"device_traces\":").append(traces.Take());
+  out.append(",\"allocator_settings\":{},\"external_annotations\":[]}\n");
+  return out;
+}
+
+namespace {
+
+Result<int64_t> Field(const Json& object, std::string_view key) {
+  const Json* field = object.Find(key);
+  if (field == nullptr || !field->is(Json::Kind::kNumber)) return MakeError("no number '", key, "'");
+  return static_cast<int64_t>(field->number);
+}
+
+// The trace of one device; leaves the blocks alive at its end.
+Status CheckDevice(const Json& trace, std::map<int64_t, int64_t>& live) {
+  std::map<int64_t, int64_t> ending;
+  int64_t last_time = 0;
+  for (size_t i = 0; i < trace.items.size(); ++i) {
+    const Json& entry = trace.items[i];
+    const Json* action = entry.Find("action");
+    const Json* frames = entry.Find("frames");
+    if (action == nullptr || frames == nullptr || !frames->is(Json::Kind::kArray)) return MakeError("entry ", i, " has no action or frames");
+    INTERLACE_ASSIGN(int64_t address, Field(entry, "addr"));
+    INTERLACE_ASSIGN(int64_t size, Field(entry, "size"));
+    INTERLACE_ASSIGN(int64_t time, Field(entry, "time_us"));
+    if (time < last_time) return MakeError("entry ", i, " goes back in time");
+    last_time = time;
+    if (action->text == "alloc") {
+      auto after = live.lower_bound(address);
+      bool overlaps = after != live.end() && after->first < address + size;
+      if (after != live.begin() && (--after, after->first + after->second > address)) overlaps = true;
+      if (overlaps) return MakeError("entry ", i, " allocates memory that is in use");
+      live[address] = size;
+    } else if (action->text == "free_requested") {
+      auto found = live.find(address);
+      if (found == live.end() || found->second != size) return MakeError("entry ", i, " frees what is not allocated");
+      ending[address] = size;
+    } else if (action->text == "free_completed") {
+      if (ending.erase(address) == 0) return MakeError("entry ", i, " completes a free that was not requested");
+      live.erase(address);
+    } else {
+      return MakeError("entry ", i, " has the unknown action '", action->text, "'");
+    }
+  }
+  if (!ending.empty()) return MakeError("a requested free is never completed");
+  return Ok{};
+}
+
+}  // namespace
+
+Status CheckMemorySnapshot(std::string_view json) {
+  INTERLACE_ASSIGN(Json root, ParseJson(json));
+  const Json* segments = root.Find("segments");
+  const Json* traces = root.Find("device_traces");
+  if (segments == nullptr || traces == nullptr) return MakeError("no 'segments' or no 'device_traces'");
+  std::vector<std::map<int64_t, int64_t>> live(traces->items.size());
+  for (size_t d = 0; d < live.size(); ++d) {
+    Status status = CheckDevice(traces->items[d], live[d]);
+    if (!status.ok()) return Error{status.error().message, "device " + std::to_string(d)};
+  }
+  for (const Json& segment : segments->items) {
+    INTERLACE_ASSIGN(int64_t device, Field(segment, "device"));
+    INTERLACE_ASSIGN(int64_t at, Field(segment, "address"));
+    INTERLACE_ASSIGN(int64_t total, Field(segment, "total_size"));
+    const Json* blocks = segment.Find("blocks");
+    if (device < 0 || device >= static_cast<int64_t>(live.size()) || blocks == nullptr) return MakeError("a segment of no device");
+    int64_t end = at + total;
+    for (const Json& block : blocks->items) {
+      INTERLACE_ASSIGN(int64_t address, Field(block, "address"));
+      INTERLACE_ASSIGN(int64_t size, Field(block, "size"));
+      if (address != at) return MakeError("the blocks of device ", device, " do not fill its segment");
+      at += size;
+      const Json* state = block.Find("state");
+      if (state == nullptr || state->text != "active_allocated") continue;
+      auto found = live[device].find(address);
+      if (found == live[device].end() || found->second != size) return MakeError("a block of device ", device, " is not in its trace");
+      live[device].erase(found);
+    }
+    if (at != end) return MakeError("the blocks of device ", device, " do not fill its segment");
+  }
+  for (size_t d = 0; d < live.size(); ++d) {
+    if (!live[d].empty()) return MakeError("device ", d, " ends with a storage that no block shows");
+  }
+  return Ok{};
+}
+
+}  // namespace interlace

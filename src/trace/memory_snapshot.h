@@ -1,0 +1,24 @@
+// memory_snapshot.h — memory events as the dictionary of torch.cuda.memory._snapshot(), in JSON.
+//
+// Python pickles the loaded dictionary and torch.cuda._memory_viz (or pytorch.org/memory_viz) shows it. Storages get
+// addresses by best fit in one segment per rank, as an allocator would; each is a device_trace entry "alloc" and later
+// "free_requested" and "free_completed", with one frame that names op, module and source line.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/result.h"
+#include "trace/timeline.h"
+
+namespace interlace {
+
+// `events` in the order they happened. Error: an end without a beginning, a storage that begins twice, addresses beyond 64 bits.
+Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events);
+
+// Valid JSON with the fields above; live blocks of a device never overlap; every end matches a beginning; the blocks of the
+// segments are what lives at the end. Error: the first violation.
+Status CheckMemorySnapshot(std::string_view json);
+
+}  // namespace interlace
