@@ -1,0 +1,3 @@
+from interlace.cli import main
+
+main()

@@ -1,0 +1,125 @@
+"""The command table and the one place where exceptions become messages and exit codes.
+
+Exit codes: 0 done, 1 the work failed or the input cannot be used, 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from interlace.config import did_you_mean
+from interlace.errors import InterlaceError
+from interlace.launch import follow_parent, is_rank, leave_failure
+
+app = typer.Typer(
+    name="interlace",
+    help="Compiles the training step of a PyTorch model into one scheduled program, and trains it.",
+    epilog="Every command has examples: interlace train --help",
+    no_args_is_help=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        print(f"interlace {version('interlace')}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _load_commands() -> None:
+    from interlace.cli import capture, inspect, opt, train
+
+    for module in (train, capture, opt, inspect):
+        module.register(app)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and gives the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # --debug may stand anywhere, as people add it at the end of a command that failed.
+    debug = "--debug" in arguments or os.environ.get("INTERLACE_DEBUG") == "1"
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    follow_parent()
+    try:
+        _load_commands()
+        code = typer.main.get_command(app).main(args=arguments, prog_name="interlace", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130, debug)
+    except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        message, code = explain(error)
+        return _fail(message, code, debug)
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """One message and the exit code for an exception."""
+    if hasattr(error, "format_message"):  # the command line parser's own errors
+        context: Any = getattr(error, "ctx", None)
+        near = _near(error, context)
+        message = _sentence(error.format_message()) + near
+        hint = f"\n  see: {context.command_path} --help" if context is not None else ""
+        return message + hint, getattr(error, "exit_code", 2)
+    if isinstance(error, InterlaceError) or type(error).__module__.startswith("interlace"):
+        return str(error), 1
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror, 1
+    if isinstance(error, MemoryError):
+        return "out of memory", 1
+    last = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    where = f" ({last.filename}:{last.lineno})" if last else ""
+    said = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {said}{where}; --debug shows the traceback", 1
+
+
+def _near(error: Any, context: Any) -> str:
+    """"; did you mean '--seq'?" for an unknown option or command."""
+    option = getattr(error, "option_name", "")
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        error.possibilities = None
+        return did_you_mean(option, [name for parameter in context.command.params for name in parameter.opts])
+    return ""
+
+
+def _sentence(message: str) -> str:
+    message = message.strip().rstrip(".")
+    message = message.replace(". Did you mean", "; did you mean")
+    return message[:1].lower() + message[1:]
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    if is_rank():
+        leave_failure(message, code)
+    try:
+        sys.stdout.flush()
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        pass
+    return code

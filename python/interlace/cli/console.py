@@ -1,0 +1,117 @@
+"""What people see: progress on stderr (bars on a terminal, plain lines elsewhere), results on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+PLAIN_EVERY_S = 5.0  # between plain progress lines of long work
+
+
+def out() -> Console:
+    """Results: stdout, never wrapped when it is a pipe or a file."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+def rows_table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """A table whose columns after the first are aligned to the right."""
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Names and values in two columns."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
+
+
+def seconds(value: float) -> str:
+    """ "0.42 s", "3.1 s", "2 min 05 s"."""
+    if value < 1:
+        return f"{value:.2f} s"
+    if value < 60:
+        return f"{value:.1f} s"
+    return f"{int(value) // 60} min {int(value) % 60:02d} s"
+
+
+def count(value: float) -> str:
+    """ "812", "5.24 M"."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= limit:
+            return f"{value / limit:.2f} {unit}"
+    return f"{value:,.0f}"
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Resident memory of this process now, or its peak so far."""
+    if peak:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Work:
+    """Progress of a piece of work with named stages: a bar on a terminal, a line now and then elsewhere.
+
+    with Work() as work: work.update("tokenizing", 3, 10); work.update("tracing")
+    """
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self.console = err()
+        self.bar: Progress | None = None
+        self.task: Any = None
+        self.stage = ""
+        self.said_at = time.monotonic()
+
+    def __enter__(self) -> Work:
+        if self.console.is_terminal and not self.quiet:
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True
+            )
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def update(self, stage: str, done: int = 0, total: int | None = None) -> None:
+        if self.quiet:
+            return
+        if self.bar is not None:
+            if stage != self.stage:
+                if self.task is not None:
+                    self.bar.remove_task(self.task)
+                self.task = self.bar.add_task(stage, total=total)
+            self.bar.update(self.task, completed=done, total=total)
+        elif time.monotonic() - self.said_at >= PLAIN_EVERY_S:
+            self.said_at = time.monotonic()
+            self.console.print(f"{stage} {100 * done // total} %" if total else stage)
+        self.stage = stage

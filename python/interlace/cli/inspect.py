@@ -1,0 +1,115 @@
+"""`interlace inspect`: what a program holds, as tables."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from interlace.cli.console import count, facts_table, out, print_json, rows_table
+from interlace.cli.opt import parse_binding
+from interlace.cli.program_file import read_program
+from interlace.config import format_bytes
+
+HELP = """Show what is in a program: phases, ops, units, bytes, peak of memory.
+
+[bold]Examples[/bold]
+
+  interlace inspect model.il
+
+  interlace inspect --bind b=4,s=512 model.il
+
+  interlace inspect --json sharded.il
+"""
+MOST_UNITS = 12
+
+
+def register(app: typer.Typer) -> None:
+    app.command("inspect", help=HELP)(inspect)
+
+
+def inspect(
+    file: Annotated[str, typer.Argument(help="A program file; - reads stdin.")],
+    bind: Annotated[str, typer.Option("--bind", help="Numbers for symbolic sizes: b=4,s=128.")] = "",
+    all_units: Annotated[bool, typer.Option("--all", help="List every unit, not only the largest.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    program = read_program(file)
+    program.verify()
+    if bind:
+        program = program.bind(parse_binding(bind))
+    facts: dict[str, Any] = dict(program.summary())
+    facts.pop("text", None)
+    units, params = program.units(), program.params()
+    names: dict[int, list[str]] = {unit["id"]: [] for unit in units}
+    for param in params:
+        if param["unit"] is not None:
+            names[param["unit"]].append(param["name"])
+    for unit in units:
+        unit["params"] = names[unit["id"]]
+    if as_json:
+        inputs, symbols, groups = program.inputs(), program.symbols(), program.groups()
+        print_json({"file": file, **facts, "mesh": program.mesh, "meta": program.meta(), "unit_list": units,
+                    "inputs": inputs, "symbols": symbols, "groups": groups})  # fmt: skip
+        return
+    _print(file, program, facts, units, all_units)
+
+
+def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str, Any]], all_units: bool) -> None:
+    console = out()
+    mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.items())
+    unknown = "symbolic: give numbers with --bind"
+    rows = {"file": f"{file} ({facts['level']}{', mesh ' + mesh if mesh else ''})"}
+    rows |= {key: value for key, value in program.meta().items() if len(value) < 200}
+    inputs = [f"{i['name']} {i['dtype']}[{','.join(str(d) for d in i['shape'])}]" for i in program.inputs()]
+    rows["inputs"] = ", ".join(inputs) or "none"
+    for symbol in program.symbols():
+        rows[f"symbol {symbol['name']}"] = f"{symbol['min']} to {symbol['max']}"
+    trainable = facts["trainable_elements"]
+    frozen = "" if trainable == facts["param_elements"] else f", {count(trainable)} trainable"
+    rows["parameters"] = f"{facts['params']} tensors, {count(facts['param_elements'])} elements{frozen}"
+    if program.accumulation > 1:
+        rows["accumulation"] = f"{program.accumulation} micro-batches a step, {program.accumulate_mode}"
+    if units:
+        gathered, reduced = format_bytes(facts["gathered_bytes"]), format_bytes(facts["reduced_bytes"])
+        rows["received a step"] = f"{gathered} by gathers, {reduced} by reduces (each rank)"
+        placed, copied, added = (format_bytes(facts[f"{how}_gradient_bytes"]) for how in ("placed", "copied", "added"))
+        rows["gradients"] = f"{placed} written in place, {copied} copied, {added} added"
+    rows["held between steps"] = format_bytes(facts["persistent_bytes"])
+    if facts["step_bytes"]:
+        rows["held within a step"] = format_bytes(facts["step_bytes"])
+    peak = facts["activation_peak_bytes"]
+    rows["activation peak"] = unknown if peak is None else format_bytes(peak)
+    console.print(facts_table(rows))
+    console.print()
+    console.print(_phases(facts["phases"]))
+    if units:
+        console.print()
+        _print_units(console, units, all_units)
+
+
+def _phases(phases: list[dict[str, Any]]) -> Any:
+    kinds = sorted({kind for phase in phases for kind in phase["kinds"]}, key=lambda kind: (kind != "compute", kind))
+    table = []
+    for phase in phases:
+        peak = "symbolic" if phase["peak_bytes"] is None else format_bytes(phase["peak_bytes"])
+        counts = [f"{phase['kinds'].get(kind, 0):,}" for kind in kinds]
+        table.append([phase["name"], str(phase["repeats"]), f"{phase['ops']:,}", *counts, peak])
+    return rows_table("", ["phase", "runs", "ops", *kinds, "peak"], table)
+
+
+def _print_units(console: Any, units: list[dict[str, Any]], all_units: bool) -> None:
+    bytes_of = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "f8e4m3": 1, "f8e5m2": 1}
+    ordered = sorted(units, key=lambda unit: (-unit["numel"] * bytes_of.get(unit["dtype"], 1), unit["id"]))
+    shown = ordered if all_units else ordered[:MOST_UNITS]
+    rows = []
+    for unit in shown:
+        size = bytes_of.get(unit["dtype"], 1)
+        what = ", ".join(unit["params"][:3])
+        if len(unit["params"]) > 3:
+            what += f", and {len(unit['params']) - 3} more"
+        full, shard = format_bytes(unit["numel"] * size), format_bytes(unit["shard"] * size)
+        rows.append([f"u{unit['id']}", unit["dtype"], full, shard, what])
+    console.print(rows_table("", ["unit", "dtype", "full", "shard", "parameters"], rows))
+    if len(shown) < len(ordered):
+        console.print(f"and {len(ordered) - len(shown)} smaller units (--all lists them)")

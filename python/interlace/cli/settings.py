@@ -1,0 +1,149 @@
+"""The settings of a training run: checked before anything starts, saved beside the checkpoint, taken up again by --resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from interlace.config import STRATEGIES, did_you_mean
+from interlace.data.dataset import nearest
+from interlace.data.tokens import write_atomically
+from interlace.errors import InterlaceError
+
+RUN_FILE = "train.json"  # in the folder of a saved run
+TOKENIZER_FILE = "tokenizer.json"
+DTYPES = ("fp32", "bf16", "fp64")
+FORMAT = 1
+
+
+class SettingError(InterlaceError):
+    """A setting of the run that cannot be."""
+
+
+@dataclasses.dataclass
+class TrainSettings:
+    """What `interlace train` was asked to do; the help of the command says what each means."""
+
+    model: str = "llama-10m"
+    text: str | None = None
+    tokenizer: str = "byte"
+    vocab: int = 4096
+    ranks: int = 2
+    steps: int = 200
+    batch: int = 8
+    seq: int = 256
+    lr: float = 3e-4
+    warmup: int = 10
+    weight_decay: float = 0.1
+    accumulation: int = 1
+    strategy: str = "shard"
+    clip: float | None = 1.0
+    save: str | None = None
+    resume: str | None = None
+    seed: int = 0
+    dtype: str = "fp32"
+    threads: int | None = None
+    weights: str | None = None
+    log_every: int = 10
+    as_json: bool = False
+
+    def check(self) -> None:
+        """Everything that can be said without reading text or model. Errors name the option and what would do."""
+        for name in ("ranks", "steps", "batch", "seq", "accumulation", "log_every", "vocab"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name in ("warmup", "seed", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise SettingError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise SettingError(f"--{name} must be a positive number, not {value}")
+        if self.threads is not None and self.threads < 1:
+            raise SettingError(f"--threads must be at least 1, not {self.threads}")
+        _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("dtype", self.dtype, DTYPES)
+        parts = self.ranks * self.accumulation
+        if self.batch % parts:
+            why = f"{self.ranks} ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
+            raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch // (self.ranks * self.accumulation)
+
+    def threads_per_rank(self) -> int:
+        return self.threads or max(1, cores() // self.ranks)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth of the peak at the last step; a function of the step alone."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, progress))))
+
+
+# Of a resumed run: what describes the run is taken over; where and how this process works is not.
+KEPT_ON_RESUME = (
+    *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
+    *("accumulation", "strategy", "clip", "seed", "dtype", "ranks"),
+)
+
+
+@dataclasses.dataclass
+class RunRecord:
+    """What is saved beside a checkpoint so that the run can go on: `step` steps are done, the next batch is number `step`."""
+
+    step: int
+    data_digest: str
+    settings: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / RUN_FILE, (json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
+        file = Path(folder) / RUN_FILE
+        try:
+            data = json.loads(file.read_text())
+            if data["format"] > FORMAT:
+                raise SettingError(f"{file} was written by a newer interlace (format {data['format']}, this reads {FORMAT})")
+            record = cls(int(data["step"]), str(data["data_digest"]), dict(data["settings"]))
+        except FileNotFoundError:
+            raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
+        except OSError as error:
+            raise SettingError(f"cannot read {file}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError(f"{file} is damaged ({error}): it is JSON that `interlace train --save` writes") from None
+        return record
+
+
+def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettings, RunRecord | None]:
+    """The settings of the command line, on top of those of the resumed run where there is one."""
+    settings = TrainSettings(**given)
+    if settings.resume is None:
+        return settings, None
+    record = RunRecord.load(settings.resume)
+    types = {field.name for field in dataclasses.fields(TrainSettings)}
+    for name in KEPT_ON_RESUME:
+        if name in record.settings and name in types and name not in explicit:
+            setattr(settings, name, record.settings[name])
+    if settings.save is None:
+        settings.save = settings.resume
+    if record.step >= settings.steps:
+        raise SettingError(f"the run in {settings.resume} has made {record.step} of {settings.steps} steps: give more --steps")
+    return settings, record
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingError(f"--{name} '{value}' is not one of {', '.join(choices)}{did_you_mean(value, choices)}")

@@ -1,0 +1,146 @@
+"""`interlace train`: checks everything, prepares the text, starts the ranks; each rank runs this command again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from interlace.cli.console import Work
+from interlace.cli.program_file import writable_folder
+from interlace.cli.settings import TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_resumed
+from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
+from interlace.errors import InterlaceError
+from interlace.launch import is_rank, run_ranks
+
+HELP = """Train a language model on text, on one or more ranks.
+
+Starts the ranks itself; under torchrun it is one of them. Without --text it reads the Python standard library's sources.
+
+[bold]Examples[/bold]
+
+  interlace train --model llama-10m --ranks 2 --save runs/first
+
+  interlace train --text book.txt --tokenizer bpe --vocab 2048 --steps 500 --save runs/book
+
+  interlace train --resume runs/book --steps 1000
+
+  interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
+
+  torchrun --nproc-per-node 2 -m interlace.cli train --ranks 2
+"""
+D = TrainSettings()
+
+
+class RankError(InterlaceError):
+    """A rank failed."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", help=HELP)(train)
+
+
+def train(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", help="A preset, or a Hugging Face config.json.")] = D.model,
+    text: Annotated[
+        str | None, typer.Option("--text", help="A text file or a folder of them.", show_default="standard library")
+    ] = D.text,
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="byte, or bpe (trained on the text).")] = D.tokenizer,
+    vocab: Annotated[int, typer.Option("--vocab", help="Entries of the BPE.")] = D.vocab,
+    ranks: Annotated[int, typer.Option("--ranks", help="Processes on this machine.")] = D.ranks,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps in all, resumed ones included.")] = D.steps,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences a step, over all ranks.")] = D.batch,
+    seq: Annotated[int, typer.Option("--seq", help="Tokens in a sequence.")] = D.seq,
+    lr: Annotated[float, typer.Option("--lr", help="Peak learning rate; a cosine ends at a tenth of it.")] = D.lr,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps of linear warm-up.")] = D.warmup,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", help="Of AdamW.")] = D.weight_decay,
+    accumulation: Annotated[
+        int, typer.Option("--accumulation", help="Micro-batches that a step is cut into on each rank.")
+    ] = D.accumulation,
+    strategy: Annotated[
+        str, typer.Option("--strategy", help="shard (ZeRO-3), zero1, or replicate (DDP).")
+    ] = D.strategy,
+    clip: Annotated[str, typer.Option("--clip", help="Largest global gradient norm, or none.")] = str(D.clip),
+    save: Annotated[str | None, typer.Option("--save", help="A folder for the trained model.")] = D.save,
+    resume: Annotated[str | None, typer.Option("--resume", help="Go on with a saved run.")] = D.resume,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, data order and dropout.")] = D.seed,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the parameters: fp32, bf16 or fp64.")] = D.dtype,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")
+    ] = D.threads,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="Start from safetensors: a file or a folder.")
+    ] = D.weights,
+    log_every: Annotated[
+        int, typer.Option("--log-every", help="Steps between lines when stderr is no terminal.")
+    ] = D.log_every,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = D.as_json,
+) -> None:
+    names = TrainSettings.__dataclass_fields__
+    given = {name: value for name, value in context.params.items() if name in names}
+    given["clip"] = parse_clip(clip)
+    explicit = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    settings, record = with_resumed(given, explicit)
+    settings.check()
+    if is_rank():
+        from interlace.cli.train_rank import train_rank
+
+        train_rank(settings, record)
+        return
+    check_model(settings)
+    if settings.save:
+        writable_folder(settings.save)
+    with Work() as work:
+        tokens = prepare_text(settings, record, "text" in explicit, work)
+    TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed)
+    command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
+    failure = run_ranks(command, settings.ranks, settings.threads_per_rank())
+    if failure is not None:
+        raise RankError(failure.describe())
+
+
+def parse_clip(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise SettingError(f"--clip '{text}' is neither a number nor none") from None
+
+
+def check_model(settings: TrainSettings) -> None:
+    """Says now, and once, what every rank would find wrong with --model."""
+    from interlace.cli.language_model import resolve
+
+    resolve(settings.model)
+
+
+def prepare_text(
+    settings: TrainSettings, record: RunRecord | None, other_text: bool = False, work: Work | None = None
+) -> TokenFile:
+    """The token file of the run; made by whoever comes first. A resumed run keeps its tokenizer and its text."""
+    progress = work.update if work is not None else None
+    tokenizer = None
+    if settings.resume:
+        tokenizer = Tokenizer.load(Path(settings.resume) / TOKENIZER_FILE)
+    tokens = prepare_tokens(
+        find_text(settings.text), cache_folder(settings), settings.tokenizer, settings.vocab, tokenizer, progress
+    )
+    if record is not None and not other_text and tokens.digest != record.data_digest:
+        where = settings.text or "the standard library"
+        raise SettingError(
+            f"the text has changed since {settings.resume} was saved ({where}): put the old text back, or name one with --text"
+        )
+    return tokens
+
+
+def cache_folder(settings: TrainSettings) -> Path:
+    """Tokens live beside the run, or in the user's cache when nothing is saved."""
+    if settings.save:
+        return Path(settings.save) / "data"
+    from os import environ
+
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interlace"

@@ -1,0 +1,108 @@
+"""What rank 0 shows of a training run: a bar on a terminal, lines `step N loss X` elsewhere, and the summary at the end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from interlace.cli.console import count, err, facts_table, out, seconds
+from interlace.config import format_bytes
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 40
+
+
+class TrainView:
+    """Progress of the steps. The rate is that of the last ten steps, so that it tells the present."""
+
+    def __init__(self, first_step: int, steps: int, tokens_per_step: int, log_every: int):
+        self.first_step, self.steps = first_step, steps
+        self.tokens_per_step, self.log_every = tokens_per_step, log_every
+        self.console: Console = err()
+        self.bar: Progress | None = None
+        self.task: Any = None
+        self.recent: list[float] = []
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def __enter__(self) -> TrainView:
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("{task.fields[rate]} tokens/s"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
+                console=self.console,
+            )
+            self.task = self.bar.add_task("train", total=self.steps, completed=self.first_step, loss="-", rate="-")
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def step(self, step: int, loss: float, step_seconds: float) -> None:
+        """Step number `step` (from 0) is done."""
+        self.recent = [*self.recent[-9:], step_seconds]
+        rate = self.tokens_per_step * len(self.recent) / max(sum(self.recent), 1e-9)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step + 1, loss=f"{loss:.3f}", rate=f"{rate:,.0f}")
+            return
+        done = step + 1
+        if done % self.log_every == 0 or step == self.first_step or done == self.steps:
+            self.say(f"step {done} loss {loss:.4f}")
+
+
+def curve(losses: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """The losses as a line of blocks, each the mean of its part of the run."""
+    values = [loss for loss in losses if math.isfinite(loss)]
+    if len(values) < 2:
+        return ""
+    cells = min(width, len(values))
+    means = [statistics.fmean(values[i * len(values) // cells : (i + 1) * len(values) // cells]) for i in range(cells)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The figures of a finished run on stdout."""
+    first, last = summary["first_loss"], summary["last_loss"]
+    line = curve(summary["losses"])
+    shown = line if _can_show(line) else ""
+    rows = {
+        "model": f"{summary['model']}, {count(summary['parameters'])} parameters, {summary['dtype']}",
+        "ranks": f"{summary['ranks']}, {summary['strategy']}, {summary['threads']} thread(s) each",
+        "steps": f"{summary['steps']} (number {summary['first_step'] + 1} to {summary['last_step']}), "
+        f"{summary['tokens_per_step']:,} tokens each, in {seconds(summary['train_seconds'])}",
+        "loss": f"{first:.4f} → {last:.4f}  ({last / first:.2f} x)  {shown}",
+        "speed": f"{summary['tokens_per_second']:,.0f} tokens/s, median step {summary['step_ms']:.1f} ms",
+        "before training": f"text {seconds(summary['text_seconds'])}, compile {seconds(summary['compile_seconds'])}",
+        "peak memory": f"{format_bytes(summary['peak_bytes'])} by the allocator, "
+        f"{format_bytes(summary['resident_bytes'])} resident (largest of the ranks)",
+        "communicated": f"{format_bytes(summary['bytes_per_step'])} received a step by each rank",
+    }
+    if summary.get("largest_unit"):
+        rows["largest unit"] = summary["largest_unit"]
+    rows["saved"] = summary["saved"] or "nothing (--save FOLDER keeps the model)"
+    console = out()
+    console.print(facts_table(rows))
+
+
+def _can_show(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
