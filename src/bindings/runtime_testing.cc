@@ -2,13 +2,14 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "runtime/comm.h"
-#include "runtime/kernels.h"
+#include "runtime/kernels_aten.h"
 
 namespace py = pybind11;
 
@@ -58,19 +59,22 @@ void BindTesting(py::module_& module) {
 
   m.def("adam_step", [](const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, double lr,
                         double beta1, double beta2, double eps, double weight_decay, double t, bool maximize, bool decoupled,
-                        double grad_scale) {
-    AdamStep(w, g, exp_avg, exp_avg_sq, {lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale}); },
+                        double grad_scale, bool aten) {
+    (aten ? AdamStepAten : AdamStep)(w, g, exp_avg, exp_avg_sq,
+                                     {lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale}); },
         py::arg("w"), py::arg("g"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("lr") = 1e-3, py::arg("beta1") = 0.9,
         py::arg("beta2") = 0.999, py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("t") = 1.0, py::arg("maximize") = false,
-        py::arg("decoupled") = true, py::arg("grad_scale") = 1.0, no_gil);
+        py::arg("decoupled") = true, py::arg("grad_scale") = 1.0, py::arg("aten") = false, no_gil);
   m.def("sgd_step", [](const at::Tensor& w, const at::Tensor& g, const std::optional<at::Tensor>& momentum_buffer, double lr,
                        double momentum, double dampening, double weight_decay, double t, bool nesterov, bool maximize,
-                       double grad_scale) {
-    SgdStep(w, g, OrUndefined(momentum_buffer), {lr, momentum, dampening, weight_decay, t, nesterov, maximize, grad_scale}); },
+                       double grad_scale, bool aten) {
+    (aten ? SgdStepAten : SgdStep)(w, g, OrUndefined(momentum_buffer),
+                                   {lr, momentum, dampening, weight_decay, t, nesterov, maximize, grad_scale}); },
         py::arg("w"), py::arg("g"), py::arg("momentum_buffer") = py::none(), py::arg("lr") = 1e-3, py::arg("momentum") = 0.0,
         py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0, py::arg("t") = 1.0, py::arg("nesterov") = false,
-        py::arg("maximize") = false, py::arg("grad_scale") = 1.0, no_gil);
-  m.def("norm_partial", &NormPartial, py::arg("flat"), py::arg("acc"), no_gil);
+        py::arg("maximize") = false, py::arg("grad_scale") = 1.0, py::arg("aten") = false, no_gil);
+  m.def("norm_partial", [](const at::Tensor& flat, const at::Tensor& acc, bool aten) {
+    (aten ? NormPartialAten : NormPartial)(flat, acc); }, py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
   m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"), no_gil);
   m.def("embedding_backward_into", &EmbeddingBackwardInto, py::arg("grad"), py::arg("indices"), py::arg("num_weights"),
         py::arg("padding_idx"), py::arg("scale_grad_by_freq"), py::arg("out"), no_gil);

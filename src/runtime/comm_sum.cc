@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/check.h"
 #include "runtime/comm_impl.h"
 #include "runtime/kernels_clones.h"
 
@@ -72,7 +71,7 @@ bool CanSum(c10::ScalarType dtype) { return FunctionOf(dtype) != nullptr; }
 
 void SumInOrder(c10::ScalarType dtype, const std::vector<const void*>& parts, void* out, int64_t numel) {
   const SumFunction sum = FunctionOf(dtype);
-  CHECK(sum != nullptr) << "no sum of " << c10::toString(dtype);
+  TORCH_INTERNAL_ASSERT(sum != nullptr, "no sum of ", c10::toString(dtype));
   const auto count = static_cast<int64_t>(parts.size());
   at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) { sum(parts.data(), count, out, begin, end); });
 }

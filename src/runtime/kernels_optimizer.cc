@@ -1,0 +1,220 @@
+// kernels_optimizer.cc — AdamW, Adam and SGD over a flat shard in one pass: every element is read and written once.
+// The formulas are those of torch.optim with fused=True, operation by operation, without contraction into fused multiply-adds; so
+// the bits do not depend on the machine, and differ from torch's own (which contracts) by rounding only.
+#include <ATen/Parallel.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mul.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "runtime/kernels_aten.h"
+#include "runtime/kernels_clones.h"
+
+namespace interlace {
+
+namespace {
+
+constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
+
+// 16-bit types compute in float32, the others in their own type.
+template <typename T>
+using MathOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+inline float Sqrt(float x) { return __builtin_sqrtf(x); }
+inline double Sqrt(double x) { return __builtin_sqrt(x); }
+
+// All that does not depend on the element, computed in double as torch does.
+struct AdamConstants {
+  double grad_scale, decay, first_weight, beta2, second_weight, bias2_sqrt, eps, minus_step;
+  bool decoupled;
+};
+
+AdamConstants ConstantsOf(const AdamArgs& a) {
+  const double bias1 = 1 - std::pow(a.beta1, a.t), bias2 = 1 - std::pow(a.beta2, a.t);
+  return {.grad_scale = a.maximize ? -a.grad_scale : a.grad_scale,
+          .decay = a.decoupled ? 1 - a.lr * a.weight_decay : a.weight_decay,
+          .first_weight = 1 - a.beta1,
+          .beta2 = a.beta2,
+          .second_weight = 1 - a.beta2,
+          .bias2_sqrt = std::sqrt(bias2),
+          .eps = a.eps,
+          .minus_step = -(a.lr / bias1),
+          .decoupled = a.decoupled};
+}
+
+template <typename T, bool kDecoupled, bool kSmallWeight>
+[[gnu::always_inline]] inline void AdamLoop(T* __restrict w, const T* __restrict g, T* __restrict exp_avg, T* __restrict exp_avg_sq,
+                                            const AdamConstants& c, int64_t n) {
+  using M = MathOf<T>;
+  const M scale = M(c.grad_scale), decay = M(c.decay), beta2 = M(c.beta2), second = M(c.second_weight);
+  const M bias2_sqrt = M(c.bias2_sqrt), eps = M(c.eps), minus_step = M(c.minus_step);
+  // torch's lerp: from the nearer end.
+  const M first = kSmallWeight ? M(c.first_weight) : M(c.first_weight) - M(1);
+  for (int64_t i = 0; i < n; ++i) {
+    M weight = M(w[i]);
+    M grad = M(g[i]) * scale;
+    if constexpr (kDecoupled) {
+      weight = weight * decay;
+    } else {
+      grad = grad + weight * decay;
+    }
+    const M old = M(exp_avg[i]);
+    const M mean = (kSmallWeight ? old : grad) + first * (grad - old);
+    const M square = M(exp_avg_sq[i]) * beta2 + second * grad * grad;
+    exp_avg[i] = T(mean);
+    exp_avg_sq[i] = T(square);
+    w[i] = T(weight + minus_step * mean / (Sqrt(square) / bias2_sqrt + eps));
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void AdamAny(void* w, const void* g, void* m, void* v, const AdamConstants& c, int64_t begin, int64_t end) {
+  T* const weight = static_cast<T*>(w) + begin;
+  const T* const grad = static_cast<const T*>(g) + begin;
+  T* const mean = static_cast<T*>(m) + begin;
+  T* const square = static_cast<T*>(v) + begin;
+  const bool small = std::abs(MathOf<T>(c.first_weight)) < MathOf<T>(0.5);
+  if (c.decoupled) {
+    small ? AdamLoop<T, true, true>(weight, grad, mean, square, c, end - begin)
+          : AdamLoop<T, true, false>(weight, grad, mean, square, c, end - begin);
+  } else {
+    small ? AdamLoop<T, false, true>(weight, grad, mean, square, c, end - begin)
+          : AdamLoop<T, false, false>(weight, grad, mean, square, c, end - begin);
+  }
+}
+
+struct SgdConstants {
+  double grad_scale, weight_decay, momentum, undamped, minus_lr;
+  bool first, nesterov;
+};
+
+template <typename T, bool kMomentum, bool kFirst, bool kNesterov>
+[[gnu::always_inline]] inline void SgdLoop(T* __restrict w, const T* __restrict g, T* __restrict buffer, const SgdConstants& c, int64_t n) {
+  using M = MathOf<T>;
+  const M scale = M(c.grad_scale), decay = M(c.weight_decay), momentum = M(c.momentum), undamped = M(c.undamped);
+  const M minus_lr = M(c.minus_lr);
+  for (int64_t i = 0; i < n; ++i) {
+    const M weight = M(w[i]);
+    M grad = M(g[i]) * scale + weight * decay;
+    if constexpr (kMomentum) {
+      const M velocity = kFirst ? grad : M(buffer[i]) * momentum + grad * undamped;
+      buffer[i] = T(velocity);
+      grad = kNesterov ? grad + velocity * momentum : velocity;
+    }
+    w[i] = T(weight + grad * minus_lr);
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void SgdAny(void* w, const void* g, void* buffer, const SgdConstants& c, int64_t begin, int64_t end) {
+  T* const weight = static_cast<T*>(w) + begin;
+  const T* const grad = static_cast<const T*>(g) + begin;
+  const int64_t n = end - begin;
+  if (buffer == nullptr) {
+    SgdLoop<T, false, false, false>(weight, grad, nullptr, c, n);
+    return;
+  }
+  T* const velocity = static_cast<T*>(buffer) + begin;
+  if (c.first) {
+    c.nesterov ? SgdLoop<T, true, true, true>(weight, grad, velocity, c, n) : SgdLoop<T, true, true, false>(weight, grad, velocity, c, n);
+  } else {
+    c.nesterov ? SgdLoop<T, true, false, true>(weight, grad, velocity, c, n) : SgdLoop<T, true, false, false>(weight, grad, velocity, c, n);
+  }
+}
+
+#define INTERLACE_OPTIMIZERS(suffix, T)                                                                             \
+  INTERLACE_CLONES void Adam##suffix(void* w, const void* g, void* m, void* v, const AdamConstants& c, int64_t b, int64_t e) { \
+    AdamAny<T>(w, g, m, v, c, b, e);                                                                                \
+  }                                                                                                                 \
+  INTERLACE_CLONES void Sgd##suffix(void* w, const void* g, void* buffer, const SgdConstants& c, int64_t b, int64_t e) {       \
+    SgdAny<T>(w, g, buffer, c, b, e);                                                                               \
+  }
+INTERLACE_OPTIMIZERS(F64, double)
+INTERLACE_OPTIMIZERS(F32, float)
+INTERLACE_OPTIMIZERS(F16, c10::Half)
+INTERLACE_OPTIMIZERS(BF16, c10::BFloat16)
+#undef INTERLACE_OPTIMIZERS
+
+void CheckFlat(const at::Tensor& w, const at::Tensor& other, const char* name) {
+  TORCH_INTERNAL_ASSERT(other.is_contiguous() && other.numel() == w.numel() && other.scalar_type() == w.scalar_type() && other.device() == w.device(), name, " differs from the weights in size, dtype, device or is not contiguous");
+}
+
+// The gradient a device op is given: it has no factor of its own that leaves the gradient as it is.
+at::Tensor ScaledGrad(const at::Tensor& g, double scale) { return scale == 1.0 ? g : at::mul(g, scale); }
+
+}  // namespace
+
+void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const AdamArgs& a) {
+  const at::Tensor grad = ScaledGrad(g, a.grad_scale);
+  const at::Tensor step = at::full({}, a.t, w.options().dtype(at::kFloat));
+  const auto run = a.decoupled ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
+                               : static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adam_::call);
+  run({w}, {grad}, {exp_avg}, {exp_avg_sq}, {}, {step}, a.lr, a.beta1, a.beta2, a.weight_decay, a.eps, /*amsgrad=*/false, a.maximize,
+      {}, {});
+}
+
+void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const AdamArgs& args) {
+  TORCH_INTERNAL_ASSERT(w.is_contiguous(), "weights are not contiguous");
+  CheckFlat(w, g, "gradient");
+  CheckFlat(w, exp_avg, "exp_avg");
+  CheckFlat(w, exp_avg_sq, "exp_avg_sq");
+  if (w.numel() == 0) return;
+  if (!w.device().is_cpu()) return AdamStepAten(w, g, exp_avg, exp_avg_sq, args);
+  const AdamConstants constants = ConstantsOf(args);
+  void (*step)(void*, const void*, void*, void*, const AdamConstants&, int64_t, int64_t) = nullptr;
+  switch (w.scalar_type()) {
+    case at::kDouble: step = &AdamF64; break;
+    case at::kFloat: step = &AdamF32; break;
+    case at::kHalf: step = &AdamF16; break;
+    case at::kBFloat16: step = &AdamBF16; break;
+    default: TORCH_INTERNAL_ASSERT(false, "Adam of ", c10::toString(w.scalar_type()));
+  }
+  void *const weight = w.mutable_data_ptr(), *const mean = exp_avg.mutable_data_ptr(), *const square = exp_avg_sq.mutable_data_ptr();
+  const void* const grad = g.const_data_ptr();
+  at::parallel_for(0, w.numel(), kGrain,
+                   [&](int64_t begin, int64_t end) { step(weight, grad, mean, square, constants, begin, end); });
+}
+
+void SgdStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& a) {
+  const at::Tensor grad = ScaledGrad(g, a.grad_scale);
+  std::vector<at::Tensor> buffers;
+  if (momentum.defined()) buffers.push_back(momentum);
+  at::_fused_sgd_({w}, {grad}, buffers, a.weight_decay, momentum.defined() ? a.momentum : 0.0, a.lr, a.dampening, a.nesterov,
+                  a.maximize, /*is_first_step=*/a.t <= 1);
+}
+
+void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args) {
+  TORCH_INTERNAL_ASSERT(w.is_contiguous(), "weights are not contiguous");
+  CheckFlat(w, g, "gradient");
+  if (momentum.defined()) CheckFlat(w, momentum, "momentum buffer");
+  if (w.numel() == 0) return;
+  if (!w.device().is_cpu()) return SgdStepAten(w, g, momentum, args);
+  const SgdConstants constants{.grad_scale = args.maximize ? -args.grad_scale : args.grad_scale,
+                               .weight_decay = args.weight_decay,
+                               .momentum = args.momentum,
+                               .undamped = 1 - args.dampening,
+                               .minus_lr = -args.lr,
+                               .first = args.t <= 1,
+                               .nesterov = args.nesterov};
+  void (*step)(void*, const void*, void*, const SgdConstants&, int64_t, int64_t) = nullptr;
+  switch (w.scalar_type()) {
+    case at::kDouble: step = &SgdF64; break;
+    case at::kFloat: step = &SgdF32; break;
+    case at::kHalf: step = &SgdF16; break;
+    case at::kBFloat16: step = &SgdBF16; break;
+    default: TORCH_INTERNAL_ASSERT(false, "SGD of ", c10::toString(w.scalar_type()));
+  }
+  void* const weight = w.mutable_data_ptr();
+  void* const buffer = momentum.defined() ? momentum.mutable_data_ptr() : nullptr;
+  const void* const grad = g.const_data_ptr();
+  at::parallel_for(0, w.numel(), kGrain, [&](int64_t begin, int64_t end) { step(weight, grad, buffer, constants, begin, end); });
+}
+
+}  // namespace interlace
