@@ -1,4 +1,4 @@
-"""The settings of a training run: checked before anything starts, saved beside the checkpoint, taken up again by --resume."""
+"""The settings of a training run: checked before anything starts, saved with the checkpoint, taken up by --resume."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 from interlace.config import STRATEGIES, did_you_mean
 from interlace.data.dataset import nearest
-from interlace.data.tokens import write_atomically
 from interlace.errors import InterlaceError
 
-RUN_FILE = "train.json"  # in the folder of a saved run
+RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
 TOKENIZER_FILE = "tokenizer.json"
 DTYPES = ("fp32", "bf16", "fp64")
 FORMAT = 1
@@ -97,14 +96,14 @@ KEPT_ON_RESUME = (
 
 @dataclasses.dataclass
 class RunRecord:
-    """What is saved beside a checkpoint so that the run can go on: `step` steps are done, the next batch is number `step`."""
+    """What is saved with a checkpoint so that the run can go on: `step` steps are done, the next is number `step`."""
 
     step: int
     data_digest: str
     settings: dict[str, Any]
 
-    def save(self, folder: Path) -> None:
-        write_atomically(folder / RUN_FILE, (json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n").encode())
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
@@ -112,14 +111,15 @@ class RunRecord:
         try:
             data = json.loads(file.read_text())
             if data["format"] > FORMAT:
-                raise SettingError(f"{file} was written by a newer interlace (format {data['format']}, this reads {FORMAT})")
+                newer = f"format {data['format']}, this one reads {FORMAT}"
+                raise SettingError(f"{file} was written by a newer version ({newer}); update interlace")
             record = cls(int(data["step"]), str(data["data_digest"]), dict(data["settings"]))
         except FileNotFoundError:
             raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
         except OSError as error:
             raise SettingError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettingError(f"{file} is damaged ({error}): it is JSON that `interlace train --save` writes") from None
+            raise SettingError(f"{file} is cut off or was edited ({type(error).__name__}: {error})") from None
         return record
 
 
@@ -136,7 +136,8 @@ def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettin
     if settings.save is None:
         settings.save = settings.resume
     if record.step >= settings.steps:
-        raise SettingError(f"the run in {settings.resume} has made {record.step} of {settings.steps} steps: give more --steps")
+        done = f"{record.step} of {settings.steps} steps"
+        raise SettingError(f"the run in {settings.resume} has made {done}: give more with --steps")
     return settings, record
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from interlace.cli.console import Work
-from interlace.cli.program_file import writable_folder
+from interlace.cli.program_file import FileError, writable_folder
 from interlace.cli.settings import TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_resumed
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
@@ -17,7 +19,7 @@ from interlace.launch import is_rank, run_ranks
 
 HELP = """Train a language model on text, on one or more ranks.
 
-Starts the ranks itself; under torchrun it is one of them. Without --text it reads the Python standard library's sources.
+Starts the ranks itself; under torchrun it is one of them. Without --text it reads the standard library's sources.
 
 [bold]Examples[/bold]
 
@@ -127,20 +129,22 @@ def prepare_text(
     if settings.resume:
         tokenizer = Tokenizer.load(Path(settings.resume) / TOKENIZER_FILE)
     tokens = prepare_tokens(
-        find_text(settings.text), cache_folder(settings), settings.tokenizer, settings.vocab, tokenizer, progress
+        find_text(settings.text), cache_folder(), settings.tokenizer, settings.vocab, tokenizer, progress
     )
     if record is not None and not other_text and tokens.digest != record.data_digest:
         where = settings.text or "the standard library"
         raise SettingError(
-            f"the text has changed since {settings.resume} was saved ({where}): put the old text back, or name one with --text"
+            f"the text has changed since {settings.resume} was saved ({where}): "
+            "put the old text back, or name one with --text"
         )
     return tokens
 
 
-def cache_folder(settings: TrainSettings) -> Path:
-    """Tokens live beside the run, or in the user's cache when nothing is saved."""
-    if settings.save:
-        return Path(settings.save) / "data"
-    from os import environ
-
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interlace"
+def cache_folder() -> Path:
+    """Where token files are kept from run to run: the user's cache, or the temporary folder where that is closed."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(home) / "interlace"
+    try:
+        return writable_folder(folder)
+    except FileError:
+        return Path(tempfile.gettempdir()) / f"interlace-{os.getuid()}"

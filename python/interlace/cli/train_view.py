@@ -1,4 +1,4 @@
-"""What rank 0 shows of a training run: a bar on a terminal, lines `step N loss X` elsewhere, and the summary at the end."""
+"""What rank 0 shows of a training run: a bar on a terminal, lines `step N loss X` elsewhere, then a summary."""
 
 from __future__ import annotations
 
