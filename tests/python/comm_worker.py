@@ -1,0 +1,312 @@
+"""One rank of a collectives test: `python comm_worker.py SCENARIO RANK SIZE FOLDER`. Writes FOLDER/RANK.json when it is done.
+
+The tests in test_comm.py start the ranks as processes of their own, because some scenarios kill or stop one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from interlace._runtime import testing
+
+
+class Ranks:
+    """This rank's groups and the data of all ranks (made from seeds, so that each rank knows what the others send)."""
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
+        timeout = timedelta(seconds=60)
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        self.groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(3)]
+
+    def comm(self, timeout_s: float = 30.0, backend: str = "gloo") -> testing.Comm:
+        up, down, native = (group.group_name for group in self.groups)
+        return testing.Comm("dp", self.rank, self.size, backend, timeout_s, up, down, native)
+
+    def data(self, rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        if dtype.is_floating_point:
+            return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        return torch.randint(low, high, (numel,), generator=generator, dtype=dtype)
+
+    def rank_order_sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """((p0 + p1) + p2) + ...; 16-bit floats in float32, rounded once."""
+        wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
+        total = parts[0].to(wide)
+        for part in parts[1:]:
+            total = total + part.to(wide)
+        return total.to(parts[0].dtype)
+
+
+SIZES = (0, 1, 31, 32, 1000, 65_537)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.numel() else tensor
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+    return ours.dtype == expected.dtype and torch.equal(bits(ours), bits(expected))
+
+
+def check_gathers(ranks: Ranks) -> None:
+    comm = ranks.comm()
+    for dtype in DTYPES:
+        for numel in SIZES:
+            parts = [ranks.data(r, numel, dtype) for r in range(ranks.size)]
+            shard, full = parts[ranks.rank].clone(), torch.zeros(numel * ranks.size, dtype=dtype)
+            comm.wait(comm.start_gather([shard], [full], "gather u0"))
+            assert same(full, torch.cat(parts)), (dtype, numel)
+            # The shard already lies at its own place.
+            full = torch.zeros(numel * ranks.size, dtype=dtype)
+            own = full[ranks.rank * numel : (ranks.rank + 1) * numel]
+            own.copy_(shard)
+            comm.wait(comm.start_gather([own], [full], "gather u0"))
+            assert same(full, torch.cat(parts)), (dtype, numel, "in place")
+
+
+def check_reduces(ranks: Ranks) -> None:
+    comm = ranks.comm()
+    for dtype in DTYPES:
+        for numel in SIZES:
+            flats = [ranks.data(r, numel * ranks.size, dtype) for r in range(ranks.size)]
+            own = slice(ranks.rank * numel, (ranks.rank + 1) * numel)
+            expected = ranks.rank_order_sum([flat[own] for flat in flats])
+            flat, shard = flats[ranks.rank].clone(), torch.zeros(numel, dtype=dtype)
+            comm.wait(comm.start_reduce([flat], [shard], "reduce u0"))
+            assert same(shard, expected), (dtype, numel)
+            assert same(flat, flats[ranks.rank]), "the source changed"
+            # The result is the own part of the source.
+            comm.wait(comm.start_reduce([flat], [flat[own]], "reduce u0"))
+            assert same(flat[own], expected), (dtype, numel, "in place")
+
+
+def check_all_reduces(ranks: Ranks) -> None:
+    comm = ranks.comm()
+    for dtype in (torch.int64, torch.float32, torch.float64):
+        for numel in (0, 1, 68):
+            values = [ranks.data(r, numel, dtype) for r in range(ranks.size)]
+            value = values[ranks.rank].clone()
+            comm.wait(comm.start_all_reduce(value, "all-reduce norm"))
+            assert same(value, ranks.rank_order_sum(values)), (dtype, numel)
+    scalar = torch.tensor(float(ranks.rank))
+    comm.wait(comm.start_all_reduce(scalar, "all-reduce loss"))
+    assert scalar.item() == sum(range(ranks.size))
+
+
+def check_buckets(ranks: Ranks) -> None:
+    """Several tensors in one call give the bits of one call each; sizes and dtypes may differ within a call."""
+    comm = ranks.comm()
+    numels = (5, 0, 4096, 33)
+    flats = [ranks.data(ranks.rank, n * ranks.size, torch.float32, seed=n) for n in numels]
+    alone = [torch.zeros(n) for n in numels]
+    for flat, shard in zip(flats, alone, strict=True):
+        comm.wait(comm.start_reduce([flat], [shard], "reduce"))
+    together = [torch.zeros(n) for n in numels]
+    comm.wait(comm.start_reduce(flats, together, "reduce u0 u1 u2 u3"))
+    assert all(same(a, b) for a, b in zip(alone, together, strict=True))
+    shards = [ranks.data(ranks.rank, 7, torch.float32), ranks.data(ranks.rank, 9, torch.int64)]
+    fulls = [torch.zeros(7 * ranks.size), torch.zeros(9 * ranks.size, dtype=torch.int64)]
+    comm.wait(comm.start_gather(shards, fulls, "gather u0 u1"))
+    assert same(fulls[0], torch.cat([ranks.data(r, 7, torch.float32) for r in range(ranks.size)]))
+    assert same(fulls[1], torch.cat([ranks.data(r, 9, torch.int64) for r in range(ranks.size)]))
+
+
+def check_many_in_flight(ranks: Ranks) -> None:
+    """Forty operations under way at once on two Comms of the same groups, waited for in an order that differs between ranks."""
+    comms = [ranks.comm(), ranks.comm()]
+    order = torch.Generator().manual_seed(ranks.rank)
+    for round_number in range(4):
+        open_ops: list[tuple[int, int, Callable[[], bool]]] = []
+        for number in range(40):
+            which, numel, seed = number % 2, 1 + 997 * number % 20_011, 100 * round_number + number
+            if number % 3:
+                parts = [ranks.data(r, numel, torch.float32, seed) for r in range(ranks.size)]
+                full = torch.zeros(numel * ranks.size)
+                ticket = comms[which].start_gather([parts[ranks.rank]], [full], f"gather {number}")
+                open_ops.append((which, ticket, lambda full=full, parts=parts: same(full, torch.cat(parts))))
+            else:
+                flats = [ranks.data(r, numel * ranks.size, torch.float32, seed) for r in range(ranks.size)]
+                own = slice(ranks.rank * numel, (ranks.rank + 1) * numel)
+                shard = torch.zeros(numel)
+                ticket = comms[which].start_reduce([flats[ranks.rank]], [shard], f"reduce {number}")
+                expected = ranks.rank_order_sum([flat[own] for flat in flats])
+                open_ops.append((which, ticket, lambda shard=shard, expected=expected: same(shard, expected)))
+        for index in torch.randperm(len(open_ops), generator=order).tolist():
+            which, ticket, right = open_ops[index]
+            comms[which].wait(ticket)
+            assert right(), index
+
+
+def check_stats(ranks: Ranks) -> None:
+    comm = ranks.comm()
+    peers, numel = ranks.size - 1, 4096
+    flat, shard, full = torch.ones(numel * ranks.size), torch.zeros(numel), torch.zeros(numel * ranks.size)
+    for _ in range(5):
+        comm.wait(comm.start_reduce([flat], [shard], "reduce"))
+        comm.wait(comm.start_gather([shard], [full], "gather"))
+    stats = comm.stats()
+    assert stats["calls"] == 10
+    assert stats["bytes_sent"] == stats["bytes_received"] == 10 * peers * numel * 4
+    # One receive buffer, used again and again; gathers need none.
+    assert stats["receive_buffer_peak_bytes"] == peers * numel * 4
+    tickets = [comm.start_reduce([flat], [torch.zeros(numel)], "reduce") for _ in range(3)]
+    for ticket in tickets:
+        comm.wait(ticket)
+    assert comm.stats()["receive_buffer_peak_bytes"] == 3 * peers * numel * 4
+
+
+def check_dropped(ranks: Ranks) -> None:
+    """A Comm that goes while transfers are under way finishes them; the next one on the same groups is not disturbed."""
+    comm = ranks.comm()
+    keep = [torch.ones(50_000), torch.zeros(50_000 * ranks.size)]
+    comm.start_gather([keep[0]], [keep[1]], "gather")
+    del comm
+    assert torch.equal(keep[1], torch.ones(50_000 * ranks.size))
+    check_all_reduces(ranks)
+
+
+def check_native(ranks: Ranks) -> None:
+    comm = ranks.comm(backend="native")
+    numel = 1000
+    parts = [ranks.data(r, numel, torch.float32) for r in range(ranks.size)]
+    full = torch.zeros(numel * ranks.size)
+    ticket = comm.start_gather([parts[ranks.rank]], [full], "gather")
+    flats = [ranks.data(r, numel * ranks.size, torch.float64) for r in range(ranks.size)]
+    own = slice(ranks.rank * numel, (ranks.rank + 1) * numel)
+    shard = torch.zeros(numel, dtype=torch.float64)
+    second = comm.start_reduce([flats[ranks.rank]], [shard], "reduce")
+    value = torch.full((3,), ranks.rank, dtype=torch.int64)
+    third = comm.start_all_reduce(value, "all-reduce")
+    for open_ticket in (ticket, second, third):
+        comm.wait(open_ticket)
+    assert same(full, torch.cat(parts))
+    torch.testing.assert_close(shard, sum(flat[own] for flat in flats))
+    assert value.tolist() == [sum(range(ranks.size))] * 3
+    assert comm.stats()["calls"] == 3
+
+
+def message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def check_misuse(ranks: Ranks) -> None:
+    comm = ranks.comm()
+    size = ranks.size
+    assert message(lambda: comm.start_gather([torch.zeros(4)], [torch.zeros(4 * size + 1)], "gather u7")) == (
+        f"gather u7 on axis dp, tensor 0: the full buffer has {4 * size + 1} elements, the shard 4 and the axis {size} ranks"
+    )
+    assert "must be contiguous" in message(lambda: comm.start_all_reduce(torch.zeros(4, 4).t(), "x"))
+    assert "input is Float on cpu, output is Double on cpu" in message(
+        lambda: comm.start_gather([torch.zeros(4)], [torch.zeros(4 * size, dtype=torch.float64)], "x")
+    )
+    full = torch.zeros(4 * size)
+    wrong = (ranks.rank + 1) % size * 4
+    assert "not at this rank's place" in message(lambda: comm.start_gather([full[wrong : wrong + 4]], [full], "x"))
+    assert "no sum of Bool" in message(lambda: comm.start_all_reduce(torch.zeros(4, dtype=torch.bool), "x"))
+    assert "no sum of ComplexFloat" in message(lambda: comm.start_all_reduce(torch.zeros(4, dtype=torch.complex64), "x"))
+    ticket = comm.start_all_reduce(torch.zeros(4), "x")
+    comm.wait(ticket)
+    assert message(lambda: comm.wait(ticket)) == f"axis dp: no transfer {ticket} is under way (waited for twice?)"
+    up, down, _ = (group.group_name for group in ranks.groups)
+    create = testing.Comm
+    assert 'no gloo process group named "nowhere"' in message(lambda: create("dp", ranks.rank, size, "gloo", 5.0, "nowhere", down))
+    assert "two groups are needed" in message(lambda: create("dp", ranks.rank, size, "gloo", 5.0, up, up))
+    assert f"says rank {ranks.rank} of {size}, the axis says" in message(
+        lambda: create("dp", ranks.rank, size + 1, "gloo", 5.0, up, down)
+    )
+    assert "positive number of seconds" in message(lambda: create("dp", ranks.rank, size, "gloo", 0.0, up, down))
+    assert 'backend "mpi" is not supported' in message(lambda: create("dp", ranks.rank, size, "mpi", 5.0))
+
+
+def everything(ranks: Ranks) -> dict[str, object]:
+    for check in (
+        check_gathers, check_reduces, check_all_reduces, check_buckets, check_many_in_flight, check_stats, check_dropped,
+        check_native, check_misuse,
+    ):  # fmt: skip
+        check(ranks)
+    return {"ok": True}
+
+
+def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Callable[[], None]) -> dict[str, object]:
+    """Steps of gathers and reduces with some overlap; at step `at` the culprit does `stop`. Reports this rank's error."""
+    comm = ranks.comm(timeout_s)
+    shards = [torch.ones(20_000) for _ in range(4)]
+    fulls = [torch.zeros(20_000 * ranks.size) for _ in range(4)]
+    begin = 0.0
+    try:
+        for step in range(1000):
+            begin = time.monotonic()
+            gathers = [comm.start_gather([s], [f], f"gather u{i}") for i, (s, f) in enumerate(zip(shards, fulls, strict=True))]
+            for ticket in gathers[:2]:
+                comm.wait(ticket)
+            if step == at and ranks.rank == culprit:
+                stop()
+            time.sleep(0.01 * (ranks.rank + step) % 0.03)  # ranks drift apart, so some wait for survivors
+            for ticket in gathers[2:]:
+                comm.wait(ticket)
+            for i, (s, f) in enumerate(zip(shards, fulls, strict=True)):
+                comm.wait(comm.start_reduce([f], [s], f"reduce u{i}"))
+                s.mul_(1 / ranks.size)
+        raise AssertionError("no error in 1000 steps")
+    except RuntimeError as error:
+        seconds = time.monotonic() - begin
+        again = [
+            message(lambda: comm.start_gather(shards[:1], fulls[:1], "later")),
+            message(lambda: comm.wait(gathers[-1])),
+            message(lambda: ranks.comm().start_all_reduce(torch.zeros(1), "later")),
+        ]
+        return {"error": str(error), "seconds": seconds, "same_again": all(text == str(error) for text in again)}
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave() -> None:
+    os._exit(0)
+
+
+SCENARIOS: dict[str, Callable[[Ranks], dict[str, object]]] = {
+    "everything": everything,
+    "kill": lambda ranks: train_until(ranks, 20.0, 5, ranks.size - 1, kill_self),
+    "kill0": lambda ranks: train_until(ranks, 20.0, 5, 0, kill_self),
+    "exit": lambda ranks: train_until(ranks, 20.0, 5, 1, leave),
+    "stop": lambda ranks: train_until(ranks, 2.0, 5, 1, stop_self),
+}
+
+
+def main() -> None:
+    scenario, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, size, folder)
+    result = SCENARIOS[scenario](ranks)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    # Without the ceremonies of an orderly end: what a rank that met an error does too.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Collectives on real ranks: gloo over the loopback interface, one process a rank (comm_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from interlace._runtime import testing
+
+WORKER = Path(__file__).parent / "comm_worker.py"
+
+
+def run_ranks(scenario: str, size: int, folder: Path, silent: tuple[int, ...] = (), timeout_s: float = 120) -> dict[int, dict]:
+    """Runs a scenario; returns what every rank but the silent ones reported."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    logs = [(folder / f"{rank}.log").open("w+") for rank in range(size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), scenario, str(rank), str(size), str(folder)],
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    try:
+        deadline = time.monotonic() + timeout_s
+        for rank, process in enumerate(processes):
+            if rank not in silent:
+                process.wait(max(1.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:  # the stopped ones too
+            process.kill()
+            process.wait()
+        texts = []
+        for log in logs:
+            log.seek(0)
+            texts.append(log.read())
+            log.close()
+    results = {}
+    for rank in range(size):
+        if rank in silent:
+            continue
+        report = folder / f"{rank}.json"
+        assert report.exists(), f"rank {rank} did not finish:\n{texts[rank]}"
+        results[rank] = json.loads(report.read_text())
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bits_aliases_order_and_misuse(size: int, tmp_path: Path) -> None:
+    results = run_ranks("everything", size, tmp_path)
+    assert [result["ok"] for result in results.values()] == [True] * size
+
+
+@pytest.mark.parametrize(("scenario", "size", "culprit"), [("kill", 2, 1), ("kill", 4, 3), ("kill0", 3, 0), ("exit", 3, 1)])
+def test_a_lost_rank_is_named(scenario: str, size: int, culprit: int, tmp_path: Path) -> None:
+    for rank, result in run_ranks(scenario, size, tmp_path, silent=(culprit,)).items():
+        text = result["error"]
+        assert f"on axis dp: rank {culprit} was lost after" in text, (rank, text)
+        assert text.startswith(("gather u", "reduce u")), (rank, text)
+        assert "restart all ranks from the last checkpoint" in text
+        assert result["seconds"] < 5, (rank, result)
+        assert result["same_again"], (rank, text)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_stopped_rank_times_out_and_is_named(size: int, tmp_path: Path) -> None:
+    for rank, result in run_ranks("stop", size, tmp_path, silent=(1,)).items():
+        text = result["error"]
+        assert "on axis dp: rank 1 did not answer for 2.0" in text, (rank, text)
+        assert "timed out" in text and "was lost" not in text, (rank, text)
+        assert 1.5 < result["seconds"] < 6, (rank, result)
+        assert result["same_again"], (rank, text)
+
+
+def test_one_rank_copies_or_does_nothing() -> None:
+    comm = testing.Comm("dp", 0, 1, "none", 5.0)
+    shard, full = torch.arange(5.0), torch.zeros(5)
+    comm.wait(comm.start_gather([shard], [full], "gather"))
+    assert torch.equal(full, shard)
+    result = torch.zeros(5)
+    comm.wait(comm.start_reduce([full], [result], "reduce"))
+    assert torch.equal(result, shard)
+    comm.wait(comm.start_reduce([full], [full], "reduce in place"))
+    ticket = comm.start_all_reduce(full, "all-reduce")
+    comm.wait(ticket)
+    assert torch.equal(full, shard)
+    with pytest.raises(RuntimeError, match="waited for twice"):
+        comm.wait(ticket)
+    assert comm.stats() == {"bytes_sent": 0, "bytes_received": 0, "receive_buffer_peak_bytes": 0, "calls": 4}
+    with pytest.raises(RuntimeError, match="rank 1 of 1 is not a rank"):
+        testing.Comm("dp", 1, 1, "none", 5.0)
