@@ -1,0 +1,287 @@
+#include "passes/accumulate.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "ir/op_table.h"
+#include "ir/text.h"
+#include "passes/phase_editor.h"
+
+namespace interlace {
+namespace {
+
+// Where the gradients of a unit are put together: its flat buffer or, with one rank, its state `grad`.
+struct Landing {
+  UnitId unit = kNone;
+  ValueId full_grad = kNone;            // reduce_last: the state that replaces the flat buffer
+  std::vector<ValueId> contributions;   // values that ops place there
+};
+
+struct Plan {
+  bool reduce_last = false;
+  std::unordered_map<ValueId, Landing> landings;  // by root
+  std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
+};
+
+enum class Variant { kFirst, kMiddle, kLast };
+
+bool IsCollective(const Op& op) {
+  return op.name == "gather.start" || op.name == "gather.wait" || op.name == "reduce.start" || op.name == "reduce.wait";
+}
+
+// Writes one variant of the micro-batch phase: clones ops and values, and changes what concerns gradients.
+class VariantWriter {
+ public:
+  VariantWriter(Program& program, const Plan& plan, Variant variant, int32_t old_values)
+      : program_(program), plan_(plan), variant_(variant), new_(old_values, kNone) {}
+
+  Result<Phase> Write(const Phase& from, std::string name) {
+    phase_.name = std::move(name);
+    for (ValueId id : from.takes) {
+      INTERLACE_TRY(CloneValue(id, kNone, 0));
+      phase_.takes.push_back(new_[id]);
+    }
+    for (OpId id : from.ops) INTERLACE_TRY(WriteOp(program_.op(id)));
+    for (ValueId id : from.gives) phase_.gives.push_back(Map(id));
+    return std::move(phase_);
+  }
+
+ private:
+  bool Adds() const { return variant_ != Variant::kFirst; }
+  bool Each() const { return !plan_.reduce_last; }
+
+  const Landing* LandingOf(ValueId root) const {
+    auto found = plan_.landings.find(root);
+    return found == plan_.landings.end() ? nullptr : &found->second;
+  }
+  // Whether the gradients that land in `landing` are added one by one here (a flat buffer under reduce_each is reduced first).
+  bool AddsInto(const Landing* landing, ValueId root) const {
+    return landing != nullptr && Adds() && (plan_.reduce_last || plan_.grad_state.count(root) > 0);
+  }
+
+  ValueId Map(ValueId id) const { return id == kNone || new_[id] == kNone ? id : new_[id]; }
+
+  Status WriteOp(const Op& op) {
+    if (op.name == "grad.begin" && plan_.reduce_last) {
+      new_[op.results[0]] = LandingOf(op.results[0])->full_grad;
+      return Ok{};
+    }
+    if (op.name == "release") return WriteRelease(op);
+    if (IsCollective(op)) {
+      if (!Runs(op)) return Ok{};
+      INTERLACE_TRY(Clone(op));
+      if (op.name == "reduce.wait" && Each() && Adds()) {
+        ForEachOperand(op, [&](ValueId part) {
+          const Value& value = program_.value(part);
+          if (plan_.grad_state.count(value.root) > 0) new_[part] = AddInto(value, value.root, value.offset, new_[part], op);
+        });
+      }
+      return Ok{};
+    }
+    // A copy into the buffer: its operand can be added as it is.
+    ValueId only = op.results.size() == 1 ? op.results[0] : kNone;
+    if (op.name == "copy" && only != kNone && program_.value(only).placed) {
+      const Value& value = program_.value(only);
+      if (AddsInto(LandingOf(value.root), value.root)) {
+        new_[only] = AddInto(value, Target(value.root), value.offset, Map(op.args[0].value), op);
+        return Ok{};
+      }
+    }
+    return Clone(op);
+  }
+
+  // Under reduce_last only the last micro-batch communicates; a summed gradient is gathered in the last one only.
+  bool Runs(const Op& op) const {
+    if (variant_ == Variant::kLast) return true;
+    bool runs = true;
+    auto check = [&](ValueId id) {
+      bool of_gradient = plan_.grad_state.count(program_.RootOf(id)) > 0;
+      if (of_gradient && (plan_.reduce_last || op.name.starts_with("gather."))) runs = false;
+    };
+    for (ValueId id : op.results) check(id);
+    ForEachOperand(op, check);
+    return runs;
+  }
+
+  Status WriteRelease(const Op& op) {
+    std::vector<Arg> kept;
+    for (const Arg& arg : op.args) {
+      if (!plan_.reduce_last || LandingOf(arg.value) == nullptr) kept.push_back(arg);
+    }
+    if (kept.empty()) return Ok{};
+    INTERLACE_TRY(Clone(op));
+    Op& release = program_.op(phase_.ops.back());
+    for (Arg& arg : kept) arg.value = Map(arg.value);
+    release.args = std::move(kept);
+    return Ok{};
+  }
+
+  // The state that gradients landing in `root` are added to.
+  ValueId Target(ValueId root) const {
+    const Landing* landing = LandingOf(root);
+    return plan_.reduce_last && landing->full_grad != kNone ? landing->full_grad : root;
+  }
+
+  // Adds `source` to the part of the state that `place` describes; returns that part.
+  ValueId AddInto(const Value& place, ValueId state, Dim offset, ValueId source, const Op& tags) {
+    const Type type = place.type;
+    ValueId part = state;
+    if (!(offset == Dim(0)) || !(type == program_.value(state).type)) {
+      Op& view = NewOp("view", tags);
+      view.args = {Arg::Of(state)};
+      part = program_.AddView(view, type, state, offset);
+    }
+    Op& add = NewOp("aten.add_.Tensor", tags);
+    add.args = {Arg::Of(part), Arg::Of(source)};
+    add.writes = {part};
+    program_.AddView(add, type, state, offset);
+    return part;
+  }
+
+  Op& NewOp(std::string name, const Op& tags) {
+    Op& op = program_.AddOp(std::move(name));
+    CopyTags(tags, op);
+    phase_.ops.push_back(op.id);
+    return op;
+  }
+
+  Status Clone(const Op& op) {
+    Op& out = program_.AddOp(op.name);
+    OpId id = out.id;
+    out = op;
+    out.id = id;
+    for (size_t i = 0; i < op.results.size(); ++i) {
+      if (op.results[i] == kNone) continue;
+      INTERLACE_TRY(CloneValue(op.results[i], id, static_cast<int32_t>(i)));
+      out.results[i] = new_[op.results[i]];
+    }
+    ForEachOperand(out, [&](ValueId& v) { v = Map(v); });
+    for (ValueId& v : out.writes) v = Map(v);
+    if (op.name == "view" && LandingOf(op.args[0].value) != nullptr) out.args = {Arg::Of(program_.RootOf(out.results[0]))};
+    phase_.ops.push_back(id);
+    for (ValueId result : op.results) {
+      if (result == kNone) continue;
+      const Value& value = program_.value(result);
+      if (value.placed && !IsCollective(op) && AddsInto(LandingOf(value.root), value.root)) {
+        AddInto(value, Target(value.root), value.offset, new_[result], op);
+      }
+    }
+    return Ok{};
+  }
+
+  Status CloneValue(ValueId old, OpId def, int32_t index) {
+    const Value& from = program_.value(old);
+    Value& to = program_.AddValue(from.kind, from.type);
+    new_[old] = to.id;
+    to.def = def;
+    to.result_index = index;
+    if (from.root == old) return Ok{};
+    const Landing* landing = LandingOf(from.root);
+    // What is added to the state afterwards is fresh.
+    if (from.placed && def != kNone) {
+      const Op& op = program_.op(def);
+      if (IsCollective(op) ? IsAddedPart(from, op) : AddsInto(landing, from.root)) return Ok{};
+    }
+    to.root = Map(from.root);
+    to.offset = from.offset;
+    to.placed = from.placed;
+    if (from.placed || !AddsInto(landing, from.root)) return Ok{};
+    // A view of a gradient that has a storage of its own here.
+    for (ValueId id : landing->contributions) {
+      const Value& whole = program_.value(id);
+      int64_t bytes = DTypeBytes(from.type.dtype), whole_bytes = DTypeBytes(whole.type.dtype);
+      if (!from.offset.is_const() || !whole.offset.is_const()) continue;
+      int64_t start = from.offset.value * bytes - whole.offset.value * whole_bytes;
+      Dim count = program_.NumElements(whole.type);
+      if (start < 0 || start >= count.value * whole_bytes || start % bytes != 0 || new_[id] == kNone) continue;
+      to.root = new_[id];
+      to.offset = Dim(start / bytes);
+      return Ok{};
+    }
+    return MakeError("%", old, ": ", PrintType(program_, from.type), " views more than one gradient; accumulate cannot tell which");
+  }
+
+  // A reduced part that goes to the state `grad` in the first micro-batch and is added in the others.
+  bool IsAddedPart(const Value& value, const Op& op) const {
+    return op.name == "reduce.start" && Each() && Adds() && plan_.grad_state.count(value.root) > 0;
+  }
+
+  Program& program_;
+  const Plan& plan_;
+  Variant variant_;
+  std::vector<ValueId> new_;  // by old value
+  Phase phase_;
+};
+
+Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
+  Plan plan;
+  plan.reduce_last = reduce_last;
+  for (const State& state : program.states) {
+    if (state.role == "grad") plan.grad_state[state.value] = state.unit;
+  }
+  std::vector<UnitId> with_full_grad;
+  for (OpId id : phase.ops) {
+    const Op& op = program.op(id);
+    if (op.name == "grad.begin") plan.landings[op.results[0]].unit = op.units[0];
+    if (IsCollective(op)) continue;
+    for (ValueId result : op.results) {
+      if (result == kNone || !program.value(result).placed) continue;
+      ValueId root = program.RootOf(result);
+      auto state = plan.grad_state.find(root);
+      if (state != plan.grad_state.end()) plan.landings[root].unit = state->second;
+      auto landing = plan.landings.find(root);
+      if (landing != plan.landings.end()) landing->second.contributions.push_back(result);
+    }
+  }
+  if (!reduce_last) return plan;
+  std::vector<std::pair<UnitId, Landing*>> flats;
+  for (auto& [root, landing] : plan.landings) {
+    if (plan.grad_state.count(root) == 0) flats.emplace_back(landing.unit, &landing);
+  }
+  std::sort(flats.begin(), flats.end());
+  for (auto& [id, landing] : flats) {
+    const Unit& unit = program.units[id];
+    landing->full_grad = program.AddState(id, "full_grad", FlatType(unit.dtype, unit.numel), /*persistent=*/false);
+  }
+  return plan;
+}
+
+}  // namespace
+
+Result<bool> Accumulate(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(int64_t steps, options.Int("steps", std::nullopt, 1));
+  INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"reduce_each", "reduce_last"}));
+  if (program.level == Level::kCaptured) {
+    return MakeError("the program has no units; run shard, replicate or zero1 before accumulate");
+  }
+  if (program.accumulation != 1) {
+    return MakeError("the program accumulates ", program.accumulation, " micro-batches already; run accumulate once");
+  }
+  if (program.FindPhase("update") != nullptr) {
+    return MakeError("run accumulate before update, whose mean depends on the number of micro-batches");
+  }
+  const Phase* found = program.FindPhase("micro_batch");
+  if (found == nullptr) return MakeError("the program has no phase micro_batch");
+  if (steps == 1) {
+    bool changed = program.accumulate_mode != mode;
+    program.accumulate_mode = mode;
+    return changed;
+  }
+  const Phase phase = *found;
+  Plan plan = MakePlan(program, phase, mode == "reduce_last");
+  int32_t old_values = program.num_values();
+  std::vector<Phase> variants;
+  for (auto [variant, name] : {std::pair{Variant::kFirst, "micro_batch.first"}, std::pair{Variant::kMiddle, "micro_batch.middle"},
+                               std::pair{Variant::kLast, "micro_batch.last"}}) {
+    if (variant == Variant::kMiddle && steps == 2) continue;
+    INTERLACE_ASSIGN(Phase written, VariantWriter(program, plan, variant, old_values).Write(phase, name));
+    variants.push_back(std::move(written));
+  }
+  std::erase_if(program.phases, [](const Phase& p) { return p.name == "micro_batch"; });
+  program.phases.insert(program.phases.begin(), std::make_move_iterator(variants.begin()), std::make_move_iterator(variants.end()));
+  program.accumulation = steps;
+  program.accumulate_mode = mode;
+  return true;
+}
+
+}  // namespace interlace

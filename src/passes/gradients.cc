@@ -1,0 +1,249 @@
+// PlaceGradients: finds for each gradient whether the op that makes it can write it into the flat buffer, else adds a copy,
+// and issues the reductions in the order in which gradients become complete.
+#include <algorithm>
+#include <numeric>
+
+#include "ir/op_table.h"
+#include "passes/sharding.h"
+
+namespace interlace {
+namespace {
+
+struct Gradient {
+  int32_t param = -1;     // index in Program::params
+  int32_t marker = -1;    // index of the grad op
+  int32_t done = -1;      // the gradient is complete after this op
+  int32_t last_use = -1;  // of the flat buffer, by ops of the old list
+  ValueId owner = kNone;  // the value to place: the gradient itself or what it is a plain reshape of; kNone: copy
+  ValueId state = kNone;  // the unit's state `grad`
+  ValueId flat = kNone;   // where it goes: the flat buffer or, with one rank, the state
+};
+
+// Equal sizes and equal steps through memory (the stride of a dimension of size 1 is never taken).
+bool SameGeometry(const Type& a, const Type& b) {
+  if (a.dtype != b.dtype || a.sizes != b.sizes) return false;
+  for (size_t i = 0; i < a.sizes.size(); ++i) {
+    if (!(a.sizes[i] == Dim(1)) && !(a.strides[i] == b.strides[i])) return false;
+  }
+  return true;
+}
+
+class Placer {
+ public:
+  Placer(Program& program, PhaseEditor& edit, const PhaseFacts& facts, const ShardingOptions& options, bool whole)
+      : program_(program), edit_(edit), facts_(facts), options_(options), whole_(whole && options.ranks > 1) {}
+
+  void Run() {
+    Find();
+    for (Gradient& gradient : gradients_) Land(gradient);
+    MoveViews();
+    if (options_.ranks > 1) Reduce();
+  }
+
+ private:
+  void Find() {
+    std::vector<int32_t> param_index = ParamIndex(program_);
+    for (int32_t i = 0; i < edit_.size(); ++i) {
+      const Op& op = edit_.op(i);
+      if (op.name != "grad") continue;
+      edit_.Remove(i);
+      Gradient gradient;
+      gradient.param = param_index[op.args[0].value];
+      gradient.marker = i;
+      ValueId value = op.args[1].value, root = program_.RootOf(value);
+      bool made_here = root < static_cast<ValueId>(facts_.def.size()) && facts_.def[root] >= 0;
+      gradient.done = made_here ? facts_.def[root] : i;
+      if (made_here) {
+        for (int32_t write : facts_.writes[root]) {
+          if (write < i) gradient.done = std::max(gradient.done, write);
+        }
+        if (facts_.def[value] > gradient.done) gradient.done = facts_.def[value];
+        if (CanPlace(gradient, value, root)) {
+          gradient.owner = root;
+          gradient.done = facts_.def[root];
+          claimed_.resize(program_.num_values(), 0);
+          claimed_[root] = 1;
+        }
+      }
+      gradients_.push_back(gradient);
+    }
+    std::stable_sort(gradients_.begin(), gradients_.end(), [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
+  }
+
+  // The op that defines the root can write into the flat buffer when nothing else decides where the root's storage is, and the
+  // gradient has the elements of that storage in the parameter's order.
+  bool CanPlace(const Gradient& gradient, ValueId value, ValueId root) {
+    const Value& owner = program_.value(root);
+    const Value& param = program_.value(program_.params[gradient.param].value);
+    const Op& op = edit_.op(facts_.def[root]);
+    if (IsOwnOp(op.name) && op.name != "copy") return false;
+    if (!facts_.writes[root].empty() || facts_.leaves[root]) return false;
+    if (root < static_cast<ValueId>(claimed_.size()) && claimed_[root]) return false;
+    if (!SameGeometry(program_.value(value).type, param.type)) return false;
+    if (value == root) return true;
+    // A reshape such as [1, n] to [n]: both contiguous, the whole storage.
+    const Value& view = program_.value(value);
+    return view.type.dtype == owner.type.dtype && view.offset == Dim(0) && program_.IsContiguous(view.type) &&
+           program_.IsContiguous(owner.type) && program_.NumElements(view.type) == program_.NumElements(owner.type);
+  }
+
+  const Param& ParamOf(const Gradient& gradient) const { return program_.params[gradient.param]; }
+  const Unit& UnitOf(const Gradient& gradient) const { return program_.units[ParamOf(gradient).unit]; }
+
+  Op& NewOp(std::string name, const Op& tags, UnitId unit) {
+    Op& op = program_.AddOp(std::move(name));
+    CopyTags(tags, op);
+    if (unit != kNone) op.units = {unit};
+    return op;
+  }
+
+  // Adds the state and the flat buffer, and makes the gradient land there.
+  void Land(Gradient& gradient) {
+    const Param& param = ParamOf(gradient);
+    const Unit& unit = UnitOf(gradient);
+    const Op& at = edit_.op(gradient.done);
+    ValueId value = edit_.op(gradient.marker).args[1].value;
+    // The value lies outside the phase, or in a gathered buffer that ends with the marker.
+    bool outside = gradient.owner == kNone && gradient.done == gradient.marker;
+    auto insert = [&](OpId op) {
+      gradient.owner != kNone || outside ? edit_.Before(gradient.done, op) : edit_.After(gradient.done, op);
+    };
+    gradient.state = program_.AddState(unit.id, "grad", FlatType(unit.dtype, whole_ ? unit.numel : unit.shard), false);
+    gradient.flat = gradient.state;
+    if (options_.ranks > 1) {
+      Op& begin = NewOp("grad.begin", at, unit.id);
+      gradient.flat = program_.AddResult(begin, FlatType(unit.dtype, unit.numel));
+      insert(begin.id);
+    }
+    if (gradient.owner != kNone) {
+      Value& owner = program_.value(gradient.owner);
+      owner.root = gradient.flat;
+      owner.offset = param.unit_offset;
+      owner.placed = true;
+      gradient.last_use = gradient.done;
+      for (int32_t use : facts_.uses[gradient.owner]) {
+        if (edit_.op(use).name != "grad") gradient.last_use = std::max(gradient.last_use, use);
+      }
+    } else {
+      Op& copy = NewOp("copy", at, kNone);
+      copy.args.push_back(Arg::Of(value));
+      program_.AddPlaced(copy, program_.value(param.value).type, gradient.flat, Dim(param.unit_offset));
+      insert(copy.id);
+      gradient.last_use = gradient.done;
+    }
+  }
+
+  // Views of a gradient that has moved lie in the flat buffer too.
+  void MoveViews() {
+    std::vector<const Gradient*> moved(program_.num_values(), nullptr);
+    for (const Gradient& gradient : gradients_) {
+      if (gradient.owner != kNone) moved[gradient.owner] = &gradient;
+    }
+    for (ValueId id = 0; id < program_.num_values(); ++id) {
+      if (!program_.HasValue(id)) continue;
+      Value& value = program_.value(id);
+      const Gradient* gradient = moved[value.root];
+      if (gradient == nullptr || id == gradient->owner) continue;
+      value.root = gradient->flat;
+      int64_t offset = OffsetIn(ParamOf(*gradient).unit_offset, UnitOf(*gradient).dtype, value.type.dtype);
+      value.offset = program_.dims.Add(value.offset, Dim(offset));
+    }
+  }
+
+  struct Started {
+    const Gradient* gradient = nullptr;
+    ValueId part = kNone;  // the reduced shard
+  };
+
+  void Reduce() {
+    // A copy for a second parameter may read a buffer that was released by its own last use otherwise.
+    for (Gradient& gradient : gradients_) {
+      if (gradient.owner != kNone) continue;
+      ValueId root = program_.RootOf(edit_.op(gradient.marker).args[1].value);
+      for (Gradient& source : gradients_) {
+        if (source.owner != kNone && source.flat == root) source.last_use = std::max(source.last_use, gradient.done);
+      }
+    }
+    Started pending;
+    ValueId gathering = kNone;
+    for (const Gradient& gradient : gradients_) {
+      auto here = [&](OpId op) { edit_.After(gradient.done, op); };
+      if (pending.gradient != nullptr) FinishReduce(pending, gradient.done, here);
+      Started started = StartReduce(gradient, here);
+      if (pending.gradient != nullptr && whole_) gathering = Gather(pending, gathering, gradient.done, here);
+      pending = started;
+      if (options_.wait_next) continue;
+      FinishReduce(pending, gradient.done, here);
+      if (whole_) gathering = Gather(pending, gathering, gradient.done, here);
+      pending = {};
+    }
+    if (gradients_.empty()) return;
+    int32_t end = edit_.size();
+    auto at_end = [&](OpId op) { edit_.AtEnd(op); };
+    const Op& tags = edit_.op(gradients_.back().done);
+    if (pending.gradient != nullptr) {
+      FinishReduce(pending, end, at_end);
+      if (whole_) gathering = Gather(pending, gathering, gradients_.back().done, at_end);
+    }
+    if (gathering != kNone) WaitGather(gathering, tags, at_end);
+  }
+
+  template <typename F>
+  Started StartReduce(const Gradient& gradient, F&& here) {
+    const Unit& unit = UnitOf(gradient);
+    Op& op = NewOp("reduce.start", edit_.op(gradient.done), unit.id);
+    op.args.push_back(Arg::Of(gradient.flat));
+    Dim own = whole_ ? program_.dims.Mul(Dim(unit.shard), program_.dims.Symbol("rank_" + options_.axis)) : Dim(0);
+    ValueId part = program_.AddPlaced(op, FlatType(unit.dtype, unit.shard), gradient.state, own);
+    here(op.id);
+    return {&gradient, part};
+  }
+
+  // Waits at op `now`; the buffer goes at once or after its last use.
+  template <typename F>
+  void FinishReduce(const Started& started, int32_t now, F&& here) {
+    const Gradient& gradient = *started.gradient;
+    const Op& tags = edit_.op(gradient.done);
+    Op& wait = NewOp("reduce.wait", tags, kNone);
+    wait.args.push_back(Arg::Of(started.part));
+    here(wait.id);
+    Op& release = NewOp("release", tags, kNone);
+    release.args.push_back(Arg::Of(gradient.flat));
+    gradient.last_use <= now ? here(release.id) : edit_.After(gradient.last_use, release.id);
+  }
+
+  // Starts to gather the summed gradient in place, after the gather before it has ended.
+  template <typename F>
+  ValueId Gather(const Started& started, ValueId before, int32_t now, F&& here) {
+    const Unit& unit = UnitOf(*started.gradient);
+    if (before != kNone) WaitGather(before, edit_.op(now), here);
+    Op& op = NewOp("gather.start", edit_.op(started.gradient->done), unit.id);
+    op.args.push_back(Arg::Of(started.part));
+    ValueId full = program_.AddPlaced(op, FlatType(unit.dtype, unit.numel), started.gradient->state, Dim(0));
+    here(op.id);
+    return full;
+  }
+
+  template <typename F>
+  void WaitGather(ValueId full, const Op& tags, F&& here) {
+    Op& wait = NewOp("gather.wait", tags, kNone);
+    wait.args.push_back(Arg::Of(full));
+    here(wait.id);
+  }
+
+  Program& program_;
+  PhaseEditor& edit_;
+  const PhaseFacts& facts_;
+  const ShardingOptions& options_;
+  bool whole_;
+  std::vector<Gradient> gradients_;
+  std::vector<char> claimed_;  // by root: a gradient decides where it is
+};
+
+}  // namespace
+
+void PlaceGradients(Program& program, PhaseEditor& edit, const PhaseFacts& facts, const ShardingOptions& options, bool whole) {
+  Placer(program, edit, facts, options, whole).Run();
+}
+
+}  // namespace interlace

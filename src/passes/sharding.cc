@@ -1,0 +1,127 @@
+#include "passes/sharding.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "ir/text.h"
+
+namespace interlace {
+namespace {
+
+// Elements of a type whose sizes are numbers; nothing for symbols or overflow.
+std::optional<int64_t> Elements(const Type& type) {
+  int64_t count = 1;
+  for (const Dim& size : type.sizes) {
+    if (!size.is_const() || size.value < 0 || __builtin_mul_overflow(count, size.value, &count)) return std::nullopt;
+  }
+  return count;
+}
+
+// Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions.
+bool IsDense(const Type& type) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (size_t i = 0; i < type.sizes.size(); ++i) {
+    if (type.sizes[i] == Dim(0)) return true;
+    if (type.sizes[i] == Dim(1)) continue;
+    if (!type.strides[i].is_const()) return false;
+    dims.emplace_back(type.strides[i].value, type.sizes[i].value);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t next = 1;
+  for (auto [stride, size] : dims) {
+    if (stride != next) return false;
+    next *= size;
+  }
+  return true;
+}
+
+int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+Result<ShardingOptions> ReadShardingOptions(const PassOptions& options) {
+  ShardingOptions out;
+  INTERLACE_ASSIGN(out.axis, options.Name("axis", "dp"));
+  INTERLACE_ASSIGN(out.ranks, options.Int("ranks", std::nullopt, 1));
+  Result<std::string> wait = options.Choice("wait", {"next", "now"});
+  if (!wait.ok()) return wait.error();
+  out.wait_next = *wait == "next";
+  return out;
+}
+
+Status CheckShardable(const Program& program, const ShardingOptions& options) {
+  if (program.level != Level::kCaptured || !program.units.empty()) {
+    return MakeError("the program has units already; shard, replicate and zero1 start from a captured program and exclude one another");
+  }
+  const Phase* phase = program.FindPhase("micro_batch");
+  if (phase == nullptr) return MakeError("the program has no phase micro_batch");
+  for (const Axis& axis : program.mesh) {
+    if (axis.name == options.axis && axis.size != options.ranks) {
+      return MakeError("axis ", axis.name, " has ", axis.size, " ranks in the program's mesh, not ", options.ranks);
+    }
+  }
+  constexpr int64_t kMaxElements = int64_t{1} << 56;  // bytes and padding still fit in 64 bits
+  if (options.ranks > (1 << 24)) return MakeError("ranks=", options.ranks, " is more than ", 1 << 24);
+  std::vector<int32_t> param_index = ParamIndex(program);
+  for (const Param& param : program.params) {
+    const Type& type = program.value(param.value).type;
+    std::optional<int64_t> count = Elements(type);
+    if (!count || *count > kMaxElements) {
+      return MakeError("parameter '", param.name, "' is ", PrintType(program, type), "; sizes must be numbers, bind them first");
+    }
+    if (!IsDense(type)) {
+      return MakeError("parameter '", param.name, "' is ", PrintType(program, type),
+                       ", which leaves gaps or overlaps in memory; make it contiguous");
+    }
+    if (program.RootOf(param.value) != param.value) {
+      return MakeError("parameter '", param.name, "' shares the storage of %", program.RootOf(param.value));
+    }
+    if (param.trainable && !IsFloating(type.dtype)) {
+      return MakeError("parameter '", param.name, "' is trainable but ", DTypeName(type.dtype), " is no floating type");
+    }
+  }
+  PhaseFacts facts(program, *phase);
+  for (const Param& param : program.params) {
+    if (facts.writes[param.value].empty()) continue;
+    const Op& op = program.op(phase->ops[facts.writes[param.value][0]]);
+    return Error{"parameter '" + param.name + "' is changed in place by the model; only buffers may be", PrintOp(program, op)};
+  }
+  for (OpId id : phase->ops) {
+    const Op& op = program.op(id);
+    if (IsPureView(program, op)) continue;
+    for (ValueId result : op.results) {
+      if (result == kNone || param_index[program.RootOf(result)] < 0) continue;
+      return Error{"%" + std::to_string(result) + " is a view of parameter '" +
+                       program.params[param_index[program.RootOf(result)]].name + "' made by an op that does more than view",
+                   PrintOp(program, op)};
+    }
+  }
+  return Ok{};
+}
+
+void DeclareUnits(Program& program, const ShardingOptions& options, bool resident) {
+  bool declared = std::any_of(program.mesh.begin(), program.mesh.end(), [&](const Axis& a) { return a.name == options.axis; });
+  if (!declared) program.mesh.push_back({options.axis, options.ranks});
+  resident = resident || options.ranks == 1;
+  std::vector<ValueId> home(program.num_values(), kNone);  // by parameter: the state it lies in
+  for (Param& param : program.params) {
+    const Type& type = program.value(param.value).type;
+    int64_t count = *Elements(type);
+    // Not less than one block, so that a unit of an empty parameter is no special case anywhere.
+    int64_t shard = std::max(RoundUp((count + options.ranks - 1) / options.ranks, kUnitAlignment), kUnitAlignment);
+    Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard};
+    param.unit = unit.id;
+    param.unit_offset = 0;
+    ValueId state = program.AddState(unit.id, resident ? "full" : "shard", FlatType(unit.dtype, resident ? unit.numel : shard), true);
+    if (resident) home[param.value] = state;
+    program.units.push_back(std::move(unit));
+  }
+  program.level = Level::kSharded;
+  if (!resident) return;
+  for (ValueId id = 0; id < static_cast<ValueId>(home.size()); ++id) {
+    // A value's root may have moved already only when it is the parameter itself.
+    if (program.HasValue(id) && home[program.RootOf(id)] != kNone) program.value(id).root = home[program.RootOf(id)];
+  }
+}
+
+}  // namespace interlace

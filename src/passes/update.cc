@@ -1,0 +1,185 @@
+#include "passes/update.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "base/suggest.h"
+#include "passes/phase_editor.h"
+
+namespace interlace {
+namespace {
+
+// A unit with a gradient, and where its weights and gradient lie.
+struct Target {
+  UnitId unit = kNone;
+  std::string_view optimizer;
+  ValueId weights = kNone;     // shard or full
+  ValueId grad = kNone;
+  bool own_part = false;       // the weights are whole, the gradient is a shard
+  std::vector<const Param*> params;  // with a gradient, by offset
+};
+
+class Builder {
+ public:
+  Builder(Program& program, std::optional<double> clip, bool norm, bool momentum)
+      : program_(program), clip_(clip), norm_(norm), momentum_(momentum) {}
+
+  Result<bool> Run() {
+    if (program_.level == Level::kCaptured) return MakeError("the program has no units; run shard, replicate or zero1 before update");
+    if (program_.FindPhase("update") != nullptr) return MakeError("the program has an update phase already");
+    INTERLACE_TRY(FindTargets());
+    phase_.name = "update";
+    ValueId coef = norm_ && !targets_.empty() ? Norm() : kNone;
+    ValueId gathering = kNone;
+    for (const Target& target : targets_) {
+      ValueId own = UpdateUnit(target, coef);
+      if (!target.own_part) continue;
+      if (gathering != kNone) Add("gather.wait").args = {Arg::Of(gathering)};
+      Op& gather = Add("gather.start");
+      gather.units = {target.unit};
+      gather.args = {Arg::Of(own)};
+      gathering = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
+    }
+    if (gathering != kNone) Add("gather.wait").args = {Arg::Of(gathering)};
+    program_.phases.push_back(std::move(phase_));
+    if (program_.symbols.empty()) program_.level = Level::kScheduled;
+    return true;
+  }
+
+ private:
+  Status FindTargets() {
+    std::map<std::pair<UnitId, std::string_view>, ValueId> states;
+    for (const State& state : program_.states) states[{state.unit, state.role}] = state.value;
+    auto find = [&](UnitId unit, std::string_view role) {
+      auto found = states.find({unit, role});
+      return found == states.end() ? kNone : found->second;
+    };
+    std::map<int32_t, std::string_view> optimizer;
+    for (const Group& group : program_.groups) {
+      constexpr std::array<std::string_view, 3> kKnown = {"adamw", "adam", "sgd"};
+      if (std::find(kKnown.begin(), kKnown.end(), group.optimizer) == kKnown.end()) {
+        return MakeError("group ", group.id, " has the optimizer '", group.optimizer, "', expected adamw, adam or sgd",
+                         DidYouMean(group.optimizer, {kKnown.begin(), kKnown.end()}));
+      }
+      optimizer[group.id] = group.optimizer;
+    }
+    std::map<UnitId, Target> by_unit;
+    for (const Param& param : program_.params) {
+      ValueId grad = param.unit == kNone ? kNone : find(param.unit, "grad");
+      if (!param.trainable || grad == kNone) continue;
+      auto group = optimizer.find(param.group);
+      if (group == optimizer.end()) {
+        return MakeError("parameter '", param.name, "' is trainable but in no optimizer group; give it to the optimizer or freeze it");
+      }
+      Target& target = by_unit[param.unit];
+      if (!target.params.empty() && target.optimizer != group->second) {
+        return MakeError("unit u", param.unit, " mixes parameters of ", target.optimizer, " and ", group->second);
+      }
+      target.unit = param.unit;
+      target.optimizer = group->second;
+      target.grad = grad;
+      target.params.push_back(&param);
+    }
+    for (auto& [unit, target] : by_unit) {
+      ValueId shard = find(unit, "shard");
+      target.weights = shard != kNone ? shard : find(unit, "full");
+      if (target.weights == kNone) return MakeError("unit u", unit, " has neither a state 'shard' nor 'full'");
+      target.own_part = !(program_.value(target.weights).type == program_.value(target.grad).type);
+      std::sort(target.params.begin(), target.params.end(), [](auto* a, auto* b) { return a->unit_offset < b->unit_offset; });
+      targets_.push_back(std::move(target));
+    }
+    return Ok{};
+  }
+
+  Op& Add(std::string name) {
+    Op& op = program_.AddOp(std::move(name));
+    op.part = Part::kUpdate;
+    phase_.ops.push_back(op.id);
+    return op;
+  }
+
+  double Scale(UnitId unit) const {
+    return 1.0 / (static_cast<double>(program_.AxisSize(program_.units[unit].axis)) * static_cast<double>(program_.accumulation));
+  }
+
+  // Sums the squares of all gradients; ranks that hold shards add theirs up.
+  ValueId Norm() {
+    Op& partial = Add("norm.partial");
+    for (const Target& target : targets_) {
+      partial.args.push_back(Arg::Of(target.grad));
+      partial.units.push_back(target.unit);
+    }
+    ValueId sum = program_.AddResult(partial, FlatType(DType::kI64, kNormLimbs));
+    const Unit& unit = program_.units[targets_[0].unit];
+    bool shards = program_.value(targets_[0].grad).type.sizes[0] == Dim(unit.shard) && unit.shard != unit.numel;
+    if (shards) {
+      Op& start = Add("all_reduce.start");
+      start.args = {Arg::Of(sum)};
+      start.SetAttr("axis", Arg::Word(unit.axis));
+      sum = program_.AddResult(start, FlatType(DType::kI64, kNormLimbs));
+      Add("all_reduce.wait").args = {Arg::Of(sum)};
+    }
+    Op& coef = Add("norm.coef");
+    coef.args = {Arg::Of(sum)};
+    coef.SetAttr("max_norm", clip_ ? Arg::Float(*clip_) : Arg::None());
+    coef.SetAttr("scale", Arg::Float(Scale(unit.id)));
+    return program_.AddResult(coef, FlatType(DType::kF64, 3));
+  }
+
+  ValueId AddOptimizerState(const Target& target, const char* role) {
+    return program_.AddState(target.unit, role, program_.value(target.grad).type, /*persistent=*/true);
+  }
+
+  // Returns the weights that were updated: the state or this rank's part of it.
+  ValueId UpdateUnit(const Target& target, ValueId coef) {
+    const Unit& unit = program_.units[target.unit];
+    ValueId weights = target.weights;
+    if (target.own_part) {
+      Op& view = Add("view");
+      view.args = {Arg::Of(weights)};
+      Dim own = program_.dims.Mul(Dim(unit.shard), program_.dims.Symbol("rank_" + unit.axis));
+      weights = program_.AddView(view, FlatType(unit.dtype, unit.shard), weights, own);
+    }
+    Op& op = Add("update." + std::string(target.optimizer));
+    op.units = {unit.id};
+    op.args = {Arg::Of(weights), Arg::Of(target.grad)};
+    if (target.optimizer != "sgd") {
+      op.args.push_back(Arg::Of(AddOptimizerState(target, "exp_avg")));
+      op.args.push_back(Arg::Of(AddOptimizerState(target, "exp_avg_sq")));
+    } else if (momentum_) {
+      op.args.push_back(Arg::Of(AddOptimizerState(target, "momentum")));
+      op.SetAttr("momentum", Arg::Bool(true));
+    }
+    if (coef != kNone) op.args.push_back(Arg::Of(coef));
+    op.SetAttr("scale", Arg::Float(Scale(unit.id)));
+    std::vector<Arg> ranges;
+    for (const Param* param : target.params) {
+      Dim count = program_.NumElements(program_.value(param->value).type);
+      ranges.push_back(Arg::Int(param->unit_offset));
+      ranges.push_back(Arg::Int(program_.dims.Add(count, Dim(param->unit_offset))));
+      ranges.push_back(Arg::Int(param->group));
+    }
+    op.SetAttr("ranges", Arg::List(std::move(ranges)));
+    return weights;
+  }
+
+  Program& program_;
+  std::optional<double> clip_;
+  bool norm_, momentum_;
+  std::vector<Target> targets_;  // by unit
+  Phase phase_;
+};
+
+}  // namespace
+
+Result<bool> Update(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(std::optional<double> clip, options.PositiveOrNone("clip"));
+  Result<std::string> norm = options.Choice("norm", {"auto", "always"});
+  if (!norm.ok()) return norm.error();
+  Result<std::string> momentum = options.Choice("momentum", {"true", "false"});
+  if (!momentum.ok()) return momentum.error();
+  return Builder(program, clip, clip.has_value() || *norm == "always", *momentum == "true").Run();
+}
+
+}  // namespace interlace
