@@ -106,6 +106,8 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op);
 Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);     // gather.*, reduce.*, all_reduce.*
 Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);   // norm.*, update.*
 Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op);      // view, assign, copy, output, grad.begin, ...
+// `result` as a view of the storage of `operand`; nothing at all when it is a view of something fixed.
+Kernel BuildViewKernel(const BuildContext& context, ValueId operand, ValueId result);
 // Any op: one of the above.
 Result<Kernel> BuildKernel(const BuildContext& context, const Op& op);
 

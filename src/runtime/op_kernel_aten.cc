@@ -221,9 +221,22 @@ std::optional<Kernel> OwnBackwardKernel(const Op& op, std::unique_ptr<AtenKernel
   return std::nullopt;
 }
 
+// Operators that only make another view (transpose, reshape in place, slice): the program knows the geometry, so nothing is called.
+// Returns the operand to view, or kNone when the op does more.
+ValueId PureViewOperand(const BuildContext& context, const Op& op) {
+  if (op.results.size() != 1 || op.results[0] == kNone || !op.writes.empty() || ValueArg(op, 0) == kNone) return kNone;
+  const Value& result = context.program.value(op.results[0]);
+  if (result.placed || result.root == result.id || context.program.RootOf(ValueArg(op, 0)) != result.root) return kNone;
+  const auto handle = c10::Dispatcher::singleton().findSchema(OperatorNameOf(op.name));
+  return handle && !handle->schema().is_mutable() ? ValueArg(op, 0) : kNone;
+}
+
 }  // namespace
 
 Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
+  if (const ValueId operand = PureViewOperand(context, op); operand != kNone) {
+    return BuildViewKernel(context, operand, op.results[0]);
+  }
   auto kernel = std::make_unique<AtenKernel>();
   bool any_placed = false;
   for (ValueId id : op.results) {

@@ -130,6 +130,15 @@ Target TargetOf(const BuildContext& context, ValueId placed) {
   return target;
 }
 
+Kernel BuildViewKernel(const BuildContext& context, ValueId operand, ValueId result) {
+  if (context.is_fixed(result)) return Kernel{};
+  auto kernel = std::make_unique<ViewKernel>();
+  kernel->operand = operand;
+  kernel->result = result;
+  kernel->geometry = &context.geometry[result];
+  return MakeKernel(std::move(kernel));
+}
+
 Error OpError(const BuildContext& context, const Op& op, std::string message) {
   Error error;
   error.message = std::move(message);
@@ -155,12 +164,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
   const Error arity = OpError(context, op, op.name + " has the wrong number of operands or results");
   if (op.name == "view") {
     if (!wants(1, 1)) return arity;
-    if (context.is_fixed(op.results[0])) return Kernel{};
-    auto kernel = std::make_unique<ViewKernel>();
-    kernel->operand = operands[0];
-    kernel->result = op.results[0];
-    kernel->geometry = &context.geometry[op.results[0]];
-    return MakeKernel(std::move(kernel));
+    return BuildViewKernel(context, operands[0], op.results[0]);
   }
   if (op.name == "copy") {
     if (!wants(1, 1)) return arity;
