@@ -1,0 +1,194 @@
+#include "ir/testing/interpreter.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/exact_sum.h"
+#include "ir/testing/machine.h"
+#include "ir/testing/optimizers.h"
+
+namespace interlace::testing {
+namespace {
+
+// The optimizer and the sum over ranks and micro-batches of a captured program, on whole parameters.
+class TextbookStep {
+ public:
+  TextbookStep(const Program& program, const InterpretOptions& options, Machine& machine)
+      : program_(program), options_(options), machine_(machine), each_(options.accumulate_mode == "reduce_each") {}
+
+  // Takes the gradients a micro-batch left.
+  void Add() {
+    for (auto& [param, by_rank] : machine_.grads) {
+      DType dtype = program_.value(param).type.dtype;
+      std::vector<Dense> parts = each_ ? std::vector<Dense>{SumOverRanks(by_rank, dtype)} : std::move(by_rank);
+      auto [place, fresh] = total_.emplace(param, parts);
+      if (fresh) continue;
+      for (size_t i = 0; i < parts.size(); ++i) AddTo(place->second[i], parts[i], dtype);
+    }
+    machine_.grads.clear();
+  }
+
+  Status Apply(RunResult& result) {
+    std::map<ValueId, Dense> gradients;
+    ExactSum squares;
+    for (auto& [param, parts] : total_) {
+      Dense sum = each_ ? std::move(parts[0]) : SumOverRanks(parts, program_.value(param).type.dtype);
+      squares.AddSquares(sum.data.data(), static_cast<int64_t>(sum.data.size()));
+      gradients[param] = std::move(sum);
+    }
+    total_.clear();
+    double factor = 1.0 / static_cast<double>(machine_.ranks() * options_.accumulation);
+    if (options_.clip) {
+      double norm = std::sqrt(squares.Round()) * factor;
+      result.norms.push_back(norm);
+      if (!std::isfinite(norm)) return Ok{};
+      factor *= std::min(1.0, *options_.clip / (norm + 1e-6));
+    }
+    for (const Param& param : program_.params) {
+      auto found = gradients.find(param.value);
+      if (found == gradients.end() || param.group == kNone) continue;
+      INTERLACE_TRY(Update(param, found->second, factor));
+    }
+    return Ok{};
+  }
+
+ private:
+  static void AddTo(Dense& sum, const Dense& part, DType dtype) {
+    for (size_t i = 0; i < sum.data.size(); ++i) sum.data[i] = RoundTo(dtype, sum.data[i] + part.data[i]);
+  }
+  static Dense SumOverRanks(const std::vector<Dense>& parts, DType dtype) {
+    Dense sum = parts[0];
+    for (size_t i = 1; i < parts.size(); ++i) AddTo(sum, parts[i], dtype);
+    return sum;
+  }
+
+  Status Update(const Param& param, const Dense& grad, double factor) {
+    DType dtype = program_.value(param.value).type.dtype;
+    const std::string& optimizer = program_.groups[param.group].optimizer;
+    std::vector<double> hyper = machine_.Hyper(param.group);
+    INTERLACE_ASSIGN(Dense weight, machine_.Read(0, param.value));
+    Dense& first = first_.emplace(param.value, Dense{weight.sizes, std::vector<double>(weight.data.size())}).first->second;
+    Dense& second = second_.emplace(param.value, first).first->second;
+    for (size_t i = 0; i < weight.data.size(); ++i) {
+      INTERLACE_TRY(StepElement(optimizer, hyper, grad.data[i] * factor, &weight.data[i], &first.data[i], &second.data[i]));
+      first.data[i] = RoundTo(dtype, first.data[i]);
+      second.data[i] = RoundTo(dtype, second.data[i]);
+    }
+    for (int64_t rank = 0; rank < machine_.ranks(); ++rank) INTERLACE_TRY(machine_.Write(rank, param.value, weight));
+    return Ok{};
+  }
+
+  const Program& program_;
+  const InterpretOptions& options_;
+  Machine& machine_;
+  bool each_;
+  std::map<ValueId, std::vector<Dense>> total_;  // one part (reduce_each) or one per rank
+  std::map<ValueId, Dense> first_, second_;      // optimizer states
+};
+
+void KeepOutputs(Machine& machine, RunResult& result) {
+  for (auto& [name, by_rank] : machine.outputs) {
+    for (Dense& x : by_rank) result.outputs[name].push_back(std::move(x.data));
+  }
+  machine.outputs.clear();
+}
+
+Status RunCaptured(const Program& program, const InterpretOptions& options, Machine& machine, RunResult& result) {
+  const Phase* phase = program.FindPhase("micro_batch");
+  if (phase == nullptr) return MakeError("the program has no phase micro_batch");
+  TextbookStep textbook(program, options, machine);
+  for (int64_t step = 0; step < options.steps; ++step) {
+    machine.BeginStep(step);
+    for (int64_t micro_batch = 0; micro_batch < options.accumulation; ++micro_batch) {
+      machine.SetInputs(micro_batch);
+      INTERLACE_TRY(machine.RunPhase(*phase));
+      KeepOutputs(machine, result);
+      textbook.Add();
+    }
+    INTERLACE_TRY(textbook.Apply(result));
+  }
+  return Ok{};
+}
+
+Status RunSharded(const Program& program, const InterpretOptions& options, Machine& machine, RunResult& result) {
+  for (int64_t step = 0; step < options.steps; ++step) {
+    machine.BeginStep(step);
+    int64_t micro_batch = 0;
+    for (const auto& [phase, count] : program.RunOrder()) {
+      for (int64_t i = 0; i < count; ++i) {
+        if (phase->name != "update") machine.SetInputs(micro_batch++);
+        INTERLACE_TRY(machine.RunPhase(*phase));
+        KeepOutputs(machine, result);
+      }
+    }
+    if (machine.norm >= 0 || std::isnan(machine.norm)) result.norms.push_back(machine.norm);
+  }
+  return Ok{};
+}
+
+std::string Compare(const std::string& what, const std::vector<double>& a, const std::vector<double>& b) {
+  if (a.size() != b.size()) return what + ": " + std::to_string(a.size()) + " and " + std::to_string(b.size()) + " elements";
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!std::isnan(a[i]) && std::memcmp(&a[i], &b[i], sizeof(double)) == 0) continue;
+    return MakeError(what, " element ", i, ": ", a[i], " and ", b[i]).message;
+  }
+  return "";
+}
+
+template <typename Map>
+std::string SameNames(const std::string& what, const Map& a, const Map& b) {
+  for (const auto& [name, values] : a) {
+    if (b.count(name) == 0) return what + " '" + name + "' is missing in the second";
+  }
+  for (const auto& [name, values] : b) {
+    if (a.count(name) == 0) return what + " '" + name + "' is missing in the first";
+  }
+  return "";
+}
+
+using Runs = std::map<std::string, std::vector<std::vector<double>>>;
+std::string CompareRuns(const std::string& what, const Runs& a, const Runs& b) {
+  std::string difference = SameNames(what, a, b);
+  for (auto it = a.begin(); it != a.end() && difference.empty(); ++it) {
+    const auto& other = b.at(it->first);
+    std::string name = what + " '" + it->first + "'";
+    if (it->second.size() != other.size()) return name + ": another number of runs";
+    for (size_t i = 0; i < other.size() && difference.empty(); ++i) {
+      difference = Compare(name + " run " + std::to_string(i), it->second[i], other[i]);
+    }
+  }
+  return difference;
+}
+
+}  // namespace
+
+Result<RunResult> Interpret(const Program& program, const InterpretOptions& options) {
+  bool captured = program.level == Level::kCaptured;
+  Machine machine(program, options, captured ? options.ranks : 0);
+  INTERLACE_TRY(machine.Init());
+  RunResult result;
+  INTERLACE_TRY(captured ? RunCaptured(program, options, machine, result) : RunSharded(program, options, machine, result));
+  INTERLACE_ASSIGN(result.params, machine.FinalParams());
+  for (const Buffer& buffer : program.buffers) {
+    for (int64_t rank = 0; rank < machine.ranks(); ++rank) {
+      INTERLACE_ASSIGN(Dense x, machine.Read(rank, buffer.value));
+      result.buffers[buffer.name].push_back(std::move(x.data));
+    }
+  }
+  return result;
+}
+
+std::string FirstDifference(const RunResult& a, const RunResult& b) {
+  std::string difference = CompareRuns("output", a.outputs, b.outputs);
+  // One of the two may have had no reason to compute a norm.
+  if (difference.empty() && !a.norms.empty() && !b.norms.empty()) difference = Compare("norms", a.norms, b.norms);
+  if (difference.empty()) difference = SameNames("parameter", a.params, b.params);
+  for (auto it = a.params.begin(); it != a.params.end() && difference.empty(); ++it) {
+    difference = Compare("parameter '" + it->first + "'", it->second, b.params.at(it->first));
+  }
+  if (difference.empty()) difference = CompareRuns("buffer", a.buffers, b.buffers);
+  return difference;
+}
+
+}  // namespace interlace::testing

@@ -1,0 +1,333 @@
+#include "ir/testing/machine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "ir/op_table.h"
+#include "ir/testing/optimizers.h"
+#include "ir/text.h"
+
+namespace interlace::testing {
+namespace {
+
+// Calls f(index in row-major order, offset in elements) for every element.
+template <typename F>
+void ForEachElement(const Type& type, F f) {
+  size_t rank = type.sizes.size();
+  int64_t count = 1;
+  for (const Dim& size : type.sizes) count *= size.value;
+  std::vector<int64_t> index(rank, 0);
+  int64_t offset = 0;
+  for (int64_t n = 0; n < count; ++n) {
+    f(n, offset);
+    for (size_t i = rank; i-- > 0;) {
+      offset += type.strides[i].value;
+      if (++index[i] < type.sizes[i].value) break;
+      offset -= type.strides[i].value * type.sizes[i].value;
+      index[i] = 0;
+    }
+  }
+}
+
+void CollectNumbers(const Arg& arg, std::vector<double>& out) {
+  if (arg.kind == Arg::Kind::kFloat) out.push_back(arg.real);
+  if (arg.kind == Arg::Kind::kInt) out.push_back(static_cast<double>(arg.integer.value));
+  if (arg.kind == Arg::Kind::kBool) out.push_back(arg.boolean ? 1 : 0);
+  for (const Arg& item : arg.list) CollectNumbers(item, out);
+}
+
+}  // namespace
+
+Machine::Machine(const Program& program, const InterpretOptions& options, int64_t ranks)
+    : program_(program), options_(options), ranks_(ranks) {
+  if (ranks_ == 0) {
+    ranks_ = 1;
+    for (const Axis& axis : program_.mesh) ranks_ *= axis.size;
+  }
+  storage_.resize(ranks_, std::vector<Binding>(program_.num_values()));
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    interlace::Binding symbols;
+    for (const Axis& axis : program_.mesh) symbols["rank_" + axis.name] = Coordinate(rank, axis.name);
+    rank_symbols_.push_back(std::move(symbols));
+  }
+}
+
+// Row-major: the last axis of the mesh varies fastest.
+int64_t Machine::Coordinate(int64_t rank, std::string_view axis) const {
+  for (size_t i = program_.mesh.size(); i-- > 0;) {
+    if (program_.mesh[i].name == axis) return rank % program_.mesh[i].size;
+    rank /= program_.mesh[i].size;
+  }
+  return 0;
+}
+
+std::vector<int64_t> Machine::Peers(int64_t rank, std::string_view axis) const {
+  int64_t stride = 1;
+  for (size_t i = program_.mesh.size(); i-- > 0 && program_.mesh[i].name != axis;) stride *= program_.mesh[i].size;
+  std::vector<int64_t> peers;
+  int64_t first = rank - Coordinate(rank, axis) * stride;
+  for (int64_t i = 0; i < program_.AxisSize(axis); ++i) peers.push_back(first + i * stride);
+  return peers;
+}
+
+// ---- memory ----
+
+std::vector<int64_t> Machine::Sizes(ValueId id) const {
+  std::vector<int64_t> sizes;
+  for (const Dim& size : program_.value(id).type.sizes) sizes.push_back(size.value);
+  return sizes;
+}
+
+Result<int64_t> Machine::ByteOffset(int64_t rank, ValueId id) const {
+  const Value& value = program_.value(id);
+  INTERLACE_ASSIGN(int64_t offset, program_.dims.Evaluate(value.offset, rank_symbols_[rank]));
+  return offset * DTypeBytes(value.type.dtype);
+}
+
+Result<std::byte*> Machine::Address(int64_t rank, ValueId id) const {
+  const Binding& binding = storage_[rank][program_.RootOf(id)];
+  if (binding.bytes == nullptr) return MakeError("%", id, " has no storage here: it was never computed, or its storage has ended");
+  INTERLACE_ASSIGN(int64_t offset, ByteOffset(rank, id));
+  INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(program_.value(id).type));
+  if (binding.base + offset < 0 || binding.base + offset + bytes > static_cast<int64_t>(binding.bytes->size())) {
+    return MakeError("%", id, " lies outside its storage");
+  }
+  return binding.bytes->data() + binding.base + offset;
+}
+
+Status Machine::Allocate(int64_t rank, ValueId root) {
+  const Type& type = program_.value(root).type;
+  if (!CanStore(type.dtype)) return MakeError("the interpreter has no dtype ", DTypeName(type.dtype));
+  INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(type));
+  if (bytes > int64_t{1} << 30) return MakeError("%", root, " is too large for the interpreter");
+  auto memory = std::make_shared<Bytes>(bytes);
+  int64_t element = DTypeBytes(type.dtype);
+  for (int64_t at = 0; at < bytes; at += element) Store(type.dtype, memory->data() + at, Poison(type.dtype));
+  storage_[rank][root] = {std::move(memory), 0};
+  return Ok{};
+}
+
+Result<Machine::Bytes> Machine::ReadBytes(int64_t rank, ValueId id) const {
+  INTERLACE_ASSIGN(const std::byte* at, Address(rank, id));
+  const Type& type = program_.value(id).type;
+  int64_t element = DTypeBytes(type.dtype);
+  Bytes out(Count(Sizes(id)) * element);
+  ForEachElement(type, [&](int64_t n, int64_t offset) { std::memcpy(&out[n * element], at + offset * element, element); });
+  return out;
+}
+
+Status Machine::WriteBytes(int64_t rank, ValueId id, const Bytes& bytes) {
+  INTERLACE_ASSIGN(std::byte* at, Address(rank, id));
+  const Type& type = program_.value(id).type;
+  int64_t element = DTypeBytes(type.dtype);
+  if (static_cast<int64_t>(bytes.size()) != Count(Sizes(id)) * element) return MakeError("%", id, " gets another number of elements");
+  ForEachElement(type, [&](int64_t n, int64_t offset) { std::memcpy(at + offset * element, &bytes[n * element], element); });
+  return Ok{};
+}
+
+Result<Dense> Machine::Read(int64_t rank, ValueId id) const {
+  INTERLACE_ASSIGN(const std::byte* at, Address(rank, id));
+  const Type& type = program_.value(id).type;
+  int64_t element = DTypeBytes(type.dtype);
+  Dense out{Sizes(id), std::vector<double>(Count(Sizes(id)))};
+  ForEachElement(type, [&](int64_t n, int64_t offset) { out.data[n] = Load(type.dtype, at + offset * element); });
+  return out;
+}
+
+Status Machine::Write(int64_t rank, ValueId id, const Dense& x) {
+  INTERLACE_ASSIGN(std::byte* at, Address(rank, id));
+  const Type& type = program_.value(id).type;
+  int64_t element = DTypeBytes(type.dtype);
+  if (static_cast<int64_t>(x.data.size()) != Count(Sizes(id))) return MakeError("%", id, " gets another number of elements");
+  ForEachElement(type, [&](int64_t n, int64_t offset) { Store(type.dtype, at + offset * element, x.data[n]); });
+  return Ok{};
+}
+
+// ---- first values ----
+
+Dense Machine::InitialParam(const Param& param) const {
+  DType dtype = program_.value(param.value).type.dtype;
+  Dense out{Sizes(param.value), std::vector<double>(Count(Sizes(param.value)))};
+  auto given = options_.params.find(param.name);
+  uint64_t key = Mix(options_.seed, HashText(param.name));
+  for (size_t i = 0; i < out.data.size(); ++i) {
+    bool have = given != options_.params.end() && i < given->second.size();
+    out.data[i] = RoundTo(dtype, have ? given->second[i] : Uniform(Mix(key, i)) - 0.5);
+  }
+  return out;
+}
+
+Dense Machine::Flat(const Unit& unit) const {
+  Dense flat{{unit.numel}, std::vector<double>(unit.numel, 0.0)};
+  for (const Param& param : program_.params) {
+    if (param.unit != unit.id) continue;
+    Dense value = InitialParam(param);
+    std::copy(value.data.begin(), value.data.end(), flat.data.begin() + param.unit_offset);
+  }
+  return flat;
+}
+
+Status Machine::InitStates() {
+  for (const State& state : program_.states) {
+    int64_t count = Count(Sizes(state.value));
+    Dense first{Sizes(state.value), std::vector<double>(count, 0.0)};
+    bool weights = state.unit != kNone && (state.role == "shard" || state.role == "full");
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (program_.RootOf(state.value) == state.value) INTERLACE_TRY(Allocate(rank, state.value));
+      if (!state.persistent) continue;
+      if (weights) {
+        const Unit& unit = program_.units[state.unit];
+        Dense flat = Flat(unit);
+        int64_t begin = count == unit.numel ? 0 : Coordinate(rank, unit.axis) * unit.shard;
+        first.data.assign(flat.data.begin() + begin, flat.data.begin() + begin + count);
+      }
+      INTERLACE_TRY(Write(rank, state.value, first));
+    }
+  }
+  return Ok{};
+}
+
+Status Machine::Init() {
+  for (const Phase& phase : program_.phases) {
+    INTERLACE_ASSIGN(liveness_[&phase], ComputeLiveness(program_, phase));
+  }
+  INTERLACE_TRY(InitStates());
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    for (const Param& param : program_.params) {
+      bool owns = program_.RootOf(param.value) == param.value;
+      if (owns && param.unit != kNone) continue;  // it exists only while its unit is gathered
+      if (owns) INTERLACE_TRY(Allocate(rank, param.value));
+      INTERLACE_TRY(Write(rank, param.value, InitialParam(param)));
+    }
+    for (const Buffer& buffer : program_.buffers) {
+      Dense first{Sizes(buffer.value), std::vector<double>(Count(Sizes(buffer.value)))};
+      uint64_t key = Mix(options_.seed, HashText(buffer.name));
+      for (size_t i = 0; i < first.data.size(); ++i) first.data[i] = Uniform(Mix(key, i)) + 0.5;
+      INTERLACE_TRY(Allocate(rank, buffer.value));
+      INTERLACE_TRY(Write(rank, buffer.value, first));
+    }
+    for (const Const& constant : program_.consts) {
+      Dense data{Sizes(constant.value), {}};
+      CollectNumbers(constant.data, data.data);
+      INTERLACE_TRY(Allocate(rank, constant.value));
+      INTERLACE_TRY(Write(rank, constant.value, data));
+    }
+    for (const Input& input : program_.inputs) INTERLACE_TRY(Allocate(rank, input.value));
+  }
+  return Ok{};
+}
+
+void Machine::BeginStep(int64_t step) {
+  step_ = step;
+  norm = -1;
+  for (const State& state : program_.states) {
+    if (state.persistent || program_.RootOf(state.value) != state.value) continue;
+    for (int64_t rank = 0; rank < ranks_; ++rank) (void)Allocate(rank, state.value);  // succeeded in Init
+  }
+}
+
+void Machine::SetInputs(int64_t micro_batch) {
+  micro_batch_ = micro_batch;
+  for (const Input& input : program_.inputs) {
+    bool integer = !IsFloating(program_.value(input.value).type.dtype);
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      uint64_t key = Mix(Mix(Mix(Mix(options_.seed, HashText(input.name)), step_), micro_batch), rank);
+      Dense x{Sizes(input.value), std::vector<double>(Count(Sizes(input.value)))};
+      for (size_t i = 0; i < x.data.size(); ++i) {
+        double drawn = Uniform(Mix(key, i));
+        x.data[i] = integer ? std::floor(drawn * static_cast<double>(options_.int_below)) : 2 * drawn - 1;
+      }
+      (void)Write(rank, input.value, x);  // its storage was made in Init
+    }
+  }
+}
+
+std::vector<double> Machine::Hyper(int32_t group) const {
+  std::vector<double> hyper = group < static_cast<int32_t>(options_.hyper.size()) ? options_.hyper[group]
+                                                                                  : DefaultHyper(program_.groups[group].optimizer);
+  if (hyper.size() > kStepIndex) hyper[kStepIndex] = static_cast<double>(step_ + 1);
+  return hyper;
+}
+
+Result<std::map<std::string, std::vector<double>>> Machine::FinalParams() const {
+  std::map<std::string, std::vector<double>> out;
+  for (const Param& param : program_.params) {
+    int64_t count = Count(Sizes(param.value));
+    ValueId full = param.unit == kNone ? kNone : program_.FindState(param.unit, "full");
+    ValueId shard = param.unit == kNone ? kNone : program_.FindState(param.unit, "shard");
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      std::vector<double> values;
+      if (shard != kNone) {
+        for (int64_t peer : Peers(rank, program_.units[param.unit].axis)) {
+          INTERLACE_ASSIGN(Dense part, Read(peer, shard));
+          values.insert(values.end(), part.data.begin(), part.data.end());
+        }
+      } else {
+        INTERLACE_ASSIGN(Dense all, Read(rank, full != kNone ? full : param.value));
+        values = std::move(all.data);
+      }
+      int64_t begin = shard != kNone || full != kNone ? param.unit_offset : 0;
+      if (begin + count > static_cast<int64_t>(values.size())) return MakeError("parameter '", param.name, "' lies outside its unit");
+      std::vector<double> own(values.begin() + begin, values.begin() + begin + count);
+      auto [place, fresh] = out.emplace(param.name, own);
+      if (!fresh && std::memcmp(place->second.data(), own.data(), own.size() * sizeof(double)) != 0) {
+        return MakeError("rank ", rank, " ends with other values of parameter '", param.name, "' than rank 0");
+      }
+    }
+  }
+  return out;
+}
+
+// ---- phases ----
+
+Status Machine::RunPhase(const Phase& phase) {
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    for (ValueId id = 0; id < program_.num_values(); ++id) {
+      ValueKind kind = program_.value(id).kind;
+      if (kind == ValueKind::kResult || kind == ValueKind::kTake) storage_[rank][id] = {};
+    }
+  }
+  flights_.clear();
+  for (size_t i = 0; i < phase.takes.size(); ++i) {
+    ValueId id = phase.takes[i];
+    bool owns = program_.RootOf(id) == id;
+    for (int64_t rank = 0; owns && rank < ranks_; ++rank) {
+      if (i < given_.size()) {
+        storage_[rank][id] = given_[i].storage[rank];
+      } else {
+        INTERLACE_TRY(Allocate(rank, id));  // before the first step nothing was handed on
+      }
+    }
+    if (i < given_.size() && given_[i].in_flight) flights_[id] = std::move(given_[i].flight);
+  }
+  const PhaseLiveness& liveness = liveness_[&phase];
+  for (size_t i = 0; i < phase.ops.size(); ++i) {
+    const Op& op = program_.op(phase.ops[i]);
+    Status status = RunOp(op);
+    if (!status.ok()) return Error{status.error().message, "phase " + phase.name + ": " + PrintOp(program_, op)};
+    for (ValueId root : liveness.dies_after[i]) {
+      for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][root] = {};
+    }
+  }
+  std::vector<Given> next(phase.gives.size());
+  for (size_t i = 0; i < phase.gives.size(); ++i) {
+    ValueId id = phase.gives[i];
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      Binding binding = storage_[rank][program_.RootOf(id)];
+      INTERLACE_ASSIGN(int64_t offset, ByteOffset(rank, id));
+      binding.base += offset;
+      next[i].storage.push_back(std::move(binding));
+    }
+    if (auto flight = flights_.find(id); flight != flights_.end()) {
+      next[i].in_flight = true;
+      next[i].flight = std::move(flight->second);
+      flights_.erase(flight);
+    }
+  }
+  if (!flights_.empty()) return MakeError("phase ", phase.name, " ends with %", flights_.begin()->first, " still in flight");
+  given_ = std::move(next);
+  return Ok{};
+}
+
+}  // namespace interlace::testing

@@ -1,0 +1,93 @@
+// machine.h — the memory of all ranks and the execution of single ops; the interpreter drives it phase by phase.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "ir/liveness.h"
+#include "ir/program.h"
+#include "ir/testing/dense.h"
+#include "ir/testing/interpreter.h"
+
+namespace interlace::testing {
+
+class Machine {
+ public:
+  // `ranks` is 0 for the ranks of the mesh. The program and the options must outlive the machine.
+  Machine(const Program& program, const InterpretOptions& options, int64_t ranks);
+
+  int64_t ranks() const { return ranks_; }
+  Status Init();                   // storage of parameters, buffers, constants and states, with their first values
+  void BeginStep(int64_t step);    // states of one step are forgotten
+  void SetInputs(int64_t micro_batch);
+  Status RunPhase(const Phase& phase);
+
+  Result<Dense> Read(int64_t rank, ValueId id) const;
+  Status Write(int64_t rank, ValueId id, const Dense& x);
+  // First value of a parameter, as every rank gets it.
+  Dense InitialParam(const Param& param) const;
+  std::vector<double> Hyper(int32_t group) const;  // with t of this step
+  // Parameters after the last step. Error: ranks disagree.
+  Result<std::map<std::string, std::vector<double>>> FinalParams() const;
+
+  // What the phases of the step left: outputs by name and rank, gradients of `grad` ops by parameter value and rank.
+  std::map<std::string, std::vector<Dense>> outputs;
+  std::map<ValueId, std::vector<Dense>> grads;
+  double norm = -1;  // of the last norm.coef
+
+ private:
+  using Bytes = std::vector<std::byte>;
+  struct Binding {  // of a root's storage
+    std::shared_ptr<Bytes> bytes;
+    int64_t base = 0;
+  };
+  struct Flight {  // what a start computed and its wait delivers: contiguous, by rank
+    std::vector<Bytes> data;
+    std::string start;
+  };
+
+  // memory
+  Result<int64_t> ByteOffset(int64_t rank, ValueId id) const;
+  Result<std::byte*> Address(int64_t rank, ValueId id) const;
+  Status Allocate(int64_t rank, ValueId root);
+  Result<Bytes> ReadBytes(int64_t rank, ValueId id) const;  // contiguous, row-major
+  Status WriteBytes(int64_t rank, ValueId id, const Bytes& bytes);
+  std::vector<int64_t> Sizes(ValueId id) const;
+  Dense Flat(const Unit& unit) const;  // initial weights in the unit's layout
+  Status InitStates();
+
+  // ops
+  Status RunOp(const Op& op);
+  Status RunLibraryOp(const Op& op);
+  Status RunOwnOp(const Op& op);
+  Status DefineResults(const Op& op);  // storage of results that own it
+  Status Start(const Op& op);
+  Status Wait(const Op& op);
+  Status GradBegin(const Op& op);
+  Status NormPartial(const Op& op);
+  Status NormCoef(const Op& op);
+  Status Update(const Op& op);
+  Result<Bytes> AddInRankOrder(const std::vector<Bytes>& parts, DType dtype) const;
+  std::vector<int64_t> Peers(int64_t rank, std::string_view axis) const;  // ranks along an axis, this one among them
+  int64_t Coordinate(int64_t rank, std::string_view axis) const;
+
+  const Program& program_;
+  const InterpretOptions& options_;
+  int64_t ranks_ = 1;
+  int64_t step_ = 0, micro_batch_ = 0;
+  std::vector<interlace::Binding> rank_symbols_;                 // by rank: rank_AXIS
+  std::vector<std::vector<Binding>> storage_;                    // by rank and root
+  std::unordered_map<ValueId, Flight> flights_;                  // by the result's name in the phase at hand
+  struct Given {
+    std::vector<Binding> storage;  // by rank
+    bool in_flight = false;
+    Flight flight;
+  };
+  std::vector<Given> given_;                                     // by the last phase
+  std::unordered_map<const Phase*, PhaseLiveness> liveness_;
+};
+
+}  // namespace interlace::testing

@@ -1,0 +1,278 @@
+// One op on all ranks in lockstep, so a collective simply reads every rank's memory.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/exact_sum.h"
+#include "ir/op_table.h"
+#include "ir/testing/aten_kernels.h"
+#include "ir/testing/machine.h"
+#include "ir/testing/optimizers.h"
+
+namespace interlace::testing {
+namespace {
+
+double NumberAttr(const Op& op, std::string_view name, double fallback) {
+  const Arg* arg = op.Attr(name);
+  if (arg == nullptr) return fallback;
+  if (arg->kind == Arg::Kind::kFloat) return arg->real;
+  if (arg->kind == Arg::Kind::kInt) return static_cast<double>(arg->integer.value);
+  return fallback;
+}
+
+}  // namespace
+
+Status Machine::DefineResults(const Op& op) {
+  for (ValueId id : op.results) {
+    if (id == kNone || program_.RootOf(id) != id) continue;
+    for (int64_t rank = 0; rank < ranks_; ++rank) INTERLACE_TRY(Allocate(rank, id));
+  }
+  return Ok{};
+}
+
+Status Machine::RunOp(const Op& op) {
+  if (FindOp(op.name) != nullptr) return RunOwnOp(op);
+  return RunLibraryOp(op);
+}
+
+Status Machine::RunLibraryOp(const Op& op) {
+  bool views = !op.results.empty() && op.writes.empty() && std::all_of(op.results.begin(), op.results.end(), [&](ValueId id) {
+    return id != kNone && program_.RootOf(id) != id && !program_.value(id).placed;
+  });
+  if (views) return Ok{};
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    Status read_status = Ok{};
+    AtenCall call{op,
+                  [&](ValueId id) {
+                    Result<Dense> x = Read(rank, id);
+                    if (x.ok()) return *x;
+                    read_status = x.error();
+                    return Dense{Sizes(id), std::vector<double>(Count(Sizes(id)), 0.0)};
+                  },
+                  {},
+                  0};
+    if (op.rng) {
+      uint64_t key = Mix(Mix(Mix(options_.seed, step_), micro_batch_), rank);
+      call.random_key = Mix(key, static_cast<uint64_t>(*op.rng));
+    }
+    const std::vector<ValueId>& targets = op.writes.empty() ? op.results : op.writes;
+    for (ValueId id : targets) call.result_sizes.push_back(id == kNone ? std::vector<int64_t>{} : Sizes(id));
+    INTERLACE_ASSIGN(std::vector<Dense> results, RunAten(call));
+    INTERLACE_TRY(read_status);
+    for (size_t i = 0; i < targets.size() && i < results.size(); ++i) {
+      if (targets[i] == kNone) continue;
+      if (op.writes.empty() && program_.RootOf(targets[i]) == targets[i]) INTERLACE_TRY(Allocate(rank, targets[i]));
+      INTERLACE_TRY(Write(rank, targets[i], results[i]));
+    }
+  }
+  return Ok{};
+}
+
+Status Machine::RunOwnOp(const Op& op) {
+  if (op.name == "view") return Ok{};
+  if (op.name == "release") {
+    ForEachOperand(op, [&](ValueId id) {
+      for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][id] = {};
+    });
+    return Ok{};
+  }
+  if (op.name == "grad.begin") return GradBegin(op);
+  if (op.name == "norm.partial") return NormPartial(op);
+  if (op.name == "norm.coef") return NormCoef(op);
+  if (op.name.starts_with("update.")) return Update(op);
+  if (op.name.ends_with(".start")) return Start(op);
+  if (op.name.ends_with(".wait")) return Wait(op);
+  if (op.name == "grad" || op.name == "output") {
+    std::vector<Dense> values;
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      INTERLACE_ASSIGN(Dense x, Read(rank, op.args.back().value));
+      values.push_back(std::move(x));
+    }
+    if (op.name == "grad") {
+      grads[op.args[0].value] = std::move(values);
+    } else {
+      const Arg* name = op.Attr("name");
+      outputs[name == nullptr ? "" : name->text] = std::move(values);
+    }
+    return Ok{};
+  }
+  if (op.name == "assign" || op.name == "copy") {
+    bool assign = op.name == "assign";
+    INTERLACE_TRY(DefineResults(op));
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      INTERLACE_ASSIGN(Dense x, Read(rank, op.args[assign ? 1 : 0].value));
+      INTERLACE_TRY(Write(rank, assign ? op.args[0].value : op.results[0], x));
+    }
+    return Ok{};
+  }
+  return MakeError("the interpreter lacks ", op.name);
+}
+
+Result<Machine::Bytes> Machine::AddInRankOrder(const std::vector<Bytes>& parts, DType dtype) const {
+  Bytes sum = parts[0];
+  int64_t element = DTypeBytes(dtype);
+  for (size_t part = 1; part < parts.size(); ++part) {
+    for (size_t at = 0; at < sum.size(); at += element) {
+      if (dtype == DType::kI64) {  // limbs need all their bits
+        int64_t a, b;
+        std::memcpy(&a, &sum[at], 8);
+        std::memcpy(&b, &parts[part][at], 8);
+        if (__builtin_add_overflow(a, b, &a)) return MakeError("an integer sum over ranks overflows");
+        std::memcpy(&sum[at], &a, 8);
+      } else {
+        Store(dtype, &sum[at], Load(dtype, &sum[at]) + Load(dtype, &parts[part][at]));
+      }
+    }
+  }
+  return sum;
+}
+
+// Sources are read now; what arrives waits in a Flight, and until then the result's memory is poison.
+Status Machine::Start(const Op& op) {
+  std::string family = op.name.substr(0, op.name.size() - 6);
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    ValueId source = op.args[i].value, result = op.results[i];
+    DType dtype = program_.value(source).type.dtype;
+    std::vector<Bytes> all;
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      INTERLACE_ASSIGN(Bytes bytes, ReadBytes(rank, source));
+      all.push_back(std::move(bytes));
+    }
+    std::string axis;
+    if (i < op.units.size()) axis = program_.units[op.units[i]].axis;
+    if (const Arg* named = op.Attr("axis")) axis = named->text;
+    Flight flight{{}, op.name};
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      std::vector<int64_t> peers = Peers(rank, axis);
+      auto mine = static_cast<size_t>(Coordinate(rank, axis));
+      Bytes out;
+      if (family == "gather") {
+        for (int64_t peer : peers) out.insert(out.end(), all[peer].begin(), all[peer].end());
+      } else if (family == "reduce" || family == "all_reduce") {
+        std::vector<Bytes> parts;
+        for (int64_t peer : peers) parts.push_back(all[peer]);
+        INTERLACE_ASSIGN(out, AddInRankOrder(parts, dtype));
+        if (family == "reduce") {
+          size_t shard = out.size() / peers.size();
+          out = Bytes(out.begin() + shard * mine, out.begin() + shard * (mine + 1));
+        }
+      } else if (family == "broadcast") {
+        out = all[peers[static_cast<size_t>(NumberAttr(op, "root", 0))]];
+      } else if (family == "all_to_all") {
+        size_t part = all[rank].size() / peers.size();
+        for (int64_t peer : peers) out.insert(out.end(), all[peer].begin() + part * mine, all[peer].begin() + part * (mine + 1));
+      } else {
+        out = all[rank];  // offload, reload
+      }
+      flight.data.push_back(std::move(out));
+    }
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (program_.RootOf(result) == result) {
+        INTERLACE_TRY(Allocate(rank, result));
+      } else {
+        Dense poison{{}, std::vector<double>(Count(Sizes(result)), Poison(dtype))};
+        INTERLACE_TRY(Write(rank, result, poison));
+      }
+    }
+    flights_[result] = std::move(flight);
+  }
+  return Ok{};
+}
+
+Status Machine::Wait(const Op& op) {
+  std::string start = op.name.substr(0, op.name.size() - 4) + "start";
+  for (const Arg& arg : op.args) {
+    auto found = flights_.find(arg.value);
+    if (found == flights_.end()) return MakeError("%", arg.value, " is not in flight");
+    if (found->second.start != start) return MakeError("%", arg.value, " comes from ", found->second.start);
+    for (int64_t rank = 0; rank < ranks_; ++rank) INTERLACE_TRY(WriteBytes(rank, arg.value, found->second.data[rank]));
+    flights_.erase(found);
+  }
+  return Ok{};
+}
+
+Status Machine::GradBegin(const Op& op) {
+  INTERLACE_TRY(DefineResults(op));
+  const Unit& unit = program_.units[op.units[0]];
+  const Arg* zero = op.Attr("zero");
+  Dense flat{{unit.numel}, std::vector<double>(unit.numel, 0.0)};
+  if (zero == nullptr || !zero->boolean) {
+    DType dtype = program_.value(op.results[0]).type.dtype;
+    for (const Param& param : program_.params) {
+      if (param.unit != unit.id) continue;
+      auto begin = flat.data.begin() + param.unit_offset;
+      std::fill(begin, begin + Count(Sizes(param.value)), Poison(dtype));
+    }
+  }
+  for (int64_t rank = 0; rank < ranks_; ++rank) INTERLACE_TRY(Write(rank, op.results[0], flat));
+  return Ok{};
+}
+
+Status Machine::NormPartial(const Op& op) {
+  INTERLACE_TRY(DefineResults(op));
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    ExactSum sum;
+    for (const Arg& arg : op.args) {
+      INTERLACE_ASSIGN(Dense x, Read(rank, arg.value));
+      sum.AddSquares(x.data.data(), static_cast<int64_t>(x.data.size()));
+    }
+    Bytes limbs(sizeof(int64_t) * ExactSum::kLimbs);
+    std::memcpy(limbs.data(), sum.Limbs().data(), limbs.size());
+    INTERLACE_TRY(WriteBytes(rank, op.results[0], limbs));
+  }
+  return Ok{};
+}
+
+Status Machine::NormCoef(const Op& op) {
+  INTERLACE_TRY(DefineResults(op));
+  const Arg* max_norm = op.Attr("max_norm");
+  bool clips = max_norm != nullptr && max_norm->kind != Arg::Kind::kNone;
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    INTERLACE_ASSIGN(Bytes limbs, ReadBytes(rank, op.args[0].value));
+    int64_t words[ExactSum::kLimbs];
+    std::memcpy(words, limbs.data(), sizeof(words));
+    norm = std::sqrt(ExactSum(words).Round()) * NumberAttr(op, "scale", 1);
+    double coef = clips ? std::min(1.0, NumberAttr(op, "max_norm", 0) / (norm + 1e-6)) : 1.0;
+    INTERLACE_TRY(Write(rank, op.results[0], Dense{{3}, {norm, coef, std::isfinite(norm) ? 1.0 : 0.0}}));
+  }
+  return Ok{};
+}
+
+Status Machine::Update(const Op& op) {
+  std::string optimizer = op.name.substr(7);
+  const Unit& unit = program_.units[op.units[0]];
+  const Arg* with_momentum = op.Attr("momentum");
+  size_t states = optimizer != "sgd" ? 2 : with_momentum != nullptr && with_momentum->boolean ? 1 : 0;
+  const Arg* ranges = op.Attr("ranges");
+  if (ranges == nullptr) return MakeError(op.name, " has no ranges");
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    std::vector<Dense> flats;
+    for (size_t i = 0; i < 2 + states; ++i) {
+      INTERLACE_ASSIGN(Dense x, Read(rank, op.args[i].value));
+      flats.push_back(std::move(x));
+    }
+    double factor = NumberAttr(op, "scale", 1);
+    if (op.args.size() > 2 + states) {
+      INTERLACE_ASSIGN(Dense coef, Read(rank, op.args[2 + states].value));
+      if (coef.data[2] == 0) continue;  // a gradient that is not finite: the step is skipped
+      factor *= coef.data[1];
+    }
+    auto count = static_cast<int64_t>(flats[0].data.size());
+    int64_t first = count == unit.numel ? 0 : Coordinate(rank, unit.axis) * unit.shard;
+    // States are stored after each range, rounded to their own dtypes.
+    for (size_t r = 0; r + 2 < ranges->list.size(); r += 3) {
+      int64_t begin = std::max<int64_t>(ranges->list[r].integer.value - first, 0);
+      int64_t end = std::min(ranges->list[r + 1].integer.value - first, count);
+      std::vector<double> hyper = Hyper(static_cast<int32_t>(ranges->list[r + 2].integer.value));
+      for (int64_t i = begin; i < end; ++i) {
+        INTERLACE_TRY(StepElement(optimizer, hyper, flats[1].data[i] * factor, &flats[0].data[i],
+                                  states > 0 ? &flats[2].data[i] : nullptr, states > 1 ? &flats[3].data[i] : nullptr));
+      }
+    }
+    INTERLACE_TRY(Write(rank, op.args[0].value, flats[0]));
+    for (size_t i = 2; i < 2 + states; ++i) INTERLACE_TRY(Write(rank, op.args[i].value, flats[i]));
+  }
+  return Ok{};
+}
+
+}  // namespace interlace::testing
