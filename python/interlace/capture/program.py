@@ -300,6 +300,7 @@ class _Trace:
         lines.append(f"meta rng {quote(rng_mode)}")
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
+        lines.append("step 1 reduce_each")
         lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
         lines += [f"module {i} {quote(path)} {quote(cls)}" for path, (i, cls) in self.sites.modules.items()]
         lines += [f"source {i} {quote(place)}" for place, i in self.sites.sources.items()]
