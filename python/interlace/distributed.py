@@ -92,16 +92,14 @@ class Peers:
         deadline = time.monotonic() + self.timeout_s
         return [json.loads(self._get(f"{what}/{r}", r, what, deadline)) for r in range(self.size)]
 
-    def broadcast(self, what: str, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank."""
-        if self._store is None or self.rank == 0:
-            assert data is not None
+    def broadcast(self, what: str, data: bytes, patience_s: float | None = None) -> bytes:
+        """Rank 0's bytes on every rank; `data` of the others is not looked at."""
         if self._store is None:
-            return data  # type: ignore[return-value]
+            return data
         if self.rank == 0:
-            self._put(what, zlib.compress(data, 1))  # type: ignore[arg-type]
-            return data  # type: ignore[return-value]
-        return zlib.decompress(self._get(what, 0, what, time.monotonic() + self.timeout_s))
+            self._put(what, zlib.compress(data, 1))
+            return data
+        return zlib.decompress(self._get(what, 0, what, time.monotonic() + (patience_s or self.timeout_s)))
 
     def _put(self, key: str, data: bytes) -> None:
         chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [b""]
@@ -129,7 +127,7 @@ class Peers:
                     absent = [r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])] if tail.isdigit() else [owner]
                 absent = absent or [owner]
                 raise PeerError(
-                    f"{ranks_text(absent)} did not reach '{what}' within {self.timeout_s:g} s (Config.timeout_s); "
+                    f"{ranks_text(absent)} did not reach '{what}' in time (Config.timeout_s is {self.timeout_s:g}); "
                     "every rank must compile and step the same trainers in the same order",
                     absent[0],
                 )
@@ -222,8 +220,8 @@ class Peers:
     # ---- process groups ----
 
     def open_groups(self) -> None:
-        """Makes this trainer's own groups; call when all ranks have been heard of, because it waits for them."""
-        if self._store is None:
+        """Makes this trainer's own groups, once; call when all ranks have been heard of, because it waits for them."""
+        if self._store is None or self._groups:
             return
         limit = datetime.timedelta(seconds=self.timeout_s)
 

@@ -5,7 +5,7 @@ code, one small group of modules at a time, under a seed derived from (seed, mod
 size nor the order. What belongs together is found by running all initializers once on the meta device, where they cost
 nothing, and watching which tensors each of them writes:
 
-    GPT2Attention._init_weights writes its child's c_proj.weight   → {c_attn? no; c_proj, attn} form one group, run children first
+    GPT-2: attn's initializer writes attn.c_proj.weight, and so does that of attn.c_proj → one group, the child's call first
 
 Largest memory at any time: the largest group (for Llama one matrix; for torch.nn.Transformer, which re-initializes all of its
 children at once, the whole module).
@@ -49,7 +49,7 @@ class _Call:
 
 
 @dataclasses.dataclass
-class _Slot:
+class Slot:
     """A tensor of the model and every place that holds it (tied ones have several)."""
 
     name: str
@@ -57,15 +57,15 @@ class _Slot:
     places: list[tuple[dict[str, Any], str]]
 
 
-def _slots(model: nn.Module) -> list[_Slot]:
-    found: dict[int, _Slot] = {}
+def slots_of(model: nn.Module) -> list[Slot]:
+    found: dict[int, Slot] = {}
     for table_name in ("_parameters", "_buffers"):
         for path, module in model.named_modules():
             table = getattr(module, table_name)
             for name, t in table.items():
                 if t is None:
                     continue
-                slot = found.setdefault(id(t), _Slot(f"{path}.{name}" if path else name, t, []))
+                slot = found.setdefault(id(t), Slot(f"{path}.{name}" if path else name, t, []))
                 slot.places.append((table, name))
     return list(found.values())
 
@@ -113,7 +113,7 @@ class _WatchWrites(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _replaced(slots: list[_Slot], make: Callable[[_Slot], Tensor]) -> Iterator[list[Tensor]]:
+def replaced(slots: list[Slot], make: Callable[[Slot], Tensor]) -> Iterator[list[Tensor]]:
     """Other tensors in the slots' places, put back at the end."""
     new = [make(slot) for slot in slots]
     try:
@@ -127,9 +127,9 @@ def _replaced(slots: list[_Slot], make: Callable[[_Slot], Tensor]) -> Iterator[l
                 table[name] = slot.tensor
 
 
-def _scratch(device: str) -> Callable[[_Slot], Tensor]:
-    def make(slot: _Slot) -> Tensor:
-        t = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
+def _scratch(device: str) -> Callable[[Slot], Tensor]:
+    def make(slot: Slot) -> Tensor:
+        t = torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype, device=device)
         return nn.Parameter(t, slot.tensor.requires_grad) if isinstance(slot.tensor, nn.Parameter) else t
 
     return make
@@ -139,9 +139,9 @@ def _own_flag(model: nn.Module) -> dict[int, Any]:
     return {id(m): m.__dict__.pop("_is_hf_initialized", None) for m in model.modules()}
 
 
-def _watch(calls: list[_Call], slots: list[_Slot]) -> None:
+def _watch(calls: list[_Call], slots: list[Slot]) -> None:
     """Fills in what each call writes, by running all of them on the meta device."""
-    with _replaced(slots, _scratch("meta")) as tensors, torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with replaced(slots, _scratch("meta")) as tensors, torch.no_grad(), torch.random.fork_rng(devices=[]):
         by_storage = {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
         owner_of = {id(table): [] for slot in slots for table, _ in slot.places}
         for i, slot in enumerate(slots):
@@ -192,7 +192,7 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
     """
     if not wanted:
         return
-    slots = _slots(model)
+    slots = slots_of(model)
     calls = _calls(model)
     flags = _own_flag(model)
     try:
@@ -201,8 +201,8 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
         for group_calls, members in _groups(calls, len(slots)):
             if not any(slots[i].name in wanted for i in members):
                 continue
-            # An initializer may read other tensors of its module, so their places hold zeros instead of meta tensors.
-            with _replaced([slots[i] for i in members], _scratch("cpu")), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            # Zeros, so that an initializer that writes only a part (a padding row) still gives the same bits everywhere.
+            with replaced([slots[i] for i in members], _scratch("cpu")), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 for call in group_calls:
                     torch.manual_seed(module_seed(seed, call.path))
                     call.run()

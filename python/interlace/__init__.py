@@ -1,0 +1,36 @@
+"""Interlace compiles the training step of an ordinary PyTorch model into one scheduled, distributed program.
+
+    trainer = interlace.compile(model, optimizer, loss_fn, example_batch, interlace.Config(strategy="shard"))
+    for batch in loader:
+        loss = trainer.step(batch)
+    trainer.save("checkpoint")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["CaptureError", "Config", "InterlaceError", "Trainer", "compile"]
+
+if TYPE_CHECKING:
+    from interlace.compiler import compile
+    from interlace.config import Config
+    from interlace.errors import CaptureError, InterlaceError
+    from interlace.trainer import Trainer
+
+_HOMES = {
+    "compile": "interlace.compiler", "Config": "interlace.config", "Trainer": "interlace.trainer",
+    "InterlaceError": "interlace.errors", "CaptureError": "interlace.errors",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used: `interlace opt --help` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'interlace' has no attribute '{name}'")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,351 @@
+"""interlace.compile: from a model, an optimizer and a loss function to a Trainer, the same on every rank.
+
+    every rank: checks its own arguments → tells the others what it has → compares           (nobody waits for a rank that is wrong)
+    rank 0:     captures, runs the passes → text                                              → broadcast, digests compared
+    every rank: builds the executor → fills the units from the model, unit by unit → Trainer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from interlace import batch as batches
+from interlace.capture import InputSpec, capture
+from interlace.capture.groups import optimizer_groups
+from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
+from interlace.config import Config, ConfigError, format_bytes
+from interlace.distributed import PeerError, Peers, default_device, ranks_text
+from interlace.eager import EagerRunner, eager_text
+from interlace.errors import InterlaceError
+from interlace.hyper import Hyper, uses_momentum
+from interlace.materialize import Weights, find_name, initialize, point_at, release
+from interlace.states import WEIGHT, States
+from interlace.trainer import Tensors, Trainer
+
+Tensor = torch.Tensor
+_COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
+
+
+class ProgramError(InterlaceError):
+    """The compiler or the runtime refused a program."""
+
+
+def compile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+    example_batch: Any = None,
+    config: Config | None = None,
+) -> Trainer:
+    """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
+
+    `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
+    one step gets on this rank. `optimizer` is torch.optim's AdamW, Adam or SGD; its hyper-parameters are read anew each step, so
+    schedulers work. Afterwards the parameters live in the trainer: where every rank holds them whole, the model's parameters are views
+    of them; else they become meta tensors. Raises InterlaceError with what is wrong and what to do.
+    """
+    config = config or Config()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict")
+    if not isinstance(model, nn.Module):
+        raise InterlaceError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InterlaceError(f"optimizer must be a torch.optim optimizer, not {type(optimizer).__name__}")
+    if example_batch is None:
+        raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
+    first = next((p for p in model.parameters() if not p.is_meta), None)
+    peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
+    try:
+        with peers.guard():
+            return _Build(model, optimizer, loss_fn, example_batch, config, peers).trainer()
+    except BaseException:
+        peers.close()
+        raise
+
+
+@dataclasses.dataclass
+class _Source:
+    """What rank 0 captured, as all ranks get it."""
+
+    text: str
+    reports: list[dict[str, Any]]
+    constants: dict[str, Tensor]  # tensors that only the trace has seen
+
+
+class _Build:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None,
+        example_batch: Any, config: Config, peers: Peers,
+    ) -> None:  # fmt: skip
+        self.model, self.optimizer, self.loss_fn, self.config, self.peers = model, optimizer, loss_fn, config, peers
+        self.micro_batch = batches.micro_batches(None, example_batch, config.accumulation)[0]
+        self.spec = InputSpec.of(self.micro_batch)
+        self.tensors = collect(model)
+        check_parameters(self.tensors)
+        optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
+        self.names = {id(t.real): t.name for t in self.tensors}
+
+    def trainer(self) -> Trainer:
+        self._compare_ranks()
+        self.peers.open_groups()
+        source = self._source(None)
+        program, executor, states = self._executor(source)
+        self._fill_parameters(states)
+        buffers = self._fill_buffers(program, executor, source)
+        runner: Any = executor
+        if self.config.mode == "eager":
+            self._adopt(states, buffers)
+            runner = self._eager_runner(program, executor, states)
+            used = self._used(runner)
+            if used is not None:
+                source, (program, executor, states) = self._rebuild(used, states, buffers)
+                buffers = self._fill_buffers(program, executor, source)
+                runner = self._eager_runner(program, executor, states)
+        hyper = Hyper(self.optimizer)
+        if hyper.import_steps():
+            self._import_optimizer(states)
+        self._adopt(states, buffers)
+        entries = [
+            (name, self.names[id(t)], isinstance(t, nn.Parameter))
+            for name, t in self.model.state_dict(keep_vars=True).items()
+            if isinstance(t, Tensor) and id(t) in self.names
+        ]
+        kept = {name for _, name, _ in entries}
+        tensors = Tensors(entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None))
+        return Trainer(
+            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, program=program, text=source.text,
+            spec=self.spec, executor=executor, runner=runner, states=states, tensors=tensors, hyper=hyper, reports=source.reports,
+        )  # fmt: skip
+
+    # ---- the same on every rank ----
+
+    def _compare_ranks(self) -> None:
+        groups = [[self.names.get(id(p), "?") for p in g["params"]] for g in self.optimizer.param_groups]
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir",)}
+        mine = {
+            "setting": {k: repr(v) for k, v in config.items()},
+            "batch entry": batches.describe(self.spec),
+            "parameter": {
+                t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
+                for t in self.tensors if t.kind == "param"
+            },
+            "optimizer": {"class": type(self.optimizer).__name__, "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
+        }  # fmt: skip
+        everyone = self.peers.exchange("compile", mine)
+        for kind in mine:
+            differing = [r for r, other in enumerate(everyone) if other[kind] != everyone[0][kind]]
+            if not differing:
+                continue
+            here, there = everyone[0][kind], everyone[differing[0]][kind]
+            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+            raise PeerError(
+                f"{ranks_text(differing)} {'differ' if len(differing) > 1 else 'differs'} from rank 0: {kind} '{name}' is "
+                f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} on rank 0; every rank must compile the same",
+                differing[0],
+            )
+
+    def _source(self, used: list[str] | None) -> _Source:
+        """Rank 0's program on every rank."""
+        parts: dict[str, Any] = {}
+        constants: dict[str, Tensor] = {}
+        if self.peers.rank == 0:
+            text, constants = self._capture(used)
+            program, reports = self._run_passes(text)
+            parts = {"text": program.print(), "reports": reports}
+        what = "program" if used is None else "program of the used parameters"
+        patience = self.config.timeout_s * _COMPILE_PATIENCE
+        parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
+        data = self.peers.broadcast(f"{what}: constants", save_tensors({n: t.contiguous() for n, t in constants.items()}), patience)
+        return _Source(parts["text"], parts["reports"], load_tensors(data))
+
+    def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
+        if self.config.mode == "eager":
+            return eager_text(self.model, self.tensors, self.optimizer, used), {}
+        captured = capture(
+            self.model, self.loss_fn, self.micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
+            rng_mode=self.config.rng,
+        )  # fmt: skip
+        own = {t.name for t in self.tensors}
+        return captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
+
+    def _run_passes(self, text: str) -> tuple[Any, list[dict[str, Any]]]:
+        from interlace import _core
+
+        try:
+            program = _core.Program.parse(text, "captured")
+            program.set_meta("micro_batches", str(self.config.accumulation))
+            pipeline = self.config.pipeline(self.peers.size, uses_momentum(self.optimizer))
+            reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
+        except _core.Error as e:
+            raise ProgramError(str(e)) from e
+        return program, reports
+
+    def _executor(self, source: _Source) -> tuple[Any, Any, States]:
+        from interlace import _core, _runtime
+
+        try:
+            program = _core.Program.parse(source.text, "program")
+        except _core.Error as e:
+            raise ProgramError(str(e)) from e
+        self._check_memory(program)
+        options = {
+            "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug,
+            # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
+            "skip_nonfinite": True,
+        }  # fmt: skip
+        digests = self.peers.exchange(f"digest of {len(source.text)} characters", _core.digest(source.text))
+        wrong = [r for r, d in enumerate(digests) if d != digests[0]]
+        if wrong:
+            raise PeerError(f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]})", wrong[0])
+        axes = self.peers.axes(list(program.mesh.items()))
+        try:
+            executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options)
+        except _runtime.Error as e:
+            raise ProgramError(str(e)) from e
+        return program, executor, States(program, executor, self.peers)
+
+    def _check_memory(self, program: Any) -> None:
+        limit = self.config.memory_limit_bytes
+        if limit is None:
+            return
+        need = predicted_peak_bytes(program.summary())
+        if need > limit:
+            summary = program.summary()
+            raise InterlaceError(
+                f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "
+                f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB, use "
+                "more ranks, or a smaller micro-batch with more accumulation"
+            )
+
+    # ---- values ----
+
+    def _fill_parameters(self, states: States) -> None:
+        self._agree_on_values()
+        weights = Weights(self.config.weights) if self.config.weights else None
+        prefix = getattr(self.model, "base_model_prefix", None)
+        missing: set[str] = set()
+        for t in self.tensors:
+            if t.kind != "param":
+                continue
+            file = find_name(weights, [t.name, *t.aliases], prefix) if weights else None
+            if file is not None and weights is not None:
+                shape = tuple(weights.shape(file))
+                if shape != tuple(t.real.shape):
+                    raise InterlaceError(f"{weights.source}: '{file}' has shape {shape}, the model's has {tuple(t.real.shape)}")
+                states.fill(t.name, WEIGHT, lambda a, b, file=file: weights.read_range(file, a, b))
+            elif t.real.is_meta:
+                missing.add(t.name)
+            elif weights is not None:
+                raise InterlaceError(f"{weights.source} has no '{t.name}'; was it saved from another model?")
+            else:
+                states.fill_from(t.name, WEIGHT, t.real)
+            if self.config.mode == "compiled" and states.resident(t.name) is None:
+                release(t.real)
+        if weights is not None and missing:
+            raise InterlaceError(f"{weights.source} has no '{sorted(missing)[0]}'; was it saved from another model?")
+        if weights is not None:
+            weights.close()
+        initialize(self.model, missing, self.config.seed, lambda name, value: states.fill_from(name, WEIGHT, value))
+
+    def _agree_on_values(self) -> None:
+        """As in DDP, rank 0's values count; nothing is sent where all ranks have the same bits already."""
+        if self.peers.size == 1:
+            return
+        real = [t.real for t in self.tensors if not t.real.is_meta]
+        digests = self.peers.exchange("values", hashlib.sha256(b"".join(_checksum(t) for t in real)).hexdigest())
+        if len(set(digests)) > 1:
+            for t in real:
+                value = t.detach().contiguous()
+                self.peers.broadcast_tensor(value)
+                t.data.copy_(value)
+
+    def _fill_buffers(self, program: Any, executor: Any, source: _Source) -> dict[str, Tensor]:
+        """The executor's storage of every buffer, with the model's values in it."""
+        storages = {b["name"]: executor.tensor(b["value"]) for b in program.buffers()}
+        by_name = {t.name: t for t in self.tensors}
+        meta: set[str] = set()
+        weights = Weights(self.config.weights) if self.config.weights else None
+        for name, storage in storages.items():
+            known = by_name.get(name)
+            if known is None:
+                storage.copy_(source.constants[name])
+            elif weights is not None and known.persistent and name in weights:
+                storage.copy_(weights.read(name))
+            elif known.real.is_meta:
+                meta.add(name)
+            else:
+                storage.copy_(known.real)
+        initialize(self.model, meta, self.config.seed, lambda name, value: storages[name].copy_(value))
+        return storages
+
+    def _import_optimizer(self, states: States) -> None:
+        """The moments of an optimizer that has already made steps; its own copies are dropped."""
+        for p, state in self.optimizer.state.items():
+            for role, value in state.items():
+                if isinstance(value, Tensor) and value.shape == p.shape and role != "step" and value.dim() == p.dim():
+                    states.fill_from(self.names[id(p)], role, value)
+        self.optimizer.state.clear()
+
+    def _adopt(self, states: States, buffers: dict[str, Tensor]) -> None:
+        """The model's own tensors become views of what the program works on, or are freed."""
+        for t in self.tensors:
+            if t.kind == "param":
+                whole = states.resident(t.name)
+                if whole is not None:
+                    point_at(t.real, whole)
+                else:
+                    release(t.real)
+            elif t.name in buffers and t.kind == "buffer":
+                point_at(t.real, buffers[t.name])
+
+    # ---- eager mode ----
+
+    def _eager_runner(self, program: Any, executor: Any, states: States) -> EagerRunner:
+        inputs = [i["name"] for i in program.inputs()]
+        return EagerRunner(
+            self.model, self.loss_fn, executor, states, self.peers, self.spec, inputs, self.config.seed, self.config.rng
+        )
+
+    def _used(self, runner: EagerRunner) -> list[str] | None:
+        """The parameters with a gradient, when some trainable ones have none on any rank."""
+        mine = runner.used_parameters(self.micro_batch)
+        anyone = set().union(*self.peers.exchange("used parameters", mine))
+        used = [name for name in runner.gradients if name in anyone]
+        if not used:
+            raise InterlaceError("the loss depends on no trainable parameter")
+        return None if len(used) == len(runner.gradients) else used
+
+    def _rebuild(self, used: list[str], old: States, buffers: dict[str, Tensor]) -> tuple[_Source, tuple[Any, Any, States]]:
+        """The program without the parameters that get no gradient: like torch.optim, it must leave them as they are."""
+        for t in self.tensors:
+            if t.name in buffers and t.kind == "buffer":
+                t.real.data = buffers[t.name].clone()
+        source = self._source(used)
+        built = self._executor(source)
+        for p, value in old.whole(WEIGHT, everywhere=True):
+            assert value is not None
+            built[2].fill_from(p.name, WEIGHT, value)
+        return source, built
+
+
+def predicted_peak_bytes(summary: dict[str, Any]) -> int:
+    """What a rank needs at most: what it keeps between steps and the largest of what lives within one."""
+    return summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
+
+
+def _checksum(t: Tensor) -> bytes:
+    flat = t.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"", digest_size=16).digest()
+
+
+__all__ = ["ModelTensor", "compile", "predicted_peak_bytes"]

@@ -1,0 +1,143 @@
+"""Where every parameter and optimizer state of a running program lies, and how to fill, read and gather them.
+
+A unit is a flat buffer of several parameters. A state of a unit is either whole on every rank or one shard of it:
+
+    unit u0 (numel 1024, 2 ranks)   | fc1.weight ........ | pad | fc1.bias | pad |
+    state u0.exp_avg on rank 1                    [512, 1024)  ← the window
+
+so the part of a parameter that a rank holds is the overlap of its range with the rank's window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from interlace.distributed import Peers
+
+Tensor = torch.Tensor
+WEIGHT = "weight"  # the role under which parameters themselves are addressed here
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool,
+    "c64": torch.complex64, "c128": torch.complex128, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    name: str
+    aliases: tuple[str, ...]
+    value: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    group: int | None
+    unit: int | None   # None: it owns its storage
+    offset: int        # elements from the unit's start
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    id: int
+    numel: int
+    shard: int
+    parameters: tuple[Parameter, ...]  # by offset
+
+
+class States:
+    """The storages of one executor, by unit and role."""
+
+    def __init__(self, program: Any, executor: Any, peers: Peers) -> None:
+        self.peers, self.executor = peers, executor
+        self.parameters: dict[str, Parameter] = {}
+        for p in program.params():
+            shape = tuple(p["shape"])
+            self.parameters[p["name"]] = Parameter(
+                p["name"], tuple(p["aliases"]), p["value"], shape, DTYPES[p["dtype"]], p["trainable"], p["group"], p["unit"],
+                p["unit_offset"] if p["unit"] is not None else 0, torch.Size(shape).numel(),
+            )
+        by_unit: dict[int | None, list[Parameter]] = {}
+        for q in self.parameters.values():
+            by_unit.setdefault(q.unit, []).append(q)
+        self.loose = tuple(by_unit.get(None, []))
+        self.units = [
+            Unit(u["id"], u["numel"], u["shard"], tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)))
+            for u in program.units()
+        ]
+        self._tensors: dict[tuple[int, str], Tensor] = {}
+        for s in program.states():
+            if s["unit"] is not None and s["persistent"]:
+                self._tensors[s["unit"], s["role"]] = executor.tensor(s["value"])
+        for u in self.units:
+            home = self._tensors.get((u.id, "full"), self._tensors.get((u.id, "shard")))
+            if home is not None:
+                self._tensors[u.id, WEIGHT] = home
+        self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
+
+    def roles(self, unit: Unit) -> list[str]:
+        """Optimizer states that a unit has ("exp_avg", ...)."""
+        return [role for u, role in self._tensors if u == unit.id and role not in ("full", "shard", "grad", WEIGHT)]
+
+    def local(self, unit: Unit, role: str) -> tuple[Tensor, int]:
+        """This rank's storage of a role, and the unit's element that it begins with."""
+        t = self._tensors[unit.id, role]
+        return t, (self.peers.rank * unit.shard if t.numel() < unit.numel else 0)
+
+    def parts(self, p: Parameter, role: str) -> Iterator[tuple[Tensor, int, int]]:
+        """(flat storage, start, end): the elements [start, end) of the parameter that lie on this rank. None when there are none."""
+        if p.unit is None:
+            if role == WEIGHT:
+                yield self._loose[p.name].view(-1), 0, p.numel
+            return
+        if (p.unit, role) not in self._tensors:
+            return
+        t, base = self.local(self.units[p.unit], role)
+        start, end = max(base, p.offset), min(base + t.numel(), p.offset + p.numel)
+        if start < end:
+            yield t[start - base : end - base], start - p.offset, end - p.offset
+
+    def fill(self, name: str, role: str, read: Callable[[int, int], Tensor]) -> None:
+        """Copies read(start, end), elements of the parameter in row-major order, to where they lie on this rank."""
+        with torch.no_grad():
+            for part, start, end in self.parts(self.parameters[name], role):
+                part.copy_(read(start, end))
+
+    def fill_from(self, name: str, role: str, whole: Tensor) -> None:
+        flat = whole.detach().contiguous().view(-1)
+        self.fill(name, role, lambda start, end: flat[start:end])
+
+    def gather(self, unit: Unit, role: str, everywhere: bool = False) -> Tensor | None:
+        """The whole flat buffer of a unit's role on rank 0 (or on all ranks), None elsewhere. All ranks must call it."""
+        t, _ = self.local(unit, role)
+        if t.numel() == unit.numel or self.peers.size == 1:
+            return t
+        return self.peers.gather(t, everywhere)
+
+    def cut(self, p: Parameter, flat: Tensor) -> Tensor:
+        """A parameter's view of its unit's whole buffer."""
+        return flat[p.offset : p.offset + p.numel].view(p.shape)
+
+    def resident(self, name: str) -> Tensor | None:
+        """A view of the whole parameter where this rank holds it, else None."""
+        p = self.parameters[name]
+        if p.unit is None:
+            return self._loose[name]
+        t, _ = self.local(self.units[p.unit], WEIGHT)
+        return self.cut(p, t) if t.numel() == self.units[p.unit].numel else None
+
+    def whole(self, role: str, everywhere: bool = False) -> Iterator[tuple[Parameter, Tensor | None]]:
+        """Every parameter's values of a role, unit by unit, whole on rank 0 (or everywhere). The views live until the next one."""
+        for unit in self.units:
+            if (unit.id, role) in self._tensors:
+                flat = self.gather(unit, role, everywhere)
+                for p in unit.parameters:
+                    yield p, None if flat is None else self.cut(p, flat)
+        if role == WEIGHT:
+            for p in self.loose:
+                yield p, self._loose[p.name]
