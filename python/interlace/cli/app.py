@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from interlace import __version__
 from interlace.config import did_you_mean
 from interlace.errors import InterlaceError
 from interlace.launch import follow_parent, is_rank, leave_failure
@@ -30,9 +31,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
-
-        print(f"interlace {version('interlace')}")
+        print(f"interlace {__version__}")
         raise typer.Exit()
 
 

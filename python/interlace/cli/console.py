@@ -87,7 +87,6 @@ class Work:
         self.console = err()
         self.bar: Progress | None = None
         self.task: Any = None
-        self.stage = ""
         self.said_at = time.monotonic()
 
     def __enter__(self) -> Work:
@@ -106,12 +105,9 @@ class Work:
         if self.quiet:
             return
         if self.bar is not None:
-            if stage != self.stage:
-                if self.task is not None:
-                    self.bar.remove_task(self.task)
+            if self.task is None:
                 self.task = self.bar.add_task(stage, total=total)
-            self.bar.update(self.task, completed=done, total=total)
+            self.bar.update(self.task, description=stage, completed=done, total=total)
         elif time.monotonic() - self.said_at >= PLAIN_EVERY_S:
             self.said_at = time.monotonic()
             self.console.print(f"{stage} {100 * done // total} %" if total else stage)
-        self.stage = stage

@@ -31,7 +31,7 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
 
   interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
 
-  torchrun --nproc-per-node 2 -m interlace.cli train --ranks 2
+  torchrun --nproc-per-node 2 -m interlace.cli train --strategy replicate
 """
 D = TrainSettings()
 
@@ -86,11 +86,13 @@ def train(
     given["clip"] = parse_clip(clip)
     explicit = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     settings, record = with_resumed(given, explicit)
+    if is_rank():
+        settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit else None)
     settings.check()
     if is_rank():
         from interlace.cli.train_rank import train_rank
 
-        train_rank(settings, record)
+        train_rank(settings, record, "text" in explicit)
         return
     check_model(settings)
     if settings.save:
@@ -104,6 +106,14 @@ def train(
         raise RankError(failure.describe())
 
 
+def ranks_of_launcher(asked: int | None) -> int:
+    """The number of ranks that are really there. Error: another one was asked for."""
+    world = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world:
+        raise SettingError(f"--ranks {asked}, but the launcher started {world}: leave --ranks out under torchrun")
+    return world
+
+
 def parse_clip(text: str) -> float | None:
     if text.lower() == "none":
         return None
@@ -115,9 +125,9 @@ def parse_clip(text: str) -> float | None:
 
 def check_model(settings: TrainSettings) -> None:
     """Says now, and once, what every rank would find wrong with --model."""
-    from interlace.cli.language_model import resolve
+    from interlace.cli import language_model
 
-    resolve(settings.model)
+    language_model.check(settings.model)
 
 
 def prepare_text(

@@ -93,8 +93,9 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"{format_bytes(summary['resident_bytes'])} resident (largest of the ranks)",
         "communicated": f"{format_bytes(summary['bytes_per_step'])} received a step by each rank",
     }
-    if summary.get("largest_unit"):
-        rows["largest unit"] = summary["largest_unit"]
+    unit = summary["largest_unit"]
+    if unit["name"]:
+        rows["largest unit"] = f"{unit['name']}, {format_bytes(unit['bytes'])}"
     rows["saved"] = summary["saved"] or "nothing (--save FOLDER keeps the model)"
     console = out()
     console.print(facts_table(rows))

@@ -1,0 +1,174 @@
+"""What one rank does: builds the model on the meta device, compiles, trains, saves; rank 0 shows it all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import interlace
+from interlace.cli import language_model
+from interlace.cli.console import print_json, resident_bytes
+from interlace.cli.settings import RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
+from interlace.cli.train_view import TrainView, print_summary
+from interlace.data import TokenDataset, TokenFile
+from interlace.models import PRESETS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+BETAS = (0.9, 0.95)
+TIMEOUT_S = 300.0  # ranks wait so long for one another; a lost rank shows at once
+
+
+def next_token_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross-entropy of the next token; labels are already one token further on."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, batch["labels"].flatten())
+
+
+@dataclasses.dataclass
+class Result:
+    """What the steps gave on this rank."""
+
+    losses: list[float]  # means over the ranks, one a step
+    step_seconds: list[float]
+    train_seconds: float
+
+
+def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bool) -> None:
+    from interlace.cli.train import prepare_text
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(settings.threads_per_rank())
+    start = time.monotonic()
+    tokens = prepare_text(settings, record, other_text)
+    data = TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed)
+    text_seconds = time.monotonic() - start
+
+    start = time.monotonic()
+    first_step = record.step if record is not None else 0
+    model = language_model.build(settings.model, tokens.tokenizer.vocab_size, settings.seq, DTYPES[settings.dtype])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
+    example = _batch(data, first_step, rank, world)
+    with interlace.compile(model, optimizer, next_token_loss, example, _config(settings)) as trainer:
+        if settings.resume:
+            trainer.load(settings.resume)
+        compile_seconds = time.monotonic() - start
+        tokens_per_step = settings.batch * settings.seq
+        view = TrainView(first_step, settings.steps, tokens_per_step, settings.log_every) if rank == 0 else None
+        result = _steps(trainer, optimizer, settings, data, first_step, view)
+        if settings.save:
+            trainer.save(settings.save, _run_files(settings, tokens))
+        stats = {**trainer.stats(), "resident_bytes": resident_bytes(peak=True)}
+        everyone: list[Any] = [stats]
+        if world > 1:
+            everyone = [None] * world
+            dist.all_gather_object(everyone, stats)
+        summary = trainer.summary()
+    if rank == 0:
+        facts = _facts(settings, result, everyone, summary, first_step)
+        facts |= {"parameters": parameters, "text_seconds": text_seconds, "compile_seconds": compile_seconds}
+        facts |= {"ranks": world, "text_tokens": tokens.count, "vocab": tokens.tokenizer.vocab_size}
+        print_json(facts) if settings.as_json else print_summary(facts)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _config(settings: TrainSettings) -> interlace.Config:
+    return interlace.Config(
+        strategy=settings.strategy,
+        accumulation=settings.accumulation,
+        clip_norm=settings.clip,
+        seed=settings.seed,
+        timeout_s=TIMEOUT_S,
+        weights=settings.weights,
+    )
+
+
+def _batch(data: TokenDataset, step: int, rank: int, world: int) -> dict[str, torch.Tensor]:
+    input_ids, labels = data.batch_at(step, rank, world)
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _steps(
+    trainer: Any,
+    optimizer: torch.optim.Optimizer,
+    settings: TrainSettings,
+    data: TokenDataset,
+    first_step: int,
+    view: TrainView | None,
+) -> Result:
+    rank, world = trainer.rank, trainer.world_size
+    losses, times = [], []
+    begin = time.monotonic()
+    with view or _nothing():
+        for step in range(first_step, settings.steps):
+            start = time.monotonic()
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate(step)
+            loss = trainer.step(_batch(data, step, rank, world)).double().cpu().reshape(1)
+            if world > 1:
+                dist.all_reduce(loss)
+            losses.append(loss.item() / world)
+            times.append(time.monotonic() - start)
+            if view is not None:
+                view.step(step, losses[-1], times[-1])
+    return Result(losses, times, time.monotonic() - begin)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _run_files(settings: TrainSettings, tokens: TokenFile) -> dict[str, str | bytes]:
+    """What goes into the checkpoint beside the trainer's own files."""
+    kept = dataclasses.asdict(settings)
+    for name in ("save", "resume", "as_json", "log_every", "threads", "weights"):
+        kept.pop(name)
+    if settings.text is not None:
+        kept["text"] = str(Path(settings.text).resolve())
+    if settings.model not in PRESETS:
+        kept["model"] = str(Path(settings.model).resolve())
+    record = RunRecord(settings.steps, tokens.digest, kept)
+    return {RUN_FILE: record.to_json(), TOKENIZER_FILE: tokens.tokenizer.inner.to_str(pretty=True)}
+
+
+def _facts(
+    settings: TrainSettings, result: Result, everyone: list[dict[str, Any]], summary: dict[str, Any], first_step: int
+) -> dict[str, Any]:
+    """The run in figures; times without the first step, which also warms up."""
+    times = result.step_seconds[1:] or result.step_seconds
+    tokens_per_step = settings.batch * settings.seq
+    steps = len(result.losses)
+    unit = summary["largest_unit"]
+    return {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "strategy": settings.strategy,
+        "threads": settings.threads_per_rank(),
+        "first_step": first_step,
+        "last_step": first_step + steps,
+        "steps": steps,
+        "tokens_per_step": tokens_per_step,
+        "first_loss": result.losses[0],
+        "last_loss": result.losses[-1],
+        "losses": result.losses,
+        "tokens_per_second": tokens_per_step * len(times) / sum(times),
+        "step_ms": statistics.median(times) * 1e3,
+        "train_seconds": result.train_seconds,
+        "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
+        "resident_bytes": max(stats["resident_bytes"] for stats in everyone),
+        "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps,
+        "largest_unit": unit,
+        "saved": settings.save,
+    }

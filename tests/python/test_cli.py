@@ -1,0 +1,298 @@
+"""The command line: help, exit codes, and the exact messages of wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from interlace.cli import app
+
+SMALL = """interlace 1 captured
+meta model "tiny"
+param %0: f32[4] "w" trainable
+input %1: f32[4] "x"
+phase micro_batch takes () gives () {
+  %2: f32[4] = aten.mul.Tensor(%0, %1) {fwd}
+  %3: f32[] = aten.sum(%2) {fwd}
+  %4: f32[4] = aten.neg(%1) {fwd}
+  output(%3) {fwd name="loss"}
+}
+"""
+
+
+@pytest.fixture
+def cli(capfd, monkeypatch, tmp_path):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = app.run(list(arguments))
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def error_of(cli, *arguments: str, code: int = 1) -> str:
+    got, _, err = cli(*arguments)
+    assert "Traceback" not in err
+    assert got == code, err
+    assert err.startswith("error: ") and err.endswith("\n")
+    return err.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    file = tmp_path / "small.il"
+    file.write_text(SMALL)
+    return file
+
+
+# ---- the command itself ----
+
+
+@pytest.mark.parametrize("command", ["train", "capture", "opt", "inspect"])
+def test_help_has_an_example(cli, command):
+    code, out, _ = cli(command, "--help")
+    assert code == 0 and "Examples" in out and f"interlace {command} " in out
+
+
+def test_no_command_shows_the_help(cli):
+    code, out, _ = cli()
+    assert code == 0 and all(command in out for command in ("train", "capture", "opt", "inspect"))
+
+
+def test_version(cli):
+    code, out, _ = cli("--version")
+    assert code == 0 and out.startswith("interlace ")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["trian"], "no such command 'trian'; did you mean 'train'?\n  see: interlace --help"),
+        (["train", "--step", "4"], "no such option: --step; did you mean '--steps'?\n  see: interlace train --help"),
+        (["train", "more"], "got unexpected extra argument(s) (more)\n  see: interlace train --help"),
+        (["inspect"], "missing argument 'file'\n  see: interlace inspect --help"),
+    ],
+)
+def test_wrong_command_line(cli, arguments, said):
+    assert error_of(cli, *arguments, code=2) == said
+
+
+def test_wrong_number(cli):
+    assert error_of(cli, "train", "--seq", "many", code=2).startswith("invalid value for '--seq': ")
+
+
+def test_debug_shows_the_traceback(cli):
+    code, _, err = cli("inspect", "absent.il", "--debug")
+    assert code == 1 and "Traceback" in err and err.endswith("error: no such file: absent.il\n")
+
+
+# ---- train: settings ----
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--ranks", "0"], "--ranks must be at least 1, not 0"),
+        (["--log-every", "0"], "--log-every must be at least 1, not 0"),
+        (["--warmup", "-1"], "--warmup must not be negative, not -1"),
+        (["--lr", "0"], "--lr must be a positive number, not 0.0"),
+        (["--lr", "nan"], "--lr must be a positive number, not nan"),
+        (["--clip", "much"], "--clip 'much' is neither a number nor none"),
+        (["--clip", "-1"], "--clip must be a positive number, not -1.0"),
+        (["--strategy", "zero"], "--strategy 'zero' is not one of shard, replicate, zero1; did you mean 'zero1'?"),
+        (["--tokenizer", "bpee"], "--tokenizer 'bpee' is not one of byte, bpe; did you mean 'bpe'?"),
+        (["--dtype", "fp8"], "--dtype 'fp8' is not one of fp32, bf16, fp64"),
+        (["--dtype", "bf"], "--dtype 'bf' is not one of fp32, bf16, fp64; did you mean 'bf16'?"),
+        (["--batch", "7"], "--batch 7 is not a multiple of 2 ranks: use 6 or 8"),
+        (
+            ["--batch", "4", "--ranks", "4", "--accumulation", "2"],
+            "--batch 4 is not a multiple of 4 ranks x 2 micro-batches: use 8",
+        ),
+        (["--resume", "absent"], "--resume absent: no saved run there (no run.json)"),
+    ],
+)
+def test_train_settings(cli, arguments, said):
+    assert error_of(cli, "train", *arguments) == said
+
+
+def test_train_unknown_model(cli):
+    said = error_of(cli, "train", "--model", "llama-10n")
+    assert said.startswith("unknown model 'llama-10n'") and "did you mean llama-10m" in said
+
+
+def test_train_model_that_reads_no_text(cli):
+    said = error_of(cli, "train", "--model", "vit-tiny")
+    assert said.startswith("'vit-tiny' is no language model and cannot be trained on text: use one of llama-tiny, ")
+
+
+def test_train_resume_of_a_damaged_or_newer_run(cli, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text('{"format": 1, "step"')
+    assert error_of(cli, "train", "--resume", "run").startswith("run/run.json is cut off or was edited (")
+    (run / "run.json").write_text('{"format": 9, "step": 1, "data_digest": "", "settings": {}}')
+    assert error_of(cli, "train", "--resume", "run") == (
+        "run/run.json was written by a newer version (format 9, this one reads 1); update interlace"
+    )
+    (run / "run.json").write_text('{"format": 1, "step": 50, "data_digest": "", "settings": {"steps": 50}}')
+    assert error_of(cli, "train", "--resume", "run") == (
+        "the run in run has made 50 of 50 steps: give more with --steps"
+    )
+
+
+# ---- train: text ----
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (None, "no such file or folder: text.txt"),
+        (b"", "text.txt is empty: give a file with text in it"),
+        (b"ab\0c", "text.txt is a binary file (a zero byte at position 2): give UTF-8 text"),
+        (
+            b"a few words",
+            "the text has 12 tokens, too few for one sequence of 256 (and the token after it): "
+            "give a longer text or --seq 11",
+        ),
+    ],
+)
+def test_train_wrong_text(cli, tmp_path, monkeypatch, data, said):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if data is not None:
+        (tmp_path / "text.txt").write_bytes(data)
+    assert error_of(cli, "train", "--text", "text.txt") == said
+
+
+def test_train_save_where_a_file_is(cli, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert error_of(cli, "train", "--save", "taken") == "cannot write to taken: it is a file, not a folder"
+
+
+def as_nobody(*arguments: str, folder: Path) -> tuple[int, str]:
+    """Runs a command line without root's right to write everywhere."""
+    script = (
+        # Modules are imported first: they may lie in a home folder that is closed to others.
+        "import os, sys; import rich.color, rich.progress, interlace._core; from interlace.cli import app, language_model; "
+        "app._load_commands(); os.chdir(sys.argv[1]); os.geteuid() or os.setuid(65534); "
+        "raise SystemExit(app.run(sys.argv[2:]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(folder), *arguments], capture_output=True, text=True, check=False
+    )
+    return result.returncode, result.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs user ids")
+def test_no_write_permission(tmp_path, program):
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's folders are closed to others
+        folder.chmod(0o755)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    assert as_nobody("train", "--save", "closed/run", folder=tmp_path) == (
+        1,
+        "error: cannot write to closed/run: Permission denied\n",
+    )
+    assert as_nobody("opt", "small.il", "-o", "closed/out.il", folder=tmp_path) == (
+        1,
+        "error: cannot write closed/out.il: Permission denied\n",
+    )
+
+
+# ---- opt and inspect ----
+
+
+def test_opt_prints_and_writes_the_same(cli, tmp_path, program):
+    code, out, _ = cli("opt", "--passes=canonicalize", "small.il")
+    assert code == 0 and "aten.neg" not in out and "aten.mul" in out
+    code, _, err = cli("opt", "--passes=canonicalize", "small.il", "-o", "out.il")
+    assert code == 0 and (tmp_path / "out.il").read_text() == out
+    assert "canonicalize" in err and "wrote out.il (captured" in err
+    code, again, _ = cli("opt", "out.il")
+    assert (code, again) == (0, out)
+
+
+def test_opt_shards_and_dumps(cli, tmp_path, program):
+    passes = "--passes=canonicalize,shard(axis=dp,ranks=2)"
+    code, out, _ = cli("opt", passes, "--dump-ir", "steps", "small.il", "-o", "out.il", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["level"] == "sharded" and [p["changed"] for p in facts["passes"]] == [True, True]
+    assert len(list((tmp_path / "steps").iterdir())) == 3
+    assert "gather.start" in (tmp_path / "out.il").read_text()
+
+
+def test_opt_lists_passes(cli):
+    code, out, _ = cli("opt", "--list")
+    assert code == 0 and all(name in out for name in ("canonicalize", "shard", "zero1", "accumulate", "update"))
+    code, out, _ = cli("opt", "--list", "--json")
+    assert code == 0 and "shard" in [p["name"] for p in json.loads(out)["passes"]]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "no program file: name one, or - for stdin (examples: interlace opt --help)"),
+        (["absent.il"], "no such file: absent.il"),
+        (["."], ". is a folder: name a program file"),
+        (
+            ["small.il", "--json"],
+            "--json and the program would both go to stdout: give the program a file with -o FILE",
+        ),
+        (["small.il", "--bind", "b"], "--bind 'b': 'b' is not NAME=NUMBER, for example b=4,s=128"),
+        (["small.il", "-o", "no/such/out.il"], "cannot write no/such/out.il: there is no folder no/such"),
+        (["small.il", "-o", "."], "cannot write .: it is a folder"),
+    ],
+)
+def test_opt_wrong_input(cli, program, arguments, said):
+    assert error_of(cli, "opt", *arguments) == said
+
+
+def test_opt_unknown_pass_and_option(cli, program):
+    said = error_of(cli, "opt", "--passes=canonicalise", "small.il")
+    assert "canonicalise" in said and "did you mean 'canonicalize'?" in said
+    said = error_of(cli, "opt", "--passes=shard(rank=2)", "small.il")
+    assert "did you mean 'ranks'?" in said
+
+
+@pytest.mark.parametrize("command", ["inspect", "opt"])
+def test_damaged_program_files(cli, tmp_path, command):
+    def said(data: bytes) -> str:
+        (tmp_path / "bad.il").write_bytes(data)
+        return error_of(cli, command, "bad.il")
+
+    assert said(b"") == "bad.il is empty: a program begins with a line such as 'interlace 1 captured'"
+    assert said(b"interlace 1 captured\n\xff") == (
+        "bad.il is not a program text: byte 0xff at position 21 is not UTF-8"
+    )
+    assert said(SMALL[:-3].encode()).startswith("bad.il:")  # cut
+    assert "version 7" in said(SMALL.replace("interlace 1", "interlace 7").encode())
+    edited = said(SMALL.replace("(%0, %1)", "(%0, %9)").encode())
+    assert edited.startswith("bad.il:6:") and "%9" in edited
+
+
+def test_inspect_tables_and_json(cli, program):
+    code, out, _ = cli("inspect", "small.il")
+    assert code == 0
+    assert "small.il (captured)" in out and "tiny" in out and "x f32[4]" in out
+    assert "1 tensors, 4 elements" in out and "micro_batch" in out
+    code, out, _ = cli("inspect", "small.il", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["level"] == "captured" and facts["ops"] == 4 and facts["param_elements"] == 4
+    assert facts["phases"][0]["kinds"]["compute"] == 3 and facts["meta"] == {"model": "tiny"}
+
+
+def test_inspect_names_units(cli, program):
+    assert cli("opt", "--passes=shard(axis=dp,ranks=2)", "small.il", "-o", "sharded.il")[0] == 0
+    code, out, _ = cli("inspect", "sharded.il")
+    assert code == 0 and "mesh dp=2" in out and "u0" in out and "256 B" in out and "128 B" in out
+    facts = json.loads(cli("inspect", "sharded.il", "--json")[1])
+    assert facts["unit_list"][0]["params"] == ["w"] and facts["largest_unit"] == "u0"
