@@ -62,10 +62,7 @@ class VariantWriter {
   ValueId Map(ValueId id) const { return id == kNone || new_[id] == kNone ? id : new_[id]; }
 
   Status WriteOp(const Op& op) {
-    if (op.name == "grad.begin" && plan_.reduce_last) {
-      new_[op.results[0]] = LandingOf(op.results[0])->full_grad;
-      return Ok{};
-    }
+    if (op.name == "grad.begin") return WriteBegin(op);
     if (op.name == "release") return WriteRelease(op);
     if (IsCollective(op)) {
       if (!Runs(op)) return Ok{};
@@ -88,6 +85,22 @@ class VariantWriter {
       }
     }
     return Clone(op);
+  }
+
+  // A flat buffer is new in every micro-batch; a state that gradients are added up in begins once, in the first.
+  Status WriteBegin(const Op& op) {
+    ValueId flat = op.results[0];
+    bool of_state = program_.value(flat).placed;
+    if (!of_state && Each()) return Clone(op);
+    ValueId state = of_state ? program_.RootOf(flat) : LandingOf(flat)->full_grad;
+    if (variant_ == Variant::kFirst) {
+      Op& begin = NewOp(op.name, op);
+      begin.units = op.units;
+      begin.attrs = op.attrs;
+      program_.AddPlaced(begin, program_.value(flat).type, state, Dim(0));
+    }
+    new_[flat] = state;
+    return Ok{};
   }
 
   // Under reduce_last only the last micro-batch communicates; a summed gradient is gathered in the last one only.
@@ -222,8 +235,8 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
   std::vector<UnitId> with_full_grad;
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
-    if (op.name == "grad.begin") plan.landings[op.results[0]].unit = op.units[0];
-    if (IsCollective(op)) continue;
+    if (op.name == "grad.begin" && !program.value(op.results[0]).placed) plan.landings[op.results[0]].unit = op.units[0];
+    if (IsCollective(op) || op.name == "grad.begin") continue;
     for (ValueId result : op.results) {
       if (result == kNone || !program.value(result).placed) continue;
       ValueId root = program.RootOf(result);

@@ -87,7 +87,9 @@ class PhaseCanonicalizer {
     for (ValueId& id : op.writes) Substitute(id);
     for (ValueId id : op.results) {
       // The owner of the storage may itself have been replaced by an equal value.
-      if (id != kNone && program_.RootOf(id) != id) Substitute(program_.value(id).root);
+      if (id == kNone || program_.RootOf(id) == id) continue;
+      ValueId& root = program_.value(id).root;
+      root = program_.RootOf(stand_in_[root]);
     }
     if (IsPureView(program_, op)) return VisitView(op);
     if (!HasEffect(program_, op) && (IsIdentity(op, index) || IsRepetition(op))) {

@@ -110,9 +110,14 @@ class Placer {
     };
     gradient.state = program_.AddState(unit.id, "grad", FlatType(unit.dtype, whole_ ? unit.numel : unit.shard), false);
     gradient.flat = gradient.state;
+    bool padded = !(program_.NumElements(program_.value(param.value).type) == Dim(unit.numel));
     if (options_.ranks > 1) {
       Op& begin = NewOp("grad.begin", at, unit.id);
       gradient.flat = program_.AddResult(begin, FlatType(unit.dtype, unit.numel));
+      insert(begin.id);
+    } else if (padded) {
+      Op& begin = NewOp("grad.begin", at, unit.id);
+      program_.AddPlaced(begin, FlatType(unit.dtype, unit.numel), gradient.state, Dim(0));
       insert(begin.id);
     }
     if (gradient.owner != kNone) {

@@ -1,7 +1,7 @@
 // sharding.h — what shard, replicate and zero1 share: units and their states, and gradients that land in flat buffers.
 //
 // Gradients of n > 1 ranks, one unit u after another:      of one rank: the gradient is placed straight into the state.
-//   %g = grad.begin() {units=[u]}
+//   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]}   (zeroes padding)
 //   %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...)
 //   %r: f32[shard] into %grad+0 = reduce.start(%g)
 //   ... until just before the next reduce.start ...
