@@ -29,11 +29,11 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value, indent=1, default=str))
 
 
-def rows_table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table whose columns after the first are aligned to the right."""
+def rows_table(title: str, columns: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> Table:
+    """A table whose columns are aligned to the right, but for those in `left`."""
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if i in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -89,13 +89,15 @@ def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str,
 
 
 def _phases(phases: list[dict[str, Any]]) -> Any:
+    """One column a phase: how often it runs, its ops by kind, its peak."""
     kinds = sorted({kind for phase in phases for kind in phase["kinds"]}, key=lambda kind: (kind != "compute", kind))
-    table = []
-    for phase in phases:
-        peak = "symbolic" if phase["peak_bytes"] is None else format_bytes(phase["peak_bytes"])
-        counts = [f"{phase['kinds'].get(kind, 0):,}" for kind in kinds]
-        table.append([phase["name"], str(phase["repeats"]), f"{phase['ops']:,}", *counts, peak])
-    return rows_table("", ["phase", "runs", "ops", *kinds, "peak"], table)
+    rows = [
+        ["runs in a step", *(str(phase["repeats"]) for phase in phases)],
+        ["ops", *(f"{phase['ops']:,}" for phase in phases)],
+        *([f"  {kind}", *(f"{phase['kinds'].get(kind, 0):,}" for phase in phases)] for kind in kinds),
+        ["peak", *("symbolic" if p["peak_bytes"] is None else format_bytes(p["peak_bytes"]) for p in phases)],
+    ]
+    return rows_table("", ["phase", *(phase["name"] for phase in phases)], rows)
 
 
 def _print_units(console: Any, units: list[dict[str, Any]], all_units: bool) -> None:
@@ -110,6 +112,6 @@ def _print_units(console: Any, units: list[dict[str, Any]], all_units: bool) -> 
             what += f", and {len(unit['params']) - 3} more"
         full, shard = format_bytes(unit["numel"] * size), format_bytes(unit["shard"] * size)
         rows.append([f"u{unit['id']}", unit["dtype"], full, shard, what])
-    console.print(rows_table("", ["unit", "dtype", "full", "shard", "parameters"], rows))
+    console.print(rows_table("", ["unit", "dtype", "full", "shard", "parameters"], rows, left=(0, 4)))
     if len(shown) < len(ordered):
         console.print(f"and {len(ordered) - len(shown)} smaller units (--all lists them)")
