@@ -341,12 +341,31 @@ class Recorder(TorchDispatchMode):
             self._copy(t, args[1])
             return func(*args, **kwargs)
         form, form_args = info.functional, args
+        if info.random and not t.is_contiguous() and self._draw_in_memory_order(form, args, kwargs):
+            return func(*args, **kwargs)
         text = self._arguments(form_args, kwargs)
         new = form(*form_args, **kwargs)
         self._emit(form, op_info(form), form_args, kwargs, text, new)
         result = func(*args, **kwargs)
         self._write(t, self.value_of(new), new)
         return result
+
+    def _draw_in_memory_order(self, form: OpOverload, args: tuple, kwargs: dict) -> bool:
+        """In place, random numbers fill a transposed tensor in the order of its memory; the functional form would go by
+        rows. So it draws for a contiguous view of the same memory. False when the tensor is a part of its storage."""
+        t = args[0]
+        storage = self._storage(t)
+        order = sorted(range(t.dim()), key=lambda d: (-t.stride(d), d))
+        sorted_view = torch.Tensor.permute(t, order)
+        if not self._is_whole(t, storage) or not sorted_view.is_contiguous():
+            return False
+        self._entries[id(sorted_view)] = entry = Entry(-1, storage, sorted_view)
+        entry.version = -1
+        new = self._call(form, sorted_view, *args[1:], **kwargs)
+        storage.root, storage.size, storage.stride = self.value_of(new), tuple(new.shape), new.stride()
+        storage.version += 1
+        self.constants.forget(t)
+        return True
 
     def _call(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Runs and records an op of the recorder's own."""
