@@ -1,7 +1,8 @@
 // Random programs through random pipelines: the verifier is content after every pass, and the interpreter gives the same bits
-// of outputs, parameters, buffers and norm as the textbook step of the captured program.
+// of outputs, parameters, buffers and norm as the textbook step of the captured program. INTERLACE_SOAK=1 runs more of them.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <random>
 
 #include "ir/testing/interpreter.h"
@@ -125,7 +126,7 @@ TEST_P(PassProperty, CanonicalizeKeepsBitsAndIsIdempotent) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, 16));
+INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 800 : 12));
 
 }  // namespace
 }  // namespace interlace

@@ -1,0 +1,170 @@
+// interlace-opt — programs in, programs out: runs passes on a text file. Exit codes: 0 fine, 1 the program or a pass says no,
+// 2 wrong command line.
+#include <iostream>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/suggest.h"
+#include "ir/program.h"
+#include "ir/text.h"
+#include "ir/verifier.h"
+#include "passes/digest.h"
+#include "passes/inspect.h"
+#include "passes/pass_table.h"
+#include "passes/pipeline.h"
+#include "passes/runner.h"
+
+namespace interlace {
+namespace {
+
+constexpr std::string_view kHelp = R"(interlace-opt [options] FILE|-
+
+Reads a program (docs/ir.md), runs passes on it and prints the result.
+
+  --passes=PIPELINE   passes in order, with options in parentheses; see --list-passes
+  --verify            verify the program before, and after every pass that changes it
+  --bind a=4,s=128    first replace symbols by numbers
+  -o FILE             write the result there instead of standard output
+  --dump-ir DIR       also write the text before and after every pass: DIR/00-input.il, DIR/01-PASS.il, ...
+  --repro FILE        when a pass fails, write the text before it under the command that repeats it
+                      (default with --dump-ir: DIR/repro.il)
+  --timing            say on standard error how long every pass took
+  --print-summary     print what the program holds and costs instead of its text
+  --digest            print the SHA-256 of the text instead of the text
+  --list-passes       print every pass with its options
+  --help              this text
+
+Examples:
+  interlace-opt --passes='canonicalize,shard(axis=dp,ranks=4),update(clip=1.0)' graph.il -o program.il
+  interlace-opt --verify program.il -o /dev/null
+  interlace-opt --bind b=1,s=2048 --print-summary graph.il
+  cat graph.il | interlace-opt --passes=canonicalize --dump-ir steps -
+
+Exit codes: 0 fine, 1 the program or a pass says no, 2 wrong command line.
+)";
+
+struct Flags {
+  std::string passes, bind, output = "-", dump_dir, repro, input;
+  bool verify = false, timing = false, summary = false, digest = false, list = false, help = false;
+};
+
+// `--name=value`, `--name value` and single-dash -o alike.
+Result<Flags> ReadFlags(const std::vector<std::string>& args) {
+  Flags flags;
+  const std::vector<std::pair<std::string_view, std::string Flags::*>> texts = {
+      {"--passes", &Flags::passes}, {"--bind", &Flags::bind}, {"-o", &Flags::output}, {"--dump-ir", &Flags::dump_dir},
+      {"--repro", &Flags::repro}};
+  const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
+      {"--verify", &Flags::verify}, {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
+      {"--digest", &Flags::digest}, {"--list-passes", &Flags::list}, {"--help", &Flags::help}, {"-h", &Flags::help}};
+  for (size_t i = 0; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    if (arg == "-" || !arg.starts_with("-")) {
+      if (!flags.input.empty()) return MakeError("one program at a time: ", flags.input, " or ", arg, "?");
+      flags.input = arg;
+      continue;
+    }
+    size_t equals = arg.find('=');
+    std::string_view name = std::string_view(arg).substr(0, equals);
+    bool known = false;
+    for (auto [flag, field] : switches) {
+      if (flag != name) continue;
+      if (equals != std::string::npos) return MakeError(name, " takes no value");
+      flags.*field = known = true;
+    }
+    for (auto [flag, field] : texts) {
+      if (flag != name) continue;
+      known = true;
+      if (equals == std::string::npos && i + 1 == args.size()) return MakeError(name, " needs a value");
+      flags.*field = equals == std::string::npos ? args[++i] : arg.substr(equals + 1);
+    }
+    if (known) continue;
+    std::vector<std::string_view> names;
+    for (auto [flag, field] : texts) names.push_back(flag);
+    for (auto [flag, field] : switches) names.push_back(flag);
+    return MakeError("unknown option ", name, DidYouMean(name, names));
+  }
+  return flags;
+}
+
+// "b=4,s=128"
+Result<Binding> ReadBinding(std::string_view text) {
+  Binding binding;
+  while (!text.empty()) {
+    std::string_view item = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(text.size(), item.size() + 1));
+    size_t equals = item.find('=');
+    std::string number(equals == std::string_view::npos ? "" : item.substr(equals + 1));
+    size_t digits = number.find_first_not_of("0123456789");
+    if (equals == 0 || number.empty() || number.size() > 18 || digits != std::string::npos) {
+      return MakeError("--bind: expected NAME=NUMBER, found '", item, "'");
+    }
+    if (!binding.emplace(std::string(item.substr(0, equals)), std::stoll(number)).second) {
+      return MakeError("--bind: '", item.substr(0, equals), "' is given twice");
+    }
+  }
+  return binding;
+}
+
+Result<std::string> ReadInput(const std::string& path) {
+  if (path != "-") return ReadFile(path);
+  return std::string(std::istreambuf_iterator<char>(std::cin), {});
+}
+
+// What the command line asks for, as text for the output.
+Result<std::string> Transform(const Flags& flags, const std::vector<PassCall>& calls, const Binding& binding) {
+  INTERLACE_ASSIGN(std::string text, ReadInput(flags.input));
+  INTERLACE_ASSIGN(Program program, Parse(text, flags.input == "-" ? "standard input" : flags.input));
+  if (!binding.empty()) {
+    INTERLACE_ASSIGN(Program bound, Bind(program, binding));
+    program = std::move(bound);
+  }
+  INTERLACE_ASSIGN(std::vector<PassReport> reports, RunPasses(program, calls, {flags.verify, flags.dump_dir, flags.repro}));
+  if (flags.timing) {
+    for (const PassReport& report : reports) {
+      std::cerr << report.pass << ": " << report.seconds * 1e3 << " ms, " << (report.changed ? "changed" : "no change") << ", "
+                << report.ops << " ops\n";
+    }
+  }
+  if (flags.summary) return SummaryText(Summarize(program));
+  std::string printed = Print(program);
+  return flags.digest ? Digest(printed) + "\n" : printed;
+}
+
+int Main(const std::vector<std::string>& args) {
+  auto fail = [](const Error& error, int code) {
+    std::cerr << "interlace-opt: " << error.ToString() << "\n";
+    return code;
+  };
+  Result<Flags> flags = ReadFlags(args);
+  if (!flags.ok()) return fail(flags.error(), 2);
+  if (flags->help) {
+    std::cout << kHelp;
+    return 0;
+  }
+  if (flags->list) {
+    std::cout << PassTableText();
+    return 0;
+  }
+  if (flags->input.empty()) return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
+  Result<std::vector<PassCall>> calls = ParsePipeline(flags->passes);
+  if (!calls.ok()) return fail(calls.error(), 2);
+  Result<Binding> binding = ReadBinding(flags->bind);
+  if (!binding.ok()) return fail(binding.error(), 2);
+  Result<std::string> text = Transform(*flags, *calls, *binding);
+  if (!text.ok()) return fail(text.error(), 1);
+  if (flags->output == "-") {
+    std::cout << *text << std::flush;
+    return std::cout ? 0 : fail(Error{"cannot write to standard output", {}}, 1);
+  }
+  Status written = WriteFile(flags->output, *text);
+  return written.ok() ? 0 : fail(written.error(), 1);
+}
+
+}  // namespace
+}  // namespace interlace
+
+int main(int argc, char** argv) { return interlace::Main(std::vector<std::string>(argv + 1, argv + argc)); }
