@@ -48,7 +48,6 @@ class Parser {
   }
   Error Fail(std::string message) const { return Fail(scan_.pos(), std::move(message)); }
   Error Expected(std::string_view what) const { return Fail("expected " + std::string(what) + ", found " + scan_.Found()); }
-  // Errors of the scanner carry their place already, but not the remark about cut files.
   Status Want(char c) {
     scan_.SkipBlanks();
     if (!scan_.Eat(c)) return Expected(std::string{'\'', c, '\''});
@@ -86,8 +85,11 @@ class Parser {
   }
   Result<std::string> String() {
     scan_.SkipBlanks();
+    size_t pos = scan_.pos();
     if (scan_.Peek() != '"') return Expected("a quoted string");
-    return scan_.String();
+    Result<std::string> text = scan_.String();
+    if (!text.ok() && scan_.AtEnd()) return Fail(pos, "this string has no closing quote");  // and why, when the file is cut
+    return text;
   }
   Result<ValueId> ValueName() {
     scan_.SkipBlanks();
@@ -268,7 +270,7 @@ class Parser {
       return Arg::Of(id);
     }
     if (c == '"') {
-      INTERLACE_ASSIGN(std::string text, scan_.String());
+      INTERLACE_ASSIGN(std::string text, String());
       return Arg::String(std::move(text));
     }
     if (c == '[') return ListLiteral(depth);
@@ -329,7 +331,7 @@ class Parser {
     scan_.SkipToContent();
     if (scan_.AtEnd()) return Fail("the file is empty; an interlace program begins with 'interlace 1 captured|sharded|scheduled'");
     if (!scan_.EatWord("interlace")) {
-      return Fail("this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'");
+      return scan_.ErrorHere("this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'");
     }
     scan_.SkipBlanks();
     size_t pos = scan_.pos();
@@ -681,7 +683,7 @@ class Parser {
     }
   }
 
-  // WORD "=" ahead: its length, or 0.
+  // Whether WORD "=" stands here.
   bool AtName() {
     size_t pos = scan_.pos();
     bool named = !scan_.Word().empty() && scan_.Peek() == '=';

@@ -284,7 +284,7 @@ class Structure {
   }
 
   void RunPhase(const Phase& phase, int32_t index) {
-    bool micro_batch = phase.name.starts_with("micro_batch");
+    bool micro_batch = phase.name != "update";
     auto always = [&](const auto& table) {
       for (const auto& entry : table) available_[entry.value] = kAlways;
     };
@@ -300,7 +300,7 @@ class Structure {
     for (ValueId id : phase.takes) available_[id] = index;
     for (ValueId id : phase.takes) {
       const Value& root = program_.value(program_.RootOf(id));
-      if (root.kind == ValueKind::kResult || available_[root.id] == kNever) {
+      if (available_[root.id] != kAlways && available_[root.id] != index) {
         report_.AtPhase(phase, "%" + std::to_string(id) + " lies in %" + std::to_string(root.id) + ", which must be taken too");
       }
     }

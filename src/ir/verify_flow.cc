@@ -11,6 +11,7 @@ namespace {
 // A transfer between its start and its wait.
 struct Flight {
   ValueId result = kNone;          // as the phase at hand names it
+  ValueId origin = kNone;          // as the phase of the start names it
   OpId start = kNone;
   std::vector<ByteRange> sources;  // still read by the transfer
 };
@@ -98,8 +99,9 @@ class Flow {
       for (const Flight& flight : flights_) {
         if (!range.Overlaps(RangeOf(program_, flight.result))) continue;
         const std::string& start = program_.op(flight.start).name;
-        Report(op, "%" + std::to_string(id) + " touches %" + std::to_string(flight.result) + " between " + start + " and " +
-                       std::string(Family(program_.op(flight.start))) + ".wait", id);
+        std::string what = "%" + std::to_string(id);
+        what += id == flight.result ? " is used" : " touches %" + std::to_string(flight.result);
+        Report(op, what + " between " + start + " and " + std::string(Family(program_.op(flight.start))) + ".wait", id);
       }
     };
     auto write = [&](ValueId id, const char* verb) {
@@ -131,7 +133,7 @@ class Flow {
     bool paired = sources.size() == op.results.size();
     for (size_t i = 0; i < op.results.size(); ++i) {
       if (op.results[i] == kNone) continue;
-      flights_.push_back({op.results[i], op.id, paired ? std::vector<ByteRange>{sources[i]} : sources});
+      flights_.push_back({op.results[i], op.results[i], op.id, paired ? std::vector<ByteRange>{sources[i]} : sources});
     }
   }
 
@@ -147,11 +149,11 @@ class Flow {
           ValueKind kind = program_.value(source.root).kind;  // what is local to a phase cannot be named in the next
           return kind == ValueKind::kResult || kind == ValueKind::kTake;
         });
-        next.push_back({to.takes[k], flight.start, std::move(flight.sources)});
+        next.push_back({to.takes[k], flight.origin, flight.start, std::move(flight.sources)});
       }
       if (!given) {
-        Report(program_.op(flight.start), "%" + std::to_string(flight.result) + " is in flight when phase '" + from.name +
-                                              "' ends; wait for it there, or give it to the next phase", flight.result);
+        Report(program_.op(flight.start), "%" + std::to_string(flight.origin) + " is still in flight when phase '" + from.name +
+                                              "' ends; wait for it there, or give it to the next phase", flight.origin);
       }
     }
     flights_ = std::move(next);

@@ -244,12 +244,13 @@ class Meaning {
   }
 
   void Unknown(const Op& op) {
+    if (op.name.starts_with("aten.")) return;
     std::vector<std::string_view> known;
     for (const OpInfo& info : OpTable()) known.push_back(info.name);
     std::string hint = DidYouMean(op.name, known);
     // A library's op may look like ours; two letters apart is a typing error all the same.
     bool near = std::any_of(known.begin(), known.end(), [&](std::string_view k) { return EditDistance(op.name, k) <= 2; });
-    if (IsOwnOp(op.name) || (near && !op.name.starts_with("aten."))) {
+    if (IsOwnOp(op.name) || near) {
       report_.AtOp(op, "unknown op " + Quoted(op.name) + (hint.empty() ? "; ops of a library are written namespace.name" : hint));
     }
   }
@@ -293,7 +294,7 @@ class Meaning {
   void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
     auto count = NumericElements(TypeOf(id));
     if (count && *count == wanted) return;
-    report_.AtOp(op, "%" + N(id) + " must have " + N(wanted) + " elements (" + meaning + ")", id);
+    report_.AtOp(op, "%" + N(id) + " must have " + N(wanted) + (wanted == 1 ? " element (" : " elements (") + meaning + ")", id);
   }
   bool IsNumber(const Arg& arg) const {
     return arg.kind == Arg::Kind::kFloat || (arg.kind == Arg::Kind::kInt && arg.integer.is_const());

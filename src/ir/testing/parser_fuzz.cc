@@ -1,0 +1,29 @@
+// Fuzz target: any bytes may come; what is accepted must print, read back, verify, bind, compact.
+//   cmake -DINTERLACE_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ ... && ./parser_fuzz -max_total_time=60 tests/golden
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+#include "ir/liveness.h"
+#include "ir/text.h"
+#include "ir/verifier.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace interlace;
+  Result<Program> program = Parse({reinterpret_cast<const char*>(data), size});
+  if (!program.ok()) return 0;
+  std::string text = Print(*program);
+  Result<Program> again = Parse(text);
+  if (!again.ok() || Print(*again) != text) std::abort();
+  bool valid = VerifyAll(*program).empty();
+  Binding binding;
+  for (const Symbol& symbol : program->symbols) binding[symbol.name] = symbol.min;
+  (void)Bind(*program, binding);
+  if (valid) {
+    for (const Phase& phase : program->phases) (void)ComputeLiveness(*program, phase);
+  }
+  program->Compact();
+  if (!Parse(Print(*program)).ok()) std::abort();
+  return 0;
+}
