@@ -291,7 +291,7 @@ Status GlooComm::Wait(Ticket ticket) {
     return others;
   };
   if (op->failed >= 0) {
-    return link_->Fail(SuspectOf(op->transfers[op->failed]), {}, op->what.substr(0, op->what.find('\n')), op->label, elapsed_s());
+    return link_->Fail(SuspectOf(op->transfers[op->failed]), {}, op->what, op->label, elapsed_s());
   }
   for (size_t i = 0; i < op->transfers.size(); ++i) {
     Transfer& t = op->transfers[i];
@@ -299,8 +299,7 @@ Status GlooComm::Wait(Ticket ticket) {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       t.work->wait(std::max(left, std::chrono::milliseconds(1)));  // 0 would mean the group's own timeout
     } catch (const std::exception& e) {
-      const std::string what = e.what();
-      return link_->Fail(SuspectOf(t), suspects_after(i + 1), what.substr(0, what.find('\n')), op->label, elapsed_s());
+      return link_->Fail(SuspectOf(t), suspects_after(i + 1), e.what(), op->label, elapsed_s());
     }
   }
   Finish(*op);

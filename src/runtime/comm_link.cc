@@ -17,8 +17,11 @@ constexpr int kNoteTag = 1 << 30;
 // How long a rank that closed one group may take to send its note on the other.
 constexpr int64_t kNotePatienceMs = 300;
 
-// c10d and gloo report by exceptions; the text after the first line is a stack trace.
-std::string FirstLine(const std::string& text) { return text.substr(0, text.find('\n')); }
+// c10d and gloo report by exceptions. Of "[file:line] What happened [address]. Advice ...\n stack trace" only what happened is kept.
+std::string FirstLine(const std::string& text) {
+  const size_t begin = text.starts_with('[') && text.find("] ") != std::string::npos ? text.find("] ") + 2 : 0;
+  return text.substr(begin, std::min(text.find('\n', begin), text.find(". ", begin)) - begin);
+}
 
 // Whether the transfer has ended well; gives its error otherwise. Blocks up to timeout_ms.
 std::optional<std::string> WaitFor(c10d::Work& work, int64_t timeout_ms) {
@@ -173,7 +176,7 @@ Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, c
     }
   }
   std::string text = Explain(verdict, label);
-  if (verdict.reporter < 0 && !note.timed_out) text += " (" + what + ")";
+  if (verdict.reporter < 0 && !note.timed_out) text += " (" + FirstLine(what) + ")";
   failure_ = Error{text + "; the group cannot be used any more: restart all ranks from the last checkpoint", {}};
   return *failure_;
 }

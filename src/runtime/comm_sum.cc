@@ -1,8 +1,6 @@
 // comm_sum.cc — the sum of n ranks' pieces in rank order. Works through blocks that stay in the first-level cache: a block is
 // read from every part in turn and written once, so memory traffic is n reads and one write whatever n is.
 #include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
@@ -39,8 +37,8 @@ template <typename T, typename Acc>
   }
 INTERLACE_SUM(SumF64, double, double)
 INTERLACE_SUM(SumF32, float, float)
-INTERLACE_SUM(SumF16, c10::Half, float)
-INTERLACE_SUM(SumBF16, c10::BFloat16, float)
+INTERLACE_SUM(SumF16, Float16, float)
+INTERLACE_SUM(SumBF16, BFloat16, float)
 // Integers wrap around: unsigned arithmetic.
 INTERLACE_SUM(SumI64, uint64_t, uint64_t)
 INTERLACE_SUM(SumI32, uint32_t, uint32_t)

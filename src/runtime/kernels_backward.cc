@@ -11,12 +11,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/native/layer_norm.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "runtime/kernels.h"
 #include "runtime/kernels_clones.h"
@@ -28,7 +25,7 @@ namespace {
 // target[j] += source[j], 16-bit types by way of float32.
 template <typename T>
 [[gnu::always_inline]] inline void AddRow(T* __restrict target, const T* __restrict source, int64_t n) {
-  using M = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using M = MathOf<T>;
   for (int64_t j = 0; j < n; ++j) target[j] = T(M(target[j]) + M(source[j]));
 }
 
@@ -55,12 +52,12 @@ using AddRowsFunction = void (*)(void*, const void*, const void*, int64_t, int64
   }
 INTERLACE_ADD_ROWS(AddRowsF64I64, double, int64_t)
 INTERLACE_ADD_ROWS(AddRowsF32I64, float, int64_t)
-INTERLACE_ADD_ROWS(AddRowsF16I64, c10::Half, int64_t)
-INTERLACE_ADD_ROWS(AddRowsBF16I64, c10::BFloat16, int64_t)
+INTERLACE_ADD_ROWS(AddRowsF16I64, Float16, int64_t)
+INTERLACE_ADD_ROWS(AddRowsBF16I64, BFloat16, int64_t)
 INTERLACE_ADD_ROWS(AddRowsF64I32, double, int32_t)
 INTERLACE_ADD_ROWS(AddRowsF32I32, float, int32_t)
-INTERLACE_ADD_ROWS(AddRowsF16I32, c10::Half, int32_t)
-INTERLACE_ADD_ROWS(AddRowsBF16I32, c10::BFloat16, int32_t)
+INTERLACE_ADD_ROWS(AddRowsF16I32, Float16, int32_t)
+INTERLACE_ADD_ROWS(AddRowsBF16I32, BFloat16, int32_t)
 #undef INTERLACE_ADD_ROWS
 
 AddRowsFunction FunctionOf(c10::ScalarType dtype, bool wide) {

@@ -10,11 +10,10 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <mutex>
 
 #include "base/exact_sum.h"
@@ -27,14 +26,65 @@ namespace {
 
 constexpr int64_t kGrainBlocks = 4096;  // blocks of 32 a thread takes at least
 
-#define INTERLACE_SQUARES(name, T)                                                                        \
-  INTERLACE_CLONES [[gnu::flatten]] void name(ExactSum& sum, const void* data, int64_t begin, int64_t end) { \
-    sum.AddSquares(static_cast<const T*>(data) + begin, end - begin);                                     \
+using Lanes = double __attribute__((vector_size(64)));
+using HalfLanes = double __attribute__((vector_size(32)));
+
+// Eight elements squared, in float64.
+[[gnu::always_inline]] inline void SquareEight(const double* x, Lanes& out) {
+  Lanes wide;
+  std::memcpy(&wide, x, sizeof(wide));
+  out = wide * wide;
+}
+[[gnu::always_inline]] inline void SquareEight(const float* x, Lanes& out) {
+  float loaded __attribute__((vector_size(32)));
+  std::memcpy(&loaded, x, sizeof(loaded));
+  const Lanes wide = __builtin_convertvector(loaded, Lanes);
+  out = wide * wide;
+}
+
+// The block sums of ExactSum::AddSquares, in its order, in explicit vectors: left to itself the compiler finds only half of them.
+template <typename T>
+[[gnu::always_inline]] inline void BlockSums(const T* x, int64_t blocks, double* sums) {
+  for (int64_t b = 0; b < blocks; ++b, x += ExactSum::kBlock) {
+    Lanes q0, q1, q2, q3;
+    SquareEight(x, q0), SquareEight(x + 8, q1), SquareEight(x + 16, q2), SquareEight(x + 24, q3);
+    const Lanes s = ((q0 + q1) + q2) + q3;
+    HalfLanes low, high;
+    std::memcpy(&low, &s, sizeof(low));
+    std::memcpy(&high, reinterpret_cast<const char*>(&s) + sizeof(low), sizeof(high));
+    const HalfLanes t = low + high;  // 0+4, 1+5, 2+6, 3+7
+    sums[b] = (t[0] + t[2]) + (t[1] + t[3]);
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void AddSquares(ExactSum& sum, const T* x, int64_t numel) {
+  constexpr int64_t kBlocks = 32;  // at once: their sums, and 16-bit elements as float32, stay in the first-level cache
+  double sums[kBlocks];
+  while (numel >= ExactSum::kBlock) {
+    const int64_t blocks = std::min(kBlocks, numel / ExactSum::kBlock), n = blocks * ExactSum::kBlock;
+    if constexpr (sizeof(T) == 2) {
+      float wide[kBlocks * ExactSum::kBlock];
+      for (int64_t j = 0; j < n; ++j) wide[j] = x[j];
+      BlockSums(wide, blocks, sums);
+    } else {
+      BlockSums(x, blocks, sums);
+    }
+    for (int64_t b = 0; b < blocks; ++b) sum.Add(sums[b]);
+    x += n;
+    numel -= n;
+  }
+  if (numel > 0) sum.AddSquares(x, numel);
+}
+
+#define INTERLACE_SQUARES(name, T)                                                                           \
+  INTERLACE_CLONES void name(ExactSum& sum, const void* data, int64_t begin, int64_t end) {                  \
+    AddSquares(sum, static_cast<const T*>(data) + begin, end - begin);                                       \
   }
 INTERLACE_SQUARES(SquaresF64, double)
 INTERLACE_SQUARES(SquaresF32, float)
-INTERLACE_SQUARES(SquaresF16, c10::Half)
-INTERLACE_SQUARES(SquaresBF16, c10::BFloat16)
+INTERLACE_SQUARES(SquaresF16, Float16)
+INTERLACE_SQUARES(SquaresBF16, BFloat16)
 #undef INTERLACE_SQUARES
 
 }  // namespace

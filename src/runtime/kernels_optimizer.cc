@@ -7,11 +7,9 @@
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "runtime/kernels_aten.h"
@@ -22,10 +20,6 @@ namespace interlace {
 namespace {
 
 constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
-
-// 16-bit types compute in float32, the others in their own type.
-template <typename T>
-using MathOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 inline float Sqrt(float x) { return __builtin_sqrtf(x); }
 inline double Sqrt(double x) { return __builtin_sqrt(x); }
@@ -52,41 +46,62 @@ AdamConstants ConstantsOf(const AdamArgs& a) {
 template <typename T, bool kDecoupled, bool kSmallWeight>
 [[gnu::always_inline]] inline void AdamLoop(T* __restrict w, const T* __restrict g, T* __restrict exp_avg, T* __restrict exp_avg_sq,
                                             const AdamConstants& c, int64_t n) {
-  using M = MathOf<T>;
-  const M scale = M(c.grad_scale), decay = M(c.decay), beta2 = M(c.beta2), second = M(c.second_weight);
-  const M bias2_sqrt = M(c.bias2_sqrt), eps = M(c.eps), minus_step = M(c.minus_step);
+  const T scale = T(c.grad_scale), decay = T(c.decay), beta2 = T(c.beta2), second = T(c.second_weight);
+  const T bias2_sqrt = T(c.bias2_sqrt), eps = T(c.eps), minus_step = T(c.minus_step);
   // torch's lerp: from the nearer end.
-  const M first = kSmallWeight ? M(c.first_weight) : M(c.first_weight) - M(1);
+  const T first = kSmallWeight ? T(c.first_weight) : T(c.first_weight) - T(1);
   for (int64_t i = 0; i < n; ++i) {
-    M weight = M(w[i]);
-    M grad = M(g[i]) * scale;
+    T weight = w[i];
+    T grad = g[i] * scale;
     if constexpr (kDecoupled) {
       weight = weight * decay;
     } else {
       grad = grad + weight * decay;
     }
-    const M old = M(exp_avg[i]);
-    const M mean = (kSmallWeight ? old : grad) + first * (grad - old);
-    const M square = M(exp_avg_sq[i]) * beta2 + second * grad * grad;
-    exp_avg[i] = T(mean);
-    exp_avg_sq[i] = T(square);
-    w[i] = T(weight + minus_step * mean / (Sqrt(square) / bias2_sqrt + eps));
+    const T old = exp_avg[i];
+    const T mean = (kSmallWeight ? old : grad) + first * (grad - old);
+    const T square = exp_avg_sq[i] * beta2 + second * grad * grad;
+    exp_avg[i] = mean;
+    exp_avg_sq[i] = square;
+    w[i] = weight + minus_step * mean / (Sqrt(square) / bias2_sqrt + eps);
   }
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void AdamAny(void* w, const void* g, void* m, void* v, const AdamConstants& c, int64_t begin, int64_t end) {
-  T* const weight = static_cast<T*>(w) + begin;
-  const T* const grad = static_cast<const T*>(g) + begin;
-  T* const mean = static_cast<T*>(m) + begin;
-  T* const square = static_cast<T*>(v) + begin;
-  const bool small = std::abs(MathOf<T>(c.first_weight)) < MathOf<T>(0.5);
+[[gnu::always_inline]] inline void AdamSpan(T* w, const T* g, T* m, T* v, const AdamConstants& c, int64_t n) {
+  const bool small = std::abs(T(c.first_weight)) < T(0.5);
   if (c.decoupled) {
-    small ? AdamLoop<T, true, true>(weight, grad, mean, square, c, end - begin)
-          : AdamLoop<T, true, false>(weight, grad, mean, square, c, end - begin);
+    small ? AdamLoop<T, true, true>(w, g, m, v, c, n) : AdamLoop<T, true, false>(w, g, m, v, c, n);
   } else {
-    small ? AdamLoop<T, false, true>(weight, grad, mean, square, c, end - begin)
-          : AdamLoop<T, false, false>(weight, grad, mean, square, c, end - begin);
+    small ? AdamLoop<T, false, true>(w, g, m, v, c, n) : AdamLoop<T, false, false>(w, g, m, v, c, n);
+  }
+}
+
+template <typename From, typename To>
+[[gnu::always_inline]] inline void Convert(const From* __restrict from, To* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
+}
+
+// 16-bit elements go through float32 in pieces that stay in the first-level cache.
+constexpr int64_t kPiece = 512;
+
+template <typename T>
+[[gnu::always_inline]] inline void AdamAny(void* w_data, const void* g_data, void* m_data, void* v_data, const AdamConstants& c,
+                                           int64_t begin, int64_t end) {
+  T* w = static_cast<T*>(w_data) + begin;
+  const T* g = static_cast<const T*>(g_data) + begin;
+  T* m = static_cast<T*>(m_data) + begin;
+  T* v = static_cast<T*>(v_data) + begin;
+  if constexpr (sizeof(T) > 2) {
+    AdamSpan<T>(w, g, m, v, c, end - begin);
+  } else {
+    float wide_w[kPiece], wide_g[kPiece], wide_m[kPiece], wide_v[kPiece];
+    for (; begin < end; begin += kPiece, w += kPiece, g += kPiece, m += kPiece, v += kPiece) {
+      const int64_t n = std::min(kPiece, end - begin);
+      Convert(w, wide_w, n), Convert(g, wide_g, n), Convert(m, wide_m, n), Convert(v, wide_v, n);
+      AdamSpan<float>(wide_w, wide_g, wide_m, wide_v, c, n);
+      Convert(wide_w, w, n), Convert(wide_m, m, n), Convert(wide_v, v, n);
+    }
   }
 }
 
@@ -97,35 +112,52 @@ struct SgdConstants {
 
 template <typename T, bool kMomentum, bool kFirst, bool kNesterov>
 [[gnu::always_inline]] inline void SgdLoop(T* __restrict w, const T* __restrict g, T* __restrict buffer, const SgdConstants& c, int64_t n) {
-  using M = MathOf<T>;
-  const M scale = M(c.grad_scale), decay = M(c.weight_decay), momentum = M(c.momentum), undamped = M(c.undamped);
-  const M minus_lr = M(c.minus_lr);
+  const T scale = T(c.grad_scale), decay = T(c.weight_decay), momentum = T(c.momentum), undamped = T(c.undamped);
+  const T minus_lr = T(c.minus_lr);
   for (int64_t i = 0; i < n; ++i) {
-    const M weight = M(w[i]);
-    M grad = M(g[i]) * scale + weight * decay;
+    const T weight = w[i];
+    T grad = g[i] * scale + weight * decay;
     if constexpr (kMomentum) {
-      const M velocity = kFirst ? grad : M(buffer[i]) * momentum + grad * undamped;
-      buffer[i] = T(velocity);
+      const T velocity = kFirst ? grad : buffer[i] * momentum + grad * undamped;
+      buffer[i] = velocity;
       grad = kNesterov ? grad + velocity * momentum : velocity;
     }
-    w[i] = T(weight + grad * minus_lr);
+    w[i] = weight + grad * minus_lr;
   }
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void SgdAny(void* w, const void* g, void* buffer, const SgdConstants& c, int64_t begin, int64_t end) {
-  T* const weight = static_cast<T*>(w) + begin;
-  const T* const grad = static_cast<const T*>(g) + begin;
-  const int64_t n = end - begin;
+[[gnu::always_inline]] inline void SgdSpan(T* w, const T* g, T* buffer, const SgdConstants& c, int64_t n) {
   if (buffer == nullptr) {
-    SgdLoop<T, false, false, false>(weight, grad, nullptr, c, n);
-    return;
-  }
-  T* const velocity = static_cast<T*>(buffer) + begin;
-  if (c.first) {
-    c.nesterov ? SgdLoop<T, true, true, true>(weight, grad, velocity, c, n) : SgdLoop<T, true, true, false>(weight, grad, velocity, c, n);
+    SgdLoop<T, false, false, false>(w, g, buffer, c, n);
+  } else if (c.first) {
+    c.nesterov ? SgdLoop<T, true, true, true>(w, g, buffer, c, n) : SgdLoop<T, true, true, false>(w, g, buffer, c, n);
   } else {
-    c.nesterov ? SgdLoop<T, true, false, true>(weight, grad, velocity, c, n) : SgdLoop<T, true, false, false>(weight, grad, velocity, c, n);
+    c.nesterov ? SgdLoop<T, true, false, true>(w, g, buffer, c, n) : SgdLoop<T, true, false, false>(w, g, buffer, c, n);
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void SgdAny(void* w_data, const void* g_data, void* buffer_data, const SgdConstants& c, int64_t begin,
+                                          int64_t end) {
+  T* w = static_cast<T*>(w_data) + begin;
+  const T* g = static_cast<const T*>(g_data) + begin;
+  T* buffer = buffer_data == nullptr ? nullptr : static_cast<T*>(buffer_data) + begin;
+  if constexpr (sizeof(T) > 2) {
+    SgdSpan<T>(w, g, buffer, c, end - begin);
+  } else {
+    float wide_w[kPiece], wide_g[kPiece], wide_buffer[kPiece];
+    for (; begin < end; begin += kPiece, w += kPiece, g += kPiece) {
+      const int64_t n = std::min(kPiece, end - begin);
+      Convert(w, wide_w, n), Convert(g, wide_g, n);
+      if (buffer != nullptr) Convert(buffer, wide_buffer, n);
+      SgdSpan<float>(wide_w, wide_g, buffer == nullptr ? nullptr : wide_buffer, c, n);
+      Convert(wide_w, w, n);
+      if (buffer != nullptr) {
+        Convert(wide_buffer, buffer, n);
+        buffer += kPiece;
+      }
+    }
   }
 }
 
@@ -138,8 +170,8 @@ template <typename T>
   }
 INTERLACE_OPTIMIZERS(F64, double)
 INTERLACE_OPTIMIZERS(F32, float)
-INTERLACE_OPTIMIZERS(F16, c10::Half)
-INTERLACE_OPTIMIZERS(BF16, c10::BFloat16)
+INTERLACE_OPTIMIZERS(F16, Float16)
+INTERLACE_OPTIMIZERS(BF16, BFloat16)
 #undef INTERLACE_OPTIMIZERS
 
 void CheckFlat(const at::Tensor& w, const at::Tensor& other, const char* name) {

@@ -1,0 +1,75 @@
+"""Our flat optimizer kernels and exact norm against torch's fused ones on a CPU, alternating in one process.
+
+    python bench/optimizer.py
+    python bench/optimizer.py --numel 20e6 --threads 1 2 --rounds 30 --json out.json
+
+The sides work on one flat tensor each, which is torch's best case; the norm's peer is `torch.linalg.vector_norm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from common import paired, report
+
+from interlace._runtime import testing
+
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def compare(dtype: torch.dtype, numel: int, args: argparse.Namespace, threads: int) -> None:
+    name = next(key for key, value in DTYPES.items() if value is dtype)
+
+    def flat() -> torch.Tensor:
+        return torch.randn(numel, dtype=torch.float32).to(dtype)
+
+    w, g, first, second = flat(), flat(), flat(), flat().abs()
+    ours_w, ours_first, ours_second = w.clone(), first.clone(), second.clone()
+    step = torch.tensor(10.0)
+    accumulator = torch.zeros(68, dtype=torch.int64)
+
+    def torch_adamw() -> None:
+        torch._fused_adamw_(
+            [w], [g], [first], [second], [], [step], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def ours_adamw() -> None:
+        testing.adam_step(ours_w, g, ours_first, ours_second, lr=1e-4, beta2=0.95, weight_decay=0.1, t=10.0)
+
+    def torch_sgd() -> None:
+        torch._fused_sgd_(
+            [w], [g], [first], weight_decay=0.1, momentum=0.9, lr=1e-4, dampening=0.0, nesterov=False, maximize=False,
+            is_first_step=False,
+        )  # fmt: skip
+
+    def ours_sgd() -> None:
+        testing.sgd_step(ours_w, g, ours_first, lr=1e-4, momentum=0.9, weight_decay=0.1, t=10.0)
+
+    cases = {
+        "AdamW": (torch_adamw, ours_adamw),
+        "SGD": (torch_sgd, ours_sgd),
+        "norm": (lambda: torch.linalg.vector_norm(g), lambda: testing.norm_partial(g, accumulator)),
+    }
+    for case, (peer, ours) in cases.items():
+        times = paired({"torch": peer, "interlace": ours}, rounds=args.rounds)
+        report(f"{case}, {name}, {numel / 1e6:g} M elements, {threads} threads", times, "torch", args.json, case=case, dtype=name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=float, default=8e6, help="elements of the flat buffer (default 8e6)")
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["f32", "f64", "bf16"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of threads to measure with (default 1)")
+    parser.add_argument("--rounds", type=int, default=20, help="paired rounds a figure (default 20)")
+    parser.add_argument("--json", help="add the records to this file")
+    args = parser.parse_args()
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for name in args.dtypes:
+            compare(DTYPES[name], int(args.numel), args, threads)
+
+
+if __name__ == "__main__":
+    main()
