@@ -75,6 +75,16 @@ def op_info(func: OpOverload) -> OpInfo:
     )
 
 
+def functional_arguments(func: OpOverload, form: OpOverload, args: tuple) -> tuple:
+    """The arguments for the functional form: defaults that only the in-place form has are written out."""
+    out = list(args)
+    for mine, theirs in list(zip(func._schema.arguments, form._schema.arguments, strict=False))[len(args) :]:
+        if mine.kwarg_only or theirs.has_default_value() or not mine.has_default_value():
+            break
+        out.append(mine.default_value)
+    return tuple(out)
+
+
 def draws(info: OpInfo, args: tuple, kwargs: dict) -> bool:
     """Whether this call draws random numbers: attention with dropout 0 does not."""
     if not info.random:

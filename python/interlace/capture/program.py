@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture.constants import Constants
 from interlace.capture.groups import optimizer_groups
@@ -126,6 +128,7 @@ class _Trace:
         self._input_lines: list[str] = []
         self._const_lines: list[str] = []
         self._lifted: dict[int, tuple[Tensor, Tensor]] = {}  # id(real) -> real (kept alive), fake
+        self._num_captured = 0
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
 
     # ---- tensors that are not results ----
@@ -168,7 +171,8 @@ class _Trace:
         if literal:
             self.constants.set_value(fake, real)
         if literal and real.numel() <= _MAX_CONST and real.is_contiguous():
-            data = real.detach().cpu().reshape(-1).tolist()
+            with no_dispatch():
+                data = real.detach().cpu().reshape(-1).tolist()
             items = ", ".join(str(int(x)) if isinstance(x, bool) else number(x) for x in data)
             type_text = self.dims.type(real.dtype, tuple(real.shape), real.stride())
             value = self._const_values.get((type_text, items))
@@ -181,7 +185,8 @@ class _Trace:
                 self.consts[name] = self._const_values[(type_text, items)] = value
                 self._const_lines.append(f"const {decl} {quote(name)} = [{items}]")
         else:
-            t = ModelTensor(f"captured.{len(self._lifted)}", real, "plain", False, fake=fake)
+            t = ModelTensor(f"captured.{self._num_captured}", real, "plain", False, fake=fake)
+            self._num_captured += 1
             self.tensors.append(t)
             self.ids[id(t)] = self.recorder.next_value
             self._decls[id(t)] = self.recorder.declare(fake)
@@ -203,6 +208,8 @@ class _Trace:
             stack.enter_context(known_values_are_no_trace(self.constants))
             stack.enter_context(followed_modules(self.sites))
             stack.enter_context(torch.enable_grad())
+            if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
+                stack.enter_context(enable_python_dispatcher())
             stack.enter_context(self.fakes)
             stack.enter_context(rec)
             self._locating("forward", lambda: self._forward(loss_fn, batch))

@@ -8,11 +8,11 @@ becomes one line. A value of the program is known by the storage it lives in:
   an older version is taken again, by a `view` op, when it is next read. So the text is in single assignment, and what eager
   PyTorch would read is what the program reads.
 
-    y = x * 2; v = y[0]; y.add_(1); z = v + v        %1 = aten.mul.Tensor(%0, 2)
-                                                     %2 in %1+0 = aten.select.int(%1, 0, 0)
-                                                     %3 = aten.add.Tensor(%1, 1)
-                                                     %4 in %3+0 = view(%3)
-                                                     %5 = aten.add.Tensor(%4, %4)
+    y = (x * 2).detach(); v = y[0]; y.add_(1); x + v        %1 = aten.mul.Tensor(%0, 2)
+                                                            %2 in %1+0 = aten.select.int(%1, 0, 0)
+                                                            %3 = aten.add.Tensor(%1, 1)
+                                                            %4 in %3+0 = view(%3)
+                                                            %5 = aten.add.Tensor(%0, %4)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.capture.constants import Constants, NotConstant
-from interlace.capture.functional import OpInfo, corrected, draws, omitted, op_info
+from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
@@ -340,8 +340,8 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default:
             self._copy(t, args[1])
             return func(*args, **kwargs)
-        form, form_args = info.functional, args
-        if info.random and not t.is_contiguous() and self._draw_in_memory_order(form, args, kwargs):
+        form, form_args = info.functional, functional_arguments(func, info.functional, args)
+        if info.random and not t.is_contiguous() and self._draw_in_memory_order(form, form_args, kwargs):
             return func(*args, **kwargs)
         text = self._arguments(form_args, kwargs)
         new = form(*form_args, **kwargs)
