@@ -61,10 +61,10 @@ def show_p5(data: Path) -> None:
         row = [model_us(alpha, bandwidth, np.array([float(n)]), np.array([float(32 << i) * MIB]))[0] for i in range(7)]
         print(f"    {n:4d} GPUs             " + " ".join(f"{t:9.1f}" for t in row))
     ranks, size, measured = p5(data / "nccl_p5_all_reduce.csv")
-    predicted = 2 * model_us(alpha, bandwidth, ranks, size)
-    error = predicted / measured - 1
-    print(f"  the same constants on all-reduce (which NVLink SHARP speeds up): mean absolute error {100 * np.abs(error).mean():.1f} %,"
-          f" bias {100 * error.mean():+.1f} %")  # fmt: skip
+    alpha, bandwidth, _ = fit(ranks, size, measured / 2)
+    error = 2 * model_us(alpha, bandwidth, ranks, size) / measured - 1
+    print(f"p5 all-reduce (NVLink SHARP): alpha {alpha:.2f} us, bandwidth {bandwidth:.1f} GB/s, mean absolute error"
+          f" {100 * np.abs(error).mean():.1f} %, bias {100 * error.mean():+.1f} %")  # fmt: skip
 
 
 def show_node(data: Path, gpu: str) -> None:

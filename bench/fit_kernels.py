@@ -72,10 +72,12 @@ def gemm_us(p: Array, shapes: Array, device: str) -> Array:
     return p[3] + np.maximum(compute, 2 * (m * n + n * k + m * k) / (memory * 1e6 * 0.85))
 
 
-def read_gpt(data: Path, gpu: str) -> tuple[Array, Array, dict[str, Array]]:
-    """Pure matrix products as (m, n, k) and us, and (bytes, us) of memory-bound ops by name."""
+def read_gpt(data: Path, gpu: str) -> tuple[Array, Array, NDArray[np.bool_], dict[str, Array]]:
+    """Pure matrix products as (m, n, k), us and whether it is a forward one; (bytes, us) of memory-bound ops by name."""
     sequence = 4096 if gpu == "a100" else 2048
-    shapes, times = [], []
+    shapes: list[tuple[int, int, int]] = []
+    times: list[float] = []
+    forwards: list[bool] = []
     memory: dict[str, list[tuple[float, float]]] = {}
     with (data / f"op_times_gpt_{gpu}.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -86,22 +88,28 @@ def read_gpt(data: Path, gpu: str) -> tuple[Array, Array, dict[str, Array]]:
             forward, backward = float(row["fwd_us"]), float(row["bwd_us"])
             # Column parallel: no all-reduce forward. Row parallel: none backward, and that is the input gradient alone.
             if op == "enc-MLP-GEMM-1":
-                shapes.append((m, 4 * h // tp, h)), times.append(forward)
+                shapes.append((m, 4 * h // tp, h))
+                times.append(forward)
+                forwards.append(True)
             elif op in ("enc-attention-dense", "enc-MLP-GEMM-2"):
                 inner = (h if op == "enc-attention-dense" else 4 * h) // tp
-                shapes.append((m, inner, h)), times.append(backward)
+                shapes.append((m, inner, h))
+                times.append(backward)
+                forwards.append(False)
+                if tp == 1:
+                    shapes.append((m, h, inner))
+                    times.append(forward)
+                    forwards.append(True)
             size = {"enc-MLP-gelu": 2 * 2 * m * 4 * h / tp, "enc-attention-dropout": 5 * m * sequence * heads / tp,
                     "enc-attention-softmax": 4 * m * sequence * heads / tp}.get(op)  # fmt: skip
             if size is not None and not (op == "enc-attention-softmax" and "13B" in row["model"]):
                 memory.setdefault(op, []).append((size, forward))
-    return np.array(shapes, float), np.array(times), {k: np.array(v) for k, v in memory.items()}
+    return np.array(shapes, float), np.array(times), np.array(forwards), {k: np.array(v) for k, v in memory.items()}
 
 
-def fit_gemm(device: str, shapes: Array, times: Array, t0: float | None, k0_fixed: float | None = None) -> Array:
+def fit_gemm(device: str, what: str, shapes: Array, times: Array, t0: float | None) -> Array:
     low, high = [0.2, 0.0, 0.0, t0 or 0.0], [1.0, 1.0, 600.0, t0 or 60.0]
-    if k0_fixed is not None:
-        low[2] = high[2] = k0_fixed
-    start = [0.85, 0.6, k0_fixed if k0_fixed is not None else 100.0, t0 or 5.0]
+    start = [0.85, 0.6, 100.0, t0 or 5.0]
 
     def loss(p: Array) -> float:
         return float(np.abs(np.log(gemm_us(p, shapes, device) / times)).mean())
@@ -109,7 +117,7 @@ def fit_gemm(device: str, shapes: Array, times: Array, t0: float | None, k0_fixe
     point, _ = search(loss, start, [0.05, 0.2, 60.0, 4.0], low, high)
     error = gemm_us(point, shapes, device) / times - 1
     print(
-        f"{device:5} matrix products, {len(times)} rows: efficiency {point[0]:.3f}, q {point[1]:.2f}, k0 {point[2]:.0f},"
+        f"{device:5} matrix products, {what}, {len(times)} rows: efficiency {point[0]:.3f}, q {point[1]:.2f}, k0 {point[2]:.0f},"
         f" t0 {point[3]:.1f} us; error mean {100 * np.abs(error).mean():.1f} %, median {100 * np.median(np.abs(error)):.1f} %,"
         f" bias {100 * error.mean():+.1f} %"
     )
@@ -145,7 +153,7 @@ def main() -> int:
     options = parser.parse_args()
     h100 = np.array(H100_GEMM)
     times = 2 * h100[:, 0] * h100[:, 1] * h100[:, 2] / (h100[:, 3] * 1e6)
-    point = fit_gemm("h100", h100[:, :3], times, None)
+    point = fit_gemm("h100", "public rates", h100[:, :3], times, None)
     for row, measured, predicted in zip(h100, times, gemm_us(point, h100[:, :3], "h100"), strict=True):
         print(f"        {row[0]:6.0f} x {row[1]:5.0f} x {row[2]:5.0f}: {measured:8.1f} us, predicted {predicted:8.1f}")
     sequences = np.array(SEQUENCES, float)
@@ -156,8 +164,12 @@ def main() -> int:
         if not (options.data / f"op_times_gpt_{gpu}.csv").exists():
             print(f"{options.data}/op_times_gpt_{gpu}.csv is not there; give the folder with --data", file=sys.stderr)
             return 2
-        shapes, measured, memory = read_gpt(options.data, gpu)
-        fit_gemm(gpu, shapes, measured, None)
+        shapes, measured, is_forward, memory = read_gpt(options.data, gpu)
+        fit_gemm(gpu, "all rows", shapes, measured, None)
+        # Forward products read a transposed weight, input gradients a plain one; the presets use these two, with the t0
+        # of a kernel alone.
+        for what, chosen in (("second operand transposed (forward)", is_forward), ("plain (input gradient)", ~is_forward)):
+            fit_gemm(gpu, what, shapes[chosen], measured[chosen], float(point[3]))
         for name, table in memory.items():
             fit_memory(gpu, name, table)
     with (options.data / "op_times_l4.csv").open(newline="") as file:

@@ -1,0 +1,205 @@
+#include "cost/cost_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "cost/kernel_model.h"
+#include "cost/signature.h"
+#include "ir/text.h"
+
+namespace interlace {
+namespace {
+
+std::optional<CollectiveKind> KindOf(std::string_view name) {
+  static constexpr std::pair<std::string_view, CollectiveKind> kKinds[] = {
+      {"gather.start", CollectiveKind::kGather},         {"reduce.start", CollectiveKind::kReduce},
+      {"all_reduce.start", CollectiveKind::kAllReduce},  {"broadcast.start", CollectiveKind::kBroadcast},
+      {"all_to_all.start", CollectiveKind::kAllToAll},   {"send", CollectiveKind::kPointToPoint},
+      {"recv", CollectiveKind::kPointToPoint}};
+  for (auto [known, kind] : kKinds) {
+    if (known == name) return kind;
+  }
+  return std::nullopt;
+}
+
+Error AtOp(const Program& program, const Op& op, Error error) {
+  if (error.where.empty()) error.where = PrintOp(program, op);
+  return error;
+}
+
+}  // namespace
+
+Result<int64_t> Picoseconds(double us) {
+  double ps = std::ceil(us * 1e6);
+  if (!(ps >= 0 && ps < static_cast<double>(kMaxOpPicoseconds))) return MakeError("one op takes ", us, " us, which does not fit in 64 bits");
+  return static_cast<int64_t>(ps);
+}
+
+Result<CostModel> CostModel::Create(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile) {
+  CostModel model(program, cluster, profile);
+  for (const Axis& axis : program.mesh) {
+    if (__builtin_mul_overflow(model.ranks_, axis.size, &model.ranks_) || model.ranks_ < 1) {
+      return MakeError("the mesh has more ranks than fit in 64 bits");
+    }
+  }
+  if (model.ranks_ > cluster.devices) {
+    return MakeError("the program's mesh has ", model.ranks_, " ranks, the cluster '", cluster.name, "' has ", cluster.devices,
+                     cluster.devices == 1 ? " device" : " devices", "; take a larger cluster or a smaller mesh");
+  }
+  const std::vector<double>& given = profile != nullptr && !profile->interference.empty() ? profile->interference : cluster.interference_factors;
+  if (given.size() == 28) {
+    std::array<double, 28> factors;
+    std::copy(given.begin(), given.end(), factors.begin());
+    model.interference_ = Interference::FromFactors(factors);
+  } else if (!cluster.interference.empty() && cluster.interference != "none") {
+    int64_t nodes = (model.ranks_ + cluster.per_node - 1) / cluster.per_node;
+    model.interference_ = *FindInterference(cluster.interference, model.ranks_per_node(), nodes);
+  }
+  return model;
+}
+
+Result<OpCost> CostModel::Cost(const Op& op) {
+  Result<OpCost> cost = OpCost{};
+  if (std::optional<CollectiveKind> kind = KindOf(op.name)) {
+    cost = Collective(op, *kind);
+  } else if (op.name == "offload.start" || op.name == "reload.start") {
+    cost = Copy(op, op.name == "reload.start");
+  } else {
+    cost = Compute(op);
+  }
+  if (!cost.ok()) return AtOp(*program_, op, cost.error());
+  return cost;
+}
+
+Result<OpCost> CostModel::Compute(const Op& op) {
+  std::string_view name = op.name;
+  OpCost cost;
+  if (name == "view" || name == "release" || name == "grad" || name == "output" || name.ends_with(".wait")) return cost;
+  key_.clear();
+  INTERLACE_TRY(AppendSignature(*program_, op, key_));
+  // Attributes of our own ops that change the work.
+  if (const Arg* zero = op.Attr("zero"); zero != nullptr && zero->boolean) key_ += " zero";
+  auto known = known_.find(std::string_view(key_));
+  if (known != known_.end()) return known->second;
+  cost.resource = Resource::kCompute;
+  const OpTiming* timing = nullptr;
+  if (profile_ != nullptr) {
+    auto found = profile_->ops.find(std::string_view(key_));
+    if (found != profile_->ops.end()) timing = &found->second;
+  }
+  INTERLACE_ASSIGN(KernelWork work, WorkOf(*program_, op));
+  if (timing != nullptr) {
+    INTERLACE_ASSIGN(cost.work_ps, Picoseconds(timing->us));
+    cost.transient_bytes = timing->transient_bytes;
+    cost.source = timing->measured ? OpCost::Source::kMeasured : OpCost::Source::kEstimated;
+  } else if (work.kind == KernelWork::Kind::kFree) {
+    cost.resource = Resource::kNone;
+  } else {
+    INTERLACE_ASSIGN(cost.work_ps, Picoseconds(KernelUs(cluster_, work)));
+    cost.source = OpCost::Source::kEstimated;
+  }
+  if (work.kind != KernelWork::Kind::kFree) {
+    ++coverage_.ops;
+    coverage_.measured += cost.source == OpCost::Source::kMeasured;
+  }
+  known_.emplace(key_, cost);
+  return cost;
+}
+
+Result<double> CostModel::OperandBytes(const Op& op, bool results) const {
+  double bytes = 0;
+  Status status = Ok{};
+  auto add = [&](ValueId id) {
+    if (id == kNone || !status.ok()) return;
+    Result<int64_t> size = program_->StorageBytes(program_->value(id).type);
+    if (size.ok()) {
+      bytes += static_cast<double>(*size);
+    } else {
+      status = size.error();
+    }
+  };
+  if (results) {
+    for (ValueId id : op.results) add(id);
+  } else {
+    ForEachOperand(op, add);
+  }
+  INTERLACE_TRY(status);
+  return bytes;
+}
+
+Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
+  std::string axis;
+  if (!op.units.empty()) axis = program_->units[op.units[0]].axis;
+  if (const Arg* given = op.Attr("axis")) axis = given->text;
+  if (axis.empty() && program_->mesh.size() == 1) axis = program_->mesh[0].name;
+  GroupShape group = GroupOf(program_->mesh, axis, cluster_.per_node);
+  OpCost cost;
+  cost.group_ranks = group.ranks;
+  cost.resource = group.within_node() ? Resource::kIntraLink : Resource::kInterLink;
+  cost.sends = op.name != "recv";
+  cost.receives = op.name != "send";
+  // A gather's whole buffer is its results, everything else is counted by what goes in (recv by what comes out).
+  bool by_results = kind == CollectiveKind::kGather || op.name == "recv";
+  INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
+  if (kind == CollectiveKind::kPointToPoint && group.ranks < 2) group.ranks = 2;
+  if (group.ranks < 2) return cost;
+  int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
+  int64_t messages = cluster_.coalesce ? 1 : units;
+  CollectiveTime time = RingTime(cluster_, group, kind, bytes, messages);
+  cost.source = OpCost::Source::kEstimated;
+  if (profile_ != nullptr) {
+    auto sweep = profile_->collectives.find({std::string(CollectiveKindName(kind)), group.ranks});
+    if (sweep != profile_->collectives.end()) {
+      double each = *sweep->second.Us(bytes / static_cast<double>(messages));
+      double least = std::min(each, *sweep->second.Us(0));
+      time.latency_us = least * static_cast<double>(messages);
+      time.transfer_us = (each - least) * static_cast<double>(messages);
+      cost.source = OpCost::Source::kMeasured;
+    }
+  }
+  INTERLACE_ASSIGN(cost.latency_ps, Picoseconds(time.latency_us));
+  INTERLACE_ASSIGN(cost.work_ps, Picoseconds(time.transfer_us));
+  cost.bytes = static_cast<int64_t>(std::min(time.moved_bytes, 9e18));
+  double total_us = time.latency_us + time.transfer_us;
+  if (cluster_.cpu && total_us > 0) {
+    cost.core_share = std::min(1.0, cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6 / total_us);
+  }
+  return cost;
+}
+
+Result<OpCost> CostModel::Copy(const Op& op, bool to_device) {
+  OpCost cost;
+  INTERLACE_ASSIGN(double bytes, OperandBytes(op, to_device && !op.results.empty()));
+  Lane lane = LaneOf(op);
+  const char* kind;
+  double gb_per_s;
+  if (lane == Lane::kFile) {
+    cost.resource = Resource::kFile;
+    kind = to_device ? "file_read" : "file_write";
+    gb_per_s = to_device ? cluster_.file_read_gb_per_s : cluster_.file_write_gb_per_s;
+  } else if (lane == (to_device ? Lane::kH2D : Lane::kD2H)) {
+    cost.resource = to_device ? Resource::kHostToDevice : Resource::kDeviceToHost;
+    kind = to_device ? "h2d" : "d2h";
+    gb_per_s = to_device ? cluster_.h2d_gb_per_s : cluster_.d2h_gb_per_s;
+  } else {
+    return MakeError("'", op.name, "' cannot run on the lane '", LaneName(lane), "'");
+  }
+  double latency_us = cluster_.copy_us, transfer_us = bytes / (gb_per_s * 1e3);
+  cost.source = OpCost::Source::kEstimated;
+  if (profile_ != nullptr) {
+    auto sweep = profile_->copies.find(kind);
+    if (sweep != profile_->copies.end()) {
+      double us = *sweep->second.Us(bytes);
+      latency_us = std::min(us, *sweep->second.Us(0));
+      transfer_us = us - latency_us;
+      cost.source = OpCost::Source::kMeasured;
+    }
+  }
+  INTERLACE_ASSIGN(cost.latency_ps, Picoseconds(latency_us));
+  INTERLACE_ASSIGN(cost.work_ps, Picoseconds(transfer_us));
+  cost.bytes = static_cast<int64_t>(std::min(bytes, 9e18));
+  return cost;
+}
+
+}  // namespace interlace

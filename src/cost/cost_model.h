@@ -1,0 +1,77 @@
+// cost_model.h — what every op of a program costs on a cluster: measured where a profile has it, else estimated.
+//
+// Times are picoseconds in 64-bit integers (a step may take 100 days), so that sums and the simulator on top of them give the
+// same bits everywhere.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "cost/cluster.h"
+#include "cost/collective_model.h"
+#include "cost/profile_table.h"
+#include "ir/op_table.h"
+#include "ir/program.h"
+
+namespace interlace {
+
+enum class Resource : uint8_t { kNone, kCompute, kIntraLink, kInterLink, kHostToDevice, kDeviceToHost, kFile };
+
+struct OpCost {
+  enum class Source : uint8_t { kFree, kMeasured, kEstimated };
+  Source source = Source::kFree;
+  Resource resource = Resource::kNone;
+  bool sends = false, receives = false;  // directions of a link that it fills
+  int64_t latency_ps = 0;                // of a transfer: not slowed by what else runs
+  int64_t work_ps = 0;                   // alone
+  int64_t bytes = 0;                     // moved by one rank
+  int64_t transient_bytes = 0;           // inside the op, beyond operands and results
+  double core_share = 0;                 // of a processor, while a transfer runs (cpu)
+  int64_t group_ranks = 1;               // of a collective
+};
+
+// Largest time of one op: sums of 2^40 of them still fit.
+inline constexpr int64_t kMaxOpPicoseconds = int64_t{1} << 62;
+// Error: not a number, or too long.
+Result<int64_t> Picoseconds(double us);
+
+class CostModel {
+ public:
+  // `program` and `profile` (may be nullptr) must outlive the model. Error: the mesh has more ranks than the cluster devices.
+  static Result<CostModel> Create(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile);
+
+  // Error: a size that is not yet a number, a time beyond 64 bits, a lane that the op cannot run on.
+  Result<OpCost> Cost(const Op& op);
+
+  const ClusterSpec& cluster() const { return cluster_; }
+  const Interference& interference() const { return interference_; }
+  int64_t ranks() const { return ranks_; }
+  // Ranks that share one host.
+  int64_t ranks_per_node() const { return std::min(ranks_, cluster_.per_node); }
+  // Distinct compute ops, and those whose time comes from the profile; for the summary.
+  struct Coverage {
+    int64_t ops = 0, measured = 0;
+  };
+  const Coverage& coverage() const { return coverage_; }
+
+ private:
+  CostModel(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile)
+      : program_(&program), cluster_(cluster), profile_(profile) {}
+  Result<OpCost> Compute(const Op& op);
+  Result<OpCost> Collective(const Op& op, CollectiveKind kind);
+  Result<OpCost> Copy(const Op& op, bool to_device);
+  Result<double> OperandBytes(const Op& op, bool results) const;
+
+  const Program* program_;
+  ClusterSpec cluster_;
+  const ProfileTable* profile_;
+  Interference interference_;
+  int64_t ranks_ = 1;
+  Coverage coverage_;
+  std::string key_;                                       // reused by every look-up
+  std::unordered_map<std::string, OpCost, StringHash, std::equal_to<>> known_;
+};
+
+}  // namespace interlace

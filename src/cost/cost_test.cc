@@ -1,0 +1,277 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "cost/cluster.h"
+#include "cost/collective_model.h"
+#include "cost/cost_model.h"
+#include "cost/kernel_model.h"
+#include "cost/profile_table.h"
+#include "cost/signature.h"
+#include "ir/text.h"
+
+namespace interlace {
+namespace {
+
+ClusterSpec Preset(std::string_view name) {
+  Result<ClusterSpec> cluster = LoadCluster(name, "cluster");
+  EXPECT_TRUE(cluster.ok()) << (cluster.ok() ? "" : cluster.error().ToString());
+  return cluster.ok() ? *cluster : ClusterSpec{};
+}
+
+std::string ErrorOf(const auto& result) { return result.ok() ? "no error" : result.error().ToString(); }
+
+// The preset with one piece of its text replaced.
+std::string Edited(std::string_view preset, const std::string& from, const std::string& to) {
+  std::string text = *PresetCluster(preset);
+  size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return at == std::string::npos ? text : text.replace(at, from.size(), to);
+}
+
+TEST(Cluster, EveryPresetReads) {
+  for (std::string_view name : PresetNames()) {
+    for (int count : {1, 2, 8, 64, 4096}) {
+      std::string full = std::string(name) + "-" + std::to_string(count);
+      Result<ClusterSpec> cluster = LoadCluster(full, full);
+      ASSERT_TRUE(cluster.ok()) << cluster.error().ToString();
+      EXPECT_EQ(cluster->devices, count);
+      EXPECT_EQ(cluster->name, full);
+    }
+  }
+  EXPECT_EQ(Preset("h100-80gb-32").per_node, 8);
+  EXPECT_EQ(Preset("l4-24gb-4").per_node, 4);
+  EXPECT_EQ(Preset("local-4").per_node, 4);
+  EXPECT_TRUE(Preset("local-2").cpu);
+}
+
+TEST(Cluster, PresetErrors) {
+  EXPECT_EQ(ErrorOf(LoadCluster("h10-80gb-8", "c")),
+            "there is no cluster file or preset 'h10-80gb-8', did you mean 'h100-80gb'? presets: h100-80gb-N, a100-40gb-N, l4-24gb-N, local-N");
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb", "c")), "the preset 'h100-80gb' needs a number of devices, for example 'h100-80gb-8'");
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-0", "c")), "the number of devices in 'h100-80gb-0' must be from 1 to 1048576");
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-12", "c")), "'h100-80gb-12' does not fill nodes of 8 devices; take a multiple of 8");
+}
+
+TEST(Cluster, FileErrorsShowTheLine) {
+  EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "copy_us = 2", "copy_uss = 2"), "c.toml")),
+            "c.toml:35:1: unknown key 'copy_uss' in [host], did you mean 'copy_us'?\n  copy_uss = 2\n  ^");
+  EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "[intra]", "[inner]"), "c.toml")).substr(0, 54),
+            "c.toml:43:1: unknown table [inner], did you mean 'inte");
+  EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "gb_per_s = 1.0 ", "gb_per_s = 0.0 "), "c.toml")).substr(0, 47),
+            "c.toml:44:12: 'gb_per_s' must be above zero\n  g");
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 60", "alpha_us = -1"), "c")).find("must not be negative"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = \"2\""), "c")).find("expected a number"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = 2\ncores = 3"), "c")).find("the key 'cores' is given twice"), std::string::npos);
+  EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "cores = 2\n", "\n"), "c")), "c: the key 'cores' in [host] is missing");
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "devices = 2", "devices = 3"), "c")).find("must fill whole nodes"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "mm_efficiency = 0.95", "mm_efficiency = 1.5"), "c")).find("at most 1"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "\"none\"", "\"h200\""), "c")).find("the fitted tables are"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "devices = 2", "devices = 99999999999999999999"), "c")).find("64 bits"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster("a = [1, [2]]\n", "c")).find("a list in a list"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster("a = \n", "c")).find("found the end of the line"), std::string::npos);
+}
+
+TEST(Interference, TheAlgorithmByHand) {
+  // Compute 4 and gather 2 together, factors 1.5 and 2: scaled 6 and 4, the gather ends at 4, when 4/1.5 = 2.667 of
+  // compute is done; 1.333 is left.
+  std::array<double, 28> factors;
+  factors.fill(1);
+  factors[16] = 1.5, factors[17] = 2;  // after 4 + 4 * 3 factors comes the pair (compute, device)
+  Interference f = Interference::FromFactors(factors);
+  EXPECT_DOUBLE_EQ(f.Together({4, 2, 0, 0}), 4 + 4.0 / 3);
+  EXPECT_DOUBLE_EQ(f.Together({4, 0, 2, 0}), 4) << "another pair";
+  EXPECT_DOUBLE_EQ(f.Together({0, 3, 0, 0}), 3);
+  EXPECT_DOUBLE_EQ(f.Together({2, 2, 1, 0}), 1 + 1.5 + 0.25) << "three for 1, then both are at 1: 1.5 and 2";
+}
+
+TEST(Interference, NearestFittedTopology) {
+  EXPECT_EQ(FindInterference("h100", 8, 1), nullptr);
+  const Interference* eight = FindInterference("a100", 8, 4);
+  EXPECT_EQ(FindInterference("a100", 8, 64), eight);
+  EXPECT_NE(FindInterference("a100", 8, 1), eight);
+  for (int set = 0; set < 16; ++set) {
+    for (double factor : eight->factor[set]) EXPECT_GE(factor, 1.0);
+  }
+}
+
+TEST(Collectives, GroupsOnNodes) {
+  std::vector<Axis> mesh = {{"dp", 4}, {"tp", 2}};
+  GroupShape tp = GroupOf(mesh, "tp", 4), dp = GroupOf(mesh, "dp", 4);
+  EXPECT_TRUE(tp.within_node());
+  EXPECT_EQ(tp.members_per_node, 2);
+  EXPECT_EQ(dp.ranks, 4);
+  EXPECT_EQ(dp.members_per_node, 2);
+  EXPECT_EQ(dp.nodes, 2);
+  EXPECT_EQ(GroupOf(mesh, "pp", 4).ranks, 1);
+}
+
+TEST(Collectives, RingByHand) {
+  ClusterSpec c = Preset("h100-80gb-16");
+  c.inter = {10, 320, 0, 0};
+  GroupShape group = GroupOf({{"dp", 16}}, "dp", 8);
+  CollectiveTime gather = RingTime(c, group, CollectiveKind::kGather, 320e6, 1);
+  EXPECT_DOUBLE_EQ(gather.latency_us, 150);
+  EXPECT_DOUBLE_EQ(gather.transfer_us, 320e6 * 15 / 16 / 320e3);
+  CollectiveTime all = RingTime(c, group, CollectiveKind::kAllReduce, 320e6, 1);
+  EXPECT_DOUBLE_EQ(all.latency_us, 300);
+  EXPECT_DOUBLE_EQ(all.transfer_us, 2 * gather.transfer_us);
+  // One member of each node has an eighth of its network.
+  GroupShape thin = GroupOf({{"dp", 2}, {"tp", 8}}, "dp", 8);
+  EXPECT_DOUBLE_EQ(RingTime(c, thin, CollectiveKind::kGather, 80e6, 1).transfer_us, 80e6 / 2 / 40e3);
+  EXPECT_EQ(RingTime(c, GroupOf({{"dp", 1}}, "dp", 8), CollectiveKind::kGather, 1e6, 1).transfer_us, 0);
+}
+
+TEST(Kernels, PublicH100Rates) {
+  ClusterSpec c = Preset("h100-80gb-8");
+  auto tflops = [&](double m, double n, double k) {
+    KernelWork w;
+    w.kind = KernelWork::Kind::kProduct;
+    w.dtype = DType::kBF16;
+    w.m = m, w.n = n, w.k = k;
+    w.flops = 2 * m * n * k;
+    w.bytes = 2 * (m * n + n * k + m * k);
+    return w.flops / KernelUs(c, w) / 1e6;
+  };
+  // kernels.md's sources: zzc0721/torch-performance-test-data#79, vLLM#17126.
+  EXPECT_NEAR(tflops(4096, 4096, 4096), 788.7, 0.05 * 788.7);
+  EXPECT_NEAR(tflops(8192, 8192, 8192), 797.5, 0.05 * 797.5);
+  EXPECT_NEAR(tflops(2048, 2048, 2048), 676.6, 0.10 * 676.6);
+  EXPECT_NEAR(tflops(16, 6144, 4096), 39.1, 0.10 * 39.1);
+  EXPECT_NEAR(tflops(256, 6144, 4096), 544.3, 0.10 * 544.3);
+}
+
+constexpr std::string_view kProgram = R"(interlace 1 scheduled
+mesh dp 2
+unit u0 dp f32 numel 65536 shard 32768
+unit u1 dp f32 numel 65536 shard 32768
+input %2: f32[512,256] "x"
+state %4: f32[32768] u0.shard persistent
+state %14: f32[32768] u1.shard persistent
+phase micro_batch takes () gives () {
+  %6: f32[65536], %16: f32[65536] = gather.start(%4, %14) {fwd lane=gather units=[u0,u1]}
+  gather.wait(%6, %16) {fwd lane=gather}
+  %7: f32[256,256] in %6+0 = view(%6) {fwd lane=compute}
+  %8: f32[256,256]{1,256} in %6+0 = view(%6) {fwd lane=compute}
+  %9: f32[512,256] = aten.mm(%2, %7) {fwd lane=compute}
+  %10: f32[512,256] = aten.mm(%2, %8) {fwd lane=compute}
+  %11: f32[512,256] = aten.add.Tensor(%9, %10, alpha=1) {fwd lane=compute}
+  release(%6, %16) {fwd lane=compute}
+}
+)";
+
+Program ParseOrDie(std::string_view text) {
+  Result<Program> program = Parse(text);
+  EXPECT_TRUE(program.ok()) << ErrorOf(program);
+  return program.ok() ? std::move(*program) : Program();
+}
+
+TEST(CostModel, OpsOfAProgram) {
+  Program program = ParseOrDie(kProgram);
+  ClusterSpec cluster = Preset("a100-40gb-2");
+  Result<CostModel> model = CostModel::Create(program, cluster, nullptr);
+  ASSERT_TRUE(model.ok()) << ErrorOf(model);
+  std::vector<OpCost> costs;
+  for (OpId id : program.phases[0].ops) {
+    Result<OpCost> cost = model->Cost(program.op(id));
+    ASSERT_TRUE(cost.ok()) << ErrorOf(cost);
+    costs.push_back(*cost);
+  }
+  EXPECT_EQ(costs[0].resource, Resource::kIntraLink);
+  EXPECT_EQ(costs[0].latency_ps, 8'400'000) << "one hop, one coalesced call";
+  EXPECT_EQ(costs[0].bytes, 262144) << "half of two units of 256 KiB";
+  EXPECT_EQ(costs[0].work_ps, static_cast<int64_t>(std::ceil(262144 / 219e3 * 1e6)));
+  EXPECT_EQ(costs[1].work_ps, 0);
+  EXPECT_EQ(costs[2].resource, Resource::kNone);
+  double flops_us = 2.0 * 512 * 256 * 256 / (19.5e6);
+  EXPECT_GT(costs[4].work_ps, flops_us * 1e6);
+  EXPECT_NE(costs[4].work_ps, costs[5].work_ps) << "a transposed weight has its own curve";
+  double bytes_us = 3 * 512 * 256 * 4 / 2500e3;  // fits the cache
+  EXPECT_NEAR(costs[6].work_ps, (2.8 + bytes_us) * 1e6, 2);
+  EXPECT_EQ(model->coverage().ops, 3);
+
+  ClusterSpec gloo = Preset("local-2");
+  Result<CostModel> slow = CostModel::Create(program, gloo, nullptr);
+  EXPECT_EQ(slow->Cost(program.op(program.phases[0].ops[0]))->latency_ps, 2 * 60'000'000) << "gloo: a message for each unit";
+}
+
+TEST(CostModel, MeasuredTimesComeFirst) {
+  Program program = ParseOrDie(kProgram);
+  Result<std::string> key = OpSignature(program, program.op(program.phases[0].ops[5]));
+  EXPECT_EQ(*key, "aten.mm(f32[512,256],f32[256,256]{1,256})->f32[512,256]");
+  std::string text = "interlace-profile 1\nfingerprint \"me\"\nop \"" + *key + "\" us 12.5 bytes 524288 transient 64 measured\n" +
+                     "collective gather ranks 2 bytes 0 us 5\ncollective gather ranks 2 bytes 1048576 us 105\n";
+  Result<ProfileTable> table = ParseProfile(text, "p");
+  ASSERT_TRUE(table.ok()) << ErrorOf(table);
+  Result<CostModel> model = CostModel::Create(program, Preset("a100-40gb-2"), &*table);
+  OpCost mm = *model->Cost(program.op(program.phases[0].ops[5]));
+  EXPECT_EQ(mm.work_ps, 12'500'000);
+  EXPECT_EQ(mm.transient_bytes, 64);
+  EXPECT_EQ(mm.source, OpCost::Source::kMeasured);
+  OpCost gather = *model->Cost(program.op(program.phases[0].ops[0]));
+  EXPECT_EQ(gather.latency_ps, 5'000'000);
+  EXPECT_EQ(gather.work_ps, 50'000'000) << "512 KiB of the megabyte that takes 100 us more than nothing";
+}
+
+TEST(CostModel, ProgramAndClusterMustMatch) {
+  Program program = ParseOrDie(kProgram);
+  EXPECT_EQ(ErrorOf(CostModel::Create(program, Preset("local-1"), nullptr)),
+            "the program's mesh has 2 ranks, the cluster 'local-1' has 1 device; take a larger cluster or a smaller mesh");
+  program.mesh.assign(4, Axis{"x", int64_t{1} << 40});
+  EXPECT_EQ(ErrorOf(CostModel::Create(program, Preset("local-1"), nullptr)), "the mesh has more ranks than fit in 64 bits");
+  EXPECT_FALSE(Picoseconds(1e13).ok());
+}
+
+TEST(CostModel, SizesMustBeNumbers) {
+  Program program = ParseOrDie(R"(interlace 1 captured
+symbol b 2 4096
+input %0: f32[b,32] "x"
+phase micro_batch takes () gives () {
+  %1: f32[b,32] = aten.relu(%0) {fwd}
+}
+)");
+  Result<CostModel> model = CostModel::Create(program, Preset("local-1"), nullptr);
+  EXPECT_EQ(ErrorOf(model->Cost(program.op(0))), "%1: f32[b,32] = aten.relu(%0) {fwd}: a size is not yet a number; bind the symbols first");
+}
+
+TEST(Profile, PrintsAndReadsBack) {
+  std::string text = R"(interlace-profile 1
+fingerprint "a \"b\""
+op "aten.a(f32[1])->f32[1]" us 0.25 bytes 4 transient 0 estimated
+op "aten.b()->f32[1]" us 1e-05 bytes 4 transient 8 measured
+collective gather ranks 2 bytes 0 us 5
+collective gather ranks 2 bytes 1024 us 6.5
+copy h2d bytes 64 us 2
+interference [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1.5]
+)";
+  Result<ProfileTable> table = ParseProfile(text, "p");
+  ASSERT_TRUE(table.ok()) << ErrorOf(table);
+  EXPECT_EQ(PrintProfile(*table), text);
+}
+
+TEST(Profile, SweepsAreLines) {
+  Sweep sweep;
+  ASSERT_TRUE(sweep.Add(100, 10).ok() && sweep.Add(200, 12).ok() && sweep.Add(400, 30).ok());
+  EXPECT_FALSE(sweep.Add(100, 11).ok());
+  EXPECT_EQ(*sweep.Us(50), 10);
+  EXPECT_EQ(*sweep.Us(150), 11);
+  EXPECT_EQ(*sweep.Us(300), 21);
+  EXPECT_EQ(*sweep.Us(800), 66);
+  EXPECT_FALSE(Sweep().Us(1).has_value());
+}
+
+TEST(Profile, Errors) {
+  auto error = [](std::string line) { return ErrorOf(ParseProfile("interlace-profile 1\n" + line + "\n", "p")); };
+  EXPECT_EQ(error("opp 1"), "p:2:1: unknown line 'opp', did you mean 'op'?\n  opp 1\n  ^");
+  EXPECT_EQ(error("op \"x\" us 0 bytes 1 transient 0 measured"), "p:2:11: a time must be above zero and below 1e12 us\n  op \"x\" us 0 bytes 1 transient 0 measured\n            ^");
+  EXPECT_NE(error("op \"x\" us 1 bytes 1 transient 0 maybe").find("expected 'measured' or 'estimated', found 'maybe'"), std::string::npos);
+  EXPECT_NE(error("collective gathr ranks 2 bytes 1 us 1").find("did you mean 'gather'?"), std::string::npos);
+  EXPECT_NE(error("copy h2d bytes -1 us 1").find("at least 0"), std::string::npos);
+  EXPECT_NE(error("copy h2d bytes 1 us 1\ncopy h2d bytes 1 us 2").find("given twice"), std::string::npos);
+  EXPECT_NE(error("interference [1, 2]").find("expected 28 factors, found 2"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseProfile("hello", "p")).find("not a profile"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseProfile("interlace-profile 2", "p")).find("has version 2"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace interlace

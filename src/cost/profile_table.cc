@@ -1,0 +1,226 @@
+#include "cost/profile_table.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "base/scan.h"
+#include "base/suggest.h"
+
+namespace interlace {
+namespace {
+
+constexpr std::string_view kCollectives[] = {"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"};
+constexpr std::string_view kCopies[] = {"h2d", "d2h", "file_read", "file_write"};
+constexpr int64_t kVersion = 1;
+
+class Reader {
+ public:
+  Reader(std::string_view text, std::string_view file) : in_(text, file) {}
+
+  Result<ProfileTable> Run() {
+    in_.SkipToContent();
+    if (in_.text().substr(std::min(in_.pos(), in_.text().size()), 17) != "interlace-profile") {
+      return in_.ErrorHere("not a profile: the first line must be 'interlace-profile 1'");
+    }
+    in_.Seek(in_.pos() + 17);
+    in_.SkipBlanks();
+    INTERLACE_ASSIGN(int64_t version, in_.Int());
+    if (version != kVersion) {
+      return in_.ErrorHere("the profile has version " + std::to_string(version) + ", this program reads 1; measure again");
+    }
+    INTERLACE_TRY(LineEnd());
+    for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
+      INTERLACE_TRY(Line());
+      INTERLACE_TRY(LineEnd());
+    }
+    return std::move(out_);
+  }
+
+ private:
+  Status LineEnd() {
+    in_.SkipBlanks();
+    if (!in_.AtLineEnd()) return in_.ErrorHere("expected the end of the line, found " + in_.Found());
+    in_.NextLine();
+    return Ok{};
+  }
+
+  Status Line() {
+    size_t begin = in_.pos();
+    std::string_view word = in_.Word();
+    in_.SkipBlanks();
+    if (word == "fingerprint") {
+      INTERLACE_ASSIGN(out_.fingerprint, in_.String());
+      return Ok{};
+    }
+    if (word == "op") return OpLine();
+    if (word == "collective") return CollectiveLine();
+    if (word == "copy") return CopyLine();
+    if (word == "interference") return InterferenceLine();
+    return in_.ErrorAt(begin, "unknown line '" + std::string(word) + "'" +
+                                  DidYouMean(word, {"fingerprint", "op", "collective", "copy", "interference"}));
+  }
+
+  Status OpLine() {
+    size_t begin = in_.pos();
+    INTERLACE_ASSIGN(std::string key, in_.String());
+    OpTiming timing;
+    INTERLACE_ASSIGN(timing.us, Micros());
+    INTERLACE_ASSIGN(timing.bytes, Count("bytes", 0));
+    INTERLACE_ASSIGN(timing.transient_bytes, Count("transient", 0));
+    in_.SkipBlanks();
+    if (in_.EatWord("estimated")) {
+      timing.measured = false;
+    } else if (!in_.EatWord("measured")) {
+      return in_.ErrorHere("expected 'measured' or 'estimated', found " + in_.Found());
+    }
+    if (!out_.ops.emplace(std::move(key), timing).second) return in_.ErrorAt(begin, "this op is given twice");
+    return Ok{};
+  }
+
+  template <size_t N>
+  Result<std::string> Kind(const std::string_view (&known)[N]) {
+    size_t begin = in_.pos();
+    std::string_view word = in_.Word();
+    if (std::find(std::begin(known), std::end(known), word) != std::end(known)) return std::string(word);
+    return in_.ErrorAt(begin, "unknown kind '" + std::string(word) + "'" +
+                                  DidYouMean(word, std::vector<std::string_view>(std::begin(known), std::end(known))));
+  }
+
+  Status CollectiveLine() {
+    INTERLACE_ASSIGN(std::string kind, Kind(kCollectives));
+    INTERLACE_ASSIGN(int64_t ranks, Count("ranks", 2));
+    return Point(out_.collectives[{kind, ranks}]);
+  }
+  Status CopyLine() {
+    INTERLACE_ASSIGN(std::string kind, Kind(kCopies));
+    return Point(out_.copies[kind]);
+  }
+  Status Point(Sweep& sweep) {
+    size_t begin = in_.pos();
+    INTERLACE_ASSIGN(int64_t bytes, Count("bytes", 0));
+    INTERLACE_ASSIGN(double us, Micros());
+    Status status = sweep.Add(bytes, us);
+    return status.ok() ? status : in_.ErrorAt(begin, status.error().message);
+  }
+
+  Status InterferenceLine() {
+    size_t begin = in_.pos();
+    if (!out_.interference.empty()) return in_.ErrorAt(begin, "the factors are given twice");
+    if (!in_.Eat('[')) return in_.ErrorHere("expected '[', found " + in_.Found());
+    do {
+      INTERLACE_ASSIGN(double factor, Number());
+      if (!(factor >= 1 && factor <= 1000)) return in_.ErrorHere("a factor is a number from 1 to 1000");
+      out_.interference.push_back(factor);
+      in_.SkipBlanks();
+    } while (in_.Eat(','));
+    if (!in_.Eat(']')) return in_.ErrorHere("expected ',' or ']', found " + in_.Found());
+    if (out_.interference.size() != 28) return in_.ErrorAt(begin, "expected 28 factors, found " + std::to_string(out_.interference.size()));
+    return Ok{};
+  }
+
+  Status Expect(std::string_view word) {
+    in_.SkipBlanks();
+    if (!in_.EatWord(word)) return in_.ErrorHere("expected '" + std::string(word) + "', found " + in_.Found());
+    in_.SkipBlanks();
+    return Ok{};
+  }
+  Result<int64_t> Count(std::string_view word, int64_t least) {
+    INTERLACE_TRY(Expect(word));
+    size_t begin = in_.pos();
+    INTERLACE_ASSIGN(int64_t value, in_.Int());
+    if (value < least) return in_.ErrorAt(begin, "'" + std::string(word) + "' must be at least " + std::to_string(least));
+    return value;
+  }
+  Result<double> Micros() {
+    INTERLACE_TRY(Expect("us"));
+    size_t begin = in_.pos();
+    INTERLACE_ASSIGN(double value, Number());
+    if (!(value > 0 && value < 1e12)) return in_.ErrorAt(begin, "a time must be above zero and below 1e12 us");
+    return value;
+  }
+  Result<double> Number() {
+    in_.SkipBlanks();
+    double value = 0;
+    const char* begin = in_.text().data() + std::min(in_.pos(), in_.text().size());
+    auto [end, error] = std::from_chars(begin, in_.text().data() + in_.text().size(), value);
+    if (error != std::errc() || !std::isfinite(value)) return in_.ErrorHere("expected a number, found " + in_.Found());
+    in_.Seek(end - in_.text().data());
+    return value;
+  }
+
+  Scanner in_;
+  ProfileTable out_;
+};
+
+void AppendNumber(std::string& out, double value) {
+  char buffer[32];
+  auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
+  out.append(buffer, end);
+}
+
+void AppendPoints(std::string& out, const std::string& head, const Sweep& sweep) {
+  for (auto [bytes, us] : sweep.points()) {
+    out += head + " bytes " + std::to_string(bytes) + " us ";
+    AppendNumber(out, us);
+    out += '\n';
+  }
+}
+
+}  // namespace
+
+Status Sweep::Add(int64_t bytes, double us) {
+  if (!points_.emplace(bytes, us).second) return MakeError("the size ", bytes, " is given twice");
+  return Ok{};
+}
+
+std::optional<double> Sweep::Us(double bytes) const {
+  if (points_.empty()) return std::nullopt;
+  auto after = points_.lower_bound(static_cast<int64_t>(std::min(bytes, 9e18)));
+  if (points_.size() == 1) {
+    // One point says nothing of latency: in proportion above it, the same below.
+    auto [size, us] = *points_.begin();
+    return bytes <= static_cast<double>(size) || size == 0 ? us : us * bytes / static_cast<double>(size);
+  }
+  if (after == points_.begin()) return after->second;  // smaller than the smallest: latency
+  if (after == points_.end()) --after;
+  auto before = std::prev(after);
+  double x0 = static_cast<double>(before->first), x1 = static_cast<double>(after->first);
+  double us = before->second + (after->second - before->second) * (bytes - x0) / (x1 - x0);
+  return std::max(us, std::min(before->second, after->second));
+}
+
+Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) { return Reader(text, file).Run(); }
+
+std::string PrintProfile(const ProfileTable& table) {
+  std::string out = "interlace-profile 1\nfingerprint ";
+  AppendQuoted(out, table.fingerprint);
+  out += '\n';
+  std::vector<std::string_view> keys;
+  for (const auto& [key, timing] : table.ops) keys.push_back(key);
+  std::sort(keys.begin(), keys.end());
+  for (std::string_view key : keys) {
+    const OpTiming& t = table.ops.find(key)->second;
+    out += "op ";
+    AppendQuoted(out, key);
+    out += " us ";
+    AppendNumber(out, t.us);
+    out += " bytes " + std::to_string(t.bytes) + " transient " + std::to_string(t.transient_bytes) +
+           (t.measured ? " measured\n" : " estimated\n");
+  }
+  for (const auto& [key, sweep] : table.collectives) {
+    AppendPoints(out, "collective " + key.first + " ranks " + std::to_string(key.second), sweep);
+  }
+  for (const auto& [kind, sweep] : table.copies) AppendPoints(out, "copy " + kind, sweep);
+  if (!table.interference.empty()) {
+    out += "interference [";
+    for (size_t i = 0; i < table.interference.size(); ++i) {
+      if (i > 0) out += ", ";
+      AppendNumber(out, table.interference[i]);
+    }
+    out += "]\n";
+  }
+  return out;
+}
+
+}  // namespace interlace

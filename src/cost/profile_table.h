@@ -1,0 +1,67 @@
+// profile_table.h — what was measured on real machines, in the one text form that the cost model reads.
+//
+//   interlace-profile 1
+//   fingerprint "AMD EPYC, 2 cores, torch 2.13.0, 1 thread, 2 ranks"
+//   op "aten.mm(f32[512,256],f32[256,512])->f32[512,512]" us 812.5 bytes 1048576 transient 0 measured
+//   op "aten._softmax(f32[8,64],-1,false)->f32[8,64]" us 11.2 bytes 2048 transient 0 estimated
+//   collective gather ranks 2 bytes 1048576 us 913.0
+//   copy h2d bytes 1048576 us 104.1
+//   interference [1.1, ...]
+//
+// us: median microseconds; bytes of an op: its results; transient: the peak inside the op beyond operands and results. Bytes
+// of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was too large to run.
+// Collectives: gather, reduce, all_reduce, broadcast, all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/result.h"
+
+namespace interlace {
+
+struct OpTiming {
+  double us = 0;
+  int64_t bytes = 0;
+  int64_t transient_bytes = 0;
+  bool measured = true;
+};
+
+// Measured times over sizes; between them by lines, beyond them by the nearest line.
+class Sweep {
+ public:
+  // Error: a size given twice.
+  Status Add(int64_t bytes, double us);
+  // nullopt without points.
+  std::optional<double> Us(double bytes) const;
+  const std::map<int64_t, double>& points() const { return points_; }
+
+ private:
+  std::map<int64_t, double> points_;
+};
+
+struct StringHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view s) const { return std::hash<std::string_view>{}(s); }
+};
+
+struct ProfileTable {
+  std::string fingerprint;
+  std::unordered_map<std::string, OpTiming, StringHash, std::equal_to<>> ops;
+  std::map<std::pair<std::string, int64_t>, Sweep> collectives;   // kind, ranks
+  std::map<std::string, Sweep> copies;
+  std::vector<double> interference;                               // 28, or empty
+};
+
+// Error: "file:line:col" with the line and a caret: unknown words (did you mean), times that are not positive, duplicates.
+Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file);
+// Sorted by key; ParseProfile reads it back.
+std::string PrintProfile(const ProfileTable& table);
+
+}  // namespace interlace

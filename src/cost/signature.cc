@@ -1,0 +1,125 @@
+#include "cost/signature.h"
+
+#include <charconv>
+
+#include "ir/text.h"
+
+namespace interlace {
+namespace {
+
+class Printer {
+ public:
+  Printer(const Program& program, std::string& out) : program_(program), out_(out) {}
+  bool bad() const { return bad_; }
+
+  void Number(int64_t value) {
+    char buffer[24];
+    auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, value);
+    out_.append(buffer, end);
+  }
+  void Size(Dim dim) {
+    bad_ = bad_ || !dim.is_const();
+    Number(dim.value);
+  }
+  void TypeOf(ValueId id) {
+    const Type& type = program_.value(id).type;
+    out_.append(DTypeName(type.dtype));
+    out_.push_back('[');
+    int64_t expected = 1;
+    bool contiguous = true;
+    for (size_t i = type.sizes.size(); i-- > 0;) {
+      if (type.sizes[i].value != 1 && type.strides[i].value != expected) contiguous = false;
+      expected *= std::max<int64_t>(type.sizes[i].value, 1);
+    }
+    List(type.sizes);
+    out_.push_back(']');
+    if (contiguous) return;
+    out_.push_back('{');
+    List(type.strides);
+    out_.push_back('}');
+  }
+  void Argument(const Arg& arg) {
+    switch (arg.kind) {
+      case Arg::Kind::kNone:
+        out_.append("none");
+        break;
+      case Arg::Kind::kValue:
+        TypeOf(arg.value);
+        break;
+      case Arg::Kind::kInt:
+        Size(arg.integer);
+        break;
+      case Arg::Kind::kFloat:
+        out_.push_back('f');
+        break;
+      case Arg::Kind::kBool:
+        out_.append(arg.boolean ? "true" : "false");
+        break;
+      case Arg::Kind::kString:
+      case Arg::Kind::kWord:
+        out_.append(arg.text);
+        break;
+      case Arg::Kind::kList:
+        out_.push_back('[');
+        for (size_t i = 0; i < arg.list.size(); ++i) {
+          if (i > 0) out_.push_back(',');
+          Argument(arg.list[i]);
+        }
+        out_.push_back(']');
+        break;
+    }
+  }
+
+ private:
+  void List(const std::vector<Dim>& dims) {
+    for (size_t i = 0; i < dims.size(); ++i) {
+      if (i > 0) out_.push_back(',');
+      Size(dims[i]);
+    }
+  }
+  const Program& program_;
+  std::string& out_;
+  bool bad_ = false;
+};
+
+}  // namespace
+
+Status AppendSignature(const Program& program, const Op& op, std::string& out) {
+  Printer p(program, out);
+  out.append(op.name);
+  out.push_back('(');
+  bool first = true;
+  for (const Arg& arg : op.args) {
+    if (!first) out.push_back(',');
+    first = false;
+    p.Argument(arg);
+  }
+  for (const NamedArg& named : op.named) {
+    if (!first) out.push_back(',');
+    first = false;
+    out.append(named.name);
+    out.push_back('=');
+    p.Argument(named.arg);
+  }
+  out.append(")->");
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    if (i > 0) out.push_back(',');
+    ValueId id = op.results[i];
+    if (id == kNone) {
+      out.push_back('_');
+      continue;
+    }
+    if (program.value(id).placed) out.push_back('!');
+    p.TypeOf(id);
+  }
+  if (p.bad()) return Error{"a size is not yet a number; bind the symbols first", PrintOp(program, op)};
+  return Ok{};
+}
+
+Result<std::string> OpSignature(const Program& program, const Op& op) {
+  std::string out;
+  INTERLACE_TRY(AppendSignature(program, op, out));
+  return out;
+}
+
+}  // namespace interlace
