@@ -1,7 +1,7 @@
 // PlaceGradients: finds for each gradient whether the op that makes it can write it into the flat buffer, else adds a copy,
 // and issues the reductions in the order in which gradients become complete.
 #include <algorithm>
-#include <numeric>
+#include <utility>
 
 #include "ir/op_table.h"
 #include "passes/sharding.h"
@@ -43,6 +43,10 @@ class Placer {
  private:
   void Find() {
     std::vector<int32_t> param_index = ParamIndex(program_);
+    std::vector<int32_t> uses(program_.num_values(), 0);
+    for (int32_t i = 0; i < edit_.size(); ++i) {
+      ForEachOperand(std::as_const(edit_.op(i)), [&](ValueId id) { ++uses[id]; });
+    }
     for (int32_t i = 0; i < edit_.size(); ++i) {
       const Op& op = edit_.op(i);
       if (op.name != "grad") continue;
@@ -63,6 +67,8 @@ class Placer {
           gradient.done = facts_.def[root];
           claimed_.resize(program_.num_values(), 0);
           claimed_[root] = 1;
+          // The reshape was made for the marker alone.
+          if (value != root && uses[value] == 1) edit_.Remove(facts_.def[value]);
         }
       }
       gradients_.push_back(gradient);

@@ -37,7 +37,7 @@ class Reader {
   }
   Error Fail(std::string_view expected) {
     SkipBlanks();
-    std::string_view found = pos_ == text_.size() ? std::string_view("the end") : text_.substr(pos_, 1);
+    std::string found = pos_ == text_.size() ? "the end" : std::string("'").append(1, text_[pos_]).append("'");
     return MakeError("pipeline '", text_, "', column ", pos_ + 1, ": expected ", expected, ", found ", found);
   }
 

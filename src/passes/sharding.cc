@@ -1,7 +1,7 @@
 #include "passes/sharding.h"
 
 #include <algorithm>
-#include <numeric>
+#include <optional>
 
 #include "ir/text.h"
 

@@ -1,0 +1,52 @@
+// pass_test_support.h — a pass test is two texts: before and after. For tests only.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "ir/program.h"
+#include "ir/text.h"
+#include "passes/pipeline.h"
+#include "passes/runner.h"
+
+namespace interlace {
+
+// The text after the pipeline (verified after every pass), or "error: ..." with the message's first line.
+inline std::string RunText(const std::string& text, const std::string& pipeline) {
+  auto fail = [](const Error& error) { return "error: " + error.message.substr(0, error.message.find('\n')); };
+  Result<Program> program = Parse(text, "test");
+  if (!program.ok()) return "error: " + program.error().ToString();
+  Result<std::vector<PassCall>> calls = ParsePipeline(pipeline);
+  if (!calls.ok()) return fail(calls.error());
+  Result<std::vector<PassReport>> reports = RunPasses(*program, *calls);
+  return reports.ok() ? Print(*program) : fail(reports.error());
+}
+
+// The lines of the phases only, without what declares things.
+inline std::string Phases(const std::string& text) {
+  size_t at = text.find("\nphase ");
+  return at == std::string::npos ? text : text.substr(at + 1);
+}
+
+// Compares with tests/golden/passes/NAME; INTERLACE_REWRITE_GOLDEN=1 writes the file instead. Read the diff in review.
+inline void ExpectGolden(const std::string& name, const std::string& actual) {
+  std::string path = std::string(INTERLACE_SOURCE_DIR) + "/tests/golden/passes/" + name;
+  if (std::getenv("INTERLACE_REWRITE_GOLDEN") != nullptr) {
+    Status written = WriteFile(path, actual);
+    ASSERT_TRUE(written.ok()) << written.error().ToString();
+    return;
+  }
+  Result<std::string> expected = ReadFile(path);
+  ASSERT_TRUE(expected.ok()) << expected.error().ToString() << "; INTERLACE_REWRITE_GOLDEN=1 passes_test writes it";
+  EXPECT_EQ(actual, *expected) << path;
+}
+
+// tests/golden/passes/NAME as text.
+inline std::string GoldenInput(const std::string& name) {
+  Result<std::string> text = ReadFile(std::string(INTERLACE_SOURCE_DIR) + "/tests/golden/passes/" + name);
+  return text.ok() ? *text : "no such file: " + name;
+}
+
+}  // namespace interlace
