@@ -96,6 +96,8 @@ def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": str(threads),
+        # Warnings of the key-value store's clients tell nothing that our own messages do not.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         PARENT: str(os.getpid()),
     }
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.cli.console import PLAIN_EVERY_S, Work, count, err, facts_table, out, print_json, resident_bytes, seconds
+from interlace.cli.console import PLAIN_EVERY_S, Work, count, err, out, print_facts, print_json, resident_bytes, seconds
 from interlace.cli.program_file import FileError, write_text
 from interlace.config import format_bytes
 
@@ -62,7 +62,7 @@ def capture_command(
         f"write {seconds(facts['write_seconds'])}",
         "memory": f"{format_bytes(facts['resident_bytes'])} resident at the peak",
     }
-    out().print(facts_table(rows))
+    print_facts(rows)
 
 
 def write_check(output: str) -> None:

@@ -12,17 +12,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 PLAIN_EVERY_S = 5.0  # between plain progress lines of long work
 
 
+FILE_WIDTH = 160  # columns of tables in pipes and files
+
+
 def out() -> Console:
-    """Results: stdout, never wrapped when it is a pipe or a file."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    """Results: stdout."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    """Progress: stderr."""
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else FILE_WIDTH)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -39,14 +44,12 @@ def rows_table(title: str, columns: list[str], rows: list[list[str]], left: tupl
     return table
 
 
-def facts_table(facts: Mapping[str, str]) -> Table:
-    """Names and values in two columns."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Names and values in two columns on stdout."""
+    console = out()
+    width = max((len(name) for name in facts), default=0)
     for name, value in facts.items():
-        table.add_row(name, value)
-    return table
+        console.print(Text(f"{name:<{width}}", style="bold") + Text(f"  {value}", style=""), soft_wrap=True)
 
 
 def seconds(value: float) -> str:

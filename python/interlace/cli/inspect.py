@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.cli.console import count, facts_table, out, print_json, rows_table
+from interlace.cli.console import count, out, print_facts, print_json, rows_table
 from interlace.cli.opt import parse_binding
 from interlace.cli.program_file import read_program
 from interlace.config import format_bytes
@@ -80,7 +80,7 @@ def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str,
         rows["held within a step"] = format_bytes(facts["step_bytes"])
     peak = facts["activation_peak_bytes"]
     rows["activation peak"] = unknown if peak is None else format_bytes(peak)
-    console.print(facts_table(rows))
+    print_facts(rows)
     console.print()
     console.print(_phases(facts["phases"]))
     if units:

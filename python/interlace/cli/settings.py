@@ -32,10 +32,10 @@ class TrainSettings:
     tokenizer: str = "byte"
     vocab: int = 4096
     ranks: int = 2
-    steps: int = 200
+    steps: int = 120
     batch: int = 8
     seq: int = 256
-    lr: float = 3e-4
+    lr: float = 1e-3
     warmup: int = 10
     weight_decay: float = 0.1
     accumulation: int = 1
@@ -48,6 +48,8 @@ class TrainSettings:
     threads: int | None = None
     weights: str | None = None
     log_every: int = 10
+    save_every: int | None = None
+    stop_at: int | None = None
     as_json: bool = False
 
     def check(self) -> None:
@@ -62,8 +64,11 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise SettingError(f"--{name} must be a positive number, not {value}")
-        if self.threads is not None and self.threads < 1:
-            raise SettingError(f"--threads must be at least 1, not {self.threads}")
+        for name in ("threads", "save_every", "stop_at"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.save is None and (self.save_every or self.stop_at):
+            raise SettingError(f"--{'save-every' if self.save_every else 'stop-at'} needs --save FOLDER")
         _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("dtype", self.dtype, DTYPES)
@@ -71,6 +76,11 @@ class TrainSettings:
         if self.batch % parts:
             why = f"{self.ranks} ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
             raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
+
+    @property
+    def end(self) -> int:
+        """The step after the last one of this process."""
+        return min(self.steps, self.stop_at or self.steps)
 
     @property
     def micro_batch(self) -> int:
@@ -135,9 +145,10 @@ def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettin
             setattr(settings, name, record.settings[name])
     if settings.save is None:
         settings.save = settings.resume
-    if record.step >= settings.steps:
-        done = f"{record.step} of {settings.steps} steps"
-        raise SettingError(f"the run in {settings.resume} has made {done}: give more with --steps")
+    if record.step >= settings.end:
+        option = "--stop-at" if settings.end < settings.steps else "--steps"
+        done = f"{record.step} of {settings.end} steps"
+        raise SettingError(f"the run in {settings.resume} has made {done}: give more with {option}")
     return settings, record
 
 

@@ -67,6 +67,12 @@ def train(
     ] = D.strategy,
     clip: Annotated[str, typer.Option("--clip", help="Largest global gradient norm, or none.")] = str(D.clip),
     save: Annotated[str | None, typer.Option("--save", help="A folder for the trained model.")] = D.save,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", help="Save also after every so many steps.", show_default="at the end")
+    ] = D.save_every,
+    stop_at: Annotated[
+        int | None, typer.Option("--stop-at", help="Save and stop after this step; --resume goes on.")
+    ] = D.stop_at,
     resume: Annotated[str | None, typer.Option("--resume", help="Go on with a saved run.")] = D.resume,
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data order and dropout.")] = D.seed,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the parameters: fp32, bf16 or fp64.")] = D.dtype,

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 import interlace
 from interlace.cli import language_model
 from interlace.cli.console import print_json, resident_bytes
-from interlace.cli.settings import RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
+from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.data import TokenDataset, TokenFile
 from interlace.models import PRESETS
@@ -63,10 +64,13 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
             trainer.load(settings.resume)
         compile_seconds = time.monotonic() - start
         tokens_per_step = settings.batch * settings.seq
-        view = TrainView(first_step, settings.steps, tokens_per_step, settings.log_every) if rank == 0 else None
-        result = _steps(trainer, optimizer, settings, data, first_step, view)
-        if settings.save:
-            trainer.save(settings.save, _run_files(settings, tokens))
+        view = TrainView(first_step, settings.end, tokens_per_step, settings.log_every) if rank == 0 else None
+
+        def save(done: int) -> None:
+            if settings.save and (done == settings.end or (settings.save_every and done % settings.save_every == 0)):
+                trainer.save(settings.save, _run_files(settings, tokens, done))
+
+        result = _steps(trainer, optimizer, settings, data, first_step, view, save)
         stats = {**trainer.stats(), "resident_bytes": resident_bytes(peak=True)}
         everyone: list[Any] = [stats]
         if world > 1:
@@ -105,12 +109,13 @@ def _steps(
     data: TokenDataset,
     first_step: int,
     view: TrainView | None,
+    save: Callable[[int], None],
 ) -> Result:
     rank, world = trainer.rank, trainer.world_size
     losses, times = [], []
     begin = time.monotonic()
     with view or _nothing():
-        for step in range(first_step, settings.steps):
+        for step in range(first_step, settings.end):
             start = time.monotonic()
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
@@ -121,6 +126,7 @@ def _steps(
             times.append(time.monotonic() - start)
             if view is not None:
                 view.step(step, losses[-1], times[-1])
+            save(step + 1)
     return Result(losses, times, time.monotonic() - begin)
 
 
@@ -130,16 +136,15 @@ class _nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _run_files(settings: TrainSettings, tokens: TokenFile) -> dict[str, str | bytes]:
+def _run_files(settings: TrainSettings, tokens: TokenFile, done: int) -> dict[str, str | bytes]:
     """What goes into the checkpoint beside the trainer's own files."""
     kept = dataclasses.asdict(settings)
-    for name in ("save", "resume", "as_json", "log_every", "threads", "weights"):
-        kept.pop(name)
+    kept = {name: value for name, value in kept.items() if name in KEPT_ON_RESUME}
     if settings.text is not None:
         kept["text"] = str(Path(settings.text).resolve())
     if settings.model not in PRESETS:
         kept["model"] = str(Path(settings.model).resolve())
-    record = RunRecord(settings.steps, tokens.digest, kept)
+    record = RunRecord(done, tokens.digest, kept)
     return {RUN_FILE: record.to_json(), TOKENIZER_FILE: tokens.tokenizer.inner.to_str(pretty=True)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from interlace.cli.console import count, err, facts_table, out, seconds
+from interlace.cli.console import count, err, print_facts, seconds
 from interlace.config import format_bytes
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -97,8 +97,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     if unit["name"]:
         rows["largest unit"] = f"{unit['name']}, {format_bytes(unit['bytes'])}"
     rows["saved"] = summary["saved"] or "nothing (--save FOLDER keeps the model)"
-    console = out()
-    console.print(facts_table(rows))
+    print_facts(rows)
 
 
 def _can_show(text: str) -> bool:

@@ -208,11 +208,12 @@ def _build(
                 count += 1
         tokenizer.save(cache / f"{key}.tokenizer.json")
         os.replace(partial, cache / f"{key}.tokens")
-        facts = {"dtype": dtype, "count": count, "digest": hasher.hexdigest()[:16], "text": text.name}
+        digest = hasher.hexdigest()[:16]
+        facts = {"dtype": dtype, "count": count, "digest": digest, "text": text.name}
         write_atomically(cache / f"{key}.json", json.dumps(facts).encode())
     finally:
         partial.unlink(missing_ok=True)
-    return TokenFile(cache / f"{key}.tokens", count, dtype, tokenizer, facts["digest"])
+    return TokenFile(cache / f"{key}.tokens", count, dtype, tokenizer, digest)
 
 
 def _grouped(pieces: Iterator[str], size: int = 8) -> Iterator[list[str]]:

@@ -1,0 +1,200 @@
+"""`interlace train` from the command line to the saved model, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from interlace.cli.settings import TrainSettings
+from interlace.cli.train_view import curve
+from interlace.data import find_text
+
+TINY = ["--model", "llama-tiny", "--steps", "6", "--batch", "8", "--seq", "32", "--log-every", "1", "--lr", "0.003"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with some real text."""
+    path = tmp_path_factory.mktemp("train")
+    (path / "text.py").write_bytes(b"".join(file.read_bytes() for file in find_text().files[:12]))
+    return path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def start(folder: Path, *arguments: str, command: list[str] | None = None) -> subprocess.Popen:
+    command = command or [sys.executable, "-m", "interlace.cli"]
+    return subprocess.Popen(
+        [*command, "train", "--text", "text.py", *TINY, *arguments],
+        cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def train(folder: Path, *arguments: str, command: list[str] | None = None) -> tuple[dict, str]:
+    """The summary and stderr of a run that must succeed."""
+    process = start(folder, *arguments, "--json", command=command)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return json.loads(out), err
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder) -> tuple[dict, str]:
+    return train(folder, "--ranks", "2", "--dtype", "fp64", "--save", "two")
+
+
+def test_lines_summary_and_progress(two_ranks):
+    facts, err = two_ranks
+    lines = re.findall(r"^step (\d+) loss (\d+\.\d{4})$", err, flags=re.M)
+    assert [int(number) for number, _ in lines] == [1, 2, 3, 4, 5, 6]
+    assert [float(loss) for _, loss in lines] == pytest.approx(facts["losses"], abs=1e-4)
+    assert facts["first_loss"] == pytest.approx(5.77, abs=0.2)  # the logarithm of 320 entries
+    assert facts["last_loss"] < facts["first_loss"] - 0.3
+    assert facts["ranks"] == 2 and facts["steps"] == 6 and facts["tokens_per_step"] == 256
+    assert facts["bytes_per_step"] > 0 and facts["peak_bytes"] > facts["largest_unit"]["bytes"] > 0
+    assert facts["resident_bytes"] > facts["peak_bytes"] and facts["tokens_per_second"] > 0
+
+
+def test_hugging_face_reads_the_result(two_ranks, folder):
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from interlace.data import TokenDataset, Tokenizer, prepare_tokens
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "two", dtype=torch.float64)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "two" / "tokenizer.json"))
+    assert tokenizer.encode("def f():") == list(b"def f():")
+    # The loss of the next batch continues the run's.
+    saved = Tokenizer.load(folder / "two" / "tokenizer.json")
+    tokens = prepare_tokens(find_text(folder / "text.py"), folder / "cache" / "interlace", tokenizer=saved)
+    inputs, labels = TokenDataset(tokens.open(), 32, 8).batch_at(6)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), labels.flatten())
+    assert abs(loss.item() - two_ranks[0]["last_loss"]) < 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, tolerance",
+    [
+        (["--ranks", "1"], 1e-9),
+        (["--ranks", "2", "--strategy", "zero1"], 0.0),
+        (["--ranks", "2", "--strategy", "replicate"], 0.0),
+        (["--ranks", "2", "--accumulation", "2"], 1e-9),
+    ],
+)
+def test_same_losses_whatever_the_ranks(two_ranks, folder, arguments, tolerance):
+    facts, _ = train(folder, "--dtype", "fp64", *arguments)
+    expected = two_ranks[0]["losses"]
+    if tolerance == 0.0:
+        assert facts["losses"] == expected
+    else:
+        assert facts["losses"] == pytest.approx(expected, rel=tolerance)
+
+
+def test_resumed_run_gives_the_same_bits(two_ranks, folder):
+    first, _ = train(folder, "--ranks", "2", "--dtype", "fp64", "--save", "part", "--stop-at", "4")
+    assert first["losses"] == two_ranks[0]["losses"][:4]
+    process = subprocess.run(
+        [sys.executable, "-m", "interlace.cli", "train", "--resume", "part", "--json"],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    facts = json.loads(process.stdout)
+    assert facts["losses"] == two_ranks[0]["losses"][4:]
+    assert (facts["first_step"], facts["last_step"], facts["saved"]) == (4, 6, "part")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (folder / "part" / name).read_bytes() == (folder / "two" / name).read_bytes()
+
+
+def test_resume_with_another_text(two_ranks, folder):
+    changed = folder / "text.py"
+    before = changed.read_bytes()
+    changed.write_bytes(before + b"\n# more\n")
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "interlace.cli", "train", "--resume", "two", "--steps", "8"],
+            cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        changed.write_bytes(before)
+    assert process.returncode == 1
+    assert process.stderr == (
+        f"error: the text has changed since two was saved ({changed}): put the old text back, or name one with --text\n"
+    )
+
+
+def test_bpe_under_torchrun(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "interlace.cli"]
+    facts, err = train(folder, "--tokenizer", "bpe", "--vocab", "400", command=command)
+    assert facts["ranks"] == 2 and facts["vocab"] == 400 and facts["first_loss"] == pytest.approx(6.1, abs=0.2)
+    assert err.count("step 6 loss") == 1
+
+
+def test_config_json_and_summary_for_people(folder):
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+    (folder / "config.json").write_text(json.dumps(config))
+    process = start(folder, "--ranks", "1", "--model", "config.json")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    for word in ("model ", "config.json", "loss ", "tokens/s", "peak memory", "by the allocator", "nothing (--save"):
+        assert word in out
+    config["vocab_size"] = 200
+    (folder / "config.json").write_text(json.dumps(config))
+    process = start(folder, "--ranks", "1", "--model", "config.json")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1 and "Traceback" not in err
+    assert "the tokenizer has 257 entries, but config.json has a vocab_size of 200" in err
+
+
+def test_a_killed_rank_ends_the_run_with_its_number(folder):
+    process = start(folder, "--ranks", "2", "--steps", "100000", "--log-every", "5")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 5 "):
+            break
+    ranks = {rank_of(pid): pid for pid in children(process.pid)}
+    begin = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    err = process.stderr.read()
+    assert process.wait() == 1
+    assert time.monotonic() - begin < 15
+    assert err.rstrip().endswith("error: rank 1 failed (killed by SIGKILL) (out of memory?)"), err
+    assert "Traceback" not in err and "rank 1" in err
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_of(pid: int) -> int:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(next(v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK=")))
+
+
+# ---- parts ----
+
+
+def test_learning_rate():
+    settings = TrainSettings(lr=1.0, warmup=4, steps=104)
+    assert [settings.learning_rate(step) for step in (0, 1, 3, 4)] == [0.25, 0.5, 1.0, 1.0]
+    assert settings.learning_rate(54) == pytest.approx(0.55)
+    assert settings.learning_rate(104) == pytest.approx(0.1)
+    assert TrainSettings(lr=1.0, warmup=0).learning_rate(0) == 1.0
+
+
+def test_curve_falls_as_the_losses_do():
+    assert curve([5.0, 4.0, 3.0, 2.0], width=4) == "█▆▃▁"
+    assert curve([1.0, 1.0], width=4) == "▁▁" and curve([1.0]) == ""
+    assert len(curve([float(i) for i in range(1000)], width=40)) == 40
