@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -104,6 +105,18 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
             raise CaptureError("the model gave no loss; put 'labels' into the batch or pass a loss_fn")
         return loss
     return model(batch)
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Fake tensors log the traceback of every operator that fails; our message says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Trace:
@@ -207,6 +220,7 @@ class _Trace:
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
             stack.enter_context(followed_modules(self.sites))
+            stack.enter_context(_without_log())
             stack.enter_context(torch.enable_grad())
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
                 stack.enter_context(enable_python_dispatcher())
@@ -285,7 +299,11 @@ class _Trace:
             ) from e
         except Exception as e:
             place = user_place(e.__traceback__) or what
-            raise CaptureError(f"{place}: {type(e).__name__} while tracing {what}{self._module()}: {e}") from e
+            text = f"{place}: {type(e).__name__} while tracing {what}{self._module()}: {e}"
+            if self.symbols and self.symbols.rename(str(e)) != str(e):
+                names = " and ".join(self.symbols.sizes)
+                text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
+            raise CaptureError(text) from e
 
     def _module(self) -> str:
         return f" in module '{self.sites.failed}'" if self.sites.failed else ""

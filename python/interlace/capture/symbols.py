@@ -8,6 +8,7 @@ symbol to one number is refused.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 
 import sympy
@@ -33,6 +34,12 @@ class Symbols:
         """A symbolic size at the first or second set of example sizes."""
         values = _SECOND if example else _EXAMPLE
         return int(size.node.expr.xreplace({e: sympy.Integer(values[n]) for e, n in self.expressions.items()}))
+
+    def rename(self, text: str) -> str:
+        """A message of torch with the user's names of the symbols."""
+        for symbol, name in self.expressions.items():
+            text = re.sub(rf"\b{symbol}\b", name, text)
+        return text
 
     def ranges(self) -> list[tuple[str, int, int]]:
         """(name, least, greatest) of each symbol. Error: the model works for some sizes only."""
@@ -60,11 +67,8 @@ class Symbols:
         statically = self.env._maybe_evaluate_static(expr)
         if statically is True or statically == sympy.true:
             return
-        text = str(expr)
-        for symbol, name in self.expressions.items():
-            text = text.replace(str(symbol), name)
         raise CaptureError(
-            f"the model works only for sizes with {text}; capture with numbers instead (symbolic=False)"
+            f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead (symbolic=False)"
         )
 
 
