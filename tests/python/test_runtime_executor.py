@@ -7,7 +7,7 @@ import torch
 
 _runtime = pytest.importorskip("interlace._runtime")
 
-# y = x w^T; loss = mean(y * y); gradients and SGD in the program. One unit of two parameters, padded to 32 elements each.
+# y = x w^T + b; loss = mean(y * y); gradients and SGD in the program. One unit of two parameters, 32 elements for each.
 LINEAR = """interlace 1 sharded
 mesh dp 1
 step 1 reduce_each
