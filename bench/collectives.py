@@ -1,10 +1,10 @@
-"""Our collectives on gloo (point-to-point on two groups, summed in rank order) against gloo's own, alternating in the same ranks.
+"""Our collectives on gloo (point-to-point on two groups, summed in rank order) against gloo's own, in the same ranks.
 
     python bench/collectives.py
     python bench/collectives.py --ranks 4 --shard-mb 0.25 2.5 5 --rounds 30 --json out.json
 
-For an unshaped loopback the figures are bound by memory copies; shape the interface (`tc qdisc add dev lo root tbf ...`) to see
-how near each comes to wire speed.
+For an unshaped loopback the figures are bound by memory copies; shape the interface (`tc qdisc add dev lo root tbf
+...`) to see how near each comes to wire speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import paired, quartiles, report
-
 from interlace._runtime import testing
 
 
@@ -71,7 +70,9 @@ def worker(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default 2)")
-    parser.add_argument("--shard-mb", type=float, nargs="+", default=[0.05, 2.5, 5.0], help="sizes of a rank's shard, MB of float32")
+    parser.add_argument(
+        "--shard-mb", type=float, nargs="+", default=[0.05, 2.5, 5.0], help="a rank's shard, MB of float32"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="paired rounds a figure (default 20)")
     parser.add_argument("--json", help="add the records to this file")
     args = parser.parse_args()

@@ -12,7 +12,6 @@ import argparse
 
 import torch
 from common import paired, report
-
 from interlace._runtime import testing
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -54,14 +53,15 @@ def compare(dtype: torch.dtype, numel: int, args: argparse.Namespace, threads: i
     }
     for case, (peer, ours) in cases.items():
         times = paired({"torch": peer, "interlace": ours}, rounds=args.rounds)
-        report(f"{case}, {name}, {numel / 1e6:g} M elements, {threads} threads", times, "torch", args.json, case=case, dtype=name)
+        title = f"{case}, {name}, {numel / 1e6:g} M elements, {threads} threads"
+        report(title, times, "torch", args.json, case=case, dtype=name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=float, default=8e6, help="elements of the flat buffer (default 8e6)")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["f32", "f64", "bf16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of threads to measure with (default 1)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of threads (default 1)")
     parser.add_argument("--rounds", type=int, default=20, help="paired rounds a figure (default 20)")
     parser.add_argument("--json", help="add the records to this file")
     args = parser.parse_args()

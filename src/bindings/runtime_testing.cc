@@ -23,30 +23,47 @@ T Unwrap(Result<T> result) {
   return std::move(result.value());
 }
 
-std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend, double timeout_s,
-                                 const std::string& up, const std::string& down, const std::string& native) {
+std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
+                                 double timeout_s, const std::string& up, const std::string& down,
+                                 const std::string& native) {
   return Unwrap(Comm::Create({name, rank, size, backend, up, down, native}, timeout_s));
 }
 
-at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }
+at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
+  return tensor.value_or(at::Tensor());
+}
 
 }  // namespace
 
 // Called by the module's own initialization (runtime.cc).
 void BindTesting(py::module_& module) {
-  py::module_ m = module.def_submodule("testing", "Collectives and kernels of the runtime one by one, for tests and benchmarks.");
+  py::module_ m =
+      module.def_submodule("testing", "Collectives and kernels of the runtime one by one, for tests and benchmarks.");
   using Tensors = std::vector<at::Tensor>;
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Comm>(m, "Comm")
-      .def(py::init(&CreateComm), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("backend"), py::arg("timeout_s"),
-           py::arg("up") = "", py::arg("down") = "", py::arg("native") = "")
-      .def("start_gather", [](Comm& c, Tensors shards, Tensors fulls, std::string label) {
-        return Unwrap(c.StartGather(std::move(shards), std::move(fulls), std::move(label))); }, no_gil)
-      .def("start_reduce", [](Comm& c, Tensors flats, Tensors shards, std::string label) {
-        return Unwrap(c.StartReduce(std::move(flats), std::move(shards), std::move(label))); }, no_gil)
-      .def("start_all_reduce", [](Comm& c, at::Tensor value, std::string label) {
-        return Unwrap(c.StartAllReduce(std::move(value), std::move(label))); }, no_gil)
-      .def("wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
+      .def(py::init(&CreateComm), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("backend"),
+           py::arg("timeout_s"), py::arg("up") = "", py::arg("down") = "", py::arg("native") = "")
+      .def(
+          "start_gather",
+          [](Comm& c, Tensors shards, Tensors fulls, std::string label) {
+            return Unwrap(c.StartGather(std::move(shards), std::move(fulls), std::move(label)));
+          },
+          no_gil)
+      .def(
+          "start_reduce",
+          [](Comm& c, Tensors flats, Tensors shards, std::string label) {
+            return Unwrap(c.StartReduce(std::move(flats), std::move(shards), std::move(label)));
+          },
+          no_gil)
+      .def(
+          "start_all_reduce",
+          [](Comm& c, at::Tensor value, std::string label) {
+            return Unwrap(c.StartAllReduce(std::move(value), std::move(label)));
+          },
+          no_gil)
+      .def(
+          "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
       .def("stats", [](const Comm& c) {
         const Comm::Stats s = c.stats();
         py::dict out;
@@ -57,35 +74,49 @@ void BindTesting(py::module_& module) {
         return out;
       });
 
-  m.def("adam_step", [](const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, double lr,
-                        double beta1, double beta2, double eps, double weight_decay, double t, bool maximize, bool decoupled,
-                        double grad_scale, bool aten) {
-    (aten ? AdamStepAten : AdamStep)(w, g, exp_avg, exp_avg_sq,
-                                     {lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale}); },
-        py::arg("w"), py::arg("g"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("lr") = 1e-3, py::arg("beta1") = 0.9,
-        py::arg("beta2") = 0.999, py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0, py::arg("t") = 1.0, py::arg("maximize") = false,
-        py::arg("decoupled") = true, py::arg("grad_scale") = 1.0, py::arg("aten") = false, no_gil);
-  m.def("sgd_step", [](const at::Tensor& w, const at::Tensor& g, const std::optional<at::Tensor>& momentum_buffer, double lr,
-                       double momentum, double dampening, double weight_decay, double t, bool nesterov, bool maximize,
-                       double grad_scale, bool aten) {
-    (aten ? SgdStepAten : SgdStep)(w, g, OrUndefined(momentum_buffer),
-                                   {lr, momentum, dampening, weight_decay, t, nesterov, maximize, grad_scale}); },
-        py::arg("w"), py::arg("g"), py::arg("momentum_buffer") = py::none(), py::arg("lr") = 1e-3, py::arg("momentum") = 0.0,
-        py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0, py::arg("t") = 1.0, py::arg("nesterov") = false,
-        py::arg("maximize") = false, py::arg("grad_scale") = 1.0, py::arg("aten") = false, no_gil);
-  m.def("norm_partial", [](const at::Tensor& flat, const at::Tensor& acc, bool aten) {
-    (aten ? NormPartialAten : NormPartial)(flat, acc); }, py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
+  m.def(
+      "adam_step",
+      [](const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, double lr,
+         double beta1, double beta2, double eps, double weight_decay, double t, bool maximize, bool decoupled,
+         double grad_scale, bool aten) {
+        (aten ? AdamStepAten : AdamStep)(w, g, exp_avg, exp_avg_sq,
+                                         {lr, beta1, beta2, eps, weight_decay, t, maximize, decoupled, grad_scale});
+      },
+      py::arg("w"), py::arg("g"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("lr") = 1e-3,
+      py::arg("beta1") = 0.9, py::arg("beta2") = 0.999, py::arg("eps") = 1e-8, py::arg("weight_decay") = 0.0,
+      py::arg("t") = 1.0, py::arg("maximize") = false, py::arg("decoupled") = true, py::arg("grad_scale") = 1.0,
+      py::arg("aten") = false, no_gil);
+  m.def(
+      "sgd_step",
+      [](const at::Tensor& w, const at::Tensor& g, const std::optional<at::Tensor>& momentum_buffer, double lr,
+         double momentum, double dampening, double weight_decay, double t, bool nesterov, bool maximize,
+         double grad_scale, bool aten) {
+        (aten ? SgdStepAten : SgdStep)(w, g, OrUndefined(momentum_buffer),
+                                       {lr, momentum, dampening, weight_decay, t, nesterov, maximize, grad_scale});
+      },
+      py::arg("w"), py::arg("g"), py::arg("momentum_buffer") = py::none(), py::arg("lr") = 1e-3,
+      py::arg("momentum") = 0.0, py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0, py::arg("t") = 1.0,
+      py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("grad_scale") = 1.0, py::arg("aten") = false,
+      no_gil);
+  m.def(
+      "norm_partial",
+      [](const at::Tensor& flat, const at::Tensor& acc, bool aten) {
+        (aten ? NormPartialAten : NormPartial)(flat, acc);
+      },
+      py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
   m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"), no_gil);
   m.def("embedding_backward_into", &EmbeddingBackwardInto, py::arg("grad"), py::arg("indices"), py::arg("num_weights"),
         py::arg("padding_idx"), py::arg("scale_grad_by_freq"), py::arg("out"), no_gil);
-  m.def("layer_norm_backward_into",
-        [](const at::Tensor& grad, const at::Tensor& input, int64_t normalized_numel, const at::Tensor& mean, const at::Tensor& rstd,
-           const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& dx, const std::optional<at::Tensor>& dweight,
-           const std::optional<at::Tensor>& dbias) {
-          return LayerNormBackwardInto(grad, input, normalized_numel, mean, rstd, OrUndefined(weight), OrUndefined(dx),
-                                       OrUndefined(dweight), OrUndefined(dbias)); },
-        py::arg("grad"), py::arg("input"), py::arg("normalized_numel"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
-        py::arg("dx"), py::arg("dweight"), py::arg("dbias"), no_gil);
+  m.def(
+      "layer_norm_backward_into",
+      [](const at::Tensor& grad, const at::Tensor& input, int64_t normalized_numel, const at::Tensor& mean,
+         const at::Tensor& rstd, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& dx,
+         const std::optional<at::Tensor>& dweight, const std::optional<at::Tensor>& dbias) {
+        return LayerNormBackwardInto(grad, input, normalized_numel, mean, rstd, OrUndefined(weight), OrUndefined(dx),
+                                     OrUndefined(dweight), OrUndefined(dbias));
+      },
+      py::arg("grad"), py::arg("input"), py::arg("normalized_numel"), py::arg("mean"), py::arg("rstd"),
+      py::arg("weight"), py::arg("dx"), py::arg("dweight"), py::arg("dbias"), no_gil);
 }
 
 }  // namespace interlace

@@ -1,13 +1,13 @@
 #include "runtime/comm.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstring>
 #include <exception>
 #include <map>
 #include <set>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "runtime/comm_impl.h"
 
@@ -26,24 +26,29 @@ Span SpanOf(const at::Tensor& t) {
   return {begin, begin + t.nbytes()};
 }
 
-bool Overlap(const Span& a, const Span& b) { return a.begin < b.end && b.begin < a.end; }
+bool Overlap(const Span& a, const Span& b) {
+  return a.begin < b.end && b.begin < a.end;
+}
 
 // One rank alone.
 class LocalComm final : public Comm {
  public:
   explicit LocalComm(AxisSpec spec) : spec_(std::move(spec)) {}
 
-  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls, std::string label) override {
+  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
+                             std::string label) override {
     return Copy(CollectiveKind::kGather, shards, fulls, label);
   }
-  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, std::string label) override {
+  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
+                             std::string label) override {
     return Copy(CollectiveKind::kReduce, flats, shards, label);
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
     return Copy(CollectiveKind::kAllReduce, {value}, {value}, label);
   }
   Status Wait(Ticket ticket) override {
-    if (open_.erase(ticket) == 0) return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
+    if (open_.erase(ticket) == 0)
+      return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
     return Ok{};
   }
   Stats stats() const override { return stats_; }
@@ -73,10 +78,12 @@ class NativeComm final : public Comm {
   NativeComm(AxisSpec spec, c10::intrusive_ptr<c10d::ProcessGroup> group, double timeout_s)
       : spec_(std::move(spec)), group_(std::move(group)), timeout_(static_cast<int64_t>(timeout_s * 1000)) {}
 
-  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls, std::string label) override {
+  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
+                             std::string label) override {
     return Start(CollectiveKind::kGather, std::move(shards), std::move(fulls), std::move(label));
   }
-  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, std::string label) override {
+  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
+                             std::string label) override {
     return Start(CollectiveKind::kReduce, std::move(flats), std::move(shards), std::move(label));
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
@@ -85,7 +92,8 @@ class NativeComm final : public Comm {
 
   Status Wait(Ticket ticket) override {
     const auto it = ops_.find(ticket);
-    if (it == ops_.end()) return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
+    if (it == ops_.end())
+      return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
     Op op = std::move(it->second);
     ops_.erase(it);
     try {
@@ -113,7 +121,8 @@ class NativeComm final : public Comm {
     return *failure_;
   }
 
-  Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs, std::string label) {
+  Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                       std::string label) {
     if (failure_) return *failure_;
     INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
     Op op{std::move(label), std::move(inputs), std::move(outputs), {}};
@@ -134,7 +143,8 @@ class NativeComm final : public Comm {
     }
     const int64_t peers = spec_.size - 1;
     for (size_t i = 0; i < op.inputs.size(); ++i) {  // what a ring moves
-      const auto bytes = static_cast<int64_t>(kind == CollectiveKind::kReduce ? op.outputs[i].nbytes() : op.inputs[i].nbytes());
+      const auto bytes =
+          static_cast<int64_t>(kind == CollectiveKind::kReduce ? op.outputs[i].nbytes() : op.inputs[i].nbytes());
       const int64_t moved = kind == CollectiveKind::kAllReduce ? 2 * bytes * peers / spec_.size : bytes * peers;
       stats_.bytes_sent += moved;
       stats_.bytes_received += moved;
@@ -191,15 +201,15 @@ Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vec
     if (!in.defined() || !out.defined()) return MakeError(where(i), "an undefined tensor");
     if (!in.is_contiguous() || !out.is_contiguous()) return MakeError(where(i), "tensors must be contiguous");
     if (in.scalar_type() != out.scalar_type() || in.device() != out.device()) {
-      return MakeError(where(i), "input is ", c10::toString(in.scalar_type()), " on ", in.device().str(), ", output is ",
-                       c10::toString(out.scalar_type()), " on ", out.device().str());
+      return MakeError(where(i), "input is ", c10::toString(in.scalar_type()), " on ", in.device().str(),
+                       ", output is ", c10::toString(out.scalar_type()), " on ", out.device().str());
     }
     if (kind == CollectiveKind::kAllReduce) continue;
     const bool gather = kind == CollectiveKind::kGather;
     const at::Tensor &shard = gather ? in : out, &full = gather ? out : in;
     if (full.numel() != shard.numel() * spec.size) {
-      return MakeError(where(i), "the full buffer has ", full.numel(), " elements, the shard ", shard.numel(), " and the axis ",
-                       spec.size, " ranks");
+      return MakeError(where(i), "the full buffer has ", full.numel(), " elements, the shard ", shard.numel(),
+                       " and the axis ", spec.size, " ranks");
     }
     const Span whole = SpanOf(full), part = SpanOf(shard);
     if (Overlap(whole, part) && part.begin != whole.begin + spec.rank * static_cast<int64_t>(shard.nbytes())) {
@@ -209,7 +219,9 @@ Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vec
   return Ok{};
 }
 
-std::unique_ptr<Comm> MakeLocalComm(const AxisSpec& spec) { return std::make_unique<LocalComm>(spec); }
+std::unique_ptr<Comm> MakeLocalComm(const AxisSpec& spec) {
+  return std::make_unique<LocalComm>(spec);
+}
 
 Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeout_s) {
   try {
@@ -222,7 +234,8 @@ Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeou
   } catch (const std::exception& e) {
     const std::string what = e.what();
     return MakeError("axis ", spec.name, ": no process group named \"", spec.native,
-                     "\"; create it with torch.distributed.new_group and pass its group_name (", what.substr(0, what.find('\n')), ")");
+                     "\"; create it with torch.distributed.new_group and pass its group_name (",
+                     what.substr(0, what.find('\n')), ")");
   }
 }
 
@@ -230,12 +243,14 @@ Result<std::unique_ptr<Comm>> Comm::Create(const AxisSpec& spec, double timeout_
   if (spec.size < 1 || spec.rank < 0 || spec.rank >= spec.size) {
     return MakeError("axis ", spec.name, ": rank ", spec.rank, " of ", spec.size, " is not a rank");
   }
-  if (!(timeout_s > 0)) return MakeError("axis ", spec.name, ": the timeout must be a positive number of seconds, not ", timeout_s);
+  if (!(timeout_s > 0))
+    return MakeError("axis ", spec.name, ": the timeout must be a positive number of seconds, not ", timeout_s);
   if (spec.size == 1) return MakeLocalComm(spec);
   if (spec.backend == "gloo") return MakeGlooComm(spec, timeout_s);
   if (spec.backend == "nccl" || spec.backend == "native") return MakeNativeComm(spec, timeout_s);
-  return MakeError("axis ", spec.name, ": backend \"", spec.backend, "\" is not supported for ", spec.size,
-                   " ranks; use gloo (CPU), nccl (CUDA), or native (the process group's own collectives on any device)");
+  return MakeError(
+      "axis ", spec.name, ": backend \"", spec.backend, "\" is not supported for ", spec.size,
+      " ranks; use gloo (CPU), nccl (CUDA), or native (the process group's own collectives on any device)");
 }
 
 }  // namespace interlace

@@ -1,15 +1,16 @@
-// comm_gloo.cc — collectives as point-to-point transfers. Every operation is the same shape: for each tensor, one piece goes to
-// every peer and one piece comes from every peer.
+// comm_gloo.cc — collectives as point-to-point transfers. Every operation is the same shape: for each tensor, one piece
+// goes to every peer and one piece comes from every peer.
 //
 //               sent to peer p          received from peer p       afterwards
-//   gather      own shard               p's place in full          own shard copied to its own place (while transfers run)
-//   reduce      p's part of flat        receive buffer             shard = sum of the pieces in rank order
+//   gather      own shard               p's place in full          own shard copied to its own place (while transfers
+//   run) reduce      p's part of flat        receive buffer             shard = sum of the pieces in rank order
 //   all-reduce  the value               receive buffer             value = sum of the values in rank order
 //
-// A send copies into the socket in the thread that posts it, so a poster thread posts; a wait that comes before the poster got
-// to its operation posts it itself. Rank r sends to r+1, r+2, ... and receives from r-1, r-2, ..., so no rank is everybody's first.
-#include <c10/core/TensorImpl.h>
+// A send copies into the socket in the thread that posts it, so a poster thread posts; a wait that comes before the
+// poster got to its operation posts it itself. Rank r sends to r+1, r+2, ... and receives from r-1, r-2, ..., so no
+// rank is everybody's first.
 #include <ATen/ops/empty.h>
+#include <c10/core/TensorImpl.h>
 
 #include <algorithm>
 #include <chrono>
@@ -32,7 +33,8 @@ using Clock = std::chrono::steady_clock;
 
 // Elements [begin, begin + numel) of a contiguous tensor, as a tensor that shares its storage (no operator is called).
 at::Tensor Slice(const at::Tensor& tensor, int64_t begin, int64_t numel) {
-  auto slice = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
+  auto slice =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
   const int64_t stride = 1;
   slice.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(&numel, 1), c10::IntArrayRef(&stride, 1),
                                                      tensor.storage_offset() + begin);
@@ -62,10 +64,12 @@ class GlooComm final : public Comm {
     poster_.join();
   }
 
-  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls, std::string label) override {
+  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
+                             std::string label) override {
     return Start(CollectiveKind::kGather, std::move(shards), std::move(fulls), std::move(label));
   }
-  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, std::string label) override {
+  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
+                             std::string label) override {
     return Start(CollectiveKind::kReduce, std::move(flats), std::move(shards), std::move(label));
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
@@ -95,11 +99,12 @@ class GlooComm final : public Comm {
     std::vector<Transfer> transfers;  // receives first
     at::Tensor scratch;               // of reductions: for each tensor, the pieces of all peers, in peer order
     enum { kQueued, kPosting, kPosted } state = kQueued;
-    int failed = -1;                  // transfer that could not be posted
+    int failed = -1;  // transfer that could not be posted
     std::string what;
   };
 
-  Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs, std::string label);
+  Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                       std::string label);
   void Plan(Op& op);
   void Post(Op& op);
   void Finish(Op& op);
@@ -133,7 +138,9 @@ class GlooComm final : public Comm {
 };
 
 // Bytes a piece takes in the scratch buffer: pieces start at 64 bytes.
-int64_t Padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t Padded(int64_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
 
 Result<Ticket> GlooComm::Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
                                std::string label) {
@@ -185,9 +192,10 @@ void GlooComm::Plan(Op& op) {
       const int64_t piece = PieceOf(op, i);
       if (piece == 0) continue;
       const auto element = static_cast<int64_t>(op.inputs[i].element_size());
-      at::Tensor target = op.kind == CollectiveKind::kGather
-                              ? Slice(op.outputs[i], peer * piece, piece)
-                              : Slice(op.scratch, scratch_at[i] + SlotOf(peer) * Padded(piece * element), piece * element);
+      at::Tensor target =
+          op.kind == CollectiveKind::kGather
+              ? Slice(op.outputs[i], peer * piece, piece)
+              : Slice(op.scratch, scratch_at[i] + SlotOf(peer) * Padded(piece * element), piece * element);
       stats_.bytes_received += piece * element;
       op.transfers.push_back({peer, tag + static_cast<int>(i), false, std::move(target), {}});
     }
@@ -211,8 +219,9 @@ at::Tensor GlooComm::TakeScratch(int64_t bytes) {
     if (it->numel() >= bytes && (best == free_scratch_.end() || it->numel() < best->numel())) best = it;
   }
   if (best == free_scratch_.end() && !free_scratch_.empty()) {  // none is large enough: replace the largest
-    const auto largest = std::max_element(free_scratch_.begin(), free_scratch_.end(),
-                                          [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
+    const auto largest =
+        std::max_element(free_scratch_.begin(), free_scratch_.end(),
+                         [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
     scratch_bytes_ -= largest->numel();
     free_scratch_.erase(largest);
     best = free_scratch_.end();
@@ -273,7 +282,8 @@ Status GlooComm::Wait(Ticket ticket) {
   {
     std::unique_lock lock(mutex_);
     const auto it = ops_.find(ticket);
-    if (it == ops_.end()) return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
+    if (it == ops_.end())
+      return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
     op = it->second.get();
     if (op->state == Op::kQueued) {
       queue_.erase(std::find(queue_.begin(), queue_.end(), op));

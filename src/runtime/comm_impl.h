@@ -25,8 +25,8 @@ Result<std::unique_ptr<Comm>> MakeGlooComm(const AxisSpec& spec, double timeout_
 Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vector<at::Tensor>& inputs,
                        const std::vector<at::Tensor>& outputs, const std::string& label);
 
-// out[j] = ((parts[0][j] + parts[1][j]) + parts[2][j]) + ... for j < numel: the sum in rank order. 16-bit floats are added in
-// float32 and rounded once, integers wrap around. out may be one of the parts. CanSum(dtype) must hold.
+// out[j] = ((parts[0][j] + parts[1][j]) + parts[2][j]) + ... for j < numel: the sum in rank order. 16-bit floats are
+// added in float32 and rounded once, integers wrap around. out may be one of the parts. CanSum(dtype) must hold.
 bool CanSum(c10::ScalarType dtype);
 void SumInOrder(c10::ScalarType dtype, const std::vector<const void*>& parts, void* out, int64_t numel);
 

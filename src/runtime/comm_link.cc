@@ -1,12 +1,12 @@
 #include "runtime/comm_link.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <cstring>
 #include <exception>
 #include <sstream>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 namespace interlace {
 
@@ -17,7 +17,8 @@ constexpr int kNoteTag = 1 << 30;
 // How long a rank that closed one group may take to send its note on the other.
 constexpr int64_t kNotePatienceMs = 300;
 
-// c10d and gloo report by exceptions. Of "[file:line] What happened [address]. Advice ...\n stack trace" only what happened is kept.
+// c10d and gloo report by exceptions. Of "[file:line] What happened [address]. Advice ...\n stack trace" only what
+// happened is kept.
 std::string FirstLine(const std::string& text) {
   const size_t begin = text.starts_with('[') && text.find("] ") != std::string::npos ? text.find("] ") + 2 : 0;
   return text.substr(begin, std::min(text.find('\n', begin), text.find(". ", begin)) - begin);
@@ -43,11 +44,12 @@ Result<GlooLink::Direction> GlooLink::Resolve(const AxisSpec& spec, const std::s
     direction.backend = direction.group->getBackend(c10::DeviceType::CPU);
   } catch (const std::exception& e) {
     return MakeError("axis ", spec.name, ": no gloo process group named \"", name,
-                     "\"; create it with torch.distributed.new_group and pass its group_name (", FirstLine(e.what()), ")");
+                     "\"; create it with torch.distributed.new_group and pass its group_name (", FirstLine(e.what()),
+                     ")");
   }
   if (direction.backend->getRank() != spec.rank || direction.backend->getSize() != spec.size) {
-    return MakeError("axis ", spec.name, ": process group \"", name, "\" says rank ", direction.backend->getRank(), " of ",
-                     direction.backend->getSize(), ", the axis says rank ", spec.rank, " of ", spec.size);
+    return MakeError("axis ", spec.name, ": process group \"", name, "\" says rank ", direction.backend->getRank(),
+                     " of ", direction.backend->getSize(), ", the axis says rank ", spec.rank, " of ", spec.size);
   }
   return direction;
 }
@@ -131,8 +133,8 @@ std::optional<Error> GlooLink::failure() const {
   return failure_;
 }
 
-Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what, const std::string& label,
-                     double elapsed_s) {
+Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what,
+                     const std::string& label, double elapsed_s) {
   std::lock_guard lock(mutex_);
   if (failure_) return *failure_;
   Verdict verdict;
@@ -158,7 +160,8 @@ Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, c
     TellOthers(failed, note);
     TellOthers(other, note);
   } else {
-    // gloo closes a group in which a wait timed out, so what is unfinished there fails at once, and what is finished does not.
+    // gloo closes a group in which a wait timed out, so what is unfinished there fails at once, and what is finished
+    // does not.
     for (const Suspect& s : others) {
       if (s.work && s.up == first.up && WaitFor(*s.work, 1)) add(s.peer);
     }
@@ -243,7 +246,8 @@ std::string GlooLink::Explain(const Verdict& verdict, const std::string& label) 
   const int32_t reporter = verdict.reporter;
   const bool me = std::find(note.ranks, note.ranks + note.count, rank_) != note.ranks + note.count;
   if (me) {
-    out << RankNames(&reporter, 1) << " stopped waiting for this rank (" << rank_ << ") after " << note.seconds << " s in " << note.label;
+    out << RankNames(&reporter, 1) << " stopped waiting for this rank (" << rank_ << ") after " << note.seconds
+        << " s in " << note.label;
     return out.str();
   }
   event();

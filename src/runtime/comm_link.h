@@ -1,24 +1,24 @@
 // comm_link.h — what all Comms of one pair of gloo groups share: the groups, the message tags, and who failed.
 //
-// A rank that meets a lost or silent peer stops, and its own end closes its connections; to the ranks that wait for *it*, it would
-// look like the culprit. So the first rank to notice sends a note to all others over connections that were made ready
-// beforehand (a receive for a note is always pending from every peer); a rank whose peer is lost reads that peer's note first and
-// names the rank that the note names.
+// A rank that meets a lost or silent peer stops, and its own end closes its connections; to the ranks that wait for
+// *it*, it would look like the culprit. So the first rank to notice sends a note to all others over connections that
+// were made ready beforehand (a receive for a note is always pending from every peer); a rank whose peer is lost reads
+// that peer's note first and names the rank that the note names.
 //
 //   rank 2 is killed:   0 <- (closed) - 2      0: "rank 2 was lost", sends a note to 1
-//                       1 waits for 0 ......   0 exits, 1 sees 0 closed, reads the note: "rank 2 was lost (rank 0 reports)"
+//                       1 waits for 0 ......   0 exits, 1 sees 0 closed, reads the note: "rank 2 was lost (rank 0
+//                       reports)"
 //
-// A link outlives its Comms: a pending receive must not be dropped while its group lives, and a later Comm on the same groups
-// continues the same sequence of tags.
+// A link outlives its Comms: a pending receive must not be dropped while its group lives, and a later Comm on the same
+// groups continues the same sequence of tags.
 #pragma once
-
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "base/result.h"
@@ -35,8 +35,8 @@ class GlooLink {
   c10::intrusive_ptr<c10d::Work> Send(const at::Tensor& tensor, int peer, int tag);
   c10::intrusive_ptr<c10d::Work> Receive(const at::Tensor& tensor, int peer, int tag);
 
-  // The first of `count` consecutive tags, unused for the last 2^29 messages. The same on every rank, because every rank issues the
-  // same operations in the same order.
+  // The first of `count` consecutive tags, unused for the last 2^29 messages. The same on every rank, because every
+  // rank issues the same operations in the same order.
   int NextTags(int count);
 
   // A transfer that failed or may not have ended.
@@ -46,10 +46,11 @@ class GlooLink {
     c10::intrusive_ptr<c10d::Work> work;  // null: it could not be posted
   };
 
-  // Makes the link unusable and says why. `first` failed with `what`, `elapsed_s` after the wait began; `others` are the transfers
-  // of the same operation that nobody has waited for. Tells the other ranks. A second call gives the first call's error.
-  Error Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what, const std::string& label,
-             double elapsed_s);
+  // Makes the link unusable and says why. `first` failed with `what`, `elapsed_s` after the wait began; `others` are
+  // the transfers of the same operation that nobody has waited for. Tells the other ranks. A second call gives the
+  // first call's error.
+  Error Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what,
+             const std::string& label, double elapsed_s);
 
   // Set once Fail was called.
   std::optional<Error> failure() const;
@@ -66,8 +67,8 @@ class GlooLink {
     std::string name;
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     c10::intrusive_ptr<c10d::Backend> backend;
-    std::vector<at::Tensor> notes;                       // one buffer a peer
-    std::vector<c10::intrusive_ptr<c10d::Work>> pending; // their receives
+    std::vector<at::Tensor> notes;                        // one buffer a peer
+    std::vector<c10::intrusive_ptr<c10d::Work>> pending;  // their receives
   };
   struct Verdict {
     Note note;
@@ -77,7 +78,8 @@ class GlooLink {
   GlooLink() = default;
   static Result<Direction> Resolve(const AxisSpec& spec, const std::string& name);
   void PostNotes(Direction& direction);
-  // The note of a peer, if one came (or comes within `patience_ms`) on this group. Running out of patience closes the group.
+  // The note of a peer, if one came (or comes within `patience_ms`) on this group. Running out of patience closes the
+  // group.
   std::optional<Verdict> ReadNote(Direction& direction, int peer, int64_t patience_ms);
   void TellOthers(Direction& direction, const Note& note);
   std::string Explain(const Verdict& verdict, const std::string& label) const;

@@ -1,5 +1,5 @@
-// comm_sum.cc — the sum of n ranks' pieces in rank order. Works through blocks that stay in the first-level cache: a block is
-// read from every part in turn and written once, so memory traffic is n reads and one write whatever n is.
+// comm_sum.cc — the sum of n ranks' pieces in rank order. Works through blocks that stay in the first-level cache: a
+// block is read from every part in turn and written once, so memory traffic is n reads and one write whatever n is.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -12,11 +12,12 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t kBlock = 1024;               // elements; 8 KiB of doubles
-constexpr int64_t kGrain = int64_t{64} * 1024; // elements a thread takes at least
+constexpr int64_t kBlock = 1024;                // elements; 8 KiB of doubles
+constexpr int64_t kGrain = int64_t{64} * 1024;  // elements a thread takes at least
 
 template <typename T, typename Acc>
-[[gnu::always_inline]] inline void SumBlocks(const void* const* parts, int64_t count, void* out, int64_t begin, int64_t end) {
+[[gnu::always_inline]] inline void SumBlocks(const void* const* parts, int64_t count, void* out, int64_t begin,
+                                             int64_t end) {
   Acc acc[kBlock];
   T* target = static_cast<T*>(out);
   for (int64_t at = begin; at < end; at += kBlock) {
@@ -31,9 +32,9 @@ template <typename T, typename Acc>
   }
 }
 
-#define INTERLACE_SUM(name, T, Acc)                                                                                       \
+#define INTERLACE_SUM(name, T, Acc)                                                                            \
   INTERLACE_CLONES void name(const void* const* parts, int64_t count, void* out, int64_t begin, int64_t end) { \
-    SumBlocks<T, Acc>(parts, count, out, begin, end);                                                                     \
+    SumBlocks<T, Acc>(parts, count, out, begin, end);                                                          \
   }
 INTERLACE_SUM(SumF64, double, double)
 INTERLACE_SUM(SumF32, float, float)
@@ -50,22 +51,33 @@ using SumFunction = void (*)(const void* const*, int64_t, void*, int64_t, int64_
 
 SumFunction FunctionOf(c10::ScalarType dtype) {
   switch (dtype) {
-    case c10::ScalarType::Double: return &SumF64;
-    case c10::ScalarType::Float: return &SumF32;
-    case c10::ScalarType::Half: return &SumF16;
-    case c10::ScalarType::BFloat16: return &SumBF16;
-    case c10::ScalarType::Long: return &SumI64;
-    case c10::ScalarType::Int: return &SumI32;
-    case c10::ScalarType::Short: return &SumI16;
+    case c10::ScalarType::Double:
+      return &SumF64;
+    case c10::ScalarType::Float:
+      return &SumF32;
+    case c10::ScalarType::Half:
+      return &SumF16;
+    case c10::ScalarType::BFloat16:
+      return &SumBF16;
+    case c10::ScalarType::Long:
+      return &SumI64;
+    case c10::ScalarType::Int:
+      return &SumI32;
+    case c10::ScalarType::Short:
+      return &SumI16;
     case c10::ScalarType::Char:
-    case c10::ScalarType::Byte: return &SumI8;
-    default: return nullptr;
+    case c10::ScalarType::Byte:
+      return &SumI8;
+    default:
+      return nullptr;
   }
 }
 
 }  // namespace
 
-bool CanSum(c10::ScalarType dtype) { return FunctionOf(dtype) != nullptr; }
+bool CanSum(c10::ScalarType dtype) {
+  return FunctionOf(dtype) != nullptr;
+}
 
 void SumInOrder(c10::ScalarType dtype, const std::vector<const void*>& parts, void* out, int64_t numel) {
   const SumFunction sum = FunctionOf(dtype);

@@ -1,12 +1,13 @@
-// kernels_aten.h — the forms of the kernels for devices other than CPUs, made of ATen calls. They run on CPUs too, where the
-// tests compare them with the loops of our own.
+// kernels_aten.h — the forms of the kernels for devices other than CPUs, made of ATen calls. They run on CPUs too,
+// where the tests compare them with the loops of our own.
 #pragma once
 
 #include "runtime/kernels.h"
 
 namespace interlace {
 
-void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const AdamArgs& args);
+void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                  const AdamArgs& args);
 void SgdStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
 // The same bits as NormPartial on a CPU: the block sums are made in the same order, the rest is integers.
 void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc);

@@ -1,8 +1,10 @@
 // kernels_backward.cc — two backward kernels that write parameter gradients where they are told to, with ATen's bits.
-// ATen is built with contraction of a*b+c, which code of ours could not repeat for every build of it; so layer norm calls ATen's
-// own inner kernel (which takes its outputs as arguments), and embedding, whose sums have nothing to contract, is a loop.
+// ATen is built with contraction of a*b+c, which code of ours could not repeat for every build of it; so layer norm
+// calls ATen's own inner kernel (which takes its outputs as arguments), and embedding, whose sums have nothing to
+// contract, is a loop.
 
-// The inner kernel is reached through ATen's dispatch table, whose shape is fixed by these macros in official x86-64 builds.
+// The inner kernel is reached through ATen's dispatch table, whose shape is fixed by these macros in official x86-64
+// builds.
 #if defined(__x86_64__)
 #define HAVE_AVX512_CPU_DEFINITION
 #define HAVE_AVX2_CPU_DEFINITION
@@ -31,8 +33,8 @@ template <typename T>
 
 // Rows [begin, end) of the table get the gradients of their indices, in the order of the indices.
 template <typename T, typename Index>
-[[gnu::always_inline]] inline void AddRows(void* out, const void* grad, const void* indices, int64_t count, int64_t width,
-                                           int64_t padding_idx, int64_t begin, int64_t end) {
+[[gnu::always_inline]] inline void AddRows(void* out, const void* grad, const void* indices, int64_t count,
+                                           int64_t width, int64_t padding_idx, int64_t begin, int64_t end) {
   T* const table = static_cast<T*>(out);
   const T* const rows = static_cast<const T*>(grad);
   const Index* const index = static_cast<const Index*>(indices);
@@ -45,10 +47,10 @@ template <typename T, typename Index>
 
 using AddRowsFunction = void (*)(void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t);
 
-#define INTERLACE_ADD_ROWS(name, T, Index)                                                                              \
-  INTERLACE_CLONES void name(void* out, const void* grad, const void* indices, int64_t count, int64_t width,            \
-                             int64_t padding_idx, int64_t begin, int64_t end) {                                         \
-    AddRows<T, Index>(out, grad, indices, count, width, padding_idx, begin, end);                                       \
+#define INTERLACE_ADD_ROWS(name, T, Index)                                                                   \
+  INTERLACE_CLONES void name(void* out, const void* grad, const void* indices, int64_t count, int64_t width, \
+                             int64_t padding_idx, int64_t begin, int64_t end) {                              \
+    AddRows<T, Index>(out, grad, indices, count, width, padding_idx, begin, end);                            \
   }
 INTERLACE_ADD_ROWS(AddRowsF64I64, double, int64_t)
 INTERLACE_ADD_ROWS(AddRowsF32I64, float, int64_t)
@@ -62,11 +64,16 @@ INTERLACE_ADD_ROWS(AddRowsBF16I32, BFloat16, int32_t)
 
 AddRowsFunction FunctionOf(c10::ScalarType dtype, bool wide) {
   switch (dtype) {
-    case c10::ScalarType::Double: return wide ? &AddRowsF64I64 : &AddRowsF64I32;
-    case c10::ScalarType::Float: return wide ? &AddRowsF32I64 : &AddRowsF32I32;
-    case c10::ScalarType::Half: return wide ? &AddRowsF16I64 : &AddRowsF16I32;
-    case c10::ScalarType::BFloat16: return wide ? &AddRowsBF16I64 : &AddRowsBF16I32;
-    default: return nullptr;
+    case c10::ScalarType::Double:
+      return wide ? &AddRowsF64I64 : &AddRowsF64I32;
+    case c10::ScalarType::Float:
+      return wide ? &AddRowsF32I64 : &AddRowsF32I32;
+    case c10::ScalarType::Half:
+      return wide ? &AddRowsF16I64 : &AddRowsF16I32;
+    case c10::ScalarType::BFloat16:
+      return wide ? &AddRowsBF16I64 : &AddRowsBF16I32;
+    default:
+      return nullptr;
   }
 }
 
@@ -93,9 +100,9 @@ bool EmbeddingBackwardInto(const at::Tensor& grad, const at::Tensor& indices, in
   return true;
 }
 
-bool LayerNormBackwardInto(const at::Tensor& grad, const at::Tensor& input, int64_t normalized_numel, const at::Tensor& mean,
-                           const at::Tensor& rstd, const at::Tensor& weight, const at::Tensor& dx, const at::Tensor& dweight,
-                           const at::Tensor& dbias) {
+bool LayerNormBackwardInto(const at::Tensor& grad, const at::Tensor& input, int64_t normalized_numel,
+                           const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& weight,
+                           const at::Tensor& dx, const at::Tensor& dweight, const at::Tensor& dbias) {
 #ifdef INTERLACE_LAYER_NORM_STUB
   const int64_t n = normalized_numel;
   if (n <= 0 || input.numel() == 0 || input.numel() % n != 0 || grad.sizes() != input.sizes()) return false;
@@ -106,8 +113,10 @@ bool LayerNormBackwardInto(const at::Tensor& grad, const at::Tensor& input, int6
     case at::kDouble:
     case at::kFloat:
     case at::kHalf:
-    case at::kBFloat16: break;
-    default: return false;
+    case at::kBFloat16:
+      break;
+    default:
+      return false;
   }
   if (weight.defined() && (weight.numel() != n || !weight.is_contiguous())) return false;
   // ATen's kernel reads mean, rstd and weight either in the input's dtype, or (16-bit inputs) all in float32.
@@ -117,13 +126,15 @@ bool LayerNormBackwardInto(const at::Tensor& grad, const at::Tensor& input, int6
   for (const at::Tensor* out : {&dweight, &dbias}) {
     if (out->defined() && (out->numel() != n || !out->is_contiguous() || out->scalar_type() != parameter)) return false;
   }
-  if (dx.defined() && (dx.numel() != input.numel() || !dx.is_contiguous() || dx.scalar_type() != input.scalar_type())) return false;
+  if (dx.defined() && (dx.numel() != input.numel() || !dx.is_contiguous() || dx.scalar_type() != input.scalar_type()))
+    return false;
   at::Tensor dx_out = dx, dweight_out = dweight, dbias_out = dbias;
-  at::native::LayerNormBackwardKernel(at::kCPU, grad.contiguous(), input.contiguous(), mean, rstd, weight, m, n, &dx_out, &dweight_out,
-                                      &dbias_out);
+  at::native::LayerNormBackwardKernel(at::kCPU, grad.contiguous(), input.contiguous(), mean, rstd, weight, m, n,
+                                      &dx_out, &dweight_out, &dbias_out);
   return true;
 #else
-  (void)grad, (void)input, (void)normalized_numel, (void)mean, (void)rstd, (void)weight, (void)dx, (void)dweight, (void)dbias;
+  (void)grad, (void)input, (void)normalized_numel, (void)mean, (void)rstd, (void)weight, (void)dx, (void)dweight,
+      (void)dbias;
   return false;
 #endif
 }

@@ -1,7 +1,8 @@
-// kernels_clones.h — one source, several instruction sets: a function marked INTERLACE_CLONES is compiled for the baseline, for
-// AVX2 and for AVX-512 machines, and the loader picks. The bits are the same in all of them, because nothing contracts a*b+c
-// (-ffp-contract=off) and no loop carries a reordered sum. And 16-bit floats whose conversions are plain arithmetic, so that
-// loops over them become vector code.
+// kernels_clones.h — one source, several instruction sets: a function marked INTERLACE_CLONES is compiled for the
+// baseline, for AVX2 and for AVX-512 machines, and the loader picks. The bits are the same in all of them, because
+// nothing contracts a*b+c
+// (-ffp-contract=off) and no loop carries a reordered sum. And 16-bit floats whose conversions are plain arithmetic, so
+// that loops over them become vector code.
 #pragma once
 
 #include <bit>

@@ -1,13 +1,14 @@
-// kernels_norm.cc — the exact norm (base/exact_sum.h): block sums of 32 squares in float64, then an exact fixed-point sum.
+// kernels_norm.cc — the exact norm (base/exact_sum.h): block sums of 32 squares in float64, then an exact fixed-point
+// sum.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/isinf.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/remainder.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -42,7 +43,8 @@ using HalfLanes = double __attribute__((vector_size(32)));
   out = wide * wide;
 }
 
-// The block sums of ExactSum::AddSquares, in its order, in explicit vectors: left to itself the compiler finds only half of them.
+// The block sums of ExactSum::AddSquares, in its order, in explicit vectors: left to itself the compiler finds only
+// half of them.
 template <typename T>
 [[gnu::always_inline]] inline void BlockSums(const T* x, int64_t blocks, double* sums) {
   for (int64_t b = 0; b < blocks; ++b, x += ExactSum::kBlock) {
@@ -77,9 +79,9 @@ template <typename T>
   if (numel > 0) sum.AddSquares(x, numel);
 }
 
-#define INTERLACE_SQUARES(name, T)                                                                           \
-  INTERLACE_CLONES void name(ExactSum& sum, const void* data, int64_t begin, int64_t end) {                  \
-    AddSquares(sum, static_cast<const T*>(data) + begin, end - begin);                                       \
+#define INTERLACE_SQUARES(name, T)                                                          \
+  INTERLACE_CLONES void name(ExactSum& sum, const void* data, int64_t begin, int64_t end) { \
+    AddSquares(sum, static_cast<const T*>(data) + begin, end - begin);                      \
   }
 INTERLACE_SQUARES(SquaresF64, double)
 INTERLACE_SQUARES(SquaresF32, float)
@@ -91,16 +93,27 @@ INTERLACE_SQUARES(SquaresBF16, BFloat16)
 
 void NormPartial(const at::Tensor& flat, const at::Tensor& acc) {
   TORCH_INTERNAL_ASSERT(flat.is_contiguous(), "the norm of a buffer that is not contiguous");
-  TORCH_INTERNAL_ASSERT(acc.is_contiguous() && acc.scalar_type() == at::kLong && acc.numel() == ExactSum::kLimbs && acc.device() == flat.device(), "the norm's accumulator must be int64[68] beside its buffer");
+  TORCH_INTERNAL_ASSERT(acc.is_contiguous() && acc.scalar_type() == at::kLong && acc.numel() == ExactSum::kLimbs &&
+                            acc.device() == flat.device(),
+                        "the norm's accumulator must be int64[68] beside its buffer");
   if (flat.numel() == 0) return;
   if (!flat.device().is_cpu()) return NormPartialAten(flat, acc);
   void (*squares)(ExactSum&, const void*, int64_t, int64_t) = nullptr;
   switch (flat.scalar_type()) {
-    case at::kDouble: squares = &SquaresF64; break;
-    case at::kFloat: squares = &SquaresF32; break;
-    case at::kHalf: squares = &SquaresF16; break;
-    case at::kBFloat16: squares = &SquaresBF16; break;
-    default: TORCH_INTERNAL_ASSERT(false, "the norm of ", c10::toString(flat.scalar_type()));
+    case at::kDouble:
+      squares = &SquaresF64;
+      break;
+    case at::kFloat:
+      squares = &SquaresF32;
+      break;
+    case at::kHalf:
+      squares = &SquaresF16;
+      break;
+    case at::kBFloat16:
+      squares = &SquaresBF16;
+      break;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "the norm of ", c10::toString(flat.scalar_type()));
   }
   int64_t* const limbs = acc.mutable_data_ptr<int64_t>();
   ExactSum total(limbs);
@@ -156,8 +169,10 @@ void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc) {
 }
 
 void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out) {
-  TORCH_INTERNAL_ASSERT(acc.is_contiguous() && acc.scalar_type() == at::kLong && acc.numel() == ExactSum::kLimbs, "the norm's accumulator");
-  TORCH_INTERNAL_ASSERT(out.is_contiguous() && out.scalar_type() == at::kDouble && out.numel() == 3, "the norm's result must be float64[3]");
+  TORCH_INTERNAL_ASSERT(acc.is_contiguous() && acc.scalar_type() == at::kLong && acc.numel() == ExactSum::kLimbs,
+                        "the norm's accumulator");
+  TORCH_INTERNAL_ASSERT(out.is_contiguous() && out.scalar_type() == at::kDouble && out.numel() == 3,
+                        "the norm's result must be float64[3]");
   const at::Tensor host = acc.cpu();  // waits for the device
   const double norm = std::sqrt(ExactSum(host.const_data_ptr<int64_t>()).Round()) * scale;
   double coef = 1;

@@ -1,6 +1,7 @@
 // kernels_optimizer.cc — AdamW, Adam and SGD over a flat shard in one pass: every element is read and written once.
-// The formulas are those of torch.optim with fused=True, operation by operation, without contraction into fused multiply-adds; so
-// the bits do not depend on the machine, and differ from torch's own (which contracts) by rounding only.
+// The formulas are those of torch.optim with fused=True, operation by operation, without contraction into fused
+// multiply-adds; so the bits do not depend on the machine, and differ from torch's own (which contracts) by rounding
+// only.
 #include <ATen/Parallel.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -21,8 +22,12 @@ namespace {
 
 constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
 
-inline float Sqrt(float x) { return __builtin_sqrtf(x); }
-inline double Sqrt(double x) { return __builtin_sqrt(x); }
+inline float Sqrt(float x) {
+  return __builtin_sqrtf(x);
+}
+inline double Sqrt(double x) {
+  return __builtin_sqrt(x);
+}
 
 // All that does not depend on the element, computed in double as torch does.
 struct AdamConstants {
@@ -44,8 +49,8 @@ AdamConstants ConstantsOf(const AdamArgs& a) {
 }
 
 template <typename T, bool kDecoupled, bool kSmallWeight>
-[[gnu::always_inline]] inline void AdamLoop(T* __restrict w, const T* __restrict g, T* __restrict exp_avg, T* __restrict exp_avg_sq,
-                                            const AdamConstants& c, int64_t n) {
+[[gnu::always_inline]] inline void AdamLoop(T* __restrict w, const T* __restrict g, T* __restrict exp_avg,
+                                            T* __restrict exp_avg_sq, const AdamConstants& c, int64_t n) {
   const T scale = T(c.grad_scale), decay = T(c.decay), beta2 = T(c.beta2), second = T(c.second_weight);
   const T bias2_sqrt = T(c.bias2_sqrt), eps = T(c.eps), minus_step = T(c.minus_step);
   // torch's lerp: from the nearer end.
@@ -86,8 +91,8 @@ template <typename From, typename To>
 constexpr int64_t kPiece = 512;
 
 template <typename T>
-[[gnu::always_inline]] inline void AdamAny(void* w_data, const void* g_data, void* m_data, void* v_data, const AdamConstants& c,
-                                           int64_t begin, int64_t end) {
+[[gnu::always_inline]] inline void AdamAny(void* w_data, const void* g_data, void* m_data, void* v_data,
+                                           const AdamConstants& c, int64_t begin, int64_t end) {
   T* w = static_cast<T*>(w_data) + begin;
   const T* g = static_cast<const T*>(g_data) + begin;
   T* m = static_cast<T*>(m_data) + begin;
@@ -111,7 +116,8 @@ struct SgdConstants {
 };
 
 template <typename T, bool kMomentum, bool kFirst, bool kNesterov>
-[[gnu::always_inline]] inline void SgdLoop(T* __restrict w, const T* __restrict g, T* __restrict buffer, const SgdConstants& c, int64_t n) {
+[[gnu::always_inline]] inline void SgdLoop(T* __restrict w, const T* __restrict g, T* __restrict buffer,
+                                           const SgdConstants& c, int64_t n) {
   const T scale = T(c.grad_scale), decay = T(c.weight_decay), momentum = T(c.momentum), undamped = T(c.undamped);
   const T minus_lr = T(c.minus_lr);
   for (int64_t i = 0; i < n; ++i) {
@@ -138,8 +144,8 @@ template <typename T>
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void SgdAny(void* w_data, const void* g_data, void* buffer_data, const SgdConstants& c, int64_t begin,
-                                          int64_t end) {
+[[gnu::always_inline]] inline void SgdAny(void* w_data, const void* g_data, void* buffer_data, const SgdConstants& c,
+                                          int64_t begin, int64_t end) {
   T* w = static_cast<T*>(w_data) + begin;
   const T* g = static_cast<const T*>(g_data) + begin;
   T* buffer = buffer_data == nullptr ? nullptr : static_cast<T*>(buffer_data) + begin;
@@ -161,12 +167,14 @@ template <typename T>
   }
 }
 
-#define INTERLACE_OPTIMIZERS(suffix, T)                                                                             \
-  INTERLACE_CLONES void Adam##suffix(void* w, const void* g, void* m, void* v, const AdamConstants& c, int64_t b, int64_t e) { \
-    AdamAny<T>(w, g, m, v, c, b, e);                                                                                \
-  }                                                                                                                 \
-  INTERLACE_CLONES void Sgd##suffix(void* w, const void* g, void* buffer, const SgdConstants& c, int64_t b, int64_t e) {       \
-    SgdAny<T>(w, g, buffer, c, b, e);                                                                               \
+#define INTERLACE_OPTIMIZERS(suffix, T)                                                                           \
+  INTERLACE_CLONES void Adam##suffix(void* w, const void* g, void* m, void* v, const AdamConstants& c, int64_t b, \
+                                     int64_t e) {                                                                 \
+    AdamAny<T>(w, g, m, v, c, b, e);                                                                              \
+  }                                                                                                               \
+  INTERLACE_CLONES void Sgd##suffix(void* w, const void* g, void* buffer, const SgdConstants& c, int64_t b,       \
+                                    int64_t e) {                                                                  \
+    SgdAny<T>(w, g, buffer, c, b, e);                                                                             \
   }
 INTERLACE_OPTIMIZERS(F64, double)
 INTERLACE_OPTIMIZERS(F32, float)
@@ -175,24 +183,30 @@ INTERLACE_OPTIMIZERS(BF16, BFloat16)
 #undef INTERLACE_OPTIMIZERS
 
 void CheckFlat(const at::Tensor& w, const at::Tensor& other, const char* name) {
-  TORCH_INTERNAL_ASSERT(other.is_contiguous() && other.numel() == w.numel() && other.scalar_type() == w.scalar_type() && other.device() == w.device(), name, " differs from the weights in size, dtype, device or is not contiguous");
+  TORCH_INTERNAL_ASSERT(other.is_contiguous() && other.numel() == w.numel() && other.scalar_type() == w.scalar_type() &&
+                            other.device() == w.device(),
+                        name, " differs from the weights in size, dtype, device or is not contiguous");
 }
 
 // The gradient a device op is given: it has no factor of its own that leaves the gradient as it is.
-at::Tensor ScaledGrad(const at::Tensor& g, double scale) { return scale == 1.0 ? g : at::mul(g, scale); }
+at::Tensor ScaledGrad(const at::Tensor& g, double scale) {
+  return scale == 1.0 ? g : at::mul(g, scale);
+}
 
 }  // namespace
 
-void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const AdamArgs& a) {
+void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                  const AdamArgs& a) {
   const at::Tensor grad = ScaledGrad(g, a.grad_scale);
   const at::Tensor step = at::full({}, a.t, w.options().dtype(at::kFloat));
   const auto run = a.decoupled ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
                                : static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adam_::call);
-  run({w}, {grad}, {exp_avg}, {exp_avg_sq}, {}, {step}, a.lr, a.beta1, a.beta2, a.weight_decay, a.eps, /*amsgrad=*/false, a.maximize,
-      {}, {});
+  run({w}, {grad}, {exp_avg}, {exp_avg_sq}, {}, {step}, a.lr, a.beta1, a.beta2, a.weight_decay, a.eps,
+      /*amsgrad=*/false, a.maximize, {}, {});
 }
 
-void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const AdamArgs& args) {
+void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+              const AdamArgs& args) {
   TORCH_INTERNAL_ASSERT(w.is_contiguous(), "weights are not contiguous");
   CheckFlat(w, g, "gradient");
   CheckFlat(w, exp_avg, "exp_avg");
@@ -202,13 +216,23 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
   const AdamConstants constants = ConstantsOf(args);
   void (*step)(void*, const void*, void*, void*, const AdamConstants&, int64_t, int64_t) = nullptr;
   switch (w.scalar_type()) {
-    case at::kDouble: step = &AdamF64; break;
-    case at::kFloat: step = &AdamF32; break;
-    case at::kHalf: step = &AdamF16; break;
-    case at::kBFloat16: step = &AdamBF16; break;
-    default: TORCH_INTERNAL_ASSERT(false, "Adam of ", c10::toString(w.scalar_type()));
+    case at::kDouble:
+      step = &AdamF64;
+      break;
+    case at::kFloat:
+      step = &AdamF32;
+      break;
+    case at::kHalf:
+      step = &AdamF16;
+      break;
+    case at::kBFloat16:
+      step = &AdamBF16;
+      break;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "Adam of ", c10::toString(w.scalar_type()));
   }
-  void *const weight = w.mutable_data_ptr(), *const mean = exp_avg.mutable_data_ptr(), *const square = exp_avg_sq.mutable_data_ptr();
+  void *const weight = w.mutable_data_ptr(), *const mean = exp_avg.mutable_data_ptr(),
+              *const square = exp_avg_sq.mutable_data_ptr();
   const void* const grad = g.const_data_ptr();
   at::parallel_for(0, w.numel(), kGrain,
                    [&](int64_t begin, int64_t end) { step(weight, grad, mean, square, constants, begin, end); });
@@ -218,8 +242,8 @@ void SgdStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& mom
   const at::Tensor grad = ScaledGrad(g, a.grad_scale);
   std::vector<at::Tensor> buffers;
   if (momentum.defined()) buffers.push_back(momentum);
-  at::_fused_sgd_({w}, {grad}, buffers, a.weight_decay, momentum.defined() ? a.momentum : 0.0, a.lr, a.dampening, a.nesterov,
-                  a.maximize, /*is_first_step=*/a.t <= 1);
+  at::_fused_sgd_({w}, {grad}, buffers, a.weight_decay, momentum.defined() ? a.momentum : 0.0, a.lr, a.dampening,
+                  a.nesterov, a.maximize, /*is_first_step=*/a.t <= 1);
 }
 
 void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args) {
@@ -237,16 +261,26 @@ void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentu
                                .nesterov = args.nesterov};
   void (*step)(void*, const void*, void*, const SgdConstants&, int64_t, int64_t) = nullptr;
   switch (w.scalar_type()) {
-    case at::kDouble: step = &SgdF64; break;
-    case at::kFloat: step = &SgdF32; break;
-    case at::kHalf: step = &SgdF16; break;
-    case at::kBFloat16: step = &SgdBF16; break;
-    default: TORCH_INTERNAL_ASSERT(false, "SGD of ", c10::toString(w.scalar_type()));
+    case at::kDouble:
+      step = &SgdF64;
+      break;
+    case at::kFloat:
+      step = &SgdF32;
+      break;
+    case at::kHalf:
+      step = &SgdF16;
+      break;
+    case at::kBFloat16:
+      step = &SgdBF16;
+      break;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "SGD of ", c10::toString(w.scalar_type()));
   }
   void* const weight = w.mutable_data_ptr();
   void* const buffer = momentum.defined() ? momentum.mutable_data_ptr() : nullptr;
   const void* const grad = g.const_data_ptr();
-  at::parallel_for(0, w.numel(), kGrain, [&](int64_t begin, int64_t end) { step(weight, grad, buffer, constants, begin, end); });
+  at::parallel_for(0, w.numel(), kGrain,
+                   [&](int64_t begin, int64_t end) { step(weight, grad, buffer, constants, begin, end); });
 }
 
 }  // namespace interlace

@@ -1,4 +1,4 @@
-"""One rank of a collectives test: `python comm_worker.py SCENARIO RANK SIZE FOLDER`. Writes FOLDER/RANK.json when it is done.
+"""One rank of a collectives test: `python comm_worker.py SCENARIO RANK SIZE FOLDER`. Writes FOLDER/RANK.json last.
 
 The tests in test_comm.py start the ranks as processes of their own, because some scenarios kill or stop one.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from interlace._runtime import testing
 
 
@@ -126,7 +125,7 @@ def check_buckets(ranks: Ranks) -> None:
 
 
 def check_many_in_flight(ranks: Ranks) -> None:
-    """Forty operations under way at once on two Comms of the same groups, waited for in an order that differs between ranks."""
+    """Forty operations under way at once on two Comms of the same groups, waited for in another order on each rank."""
     comms = [ranks.comm(), ranks.comm()]
     order = torch.Generator().manual_seed(ranks.rank)
     for round_number in range(4):
@@ -170,7 +169,7 @@ def check_stats(ranks: Ranks) -> None:
 
 
 def check_dropped(ranks: Ranks) -> None:
-    """A Comm that goes while transfers are under way finishes them; the next one on the same groups is not disturbed."""
+    """A Comm that goes while transfers are under way finishes them; the next on the same groups is not disturbed."""
     comm = ranks.comm()
     keep = [torch.ones(50_000), torch.zeros(50_000 * ranks.size)]
     comm.start_gather([keep[0]], [keep[1]], "gather")
@@ -211,7 +210,8 @@ def check_misuse(ranks: Ranks) -> None:
     comm = ranks.comm()
     size = ranks.size
     assert message(lambda: comm.start_gather([torch.zeros(4)], [torch.zeros(4 * size + 1)], "gather u7")) == (
-        f"gather u7 on axis dp, tensor 0: the full buffer has {4 * size + 1} elements, the shard 4 and the axis {size} ranks"
+        f"gather u7 on axis dp, tensor 0: the full buffer has {4 * size + 1} elements, the shard 4 and the axis "
+        f"{size} ranks"
     )
     assert "must be contiguous" in message(lambda: comm.start_all_reduce(torch.zeros(4, 4).t(), "x"))
     assert "input is Float on cpu, output is Double on cpu" in message(
@@ -221,13 +221,17 @@ def check_misuse(ranks: Ranks) -> None:
     wrong = (ranks.rank + 1) % size * 4
     assert "not at this rank's place" in message(lambda: comm.start_gather([full[wrong : wrong + 4]], [full], "x"))
     assert "no sum of Bool" in message(lambda: comm.start_all_reduce(torch.zeros(4, dtype=torch.bool), "x"))
-    assert "no sum of ComplexFloat" in message(lambda: comm.start_all_reduce(torch.zeros(4, dtype=torch.complex64), "x"))
+    assert "no sum of ComplexFloat" in message(
+        lambda: comm.start_all_reduce(torch.zeros(4, dtype=torch.complex64), "x")
+    )
     ticket = comm.start_all_reduce(torch.zeros(4), "x")
     comm.wait(ticket)
     assert message(lambda: comm.wait(ticket)) == f"axis dp: no transfer {ticket} is under way (waited for twice?)"
     up, down, _ = (group.group_name for group in ranks.groups)
     create = testing.Comm
-    assert 'no gloo process group named "nowhere"' in message(lambda: create("dp", ranks.rank, size, "gloo", 5.0, "nowhere", down))
+    assert 'no gloo process group named "nowhere"' in message(
+        lambda: create("dp", ranks.rank, size, "gloo", 5.0, "nowhere", down)
+    )
     assert "two groups are needed" in message(lambda: create("dp", ranks.rank, size, "gloo", 5.0, up, up))
     assert f"says rank {ranks.rank} of {size}, the axis says" in message(
         lambda: create("dp", ranks.rank, size + 1, "gloo", 5.0, up, down)
@@ -238,15 +242,22 @@ def check_misuse(ranks: Ranks) -> None:
 
 def everything(ranks: Ranks) -> dict[str, object]:
     for check in (
-        check_gathers, check_reduces, check_all_reduces, check_buckets, check_many_in_flight, check_stats, check_dropped,
-        check_native, check_misuse,
-    ):  # fmt: skip
+        check_gathers,
+        check_reduces,
+        check_all_reduces,
+        check_buckets,
+        check_many_in_flight,
+        check_stats,
+        check_dropped,
+        check_native,
+        check_misuse,
+    ):
         check(ranks)
     return {"ok": True}
 
 
 def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Callable[[], None]) -> dict[str, object]:
-    """Steps of gathers and reduces with some overlap; at step `at` the culprit does `stop`. Reports this rank's error."""
+    """Steps of gathers and reduces with some overlap; at step `at` the culprit does `stop`. Reports the error."""
     comm = ranks.comm(timeout_s)
     shards = [torch.ones(20_000) for _ in range(4)]
     fulls = [torch.zeros(20_000 * ranks.size) for _ in range(4)]
@@ -254,7 +265,8 @@ def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Cal
     try:
         for step in range(1000):
             begin = time.monotonic()
-            gathers = [comm.start_gather([s], [f], f"gather u{i}") for i, (s, f) in enumerate(zip(shards, fulls, strict=True))]
+            units = list(enumerate(zip(shards, fulls, strict=True)))
+            gathers = [comm.start_gather([s], [f], f"gather u{i}") for i, (s, f) in units]
             for ticket in gathers[:2]:
                 comm.wait(ticket)
             if step == at and ranks.rank == culprit:
@@ -262,7 +274,7 @@ def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Cal
             time.sleep(0.01 * (ranks.rank + step) % 0.03)  # ranks drift apart, so some wait for survivors
             for ticket in gathers[2:]:
                 comm.wait(ticket)
-            for i, (s, f) in enumerate(zip(shards, fulls, strict=True)):
+            for i, (s, f) in units:
                 comm.wait(comm.start_reduce([f], [s], f"reduce u{i}"))
                 s.mul_(1 / ranks.size)
         raise AssertionError("no error in 1000 steps")

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from interlace._runtime import testing
 
 WORKER = Path(__file__).parent / "comm_worker.py"
 
 
-def run_ranks(scenario: str, size: int, folder: Path, silent: tuple[int, ...] = (), timeout_s: float = 120) -> dict[int, dict]:
+def run_ranks(
+    scenario: str, size: int, folder: Path, silent: tuple[int, ...] = (), timeout_s: float = 120
+) -> dict[int, dict]:
     """Runs a scenario; returns what every rank but the silent ones reported."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     logs = [(folder / f"{rank}.log").open("w+") for rank in range(size)]
@@ -60,7 +61,9 @@ def test_bits_aliases_order_and_misuse(size: int, tmp_path: Path) -> None:
     assert [result["ok"] for result in results.values()] == [True] * size
 
 
-@pytest.mark.parametrize(("scenario", "size", "culprit"), [("kill", 2, 1), ("kill", 4, 3), ("kill0", 3, 0), ("exit", 3, 1)])
+@pytest.mark.parametrize(
+    ("scenario", "size", "culprit"), [("kill", 2, 1), ("kill", 4, 3), ("kill0", 3, 0), ("exit", 3, 1)]
+)
 def test_a_lost_rank_is_named(scenario: str, size: int, culprit: int, tmp_path: Path) -> None:
     for rank, result in run_ranks(scenario, size, tmp_path, silent=(culprit,)).items():
         text = result["error"]

@@ -1,0 +1,73 @@
+"""The kernels on an accelerator against the same kernels on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interlace._runtime import testing
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine"),
+]
+
+
+def flat(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam(dtype: torch.dtype, decoupled: bool) -> None:
+    tensors = [flat(10_001, dtype, seed) for seed in range(4)]
+    tensors[3].abs_()
+    copies = [tensor.to(device()) for tensor in tensors]
+    options = {"lr": 0.01, "weight_decay": 0.1, "t": 3.0, "grad_scale": 0.5, "decoupled": decoupled}
+    testing.adam_step(*tensors, **options)
+    testing.adam_step(*copies, **options)
+    for ours, theirs in zip(tensors, copies, strict=True):
+        torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("t", [1.0, 2.0])
+def test_sgd(t: float) -> None:
+    tensors = [flat(10_001, torch.float32, seed) for seed in range(3)]
+    copies = [tensor.to(device()) for tensor in tensors]
+    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "t": t, "grad_scale": 0.5}
+    testing.sgd_step(*tensors, **options)
+    testing.sgd_step(*copies, **options)
+    for ours, theirs in zip(tensors, copies, strict=True):
+        torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 33, 100_001])
+def test_the_norm_has_the_bits_of_the_cpu(dtype: torch.dtype, numel: int) -> None:
+    results = []
+    for where in (torch.device("cpu"), device()):
+        limbs = torch.zeros(68, dtype=torch.int64, device=where)
+        testing.norm_partial(flat(numel, dtype, 1).to(where), limbs)
+        out = torch.zeros(3, dtype=torch.float64, device=where)
+        testing.norm_coef(limbs, 1.0, 0.5, out)
+        results.append(out.tolist())
+    assert results[0] == results[1]
+
+
+def test_what_is_only_for_cpus_says_so() -> None:
+    grad, indices, out = torch.zeros(3, 8), torch.tensor([0, 1, 1]), torch.zeros(4, 8)
+    assert not testing.embedding_backward_into(grad.to(device()), indices.to(device()), 4, -1, False, out.to(device()))
+    x, ones = torch.zeros(3, 8, device=device()), torch.ones(8, device=device())
+    assert not testing.layer_norm_backward_into(
+        x, x, 8, x[:, 0].clone(), x[:, 0].clone(), ones, None, ones.clone(), None
+    )
+
+
+def test_one_rank_copies_on_the_device() -> None:
+    comm = testing.Comm("dp", 0, 1, "none", 5.0)
+    shard, full = torch.arange(5.0, device=device()), torch.zeros(5, device=device())
+    comm.wait(comm.start_gather([shard], [full], "gather"))
+    assert torch.equal(full, shard)
