@@ -125,6 +125,35 @@ TEST(Sharding, AGradientUsedLaterKeepsItsBufferUntilThen) {
   }
 }
 
+TEST(Sharding, AGradientWrittenInPlaceIsCopiedAsItWasAtItsMarker) {
+  std::string text = With("param %0: f32[40] \"a\" trainable group 0\ninput %1: f32[40] \"x\"\n",
+                          "  %2: f32[40] = aten.tanh(%1) {bwd}\n"
+                          "  %3: f32[40] in %2+0 = aten.add_.Tensor(%2, %1) {bwd writes=[%2]}\n"
+                          "  grad(%0, %2) {bwd}\n"
+                          "  %4: f32[40] in %2+0 = aten.add_.Tensor(%3, %1) {bwd writes=[%3]}\n"
+                          "  %5: f32[] = aten.sum(%4) {bwd}\n"
+                          "  output(%5) {bwd name=\"after\"}\n");
+  for (const char* pipeline : {"shard(ranks=2)", "canonicalize,replicate(ranks=2,wait=now)", "zero1(ranks=2)"}) {
+    EXPECT_EQ(Count(CheckedRun(text, pipeline, 2), "= copy("), 1) << pipeline;
+  }
+  CheckedRun(text, "shard(ranks=1)", 1);
+}
+
+TEST(Sharding, PartsOfAParameterAreViewedInEachStretch) {
+  std::string text = With("param %0: f32[4,40] \"a\" trainable group 0\ninput %1: f32[40] \"x\"\n",
+                          "  %2: f32[40] in %0+80 = aten.select.int(%0, 0, 2) {fwd}\n"
+                          "  %3: f32[40] = aten.mul.Tensor(%2, %1) {fwd}\n"
+                          "  %4: f32[] = aten.sum(%3) {fwd}\n"
+                          "  output(%4) {fwd name=\"loss\"}\n"
+                          "  %5: f32[40] = aten.mul.Tensor(%2, %1) {bwd}\n"
+                          "  %6: f32[4,40]{0,1} in %5+0 = aten.expand(%5, [4, 40]) {bwd}\n"
+                          "  grad(%0, %6) {bwd}\n");
+  for (const char* pipeline : {"shard(ranks=3)", "canonicalize,shard(ranks=3,ahead=0)", "replicate(ranks=3)"}) {
+    std::string out = CheckedRun(text, pipeline, 3);
+    EXPECT_EQ(Count(out, "+80 = "), std::string(pipeline).find("shard") != std::string::npos ? 2 : 1) << out;
+  }
+}
+
 TEST(Sharding, AGradientThatIsAnOutputIsCopied) {
   std::string text = With("param %0: f32[40] \"a\" trainable group 0\ninput %1: f32[40] \"x\"\n",
                           "  %2: f32[40] = aten.tanh(%1) {bwd}\n"
