@@ -6,6 +6,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -69,6 +70,7 @@ std::string StateKey(const State& state) {
 Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device, const std::vector<AxisSpec>& axes,
                                                    double timeout_s, RuntimeOptions options) {
   InstallCountingAllocator();
+  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   std::unique_ptr<Executor> executor(new Executor(device));
   executor->options_ = std::move(options);
   INTERLACE_TRY(executor->Load(text, axes, timeout_s));
@@ -132,7 +134,10 @@ Status Executor::AllocateFixed() {
     return Ok{};
   };
   for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state)));
-  for (const Param& param : program_.params) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
+  // A parameter of a unit lies in the unit's state (resident), or exists only while it is gathered.
+  for (const Param& param : program_.params) {
+    if (param.unit == kNone) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
+  }
   for (const Buffer& buffer : program_.buffers) INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name));
   store_.DropOthers();
   const_bytes_ = 0;
@@ -233,6 +238,7 @@ Status Executor::RunPhase(const Plan& plan) {
     for (; at != end; ++at) {
       MemoryScope::SetCurrentOp(at->op);
       at->run(at->data, frame_);
+      if (tracing_) memory_trace_.emplace_back(at->op, MemoryScope::Use().live_bytes - live_before_);
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
     }
   } catch (const std::exception& error) {
@@ -333,7 +339,9 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   const at::ThreadLocalState outer;
   StepScope scope(device_);
   MemoryScope memory;
-  const int64_t live_before = MemoryScope::Use().live_bytes;
+  const int64_t live_before = live_before_ = MemoryScope::Use().live_bytes;
+  tracing_ = options_.trace_memory && device_.is_cpu();
+  memory_trace_.clear();
   frame_.hyper = &hyper;
   frame_.outer = &outer;
 
