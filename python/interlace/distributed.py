@@ -29,9 +29,8 @@ import torch.distributed as dist
 from interlace.errors import InterlaceError
 
 _CHUNK = 1 << 20  # bytes of one store entry
-_SLICE_S = 0.25   # between two looks for failures while waiting for a key
+_PAUSE_S = 0.05   # longest pause between two looks for a key
 _GRACE_S = 2.0    # for a failing rank's message to arrive after its connection closed
-_trainers = 0     # trainers made in this process; every rank makes them in the same order
 
 
 class PeerError(InterlaceError):
@@ -62,7 +61,6 @@ class Peers:
     """One trainer's view of the ranks. With one rank and no torchrun there is no process group and nothing ever waits."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
-        global _trainers
         self.device, self.timeout_s = device, timeout_s
         self.rank, self.size = 0, 1
         self._store: Any = None
@@ -79,8 +77,9 @@ class Peers:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"interlace/{_trainers}", store)
-            _trainers += 1
+            # Every rank makes its trainers in the same order, so its own count names the trainer.
+            count = store.add(f"interlace/trainers/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"interlace/{count}", store)
 
     # ---- agreement through the store ----
 
@@ -109,15 +108,12 @@ class Peers:
             self._store.set(key, str(len(chunks)))  # last: the value is complete when its key is there
 
     def _get(self, key: str, owner: int, what: str, deadline: float) -> bytes:
+        pause = 0.0005
         while True:
-            try:
-                self._store.wait([key], datetime.timedelta(seconds=_SLICE_S))
-                break
-            except dist.DistStoreError:
-                pass
-            except dist.DistNetworkError as e:
-                raise self._store_gone() from e
-            cause = self._posted()
+            with self._store_errors("reading"):
+                if self._store.check([key]):
+                    break
+                cause = self._posted()
             if cause is not None:
                 raise cause
             if time.monotonic() > deadline:
@@ -131,6 +127,8 @@ class Peers:
                     "every rank must compile and step the same trainers in the same order",
                     absent[0],
                 )
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S)
         with self._store_errors("reading"):
             count = int(self._store.get(key))
             return b"".join(self._store.get(f"{key}#{i}") for i in range(count))
@@ -139,7 +137,7 @@ class Peers:
     def _store_errors(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (dist.DistStoreError, dist.DistNetworkError) as e:
+        except RuntimeError as e:  # DistStoreError and DistNetworkError are among them
             raise self._store_gone() from e
 
     def _store_gone(self) -> PeerError:

@@ -1,0 +1,194 @@
+"""The same training run four ways on each rank: by interlace, FSDP2, DDP, and one process with the global batch; and how far they lie apart.
+
+Every function here runs on all ranks of tests/python/ranks.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import interlace
+
+Tensor = torch.Tensor
+Losses = list[float]
+Weights = dict[str, Tensor]
+ROWS = 2  # of a micro-batch
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Two parameter groups, as people have them: matrices with weight decay, vectors without."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    if kind == "adam":
+        return torch.optim.Adam(groups, lr=1e-3, weight_decay=0.01)
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=[g["lr"] for g in optimizer.param_groups], total_steps=steps + 1, cycle_momentum=False
+    )
+
+
+def rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def batch_of(case: str, step: int, rank: int, accumulation: int) -> Any:
+    return zoo.CASES[case].batch(ROWS * accumulation, step * 100 + rank)
+
+
+def pieces(batch: dict[str, Tensor], accumulation: int) -> Iterator[dict[str, Tensor]]:
+    for i in range(accumulation):
+        yield {k: v.chunk(accumulation)[i] for k, v in batch.items()}
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    value = value.detach().double().clone()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return float(value) / rank_and_size()[1]
+
+
+def by_interlace(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, **config: Any) -> tuple[Losses, Weights]:
+    rank, _ = rank_and_size()
+    accumulation = config.get("accumulation", 1)
+    opt = make_optimizer(optimizer, model)
+    settings = interlace.Config(clip_norm=clip, timeout_s=120, **config)
+    with interlace.compile(model, opt, zoo.CASES[case].loss, batch_of(case, 0, rank, accumulation), settings) as trainer:
+        scheduler = schedule(opt, steps)
+        losses = []
+        for step in range(steps):
+            losses.append(mean_over_ranks(trainer.step(batch_of(case, step, rank, accumulation))))
+            scheduler.step()
+        return losses, dict(trainer.state_dict(all_ranks=True))
+
+
+def by_torch(
+    case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int,
+    last_only: Callable[[bool], Any] = lambda last: None,
+) -> tuple[Losses, nn.Module]:  # fmt: skip
+    """The usual training loop; last_only(is_last) is called before each micro-batch."""
+    rank, _ = rank_and_size()
+    opt = make_optimizer(optimizer, model)
+    scheduler = schedule(opt, steps)
+    losses = []
+    for step in range(steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for i, part in enumerate(pieces(batch_of(case, step, rank, accumulation), accumulation)):
+            last_only(i == accumulation - 1)
+            loss = zoo.CASES[case].loss(model, part)
+            (loss / accumulation).backward()
+            total += loss.detach().double() / accumulation
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+        losses.append(mean_over_ranks(total))
+    return losses, model
+
+
+def by_fsdp2(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int, mode: str) -> tuple[Losses, Weights]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (rank_and_size()[1],))
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    each = mode == "reduce_each"
+    losses, model = by_torch(
+        case, model, optimizer, steps, clip, accumulation, lambda last: model.set_requires_gradient_sync(each or last)
+    )
+    return losses, {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+
+def by_ddp(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int) -> tuple[Losses, Weights]:
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+
+    def last_only(last: bool) -> None:
+        wrapped.require_backward_grad_sync = last
+
+    losses, _ = by_torch(case, wrapped, optimizer, steps, clip, accumulation, last_only)
+    return losses, dict(model.state_dict())
+
+
+def by_one_process(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int) -> tuple[Losses, Weights]:
+    """Every rank's micro-batches one after the other, here; BatchNorm's statistics see this rank's micro-batches only."""
+    rank, size = rank_and_size()
+    opt = make_optimizer(optimizer, model)
+    scheduler = schedule(opt, steps)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for r in range(size):
+            kept = None if r == rank else [(b, b.clone()) for b in model.buffers()]
+            for part in pieces(batch_of(case, step, r, accumulation), accumulation):
+                loss = zoo.CASES[case].loss(model, part)
+                (loss / (accumulation * size)).backward()
+                total += float(loss.detach().double()) / (accumulation * size)
+            for b, value in kept or ():
+                b.copy_(value)
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+        losses.append(total)
+    return losses, dict(model.state_dict())
+
+
+def loss_distance(a: Losses, b: Losses) -> float:
+    """Largest relative difference of a step's loss."""
+    return max(abs(x - y) / max(abs(y), 1e-12) for x, y in zip(a, b, strict=True))
+
+
+def weight_distance(a: Weights, b: Weights) -> float:
+    """Relative distance of all floating tensors as one vector."""
+    names = [n for n in b if b[n].is_floating_point()]
+    assert list(a) == list(b), f"names differ: {set(a) ^ set(b)}"
+    far = sum(float((a[n].double() - b[n].double()).square().sum()) for n in names) ** 0.5
+    return far / sum(float(b[n].double().square().sum()) for n in names) ** 0.5
+
+
+def compare(
+    case: str, dtype: str, optimizer: str, steps: int, clip: float | None, accumulation: int, strategy: str, mode: str = "reduce_each",
+    peers: tuple[str, ...] = ("one", "fsdp2", "ddp"),
+) -> dict[str, tuple[float, float]]:  # fmt: skip
+    """(loss, weight) distance of interlace to each peer; "fsdp2-ddp" is the peers' own distance. Asserts exact integer buffers."""
+    _, size = rank_and_size()
+    first = zoo.build(case, getattr(torch, dtype))
+    runs: dict[str, tuple[Losses, Weights]] = {}
+    args = (optimizer, steps, clip)
+    ours = by_interlace(
+        case, copy.deepcopy(first), *args, accumulation=accumulation, strategy=strategy, accumulate_mode=mode
+    )
+    if "one" in peers:
+        runs["one"] = by_one_process(case, copy.deepcopy(first), *args, accumulation)
+    if size > 1 and "fsdp2" in peers:
+        runs["fsdp2"] = by_fsdp2(case, copy.deepcopy(first), *args, accumulation, mode)
+    if size > 1 and "ddp" in peers:
+        runs["ddp"] = by_ddp(case, copy.deepcopy(first), *args, accumulation)
+    found = {}
+    rank, _ = rank_and_size()
+    for name, (losses, weights) in runs.items():
+        assert losses[-1] == losses[-1], f"{name} gave NaN"
+        if rank == 0:  # state_dict has rank 0's buffers
+            for key, value in weights.items():
+                if not value.is_floating_point():
+                    assert torch.equal(value, ours[1][key]), f"{key} differs from {name}"
+            found[name] = (loss_distance(ours[0], losses), weight_distance(ours[1], weights))
+    if "fsdp2" in runs and "ddp" in runs and rank == 0:
+        found["fsdp2-ddp"] = (loss_distance(runs["fsdp2"][0], runs["ddp"][0]), weight_distance(runs["fsdp2"][1], runs["ddp"][1]))
+    return found

@@ -1,0 +1,165 @@
+"""Runs a function on N gloo ranks: a persistent pool of single-threaded processes, one process group used for many programs.
+
+    results = ranks.run(train, 2, "llama", steps=5)     # [result of rank 0, result of rank 1]; a failure raises its traceback
+    outcomes = ranks.outcomes(train, 2)                  # Outcome(value, error, traceback, seconds) of each rank; None: it died
+
+The function must be importable (top level of a test module); arguments and results are pickled. The pool has as many processes as the
+largest N so far; ranks beyond N idle. The process group is made anew only when N changes or after a failure.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 180.0
+_HERE = str(Path(__file__).parent)
+
+
+@dataclasses.dataclass
+class Outcome:
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    seconds: float = 0.0
+
+
+def _serve(pipe: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    group: str | None = None
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        if job is None:
+            return
+        module, name, args, kwargs, rank, size, rendezvous = job
+        begin = time.monotonic()
+        try:
+            if rendezvous != group:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+                if size > 1:
+                    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+                group = rendezvous
+            torch.manual_seed(0)
+            value = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            outcome = Outcome(value, None, "", time.monotonic() - begin)
+        except BaseException as e:
+            outcome = Outcome(None, e, traceback.format_exc(), time.monotonic() - begin)
+        try:
+            pipe.send(outcome)
+        except Exception as e:  # a value or an error that cannot be pickled
+            text = outcome.traceback or repr(e)
+            pipe.send(Outcome(None, RuntimeError(f"{outcome.error or 'the result'} cannot be pickled"), text, outcome.seconds))
+        outcome = None
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "safetensors.torch"])
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._group = 0
+        self._size = 0
+
+    def outcomes(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> list[Outcome | None]:
+        while len(self._workers) < size:
+            self._start()
+        if size != self._size:
+            self._size, self._group = size, self._group + 1
+        rendezvous = f"{self._folder.name}/{self._group}"
+        used = self._workers[:size]
+        for rank, (_, pipe) in enumerate(used):
+            pipe.send((function.__module__, function.__name__, args, kwargs, rank, size, rendezvous))
+        found: list[Outcome | None] = [None] * size
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(used)}
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(waiting.values())
+                self.stop()
+                raise TimeoutError(f"ranks {missing} of {size} did not end within {timeout_s:g} s\n{_tracebacks(found)}")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                    failed |= found[rank].error is not None  # type: ignore[union-attr]
+                except EOFError:
+                    failed = True
+        if failed:
+            self.stop()  # whatever a failure left behind must not reach the next program
+        return found
+
+    def _start(self) -> None:
+        here, there = self._context.Pipe()
+        path = [_HERE, *[p for p in sys.path if p != _HERE]]
+        process = self._context.Process(target=_serve, args=(there, path), daemon=True)
+        process.start()
+        there.close()
+        self._workers.append((process, here))
+
+    def stop(self) -> None:
+        """Ends the pool's own processes."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+        self._size = 0
+
+
+_pool: Pool | None = None
+
+
+def _stop() -> None:
+    if _pool is not None:
+        _pool.stop()
+
+
+def outcomes(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> list[Outcome | None]:
+    """What became of each rank; None for a rank whose process died."""
+    global _pool
+    if _pool is None:
+        _pool = Pool()
+        atexit.register(_stop)
+    return _pool.outcomes(function, size, *args, timeout_s=timeout_s, **kwargs)
+
+
+def run(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> list[Any]:
+    """The function's result on each rank. A failure on any is raised with all tracebacks."""
+    found = outcomes(function, size, *args, timeout_s=timeout_s, **kwargs)
+    if any(o is None or o.error is not None for o in found):
+        raise AssertionError(_tracebacks(found))
+    return [o.value for o in found if o is not None]
+
+
+def _tracebacks(found: list[Outcome | None]) -> str:
+    parts = []
+    for rank, outcome in enumerate(found):
+        if outcome is None:
+            parts.append(f"--- rank {rank}: its process died or gave no answer")
+        elif outcome.error is not None:
+            parts.append(f"--- rank {rank}:\n{outcome.traceback}")
+    return "\n".join(parts)
