@@ -44,7 +44,8 @@ class _LargeOnMeta(torch.overrides.TorchFunctionMode):
 def on_meta() -> Iterator[None]:
     """Modules built inside have their parameters on meta and their buffers in memory.
 
-    torch.device("meta") would put both there, and buffers that no checkpoint holds, such as rotary frequencies, would be lost.
+    torch.device("meta") would put both there, and buffers that no checkpoint holds, such as rotary frequencies, would
+    be lost.
     """
     register = nn.Module.register_parameter
 
@@ -122,7 +123,8 @@ def _token_batch(rows: int, seq: int, vocab_size: int, generator: torch.Generato
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model that can be built by name. `kind`: "causal-lm", "image" or "seq2seq"; `seq` is its usual sequence length."""
+    """A model that can be built by name. `kind`: "causal-lm", "image" or "seq2seq"; `seq` is its usual sequence
+    length."""
 
     name: str
     kind: str
@@ -158,8 +160,8 @@ def _lm(name: str, model_type: str, help: str, hidden: int, inter: int, layers: 
 
 def _gpt2(name: str, help: str, width: int, layers: int, heads: int, vocab: int, seq: int, **more: Any) -> Preset:
     options = {
-        "n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocab, "n_positions": 1024, "use_cache": False,
-        "bos_token_id": 1, "eos_token_id": 2, **more,
+        "n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocab, "n_positions": 1024,
+        "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, **more,
     }  # fmt: skip
     return Preset(name, "causal-lm", help, options, "gpt2", "float32", seq)
 
@@ -196,8 +198,8 @@ PRESETS: dict[str, Preset] = {
         _gpt2("gpt2", "GPT-2, 124 M parameters", 768, 12, 12, 50257, 1024),
         _large("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 151936, 1e6, head_dim=128, max_position_embeddings=40960),
         _large("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 32768, 1e6, sliding_window=None),
-        _large("mixtral-8x7b", "mixtral", 4096, 14336, 32, 32, 8, 32000, 1e6, num_local_experts=8, num_experts_per_tok=2,
-               sliding_window=None),
+        _large("mixtral-8x7b", "mixtral", 4096, 14336, 32, 32, 8, 32000, 1e6, num_local_experts=8,
+               num_experts_per_tok=2, sliding_window=None),
         _large("llama-3-8b", "llama", 4096, 14336, 32, 32, 8, 128256, 5e5),
         _large("llama-3-70b", "llama", 8192, 28672, 80, 64, 8, 128256, 5e5),
         _large("llama-3.1-405b", "llama", 16384, 53248, 126, 128, 8, 128256, 5e5, rope_scaling=_LLAMA31_ROPE,
@@ -263,7 +265,8 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Built:
-    """Builds a preset, in train mode. `options` go to the Hugging Face config (or the class); `meta` overrides the preset's choice.
+    """Builds a preset, in train mode. `options` go to the Hugging Face config (or the class); `meta` overrides the
+    preset's choice.
 
     The weights in memory depend on `seed` only. Errors: those of resolve, and a config that transformers refuses.
     """
@@ -281,7 +284,9 @@ def build(
         model, config = _make(preset, merged, getattr(torch, dtype or preset.dtype))
     model.train()
     loss_fn = {"seq2seq": seq2seq_loss}.get(preset.kind, hf_loss if config is not None else classifier_loss)
-    return Built(preset.name, preset.kind, model, loss_fn, _batch(preset, merged, config, micro_batch, seq, seed), config)
+    return Built(
+        preset.name, preset.kind, model, loss_fn, _batch(preset, merged, config, micro_batch, seq, seed), config
+    )
 
 
 def _make(preset: Preset, options: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Any]:

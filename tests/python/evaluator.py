@@ -1,7 +1,7 @@
 """A tiny evaluator of program text at the level "captured", for tests: every line runs as a torch call.
 
-It is deliberately strict: views are taken by the geometry in the text and must equal what the operator itself gives, and every
-computed result must have the dtype, sizes and strides that the text promises.
+It is deliberately strict: views are taken by the geometry in the text and must equal what the operator itself gives,
+and every computed result must have the dtype, sizes and strides that the text promises.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool, "c64": torch.complex64,
-    "c128": torch.complex128,
+    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool, 
+    "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
 FORMATS = {
     "preserve": torch.preserve_format,
@@ -95,8 +95,10 @@ class Args:
         for table in (words, DTYPES, FORMATS):
             if text in table:
                 return table[text]
-        return float(text) if re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) and ("." in text or "e" in text) else dim(
-            text, self.binding
+        return (
+            float(text)
+            if re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) and ("." in text or "e" in text)
+            else dim(text, self.binding)
         )
 
 
@@ -135,7 +137,8 @@ class Evaluator:
                 self.start[d.value] = t
 
     def run(self, inputs: list[torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        """{"outputs": .., "grads": .., "assigned": ..}, by name. Random ops draw from torch's generator in program order."""
+        """{"outputs": .., "grads": .., "assigned": ..}, by name. Random ops draw from torch's generator in program
+        order."""
         values = dict(self.start)
         result: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "grads": {}, "assigned": {}}
         for d, x in zip(self.inputs, inputs, strict=True):

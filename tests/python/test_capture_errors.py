@@ -66,8 +66,10 @@ def loops(y):
 def test_reading_a_value(function, offset):
     model = nn.Sequential(nn.Linear(4, 4), Net(function))
     fails(
-        f"{line_of(function, offset)}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a "
-        "loop on a tensor) in module '1'; a program cannot branch on data. Keep the value a tensor (torch.where, masks), or "
+        f"{line_of(function, offset)}: the model reads a tensor's value while it runs (.item(), bool(), "
+        "int(), an `if` or a "
+        "loop on a tensor) in module '1'; a program cannot branch on data. Keep the value a tensor "
+        "(torch.where, masks), or "
         "pass fullgraph=False to run that module in Python",
         model,
     )
@@ -156,9 +158,7 @@ def test_no_parameters():
 
 
 def test_nothing_to_train():
-    fails(
-        "the model has no trainable parameter: every one has requires_grad=False", Net().requires_grad_(False)
-    )
+    fails("the model has no trainable parameter: every one has requires_grad=False", Net().requires_grad_(False))
 
 
 def test_several_devices():
@@ -279,11 +279,14 @@ def test_groups():
 
 def test_wrapped_models():
     fails(
-        "the model is wrapped in torch.compile; pass the module it was made from (model._orig_mod)", torch.compile(Net())
+        "the model is wrapped in torch.compile; pass the module it was made from (model._orig_mod)",
+        torch.compile(Net()),
     )
     fails("the model is wrapped in DataParallel; pass the module inside (model.module)", nn.DataParallel(Net()))
     fails("the model is a function; pass a torch.nn.Module", lambda x: x)
-    with pytest.raises(CaptureError, match="module '0' is a TorchScript module; pass the Python module it was made from"):
+    with pytest.raises(
+        CaptureError, match="module '0' is a TorchScript module; pass the Python module it was made from"
+    ):
         capture(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), lambda m, b: m(b["x"]).mean(), X)
 
 
@@ -303,7 +306,8 @@ def test_symbols():
     with pytest.raises(CaptureError) as e:
         capture(Net(), mean, X, symbolic={"s"})
     assert str(e.value) == (
-        f"{__file__}:29: RuntimeError while tracing forward in module 'fc': a and b must have same reduction dim, but got "
+        f"{__file__}:29: RuntimeError while tracing forward in module 'fc': a and b must have same "
+        "reduction dim, but got "
         "[3, s] X [4, 4]. (The size s is symbolic; symbolic=False captures with numbers.)"
     )
     fails(
@@ -331,14 +335,18 @@ def spec(**batch):
         ),
         (
             {"x": torch.zeros(2, 4, dtype=torch.int32), "n": 2},
-            "batch entry 'x' is int32[2, 4], but the program was compiled for float32[2, 4]; pass batches like the example "
+            "batch entry 'x' is int32[2, 4], but the program was compiled for float32[2, 4]; pass batches "
+            "like the example "
             "batch, or compile again",
         ),
         ({"x": 3, "n": 2}, "batch entry 'x' is a int; compiled for a tensor float32[2, 4]"),
         ({"x": torch.zeros(2, 4)}, "batch entry 'n' is missing; it was 2 when compiled"),
         (
             {"x": torch.zeros(2, 4), "n": 3},
-            "batch entry 'n' was the constant 2 when compiled and is 3 now; make it a tensor if it changes, or compile again",
+            (
+                "batch entry 'n' was the constant 2 when compiled and is 3 now; make it a tensor if it changes, "
+                "or compile again"
+            ),
         ),
         ({"x": torch.zeros(2, 4), "n": 2, "z": 1}, "batch entry 'z' is new; the program was compiled for 'x'"),
     ],
@@ -353,18 +361,19 @@ def test_batches_that_cannot_be_inputs():
     fails("batch entry 'x' is a NumPy array; pass a tensor (torch.from_numpy)", batch={"x": numpy.zeros(3)})
     fails("the example batch holds no tensor; pass a batch as the training loop would", batch={"x": 3})
     fails(
-        "batch entry 'x' is a torch.sparse_coo tensor; pass a dense one (.to_dense())", batch={"x": torch.eye(3).to_sparse()}
+        "batch entry 'x' is a torch.sparse_coo tensor; pass a dense one (.to_dense())",
+        batch={"x": torch.eye(3).to_sparse()},
     )
-    fails(
-        "a batch of 3 cannot be cut into 2 equal micro-batches; use a batch size divisible by 2", micro_batches=2
-    )
+    fails("a batch of 3 cannot be cut into 2 equal micro-batches; use a batch size divisible by 2", micro_batches=2)
 
 
 # ---- presets ----
 
 
 def test_unknown_model():
-    with pytest.raises(InterlaceError, match=r"^unknown model 'lama-10m': neither a preset nor .*; did you mean llama-10m"):
+    with pytest.raises(
+        InterlaceError, match=r"^unknown model 'lama-10m': neither a preset nor .*; did you mean llama-10m"
+    ):
         resolve("lama-10m")
 
 

@@ -1,4 +1,5 @@
-"""What models do besides calling layers: mutation, views, frozen and tied parameters, plain tensors, checkpointing, symbols."""
+"""What models do besides calling layers: mutation, views, frozen and tied parameters, plain tensors, checkpointing,
+symbols."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Tensors whose values do not depend on the inputs, the parameters or the buffers: torch.arange(16), a mask made of it, ...
+"""Tensors whose values do not depend on the inputs, the parameters or the buffers: torch.arange(16), a mask made of
+it, ...
 
-Their values are known while the model is traced, so reading them (`if`, .item()) is no branch on data. Hugging Face models ask in
-this way whether default position ids are those of one sequence. Nothing is computed until somebody reads; then the recipe is run,
-for symbolic sizes at two sets of example sizes, which must agree.
+Their values are known while the model is traced, so reading them (`if`, .item()) is no branch on data. Hugging Face
+models ask in this way whether default position ids are those of one sequence. Nothing is computed until somebody
+reads; then the recipe is run, for symbolic sizes at two sets of example sizes, which must agree.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Constants:
 
     def note(self, func: OpOverload, args: tuple, kwargs: dict, results: list[Tensor | None]) -> None:
         """Called for every op that mutates nothing and draws no random numbers. The caller keeps the results alive."""
-        if func in _UNKNOWN or (func not in _SHAPE_ONLY and not self._all_known(args)) or not self._all_known(kwargs.values()):
+        if (
+            func in _UNKNOWN
+            or (func not in _SHAPE_ONLY and not self._all_known(args))
+            or not self._all_known(kwargs.values())
+        ):
             return
         for i, r in enumerate(results):
             if r is not None:

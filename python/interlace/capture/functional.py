@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch._ops import OpOverload
@@ -59,7 +59,7 @@ def _functional_form(func: OpOverload) -> OpOverload | None:
     return form if same else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_info(func: OpOverload) -> OpInfo:
     schema = func._schema
     mutated = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -98,8 +98,8 @@ def draws(info: OpInfo, args: tuple, kwargs: dict) -> bool:
 
 
 def corrected(func: OpOverload, args: tuple, kwargs: dict) -> tuple[OpOverload, tuple, tuple[int, ...]] | None:
-    """The truthful form of an operator whose schema hides a mutation: (functional operator, its arguments, positions of the
-    arguments that the results after the original ones replace). None when the call needs no correction."""
+    """The truthful form of an operator whose schema hides a mutation: (functional operator, its arguments, positions
+    of the arguments that the results after the original ones replace). None when the call needs no correction."""
     if func is aten.native_batch_norm.default or func is aten._native_batch_norm_legit.default:
         x, weight, bias, mean, var, training, momentum, eps = args
         if training and mean is not None:

@@ -1,4 +1,5 @@
-"""Optimizer parameter groups: which update each parameter gets. Learning rates and the like are read by the trainer, each step."""
+"""Optimizer parameter groups: which update each parameter gets. Learning rates and the like are read by the trainer,
+each step."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam",
 _REFUSED = ("amsgrad", "differentiable")
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> tuple[list[str], dict[int, int]]:
+def optimizer_groups(
+    optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]
+) -> tuple[list[str], dict[int, int]]:
     """The update of each group ("adamw", ...), and the group of each trainable parameter by id of the real tensor."""
     trainable = [p for p in params if p.real.requires_grad]
     if optimizer is None:
         return ["adamw"], {id(p.real): 0 for p in trainable}
     kind = _KINDS.get(type(optimizer))
     if kind is None:
-        raise CaptureError(
-            f"optimizer {type(optimizer).__name__} is not supported; use torch.optim.AdamW, Adam or SGD"
-        )
+        raise CaptureError(f"optimizer {type(optimizer).__name__} is not supported; use torch.optim.AdamW, Adam or SGD")
     known = {id(p.real): p for p in params}
     kinds: list[str] = []
     group_of: dict[int, int] = {}
@@ -41,6 +42,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[Model
     for p in trainable:
         if id(p.real) not in group_of:
             raise CaptureError(
-                f"the optimizer does not own parameter '{p.name}'; add it to a group, or freeze it (requires_grad=False)"
+                f"the optimizer does not own parameter '{p.name}'; add it to a group, or freeze it "
+                "(requires_grad=False)"
             )
     return kinds, group_of

@@ -25,7 +25,7 @@ def _is_namedtuple(x: Any) -> bool:
 
 
 def path_name(path: Path) -> str:
-    """"input_ids", "0", "images.left": the name of an input."""
+    """ "input_ids", "0", "images.left": the name of an input."""
     return ".".join(str(p) for p in path) or "batch"
 
 
@@ -61,7 +61,7 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
         return dict(new) if type(batch) is dict else type(batch)(v for _, v in new)
     if _is_namedtuple(batch):
         return type(batch)(*(v for _, v in new))
-    if dataclasses.is_dataclass(batch):
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return dataclasses.replace(batch, **dict(new))
     if isinstance(batch, Mapping):
         return type(batch)(dict(new))  # type: ignore[call-arg]
@@ -119,8 +119,8 @@ class InputSpec:
     def flatten(self, batch: Any, binding: Mapping[str, int] | None = None) -> list[torch.Tensor]:
         """The tensors of a micro-batch in input order.
 
-        `binding` fixes the symbols' sizes; without it a symbol takes the first size met and must keep it within the batch.
-        Errors: an entry is missing or new, or its dtype, a size or a constant differs from the example batch.
+        `binding` fixes the symbols' sizes; without it a symbol takes the first size met and must keep it within the
+        batch. Errors: an entry is missing or new, or its dtype, a size or a constant differs from the example batch.
         """
         found = dict(leaves(batch))
         bound = dict(binding or {})
@@ -130,7 +130,9 @@ class InputSpec:
                 raise CaptureError(f"batch entry '{t.name}' is missing; the program was compiled for {self._names()}")
             x = found.pop(t.path)
             if not isinstance(x, torch.Tensor):
-                raise CaptureError(f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}")
+                raise CaptureError(
+                    f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}"
+                )
             if x.dtype != t.dtype or not self._fits(tuple(x.shape), t.shape, bound):
                 got = InputTensor(t.name, t.path, x.dtype, tuple(x.shape)).describe()
                 raise CaptureError(
@@ -153,7 +155,8 @@ class InputSpec:
         return out
 
     def split(self, batch: Any, parts: int) -> list[Any]:
-        """A batch cut into equal micro-batches along dimension 0; tensors of another first size go to all of them whole."""
+        """A batch cut into equal micro-batches along dimension 0; tensors of another first size go to all of them
+        whole."""
         if parts == 1:
             return [batch]
         found = leaves(batch)
@@ -163,7 +166,8 @@ class InputSpec:
         size = sizes[0]
         if size % parts:
             raise CaptureError(
-                f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible by {parts}"
+                f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible "
+                f"by {parts}"
             )
         step = size // parts
         out = []

@@ -91,7 +91,9 @@ class DimPrinter:
             return self._fold("max", e.args)
         if isinstance(e, (sym.Min, sympy.Min)):
             return self._fold("min", e.args)
-        raise CaptureError(f"the size {e} cannot be written with sums, products, //, %, max and min; capture with numbers instead")
+        raise CaptureError(
+            f"the size {e} cannot be written with sums, products, //, %, max and min; capture with numbers instead"
+        )
 
     def _fold(self, name: str, args: tuple[sympy.Expr, ...]) -> str:
         out = self._expr(args[0])
@@ -105,7 +107,7 @@ class DimPrinter:
         return text if atomic else f"({text})"
 
     def type(self, dtype: torch.dtype, size: tuple[Any, ...], stride: tuple[Any, ...]) -> str:
-        """"f32[2,3]", with strides when they are not the contiguous ones."""
+        """ "f32[2,3]", with strides when they are not the contiguous ones."""
         try:
             key = (dtype, size, stride)
             text = self._types.get(key)

@@ -31,7 +31,8 @@ def _join(path: str, name: str) -> str:
 
 
 def collect(model: nn.Module) -> list[ModelTensor]:
-    """Parameters, then buffers, then plain tensor attributes, each once, in module order. Errors: see check_parameters."""
+    """Parameters, then buffers, then plain tensor attributes, each once, in module order. Errors: see
+    check_parameters."""
     found: dict[int, ModelTensor] = {}
     modules = list(model.named_modules(remove_duplicate=False))
 
@@ -56,7 +57,8 @@ def collect(model: nn.Module) -> list[ModelTensor]:
             for key, t in _plain_tensors(name, value):
                 if isinstance(t, nn.Parameter) and id(t) not in found:
                     raise CaptureError(
-                        f"'{_join(path, key)}' is a parameter kept in a plain list or dict; use nn.ParameterList or nn.ParameterDict"
+                        f"'{_join(path, key)}' is a parameter kept in a plain list or dict; use nn.ParameterList or "
+                        "nn.ParameterDict"
                     )
                 add(_join(path, key), t, "plain", False)
     return list(found.values())
@@ -88,7 +90,7 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
     owners: dict[int, ModelTensor] = {}
     for p in params:
         t = p.real
-        if isinstance(t, nn.parameter.UninitializedTensorMixin):
+        if isinstance(t, nn.parameter.UninitializedParameter):
             raise CaptureError(f"parameter '{p.name}' is not initialized yet; run the lazy module once before capture")
         if isinstance(t, FakeTensor) or type(t) not in (nn.Parameter, Tensor):
             raise CaptureError(f"parameter '{p.name}' is a {type(t).__name__}; pass the model with plain parameters")

@@ -1,12 +1,12 @@
-"""capture(): a model, its loss function and an example batch become program text at the level "captured" (docs/ir.md)."""
+"""capture(): a model, its loss function and an example batch become program text at the level "captured"
+(docs/ir.md)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
+from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
@@ -24,8 +25,14 @@ from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, make_fake, swapped
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import Sites, user_place
-from interlace.capture.symbols import Symbols, make_symbols
-from interlace.capture.tracing import check_model, followed_modules, known_values_are_no_trace, without_checkpointing
+from interlace.capture.symbols import make_symbols
+from interlace.capture.tracing import (
+    check_model,
+    followed_modules,
+    known_values_are_no_trace,
+    without_checkpointing,
+    without_log,
+)
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -62,11 +69,11 @@ def capture(
 ) -> Captured:
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
-    `example_batch` is the batch of a step; with `micro_batches` > 1 it is cut along dimension 0 and the first part is traced.
-    `loss_fn(model, batch)` gives a scalar loss, or a dict with "loss" or a tuple with the loss first, whose other tensors
-    become named outputs; None means `model(**batch).loss` for dict-like batches, else `model(batch)`. `symbolic` leaves the
-    sizes of dimension 0 ("b") and 1 ("s") of the inputs open. `rng_mode` "compat" asks the runtime for one generator in
-    program order, as eager PyTorch has, instead of keyed streams.
+    `example_batch` is the batch of a step; with `micro_batches` > 1 it is cut along dimension 0 and the first part is
+    traced. `loss_fn(model, batch)` gives a scalar loss, or a dict with "loss" or a tuple with the loss first, whose
+    other tensors become named outputs; None means `model(**batch).loss` for dict-like batches, else `model(batch)`.
+    `symbolic` leaves the sizes of dimension 0 ("b") and 1 ("s") of the inputs open. `rng_mode` "compat" asks the
+    runtime for one generator in program order, as eager PyTorch has, instead of keyed streams.
 
     Raises CaptureError: the message names the parameter, the batch entry or the source line, and what to do.
     """
@@ -81,6 +88,7 @@ def capture(
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     trace = _Trace(model, tensors, InputSpec.of(batch), symbolic)
     trace.run(loss_fn or _default_loss, batch)
+    check_op_kinds(trace.recorder.calls.values())
     text = trace.text(kinds, group_of, micro_batches, rng_mode)
     return Captured(
         text=text,
@@ -107,27 +115,15 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Fake tensors log the traceback of every operator that fails; our message says it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 class _Trace:
     """One run of the model on fakes, and the parts of its text."""
 
-    def __init__(self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str]
+    ) -> None:
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
-        self.fakes = FakeTensorMode(
-            allow_non_fake_inputs=True, shape_env=self.symbols.env if self.symbols else None
-        )
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.symbols.env if self.symbols else None)
         self.sites = Sites(model)
         self.dims = DimPrinter()
         if self.symbols:
@@ -156,7 +152,7 @@ class _Trace:
         """The batch with fakes in place of its tensors."""
         replacement: dict[Path, Tensor] = {}
         for t in self.spec.tensors:
-            size = [self.symbols.sizes[n] if isinstance(n, str) and self.symbols else n for n in t.shape]
+            size: list[Any] = [self.symbols.sizes[n] if self.symbols and isinstance(n, str) else n for n in t.shape]
             with self.fakes:
                 fake = torch.empty(size, dtype=t.dtype, device="cpu")
             self._input_lines.append(f"input {self.recorder.declare(fake)} {quote(t.name)}")
@@ -164,8 +160,8 @@ class _Trace:
         return rebuild(batch, replacement)
 
     def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
-        """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a constant of
-        the program; any other tensor may change between steps, so it becomes a plain buffer."""
+        """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
+        constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
         known = self._lifted.get(id(real))
         if known is not None and fake is None:
             return known[1]
@@ -220,7 +216,7 @@ class _Trace:
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
             stack.enter_context(followed_modules(self.sites))
-            stack.enter_context(_without_log())
+            stack.enter_context(without_log())
             stack.enter_context(torch.enable_grad())
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
                 stack.enter_context(enable_python_dispatcher())
@@ -253,7 +249,9 @@ class _Trace:
         named: dict[str, Any]
         if isinstance(result, dict):
             if "loss" not in result:
-                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
+                raise CaptureError(
+                    f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})"
+                )
             named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
         elif isinstance(result, (tuple, list)) and result:
             named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
@@ -267,7 +265,9 @@ class _Trace:
         if not loss.is_floating_point():
             raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
         if not loss.requires_grad:
-            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+            raise CaptureError(
+                "the loss does not depend on any trainable parameter, or was computed under no_grad or detached"
+            )
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise CaptureError(
@@ -287,14 +287,17 @@ class _Trace:
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
-                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor)"
-                f"{self._module()}; a program cannot branch on data. Keep the value a tensor (torch.where, masks), or pass "
+                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a "
+                "loop on a tensor)"
+                f"{self._module()}; a program cannot branch on data. Keep the value a tensor (torch.where, "
+                "masks), or pass "
                 "fullgraph=False to run that module in Python"
             ) from e
         except DynamicOutputShapeException as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
-                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self._module()}; use a form with "
+                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self._module()}; "
+                "use a form with "
                 "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
             ) from e
         except Exception as e:
@@ -302,7 +305,10 @@ class _Trace:
             text = f"{place}: {type(e).__name__} while tracing {what}{self._module()}: {e}"
             if self.symbols and self.symbols.rename(str(e)) != str(e):
                 names = " and ".join(self.symbols.sizes)
-                text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
+                text = (
+                    self.symbols.rename(text)
+                    + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
+                )
             raise CaptureError(text) from e
 
     def _module(self) -> str:

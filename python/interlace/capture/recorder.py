@@ -1,12 +1,12 @@
 """Records the ATen ops of forward and backward as functional program text.
 
-The recorder is a dispatch mode above fake tensors: every op that reaches it runs on fakes (sizes and storages, no data) and
-becomes one line. A value of the program is known by the storage it lives in:
+The recorder is a dispatch mode above fake tensors: every op that reaches it runs on fakes (sizes and storages, no
+data) and becomes one line. A value of the program is known by the storage it lives in:
 
 - A result in a new storage owns it; a result in a known storage is a view, printed `in %root+offset`.
-- An op that mutates is recorded in its functional form; its result becomes the storage's new root ("version"), and a view of
-  an older version is taken again, by a `view` op, when it is next read. So the text is in single assignment, and what eager
-  PyTorch would read is what the program reads.
+- An op that mutates is recorded in its functional form; its result becomes the storage's new root ("version"), and a
+  view of an older version is taken again, by a `view` op, when it is next read. So the text is in single assignment,
+  and what eager PyTorch would read is what the program reads.
 
     y = (x * 2).detach(); v = y[0]; y.add_(1); x + v        %1 = aten.mul.Tensor(%0, 2)
                                                             %2 in %1+0 = aten.select.int(%1, 0, 0)
@@ -18,7 +18,6 @@ becomes one line. A value of the program is known by the storage it lives in:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -58,16 +57,6 @@ class Entry:
         self.value, self.storage, self.version, self.tensor = value, storage, storage.version, tensor
 
 
-@dataclasses.dataclass
-class OpKind:
-    """One call of each operator, kept for check_ops: fake arguments, and what the text says of the results."""
-
-    func: OpOverload
-    args: tuple
-    kwargs: dict
-    results: Any
-
-
 class Recorder(TorchDispatchMode):
     def __init__(
         self,
@@ -82,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.lines: list[str] = []
         self.part = "fwd"
         self.num_ops = 0
-        self.kinds: dict[OpOverload, OpKind] = {}
+        self.calls: dict[OpOverload, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator, with fakes
         self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
@@ -92,7 +81,8 @@ class Recorder(TorchDispatchMode):
     # ---- values ----
 
     def declare(self, fake: Tensor) -> str:
-        """Gives a fake tensor that exists before the program (parameter, buffer, input, constant) its value; "%3: f32[2]"."""
+        """Gives a fake tensor that exists before the program (parameter, buffer, input, constant) its value; "%3:
+        f32[2]"."""
         value = self._own(fake)
         return f"%{value}: {self.dims.type(fake.dtype, tuple(fake.shape), fake.stride())}"
 
@@ -103,7 +93,8 @@ class Recorder(TorchDispatchMode):
         self._entries[id(fake)] = Entry(value, storage, fake)
 
     def value_of(self, t: Tensor) -> int:
-        """The value id that a tensor has now. May record a `view` when the storage was written since the tensor was made."""
+        """The value id that a tensor has now. May record a `view` when the storage was written since the tensor was
+        made."""
         entry = self._entries.get(id(t))
         if entry is None:
             entry = self._adopt(t)
@@ -133,7 +124,9 @@ class Recorder(TorchDispatchMode):
             return self._entries[id(fake)]
         storage = self._storages.get(t.untyped_storage()._cdata)
         if storage is None:
-            raise CaptureError("a fake tensor made outside the capture reached the model; do not capture inside another trace")
+            raise CaptureError(
+                "a fake tensor made outside the capture reached the model; do not capture inside another trace"
+            )
         entry = self._entries[id(t)] = Entry(-1, storage, t)
         entry.version = -1  # take the view now
         return entry
@@ -161,7 +154,9 @@ class Recorder(TorchDispatchMode):
         if isinstance(a, str):
             return quote(a)
         if isinstance(a, (torch.SymFloat, torch.SymBool)):
-            raise CaptureError(f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)")
+            raise CaptureError(
+                f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)"
+            )
         raise CaptureError(f"an argument of type {t.__name__} cannot be written in a program")
 
     def _view_decl(self, t: Tensor, storage: Storage) -> str:
@@ -197,7 +192,9 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE_OF:
             return func(*args, **kwargs)
         if not isinstance(func, OpOverload):
-            raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
+            raise CaptureError(
+                f"the higher-order operator {func} cannot be part of a program; use the plain form of it"
+            )
         info = op_info(func)
         if info.identity:
             return self._identity(func, args, kwargs)
@@ -225,7 +222,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(a, Tensor):
                 if not isinstance(a, FakeTensor):
                     break
-            elif isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in a):
+            elif isinstance(a, (list, tuple)) and any(
+                isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in a
+            ):
                 break
         else:
             return args
@@ -252,8 +251,8 @@ class Recorder(TorchDispatchMode):
         flat = results if isinstance(results, (tuple, list)) else (results,)
         if not any(isinstance(r, Tensor) for r in flat):
             return  # a number (such as which attention kernel to use): already a constant of the program
-        if func not in self.kinds:
-            self.kinds[func] = OpKind(func, args, kwargs, results)
+        if func not in self.calls:
+            self.calls[func] = (func, args, kwargs)
         attrs = ""
         tensors: list[Tensor | None] = []
         for r in flat:
@@ -262,7 +261,9 @@ class Recorder(TorchDispatchMode):
             elif isinstance(r, Tensor) or r is None:
                 tensors.append(r)
             else:
-                raise CaptureError(f"{info.name} gives a {type(r).__name__} beside tensors, which a program cannot hold")
+                raise CaptureError(
+                    f"{info.name} gives a {type(r).__name__} beside tensors, which a program cannot hold"
+                )
         decls = []
         fresh: dict[int, Storage] = {}
         owners: list[Storage | None] = []
@@ -291,7 +292,7 @@ class Recorder(TorchDispatchMode):
         ids = self._line(info.name, text, decls, attrs)
         self._storages.update(fresh)
         for r, storage, vid in zip(tensors, owners, ids, strict=True):
-            if storage is not None:
+            if r is not None and storage is not None:
                 self._entries[id(r)] = Entry(vid, storage, r)
 
     def _identity(self, func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
@@ -321,7 +322,9 @@ class Recorder(TorchDispatchMode):
         self.value_of(t)
         return result
 
-    def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
+    def _corrected(
+        self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]
+    ) -> Any:
         """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
         text = self._arguments(form_args, {})
         results = form(*form_args)

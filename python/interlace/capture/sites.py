@@ -1,7 +1,8 @@
 """Where an op comes from: the module that runs and the user's source line.
 
-Forward ops take the innermost running module and the first Python frame outside torch. Autograd gives every graph node the
-sequence number of the forward op that made it, so a backward op takes the place noted under its node's number.
+Forward ops take the innermost running module and the first Python frame outside torch. Autograd gives every graph
+node the sequence number of the forward op that made it, so a backward op takes the place noted under its node's
+number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def short_path(filename: str) -> str:
 
 
 def user_place(traceback: TracebackType | None) -> str:
-    """"file.py:12" of the innermost user frame of a traceback, or "" when there is none."""
+    """ "file.py:12" of the innermost user frame of a traceback, or "" when there is none."""
     place = ""
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
@@ -75,7 +76,7 @@ class Sites:
         self.stack_paths.pop()
 
     def forward_tags(self) -> str:
-        """" m3 s5" for the op being recorded; also noted for the autograd node that this op has just made."""
+        """ " m3 s5" for the op being recorded; also noted for the autograd node that this op has just made."""
         tags = (self.stack[-1] if self.stack else "") + self._source(sys._getframe(2))
         self._by_sequence.setdefault(_sequence_number() - 1, tags)
         return tags

@@ -1,8 +1,8 @@
 """Symbolic sizes of the inputs: `b` for dimension 0, `s` for dimension 1.
 
-A symbol is traced at an example size of its own (2 or more, no two equal, and unlike the sizes of common models), so that no
-branch of the model can mistake it for another size. What the model asks about a symbol becomes its range; a model that fixes a
-symbol to one number is refused.
+A symbol is traced at an example size of its own (2 or more, no two equal, and unlike the sizes of common models), so
+that no branch of the model can mistake it for another size. What the model asks about a symbol becomes its range; a
+model that fixes a symbol to one number is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection
+from typing import Any
 
 import sympy
 import torch
@@ -48,7 +49,8 @@ class Symbols:
             fixed = self.env.replacements.get(expr)
             if fixed is not None:
                 raise CaptureError(
-                    f"the model fixes the symbolic size {name} to {fixed}; capture with numbers instead (symbolic=False)"
+                    f"the model fixes the symbolic size {name} to {fixed}; capture with numbers instead "
+                    "(symbolic=False)"
                 )
             bounds = self.env.var_to_range[expr]
             low = max(2, int(bounds.lower))
@@ -62,13 +64,16 @@ class Symbols:
         if isinstance(expr, sympy.Ne):
             return  # at an excluded size the model takes another branch for the same values (1 or equal sizes)
         free = expr.free_symbols
-        if len(free) == 1 and isinstance(expr, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+        if len(free) == 1 and isinstance(
+            expr, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
+        ):
             return  # a bound on one symbol: it is in the range
         statically = self.env._maybe_evaluate_static(expr)
         if statically is True or statically == sympy.true:
             return
         raise CaptureError(
-            f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead (symbolic=False)"
+            f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead "
+            "(symbolic=False)"
         )
 
 
@@ -90,7 +95,8 @@ def make_symbols(spec: InputSpec, symbolic: bool | Collection[str]) -> tuple[Sym
                 shape[dim] = name
                 used.append(name)
     env = ShapeEnv()
-    sizes, expressions = {}, {}
+    sizes: dict[str, Any] = {}
+    expressions: dict[sympy.Symbol, str] = {}
     for name in dict.fromkeys(used):
         source = ConstantSource(name)
         symbol = env.create_symbol(_EXAMPLE[name], source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,8 +44,8 @@ def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """The model's own activation checkpointing switched off: captured as it is, it would draw dropout masks twice and give
-    wrong gradients. Recomputation is the compiler's work."""
+    """The model's own activation checkpointing switched off: captured as it is, it would draw dropout masks twice and
+    give wrong gradients. Recomputation is the compiler's work."""
     module = torch.utils.checkpoint
     flags = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     saved: list[tuple[Any, str, Any]] = []
@@ -69,9 +70,22 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Fake tensors log the traceback of every operator that fails; our message says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def known_values_are_no_trace(constants: Constants) -> Iterator[None]:
-    """Hugging Face models take slower paths (masks in place of is_causal) when a tensor is fake, because its values cannot be
-    read. Those that do not depend on data can be read here, so the model takes the path that it takes in eager mode."""
+    """Hugging Face models take slower paths (masks in place of is_causal) when a tensor is fake, because its values
+    cannot be read. Those that do not depend on data can be read here, so the model takes the path that it takes in
+    eager mode."""
     utils = sys.modules.get("transformers.utils.import_utils")
     ask = getattr(utils, "is_fake_tensor", None)
     if utils is None or ask is None:
@@ -86,7 +100,7 @@ def known_values_are_no_trace(constants: Constants) -> Iterator[None]:
 
 _REFUSED = {
     "OptimizedModule": "torch.compile; pass the module it was made from (model._orig_mod)",
-    "DistributedDataParallel": "DistributedDataParallel; pass the module inside (model.module), Interlace does the data parallelism",
+    "DistributedDataParallel": "DistributedDataParallel; pass the module inside (model.module)",
     "FullyShardedDataParallel": "FullyShardedDataParallel; pass the plain module, Interlace does the sharding",
     "DataParallel": "DataParallel; pass the module inside (model.module)",
 }

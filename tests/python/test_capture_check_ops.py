@@ -1,0 +1,95 @@
+"""Operators that do not do what they say are found when a program is captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from interlace.capture import capture
+from interlace.capture.check_ops import verdicts
+from interlace.errors import CaptureError
+from interlace.models import build
+
+LIBRARY = torch.library.Library("interlace_test", "DEF")
+
+
+def define(name, real, fake):
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, real, "CPU")
+    LIBRARY.impl(name, fake, "Meta")
+    return getattr(torch.ops.interlace_test, name)
+
+
+def writes_operand(x):
+    x.add_(1)
+    return x * 2
+
+
+HONEST = define("honest", lambda x: x * 2, torch.empty_like)
+WRITES = define("writes", writes_operand, torch.empty_like)
+ALIASES = define("aliases", lambda x: x.view(-1), lambda x: x.new_empty(x.numel()))
+COPIES = define("copies", lambda x: x.clone(), lambda x: x.view_as(x))
+STRIDES = define("strides", lambda x: torch.empty(x.shape[::-1]).t().copy_(x), torch.empty_like)
+DTYPE = define("dtype", lambda x: x.double(), torch.empty_like)
+
+
+class Net(nn.Module):
+    def __init__(self, function, width=4):
+        super().__init__()
+        self.fc = nn.Linear(4, width)
+        self.function = function
+
+    def forward(self, x):
+        return self.fc(x).mean() + self.function(x).detach().sum()
+
+
+def run(function, rows=3):
+    return capture(Net(function), lambda m, b: m(b), torch.zeros(rows, 4))
+
+
+def test_honest_operator():
+    assert "interlace_test.honest(" in run(HONEST).text
+    assert verdicts()["interlace_test.honest"] == "right"
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "wrong"),
+    [
+        (WRITES, "writes", "writes to its tensor operand 0"),
+        (ALIASES, "aliases", "gives a result 0 that shares storage with its tensor operand 0"),
+        (COPIES, "copies", "gives a result 0 that does not share storage with its tensor operand 0"),
+        (
+            STRIDES,
+            "strides",
+            "gives a result 0 of another dtype, size or stride (float32[3, 4] with strides [1, 3] in place of "
+            "float32[3, 4] with strides [4, 1])",
+        ),
+        (
+            DTYPE,
+            "dtype",
+            "gives a result 0 of another dtype, size or stride (float64[3, 4] with strides [4, 1] in place of "
+            "float32[3, 4] with strides [4, 1])",
+        ),
+    ],
+)
+@pytest.mark.parametrize("times", [1, 2], ids=["first", "again"])
+def test_operator_that_lies(function, name, wrong, times):
+    with pytest.raises(CaptureError) as e:
+        run(function)
+    assert str(e.value) == (
+        f"operator interlace_test.{name} {wrong}, which its schema and its fake implementation do not "
+        "say; a program that uses it "
+        "would be wrong. Use another operator, or fix its registration (torch.library)"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "llama-3-8b", "mixtral-8x7b", "convnet-tiny", "transformer-tiny"])
+def test_operators_of_models_are_checked(name):
+    """Large models too: their operators are run at small sizes, so hardly one stays unchecked."""
+    options = {"num_hidden_layers": 2} if name in ("llama-3-8b", "mixtral-8x7b") else {}
+    built = build(name, micro_batch=2, **options)
+    c = capture(built.model, built.loss_fn, built.example_batch)
+    used = {line.partition(" = ")[2].partition("(")[0] for line in c.text.splitlines() if " = aten." in line}
+    found = verdicts()
+    assert len(used) > 15 and not {n for n in used if found.get(n) != "right"}
