@@ -246,6 +246,12 @@ class Structure {
     }
   }
 
+  // The root, or the value itself where the root does not exist (which is reported at its definition).
+  ValueId SafeRoot(ValueId id) const {
+    ValueId root = program_.RootOf(id);
+    return program_.HasValue(root) ? root : id;
+  }
+
   // Types and places that do not depend on order.
   std::string TypeProblem(const Value& value) const {
     if (value.type.sizes.size() != value.type.strides.size()) return "another number of strides than of sizes";
@@ -299,7 +305,7 @@ class Structure {
     index_ = index;
     for (ValueId id : phase.takes) available_[id] = index;
     for (ValueId id : phase.takes) {
-      const Value& root = program_.value(program_.RootOf(id));
+      const Value& root = program_.value(SafeRoot(id));
       if (available_[root.id] != kAlways && available_[root.id] != index) {
         report_.AtPhase(phase, "%" + std::to_string(id) + " lies in %" + std::to_string(root.id) + ", which must be taken too");
       }
@@ -323,7 +329,7 @@ class Structure {
       if (other == phase_) return name + " is used before its definition";
       return name + " belongs to phase '" + other->name + "'; hand it over by gives and takes";
     }
-    OpId release = released_by_[program_.RootOf(id)];
+    OpId release = released_by_[SafeRoot(id)];
     if (release != kNone) return name + " is used after its storage %" + std::to_string(program_.RootOf(id)) + " was released";
     return "";
   }
@@ -346,7 +352,7 @@ class Structure {
         report_.AtOp(op, "%" + std::to_string(id) + " is used but nothing defines it", id);
         return;
       }
-      operand_roots_.push_back(program_.RootOf(id));
+      operand_roots_.push_back(SafeRoot(id));
       if (std::string problem = UseProblem(id); !problem.empty()) report_.AtOp(op, problem, id);
     };
     ForEachOperand(op, use);
