@@ -1,0 +1,87 @@
+#include "sim/lowered.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+namespace interlace {
+namespace {
+
+// What one op waits for, starts or computes.
+Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model, std::vector<OpCost>& costs) {
+  LoweredOp out;
+  out.op = op.id;
+  out.lane = LaneOf(op);
+  if (op.name.ends_with(".wait")) {
+    out.kind = LoweredOp::Kind::kWait;
+    return out;
+  }
+  INTERLACE_ASSIGN(OpCost cost, model.Cost(op));
+  if (op.name.ends_with(".start") || op.name == "send" || op.name == "recv") {
+    out.kind = LoweredOp::Kind::kStart;
+    out.blocking = op.name == "recv";
+    if (cost.group_ranks > 1 && !out.blocking && op.name != "send") {
+      std::string_view axis;
+      if (!op.units.empty()) axis = program.units[op.units[0]].axis;
+      if (const Arg* given = op.Attr("axis")) axis = given->text;
+      for (size_t i = 0; i < program.mesh.size(); ++i) {
+        if (program.mesh[i].name == axis || (axis.empty() && program.mesh.size() == 1)) out.axis = static_cast<int8_t>(i);
+      }
+    }
+    out.cost = static_cast<int32_t>(costs.size());
+    costs.push_back(cost);
+    return out;
+  }
+  if (cost.resource != Resource::kCompute) return out;
+  out.kind = LoweredOp::Kind::kCompute;
+  out.work_ps = cost.work_ps;
+  out.transient_bytes = cost.transient_bytes;
+  const ClusterSpec& c = model.cluster();
+  if (c.cpu && cost.source == OpCost::Source::kMeasured) {
+    // Profiles time an op on all ranks of a host at once; here it is wanted alone, the engine shares the cores.
+    double crowd = static_cast<double>(model.ranks_per_node()) * c.compute_threads / c.cores;
+    if (crowd > 1) out.work_ps = Done(out.work_ps, FixedPoint(crowd));
+  }
+  return out;
+}
+
+}  // namespace
+
+int64_t FixedPoint(double factor) {
+  double scaled = std::ceil(factor * static_cast<double>(kOne));
+  return static_cast<int64_t>(std::clamp(scaled, static_cast<double>(kOne), 1e12));
+}
+
+const LoweredOp& Lowered::At(int64_t instance, size_t& run_index) const {
+  run_index = static_cast<size_t>(std::upper_bound(first.begin(), first.end(), instance) - first.begin()) - 1;
+  return ops[run[run_index]][instance - first[run_index]];
+}
+
+Result<Lowered> Lower(const Program& program, CostModel& model) {
+  Lowered out;
+  out.program = &program;
+  out.first.push_back(0);
+  for (auto [phase, repeats] : program.RunOrder()) {
+    int32_t index = static_cast<int32_t>(out.phases.size());
+    out.phases.push_back(phase);
+    std::vector<LoweredOp>& ops = out.ops.emplace_back();
+    ops.reserve(phase->ops.size());
+    for (OpId id : phase->ops) {
+      INTERLACE_ASSIGN(LoweredOp op, LowerOp(program, program.op(id), model, out.costs));
+      ops.push_back(op);
+    }
+    int64_t count = static_cast<int64_t>(ops.size());
+    if (count > 0 && repeats > (kMaxInstances - out.first.back()) / count) {
+      return MakeError("a step runs '", phase->name, "' ", repeats, " times, more than ", kMaxInstances,
+                       " ops in all; simulate fewer micro-batches");
+    }
+    for (int64_t i = 0; i < repeats; ++i) {
+      out.run.push_back(index);
+      out.first.push_back(out.first.back() + count);
+    }
+  }
+  if (out.run.empty()) return MakeError("the program has no phase that a step runs");
+  return out;
+}
+
+}  // namespace interlace

@@ -1,0 +1,57 @@
+// lowered.h — a program as the simulator executes it: phases in run order, every op with its kind and cost.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cost/cost_model.h"
+#include "ir/program.h"
+
+namespace interlace {
+
+struct LoweredOp {
+  enum class Kind : uint8_t { kFree, kCompute, kStart, kWait };
+  Kind kind = Kind::kFree;
+  Lane lane = Lane::kCompute;      // of a transfer
+  bool blocking = false;           // a start that the compute lane waits for at once (recv)
+  int8_t axis = -1;                // index in the mesh of a collective; -1: the rank alone
+  OpId op = kNone;
+  int32_t cost = -1;               // of a start: index in Lowered::costs
+  int64_t work_ps = 0;             // of compute, alone on its cores
+  int64_t transient_bytes = 0;
+};
+
+struct Lowered {
+  const Program* program = nullptr;
+  std::vector<const Phase*> phases;              // distinct
+  std::vector<std::vector<LoweredOp>> ops;       // by distinct phase
+  std::vector<int32_t> run;                      // distinct phase of each run of a phase, in order
+  std::vector<int64_t> first;                    // instance number of its first op; one more entry at the end
+  std::vector<OpCost> costs;
+  int64_t instances() const { return first.back(); }
+  // Phase, place in it, and op of an instance.
+  const LoweredOp& At(int64_t instance, size_t& run_index) const;
+};
+
+inline constexpr int64_t kMaxInstances = int64_t{1} << 27;
+
+// Error: of the cost model; a step of more than kMaxInstances ops.
+Result<Lowered> Lower(const Program& program, CostModel& model);
+
+// Time when `rem_ps` of work is slowed by `slow` (fixed point, kOne = not slowed), rounded up; and work done in a time,
+// rounded down. Rounding so keeps every simulated time at or above its bound.
+inline constexpr int64_t kOne = int64_t{1} << 20;
+inline constexpr int64_t kLatest = int64_t{1} << 62;  // a time that no step may reach
+inline int64_t Stretch(int64_t rem_ps, int64_t slow) {
+  if (slow == kOne) return rem_ps;
+  __int128 time = (static_cast<__int128>(rem_ps) * slow + (kOne - 1)) >> 20;
+  return time < kLatest ? static_cast<int64_t>(time) : kLatest;
+}
+inline int64_t Done(int64_t time_ps, int64_t slow) {
+  if (slow == kOne) return time_ps;
+  return static_cast<int64_t>((static_cast<__int128>(time_ps) << 20) / slow);
+}
+// A factor as fixed point, rounded up.
+int64_t FixedPoint(double factor);
+
+}  // namespace interlace

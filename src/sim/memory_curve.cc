@@ -1,0 +1,197 @@
+#include "sim/memory_curve.h"
+
+#include <algorithm>
+#include <charconv>
+
+#include "ir/liveness.h"
+#include "ir/text.h"
+#include "sim/critical_path.h"
+
+namespace interlace {
+namespace {
+
+Status AddBytes(int64_t& sum, int64_t bytes) {
+  if (__builtin_add_overflow(sum, bytes, &sum)) return MakeError("the bytes alive at once do not fit in 64 bits");
+  return Ok{};
+}
+
+struct Declared {
+  ValueId value;
+  std::string name;
+};
+
+// What is allocated for the whole step.
+std::vector<Declared> Persistent(const Program& program) {
+  std::vector<Declared> out;
+  auto add = [&](ValueId id, std::string name) {
+    if (program.RootOf(id) == id) out.push_back({id, std::move(name)});
+  };
+  for (const Param& p : program.params) {
+    if (p.unit == kNone) add(p.value, p.name);
+  }
+  for (const Buffer& b : program.buffers) add(b.value, b.name);
+  for (const Const& c : program.consts) add(c.value, c.name);
+  for (const State& s : program.states) add(s.value, s.unit == kNone ? s.role : "u" + std::to_string(s.unit) + "." + s.role);
+  return out;
+}
+
+std::string NameOf(const Program& program, ValueId id) {
+  const Value& value = program.value(id);
+  std::string name = "%" + std::to_string(id);
+  if (value.def != kNone) name += " " + program.op(value.def).name;
+  if (value.def != kNone && !program.op(value.def).units.empty()) {
+    const std::vector<UnitId>& units = program.op(value.def).units;
+    size_t which = std::min<size_t>(static_cast<size_t>(value.result_index), units.size() - 1);
+    name += " u" + std::to_string(units[which]);
+  }
+  return name;
+}
+
+std::string ModuleOfValue(const Program& program, ValueId id) {
+  OpId def = program.value(id).def;
+  return def == kNone ? "" : ModuleOf(program, program.op(def));
+}
+
+}  // namespace
+
+Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
+  const Program& program = *lowered.program;
+  MemoryCurve out;
+  for (const Declared& d : Persistent(program)) {
+    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
+    INTERLACE_TRY(AddBytes(out.persistent_bytes, bytes));
+  }
+  for (const Input& input : program.inputs) {
+    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(input.value).type));
+    INTERLACE_TRY(AddBytes(out.input_bytes, bytes));
+  }
+  std::vector<PhaseLiveness> lives;
+  std::vector<MemoryPeak> all;
+  for (size_t p = 0; p < lowered.phases.size(); ++p) {
+    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p]));
+    size_t count = lowered.ops[p].size();
+    std::vector<int64_t> results(count, 0);
+    double sum = static_cast<double>(out.persistent_bytes);
+    for (const StorageLife& s : life.storages) {
+      sum += static_cast<double>(s.bytes);
+      if (s.first >= 0) INTERLACE_TRY(AddBytes(results[s.first], s.bytes));
+    }
+    // All of a phase at once is more than ever lives; only if that fits are the running sums sure to.
+    if (sum > 9e18) return MakeError("the bytes of phase '", lowered.phases[p]->name, "' do not fit in 64 bits");
+    std::vector<int64_t>& at_op = out.at_op.emplace_back(count, 0);
+    size_t run = std::find(lowered.run.begin(), lowered.run.end(), static_cast<int32_t>(p)) - lowered.run.begin();
+    for (size_t i = 0; i < count; ++i) {
+      at_op[i] = life.live_before[i];
+      for (int64_t more : {results[i], lowered.ops[p][i].transient_bytes, out.persistent_bytes}) INTERLACE_TRY(AddBytes(at_op[i], more));
+      MemoryPeak here{at_op[i], run, static_cast<int64_t>(i), lowered.ops[p][i].op};
+      if (run < lowered.run.size()) all.push_back(here);
+    }
+    lives.push_back(std::move(life));
+  }
+  auto larger = [](const MemoryPeak& a, const MemoryPeak& b) { return a.bytes > b.bytes; };
+  size_t kept = std::min<size_t>(all.size(), 10);
+  // Equal ones in program order: the sort is stable by the tie on place.
+  std::partial_sort(all.begin(), all.begin() + static_cast<int64_t>(kept), all.end(), [&](const MemoryPeak& a, const MemoryPeak& b) {
+    if (a.bytes != b.bytes) return larger(a, b);
+    return a.run_index != b.run_index ? a.run_index < b.run_index : a.place < b.place;
+  });
+  all.resize(kept);
+  out.top = std::move(all);
+  if (out.top.empty()) {
+    out.peak.bytes = out.persistent_bytes;
+  } else {
+    out.peak = out.top.front();
+  }
+
+  for (const Declared& d : Persistent(program)) {
+    out.holders.push_back({d.name, "", *program.StorageBytes(program.value(d.value).type)});
+  }
+  if (out.peak.place >= 0) {
+    int32_t at = static_cast<int32_t>(out.peak.place);
+    for (const StorageLife& s : lives[lowered.run[out.peak.run_index]].storages) {
+      if (s.first <= at && at <= s.last) out.holders.push_back({NameOf(program, s.root), ModuleOfValue(program, s.root), s.bytes});
+    }
+    int64_t transient = lowered.ops[lowered.run[out.peak.run_index]][at].transient_bytes;
+    if (transient > 0) out.holders.push_back({"inside " + program.op(out.peak.op).name, ModuleOf(program, program.op(out.peak.op)), transient});
+  }
+  std::stable_sort(out.holders.begin(), out.holders.end(), [](const MemoryHolder& a, const MemoryHolder& b) { return a.bytes > b.bytes; });
+  return out;
+}
+
+Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std::vector<int64_t>& start_ps,
+                                              const std::vector<int64_t>& end_ps, int32_t rank) {
+  const Program& program = *lowered.program;
+  std::vector<MemoryEvent> out;
+  int64_t next_storage = 0;
+  std::vector<int64_t> storage(program.num_values(), -1);  // of a root that lives now
+  auto begin = [&](ValueId root, int64_t time_ps, int64_t bytes, std::string name, std::string module) {
+    MemoryEvent& e = out.emplace_back();
+    e.rank = rank, e.time_ns = time_ps / 1000, e.storage = storage[root] = next_storage++, e.bytes = bytes;
+    e.name = std::move(name), e.module = std::move(module);
+    const Value& value = program.value(root);
+    if (value.def == kNone) return;
+    int32_t source = program.op(value.def).source;
+    if (source < 0 || source >= static_cast<int32_t>(program.sources.size())) return;
+    const std::string& place = program.sources[source].place;
+    size_t colon = place.rfind(':');
+    e.file = place.substr(0, colon);
+    if (colon != std::string::npos) std::from_chars(place.data() + colon + 1, place.data() + place.size(), e.line);
+  };
+  auto end = [&](ValueId root, int64_t time_ps) {
+    if (storage[root] < 0) return;
+    MemoryEvent& e = out.emplace_back();
+    e.rank = rank, e.time_ns = time_ps / 1000, e.allocate = false, e.storage = storage[root], e.name = NameOf(program, root);
+    storage[root] = -1;
+  };
+  for (const Declared& d : Persistent(program)) {
+    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
+    begin(d.value, 0, bytes, d.name, "");
+  }
+  std::vector<PhaseLiveness> lives;
+  std::vector<std::vector<std::vector<const StorageLife*>>> born;
+  for (size_t p = 0; p < lowered.phases.size(); ++p) {
+    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p]));
+    lives.push_back(std::move(life));
+  }
+  for (size_t p = 0; p < lowered.phases.size(); ++p) {
+    auto& by_op = born.emplace_back(lowered.ops[p].size());
+    for (const StorageLife& s : lives[p].storages) {
+      if (s.first >= 0) by_op[s.first].push_back(&s);
+    }
+  }
+  std::vector<int64_t> carried;  // storages of what the last phase gave, in its order
+  for (size_t run = 0; run < lowered.run.size(); ++run) {
+    int32_t p = lowered.run[run];
+    const Phase& phase = *lowered.phases[p];
+    int64_t first = lowered.first[run];
+    int64_t phase_start = lowered.ops[p].empty() ? 0 : start_ps[first];
+    for (size_t i = 0; i < phase.takes.size(); ++i) {
+      ValueId root = program.RootOf(phase.takes[i]);
+      if (root != phase.takes[i]) continue;
+      if (i < carried.size() && carried[i] >= 0) {
+        storage[root] = carried[i];
+      } else {
+        INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(root).type));
+        begin(root, phase_start, bytes, NameOf(program, root), "");
+      }
+    }
+    for (size_t i = 0; i < lowered.ops[p].size(); ++i) {
+      for (const StorageLife* s : born[p][i]) {
+        begin(s->root, start_ps[first + i], s->bytes, NameOf(program, s->root), ModuleOfValue(program, s->root));
+      }
+      for (ValueId root : lives[p].dies_after[i]) end(root, end_ps[first + i]);
+    }
+    int64_t phase_end = lowered.ops[p].empty() ? phase_start : end_ps[lowered.first[run + 1] - 1];
+    carried.clear();
+    for (ValueId id : phase.gives) carried.push_back(storage[program.RootOf(id)]);
+    for (ValueId id : phase.gives) {
+      ValueId root = program.RootOf(id);
+      const Value& value = program.value(root);
+      if (value.kind == ValueKind::kResult || value.kind == ValueKind::kTake) storage[root] = -1;  // goes on under another name
+    }
+    for (const StorageLife& s : lives[p].storages) end(s.root, phase_end);  // alive at the end and not given
+  }
+  return out;
+}
+
+}  // namespace interlace

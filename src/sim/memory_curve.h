@@ -1,0 +1,47 @@
+// memory_curve.h — bytes alive on a rank as its ops are issued, by storage (ir/liveness.h), and what fills the peak.
+//
+// At an op: what is persistent (parameters without a unit, buffers, constants, states, those of one step too) + storages of
+// results and takes that live just before it + its own new results + its transient. Inputs belong to the caller and are given apart.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "sim/lowered.h"
+#include "trace/timeline.h"
+
+namespace interlace {
+
+struct MemoryPeak {
+  int64_t bytes = 0;
+  size_t run_index = 0;        // of the phase's run
+  int64_t place = -1;          // of the op in its phase
+  OpId op = kNone;
+};
+
+struct MemoryHolder {
+  std::string name;            // "u0.exp_avg", "%12 aten.mm", a parameter's name
+  std::string module;
+  int64_t bytes = 0;
+};
+
+struct MemoryCurve {
+  int64_t persistent_bytes = 0;
+  int64_t input_bytes = 0;
+  // By distinct phase and place: bytes while that op runs, persistent ones included.
+  std::vector<std::vector<int64_t>> at_op;
+  MemoryPeak peak;
+  std::vector<MemoryHolder> holders;   // what lives at the peak, largest first
+  // The ops that need most, by distinct place, largest first; at most 10.
+  std::vector<MemoryPeak> top;
+};
+
+// Error: a symbolic size, or a sum beyond 64 bits.
+Result<MemoryCurve> ComputeMemory(const Lowered& program);
+
+// Beginnings and ends of storages at the times of a simulated rank.
+Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& program, const std::vector<int64_t>& start_ps,
+                                              const std::vector<int64_t>& end_ps, int32_t rank);
+
+}  // namespace interlace

@@ -1,0 +1,284 @@
+// Properties over random steps: bounds, equal bits, folding, memory against a count by hand, well-formed traces; and speed.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+
+#include "ir/text.h"
+#include "ir/verifier.h"
+#include "sim/simulate.h"
+#include "sim/testing/random_step.h"
+#include "trace/chrome_trace.h"
+#include "trace/memory_snapshot.h"
+
+namespace interlace {
+namespace {
+
+std::string ErrorOf(const auto& result) { return result.ok() ? "no error" : result.error().ToString(); }
+
+// Machines of all kinds, with what slows down made strong.
+ClusterSpec RandomCluster(std::mt19937& random, int64_t ranks) {
+  auto pick = [&](uint32_t n) { return static_cast<double>(random() % n); };
+  ClusterSpec c = RoundCluster(ranks, std::min<int64_t>(ranks, int64_t{1} << random() % 4));
+  c.cpu = random() % 3 == 0;
+  c.issue_us = c.cpu || random() % 2 == 0 ? 0 : pick(40);
+  c.shortest_us = pick(4);
+  c.intra = {pick(20), 0.1 + pick(30) / 10, pick(3), pick(2) * 3};
+  c.inter = {pick(60), 0.1 + pick(10) / 10, 0, 0};
+  c.copy_us = pick(10);
+  c.h2d_gb_per_s = 0.5 + pick(4);
+  c.d2h_gb_per_s = 0.5 + pick(4);
+  c.host_gb_per_s = 0.5 + pick(12);
+  c.cores = 1 + pick(8);
+  c.compute_threads = 1 + pick(3);
+  c.comm_core_us_per_mb = pick(4000);
+  c.coalesce = random() % 2 == 0;
+  if (random() % 2 == 0) {
+    for (int i = 0; i < 28; ++i) c.interference_factors.push_back(1 + pick(300) / 100);
+  }
+  return c;
+}
+
+Result<Simulation> RandomSimulation(std::mt19937& random, const Program& program) {
+  int64_t ranks = program.mesh[0].size;
+  ClusterSpec cluster = RandomCluster(random, ranks);
+  SimulateOptions options;
+  options.every_rank = random() % 8 == 0;
+  if (random() % 8 == 0) options.slow.emplace_back(random() % ranks, 1 + static_cast<double>(random() % 30) / 10);
+  return Simulate(program, cluster, nullptr, options);
+}
+
+TEST(RandomSteps, AreWellFormed) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 300; ++i) {
+    Program program = RandomStep(random);
+    std::string text = Print(program);
+    Result<Program> back = Parse(text);
+    ASSERT_TRUE(back.ok()) << ErrorOf(back) << "\n" << text;
+    ASSERT_EQ(Print(*back), text);
+  }
+}
+
+TEST(RandomSteps, NeverBelowTheLowerBound) {
+  std::mt19937 random(2);
+  int64_t tight = 0;
+  for (int i = 0; i < 10'000; ++i) {
+    Program program = RandomStep(random);
+    Result<Simulation> s = RandomSimulation(random, program);
+    ASSERT_TRUE(s.ok()) << ErrorOf(s) << "\n" << Print(program);
+    for (const Bound& bound : s->bounds) {
+      ASSERT_GE(s->makespan_ps(), bound.time_ps) << bound.name << ", program " << i << "\n" << Print(program);
+    }
+    ASSERT_GT(s->lower_bound_ps(), 0) << i;
+    tight += s->makespan_ps() < s->lower_bound_ps() * 3 / 2;
+    // The critical path covers the step without gaps.
+    int64_t at = 0;
+    for (const PathPiece& piece : s->path) {
+      ASSERT_EQ(piece.start_ps, at) << i << "\n" << Print(program);
+      at = piece.end_ps;
+    }
+    ASSERT_EQ(at, s->makespan_ps()) << i << "\n" << Print(program);
+  }
+  EXPECT_GT(tight, 2000) << "a bound that is never near says nothing";
+}
+
+TEST(RandomSteps, TheSameBitsEachTime) {
+  std::mt19937 random(3);
+  for (int i = 0; i < 300; ++i) {
+    Program program = RandomStep(random);
+    std::mt19937 again = random;
+    std::string first = SimulationJson(*RandomSimulation(random, program));
+    EXPECT_EQ(first, SimulationJson(*RandomSimulation(again, program)));
+  }
+}
+
+TEST(RandomSteps, FoldedIsAllRanks) {
+  std::mt19937 random(4);
+  for (int i = 0; i < 500; ++i) {
+    Program program = RandomStep(random);
+    ClusterSpec cluster = RandomCluster(random, program.mesh[0].size);
+    Result<Simulation> one = Simulate(program, cluster, nullptr, {});
+    Result<Simulation> all = Simulate(program, cluster, nullptr, {.every_rank = true});
+    ASSERT_TRUE(one.ok() && all.ok());
+    EXPECT_EQ(one->makespan_ps(), all->makespan_ps()) << i << "\n" << Print(program);
+    EXPECT_EQ(one->lower_bound_ps(), all->lower_bound_ps());
+    EXPECT_EQ(one->output.ranks[0].end_ps, all->output.ranks.back().end_ps);
+  }
+}
+
+// docs/ir.md, read again: a storage lives from the op that defines its root (a take: from the start) to the last op that
+// touches any value of that root, or its release; a start's sources live to its wait. Every place is counted by itself.
+int64_t CountByHand(const Program& program, const Phase& phase, size_t place) {
+  int64_t bytes = 0;
+  auto touches = [&](const Op& op, ValueId root) {
+    bool found = false;
+    ForEachOperand(op, [&](ValueId id) { found = found || program.RootOf(id) == root; });
+    for (ValueId id : op.results) found = found || (id != kNone && program.RootOf(id) == root);
+    for (ValueId id : op.writes) found = found || program.RootOf(id) == root;
+    return found;
+  };
+  for (ValueId root = 0; root < program.num_values(); ++root) {
+    if (!program.HasValue(root) || program.RootOf(root) != root) continue;
+    int64_t size = *program.StorageBytes(program.value(root).type);
+    if (program.value(root).kind == ValueKind::kState) bytes += size;
+    bool taken = std::find(phase.takes.begin(), phase.takes.end(), root) != phase.takes.end();
+    bool defined = false;
+    int64_t first = -1, last = -1, released = -1;
+    for (size_t i = 0; i < phase.ops.size(); ++i) {
+      const Op& op = program.op(phase.ops[i]);
+      if (std::find(op.results.begin(), op.results.end(), root) != op.results.end()) defined = true, first = static_cast<int64_t>(i);
+      if (touches(op, root)) last = static_cast<int64_t>(i);
+      if (op.name == "release" && touches(op, root)) released = static_cast<int64_t>(i);
+      // A source lives until the wait for any of the results.
+      if (!op.name.ends_with(".start") || !touches(op, root)) continue;
+      for (ValueId result : op.results) {
+        int64_t waited = static_cast<int64_t>(phase.ops.size());
+        for (size_t j = i + 1; j < phase.ops.size() && waited == static_cast<int64_t>(phase.ops.size()); ++j) {
+          const Op& wait = program.op(phase.ops[j]);
+          if (!wait.name.ends_with(".wait")) continue;
+          ForEachOperand(wait, [&](ValueId id) {
+            if (id == result) waited = static_cast<int64_t>(j);
+          });
+        }
+        if (program.RootOf(result) != root) last = std::max(last, waited);
+      }
+    }
+    for (ValueId id : phase.gives) {
+      if (program.RootOf(id) == root) last = static_cast<int64_t>(phase.ops.size());
+    }
+    if (!taken && !defined) continue;
+    if (released >= 0) last = std::min(last, released);
+    if (last < 0) last = 0;  // taken and never touched
+    int64_t at = static_cast<int64_t>(place);
+    if (first <= at && at <= last) bytes += size;
+  }
+  return bytes;
+}
+
+TEST(RandomSteps, MemoryIsABruteForceCount) {
+  std::mt19937 random(5);
+  for (int i = 0; i < 400; ++i) {
+    Program program = RandomStep(random);
+    Result<Simulation> s = Simulate(program, RoundCluster(64, 8), nullptr, {});
+    ASSERT_TRUE(s.ok()) << ErrorOf(s);
+    int64_t peak = 0;
+    for (size_t p = 0; p < s->lowered->phases.size(); ++p) {
+      const Phase& phase = *s->lowered->phases[p];
+      for (size_t place = 0; place < phase.ops.size(); ++place) {
+        int64_t want = CountByHand(program, phase, place);
+        ASSERT_EQ(s->memory.at_op[p][place], want) << i << " " << phase.name << " " << place << "\n" << Print(program);
+        peak = std::max(peak, want);
+      }
+    }
+    EXPECT_EQ(s->memory.peak.bytes, peak);
+    int64_t held = 0;
+    for (const MemoryHolder& holder : s->memory.holders) held += holder.bytes;
+    EXPECT_EQ(held, peak) << i << "\n" << Print(program);
+  }
+}
+
+TEST(RandomSteps, TracesHold) {
+  std::mt19937 random(6);
+  for (int i = 0; i < 150; ++i) {
+    Program program = RandomStep(random);
+    Result<Simulation> s = RandomSimulation(random, program);
+    ASSERT_TRUE(s.ok());
+    ASSERT_EQ(ErrorOf(CheckChromeTrace(SimulationTrace(*s))), "no error") << Print(program);
+    Result<std::string> snapshot = SimulationSnapshot(*s);
+    ASSERT_TRUE(snapshot.ok()) << ErrorOf(snapshot) << Print(program);
+    ASSERT_EQ(ErrorOf(CheckMemorySnapshot(*snapshot)), "no error") << Print(program);
+  }
+}
+
+// A step of the shape of a model of `layers` blocks under ZeRO-3: one gather and release a layer each way, one reduce, 240 ops.
+Program LargeStep(int layers, int64_t ranks) {
+  Program p;
+  p.level = Level::kScheduled;
+  p.mesh.push_back({"dp", ranks});
+  p.modules.push_back({0, "", "Net"});
+  Type activation{DType::kBF16, {Dim(2048), Dim(1024)}, {Dim(1024), Dim(1)}};
+  ValueId x = p.AddValue(ValueKind::kInput, activation).id;
+  p.inputs.push_back({x, "x"});
+  std::vector<ValueId> shards, grads;
+  for (int i = 0; i < layers; ++i) {
+    int64_t shard = 32 * 20000;
+    p.units.push_back({i, "dp", DType::kBF16, shard * ranks, shard});
+    Type flat{DType::kBF16, {Dim(shard)}, {Dim(1)}};
+    shards.push_back(p.AddState(i, "shard", flat, true));
+    grads.push_back(p.AddState(i, "grad", flat, false));
+    p.modules.push_back({i + 1, "layers." + std::to_string(i), "Block"});
+  }
+  p.phases.push_back({"micro_batch", {}, {}, {}});
+  auto add = [&](const char* name, int layer, std::vector<ValueId> args) -> Op& {
+    Op& op = p.AddOp(name);
+    op.module = layer + 1;
+    for (ValueId id : args) op.args.push_back(Arg::Of(id));
+    p.phases.back().ops.push_back(op.id);
+    return op;
+  };
+  Type full{DType::kBF16, {Dim(p.units[0].numel)}, {Dim(1)}};
+  auto gather = [&](int layer) {
+    Op& op = add("gather.start", layer, {shards[layer]});
+    op.units.push_back(layer);
+    return p.AddResult(op, full);
+  };
+  ValueId pending_reduce = kNone;
+  ValueId next = gather(0);
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int i = 0; i < layers; ++i) {
+      int layer = pass == 0 ? i : layers - 1 - i;
+      ValueId here = next;
+      bool last = i + 1 == layers;
+      if (!last) next = gather(pass == 0 ? layer + 1 : layer - 1);
+      if (last && pass == 0) next = gather(layer);
+      add("gather.wait", layer, {here});
+      ValueId weight = p.AddView(add("view", layer, {here}), {DType::kBF16, {Dim(1024), Dim(1024)}, {Dim(1024), Dim(1)}}, here, Dim(0));
+      for (int op = 0; op < 100 + 20 * pass; ++op) {
+        x = op % 10 == 0 ? p.AddResult(add("aten.mm", layer, {x, weight}), activation) : p.AddResult(add("aten.relu", layer, {x}), activation);
+      }
+      add("release", layer, {here});
+      if (pass == 0) continue;
+      Op& begin = add("grad.begin", layer, {});
+      begin.units.push_back(layer);
+      ValueId flat = p.AddResult(begin, full);
+      if (pending_reduce != kNone) add("reduce.wait", layer, {pending_reduce});
+      Op& reduce = add("reduce.start", layer, {flat});
+      reduce.units.push_back(layer);
+      pending_reduce = p.AddPlaced(reduce, p.value(shards[layer]).type, grads[layer], Dim(0));
+    }
+  }
+  add("reduce.wait", 0, {pending_reduce});
+  p.phases.push_back({"update", {}, {}, {}});
+  for (int i = 0; i < layers; ++i) add("update.sgd", i, {shards[i], grads[i]}).units.push_back(i);
+  return p;
+}
+
+double BestSeconds(int rounds, const auto& run) {
+  double best = 1e9;
+  for (int i = 0; i < rounds; ++i) {
+    auto begin = std::chrono::steady_clock::now();
+    run();
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+  return best;
+}
+
+TEST(Speed, TwentyThousandOps) {
+  Program program = LargeStep(84, 32);
+  ClusterSpec cluster = *LoadCluster("h100-80gb-32", "c");
+  ASSERT_GT(program.phases[0].ops.size(), 19'000u);
+  double folded = BestSeconds(5, [&] { ASSERT_TRUE(Simulate(program, cluster, nullptr, {}).ok()); });
+  SimulateOptions uneven;
+  for (int r = 0; r < 32; ++r) uneven.slow.emplace_back(r, 1 + r / 100.0);
+  double all = BestSeconds(2, [&] { ASSERT_TRUE(Simulate(program, cluster, nullptr, uneven).ok()); });
+  RecordProperty("folded_ms", std::to_string(folded * 1e3));
+  RecordProperty("uneven_ms", std::to_string(all * 1e3));
+  std::printf("%zu ops: one of 32 equal ranks %.1f ms, 32 different ranks %.0f ms\n", program.phases[0].ops.size(), folded * 1e3, all * 1e3);
+#if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__)
+  EXPECT_LT(folded, 0.050);
+  EXPECT_LT(all, 1.0);
+#endif
+}
+
+}  // namespace
+}  // namespace interlace

@@ -1,0 +1,239 @@
+#include "sim/simulate.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/suggest.h"
+#include "ir/text.h"
+#include "trace/chrome_trace.h"
+#include "trace/memory_snapshot.h"
+
+namespace interlace {
+namespace {
+
+// Time of sorted disjoint intervals `a` that no interval of `b` covers.
+int64_t Uncovered(const std::vector<std::pair<int64_t, int64_t>>& a, const std::vector<std::pair<int64_t, int64_t>>& b) {
+  int64_t total = 0;
+  size_t j = 0;
+  for (auto [begin, end] : a) {
+    int64_t at = begin;
+    while (j > 0 && b[j - 1].second > begin) --j;  // one interval may touch two of a
+    while (j < b.size() && b[j].second <= begin) ++j;
+    for (size_t k = j; k < b.size() && b[k].first < end; ++k) {
+      total += std::max<int64_t>(b[k].first - at, 0);
+      at = std::max(at, b[k].second);
+    }
+    total += std::max<int64_t>(end - at, 0);
+  }
+  return total;
+}
+
+RankUse UseOf(const Lowered& program, const EngineOutput& output, size_t rank) {
+  RankUse use;
+  const RankRecord& r = output.ranks[rank];
+  std::vector<std::pair<int64_t, int64_t>> busy;  // compute, neighbours joined
+  for (size_t run = 0; run < program.run.size(); ++run) {
+    const std::vector<LoweredOp>& ops = program.ops[program.run[run]];
+    for (size_t i = 0; i < ops.size(); ++i) {
+      int64_t start = r.start_ps[program.first[run] + i], end = r.end_ps[program.first[run] + i];
+      use.end_ps = std::max(use.end_ps, end);
+      if (end == start) continue;
+      if (ops[i].kind != LoweredOp::Kind::kCompute) {
+        use.blocked_ps += end - start;
+        continue;
+      }
+      use.compute_ps += end - start;
+      if (!busy.empty() && busy.back().second == start) {
+        busy.back().second = end;
+      } else {
+        busy.emplace_back(start, end);
+      }
+    }
+  }
+  std::vector<std::pair<int64_t, int64_t>> intervals[7];
+  LaneUse lanes[7];
+  for (int32_t id : r.transfers) {
+    const TransferRecord& t = output.transfers[id];
+    size_t lane = static_cast<size_t>(t.op->lane);
+    ++lanes[lane].transfers;
+    lanes[lane].bytes += program.costs[t.op->cost].bytes;
+    lanes[lane].busy_ps += t.end_ps - t.start_ps;
+    intervals[lane].emplace_back(t.start_ps, t.end_ps);
+    use.end_ps = std::max(use.end_ps, t.end_ps);
+  }
+  for (size_t lane = 0; lane < 7; ++lane) {
+    if (lanes[lane].transfers == 0) continue;
+    lanes[lane].lane = std::string(LaneName(static_cast<Lane>(lane)));
+    lanes[lane].exposed_ps = Uncovered(intervals[lane], busy);
+    use.lanes.push_back(std::move(lanes[lane]));
+  }
+  return use;
+}
+
+}  // namespace
+
+Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile,
+                            const SimulateOptions& options) {
+  Simulation s;
+  s.cluster = cluster;
+  if (profile != nullptr) {
+    s.fingerprint = profile->fingerprint;
+    s.foreign = !options.machine.empty() && options.machine != profile->fingerprint;
+    if (s.foreign && !options.foreign) {
+      return MakeError("the profile was measured on another machine ('", profile->fingerprint, "', here '", options.machine,
+                       "'); measure here, or allow it with --foreign");
+    }
+  }
+  INTERLACE_ASSIGN(CostModel model, CostModel::Create(program, cluster, profile));
+  s.ranks = model.ranks();
+  INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));
+  s.lowered = std::make_unique<Lowered>(std::move(lowered));
+  s.coverage = model.coverage();
+  bool folded = !options.every_rank;
+  for (auto [rank, factor] : options.slow) {
+    if (rank < 0 || rank >= s.ranks) return MakeError("rank ", rank, " is to be slow, but the program's mesh has ", s.ranks, " ranks");
+    if (!(factor >= 1 && factor <= 1000)) return MakeError("rank ", rank, " cannot be ", factor, " times slower; give 1 to 1000");
+    folded = folded && factor == 1;
+  }
+  int64_t simulated = folded ? 1 : s.ranks;
+  if (simulated > kMaxInstances / std::max<int64_t>(s.lowered->instances(), 1)) {
+    return MakeError("simulating ", simulated, " ranks of ", s.lowered->instances(), " ops each is too much; fold equal ranks");
+  }
+  s.input.fold = folded ? model.ranks_per_node() : 1;
+  s.input.programs.assign(static_cast<size_t>(simulated), s.lowered.get());
+  s.input.compute_slow.assign(static_cast<size_t>(simulated), kOne);
+  for (auto [rank, factor] : options.slow) {
+    if (!folded) s.input.compute_slow[rank] = FixedPoint(factor);
+  }
+  INTERLACE_ASSIGN(s.output, RunEngine(s.input, model));
+  for (size_t r = 0; r < s.input.programs.size(); ++r) s.use.push_back(UseOf(*s.lowered, s.output, r));
+  s.bounds = LowerBounds(s.input, model);
+  s.path = CriticalPath(s.input, s.output);
+  INTERLACE_ASSIGN(s.memory, ComputeMemory(*s.lowered));
+  return s;
+}
+
+Timeline SimulationTimeline(const Simulation& s) {
+  const Lowered& lowered = *s.lowered;
+  const Program& program = *lowered.program;
+  Timeline out;
+  out.producer = "simulated on " + s.cluster.name;
+  out.backend = s.cluster.cpu ? "gloo" : "nccl";
+  out.world_size = s.ranks;
+  out.device_name = s.cluster.device_name;
+  out.device_memory_bytes = s.cluster.MemoryLimitBytes();
+  static constexpr std::string_view kParts[] = {"", "fwd", "bwd", "upd"};
+  auto describe = [&](TraceEvent& e, const Op& op) {
+    e.op = op.name;
+    e.module = ModuleOf(program, op);
+    e.part = kParts[static_cast<size_t>(op.part)];
+    for (UnitId unit : op.units) e.detail += (e.detail.empty() ? "u" : " u") + std::to_string(unit);
+  };
+  auto elements = [&](ValueId id, int64_t& sum) {
+    Result<int64_t> bytes = program.StorageBytes(program.value(id).type);
+    if (bytes.ok()) sum += *bytes / DTypeBytes(program.value(id).type.dtype);
+  };
+  for (int32_t rank = 0; rank < static_cast<int32_t>(s.output.ranks.size()); ++rank) {
+    const RankRecord& r = s.output.ranks[rank];
+    std::vector<int32_t> event_of(s.output.transfers.size(), -1);
+    for (int32_t id : r.transfers) {
+      const TransferRecord& t = s.output.transfers[id];
+      const Op& op = program.op(t.op->op);
+      event_of[id] = static_cast<int32_t>(out.events.size());
+      TraceEvent& e = out.events.emplace_back();
+      e.rank = rank;
+      e.lane = static_cast<TraceLane>(t.op->lane);
+      e.start_ns = t.start_ps / 1000;
+      e.duration_ns = t.end_ps / 1000 - e.start_ns;
+      e.bytes = lowered.costs[t.op->cost].bytes;
+      e.group_size = lowered.costs[t.op->cost].group_ranks;
+      describe(e, op);
+      ForEachOperand(op, [&](ValueId value) {
+        elements(value, e.in_elements);
+        e.dtype = std::string(DTypeName(program.value(value).type.dtype));
+      });
+      for (ValueId value : op.results) {
+        if (value != kNone) elements(value, e.out_elements);
+      }
+    }
+    TraceCounterTrack& memory = out.counters.emplace_back();
+    memory.name = "memory: live bytes";
+    std::vector<int32_t> in_flight(program.num_values(), -1);
+    int64_t last_bytes = -1;
+    for (size_t run = 0; run < lowered.run.size(); ++run) {
+      int32_t p = lowered.run[run];
+      for (size_t i = 0; i < lowered.ops[p].size(); ++i) {
+        const LoweredOp& lop = lowered.ops[p][i];
+        int64_t instance = lowered.first[run] + static_cast<int64_t>(i);
+        const Op& op = program.op(lop.op);
+        int64_t start_ns = r.start_ps[instance] / 1000, end_ns = r.end_ps[instance] / 1000;
+        if (s.memory.at_op[p][i] != last_bytes) {
+          last_bytes = s.memory.at_op[p][i];
+          memory.samples.push_back({rank, start_ns, static_cast<double>(last_bytes)});
+        }
+        if (lop.kind == LoweredOp::Kind::kStart) {
+          for (ValueId value : op.results) {
+            if (value != kNone) in_flight[value] = r.transfer_of[instance];
+          }
+        }
+        bool wait = lop.kind == LoweredOp::Kind::kWait || lop.blocking;
+        if (!wait && end_ns == start_ns) continue;
+        int32_t index = static_cast<int32_t>(out.events.size());
+        TraceEvent& e = out.events.emplace_back();
+        e.rank = rank, e.start_ns = start_ns, e.duration_ns = end_ns - start_ns, e.wait = wait;
+        describe(e, op);
+        if (!wait) continue;
+        std::vector<int32_t> arrows;
+        if (lop.blocking) arrows.push_back(r.transfer_of[instance]);
+        ForEachOperand(op, [&](ValueId value) {
+          if (in_flight[value] >= 0) arrows.push_back(in_flight[value]);
+        });
+        std::sort(arrows.begin(), arrows.end());
+        arrows.erase(std::unique(arrows.begin(), arrows.end()), arrows.end());
+        for (int32_t transfer : arrows) out.flows.push_back({event_of[transfer], index});
+      }
+      if (run + 1 == lowered.run.size()) continue;
+      std::vector<int32_t> given;
+      for (ValueId id : lowered.phases[p]->gives) given.push_back(in_flight[id]);
+      const Phase& next = *lowered.phases[lowered.run[run + 1]];
+      for (size_t i = 0; i < next.takes.size(); ++i) in_flight[next.takes[i]] = i < given.size() ? given[i] : -1;
+    }
+  }
+  return out;
+}
+
+std::string SimulationTrace(const Simulation& simulation, int32_t rank) {
+  return WriteChromeTrace(SimulationTimeline(simulation), rank);
+}
+
+Result<std::string> SimulationSnapshot(const Simulation& s) {
+  std::vector<MemoryEvent> all;
+  for (size_t r = 0; r < s.output.ranks.size(); ++r) {
+    INTERLACE_ASSIGN(std::vector<MemoryEvent> events, MemoryEvents(*s.lowered, s.output.ranks[r].start_ps, s.output.ranks[r].end_ps,
+                                                                  static_cast<int32_t>(r)));
+    all.insert(all.end(), std::make_move_iterator(events.begin()), std::make_move_iterator(events.end()));
+  }
+  return WriteMemorySnapshot(all);
+}
+
+Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text, std::string_view profile_text,
+                                 std::string_view output, const SimulateOptions& options) {
+  static constexpr std::string_view kOutputs[] = {"json", "summary", "trace", "snapshot"};
+  if (std::find(std::begin(kOutputs), std::end(kOutputs), output) == std::end(kOutputs)) {
+    return MakeError("unknown output '", output, "'", DidYouMean(output, {std::begin(kOutputs), std::end(kOutputs)}),
+                     " (json, summary, trace, snapshot)");
+  }
+  INTERLACE_ASSIGN(Program program, Parse(program_text, "program"));
+  INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, "cluster"));
+  ProfileTable table;
+  if (!profile_text.empty()) {
+    INTERLACE_ASSIGN(table, ParseProfile(profile_text, "profile"));
+  }
+  INTERLACE_ASSIGN(Simulation simulation, Simulate(program, cluster, profile_text.empty() ? nullptr : &table, options));
+  if (output == "json") return SimulationJson(simulation);
+  if (output == "summary") return SimulationSummary(simulation);
+  if (output == "trace") return SimulationTrace(simulation);
+  return SimulationSnapshot(simulation);
+}
+
+}  // namespace interlace

@@ -1,0 +1,79 @@
+// simulate.h — predicts a training step: time, what it is made of, and memory. Text in, JSON or a summary or a trace out.
+//
+//   Result<Simulation> s = Simulate(program, cluster, &profile, {});
+//   s->makespan_ps(), s->memory.peak.bytes, s->path, SimulationJson(*s), SimulationTimeline(*s)
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cost/cost_model.h"
+#include "sim/bounds.h"
+#include "sim/critical_path.h"
+#include "sim/engine.h"
+#include "sim/memory_curve.h"
+#include "trace/timeline.h"
+
+namespace interlace {
+
+struct SimulateOptions {
+  std::vector<std::pair<int64_t, double>> slow = {};  // rank, factor: its compute takes that many times longer
+  bool every_rank = false;                       // simulate all ranks although they are alike
+  std::string machine = {};                      // fingerprint that the profile must have; "" accepts any
+  bool foreign = false;                          // use a profile of another machine, and mark the result
+};
+
+struct LaneUse {
+  std::string lane;
+  int64_t transfers = 0;
+  int64_t bytes = 0;
+  int64_t busy_ps = 0;
+  int64_t exposed_ps = 0;      // busy while the rank computes nothing
+};
+
+struct RankUse {
+  int64_t end_ps = 0;
+  int64_t compute_ps = 0;
+  int64_t blocked_ps = 0;      // held by waits
+  std::vector<LaneUse> lanes;  // those that were used
+};
+
+struct Simulation {
+  std::unique_ptr<Lowered> lowered;
+  ClusterSpec cluster;
+  EngineInput input;
+  EngineOutput output;
+  int64_t ranks = 1;           // of the program; input.programs.size() of them were simulated
+  std::vector<RankUse> use;    // by simulated rank
+  std::vector<Bound> bounds;
+  std::vector<PathPiece> path;
+  MemoryCurve memory;
+  CostModel::Coverage coverage;
+  std::string fingerprint;     // of the profile
+  bool foreign = false;
+  int64_t makespan_ps() const { return output.makespan_ps; }
+  int64_t lower_bound_ps() const { return bounds.front().time_ps; }
+};
+
+// `program` must outlive the simulation. Errors: of the cost model, the engine, the memory curve; ranks out of range; a
+// profile of another machine.
+Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile,
+                            const SimulateOptions& options);
+
+std::string SimulationJson(const Simulation& simulation);
+// What a person wants to know, about 40 lines.
+std::string SimulationSummary(const Simulation& simulation);
+Timeline SimulationTimeline(const Simulation& simulation);
+// The trace and the memory snapshot as files (trace/chrome_trace.h, trace/memory_snapshot.h).
+std::string SimulationTrace(const Simulation& simulation, int32_t rank = -1);
+Result<std::string> SimulationSnapshot(const Simulation& simulation);
+
+// All of it as texts, for bindings and tools. `cluster_text` is a file's text or a preset's name; `profile_text` may be "".
+// `output` is "json", "summary", "trace" or "snapshot".
+Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text, std::string_view profile_text,
+                                 std::string_view output, const SimulateOptions& options);
+
+}  // namespace interlace

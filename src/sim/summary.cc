@@ -1,0 +1,155 @@
+// The results of a simulation in words and as JSON.
+#include <algorithm>
+#include <cstdio>
+
+#include "ir/text.h"
+#include "sim/simulate.h"
+#include "trace/json.h"
+
+namespace interlace {
+namespace {
+
+double Us(int64_t ps) { return static_cast<double>(ps) / 1e6; }
+
+// "12.3 ms", with three digits.
+std::string Time(int64_t ps) {
+  static constexpr std::pair<double, const char*> kUnits[] = {{1e12, "s"}, {1e9, "ms"}, {1e6, "us"}};
+  double value = static_cast<double>(ps);
+  for (auto [size, unit] : kUnits) {
+    if (value < size && size > 1e6) continue;
+    char buffer[48];
+    std::snprintf(buffer, sizeof buffer, value / size < 10 ? "%.2f %s" : value / size < 100 ? "%.1f %s" : "%.0f %s", value / size, unit);
+    return buffer;
+  }
+  return "";
+}
+
+std::string Bytes(int64_t bytes) {
+  static constexpr std::pair<double, const char*> kUnits[] = {{1ll << 30, "GiB"}, {1ll << 20, "MiB"}, {1ll << 10, "KiB"}, {1, "B"}};
+  double value = static_cast<double>(bytes);
+  for (auto [size, unit] : kUnits) {
+    if (value < size && size > 1) continue;
+    char buffer[48];
+    std::snprintf(buffer, sizeof buffer, size == 1 ? "%.0f %s" : "%.2f %s", value / size, unit);
+    return buffer;
+  }
+  return "";
+}
+
+double Percent(int64_t part, int64_t whole) { return whole > 0 ? 100.0 * static_cast<double>(part) / static_cast<double>(whole) : 0; }
+
+// The busiest rank: the one that ends last.
+size_t LastRank(const Simulation& s) {
+  size_t last = 0;
+  for (size_t r = 1; r < s.use.size(); ++r) {
+    if (s.use[r].end_ps > s.use[last].end_ps) last = r;
+  }
+  return last;
+}
+
+template <typename... Args>
+void Line(std::string& out, const char* format, Args... args) {
+  char buffer[512];
+  std::snprintf(buffer, sizeof buffer, format, args...);
+  out += buffer;
+  out += '\n';
+}
+
+std::string Shown(std::string_view module) { return module.empty() ? "(no module)" : std::string(module); }
+
+}  // namespace
+
+std::string SimulationJson(const Simulation& s) {
+  const Lowered& lowered = *s.lowered;
+  const Program& program = *lowered.program;
+  JsonWriter w;
+  w.BeginObject().Field("cluster", s.cluster.name).Field("ranks", s.ranks);
+  w.Field("simulated_ranks", static_cast<int64_t>(s.input.programs.size()));
+  w.Key("profile").BeginObject().Field("fingerprint", s.fingerprint).Field("foreign", s.foreign);
+  w.Field("op_kinds", s.coverage.ops).Field("measured_op_kinds", s.coverage.measured).EndObject();
+  w.Field("step_us", Us(s.makespan_ps())).Field("lower_bound_us", Us(s.lower_bound_ps()));
+  double bound = Us(s.lower_bound_ps());
+  w.Field("gap", bound > 0 ? Us(s.makespan_ps()) / bound - 1 : 0.0);
+  w.Key("bounds").BeginArray();
+  for (const Bound& b : s.bounds) w.BeginObject().Field("name", b.name).Field("us", Us(b.time_ps)).EndObject();
+  w.EndArray().Key("per_rank").BeginArray();
+  for (const RankUse& use : s.use) {
+    w.BeginObject().Field("end_us", Us(use.end_ps)).Field("compute_us", Us(use.compute_ps)).Field("blocked_us", Us(use.blocked_ps));
+    w.Key("lanes").BeginArray();
+    for (const LaneUse& lane : use.lanes) {
+      w.BeginObject().Field("lane", lane.lane).Field("transfers", lane.transfers).Field("bytes", lane.bytes);
+      w.Field("busy_us", Us(lane.busy_ps)).Field("exposed_us", Us(lane.exposed_ps)).EndObject();
+    }
+    w.EndArray().EndObject();
+  }
+  w.EndArray().Key("critical_path").BeginArray();
+  for (const Blame& b : BlameModules(s.input, s.path)) {
+    w.BeginObject().Field("module", b.module).Field("lane", b.lane).Field("us", Us(b.time_ps)).Field("slowed_us", Us(b.slowed_ps)).EndObject();
+  }
+  w.EndArray();
+  const MemoryCurve& m = s.memory;
+  w.Key("memory").BeginObject().Field("peak_bytes", m.peak.bytes).Field("persistent_bytes", m.persistent_bytes);
+  w.Field("input_bytes", m.input_bytes).Field("limit_bytes", s.cluster.MemoryLimitBytes());
+  w.Field("fits", m.peak.bytes <= s.cluster.MemoryLimitBytes()).Key("top_ops").BeginArray();
+  for (const MemoryPeak& peak : m.top) {
+    const Op& op = program.op(peak.op);
+    w.BeginObject().Field("bytes", peak.bytes).Field("phase", lowered.phases[lowered.run[peak.run_index]]->name);
+    w.Field("place", peak.place).Field("op", op.name).Field("module", ModuleOf(program, op)).EndObject();
+  }
+  w.EndArray().Key("holders").BeginArray();
+  for (size_t i = 0; i < std::min<size_t>(m.holders.size(), 20); ++i) {
+    w.BeginObject().Field("name", m.holders[i].name).Field("module", m.holders[i].module).Field("bytes", m.holders[i].bytes).EndObject();
+  }
+  w.EndArray().EndObject().Field("events", s.output.events).EndObject();
+  return w.Take() + "\n";
+}
+
+std::string SimulationSummary(const Simulation& s) {
+  const Lowered& lowered = *s.lowered;
+  const Program& program = *lowered.program;
+  std::string out;
+  Line(out, "%lld %s on %s%s", static_cast<long long>(s.ranks), s.ranks == 1 ? "rank" : "ranks", s.cluster.name.c_str(),
+       s.input.programs.size() == 1 && s.ranks > 1 ? " (alike, one simulated)" : "");
+  if (s.fingerprint.empty()) {
+    Line(out, "times: estimated, no profile (%lld kinds of op)", static_cast<long long>(s.coverage.ops));
+  } else {
+    Line(out, "times: %lld of %lld kinds of op measured, profile of %s%s", static_cast<long long>(s.coverage.measured),
+         static_cast<long long>(s.coverage.ops), s.fingerprint.c_str(), s.foreign ? " (ANOTHER MACHINE)" : "");
+  }
+  const Bound& bound = s.bounds.front();
+  Line(out, "step          %s", Time(s.makespan_ps()).c_str());
+  Line(out, "lower bound   %s (%s), gap %.1f %%", Time(bound.time_ps).c_str(), std::string(bound.name).c_str(),
+       bound.time_ps > 0 ? Percent(s.makespan_ps(), bound.time_ps) - 100 : 0.0);
+  size_t last = LastRank(s);
+  const RankUse& use = s.use[last];
+  if (s.use.size() > 1) Line(out, "the last rank to end is %zu:", last);
+  Line(out, "compute       %s (%.1f %%), held by waits %s", Time(use.compute_ps).c_str(), Percent(use.compute_ps, s.makespan_ps()),
+       Time(use.blocked_ps).c_str());
+  for (const LaneUse& lane : use.lanes) {
+    Line(out, "%-13s %s busy, %s exposed, %lld transfers, %s", lane.lane.c_str(), Time(lane.busy_ps).c_str(), Time(lane.exposed_ps).c_str(),
+         static_cast<long long>(lane.transfers), Bytes(lane.bytes).c_str());
+  }
+  Line(out, "critical path, by module:");
+  std::vector<Blame> blame = BlameModules(s.input, s.path);
+  for (size_t i = 0; i < std::min<size_t>(blame.size(), 10); ++i) {
+    const Blame& b = blame[i];
+    Line(out, "  %5.1f %%  %-10s %-12s %s%s", Percent(b.time_ps, s.makespan_ps()), Time(b.time_ps).c_str(), b.lane.c_str(),
+         Shown(b.module).c_str(), b.slowed_ps > 0 ? (" (" + Time(b.slowed_ps) + " of it by sharing)").c_str() : "");
+  }
+  const MemoryCurve& m = s.memory;
+  int64_t limit = s.cluster.MemoryLimitBytes();
+  Line(out, "memory        peak %s of %s%s; %s persistent; inputs %s apart", Bytes(m.peak.bytes).c_str(), Bytes(limit).c_str(),
+       m.peak.bytes > limit ? " (DOES NOT FIT)" : "", Bytes(m.persistent_bytes).c_str(), Bytes(m.input_bytes).c_str());
+  if (m.peak.place >= 0) {
+    const Op& op = program.op(m.peak.op);
+    Line(out, "  at %s in %s, %s", op.name.c_str(), Shown(ModuleOf(program, op)).c_str(),
+         lowered.phases[lowered.run[m.peak.run_index]]->name.c_str());
+  }
+  for (size_t i = 0; i < std::min<size_t>(m.holders.size(), 8); ++i) {
+    Line(out, "  %-12s %s%s", Bytes(m.holders[i].bytes).c_str(), m.holders[i].name.c_str(),
+         m.holders[i].module.empty() ? "" : (" in " + m.holders[i].module).c_str());
+  }
+  return out;
+}
+
+}  // namespace interlace
