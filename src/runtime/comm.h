@@ -2,6 +2,8 @@
 // groups (low rank to high rank on `up`, high to low on `down`), summed locally in rank order: near wire speed in both directions,
 // half the traffic of gloo's own reduce-scatter, and a result that depends on nothing but the ranks' data. On NCCL the native
 // collectives are used. Every wait works against one deadline; a lost or stuck peer is an Error that names its rank and the op.
+// Tensors given to Start* are kept until waited for; nobody may write the sources or touch the results meanwhile. Every rank must
+// start the same operations on an axis in the same order; waits may come in any order. After a failure every call gives that Error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +20,7 @@ namespace interlace {
 struct AxisSpec {
   std::string name;             // "dp"
   int64_t rank = 0, size = 1;
-  std::string backend;          // "gloo" | "nccl" | "none" (size 1)
+  std::string backend;          // "gloo" | "nccl" | "native" (any group's own collectives) | "none" (size 1)
   std::string up, down, native; // names for c10d::resolve_process_group
 };
 
@@ -30,7 +32,8 @@ class Comm {
   virtual ~Comm() = default;
   // Full i is [size * shard_i] and receives shard r at r * shard_i; shard i may already lie at its own place in full i (no copy then).
   virtual Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls, std::string label) = 0;
-  // shard i = sum over ranks, in rank order, of their flat i at [rank * shard_i]; shard i may be the own part of flat i.
+  // shard i = sum over ranks, in rank order, of their flat i at [rank * shard_i]; shard i may be the own part of flat i. 16-bit floats
+  // are added in float32 and rounded once (gloo).
   virtual Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, std::string label) = 0;
   // In-place sum of a small tensor (integers: exact in any order; floats: in rank order on gloo).
   virtual Result<Ticket> StartAllReduce(at::Tensor value, std::string label) = 0;

@@ -47,14 +47,15 @@ class GlooComm final : public Comm {
       : spec_(std::move(spec)), link_(std::move(link)), timeout_s_(timeout_s), poster_([this] { PosterLoop(); }) {}
 
   ~GlooComm() override {
-    // Transfers must not be dropped while the group lives: finish what was started.
+    // Transfers must not be dropped while the group lives: finish what was started. After an error on this rank alone
+    // the peers may never do their part, hence the short patience; the group is then closed.
     std::vector<Ticket> open;
     {
       std::lock_guard lock(mutex_);
       for (const auto& [ticket, op] : ops_) open.push_back(ticket);
     }
     for (Ticket ticket : open) {
-      if (!Wait(ticket).ok()) break;
+      if (!WaitFor(ticket, std::min(timeout_s_, 5.0)).ok()) break;
     }
     {
       std::lock_guard lock(mutex_);
@@ -62,6 +63,7 @@ class GlooComm final : public Comm {
     }
     changed_.notify_all();
     poster_.join();
+    if (!ops_.empty()) link_->Bury(std::make_shared<std::map<Ticket, std::unique_ptr<Op>>>(std::move(ops_)));
   }
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
@@ -76,7 +78,7 @@ class GlooComm final : public Comm {
     return Start(CollectiveKind::kAllReduce, {value}, {value}, std::move(label));
   }
 
-  Status Wait(Ticket ticket) override;
+  Status Wait(Ticket ticket) override { return WaitFor(ticket, timeout_s_); }
 
   Stats stats() const override {
     std::lock_guard lock(mutex_);
@@ -109,6 +111,7 @@ class GlooComm final : public Comm {
   void Post(Op& op);
   void Finish(Op& op);
   void PosterLoop();
+  Status WaitFor(Ticket ticket, double timeout_s);
   // Elements of a piece of tensor i.
   int64_t PieceOf(const Op& op, size_t i) const {
     return op.kind == CollectiveKind::kReduce ? op.outputs[i].numel() : op.inputs[i].numel();
@@ -273,9 +276,9 @@ void GlooComm::PosterLoop() {
   }
 }
 
-Status GlooComm::Wait(Ticket ticket) {
+Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
   const auto begin = Clock::now();
-  const auto deadline = begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  const auto deadline = begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   const auto elapsed_s = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
   if (auto failure = link_->failure()) return *failure;
   Op* op;

@@ -133,6 +133,11 @@ std::optional<Error> GlooLink::failure() const {
   return failure_;
 }
 
+void GlooLink::Bury(std::shared_ptr<void> transfers) {
+  std::lock_guard lock(mutex_);
+  buried_.push_back(std::move(transfers));
+}
+
 Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what,
                      const std::string& label, double elapsed_s) {
   std::lock_guard lock(mutex_);

@@ -55,6 +55,9 @@ class GlooLink {
   // Set once Fail was called.
   std::optional<Error> failure() const;
 
+  // Keeps transfers that a failure left open, with their tensors, as long as the group: it may still write into them.
+  void Bury(std::shared_ptr<void> transfers);
+
  private:
   struct Note {  // what one rank tells the others, as bytes
     int32_t timed_out = 0;
@@ -93,6 +96,7 @@ class GlooLink {
   int next_tag_ = 0;
   std::optional<Error> failure_;
   std::vector<c10::intrusive_ptr<c10d::Work>> told_;
+  std::vector<std::shared_ptr<void>> buried_;
 };
 
 }  // namespace interlace
