@@ -1,9 +1,9 @@
 // exact_sum.h — an exact sum of doubles: the same bits whatever the order and grouping of what is added.
 //
-// A sum is 68 int64 limbs. Limbs 0..65 hold a fixed-point number: limb i weighs 2^(32 i - 1074), so bit 0 is the smallest
-// double and limb 65 leaves room above the largest. A normalized limb holds 32 bits, so the limbs of up to 2^30 normalized
-// sums may be added elementwise as int64 (an all-reduce) before they are normalized again. Limb 66 counts +inf in its low and
-// -inf in its high half, limb 67 counts NaN.
+// A sum is 68 int64 limbs. Limbs 0..65 hold a fixed-point number: limb i weighs 2^(32 i - 1074), so bit 0 is the
+// smallest double and limb 65 leaves room above the largest. A normalized limb holds 32 bits, so the limbs of up to
+// 2^30 normalized sums may be added elementwise as int64 (an all-reduce) before they are normalized again. Limb 66
+// counts +inf in its low and -inf in its high half, limb 67 counts NaN.
 //   limbs:  [0]       [1]  ...  [33]        ...  [65]        [66]       [67]
 //   weight: 2^-1074   2^-1042   2^-18 .. 2^13    2^1006 ..   infinite   nan
 #pragma once
@@ -44,7 +44,7 @@ class ExactSum {
       return;
     }
     if (exponent > 0) mantissa |= uint64_t{1} << 52;
-    int shift = std::max(exponent, 1) - 1;  // of the mantissa's bit 0 above 2^-1074
+    int shift = std::max(exponent, 1) - 1;       // of the mantissa's bit 0 above 2^-1074
     int limb = shift / 32, within = shift % 32;  // limb + 2 <= 65
     uint64_t low = mantissa << within;
     uint64_t high = within == 0 ? 0 : mantissa >> (64 - within);

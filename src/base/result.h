@@ -1,5 +1,5 @@
-// result.h — errors as values. A Result<T> holds a T or an Error; user and input problems travel this way, never as aborts.
-// CHECK is for our own bugs only.
+// result.h — errors as values. A Result<T> holds a T or an Error; user and input problems travel this way, never as
+// aborts. CHECK is for our own bugs only.
 #pragma once
 
 #include <optional>

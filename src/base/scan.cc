@@ -6,9 +6,15 @@
 namespace interlace {
 namespace {
 
-bool IsWordStart(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
-bool IsWordPart(char c) { return IsWordStart(c) || (c >= '0' && c <= '9'); }
-bool IsControl(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
+bool IsWordStart(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
+bool IsWordPart(char c) {
+  return IsWordStart(c) || (c >= '0' && c <= '9');
+}
+bool IsControl(char c) {
+  return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
+}
 
 int HexDigit(char c) {
   if (c >= '0' && c <= '9') return c - '0';
@@ -129,8 +135,8 @@ Error Scanner::ErrorAt(size_t pos, std::string_view message) const {
   size_t line_number = 1 + std::count(text_.begin(), text_.begin() + line_begin, '\n');
   Error error;
   error.where = std::string(file_) + ":" + std::to_string(line_number) + ":" + std::to_string(pos - line_begin + 1);
-  error.message = std::string(message) + "\n" +
-                  LineWithCaret(text_.substr(line_begin, line_end - line_begin), pos - line_begin);
+  error.message =
+      std::string(message) + "\n" + LineWithCaret(text_.substr(line_begin, line_end - line_begin), pos - line_begin);
   return error;
 }
 

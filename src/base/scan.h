@@ -1,7 +1,7 @@
 // scan.h — a scanner over a text of lines, and errors that show the line with a caret.
 //
-// Positions are byte offsets; lines and columns (from 1) are computed only for an error. Nothing here recurses or allocates
-// beyond the strings it returns, so hostile input costs no more than its size.
+// Positions are byte offsets; lines and columns (from 1) are computed only for an error. Nothing here recurses or
+// allocates beyond the strings it returns, so hostile input costs no more than its size.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,8 @@ class Binder {
     for (ValueId id = 0; id < program_.num_values(); ++id) {
       if (!program_.HasValue(id)) continue;
       Status fits = CheckPlace(program_, program_.value(id));
-      if (!fits.ok()) return MakeError(fits.error().message, " under this binding; the model was captured for other sizes");
+      if (!fits.ok())
+        return MakeError(fits.error().message, " under this binding; the model was captured for other sizes");
     }
     std::erase_if(program_.symbols, [&](const Symbol& s) { return binding_.count(s.name) > 0; });
     return Ok{};

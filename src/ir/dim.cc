@@ -36,8 +36,12 @@ int64_t FloorModInt(int64_t a, int64_t b) {
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
 }
 
-bool IsWordStart(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
-bool IsDigit(char c) { return c >= '0' && c <= '9'; }
+bool IsWordStart(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
+bool IsDigit(char c) {
+  return c >= '0' && c <= '9';
+}
 
 }  // namespace
 
@@ -246,16 +250,21 @@ struct DimTableImpl {
 
   std::optional<Dim> Combine(AtomKind kind, Dim a, Dim b) {
     switch (kind) {
-      case AtomKind::kFloorDiv: return FloorDiv(a, b);
-      case AtomKind::kMod: return Mod(a, b);
-      default: return MaxMin(a, b, kind == AtomKind::kMax);
+      case AtomKind::kFloorDiv:
+        return FloorDiv(a, b);
+      case AtomKind::kMod:
+        return Mod(a, b);
+      default:
+        return MaxMin(a, b, kind == AtomKind::kMax);
     }
   }
 };
 
 namespace {
 
-Dim OrLargest(std::optional<Dim> dim) { return dim ? *dim : Dim(std::numeric_limits<int64_t>::max()); }
+Dim OrLargest(std::optional<Dim> dim) {
+  return dim ? *dim : Dim(std::numeric_limits<int64_t>::max());
+}
 
 // Recursive descent over one expression; depth is bounded.
 class DimParser {
@@ -358,13 +367,27 @@ class DimParser {
 Dim DimTable::Symbol(std::string_view name) {
   return OrLargest(DimTableImpl{*this}.FromAtom({AtomKind::kSymbol, std::string(name), {}, {}}));
 }
-Dim DimTable::Add(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.Add(a, b, 1)); }
-Dim DimTable::Sub(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.Add(a, b, -1)); }
-Dim DimTable::Mul(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.Mul(a, b)); }
-Dim DimTable::FloorDiv(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.FloorDiv(a, b)); }
-Dim DimTable::Mod(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.Mod(a, b)); }
-Dim DimTable::Max(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.MaxMin(a, b, true)); }
-Dim DimTable::Min(Dim a, Dim b) { return OrLargest(DimTableImpl{*this}.MaxMin(a, b, false)); }
+Dim DimTable::Add(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.Add(a, b, 1));
+}
+Dim DimTable::Sub(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.Add(a, b, -1));
+}
+Dim DimTable::Mul(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.Mul(a, b));
+}
+Dim DimTable::FloorDiv(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.FloorDiv(a, b));
+}
+Dim DimTable::Mod(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.Mod(a, b));
+}
+Dim DimTable::Max(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.MaxMin(a, b, true));
+}
+Dim DimTable::Min(Dim a, Dim b) {
+  return OrLargest(DimTableImpl{*this}.MaxMin(a, b, false));
+}
 
 Result<Dim> DimTable::CheckedMul(Dim a, Dim b) {
   if (auto out = DimTableImpl{*this}.Mul(a, b)) return *out;

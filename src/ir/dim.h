@@ -1,8 +1,8 @@
 // dim.h — a size, stride, offset or integer argument: a 64-bit integer or a symbolic expression.
 //
-// Expressions are interned in a DimTable owned by the Program, so equal expressions have equal ids and Dim compares by value.
-// Canonical form: a sum of products, terms sorted, constants folded; floor division, modulo, max and min are opaque factors
-// whose operands are canonical. Worked example: (s*2+b*s) and (b*s+2*s) are the same Dim and print as "b*s+2*s".
+// Expressions are interned in a DimTable owned by the Program, so equal expressions have equal ids and Dim compares by
+// value. Canonical form: a sum of products, terms sorted, constants folded; floor division, modulo, max and min are opaque
+// factors whose operands are canonical. Worked example: (s*2+b*s) and (b*s+2*s) are the same Dim and print as "b*s+2*s".
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ using Binding = std::unordered_map<std::string, int64_t>;
 
 class DimTable {
  public:
-  // Arithmetic never fails: what overflows 64 bits, or grows beyond kMaxDimText characters, becomes the largest integer.
-  // Parse, Evaluate and Substitute report it instead.
+  // Arithmetic never fails: what overflows 64 bits, or grows beyond kMaxDimText characters, becomes the largest
+  // integer. Parse, Evaluate and Substitute report it instead.
   // A symbol such as "b"; the same name gives the same Dim.
   Dim Symbol(std::string_view name);
   Dim Add(Dim a, Dim b);

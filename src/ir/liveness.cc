@@ -8,12 +8,16 @@
 namespace interlace {
 namespace {
 
-// Storage of phase-local roots; persistent ones (parameters, buffers, states, constants) and inputs are not counted per op.
-bool IsLocal(const Value& root) { return root.kind == ValueKind::kResult || root.kind == ValueKind::kTake; }
+// Storage of phase-local roots; persistent ones (parameters, buffers, states, constants) and inputs are not counted per
+// op.
+bool IsLocal(const Value& root) {
+  return root.kind == ValueKind::kResult || root.kind == ValueKind::kTake;
+}
 
 class Analysis {
  public:
-  Analysis(const Program& program, const Phase& phase) : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
+  Analysis(const Program& program, const Phase& phase)
+      : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
 
   Result<PhaseLiveness> Run() {
     INTERLACE_TRY(Persistent());
@@ -126,6 +130,8 @@ class Analysis {
 
 }  // namespace
 
-Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase) { return Analysis(program, phase).Run(); }
+Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase) {
+  return Analysis(program, phase).Run();
+}
 
 }  // namespace interlace

@@ -1,7 +1,7 @@
 // liveness.h — when storages begin and end within a phase, and the bytes alive before each op.
 //
-// Only storages of results and takes come and go; parameters, buffers, states and constants are persistent, inputs belong to
-// the caller. The sources of a `.start` live until its `.wait` (to the end of the phase when it is waited for later).
+// Only storages of results and takes come and go; parameters, buffers, states and constants are persistent, inputs
+// belong to the caller. The sources of a `.start` live until its `.wait` (to the end of the phase when it is waited for later).
 #pragma once
 
 #include <vector>

@@ -88,16 +88,15 @@ TEST(Liveness, TransfersTakesAndGives) {
   ASSERT_TRUE(live.ok());
   std::string text;
   for (const StorageLife& life : live->storages) {
-    text += "%" + std::to_string(life.root) + " " + std::to_string(life.bytes) + " bytes " + std::to_string(life.first) + ".." +
-            std::to_string(life.last) + "\n";
+    text += "%" + std::to_string(life.root) + " " + std::to_string(life.bytes) + " bytes " +
+            std::to_string(life.first) + ".." + std::to_string(life.last) + "\n";
   }
   // The flat gradient %14 lives until the reduction that reads it is waited for; what is given lives to the end (12).
   EXPECT_EQ(text,
             "%5 16 bytes -1..1\n%10 256 bytes 0..5\n%11 16 bytes 1..10\n%13 200 bytes 4..7\n%14 256 bytes 6..11\n"
             "%15 16 bytes 9..12\n%18 8 bytes 10..10\n");
   EXPECT_EQ(live->persistent_bytes, 40 + 8 + 128 + 128);  // the sharded parameter owns nothing
-  EXPECT_EQ(live->live_before,
-            (std::vector<int64_t>{16, 272, 272, 272, 272, 472, 216, 472, 272, 272, 288, 272, 16}));
+  EXPECT_EQ(live->live_before, (std::vector<int64_t>{16, 272, 272, 272, 272, 472, 216, 472, 272, 272, 288, 272, 16}));
   EXPECT_EQ(live->dies_after[1], (std::vector<ValueId>{5}));
   EXPECT_EQ(live->dies_after[11], (std::vector<ValueId>{14}));
   EXPECT_EQ(live->peak_bytes, 472);
@@ -105,7 +104,8 @@ TEST(Liveness, TransfersTakesAndGives) {
 
 TEST(Liveness, SymbolicSizesAreAnError) {
   Result<Program> program = Parse(
-      "interlace 1 captured\nsymbol b 1 9\nstep 1 reduce_each\ninput %0: f32[b] \"x\"\nphase micro_batch takes () gives () {\n"
+      "interlace 1 captured\nsymbol b 1 9\nstep 1 reduce_each\ninput %0: f32[b] \"x\"\nphase micro_batch takes () "
+      "gives () {\n"
       "  %1: f32[b] = aten.exp(%0)\n}\n");
   ASSERT_TRUE(program.ok());
   EXPECT_EQ(ComputeLiveness(*program, program->phases[0]).error().ToString(),

@@ -46,7 +46,9 @@ const Arg* ValueArg(const Op& op, size_t index) {
 
 }  // namespace
 
-std::span<const OpInfo> OpTable() { return kOps; }
+std::span<const OpInfo> OpTable() {
+  return kOps;
+}
 
 const OpInfo* FindOp(std::string_view name) {
   static const auto& index = *[] {
@@ -76,7 +78,9 @@ Lane LaneOf(const Op& op) {
   return info == nullptr ? Lane::kCompute : info->lane;
 }
 
-std::string_view LaneName(Lane lane) { return kLanes[static_cast<size_t>(lane)]; }
+std::string_view LaneName(Lane lane) {
+  return kLanes[static_cast<size_t>(lane)];
+}
 
 std::optional<Lane> ParseLane(std::string_view name) {
   for (size_t i = 0; i < kLanes.size(); ++i) {

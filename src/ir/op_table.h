@@ -21,7 +21,7 @@ bool IsOwnOp(std::string_view name);                  // no "ns." of an operator
 Lane LaneOf(const Op& op);                            // explicit or the table's default
 std::string_view LaneName(Lane lane);
 std::optional<Lane> ParseLane(std::string_view name);
-// Operands whose storage the op writes: `writes`, and what its own semantics mutate (assign's dst, update's w/m/v, ...).
+// Operands whose storage the op writes: `writes`, and what its own semantics mutate (assign's dst, update's states).
 std::vector<ValueId> WrittenOperands(const Program& program, const Op& op);
 // Whether dead-code elimination must keep the op: effects, writes, or placed results.
 bool HasEffect(const Program& program, const Op& op);

@@ -80,7 +80,8 @@ std::vector<Case> Cases() {
       {"strides that overflow", With("f32[4,8]", "f32[4,8]{9223372036854775807,1}")},
       {"too few strides", With("f32[4,8]", "f32[4,8]{8}")},
       {"expression that divides by zero", With("alpha=2*batch", "alpha=batch//0")},
-      {"expression nested too deep", With("alpha=2*batch", "alpha=" + std::string(200, '(') + "batch" + std::string(200, ')'))},
+      {"expression nested too deep",
+       With("alpha=2*batch", "alpha=" + std::string(200, '(') + "batch" + std::string(200, ')'))},
       {"lists nested too deep", With("[%8, none]", std::string(100, '[') + "1" + std::string(100, ']'))},
       {"number that is none", With("1.5", "1.5.5")},
       {"number beyond a double", With("1.5", "1.5e999")},
@@ -143,8 +144,22 @@ TEST(Parse, LayoutIsFree) {
 
 TEST(Parse, NumbersRoundTrip) {
   std::string text = "interlace 1 captured\nstep 1 reduce_each\nphase micro_batch takes () gives () {\n  aten.x(";
-  const char* numbers[] = {"0.1", "1e+300", "-2.5", "inf", "-inf", "nan", "5e-324", "1.0", "-0.0", "9223372036854775807",
-                           "-9223372036854775808", "true", "none", "f32", "channels_last", "\"q\\\"\\\\\\x07\xc3\xa9\""};
+  const char* numbers[] = {"0.1",
+                           "1e+300",
+                           "-2.5",
+                           "inf",
+                           "-inf",
+                           "nan",
+                           "5e-324",
+                           "1.0",
+                           "-0.0",
+                           "9223372036854775807",
+                           "-9223372036854775808",
+                           "true",
+                           "none",
+                           "f32",
+                           "channels_last",
+                           "\"q\\\"\\\\\\x07\xc3\xa9\""};
   for (const char* number : numbers) text += std::string(number) + (number == numbers[15] ? "" : ", ");
   text += ")\n}\n";
   Result<Program> program = Parse(text);
@@ -175,9 +190,11 @@ void Feed(const std::string& text, int& accepted) {
 TEST(Parse, MutatedFiles) {
   std::mt19937_64 random(11);
   std::vector<std::string> seeds = {kBase};
-  for (uint64_t seed = 1; seed <= 3; ++seed) seeds.push_back(Print(testing::RandomProgram({.seed = seed, .layers = 2})));
-  const std::vector<std::string> pieces = {"%",  "%0", "[", "]", "(", ")", "{", "}", ",", "=", ":", "in ", "into ", "_", "\"", "-",
-                                           "99999999999", "u0", "phase ", "batch", "//", "max(", "\n", " ", "\x00\xff", "1e9", "f32["};
+  for (uint64_t seed = 1; seed <= 3; ++seed)
+    seeds.push_back(Print(testing::RandomProgram({.seed = seed, .layers = 2})));
+  const std::vector<std::string> pieces = {
+      "%",  "%0", "[",           "]",  "(",      ")",     "{",  "}",    ",",  "=", ":",        "in ", "into ", "_",
+      "\"", "-",  "99999999999", "u0", "phase ", "batch", "//", "max(", "\n", " ", "\x00\xff", "1e9", "f32["};
   int accepted = 0;
   for (int round = 0; round < 6000; ++round) {
     std::string text = seeds[random() % seeds.size()];
@@ -186,11 +203,21 @@ TEST(Parse, MutatedFiles) {
       size_t at = random() % text.size();
       size_t length = random() % 6;
       switch (random() % 5) {
-        case 0: text.erase(at, length + 1); break;
-        case 1: text.insert(at, pieces[random() % pieces.size()]); break;
-        case 2: text[at] = static_cast<char>(random()); break;
-        case 3: text.replace(at, length, pieces[random() % pieces.size()]); break;
-        default: text.insert(at, text.substr(random() % text.size(), random() % 80)); break;
+        case 0:
+          text.erase(at, length + 1);
+          break;
+        case 1:
+          text.insert(at, pieces[random() % pieces.size()]);
+          break;
+        case 2:
+          text[at] = static_cast<char>(random());
+          break;
+        case 3:
+          text.replace(at, length, pieces[random() % pieces.size()]);
+          break;
+        default:
+          text.insert(at, text.substr(random() % text.size(), random() % 80));
+          break;
       }
       if (text.empty()) text = " ";
     }

@@ -146,13 +146,27 @@ class Printer {
 
   void Literal(const Arg& arg) {
     switch (arg.kind) {
-      case Arg::Kind::kNone: out_ += "none"; break;
-      case Arg::Kind::kValue: ValueName(arg.value); break;
-      case Arg::Kind::kInt: PrintDim(arg.integer); break;
-      case Arg::Kind::kFloat: Float(arg.real); break;
-      case Arg::Kind::kBool: out_ += arg.boolean ? "true" : "false"; break;
-      case Arg::Kind::kString: AppendQuoted(out_, arg.text); break;
-      case Arg::Kind::kWord: out_ += arg.text; break;
+      case Arg::Kind::kNone:
+        out_ += "none";
+        break;
+      case Arg::Kind::kValue:
+        ValueName(arg.value);
+        break;
+      case Arg::Kind::kInt:
+        PrintDim(arg.integer);
+        break;
+      case Arg::Kind::kFloat:
+        Float(arg.real);
+        break;
+      case Arg::Kind::kBool:
+        out_ += arg.boolean ? "true" : "false";
+        break;
+      case Arg::Kind::kString:
+        AppendQuoted(out_, arg.text);
+        break;
+      case Arg::Kind::kWord:
+        out_ += arg.text;
+        break;
       case Arg::Kind::kList:
         out_ += '[';
         for (size_t i = 0; i < arg.list.size(); ++i) {
@@ -380,9 +394,13 @@ class Printer {
 
 }  // namespace
 
-std::string Print(const Program& program) { return Printer(program).Run().text; }
+std::string Print(const Program& program) {
+  return Printer(program).Run().text;
+}
 
-PrintedProgram PrintWithLines(const Program& program) { return Printer(program).Run(); }
+PrintedProgram PrintWithLines(const Program& program) {
+  return Printer(program).Run();
+}
 
 std::string PrintOp(const Program& program, const Op& op) {
   Printer printer(program);

@@ -190,7 +190,8 @@ Result<int64_t> Program::StorageBytes(const Type& type) const {
     const Dim& size = type.sizes[i];
     const Dim& stride = type.strides[i];
     for (const Dim& dim : {size, stride}) {
-      if (!dim.is_const()) return MakeError("the size ", dims.ToString(dim), " is not a number yet; bind its symbols first");
+      if (!dim.is_const())
+        return MakeError("the size ", dims.ToString(dim), " is not a number yet; bind its symbols first");
       if (dim.value < 0) return MakeError("the size or stride ", dim.value, " is negative");
     }
     if (size.value == 0) return int64_t{0};

@@ -61,7 +61,7 @@ struct Arg {
   ValueId value = kNone;
   Dim integer;
   double real = 0;
-  std::string text;        // kString: unescaped; kWord: dtype names, memory formats (preserve, contiguous, channels_last)
+  std::string text;        // kString: unescaped; kWord: dtypes, memory formats (preserve, contiguous, channels_last)
   std::vector<Arg> list;
   static Arg None() { return {}; }
   static Arg Of(ValueId v) { Arg a; a.kind = Kind::kValue; a.value = v; return a; }
@@ -111,7 +111,7 @@ struct Param {
 };
 struct Buffer { ValueId value = kNone; std::string name; bool persistent = true; };
 struct Input { ValueId value = kNone; std::string name; };
-struct Const { ValueId value = kNone; std::string name; Arg data; };  // data: nested list of numbers, row-major flat list
+struct Const { ValueId value = kNone; std::string name; Arg data; };  // data: row-major list of numbers
 struct State {
   ValueId value = kNone;
   std::string role;                 // "shard", "full", "grad", "exp_avg", ...
@@ -199,7 +199,7 @@ class Program {
   // Bytes a storage of this type spans (from element 0 to the last reachable one). Error: symbolic or overflow.
   Result<int64_t> StorageBytes(const Type& type) const;
 
-  // Phases in the order a step runs them, with repeat counts: {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
+  // Phases in the order a step runs them, with counts: {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
   std::vector<std::pair<const Phase*, int64_t>> RunOrder() const;
   // Drops ops in no phase and values nobody defines or uses, and renumbers ids densely in text order.
   void Compact();

@@ -53,9 +53,10 @@ TEST(Program, BuildByHand) {
   output.SetAttr("name", Arg::String("row"));
   output.SetAttr("name", Arg::String("last"));
   program.phases[0].ops = {relu.id, view.id, output.id};
-  EXPECT_EQ(Print(program),
-            "interlace 1 captured\nstep 1 reduce_each\ninput %0: f32[4,2] \"x\"\nphase micro_batch takes () gives () {\n"
-            "  %1: f32[4,2] = aten.relu(%0)\n  %2: f32[2] in %1+6 = view(%1)\n  output(%2) {name=\"last\"}\n}\n");
+  EXPECT_EQ(
+      Print(program),
+      "interlace 1 captured\nstep 1 reduce_each\ninput %0: f32[4,2] \"x\"\nphase micro_batch takes () gives () {\n"
+      "  %1: f32[4,2] = aten.relu(%0)\n  %2: f32[2] in %1+6 = view(%1)\n  output(%2) {name=\"last\"}\n}\n");
   EXPECT_EQ(program.RootOf(z), y);
   EXPECT_EQ(program.value(z).def, view.id);
   Program clone = program.Clone();
@@ -97,7 +98,7 @@ TEST(Program, RunOrder) {
 
 TEST(OpTable, NamesLanesEffects) {
   EXPECT_TRUE(IsOwnOp("gather.start"));
-  EXPECT_TRUE(IsOwnOp("gather.begin"));   // unknown, but of our family
+  EXPECT_TRUE(IsOwnOp("gather.begin"));  // unknown, but of our family
   EXPECT_TRUE(IsOwnOp("frobnicate"));
   EXPECT_FALSE(IsOwnOp("aten.mm"));
   EXPECT_FALSE(IsOwnOp("torchvision.nms"));
@@ -111,9 +112,11 @@ TEST(OpTable, NamesLanesEffects) {
   EXPECT_FALSE(ParseLane("gpu").has_value());
   Program program = FromText(
       "interlace 1 sharded\nmesh dp 1\nstep 1 reduce_each\nunit u0 dp f32 numel 32 shard 32\n"
-      "state %0: f32[32] u0.full persistent\nstate %1: f32[32] u0.grad persistent\nstate %2: f32[32] u0.exp_avg persistent\n"
+      "state %0: f32[32] u0.full persistent\nstate %1: f32[32] u0.grad persistent\nstate %2: f32[32] u0.exp_avg "
+      "persistent\n"
       "state %3: f32[32] u0.exp_avg_sq persistent\nphase update takes () gives () {\n"
-      "  update.adamw(%0, %1, %2, %3) {units=[u0] scale=1.0 ranges=[]}\n  update.sgd(%0, %1, %2) {units=[u0] momentum=true}\n"
+      "  update.adamw(%0, %1, %2, %3) {units=[u0] scale=1.0 ranges=[]}\n  update.sgd(%0, %1, %2) {units=[u0] "
+      "momentum=true}\n"
       "  %4: f32[32] into %1+0 = aten.neg(%0)\n  %5: f32[32] = aten.neg(%0) {lane=d2h}\n  assign(%0, %5)\n"
       "  aten.add_(%1, %0) {writes=[%1]}\n}\n");
   auto written = [&](int op) { return WrittenOperands(program, program.op(op)); };
@@ -122,9 +125,9 @@ TEST(OpTable, NamesLanesEffects) {
   EXPECT_EQ(written(2), (std::vector<ValueId>{}));
   EXPECT_EQ(written(4), (std::vector<ValueId>{0}));
   EXPECT_EQ(written(5), (std::vector<ValueId>{1}));
-  EXPECT_TRUE(HasEffect(program, program.op(2)));   // placed
+  EXPECT_TRUE(HasEffect(program, program.op(2)));  // placed
   EXPECT_FALSE(HasEffect(program, program.op(3)));
-  EXPECT_TRUE(HasEffect(program, program.op(5)));   // writes
+  EXPECT_TRUE(HasEffect(program, program.op(5)));  // writes
   EXPECT_EQ(LaneOf(program.op(3)), Lane::kD2H);
   EXPECT_EQ(LaneOf(program.op(0)), Lane::kCompute);
 }
@@ -154,14 +157,16 @@ TEST(Bind, Errors) {
     Result<Program> bound = Bind(p, binding);
     return bound.ok() ? "ok" : bound.error().ToString();
   };
-  EXPECT_EQ(message(program, {{"b", 1}}), "symbol 'b' = 1 is out of its range 2 to 64; capture the program again for such a size");
+  EXPECT_EQ(message(program, {{"b", 1}}),
+            "symbol 'b' = 1 is out of its range 2 to 64; capture the program again for such a size");
   EXPECT_EQ(message(program, {{"bb", 4}}), "the program has no symbol 'bb', did you mean 'b'?");
   EXPECT_EQ(message(program, {{"rank_dp", 2}}),
             "symbol 'rank_dp' = 2 is out of its range 0 to 1; capture the program again for such a size");
   Program wide = FromText(
       "interlace 1 captured\nsymbol b 1 9223372036854775807\nstep 1 reduce_each\ninput %0: f32[b,b] \"x\"\n"
       "phase micro_batch takes () gives () {\n}\n");
-  EXPECT_EQ(message(wide, {{"b", int64_t{1} << 31}}), "value %0: the storage does not fit in 64 bits under this binding");
+  EXPECT_EQ(message(wide, {{"b", int64_t{1} << 31}}),
+            "value %0: the storage does not fit in 64 bits under this binding");
   Program view = FromText(
       "interlace 1 captured\nsymbol b 1 64\nstep 1 reduce_each\ninput %0: f32[b] \"x\"\n"
       "phase micro_batch takes () gives () {\n  %1: f32[b] = aten.exp(%0)\n  %2: f32[8] in %1+0 = view(%1)\n"
@@ -171,7 +176,8 @@ TEST(Bind, Errors) {
   view.phases[0].ops.pop_back();
   view.Compact();
   EXPECT_EQ(message(view, {{"b", 6}}),
-            "%2 lies outside its storage: 32 bytes from element 0 of %1, which has 24 bytes under this binding; the model was "
+            "%2 lies outside its storage: 32 bytes from element 0 of %1, which has 24 bytes under this binding; the "
+            "model was "
             "captured for other sizes");
 }
 

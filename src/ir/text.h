@@ -24,8 +24,8 @@ PrintedProgram PrintWithLines(const Program& program);
 std::string PrintOp(const Program& program, const Op& op);
 std::string PrintType(const Program& program, const Type& type);
 
-// Parses text; `file` names it in messages. Errors: "file:line:col: what" and a second and third line with the offending line
-// and a caret. A newer version, a file that ends too early (no closing brace) and unknown lines are said as such.
+// Parses text; `file` names it in messages. Errors: "file:line:col: what" and two more lines, the offending
+// line and a caret. A newer version, a file that ends too early (no closing brace) and unknown lines are said as such.
 Result<Program> Parse(std::string_view text, std::string_view file = "program");
 
 }  // namespace interlace

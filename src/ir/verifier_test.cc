@@ -1,5 +1,5 @@
-// Each case is a valid program with a few replacements; what the verifier says about all of them is one golden file, read in
-// review: tests/golden/ir_verifier_errors.txt.
+// Each case is a valid program with a few replacements; what the verifier says about all of them is one golden file,
+// read in review: tests/golden/ir_verifier_errors.txt.
 #include "ir/verifier.h"
 
 #include <gtest/gtest.h>
@@ -113,9 +113,13 @@ const std::vector<Case>& Cases() {
   static const std::vector<Case> cases = {
       // structure
       {"used before its definition", kCaptured, {{"aten.add.Tensor(%11, %1)", "aten.add.Tensor(%13, %1)"}}},
-      {"place is a view of a view", kCaptured, {{"  %14: f32[] = aten.sum(%12) {fwd}\n", "  %14: f32[] in %10+0 = view(%10)\n"}}},
+      {"place is a view of a view",
+       kCaptured,
+       {{"  %14: f32[] = aten.sum(%12) {fwd}\n", "  %14: f32[] in %10+0 = view(%10)\n"}}},
       {"place outside the storage", kCaptured, {{"in %0+0", "in %0+1"}}},
-      {"place without an operand of that storage", kCaptured, {{"%12: f32[2,4] = aten.add", "%12: f32[2,4] in %3+0 = aten.add"}}},
+      {"place without an operand of that storage",
+       kCaptured,
+       {{"%12: f32[2,4] = aten.add", "%12: f32[2,4] in %3+0 = aten.add"}}},
       {"value of another phase", kSharded, {{"norm.partial(%7)", "norm.partial(%15)"}}},
       {"input in the update", kSharded, {{"norm.partial(%7)", "norm.partial(%3)"}}},
       {"used after release", kSharded, {{"aten.sum(%13)", "aten.sum(%12)"}}},
@@ -123,16 +127,22 @@ const std::vector<Case>& Cases() {
       {"release of a view", kSharded, {{"release(%10)", "release(%12)"}}},
       {"release of a state", kSharded, {{"release(%10)", "release(%4)"}}},
       {"value in an attribute", kCaptured, {{"{fwd name=\"loss\"}", "{fwd name=\"loss\" x=%13}"}}},
-      {"declared in something that is no state", kCaptured, {{"param %1: f32[4] \"frozen\"", "param %1: f32[4] in %2+0 \"frozen\""}}},
+      {"declared in something that is no state",
+       kCaptured,
+       {{"param %1: f32[4] \"frozen\"", "param %1: f32[4] in %2+0 \"frozen\""}}},
       {"declared into", kSharded, {{"state %5: f32[64]", "state %5: f32[64] into %4+0"}}},
       {"given but released", kPhases, {{"gives (%22) {\n  release(%20)", "gives (%20) {\n  release(%20)"}}},
-      {"take lies in something that is not taken", kPhases, {{"takes (%20: f32[64])", "takes (%20: f32[64] in %10+0)"}}},
+      {"take lies in something that is not taken",
+       kPhases,
+       {{"takes (%20: f32[64])", "takes (%20: f32[64] in %10+0)"}}},
       // levels
       {"no phase", kCaptured, {{kCaptured + std::string(kCaptured).find("phase"), ""}}},
       {"captured with an update", kCaptured, {{"phase micro_batch ", "phase update "}}},
       {"unknown phase", kCaptured, {{"phase micro_batch ", "phase micro_bacth "}}},
       {"accumulation without its phases", kSharded, {{"step 1", "step 4"}}},
-      {"missing middle phase", kPhases, {{"step 3", "step 5"}, {"phase micro_batch.middle", "phase micro_batch.midle"}}},
+      {"missing middle phase",
+       kPhases,
+       {{"step 3", "step 5"}, {"phase micro_batch.middle", "phase micro_batch.midle"}}},
       {"grad above the captured level", kCaptured, {{"interlace 1 captured", "interlace 1 sharded"}}},
       {"gather in a captured program", kCaptured, {{"  %15: f32[4,8]", "  gather.wait(%14)\n  %15: f32[4,8]"}}},
       {"sharded parameter used directly", kSharded, {{"aten.mul.Tensor(%12, %11)", "aten.mul.Tensor(%0, %11)"}}},
@@ -146,25 +156,34 @@ const std::vector<Case>& Cases() {
       {"parameter of another dtype", kSharded, {{"param %1: f32[40]", "param %1: bf16[40]"}}},
       {"state of another size", kSharded, {{"state %5: f32[64]", "state %5: f32[63]"}}},
       {"two states of one role", kSharded, {{"u0.exp_avg_sq", "u0.exp_avg"}}},
-      {"two parameters of one name", kSharded, {{"\"v\" trainable group 0 unit u0+64", "\"v\" trainable group 0 unit u0+64 alias \"w\""}}},
+      {"two parameters of one name",
+       kSharded,
+       {{"\"v\" trainable group 0 unit u0+64", "\"v\" trainable group 0 unit u0+64 alias \"w\""}}},
       // single ops
       {"unknown own op", kSharded, {{"gather.wait(%10)", "gather.weit(%10)"}}},
       {"unknown op without a namespace", kCaptured, {{"aten.ones_like(%0)", "ones(%0)"}}},
       {"own op misspelt in its family", kSharded, {{"grad.begin()", "grda.begin()"}}},
-      {"gather of the wrong size", kSharded, {{"%10: f32[128] = gather", "%10: f32[127] = gather"}, {"in %10+0 = view", "in %10+1 = view"}}},
+      {"gather of the wrong size",
+       kSharded,
+       {{"%10: f32[128] = gather", "%10: f32[127] = gather"}, {"in %10+0 = view", "in %10+1 = view"}}},
       {"gather without units", kSharded, {{"gather.start(%4) {fwd units=[u0]}", "gather.start(%4) {fwd}"}}},
       {"gather changes the dtype", kSharded, {{"%10: f32[128] = gather", "%10: f64[128] = gather"}}},
       {"reduce of the wrong size", kSharded, {{"reduce.start(%15)", "reduce.start(%11)"}}},
       {"all_reduce along no axis", kSharded, {{"axis=dp", "axis=tp"}}},
-      {"grad.begin without a unit", kSharded, {{"grad.begin() {bwd units=[u0] zero=true}", "grad.begin() {bwd zero=1}"}}},
+      {"grad.begin without a unit",
+       kSharded,
+       {{"grad.begin() {bwd units=[u0] zero=true}", "grad.begin() {bwd zero=1}"}}},
       {"norm of the wrong type", kSharded, {{"%30: i64[68]", "%30: i64[66]"}}},
       {"norm.coef without scale", kSharded, {{"{upd max_norm=1.0 scale=0.5}", "{upd max_norm=true}"}}},
       {"update with too few operands", kSharded, {{"(%4, %7, %5, %6, %32)", "(%4, %7, %5)"}}},
-      {"update with operands of two sizes", kSharded, {{"(%4, %7, %5, %6, %32)", "(%4, %15, %5, %6, %32)"},
-                                                        {"phase update takes () gives () {", "phase update takes () gives () {\n  %15: f32[128] = grad.begin() {units=[u0]}"},
-                                                        {"%15: f32[128] = grad.begin() {bwd", "%29: f32[128] = grad.begin() {bwd"},
-                                                        {"into %15+0", "into %29+0"},
-                                                        {"reduce.start(%15)", "reduce.start(%29)"}}},
+      {"update with operands of two sizes",
+       kSharded,
+       {{"(%4, %7, %5, %6, %32)", "(%4, %15, %5, %6, %32)"},
+        {"phase update takes () gives () {",
+         "phase update takes () gives () {\n  %15: f32[128] = grad.begin() {units=[u0]}"},
+        {"%15: f32[128] = grad.begin() {bwd", "%29: f32[128] = grad.begin() {bwd"},
+        {"into %15+0", "into %29+0"},
+        {"reduce.start(%15)", "reduce.start(%29)"}}},
       {"ranges out of order", kSharded, {{"ranges=[0, 60, 0, 64, 104, 0]", "ranges=[64, 104, 0, 0, 60, 0]"}}},
       {"ranges of an unknown group", kSharded, {{"ranges=[0, 60, 0, 64, 104, 0]", "ranges=[0, 60, 3]"}}},
       {"ranges that are no triples", kSharded, {{"ranges=[0, 60, 0, 64, 104, 0]", "ranges=[0, 60]"}}},
@@ -179,17 +198,29 @@ const std::vector<Case>& Cases() {
       {"constant of words", kCaptured, {{"[1.0, 2]", "[1.0, two]"}}},
       {"python call without its module", kCaptured, {{"aten.ones_like(%0)", "call.python(%0)"}}},
       // transfers
-      {"touched between gather.start and its wait", kSharded, {{"aten.neg(%3) {fwd}\n  gather.wait(%10)", "aten.neg(%10) {fwd}\n  gather.wait(%10)"},
-                                                                {"%11: f32[6,10] = aten.neg", "%11: f32[128] = aten.neg"}}},
+      {"touched between gather.start and its wait",
+       kSharded,
+       {{"aten.neg(%3) {fwd}\n  gather.wait(%10)", "aten.neg(%10) {fwd}\n  gather.wait(%10)"},
+        {"%11: f32[6,10] = aten.neg", "%11: f32[128] = aten.neg"}}},
       {"never waited for", kSharded, {{"  gather.wait(%20) {bwd}\n", ""}}},
-      {"waited for twice", kSharded, {{"  gather.wait(%20) {bwd}\n", "  gather.wait(%20) {bwd}\n  gather.wait(%20) {bwd}\n"}}},
+      {"waited for twice",
+       kSharded,
+       {{"  gather.wait(%20) {bwd}\n", "  gather.wait(%20) {bwd}\n  gather.wait(%20) {bwd}\n"}}},
       {"waited for with the wrong op", kSharded, {{"reduce.wait(%17)", "gather.wait(%17)"}}},
-      {"source written during a reduction", kSharded, {{"  reduce.wait(%17)", "  %40: f32[60] into %15+0 = aten.neg(%11)\n  reduce.wait(%17)"}}},
+      {"source written during a reduction",
+       kSharded,
+       {{"  reduce.wait(%17)", "  %40: f32[60] into %15+0 = aten.neg(%11)\n  reduce.wait(%17)"}}},
       {"source released during a reduction", kSharded, {{"  reduce.wait(%17)", "  release(%15)\n  reduce.wait(%17)"}}},
-      {"result read during a reduction", kSharded, {{"  reduce.wait(%17)", "  %40: f32[64] = aten.neg(%7)\n  reduce.wait(%17)"}}},
-      {"full buffer read during a gather in place", kSharded, {{"  gather.wait(%20)", "  %40: f32[10] = aten.neg(%18)\n  gather.wait(%20)"}}},
+      {"result read during a reduction",
+       kSharded,
+       {{"  reduce.wait(%17)", "  %40: f32[64] = aten.neg(%7)\n  reduce.wait(%17)"}}},
+      {"full buffer read during a gather in place",
+       kSharded,
+       {{"  gather.wait(%20)", "  %40: f32[10] = aten.neg(%18)\n  gather.wait(%20)"}}},
       {"phases that do not fit together", kPhases, {{"takes (%30: f32[64])", "takes (%30: f32[63])"}}},
-      {"phases with different counts", kPhases, {{"phase update takes (%40: f32[64])", "phase update takes ()"}, {"gives (%40) {", "gives () {"}}},
+      {"phases with different counts",
+       kPhases,
+       {{"phase update takes (%40: f32[64])", "phase update takes ()"}, {"gives (%40) {", "gives () {"}}},
       {"in flight into a phase that does not wait", kPhases, {{"  gather.wait(%10) {fwd}\n", ""}}},
       {"wait for what no phase started", kPhases, {{"  release(%20) {fwd}\n", "  gather.wait(%20) {fwd}\n"}}},
   };
@@ -230,7 +261,8 @@ TEST(Verifier, FirstFiveAsOneError) {
   Result<Program> program = Parse(text + "}\n");
   ASSERT_TRUE(program.ok());
   std::string message = Verify(*program).error().ToString();
-  EXPECT_TRUE(message.starts_with("line 4: unknown op 'bad0'; ops of a library are written namespace.name\n  bad0()\n  ^\nline 5: "))
+  EXPECT_TRUE(message.starts_with(
+      "line 4: unknown op 'bad0'; ops of a library are written namespace.name\n  bad0()\n  ^\nline 5: "))
       << message;
   EXPECT_TRUE(message.ends_with("\n(2 more)")) << message;
 }
@@ -244,7 +276,8 @@ TEST(Verifier, BrokenTables) {
     return errors.empty() ? std::string("valid") : errors[0].ToString();
   };
   EXPECT_EQ(broken([](Program&) {}), "valid");
-  EXPECT_EQ(broken([](Program& p) { p.phases[0].ops.push_back(99); }), "phase 'micro_batch' lists op 99, which does not exist");
+  EXPECT_EQ(broken([](Program& p) { p.phases[0].ops.push_back(99); }),
+            "phase 'micro_batch' lists op 99, which does not exist");
   EXPECT_EQ(broken([](Program& p) { p.phases[0].ops.push_back(0); }), "op 0 (aten.t) stands in the phases twice");
   EXPECT_EQ(broken([](Program& p) { p.params[0].value = 3; }), "the table of parameters names %3, which is none");
   EXPECT_EQ(broken([](Program& p) { p.op(1).args[0].value = 1234; }),

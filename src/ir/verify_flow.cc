@@ -1,5 +1,6 @@
-// Transfers in flight, and what phases hand to one another. The run order is walked twice: the first lap only learns what is
-// in flight where a phase begins (the last phase hands on to the first of the next step), the second lap reports.
+// Transfers in flight, and what phases hand to one another. The run order is walked twice: the first lap only learns
+// what is in flight where a phase begins (the last phase hands on to the first of the next step), the second lap
+// reports.
 #include <set>
 
 #include "ir/op_table.h"
@@ -10,8 +11,8 @@ namespace {
 
 // A transfer between its start and its wait.
 struct Flight {
-  ValueId result = kNone;          // as the phase at hand names it
-  ValueId origin = kNone;          // as the phase of the start names it
+  ValueId result = kNone;  // as the phase at hand names it
+  ValueId origin = kNone;  // as the phase of the start names it
   OpId start = kNone;
   std::vector<ByteRange> sources;  // still read by the transfer
 };
@@ -81,14 +82,18 @@ class Flow {
         if (flights_[i].result != id) continue;
         const Op& start = program_.op(flights_[i].start);
         if (Family(start) != Family(op)) {
-          Report(op, "%" + std::to_string(id) + " comes from " + start.name + "; wait for it with " +
-                         std::string(Family(start)) + ".wait", id);
+          Report(op,
+                 "%" + std::to_string(id) + " comes from " + start.name + "; wait for it with " +
+                     std::string(Family(start)) + ".wait",
+                 id);
         }
         flights_.erase(flights_.begin() + static_cast<ptrdiff_t>(i));
         return;
       }
-      Report(op, "%" + std::to_string(id) + " is not in flight here; a " + std::string(Family(op)) +
-                     ".start must come before, and one wait is enough", id);
+      Report(op,
+             "%" + std::to_string(id) + " is not in flight here; a " + std::string(Family(op)) +
+                 ".start must come before, and one wait is enough",
+             id);
     });
   }
 
@@ -109,8 +114,10 @@ class Flow {
       for (const Flight& flight : flights_) {
         for (const ByteRange& source : flight.sources) {
           if (!range.Overlaps(source)) continue;
-          Report(op, "%" + std::to_string(id) + " is " + verb + " while " + program_.op(flight.start).name + " of %" +
-                         std::to_string(flight.result) + " still reads it; wait first", id);
+          Report(op,
+                 "%" + std::to_string(id) + " is " + verb + " while " + program_.op(flight.start).name + " of %" +
+                     std::to_string(flight.result) + " still reads it; wait first",
+                 id);
         }
       }
     };
@@ -152,8 +159,10 @@ class Flow {
         next.push_back({to.takes[k], flight.origin, flight.start, std::move(flight.sources)});
       }
       if (!given) {
-        Report(program_.op(flight.start), "%" + std::to_string(flight.origin) + " is still in flight when phase '" + from.name +
-                                              "' ends; wait for it there, or give it to the next phase", flight.origin);
+        Report(program_.op(flight.start),
+               "%" + std::to_string(flight.origin) + " is still in flight when phase '" + from.name +
+                   "' ends; wait for it there, or give it to the next phase",
+               flight.origin);
       }
     }
     flights_ = std::move(next);
@@ -168,6 +177,8 @@ class Flow {
 
 }  // namespace
 
-void VerifyFlow(const Program& program, VerifyReport& report) { Flow(program, report).Run(); }
+void VerifyFlow(const Program& program, VerifyReport& report) {
+  Flow(program, report).Run();
+}
 
 }  // namespace interlace

@@ -1,4 +1,4 @@
-// verify_internal.h — what the three parts of the verifier share; included by verifier.cc, verify_flow.cc, verify_ops.cc only.
+// verify_internal.h — what the parts of the verifier share; included by verifier.cc and verify_*.cc only.
 #pragma once
 
 #include <optional>
@@ -21,7 +21,7 @@ class VerifyReport {
   void AtValue(ValueId value, std::string what);  // its declaration
   void AtUnit(UnitId unit, std::string what);
   void AtPhase(const Phase& phase, std::string what);
-  void AtProgram(std::string what);               // the first line
+  void AtProgram(std::string what);  // the first line
   bool empty() const { return found_.empty(); }
   // In line order.
   std::vector<Error> Take();
@@ -55,7 +55,9 @@ ByteRange RangeOf(const Program& program, ValueId id);
 // Elements of a value, when they are a number.
 std::optional<int64_t> NumericElements(const Type& type);
 
-void VerifyOps(const Program& program, VerifyReport& report);    // levels, units, each op by itself
-void VerifyFlow(const Program& program, VerifyReport& report);   // transfers in flight, takes and gives over the run order
+void VerifyLayout(const Program& program, VerifyReport& report);  // phases, names, symbols, units, constants
+void VerifyOps(const Program& program, VerifyReport& report);     // each op by itself
+void VerifyFlow(const Program& program,
+                VerifyReport& report);  // transfers in flight, takes and gives over the run order
 
 }  // namespace interlace

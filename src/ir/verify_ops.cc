@@ -1,6 +1,5 @@
-// Levels, units and layouts, and each op of our own by itself: operand counts, sizes, attributes.
+// Each op of our own by itself: operand counts, sizes, attributes, the level it belongs to.
 #include <algorithm>
-#include <map>
 #include <set>
 #include <unordered_map>
 
@@ -11,8 +10,12 @@
 namespace interlace {
 namespace {
 
-std::string Quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
-std::string N(int64_t value) { return std::to_string(value); }
+std::string Quoted(std::string_view text) {
+  return "'" + std::string(text) + "'";
+}
+std::string N(int64_t value) {
+  return std::to_string(value);
+}
 
 class Meaning {
  public:
@@ -21,11 +24,6 @@ class Meaning {
   void Run() {
     param_of_.assign(program_.num_values(), nullptr);
     for (const Param& param : program_.params) param_of_[param.value] = &param;
-    Phases();
-    Names();
-    Dims();
-    Units();
-    Consts();
     for (const Phase& phase : program_.phases) {
       graded_.clear();
       outputs_.clear();
@@ -36,176 +34,6 @@ class Meaning {
  private:
   using Check = void (Meaning::*)(const Op&);
 
-  // ---- the program as a whole ----
-  void Phases() {
-    const std::vector<std::string_view> known = {"micro_batch", "micro_batch.first", "micro_batch.middle", "micro_batch.last",
-                                                 "update"};
-    if (program_.phases.empty()) report_.AtProgram("the program has no phase; if it came from a file, the file seems to be cut");
-    bool accumulates = program_.accumulation > 1;
-    for (const Phase& phase : program_.phases) {
-      if (std::find(known.begin(), known.end(), phase.name) == known.end()) {
-        report_.AtPhase(phase, "unknown phase " + Quoted(phase.name) + DidYouMean(phase.name, known));
-      } else if (program_.level == Level::kCaptured && phase.name != "micro_batch") {
-        report_.AtPhase(phase, "a captured program has the phase micro_batch only, not " + Quoted(phase.name));
-      } else if (phase.name != "update" && (phase.name != "micro_batch") != accumulates) {
-        report_.AtPhase(phase, "with " + N(program_.accumulation) + " micro-batches a step, the phases are " +
-                                   (accumulates ? "micro_batch.first, .middle, .last" : "micro_batch alone") + ", not " +
-                                   Quoted(phase.name));
-      }
-    }
-    if (program_.FindPhase("micro_batch.first") == nullptr && program_.FindPhase("micro_batch.last") == nullptr) return;
-    std::vector<std::string> needed = {"micro_batch.first", "micro_batch.last"};
-    if (program_.accumulation > 2) needed.push_back("micro_batch.middle");
-    for (const std::string& name : needed) {
-      if (program_.FindPhase(name) == nullptr) {
-        report_.AtPhase(program_.phases[0], "phase " + Quoted(name) + " is missing: a step has " +
-                                                N(program_.accumulation) + " micro-batches");
-      }
-    }
-  }
-
-  void Names() {
-    std::set<std::string_view> names;
-    for (const Param& param : program_.params) {
-      if (!names.insert(param.name).second) report_.AtValue(param.value, "two parameters are named " + Quoted(param.name));
-      for (const std::string& alias : param.aliases) {
-        if (!names.insert(alias).second) report_.AtValue(param.value, "two parameters are named " + Quoted(alias));
-      }
-    }
-    std::set<std::pair<UnitId, std::string_view>> roles;
-    for (const State& state : program_.states) {
-      if (!roles.emplace(state.unit, state.role).second) {
-        report_.AtValue(state.value, "two states have the role " + Quoted(state.role) +
-                                         (state.unit == kNone ? "" : " of unit u" + N(state.unit)));
-      }
-    }
-  }
-
-  // Symbols must be declared, and none but ranks is left in a scheduled program.
-  void Dims() {
-    if (program_.level == Level::kScheduled && !program_.symbols.empty()) {
-      report_.AtProgram("a scheduled program has numbers only, but symbol " + Quoted(program_.symbols[0].name) +
-                        " is still open; bind it");
-    }
-    std::set<std::string> known;
-    for (const Symbol& symbol : program_.symbols) known.insert(symbol.name);
-    for (const Axis& axis : program_.mesh) known.insert("rank_" + axis.name);
-    std::vector<bool> checked;
-    auto unknown = [&](const Dim& dim) -> std::string {
-      if (dim.is_const()) return "";
-      if (checked.size() <= static_cast<size_t>(dim.expr)) checked.resize(dim.expr + 1, false);
-      if (checked[dim.expr]) return "";
-      for (const std::string& name : program_.dims.SymbolsOf(dim)) {
-        if (known.count(name) == 0) return name;
-      }
-      checked[dim.expr] = true;
-      return "";
-    };
-    for (ValueId id = 0; id < program_.num_values(); ++id) {
-      if (!program_.HasValue(id)) continue;
-      const Value& value = program_.value(id);
-      std::string name = unknown(value.offset);
-      for (const Dim& dim : value.type.sizes) name = name.empty() ? unknown(dim) : name;
-      for (const Dim& dim : value.type.strides) name = name.empty() ? unknown(dim) : name;
-      if (name.empty()) continue;
-      std::string what = "symbol " + Quoted(name) + " is not declared";
-      if (value.def != kNone) {
-        report_.AtOp(program_.op(value.def), what, id);
-      } else {
-        report_.AtValue(id, what);
-      }
-    }
-  }
-
-  // ---- units ----
-  void Units() {
-    if (program_.level == Level::kCaptured && !program_.units.empty()) {
-      report_.AtUnit(0, "a captured program has no units; its level is sharded");
-    }
-    for (const Unit& unit : program_.units) {
-      int64_t axis = program_.AxisSize(unit.axis), total = 0;
-      bool known = std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == unit.axis; });
-      if (!known) report_.AtUnit(unit.id, "axis " + Quoted(unit.axis) + " is not in the mesh");
-      if (unit.shard < 0 || unit.shard % kUnitAlignment != 0) {
-        report_.AtUnit(unit.id, "the shard of u" + N(unit.id) + ", " + N(unit.shard) + " elements, must be a multiple of " +
-                                    N(kUnitAlignment));
-      }
-      if (__builtin_mul_overflow(unit.shard, axis, &total) || total != unit.numel) {
-        report_.AtUnit(unit.id, "numel of u" + N(unit.id) + " must be shard times the size of " + unit.axis + ", " +
-                                    N(unit.shard) + " * " + N(axis) + ", not " + N(unit.numel));
-      }
-    }
-    std::map<UnitId, std::vector<const Param*>> layout;
-    for (const Param& param : program_.params) {
-      if (param.unit != kNone) layout[param.unit].push_back(&param);
-    }
-    for (auto& [id, params] : layout) Layout(program_.units[id], params);
-    for (const State& state : program_.states) {
-      if (state.unit == kNone) continue;
-      const Unit& unit = program_.units[state.unit];
-      auto count = NumericElements(program_.value(state.value).type);
-      if (count && *count != unit.shard && *count != unit.numel) {
-        report_.AtValue(state.value, "a state of u" + N(unit.id) + " has " + N(unit.shard) + " (its shard) or " + N(unit.numel) +
-                                         " elements, not " + N(*count));
-      }
-    }
-  }
-
-  void Layout(const Unit& unit, std::vector<const Param*>& params) {
-    std::stable_sort(params.begin(), params.end(), [](const Param* a, const Param* b) { return a->unit_offset < b->unit_offset; });
-    int64_t used = 0;
-    const Param* before = nullptr;
-    for (const Param* param : params) {
-      const Type& type = program_.value(param->value).type;
-      std::string name = "parameter '" + param->name + "'";
-      if (type.dtype != unit.dtype) report_.AtValue(param->value, name + " has another dtype than its unit");
-      if (param->unit_offset % kUnitAlignment != 0 || param->unit_offset < 0) {
-        report_.AtValue(param->value, name + " starts at element " + N(param->unit_offset) + " of u" + N(unit.id) +
-                                          "; it must be a multiple of " + N(kUnitAlignment));
-      }
-      auto count = NumericElements(type);
-      if (!count) {
-        report_.AtValue(param->value, name + " lies in a unit, so its sizes must be numbers");
-        continue;
-      }
-      if (before != nullptr && param->unit_offset < used) {
-        report_.AtValue(param->value, name + " overlaps '" + before->name + "' in u" + N(unit.id));
-      }
-      int64_t end = 0;
-      if (__builtin_add_overflow(param->unit_offset, *count, &end) || end > unit.numel) {
-        report_.AtValue(param->value, name + " ends beyond u" + N(unit.id) + ", which has " + N(unit.numel) + " elements");
-        continue;
-      }
-      if (end > used) {
-        used = end;
-        before = param;
-      }
-    }
-  }
-
-  static bool CountNumbers(const Arg& arg, int64_t& count) {
-    if (arg.kind == Arg::Kind::kList) {
-      return std::all_of(arg.list.begin(), arg.list.end(), [&](const Arg& item) { return CountNumbers(item, count); });
-    }
-    ++count;
-    return arg.kind == Arg::Kind::kFloat || arg.kind == Arg::Kind::kBool ||
-           (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
-  }
-
-  void Consts() {
-    for (const Const& constant : program_.consts) {
-      int64_t count = 0;
-      auto wanted = NumericElements(program_.value(constant.value).type);
-      if (!CountNumbers(constant.data, count)) {
-        report_.AtValue(constant.value, "constant '" + constant.name + "' holds something other than numbers");
-      } else if (!wanted || count != *wanted) {
-        report_.AtValue(constant.value, "constant '" + constant.name + "' lists " + N(count) +
-                                            " numbers; its type must have as many elements");
-      }
-    }
-  }
-
-  // ---- single ops ----
   void RunOp(const Op& op) {
     const OpInfo* info = FindOp(op.name);
     if (info == nullptr) {
@@ -234,8 +62,8 @@ class Meaning {
         if (!op.results.empty()) report_.AtOp(op, op.name + " has no results");
         ValueOperands(op);
       }
-      bool of_units = op.name.starts_with("gather.") || op.name.starts_with("reduce.") || op.name.starts_with("update.") ||
-                      op.name.starts_with("grad.") || op.name.starts_with("norm.");
+      bool of_units = op.name.starts_with("gather.") || op.name.starts_with("reduce.") ||
+                      op.name.starts_with("update.") || op.name.starts_with("grad.") || op.name.starts_with("norm.");
       if (program_.level == Level::kCaptured && of_units) {
         report_.AtOp(op, op.name + " belongs to the sharded level, but this program is captured");
       }
@@ -249,9 +77,11 @@ class Meaning {
     for (const OpInfo& info : OpTable()) known.push_back(info.name);
     std::string hint = DidYouMean(op.name, known);
     // A library's op may look like ours; two letters apart is a typing error all the same.
-    bool near = std::any_of(known.begin(), known.end(), [&](std::string_view k) { return EditDistance(op.name, k) <= 2; });
+    bool near =
+        std::any_of(known.begin(), known.end(), [&](std::string_view k) { return EditDistance(op.name, k) <= 2; });
     if (IsOwnOp(op.name) || near) {
-      report_.AtOp(op, "unknown op " + Quoted(op.name) + (hint.empty() ? "; ops of a library are written namespace.name" : hint));
+      report_.AtOp(op, "unknown op " + Quoted(op.name) +
+                           (hint.empty() ? "; ops of a library are written namespace.name" : hint));
     }
   }
 
@@ -259,8 +89,10 @@ class Meaning {
     ForEachOperand(op, [&](ValueId id) {
       const Param* param = param_of_[program_.RootOf(id)];
       if (param == nullptr || param->unit == kNone) return;
-      report_.AtOp(op, "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" + N(param->unit) +
-                           " and use a view of it", id);
+      report_.AtOp(op,
+                   "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" + N(param->unit) +
+                       " and use a view of it",
+                   id);
     });
   }
 
@@ -280,8 +112,9 @@ class Meaning {
   bool Shape(const Op& op, size_t min_args, size_t max_args, size_t results) {
     if (!ValueOperands(op)) return false;
     if (op.args.size() < min_args || op.args.size() > max_args) {
-      std::string range = min_args == max_args ? N(static_cast<int64_t>(min_args))
-                                               : N(static_cast<int64_t>(min_args)) + " to " + N(static_cast<int64_t>(max_args));
+      std::string range = min_args == max_args
+                              ? N(static_cast<int64_t>(min_args))
+                              : N(static_cast<int64_t>(min_args)) + " to " + N(static_cast<int64_t>(max_args));
       report_.AtOp(op, op.name + " takes " + range + " operands, not " + N(static_cast<int64_t>(op.args.size())));
       return false;
     }
@@ -294,7 +127,8 @@ class Meaning {
   void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
     auto count = NumericElements(TypeOf(id));
     if (count && *count == wanted) return;
-    report_.AtOp(op, "%" + N(id) + " must have " + N(wanted) + (wanted == 1 ? " element (" : " elements (") + meaning + ")", id);
+    report_.AtOp(
+        op, "%" + N(id) + " must have " + N(wanted) + (wanted == 1 ? " element (" : " elements (") + meaning + ")", id);
   }
   bool IsNumber(const Arg& arg) const {
     return arg.kind == Arg::Kind::kFloat || (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
@@ -309,7 +143,8 @@ class Meaning {
   void View(const Op& op) {
     if (!Shape(op, 1, 1, 1)) return;
     const Value& value = program_.value(op.results[0]);
-    if (value.root == value.id || value.placed) report_.AtOp(op, "the result of view must lie 'in' a storage", value.id);
+    if (value.root == value.id || value.placed)
+      report_.AtOp(op, "the result of view must lie 'in' a storage", value.id);
   }
 
   void Grad(const Op& op) {
@@ -326,8 +161,10 @@ class Meaning {
     }
     if (!graded_.insert(target).second) report_.AtOp(op, "parameter '" + param->name + "' has two gradients", target);
     if (TypeOf(value).dtype != TypeOf(target).dtype || TypeOf(value).sizes != TypeOf(target).sizes) {
-      report_.AtOp(op, "the gradient of '" + param->name + "' must be " + PrintType(program_, TypeOf(target)) + ", not " +
-                           PrintType(program_, TypeOf(value)), value);
+      report_.AtOp(op,
+                   "the gradient of '" + param->name + "' must be " + PrintType(program_, TypeOf(target)) + ", not " +
+                       PrintType(program_, TypeOf(value)),
+                   value);
     }
   }
 
@@ -350,8 +187,10 @@ class Meaning {
       report_.AtOp(op, "assign writes buffers and states only; %" + N(dst) + " is neither", dst);
     }
     if (TypeOf(dst).sizes != TypeOf(src).sizes) {
-      report_.AtOp(op, "assign needs equal sizes; %" + N(dst) + " is " + PrintType(program_, TypeOf(dst)) + " and %" + N(src) +
-                           " is " + PrintType(program_, TypeOf(src)), src);
+      report_.AtOp(op,
+                   "assign needs equal sizes; %" + N(dst) + " is " + PrintType(program_, TypeOf(dst)) + " and %" +
+                       N(src) + " is " + PrintType(program_, TypeOf(src)),
+                   src);
     }
   }
 
@@ -376,7 +215,8 @@ class Meaning {
       report_.AtOp(op, op.name + " needs at least one operand");
       return false;
     }
-    if (op.results.size() != op.args.size() || std::find(op.results.begin(), op.results.end(), kNone) != op.results.end()) {
+    if (op.results.size() != op.args.size() ||
+        std::find(op.results.begin(), op.results.end(), kNone) != op.results.end()) {
       report_.AtOp(op, op.name + " has one result for each operand");
       return false;
     }
@@ -385,9 +225,8 @@ class Meaning {
   bool UnitCollective(const Op& op) {
     if (!Collective(op)) return false;
     if (op.units.size() == op.args.size()) {
-      bool one_axis = std::all_of(op.units.begin(), op.units.end(), [&](UnitId u) {
-        return program_.units[u].axis == program_.units[op.units[0]].axis;
-      });
+      bool one_axis = std::all_of(op.units.begin(), op.units.end(),
+                                  [&](UnitId u) { return program_.units[u].axis == program_.units[op.units[0]].axis; });
       if (!one_axis) report_.AtOp(op, "the units of one " + op.name + " must share an axis");
       return one_axis;
     }
@@ -419,13 +258,15 @@ class Meaning {
   void AllReduceStart(const Op& op) {
     if (!Collective(op)) return;
     const Arg* axis = op.Attr("axis");
-    bool known = axis != nullptr && axis->kind == Arg::Kind::kWord &&
-                 std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == axis->text; });
+    bool known =
+        axis != nullptr && axis->kind == Arg::Kind::kWord &&
+        std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == axis->text; });
     if (!known) report_.AtOp(op, "all_reduce.start needs axis=NAME with an axis of the mesh");
     for (size_t i = 0; i < op.args.size(); ++i) {
       const Type& from = TypeOf(op.args[i].value);
       const Type& to = TypeOf(op.results[i]);
-      if (from.dtype != to.dtype || from.sizes != to.sizes) report_.AtOp(op, "all_reduce.start keeps the type of its operand", op.results[i]);
+      if (from.dtype != to.dtype || from.sizes != to.sizes)
+        report_.AtOp(op, "all_reduce.start keeps the type of its operand", op.results[i]);
     }
   }
 
@@ -436,12 +277,14 @@ class Meaning {
 
   void NormPartial(const Op& op) {
     if (!Shape(op, 1, op.args.size(), 1)) return;
-    if (!IsType(op.results[0], DType::kI64, kNormLimbs)) report_.AtOp(op, "the result of norm.partial is i64[68]", op.results[0]);
+    if (!IsType(op.results[0], DType::kI64, kNormLimbs))
+      report_.AtOp(op, "the result of norm.partial is i64[68]", op.results[0]);
   }
 
   void NormCoef(const Op& op) {
     if (!Shape(op, 1, 1, 1)) return;
-    if (!IsType(op.args[0].value, DType::kI64, kNormLimbs)) report_.AtOp(op, "the operand of norm.coef is i64[68]", op.args[0].value);
+    if (!IsType(op.args[0].value, DType::kI64, kNormLimbs))
+      report_.AtOp(op, "the operand of norm.coef is i64[68]", op.args[0].value);
     if (!IsType(op.results[0], DType::kF64, 3)) report_.AtOp(op, "the result of norm.coef is f64[3]", op.results[0]);
     Number(op, "max_norm", /*or_none=*/true);
     Number(op, "scale");
@@ -451,7 +294,8 @@ class Meaning {
     size_t states = 2;
     if (op.name == "update.sgd") {
       const Arg* momentum = op.Attr("momentum");
-      if (momentum != nullptr && momentum->kind != Arg::Kind::kBool) report_.AtOp(op, "momentum= must be true or false");
+      if (momentum != nullptr && momentum->kind != Arg::Kind::kBool)
+        report_.AtOp(op, "momentum= must be true or false");
       states = momentum != nullptr && momentum->boolean ? 1 : 0;
     }
     if (!Shape(op, 2 + states, 3 + states, 0)) return;
@@ -460,7 +304,8 @@ class Meaning {
     auto flat = NumericElements(TypeOf(op.args[0].value));
     int64_t count = flat && *flat == unit.numel ? unit.numel : unit.shard;
     for (size_t i = 0; i < 2 + states; ++i) {
-      Elements(op, op.args[i].value, count, count == unit.shard ? "the shard of u" + N(unit.id) : "numel of u" + N(unit.id));
+      Elements(op, op.args[i].value, count,
+               count == unit.shard ? "the shard of u" + N(unit.id) : "numel of u" + N(unit.id));
     }
     if (op.args.size() == 3 + states && !IsType(op.args.back().value, DType::kF64, 3)) {
       report_.AtOp(op, "the last operand of " + op.name + " is the f64[3] of norm.coef", op.args.back().value);
@@ -473,17 +318,16 @@ class Meaning {
   void Ranges(const Op& op, const Unit& unit) {
     const Arg* ranges = op.Attr("ranges");
     bool numbers = ranges != nullptr && ranges->kind == Arg::Kind::kList && ranges->list.size() % 3 == 0 &&
-                   std::all_of(ranges->list.begin(), ranges->list.end(), [](const Arg& a) {
-                     return a.kind == Arg::Kind::kInt && a.integer.is_const();
-                   });
+                   std::all_of(ranges->list.begin(), ranges->list.end(),
+                               [](const Arg& a) { return a.kind == Arg::Kind::kInt && a.integer.is_const(); });
     if (!numbers) return report_.AtOp(op, op.name + " needs ranges=[start, end, group, ...] of integers");
     int64_t before = 0;
     for (size_t i = 0; i < ranges->list.size(); i += 3) {
       int64_t start = ranges->list[i].integer.value, end = ranges->list[i + 1].integer.value;
       int64_t group = ranges->list[i + 2].integer.value;
       if (start < before || end < start || end > unit.numel) {
-        report_.AtOp(op, "range " + N(start) + " to " + N(end) + " must follow the one before it and lie within u" + N(unit.id) +
-                             " (" + N(unit.numel) + " elements)");
+        report_.AtOp(op, "range " + N(start) + " to " + N(end) + " must follow the one before it and lie within u" +
+                             N(unit.id) + " (" + N(unit.numel) + " elements)");
         return;
       }
       if (group < 0 || group >= static_cast<int64_t>(program_.groups.size())) {
@@ -512,6 +356,8 @@ class Meaning {
 
 }  // namespace
 
-void VerifyOps(const Program& program, VerifyReport& report) { Meaning(program, report).Run(); }
+void VerifyOps(const Program& program, VerifyReport& report) {
+  Meaning(program, report).Run();
+}
 
 }  // namespace interlace

@@ -34,9 +34,13 @@ std::vector<int64_t> Integers(const AtenCall& call, size_t i) {
   for (const Arg& item : arg.list) out.push_back(item.integer.value);
   return out;
 }
-int64_t Axis(int64_t axis, size_t rank) { return axis < 0 ? axis + static_cast<int64_t>(rank) : axis; }
+int64_t Axis(int64_t axis, size_t rank) {
+  return axis < 0 ? axis + static_cast<int64_t>(rank) : axis;
+}
 
-const std::vector<int64_t>& OutSizes(const AtenCall& call) { return call.result_sizes[0]; }
+const std::vector<int64_t>& OutSizes(const AtenCall& call) {
+  return call.result_sizes[0];
+}
 // Operand i (a value or a number) at the sizes of the result.
 Dense Operand(const AtenCall& call, size_t i) {
   if (IsValue(call, i)) return Broadcast(call.read(call.op.args[i].value), OutSizes(call));
@@ -57,7 +61,8 @@ Result<Dense> Binary(const AtenCall& call, F f) {
 
 Result<Dense> Mm(const AtenCall& call) {
   Dense a = call.read(call.op.args[0].value), b = call.read(call.op.args[1].value);
-  if (a.sizes.size() != 2 || b.sizes.size() != 2 || a.sizes[1] != b.sizes[0]) return MakeError("aten.mm needs n x k and k x m");
+  if (a.sizes.size() != 2 || b.sizes.size() != 2 || a.sizes[1] != b.sizes[0])
+    return MakeError("aten.mm needs n x k and k x m");
   int64_t n = a.sizes[0], k = a.sizes[1], m = b.sizes[1];
   Dense out{{n, m}, std::vector<double>(n * m, 0.0)};
   for (int64_t i = 0; i < n; ++i) {
@@ -96,7 +101,8 @@ Result<Dense> Transpose(const AtenCall& call) {
   if (order.size() < 2) return x;
   int64_t a = Axis(static_cast<int64_t>(Number(call, 1, "dim0", 0)), order.size());
   int64_t b = Axis(static_cast<int64_t>(Number(call, 2, "dim1", 1)), order.size());
-  if (std::min(a, b) < 0 || std::max(a, b) >= static_cast<int64_t>(order.size())) return MakeError("a dimension is out of range");
+  if (std::min(a, b) < 0 || std::max(a, b) >= static_cast<int64_t>(order.size()))
+    return MakeError("a dimension is out of range");
   std::swap(order[a], order[b]);
   return Permuted(x, order);
 }
@@ -238,7 +244,8 @@ const std::unordered_map<std::string_view, Kernel>& Kernels() {
          double limit = Number(c, 2, "threshold", 0);
          return Binary(c, [limit](double g, double x) { return x > limit ? g : 0; });
        }},
-      {"tanh_backward", [](const AtenCall& c) { return Binary(c, [](double g, double y) { return g * (1 - y * y); }); }},
+      {"tanh_backward",
+       [](const AtenCall& c) { return Binary(c, [](double g, double y) { return g * (1 - y * y); }); }},
       {"sum", Sum},
       {"mean", Mean},
       {"where", Where},
@@ -269,7 +276,8 @@ Result<std::vector<Dense>> RunAten(const AtenCall& call) {
   if (call.result_sizes.empty()) return MakeError(call.op.name, " has neither a result nor writes=[..]");
   INTERLACE_ASSIGN(Dense out, found->second(call));
   if (Count(call.result_sizes[0]) != static_cast<int64_t>(out.data.size())) {
-    return MakeError(call.op.name, " gives ", out.data.size(), " elements; its type says ", Count(call.result_sizes[0]));
+    return MakeError(call.op.name, " gives ", out.data.size(), " elements; its type says ",
+                     Count(call.result_sizes[0]));
   }
   out.sizes = call.result_sizes[0];
   std::vector<Dense> results;

@@ -1,4 +1,5 @@
-// aten_kernels.h — the ATen ops of the reference interpreter, written for clarity: all arithmetic in double, fixed order.
+// aten_kernels.h — the ATen ops of the reference interpreter, written for clarity: all arithmetic in double, fixed
+// order.
 #pragma once
 
 #include <functional>
@@ -18,7 +19,8 @@ struct AtenCall {
   uint64_t random_key = 0;                         // of the op's stream, when it has one
 };
 
-// The results of the op, one per result (one for an in-place op). Error: the interpreter lacks the op, or odd arguments.
+// The results of the op, one per result (one for an in-place op). Error: the interpreter lacks the op, or odd
+// arguments.
 Result<std::vector<Dense>> RunAten(const AtenCall& call);
 
 }  // namespace interlace::testing

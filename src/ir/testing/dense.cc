@@ -60,32 +60,57 @@ bool CanStore(DType dtype) {
 
 double Load(DType dtype, const std::byte* at) {
   switch (dtype) {
-    case DType::kF64: return LoadAs<double>(at);
-    case DType::kF32: return LoadAs<float>(at);
+    case DType::kF64:
+      return LoadAs<double>(at);
+    case DType::kF32:
+      return LoadAs<float>(at);
     case DType::kBF16: {
       uint16_t bits;
       std::memcpy(&bits, at, 2);
       return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
     }
-    case DType::kI64: return LoadAs<int64_t>(at);
-    case DType::kI32: return LoadAs<int32_t>(at);
-    case DType::kI16: return LoadAs<int16_t>(at);
-    case DType::kI8: return LoadAs<int8_t>(at);
-    default: return LoadAs<uint8_t>(at);
+    case DType::kI64:
+      return LoadAs<int64_t>(at);
+    case DType::kI32:
+      return LoadAs<int32_t>(at);
+    case DType::kI16:
+      return LoadAs<int16_t>(at);
+    case DType::kI8:
+      return LoadAs<int8_t>(at);
+    default:
+      return LoadAs<uint8_t>(at);
   }
 }
 
 void Store(DType dtype, std::byte* at, double value) {
   switch (dtype) {
-    case DType::kF64: StoreAs<double>(at, value); break;
-    case DType::kF32: StoreAs<float>(at, static_cast<float>(value)); break;
-    case DType::kBF16: StoreAs<uint16_t>(at, ToBF16(value)); break;
-    case DType::kI64: StoreAs<int64_t>(at, ToInt(value)); break;
-    case DType::kI32: StoreAs<int32_t>(at, static_cast<int32_t>(ToInt(value))); break;
-    case DType::kI16: StoreAs<int16_t>(at, static_cast<int16_t>(ToInt(value))); break;
-    case DType::kI8: StoreAs<int8_t>(at, static_cast<int8_t>(ToInt(value))); break;
-    case DType::kB8: StoreAs<uint8_t>(at, value != 0 ? 1 : 0); break;
-    default: StoreAs<uint8_t>(at, static_cast<uint8_t>(ToInt(value))); break;
+    case DType::kF64:
+      StoreAs<double>(at, value);
+      break;
+    case DType::kF32:
+      StoreAs<float>(at, static_cast<float>(value));
+      break;
+    case DType::kBF16:
+      StoreAs<uint16_t>(at, ToBF16(value));
+      break;
+    case DType::kI64:
+      StoreAs<int64_t>(at, ToInt(value));
+      break;
+    case DType::kI32:
+      StoreAs<int32_t>(at, static_cast<int32_t>(ToInt(value)));
+      break;
+    case DType::kI16:
+      StoreAs<int16_t>(at, static_cast<int16_t>(ToInt(value)));
+      break;
+    case DType::kI8:
+      StoreAs<int8_t>(at, static_cast<int8_t>(ToInt(value)));
+      break;
+    case DType::kB8:
+      StoreAs<uint8_t>(at, value != 0 ? 1 : 0);
+      break;
+    default:
+      StoreAs<uint8_t>(at, static_cast<uint8_t>(ToInt(value)));
+      break;
   }
 }
 
@@ -95,7 +120,9 @@ double RoundTo(DType dtype, double value) {
   return Load(dtype, bytes);
 }
 
-double Poison(DType dtype) { return IsFloating(dtype) ? std::numeric_limits<double>::quiet_NaN() : 77.0; }
+double Poison(DType dtype) {
+  return IsFloating(dtype) ? std::numeric_limits<double>::quiet_NaN() : 77.0;
+}
 
 uint64_t Mix(uint64_t a, uint64_t b) {
   uint64_t z = a + 0x9e3779b97f4a7c15u * (b + 1);
@@ -110,6 +137,8 @@ uint64_t HashText(std::string_view text) {
   return hash;
 }
 
-double Uniform(uint64_t key) { return static_cast<double>(Mix(key, 12345) >> 11) * 0x1p-53; }
+double Uniform(uint64_t key) {
+  return static_cast<double>(Mix(key, 12345) >> 11) * 0x1p-53;
+}
 
 }  // namespace interlace::testing

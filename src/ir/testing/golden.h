@@ -1,4 +1,5 @@
-// golden.h — compares text with a file under tests/golden; INTERLACE_UPDATE_GOLDEN=1 rewrites the file instead. Tests only.
+// golden.h — compares text with a file under tests/golden; INTERLACE_UPDATE_GOLDEN=1 rewrites the file instead. Tests
+// only.
 #pragma once
 
 #include <gtest/gtest.h>

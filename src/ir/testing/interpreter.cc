@@ -68,10 +68,12 @@ class TextbookStep {
     const std::string& optimizer = program_.groups[param.group].optimizer;
     std::vector<double> hyper = machine_.Hyper(param.group);
     INTERLACE_ASSIGN(Dense weight, machine_.Read(0, param.value));
-    Dense& first = first_.emplace(param.value, Dense{weight.sizes, std::vector<double>(weight.data.size())}).first->second;
+    Dense& first =
+        first_.emplace(param.value, Dense{weight.sizes, std::vector<double>(weight.data.size())}).first->second;
     Dense& second = second_.emplace(param.value, first).first->second;
     for (size_t i = 0; i < weight.data.size(); ++i) {
-      INTERLACE_TRY(StepElement(optimizer, hyper, grad.data[i] * factor, &weight.data[i], &first.data[i], &second.data[i]));
+      INTERLACE_TRY(
+          StepElement(optimizer, hyper, grad.data[i] * factor, &weight.data[i], &first.data[i], &second.data[i]));
       first.data[i] = RoundTo(dtype, first.data[i]);
       second.data[i] = RoundTo(dtype, second.data[i]);
     }
@@ -128,7 +130,8 @@ Status RunSharded(const Program& program, const InterpretOptions& options, Machi
 }
 
 std::string Compare(const std::string& what, const std::vector<double>& a, const std::vector<double>& b) {
-  if (a.size() != b.size()) return what + ": " + std::to_string(a.size()) + " and " + std::to_string(b.size()) + " elements";
+  if (a.size() != b.size())
+    return what + ": " + std::to_string(a.size()) + " and " + std::to_string(b.size()) + " elements";
   for (size_t i = 0; i < a.size(); ++i) {
     if (!std::isnan(a[i]) && std::memcmp(&a[i], &b[i], sizeof(double)) == 0) continue;
     return MakeError(what, " element ", i, ": ", a[i], " and ", b[i]).message;
@@ -168,7 +171,8 @@ Result<RunResult> Interpret(const Program& program, const InterpretOptions& opti
   Machine machine(program, options, captured ? options.ranks : 0);
   INTERLACE_TRY(machine.Init());
   RunResult result;
-  INTERLACE_TRY(captured ? RunCaptured(program, options, machine, result) : RunSharded(program, options, machine, result));
+  INTERLACE_TRY(captured ? RunCaptured(program, options, machine, result)
+                         : RunSharded(program, options, machine, result));
   INTERLACE_ASSIGN(result.params, machine.FinalParams());
   for (const Buffer& buffer : program.buffers) {
     for (int64_t rank = 0; rank < machine.ranks(); ++rank) {

@@ -174,17 +174,20 @@ TEST(Interpreter, NoticesWrongPrograms) {
   std::string late = Replaced(kSharded, "  gather.wait(%30) {fwd}\n", "");
   late = Replaced(late, "  release(%30) {fwd}\n", "  gather.wait(%30) {fwd}\n");
   std::string difference = run(late);
-  EXPECT_TRUE(difference.starts_with("output 'loss' run 0 element 0") && difference.ends_with(" and nan")) << difference;
+  EXPECT_TRUE(difference.starts_with("output 'loss' run 0 element 0") && difference.ends_with(" and nan"))
+      << difference;
   // Released before the use.
   std::string early = Replaced(kSharded, "  release(%30) {fwd}\n", "");
   early = Replaced(early, "  gather.wait(%30) {fwd}\n", "  gather.wait(%30) {fwd}\n  release(%30) {fwd}\n");
-  EXPECT_EQ(run(early),
-            "phase micro_batch: %4: f32[2,3] = aten.mm(%2, %3) {fwd}: %3 has no storage here: it was never computed, or its "
-            "storage has ended");
+  EXPECT_EQ(
+      run(early),
+      "phase micro_batch: %4: f32[2,3] = aten.mm(%2, %3) {fwd}: %3 has no storage here: it was never computed, or its "
+      "storage has ended");
   // The gradient of "w" never lands in the flat buffer.
   std::string forgotten = Replaced(kSharded, "%10: f32[3,5] into %31+0", "%10: f32[3,5]");
   forgotten = Replaced(forgotten, " zero=true", "");
-  difference = run(forgotten);  // the norm is NaN, so the first update is skipped and the second step's loss is the first's
+  difference =
+      run(forgotten);  // the norm is NaN, so the first update is skipped and the second step's loss is the first's
   EXPECT_TRUE(difference.starts_with("output 'loss' run 2 element 0")) << difference;
   // Another scale.
   EXPECT_NE(run(Replaced(kSharded, "upd units=[u0] scale=0.5", "upd units=[u0] scale=0.25")), "");

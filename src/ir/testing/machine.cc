@@ -87,7 +87,8 @@ Result<int64_t> Machine::ByteOffset(int64_t rank, ValueId id) const {
 
 Result<std::byte*> Machine::Address(int64_t rank, ValueId id) const {
   const Binding& binding = storage_[rank][program_.RootOf(id)];
-  if (binding.bytes == nullptr) return MakeError("%", id, " has no storage here: it was never computed, or its storage has ended");
+  if (binding.bytes == nullptr)
+    return MakeError("%", id, " has no storage here: it was never computed, or its storage has ended");
   INTERLACE_ASSIGN(int64_t offset, ByteOffset(rank, id));
   INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(program_.value(id).type));
   if (binding.base + offset < 0 || binding.base + offset + bytes > static_cast<int64_t>(binding.bytes->size())) {
@@ -113,16 +114,19 @@ Result<Machine::Bytes> Machine::ReadBytes(int64_t rank, ValueId id) const {
   const Type& type = program_.value(id).type;
   int64_t element = DTypeBytes(type.dtype);
   Bytes out(Count(Sizes(id)) * element);
-  ForEachElement(type, [&](int64_t n, int64_t offset) { std::memcpy(&out[n * element], at + offset * element, element); });
+  ForEachElement(type,
+                 [&](int64_t n, int64_t offset) { std::memcpy(&out[n * element], at + offset * element, element); });
   return out;
 }
 
 Status Machine::WriteBytes(int64_t rank, ValueId id, const Bytes& bytes) {
-  INTERLACE_ASSIGN(std::byte* at, Address(rank, id));
+  INTERLACE_ASSIGN(std::byte * at, Address(rank, id));
   const Type& type = program_.value(id).type;
   int64_t element = DTypeBytes(type.dtype);
-  if (static_cast<int64_t>(bytes.size()) != Count(Sizes(id)) * element) return MakeError("%", id, " gets another number of elements");
-  ForEachElement(type, [&](int64_t n, int64_t offset) { std::memcpy(at + offset * element, &bytes[n * element], element); });
+  if (static_cast<int64_t>(bytes.size()) != Count(Sizes(id)) * element)
+    return MakeError("%", id, " gets another number of elements");
+  ForEachElement(type,
+                 [&](int64_t n, int64_t offset) { std::memcpy(at + offset * element, &bytes[n * element], element); });
   return Ok{};
 }
 
@@ -136,10 +140,11 @@ Result<Dense> Machine::Read(int64_t rank, ValueId id) const {
 }
 
 Status Machine::Write(int64_t rank, ValueId id, const Dense& x) {
-  INTERLACE_ASSIGN(std::byte* at, Address(rank, id));
+  INTERLACE_ASSIGN(std::byte * at, Address(rank, id));
   const Type& type = program_.value(id).type;
   int64_t element = DTypeBytes(type.dtype);
-  if (static_cast<int64_t>(x.data.size()) != Count(Sizes(id))) return MakeError("%", id, " gets another number of elements");
+  if (static_cast<int64_t>(x.data.size()) != Count(Sizes(id)))
+    return MakeError("%", id, " gets another number of elements");
   ForEachElement(type, [&](int64_t n, int64_t offset) { Store(type.dtype, at + offset * element, x.data[n]); });
   return Ok{};
 }
@@ -244,8 +249,9 @@ void Machine::SetInputs(int64_t micro_batch) {
 }
 
 std::vector<double> Machine::Hyper(int32_t group) const {
-  std::vector<double> hyper = group < static_cast<int32_t>(options_.hyper.size()) ? options_.hyper[group]
-                                                                                  : DefaultHyper(program_.groups[group].optimizer);
+  std::vector<double> hyper = group < static_cast<int32_t>(options_.hyper.size())
+                                  ? options_.hyper[group]
+                                  : DefaultHyper(program_.groups[group].optimizer);
   if (hyper.size() > kStepIndex) hyper[kStepIndex] = static_cast<double>(step_ + 1);
   return hyper;
 }
@@ -268,7 +274,8 @@ Result<std::map<std::string, std::vector<double>>> Machine::FinalParams() const 
         values = std::move(all.data);
       }
       int64_t begin = shard != kNone || full != kNone ? param.unit_offset : 0;
-      if (begin + count > static_cast<int64_t>(values.size())) return MakeError("parameter '", param.name, "' lies outside its unit");
+      if (begin + count > static_cast<int64_t>(values.size()))
+        return MakeError("parameter '", param.name, "' lies outside its unit");
       std::vector<double> own(values.begin() + begin, values.begin() + begin + count);
       auto [place, fresh] = out.emplace(param.name, own);
       if (!fresh && std::memcmp(place->second.data(), own.data(), own.size() * sizeof(double)) != 0) {
@@ -325,7 +332,8 @@ Status Machine::RunPhase(const Phase& phase) {
       flights_.erase(flight);
     }
   }
-  if (!flights_.empty()) return MakeError("phase ", phase.name, " ends with %", flights_.begin()->first, " still in flight");
+  if (!flights_.empty())
+    return MakeError("phase ", phase.name, " ends with %", flights_.begin()->first, " still in flight");
   given_ = std::move(next);
   return Ok{};
 }

@@ -20,8 +20,8 @@ class Machine {
   Machine(const Program& program, const InterpretOptions& options, int64_t ranks);
 
   int64_t ranks() const { return ranks_; }
-  Status Init();                   // storage of parameters, buffers, constants and states, with their first values
-  void BeginStep(int64_t step);    // states of one step are forgotten
+  Status Init();                 // storage of parameters, buffers, constants and states, with their first values
+  void BeginStep(int64_t step);  // states of one step are forgotten
   void SetInputs(int64_t micro_batch);
   Status RunPhase(const Phase& phase);
 
@@ -78,15 +78,15 @@ class Machine {
   const InterpretOptions& options_;
   int64_t ranks_ = 1;
   int64_t step_ = 0, micro_batch_ = 0;
-  std::vector<interlace::Binding> rank_symbols_;                 // by rank: rank_AXIS
-  std::vector<std::vector<Binding>> storage_;                    // by rank and root
-  std::unordered_map<ValueId, Flight> flights_;                  // by the result's name in the phase at hand
+  std::vector<interlace::Binding> rank_symbols_;  // by rank: rank_AXIS
+  std::vector<std::vector<Binding>> storage_;     // by rank and root
+  std::unordered_map<ValueId, Flight> flights_;   // by the result's name in the phase at hand
   struct Given {
     std::vector<Binding> storage;  // by rank
     bool in_flight = false;
     Flight flight;
   };
-  std::vector<Given> given_;                                     // by the last phase
+  std::vector<Given> given_;  // by the last phase
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
 };
 

@@ -36,9 +36,10 @@ Status Machine::RunOp(const Op& op) {
 }
 
 Status Machine::RunLibraryOp(const Op& op) {
-  bool views = !op.results.empty() && op.writes.empty() && std::all_of(op.results.begin(), op.results.end(), [&](ValueId id) {
-    return id != kNone && program_.RootOf(id) != id && !program_.value(id).placed;
-  });
+  bool views =
+      !op.results.empty() && op.writes.empty() && std::all_of(op.results.begin(), op.results.end(), [&](ValueId id) {
+        return id != kNone && program_.RootOf(id) != id && !program_.value(id).placed;
+      });
   if (views) return Ok{};
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     Status read_status = Ok{};
@@ -160,7 +161,8 @@ Status Machine::Start(const Op& op) {
         out = all[peers[static_cast<size_t>(NumberAttr(op, "root", 0))]];
       } else if (family == "all_to_all") {
         size_t part = all[rank].size() / peers.size();
-        for (int64_t peer : peers) out.insert(out.end(), all[peer].begin() + part * mine, all[peer].begin() + part * (mine + 1));
+        for (int64_t peer : peers)
+          out.insert(out.end(), all[peer].begin() + part * mine, all[peer].begin() + part * (mine + 1));
       } else {
         out = all[rank];  // offload, reload
       }

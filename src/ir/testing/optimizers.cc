@@ -5,12 +5,13 @@
 namespace interlace::testing {
 
 std::vector<double> DefaultHyper(const std::string& optimizer) {
-  if (optimizer == "sgd") return {0.05, 0.9, 0.1, 0.02, 0, 1, 0};  // lr momentum dampening weight_decay nesterov t maximize
-  return {0.01, 0.9, 0.95, 1e-8, 0.1, 1, 0};                       // lr beta1 beta2 eps weight_decay t maximize
+  if (optimizer == "sgd")
+    return {0.05, 0.9, 0.1, 0.02, 0, 1, 0};   // lr momentum dampening weight_decay nesterov t maximize
+  return {0.01, 0.9, 0.95, 1e-8, 0.1, 1, 0};  // lr beta1 beta2 eps weight_decay t maximize
 }
 
-Status StepElement(const std::string& optimizer, const std::vector<double>& hyper, double grad, double* weight, double* first,
-                   double* second) {
+Status StepElement(const std::string& optimizer, const std::vector<double>& hyper, double grad, double* weight,
+                   double* first, double* second) {
   if (hyper.size() < 7) return MakeError("optimizer ", optimizer, " needs 7 hyper-parameters, not ", hyper.size());
   double lr = hyper[0], t = hyper[kStepIndex];
   if (hyper[6] != 0) grad = -grad;

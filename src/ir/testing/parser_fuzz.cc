@@ -1,5 +1,6 @@
 // Fuzz target: any bytes may come; what is accepted must print, read back, verify, bind, compact.
-//   cmake -DINTERLACE_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ ... && ./parser_fuzz -max_total_time=60 tests/golden
+//   cmake --preset fuzz && cmake --build --preset fuzz && mkdir -p build/corpus &&
+//   build/fuzz/parser_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -88,9 +88,7 @@ class Generator {
   }
   ValueId Mul(ValueId a, Arg b) { return Emit("aten.mul.Tensor", {V(a), std::move(b)}, Contiguous(Sizes(a))); }
   ValueId Mm(ValueId a, ValueId b) { return Emit("aten.mm", {V(a), V(b)}, Contiguous({Sizes(a)[0], Sizes(b)[1]})); }
-  ValueId SumRows(ValueId x) {
-    return Emit("aten.sum.dim_IntList", {V(x), Ints({0})}, Contiguous({Sizes(x)[1]}));
-  }
+  ValueId SumRows(ValueId x) { return Emit("aten.sum.dim_IntList", {V(x), Ints({0})}, Contiguous({Sizes(x)[1]})); }
 
   ValueId NewParam(std::vector<int64_t> sizes, const std::string& role, bool trainable) {
     ValueId id = program_.AddValue(ValueKind::kParam, Contiguous(std::move(sizes))).id;
@@ -139,7 +137,8 @@ class Generator {
       ValueId table = NewParam({entries, width}, "embedding", true);
       x_ = Emit("aten.embedding", {V(table), V(tokens)}, Contiguous({rows_, width}));
       OnBackward(x_, [=, this](ValueId g) {
-        AddGrad(table, Emit("aten.embedding_dense_backward", {V(g), V(tokens), Arg::Int(entries), Arg::Int(-1), Arg::Bool(false)},
+        AddGrad(table, Emit("aten.embedding_dense_backward",
+                            {V(g), V(tokens), Arg::Int(entries), Arg::Int(-1), Arg::Bool(false)},
                             Contiguous({entries, width})));
       });
     } else {
@@ -153,17 +152,28 @@ class Generator {
     switch (random_() % 13) {
       case 0:
       case 1:
-      case 2: return Linear();
-      case 3: return Elementwise();
-      case 4: return Scale();
-      case 5: return Residual();
-      case 6: return Tied();
-      case 7: return Reshape();
-      case 8: return Transposed();
-      case 9: return Dropout();
-      case 10: return BufferUse();
-      case 11: return Scalar();
-      default: return TwoBiases();
+      case 2:
+        return Linear();
+      case 3:
+        return Elementwise();
+      case 4:
+        return Scale();
+      case 5:
+        return Residual();
+      case 6:
+        return Tied();
+      case 7:
+        return Reshape();
+      case 8:
+        return Transposed();
+      case 9:
+        return Dropout();
+      case 10:
+        return BufferUse();
+      case 11:
+        return Scalar();
+      default:
+        return TwoBiases();
     }
   }
 
@@ -385,14 +395,16 @@ class Generator {
   int32_t module_ = 0;
   int64_t rows_ = 1;
   int64_t next_stream_ = 0;
-  ValueId x_ = kNone;                       // the activation at hand, [rows, width]
-  std::vector<ValueId> weights_, seen_;     // to be used again
+  ValueId x_ = kNone;                    // the activation at hand, [rows, width]
+  std::vector<ValueId> weights_, seen_;  // to be used again
   std::vector<std::function<void()>> tape_;
-  std::map<ValueId, ValueId> grad_;         // of values and parameters
+  std::map<ValueId, ValueId> grad_;  // of values and parameters
 };
 
 }  // namespace
 
-Program RandomProgram(const RandomProgramOptions& options) { return Generator(options).Run(); }
+Program RandomProgram(const RandomProgramOptions& options) {
+  return Generator(options).Run();
+}
 
 }  // namespace interlace::testing

@@ -1,0 +1,95 @@
+// parse_internal.h — the parser: one pass over the text; every number is range-checked, nesting is bounded, and tables
+// grow only with the file. Its methods live in parse_parts.cc (names, types, literals), parse_lines.cc (declarations),
+// parse.cc (phases).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/scan.h"
+#include "ir/program.h"
+
+namespace interlace {
+
+class TextParser {
+ public:
+  TextParser(std::string_view text, std::string_view file) : scan_(text, file) {}
+  Result<Program> Run();
+
+ private:
+  // ---- errors ----
+  Error Fail(size_t pos, std::string message) const;
+  Error Fail(std::string message) const;
+  Error Expected(std::string_view what) const;
+  Status Want(char c);
+  Status WantWord(std::string_view word);
+  Status EndLine();
+
+  // ---- small pieces ----
+  Result<std::string> Name(std::string_view what, bool dots = false);
+  Result<int64_t> Int(int64_t min, int64_t max, std::string_view what);
+  Result<std::string> String();
+  Result<ValueId> ValueName();
+  // A value that must be defined somewhere in the file.
+  Result<ValueId> Use();
+  Result<UnitId> UnitName();
+  Result<DType> ParseDTypeHere();
+  bool IsSymbol(std::string_view word) const;
+  // The extent of a dim or number: up to a separator outside parentheses.
+  std::string_view Token() const;
+  Result<Dim> ParseDim();
+  Status CheckSymbols(Dim dim, size_t pos);
+  Result<std::vector<Dim>> DimList(char close);
+  Result<Type> ParseType();
+  // %id: type [place]
+  Result<ValueId> Decl(ValueKind kind);
+
+  // ---- literals ----
+  Result<Arg> Literal(int depth);
+  Result<Arg> ListLiteral(int depth);
+  // Integers, floats, words, dims: told apart by the whole token.
+  Result<Arg> Scalar();
+
+  // ---- lines before the phases ----
+  Status Header();
+  Status ParseAll();
+  Status Line();
+  Status Meta();
+  Status Mesh();
+  Status SymbolLine();
+  Status Step();
+  // Ids of groups, modules, sources and units count from 0 in the order of the lines.
+  Result<int32_t> NextId(size_t next, std::string_view what);
+  Status GroupLine();
+  Status ModuleLine();
+  Status SourceLine();
+  Status UnitLine();
+  Result<bool> OneOf(std::string_view yes, std::string_view no);
+  Status ParamLine();
+  Status BufferLine();
+  Status InputLine();
+  Status ConstLine();
+  Status StateLine();
+
+  // ---- phases ----
+  Status PhaseLine();
+  Result<OpId> OpLine();
+  Status Results(Op& op);
+  // Whether WORD "=" stands here.
+  bool AtName();
+  Status Args(Op& op);
+  Status Tail(Op& op);
+  Status Tag(Op& op, std::string_view word, size_t pos);
+  Status Attribute(Op& op, std::string_view name, size_t pos);
+
+  Scanner scan_;
+  Program program_;
+  std::unordered_set<std::string> symbols_;          // declared ones and rank_AXIS
+  std::vector<bool> checked_dims_;                   // by expression: its symbols are known
+  std::vector<std::pair<ValueId, size_t>> pending_;  // used before (or without) a definition
+};
+
+}  // namespace interlace

@@ -1,0 +1,295 @@
+// Parsing of the header and the declarations.
+#include <algorithm>
+#include <limits>
+
+#include "base/suggest.h"
+#include "ir/parse_internal.h"
+
+namespace interlace {
+namespace {
+
+constexpr int64_t kVersion = 1;
+
+bool IsDigit(char c) {
+  return c >= '0' && c <= '9';
+}
+
+}  // namespace
+
+// ---- lines before the phases ----
+
+Status TextParser::Header() {
+  scan_.SkipToContent();
+  if (scan_.AtEnd())
+    return Fail("the file is empty; an interlace program begins with 'interlace 1 captured|sharded|scheduled'");
+  if (!scan_.EatWord("interlace")) {
+    return scan_.ErrorHere(
+        "this is no interlace program; the first line must be 'interlace 1 captured|sharded|scheduled'");
+  }
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(int64_t version, Int(0, std::numeric_limits<int64_t>::max(), "the format version"));
+  if (version > kVersion) {
+    return Fail(pos, "format version " + std::to_string(version) + " is newer than this build reads (version " +
+                         std::to_string(kVersion) + "); use a newer interlace or write the file with this one");
+  }
+  if (version < kVersion)
+    return Fail(pos, "format version " + std::to_string(version) + " does not exist; this build reads version 1");
+  scan_.SkipBlanks();
+  size_t level_pos = scan_.pos();
+  std::string_view level = scan_.Word();
+  const std::vector<std::string_view> levels = {"captured", "sharded", "scheduled"};
+  auto found = std::find(levels.begin(), levels.end(), level);
+  if (found == levels.end()) {
+    scan_.Seek(level_pos);
+    return Fail("the level must be captured, sharded or scheduled, found " + scan_.Found() + DidYouMean(level, levels));
+  }
+  program_.level = static_cast<Level>(found - levels.begin());
+  return EndLine();
+}
+
+Status TextParser::ParseAll() {
+  INTERLACE_TRY(Header());
+  while (true) {
+    scan_.SkipToContent();
+    if (scan_.AtEnd()) break;
+    INTERLACE_TRY(Line());
+  }
+  for (const auto& [id, pos] : pending_) {
+    if (!program_.HasValue(id)) return scan_.ErrorAt(pos, "%" + std::to_string(id) + " is used but nothing defines it");
+  }
+  return Ok{};
+}
+
+Status TextParser::Line() {
+  size_t pos = scan_.pos();
+  std::string_view word = scan_.Word();
+  if (word == "meta") return Meta();
+  if (word == "mesh") return Mesh();
+  if (word == "symbol") return SymbolLine();
+  if (word == "step") return Step();
+  if (word == "group") return GroupLine();
+  if (word == "module") return ModuleLine();
+  if (word == "source") return SourceLine();
+  if (word == "unit") return UnitLine();
+  if (word == "param") return ParamLine();
+  if (word == "buffer") return BufferLine();
+  if (word == "input") return InputLine();
+  if (word == "const") return ConstLine();
+  if (word == "state") return StateLine();
+  if (word == "phase") return PhaseLine();
+  scan_.Seek(pos);
+  if (word.empty()) return Expected("a declaration or a phase");
+  return Fail("unknown line '" + std::string(word) + "'" +
+              DidYouMean(word, {"meta", "mesh", "symbol", "step", "group", "module", "source", "unit", "param",
+                                "buffer", "input", "const", "state", "phase"}));
+}
+
+Status TextParser::Meta() {
+  INTERLACE_ASSIGN(std::string key, Name("a key", true));
+  INTERLACE_ASSIGN(std::string text, String());
+  program_.meta.emplace_back(std::move(key), std::move(text));
+  return EndLine();
+}
+
+Status TextParser::Mesh() {
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(std::string name, Name("an axis name"));
+  INTERLACE_ASSIGN(int64_t size, Int(1, 1 << 24, "the size of an axis"));
+  for (const Axis& axis : program_.mesh) {
+    if (axis.name == name) return Fail(pos, "axis '" + name + "' is declared twice");
+  }
+  symbols_.insert("rank_" + name);
+  program_.mesh.push_back({std::move(name), size});
+  return EndLine();
+}
+
+Status TextParser::SymbolLine() {
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(std::string name, Name("a symbol's name"));
+  for (std::string_view reserved : {"true", "false", "none", "inf", "nan", "max", "min", "in", "into"}) {
+    if (name == reserved) return Fail(pos, "'" + name + "' is a reserved word and cannot be a symbol");
+  }
+  if (ParseDType(name) || name.starts_with("rank_") || name.size() > 64) {
+    return Fail(pos,
+                "'" + name.substr(0, 64) + "' cannot be a symbol (dtypes, rank_* and names over 64 letters are taken)");
+  }
+  if (!symbols_.insert(name).second) return Fail(pos, "symbol '" + name + "' is declared twice");
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  INTERLACE_ASSIGN(int64_t min, Int(0, kMax, "the least value of a symbol"));
+  INTERLACE_ASSIGN(int64_t max, Int(min, kMax, "the largest value of a symbol"));
+  program_.symbols.push_back({std::move(name), min, max});
+  return EndLine();
+}
+
+Status TextParser::Step() {
+  INTERLACE_ASSIGN(program_.accumulation, Int(1, 1 << 24, "the number of micro-batches"));
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  std::string_view mode = scan_.Word();
+  if (mode != "reduce_each" && mode != "reduce_last") {
+    scan_.Seek(pos);
+    return Fail("the accumulation mode must be reduce_each or reduce_last, found " + scan_.Found() +
+                DidYouMean(mode, {"reduce_each", "reduce_last"}));
+  }
+  program_.accumulate_mode = std::string(mode);
+  return EndLine();
+}
+
+Result<int32_t> TextParser::NextId(size_t next, std::string_view what) {
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(int64_t id, Int(0, std::numeric_limits<int32_t>::max(), std::string(what) + "'s id"));
+  if (id != static_cast<int64_t>(next)) {
+    return Fail(pos, std::string(what) + " ids count up from 0: expected " + std::to_string(next) + ", found " +
+                         std::to_string(id));
+  }
+  return static_cast<int32_t>(id);
+}
+
+Status TextParser::GroupLine() {
+  Group group;
+  INTERLACE_ASSIGN(group.id, NextId(program_.groups.size(), "group"));
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(group.optimizer, Name("an optimizer"));
+  if (group.optimizer != "adamw" && group.optimizer != "adam" && group.optimizer != "sgd") {
+    return Fail(pos, "unknown optimizer '" + group.optimizer + "'" +
+                         DidYouMean(group.optimizer, {"adamw", "adam", "sgd"}) + " (known: adamw, adam, sgd)");
+  }
+  program_.groups.push_back(std::move(group));
+  return EndLine();
+}
+
+Status TextParser::ModuleLine() {
+  Module module;
+  INTERLACE_ASSIGN(module.id, NextId(program_.modules.size(), "module"));
+  INTERLACE_ASSIGN(module.path, String());
+  INTERLACE_ASSIGN(module.class_name, String());
+  program_.modules.push_back(std::move(module));
+  return EndLine();
+}
+
+Status TextParser::SourceLine() {
+  Source source;
+  INTERLACE_ASSIGN(source.id, NextId(program_.sources.size(), "source"));
+  INTERLACE_ASSIGN(source.place, String());
+  program_.sources.push_back(std::move(source));
+  return EndLine();
+}
+
+Status TextParser::UnitLine() {
+  Unit unit;
+  scan_.SkipBlanks();
+  if (!scan_.Eat('u')) return Expected("a unit such as u0");
+  INTERLACE_ASSIGN(unit.id, NextId(program_.units.size(), "unit"));
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(unit.axis, Name("an axis"));
+  if (std::none_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == unit.axis; })) {
+    std::vector<std::string_view> known;
+    for (const Axis& axis : program_.mesh) known.push_back(axis.name);
+    return Fail(pos,
+                "unknown axis '" + unit.axis + "'" + DidYouMean(unit.axis, known) + " (declare it with a 'mesh' line)");
+  }
+  INTERLACE_ASSIGN(unit.dtype, ParseDTypeHere());
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / 32;  // bytes still fit in 64 bits
+  INTERLACE_TRY(WantWord("numel"));
+  INTERLACE_ASSIGN(unit.numel, Int(0, kMax, "numel"));
+  INTERLACE_TRY(WantWord("shard"));
+  INTERLACE_ASSIGN(unit.shard, Int(0, kMax, "shard"));
+  program_.units.push_back(std::move(unit));
+  return EndLine();
+}
+
+Result<bool> TextParser::OneOf(std::string_view yes, std::string_view no) {
+  scan_.SkipBlanks();
+  if (scan_.EatWord(yes)) return true;
+  if (scan_.EatWord(no)) return false;
+  return Expected("'" + std::string(yes) + "' or '" + std::string(no) + "'");
+}
+
+Status TextParser::ParamLine() {
+  Param param;
+  INTERLACE_ASSIGN(param.value, Decl(ValueKind::kParam));
+  INTERLACE_ASSIGN(param.name, String());
+  INTERLACE_ASSIGN(param.trainable, OneOf("trainable", "frozen"));
+  scan_.SkipBlanks();
+  if (scan_.EatWord("group")) {
+    scan_.SkipBlanks();
+    size_t pos = scan_.pos();
+    INTERLACE_ASSIGN(int64_t group, Int(0, std::numeric_limits<int32_t>::max(), "a group's id"));
+    if (group >= static_cast<int64_t>(program_.groups.size())) {
+      return Fail(pos, "group " + std::to_string(group) + " is not declared above");
+    }
+    param.group = static_cast<int32_t>(group);
+  }
+  scan_.SkipBlanks();
+  if (scan_.EatWord("unit")) {
+    INTERLACE_ASSIGN(param.unit, UnitName());
+    INTERLACE_TRY(Want('+'));
+    INTERLACE_ASSIGN(param.unit_offset, Int(0, std::numeric_limits<int64_t>::max() / 32, "the offset in a unit"));
+  }
+  scan_.SkipBlanks();
+  while (scan_.EatWord("alias")) {
+    INTERLACE_ASSIGN(std::string alias, String());
+    param.aliases.push_back(std::move(alias));
+    scan_.SkipBlanks();
+  }
+  program_.params.push_back(std::move(param));
+  return EndLine();
+}
+
+Status TextParser::BufferLine() {
+  Buffer buffer;
+  INTERLACE_ASSIGN(buffer.value, Decl(ValueKind::kBuffer));
+  INTERLACE_ASSIGN(buffer.name, String());
+  INTERLACE_ASSIGN(buffer.persistent, OneOf("persistent", "plain"));
+  program_.buffers.push_back(std::move(buffer));
+  return EndLine();
+}
+
+Status TextParser::InputLine() {
+  Input input;
+  INTERLACE_ASSIGN(input.value, Decl(ValueKind::kInput));
+  INTERLACE_ASSIGN(input.name, String());
+  program_.inputs.push_back(std::move(input));
+  return EndLine();
+}
+
+Status TextParser::ConstLine() {
+  Const constant;
+  INTERLACE_ASSIGN(constant.value, Decl(ValueKind::kConst));
+  INTERLACE_ASSIGN(constant.name, String());
+  INTERLACE_TRY(Want('='));
+  scan_.SkipBlanks();
+  if (scan_.Peek() != '[') return Expected("a list");
+  INTERLACE_ASSIGN(constant.data, Literal(0));
+  program_.consts.push_back(std::move(constant));
+  return EndLine();
+}
+
+Status TextParser::StateLine() {
+  State state;
+  INTERLACE_ASSIGN(state.value, Decl(ValueKind::kState));
+  scan_.SkipBlanks();
+  size_t pos = scan_.pos();
+  std::string_view word = scan_.Word();
+  bool is_unit =
+      word.size() > 1 && word[0] == 'u' && scan_.Peek() == '.' && std::all_of(word.begin() + 1, word.end(), IsDigit);
+  if (is_unit) {
+    scan_.Seek(pos);
+    INTERLACE_ASSIGN(state.unit, UnitName());
+    INTERLACE_TRY(Want('.'));
+    word = scan_.Word();
+  }
+  if (word.empty()) return Expected("a role such as u0.shard");
+  state.role = std::string(word);
+  INTERLACE_ASSIGN(state.persistent, OneOf("persistent", "step"));
+  program_.states.push_back(std::move(state));
+  return EndLine();
+}
+
+}  // namespace interlace
