@@ -32,7 +32,8 @@ class Tracer {
         rank = t.cause_rank;
         Push(PathPiece::Kind::kTransfer, rank, t.op->op, t.op->lane, t.start_ps, t.end_ps, Alone(t));
         transfer = t.cause_transfer;
-        instance = t.cause_instance - 1;  // the op that issued it took no time
+        instance = t.cause_instance;  // takes no time itself, but may have been launched late
+        if (transfer < 0) Launch(rank, instance--);
       } else {
         transfer = Compute(rank, instance);
         --instance;
@@ -54,9 +55,17 @@ class Tracer {
     } else if (end > start) {
       Push(PathPiece::Kind::kCompute, rank, op.op, Lane::kCompute, start, end, op.work_ps);
     }
-    int64_t before = instance == 0 ? 0 : r.end_ps[instance - 1];
-    if (before < start) Push(PathPiece::Kind::kLaunch, rank, op.op, Lane::kCompute, before, start, start - before);
+    Launch(rank, instance);
     return -1;
+  }
+
+  // The gap before an instance.
+  void Launch(int32_t rank, int64_t instance) {
+    const RankRecord& r = out_.ranks[rank];
+    int64_t before = instance == 0 ? 0 : r.end_ps[instance - 1], start = r.start_ps[instance];
+    size_t run = 0;
+    OpId op = in_.programs[rank]->At(instance, run).op;
+    if (before < start) Push(PathPiece::Kind::kLaunch, rank, op, Lane::kCompute, before, start, start - before);
   }
 
   int64_t Alone(const TransferRecord& t) const {

@@ -87,20 +87,13 @@ class Engine {
     for (int32_t r = 0; r < num_ranks(); ++r) INTERLACE_TRY(Proceed(r));
     Settle();
     while (!events_.empty()) {
-      Event event = events_.top();
-      events_.pop();
-      if (event.time >= kLatest) return MakeError("the step takes longer than fits in 64 bits of picoseconds");
-      bool is_rank = event.id < num_ranks();
-      uint32_t version = is_rank ? ranks_[event.id].version : transfers_[event.id - num_ranks()].version;
-      if (event.version != version) continue;
-      now_ = event.time;
-      ++out_.events;
-      if (is_rank) {
-        Walk(event.id, now_);
-        MarkDirty(event.id);
-        INTERLACE_TRY(Proceed(event.id));
-      } else {
-        INTERLACE_TRY(TransferEvent(event.id - num_ranks()));
+      now_ = events_.top().time;
+      if (now_ >= kLatest) return MakeError("the step takes longer than fits in 64 bits of picoseconds");
+      // All that happens now, then the new rates: equal ranks do everything in the same round, folded or not.
+      while (!events_.empty() && events_.top().time == now_) {
+        Event event = events_.top();
+        events_.pop();
+        INTERLACE_TRY(Handle(event));
       }
       Settle();
     }
@@ -115,6 +108,17 @@ class Engine {
   }
 
  private:
+  Status Handle(const Event& event) {
+    bool is_rank = event.id < num_ranks();
+    uint32_t version = is_rank ? ranks_[event.id].version : transfers_[event.id - num_ranks()].version;
+    if (event.version != version) return Ok{};
+    ++out_.events;
+    if (!is_rank) return TransferEvent(event.id - num_ranks());
+    Walk(event.id, now_);
+    MarkDirty(event.id);
+    return Proceed(event.id);
+  }
+
   int32_t num_ranks() const { return static_cast<int32_t>(in_.programs.size()); }
 
   Status SetUp() {

@@ -1,8 +1,9 @@
 // Properties over random steps: bounds, equal bits, folding, memory against a count by hand, well-formed traces; and speed.
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <cstdlib>
+#include <algorithm>
+#include <cstdio>
+#include <ctime>
 
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -56,6 +57,8 @@ TEST(RandomSteps, AreWellFormed) {
     Result<Program> back = Parse(text);
     ASSERT_TRUE(back.ok()) << ErrorOf(back) << "\n" << text;
     ASSERT_EQ(Print(*back), text);
+    Status valid = Verify(*back);
+    ASSERT_TRUE(valid.ok()) << ErrorOf(valid);
   }
 }
 
@@ -127,7 +130,7 @@ int64_t CountByHand(const Program& program, const Phase& phase, size_t place) {
     for (size_t i = 0; i < phase.ops.size(); ++i) {
       const Op& op = program.op(phase.ops[i]);
       if (std::find(op.results.begin(), op.results.end(), root) != op.results.end()) defined = true, first = static_cast<int64_t>(i);
-      if (touches(op, root)) last = static_cast<int64_t>(i);
+      if (touches(op, root)) last = std::max(last, static_cast<int64_t>(i));
       if (op.name == "release" && touches(op, root)) released = static_cast<int64_t>(i);
       // A source lives until the wait for any of the results.
       if (!op.name.ends_with(".start") || !touches(op, root)) continue;
@@ -157,7 +160,7 @@ int64_t CountByHand(const Program& program, const Phase& phase, size_t place) {
 
 TEST(RandomSteps, MemoryIsABruteForceCount) {
   std::mt19937 random(5);
-  for (int i = 0; i < 400; ++i) {
+  for (int i = 0; i < 120; ++i) {
     Program program = RandomStep(random);
     Result<Simulation> s = Simulate(program, RoundCluster(64, 8), nullptr, {});
     ASSERT_TRUE(s.ok()) << ErrorOf(s);
@@ -253,12 +256,13 @@ Program LargeStep(int layers, int64_t ranks) {
   return p;
 }
 
+// Processor time, which other work on the machine does not stretch.
 double BestSeconds(int rounds, const auto& run) {
   double best = 1e9;
   for (int i = 0; i < rounds; ++i) {
-    auto begin = std::chrono::steady_clock::now();
+    std::clock_t begin = std::clock();
     run();
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    best = std::min(best, static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC);
   }
   return best;
 }
@@ -271,8 +275,6 @@ TEST(Speed, TwentyThousandOps) {
   SimulateOptions uneven;
   for (int r = 0; r < 32; ++r) uneven.slow.emplace_back(r, 1 + r / 100.0);
   double all = BestSeconds(2, [&] { ASSERT_TRUE(Simulate(program, cluster, nullptr, uneven).ok()); });
-  RecordProperty("folded_ms", std::to_string(folded * 1e3));
-  RecordProperty("uneven_ms", std::to_string(all * 1e3));
   std::printf("%zu ops: one of 32 equal ranks %.1f ms, 32 different ranks %.0f ms\n", program.phases[0].ops.size(), folded * 1e3, all * 1e3);
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__)
   EXPECT_LT(folded, 0.050);

@@ -5,6 +5,7 @@
 
 #include "base/suggest.h"
 #include "ir/text.h"
+#include "ir/verifier.h"
 #include "trace/chrome_trace.h"
 #include "trace/memory_snapshot.h"
 
@@ -224,6 +225,7 @@ Result<std::string> SimulateText(std::string_view program_text, std::string_view
                      " (json, summary, trace, snapshot)");
   }
   INTERLACE_ASSIGN(Program program, Parse(program_text, "program"));
+  INTERLACE_TRY(Verify(program));  // the engine relies on the rules
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, "cluster"));
   ProfileTable table;
   if (!profile_text.empty()) {

@@ -15,6 +15,7 @@ class Maker {
     program_.level = Level::kScheduled;
     int64_t ranks = int64_t{1} << Pick(4);
     program_.mesh.push_back({"dp", ranks});
+    program_.groups = {{0, "sgd"}};
     program_.modules = {{0, "", "Net"}, {1, "a", "Linear"}, {2, "b", "Linear"}};
     for (int i = 0, n = 1 + Pick(4); i < n; ++i) {
       Unit unit;
@@ -59,11 +60,7 @@ class Maker {
     if (unit >= 0) op.units.push_back(unit);
     return program_.AddResult(op, Flat(elements));
   }
-  void Wait(const char* name, ValueId value, int unit) {
-    Op& op = Add(name);
-    op.args.push_back(Arg::Of(value));
-    (void)unit;
-  }
+  void Wait(const char* name, ValueId value) { Add(name).args.push_back(Arg::Of(value)); }
   int64_t Elements(ValueId id) { return program_.value(id).type.sizes[0].value; }
 
   struct Pending {
@@ -105,10 +102,10 @@ class Maker {
           break;
         }
         case 3:
-          pending.push_back({"offload.wait", Copy("offload.start", ready), -1});
+          pending.push_back({"offload.wait", Copy("offload.start", ready, gathered), -1});
           break;
         case 4:
-          pending.push_back({"reload.wait", Copy("reload.start", ready), -1});
+          pending.push_back({"reload.wait", Copy("reload.start", ready, gathered), -1});
           break;
         case 5: {
           if (gathered.empty()) break;
@@ -133,8 +130,10 @@ class Maker {
     if (hand_on_) HandOn();
   }
 
-  ValueId Copy(const char* name, const std::vector<ValueId>& ready) {
+  // Not of a gathered buffer, which might be released while it is read.
+  ValueId Copy(const char* name, const std::vector<ValueId>& ready, const std::vector<std::pair<int, ValueId>>& gathered) {
     ValueId source = ready[Pick(static_cast<int>(ready.size()))];
+    for (auto [unit, value] : gathered) source = value == source ? ready[0] : source;
     return Start(name, source, Elements(source), -1);
   }
 
@@ -143,7 +142,7 @@ class Maker {
     size_t at = static_cast<size_t>(Pick(static_cast<int>(pending.size())));
     Pending done = pending[at];
     pending.erase(pending.begin() + static_cast<int64_t>(at));
-    Wait(done.wait.c_str(), done.value, done.unit);
+    Wait(done.wait.c_str(), done.value);
     if (done.wait != "offload.wait") ready.push_back(done.value);
     if (done.unit >= 0) gathered.emplace_back(done.unit, done.value);
   }
@@ -160,7 +159,7 @@ class Maker {
       ValueId taken = program_.AddValue(ValueKind::kTake, Flat(program_.units[0].numel)).id;
       ValueId plain = program_.AddValue(ValueKind::kTake, Flat(77)).id;
       program_.phases.back().takes = {taken, plain};
-      Wait("gather.wait", taken, 0);
+      Wait("gather.wait", taken);
       Add("release").args.push_back(Arg::Of(taken));
     }
     for (const Unit& unit : program_.units) {
@@ -168,6 +167,8 @@ class Maker {
       op.part = Part::kUpdate;
       op.units.push_back(unit.id);
       op.args = {Arg::Of(shards_[unit.id]), Arg::Of(grads_[unit.id])};
+      op.SetAttr("scale", Arg::Float(1.0));
+      op.SetAttr("ranges", Arg::List({Arg::Int(0), Arg::Int(unit.numel), Arg::Int(0)}));
     }
     if (hand_on_) HandOn();
   }
