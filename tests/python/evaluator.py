@@ -152,6 +152,9 @@ class Evaluator:
                     raise AssertionError(f"{e}\n  at: {line}") from e
         return result
 
+    def python(self, module: str, part: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise AssertionError("an opaque module")
+
     def _op(self, line: str, values: dict[int, torch.Tensor], result: dict[str, dict[str, torch.Tensor]]) -> None:
         m = re.match(rf"((?:(?:{_TYPED}|_)(?:, )?)+ = )?([\w.]+)\((.*)\)( \{{.*\}})$", line)
         assert m, "not an op"
@@ -169,8 +172,12 @@ class Evaluator:
             values[d.value] = self._view(d, values)
         else:
             namespace, packet, *overload = name.split(".")
-            func = getattr(getattr(getattr(torch.ops, namespace), packet), overload[0] if overload else "default")
-            out = func(*args, **kwargs)
+            if name == "call.python":
+                module, part = (re.search(rf'{k}="([^"]*)"', tail)[1] for k in ("module", "part"))  # type: ignore[index]
+                out = self.python(module, part, args)
+            else:
+                func = getattr(getattr(getattr(torch.ops, namespace), packet), overload[0] if overload else "default")
+                out = func(*args, **kwargs)
             flat: list[Any] = []
             for r in out if isinstance(out, (tuple, list)) else (out,):
                 flat += r if isinstance(r, (tuple, list)) else [r]

@@ -23,6 +23,7 @@ from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, make_fake, swapped
+from interlace.capture.opaque import OpaqueCall, OpaqueTrace, learn_calls
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import Sites, user_place
 from interlace.capture.symbols import make_symbols
@@ -31,6 +32,7 @@ from interlace.capture.tracing import (
     followed_modules,
     known_values_are_no_trace,
     without_checkpointing,
+    without_collection,
     without_log,
 )
 from interlace.errors import CaptureError
@@ -52,6 +54,7 @@ class Captured:
     aliases: dict[str, str]  # tied name -> name in `params`
     outputs: list[str]  # "loss" first
     opaque: list[str]  # paths of the modules that run in Python
+    opaque_calls: list[OpaqueCall]  # what OpaqueTable needs to run them
     num_ops: int
     seconds: float
 
@@ -86,10 +89,10 @@ def capture(
     kinds, group_of = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
-    trace = _Trace(model, tensors, InputSpec.of(batch), symbolic)
-    trace.run(loss_fn or _default_loss, batch)
-    check_op_kinds(trace.recorder.calls.values())
-    text = trace.text(kinds, group_of, micro_batches, rng_mode)
+    with without_collection():
+        trace = _traced(model, tensors, batch, loss_fn or _default_loss, symbolic, fullgraph)
+        check_op_kinds(trace.recorder.calls.values())
+        text = trace.text(kinds, group_of, micro_batches, rng_mode)
     return Captured(
         text=text,
         input_spec=trace.spec,
@@ -99,7 +102,8 @@ def capture(
         tensors={t.name: t.real for t in trace.tensors},
         aliases={a: t.name for t in trace.tensors for a in t.aliases},
         outputs=list(trace.outputs),
-        opaque=[],
+        opaque=list(trace.opaque_calls),
+        opaque_calls=[c for calls in trace.opaque_calls.values() for c in calls],
         num_ops=trace.recorder.num_ops,
         seconds=time.perf_counter() - begin,
     )
@@ -115,12 +119,43 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def _traced(
+    model: nn.Module,
+    tensors: list[ModelTensor],
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Any],
+    symbolic: bool | Collection[str],
+    fullgraph: bool,
+) -> _Trace:
+    """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
+    be traced."""
+    calls: dict[str, list[OpaqueCall]] = {}
+    while True:
+        trace = _Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls)
+        try:
+            trace.run(loss_fn, batch)
+            return trace
+        except CaptureError:
+            path = trace.sites.failed
+            if fullgraph or path is None or path in calls:
+                raise
+            inside = f"{path}." if path else ""
+            paths = [p for p in calls if not p.startswith(inside)] + [path]
+            calls = learn_calls(model, paths, loss_fn, batch)
+
+
 class _Trace:
     """One run of the model on fakes, and the parts of its text."""
 
     def __init__(
-        self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str]
+        self,
+        model: nn.Module,
+        tensors: list[ModelTensor],
+        spec: InputSpec,
+        symbolic: bool | Collection[str],
+        opaque_calls: dict[str, list[OpaqueCall]],
     ) -> None:
+        self.opaque_calls = opaque_calls
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.symbols.env if self.symbols else None)
@@ -215,7 +250,7 @@ class _Trace:
             stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
-            stack.enter_context(followed_modules(self.sites))
+            stack.enter_context(followed_modules(self.sites, OpaqueTrace(self.model, self.opaque_calls, rec)))
             stack.enter_context(without_log())
             stack.enter_context(torch.enable_grad())
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
@@ -281,7 +316,7 @@ class _Trace:
             return call()
         except CaptureError as e:
             place = user_place(e.__traceback__)
-            if not place or getattr(e, "located", False):
+            if not place:
                 raise
             raise CaptureError(f"{place}: {e}{self._module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:

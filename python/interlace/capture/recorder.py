@@ -18,14 +18,14 @@ data) and becomes one line. A value of the program is known by the storage it li
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         return f"%{value}: {self.dims.type(fake.dtype, tuple(fake.shape), fake.stride())}"
 
     def declare_as(self, fake: Tensor, value: int) -> None:
-        """A fake tensor that holds the same constant as an existing value."""
+        """A fake tensor that has an existing value."""
         storage = Storage(value, fake)
         self._storages[fake.untyped_storage()._cdata] = storage
         self._entries[id(fake)] = Entry(value, storage, fake)
@@ -185,12 +185,43 @@ class Recorder(TorchDispatchMode):
         self.lines.append(f"  {name}({', '.join(args)}) {{{self.part}{attrs}}}")
         self.num_ops += 1
 
+    def call_python(
+        self,
+        module: str,
+        part: str,
+        operands: Sequence[Tensor],
+        results: list[tuple[torch.dtype, tuple[int, ...]]],
+        random: bool,
+    ) -> list[Tensor]:
+        """An opaque module: contiguous fake results of the given dtypes and sizes."""
+        text = ", ".join([f"%{self.value_of(t)}" for t in operands])
+        with _disable_current_modes(), self.fakes:
+            fakes = [torch.empty(size, dtype=dtype, device="cpu") for dtype, size in results]
+        attrs = f" rng={self._next_stream}" if random else ""
+        self._next_stream += random
+        attrs += f' module={quote(module)} part="{part}"'
+        decls = [self.dims.type(f.dtype, tuple(f.shape), f.stride()) for f in fakes]
+        for f, value in zip(fakes, self._line("call.python", text, decls, attrs), strict=True):
+            self.declare_as(f, value)
+        return fakes
+
+    def snapshot(self, t: Tensor) -> Tensor:
+        """A tensor that keeps the value that `t` has now, whatever is written to `t` later. No views are taken of it."""
+        with _disable_current_modes(), self.fakes:
+            fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="cpu")
+        self.declare_as(fake, self.value_of(t))
+        return fake
+
+    def replace(self, t: Tensor, new: Tensor) -> None:
+        """From here on, `t` has the value of `new`."""
+        self._write(t, self.value_of(new), new)
+
     # ---- ops ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is _DEVICE_OF:  # two thirds of all calls
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
-        if func is _DEVICE_OF:
-            return func(*args, **kwargs)
         if not isinstance(func, OpOverload):
             raise CaptureError(
                 f"the higher-order operator {func} cannot be part of a program; use the plain form of it"

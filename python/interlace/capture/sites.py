@@ -54,7 +54,7 @@ class Sites:
         self.sources: dict[str, int] = {}
         self.stack: list[str] = []  # " m3" of the running modules
         self.stack_paths: list[str] = []
-        self.failed = ""  # path of the innermost module that raised
+        self.failed: str | None = None  # path of the innermost module that raised
         self._by_line: dict[tuple[CodeType, int], str] = {}
         self._is_user: dict[CodeType, bool] = {}
         self._by_sequence: dict[int, str] = {}

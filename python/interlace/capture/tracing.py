@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch.utils.checkpoint
 from torch import nn
@@ -16,17 +17,27 @@ from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
 
+class OpaqueModules(Protocol):
+    """Modules that are not traced into."""
+
+    def replaces(self, module: nn.Module) -> bool: ...
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any: ...
+
+
 @contextlib.contextmanager
-def followed_modules(sites: Sites) -> Iterator[None]:
-    """Tells `sites` which module runs."""
+def followed_modules(sites: Sites, opaque: OpaqueModules | None = None) -> Iterator[None]:
+    """Tells `sites` which module runs, and hands the calls of opaque modules over."""
     call: Callable[..., Any] = nn.Module.__call__
 
     def follow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sites.enter(module)
         try:
+            if opaque is not None and opaque.replaces(module):
+                return opaque.call(module, args, kwargs)
             return call(module, *args, **kwargs)
         except BaseException:
-            sites.failed = sites.failed or sites.stack_paths[-1]
+            if sites.failed is None:
+                sites.failed = sites.stack_paths[-1]
             raise
         finally:
             sites.leave()
@@ -67,6 +78,18 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
             m.gradient_checkpointing = True  # type: ignore[assignment]
         for owner, name, old in reversed(saved):
             delattr(owner, name) if old is absent else setattr(owner, name, old)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """The garbage collector paused: tracing makes many objects that live until its end, and none that it could free."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,183 @@
+"""fullgraph=False: modules that cannot be captured run in Python, and the rest of the program stays as it is."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from capture_support import eager
+from evaluator import Evaluator, same
+
+from interlace import _core
+from interlace.capture import OpaqueTable, capture
+from interlace.errors import CaptureError
+
+
+class Branch(nn.Module):
+    """Branches on data; changes a buffer; returns more than one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.b.bias.requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, *, scale=1.0, extra=None):
+        self.count += 1
+        y = self.a(x) if x.sum() > 0 else self.b(x)
+        y = y * self.count.clone() * scale
+        return {"y": y, "rank": y.argmax(), "same": x if extra is None else extra, "note": "text"}
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5) * (1.0 if float(x.detach().max()) > -100 else 0.0)
+
+
+class Net(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.middle = middle
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        y = self.middle(x)
+        if isinstance(y, dict):
+            z = self.middle(y["y"], scale=2.0, extra=x)
+            y = z["y"] + y["same"] + z["same"]
+        return self.last(y)
+
+
+def loss_fn(model, b):
+    return model(b["x"]).square().mean()
+
+
+def batch(seed):
+    return {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+class OpaqueEvaluator(Evaluator):
+    """Evaluates call.python through the table, as the runtime does."""
+
+    def __init__(self, c, model):
+        super().__init__(c.text, c.tensors)
+        self.table = OpaqueTable(model, pickle.loads(pickle.dumps(c.opaque_calls)))
+        self.parts = []
+
+    def python(self, module, part, tensors):
+        self.parts.append((module, part))
+        return self.table.run_opaque(module, part, tensors)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_branches_equal_eager(seed):
+    model = Net(Branch())
+    c = capture(model, loss_fn, batch(0), fullgraph=False)
+    program = _core.Program.parse(c.text, "captured")
+    program.verify()
+    assert program.print() == c.text
+    assert c.opaque == ["middle"]
+    assert model.middle.count == 0  # the real run that learnt the shapes left no trace
+    loss, grads, buffers = eager(model, loss_fn, batch(seed))
+    run = OpaqueEvaluator(c, model)
+    got = run.run(c.input_spec.flatten(batch(seed)))
+    assert run.parts == [
+        ("middle", "forward"), ("middle@1", "forward"), ("middle@1", "backward"), ("middle", "backward"),
+    ]  # fmt: skip
+    assert same(got["outputs"]["loss"], loss)
+    for name, g in got["grads"].items():  # the branch not taken has zeros, where eager has none
+        want = grads.get(name, torch.zeros_like(g))
+        torch.testing.assert_close(g, want, rtol=1e-6, atol=1e-8)  # x's gradients are added up in another order
+    assert set(grads) <= set(got["grads"]) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert same(got["assigned"]["middle.count"], buffers["middle.count"]) and buffers["middle.count"] == 2
+    assert model.middle.count == 0
+
+
+def test_branches_do_differ():
+    """The seeds above take both branches: otherwise the test above would show little."""
+    taken = {bool(torch.tanh(Net(Branch()).first(batch(seed)["x"])).sum() > 0) for seed in range(4)}
+    assert taken == {True, False}
+
+
+def test_random_numbers_are_the_same_in_backward():
+    model = Net(Masked())
+    c = capture(model, loss_fn, batch(0), fullgraph=False)
+    line = next(x for x in c.text.splitlines() if 'part="forward"' in x)
+    assert "rng=0" in line and ": i64[] = call.python(" in line
+    run = OpaqueEvaluator(c, model)
+    torch.manual_seed(4)
+    got = run.run(c.input_spec.flatten(batch(0)))
+    torch.manual_seed(4)
+    seed = torch.randint(1 << 62, ())
+    x = batch(0)["x"]
+    torch.manual_seed(int(seed))
+    model(x).square().mean().backward()
+    assert all(same(got["grads"][n], p.grad) for n, p in model.named_parameters())
+
+
+def test_whole_model():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x) if x.mean() > 5 else -self.fc(x)
+
+    model = Root()
+    c = capture(model, loss_fn, batch(0), fullgraph=False)
+    assert c.opaque == [""]
+    got = OpaqueEvaluator(c, model).run(c.input_spec.flatten(batch(1)))
+    loss, grads, _ = eager(model, loss_fn, batch(1))
+    assert same(got["outputs"]["loss"], loss)
+    assert all(same(got["grads"][n], g) for n, g in grads.items())
+
+
+def test_everything_else_is_captured_as_before():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x
+
+    plain = capture(Net(Plain()), loss_fn, batch(0), fullgraph=False)
+    assert plain.opaque == [] and plain.text == capture(Net(Plain()), loss_fn, batch(0)).text
+
+
+def test_errors():
+    def reads(model, b):
+        loss = loss_fn(model, b)
+        return loss if loss > 0 else -loss
+
+    with pytest.raises(CaptureError, match=r"the model reads a tensor's value"):
+        capture(Net(nn.ReLU()), reads, batch(0), fullgraph=False)  # outside of every module
+    with torch.device("meta"):
+        model = Net(Branch())
+    with pytest.raises(CaptureError) as e:
+        capture(model, loss_fn, batch(0), fullgraph=False)
+    assert str(e.value) == (
+        "module 'middle' cannot be captured, and what it gives cannot be learnt from a model on meta; "
+        "build the model in "
+        "memory, or change the module"
+    )
+
+    class Grows(nn.Module):
+        def forward(self, x):
+            return x[x[:, 0] > 0].sum(0, keepdim=True).expand(int((x[:, 0] > 0).sum()), 4)
+
+    class Sums(Net):
+        def forward(self, x):
+            return self.last(self.middle(self.first(x)).sum(0))
+
+    model = Sums(Grows())
+    c = capture(model, loss_fn, batch(0), fullgraph=False)
+    with pytest.raises(AssertionError, match=r"opaque module 'middle' gave .* its results must not change their sizes"):
+        OpaqueEvaluator(c, model).run(c.input_spec.flatten({"x": torch.full((5, 4), 100.0)}))
