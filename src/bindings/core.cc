@@ -1,6 +1,8 @@
-// core.cc — the Python module `_core`: programs, passes, digests; knows nothing of torch (docs/architecture.md lists it).
+// core.cc — the Python module `_core`: programs, passes, digests; knows nothing of torch (docs/architecture.md lists
+// it).
 //
-// Parsing, printing, verifying and passes run with the interpreter lock released. A Program object belongs to one thread at a time.
+// Parsing, printing, verifying and passes run with the interpreter lock released. A Program object belongs to one
+// thread at a time.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -57,7 +59,9 @@ py::dict ValueDict(const Program& program, ValueId id) {
   return out;
 }
 
-py::object OrNone(int32_t id) { return id == kNone ? py::object(py::none()) : py::object(py::int_(id)); }
+py::object OrNone(int32_t id) {
+  return id == kNone ? py::object(py::none()) : py::object(py::int_(id));
+}
 
 py::list Params(const Program& program) {
   py::list out;
@@ -123,14 +127,21 @@ py::list Inputs(const Program& program) {
 
 py::object ArgObject(const Program& program, const Arg& arg) {
   switch (arg.kind) {
-    case Arg::Kind::kNone: return py::none();
-    case Arg::Kind::kValue: return py::str("%" + std::to_string(arg.value));
-    case Arg::Kind::kInt: return DimObject(program, arg.integer);
-    case Arg::Kind::kFloat: return py::float_(arg.real);
-    case Arg::Kind::kBool: return py::bool_(arg.boolean);
+    case Arg::Kind::kNone:
+      return py::none();
+    case Arg::Kind::kValue:
+      return py::str("%" + std::to_string(arg.value));
+    case Arg::Kind::kInt:
+      return DimObject(program, arg.integer);
+    case Arg::Kind::kFloat:
+      return py::float_(arg.real);
+    case Arg::Kind::kBool:
+      return py::bool_(arg.boolean);
     case Arg::Kind::kString:
-    case Arg::Kind::kWord: return py::str(arg.text);
-    case Arg::Kind::kList: break;
+    case Arg::Kind::kWord:
+      return py::str(arg.text);
+    case Arg::Kind::kList:
+      break;
   }
   py::list out;
   for (const Arg& item : arg.list) out.append(ArgObject(program, item));
@@ -205,8 +216,8 @@ py::dict SummaryDict(const ProgramSummary& summary) {
   return out;
 }
 
-py::list RunPipeline(Program& program, const std::string& pipeline, bool verify, const std::optional<std::string>& dump_dir,
-                     const std::optional<std::string>& repro) {
+py::list RunPipeline(Program& program, const std::string& pipeline, bool verify,
+                     const std::optional<std::string>& dump_dir, const std::optional<std::string>& repro) {
   std::vector<PassReport> reports;
   {
     py::gil_scoped_release unlocked;
@@ -259,14 +270,21 @@ PYBIND11_MODULE(_core, m) {
   py::register_exception<PythonError>(m, "Error", PyExc_ValueError);
 
   py::class_<Program>(m, "Program")
-      .def_static("parse", [](const std::string& text, const std::string& file) { return Take(Parse(text, file)); },
-                  py::arg("text"), py::arg("file") = "program", Unlocked(), "The program of a text. Error: file:line:col and why.")
-      .def("print", [](const Program& p) { return Print(p); }, Unlocked(), "The whole program as text.")
-      .def("__str__", [](const Program& p) { return Print(p); }, Unlocked())
-      .def("verify", [](const Program& p) { Take(Verify(p)); }, Unlocked(), "Error: the first rules that the program breaks.")
+      .def_static(
+          "parse", [](const std::string& text, const std::string& file) { return Take(Parse(text, file)); },
+          py::arg("text"), py::arg("file") = "program", Unlocked(),
+          "The program of a text. Error: file:line:col and why.")
+      .def(
+          "print", [](const Program& p) { return Print(p); }, Unlocked(), "The whole program as text.")
+      .def(
+          "__str__", [](const Program& p) { return Print(p); }, Unlocked())
+      .def(
+          "verify", [](const Program& p) { Take(Verify(p)); }, Unlocked(),
+          "Error: the first rules that the program breaks.")
       .def("clone", &Program::Clone, Unlocked())
-      .def("bind", [](const Program& p, const Binding& binding) { return Take(Bind(p, binding)); }, py::arg("sizes"), Unlocked(),
-           "A copy with symbols replaced by numbers.")
+      .def(
+          "bind", [](const Program& p, const Binding& binding) { return Take(Bind(p, binding)); }, py::arg("sizes"),
+          Unlocked(), "A copy with symbols replaced by numbers.")
       .def_property_readonly("level", [](const Program& p) { return kLevels[static_cast<size_t>(p.level)]; })
       .def_property_readonly("mesh",
                              [](const Program& p) {
@@ -286,11 +304,14 @@ PYBIND11_MODULE(_core, m) {
       .def("consts", &Consts)
       .def("groups", &Groups)
       .def("symbols", &Symbols)
-      .def("summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
-      .def("run_passes", &RunPipeline, py::arg("pipeline"), py::arg("verify") = true, py::arg("dump_dir") = std::nullopt,
-           py::arg("repro") = std::nullopt,
+      .def(
+          "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
+      .def("run_passes", &RunPipeline, py::arg("pipeline"), py::arg("verify") = true,
+           py::arg("dump_dir") = std::nullopt, py::arg("repro") = std::nullopt,
            "Runs a pipeline such as 'canonicalize,shard(ranks=2)' in place; on an error the program stays as it was.");
 
   m.def("pass_table", &PassTableList, "Every pass: name, help, options.");
-  m.def("digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(), "SHA-256 of a text, hexadecimal.");
+  m.def(
+      "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
+      "SHA-256 of a text, hexadecimal.");
 }

@@ -13,13 +13,13 @@ namespace {
 // Where the gradients of a unit are put together: its flat buffer or, with one rank, its state `grad`.
 struct Landing {
   UnitId unit = kNone;
-  ValueId full_grad = kNone;            // reduce_last: the state that replaces the flat buffer
-  std::vector<ValueId> contributions;   // values that ops place there
+  ValueId full_grad = kNone;           // reduce_last: the state that replaces the flat buffer
+  std::vector<ValueId> contributions;  // values that ops place there
 };
 
 struct Plan {
   bool reduce_last = false;
-  std::unordered_map<ValueId, Landing> landings;  // by root
+  std::unordered_map<ValueId, Landing> landings;   // by root
   std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
 };
 
@@ -54,7 +54,8 @@ class VariantWriter {
     auto found = plan_.landings.find(root);
     return found == plan_.landings.end() ? nullptr : &found->second;
   }
-  // Whether the gradients that land in `landing` are added one by one here (a flat buffer under reduce_each is reduced first).
+  // Whether the gradients that land in `landing` are added one by one here (a flat buffer under reduce_each is reduced
+  // first).
   bool AddsInto(const Landing* landing, ValueId root) const {
     return landing != nullptr && Adds() && (plan_.reduce_last || plan_.grad_state.count(root) > 0);
   }
@@ -70,7 +71,8 @@ class VariantWriter {
       if (op.name == "reduce.wait" && Each() && Adds()) {
         ForEachOperand(op, [&](ValueId part) {
           const Value& value = program_.value(part);
-          if (plan_.grad_state.count(value.root) > 0) new_[part] = AddInto(value, value.root, value.offset, new_[part], op);
+          if (plan_.grad_state.count(value.root) > 0)
+            new_[part] = AddInto(value, value.root, value.offset, new_[part], op);
         });
       }
       return Ok{};
@@ -170,7 +172,8 @@ class VariantWriter {
     }
     ForEachOperand(out, [&](ValueId& v) { v = Map(v); });
     for (ValueId& v : out.writes) v = Map(v);
-    if (op.name == "view" && LandingOf(op.args[0].value) != nullptr) out.args = {Arg::Of(program_.RootOf(out.results[0]))};
+    if (op.name == "view" && LandingOf(op.args[0].value) != nullptr)
+      out.args = {Arg::Of(program_.RootOf(out.results[0]))};
     phase_.ops.push_back(id);
     for (ValueId result : op.results) {
       if (result == kNone) continue;
@@ -211,7 +214,8 @@ class VariantWriter {
       to.offset = Dim(start / bytes);
       return Ok{};
     }
-    return MakeError("%", old, ": ", PrintType(program_, from.type), " views more than one gradient; accumulate cannot tell which");
+    return MakeError("%", old, ": ", PrintType(program_, from.type),
+                     " views more than one gradient; accumulate cannot tell which");
   }
 
   // A reduced part that goes to the state `grad` in the first micro-batch and is added in the others.
@@ -235,7 +239,8 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
   std::vector<UnitId> with_full_grad;
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
-    if (op.name == "grad.begin" && !program.value(op.results[0]).placed) plan.landings[op.results[0]].unit = op.units[0];
+    if (op.name == "grad.begin" && !program.value(op.results[0]).placed)
+      plan.landings[op.results[0]].unit = op.units[0];
     if (IsCollective(op) || op.name == "grad.begin") continue;
     for (ValueId result : op.results) {
       if (result == kNone || !program.value(result).placed) continue;
@@ -284,14 +289,16 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   Plan plan = MakePlan(program, phase, mode == "reduce_last");
   int32_t old_values = program.num_values();
   std::vector<Phase> variants;
-  for (auto [variant, name] : {std::pair{Variant::kFirst, "micro_batch.first"}, std::pair{Variant::kMiddle, "micro_batch.middle"},
-                               std::pair{Variant::kLast, "micro_batch.last"}}) {
+  for (auto [variant, name] :
+       {std::pair{Variant::kFirst, "micro_batch.first"}, std::pair{Variant::kMiddle, "micro_batch.middle"},
+        std::pair{Variant::kLast, "micro_batch.last"}}) {
     if (variant == Variant::kMiddle && steps == 2) continue;
     INTERLACE_ASSIGN(Phase written, VariantWriter(program, plan, variant, old_values).Write(phase, name));
     variants.push_back(std::move(written));
   }
   std::erase_if(program.phases, [](const Phase& p) { return p.name == "micro_batch"; });
-  program.phases.insert(program.phases.begin(), std::make_move_iterator(variants.begin()), std::make_move_iterator(variants.end()));
+  program.phases.insert(program.phases.begin(), std::make_move_iterator(variants.begin()),
+                        std::make_move_iterator(variants.end()));
   program.accumulation = steps;
   program.accumulate_mode = mode;
   return true;

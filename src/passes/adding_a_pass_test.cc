@@ -33,7 +33,8 @@ Result<bool> MergeReleases(Program& program, const PassOptions&) {
 TEST(AddingAPass, TheExampleDoesWhatThePageSays) {
   Result<Program> program = Parse(RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2)"));
   ASSERT_TRUE(program.ok());
-  const std::string before = "  release(%14) {fwd m1}\n  release(%15) {fwd m1}\n", after = "  release(%14, %15) {fwd m1}\n";
+  const std::string before = "  release(%14) {fwd m1}\n  release(%15) {fwd m1}\n",
+                    after = "  release(%14, %15) {fwd m1}\n";
   ASSERT_NE(Print(*program).find(before), std::string::npos) << Print(*program);
   Result<bool> changed = MergeReleases(*program);
   ASSERT_TRUE(changed.ok());
@@ -45,7 +46,8 @@ TEST(AddingAPass, TheExampleDoesWhatThePageSays) {
 
 TEST(AddingAPass, CodeOnThePageIsTheCodeHere) {
   const std::string root = INTERLACE_SOURCE_DIR;
-  Result<std::string> page = ReadFile(root + "/docs/adding_a_pass.md"), code = ReadFile(root + "/src/passes/adding_a_pass_test.cc");
+  Result<std::string> page = ReadFile(root + "/docs/adding_a_pass.md"),
+                      code = ReadFile(root + "/src/passes/adding_a_pass_test.cc");
   ASSERT_TRUE(page.ok() && code.ok());
   const std::string open = "```cpp\n";
   int blocks = 0;

@@ -139,13 +139,15 @@ class PhaseCanonicalizer {
     }
   }
 
-  // Whether a result's storage may be merged with another: nobody writes or releases it and it does not leave the phase.
+  // Whether a result's storage may be merged with another: nobody writes or releases it and it does not leave the
+  // phase.
   bool IsPlainStorage(ValueId id) const {
     return program_.RootOf(id) == id && facts_.writes[id].empty() && !released_[id] && !facts_.leaves[id];
   }
 
   bool IsIdentity(const Op& op, int32_t index) {
-    if (op.rng || op.results.size() != 1 || op.results[0] == kNone || op.args.empty() || op.args[0].kind != Arg::Kind::kValue) {
+    if (op.rng || op.results.size() != 1 || op.results[0] == kNone || op.args.empty() ||
+        op.args[0].kind != Arg::Kind::kValue) {
       return false;
     }
     ValueId source = op.args[0].value, result = op.results[0];
@@ -162,8 +164,8 @@ class PhaseCanonicalizer {
   }
 
   static bool IsCopying(const Op& op) {
-    constexpr std::string_view kNames[] = {"aten.clone", "aten.contiguous", "aten._to_copy", "aten.detach", "aten.alias",
-                                           "aten.lift_fresh_copy", "aten.lift_fresh"};
+    constexpr std::string_view kNames[] = {"aten.clone", "aten.contiguous",      "aten._to_copy",  "aten.detach",
+                                           "aten.alias", "aten.lift_fresh_copy", "aten.lift_fresh"};
     if (std::find(std::begin(kNames), std::end(kNames), op.name) == std::end(kNames)) return false;
     // A device or a layout could say more than the types do.
     return std::all_of(op.named.begin(), op.named.end(), [](const NamedArg& named) {
@@ -180,7 +182,8 @@ class PhaseCanonicalizer {
       return false;
     }
     std::string_view name = op.name;
-    if (name == "aten.mul.Tensor" || name == "aten.mul.Scalar" || name == "aten.div.Tensor" || name == "aten.div.Scalar") {
+    if (name == "aten.mul.Tensor" || name == "aten.mul.Scalar" || name == "aten.div.Tensor" ||
+        name == "aten.div.Scalar") {
       return IsNumber(op.args[1], 1);
     }
     return (name == "aten.sub.Tensor" || name == "aten.sub.Scalar") && IsNumber(op.args[1], 0);
@@ -220,16 +223,25 @@ class PhaseCanonicalizer {
   void AddArg(Key& key, const Arg& arg) {
     key.Raw(arg.kind);
     switch (arg.kind) {
-      case Arg::Kind::kNone: break;
+      case Arg::Kind::kNone:
+        break;
       case Arg::Kind::kValue:
         key.Raw(arg.value);
         key.Raw(version_[program_.RootOf(arg.value)]);
         break;
-      case Arg::Kind::kInt: key.Number(arg.integer); break;
-      case Arg::Kind::kFloat: key.Raw(arg.real); break;
-      case Arg::Kind::kBool: key.Raw(arg.boolean); break;
+      case Arg::Kind::kInt:
+        key.Number(arg.integer);
+        break;
+      case Arg::Kind::kFloat:
+        key.Raw(arg.real);
+        break;
+      case Arg::Kind::kBool:
+        key.Raw(arg.boolean);
+        break;
       case Arg::Kind::kString:
-      case Arg::Kind::kWord: key.Text(arg.text); break;
+      case Arg::Kind::kWord:
+        key.Text(arg.text);
+        break;
       case Arg::Kind::kList:
         key.Raw(arg.list.size());
         for (const Arg& item : arg.list) AddArg(key, item);
@@ -262,12 +274,12 @@ class PhaseCanonicalizer {
 
   Program& program_;
   Phase& phase_;
-  PhaseFacts facts_;                                    // positions in the old list
-  std::unordered_map<std::string, ValueId> by_place_;   // storage, offset and type -> the first such value
+  PhaseFacts facts_;                                   // positions in the old list
+  std::unordered_map<std::string, ValueId> by_place_;  // storage, offset and type -> the first such value
   std::unordered_map<std::string, OpId> by_meaning_;
-  std::vector<ValueId> stand_in_;                       // by value; itself unless replaced
-  std::vector<int32_t> version_;                        // by root: writes so far
-  std::vector<char> released_;                          // by root
+  std::vector<ValueId> stand_in_;  // by value; itself unless replaced
+  std::vector<int32_t> version_;   // by root: writes so far
+  std::vector<char> released_;     // by root
   std::vector<OpId> ops_;
   bool changed_ = false;
 };

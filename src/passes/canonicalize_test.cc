@@ -9,7 +9,8 @@ namespace {
 
 // A captured program with one parameter %0: f32[4,8], a buffer %1: f32[4,8], an input %2: f32[4,8] and these ops.
 std::string With(const std::string& ops) {
-  return "interlace 1 captured\nstep 1 reduce_each\nparam %0: f32[4,8] \"w\" trainable\nbuffer %1: f32[4,8] \"b\" persistent\n"
+  return "interlace 1 captured\nstep 1 reduce_each\nparam %0: f32[4,8] \"w\" trainable\nbuffer %1: f32[4,8] \"b\" "
+         "persistent\n"
          "input %2: f32[4,8] \"x\"\nphase micro_batch takes () gives () {\n" +
          ops + "}\n";
 }
@@ -91,8 +92,8 @@ TEST(Canonicalize, RandomOpsAndOpsWithMutatedResultsAreNotMerged) {
 }
 
 TEST(Canonicalize, IdentitiesVanish) {
-  for (const char* op : {"aten.clone(%2)", "aten.contiguous(%2)", "aten._to_copy(%2, dtype=f32)", "aten.mul.Tensor(%2, 1.0)",
-                         "aten.div.Scalar(%2, 1)", "aten.sub.Tensor(%2, 0)"}) {
+  for (const char* op : {"aten.clone(%2)", "aten.contiguous(%2)", "aten._to_copy(%2, dtype=f32)",
+                         "aten.mul.Tensor(%2, 1.0)", "aten.div.Scalar(%2, 1)", "aten.sub.Tensor(%2, 0)"}) {
     EXPECT_EQ(After("  %3: f32[4,8] = " + std::string(op) + " {fwd}\n  %4: f32[] = aten.sum(%3) {fwd}\n" +
                     "  output(%4) {fwd name=\"loss\"}\n"),
               "  %3: f32[] = aten.sum(%2) {fwd}\n  output(%3) {fwd name=\"loss\"}\n")
@@ -102,14 +103,17 @@ TEST(Canonicalize, IdentitiesVanish) {
 
 TEST(Canonicalize, WhatOnlyLooksLikeAnIdentityStays) {
   // x + 0 turns -0 into +0; another dtype, other strides, another scalar; a copy of a part would keep the whole alive.
-  for (const char* op : {"f32[4,8] = aten.add.Tensor(%2, 0)", "f32[4,8] = aten.mul.Tensor(%2, 2)", "f32[4,8] = aten.mul.Tensor(%2, -1.0)",
-                         "f32[4,8]{1,4} = aten.clone(%2)", "f64[4,8] = aten._to_copy(%2, dtype=f64)", "f32[4,8] = aten.sub.Tensor(%2, -0.0)",
+  for (const char* op : {"f32[4,8] = aten.add.Tensor(%2, 0)", "f32[4,8] = aten.mul.Tensor(%2, 2)",
+                         "f32[4,8] = aten.mul.Tensor(%2, -1.0)", "f32[4,8]{1,4} = aten.clone(%2)",
+                         "f64[4,8] = aten._to_copy(%2, dtype=f64)", "f32[4,8] = aten.sub.Tensor(%2, -0.0)",
                          "f32[4,8] = aten.clone(%2, memory_format=contiguous, device=\"cuda\")"}) {
-    std::string ops = "  %3: " + std::string(op) + " {fwd}\n  %4: f32[] = aten.sum(%3) {fwd}\n  output(%4) {fwd name=\"loss\"}\n";
+    std::string ops =
+        "  %3: " + std::string(op) + " {fwd}\n  %4: f32[] = aten.sum(%3) {fwd}\n  output(%4) {fwd name=\"loss\"}\n";
     EXPECT_EQ(RunText(With(ops), "canonicalize"), RunText(With(ops), "")) << op;
   }
   std::string part =
-      "  %3: f32[2,8] in %2+0 = view(%2) {fwd}\n  %4: f32[2,8] = aten.clone(%3) {fwd}\n  %5: f32[] = aten.sum(%4) {fwd}\n"
+      "  %3: f32[2,8] in %2+0 = view(%2) {fwd}\n  %4: f32[2,8] = aten.clone(%3) {fwd}\n  %5: f32[] = aten.sum(%4) "
+      "{fwd}\n"
       "  output(%5) {fwd name=\"loss\"}\n";
   EXPECT_EQ(RunText(With(part), "canonicalize"), RunText(With(part), ""));
 }
@@ -156,7 +160,7 @@ TEST(Canonicalize, TimeIsLinear) {
     EXPECT_EQ(program->phases[0].ops.size(), static_cast<size_t>(layers) + 1);
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
-  seconds(1000);  // warms up
+  seconds(1000);                                        // warms up
   double small = seconds(1000), large = seconds(7000);  // 21,001 ops
   EXPECT_LT(large, std::max(21 * small, 1.0)) << small;
   EXPECT_LT(large, 5.0) << "a fraction of a second without sanitizers";

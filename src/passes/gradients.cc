@@ -1,5 +1,5 @@
-// PlaceGradients: finds for each gradient whether the op that makes it can write it into the flat buffer, else adds a copy,
-// and issues the reductions in the order in which gradients become complete.
+// PlaceGradients: finds for each gradient whether the op that makes it can write it into the flat buffer, else adds a
+// copy, and issues the reductions in the order in which gradients become complete.
 #include <algorithm>
 #include <utility>
 
@@ -73,11 +73,12 @@ class Placer {
       }
       gradients_.push_back(gradient);
     }
-    std::stable_sort(gradients_.begin(), gradients_.end(), [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
+    std::stable_sort(gradients_.begin(), gradients_.end(),
+                     [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
   }
 
-  // The op that defines the root can write into the flat buffer when nothing else decides where the root's storage is, and the
-  // gradient has the elements of that storage in the parameter's order.
+  // The op that defines the root can write into the flat buffer when nothing else decides where the root's storage is,
+  // and the gradient has the elements of that storage in the parameter's order.
   bool CanPlace(const Gradient& gradient, ValueId value, ValueId root) {
     const Value& owner = program_.value(root);
     const Value& param = program_.value(program_.params[gradient.param].value);
@@ -253,7 +254,8 @@ class Placer {
 
 }  // namespace
 
-void PlaceGradients(Program& program, PhaseEditor& edit, const PhaseFacts& facts, const ShardingOptions& options, bool whole) {
+void PlaceGradients(Program& program, PhaseEditor& edit, const PhaseFacts& facts, const ShardingOptions& options,
+                    bool whole) {
   Placer(program, edit, facts, options, whole).Run();
 }
 

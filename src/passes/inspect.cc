@@ -57,7 +57,9 @@ class Counter {
 
  private:
   void Traffic(const Op& op, int64_t repeats) {
-    int64_t* bytes = op.name == "gather.start" ? &out.gathered_bytes : op.name == "reduce.start" ? &out.reduced_bytes : nullptr;
+    int64_t* bytes = op.name == "gather.start"   ? &out.gathered_bytes
+                     : op.name == "reduce.start" ? &out.reduced_bytes
+                                                 : nullptr;
     if (bytes == nullptr) return;
     for (UnitId id : op.units) {
       const Unit& unit = program_.units[id];
@@ -94,14 +96,17 @@ ProgramSummary Summarize(const Program& program) {
   Counter counter(program);
   for (const auto& [phase, repeats] : program.RunOrder()) counter.Phase(*phase, repeats);
   ProgramSummary out = std::move(counter.out);
-  out.level = program.level == Level::kCaptured ? "captured" : program.level == Level::kSharded ? "sharded" : "scheduled";
+  out.level = program.level == Level::kCaptured  ? "captured"
+              : program.level == Level::kSharded ? "sharded"
+                                                 : "scheduled";
   out.params = static_cast<int64_t>(program.params.size());
   for (const Param& param : program.params) {
     int64_t count = Count(program.value(param.value).type);
     out.param_elements += count;
     if (param.trainable) out.trainable_elements += count;
     // A parameter of a unit has no storage of its own: its unit's states hold it.
-    if (param.unit == kNone && program.RootOf(param.value) == param.value) out.persistent_bytes += Bytes(program, param.value);
+    if (param.unit == kNone && program.RootOf(param.value) == param.value)
+      out.persistent_bytes += Bytes(program, param.value);
   }
   for (const Buffer& buffer : program.buffers) out.persistent_bytes += Bytes(program, buffer.value);
   for (const Const& constant : program.consts) out.persistent_bytes += Bytes(program, constant.value);
@@ -148,18 +153,22 @@ std::string SummaryText(const ProgramSummary& summary) {
     }
     out << "), peak " << bytes(phase.peak_bytes) << "\n";
   }
-  out << "parameters     " << summary.params << ", " << summary.param_elements << " elements, " << summary.trainable_elements
-      << " trainable\n";
+  out << "parameters     " << summary.params << ", " << summary.param_elements << " elements, "
+      << summary.trainable_elements << " trainable\n";
   if (summary.units > 0) {
-    out << "units          " << summary.units << ", largest " << summary.largest_unit << " " << BytesText(summary.largest_unit_bytes);
-    for (size_t i = 0; i < summary.largest_unit_params.size(); ++i) out << (i ? ", " : " (") << summary.largest_unit_params[i];
+    out << "units          " << summary.units << ", largest " << summary.largest_unit << " "
+        << BytesText(summary.largest_unit_bytes);
+    for (size_t i = 0; i < summary.largest_unit_params.size(); ++i)
+      out << (i ? ", " : " (") << summary.largest_unit_params[i];
     out << (summary.largest_unit_params.empty() ? "" : ")") << "\n";
     out << "received       " << BytesText(summary.gathered_bytes) << " by gathers, " << BytesText(summary.reduced_bytes)
         << " by reduces, a step and rank\n";
     out << "gradients      " << BytesText(summary.placed_gradient_bytes) << " written in place, "
-        << BytesText(summary.copied_gradient_bytes) << " copied, " << BytesText(summary.added_gradient_bytes) << " added\n";
+        << BytesText(summary.copied_gradient_bytes) << " copied, " << BytesText(summary.added_gradient_bytes)
+        << " added\n";
   }
-  out << "persistent     " << BytesText(summary.persistent_bytes) << ", and " << BytesText(summary.step_bytes) << " within a step\n";
+  out << "persistent     " << BytesText(summary.persistent_bytes) << ", and " << BytesText(summary.step_bytes)
+      << " within a step\n";
   out << "activations    " << bytes(summary.activation_peak_bytes) << " at the peak of a micro-batch\n";
   return out.str();
 }

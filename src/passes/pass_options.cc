@@ -50,14 +50,16 @@ Result<std::string> PassOptions::Choice(std::string_view name, std::initializer_
     list += list.empty() ? "" : " or ";
     list += choice;
   }
-  return MakeError("option ", name, "=", *text, ": expected ", list, DidYouMean(*text, std::vector<std::string_view>(choices)));
+  return MakeError("option ", name, "=", *text, ": expected ", list,
+                   DidYouMean(*text, std::vector<std::string_view>(choices)));
 }
 
 Result<std::string> PassOptions::Name(std::string_view name, std::string_view missing) const {
   const std::string* text = Find(name);
   if (text == nullptr) return std::string(missing);
   bool good = !text->empty() && !(text->front() >= '0' && text->front() <= '9');
-  for (char c : *text) good = good && ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_');
+  for (char c : *text)
+    good = good && ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_');
   if (!good) return MakeError("option ", name, "=", *text, ": expected a name of letters, digits and _");
   return *text;
 }

@@ -1,4 +1,5 @@
-// pass_options.h — the options of one pass as a pipeline spells them: `shard(axis=dp,ranks=2)` has {axis: dp, ranks: 2}.
+// pass_options.h — the options of one pass as a pipeline spells them: `shard(axis=dp,ranks=2)` has {axis: dp, ranks:
+// 2}.
 //
 // Values stay text until the pass reads them with a type; a wrong value is an error that names the option.
 #pragma once

@@ -15,20 +15,36 @@ std::span<const PassInfo> PassTable() {
   using enum OptionKind;
   static const OptionInfo kAxis = {"axis", kName, "dp", "mesh axis that the ranks form"};
   static const OptionInfo kRanks = {"ranks", kCount, "", "size of the axis", {}, 1};
-  static const OptionInfo kWait = {
-      "wait", kChoice, "next", "wait for a reduce-scatter just before the next one starts, or at once", {"next", "now"}};
+  static const OptionInfo kWait = {"wait",
+                                   kChoice,
+                                   "next",
+                                   "wait for a reduce-scatter just before the next one starts, or at once",
+                                   {"next", "now"}};
   static const std::vector<PassInfo> table = {
-      {"canonicalize", "views become views of their storage, dead and repeated ops go, identities vanish", {}, Canonicalize},
+      {"canonicalize",
+       "views become views of their storage, dead and repeated ops go, identities vanish",
+       {},
+       Canonicalize},
       {"shard",
        "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
        {kAxis, kRanks, kWait, {"ahead", kCount, "1", "gathers in flight ahead of the one waited for", {}, 0}},
        Shard},
-      {"replicate", "data parallel: parameters and optimizer states are whole on every rank", {kAxis, kRanks, kWait}, Replicate},
-      {"zero1", "parameters are whole on every rank, gradients and optimizer states live in shards", {kAxis, kRanks, kWait}, Zero1},
+      {"replicate",
+       "data parallel: parameters and optimizer states are whole on every rank",
+       {kAxis, kRanks, kWait},
+       Replicate},
+      {"zero1",
+       "parameters are whole on every rank, gradients and optimizer states live in shards",
+       {kAxis, kRanks, kWait},
+       Zero1},
       {"accumulate",
        "an optimizer step runs several micro-batches and adds up their gradients",
        {{"steps", kCount, "", "micro-batches of a step", {}, 1},
-        {"mode", kChoice, "reduce_each", "reduce every micro-batch's gradients, or their sum once", {"reduce_each", "reduce_last"}}},
+        {"mode",
+         kChoice,
+         "reduce_each",
+         "reduce every micro-batch's gradients, or their sum once",
+         {"reduce_each", "reduce_last"}}},
        Accumulate},
       {"update",
        "adds the optimizer step, with clipping by the global norm",

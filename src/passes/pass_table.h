@@ -1,4 +1,5 @@
-// pass_table.h — every pass with its command-line name, help and options. A new pass is one row here (docs/adding_a_pass.md).
+// pass_table.h — every pass with its command-line name, help and options. A new pass is one row here
+// (docs/adding_a_pass.md).
 #pragma once
 
 #include <span>
@@ -17,10 +18,10 @@ enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName };
 struct OptionInfo {
   std::string_view name;
   OptionKind kind;
-  std::string_view missing;                // text of the default; empty: the option is required
+  std::string_view missing;  // text of the default; empty: the option is required
   std::string_view help;
   std::vector<std::string_view> choices = {};  // kChoice
-  int64_t min = 0;                         // kCount
+  int64_t min = 0;                             // kCount
 };
 
 struct PassInfo {

@@ -25,7 +25,10 @@ void PhaseEditor::Finish() {
 }
 
 PhaseFacts::PhaseFacts(const Program& program, const Phase& phase)
-    : def(program.num_values(), -1), uses(program.num_values()), writes(program.num_values()), leaves(program.num_values(), 0) {
+    : def(program.num_values(), -1),
+      uses(program.num_values()),
+      writes(program.num_values()),
+      leaves(program.num_values(), 0) {
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     const Op& op = program.op(phase.ops[i]);
     auto index = static_cast<int32_t>(i);
@@ -46,9 +49,13 @@ PhaseFacts::PhaseFacts(const Program& program, const Phase& phase)
   for (ValueId id : phase.gives) leaves[program.RootOf(id)] = 1;
 }
 
-Type FlatType(DType dtype, int64_t count) { return Type{dtype, {Dim(count)}, {Dim(1)}}; }
+Type FlatType(DType dtype, int64_t count) {
+  return Type{dtype, {Dim(count)}, {Dim(1)}};
+}
 
-int64_t OffsetIn(int64_t offset, DType from, DType to) { return offset * DTypeBytes(from) / DTypeBytes(to); }
+int64_t OffsetIn(int64_t offset, DType from, DType to) {
+  return offset * DTypeBytes(from) / DTypeBytes(to);
+}
 
 void CopyTags(const Op& from, Op& to) {
   to.part = from.part;

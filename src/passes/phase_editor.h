@@ -1,4 +1,5 @@
-// phase_editor.h — inserts ops between the ops of a phase and removes some, with positions that stay those of the old list.
+// phase_editor.h — inserts ops between the ops of a phase and removes some, with positions that stay those of the old
+// list.
 //
 //   PhaseEditor edit(program, phase);      ops: a b c
 //   edit.Before(1, x); edit.After(1, y);   Finish(): a x b y c

@@ -48,9 +48,15 @@ class Reader {
 
 Status CheckValue(const OptionInfo& option, const PassOptions& options) {
   switch (option.kind) {
-    case OptionKind::kCount: INTERLACE_TRY(options.Int(option.name, std::nullopt, option.min)); break;
-    case OptionKind::kPositiveOrNone: INTERLACE_TRY(options.PositiveOrNone(option.name)); break;
-    case OptionKind::kName: INTERLACE_TRY(options.Name(option.name, option.missing)); break;
+    case OptionKind::kCount:
+      INTERLACE_TRY(options.Int(option.name, std::nullopt, option.min));
+      break;
+    case OptionKind::kPositiveOrNone:
+      INTERLACE_TRY(options.PositiveOrNone(option.name));
+      break;
+    case OptionKind::kName:
+      INTERLACE_TRY(options.Name(option.name, option.missing));
+      break;
     case OptionKind::kChoice: {
       const std::string& text = *options.Find(option.name);
       std::string list;
@@ -79,7 +85,8 @@ Result<PassOptions> ReadOptions(Reader& reader, const PassInfo& pass) {
     if (known == nullptr) {
       std::string list;
       for (std::string_view n : names) list.append(list.empty() ? "" : ", ").append(n);
-      return MakeError("unknown option '", name, "'", DidYouMean(name, names), " (options: ", list.empty() ? "none" : list, ")");
+      return MakeError("unknown option '", name, "'", DidYouMean(name, names),
+                       " (options: ", list.empty() ? "none" : list, ")");
     }
     if (options.Find(name) != nullptr) return MakeError("option '", name, "' is given twice");
     if (!reader.Eat('=')) return reader.Fail("'=' after option '" + std::string(name) + "'");
@@ -112,8 +119,8 @@ Result<std::vector<PassCall>> ParsePipeline(std::string_view text) {
     if (!options.ok()) return MakeError("pass '", name, "': ", options.error().message);
     for (const OptionInfo& option : pass->options) {
       if (option.missing.empty() && options->Find(option.name) == nullptr) {
-        return MakeError("pass '", name, "': option '", option.name, "' is required (", option.help, "), for example ", name, "(",
-                         option.name, "=2)");
+        return MakeError("pass '", name, "': option '", option.name, "' is required (", option.help, "), for example ",
+                         name, "(", option.name, "=2)");
       }
     }
     calls.push_back({pass, std::move(*options)});

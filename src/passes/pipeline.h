@@ -17,8 +17,8 @@ struct PassCall {
   PassOptions options;
 };
 
-// Empty text is the empty pipeline. Error: syntax (with the column), unknown pass or option (did you mean), an option twice
-// or with a wrong value, a required option that is missing.
+// Empty text is the empty pipeline. Error: syntax (with the column), unknown pass or option (did you mean), an option
+// twice or with a wrong value, a required option that is missing.
 Result<std::vector<PassCall>> ParsePipeline(std::string_view text);
 std::string PrintPass(const PassCall& call);
 std::string PrintPipeline(const std::vector<PassCall>& calls, size_t from = 0);

@@ -24,21 +24,30 @@ TEST(Pipeline, PrintsWhatItParsed) {
 TEST(Pipeline, ErrorsSayWhatToWrite) {
   EXPECT_EQ(Message("shrad(ranks=2)"), "unknown pass 'shrad', did you mean 'shard'?");
   EXPECT_EQ(Message("frobnicate"), "unknown pass 'frobnicate'; interlace-opt --list-passes shows all");
-  EXPECT_EQ(Message("shard(rank=2)"), "pass 'shard': unknown option 'rank', did you mean 'ranks'? (options: axis, ranks, wait, ahead)");
+  EXPECT_EQ(Message("shard(rank=2)"),
+            "pass 'shard': unknown option 'rank', did you mean 'ranks'? (options: axis, ranks, wait, ahead)");
   EXPECT_EQ(Message("canonicalize(fast=true)"), "pass 'canonicalize': unknown option 'fast' (options: none)");
-  EXPECT_EQ(Message("shard"), "pass 'shard': option 'ranks' is required (size of the axis), for example shard(ranks=2)");
+  EXPECT_EQ(Message("shard"),
+            "pass 'shard': option 'ranks' is required (size of the axis), for example shard(ranks=2)");
   EXPECT_EQ(Message("shard(ranks=0)"), "pass 'shard': option ranks=0: must be at least 1");
   EXPECT_EQ(Message("shard(ranks=two)"), "pass 'shard': option ranks=two: expected a whole number");
   EXPECT_EQ(Message("shard(ranks=2,ranks=3)"), "pass 'shard': option 'ranks' is given twice");
-  EXPECT_EQ(Message("shard(ranks=2,axis=d.p)"), "pass 'shard': option axis=d.p: expected a name of letters, digits and _");
-  EXPECT_EQ(Message("zero1(ranks=2,wait=nxt)"), "pass 'zero1': option wait=nxt: expected next or now, did you mean 'next'?");
+  EXPECT_EQ(Message("shard(ranks=2,axis=d.p)"),
+            "pass 'shard': option axis=d.p: expected a name of letters, digits and _");
+  EXPECT_EQ(Message("zero1(ranks=2,wait=nxt)"),
+            "pass 'zero1': option wait=nxt: expected next or now, did you mean 'next'?");
   EXPECT_EQ(Message("update(clip=-1)"), "pass 'update': option clip=-1: expected a positive number or none");
   EXPECT_EQ(Message("update(clip=nan)"), "pass 'update': option clip=nan: expected a positive number or none");
-  EXPECT_EQ(Message("shard(ranks=99999999999999999999)"), "pass 'shard': option ranks=99999999999999999999: expected a whole number");
-  EXPECT_EQ(Message("shard(ranks)"), "pass 'shard': pipeline 'shard(ranks)', column 12: expected '=' after option 'ranks', found ')'");
-  EXPECT_EQ(Message("shard(ranks=2"), "pass 'shard': pipeline 'shard(ranks=2', column 14: expected ',' or ')', found the end");
-  EXPECT_EQ(Message("canonicalize,"), "pipeline 'canonicalize,', column 14: expected the name of a pass, found the end");
-  EXPECT_EQ(Message("canonicalize shard"), "pipeline 'canonicalize shard', column 14: expected ',' between passes, found 's'");
+  EXPECT_EQ(Message("shard(ranks=99999999999999999999)"),
+            "pass 'shard': option ranks=99999999999999999999: expected a whole number");
+  EXPECT_EQ(Message("shard(ranks)"),
+            "pass 'shard': pipeline 'shard(ranks)', column 12: expected '=' after option 'ranks', found ')'");
+  EXPECT_EQ(Message("shard(ranks=2"),
+            "pass 'shard': pipeline 'shard(ranks=2', column 14: expected ',' or ')', found the end");
+  EXPECT_EQ(Message("canonicalize,"),
+            "pipeline 'canonicalize,', column 14: expected the name of a pass, found the end");
+  EXPECT_EQ(Message("canonicalize shard"),
+            "pipeline 'canonicalize shard', column 14: expected ',' between passes, found 's'");
 }
 
 TEST(PassTable, EveryPassHasHelpAndItsOptionsAreListed) {

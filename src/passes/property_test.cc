@@ -1,5 +1,6 @@
-// Random programs through random pipelines: the verifier is content after every pass, and the interpreter gives the same bits
-// of outputs, parameters, buffers and norm as the textbook step of the captured program. INTERLACE_SOAK=1 runs more of them.
+// Random programs through random pipelines: the verifier is content after every pass, and the interpreter gives the
+// same bits of outputs, parameters, buffers and norm as the textbook step of the captured program. INTERLACE_SOAK=1
+// runs more of them.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -29,18 +29,23 @@ Status Dump(const Program& program, const std::string& dir, size_t index, std::s
 }
 
 // Writes the repro file and says so at the end of the message.
-Error WithRepro(Error error, const Program& before, const std::vector<PassCall>& calls, size_t failed, const RunOptions& options) {
-  std::string path = !options.repro_file.empty() ? options.repro_file : options.dump_dir.empty() ? "" : options.dump_dir + "/repro.il";
+Error WithRepro(Error error, const Program& before, const std::vector<PassCall>& calls, size_t failed,
+                const RunOptions& options) {
+  std::string path = !options.repro_file.empty() ? options.repro_file
+                     : options.dump_dir.empty()  ? ""
+                                                 : options.dump_dir + "/repro.il";
   if (path.empty()) return error;
   std::string command = "interlace-opt --verify '--passes=" + PrintPipeline(calls, failed) + "' " + path;
   Status written = WriteFile(path, std::string("# ").append(command).append("\n").append(Print(before)));
-  error.message += written.ok() ? "\nrun again with: " + command : "\n(no repro file: " + written.error().ToString() + ")";
+  error.message +=
+      written.ok() ? "\nrun again with: " + command : "\n(no repro file: " + written.error().ToString() + ")";
   return error;
 }
 
 }  // namespace
 
-Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls, const RunOptions& options) {
+Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls,
+                                          const RunOptions& options) {
   if (options.verify) {
     Status valid = Verify(program);
     if (!valid.ok()) return Error{"the input is not valid: " + valid.error().message, valid.error().where};

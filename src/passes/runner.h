@@ -1,4 +1,5 @@
-// runner.h — runs a pipeline: times every pass, verifies what changed, dumps texts, leaves a repro file when a pass fails.
+// runner.h — runs a pipeline: times every pass, verifies what changed, dumps texts, leaves a repro file when a pass
+// fails.
 #pragma once
 
 #include <string>
@@ -18,15 +19,16 @@ struct RunOptions {
 };
 
 struct PassReport {
-  std::string pass;        // with its options
+  std::string pass;  // with its options
   double seconds = 0;
   bool changed = false;
-  int64_t ops = 0;         // in all phases, afterwards
+  int64_t ops = 0;  // in all phases, afterwards
 };
 
-// Runs the passes on `program`. Error: the pass by name and what it says; the program is then as it was before the whole
-// pipeline, and the repro file holds the text before the failing pass under the command that runs it again.
-Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls, const RunOptions& options = {});
+// Runs the passes on `program`. Error: the pass by name and what it says; the program is then as it was before the
+// whole pipeline, and the repro file holds the text before the failing pass under the command that runs it again.
+Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls,
+                                          const RunOptions& options = {});
 
 // A file's content; a file written whole (through a temporary name). Errors name the file and the system's reason.
 Result<std::string> ReadFile(const std::string& path);

@@ -66,7 +66,8 @@ TEST(Runner, AnInvalidInputIsNotBlamedOnAPass) {
 }
 
 TEST(Runner, FilesThatCannotBeWrittenAreNamed) {
-  EXPECT_EQ(WriteFile("/proc/nowhere/x.il", "text").error().message, "cannot write /proc/nowhere/x.il: No such file or directory");
+  EXPECT_EQ(WriteFile("/proc/nowhere/x.il", "text").error().message,
+            "cannot write /proc/nowhere/x.il: No such file or directory");
   Folder folder;
   EXPECT_EQ(ReadFile(folder.path).error().message, "cannot read " + folder.path + ": is a directory");
   ASSERT_TRUE(WriteFile(folder.path + "/x", "old").ok());
@@ -76,7 +77,8 @@ TEST(Runner, FilesThatCannotBeWrittenAreNamed) {
 }
 
 TEST(Inspect, CountsBytesOfAStep) {
-  Result<Program> program = Parse(RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2),accumulate(steps=3),update"));
+  Result<Program> program =
+      Parse(RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2),accumulate(steps=3),update"));
   ASSERT_TRUE(program.ok()) << program.error().ToString();
   ProgramSummary summary = Summarize(*program);
   EXPECT_EQ(summary.level, "scheduled");
@@ -101,7 +103,8 @@ TEST(Inspect, CountsBytesOfAStep) {
 
 TEST(Inspect, SymbolicSizesHaveNoPeak) {
   Result<Program> program = Parse(
-      "interlace 1 captured\nsymbol b 2 8\nstep 1 reduce_each\ninput %0: f32[b] \"x\"\nphase micro_batch takes () gives () {\n"
+      "interlace 1 captured\nsymbol b 2 8\nstep 1 reduce_each\ninput %0: f32[b] \"x\"\nphase micro_batch takes () "
+      "gives () {\n"
       "  %1: f32[b] = aten.tanh(%0) {fwd}\n}\n");
   ASSERT_TRUE(program.ok());
   EXPECT_FALSE(Summarize(*program).activation_peak_bytes.has_value());

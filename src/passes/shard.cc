@@ -14,8 +14,8 @@ namespace {
 struct Stretch {
   UnitId unit = kNone;
   int backward = 0;
-  int32_t first = 0, last = 0;             // indices of ops
-  ValueId full = kNone;                    // the gathered buffer
+  int32_t first = 0, last = 0;  // indices of ops
+  ValueId full = kNone;         // the gathered buffer
   OpId start = kNone, wait = kNone;
   std::vector<OpId> views;
 };
@@ -23,7 +23,11 @@ struct Stretch {
 class Gathers {
  public:
   Gathers(Program& program, PhaseEditor& edit, int64_t ahead)
-      : program_(program), edit_(edit), ahead_(ahead), param_index_(ParamIndex(program)), current_(program.units.size(), {-1, -1}) {}
+      : program_(program),
+        edit_(edit),
+        ahead_(ahead),
+        param_index_(ParamIndex(program)),
+        current_(program.units.size(), {-1, -1}) {}
 
   void Run() {
     int backward = 0;
@@ -110,8 +114,8 @@ class Gathers {
     copies_.emplace_back(index, copy.id);
   }
 
-  // Stretches that begin at one op are one step; a step's gathers start `ahead` steps before it, within its part of the phase
-  // and not before the buffer of the same unit's stretch in the other part has ended.
+  // Stretches that begin at one op are one step; a step's gathers start `ahead` steps before it, within its part of the
+  // phase and not before the buffer of the same unit's stretch in the other part has ended.
   void Emit() {
     std::vector<int32_t> steps;  // positions of first uses, by step
     std::vector<size_t> step_of(stretches_.size());
@@ -148,8 +152,8 @@ class Gathers {
   PhaseEditor& edit_;
   int64_t ahead_;
   std::vector<int32_t> param_index_;
-  std::deque<Stretch> stretches_;                        // in the order of their first uses
-  std::vector<std::array<int32_t, 2>> current_;          // by unit: its stretch in the forward, the backward part
+  std::deque<Stretch> stretches_;                          // in the order of their first uses
+  std::vector<std::array<int32_t, 2>> current_;            // by unit: its stretch in the forward, the backward part
   std::map<std::pair<ValueId, ValueId>, ValueId> locals_;  // (full buffer, value of the parameter's storage) -> view
   std::vector<std::pair<int32_t, OpId>> copies_;
 };

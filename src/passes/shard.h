@@ -7,7 +7,8 @@
 //           %9 = aten.mm(%x, %w2) {fwd}                        release(%g) {bwd}
 //           release(%f) {fwd}
 // With ranks=1 parameters are resident and gradients are written into the state: no collective at all.
-// Runs on a captured program, before accumulate and update. Sources: ZeRO (Rajbhandari et al.), DeepCompile section 4.1.
+// Runs on a captured program, before accumulate and update. Sources: ZeRO (Rajbhandari et al.), DeepCompile
+// section 4.1.
 #pragma once
 
 #include "base/result.h"

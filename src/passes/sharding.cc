@@ -35,7 +35,9 @@ bool IsDense(const Type& type) {
   return true;
 }
 
-int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace
 
@@ -51,7 +53,9 @@ Result<ShardingOptions> ReadShardingOptions(const PassOptions& options) {
 
 Status CheckShardable(const Program& program, const ShardingOptions& options) {
   if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError("the program has units already; shard, replicate and zero1 start from a captured program and exclude one another");
+    return MakeError(
+        "the program has units already; shard, replicate and zero1 start from a captured program and exclude one "
+        "another");
   }
   const Phase* phase = program.FindPhase("micro_batch");
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
@@ -67,7 +71,8 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
     const Type& type = program.value(param.value).type;
     std::optional<int64_t> count = Elements(type);
     if (!count || *count > kMaxElements) {
-      return MakeError("parameter '", param.name, "' is ", PrintType(program, type), "; sizes must be numbers, bind them first");
+      return MakeError("parameter '", param.name, "' is ", PrintType(program, type),
+                       "; sizes must be numbers, bind them first");
     }
     if (!IsDense(type)) {
       return MakeError("parameter '", param.name, "' is ", PrintType(program, type),
@@ -84,7 +89,8 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
   for (const Param& param : program.params) {
     if (facts.writes[param.value].empty()) continue;
     const Op& op = program.op(phase->ops[facts.writes[param.value][0]]);
-    return Error{"parameter '" + param.name + "' is changed in place by the model; only buffers may be", PrintOp(program, op)};
+    return Error{"parameter '" + param.name + "' is changed in place by the model; only buffers may be",
+                 PrintOp(program, op)};
   }
   for (OpId id : phase->ops) {
     const Op& op = program.op(id);
@@ -92,7 +98,8 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
     for (ValueId result : op.results) {
       if (result == kNone || param_index[program.RootOf(result)] < 0) continue;
       return Error{"%" + std::to_string(result) + " is a view of parameter '" +
-                       program.params[param_index[program.RootOf(result)]].name + "' made by an op that does more than view",
+                       program.params[param_index[program.RootOf(result)]].name +
+                       "' made by an op that does more than view",
                    PrintOp(program, op)};
     }
   }
@@ -100,7 +107,8 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
 }
 
 void DeclareUnits(Program& program, const ShardingOptions& options, bool resident) {
-  bool declared = std::any_of(program.mesh.begin(), program.mesh.end(), [&](const Axis& a) { return a.name == options.axis; });
+  bool declared =
+      std::any_of(program.mesh.begin(), program.mesh.end(), [&](const Axis& a) { return a.name == options.axis; });
   if (!declared) program.mesh.push_back({options.axis, options.ranks});
   resident = resident || options.ranks == 1;
   std::vector<ValueId> home(program.num_values(), kNone);  // by parameter: the state it lies in
@@ -112,7 +120,8 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
     Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard};
     param.unit = unit.id;
     param.unit_offset = 0;
-    ValueId state = program.AddState(unit.id, resident ? "full" : "shard", FlatType(unit.dtype, resident ? unit.numel : shard), true);
+    ValueId state = program.AddState(unit.id, resident ? "full" : "shard",
+                                     FlatType(unit.dtype, resident ? unit.numel : shard), true);
     if (resident) home[param.value] = state;
     program.units.push_back(std::move(unit));
   }

@@ -1,9 +1,9 @@
 // sharding.h — what shard, replicate and zero1 share: units and their states, and gradients that land in flat buffers.
 //
 // Gradients of n > 1 ranks, one unit u after another:      of one rank: the gradient is placed straight into the state.
-//   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]}   (zeroes padding)
-//   %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...)
-//   %r: f32[shard] into %grad+0 = reduce.start(%g)
+//   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]}   (zeroes
+//   padding) %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...) %r:
+//   f32[shard] into %grad+0 = reduce.start(%g)
 //   ... until just before the next reduce.start ...
 //   reduce.wait(%r)    release(%g)
 #pragma once
@@ -29,12 +29,13 @@ Result<ShardingOptions> ReadShardingOptions(const PassOptions& options);
 // Checks that the program is a captured one that can be cut into units. Error: what stands in the way.
 Status CheckShardable(const Program& program, const ShardingOptions& options);
 
-// Declares the axis and one unit per parameter, with the state `shard`, or `full` when the parameters are resident (always so
-// with one rank); resident parameters and their views then lie in that state.
+// Declares the axis and one unit per parameter, with the state `shard`, or `full` when the parameters are resident
+// (always so with one rank); resident parameters and their views then lie in that state.
 void DeclareUnits(Program& program, const ShardingOptions& options, bool resident);
 
-// Replaces the `grad` markers of the phase. `whole`: every rank ends with the whole summed gradient (its own part reduced,
-// the others gathered in place), else with its shard.
-void PlaceGradients(Program& program, PhaseEditor& edit, const PhaseFacts& facts, const ShardingOptions& options, bool whole);
+// Replaces the `grad` markers of the phase. `whole`: every rank ends with the whole summed gradient (its own part
+// reduced, the others gathered in place), else with its shard.
+void PlaceGradients(Program& program, PhaseEditor& edit, const PhaseFacts& facts, const ShardingOptions& options,
+                    bool whole);
 
 }  // namespace interlace

@@ -1,5 +1,5 @@
-// What shard, replicate, zero1, accumulate and update say about programs they cannot take, and the places where gradients
-// need more than being placed. Whole texts are in golden_test.cc, bits in property_test.cc.
+// What shard, replicate, zero1, accumulate and update say about programs they cannot take, and the places where
+// gradients need more than being placed. Whole texts are in golden_test.cc, bits in property_test.cc.
 #include "ir/testing/interpreter.h"
 #include "passes/pass_test_support.h"
 
@@ -7,7 +7,8 @@ namespace interlace {
 namespace {
 
 std::string With(const std::string& declarations, const std::string& ops) {
-  return "interlace 1 captured\nstep 1 reduce_each\ngroup 0 adamw\n" + declarations + "phase micro_batch takes () gives () {\n" + ops + "}\n";
+  return "interlace 1 captured\nstep 1 reduce_each\ngroup 0 adamw\n" + declarations +
+         "phase micro_batch takes () gives () {\n" + ops + "}\n";
 }
 
 int Count(const std::string& text, const std::string& what) {
@@ -24,7 +25,8 @@ std::string CheckedRun(const std::string& text, const std::string& pipeline, int
   if (!captured.ok() || !program.ok()) return out;
   testing::InterpretOptions options;
   options.ranks = ranks;
-  Result<testing::RunResult> expected = testing::Interpret(*captured, options), actual = testing::Interpret(*program, options);
+  Result<testing::RunResult> expected = testing::Interpret(*captured, options),
+                             actual = testing::Interpret(*program, options);
   EXPECT_TRUE(expected.ok() && actual.ok()) << (actual.ok() ? "" : actual.error().ToString());
   if (!expected.ok() || !actual.ok()) return out;
   EXPECT_EQ(testing::FirstDifference(*expected, *actual), "") << out;
@@ -33,45 +35,55 @@ std::string CheckedRun(const std::string& text, const std::string& pipeline, int
 
 TEST(Sharding, OrderOfPassesIsExplained) {
   std::string text = GoldenInput("mlp.il");
-  EXPECT_EQ(RunText(text, "update"), "error: pass 'update': the program has no units; run shard, replicate or zero1 before update");
+  EXPECT_EQ(RunText(text, "update"),
+            "error: pass 'update': the program has no units; run shard, replicate or zero1 before update");
   EXPECT_EQ(RunText(text, "accumulate(steps=2)"),
             "error: pass 'accumulate': the program has no units; run shard, replicate or zero1 before accumulate");
   EXPECT_EQ(RunText(text, "shard(ranks=2),zero1(ranks=2)"),
-            "error: pass 'zero1': the program has units already; shard, replicate and zero1 start from a captured program and exclude "
+            "error: pass 'zero1': the program has units already; shard, replicate and zero1 start from a captured "
+            "program and exclude "
             "one another");
   EXPECT_EQ(RunText(text, "shard(ranks=2),accumulate(steps=2),accumulate(steps=2)"),
             "error: pass 'accumulate': the program accumulates 2 micro-batches already; run accumulate once");
-  EXPECT_EQ(RunText(text, "shard(ranks=2),update,accumulate(steps=2)"),
-            "error: pass 'accumulate': run accumulate before update, whose mean depends on the number of micro-batches");
-  EXPECT_EQ(RunText(text, "shard(ranks=2),update,update"), "error: pass 'update': the program has an update phase already");
+  EXPECT_EQ(
+      RunText(text, "shard(ranks=2),update,accumulate(steps=2)"),
+      "error: pass 'accumulate': run accumulate before update, whose mean depends on the number of micro-batches");
+  EXPECT_EQ(RunText(text, "shard(ranks=2),update,update"),
+            "error: pass 'update': the program has an update phase already");
 }
 
 TEST(Sharding, ParametersThatCannotBeCutAreNamed) {
-  EXPECT_EQ(RunText(With("param %0: f32[4]{2} \"w\" trainable group 0\n", ""), "shard(ranks=2)"),
-            "error: pass 'shard': parameter 'w' is f32[4]{2}, which leaves gaps or overlaps in memory; make it contiguous");
+  EXPECT_EQ(
+      RunText(With("param %0: f32[4]{2} \"w\" trainable group 0\n", ""), "shard(ranks=2)"),
+      "error: pass 'shard': parameter 'w' is f32[4]{2}, which leaves gaps or overlaps in memory; make it contiguous");
   EXPECT_EQ(RunText(With("symbol b 2 8\nparam %0: f32[b] \"w\" trainable group 0\n", ""), "shard(ranks=2)"),
             "error: pass 'shard': parameter 'w' is f32[b]; sizes must be numbers, bind them first");
   EXPECT_EQ(RunText(With("param %0: i64[4] \"w\" trainable group 0\n", ""), "shard(ranks=2)"),
             "error: pass 'shard': parameter 'w' is trainable but i64 is no floating type");
-  EXPECT_EQ(RunText(With("param %0: f32[4] \"w\" frozen\n", "  %1: f32[4] in %0+0 = aten.relu_(%0) {fwd writes=[%0]}\n"), "shard(ranks=2)"),
-            "error: pass 'shard': parameter 'w' is changed in place by the model; only buffers may be");
+  EXPECT_EQ(
+      RunText(With("param %0: f32[4] \"w\" frozen\n", "  %1: f32[4] in %0+0 = aten.relu_(%0) {fwd writes=[%0]}\n"),
+              "shard(ranks=2)"),
+      "error: pass 'shard': parameter 'w' is changed in place by the model; only buffers may be");
 }
 
 TEST(Sharding, ParametersWithoutAGroupAreNamed) {
   std::string text = With("param %0: f32[4] \"w\" trainable\ninput %1: f32[4] \"x\"\n",
                           "  %2: f32[4] = aten.tanh(%1) {bwd}\n  grad(%0, %2) {bwd}\n");
   EXPECT_EQ(RunText(text, "shard(ranks=2),update"),
-            "error: pass 'update': parameter 'w' is trainable but in no optimizer group; give it to the optimizer or freeze it");
+            "error: pass 'update': parameter 'w' is trainable but in no optimizer group; give it to the optimizer or "
+            "freeze it");
 }
 
 TEST(Sharding, UnknownOptimizerGetsAHint) {
   std::string text = With("param %0: f32[4] \"w\" trainable group 0\n", "");
   text.replace(text.find("adamw"), 5, "adamv");
-  EXPECT_NE(RunText(text, "shard(ranks=2),update").find("did you mean 'adamw'?"), std::string::npos) << RunText(text, "shard(ranks=2),update");
+  EXPECT_NE(RunText(text, "shard(ranks=2),update").find("did you mean 'adamw'?"), std::string::npos)
+      << RunText(text, "shard(ranks=2),update");
 }
 
 constexpr const char* kPair =
-    "param %0: f32[3,40] \"a\" trainable group 0\nparam %1: f32[3,40] \"b\" trainable group 0\ninput %2: f32[3,40] \"x\"\n";
+    "param %0: f32[3,40] \"a\" trainable group 0\nparam %1: f32[3,40] \"b\" trainable group 0\ninput %2: f32[3,40] "
+    "\"x\"\n";
 
 TEST(Sharding, OneValueAsGradientOfTwoParametersIsCopiedOnce) {
   std::string text = With(kPair,
@@ -90,18 +102,20 @@ TEST(Sharding, OneValueAsGradientOfTwoParametersIsCopiedOnce) {
 }
 
 TEST(Sharding, TransposedInputAndParameterGradientsAreCopied) {
-  std::string text = With("param %0: f32[3,40] \"a\" trainable group 0\nparam %1: f32[40,3] \"b\" trainable group 0\n"
-                          "input %2: f32[3,40] \"x\"\n",
-                          "  %3: f32[3,40] = aten.mul.Tensor(%0, %2) {fwd}\n"
-                          "  %4: f32[] = aten.sum(%3) {fwd}\n"
-                          "  output(%4) {fwd name=\"loss\"}\n"
-                          "  grad(%0, %0) {bwd}\n"
-                          "  %5: f32[3,40] = aten.tanh(%2) {bwd}\n"
-                          "  %6: f32[40,3]{1,40} in %5+0 = aten.t(%5) {bwd}\n"
-                          "  grad(%1, %6) {bwd}\n");
+  std::string text = With(
+      "param %0: f32[3,40] \"a\" trainable group 0\nparam %1: f32[40,3] \"b\" trainable group 0\n"
+      "input %2: f32[3,40] \"x\"\n",
+      "  %3: f32[3,40] = aten.mul.Tensor(%0, %2) {fwd}\n"
+      "  %4: f32[] = aten.sum(%3) {fwd}\n"
+      "  output(%4) {fwd name=\"loss\"}\n"
+      "  grad(%0, %0) {bwd}\n"
+      "  %5: f32[3,40] = aten.tanh(%2) {bwd}\n"
+      "  %6: f32[40,3]{1,40} in %5+0 = aten.t(%5) {bwd}\n"
+      "  grad(%1, %6) {bwd}\n");
   for (int64_t ranks : {1, 2, 3}) {
     for (const char* pass : {"shard", "zero1", "replicate"}) {
-      std::string out = CheckedRun(text, std::string("canonicalize,") + pass + "(ranks=" + std::to_string(ranks) + ")", ranks);
+      std::string out =
+          CheckedRun(text, std::string("canonicalize,") + pass + "(ranks=" + std::to_string(ranks) + ")", ranks);
       EXPECT_EQ(Count(out, "= copy("), 2) << out;
     }
   }
@@ -170,13 +184,14 @@ TEST(Sharding, AParameterThatIsAnOutputLeavesTheGatheredBuffer) {
 }
 
 TEST(Sharding, GathersStartAheadButNotAcrossForwardAndBackward) {
-  std::string text = With("param %0: f32[32] \"a\" frozen\nparam %1: f32[32] \"b\" frozen\nparam %2: f32[32] \"c\" frozen\n",
-                          "  %3: f32[32] = aten.tanh(%0) {fwd}\n"
-                          "  %4: f32[32] = aten.mul.Tensor(%3, %1) {fwd}\n"
-                          "  %5: f32[32] = aten.mul.Tensor(%4, %2) {fwd}\n"
-                          "  %6: f32[32] = aten.mul.Tensor(%5, %2) {bwd}\n"
-                          "  %7: f32[32] = aten.mul.Tensor(%6, %1) {bwd}\n"
-                          "  output(%7) {bwd name=\"y\"}\n");
+  std::string text =
+      With("param %0: f32[32] \"a\" frozen\nparam %1: f32[32] \"b\" frozen\nparam %2: f32[32] \"c\" frozen\n",
+           "  %3: f32[32] = aten.tanh(%0) {fwd}\n"
+           "  %4: f32[32] = aten.mul.Tensor(%3, %1) {fwd}\n"
+           "  %5: f32[32] = aten.mul.Tensor(%4, %2) {fwd}\n"
+           "  %6: f32[32] = aten.mul.Tensor(%5, %2) {bwd}\n"
+           "  %7: f32[32] = aten.mul.Tensor(%6, %1) {bwd}\n"
+           "  output(%7) {bwd name=\"y\"}\n");
   auto order = [&](const std::string& pipeline) {  // s: start, w: wait, r: release, o: op; | between the parts
     std::string out, phases = Phases(RunText(text, pipeline));
     bool backward = false;
@@ -191,8 +206,16 @@ TEST(Sharding, GathersStartAheadButNotAcrossForwardAndBackward) {
     return out;
   };
   EXPECT_EQ(order("shard(ranks=2,ahead=0)"), "sworsworswor|sworswor");
-  EXPECT_EQ(order("shard(ranks=2)"), "sswor" "swor" "wor|sswor" "wor");
-  EXPECT_EQ(order("shard(ranks=2,ahead=9)"), "ssswor" "wor" "wor|sswor" "wor");
+  EXPECT_EQ(order("shard(ranks=2)"),
+            "sswor"
+            "swor"
+            "wor|sswor"
+            "wor");
+  EXPECT_EQ(order("shard(ranks=2,ahead=9)"),
+            "ssswor"
+            "wor"
+            "wor|sswor"
+            "wor");
 }
 
 TEST(Sharding, AnAxisOfAnotherSizeIsRefused) {
@@ -202,11 +225,13 @@ TEST(Sharding, AnAxisOfAnotherSizeIsRefused) {
 }
 
 TEST(Sharding, EmptyAndScalarParametersHaveUnits) {
-  std::string text = With("param %0: f32[] \"scale\" trainable group 0\nparam %1: f32[0,3] \"none\" trainable group 0\ninput %2: f32[] \"x\"\n",
-                          "  %3: f32[] = aten.mul.Tensor(%0, %2) {fwd}\n"
-                          "  output(%3) {fwd name=\"loss\"}\n"
-                          "  %4: f32[] = aten.mul.Tensor(%2, 2.0) {bwd}\n"
-                          "  grad(%0, %4) {bwd}\n");
+  std::string text = With(
+      "param %0: f32[] \"scale\" trainable group 0\nparam %1: f32[0,3] \"none\" trainable group 0\ninput %2: f32[] "
+      "\"x\"\n",
+      "  %3: f32[] = aten.mul.Tensor(%0, %2) {fwd}\n"
+      "  output(%3) {fwd name=\"loss\"}\n"
+      "  %4: f32[] = aten.mul.Tensor(%2, 2.0) {bwd}\n"
+      "  grad(%0, %4) {bwd}\n");
   for (const char* pass : {"shard", "zero1", "replicate"}) {
     std::string out = CheckedRun(text, std::string(pass) + "(ranks=3)", 3);
     EXPECT_EQ(Count(out, "numel 96 shard 32"), 2) << out;
@@ -216,7 +241,8 @@ TEST(Sharding, EmptyAndScalarParametersHaveUnits) {
 TEST(Accumulate, OneStepChangesNothingButTheMode) {
   std::string text = GoldenInput("mlp.il");
   EXPECT_EQ(RunText(text, "shard(ranks=2),accumulate(steps=1)"), RunText(text, "shard(ranks=2)"));
-  EXPECT_NE(RunText(text, "shard(ranks=2),accumulate(steps=1,mode=reduce_last)").find("step 1 reduce_last\n"), std::string::npos);
+  EXPECT_NE(RunText(text, "shard(ranks=2),accumulate(steps=1,mode=reduce_last)").find("step 1 reduce_last\n"),
+            std::string::npos);
 }
 
 TEST(Accumulate, TwoStepsHaveNoMiddle) {

@@ -14,9 +14,9 @@ namespace {
 struct Target {
   UnitId unit = kNone;
   std::string_view optimizer;
-  ValueId weights = kNone;     // shard or full
+  ValueId weights = kNone;  // shard or full
   ValueId grad = kNone;
-  bool own_part = false;       // the weights are whole, the gradient is a shard
+  bool own_part = false;             // the weights are whole, the gradient is a shard
   std::vector<const Param*> params;  // with a gradient, by offset
 };
 
@@ -26,7 +26,8 @@ class Builder {
       : program_(program), clip_(clip), norm_(norm), momentum_(momentum) {}
 
   Result<bool> Run() {
-    if (program_.level == Level::kCaptured) return MakeError("the program has no units; run shard, replicate or zero1 before update");
+    if (program_.level == Level::kCaptured)
+      return MakeError("the program has no units; run shard, replicate or zero1 before update");
     if (program_.FindPhase("update") != nullptr) return MakeError("the program has an update phase already");
     INTERLACE_TRY(FindTargets());
     phase_.name = "update";
@@ -70,7 +71,8 @@ class Builder {
       if (!param.trainable || grad == kNone) continue;
       auto group = optimizer.find(param.group);
       if (group == optimizer.end()) {
-        return MakeError("parameter '", param.name, "' is trainable but in no optimizer group; give it to the optimizer or freeze it");
+        return MakeError("parameter '", param.name,
+                         "' is trainable but in no optimizer group; give it to the optimizer or freeze it");
       }
       Target& target = by_unit[param.unit];
       if (!target.params.empty() && target.optimizer != group->second) {
@@ -86,7 +88,8 @@ class Builder {
       target.weights = shard != kNone ? shard : find(unit, "full");
       if (target.weights == kNone) return MakeError("unit u", unit, " has neither a state 'shard' nor 'full'");
       target.own_part = !(program_.value(target.weights).type == program_.value(target.grad).type);
-      std::sort(target.params.begin(), target.params.end(), [](auto* a, auto* b) { return a->unit_offset < b->unit_offset; });
+      std::sort(target.params.begin(), target.params.end(),
+                [](auto* a, auto* b) { return a->unit_offset < b->unit_offset; });
       targets_.push_back(std::move(target));
     }
     return Ok{};
@@ -100,7 +103,8 @@ class Builder {
   }
 
   double Scale(UnitId unit) const {
-    return 1.0 / (static_cast<double>(program_.AxisSize(program_.units[unit].axis)) * static_cast<double>(program_.accumulation));
+    return 1.0 / (static_cast<double>(program_.AxisSize(program_.units[unit].axis)) *
+                  static_cast<double>(program_.accumulation));
   }
 
   // Sums the squares of all gradients; ranks that hold shards add theirs up.

@@ -1,5 +1,5 @@
-// interlace-opt — programs in, programs out: runs passes on a text file. Exit codes: 0 fine, 1 the program or a pass says no,
-// 2 wrong command line.
+// interlace-opt — programs in, programs out: runs passes on a text file. Exit codes: 0 fine, 1 the program or a pass
+// says no, 2 wrong command line.
 #include <iostream>
 #include <iterator>
 #include <optional>
@@ -54,12 +54,15 @@ struct Flags {
 // `--name=value`, `--name value` and single-dash -o alike.
 Result<Flags> ReadFlags(const std::vector<std::string>& args) {
   Flags flags;
-  const std::vector<std::pair<std::string_view, std::string Flags::*>> texts = {
-      {"--passes", &Flags::passes}, {"--bind", &Flags::bind}, {"-o", &Flags::output}, {"--dump-ir", &Flags::dump_dir},
-      {"--repro", &Flags::repro}};
+  const std::vector<std::pair<std::string_view, std::string Flags::*>> texts = {{"--passes", &Flags::passes},
+                                                                                {"--bind", &Flags::bind},
+                                                                                {"-o", &Flags::output},
+                                                                                {"--dump-ir", &Flags::dump_dir},
+                                                                                {"--repro", &Flags::repro}};
   const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
-      {"--verify", &Flags::verify}, {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
-      {"--digest", &Flags::digest}, {"--list-passes", &Flags::list}, {"--help", &Flags::help}, {"-h", &Flags::help}};
+      {"--verify", &Flags::verify}, {"--timing", &Flags::timing},    {"--print-summary", &Flags::summary},
+      {"--digest", &Flags::digest}, {"--list-passes", &Flags::list}, {"--help", &Flags::help},
+      {"-h", &Flags::help}};
   for (size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
     if (arg == "-" || !arg.starts_with("-")) {
@@ -122,11 +125,12 @@ Result<std::string> Transform(const Flags& flags, const std::vector<PassCall>& c
     INTERLACE_ASSIGN(Program bound, Bind(program, binding));
     program = std::move(bound);
   }
-  INTERLACE_ASSIGN(std::vector<PassReport> reports, RunPasses(program, calls, {flags.verify, flags.dump_dir, flags.repro}));
+  INTERLACE_ASSIGN(std::vector<PassReport> reports,
+                   RunPasses(program, calls, {flags.verify, flags.dump_dir, flags.repro}));
   if (flags.timing) {
     for (const PassReport& report : reports) {
-      std::cerr << report.pass << ": " << report.seconds * 1e3 << " ms, " << (report.changed ? "changed" : "no change") << ", "
-                << report.ops << " ops\n";
+      std::cerr << report.pass << ": " << report.seconds * 1e3 << " ms, " << (report.changed ? "changed" : "no change")
+                << ", " << report.ops << " ops\n";
     }
   }
   if (flags.summary) return SummaryText(Summarize(program));
@@ -149,7 +153,8 @@ int Main(const std::vector<std::string>& args) {
     std::cout << PassTableText();
     return 0;
   }
-  if (flags->input.empty()) return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
+  if (flags->input.empty())
+    return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
   Result<std::vector<PassCall>> calls = ParsePipeline(flags->passes);
   if (!calls.ok()) return fail(calls.error(), 2);
   Result<Binding> binding = ReadBinding(flags->bind);
@@ -167,4 +172,6 @@ int Main(const std::vector<std::string>& args) {
 }  // namespace
 }  // namespace interlace
 
-int main(int argc, char** argv) { return interlace::Main(std::vector<std::string>(argv + 1, argv + argc)); }
+int main(int argc, char** argv) {
+  return interlace::Main(std::vector<std::string>(argv + 1, argv + argc));
+}

@@ -1,4 +1,5 @@
-# What interlace-opt says and how it exits. Run by ctest: cmake -DOPT=<program> -DSOURCE=<repository> -DWORK=<empty folder> -P test.cmake
+# What interlace-opt says and how it exits. Run by ctest:
+#   cmake -DOPT=<program> -DSOURCE=<repository> -DWORK=<empty folder> -P test.cmake
 set(MLP ${SOURCE}/tests/golden/passes/mlp.il)
 file(REMOVE_RECURSE ${WORK})
 file(MAKE_DIRECTORY ${WORK})
@@ -6,7 +7,8 @@ set(failures 0)
 
 # expect(NAME CODE TEXT args...): the exit code, and TEXT (a regular expression, or empty) somewhere in what is printed.
 function(expect name code text)
-  execute_process(COMMAND ${OPT} ${ARGN} RESULT_VARIABLE actual OUTPUT_VARIABLE out ERROR_VARIABLE err WORKING_DIRECTORY ${WORK})
+  execute_process(COMMAND ${OPT} ${ARGN} WORKING_DIRECTORY ${WORK}
+                  RESULT_VARIABLE actual OUTPUT_VARIABLE out ERROR_VARIABLE err)
   if(NOT actual EQUAL code)
     message(SEND_ERROR "${name}: exit code ${actual}, expected ${code}\n${out}${err}")
   elseif(text AND NOT "${out}${err}" MATCHES "${text}")
