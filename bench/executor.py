@@ -19,7 +19,7 @@ def chain(ops: int) -> str:
     """A captured-level program: `ops` additions, each of four elements, in a row."""
     lines = ["interlace 1 captured", 'input %0: f32[4] "x"', "phase micro_batch takes () gives () {"]
     lines += [f"  %{i + 1}: f32[4] = aten.add.Tensor(%{i}, %0) {{fwd}}" for i in range(ops)]
-    lines += [f'  output(%{ops}) {{fwd name="loss"}}', "}"]
+    lines += [f'  output(%{ops}) {{fwd name="y"}}', "}"]
     return "\n".join(lines) + "\n"
 
 

@@ -93,21 +93,26 @@ class Staging:
         for place in (Path.cwd(), Path.home()):  # the folder is replaced by a new one, which nobody may be standing in
             if place == self.final or self.final in place.parents:
                 raise CheckpointError(f"{self.final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint")
+        for name in extra:
+            if Path(name).name != name or name in (MODEL, OPTIMIZER, TRAINER):
+                raise CheckpointError(f"'{name}' cannot be the name of an extra file of a checkpoint")
         parent = self.final.parent
         self.folder = parent / f".{self.final.name}.{uuid.uuid4().hex[:8]}.part"
         with saving(self.final):
             parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(parent).free
-            if free < needed_bytes:
+            disk = shutil.disk_usage(parent)
+            if disk.free < needed_bytes and disk.total > 0:
                 raise CheckpointError(
-                    f"{parent} has {format_bytes(free)} free, the checkpoint needs {format_bytes(needed_bytes)}; make room or save "
+                    f"{parent} has {format_bytes(disk.free)} free, the checkpoint needs {format_bytes(needed_bytes)}; make room or save "
                     "elsewhere (nothing was written, an older checkpoint there is untouched)"
                 )
             self.folder.mkdir()
-        for name, data in extra.items():
-            if Path(name).name != name or name in (MODEL, OPTIMIZER, TRAINER):
-                raise CheckpointError(f"'{name}' cannot be the name of an extra file of a checkpoint")
-            self.write(name, data)
+        try:
+            for name, data in extra.items():
+                self.write(name, data)
+        except BaseException:
+            self.discard()
+            raise
 
     def write(self, name: str, data: str | bytes) -> None:
         with saving(self.final), open(self.folder / name, "wb") as f:

@@ -291,9 +291,17 @@ class _Build:
     def _import_optimizer(self, states: States) -> None:
         """The moments of an optimizer that has already made steps; its own copies are dropped."""
         for p, state in self.optimizer.state.items():
+            name = self.names[id(p)]
             for role, value in state.items():
-                if isinstance(value, Tensor) and value.shape == p.shape and role != "step" and value.dim() == p.dim():
-                    states.fill_from(self.names[id(p)], role, value)
+                if role == "step" or not isinstance(value, Tensor):
+                    continue
+                unit = states.parameters[name].unit
+                if unit is None or role not in states.roles(states.units[unit]):
+                    raise InterlaceError(
+                        f"the optimizer has a state '{role}' of parameter '{name}', which the program does not update; start with a "
+                        "fresh optimizer, or make the model use that parameter"
+                    )
+                states.fill_from(name, role, value)
         self.optimizer.state.clear()
 
     def _adopt(self, states: States, buffers: dict[str, Tensor]) -> None:

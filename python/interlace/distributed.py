@@ -30,7 +30,6 @@ from interlace.errors import InterlaceError
 
 _CHUNK = 1 << 20  # bytes of one store entry
 _PAUSE_S = 0.05   # longest pause between two looks for a key
-_GRACE_S = 2.0    # for a failing rank's message to arrive after its connection closed
 
 
 class PeerError(InterlaceError):
@@ -138,10 +137,11 @@ class Peers:
         try:
             yield
         except RuntimeError as e:  # DistStoreError and DistNetworkError are among them
-            raise self._store_gone() from e
+            raise self._store_gone(e) from e
 
-    def _store_gone(self) -> PeerError:
-        return PeerError("the key-value store of the run is gone: the process that holds it (rank 0, or the launcher) has ended", 0)
+    def _store_gone(self, error: BaseException) -> PeerError:
+        first = str(error).split("\n")[0]
+        return PeerError(f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({first})", 0)
 
     # ---- failures ----
 
@@ -159,22 +159,15 @@ class Peers:
         self.close()
 
     def explain(self, error: BaseException) -> PeerError:
-        """The cause behind a broken transfer: a failed rank's own words, or the rank that was lost."""
+        """The cause behind a broken transfer: a failed rank's own words (posted before it closed), or the rank that was lost."""
         text = str(error).split("\n")[0]
-        match = re.search(r"\brank (\d+)", text)
+        match = re.search(r"\branks? (\d+)", text)
         peer = int(match.group(1)) if match else None
-        deadline = time.monotonic() + min(_GRACE_S, self.timeout_s)
-        while self._store is not None and time.monotonic() < deadline:
-            try:
-                cause = self._posted(peer)
-            except Exception:
-                break
+        with contextlib.suppress(PeerError, RuntimeError):  # the store may be gone with its process
+            cause = self._posted(peer)
             if cause is not None:
                 return cause
-            time.sleep(0.05)
-        if peer is None:
-            return PeerError(f"a transfer between ranks failed: {text}")
-        return PeerError(f"rank {peer} was lost or is stuck: {text}", peer)
+        return PeerError(text if peer is not None else f"a transfer between ranks failed: {text}", peer)
 
     def _posted(self, start: int | None = None) -> PeerError | None:
         """What a failed rank has posted; a rank that only lost another one leads to that one."""
@@ -210,6 +203,8 @@ class Peers:
                 self.fail(cause)
                 raise cause from e
             self.fail(e)
+            if type(e).__module__ == "interlace._runtime":
+                raise InterlaceError(str(e)) from e
             raise
         except BaseException as e:
             self.fail(e)

@@ -13,7 +13,7 @@ import torch
 
 from interlace.errors import InterlaceError
 
-# Names of a parameter's states in the order of the update's operands, as torch.optim calls them and as units do.
+# Names of a parameter's states in the order of the update's operands, as torch.optim calls them.
 STATE_NAMES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),

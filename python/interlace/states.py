@@ -21,6 +21,8 @@ from interlace.distributed import Peers
 Tensor = torch.Tensor
 WEIGHT = "weight"  # the role under which parameters themselves are addressed here
 
+_TORCH_NAMES = {"momentum": "momentum_buffer"}  # roles that torch.optim calls otherwise
+
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
     "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool,
@@ -73,7 +75,7 @@ class States:
         self._tensors: dict[tuple[int, str], Tensor] = {}
         for s in program.states():
             if s["unit"] is not None and s["persistent"]:
-                self._tensors[s["unit"], s["role"]] = executor.tensor(s["value"])
+                self._tensors[s["unit"], _TORCH_NAMES.get(s["role"], s["role"])] = executor.tensor(s["value"])
         for u in self.units:
             home = self._tensors.get((u.id, "full"), self._tensors.get((u.id, "shard")))
             if home is not None:
@@ -81,7 +83,7 @@ class States:
         self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
 
     def roles(self, unit: Unit) -> list[str]:
-        """Optimizer states that a unit has ("exp_avg", ...)."""
+        """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
         return [role for u, role in self._tensors if u == unit.id and role not in ("full", "shard", "grad", WEIGHT)]
 
     def local(self, unit: Unit, role: str) -> tuple[Tensor, int]:

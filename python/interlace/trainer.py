@@ -141,17 +141,35 @@ class Trainer:
             return self._executor.debug_step(self._inputs(batch), self.steps, stop_at)
 
     def _find_culprit(self, inputs: Any) -> str | None:
-        if self.config.mode == "eager":
-            mine = self._runner.find_nonfinite(inputs, self.steps)  # type: ignore[attr-defined]
+        bad = self._nonfinite_inputs(inputs)
+        if bad is not None:
+            mine = [0, bad]
+        elif self.config.mode == "eager":
+            text = self._runner.find_nonfinite(inputs, self.steps)  # type: ignore[attr-defined]
+            mine = None if text is None else [1, text]
         else:
             record = self._executor.debug_step(inputs, self.steps)["first_nonfinite"]
-            mine = None if record is None else describe_op(record)
+            # What arrives from another rank, or comes from parameters that are bad already, is not the cause.
+            carried = record is not None and record["name"].partition(".")[0] in ("gather", "reduce", "all_reduce")
+            mine = None if record is None else [2 if carried else 1, describe_op(record)]
         everyone = self._peers.exchange(f"culprit of step {self.steps}", mine)
-        found = [(r, text) for r, text in enumerate(everyone) if text]
-        if not found:
-            return None
-        rank, text = found[0]
-        return text if self.world_size == 1 else f"on rank {rank}, {text}"
+        found = sorted((order, rank, text) for rank, (order, text) in enumerate(m or (9, "") for m in everyone) if text)
+        if found and found[0][0] < 2:
+            _, rank, text = found[0]
+            return text if self.world_size == 1 else f"on rank {rank}, {text}"
+        for p in self._states.parameters.values():
+            for part, _, _ in self._states.parts(p, WEIGHT):
+                if part.is_floating_point() and not torch.isfinite(part).all():
+                    return f"parameter '{p.name}' is not finite already"
+        return found[0][2] if found else None
+
+    def _nonfinite_inputs(self, inputs: Any) -> str | None:
+        parts = [self._spec.flatten(part) for part in inputs] if self.config.mode == "eager" else inputs
+        for i, tensors in enumerate(parts):
+            for t, x in zip(self._spec.tensors, tensors, strict=True):
+                if x.is_floating_point() and not torch.isfinite(x).all():
+                    return f"batch entry '{t.name}' itself has values that are not finite (micro-batch {i})"
+        return None
 
     def _nonfinite_norm(self, inputs: Any, result: Mapping[str, Any]) -> str:
         with self._peers.guard():

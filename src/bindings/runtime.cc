@@ -1,8 +1,11 @@
 // runtime.cc — the Python module `_runtime`: the executor. Steps run with the interpreter lock released.
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 
+#include "base/suggest.h"
+#include "ir/text.h"
 #include "runtime/executor.h"
 
 namespace py = pybind11;
@@ -49,20 +52,25 @@ std::shared_ptr<py::object> Shared(py::object object) {
 RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
-    if (key != "rng" && key != "seed" && key != "debug" && key != "skip_nonfinite" && key != "opaque") {
-      throw RuntimeError("unknown option \"" + key + "\"; known are rng, seed, debug, skip_nonfinite, opaque");
+    static const std::vector<std::string_view> known = {"rng",          "seed",  "debug", "skip_nonfinite",
+                                                        "trace_memory", "opaque"};
+    if (std::find(known.begin(), known.end(), key) == known.end()) {
+      throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
   }
   RuntimeOptions options;
   const std::string rng = Take<std::string>(dict, "rng", "keyed");
-  if (rng != "keyed" && rng != "compat") throw RuntimeError("the option rng is \"keyed\" or \"compat\", not \"" + rng + "\"");
+  if (rng != "keyed" && rng != "compat")
+    throw RuntimeError("the option rng is \"keyed\" or \"compat\", not \"" + rng + "\"");
   options.keyed_random = rng == "keyed";
   options.seed = Take<uint64_t>(dict, "seed", 0);
   options.debug = Take<bool>(dict, "debug", false);
+  options.trace_memory = Take<bool>(dict, "trace_memory", false);
   options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
   if (dict.contains("opaque") && !dict["opaque"].is_none()) {
     const auto callable = Shared(dict["opaque"]);
-    options.opaque = [callable](const std::string& module, const std::string& part, const std::vector<at::Tensor>& inputs) {
+    options.opaque = [callable](const std::string& module, const std::string& part,
+                                const std::vector<at::Tensor>& inputs) {
       py::gil_scoped_acquire lock;
       return (*callable)(module, part, inputs).cast<std::vector<at::Tensor>>();
     };
@@ -73,12 +81,14 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
 py::dict DictOf(const DebugRecord& record) {
   py::list results;
   for (const ValueReport& value : record.results) {
-    results.append(py::dict(py::arg("value") = "%" + std::to_string(value.value), py::arg("type") = value.type, py::arg("min") = value.min,
-                            py::arg("max") = value.max, py::arg("mean") = value.mean, py::arg("nonfinite") = value.nonfinite));
+    results.append(py::dict(py::arg("value") = "%" + std::to_string(value.value), py::arg("type") = value.type,
+                            py::arg("min") = value.min, py::arg("max") = value.max, py::arg("mean") = value.mean,
+                            py::arg("nonfinite") = value.nonfinite));
   }
-  return py::dict(py::arg("index") = record.index, py::arg("phase") = record.phase, py::arg("micro_batch") = record.micro_batch,
-                  py::arg("name") = record.name, py::arg("text") = record.text, py::arg("module") = record.module,
-                  py::arg("source") = record.source, py::arg("results") = results);
+  return py::dict(py::arg("index") = record.index, py::arg("phase") = record.phase,
+                  py::arg("micro_batch") = record.micro_batch, py::arg("name") = record.name,
+                  py::arg("text") = record.text, py::arg("module") = record.module, py::arg("source") = record.source,
+                  py::arg("results") = results);
 }
 
 py::dict StepDict(const StepResult& result) {
@@ -134,36 +144,57 @@ PYBIND11_MODULE(_runtime, m) {
   m.doc() = "Runs compiled training programs.";
   py::register_exception<RuntimeError>(m, "Error", PyExc_RuntimeError);
   py::class_<Executor>(m, "Executor")
-      .def(py::init([](const std::string& text, const std::string& device, const std::vector<py::dict>& axes, double timeout_s,
-                       const py::dict& options) {
+      .def(py::init([](const std::string& text, const std::string& device, const std::vector<py::dict>& axes,
+                       double timeout_s, const py::dict& options) {
              std::vector<AxisSpec> specs;
              for (const py::dict& axis : axes) specs.push_back(AxisOf(axis));
              RuntimeOptions parsed = OptionsOf(options);
-             return WithoutLock([&] { return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed))); });
+             return WithoutLock([&] {
+               return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed)));
+             });
            }),
-           py::arg("text"), py::arg("device") = "cpu", py::arg("axes") = std::vector<py::dict>(), py::arg("timeout_s") = 300.0,
-           py::arg("options") = py::dict())
-      .def("tensor", [](const Executor& self, ValueId id) { return Unwrap(self.TensorOf(id)); }, py::arg("value_id"),
-           "The storage of a state, parameter, buffer or constant; shared, not copied.")
-      .def("step", [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
-             return StepDict(WithoutLock([&] { return Unwrap(self.Step(std::move(micro_batches), hyper, step)); }));
-           },
-           py::arg("micro_batches"), py::arg("hyper"), py::arg("step"),
-           "One optimizer step: a dict with outputs (name to one tensor per micro-batch), norm, finite, nonfinite.")
-      .def("debug_step", [](Executor& self, Batches micro_batches, int64_t step, const std::string& stop_at) {
-             const DebugReport report = WithoutLock([&] { return Unwrap(self.DebugStep(std::move(micro_batches), step, stop_at)); });
-             py::list ops;
-             for (const DebugRecord& record : report.records) ops.append(DictOf(record));
-             py::dict dict;
-             dict["ops"] = ops;
-             dict["first_nonfinite"] = report.first_nonfinite < 0 ? py::object(py::none()) : py::object(ops[report.first_nonfinite]);
-             dict["values"] = report.values;
-             return dict;
-           },
-           py::arg("micro_batches"), py::arg("step"), py::arg("stop_at") = "",
-           "Runs the micro-batches op by op without an update; describes every floating result.")
-      .def("gather_unit", [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
-           py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
+           py::arg("text"), py::arg("device") = "cpu", py::arg("axes") = std::vector<py::dict>(),
+           py::arg("timeout_s") = 300.0, py::arg("options") = py::dict())
+      .def(
+          "tensor", [](const Executor& self, ValueId id) { return Unwrap(self.TensorOf(id)); }, py::arg("value_id"),
+          "The storage of a state, parameter, buffer or constant; shared, not copied.")
+      .def(
+          "step",
+          [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
+            return StepDict(WithoutLock([&] { return Unwrap(self.Step(std::move(micro_batches), hyper, step)); }));
+          },
+          py::arg("micro_batches"), py::arg("hyper"), py::arg("step"),
+          "One optimizer step: a dict with outputs (name to one tensor per micro-batch), norm, finite, nonfinite.")
+      .def(
+          "debug_step",
+          [](Executor& self, Batches micro_batches, int64_t step, const std::string& stop_at) {
+            const DebugReport report =
+                WithoutLock([&] { return Unwrap(self.DebugStep(std::move(micro_batches), step, stop_at)); });
+            py::list ops;
+            for (const DebugRecord& record : report.records) ops.append(DictOf(record));
+            py::dict dict;
+            dict["ops"] = ops;
+            dict["first_nonfinite"] =
+                report.first_nonfinite < 0 ? py::object(py::none()) : py::object(ops[report.first_nonfinite]);
+            dict["values"] = report.values;
+            return dict;
+          },
+          py::arg("micro_batches"), py::arg("step"), py::arg("stop_at") = "",
+          "Runs the micro-batches op by op without an update; describes every floating result.")
+      .def(
+          "gather_unit",
+          [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
+          py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
+      .def(
+          "memory_trace",
+          [](const Executor& self) {
+            py::list trace;
+            for (const auto& [op, bytes] : self.memory_trace())
+              trace.append(py::make_tuple(PrintOp(self.program(), self.program().op(op)), bytes));
+            return trace;
+          },
+          "With the option trace_memory: (op, live bytes beside the persistent ones) for every op of the last step, in "
+          "order.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
   BindTesting(m);
 }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 namespace interlace {
 
@@ -13,14 +14,16 @@ namespace {
 struct ThreadCount {
   bool on = false;
   int32_t op = -1, peak_op = -1;
-  int64_t peak = 0;
+  int64_t peak = 0, recent_peak = 0;
 };
 thread_local ThreadCount tls;
 std::atomic<int64_t> live{0};
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_delete = nullptr;
 
-int64_t BlockBytes(void* pointer) { return static_cast<int64_t>(malloc_usable_size(pointer)); }
+int64_t BlockBytes(void* pointer) {
+  return static_cast<int64_t>(malloc_usable_size(pointer));
+}
 
 void CountedDelete(void* pointer) {
   if (pointer == nullptr) return;
@@ -29,7 +32,9 @@ void CountedDelete(void* pointer) {
 }
 
 // For raw_deallocate: the block may be counted or not.
-void RawDelete(void* pointer) { tls.on ? CountedDelete(pointer) : base_delete(pointer); }
+void RawDelete(void* pointer) {
+  tls.on ? CountedDelete(pointer) : base_delete(pointer);
+}
 
 class CountingAllocator final : public c10::Allocator {
  public:
@@ -38,6 +43,7 @@ class CountingAllocator final : public c10::Allocator {
     if (!tls.on || data.get() == nullptr || data.get_deleter() != base_delete) return data;
     void* pointer = data.release_context();
     const int64_t now = live.fetch_add(BlockBytes(pointer), std::memory_order_relaxed) + BlockBytes(pointer);
+    if (now > tls.recent_peak) tls.recent_peak = now;
     if (now > tls.peak) {
       tls.peak = now;
       tls.peak_op = tls.op;
@@ -63,15 +69,25 @@ void InstallCountingAllocator() {
 }
 
 MemoryScope::MemoryScope() : was_on_(tls.on) {
-  if (!was_on_) tls = {.on = true, .op = -1, .peak_op = -1, .peak = live.load(std::memory_order_relaxed)};
+  if (was_on_) return;
+  const int64_t now = live.load(std::memory_order_relaxed);
+  tls = {.on = true, .op = -1, .peak_op = -1, .peak = now, .recent_peak = now};
 }
 
 MemoryScope::~MemoryScope() {
   if (!was_on_) tls.on = false;
 }
 
-void MemoryScope::SetCurrentOp(int32_t op) { tls.op = op; }
+void MemoryScope::SetCurrentOp(int32_t op) {
+  tls.op = op;
+}
 
-MemoryUse MemoryScope::Use() { return {live.load(std::memory_order_relaxed), tls.peak, tls.peak_op}; }
+int64_t MemoryScope::TakePeak() {
+  return std::exchange(tls.recent_peak, live.load(std::memory_order_relaxed));
+}
+
+MemoryUse MemoryScope::Use() {
+  return {live.load(std::memory_order_relaxed), tls.peak, tls.peak_op};
+}
 
 }  // namespace interlace

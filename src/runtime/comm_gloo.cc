@@ -13,6 +13,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -134,6 +135,12 @@ class GlooComm final : public Comm {
   std::deque<Op*> queue_;
   Ticket next_ticket_ = 1;
   bool stop_ = false;
+  struct Waiting {  // the wait that is going on, for the poster thread, which watches its deadline
+    const Op* op = nullptr;
+    std::atomic<size_t> transfer = 0;
+    Clock::time_point begin, deadline;
+    bool warned = false;
+  } waiting_;
   std::vector<at::Tensor> free_scratch_;  // receive buffers kept for the next reduction
   int64_t scratch_bytes_ = 0;             // all of them, in use or free
   Stats stats_;
@@ -262,9 +269,14 @@ void GlooComm::Post(Op& op) {
 
 void GlooComm::PosterLoop() {
   std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-    if (stop_) return;
+  while (!stop_) {
+    changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return stop_ || !queue_.empty(); });
+    if (waiting_.op != nullptr && !waiting_.warned && Clock::now() > waiting_.deadline) {
+      waiting_.warned = true;
+      const Transfer& t = waiting_.op->transfers[waiting_.transfer];
+      link_->Warn(t.peer, waiting_.op->label, std::chrono::duration<double>(Clock::now() - waiting_.begin).count());
+    }
+    if (stop_ || queue_.empty()) continue;
     Op* op = queue_.front();
     queue_.pop_front();
     op->state = Op::kPosting;
@@ -279,14 +291,16 @@ void GlooComm::PosterLoop() {
 Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
   const auto begin = Clock::now();
   const auto deadline = begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const auto end = deadline + std::chrono::milliseconds(GlooLink::kGraceMs);
   const auto elapsed_s = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
   if (auto failure = link_->failure()) return *failure;
   Op* op;
   {
     std::unique_lock lock(mutex_);
     const auto it = ops_.find(ticket);
-    if (it == ops_.end())
+    if (it == ops_.end()) {
       return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
+    }
     op = it->second.get();
     if (op->state == Op::kQueued) {
       queue_.erase(std::find(queue_.begin(), queue_.end(), op));
@@ -297,29 +311,42 @@ Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
       op->state = Op::kPosted;
     }
     changed_.wait(lock, [&] { return op->state == Op::kPosted; });
-  }
-  const auto suspects_after = [&](size_t first) {
-    std::vector<GlooLink::Suspect> others;
-    for (size_t i = first; i < op->transfers.size(); ++i) others.push_back(SuspectOf(op->transfers[i]));
-    return others;
-  };
-  if (op->failed >= 0) {
-    return link_->Fail(SuspectOf(op->transfers[op->failed]), {}, op->what, op->label, elapsed_s());
-  }
-  for (size_t i = 0; i < op->transfers.size(); ++i) {
-    Transfer& t = op->transfers[i];
-    try {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-      t.work->wait(std::max(left, std::chrono::milliseconds(1)));  // 0 would mean the group's own timeout
-    } catch (const std::exception& e) {
-      return link_->Fail(SuspectOf(t), suspects_after(i + 1), e.what(), op->label, elapsed_s());
+    if (op->failed < 0 && !op->transfers.empty()) {
+      waiting_.op = op;
+      waiting_.transfer = 0;
+      waiting_.begin = begin;
+      waiting_.deadline = deadline;
+      waiting_.warned = false;
     }
   }
-  Finish(*op);
-  std::lock_guard lock(mutex_);
-  if (op->scratch.defined()) free_scratch_.push_back(std::move(op->scratch));
-  ops_.erase(ticket);
-  return Ok{};
+  if (op->failed >= 0) return link_->Fail(SuspectOf(op->transfers[op->failed]), {}, op->what, op->label, elapsed_s());
+  std::string what;
+  for (size_t i = 0; i < op->transfers.size() && what.empty(); ++i) {
+    waiting_.transfer = i;
+    try {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+      op->transfers[i].work->wait(std::max(left, std::chrono::milliseconds(1)));  // 0 means the group's own timeout
+    } catch (const std::exception& e) {
+      what = e.what();
+    }
+  }
+  bool warned;
+  {
+    std::lock_guard lock(mutex_);
+    warned = waiting_.warned;
+    waiting_.op = nullptr;
+    if (what.empty() && !warned) {
+      Finish(*op);
+      if (op->scratch.defined()) free_scratch_.push_back(std::move(op->scratch));
+      ops_.erase(ticket);
+      return Ok{};
+    }
+  }
+  // Answered after the deadline, when the others had been told: late is as bad as never.
+  if (what.empty()) what = "Timed out";
+  std::vector<GlooLink::Suspect> others;
+  for (size_t i = waiting_.transfer + 1; i < op->transfers.size(); ++i) others.push_back(SuspectOf(op->transfers[i]));
+  return link_->Fail(SuspectOf(op->transfers[waiting_.transfer]), others, what, op->label, elapsed_s());
 }
 
 void GlooComm::Finish(Op& op) {

@@ -36,6 +36,15 @@ std::optional<std::string> WaitFor(c10d::Work& work, int64_t timeout_ms) {
 
 }  // namespace
 
+GlooLink::Note GlooLink::MakeNote(bool timed_out, int peer, const std::string& label, double seconds) {
+  Note note;
+  note.timed_out = timed_out ? 1 : 0;
+  note.seconds = static_cast<float>(seconds);
+  std::strncpy(note.label, label.c_str(), sizeof(note.label) - 1);
+  note.Add(peer);
+  return note;
+}
+
 Result<GlooLink::Direction> GlooLink::Resolve(const AxisSpec& spec, const std::string& name) {
   Direction direction;
   direction.name = name;
@@ -138,55 +147,75 @@ void GlooLink::Bury(std::shared_ptr<void> transfers) {
   buried_.push_back(std::move(transfers));
 }
 
+void GlooLink::Note::Add(int rank) {
+  if (count < static_cast<int32_t>(std::size(ranks)) && !Has(rank)) ranks[count++] = rank;
+}
+
+bool GlooLink::Note::Has(int rank) const {
+  return std::find(ranks, ranks + count, rank) != ranks + count;
+}
+
+void GlooLink::Warn(int peer, const std::string& label, double elapsed_s) {
+  std::lock_guard lock(mutex_);
+  if (failure_ || warned_) return;
+  warned_ = true;
+  TellOthers(MakeNote(true, peer, label, elapsed_s));
+}
+
 Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what,
                      const std::string& label, double elapsed_s) {
   std::lock_guard lock(mutex_);
   if (failure_) return *failure_;
-  Verdict verdict;
-  Note& note = verdict.note;
-  note.timed_out = what.find("imed out") != std::string::npos;
-  note.seconds = static_cast<float>(elapsed_s);
-  std::strncpy(note.label, label.c_str(), sizeof(note.label) - 1);
-  const auto add = [&note](int peer) {
-    if (note.count < static_cast<int32_t>(std::size(note.ranks)) &&
-        std::find(note.ranks, note.ranks + note.count, peer) == note.ranks + note.count) {
-      note.ranks[note.count++] = peer;
-    }
-  };
-  add(first.peer);
+  const bool timed_out = what.find("imed out") != std::string::npos;
+  Note own = MakeNote(timed_out, first.peer, label, elapsed_s);
   Direction& failed = first.up ? up_ : down_;
   Direction& other = first.up ? down_ : up_;
-  std::optional<Verdict> told;
-  if (!note.timed_out) {
-    // The lost peer may have left a note: it then stopped because of another rank.
-    told = ReadNote(failed, first.peer, kNotePatienceMs);
-    if (!told) told = ReadNote(other, first.peer, kNotePatienceMs);
-    if (told) verdict = *told;
-    TellOthers(failed, note);
-    TellOthers(other, note);
-  } else {
-    // gloo closes a group in which a wait timed out, so what is unfinished there fails at once, and what is finished
-    // does not.
+  Verdict verdict;
+  if (timed_out) {
+    // The group is closed now: what is unfinished in it fails at once, and what is finished does not.
     for (const Suspect& s : others) {
-      if (s.work && s.up == first.up && WaitFor(*s.work, 1)) add(s.peer);
+      if (s.work && s.up == first.up && WaitFor(*s.work, 1)) own.Add(s.peer);
     }
-    for (int peer = 0; peer < size_ && !told; ++peer) {
-      if (peer != rank_) told = ReadNote(failed, peer, 1);
+    verdict = Judge(failed, own);
+    if (!warned_) TellOthers(own);
+    for (const Suspect& s : others) {  // this may close the other group
+      if (s.work && s.up != first.up && WaitFor(*s.work, 1) && verdict.reporter < 0) verdict.note.Add(s.peer);
     }
-    if (told) verdict = *told;
-    TellOthers(other, note);
-    // Now the other group may be closed as well.
-    if (!told) {
-      for (const Suspect& s : others) {
-        if (s.work && s.up != first.up && WaitFor(*s.work, 1)) add(s.peer);
-      }
-      std::sort(note.ranks, note.ranks + note.count);
-    }
+    if (verdict.reporter < 0) verdict = Judge(other, verdict.note);
+  } else {
+    // The lost peer may have left a note: it then stopped because of another rank.
+    std::optional<Verdict> told = ReadNote(failed, first.peer, kNotePatienceMs);
+    if (!told) told = ReadNote(other, first.peer, kNotePatienceMs);
+    verdict = told ? *told : Verdict{own, -1};
+    if (!warned_) TellOthers(verdict.note);
   }
+  std::sort(verdict.note.ranks, verdict.note.ranks + verdict.note.count);
   std::string text = Explain(verdict, label);
-  if (verdict.reporter < 0 && !note.timed_out) text += " (" + FirstLine(what) + ")";
+  if (verdict.reporter < 0 && !timed_out) text += " (" + FirstLine(what) + ")";
   failure_ = Error{text + "; the group cannot be used any more: restart all ranks from the last checkpoint", {}};
   return *failure_;
+}
+
+GlooLink::Verdict GlooLink::Judge(Direction& direction, const Note& own) {
+  Note waited_for = own;
+  std::vector<bool> alive(size_, false);
+  alive[rank_] = true;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const std::optional<Verdict> told = ReadNote(direction, peer, 1);
+    if (!told) continue;
+    if (!told->note.timed_out) return *told;  // a rank that was lost explains all the waiting
+    alive[peer] = true;
+    for (int32_t i = 0; i < told->note.count; ++i) waited_for.Add(told->note.ranks[i]);
+  }
+  Verdict verdict{own, -1};
+  verdict.note.count = 0;
+  for (int32_t i = 0; i < waited_for.count; ++i) {
+    const int rank = waited_for.ranks[i];
+    if (rank >= 0 && rank < size_ && !alive[rank]) verdict.note.Add(rank);
+  }
+  if (verdict.note.count == 0) verdict.note = own;  // all wait for one another
+  return verdict;
 }
 
 std::optional<GlooLink::Verdict> GlooLink::ReadNote(Direction& direction, int peer, int64_t patience_ms) {
@@ -200,15 +229,17 @@ std::optional<GlooLink::Verdict> GlooLink::ReadNote(Direction& direction, int pe
   return verdict;
 }
 
-void GlooLink::TellOthers(Direction& direction, const Note& note) {
+void GlooLink::TellOthers(const Note& note) {
   at::Tensor bytes = at::empty({static_cast<int64_t>(sizeof(Note))}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), &note, sizeof(Note));
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    try {
-      std::vector<at::Tensor> tensors{bytes};
-      told_.push_back(direction.backend->send(tensors, peer, kNoteTag));
-    } catch (const std::exception&) {  // the lost ones
+  for (Direction* direction : {&up_, &down_}) {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      try {
+        std::vector<at::Tensor> tensors{bytes};
+        told_.push_back(direction->backend->send(tensors, peer, kNoteTag));
+      } catch (const std::exception&) {  // the lost ones
+      }
     }
   }
 }
@@ -249,8 +280,7 @@ std::string GlooLink::Explain(const Verdict& verdict, const std::string& label) 
     return out.str();
   }
   const int32_t reporter = verdict.reporter;
-  const bool me = std::find(note.ranks, note.ranks + note.count, rank_) != note.ranks + note.count;
-  if (me) {
+  if (note.Has(rank_)) {
     out << RankNames(&reporter, 1) << " stopped waiting for this rank (" << rank_ << ") after " << note.seconds
         << " s in " << note.label;
     return out.str();

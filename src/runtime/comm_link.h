@@ -1,13 +1,17 @@
 // comm_link.h — what all Comms of one pair of gloo groups share: the groups, the message tags, and who failed.
 //
 // A rank that meets a lost or silent peer stops, and its own end closes its connections; to the ranks that wait for
-// *it*, it would look like the culprit. So the first rank to notice sends a note to all others over connections that
-// were made ready beforehand (a receive for a note is always pending from every peer); a rank whose peer is lost reads
-// that peer's note first and names the rank that the note names.
+// *it*, it would look like the culprit. So a rank that gives up sends a note to all others over connections that were
+// made ready beforehand (a receive for a note is always pending from every peer). A note says that its sender is alive
+// and for whom it waited; the culprits are the ranks that somebody waited for and that sent no note.
 //
 //   rank 2 is killed:   0 <- (closed) - 2      0: "rank 2 was lost", sends a note to 1
 //                       1 waits for 0 ......   0 exits, 1 sees 0 closed, reads the note: "rank 2 was lost (rank 0
-//                       reports)"
+//                       says)"
+//   rank 2 hangs:       0 waits for 1, which waits for 2: at the deadline both send notes; 0 reads 1's and names 2
+//
+// gloo closes a whole group when a wait in it times out. Notes of time-outs therefore go out at the deadline, and the
+// waits themselves end kGraceMs later.
 //
 // A link outlives its Comms: a pending receive must not be dropped while its group lives, and a later Comm on the same
 // groups continues the same sequence of tags.
@@ -46,6 +50,11 @@ class GlooLink {
     c10::intrusive_ptr<c10d::Work> work;  // null: it could not be posted
   };
 
+  // How long a wait goes on after its deadline, for notes to arrive.
+  static constexpr int64_t kGraceMs = 500;
+  // At the deadline: tells the other ranks that this one is alive and waited for `peer`. Fail must follow.
+  void Warn(int peer, const std::string& label, double elapsed_s);
+
   // Makes the link unusable and says why. `first` failed with `what`, `elapsed_s` after the wait began; `others` are
   // the transfers of the same operation that nobody has waited for. Tells the other ranks. A second call gives the
   // first call's error.
@@ -65,6 +74,9 @@ class GlooLink {
     int32_t ranks[13] = {};
     float seconds = 0;
     char label[64] = {};
+
+    void Add(int rank);
+    bool Has(int rank) const;
   };
   struct Direction {  // one process group
     std::string name;
@@ -80,11 +92,14 @@ class GlooLink {
 
   GlooLink() = default;
   static Result<Direction> Resolve(const AxisSpec& spec, const std::string& name);
+  static Note MakeNote(bool timed_out, int peer, const std::string& label, double seconds);
   void PostNotes(Direction& direction);
   // The note of a peer, if one came (or comes within `patience_ms`) on this group. Running out of patience closes the
   // group.
   std::optional<Verdict> ReadNote(Direction& direction, int peer, int64_t patience_ms);
-  void TellOthers(Direction& direction, const Note& note);
+  void TellOthers(const Note& note);
+  // The verdict by all notes that have come on `direction`, which must be closed; `own` is what this rank saw.
+  Verdict Judge(Direction& direction, const Note& own);
   std::string Explain(const Verdict& verdict, const std::string& label) const;
   std::string RankNames(const int32_t* ranks, int32_t count) const;
 
@@ -95,6 +110,7 @@ class GlooLink {
   mutable std::mutex mutex_;
   int next_tag_ = 0;
   std::optional<Error> failure_;
+  bool warned_ = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> told_;
   std::vector<std::shared_ptr<void>> buried_;
 };

@@ -35,7 +35,9 @@ bool AsksForInfinity(const Arg& arg) {
 }
 
 // Results of these are in flight or not yet written when the op ends.
-bool HasResultsLater(const std::string& name) { return name.ends_with(".start") || name == "grad.begin"; }
+bool HasResultsLater(const std::string& name) {
+  return name.ends_with(".start") || name == "grad.begin";
+}
 
 bool InModule(const Program& program, const Op& op, const std::string& path) {
   const std::string module = ModuleOf(program, op);
@@ -45,11 +47,13 @@ bool InModule(const Program& program, const Op& op, const std::string& path) {
 }  // namespace
 
 std::string ModuleOf(const Program& program, const Op& op) {
-  return op.module >= 0 && op.module < static_cast<int32_t>(program.modules.size()) ? program.modules[op.module].path : std::string();
+  return op.module >= 0 && op.module < static_cast<int32_t>(program.modules.size()) ? program.modules[op.module].path
+                                                                                    : std::string();
 }
 
 std::string SourceOf(const Program& program, const Op& op) {
-  return op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size()) ? program.sources[op.source].place : std::string();
+  return op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size()) ? program.sources[op.source].place
+                                                                                    : std::string();
 }
 
 std::optional<ValueReport> ReportOf(ValueId id, const at::Tensor& tensor) {
@@ -131,7 +135,8 @@ bool DebugObserver::AfterOp(int32_t index, OpId id, const std::vector<at::Tensor
   }
   if (wanted) {
     for (ValueId result : results) {
-      if (result != kNone && slots[result].defined()) report.values.emplace_back("%" + std::to_string(result), slots[result].clone());
+      if (result != kNone && slots[result].defined())
+        report.values.emplace_back("%" + std::to_string(result), slots[result].clone());
     }
   }
   return id != stop_op_;

@@ -1,7 +1,8 @@
-// debug.h — looking at a step op by op: what every floating result holds, and which op first made a value that is not finite.
+// debug.h — looking at a step op by op: what every floating result holds, and which op first made a value that is not
+// finite.
 //
-// An op is to blame when a result holds a NaN and no operand did, or an infinity and no operand did and it was not asked for one (a
-// mask filled with -inf is no fault). Whatever follows inherits, so the first such op is the cause.
+// An op is to blame when a result holds a NaN and no operand did, or an infinity and no operand did and it was not
+// asked for one (a mask filled with -inf is no fault). Whatever follows inherits, so the first such op is the cause.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,17 +17,17 @@ namespace interlace {
 
 struct ValueReport {
   ValueId value = kNone;
-  std::string type;              // "f32[4,64]"
+  std::string type;                   // "f32[4,64]"
   double min = 0, max = 0, mean = 0;  // of the finite elements
-  int64_t nonfinite = 0;         // elements that are NaN or infinite
+  int64_t nonfinite = 0;              // elements that are NaN or infinite
 };
 
 struct DebugRecord {
-  int32_t index = 0;             // of the op in its phase
+  int32_t index = 0;  // of the op in its phase
   std::string phase;
   int64_t micro_batch = 0;
-  std::string name, text;        // "aten.mm", and the op's line
-  std::string module, source;    // path and "file:line", empty when unknown
+  std::string name, text;      // "aten.mm", and the op's line
+  std::string module, source;  // path and "file:line", empty when unknown
   std::vector<ValueReport> results;
 };
 
@@ -48,7 +49,7 @@ class DebugObserver {
 
   DebugReport report;
   std::optional<DebugRecord> culprit;
-  bool stopped = false;          // at the module asked for
+  bool stopped = false;  // at the module asked for
 
  private:
   enum : uint8_t { kUnknown = 0, kFinite = 1, kHasInf = 2, kHasNan = 4 };

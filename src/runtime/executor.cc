@@ -1,180 +1,30 @@
+// Executor, second half: steps.
 #include "runtime/executor.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/view_as_complex.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "base/suggest.h"
 #include "ir/text.h"
-#include "ir/verifier.h"
 #include "runtime/allocator.h"
+#include "runtime/step_scope.h"
 
 namespace interlace {
 
 namespace {
 
-// What a step switches off in its thread: autograd, views' bookkeeping, autocast (casts are in the program), Python dispatch.
-struct StepScope {
-  explicit StepScope(c10::Device device) : device_guard(device) {}
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard others{
-      c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
-  c10::AutoGradMode no_grad{false};
-  c10::OptionalDeviceGuard device_guard;
-};
-
-std::string MessageOf(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  std::string text = c10_error ? c10_error->what_without_backtrace() : error.what();
-  // Assertion texts go on with a backtrace or a request to report a bug; the first line says it all.
-  return text.substr(0, text.find("\nException raised from"));
-}
-
-size_t HyperCount(const std::string& optimizer) { return optimizer == "adamw" || optimizer == "adam" || optimizer == "sgd" ? 7 : 0; }
-
-Result<at::Tensor> TensorOfConst(const Program& program, const Const& constant, const Geometry& g, c10::Device device) {
-  const std::vector<Arg>& items = constant.data.list;
-  const bool complex = c10::isComplexType(g.dtype);
-  const int64_t wanted = g.elements * (complex ? 2 : 1);
-  if (static_cast<int64_t>(items.size()) != wanted) {
-    return MakeError("const %", constant.value, " \"", constant.name, "\" has ", items.size(), " numbers, its type needs ", wanted);
-  }
-  std::vector<double> reals;
-  std::vector<int64_t> integers;
-  const bool integral = c10::isIntegralType(g.dtype, /*includeBool=*/true);
-  for (const Arg& item : items) {
-    const double real = item.kind == Arg::Kind::kFloat ? item.real : item.kind == Arg::Kind::kBool ? item.boolean : static_cast<double>(item.integer.value);
-    reals.push_back(real);
-    integers.push_back(item.kind == Arg::Kind::kInt ? item.integer.value : static_cast<int64_t>(item.kind == Arg::Kind::kBool ? item.boolean : real));
-  }
-  at::Tensor staged = integral ? at::tensor(integers) : at::tensor(reals, c10::kDouble);
-  if (complex) staged = at::view_as_complex(staged.view({-1, 2}));
-  at::Tensor out = Allocate(g, device, /*zero=*/true);
-  out.copy_(staged.view(out.sizes()));
-  return out;
-}
-
-std::string StateKey(const State& state) {
-  return state.unit == kNone ? "state " + state.role : "state u" + std::to_string(state.unit) + "." + state.role;
+size_t HyperCount(const std::string& optimizer) {
+  return optimizer == "adamw" || optimizer == "adam" || optimizer == "sgd" ? 7 : 0;
 }
 
 }  // namespace
 
-Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device, const std::vector<AxisSpec>& axes,
-                                                   double timeout_s, RuntimeOptions options) {
-  InstallCountingAllocator();
-  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
-  std::unique_ptr<Executor> executor(new Executor(device));
-  executor->options_ = std::move(options);
-  INTERLACE_TRY(executor->Load(text, axes, timeout_s));
-  return executor;
-}
-
-Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
-  INTERLACE_ASSIGN(Program parsed, Parse(text));
-  INTERLACE_TRY(Verify(parsed));
-  int64_t rank = 0;
-  for (const Axis& axis : parsed.mesh) {
-    const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == axis.name; });
-    if (spec == axes.end()) {
-      if (axis.size > 1) return MakeError("the program runs on ", axis.size, " ranks of the axis \"", axis.name, "\", but no such axis was given");
-      ranks_["rank_" + axis.name] = 0;
-      continue;
-    }
-    if (spec->size != axis.size) {
-      return MakeError("the program was compiled for ", axis.size, " ranks of the axis \"", axis.name, "\", this run has ", spec->size);
-    }
-    if (spec->rank < 0 || spec->rank >= spec->size) return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
-    ranks_["rank_" + axis.name] = spec->rank;
-    rank = rank * spec->size + spec->rank;
-    if (axis.size > 1) {
-      INTERLACE_ASSIGN(comms_[axis.name], Comm::Create(*spec, timeout_s));
-    }
-  }
-  Binding used;
-  for (const auto& [name, value] : ranks_) used[name] = value;
-  INTERLACE_ASSIGN(program_, Bind(parsed, used));
-  for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
-
-  geometry_.resize(program_.num_values());
-  for (ValueId id = 0; id < program_.num_values(); ++id) {
-    if (!program_.HasValue(id)) continue;
-    INTERLACE_ASSIGN(geometry_[id], GeometryOf(program_, program_.value(id)));
-  }
-  frame_.keys = c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, device_));
-  frame_.options = &options_;
-  frame_.transfer_of.assign(program_.num_values(), -1);
-  if (options_.keyed_random) {
-    random_ = std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank));
-    frame_.random = random_.get();
-  }
-  try {
-    StepScope scope(device_);
-    INTERLACE_TRY(AllocateFixed());
-    frame_.slots = fixed_;
-    return BuildPlans(/*keep_operands=*/false, plans_);
-  } catch (const std::exception& error) {
-    return MakeError("cannot prepare the program: ", MessageOf(error));
-  }
-}
-
-Status Executor::AllocateFixed() {
-  fixed_.assign(program_.num_values(), at::Tensor());
-  store_.BeginAdoption();
-  const auto adopt = [&](ValueId id, const std::string& name) -> Status {
-    if (program_.RootOf(id) != id) return Ok{};
-    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id]));
-    return Ok{};
-  };
-  for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state)));
-  // A parameter of a unit lies in the unit's state (resident), or exists only while it is gathered.
-  for (const Param& param : program_.params) {
-    if (param.unit == kNone) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
-  }
-  for (const Buffer& buffer : program_.buffers) INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name));
-  store_.DropOthers();
-  const_bytes_ = 0;
-  for (const Const& constant : program_.consts) {
-    INTERLACE_ASSIGN(fixed_[constant.value], TensorOfConst(program_, constant, geometry_[constant.value], device_));
-    const_bytes_ += static_cast<int64_t>(fixed_[constant.value].storage().nbytes());
-  }
-  // Every view of what is fixed is fixed: made here, once.
-  for (ValueId id = 0; id < program_.num_values(); ++id) {
-    if (!program_.HasValue(id) || fixed_[id].defined()) continue;
-    const ValueId root = program_.RootOf(id);
-    if (root == id || !fixed_[root].defined()) continue;
-    if (geometry_[id].end_bytes() > static_cast<int64_t>(fixed_[root].storage().nbytes())) {
-      return MakeError("%", id, " reaches beyond the end of %", root);
-    }
-    fixed_[id] = MakeView(fixed_[root].storage(), geometry_[id]);
-  }
-  return Ok{};
-}
-
-Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
-  std::map<std::string, Comm*> comms;
-  for (const auto& [name, comm] : comms_) comms[name] = comm.get();
-  plans.clear();
-  for (const Phase& phase : program_.phases) {
-    const BuildContext context{.program = program_, .phase = phase, .geometry = geometry_, .fixed = fixed_, .comms = comms,
-                               .ranks = ranks_, .group_position = group_position_, .options = options_, .device = device_,
-                               .dies_here = {}};
-    INTERLACE_ASSIGN(Plan plan, BuildPlan(context, phase, keep_operands));
-    plans.push_back(std::move(plan));
-  }
-  return Ok{};
-}
-
 Result<at::Tensor> Executor::TensorOf(ValueId id) const {
   if (!program_.HasValue(id)) return MakeError("the program has no value %", id);
-  if (!fixed_[id].defined()) return MakeError("%", id, " is no state, parameter, buffer or constant; it lives only within a step");
+  if (!fixed_[id].defined())
+    return MakeError("%", id, " is no state, parameter, buffer or constant; it lives only within a step");
   return fixed_[id];
 }
 
@@ -187,17 +37,20 @@ Status Executor::CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches
     if (inputs.size() != program_.inputs.size()) {
       std::string names;
       for (const Input& input : program_.inputs) names += (names.empty() ? "" : ", ") + input.name;
-      return MakeError("micro-batch ", m, " has ", inputs.size(), " inputs, the program takes ", program_.inputs.size(), ": ", names);
+      return MakeError("micro-batch ", m, " has ", inputs.size(), " inputs, the program takes ", program_.inputs.size(),
+                       ": ", names);
     }
     for (size_t i = 0; i < inputs.size(); ++i) {
       const Geometry& g = geometry_[program_.inputs[i].value];
       at::Tensor& tensor = inputs[i];
       const bool defined = tensor.defined();
       if (!defined || !SameSizes(tensor, g) || tensor.device() != device_ || tensor.layout() != c10::Layout::Strided) {
-        return MakeError("input \"", program_.inputs[i].name, "\" of micro-batch ", m, ": expected ", Describe(g), " on ", device_.str(), ", got ",
-                         Describe(tensor), defined ? " on " + tensor.device().str() : "");
+        return MakeError("input \"", program_.inputs[i].name, "\" of micro-batch ", m, ": expected ", Describe(g),
+                         " on ", device_.str(), ", got ", Describe(tensor),
+                         defined ? " on " + tensor.device().str() : "");
       }
-      if (tensor.requires_grad() || tensor.is_conj() || tensor.is_neg()) tensor = tensor.detach().resolve_conj().resolve_neg();
+      if (tensor.requires_grad() || tensor.is_conj() || tensor.is_neg())
+        tensor = tensor.detach().resolve_conj().resolve_neg();
       // Views in the program count from the start of the storage.
       if (!SameStrides(tensor, g) || tensor.storage_offset() != 0) {
         at::Tensor own = Allocate(g, device_, false);
@@ -216,7 +69,8 @@ Status Executor::CheckHyper(const std::vector<std::vector<double>>& hyper) const
   for (size_t i = 0; i < hyper.size(); ++i) {
     const size_t wanted = HyperCount(program_.groups[i].optimizer);
     if (hyper[i].size() != wanted) {
-      return MakeError("optimizer group ", program_.groups[i].id, " (", program_.groups[i].optimizer, ") needs ", wanted, " numbers, got ", hyper[i].size());
+      return MakeError("optimizer group ", program_.groups[i].id, " (", program_.groups[i].optimizer, ") needs ",
+                       wanted, " numbers, got ", hyper[i].size());
     }
   }
   return Ok{};
@@ -238,7 +92,7 @@ Status Executor::RunPhase(const Plan& plan) {
     for (; at != end; ++at) {
       MemoryScope::SetCurrentOp(at->op);
       at->run(at->data, frame_);
-      if (tracing_) memory_trace_.emplace_back(at->op, MemoryScope::Use().live_bytes - live_before_);
+      if (tracing_) memory_trace_.emplace_back(at->op, MemoryScope::TakePeak() - live_before_);
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
     }
   } catch (const std::exception& error) {
@@ -270,7 +124,8 @@ Status Executor::RunPhaseObserved(const Plan& plan, DebugObserver& observer) {
 Status Executor::EnterPhase(const Phase& phase) {
   if (phase.takes.empty()) return Ok{};
   if (handed_on_.size() != phase.takes.size()) {
-    return MakeError("the phase ", phase.name, " takes ", phase.takes.size(), " values, but the phase before gave ", handed_on_.size());
+    return MakeError("the phase ", phase.name, " takes ", phase.takes.size(), " values, but the phase before gave ",
+                     handed_on_.size());
   }
   for (size_t i = 0; i < phase.takes.size(); ++i) {
     if (!fixed_[phase.takes[i]].defined()) frame_.slots[phase.takes[i]] = std::move(handed_on_[i].first);
@@ -299,8 +154,8 @@ void Executor::DropTemporaries() {
   handed_on_.clear();
 }
 
-Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step, bool update,
-                         DebugObserver* observer) {
+Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans,
+                         int64_t step, bool update, DebugObserver* observer) {
   frame_.outputs.clear();
   frame_.has_norm = false;
   frame_.finite = true;
@@ -314,8 +169,10 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
       INTERLACE_TRY(EnterPhase(*phase));
       if (random_) random_->SetPosition(static_cast<uint64_t>(step), micro_batch);
       if (takes_inputs) {
-        if (micro_batch >= micro_batches.size()) return MakeError("the program has more micro-batch phases than micro-batches");
-        for (size_t j = 0; j < program_.inputs.size(); ++j) frame_.slots[program_.inputs[j].value] = std::move(micro_batches[micro_batch][j]);
+        if (micro_batch >= micro_batches.size())
+          return MakeError("the program has more micro-batch phases than micro-batches");
+        for (size_t j = 0; j < program_.inputs.size(); ++j)
+          frame_.slots[program_.inputs[j].value] = std::move(micro_batches[micro_batch][j]);
       }
       for (ValueId id : plan.unused) frame_.slots[id].reset();
       if (observer) {
@@ -332,8 +189,8 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
   return Ok{};
 }
 
-Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_batches, const std::vector<std::vector<double>>& hyper,
-                                  int64_t step) {
+Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_batches,
+                                  const std::vector<std::vector<double>>& hyper, int64_t step) {
   INTERLACE_TRY(CheckInputs(micro_batches));
   INTERLACE_TRY(CheckHyper(hyper));
   const at::ThreadLocalState outer;
@@ -350,7 +207,8 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
     if (debug_plans_.empty()) INTERLACE_TRY(BuildPlans(/*keep_operands=*/true, debug_plans_));
     observer.emplace(program_, /*record_all=*/false, "");
   }
-  const Status status = RunStep(micro_batches, observer ? debug_plans_ : plans_, step, /*update=*/true, observer ? &*observer : nullptr);
+  const Status status =
+      RunStep(micro_batches, observer ? debug_plans_ : plans_, step, /*update=*/true, observer ? &*observer : nullptr);
   if (!status.ok()) {
     DropTemporaries();
     return status.error();
@@ -372,14 +230,16 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   result.finite = !frame_.has_norm || frame_.finite;
   for (const auto& [name, tensors] : result.outputs) {
     for (const at::Tensor& tensor : tensors) {
-      if (tensor.numel() == 1 && tensor.is_floating_point() && !std::isfinite(tensor.item<double>())) result.finite = false;
+      if (tensor.numel() == 1 && tensor.is_floating_point() && !std::isfinite(tensor.item<double>()))
+        result.finite = false;
     }
   }
   if (observer) result.nonfinite = std::move(observer->culprit);
   return result;
 }
 
-Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> micro_batches, int64_t step, const std::string& stop_at) {
+Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> micro_batches, int64_t step,
+                                        const std::string& stop_at) {
   INTERLACE_TRY(CheckInputs(micro_batches));
   if (!stop_at.empty()) {
     std::vector<std::string_view> paths;
@@ -425,7 +285,8 @@ Result<at::Tensor> Executor::GatherUnit(UnitId id) {
   g.elements = g.span = unit.numel;
   g.offset = 0;
   at::Tensor out = Allocate(g, device_, false);
-  INTERLACE_ASSIGN(const Ticket ticket, comm->second->StartGather({fixed_[shard]}, {out}, "gather_unit u" + std::to_string(id)));
+  INTERLACE_ASSIGN(const Ticket ticket,
+                   comm->second->StartGather({fixed_[shard]}, {out}, "gather_unit u" + std::to_string(id)));
   INTERLACE_TRY(comm->second->Wait(ticket));
   return out;
 }
@@ -439,7 +300,8 @@ ExecutorStats Executor::stats() const {
     stats.peak_bytes = stats.persistent_bytes + peak_extra_;
     if (peak_op_ != kNone) stats.peak_op = PrintOp(program_, program_.op(peak_op_));
   } else {
-    const auto device = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
+    const auto device =
+        c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
     const auto& total = device.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
     stats.live_bytes = total.current;
     stats.peak_bytes = total.peak;
@@ -454,7 +316,8 @@ ExecutorStats Executor::stats() const {
     const Comm::Stats one = comm->stats();
     stats.comm.bytes_sent += one.bytes_sent;
     stats.comm.bytes_received += one.bytes_received;
-    stats.comm.receive_buffer_peak_bytes = std::max(stats.comm.receive_buffer_peak_bytes, one.receive_buffer_peak_bytes);
+    stats.comm.receive_buffer_peak_bytes =
+        std::max(stats.comm.receive_buffer_peak_bytes, one.receive_buffer_peak_bytes);
     stats.comm.calls += one.calls;
   }
   return stats;

@@ -1,7 +1,8 @@
 // executor.h — runs the training steps of one program on one rank.
 //
-// Built once: the text is parsed, `rank_AXIS` bound, states allocated, every phase turned into a Plan. A step then runs the phases in
-// order; nothing in its loop allocates besides the kernels' own results. Not thread-safe: one step at a time.
+// Built once: the text is parsed, `rank_AXIS` bound, states allocated, every phase turned into a Plan. A step then runs
+// the phases in order; nothing in its loop allocates besides the kernels' own results. Not thread-safe: one step at a
+// time.
 //
 //   step = for each micro-batch: bind inputs to slots, run the phase's plan (values die at their last use);
 //          then the update phase. `gives` of a phase are moved to the `takes` of the next.
@@ -26,38 +27,45 @@ struct StepResult {
   std::map<std::string, std::vector<at::Tensor>> outputs;  // one tensor per micro-batch
   double norm = 0;                                         // of the gradients, times scale; only when has_norm
   bool has_norm = false;
-  bool finite = true;                                      // the norm, and every scalar output
-  std::optional<DebugRecord> nonfinite;                    // debug runs: what first made a value that is not finite
+  bool finite = true;                    // the norm, and every scalar output
+  std::optional<DebugRecord> nonfinite;  // debug runs: what first made a value that is not finite
 };
 
 struct ExecutorStats {
   Counters counters;
-  int64_t persistent_bytes = 0;  // states, parameters, buffers, constants
-  int64_t live_bytes = 0;        // persistent and what the last step left alive
-  int64_t peak_bytes = 0;        // highest of any step, persistent included
-  std::string peak_op;           // text of the op that reached it
-  int64_t instructions = 0;      // of all plans
-  Comm::Stats comm;              // sum over axes
+  int64_t persistent_bytes = 0;                            // states, parameters, buffers, constants
+  int64_t live_bytes = 0;                                  // persistent and what the last step left alive
+  int64_t peak_bytes = 0;                                  // highest of any step, persistent included
+  std::string peak_op;                                     // text of the op that reached it
+  int64_t instructions = 0;                                // of all plans
+  Comm::Stats comm;                                        // sum over axes
   std::vector<std::pair<std::string, int64_t>> op_counts;  // by op name, of one pass over each phase
 };
 
 class Executor {
  public:
   // Error: the text does not parse, a symbol is unbound, an op cannot be run, a process group is missing.
-  static Result<std::unique_ptr<Executor>> Create(std::string_view text, c10::Device device, const std::vector<AxisSpec>& axes,
-                                                  double timeout_s, RuntimeOptions options);
+  static Result<std::unique_ptr<Executor>> Create(std::string_view text, c10::Device device,
+                                                  const std::vector<AxisSpec>& axes, double timeout_s,
+                                                  RuntimeOptions options);
 
   // The storage of a state, parameter, buffer or constant: shared, not copied.
   Result<at::Tensor> TensorOf(ValueId id) const;
-  // micro_batches[i][j]: input j of micro-batch i. hyper[k]: numbers of optimizer group k (docs/architecture.md). `step` counts the
-  // steps of the training run and keys the random streams.
-  Result<StepResult> Step(std::vector<std::vector<at::Tensor>> micro_batches, const std::vector<std::vector<double>>& hyper, int64_t step);
-  // Runs the micro-batch phases op by op and describes every floating result, then puts the buffers back; no update. Stops after
-  // the last forward op of the module `stop_at` in the first micro-batch, if it is not empty. All ranks must call it.
-  Result<DebugReport> DebugStep(std::vector<std::vector<at::Tensor>> micro_batches, int64_t step, const std::string& stop_at);
+  // micro_batches[i][j]: input j of micro-batch i. hyper[k]: numbers of optimizer group k (docs/architecture.md).
+  // `step` counts the steps of the training run and keys the random streams.
+  Result<StepResult> Step(std::vector<std::vector<at::Tensor>> micro_batches,
+                          const std::vector<std::vector<double>>& hyper, int64_t step);
+  // Runs the micro-batch phases op by op and describes every floating result, then puts the buffers back; no update.
+  // Stops after the last forward op of the module `stop_at` in the first micro-batch, if it is not empty. All ranks
+  // must call it.
+  Result<DebugReport> DebugStep(std::vector<std::vector<at::Tensor>> micro_batches, int64_t step,
+                                const std::string& stop_at);
   // The full flat buffer of a unit; every rank of its axis must call it.
   Result<at::Tensor> GatherUnit(UnitId unit);
   ExecutorStats stats() const;
+  // With options.trace_memory: per op of the last step, in issue order, the highest bytes alive while it ran, persistent ones
+  // not included. CPU only.
+  const std::vector<std::pair<OpId, int64_t>>& memory_trace() const { return memory_trace_; }
   const Program& program() const { return program_; }
 
  private:
@@ -70,8 +78,8 @@ class Executor {
   Status RunPhase(const Plan& plan);
   Status RunPhaseObserved(const Plan& plan, DebugObserver& observer);
   // Runs the phases in order; with an observer op by op.
-  Status RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step, bool update,
-                 DebugObserver* observer);
+  Status RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step,
+                 bool update, DebugObserver* observer);
   Status EnterPhase(const Phase& phase);
   void LeavePhase(const Phase& phase);
   void DropTemporaries();
@@ -80,19 +88,22 @@ class Executor {
   c10::Device device_;
   RuntimeOptions options_;
   Program program_;
-  std::vector<Geometry> geometry_;          // by value id
-  std::vector<at::Tensor> fixed_;           // by value id
+  std::vector<Geometry> geometry_;  // by value id
+  std::vector<at::Tensor> fixed_;   // by value id
   StateStore store_;
   std::map<std::string, std::unique_ptr<Comm>> comms_;
   Binding ranks_;
   std::map<int32_t, int32_t> group_position_;
-  std::vector<Plan> plans_, debug_plans_;   // by index into program_.phases; the second are built when first wanted
+  std::vector<Plan> plans_, debug_plans_;  // by index into program_.phases; the second are built when first wanted
   std::unique_ptr<KeyedRandom> random_;
   Frame frame_;
   std::vector<std::pair<at::Tensor, int32_t>> handed_on_;  // gives of the last phase, with their transfers
   int64_t const_bytes_ = 0;
   int64_t peak_extra_ = 0, live_extra_ = 0;
   OpId peak_op_ = kNone;
+  bool tracing_ = false;
+  int64_t live_before_ = 0;  // counted bytes when the step began
+  std::vector<std::pair<OpId, int64_t>> memory_trace_;
 };
 
 }  // namespace interlace

@@ -1,8 +1,10 @@
-// op_kernel.h — what one op becomes when a plan is built: a function pointer and its data. All lookups (operator handles, constant
-// arguments, geometry, communicators) happen at build time; at run time a kernel reads slots, calls, and writes slots.
+// op_kernel.h — what one op becomes when a plan is built: a function pointer and its data. All lookups (operator
+// handles, constant arguments, geometry, communicators) happen at build time; at run time a kernel reads slots, calls,
+// and writes slots.
 //
-//   slots[value id]: the tensor of every live value. States, parameters, buffers, constants and their views are `fixed`: made once,
-//   always present. Everything else appears when its op runs and is dropped after its last use, so reference counts free memory.
+//   slots[value id]: the tensor of every live value. States, parameters, buffers, constants and their views are
+//   `fixed`: made once, always present. Everything else appears when its op runs and is dropped after its last use, so
+//   reference counts free memory.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -25,11 +27,13 @@
 namespace interlace {
 
 struct RuntimeOptions {
-  bool keyed_random = true;     // false: torch's default generator in program order
+  bool keyed_random = true;  // false: torch's default generator in program order
   uint64_t seed = 0;
   bool debug = false;           // examine every floating result; slow
+  bool trace_memory = false;    // remember the live bytes at every op of the last step
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
-  // Runs an opaque module: (module path, "forward" | "backward", inputs) → results. Called with the step's thread state undone.
+  // Runs an opaque module: (module path, "forward" | "backward", inputs) → results. Called with the step's thread state
+  // undone.
   std::function<std::vector<at::Tensor>(const std::string&, const std::string&, const std::vector<at::Tensor>&)> opaque;
 };
 
@@ -50,15 +54,15 @@ struct Transfer {
 struct Frame {
   explicit Frame(c10::Device on) : device(on) {}
   c10::Device device;
-  c10::DispatchKeySet keys;               // the backend's kernels, below autograd
-  std::vector<at::Tensor> slots;          // by value id
+  c10::DispatchKeySet keys;       // the backend's kernels, below autograd
+  std::vector<at::Tensor> slots;  // by value id
   torch::jit::Stack stack;
-  std::vector<int32_t> transfer_of;       // by value id: index into transfers, or -1
-  std::vector<Transfer> transfers;        // of the current step
-  KeyedRandom* random = nullptr;          // nullptr in compat mode
+  std::vector<int32_t> transfer_of;                         // by value id: index into transfers, or -1
+  std::vector<Transfer> transfers;                          // of the current step
+  KeyedRandom* random = nullptr;                            // nullptr in compat mode
   const std::vector<std::vector<double>>* hyper = nullptr;  // one list per optimizer group, in program order
   std::map<std::string, std::vector<at::Tensor>> outputs;
-  double norm = 0, coef = 1;              // of the last norm.coef
+  double norm = 0, coef = 1;  // of the last norm.coef
   bool has_norm = false, finite = true;
   const RuntimeOptions* options = nullptr;
   const at::ThreadLocalState* outer = nullptr;  // thread state outside the step
@@ -71,22 +75,22 @@ struct KernelData {
 
 struct Kernel {
   using Run = void (*)(void* data, Frame& frame);
-  Run run = nullptr;                      // nullptr: nothing to do at run time
-  std::unique_ptr<KernelData> data;       // passed to run as a KernelData*
+  Run run = nullptr;                 // nullptr: nothing to do at run time
+  std::unique_ptr<KernelData> data;  // passed to run as a KernelData*
 };
 
 // What the builders of kernels know of the op's surroundings.
 struct BuildContext {
   const Program& program;
   const Phase& phase;
-  const std::vector<Geometry>& geometry;  // by value id
-  const std::vector<at::Tensor>& fixed;   // by value id; undefined when the value is not fixed
-  const std::map<std::string, Comm*>& comms;  // axes of more than one rank
-  const Binding& ranks;                   // "rank_dp" → rank
+  const std::vector<Geometry>& geometry;             // by value id
+  const std::vector<at::Tensor>& fixed;              // by value id; undefined when the value is not fixed
+  const std::map<std::string, Comm*>& comms;         // axes of more than one rank
+  const Binding& ranks;                              // "rank_dp" → rank
   const std::map<int32_t, int32_t>& group_position;  // group id → index into the hyper-parameters
   const RuntimeOptions& options;
   c10::Device device;
-  std::function<bool(ValueId)> dies_here; // this op is the last to use the value, and its slot may be moved from
+  std::function<bool(ValueId)> dies_here;  // this op is the last to use the value, and its slot may be moved from
   bool is_fixed(ValueId id) const { return fixed[id].defined(); }
 };
 
@@ -101,11 +105,13 @@ struct Target {
 };
 Target TargetOf(const BuildContext& context, ValueId placed);
 
-// Each builds the kernel of one op. Error: unknown operator, arguments that do not fit, an op this runtime does not have.
+// Each builds the kernel of one op. Error: unknown operator, arguments that do not fit, an op this runtime does not
+// have.
 Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op);
-Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);     // gather.*, reduce.*, all_reduce.*
-Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);   // norm.*, update.*
-Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op);      // view, assign, copy, output, grad.begin, ...
+Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);    // gather.*, reduce.*, all_reduce.*
+Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);  // norm.*, update.*
+Result<Kernel> BuildOwnKernel(const BuildContext& context,
+                              const Op& op);  // view, assign, copy, output, grad.begin, ...
 // `result` as a view of the storage of `operand`; nothing at all when it is a view of something fixed.
 Kernel BuildViewKernel(const BuildContext& context, ValueId operand, ValueId result);
 // Any op: one of the above.

@@ -1,5 +1,6 @@
-// Kernels of torch's operators: a stack filled by a short list of pushes, one boxed call of the backend kernel below autograd.
-// Placed results go through the operator's `.out` form, through a kernel of our own, or are computed and copied (and counted).
+// Kernels of torch's operators: a stack filled by a short list of pushes, one boxed call of the backend kernel below
+// autograd. Placed results go through the operator's `.out` form, through a kernel of our own, or are computed and
+// copied (and counted).
 #include <ATen/ops/copy.h>
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace {
 struct ResultSlot {
   ValueId value = kNone;
   const Geometry* geometry = nullptr;
-  bool owned = true;     // it must be fresh memory in the declared layout: programs compute views from it
+  bool owned = true;  // it must be fresh memory in the declared layout: programs compute views from it
   bool placed = false;
   bool fix_layout = false;  // the kernel's layout is not the declared one: copy (found in the first run)
   Target target;
@@ -48,12 +49,24 @@ struct AtenKernel final : KernelData {
     at::Tensor target;
     for (const Push& push : call.pushes) {
       switch (push.kind) {
-        case Push::Kind::kConst: stack.push_back(call.constants[push.index]); break;
-        case Push::Kind::kSlot: stack.emplace_back(frame.slots[push.index]); break;
-        case Push::Kind::kMoveSlot: stack.emplace_back(std::move(frame.slots[push.index])); break;
-        case Push::Kind::kTensorList: stack.push_back(MakeList(call.lists[push.index], false, frame)); break;
-        case Push::Kind::kOptionalTensorList: stack.push_back(MakeList(call.lists[push.index], true, frame)); break;
-        case Push::Kind::kGenerator: stack.emplace_back(frame.random->For(rng)); break;
+        case Push::Kind::kConst:
+          stack.push_back(call.constants[push.index]);
+          break;
+        case Push::Kind::kSlot:
+          stack.emplace_back(frame.slots[push.index]);
+          break;
+        case Push::Kind::kMoveSlot:
+          stack.emplace_back(std::move(frame.slots[push.index]));
+          break;
+        case Push::Kind::kTensorList:
+          stack.push_back(MakeList(call.lists[push.index], false, frame));
+          break;
+        case Push::Kind::kOptionalTensorList:
+          stack.push_back(MakeList(call.lists[push.index], true, frame));
+          break;
+        case Push::Kind::kGenerator:
+          stack.emplace_back(frame.random->For(rng));
+          break;
         case Push::Kind::kTarget:
           target = results[0].target.Get(frame);
           stack.emplace_back(target);
@@ -75,7 +88,8 @@ struct AtenKernel final : KernelData {
     }
     if (list_result) {
       const c10::List<at::Tensor> list = stack[0].toTensorList();
-      TORCH_CHECK(list.size() == results.size(), "it gave ", list.size(), " tensors, the program expects ", results.size());
+      TORCH_CHECK(list.size() == results.size(), "it gave ", list.size(), " tensors, the program expects ",
+                  results.size());
       for (size_t i = 0; i < results.size(); ++i) Store(frame, results[i], list.get(i));
     } else {
       for (size_t i = 0; i < results.size(); ++i) Store(frame, results[i], std::move(stack[i]).toTensor());
@@ -137,7 +151,8 @@ struct EmbeddingBackwardKernel final : KernelData {
   std::unique_ptr<AtenKernel> otherwise;
   void Run(Frame& frame) {
     at::Tensor target = result.target.Get(frame);
-    if (!EmbeddingBackwardInto(frame.slots[grad], frame.slots[indices], num_weights, padding_idx, scale_by_frequency, target)) {
+    if (!EmbeddingBackwardInto(frame.slots[grad], frame.slots[indices], num_weights, padding_idx, scale_by_frequency,
+                               target)) {
       return otherwise->Run(frame);
     }
     frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
@@ -145,7 +160,8 @@ struct EmbeddingBackwardKernel final : KernelData {
   }
 };
 
-// aten.native_layer_norm_backward(grad, input, normalized_shape, mean, rstd, weight, bias, mask) with placed weight or bias gradients.
+// aten.native_layer_norm_backward(grad, input, normalized_shape, mean, rstd, weight, bias, mask) with placed weight or
+// bias gradients.
 struct LayerNormBackwardKernel final : KernelData {
   ValueId grad, input, mean, rstd, weight;
   int64_t normalized_numel;
@@ -159,8 +175,8 @@ struct LayerNormBackwardKernel final : KernelData {
     at::Tensor outs[3];
     for (int i = 0; i < 3; ++i) outs[i] = OutputOf(frame, results[i]);
     const at::Tensor scale = weight == kNone ? at::Tensor() : frame.slots[weight];
-    if (!LayerNormBackwardInto(frame.slots[grad], frame.slots[input], normalized_numel, frame.slots[mean], frame.slots[rstd], scale,
-                               outs[0], outs[1], outs[2])) {
+    if (!LayerNormBackwardInto(frame.slots[grad], frame.slots[input], normalized_numel, frame.slots[mean],
+                               frame.slots[rstd], scale, outs[0], outs[1], outs[2])) {
       return otherwise->Run(frame);
     }
     for (int i = 0; i < 3; ++i) {
@@ -187,12 +203,14 @@ ValueId ValueArg(const Op& op, size_t i) {
   return i < op.args.size() && op.args[i].kind == Arg::Kind::kValue ? op.args[i].value : kNone;
 }
 
-bool IsInt(const Op& op, size_t i) { return i < op.args.size() && op.args[i].kind == Arg::Kind::kInt; }
+bool IsInt(const Op& op, size_t i) {
+  return i < op.args.size() && op.args[i].kind == Arg::Kind::kInt;
+}
 
 // One of our own backward kernels around `boxed`, or nullopt when the op is none of them.
 std::optional<Kernel> OwnBackwardKernel(const Op& op, std::unique_ptr<AtenKernel>& boxed) {
-  if (op.name == "aten.embedding_dense_backward" && boxed->results.size() == 1 && op.args.size() == 5 && op.named.empty() &&
-      ValueArg(op, 0) != kNone && ValueArg(op, 1) != kNone && IsInt(op, 2) && IsInt(op, 3)) {
+  if (op.name == "aten.embedding_dense_backward" && boxed->results.size() == 1 && op.args.size() == 5 &&
+      op.named.empty() && ValueArg(op, 0) != kNone && ValueArg(op, 1) != kNone && IsInt(op, 2) && IsInt(op, 3)) {
     auto kernel = std::make_unique<EmbeddingBackwardKernel>();
     kernel->grad = ValueArg(op, 0);
     kernel->indices = ValueArg(op, 1);
@@ -203,9 +221,9 @@ std::optional<Kernel> OwnBackwardKernel(const Op& op, std::unique_ptr<AtenKernel
     kernel->otherwise = std::move(boxed);
     return MakeKernel(std::move(kernel));
   }
-  if (op.name == "aten.native_layer_norm_backward" && boxed->results.size() == 3 && op.args.size() == 8 && op.named.empty() &&
-      op.args[2].kind == Arg::Kind::kList && ValueArg(op, 0) != kNone && ValueArg(op, 1) != kNone && ValueArg(op, 3) != kNone &&
-      ValueArg(op, 4) != kNone) {
+  if (op.name == "aten.native_layer_norm_backward" && boxed->results.size() == 3 && op.args.size() == 8 &&
+      op.named.empty() && op.args[2].kind == Arg::Kind::kList && ValueArg(op, 0) != kNone && ValueArg(op, 1) != kNone &&
+      ValueArg(op, 3) != kNone && ValueArg(op, 4) != kNone) {
     auto kernel = std::make_unique<LayerNormBackwardKernel>();
     kernel->grad = ValueArg(op, 0);
     kernel->input = ValueArg(op, 1);
@@ -221,8 +239,8 @@ std::optional<Kernel> OwnBackwardKernel(const Op& op, std::unique_ptr<AtenKernel
   return std::nullopt;
 }
 
-// Operators that only make another view (transpose, reshape in place, slice): the program knows the geometry, so nothing is called.
-// Returns the operand to view, or kNone when the op does more.
+// Operators that only make another view (transpose, reshape in place, slice): the program knows the geometry, so
+// nothing is called. Returns the operand to view, or kNone when the op does more.
 ValueId PureViewOperand(const BuildContext& context, const Op& op) {
   if (op.results.size() != 1 || op.results[0] == kNone || !op.writes.empty() || ValueArg(op, 0) == kNone) return kNone;
   const Value& result = context.program.value(op.results[0]);
@@ -243,7 +261,8 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
     kernel->results.push_back(ResultSlotOf(context, id));
     any_placed = any_placed || kernel->results.back().placed;
   }
-  if (any_placed && (op.name == "aten.clone" || op.name == "aten._to_copy") && op.args.size() == 1 && ValueArg(op, 0) != kNone) {
+  if (any_placed && (op.name == "aten.clone" || op.name == "aten._to_copy") && op.args.size() == 1 &&
+      ValueArg(op, 0) != kNone) {
     auto copy = std::make_unique<PlacedCopyKernel>();
     copy->source = ValueArg(op, 0);
     copy->result = kernel->results[0];
@@ -251,8 +270,10 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
   }
 
   BuildContext careful = context;
-  const bool own_backward = any_placed && (op.name == "aten.embedding_dense_backward" || op.name == "aten.native_layer_norm_backward");
-  if (own_backward) careful.dies_here = [](ValueId) { return false; };  // operands are read before the fallback may move them
+  const bool own_backward =
+      any_placed && (op.name == "aten.embedding_dense_backward" || op.name == "aten.native_layer_norm_backward");
+  if (own_backward)
+    careful.dies_here = [](ValueId) { return false; };  // operands are read before the fallback may move them
   INTERLACE_ASSIGN(kernel->call, BindCall(careful, op));
 
   const c10::FunctionSchema& schema = kernel->call.op->schema();

@@ -100,10 +100,12 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   std::string axis;
   if (op.name == "gather.start" || op.name == "reduce.start") {
     kernel->collective = op.name == "gather.start" ? Collective::kGather : Collective::kReduce;
-    if (op.units.empty() || op.units.size() != operands.size()) return OpError(context, op, op.name + " needs units=[...], one per operand");
+    if (op.units.empty() || op.units.size() != operands.size())
+      return OpError(context, op, op.name + " needs units=[...], one per operand");
     axis = context.program.units[op.units[0]].axis;
     for (UnitId unit : op.units) {
-      if (context.program.units[unit].axis != axis) return OpError(context, op, "units of one collective must share their axis");
+      if (context.program.units[unit].axis != axis)
+        return OpError(context, op, "units of one collective must share their axis");
     }
   } else if (op.name == "all_reduce.start") {
     kernel->collective = Collective::kAllReduce;
@@ -117,7 +119,8 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   const int64_t size = context.program.AxisSize(axis);
   if (size > 1) {
     const auto found = context.comms.find(axis);
-    if (found == context.comms.end()) return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
+    if (found == context.comms.end())
+      return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
     kernel->comm = found->second;
   }
   kernel->label = op.name;
@@ -134,9 +137,12 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     const Geometry& from = context.geometry[operands[i]];
     const int64_t factor = kernel->collective == Collective::kAllReduce ? 1 : size;
     const bool gather = kernel->collective == Collective::kGather;
-    if ((gather ? item.geometry->elements : from.elements) != factor * (gather ? from.elements : item.geometry->elements) ||
+    if ((gather ? item.geometry->elements : from.elements) !=
+            factor * (gather ? from.elements : item.geometry->elements) ||
         from.dtype != item.geometry->dtype || !from.contiguous || !item.geometry->contiguous) {
-      return OpError(context, op, "operand and result sizes of " + op.name + " do not fit an axis of " + std::to_string(size) + " ranks");
+      return OpError(
+          context, op,
+          "operand and result sizes of " + op.name + " do not fit an axis of " + std::to_string(size) + " ranks");
     }
     const bool fixed = context.is_fixed(operands[i]);
     if (!item.placed && from.sizes == item.geometry->sizes) {

@@ -85,13 +85,13 @@ struct OpaqueKernel final : KernelData {
       at::ThreadLocalStateGuard outside(*frame.outer);
       outputs = frame.options->opaque(module, part, inputs);
     }
-    TORCH_CHECK(outputs.size() == results.size(), "the module ", module, " gave ", outputs.size(), " tensors, its program expects ",
-                results.size());
+    TORCH_CHECK(outputs.size() == results.size(), "the module ", module, " gave ", outputs.size(),
+                " tensors, its program expects ", results.size());
     for (size_t i = 0; i < results.size(); ++i) {
       if (results[i] == kNone) continue;
       at::Tensor out = outputs[i].detach();
-      TORCH_CHECK(SameSizes(out, *geometry[i]), "result ", i, " of the module ", module, " is ", Describe(out), ", captured as ",
-                  Describe(*geometry[i]));
+      TORCH_CHECK(SameSizes(out, *geometry[i]), "result ", i, " of the module ", module, " is ", Describe(out),
+                  ", captured as ", Describe(*geometry[i]));
       if (!SameStrides(out, *geometry[i]) || out.storage_offset() != 0) {
         at::Tensor own = Allocate(*geometry[i], frame.device, false);
         own.copy_(out);
@@ -118,7 +118,9 @@ std::vector<std::pair<int64_t, int64_t>> GapsOf(const BuildContext& context, con
   return gaps;
 }
 
-std::string TextOf(const Arg* arg) { return arg ? arg->text : std::string(); }
+std::string TextOf(const Arg* arg) {
+  return arg ? arg->text : std::string();
+}
 
 }  // namespace
 
@@ -198,7 +200,8 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     return MakeKernel(std::move(kernel));
   }
   if (op.name == "grad.begin") {
-    if (!wants(0, 1) || op.units.size() != 1) return OpError(context, op, "grad.begin takes nothing, gives one flat buffer of one unit");
+    if (!wants(0, 1) || op.units.size() != 1)
+      return OpError(context, op, "grad.begin takes nothing, gives one flat buffer of one unit");
     auto kernel = std::make_unique<GradBeginKernel>();
     kernel->result = op.results[0];
     kernel->geometry = &context.geometry[op.results[0]];
@@ -207,13 +210,15 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     const Arg* zero = op.Attr("zero");
     kernel->zero = zero && zero->boolean;
     const Unit& unit = context.program.units[op.units[0]];
-    if (kernel->geometry->elements != unit.numel) return OpError(context, op, "the buffer must have the unit's padded size");
+    if (kernel->geometry->elements != unit.numel)
+      return OpError(context, op, "the buffer must have the unit's padded size");
     kernel->gaps = GapsOf(context, unit);
     return MakeKernel(std::move(kernel));
   }
   if (op.name == "call.python") {
     if (!context.options.opaque) {
-      return OpError(context, op, "an opaque module needs the option `opaque`, a callable (module, part, tensors) → tensors");
+      return OpError(context, op,
+                     "an opaque module needs the option `opaque`, a callable (module, part, tensors) → tensors");
     }
     auto kernel = std::make_unique<OpaqueKernel>();
     kernel->module = TextOf(op.Attr("module"));

@@ -28,7 +28,8 @@ struct NormCoefKernel final : KernelData {
   void Run(Frame& frame) {
     at::Tensor out = Allocate(*geometry, frame.device, true);
     NormCoef(frame.slots[operand], max_norm, scale, out);
-    const at::Tensor host = frame.device.is_cpu() ? out : out.to(c10::kCPU);  // elsewhere: the step's one wait for the device
+    const at::Tensor host =
+        frame.device.is_cpu() ? out : out.to(c10::kCPU);  // elsewhere: the step's one wait for the device
     const double* numbers = host.const_data_ptr<double>();
     frame.has_norm = true;
     frame.norm = numbers[0];
@@ -53,8 +54,8 @@ enum class Optimizer { kAdam, kAdamW, kSgd };
 
 struct UpdateKernel final : KernelData {
   struct Range {
-    int64_t begin, length;  // elements of the flat operand
-    int32_t group;          // index into the hyper-parameters
+    int64_t begin, length;           // elements of the flat operand
+    int32_t group;                   // index into the hyper-parameters
     std::vector<at::Tensor> sliced;  // per operand, when it is fixed
   };
   Optimizer optimizer;
@@ -77,12 +78,25 @@ struct UpdateKernel final : KernelData {
       const at::Tensor w = Operand(frame, range, 0), g = Operand(frame, range, 1), first = Operand(frame, range, 2);
       if (optimizer == Optimizer::kSgd) {
         SgdStep(w, g, first,
-                SgdArgs{.lr = h[0], .momentum = h[1], .dampening = h[2], .weight_decay = h[3], .t = h[5], .nesterov = h[4] != 0,
-                        .maximize = h[6] != 0, .grad_scale = grad_scale});
+                SgdArgs{.lr = h[0],
+                        .momentum = h[1],
+                        .dampening = h[2],
+                        .weight_decay = h[3],
+                        .t = h[5],
+                        .nesterov = h[4] != 0,
+                        .maximize = h[6] != 0,
+                        .grad_scale = grad_scale});
       } else {
         AdamStep(w, g, first, Operand(frame, range, 3),
-                 AdamArgs{.lr = h[0], .beta1 = h[1], .beta2 = h[2], .eps = h[3], .weight_decay = h[4], .t = h[5],
-                          .maximize = h[6] != 0, .decoupled = optimizer == Optimizer::kAdamW, .grad_scale = grad_scale});
+                 AdamArgs{.lr = h[0],
+                          .beta1 = h[1],
+                          .beta2 = h[2],
+                          .eps = h[3],
+                          .weight_decay = h[4],
+                          .t = h[5],
+                          .maximize = h[6] != 0,
+                          .decoupled = optimizer == Optimizer::kAdamW,
+                          .grad_scale = grad_scale});
       }
     }
   }
@@ -94,11 +108,15 @@ double NumberOr(const Arg* arg, double otherwise) {
   return arg->kind == Arg::Kind::kFloat ? arg->real : otherwise;
 }
 
-// ranges=[start,end,group,...] of the unit, cut to [base, base + length) and merged where only padding (< 32 elements) lies between.
-Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, const Op& op, int64_t base, int64_t length) {
+// ranges=[start,end,group,...] of the unit, cut to [base, base + length) and merged where only padding (< 32 elements)
+// lies between.
+Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, const Op& op, int64_t base,
+                                                  int64_t length) {
   const Arg* arg = op.Attr("ranges");
   if (!arg || arg->list.size() % 3 != 0) return OpError(context, op, "update needs ranges=[start,end,group,...]");
-  struct Raw { int64_t begin, end, group; };
+  struct Raw {
+    int64_t begin, end, group;
+  };
   std::vector<Raw> raw;
   for (size_t i = 0; i < arg->list.size(); i += 3) {
     const Raw r{arg->list[i].integer.value, arg->list[i + 1].integer.value, arg->list[i + 2].integer.value};
@@ -111,7 +129,8 @@ Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, c
     const int64_t begin = std::max(r.begin, base) - base, end = std::min(r.end, base + length) - base;
     if (begin >= end) continue;
     const auto position = context.group_position.find(static_cast<int32_t>(r.group));
-    if (position == context.group_position.end()) return OpError(context, op, "update names the group " + std::to_string(r.group) + ", which is not declared");
+    if (position == context.group_position.end())
+      return OpError(context, op, "update names the group " + std::to_string(r.group) + ", which is not declared");
     if (!ranges.empty() && ranges.back().group == position->second) {
       UpdateKernel::Range& last = ranges.back();
       const int64_t gap = begin - (last.begin + last.length);
@@ -141,7 +160,8 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     return MakeKernel(std::move(kernel));
   }
   if (op.name == "norm.coef") {
-    if (operands.size() != 1 || op.results.size() != 1 || op.results[0] == kNone) return OpError(context, op, "norm.coef takes one value, gives one");
+    if (operands.size() != 1 || op.results.size() != 1 || op.results[0] == kNone)
+      return OpError(context, op, "norm.coef takes one value, gives one");
     auto kernel = std::make_unique<NormCoefKernel>();
     kernel->operand = operands[0];
     kernel->result = op.results[0];
@@ -165,7 +185,8 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   } else {
     return OpError(context, op, "this runtime does not have the op " + op.name + " yet");
   }
-  if (operands.size() != flats && operands.size() != flats + 1) return OpError(context, op, op.name + " has the wrong number of operands");
+  if (operands.size() != flats && operands.size() != flats + 1)
+    return OpError(context, op, op.name + " has the wrong number of operands");
   kernel->clipped = operands.size() == flats + 1;
   operands.resize(flats);
   kernel->operands = operands;
@@ -175,7 +196,8 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   const Geometry& w = context.geometry[operands[0]];
   for (ValueId id : operands) {
     const Geometry& g = context.geometry[id];
-    if (g.sizes.size() != 1 || g.elements != w.elements || !g.contiguous) return OpError(context, op, "operands of an update must be flat and of one length");
+    if (g.sizes.size() != 1 || g.elements != w.elements || !g.contiguous)
+      return OpError(context, op, "operands of an update must be flat and of one length");
   }
   int64_t base = 0;
   if (w.elements != unit.numel) {

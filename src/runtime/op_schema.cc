@@ -30,14 +30,20 @@ std::optional<int64_t> EnumOf(const std::string& word) {
 
 std::optional<c10::Scalar> NumberOf(const Arg& arg) {
   switch (arg.kind) {
-    case Arg::Kind::kInt: return c10::Scalar(arg.integer.value);
-    case Arg::Kind::kFloat: return c10::Scalar(arg.real);
-    case Arg::Kind::kBool: return c10::Scalar(arg.boolean);
-    default: return std::nullopt;
+    case Arg::Kind::kInt:
+      return c10::Scalar(arg.integer.value);
+    case Arg::Kind::kFloat:
+      return c10::Scalar(arg.real);
+    case Arg::Kind::kBool:
+      return c10::Scalar(arg.boolean);
+    default:
+      return std::nullopt;
   }
 }
 
-bool IsTensor(const c10::Type& type) { return type.kind() == c10::TypeKind::TensorType; }
+bool IsTensor(const c10::Type& type) {
+  return type.kind() == c10::TypeKind::TensorType;
+}
 
 const c10::Type* Unwrap(const c10::Type& type, bool* optional) {
   *optional = type.kind() == c10::TypeKind::OptionalType;
@@ -81,8 +87,10 @@ std::optional<c10::IValue> Convert(const Arg& arg, const c10::Type& wanted, c10:
       return std::nullopt;
     case c10::TypeKind::DeviceObjType:
       return c10::IValue(device);  // one device: whatever the capture ran on
-    case c10::TypeKind::ListType: break;
-    default: return std::nullopt;
+    case c10::TypeKind::ListType:
+      break;
+    default:
+      return std::nullopt;
   }
   const c10::Type& element = *type.expectRef<c10::ListType>().getElementType();
   std::vector<Arg> single;
@@ -128,14 +136,16 @@ Error UnknownOperator(const BuildContext& context, const Op& op, const c10::Oper
   std::vector<std::string_view> names;
   std::string overloads;
   for (const c10::OperatorName& name : AllOperators()) {
-    if (name.name == wanted.name) overloads += (overloads.empty() ? "" : ", ") + (name.overload_name.empty() ? "(none)" : name.overload_name);
+    if (name.name == wanted.name)
+      overloads += (overloads.empty() ? "" : ", ") + (name.overload_name.empty() ? "(none)" : name.overload_name);
     if (name.overload_name.empty() || names.empty() || names.back() != name.name) names.push_back(name.name);
   }
   if (!overloads.empty()) {
     return OpError(context, op, wanted.name + " has no overload \"" + wanted.overload_name + "\"; it has " + overloads);
   }
-  return OpError(context, op, "torch has no operator " + wanted.name + DidYouMean(wanted.name, names) +
-                                  " (a library that registers it must be imported first)");
+  return OpError(context, op,
+                 "torch has no operator " + wanted.name + DidYouMean(wanted.name, names) +
+                     " (a library that registers it must be imported first)");
 }
 
 }  // namespace
@@ -229,13 +239,15 @@ Result<BoundCall> BindCall(const BuildContext& context, const Op& op) {
     }
     auto value = Convert(*given, *argument.type(), context.device);
     if (!value) {
-      return OpError(context, op, "the argument \"" + argument.name() + "\" does not fit its type " + argument.type()->str());
+      return OpError(context, op,
+                     "the argument \"" + argument.name() + "\" does not fit its type " + argument.type()->str());
     }
     constant(std::move(*value));
   }
   size_t positional = 0;
   for (const c10::Argument& argument : arguments) positional += argument.kwarg_only() ? 0 : 1;
-  if (op.args.size() > positional) return OpError(context, op, wanted.name + " takes " + std::to_string(positional) + " positional arguments");
+  if (op.args.size() > positional)
+    return OpError(context, op, wanted.name + " takes " + std::to_string(positional) + " positional arguments");
   if (named_used != op.named.size()) return OpError(context, op, "a keyword argument is unknown to " + wanted.name);
   return call;
 }
@@ -244,8 +256,8 @@ std::optional<c10::OperatorHandle> FindOutForm(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   if (schema.returns().size() != 1 || !IsTensor(*schema.returns()[0].type())) return std::nullopt;
   const std::string& overload = op.operator_name().overload_name;
-  std::vector<std::string> candidates = overload.empty() ? std::vector<std::string>{"out"}
-                                                         : std::vector<std::string>{overload + "_out", "out"};
+  std::vector<std::string> candidates =
+      overload.empty() ? std::vector<std::string>{"out"} : std::vector<std::string>{overload + "_out", "out"};
   for (const c10::OperatorName& name : AllOperators()) {
     if (name.name == op.operator_name().name) candidates.push_back(name.overload_name);
   }

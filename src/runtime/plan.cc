@@ -1,13 +1,18 @@
 #include "runtime/plan.h"
 
+#include <set>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
+
+#include "ir/op_table.h"
+#include "runtime/stream.h"
 
 namespace interlace {
 
 namespace {
 
-// Calls f for every value whose slot the op needs: operands, what it writes, the roots of its places, and its own results.
+// Calls f for every value whose slot the op needs: operands, what it writes, the roots of its places, and its own
+// results.
 template <typename F>
 void ForEachTouched(const Program& program, const Op& op, F&& f) {
   ForEachOperand(op, f);
@@ -19,6 +24,48 @@ void ForEachTouched(const Program& program, const Op& op, F&& f) {
     if (value.root != id) f(value.root);
   }
 }
+
+// Puts the kernels of copy lanes on their streams, and makes later users of a storage that such a lane touched wait for
+// it.
+class LanePlacer {
+ public:
+  explicit LanePlacer(const BuildContext& context)
+      : program_(context.program), device_(context.device), streams_(std::make_shared<LaneStreams>(context.device)) {
+    // What the phase before left under way: its first kernel waits for all of it.
+    for (const Phase& phase : program_.phases) {
+      for (OpId id : phase.ops) {
+        if (HasOwnStream(LaneOf(program_.op(id)), device_)) left_.insert(LaneOf(program_.op(id)));
+      }
+    }
+  }
+
+  Kernel Place(Kernel kernel, const Op& op) {
+    if (kernel.run == nullptr) return kernel;  // a view of something fixed: whoever uses it waits
+    const Lane lane = LaneOf(op);
+    const bool own = HasOwnStream(lane, device_);
+    std::set<Lane> before = std::exchange(left_, {});
+    std::vector<ValueId> touched;
+    ForEachTouched(program_, op, [&](ValueId id) { touched.push_back(id); });
+    for (ValueId id : touched) {
+      std::set<Lane>& busy = busy_[program_.RootOf(id)];
+      before.insert(busy.begin(), busy.end());
+      if (!own) busy.clear();
+      if (own) busy.insert(lane);
+    }
+    if (own) {
+      before.erase(lane);
+      return OnLane(std::move(kernel), lane, {before.begin(), before.end()}, std::move(touched), streams_);
+    }
+    return AfterLanes(std::move(kernel), {before.begin(), before.end()}, streams_);
+  }
+
+ private:
+  const Program& program_;
+  c10::Device device_;
+  std::shared_ptr<LaneStreams> streams_;
+  std::set<Lane> left_;
+  std::unordered_map<ValueId, std::set<Lane>> busy_;  // by root: lanes that touched it since compute last waited
+};
 
 }  // namespace
 
@@ -38,15 +85,17 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
     if (at < count && !outer.is_fixed(id)) dies_after[at].push_back(id);
   }
 
+  std::optional<LanePlacer> lanes;  // no streams on CPUs
+  if (!outer.device.is_cpu()) lanes.emplace(outer);
   for (int32_t i = 0; i < count; ++i) {
     const Op& op = program.op(phase.ops[i]);
     BuildContext context = outer;
-    context.dies_here = [&](ValueId id) {
-      return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i;
-    };
+    context.dies_here = [&](ValueId id) { return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i; };
     INTERLACE_ASSIGN(Kernel kernel, BuildKernel(context, op));
+    if (lanes) kernel = lanes->Place(std::move(kernel), op);
     if (kernel.run != nullptr) {
-      plan.instructions.push_back({kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0});
+      plan.instructions.push_back(
+          {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0});
       plan.data.push_back(std::move(kernel.data));
     }
     // Ops without a kernel (release, views of states) leave what dies there to the instruction before.

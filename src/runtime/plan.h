@@ -22,7 +22,7 @@ struct Plan {
   const Phase* phase = nullptr;
   std::vector<Instruction> instructions;
   std::vector<ValueId> frees;
-  std::vector<ValueId> unused;                     // inputs and takes that no op of the phase uses: dropped at once
+  std::vector<ValueId> unused;  // inputs and takes that no op of the phase uses: dropped at once
   std::vector<std::unique_ptr<KernelData>> data;
 };
 

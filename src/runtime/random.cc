@@ -23,7 +23,8 @@ uint64_t MixKey(uint64_t seed, uint64_t step, uint64_t micro_batch, uint64_t ran
 }
 
 KeyedRandom::KeyedRandom(c10::Device device, uint64_t seed, uint64_t rank) : device_(device), seed_(seed), rank_(rank) {
-  generator_ = device.is_cpu() ? at::detail::createCPUGenerator(seed) : at::globalContext().defaultGenerator(device).clone();
+  generator_ =
+      device.is_cpu() ? at::detail::createCPUGenerator(seed) : at::globalContext().defaultGenerator(device).clone();
 }
 
 const at::Generator& KeyedRandom::For(int64_t key) {

@@ -1,6 +1,6 @@
-// random.h — random streams keyed by what an op is, not by when it runs: (seed, step, micro-batch, rank, op key). Moving, repeating
-// or resuming an op cannot change its numbers. `compat` mode uses torch's default generator in program order instead, for
-// comparison with eager runs.
+// random.h — random streams keyed by what an op is, not by when it runs: (seed, step, micro-batch, rank, op key).
+// Moving, repeating or resuming an op cannot change its numbers. `compat` mode uses torch's default generator in
+// program order instead, for comparison with eager runs.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -1,5 +1,5 @@
-// state_store.h — the tensors that outlive a step, by name. They are apart from plans, so that another program with the same states
-// can go on with them.
+// state_store.h — the tensors that outlive a step, by name. They are apart from plans, so that another program with the
+// same states can go on with them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@ namespace interlace {
 class StateStore {
  public:
   explicit StateStore(c10::Device device) : device_(device) {}
-  // The tensor of that name: the one that is there if its geometry is the same, else fresh zeros. Error: the name is taken by a
-  // tensor of another geometry.
+  // The tensor of that name: the one that is there if its geometry is the same, else fresh zeros. Error: the name is
+  // taken by a tensor of another geometry.
   Result<at::Tensor> Adopt(const std::string& name, const Geometry& geometry);
   // Drops what was not adopted since the last call of BeginAdoption.
   void BeginAdoption();

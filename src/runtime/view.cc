@@ -34,20 +34,34 @@ c10::DispatchKeySet KeysOf(const c10::Storage& storage) {
 
 c10::ScalarType ScalarTypeOf(DType dtype) {
   switch (dtype) {
-    case DType::kF64: return c10::ScalarType::Double;
-    case DType::kF32: return c10::ScalarType::Float;
-    case DType::kF16: return c10::ScalarType::Half;
-    case DType::kBF16: return c10::ScalarType::BFloat16;
-    case DType::kI64: return c10::ScalarType::Long;
-    case DType::kI32: return c10::ScalarType::Int;
-    case DType::kI16: return c10::ScalarType::Short;
-    case DType::kI8: return c10::ScalarType::Char;
-    case DType::kU8: return c10::ScalarType::Byte;
-    case DType::kB8: return c10::ScalarType::Bool;
-    case DType::kC64: return c10::ScalarType::ComplexFloat;
-    case DType::kC128: return c10::ScalarType::ComplexDouble;
-    case DType::kF8E4M3: return c10::ScalarType::Float8_e4m3fn;
-    case DType::kF8E5M2: return c10::ScalarType::Float8_e5m2;
+    case DType::kF64:
+      return c10::ScalarType::Double;
+    case DType::kF32:
+      return c10::ScalarType::Float;
+    case DType::kF16:
+      return c10::ScalarType::Half;
+    case DType::kBF16:
+      return c10::ScalarType::BFloat16;
+    case DType::kI64:
+      return c10::ScalarType::Long;
+    case DType::kI32:
+      return c10::ScalarType::Int;
+    case DType::kI16:
+      return c10::ScalarType::Short;
+    case DType::kI8:
+      return c10::ScalarType::Char;
+    case DType::kU8:
+      return c10::ScalarType::Byte;
+    case DType::kB8:
+      return c10::ScalarType::Bool;
+    case DType::kC64:
+      return c10::ScalarType::ComplexFloat;
+    case DType::kC128:
+      return c10::ScalarType::ComplexDouble;
+    case DType::kF8E4M3:
+      return c10::ScalarType::Float8_e4m3fn;
+    case DType::kF8E5M2:
+      return c10::ScalarType::Float8_e5m2;
   }
   return c10::ScalarType::Undefined;
 }
@@ -64,7 +78,8 @@ Result<Geometry> GeometryOf(const Program& program, const Value& value) {
   for (const Dim& d : value.type.sizes) bound = bound && number(d);
   for (const Dim& d : value.type.strides) bound = bound && number(d);
   if (!bound) {
-    return MakeError("%", value.id, " still has symbolic sizes; give every symbol a number (Program.bind) before running");
+    return MakeError("%", value.id,
+                     " still has symbolic sizes; give every symbol a number (Program.bind) before running");
   }
   g.offset = value.offset.value;
   g.elements = 1;
@@ -74,7 +89,8 @@ Result<Geometry> GeometryOf(const Program& program, const Value& value) {
     if (size < 0 || stride < 0) return MakeError("%", value.id, " has a negative size or stride");
     g.sizes.push_back(size);
     g.strides.push_back(stride);
-    if (__builtin_mul_overflow(g.elements, size, &g.elements)) return MakeError("the size of %", value.id, " overflows");
+    if (__builtin_mul_overflow(g.elements, size, &g.elements))
+      return MakeError("the size of %", value.id, " overflows");
     int64_t reach = 0;
     if (size > 0 && (__builtin_mul_overflow(size - 1, stride, &reach) || __builtin_add_overflow(last, reach, &last))) {
       return MakeError("the extent of %", value.id, " overflows");
@@ -86,7 +102,8 @@ Result<Geometry> GeometryOf(const Program& program, const Value& value) {
   }
   g.span = g.elements == 0 ? 0 : last + 1;
   if (g.elements == 0) g.contiguous = true;
-  if (g.offset < 0 || g.offset + g.span > (int64_t{1} << 58)) return MakeError("the place of %", value.id, " is out of range");
+  if (g.offset < 0 || g.offset + g.span > (int64_t{1} << 58))
+    return MakeError("the place of %", value.id, " is out of range");
   return g;
 }
 
@@ -127,6 +144,8 @@ std::string Describe(const at::Tensor& tensor) {
   return tensor.defined() ? DescribeParts(tensor.scalar_type(), tensor.sizes()) : "an undefined tensor";
 }
 
-std::string Describe(const Geometry& geometry) { return DescribeParts(geometry.dtype, geometry.sizes); }
+std::string Describe(const Geometry& geometry) {
+  return DescribeParts(geometry.dtype, geometry.sizes);
+}
 
 }  // namespace interlace

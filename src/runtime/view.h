@@ -1,5 +1,5 @@
-// view.h — tensors from known geometry. A program stores sizes, strides and offset of every value, so a view is built straight from
-// its storage (about 100 ns, no dispatcher, no shape inference), and allocations know their exact size.
+// view.h — tensors from known geometry. A program stores sizes, strides and offset of every value, so a view is built
+// straight from its storage (about 100 ns, no dispatcher, no shape inference), and allocations know their exact size.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,9 +19,9 @@ struct Geometry {
   c10::ScalarType dtype = c10::ScalarType::Float;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
-  int64_t elements = 0;       // product of sizes
-  int64_t span = 0;           // elements from the first to the last reachable one, inclusive; 0 when empty
-  bool contiguous = true;     // row-major without gaps
+  int64_t elements = 0;    // product of sizes
+  int64_t span = 0;        // elements from the first to the last reachable one, inclusive; 0 when empty
+  bool contiguous = true;  // row-major without gaps
 
   int64_t end_bytes() const;  // bytes of storage needed: (offset + span) * element size
 };
@@ -37,7 +37,8 @@ at::Tensor MakeCheckedView(const c10::Storage& storage, const Geometry& geometry
 // Fresh memory of `geometry` (its offset is ignored); 64-byte aligned on CPUs.
 at::Tensor Allocate(const Geometry& geometry, c10::Device device, bool zero);
 
-// Whether the tensor has exactly this dtype and these sizes; strides may differ only where a size is 1 or the tensor is empty.
+// Whether the tensor has exactly this dtype and these sizes; strides may differ only where a size is 1 or the tensor is
+// empty.
 bool SameSizes(const at::Tensor& tensor, const Geometry& geometry);
 bool SameStrides(const at::Tensor& tensor, const Geometry& geometry);
 

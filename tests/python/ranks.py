@@ -14,8 +14,8 @@ import dataclasses
 import importlib
 import multiprocessing as mp
 import os
+import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    group: str | None = None
+    group: int | None = None
     while True:
         try:
             job = pipe.recv()
@@ -57,7 +57,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
                     dist.destroy_process_group()
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
                 if size > 1:
-                    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+                    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rendezvous}", rank=rank, world_size=size)
                 group = rendezvous
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -72,24 +72,28 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         outcome = None
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 class Pool:
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "safetensors.torch"])
         self._workers: list[tuple[Any, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._group = 0
+        self._port = 0  # of the group's store; another port is another group
         self._size = 0
 
     def outcomes(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> list[Outcome | None]:
         while len(self._workers) < size:
             self._start()
         if size != self._size:
-            self._size, self._group = size, self._group + 1
-        rendezvous = f"{self._folder.name}/{self._group}"
+            self._size, self._port = size, free_port()
         used = self._workers[:size]
         for rank, (_, pipe) in enumerate(used):
-            pipe.send((function.__module__, function.__name__, args, kwargs, rank, size, rendezvous))
+            pipe.send((function.__module__, function.__name__, args, kwargs, rank, size, self._port))
         found: list[Outcome | None] = [None] * size
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(used)}
         deadline = time.monotonic() + timeout_s

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from capture_support import check
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from capture_support import check
 
 from interlace.capture import capture
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from interlace.capture import InputSpec, capture
 from interlace.errors import CaptureError, InterlaceError
@@ -27,6 +23,9 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.function(self.fc(x))
+
+
+FORWARD_LINE = Net.forward.__code__.co_firstlineno + 1
 
 
 def mean(model, b):
@@ -306,7 +305,7 @@ def test_symbols():
     with pytest.raises(CaptureError) as e:
         capture(Net(), mean, X, symbolic={"s"})
     assert str(e.value) == (
-        f"{__file__}:29: RuntimeError while tracing forward in module 'fc': a and b must have same "
+        f"{__file__}:{FORWARD_LINE}: RuntimeError while tracing forward in module 'fc': a and b must have same "
         "reduction dim, but got "
         "[3, s] X [4, 4]. (The size s is symbolic; symbolic=False captures with numbers.)"
     )

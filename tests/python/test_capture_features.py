@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from capture_support import check, eager
 from evaluator import Evaluator, same
+from torch import nn
 
 from interlace.capture import capture
 from interlace.models import build

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from capture_support import eager
 from evaluator import Evaluator, same
+from torch import nn
 
 from interlace import _core
 from interlace.capture import OpaqueTable, capture

@@ -278,7 +278,7 @@ Result<std::map<std::string, std::vector<double>>> Machine::FinalParams() const 
         return MakeError("parameter '", param.name, "' lies outside its unit");
       std::vector<double> own(values.begin() + begin, values.begin() + begin + count);
       auto [place, fresh] = out.emplace(param.name, own);
-      if (!fresh && std::memcmp(place->second.data(), own.data(), own.size() * sizeof(double)) != 0) {
+      if (!fresh && !own.empty() && std::memcmp(place->second.data(), own.data(), own.size() * sizeof(double)) != 0) {
         return MakeError("rank ", rank, " ends with other values of parameter '", param.name, "' than rank 0");
       }
     }

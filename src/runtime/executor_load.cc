@@ -1,0 +1,164 @@
+// Executor, first half: from text to states and plans.
+#include <ATen/ops/tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "ir/text.h"
+#include "ir/verifier.h"
+#include "runtime/allocator.h"
+#include "runtime/executor.h"
+#include "runtime/step_scope.h"
+
+namespace interlace {
+
+namespace {
+
+Result<at::Tensor> TensorOfConst(const Program& program, const Const& constant, const Geometry& g, c10::Device device) {
+  const std::vector<Arg>& items = constant.data.list;
+  if (static_cast<int64_t>(items.size()) != g.elements) {
+    return MakeError("const %", constant.value, " \"", constant.name, "\" has ", items.size(),
+                     " numbers, its type needs ", g.elements);
+  }
+  std::vector<double> reals;
+  std::vector<int64_t> integers;
+  const bool integral = c10::isIntegralType(g.dtype, /*includeBool=*/true);
+  for (const Arg& item : items) {
+    const double real = item.kind == Arg::Kind::kFloat  ? item.real
+                        : item.kind == Arg::Kind::kBool ? item.boolean
+                                                        : static_cast<double>(item.integer.value);
+    reals.push_back(real);
+    integers.push_back(item.kind == Arg::Kind::kInt
+                           ? item.integer.value
+                           : static_cast<int64_t>(item.kind == Arg::Kind::kBool ? item.boolean : real));
+  }
+  at::Tensor staged = integral ? at::tensor(integers) : at::tensor(reals, c10::kDouble);
+  at::Tensor out = Allocate(g, device, /*zero=*/true);
+  out.copy_(staged.view(out.sizes()));
+  return out;
+}
+
+std::string StateKey(const State& state) {
+  return state.unit == kNone ? "state " + state.role : "state u" + std::to_string(state.unit) + "." + state.role;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device,
+                                                   const std::vector<AxisSpec>& axes, double timeout_s,
+                                                   RuntimeOptions options) {
+  InstallCountingAllocator();
+  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  std::unique_ptr<Executor> executor(new Executor(device));
+  executor->options_ = std::move(options);
+  INTERLACE_TRY(executor->Load(text, axes, timeout_s));
+  return executor;
+}
+
+Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
+  INTERLACE_ASSIGN(Program parsed, Parse(text));
+  INTERLACE_TRY(Verify(parsed));
+  int64_t rank = 0;
+  for (const Axis& axis : parsed.mesh) {
+    const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == axis.name; });
+    if (spec == axes.end()) {
+      if (axis.size > 1)
+        return MakeError("the program runs on ", axis.size, " ranks of the axis \"", axis.name,
+                         "\", but no such axis was given");
+      ranks_["rank_" + axis.name] = 0;
+      continue;
+    }
+    if (spec->size != axis.size) {
+      return MakeError("the program was compiled for ", axis.size, " ranks of the axis \"", axis.name,
+                       "\", this run has ", spec->size);
+    }
+    if (spec->rank < 0 || spec->rank >= spec->size)
+      return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
+    ranks_["rank_" + axis.name] = spec->rank;
+    rank = rank * spec->size + spec->rank;
+    if (axis.size > 1) {
+      INTERLACE_ASSIGN(comms_[axis.name], Comm::Create(*spec, timeout_s));
+    }
+  }
+  Binding used;
+  for (const auto& [name, value] : ranks_) used[name] = value;
+  INTERLACE_ASSIGN(program_, Bind(parsed, used));
+  for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
+
+  geometry_.resize(program_.num_values());
+  for (ValueId id = 0; id < program_.num_values(); ++id) {
+    if (!program_.HasValue(id)) continue;
+    INTERLACE_ASSIGN(geometry_[id], GeometryOf(program_, program_.value(id)));
+  }
+  frame_.keys = c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, device_));
+  frame_.options = &options_;
+  frame_.transfer_of.assign(program_.num_values(), -1);
+  if (options_.keyed_random) {
+    random_ = std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank));
+    frame_.random = random_.get();
+  }
+  try {
+    StepScope scope(device_);
+    INTERLACE_TRY(AllocateFixed());
+    frame_.slots = fixed_;
+    return BuildPlans(/*keep_operands=*/false, plans_);
+  } catch (const std::exception& error) {
+    return MakeError("cannot prepare the program: ", MessageOf(error));
+  }
+}
+
+Status Executor::AllocateFixed() {
+  fixed_.assign(program_.num_values(), at::Tensor());
+  store_.BeginAdoption();
+  const auto adopt = [&](ValueId id, const std::string& name) -> Status {
+    if (program_.RootOf(id) != id) return Ok{};
+    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id]));
+    return Ok{};
+  };
+  for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state)));
+  // A parameter of a unit lies in the unit's state (resident), or exists only while it is gathered.
+  for (const Param& param : program_.params) {
+    if (param.unit == kNone) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
+  }
+  for (const Buffer& buffer : program_.buffers) INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name));
+  store_.DropOthers();
+  const_bytes_ = 0;
+  for (const Const& constant : program_.consts) {
+    INTERLACE_ASSIGN(fixed_[constant.value], TensorOfConst(program_, constant, geometry_[constant.value], device_));
+    const_bytes_ += static_cast<int64_t>(fixed_[constant.value].storage().nbytes());
+  }
+  // Every view of what is fixed is fixed: made here, once.
+  for (ValueId id = 0; id < program_.num_values(); ++id) {
+    if (!program_.HasValue(id) || fixed_[id].defined()) continue;
+    const ValueId root = program_.RootOf(id);
+    if (root == id || !fixed_[root].defined()) continue;
+    if (geometry_[id].end_bytes() > static_cast<int64_t>(fixed_[root].storage().nbytes())) {
+      return MakeError("%", id, " reaches beyond the end of %", root);
+    }
+    fixed_[id] = MakeView(fixed_[root].storage(), geometry_[id]);
+  }
+  return Ok{};
+}
+
+Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
+  std::map<std::string, Comm*> comms;
+  for (const auto& [name, comm] : comms_) comms[name] = comm.get();
+  plans.clear();
+  for (const Phase& phase : program_.phases) {
+    const BuildContext context{.program = program_,
+                               .phase = phase,
+                               .geometry = geometry_,
+                               .fixed = fixed_,
+                               .comms = comms,
+                               .ranks = ranks_,
+                               .group_position = group_position_,
+                               .options = options_,
+                               .device = device_,
+                               .dies_here = {}};
+    INTERLACE_ASSIGN(Plan plan, BuildPlan(context, phase, keep_operands));
+    plans.push_back(std::move(plan));
+  }
+  return Ok{};
+}
+
+}  // namespace interlace

@@ -1,0 +1,271 @@
+"""Checkpoints: other numbers of ranks, other strategies, plain PyTorch, Hugging Face, and what can go wrong with files."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+import zoo
+from safetensors.torch import load_file
+
+import interlace
+from interlace.checkpoint import CheckpointError
+
+Tensor = torch.Tensor
+TOTAL = 6  # sequences of a global step, whatever the number of ranks
+
+
+def global_batch(case: str, step: int) -> dict[str, Tensor]:
+    """This rank's part of the same global batch."""
+    rank, size = parity.rank_and_size()
+    return {k: v.chunk(size)[rank] for k, v in zoo.CASES[case].batch(TOTAL, step).items()}
+
+
+def make(case: str, optimizer: str, **config: Any) -> interlace.Trainer:
+    model = zoo.build(case, torch.float64 if case == "vit" else None)
+    opt = parity.make_optimizer(optimizer, model)
+    settings = interlace.Config(**{"timeout_s": 30, **config})
+    return interlace.compile(model, opt, zoo.CASES[case].loss, global_batch(case, 0), settings)
+
+
+def losses(trainer: interlace.Trainer, case: str, first: int, last: int) -> list[float]:
+    return [parity.mean_over_ranks(trainer.step(global_batch(case, i))) for i in range(first, last)]
+
+
+def run(case: str, optimizer: str, folder: str, start: int, stop: int, **config: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Steps [start, stop), from the checkpoint in `folder` when start > 0, saved there at the end."""
+    with make(case, optimizer, **config) as trainer:
+        if start:
+            trainer.load(folder)
+            assert trainer.steps == start
+        found = losses(trainer, case, start, stop)
+        trainer.save(folder)
+        return found, dict(trainer.state_dict(all_ranks=True))
+
+
+def in_between() -> None:
+    """Another program, and other random numbers, between saving and going on."""
+    with make("vit", "sgd") as trainer:
+        losses(trainer, "vit", 0, 1)
+    torch.rand(7)
+
+
+@pytest.mark.parametrize("case", ["gpt2_dropout", "batchnorm"])
+@pytest.mark.parametrize("rng", ["keyed", "compat"])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(case: str, rng: str, tmp_path: Path) -> None:
+    whole = ranks.run(run, 2, case, "adamw", str(tmp_path / "a"), 0, 4, rng=rng)
+    ranks.run(run, 2, case, "adamw", str(tmp_path / "b"), 0, 2, rng=rng)
+    ranks.run(in_between, 2)
+    rest = ranks.run(run, 2, case, "adamw", str(tmp_path / "b"), 2, 4, rng=rng)
+    buffers = {"body.1.running_mean", "body.1.running_var", "body.4.running_mean", "body.4.running_var"}
+    for (all_losses, all_values), (last, values) in zip(whole, rest, strict=True):
+        if case != "batchnorm":
+            assert last == all_losses[2:]
+        assert all(torch.equal(values[k], all_values[k]) for k in values if k not in buffers)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_any_number_of_ranks_and_any_strategy_goes_on(optimizer: str, tmp_path: Path) -> None:
+    expected, final = ranks.run(run, 1, "vit", optimizer, str(tmp_path / "whole"), 0, 8)[0]
+    folder = str(tmp_path / "part")
+    seen: list[float] = []
+    for i, (size, strategy) in enumerate([(2, "shard"), (3, "zero1"), (1, "shard"), (3, "replicate")]):
+        part, values = ranks.run(run, size, "vit", optimizer, folder, 2 * i, 2 * i + 2, strategy=strategy)[0]
+        seen += part
+    assert seen == pytest.approx(expected, rel=1e-9)
+    for name, t in final.items():
+        torch.testing.assert_close(values[name], t, rtol=1e-7, atol=1e-9)
+
+
+def test_plain_pytorch_and_hugging_face_read_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "gpt2"
+    _, values = ranks.run(run, 2, "gpt2", "adamw", str(folder), 0, 3)[0]
+    plain = zoo.build("gpt2", seed=9)
+    plain.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    hugging = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(hugging) is type(plain) and hugging.lm_head.weight is hugging.transformer.wte.weight
+    for model in (plain, hugging):
+        assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "trainer.json",
+    ]  # fmt: skip
+
+
+def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
+    found = ranks.run(run, 2, "batchnorm", "sgd", str(tmp_path / "c"), 0, 2)
+    assert torch.equal(found[0][1]["body.1.running_mean"], found[1][1]["body.1.running_mean"])
+    saved = load_file(tmp_path / "c" / "model.safetensors")
+    assert all(torch.equal(saved[k], v) for k, v in found[0][1].items())
+    assert saved["body.1.num_batches_tracked"] == 2 and saved["body.1.num_batches_tracked"].dtype == torch.int64
+
+
+# ---- files that are wrong ----
+
+
+@pytest.fixture
+def trainer() -> Any:
+    with make("vit", "adamw") as t:
+        losses(t, "vit", 0, 1)
+        yield t
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_second_save_replaces_the_first_and_keeps_other_files(trainer: interlace.Trainer, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    trainer.save(folder, {"tokenizer.json": "{}"})
+    (folder / "data").mkdir()
+    (folder / "data" / "notes.txt").write_text("mine")
+    losses(trainer, "vit", 1, 2)
+    trainer.save(folder)
+    assert json.loads((folder / "trainer.json").read_text())["step"] == 2
+    assert (folder / "data" / "notes.txt").read_text() == "mine" and (folder / "tokenizer.json").read_text() == "{}"
+    assert [p.name for p in tmp_path.iterdir()] == ["c"], "something was left beside the checkpoint"
+
+
+LIMITED = """
+import resource, sys, zoo, torch, interlace
+model = zoo.build("vit")
+trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), zoo.class_loss, zoo.images(2, 0))
+trainer.step(zoo.images(2, 0))
+trainer.save(sys.argv[1])
+trainer.step(zoo.images(2, 1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    trainer.save(sys.argv[1])
+except interlace.InterlaceError as e:
+    print("error:", e)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+trainer.load(sys.argv[1])
+print("step", trainer.steps, float(trainer.step(zoo.images(2, 1))) > 0)
+trainer.save(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("limit", [2000, 60000])
+def test_no_room_while_writing_leaves_the_old_checkpoint(limit: int, tmp_path: Path) -> None:
+    """The system refuses to let a file grow, in the first file and in a later one."""
+    folder = tmp_path / "c"
+    path = os.pathsep.join([str(Path(__file__).parent), *[p for p in sys.path if p]])
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(folder), str(limit)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"error: cannot save to {folder}: a file became too big; an older checkpoint there is untouched" in done.stdout
+    assert "step 1 True" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def disk_full(folder: str) -> tuple[str, list[float]]:
+    """A file-size limit on rank 0 alone stands for its full disk: both ranks hear of it and train on."""
+    with make("vit", "adamw") as t:
+        losses(t, "vit", 0, 1)
+        if t.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        text = ""
+        try:
+            t.save(folder)
+        except CheckpointError as e:
+            text = str(e)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        found = losses(t, "vit", 1, 2)
+        t.save(folder)
+        return text, found
+
+
+def test_all_ranks_hear_of_a_full_disk_and_train_on(tmp_path: Path) -> None:
+    found = ranks.run(disk_full, 2, str(tmp_path / "c"))
+    for text, _ in found:
+        assert text == f"cannot save to {tmp_path / 'c'}: a file became too big; an older checkpoint there is untouched"
+    assert found[0][1] == found[1][1]
+    assert (tmp_path / "c" / "trainer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("/proc/checkpoint", "cannot save to /proc/checkpoint: "),
+        ("{tmp}/file", "{tmp}/file is a file; a checkpoint is a folder"),
+        ("{tmp}/file/c", "cannot save to {tmp}/file/c: "),
+        ("{cwd}", "{cwd} holds {cwd}; name a folder of the checkpoint's own"),
+    ],
+)
+def test_places_where_nothing_can_be_saved(trainer: interlace.Trainer, where: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    names = {"tmp": str(tmp_path), "cwd": os.getcwd()}
+    with pytest.raises(CheckpointError) as e:
+        trainer.save(where.format(**names))
+    assert str(e.value).startswith(message.format(**names))
+    losses(trainer, "vit", 1, 2)
+
+
+def test_an_extra_file_cannot_leave_the_folder(trainer: interlace.Trainer, tmp_path: Path) -> None:
+    for name in ("../x", "trainer.json", "a/b"):
+        with pytest.raises(CheckpointError, match="cannot be the name of an extra file"):
+            trainer.save(tmp_path / "c", {name: "x"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_checkpoints_are_refused_and_change_nothing(trainer: interlace.Trainer, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    trainer.save(folder)
+    good = contents(folder)
+    before = trainer.state_dict()
+    record = json.loads(good["trainer.json"])
+    cases: list[tuple[str, bytes | None, str]] = [
+        ("model.safetensors", good["model.safetensors"][:-8], "cannot be read as a safetensors file (cut off or edited?)"),
+        ("model.safetensors", b"", "cannot be read as a safetensors file"),
+        ("optimizer.safetensors", None, "no such file"),
+        ("trainer.json", good["trainer.json"][:40], "trainer.json is cut off or was edited"),
+        ("trainer.json", b"[]", "trainer.json is cut off or was edited"),
+        ("trainer.json", json.dumps({**record, "format": 99}).encode(), "was written by a newer version (format 99, this one reads 1)"),
+        ("trainer.json", None, "is no checkpoint: trainer.json is missing; it holds weights only"),
+        ("trainer.json", json.dumps({**record, "kind": ["sgd", "sgd"]}).encode(), "was saved with another optimizer"),
+    ]
+    for name, data, message in cases:
+        for other, content in good.items():
+            (folder / other).write_bytes(content)
+        if data is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(data)
+        with pytest.raises(CheckpointError) as e:
+            trainer.load(folder)
+        assert message in str(e.value)
+    assert trainer.steps == 1 and all(torch.equal(v, before[k]) for k, v in trainer.state_dict().items())
+    with pytest.raises(CheckpointError, match="no such checkpoint folder"):
+        trainer.load(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_of_another_model_is_refused(trainer: interlace.Trainer, tmp_path: Path) -> None:
+    with make("batchnorm", "adamw") as other:
+        other.save(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="was saved with another optimizer"):
+        trainer.load(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="has no 'token' for 'token'; was it saved from another model\\?"):
+        trainer.load_weights(tmp_path / "other")
+
+
+def test_hyper_parameters_come_back(trainer: interlace.Trainer, tmp_path: Path) -> None:
+    trainer._optimizer.param_groups[1]["lr"] = 0.125
+    trainer.save(tmp_path / "c")
+    with make("vit", "adamw") as other:
+        other.load(tmp_path / "c")
+        assert other._optimizer.param_groups[1]["lr"] == 0.125
+        assert other._optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+        assert losses(other, "vit", 1, 3) == losses(trainer, "vit", 1, 3)
