@@ -1,7 +1,7 @@
 """Everything that needs an accelerator, by one command: the tests marked `accelerator`, then our step against eager and torch.compile.
 
-    python bench/accelerator_check.py
-    python bench/accelerator_check.py --device cuda --rounds 20 --json out.json
+python bench/accelerator_check.py
+python bench/accelerator_check.py --device cuda --rounds 20 --json out.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ CASE = {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000,
 
 def run_tests() -> int:
     tests = Path(__file__).resolve().parent.parent / "tests"
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "accelerator", str(tests)], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "accelerator", str(tests)], check=False
+    ).returncode
 
 
 def compare(device: str, rounds: int, json_path: str | None) -> None:
@@ -49,7 +51,12 @@ def compare(device: str, rounds: int, json_path: str | None) -> None:
         torch.accelerator.synchronize()
 
     times = paired({"eager": plain(False), "torch.compile": plain(True), "interlace": our_step}, rounds=rounds)
-    report(f"one {torch.accelerator.current_accelerator()}, bf16 Llama of 0.5 G parameters", times, baseline="eager", json_path=json_path)
+    report(
+        f"one {torch.accelerator.current_accelerator()}, bf16 Llama of 0.5 G parameters",
+        times,
+        baseline="eager",
+        json_path=json_path,
+    )
 
 
 def main() -> int:
@@ -59,7 +66,9 @@ def main() -> int:
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     if not torch.accelerator.is_available():
-        print("no accelerator here: the tests marked `accelerator` skip; run this on a machine whose torch sees a device")
+        print(
+            "no accelerator here: the tests marked `accelerator` skip; run this on a machine whose torch sees a device"
+        )
         return run_tests() not in (0, 5)
     failed = run_tests()
     compare(args.device or str(torch.accelerator.current_accelerator()), args.rounds, args.json)

@@ -16,22 +16,37 @@ def llama(case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=case["hidden"], intermediate_size=case["inter"], num_hidden_layers=case["layers"],
-        num_attention_heads=case["heads"], num_key_value_heads=case["heads"], vocab_size=case["vocab"],
-        max_position_embeddings=max(2048, case["tokens"]), tie_word_embeddings=False, use_cache=False,
+        hidden_size=case["hidden"],
+        intermediate_size=case["inter"],
+        num_hidden_layers=case["layers"],
+        num_attention_heads=case["heads"],
+        num_key_value_heads=case["heads"],
+        vocab_size=case["vocab"],
+        max_position_embeddings=max(2048, case["tokens"]),
+        tie_word_embeddings=False,
+        use_cache=False,
     )
     config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config).to(dtype)
 
 
-def gpt2(case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
+def gpt2(
+    case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 0, dropout: float = 0.0
+) -> torch.nn.Module:
     """A Hugging Face GPT-2 with the case's width and depth; its head is tied to the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
     config = GPT2Config(
-        n_embd=case["hidden"], n_layer=case["layers"], n_head=case["heads"], vocab_size=case["vocab"],
-        n_positions=max(1024, case["tokens"]), resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+        n_embd=case["hidden"],
+        n_layer=case["layers"],
+        n_head=case["heads"],
+        vocab_size=case["vocab"],
+        n_positions=max(1024, case["tokens"]),
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        use_cache=False,
     )
     return GPT2LMHeadModel(config).to(dtype)
 

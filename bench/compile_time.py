@@ -1,7 +1,7 @@
 """Capture, printing, parsing and passes of large models on meta: seconds and resident memory, each in a fresh process.
 
-    python bench/compile_time.py                       # llama-3-8b and llama-3-70b
-    python bench/compile_time.py --model llama-3.1-405b --json out.json
+python bench/compile_time.py                       # llama-3-8b and llama-3-70b
+python bench/compile_time.py --model llama-3.1-405b --json out.json
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ def measure(model_name: str) -> dict[str, float | int | str]:
     records = program.run_passes("canonicalize,shard(axis=dp,ranks=8),update(clip=1.0)")
     done = time.perf_counter()
     return {
-        "model": model_name, "ops": text.count("\n"), "capture_s": captured_at - start, "parse_s": parsed_at - captured_at,
-        "print_s": printed_at - parsed_at, "passes_s": done - printed_at, "total_s": done - start,
+        "model": model_name,
+        "ops": text.count("\n"),
+        "capture_s": captured_at - start,
+        "parse_s": parsed_at - captured_at,
+        "print_s": printed_at - parsed_at,
+        "passes_s": done - printed_at,
+        "total_s": done - start,
         "resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "passes": ", ".join(f"{r['name']} {r['seconds']:.2f}" for r in records),
     }
@@ -51,9 +56,12 @@ def main() -> None:
         done = subprocess.run([sys.executable, __file__, "--inner", name], check=True, capture_output=True, text=True)
         row = json.loads(done.stdout.splitlines()[-1])
         rows.append(row)
-        print(f"{name}: {row['ops']} lines, capture {row['capture_s']:.2f} s, parse {row['parse_s']:.2f} s, "
-              f"print {row['print_s']:.2f} s, passes {row['passes_s']:.2f} s ({row['passes']}), "
-              f"in all {row['total_s']:.2f} s, resident {row['resident_gb']:.2f} GB", flush=True)
+        print(
+            f"{name}: {row['ops']} lines, capture {row['capture_s']:.2f} s, parse {row['parse_s']:.2f} s, "
+            f"print {row['print_s']:.2f} s, passes {row['passes_s']:.2f} s ({row['passes']}), "
+            f"in all {row['total_s']:.2f} s, resident {row['resident_gb']:.2f} GB",
+            flush=True,
+        )
     if args.json:
         with open(args.json, "w") as f:
             json.dump(rows, f, indent=1)

@@ -1,7 +1,7 @@
 """What the executor costs: microseconds an op on tiny tensors, against eager, and the Python calls made inside a step.
 
-    python bench/executor.py
-    python bench/executor.py --ops 4000 --rounds 60 --json out.json
+python bench/executor.py
+python bench/executor.py --ops 4000 --rounds 60 --json out.json
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ def main() -> None:
 
     times = paired({"eager": eager, "interlace": ours}, rounds=args.rounds)
     per_op = {name: [t / args.ops for t in values] for name, values in times.items()}
-    report(f"{args.ops} additions of 4 elements, time of one (kernel included)", per_op, baseline="eager", json_path=args.json)
+    report(
+        f"{args.ops} additions of 4 elements, time of one (kernel included)",
+        per_op,
+        baseline="eager",
+        json_path=args.json,
+    )
     print(f"calls seen by the interpreter in a step of {args.ops} ops: {python_calls(ours)}")
 
 

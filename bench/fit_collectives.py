@@ -54,7 +54,9 @@ def show_p5(data: Path) -> None:
     predicted = model_us(alpha, bandwidth, ranks, size)
     print(f"p5 (H100, EFA) all-gather: alpha {alpha:.2f} us, bandwidth {bandwidth:.1f} GB/s")
     for n, s, t, p in zip(ranks, size, measured, predicted, strict=True):
-        print(f"  {n:4.0f} GPUs {s / MIB:6.0f} MiB: measured {t:8.1f} us, model {p:8.1f} us, {100 * (p / t - 1):+6.1f} %")
+        print(
+            f"  {n:4.0f} GPUs {s / MIB:6.0f} MiB: measured {t:8.1f} us, model {p:8.1f} us, {100 * (p / t - 1):+6.1f} %"
+        )
     print(f"  mean absolute error {100 * np.abs(predicted / measured - 1).mean():.1f} %")
     print("  predictions, us:  MiB " + " ".join(f"{32 << i:9d}" for i in range(7)))
     for n in (32, 128, 256):
@@ -82,7 +84,9 @@ def show_node(data: Path, gpu: str) -> None:
         for n in sorted({r[0] for r in rows}):
             ranks, size, measured = np.array([r for r in rows if r[0] == n]).T
             alpha, bandwidth, error = fit(ranks, size, measured)
-            print(f"{gpu:5} {op:15} {n:.0f} GPUs, {len(size):4d} rows: alpha {alpha:6.1f} us, {bandwidth:7.2f} GB/s, error {100 * error:.1f} %")
+            print(
+                f"{gpu:5} {op:15} {n:.0f} GPUs, {len(size):4d} rows: alpha {alpha:6.1f} us, {bandwidth:7.2f} GB/s, error {100 * error:.1f} %"
+            )
 
 
 def main() -> int:

@@ -168,7 +168,9 @@ def main() -> int:
     if not options.emit:
         for gpu in GPUS:
             joined = np.concatenate(errors[gpu])
-            print(f"{gpu}: cross-validated mean absolute error {100 * np.abs(joined).mean():.2f} % over {len(joined)} rows")
+            print(
+                f"{gpu}: cross-validated mean absolute error {100 * np.abs(joined).mean():.2f} % over {len(joined)} rows"
+            )
     return 0
 
 

@@ -168,12 +168,17 @@ def main() -> int:
         fit_gemm(gpu, "all rows", shapes, measured, None)
         # Forward products read a transposed weight, input gradients a plain one; the presets use these two, with the t0
         # of a kernel alone.
-        for what, chosen in (("second operand transposed (forward)", is_forward), ("plain (input gradient)", ~is_forward)):
+        for what, chosen in (
+            ("second operand transposed (forward)", is_forward),
+            ("plain (input gradient)", ~is_forward),
+        ):
             fit_gemm(gpu, what, shapes[chosen], measured[chosen], float(point[3]))
         for name, table in memory.items():
             fit_memory(gpu, name, table)
     with (options.data / "op_times_l4.csv").open(newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["op"].endswith("flash_attn_qkvpacked_func") and r["db"] == "backup"]
+        rows = [
+            r for r in csv.DictReader(file) if r["op"].endswith("flash_attn_qkvpacked_func") and r["db"] == "backup"
+        ]
     for what, column, factor in (("forward", "fwd_median_ms", 1.0), ("backward", "bwd_median_ms", 2.5)):
         rates, lengths = [], []
         for row in rows:
@@ -181,7 +186,9 @@ def main() -> int:
             if b * a >= 64 and d == 128:
                 rates.append(factor * 2 * b * a * s * s * d / (float(row[column]) * 1e9))
                 lengths.append(s)
-        print(f"l4    flash attention {what}, sequence 2048, head 128, clocks not locked: median {np.median(rates):.1f} TFLOP/s")
+        print(
+            f"l4    flash attention {what}, sequence 2048, head 128, clocks not locked: median {np.median(rates):.1f} TFLOP/s"
+        )
     return 0
 
 

@@ -1,7 +1,7 @@
 """One rank, one thread: our step against PyTorch eager with fused AdamW, paired and alternating.
 
-    python bench/one_rank.py                    # both cases
-    python bench/one_rank.py --case overhead --rounds 40 --json out.json
+python bench/one_rank.py                    # both cases
+python bench/one_rank.py --case overhead --rounds 40 --json out.json
 """
 
 from __future__ import annotations

@@ -40,14 +40,22 @@ def worker(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     case = {"vocab": args.vocab, "tokens": args.tokens}
     config = LlamaConfig(
-        hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3, num_hidden_layers=args.layers,
-        num_attention_heads=8, num_key_value_heads=8, vocab_size=args.vocab, use_cache=False,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=args.vocab,
+        use_cache=False,
     )
     with on_meta():
         model = LlamaForCausalLM(config)
     count = sum(p.numel() for p in model.parameters())
     trainer = interlace.compile(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-4), causal_loss, token_batch(case, rank=rank),
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        causal_loss,
+        token_batch(case, rank=rank),
         interlace.Config(strategy="shard", clip_norm=1.0),
     )
     for step in range(3):
@@ -58,22 +66,33 @@ def worker(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> 
     activations = activation_peak(model, token_batch(case))
     bound = states + activations + 2 * largest["bytes"] + stats["receive_buffer_peak_bytes"]
     mine = {
-        "rank": rank, "parameters": count, "peak_bytes": stats["peak_bytes"], "bound_bytes": bound,
-        "ratio": stats["peak_bytes"] / bound, "states_bytes": states, "activation_peak_bytes": activations,
-        "largest_unit": largest["name"], "largest_unit_bytes": largest["bytes"],
-        "receive_buffer_bytes": stats["receive_buffer_peak_bytes"], "whole_model_and_states_bytes": 16 * count,
+        "rank": rank,
+        "parameters": count,
+        "peak_bytes": stats["peak_bytes"],
+        "bound_bytes": bound,
+        "ratio": stats["peak_bytes"] / bound,
+        "states_bytes": states,
+        "activation_peak_bytes": activations,
+        "largest_unit": largest["name"],
+        "largest_unit_bytes": largest["bytes"],
+        "receive_buffer_bytes": stats["receive_buffer_peak_bytes"],
+        "whole_model_and_states_bytes": 16 * count,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     rows: list = [None] * ranks
     dist.all_gather_object(rows, mine)
     if rank == 0:
         mib = 2**20
-        print(f"{count / 1e6:.1f} M parameters on {ranks} ranks; the whole model with its states is {16 * count / mib:.0f} MiB")
+        print(
+            f"{count / 1e6:.1f} M parameters on {ranks} ranks; the whole model with its states is {16 * count / mib:.0f} MiB"
+        )
         for r in rows:
-            print(f"rank {r['rank']}: peak {r['peak_bytes'] / mib:.1f} MiB, bound {r['bound_bytes'] / mib:.1f} MiB, ratio {r['ratio']:.3f} "
-                  f"(states {r['states_bytes'] / mib:.1f}, activations {r['activation_peak_bytes'] / mib:.1f}, largest unit "
-                  f"{r['largest_unit']} {r['largest_unit_bytes'] / mib:.1f}, receive buffer {r['receive_buffer_bytes'] / mib:.1f}); "
-                  f"resident {r['resident_bytes'] / mib:.0f} MiB")
+            print(
+                f"rank {r['rank']}: peak {r['peak_bytes'] / mib:.1f} MiB, bound {r['bound_bytes'] / mib:.1f} MiB, ratio {r['ratio']:.3f} "
+                f"(states {r['states_bytes'] / mib:.1f}, activations {r['activation_peak_bytes'] / mib:.1f}, largest unit "
+                f"{r['largest_unit']} {r['largest_unit_bytes'] / mib:.1f}, receive buffer {r['receive_buffer_bytes'] / mib:.1f}); "
+                f"resident {r['resident_bytes'] / mib:.0f} MiB"
+            )
         if args.json:
             with open(args.json, "w") as f:
                 json.dump(rows, f, indent=1)

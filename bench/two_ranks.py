@@ -1,7 +1,7 @@
 """Two ranks (or more) on loopback, unshaped: our step against FSDP2 eager, alternating step by step in the same processes.
 
-    python bench/two_ranks.py
-    python bench/two_ranks.py --ranks 4 --strategy zero1 --rounds 20 --json out.json
+python bench/two_ranks.py
+python bench/two_ranks.py --ranks 4 --strategy zero1 --rounds 20 --json out.json
 """
 
 from __future__ import annotations
@@ -43,14 +43,20 @@ def worker(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> 
     batch = token_batch(MATMUL_BOUND, rank=rank)
     ours = llama(MATMUL_BOUND)
     trainer = interlace.compile(
-        ours, torch.optim.AdamW(ours.parameters(), lr=1e-4), causal_loss, batch, interlace.Config(strategy=args.strategy)
+        ours,
+        torch.optim.AdamW(ours.parameters(), lr=1e-4),
+        causal_loss,
+        batch,
+        interlace.Config(strategy=args.strategy),
     )
     peer = fsdp2_step(batch)
     times = paired(
         {"fsdp2": peer, "interlace": lambda: trainer.step(batch)}, rounds=args.rounds, before_each=dist.barrier
     )
     if rank == 0:
-        report(f"{ranks} ranks unshaped, {args.strategy}, matmul-bound Llama", times, baseline="fsdp2", json_path=args.json)
+        report(
+            f"{ranks} ranks unshaped, {args.strategy}, matmul-bound Llama", times, baseline="fsdp2", json_path=args.json
+        )
     dist.barrier()
     trainer.close()
     dist.destroy_process_group()

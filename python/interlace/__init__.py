@@ -1,9 +1,9 @@
 """Interlace compiles the training step of an ordinary PyTorch model into one scheduled, distributed program.
 
-    trainer = interlace.compile(model, optimizer, loss_fn, example_batch, interlace.Config(strategy="shard"))
-    for batch in loader:
-        loss = trainer.step(batch)
-    trainer.save("checkpoint")
+trainer = interlace.compile(model, optimizer, loss_fn, example_batch, interlace.Config(strategy="shard"))
+for batch in loader:
+    loss = trainer.step(batch)
+trainer.save("checkpoint")
 """
 
 from __future__ import annotations

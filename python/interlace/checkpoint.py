@@ -33,9 +33,19 @@ FORMAT = 1
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 
@@ -46,7 +56,9 @@ class CheckpointError(InterlaceError):
 class SafetensorsWriter:
     """Writes one safetensors file tensor by tensor, in the order in which they were declared."""
 
-    def __init__(self, path: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+    ) -> None:
         self._expected = list(tensors)
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
@@ -58,18 +70,20 @@ class SafetensorsWriter:
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115: closed by finish or abandon
+        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by finish or abandon)
         self._file.write(struct.pack("<Q", len(text)) + text)
         self._next = 0
 
     def write(self, name: str, tensor: Tensor) -> None:
         expected, dtype, shape = self._expected[self._next]
         if (name, tensor.dtype, tuple(tensor.shape)) != (expected, dtype, shape):
-            raise AssertionError(f"expected '{expected}' {dtype} {shape}, got '{name}' {tensor.dtype} {tuple(tensor.shape)}")
+            raise AssertionError(
+                f"expected '{expected}' {dtype} {shape}, got '{name}' {tensor.dtype} {tuple(tensor.shape)}"
+            )
         self._next += 1
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            self._file.write(memoryview(flat.view(torch.uint8).numpy()))
+            self._file.write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         if self._next != len(self._expected):
@@ -92,7 +106,9 @@ class Staging:
             raise CheckpointError(f"{self.final} is a file; a checkpoint is a folder")
         for place in (Path.cwd(), Path.home()):  # the folder is replaced by a new one, which nobody may be standing in
             if place == self.final or self.final in place.parents:
-                raise CheckpointError(f"{self.final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint")
+                raise CheckpointError(
+                    f"{self.final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint"
+                )
         for name in extra:
             if Path(name).name != name or name in (MODEL, OPTIMIZER, TRAINER):
                 raise CheckpointError(f"'{name}' cannot be the name of an extra file of a checkpoint")
@@ -159,8 +175,11 @@ def saving(where: Path) -> Iterator[None]:
         yield
     except OSError as e:
         reason = {
-            errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file became too big",
-            errno.EACCES: "no permission to write there", errno.EPERM: "no permission to write there",
+            errno.ENOSPC: "the disk is full",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EFBIG: "a file became too big",
+            errno.EACCES: "no permission to write there",
+            errno.EPERM: "no permission to write there",
             errno.EROFS: "the file system is read-only",
         }.get(e.errno or 0, e.strerror or str(e))
         raise CheckpointError(f"cannot save to {where}: {reason}; an older checkpoint there is untouched") from e
@@ -196,16 +215,22 @@ def read_trainer_file(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"no such checkpoint folder: {folder}")
     path = folder / TRAINER
     if not path.is_file():
-        hint = "; it holds weights only: read them with Config(weights=...) or trainer.load_weights" if (folder / MODEL).is_file() else ""
+        hint = (
+            "; it holds weights only: read them with Config(weights=...) or trainer.load_weights"
+            if (folder / MODEL).is_file()
+            else ""
+        )
         raise CheckpointError(f"{folder} is no checkpoint: {TRAINER} is missing{hint}")
     try:
         data = json.loads(path.read_text())
         version = int(data["format"])
-        data["step"], data["groups"], data["kind"]  # noqa: B018: must be there
+        data["step"], data["groups"], data["kind"]  # noqa: B018 (must be there)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
     if version > FORMAT:
-        raise CheckpointError(f"{folder} was written by a newer version (format {version}, this one reads {FORMAT}); update interlace")
+        raise CheckpointError(
+            f"{folder} was written by a newer version (format {version}, this one reads {FORMAT}); update interlace"
+        )
     return data
 
 
@@ -216,4 +241,6 @@ def check_shapes(weights: Weights, wanted: Mapping[str, tuple[str, tuple[int, ..
             raise CheckpointError(f"{weights.source} has no '{name}' for {label}; was it saved from another model?")
         got = tuple(weights.shape(name))
         if got != shape:
-            raise CheckpointError(f"{weights.source}: '{name}' has shape {got}, {label} needs {shape}; was it saved from another model?")
+            raise CheckpointError(
+                f"{weights.source}: '{name}' has shape {got}, {label} needs {shape}; was it saved from another model?"
+            )

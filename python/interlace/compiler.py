@@ -1,8 +1,8 @@
 """interlace.compile: from a model, an optimizer and a loss function to a Trainer, the same on every rank.
 
-    every rank: checks its own arguments → tells the others what it has → compares           (nobody waits for a rank that is wrong)
-    rank 0:     captures, runs the passes → text                                              → broadcast, digests compared
-    every rank: builds the executor → fills the units from the model, unit by unit → Trainer
+every rank: checks its own arguments → tells the others what it has → compares           (nobody waits for a rank that is wrong)
+rank 0:     captures, runs the passes → text                                              → broadcast, digests compared
+every rank: builds the executor → fills the units from the model, unit by unit → Trainer
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,13 +57,17 @@ def compile(
     """
     config = config or Config()
     if not isinstance(config, Config):
-        raise ConfigError(f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict")
+        raise ConfigError(
+            f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict"
+        )
     if not isinstance(model, nn.Module):
         raise InterlaceError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InterlaceError(f"optimizer must be a torch.optim optimizer, not {type(optimizer).__name__}")
     if example_batch is None:
-        raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
+        raise InterlaceError(
+            "example_batch is missing: pass a batch such as the training loop will give to trainer.step"
+        )
     first = next((p for p in model.parameters() if not p.is_meta), None)
     peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
     try:
@@ -121,7 +126,9 @@ class _Build:
             if isinstance(t, Tensor) and id(t) in self.names
         ]
         kept = {name for _, name, _ in entries}
-        tensors = Tensors(entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None))
+        tensors = Tensors(
+            entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None)
+        )
         return Trainer(
             model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, program=program, text=source.text,
             spec=self.spec, executor=executor, runner=runner, states=states, tensors=tensors, hyper=hyper, reports=source.reports,
@@ -165,7 +172,9 @@ class _Build:
         what = "program" if used is None else "program of the used parameters"
         patience = self.config.timeout_s * _COMPILE_PATIENCE
         parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
-        data = self.peers.broadcast(f"{what}: constants", save_tensors({n: t.contiguous() for n, t in constants.items()}), patience)
+        data = self.peers.broadcast(
+            f"{what}: constants", save_tensors({n: t.contiguous() for n, t in constants.items()}), patience
+        )
         return _Source(parts["text"], parts["reports"], load_tensors(data))
 
     def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
@@ -206,7 +215,10 @@ class _Build:
         digests = self.peers.exchange(f"digest of {len(source.text)} characters", _core.digest(source.text))
         wrong = [r for r, d in enumerate(digests) if d != digests[0]]
         if wrong:
-            raise PeerError(f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]})", wrong[0])
+            raise PeerError(
+                f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]})",
+                wrong[0],
+            )
         axes = self.peers.axes(list(program.mesh.items()))
         try:
             executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options)
@@ -241,8 +253,10 @@ class _Build:
             if file is not None and weights is not None:
                 shape = tuple(weights.shape(file))
                 if shape != tuple(t.real.shape):
-                    raise InterlaceError(f"{weights.source}: '{file}' has shape {shape}, the model's has {tuple(t.real.shape)}")
-                states.fill(t.name, WEIGHT, lambda a, b, file=file: weights.read_range(file, a, b))
+                    raise InterlaceError(
+                        f"{weights.source}: '{file}' has shape {shape}, the model's has {tuple(t.real.shape)}"
+                    )
+                states.fill(t.name, WEIGHT, partial(weights.read_range, file))
             elif t.real.is_meta:
                 missing.add(t.name)
             elif weights is not None:
@@ -333,7 +347,9 @@ class _Build:
             raise InterlaceError("the loss depends on no trainable parameter")
         return None if len(used) == len(runner.gradients) else used
 
-    def _rebuild(self, used: list[str], old: States, buffers: dict[str, Tensor]) -> tuple[_Source, tuple[Any, Any, States]]:
+    def _rebuild(
+        self, used: list[str], old: States, buffers: dict[str, Tensor]
+    ) -> tuple[_Source, tuple[Any, Any, States]]:
         """The program without the parameters that get no gradient: like torch.optim, it must leave them as they are."""
         for t in self.tensors:
             if t.name in buffers and t.kind == "buffer":
@@ -353,7 +369,7 @@ def predicted_peak_bytes(summary: dict[str, Any]) -> int:
 
 def _checksum(t: Tensor) -> bytes:
     flat = t.detach().cpu().contiguous().reshape(-1)
-    return hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"", digest_size=16).digest()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=16).digest()
 
 
 __all__ = ["ModelTensor", "compile", "predicted_peak_bytes"]

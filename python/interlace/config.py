@@ -1,7 +1,7 @@
 """Config: every choice of a training run in one frozen object; a wrong value is refused where it is written.
 
-    Config(strategy="shard", accumulation=4, clip_norm=1.0, memory_limit="20GiB")
-    Config.from_dict({"strategy": "shard", "acumulation": 4})   # error: did you mean 'accumulation'?
+Config(strategy="shard", accumulation=4, clip_norm=1.0, memory_limit="20GiB")
+Config.from_dict({"strategy": "shard", "acumulation": 4})   # error: did you mean 'accumulation'?
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ConfigError(InterlaceError, ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """"; did you mean 'shard'?" when a known word is near, else ""."""
+    """ "; did you mean 'shard'?" when a known word is near, else ""."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else ""
 
@@ -38,7 +38,7 @@ def parse_bytes(text: str | int) -> int:
         match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
         unit = _UNITS.get(match.group(2)) if match else None
         if not match or unit is None:
-            raise ConfigError(f"'{text}' is not a size in bytes; write for example \"20GiB\", \"512MB\" or 1000000000")
+            raise ConfigError(f'\'{text}\' is not a size in bytes; write for example "20GiB", "512MB" or 1000000000')
         try:
             value = float(match.group(1)) * unit
         except ValueError:
@@ -49,7 +49,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int | float) -> str:
-    """"1.50 GiB"."""
+    """ "1.50 GiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
@@ -127,7 +127,9 @@ class Config:
         known = [f.name for f in dataclasses.fields(Config)]
         for name in values:
             if name not in known:
-                raise ConfigError(f"unknown setting '{name}'{did_you_mean(str(name), known)} (settings: {', '.join(known)})")
+                raise ConfigError(
+                    f"unknown setting '{name}'{did_you_mean(str(name), known)} (settings: {', '.join(known)})"
+                )
         return Config(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,6 +160,6 @@ class Config:
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or not math.isfinite(value):
             raise ConfigError(f"{name} must be a positive number, not {value!r}")
         object.__setattr__(self, name, float(value))

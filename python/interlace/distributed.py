@@ -29,7 +29,7 @@ import torch.distributed as dist
 from interlace.errors import InterlaceError
 
 _CHUNK = 1 << 20  # bytes of one store entry
-_PAUSE_S = 0.05   # longest pause between two looks for a key
+_PAUSE_S = 0.05  # longest pause between two looks for a key
 
 
 class PeerError(InterlaceError):
@@ -41,7 +41,7 @@ class PeerError(InterlaceError):
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """"rank 2", "ranks 1 and 3", "ranks 1, 2 and 3"."""
+    """ "rank 2", "ranks 1 and 3", "ranks 1, 2 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
@@ -119,7 +119,11 @@ class Peers:
                 with self._store_errors("reading"):
                     # Keys that all ranks write end in their number; then say all that are missing.
                     stem, _, tail = key.rpartition("/")
-                    absent = [r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])] if tail.isdigit() else [owner]
+                    absent = (
+                        [r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])]
+                        if tail.isdigit()
+                        else [owner]
+                    )
                 absent = absent or [owner]
                 raise PeerError(
                     f"{ranks_text(absent)} did not reach '{what}' in time (Config.timeout_s is {self.timeout_s:g}); "
@@ -141,7 +145,10 @@ class Peers:
 
     def _store_gone(self, error: BaseException) -> PeerError:
         first = str(error).split("\n")[0]
-        return PeerError(f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({first})", 0)
+        return PeerError(
+            f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({first})",
+            0,
+        )
 
     # ---- failures ----
 
@@ -244,7 +251,11 @@ class Peers:
         if self.size == 1:
             return mine
         group = self._groups["native"]
-        whole = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device) if everywhere or self.rank == 0 else None
+        whole = (
+            torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+            if everywhere or self.rank == 0
+            else None
+        )
         parts = list(whole.chunk(self.size)) if whole is not None else None
         if everywhere:
             dist.all_gather(parts, mine.contiguous(), group=group)
@@ -283,7 +294,17 @@ def is_transfer_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
-    words = ("connection", "gloo", "nccl", "timed out", "timeout", "process group", "lost rank", "socket", "broken pipe")
+    words = (
+        "connection",
+        "gloo",
+        "nccl",
+        "timed out",
+        "timeout",
+        "process group",
+        "lost rank",
+        "socket",
+        "broken pipe",
+    )
     return any(w in text for w in words)
 
 

@@ -39,12 +39,15 @@ def _type(t: Tensor) -> str:
     return text if t.stride() == contiguous else text + "{" + ",".join(map(str, t.stride())) + "}"
 
 
-def eager_text(model: nn.Module, tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, used: Collection[str] | None) -> str:
+def eager_text(
+    model: nn.Module, tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, used: Collection[str] | None
+) -> str:
     """The program of a step whose gradients are inputs. `used`: the parameters that get one; None means all trainable ones."""
     kinds, group_of = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
     lines = ["interlace 1 captured", f"meta model {quote(type(model).__name__)}", f"meta mode {quote('eager')}"]
     lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
-    inputs, ops = [], []
+    inputs: list[str] = []
+    ops: list[str] = []
     for i, t in enumerate(tensors):
         decl = f"%{i}: {_type(t.real)} {quote(t.name)}"
         if t.kind != "param":
@@ -149,7 +152,9 @@ class EagerRunner:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 for t in output if isinstance(output, (tuple, list)) else [output]:
                     if isinstance(t, Tensor) and t.is_floating_point() and not culprit and not torch.isfinite(t).all():
-                        culprit.append(f"the first such value is the output of module '{path}' ({type(module).__name__})")
+                        culprit.append(
+                            f"the first such value is the output of module '{path}' ({type(module).__name__})"
+                        )
 
             return hook
 
@@ -160,11 +165,17 @@ class EagerRunner:
                 wanted = [leaves[name] for name in self.gradients]
                 for i, part in enumerate(micro_batches):
                     with self._generator(step, i):
-                        loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
+                        loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))[
+                            "loss"
+                        ]
                         found = torch.autograd.grad(loss, wanted, allow_unused=True)
                     if not culprit and not torch.isfinite(loss):
                         culprit.append("every module's output is finite: the loss function makes the first such value")
-                    bad = [n for n, g in zip(self.gradients, found, strict=True) if g is not None and not torch.isfinite(g).all()]
+                    bad = [
+                        n
+                        for n, g in zip(self.gradients, found, strict=True)
+                        if g is not None and not torch.isfinite(g).all()
+                    ]
                     if not culprit and bad:
                         culprit.append(f"the loss is finite, the gradient of '{bad[-1]}' is not")
         finally:

@@ -22,7 +22,7 @@ STATE_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """"adamw", "adam" or "sgd". Capture has refused every other class by now."""
+    """ "adamw", "adam" or "sgd". Capture has refused every other class by now."""
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd"
     return "adamw" if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay") else "adam"
@@ -66,7 +66,13 @@ class Hyper:
                 row += [float(group["nesterov"]), t, float(group["maximize"])]
             else:
                 beta1, beta2 = group["betas"]
-                row = [_number(group, "lr"), float(beta1), float(beta2), _number(group, "eps"), _number(group, "weight_decay")]
+                row = [
+                    _number(group, "lr"),
+                    float(beta1),
+                    float(beta2),
+                    _number(group, "eps"),
+                    _number(group, "weight_decay"),
+                ]
                 row += [t, float(group["maximize"])]
             out.append(row)
         return out

@@ -143,7 +143,7 @@ def _watch(calls: list[_Call], slots: list[Slot]) -> None:
     """Fills in what each call writes, by running all of them on the meta device."""
     with replaced(slots, _scratch("meta")) as tensors, torch.no_grad(), torch.random.fork_rng(devices=[]):
         by_storage = {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
-        owner_of = {id(table): [] for slot in slots for table, _ in slot.places}
+        owner_of: dict[int, list[Any]] = {id(table): [] for slot in slots for table, _ in slot.places}
         for i, slot in enumerate(slots):
             for table, name in slot.places:
                 owner_of[id(table)].append((table, name, i))
@@ -202,7 +202,11 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
             if not any(slots[i].name in wanted for i in members):
                 continue
             # Zeros, so that an initializer that writes only a part (a padding row) still gives the same bits everywhere.
-            with replaced([slots[i] for i in members], _scratch("cpu")), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with (
+                replaced([slots[i] for i in members], _scratch("cpu")),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+            ):
                 for call in group_calls:
                     torch.manual_seed(module_seed(seed, call.path))
                     call.run()
@@ -252,7 +256,7 @@ class Weights:
                 index = json.loads(path.read_text())["weight_map"]
                 self._of = {str(name): path.parent / str(file) for name, file in index.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as e:
-                raise InterlaceError(f"{path} is no index of safetensors files (no \"weight_map\"): {e}") from e
+                raise InterlaceError(f'{path} is no index of safetensors files (no "weight_map"): {e}') from e
         else:
             self._of = dict.fromkeys(self._open(path).keys(), path)
 

@@ -24,9 +24,20 @@ WEIGHT = "weight"  # the role under which parameters themselves are addressed he
 _TORCH_NAMES = {"momentum": "momentum_buffer"}  # roles that torch.optim calls otherwise
 
 DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
-    "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool,
-    "c64": torch.complex64, "c128": torch.complex128, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "b8": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
 }
 
 
@@ -39,8 +50,8 @@ class Parameter:
     dtype: torch.dtype
     trainable: bool
     group: int | None
-    unit: int | None   # None: it owns its storage
-    offset: int        # elements from the unit's start
+    unit: int | None  # None: it owns its storage
+    offset: int  # elements from the unit's start
     numel: int
 
 
@@ -61,8 +72,16 @@ class States:
         for p in program.params():
             shape = tuple(p["shape"])
             self.parameters[p["name"]] = Parameter(
-                p["name"], tuple(p["aliases"]), p["value"], shape, DTYPES[p["dtype"]], p["trainable"], p["group"], p["unit"],
-                p["unit_offset"] if p["unit"] is not None else 0, torch.Size(shape).numel(),
+                p["name"],
+                tuple(p["aliases"]),
+                p["value"],
+                shape,
+                DTYPES[p["dtype"]],
+                p["trainable"],
+                p["group"],
+                p["unit"],
+                p["unit_offset"] if p["unit"] is not None else 0,
+                torch.Size(shape).numel(),
             )
         by_unit: dict[int | None, list[Parameter]] = {}
         for q in self.parameters.values():

@@ -8,6 +8,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,16 @@ from torch import nn
 from interlace import batch as batches
 from interlace.capture.inputs import InputSpec
 from interlace.checkpoint import (
-    FORMAT, MODEL, OPTIMIZER, TRAINER, CheckpointError, SafetensorsWriter, Staging, check_shapes, read_trainer_file, saving,
+    FORMAT,
+    MODEL,
+    OPTIMIZER,
+    TRAINER,
+    CheckpointError,
+    SafetensorsWriter,
+    Staging,
+    check_shapes,
+    read_trainer_file,
+    saving,
 )  # fmt: skip
 from interlace.config import Config
 from interlace.distributed import PeerError, Peers
@@ -43,9 +53,9 @@ class Runner(Protocol):
 class Tensors:
     """The names of a model's tensors: of every entry of state_dict(), the parameter or buffer behind it."""
 
-    entries: list[tuple[str, str, bool]]     # name in state_dict, canonical name, whether it is a parameter
-    buffers: dict[str, Tensor]               # canonical name → the executor's storage
-    hf_prefix: str | None                    # "transformer", "model": what file names may lack
+    entries: list[tuple[str, str, bool]]  # name in state_dict, canonical name, whether it is a parameter
+    buffers: dict[str, Tensor]  # canonical name → the executor's storage
+    hf_prefix: str | None  # "transformer", "model": what file names may lack
 
     def places(self, name: str) -> list[str]:
         return [entry for entry, canonical, _ in self.entries if canonical == name]
@@ -136,11 +146,14 @@ class Trainer:
         """Runs the batch op by op without an update: `ops` with the range of every floating result, `values` of module `stop_at`."""
         self._check_open()
         if self.config.mode == "eager":
-            raise InterlaceError('inspect() looks at the compiled program; in mode="eager" use print and pdb in the model itself')
+            raise InterlaceError(
+                'inspect() looks at the compiled program; in mode="eager" use print and pdb in the model itself'
+            )
         with self._peers.guard():
             return self._executor.debug_step(self._inputs(batch), self.steps, stop_at)
 
     def _find_culprit(self, inputs: Any) -> str | None:
+        mine: list[object] | None
         bad = self._nonfinite_inputs(inputs)
         if bad is not None:
             mine = [0, bad]
@@ -195,7 +208,9 @@ class Trainer:
         summary = self._ir.summary()
         names = summary["largest_unit_params"]
         summary["largest_unit"] = {
-            "unit": summary["largest_unit"], "name": ", ".join(names), "bytes": summary["largest_unit_bytes"],
+            "unit": summary["largest_unit"],
+            "name": ", ".join(names),
+            "bytes": summary["largest_unit_bytes"],
         }
         summary["passes"] = self.passes
         return summary
@@ -336,7 +351,11 @@ class Trainer:
         order = [p for unit in self._states.units for p in unit.parameters] + list(self._states.loose)
         model = [(name, p.dtype, p.shape) for p in order for name in self._tensors.places(p.name)]
         buffers = self._tensors.buffers
-        model += [(e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._tensors.entries if not is_parameter]
+        model += [
+            (e, buffers[n].dtype, tuple(buffers[n].shape))
+            for e, n, is_parameter in self._tensors.entries
+            if not is_parameter
+        ]
         optimizer = []
         for role in roles:
             for unit in self._states.units:
@@ -356,11 +375,11 @@ class Trainer:
     def _hf_files(self) -> dict[str, str | bytes]:
         """config.json (and generation_config.json) of a Hugging Face model."""
         files: dict[str, str | bytes] = {}
-        config = getattr(self._model, "config", None)
+        config: Any = getattr(self._model, "config", None)
         if hasattr(config, "to_json_string") and hasattr(config, "architectures"):
             config.architectures = [type(self._model).__name__]
             files["config.json"] = config.to_json_string(use_diff=True)
-            generation = getattr(self._model, "generation_config", None)
+            generation: Any = getattr(self._model, "generation_config", None)
             if hasattr(generation, "to_json_string"):
                 files["generation_config.json"] = generation.to_json_string(use_diff=True)
         return files
@@ -436,7 +455,7 @@ class Trainer:
                     for p in unit.parameters if role in self._states.roles(unit) else ():
                         if f"{role} of '{p.name}'" in wanted:
                             key = f"{role}.{p.name}"
-                            self._states.fill(p.name, role, lambda a, b, key=key: moments.read_range(key, a, b))
+                            self._states.fill(p.name, role, partial(moments.read_range, key))
                         else:
                             self._states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
             self.steps = int(record["step"])
@@ -482,7 +501,7 @@ class Trainer:
     def _read_weights(self, weights: Weights, names: dict[str, str]) -> None:
         for name, file in names.items():
             if name in self._states.parameters:
-                self._states.fill(name, WEIGHT, lambda a, b, file=file: weights.read_range(file, a, b))
+                self._states.fill(name, WEIGHT, partial(weights.read_range, file))
             else:
                 self._tensors.buffers[name].copy_(weights.read(file))
 
@@ -500,7 +519,9 @@ class Trainer:
 
     def _check_open(self) -> None:
         if self._closed is not None:
-            raise InterlaceError(f"this trainer can no longer be used: {self._closed}; compile again and load a checkpoint")
+            raise InterlaceError(
+                f"this trainer can no longer be used: {self._closed}; compile again and load a checkpoint"
+            )
 
     def __enter__(self) -> Trainer:
         return self
@@ -511,7 +532,9 @@ class Trainer:
 
 def describe_op(record: Mapping[str, Any]) -> str:
     """An op of a debug run as words: what it is, in which module, and where the user wrote it."""
-    parts = [f"the first such value comes from {record['name']} ({record['phase']}, micro-batch {record['micro_batch']})"]
+    parts = [
+        f"the first such value comes from {record['name']} ({record['phase']}, micro-batch {record['micro_batch']})"
+    ]
     if record["module"]:
         parts.append(f"in module '{record['module']}'")
     if record["source"]:

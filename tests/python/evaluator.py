@@ -46,7 +46,7 @@ def parse_decl(text: str, binding: dict[str, int]) -> Decl:
     m = _DECL.match(text)
     assert m, f"not a declaration: {text!r}"
     size = tuple(dim(d, binding) for d in m[3].split(",") if d)
-    if m[4] is not None:
+    if m[4] is not None:  # noqa: SIM108
         stride = tuple(dim(d, binding) for d in m[4].split(",") if d)
     else:
         stride = torch.empty(size, device="meta").stride()

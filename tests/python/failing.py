@@ -29,7 +29,13 @@ def observed(action: Callable[[], Any]) -> tuple[float, str]:
 def make(case: str = "llama", rows: int = 2, timeout_s: float = 20.0, **config: Any) -> interlace.Trainer:
     model = zoo.build(case, torch.float32)
     opt = parity.make_optimizer("adamw", model)
-    return interlace.compile(model, opt, zoo.CASES[case].loss, zoo.CASES[case].batch(rows, 0), interlace.Config(timeout_s=timeout_s, **config))
+    return interlace.compile(
+        model,
+        opt,
+        zoo.CASES[case].loss,
+        zoo.CASES[case].batch(rows, 0),
+        interlace.Config(timeout_s=timeout_s, **config),
+    )
 
 
 def other_batch_in_step(strategy: str) -> tuple[float, str]:
@@ -109,7 +115,7 @@ def nan_on_one_rank(clip: float | None, strategy: str = "shard") -> tuple[float,
     trainer = interlace.compile(model, opt, zoo.class_loss, zoo.images(2, 0), config)
     before = trainer.state_dict(all_ranks=True)
     batch = zoo.images(2, 1)
-    if dist.is_initialized() and dist.get_rank() == 1 or not dist.is_initialized():
+    if (dist.is_initialized() and dist.get_rank() == 1) or not dist.is_initialized():
         batch["x"][0, 0, 0, 0] = float("nan")
     seconds, text = observed(lambda: trainer.step(batch))
     unchanged = False

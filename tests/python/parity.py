@@ -28,7 +28,10 @@ ROWS = 2  # of a micro-batch
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """Two parameter groups, as people have them: matrices with weight decay, vectors without."""
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in params if p.dim() > 1]},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     if kind == "adam":
@@ -62,12 +65,16 @@ def mean_over_ranks(value: Tensor) -> float:
     return float(value) / rank_and_size()[1]
 
 
-def by_interlace(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, **config: Any) -> tuple[Losses, Weights]:
+def by_interlace(
+    case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, **config: Any
+) -> tuple[Losses, Weights]:
     rank, _ = rank_and_size()
     accumulation = config.get("accumulation", 1)
     opt = make_optimizer(optimizer, model)
     settings = interlace.Config(clip_norm=clip, timeout_s=120, **config)
-    with interlace.compile(model, opt, zoo.CASES[case].loss, batch_of(case, 0, rank, accumulation), settings) as trainer:
+    with interlace.compile(
+        model, opt, zoo.CASES[case].loss, batch_of(case, 0, rank, accumulation), settings
+    ) as trainer:
         scheduler = schedule(opt, steps)
         losses = []
         for step in range(steps):
@@ -101,7 +108,9 @@ def by_torch(
     return losses, model
 
 
-def by_fsdp2(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int, mode: str) -> tuple[Losses, Weights]:
+def by_fsdp2(
+    case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int, mode: str
+) -> tuple[Losses, Weights]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (rank_and_size()[1],))
@@ -114,7 +123,9 @@ def by_fsdp2(case: str, model: nn.Module, optimizer: str, steps: int, clip: floa
     return losses, {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
 
 
-def by_ddp(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int) -> tuple[Losses, Weights]:
+def by_ddp(
+    case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int
+) -> tuple[Losses, Weights]:
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
 
     def last_only(last: bool) -> None:
@@ -124,7 +135,9 @@ def by_ddp(case: str, model: nn.Module, optimizer: str, steps: int, clip: float 
     return losses, dict(model.state_dict())
 
 
-def by_one_process(case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int) -> tuple[Losses, Weights]:
+def by_one_process(
+    case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int
+) -> tuple[Losses, Weights]:
     """Every rank's micro-batches one after the other, here; BatchNorm's statistics see this rank's micro-batches only."""
     rank, size = rank_and_size()
     opt = make_optimizer(optimizer, model)
@@ -190,5 +203,8 @@ def compare(
                     assert torch.equal(value, ours[1][key]), f"{key} differs from {name}"
             found[name] = (loss_distance(ours[0], losses), weight_distance(ours[1], weights))
     if "fsdp2" in runs and "ddp" in runs and rank == 0:
-        found["fsdp2-ddp"] = (loss_distance(runs["fsdp2"][0], runs["ddp"][0]), weight_distance(runs["fsdp2"][1], runs["ddp"][1]))
+        found["fsdp2-ddp"] = (
+            loss_distance(runs["fsdp2"][0], runs["ddp"][0]),
+            weight_distance(runs["fsdp2"][1], runs["ddp"][1]),
+        )
     return found

@@ -57,7 +57,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
                     dist.destroy_process_group()
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
                 if size > 1:
-                    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rendezvous}", rank=rank, world_size=size)
+                    dist.init_process_group(
+                        "gloo", init_method=f"tcp://127.0.0.1:{rendezvous}", rank=rank, world_size=size
+                    )
                 group = rendezvous
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -68,7 +70,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             pipe.send(outcome)
         except Exception as e:  # a value or an error that cannot be pickled
             text = outcome.traceback or repr(e)
-            pipe.send(Outcome(None, RuntimeError(f"{outcome.error or 'the result'} cannot be pickled"), text, outcome.seconds))
+            pipe.send(
+                Outcome(None, RuntimeError(f"{outcome.error or 'the result'} cannot be pickled"), text, outcome.seconds)
+            )
         outcome = None
 
 
@@ -86,7 +90,9 @@ class Pool:
         self._port = 0  # of the group's store; another port is another group
         self._size = 0
 
-    def outcomes(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> list[Outcome | None]:
+    def outcomes(
+        self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
+    ) -> list[Outcome | None]:
         while len(self._workers) < size:
             self._start()
         if size != self._size:
@@ -103,7 +109,9 @@ class Pool:
             if not ready:
                 missing = sorted(waiting.values())
                 self.stop()
-                raise TimeoutError(f"ranks {missing} of {size} did not end within {timeout_s:g} s\n{_tracebacks(found)}")
+                raise TimeoutError(
+                    f"ranks {missing} of {size} did not end within {timeout_s:g} s\n{_tracebacks(found)}"
+                )
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:
@@ -142,7 +150,9 @@ def _stop() -> None:
         _pool.stop()
 
 
-def outcomes(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> list[Outcome | None]:
+def outcomes(
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
+) -> list[Outcome | None]:
     """What became of each rank; None for a rank whose process died."""
     global _pool
     if _pool is None:

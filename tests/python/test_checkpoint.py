@@ -41,7 +41,9 @@ def losses(trainer: interlace.Trainer, case: str, first: int, last: int) -> list
     return [parity.mean_over_ranks(trainer.step(global_batch(case, i))) for i in range(first, last)]
 
 
-def run(case: str, optimizer: str, folder: str, start: int, stop: int, **config: Any) -> tuple[list[float], dict[str, Tensor]]:
+def run(
+    case: str, optimizer: str, folder: str, start: int, stop: int, **config: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Steps [start, stop), from the checkpoint in `folder` when start > 0, saved there at the end."""
     with make(case, optimizer, **config) as trainer:
         if start:
@@ -165,7 +167,9 @@ def test_no_room_while_writing_leaves_the_old_checkpoint(limit: int, tmp_path: P
         timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"error: cannot save to {folder}: a file became too big; an older checkpoint there is untouched" in done.stdout
+    assert (
+        f"error: cannot save to {folder}: a file became too big; an older checkpoint there is untouched" in done.stdout
+    )
     assert "step 1 True" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
@@ -205,7 +209,9 @@ def test_all_ranks_hear_of_a_full_disk_and_train_on(tmp_path: Path) -> None:
         ("{cwd}", "{cwd} holds {cwd}; name a folder of the checkpoint's own"),
     ],
 )
-def test_places_where_nothing_can_be_saved(trainer: interlace.Trainer, where: str, message: str, tmp_path: Path) -> None:
+def test_places_where_nothing_can_be_saved(
+    trainer: interlace.Trainer, where: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("x")
     names = {"tmp": str(tmp_path), "cwd": os.getcwd()}
     with pytest.raises(CheckpointError) as e:
@@ -228,12 +234,20 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(trainer: interlace.T
     before = trainer.state_dict()
     record = json.loads(good["trainer.json"])
     cases: list[tuple[str, bytes | None, str]] = [
-        ("model.safetensors", good["model.safetensors"][:-8], "cannot be read as a safetensors file (cut off or edited?)"),
+        (
+            "model.safetensors",
+            good["model.safetensors"][:-8],
+            "cannot be read as a safetensors file (cut off or edited?)",
+        ),
         ("model.safetensors", b"", "cannot be read as a safetensors file"),
         ("optimizer.safetensors", None, "no such file"),
         ("trainer.json", good["trainer.json"][:40], "trainer.json is cut off or was edited"),
         ("trainer.json", b"[]", "trainer.json is cut off or was edited"),
-        ("trainer.json", json.dumps({**record, "format": 99}).encode(), "was written by a newer version (format 99, this one reads 1)"),
+        (
+            "trainer.json",
+            json.dumps({**record, "format": 99}).encode(),
+            "was written by a newer version (format 99, this one reads 1)",
+        ),
         ("trainer.json", None, "is no checkpoint: trainer.json is missing; it holds weights only"),
         ("trainer.json", json.dumps({**record, "kind": ["sgd", "sgd"]}).encode(), "was saved with another optimizer"),
     ]

@@ -71,7 +71,14 @@ def test_matrix(c: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_mixtral_in_bfloat16(size: int) -> None:
-    c = {"size": size, "case": "mixtral", "kind": ("bfloat16", "adamw"), "accumulation": 1, "clip": 1.0, "strategy": "shard"}
+    c = {
+        "size": size,
+        "case": "mixtral",
+        "kind": ("bfloat16", "adamw"),
+        "accumulation": 1,
+        "clip": 1.0,
+        "strategy": "shard",
+    }
     check({**c, "mode": "reduce_each"}, STEPS)
 
 
@@ -80,7 +87,9 @@ def test_adam_of_float32_is_no_farther_from_fsdp2_than_twice_ddp() -> None:
     cases = ("llama", "gpt2", "vit", "batchnorm")
     ours = peers = 0.0
     for case in cases:
-        found = ranks.run(parity.compare, 4, case, "float32", "adamw", STEPS, 0.3, 1, "shard", peers=("fsdp2", "ddp"), timeout_s=900)[0]
+        found = ranks.run(
+            parity.compare, 4, case, "float32", "adamw", STEPS, 0.3, 1, "shard", peers=("fsdp2", "ddp"), timeout_s=900
+        )[0]
         ours, peers = ours + found["fsdp2"][1], peers + found["fsdp2-ddp"][1]
     assert peers > 0, "the peers agree in every bit, which says nothing"
     assert ours <= 2 * peers, f"distance to FSDP2 {ours:.2e}, FSDP2 to DDP {peers:.2e}"

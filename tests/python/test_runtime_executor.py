@@ -169,7 +169,7 @@ def test_wrong_result_type_in_the_text_is_caught() -> None:
     ("old", "new", "message"),
     [
         ("aten.addmm(", "aten.adddmm(", "torch has no operator aten::adddmm, did you mean"),
-        ("aten.mul.Tensor(%5, %5)", "aten.mul.Tenso(%5, %5)", "aten::mul has no overload \"Tenso\"; it has"),
+        ("aten.mul.Tensor(%5, %5)", "aten.mul.Tenso(%5, %5)", 'aten::mul has no overload "Tenso"; it has'),
         ("aten.addmm(%2, %3, %4)", "aten.addmm(%2, %3)", 'the argument "mat2" of aten::addmm is missing'),
         ("aten.mean(%6)", "aten.mean(%6, axis=1)", "a keyword argument is unknown to aten::mean"),
         ("aten.sum.dim_IntList(%8, [0])", 'aten.sum.dim_IntList(%8, "x")', "does not fit its type"),
@@ -190,7 +190,7 @@ def test_missing_axis_and_unknown_option() -> None:
 
 
 def test_symbols_must_be_bound() -> None:
-    text = LINEAR.replace('group 0 sgd', 'symbol b 2 64\ngroup 0 sgd').replace("f32[4,5]", "f32[b,5]")
+    text = LINEAR.replace("group 0 sgd", "symbol b 2 64\ngroup 0 sgd").replace("f32[4,5]", "f32[b,5]")
     with pytest.raises(_runtime.Error):
         executor(text)
 

@@ -90,7 +90,9 @@ def test_frozen_unused_tied_and_buffers() -> None:
     fresh_opt = make(fresh)
     fresh_opt.load_state_dict(state)
     more = [mixed_batch(4, 9), mixed_batch(4, 10)]
-    assert torch_steps(fresh, fresh_opt, mixed_loss, more) == pytest.approx(torch_steps(theirs, their_opt, mixed_loss, more), rel=1e-6)
+    assert torch_steps(fresh, fresh_opt, mixed_loss, more) == pytest.approx(
+        torch_steps(theirs, their_opt, mixed_loss, more), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
@@ -154,7 +156,9 @@ def test_the_default_loss_and_named_outputs() -> None:
 
     images = zoo.images(6, 1)
     expected = int((model(images["x"]).argmax(1) == images["y"]).sum())
-    trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), loss, images, interlace.Config(accumulation=2))
+    trainer = interlace.compile(
+        model, torch.optim.AdamW(model.parameters()), loss, images, interlace.Config(accumulation=2)
+    )
     trainer.step(images)
     assert sum(int(t) for t in trainer.outputs["right"]) == expected and len(trainer.outputs["right"]) == 2
 
@@ -204,7 +208,9 @@ def test_memory_limit_says_how_much_is_needed() -> None:
     with pytest.raises(interlace.InterlaceError) as e:
         interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(memory_limit="100kB"))
     assert "memory_limit is 97.66 KiB; raise it to 1MiB, use more ranks" in str(e.value)
-    interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(memory_limit="2MiB")).step(zoo.tokens(2, 0))
+    interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(memory_limit="2MiB")).step(
+        zoo.tokens(2, 0)
+    )
 
 
 def test_dump_ir_and_a_pipeline_of_ones_own(tmp_path: Path) -> None:
@@ -238,14 +244,19 @@ def test_a_norm_that_is_not_finite_is_explained_and_changes_nothing() -> None:
     before = trainer.state_dict()
     with pytest.raises(interlace.InterlaceError) as e:
         trainer.step(bad)
-    assert "step 1: the norm of the gradient is nan; the first such value comes from aten.sqrt (micro_batch, micro-batch 0)" in str(e.value)
+    assert (
+        "step 1: the norm of the gradient is nan; the first such value comes from aten.sqrt (micro_batch, micro-batch 0)"
+        in str(e.value)
+    )
     assert "test_trainer.py:" in str(e.value)
     assert all(torch.equal(before[k], v) for k, v in trainer.state_dict().items())
     assert trainer.explain_nonfinite(good) is None
     trainer.step(good)
     report = trainer.inspect(good, stop_at="line")
     assert report["ops"] and report["values"]
-    skipping = interlace.compile(model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b), good, interlace.Config(skip_nonfinite=True))
+    skipping = interlace.compile(
+        model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b), good, interlace.Config(skip_nonfinite=True)
+    )
     skipping.step(bad)
     assert skipping.skipped
     skipping.step(good)
@@ -254,7 +265,9 @@ def test_a_norm_that_is_not_finite_is_explained_and_changes_nothing() -> None:
 
 def test_debug_names_the_op_while_it_runs() -> None:
     model = zoo.build("vit")
-    trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), zoo.class_loss, zoo.images(2, 0), interlace.Config(debug=True))
+    trainer = interlace.compile(
+        model, torch.optim.AdamW(model.parameters()), zoo.class_loss, zoo.images(2, 0), interlace.Config(debug=True)
+    )
     trainer.step(zoo.images(2, 0))
     with torch.no_grad():
         model.head.bias.fill_(float("inf"))
@@ -279,8 +292,23 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(Path(__file__).parent), *[p for p in sys.path if p]])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path / "out")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0 of 2 loss" in done.stdout and "rank 1 of 2 loss" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()

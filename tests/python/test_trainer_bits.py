@@ -19,7 +19,9 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     return h.hexdigest()
 
 
-def runs(case: str, settings: list[dict[str, Any]], steps: int = 6, clip: float | None = 0.3, optimizer: str = "adamw") -> list[Any]:
+def runs(
+    case: str, settings: list[dict[str, Any]], steps: int = 6, clip: float | None = 0.3, optimizer: str = "adamw"
+) -> list[Any]:
     """(losses, digest of all weights) of each setting, from the same start."""
     out = []
     for config in settings:
@@ -33,7 +35,9 @@ STRATEGIES = ("shard", "zero1", "replicate")
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    "setting", [{}, {"accumulation": 4}, {"accumulation": 4, "accumulate_mode": "reduce_last"}], ids=["plain", "each", "last"]
+    "setting",
+    [{}, {"accumulation": 4}, {"accumulation": 4, "accumulate_mode": "reduce_last"}],
+    ids=["plain", "each", "last"],
 )
 @pytest.mark.parametrize("case", ["llama", "gpt2_dropout", "batchnorm"])
 def test_strategies_give_the_same_bits(case: str, setting: dict[str, Any], size: int) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from interlace.config import Config, ConfigError, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"acumulation": 4}, "unknown setting 'acumulation'; did you mean 'accumulation'? (settings: strategy, accumulation, "),
-        ({"strategy": "shrd"}, "strategy must be one of 'shard', 'replicate', 'zero1', not 'shrd'; did you mean 'shard'?"),
+        (
+            {"acumulation": 4},
+            "unknown setting 'acumulation'; did you mean 'accumulation'? (settings: strategy, accumulation, ",
+        ),
+        (
+            {"strategy": "shrd"},
+            "strategy must be one of 'shard', 'replicate', 'zero1', not 'shrd'; did you mean 'shard'?",
+        ),
         ({"strategy": 3}, "strategy must be one of 'shard', 'replicate', 'zero1', not 3"),
         ({"accumulation": 0}, "accumulation must be a whole number of at least 1, not 0"),
         ({"accumulation": 2.0}, "accumulation must be a whole number of at least 1, not 2.0"),
@@ -22,7 +29,10 @@ from interlace.config import Config, ConfigError, format_bytes, parse_bytes
         ({"timeout_s": -1}, "timeout_s must be a positive number, not -1"),
         ({"fullgraph": "no"}, "fullgraph must be True or False, not 'no'"),
         ({"mode": "eagre"}, "mode must be one of 'compiled', 'eager', not 'eagre'; did you mean 'eager'?"),
-        ({"memory_limit": "20 GiBs"}, "'20 GiBs' is not a size in bytes; write for example \"20GiB\", \"512MB\" or 1000000000"),
+        (
+            {"memory_limit": "20 GiBs"},
+            '\'20 GiBs\' is not a size in bytes; write for example "20GiB", "512MB" or 1000000000',
+        ),
         ({"memory_limit": 0}, "a size in bytes must be positive and below 2^63, not 0"),
     ],
 )
@@ -33,7 +43,16 @@ def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("20GiB", 20 << 30), ("512 MB", 512 * 10**6), ("1.5k", 1500), (123, 123), ("1e9", 10**9), ("7B", 7), ("2Ti", 2 << 40)]
+    ("text", "count"),
+    [
+        ("20GiB", 20 << 30),
+        ("512 MB", 512 * 10**6),
+        ("1.5k", 1500),
+        (123, 123),
+        ("1e9", 10**9),
+        ("7B", 7),
+        ("2Ti", 2 << 40),
+    ],
 )
 def test_sizes(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count

@@ -72,7 +72,9 @@ def test_a_parent_that_writes_its_childs_parameter_has_the_last_word() -> None:
     found: dict[str, Tensor] = {}
     initialize(model, {n for n, _ in model.named_parameters()}, 0, lambda n, v: found.__setitem__(n, v.clone()))
     scaled = float(found["transformer.h.0.mlp.c_proj.weight"].std())
-    assert scaled == pytest.approx(0.02 / 2, rel=0.1) and float(found["transformer.h.0.mlp.c_fc.weight"].std()) == pytest.approx(0.02, rel=0.1)
+    assert scaled == pytest.approx(0.02 / 2, rel=0.1) and float(
+        found["transformer.h.0.mlp.c_fc.weight"].std()
+    ) == pytest.approx(0.02, rel=0.1)
 
 
 def test_a_parameter_without_an_initializer_is_named() -> None:
@@ -146,7 +148,13 @@ def memory_of_a_rank() -> tuple[int, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, vocab_size=256, use_cache=False
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=256,
+        use_cache=False,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

@@ -23,7 +23,9 @@ class Case:
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = model(input_ids=batch["input_ids"]).logits
-    return functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float().to(logits.dtype), batch["input_ids"][:, 1:].reshape(-1))
+    return functional.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]).float().to(logits.dtype), batch["input_ids"][:, 1:].reshape(-1)
+    )
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -45,9 +47,18 @@ def llama() -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=12,
-            vocab_size=61, max_position_embeddings=32, use_cache=False, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+            hidden_size=36,
+            intermediate_size=50,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=12,
+            vocab_size=61,
+            max_position_embeddings=32,
+            use_cache=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     )
 
 
@@ -56,9 +67,18 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            n_embd=36, n_layer=2, n_head=3, vocab_size=61, n_positions=16, use_cache=False, bos_token_id=1, eos_token_id=2,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        )  # fmt: skip
+            n_embd=36,
+            n_layer=2,
+            n_head=3,
+            vocab_size=61,
+            n_positions=16,
+            use_cache=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
     )
 
 
@@ -71,9 +91,19 @@ def mixtral() -> nn.Module:
 
     return MixtralForCausalLM(
         MixtralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=61,
-            num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32, use_cache=False, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=61,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=32,
+            use_cache=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     ).to(torch.bfloat16)
 
 
@@ -85,7 +115,9 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.position = nn.Parameter(torch.randn(1, 5, width) * 0.02)
-        block = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 5)
@@ -104,7 +136,7 @@ class BatchNormNet(nn.Module):
         self.body = nn.Sequential(
             nn.Conv2d(3, 7, 3, padding=1, bias=False), nn.BatchNorm2d(7), nn.ReLU(),
             nn.Conv2d(7, 10, 3, stride=2, bias=False), nn.BatchNorm2d(10), nn.ReLU(),
-        )  # fmt: skip
+        )
         self.head = nn.Linear(10, 5)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def _near(error: Any, context: Any) -> str:
-    """"; did you mean '--seq'?" for an unknown option or command."""
+    """ "; did you mean '--seq'?" for an unknown option or command."""
     option = getattr(error, "option_name", "")
     if type(error).__name__ == "NoSuchOption" and context is not None:
         error.possibilities = None
