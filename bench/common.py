@@ -77,7 +77,9 @@ def report(title: str, times: Times, baseline: str, json_path: str | None = None
     rounds = len(times[baseline])
     print(f"{title} ({rounds} paired rounds)")
     for name, row in sides.items():
-        line = f"  {name:<14} {row['median_ms']:10.3f} ms   [{row['q1_ms']:.3f}, {row['q3_ms']:.3f}]"
+        unit, scale = ("us", 1e3) if row["median_ms"] < 0.1 else ("ms", 1.0)
+        middle, low, high = (row[key] * scale for key in ("median_ms", "q1_ms", "q3_ms"))
+        line = f"  {name:<14} {middle:10.3f} {unit}   [{low:.3f}, {high:.3f}]"
         if name != baseline:
             line += f"   {row['ratio']:.3f} x {baseline}   [{row['ratio_q1']:.3f}, {row['ratio_q3']:.3f}]"
         print(line, flush=True)

@@ -1,7 +1,7 @@
 """Capture, printing, parsing and passes of large models on meta: seconds and resident memory, each in a fresh process.
 
-python bench/compile_time.py                       # llama-3-8b and llama-3-70b
-python bench/compile_time.py --model llama-3.1-405b --json out.json
+python bench/compile_time.py                       # llama-3-8b, llama-3-70b and llama-3.1-405b
+python bench/compile_time.py --model llama-3-8b --json out.json
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import subprocess
 import sys
 import time
 
+from common import machine, write_json
+
 
 def measure(model_name: str) -> dict[str, float | int | str]:
+    born = time.perf_counter()
     from interlace import _core
     from interlace.capture import capture
     from interlace.models import build
@@ -37,6 +40,7 @@ def measure(model_name: str) -> dict[str, float | int | str]:
         "print_s": printed_at - parsed_at,
         "passes_s": done - printed_at,
         "total_s": done - start,
+        "wall_s": time.perf_counter() - born,
         "resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "passes": ", ".join(f"{r['name']} {r['seconds']:.2f}" for r in records),
     }
@@ -52,19 +56,18 @@ def main() -> None:
         print(json.dumps(measure(args.inner)))
         return
     rows = []
-    for name in args.model or ["llama-3-8b", "llama-3-70b"]:
+    for name in args.model or ["llama-3-8b", "llama-3-70b", "llama-3.1-405b"]:
         done = subprocess.run([sys.executable, __file__, "--inner", name], check=True, capture_output=True, text=True)
         row = json.loads(done.stdout.splitlines()[-1])
         rows.append(row)
         print(
             f"{name}: {row['ops']} lines, capture {row['capture_s']:.2f} s, parse {row['parse_s']:.2f} s, "
             f"print {row['print_s']:.2f} s, passes {row['passes_s']:.2f} s ({row['passes']}), "
-            f"in all {row['total_s']:.2f} s, resident {row['resident_gb']:.2f} GB",
+            f"in all {row['total_s']:.2f} s ({row['wall_s']:.2f} s with the imports), resident {row['resident_gb']:.2f} GB",
             flush=True,
         )
     if args.json:
-        with open(args.json, "w") as f:
-            json.dump(rows, f, indent=1)
+        write_json(args.json, {"title": "capture and passes of large models", "rows": rows, "machine": machine()})
 
 
 if __name__ == "__main__":

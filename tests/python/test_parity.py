@@ -14,7 +14,7 @@ import pytest
 import ranks
 
 SOAK = os.environ.get("INTERLACE_SOAK") == "1"
-STEPS = 50 if SOAK else 20
+STEPS = 50
 AXES: dict[str, tuple[Any, ...]] = {
     "size": (1, 2, 3, 4),
     "case": ("llama", "gpt2", "vit", "batchnorm"),
