@@ -67,7 +67,7 @@ class Network:
 
     def __enter__(self) -> Network:
         if self.mbit is None:
-            self._port = _free_port()
+            self._port = free_port()
         else:
             require()
             remove_leftovers()
@@ -326,7 +326,8 @@ def _die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

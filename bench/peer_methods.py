@@ -1,0 +1,241 @@
+"""The methods of bench/peers.py: each builds the same model from the same seed and gives one optimizer step on a rank's micro-batches.
+
+A method is used as its documentation says it is fast: gradients are synchronized after the last micro-batch where it can, the fused
+AdamW of torch everywhere, buckets and prefetching as they come. What each one holds decides its kind (see peer_table.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import causal_loss, llama
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+Step = Callable[[list[Batch]], float]  # micro-batches of one step → their mean loss on this rank
+LEARNING_RATE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all methods share."""
+
+    case: dict[str, int]
+    accumulation: int = 1
+    mode: str = "reduce_last"  # of sharded methods: gradients reduced after the last micro-batch, or after each
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """`crew`: methods of one crew live in the same processes; a library that patches torch gets processes of its own."""
+
+    name: str
+    title: str
+    kind: str
+    crew: str
+    build: Callable[[Settings], Step]
+    needs: str = ""  # a package that is not part of the environment
+    ours: bool = False
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+def accumulated(model: Any, batches: list[Batch], before: Callable[[bool], None] = lambda last: None) -> float:
+    """Backward of every micro-batch's share of the mean loss; `before` is told whether the last one comes."""
+    total = 0.0
+    for i, batch in enumerate(batches):
+        before(i == len(batches) - 1)
+        loss = causal_loss(model, batch)
+        (loss / len(batches)).backward()
+        total += loss.item()
+    return total / len(batches)
+
+
+# ---- torch ----
+
+
+def eager(settings: Settings) -> Step:
+    model = llama(settings.case)
+    optimizer = adamw(model.parameters())
+
+    def step(batches: list[Batch]) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = accumulated(model, batches)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def fsdp2(settings: Settings, gathered: bool = False, compiled: bool = False) -> Step:
+    """fully_shard per block and for the rest. `gathered`: parameters stay whole from their first use to the last backward of a step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = llama(settings.case)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = model.model.layers
+    for i in range(len(blocks)):
+        if compiled:
+            blocks[i] = torch.compile(blocks[i])  # inside fully_shard, whose hooks then stay out of the compiled graph
+        fully_shard(blocks[i], mesh=mesh, reshard_after_forward=not gathered)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False if gathered else None)
+    optimizer = adamw(model.parameters())
+
+    def before(last: bool) -> None:
+        if gathered or settings.mode == "reduce_last":
+            model.set_requires_gradient_sync(last)
+        if gathered:
+            model.set_reshard_after_backward(last)
+
+    def step(batches: list[Batch]) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = accumulated(model, batches, before)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def ddp(settings: Settings, zero: bool = False) -> Step:
+    """DistributedDataParallel; with `zero` each rank updates its part of the parameters and sends it to the others."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(llama(settings.case), gradient_as_bucket_view=True)
+    optimizer: Any = adamw(model.parameters())
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
+        )
+
+    def before(last: bool) -> None:
+        model.require_backward_grad_sync = last  # what no_sync() sets
+
+    def step(batches: list[Batch]) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = accumulated(model, batches, before)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+# ---- DeepSpeed ----
+
+
+def deepspeed(settings: Settings, stage: int) -> Step:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed as ds
+
+    ds.init_distributed(dist_backend="gloo", verbose=False)
+    model: nn.Module = llama(settings.case)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # By default it keeps up to 1e9 parameters gathered, which for a small model is all of them; sharded means one block at a time.
+        # Its linear layer that saves memory replaces torch's in the whole process and is not needed here.
+        block = sum(p.numel() for p in model.model.layers[0].parameters())  # type: ignore[union-attr, index]
+        zero |= {
+            "stage3_max_live_parameters": block,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": block,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": settings.accumulation,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 30,
+    }
+    engine, *_ = ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+
+    def step(batches: list[Batch]) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = causal_loss(engine, batch)
+            engine.backward(loss)  # divides by gradient_accumulation_steps
+            engine.step()  # updates after the last micro-batch
+            total += loss.item()
+        return total / len(batches)
+
+    return step
+
+
+# ---- ours ----
+
+
+def interlace_step(settings: Settings, strategy: str) -> Step:
+    import interlace
+
+    model = llama(settings.case)
+    example = [
+        {name: torch.zeros(1, settings.case["tokens"], dtype=torch.long) for name in ("input_ids", "labels")}
+        for _ in range(settings.accumulation)
+    ]
+    mode = settings.mode if strategy == "shard" else "reduce_last"
+    trainer = interlace.compile(
+        model,
+        adamw(model.parameters()),
+        causal_loss,
+        _whole(example),
+        interlace.Config(strategy=strategy, accumulation=settings.accumulation, accumulate_mode=mode),
+    )
+    return lambda batches: trainer.step(_whole(batches)).item()
+
+
+def _whole(batches: list[Batch]) -> Any:
+    return batches[0] if len(batches) == 1 else batches
+
+
+ALONE = {
+    "eager": Method("eager", "compute alone, PyTorch eager", "alone", "alone", eager),
+    "interlace-alone": Method(
+        "interlace-alone",
+        "compute alone, interlace",
+        "alone",
+        "alone",
+        lambda s: interlace_step(s, "replicate"),
+        ours=True,
+    ),
+}
+METHODS = {
+    m.name: m
+    for m in (
+        Method("fsdp2", "FSDP2 eager", "sharded", "torch", fsdp2),
+        Method("fsdp2-compile", "FSDP2 + torch.compile", "sharded", "torch", lambda s: fsdp2(s, compiled=True)),
+        Method("deepspeed-3", "DeepSpeed ZeRO-3", "sharded", "deepspeed", lambda s: deepspeed(s, 3), "deepspeed"),
+        Method("shard", "interlace shard", "sharded", "interlace", lambda s: interlace_step(s, "shard"), ours=True),
+        Method("fsdp2-gathered", "FSDP2 kept gathered", "gathered", "torch", lambda s: fsdp2(s, gathered=True)),
+        Method("torch-zero1", "torch ZeRO-1", "gathered", "torch", lambda s: ddp(s, zero=True)),
+        Method("deepspeed-1", "DeepSpeed ZeRO-1", "gathered", "deepspeed", lambda s: deepspeed(s, 1), "deepspeed"),
+        Method("zero1", "interlace zero1", "gathered", "interlace", lambda s: interlace_step(s, "zero1"), ours=True),
+        Method("ddp", "DDP", "replicated", "torch", ddp),
+        Method(
+            "replicate",
+            "interlace replicate",
+            "replicated",
+            "interlace",
+            lambda s: interlace_step(s, "replicate"),
+            ours=True,
+        ),
+    )
+}
+
+
+def absent(method: Method) -> str | None:
+    """Why a method cannot run in this environment, with what to do."""
+    if method.needs and importlib.util.find_spec(method.needs) is None:
+        return f"not installed: pip install {method.needs}"
+    if method.ours and importlib.util.find_spec("interlace") is None:
+        return "not built: make build"
+    return None
