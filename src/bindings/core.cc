@@ -1,4 +1,4 @@
-// core.cc — the Python module `_core`: programs, passes, digests; knows nothing of torch (docs/architecture.md lists
+// core.cc — the Python module `_core`: programs, passes, digests, simulation (core_sim.cc); knows nothing of torch (docs/architecture.md lists
 // it).
 //
 // Parsing, printing, verifying and passes run with the interpreter lock released. A Program object belongs to one
@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/core.h"
 #include "ir/program.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -23,17 +24,6 @@ namespace py = pybind11;
 
 namespace interlace {
 namespace {
-
-// Becomes `_core.Error`, a ValueError.
-struct PythonError : std::runtime_error {
-  explicit PythonError(const Error& error) : std::runtime_error(error.ToString()) {}
-};
-
-template <typename T>
-T Take(Result<T> result) {
-  if (!result.ok()) throw PythonError(result.error());
-  return std::move(*result);
-}
 
 py::object DimObject(const Program& program, const Dim& dim) {
   if (dim.is_const()) return py::int_(dim.value);
@@ -314,4 +304,5 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
       "SHA-256 of a text, hexadecimal.");
+  AddSimulation(m);
 }

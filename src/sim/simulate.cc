@@ -85,9 +85,17 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
                        "'); measure here, or allow it with --foreign");
     }
   }
-  INTERLACE_ASSIGN(CostModel model, CostModel::Create(program, cluster, profile));
+  INTERLACE_TRY(CheckWhatIf(options.what_if));
+  ProfileTable changed;
+  if (profile != nullptr && !options.what_if.plain()) {
+    changed = *profile;
+    profile = &changed;
+  }
+  ApplyToCluster(options.what_if, s.cluster, &changed);
+  INTERLACE_ASSIGN(CostModel model, CostModel::Create(program, s.cluster, profile));
   s.ranks = model.ranks();
   INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));
+  INTERLACE_TRY(ApplyToCosts(options.what_if, lowered));
   s.lowered = std::make_unique<Lowered>(std::move(lowered));
   s.coverage = model.coverage();
   bool folded = !options.every_rank;
@@ -128,6 +136,7 @@ Timeline SimulationTimeline(const Simulation& s) {
     e.op = op.name;
     e.module = ModuleOf(program, op);
     e.part = kParts[static_cast<size_t>(op.part)];
+    if (op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size())) e.source = program.sources[op.source].place;
     for (UnitId unit : op.units) e.detail += (e.detail.empty() ? "u" : " u") + std::to_string(unit);
   };
   auto elements = [&](ValueId id, int64_t& sum) {

@@ -15,6 +15,7 @@
 #include "sim/critical_path.h"
 #include "sim/engine.h"
 #include "sim/memory_curve.h"
+#include "sim/what_if.h"
 #include "trace/timeline.h"
 
 namespace interlace {
@@ -24,6 +25,7 @@ struct SimulateOptions {
   bool every_rank = false;                       // simulate all ranks although they are alike
   std::string machine = {};                      // fingerprint that the profile must have; "" accepts any
   bool foreign = false;                          // use a profile of another machine, and mark the result
+  WhatIf what_if = {};
 };
 
 struct LaneUse {

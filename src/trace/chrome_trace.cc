@@ -101,6 +101,7 @@ void WriteEvent(JsonWriter& w, const TraceEvent& e, int64_t correlation) {
   if (!e.detail.empty()) w.Field("detail", e.detail);
   if (!e.module.empty()) w.Field("module", e.module);
   if (!e.part.empty()) w.Field("part", e.part);
+  if (!e.source.empty()) w.Field("source", e.source);
   const CollectiveName* collective = e.wait || e.lane == TraceLane::kHost ? nullptr : FindCollective(e.op);
   if (collective != nullptr) {
     w.Field("Collective name", collective->record).Field("In msg nelems", e.in_elements).Field("Out msg nelems", e.out_elements);

@@ -32,6 +32,7 @@ struct TraceEvent {
   std::string detail;           // "u0 u1", "%12"; may be empty
   std::string module;           // path of the module; may be empty
   std::string part;             // "fwd", "bwd", "upd" or ""
+  std::string source;           // "model.py:12"; may be empty
   int64_t bytes = 0;            // moved by a transfer, per rank
   int64_t in_elements = 0;      // of a collective's operands and results
   int64_t out_elements = 0;

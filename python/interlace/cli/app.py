@@ -48,9 +48,9 @@ def root(
 
 
 def _load_commands() -> None:
-    from interlace.cli import capture, inspect, opt, train
+    from interlace.cli import capture, inspect, opt, simulate, train
 
-    for module in (train, capture, opt, inspect):
+    for module in (train, capture, opt, inspect, simulate):
         module.register(app)
 
 

@@ -1,0 +1,105 @@
+"""`interlace simulate`: the time and memory of a step, predicted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from interlace.cli import simulation as sim
+from interlace.cli.console import err
+from interlace.cli.program_file import FileError, writable_folder, write_text
+
+HELP = """Predict the time and memory of one step, without running it.
+
+PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its sizes are numbers.
+
+[bold]Examples[/bold]
+
+  interlace simulate sharded.il --cluster h100-80gb-32
+
+  interlace simulate sharded.il --cluster local-2 --profile here.profile --json
+
+  interlace simulate sharded.il --cluster a100-40gb-8 --slow 3=1.2 --trace step.json
+
+  interlace simulate --show-cluster l4-24gb-8 > mine.toml
+
+  interlace simulate sharded.il --cluster mine.toml --snapshot memory.json --chakra traces/
+"""
+SNAPSHOT_HELP = "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simulate", help=HELP)(simulate)
+
+
+def simulate(
+    program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
+    machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
+    foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
+    slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
+    every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
+    trace: Annotated[str | None, typer.Option("--trace", help="Write a trace for Perfetto and chrome://tracing.")] = None,
+    snapshot: Annotated[str | None, typer.Option("--snapshot", help=SNAPSHOT_HELP)] = None,
+    chakra: Annotated[str | None, typer.Option("--chakra", help="A folder for Chakra traces, one a rank.")] = None,
+    show_cluster: Annotated[str | None, typer.Option("--show-cluster", help="Print a preset, to save and edit.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    from interlace import _core
+
+    if show_cluster is not None:
+        sys.stdout.write(_core.preset_cluster(show_cluster))
+        return
+    if program is None:
+        raise FileError("no program file: name one, or - for stdin (examples: interlace simulate --help)")
+    if cluster is None:
+        presets = ", ".join(f"{name}-8" for name in _core.preset_names())
+        raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
+    folder = writable_folder(chakra) if chakra is not None else None
+    result = sim.simulate(sim.load_program(program), program, cluster, profile, slow, every_rank, machine, foreign)
+    if trace is not None:
+        write_text(trace, result.trace())
+        err().print(f"wrote {trace}")
+    if snapshot is not None:
+        write_snapshot(snapshot, result.snapshot())
+        err().print(f"wrote {snapshot}")
+    if folder is not None:
+        write_chakra(folder, result)
+        err().print(f"wrote {result.ranks} Chakra traces in {folder}")
+    sys.stdout.write(result.json() if as_json else result.summary())
+
+
+def write_snapshot(file: str, text: str) -> None:
+    """JSON, or what torch.cuda.memory._dump_snapshot writes and pytorch.org/memory_viz opens."""
+    if Path(file).suffix not in (".pickle", ".pkl"):
+        write_text(file, text)
+        return
+    import json
+    import pickle
+
+    from interlace.data.tokens import write_atomically
+
+    path = Path(file)
+    if not path.parent.is_dir():
+        raise FileError(f"cannot write {file}: there is no folder {path.parent}")
+    try:
+        write_atomically(path, pickle.dumps(json.loads(text)))
+    except OSError as error:
+        raise FileError(f"cannot write {file}: {error.strerror}") from None
+
+
+def write_chakra(folder: Path, result: Any) -> None:
+    """step.RANK.et for every rank; ranks that are alike share the one that was simulated."""
+    data = b""
+    for rank in range(result.ranks):
+        if rank < result.simulated_ranks:
+            data = result.chakra(rank)
+        file = folder / f"step.{rank}.et"
+        try:
+            file.write_bytes(data)
+        except OSError as error:
+            raise FileError(f"cannot write {file}: {error.strerror}") from None

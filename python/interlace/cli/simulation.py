@@ -1,0 +1,131 @@
+"""What `simulate` and `report` share: the program, cluster and profile of the command line, and the simulation of them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from interlace.cli.program_file import FileError, read_program
+
+PROGRAM_HELP = "A program file; - reads stdin."
+CLUSTER_HELP = "A cluster file (TOML), or a preset with a number of devices: h100-80gb-32, local-2."
+PROFILE_HELP = "Times measured on the real machine; what is not in it is estimated."
+MACHINE_HELP = "The fingerprint that the profile must have."
+FOREIGN_HELP = "Use a profile of another machine, and say so in the result."
+SLOW_HELP = "RANK=FACTOR: this rank computes FACTOR times slower; may be given several times."
+EVERY_RANK_HELP = "Simulate every rank although they are alike."
+
+
+def load_program(file: str) -> Any:
+    """A program whose sizes are numbers; else an error with the command that makes one."""
+    program = read_program(file)
+    program.verify()
+    symbols = [symbol["name"] for symbol in program.symbols()]
+    if symbols:
+        sizes = ",".join(f"{name}=NUMBER" for name in symbols)
+        listed = ", ".join(symbols)
+        raise FileError(
+            f"{shown(file)}: the sizes {listed} are not yet numbers: the time of a step depends on them. Give them with\n"
+            f"  {opt_command(file, f'--bind {sizes}')}"
+        )
+    return program
+
+
+def opt_command(file: str, options: str) -> str:
+    """An `interlace opt` command that makes another program of this one."""
+    path = Path("program.il" if file == "-" else file)
+    return f"interlace opt {options} {shlex.quote(str(path))} -o {shlex.quote(str(path.with_suffix('')) + '-sized.il')}"
+
+
+def shown(file: str) -> str:
+    return "stdin" if file == "-" else file
+
+
+def simulate(
+    program: Any,
+    file: str,
+    cluster: str,
+    profile: str | None = None,
+    slow: list[str] | None = None,
+    every_rank: bool = False,
+    machine: str = "",
+    foreign: bool = False,
+    what_if: dict[str, float] | None = None,
+) -> Any:
+    """A `_core.Simulation`."""
+    from interlace import _core
+
+    text, cluster_file = read_cluster(cluster)
+    _one_rank_of_many(program, file, cluster, text, cluster_file)
+    return _core.Simulation(
+        program,
+        text,
+        profile=read_profile(profile) if profile else "",
+        slow=[parse_slow(each) for each in slow or []],
+        every_rank=every_rank,
+        machine=machine,
+        foreign=foreign,
+        what_if=list((what_if or {}).items()),
+        cluster_file=cluster_file,
+        profile_file=profile or "profile",
+    )
+
+
+def _one_rank_of_many(program: Any, file: str, cluster: str, text: str, cluster_file: str) -> None:
+    """A program without a mesh runs on one device; on a cluster of several that is hardly what is meant."""
+    from interlace import _core
+
+    devices = _core.cluster_devices(text, cluster_file)
+    if program.mesh or devices == 1:
+        return
+    passes = f"canonicalize,shard(axis=dp,ranks={devices}),update(clip=1.0)"
+    if program.level != "captured":
+        raise FileError(f"{shown(file)} has no mesh: it runs on one device, and the cluster {cluster} has {devices}")
+    raise FileError(
+        f"{shown(file)} is a captured program for one device, and the cluster {cluster} has {devices}. Shard it with\n"
+        f"  {opt_command(file, f'--passes={shlex.quote(passes)}').replace('-sized.il', '-sharded.il')}"
+    )
+
+
+def read_cluster(cluster: str) -> tuple[str, str]:
+    """(text or preset name, file name for messages)."""
+    path = Path(cluster)
+    if path.is_dir():
+        raise FileError(f"{cluster} is a folder: name a cluster file or a preset such as h100-80gb-8")
+    if not path.is_file():
+        if path.suffix == ".toml" or "/" in cluster:
+            raise FileError(f"no such cluster file: {cluster}")
+        return cluster, cluster
+    # One line without '=' would be taken for a preset.
+    return _read_text(path, "cluster file") + "\n", cluster
+
+
+def read_profile(profile: str) -> str:
+    path = Path(profile)
+    if path.is_dir():
+        raise FileError(f"{profile} is a folder: name a profile file")
+    if not path.is_file():
+        raise FileError(f"no such profile: {profile}")
+    text = _read_text(path, "profile")
+    if not text.strip():
+        raise FileError(f"{profile} is empty: a profile begins with the line 'interlace-profile 1'")
+    return text
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise FileError(f"{path} is not a {what}: it is not UTF-8 text") from None
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_slow(text: str) -> tuple[int, float]:
+    """ "3=1.2"."""
+    rank, _, factor = text.partition("=")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        raise FileError(f"--slow '{text}' is not RANK=FACTOR, for example 3=1.2") from None

@@ -1,0 +1,42 @@
+// memory_kinds.h — what the bytes of the memory curve (memory_curve.h) are for.
+//
+//   parameters      shards and whole parameters, master copies     gathered    buffers that gathers fill
+//   gradients       flat gradients, reduced shards                 activations results of the forward part
+//   optimizer       every other state                              temporaries results of the backward part and the update
+//   buffers         buffers and constants                          workspace   inside the op that runs
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sim/memory_curve.h"
+
+namespace interlace {
+
+enum class MemoryKind : uint8_t { kParameters, kGradients, kOptimizer, kBuffers, kGathered, kActivations, kTemporaries, kWorkspace };
+inline constexpr int kMemoryKinds = 8;
+inline constexpr std::array<std::string_view, kMemoryKinds> kMemoryKindNames = {
+    "parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "temporaries", "workspace"};
+
+using BytesByKind = std::array<int64_t, kMemoryKinds>;
+
+struct KindHolder {
+  MemoryKind kind = MemoryKind::kParameters;
+  std::string module;
+  int64_t bytes = 0;
+  int64_t storages = 0;
+};
+
+struct MemoryKinds {
+  // By distinct phase and place, while that op runs; the sum over kinds is MemoryCurve::at_op.
+  std::vector<std::vector<BytesByKind>> at_op;
+  // What lives at the peak, by kind and module, largest first.
+  std::vector<KindHolder> at_peak;
+};
+
+// `curve` is that of the same program: its errors are the only ones.
+Result<MemoryKinds> ComputeMemoryKinds(const Lowered& program, const MemoryCurve& curve);
+
+}  // namespace interlace

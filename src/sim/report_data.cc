@@ -1,0 +1,114 @@
+#include "sim/report_data.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "ir/op_table.h"
+#include "sim/memory_kinds.h"
+#include "trace/json.h"
+
+namespace interlace {
+namespace {
+
+constexpr size_t kMostSamples = 3000;   // more than a screen has pixels across
+
+struct Sample {
+  int64_t time_ps;
+  const BytesByKind* bytes;
+  int64_t total() const { return std::accumulate(bytes->begin(), bytes->end(), int64_t{0}); }
+};
+
+// Changes of the curve in order of time; too many are thinned to the highest of each stretch, which keeps the peak.
+std::vector<Sample> Samples(const Simulation& s, const MemoryKinds& kinds, const RankRecord& rank) {
+  const Lowered& lowered = *s.lowered;
+  std::vector<Sample> all;
+  for (size_t run = 0; run < lowered.run.size(); ++run) {
+    const std::vector<BytesByKind>& at_op = kinds.at_op[lowered.run[run]];
+    for (size_t i = 0; i < at_op.size(); ++i) {
+      if (all.empty() || *all.back().bytes != at_op[i]) all.push_back({rank.start_ps[lowered.first[run] + i], &at_op[i]});
+    }
+  }
+  if (all.size() <= kMostSamples) return all;
+  std::vector<Sample> out;
+  size_t stretch = (all.size() + kMostSamples - 1) / kMostSamples;
+  for (size_t i = 0; i < all.size(); i += stretch) {
+    auto end = all.begin() + static_cast<int64_t>(std::min(i + stretch, all.size()));
+    out.push_back(*std::max_element(all.begin() + static_cast<int64_t>(i), end,
+                                    [](const Sample& a, const Sample& b) { return a.total() < b.total(); }));
+  }
+  return out;
+}
+
+double Us(int64_t ps) { return static_cast<double>(ps) / 1e6; }
+
+void WritePhases(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
+  const Lowered& lowered = *s.lowered;
+  w.Key("phases").BeginArray();
+  for (size_t run = 0; run < lowered.run.size(); ++run) {
+    int64_t first = lowered.first[run], end = lowered.first[run + 1];
+    if (first == end) continue;
+    w.BeginObject().Field("name", lowered.phases[lowered.run[run]]->name).Field("start_us", Us(rank.start_ps[first]));
+    w.Field("end_us", Us(rank.end_ps[end - 1])).EndObject();
+  }
+  w.EndArray();
+}
+
+void WriteMemory(JsonWriter& w, const Simulation& s, const MemoryKinds& kinds, const RankRecord& rank) {
+  std::vector<Sample> samples = Samples(s, kinds, rank);
+  w.Key("memory").BeginObject().Key("kinds").BeginArray();
+  for (std::string_view name : kMemoryKindNames) w.String(name);
+  w.EndArray().Key("time_us").BeginArray();
+  for (const Sample& sample : samples) w.Number(Us(sample.time_ps));
+  w.EndArray().Key("bytes").BeginArray();
+  for (const Sample& sample : samples) {
+    w.BeginArray();
+    for (int64_t bytes : *sample.bytes) w.Int(bytes);
+    w.EndArray();
+  }
+  w.EndArray();
+  if (s.memory.peak.place >= 0) {
+    w.Field("peak_us", Us(rank.start_ps[s.lowered->first[s.memory.peak.run_index] + s.memory.peak.place]));
+  }
+  w.Key("at_peak").BeginArray();
+  for (const KindHolder& holder : kinds.at_peak) {
+    w.BeginObject().Field("kind", kMemoryKindNames[static_cast<size_t>(holder.kind)]).Field("module", holder.module);
+    w.Field("bytes", holder.bytes).Field("storages", holder.storages).EndObject();
+  }
+  w.EndArray().EndObject();
+}
+
+// Neighbours on one lane are one piece.
+void WritePath(JsonWriter& w, const Simulation& s) {
+  w.Key("path").BeginArray();
+  for (size_t i = 0; i < s.path.size();) {
+    const PathPiece& first = s.path[i];
+    size_t end = i;
+    while (end < s.path.size() && s.path[end].rank == first.rank && s.path[end].lane == first.lane && s.path[end].kind == first.kind) ++end;
+    std::string_view lane = first.kind == PathPiece::Kind::kLaunch ? "launch" : LaneName(first.lane);
+    w.BeginObject().Field("start_us", Us(first.start_ps)).Field("end_us", Us(s.path[end - 1].end_ps));
+    w.Field("lane", lane).Field("rank", first.rank).EndObject();
+    i = end;
+  }
+  w.EndArray();
+}
+
+}  // namespace
+
+Result<std::string> ReportData(const Simulation& s) {
+  INTERLACE_ASSIGN(MemoryKinds kinds, ComputeMemoryKinds(*s.lowered, s.memory));
+  size_t last = 0;
+  for (size_t r = 1; r < s.use.size(); ++r) {
+    if (s.use[r].end_ps > s.use[last].end_ps) last = r;
+  }
+  const RankRecord& rank = s.output.ranks[last];
+  JsonWriter w;
+  w.BeginObject().Field("rank", static_cast<int64_t>(last));
+  WritePhases(w, s, rank);
+  WriteMemory(w, s, kinds, rank);
+  WritePath(w, s);
+  w.EndObject();
+  return w.Take();
+}
+
+}  // namespace interlace
