@@ -136,6 +136,7 @@ auto WithoutLock(F&& f) {
 }  // namespace
 
 void BindTesting(py::module_& module);  // runtime_testing.cc
+void BindTrace(py::module_& module, py::class_<Executor>& executor);  // runtime_trace.cc
 
 }  // namespace interlace
 
@@ -143,7 +144,8 @@ PYBIND11_MODULE(_runtime, m) {
   using namespace interlace;
   m.doc() = "Runs compiled training programs.";
   py::register_exception<RuntimeError>(m, "Error", PyExc_RuntimeError);
-  py::class_<Executor>(m, "Executor")
+  py::class_<Executor> executor(m, "Executor");
+  executor
       .def(py::init([](const std::string& text, const std::string& device, const std::vector<py::dict>& axes,
                        double timeout_s, const py::dict& options) {
              std::vector<AxisSpec> specs;
@@ -185,16 +187,7 @@ PYBIND11_MODULE(_runtime, m) {
           "gather_unit",
           [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
           py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
-      .def(
-          "memory_trace",
-          [](const Executor& self) {
-            py::list trace;
-            for (const auto& [op, bytes] : self.memory_trace())
-              trace.append(py::make_tuple(PrintOp(self.program(), self.program().op(op)), bytes));
-            return trace;
-          },
-          "With the option trace_memory: (op, live bytes beside the persistent ones) for every op of the last step, in "
-          "order.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
+  BindTrace(m, executor);
   BindTesting(m);
 }

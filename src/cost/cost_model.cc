@@ -77,9 +77,7 @@ Result<OpCost> CostModel::Compute(const Op& op) {
   OpCost cost;
   if (name == "view" || name == "release" || name == "grad" || name == "output" || name.ends_with(".wait")) return cost;
   key_.clear();
-  INTERLACE_TRY(AppendSignature(*program_, op, key_));
-  // Attributes of our own ops that change the work.
-  if (const Arg* zero = op.Attr("zero"); zero != nullptr && zero->boolean) key_ += " zero";
+  INTERLACE_TRY(AppendProfileKey(*program_, op, key_));
   auto known = known_.find(std::string_view(key_));
   if (known != known_.end()) return known->second;
   cost.resource = Resource::kCompute;

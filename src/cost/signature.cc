@@ -116,6 +116,12 @@ Status AppendSignature(const Program& program, const Op& op, std::string& out) {
   return Ok{};
 }
 
+Status AppendProfileKey(const Program& program, const Op& op, std::string& out) {
+  INTERLACE_TRY(AppendSignature(program, op, out));
+  if (const Arg* zero = op.Attr("zero"); zero != nullptr && zero->boolean) out += " zero";
+  return Ok{};
+}
+
 Result<std::string> OpSignature(const Program& program, const Op& op) {
   std::string out;
   INTERLACE_TRY(AppendSignature(program, op, out));

@@ -43,6 +43,14 @@ class Comm {
   virtual Stats stats() const = 0;
   virtual const AxisSpec& spec() const = 0;
 
+  // When an operation was issued, when its first byte was handed over, when its data had come and gone (before the sum of
+  // a reduction); steady clock, nanoseconds. `bytes`: received by this rank.
+  struct Times { int64_t queued_ns = 0, begin_ns = 0, end_ns = 0, bytes = 0; };
+  // Operations started while recording is on are remembered until their times are taken.
+  virtual void SetRecording(bool) {}
+  // Times of an operation that was waited for; zeros when it was not recorded.
+  virtual Times TakeTimes(Ticket) { return {}; }
+
   // Error: unknown group name, backend without support.
   static Result<std::unique_ptr<Comm>> Create(const AxisSpec& spec, double timeout_s);
 };

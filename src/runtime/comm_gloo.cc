@@ -32,6 +32,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+int64_t NanosNow() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
+
 // Elements [begin, begin + numel) of a contiguous tensor, as a tensor that shares its storage (no operator is called).
 at::Tensor Slice(const at::Tensor& tensor, int64_t begin, int64_t numel) {
   auto slice =
@@ -64,6 +68,7 @@ class GlooComm final : public Comm {
     }
     changed_.notify_all();
     poster_.join();
+    if (watcher_.joinable()) watcher_.join();
     if (!ops_.empty()) link_->Bury(std::make_shared<std::map<Ticket, std::unique_ptr<Op>>>(std::move(ops_)));
   }
 
@@ -86,6 +91,20 @@ class GlooComm final : public Comm {
     return stats_;
   }
   const AxisSpec& spec() const override { return spec_; }
+  void SetRecording(bool on) override {
+    std::lock_guard lock(mutex_);
+    recording_ = on;
+    times_.clear();
+    if (on && !watcher_.joinable()) watcher_ = std::thread([this] { WatcherLoop(); });
+  }
+  Times TakeTimes(Ticket ticket) override {
+    std::lock_guard lock(mutex_);
+    const auto it = times_.find(ticket);
+    if (it == times_.end()) return {};
+    const Times times = it->second;
+    times_.erase(it);
+    return times;
+  }
 
  private:
   struct Transfer {
@@ -104,6 +123,11 @@ class GlooComm final : public Comm {
     enum { kQueued, kPosting, kPosted } state = kQueued;
     int failed = -1;  // transfer that could not be posted
     std::string what;
+    Ticket ticket = 0;
+    bool watched = false;  // recorded: the watcher thread waits for the transfers and notes the time
+    bool arrived = false;  // it has; `what` says if one failed, `at` which
+    size_t at = 0;
+    Times times;
   };
 
   Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
@@ -112,6 +136,7 @@ class GlooComm final : public Comm {
   void Post(Op& op);
   void Finish(Op& op);
   void PosterLoop();
+  void WatcherLoop();
   Status WaitFor(Ticket ticket, double timeout_s);
   // Elements of a piece of tensor i.
   int64_t PieceOf(const Op& op, size_t i) const {
@@ -135,6 +160,9 @@ class GlooComm final : public Comm {
   std::deque<Op*> queue_;
   Ticket next_ticket_ = 1;
   bool stop_ = false;
+  bool recording_ = false;
+  std::deque<Op*> watched_;  // posted or to be posted, in the order of issue
+  std::map<Ticket, Times> times_;
   struct Waiting {  // the wait that is going on, for the poster thread, which watches its deadline
     const Op* op = nullptr;
     std::atomic<size_t> transfer = 0;
@@ -144,7 +172,8 @@ class GlooComm final : public Comm {
   std::vector<at::Tensor> free_scratch_;  // receive buffers kept for the next reduction
   int64_t scratch_bytes_ = 0;             // all of them, in use or free
   Stats stats_;
-  std::thread poster_;  // last: it uses all of the above
+  std::thread poster_;   // last: it uses all of the above
+  std::thread watcher_;  // made when recording is first asked for
 };
 
 // Bytes a piece takes in the scratch buffer: pieces start at 64 bytes.
@@ -176,7 +205,13 @@ Result<Ticket> GlooComm::Start(CollectiveKind kind, std::vector<at::Tensor> inpu
     std::lock_guard lock(mutex_);
     Plan(*op);
     ticket = next_ticket_++;
+    op->ticket = ticket;
     queue_.push_back(op.get());
+    if (recording_) {
+      op->watched = true;
+      op->times.queued_ns = NanosNow();
+      watched_.push_back(op.get());
+    }
     ops_.emplace(ticket, std::move(op));
   }
   changed_.notify_all();
@@ -207,6 +242,7 @@ void GlooComm::Plan(Op& op) {
               ? Slice(op.outputs[i], peer * piece, piece)
               : Slice(op.scratch, scratch_at[i] + SlotOf(peer) * Padded(piece * element), piece * element);
       stats_.bytes_received += piece * element;
+      op.times.bytes += piece * element;
       op.transfers.push_back({peer, tag + static_cast<int>(i), false, std::move(target), {}});
     }
   }
@@ -248,6 +284,7 @@ at::Tensor GlooComm::TakeScratch(int64_t bytes) {
 
 // Called by one thread per operation, without the lock.
 void GlooComm::Post(Op& op) {
+  if (op.watched) op.times.begin_ns = NanosNow();
   for (size_t i = 0; i < op.transfers.size(); ++i) {
     Transfer& t = op.transfers[i];
     try {
@@ -288,6 +325,35 @@ void GlooComm::PosterLoop() {
   }
 }
 
+// Waits for recorded operations one after the other, in the order of issue, to note when each has ended.
+void GlooComm::WatcherLoop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stop_ || (!watched_.empty() && watched_.front()->state == Op::kPosted); });
+    if (stop_) return;
+    Op& op = *watched_.front();
+    lock.unlock();
+    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_)) +
+                     std::chrono::milliseconds(GlooLink::kGraceMs);
+    std::string what;
+    for (size_t i = 0; op.failed < 0 && i < op.transfers.size() && what.empty(); ++i) {
+      op.at = i;
+      try {
+        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+        op.transfers[i].work->wait(std::max(left, std::chrono::milliseconds(1)));
+      } catch (const std::exception& e) {
+        what = e.what();
+      }
+    }
+    op.times.end_ns = NanosNow();
+    lock.lock();
+    if (op.failed < 0) op.what = what;
+    watched_.pop_front();
+    op.arrived = true;
+    changed_.notify_all();
+  }
+}
+
 Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
   const auto begin = Clock::now();
   const auto deadline = begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
@@ -309,6 +375,7 @@ Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
       Post(*op);
       lock.lock();
       op->state = Op::kPosted;
+      if (op->watched) changed_.notify_all();
     }
     changed_.wait(lock, [&] { return op->state == Op::kPosted; });
     if (op->failed < 0 && !op->transfers.empty()) {
@@ -321,7 +388,13 @@ Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
   }
   if (op->failed >= 0) return link_->Fail(SuspectOf(op->transfers[op->failed]), {}, op->what, op->label, elapsed_s());
   std::string what;
-  for (size_t i = 0; i < op->transfers.size() && what.empty(); ++i) {
+  if (op->watched) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return op->arrived; });
+    what = op->what;
+    waiting_.transfer = op->at;
+  }
+  for (size_t i = 0; !op->watched && i < op->transfers.size() && what.empty(); ++i) {
     waiting_.transfer = i;
     try {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
@@ -336,6 +409,7 @@ Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
     warned = waiting_.warned;
     waiting_.op = nullptr;
     if (what.empty() && !warned) {
+      if (op->watched) times_[ticket] = op->times;
       Finish(*op);
       if (op->scratch.defined()) free_scratch_.push_back(std::move(op->scratch));
       ops_.erase(ticket);

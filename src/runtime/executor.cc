@@ -92,7 +92,6 @@ Status Executor::RunPhase(const Plan& plan) {
     for (; at != end; ++at) {
       MemoryScope::SetCurrentOp(at->op);
       at->run(at->data, frame_);
-      if (tracing_) memory_trace_.emplace_back(at->op, MemoryScope::TakePeak() - live_before_);
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
     }
   } catch (const std::exception& error) {
@@ -180,7 +179,7 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
         INTERLACE_TRY(RunPhaseObserved(plan, *observer));
         if (observer->stopped) return Ok{};
       } else {
-        INTERLACE_TRY(RunPhase(plan));
+        INTERLACE_TRY(record_.mode == TraceMode::kOff ? RunPhase(plan) : RunPhaseRecorded(plan));
       }
       LeavePhase(*phase);
       if (takes_inputs) ++micro_batch;
@@ -197,8 +196,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   StepScope scope(device_);
   MemoryScope memory;
   const int64_t live_before = live_before_ = MemoryScope::Use().live_bytes;
-  tracing_ = options_.trace_memory && device_.is_cpu();
-  memory_trace_.clear();
+  BeginRecord();
   frame_.hyper = &hyper;
   frame_.outer = &outer;
 
@@ -209,6 +207,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   }
   const Status status =
       RunStep(micro_batches, observer ? debug_plans_ : plans_, step, /*update=*/true, observer ? &*observer : nullptr);
+  EndRecord();
   if (!status.ok()) {
     DropTemporaries();
     return status.error();

@@ -19,6 +19,7 @@
 #include "runtime/debug.h"
 #include "runtime/op_kernel.h"
 #include "runtime/plan.h"
+#include "runtime/recorder.h"
 #include "runtime/state_store.h"
 
 namespace interlace {
@@ -63,9 +64,10 @@ class Executor {
   // The full flat buffer of a unit; every rank of its axis must call it.
   Result<at::Tensor> GatherUnit(UnitId unit);
   ExecutorStats stats() const;
-  // With options.trace_memory: per op of the last step, in issue order, the highest bytes alive while it ran, persistent ones
-  // not included. CPU only.
-  const std::vector<std::pair<OpId, int64_t>>& memory_trace() const { return memory_trace_; }
+  // Every later step is recorded (and not, with kOff). All ranks must ask for kSerial together.
+  void SetTrace(TraceMode mode) { trace_mode_ = mode; }
+  // The last recorded step. CPU only: elsewhere ops are issued, not executed, by the thread that would time them.
+  const StepRecord& record() const { return record_; }
   const Program& program() const { return program_; }
 
  private:
@@ -76,6 +78,12 @@ class Executor {
   Status CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const;
   Status CheckHyper(const std::vector<std::vector<double>>& hyper) const;
   Status RunPhase(const Plan& plan);
+  Status RunPhaseRecorded(const Plan& plan);
+  void BeginRecord();
+  void EndRecord();
+  // Serial mode: waits until every rank has come here, then runs a collective's start, its transfer and its sum.
+  void RunAlone(const Instruction& at, OpSample& sample);
+  void RememberTransfers(const Instruction& at, int32_t run, size_t first);
   Status RunPhaseObserved(const Plan& plan, DebugObserver& observer);
   // Runs the phases in order; with an observer op by op.
   Status RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step,
@@ -101,9 +109,9 @@ class Executor {
   int64_t const_bytes_ = 0;
   int64_t peak_extra_ = 0, live_extra_ = 0;
   OpId peak_op_ = kNone;
-  bool tracing_ = false;
+  TraceMode trace_mode_ = TraceMode::kOff;
   int64_t live_before_ = 0;  // counted bytes when the step began
-  std::vector<std::pair<OpId, int64_t>> memory_trace_;
+  StepRecord record_;
 };
 
 }  // namespace interlace

@@ -1,0 +1,134 @@
+// runtime_trace.cc — what the executor recorded of a step, as a trace and as the raw times that profiles are made of.
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/suggest.h"
+#include "cost/signature.h"
+#include "ir/op_table.h"
+#include "ir/text.h"
+#include "runtime/executor.h"
+#include "trace/chrome_trace.h"
+#include "runtime/timeline_json.h"
+
+namespace py = pybind11;
+
+namespace interlace {
+
+namespace {
+
+template <typename T>
+T Unwrap(Result<T> result) {
+  if (!result.ok()) throw std::invalid_argument(result.error().ToString());
+  return std::move(*result);
+}
+
+TraceMode ModeOf(const std::string& name) {
+  if (name == "off") return TraceMode::kOff;
+  if (name == "on") return TraceMode::kOn;
+  if (name == "serial") return TraceMode::kSerial;
+  throw std::invalid_argument("unknown trace mode \"" + name + "\"" + DidYouMean(name, {"off", "on", "serial"}));
+}
+
+// Bytes as the cost model counts them: of a gather its results, of every other collective what goes in.
+int64_t CollectiveBytes(const Program& program, const Op& op) {
+  int64_t bytes = 0;
+  const auto add = [&](ValueId id) { bytes += id == kNone ? 0 : Unwrap(program.StorageBytes(program.value(id).type)); };
+  if (op.name == "gather.start") {
+    for (ValueId id : op.results) add(id);
+  } else {
+    ForEachOperand(op, add);
+  }
+  return bytes;
+}
+
+// Bytes of the storages that the op begins.
+int64_t ResultBytes(const Program& program, const Op& op) {
+  int64_t bytes = 0;
+  for (ValueId id : op.results) {
+    if (id != kNone && program.value(id).root == id) bytes += Unwrap(program.StorageBytes(program.value(id).type));
+  }
+  return bytes;
+}
+
+std::string TraceText(const Executor& self, const std::string& format, int32_t rank, int64_t world_size,
+                      int64_t origin_ns) {
+  const StepRecord& record = self.record();
+  if (record.mode == TraceMode::kOff)
+    throw std::invalid_argument("no step was recorded: call set_trace(\"on\") before step()");
+  const Timeline timeline =
+      TimelineOf(self.program(), record, rank, world_size, origin_ns == 0 ? record.begin_ns : origin_ns);
+  if (format == "chrome") return WriteChromeTrace(timeline);
+  if (format == "json") return WriteTimelineJson(timeline);
+  throw std::invalid_argument("unknown trace format \"" + format + "\"" + DidYouMean(format, {"chrome", "json"}));
+}
+
+// Per executed op: (op, run, seconds, processor seconds, live bytes before, peak bytes); per op: its profile key, name,
+// result bytes; per transfer: (op, run, received bytes, begin to end in seconds).
+py::dict RecordDict(const Executor& self) {
+  const Program& program = self.program();
+  const StepRecord& record = self.record();
+  py::list samples, transfers;
+  py::dict ops;
+  for (const OpSample& s : record.samples) {
+    samples.append(py::make_tuple(s.op, s.run, static_cast<double>(s.end_ns - s.begin_ns) / 1e9,
+                                  static_cast<double>(s.cpu_ns) / 1e9, s.live_before, s.peak_bytes));
+    const py::int_ id(s.op);
+    if (ops.contains(id)) continue;
+    const Op& op = program.op(s.op);
+    const bool starts = op.name.ends_with(".start");
+    std::string key;
+    if (!starts && !op.name.ends_with(".wait") && op.name != "view") {
+      const Status status = AppendProfileKey(program, op, key);
+      if (!status.ok()) throw std::invalid_argument(status.error().ToString());
+    }
+    ops[id] = py::dict(py::arg("key") = key, py::arg("name") = op.name, py::arg("lane") = LaneName(LaneOf(op)),
+                       py::arg("result_bytes") = ResultBytes(program, op),
+                       py::arg("bytes") = starts ? CollectiveBytes(program, op) : 0,
+                       py::arg("units") = std::max<int64_t>(static_cast<int64_t>(op.results.size()), 1),
+                       py::arg("text") = PrintOp(program, op));
+  }
+  for (const TransferSample& t : record.transfers) {
+    transfers.append(py::make_tuple(t.op, t.run, t.times.bytes,
+                                    static_cast<double>(t.times.end_ns - t.times.begin_ns) / 1e9));
+  }
+  return py::dict(py::arg("samples") = samples, py::arg("ops") = ops, py::arg("transfers") = transfers,
+                  py::arg("seconds") = static_cast<double>(record.end_ns - record.begin_ns) / 1e9,
+                  py::arg("begin_ns") = record.begin_ns, py::arg("persistent_bytes") = record.persistent_bytes);
+}
+
+}  // namespace
+
+// Called by the module's own initialization (runtime.cc).
+void BindTrace(py::module_& module, py::class_<Executor>& executor) {
+  executor
+      .def(
+          "set_trace", [](Executor& self, const std::string& mode) { self.SetTrace(ModeOf(mode)); }, py::arg("mode"),
+          "on: every later step is recorded; serial: and collectives are completed one by one, for profiles; off.")
+      .def("trace", &TraceText, py::arg("format") = "chrome", py::arg("rank") = 0, py::arg("world_size") = 1,
+           py::arg("origin_ns") = 0,
+           "The last recorded step as a Chrome trace, or as JSON for merge_traces. origin_ns: the clock's reading that "
+           "becomes zero; 0 is the begin of the step.")
+      .def("record", &RecordDict, "The raw times of the last recorded step, for profiles.")
+      .def(
+          "memory_trace",
+          [](const Executor& self) {
+            py::list trace;
+            for (const OpSample& s : self.record().samples)
+              trace.append(py::make_tuple(PrintOp(self.program(), self.program().op(s.op)), s.peak_bytes));
+            return trace;
+          },
+          "With the option trace_memory: (op, live bytes beside the persistent ones) for every op of the last step, in "
+          "order.");
+  module.def(
+      "merge_traces",
+      [](const std::vector<std::string>& parts) { return WriteChromeTrace(Unwrap(MergeTimelineJson(parts))); },
+      py::arg("parts"), "One Chrome trace from the JSON traces of all ranks.");
+  module.def("clock_ns", [] { return NanosOf(CLOCK_MONOTONIC); }, "The clock of recorded steps.");
+}
+
+}  // namespace interlace
