@@ -1,4 +1,5 @@
-// core_sim.cc — `_core.Simulation`: a predicted step and its results as texts; cluster presets; checkers of the formats.
+// core_sim.cc — `_core.Simulation`: a predicted step and its results as texts; cluster presets; checkers of the
+// formats.
 //
 // All of it runs with the interpreter lock released. A Simulation keeps its own copy of the program.
 #include <pybind11/pybind11.h>
@@ -34,10 +35,10 @@ using Factors = std::vector<std::pair<std::string, double>>;
 Result<WhatIf> ReadWhatIf(const Factors& factors) {
   WhatIf out;
   const std::vector<std::pair<std::string_view, double WhatIf::*>> known = {{"compute", &WhatIf::compute},
-                                                                           {"links", &WhatIf::links},
-                                                                           {"latency", &WhatIf::latency},
-                                                                           {"copies", &WhatIf::copies},
-                                                                           {"launches", &WhatIf::launches}};
+                                                                            {"links", &WhatIf::links},
+                                                                            {"latency", &WhatIf::latency},
+                                                                            {"copies", &WhatIf::copies},
+                                                                            {"launches", &WhatIf::launches}};
   for (const auto& [name, factor] : factors) {
     bool found = name == "interference";
     if (found) out.interference = factor != 0;
@@ -70,7 +71,8 @@ Result<PySimulation> Run(const Program& program, const std::string& cluster_text
 
 void CheckRank(const Simulation& s, int32_t rank) {
   if (rank < 0 || rank >= static_cast<int32_t>(s.output.ranks.size())) {
-    throw PythonError(Error{"rank " + std::to_string(rank) + " was not simulated; " + std::to_string(s.output.ranks.size()) + " were", {}});
+    throw PythonError(Error{
+        "rank " + std::to_string(rank) + " was not simulated; " + std::to_string(s.output.ranks.size()) + " were", {}});
   }
 }
 
@@ -80,52 +82,72 @@ void AddSimulation(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   using Slow = std::vector<std::pair<int64_t, double>>;
   py::class_<PySimulation>(m, "Simulation", "A predicted step of a program on a cluster (docs/cost_model.md).")
-      .def(py::init([](const Program& program, const std::string& cluster, const std::string& profile, const Slow& slow, bool every_rank,
-                       const std::string& machine, bool foreign, const Factors& what_if, const std::string& cluster_file,
-                       const std::string& profile_file) {
-             return Take(Run(program, cluster, cluster_file, profile, profile_file, {slow, every_rank, machine, foreign, {}}, what_if));
+      .def(py::init([](const Program& program, const std::string& cluster, const std::string& profile, const Slow& slow,
+                       bool every_rank, const std::string& machine, bool foreign, const Factors& what_if,
+                       const std::string& cluster_file, const std::string& profile_file) {
+             return Take(Run(program, cluster, cluster_file, profile, profile_file,
+                             {slow, every_rank, machine, foreign, {}}, what_if));
            }),
-           py::arg("program"), py::arg("cluster"), py::arg("profile") = "", py::arg("slow") = Slow{}, py::arg("every_rank") = false,
-           py::arg("machine") = "", py::arg("foreign") = false, py::arg("what_if") = Factors{}, py::arg("cluster_file") = "cluster",
-           py::arg("profile_file") = "profile", Unlocked(),
-           "cluster: a preset's name or the text of a cluster file; profile: its text; slow: (rank, factor) pairs; machine: the\n"
-           "fingerprint that the profile must have unless foreign; what_if: (name, factor) pairs on times, see sim/what_if.h.")
+           py::arg("program"), py::arg("cluster"), py::arg("profile") = "", py::arg("slow") = Slow{},
+           py::arg("every_rank") = false, py::arg("machine") = "", py::arg("foreign") = false,
+           py::arg("what_if") = Factors{}, py::arg("cluster_file") = "cluster", py::arg("profile_file") = "profile",
+           Unlocked(),
+           "cluster: a preset's name or the text of a cluster file; profile: its text; slow: (rank, factor) pairs; "
+           "machine: the\n"
+           "fingerprint that the profile must have unless foreign; what_if: (name, factor) pairs on times, see "
+           "sim/what_if.h.")
       .def_property_readonly("ranks", [](const PySimulation& s) { return s.simulation.ranks; })
       .def_property_readonly("simulated_ranks", [](const PySimulation& s) { return s.simulation.output.ranks.size(); })
-      .def_property_readonly("step_us", [](const PySimulation& s) { return static_cast<double>(s.simulation.makespan_ps()) / 1e6; })
-      .def_property_readonly("lower_bound_us", [](const PySimulation& s) { return static_cast<double>(s.simulation.lower_bound_ps()) / 1e6; })
+      .def_property_readonly(
+          "step_us", [](const PySimulation& s) { return static_cast<double>(s.simulation.makespan_ps()) / 1e6; })
+      .def_property_readonly(
+          "lower_bound_us",
+          [](const PySimulation& s) { return static_cast<double>(s.simulation.lower_bound_ps()) / 1e6; })
       .def_property_readonly("peak_bytes", [](const PySimulation& s) { return s.simulation.memory.peak.bytes; })
-      .def("json", [](const PySimulation& s) { return SimulationJson(s.simulation); }, Unlocked())
-      .def("summary", [](const PySimulation& s) { return SimulationSummary(s.simulation); }, Unlocked())
-      .def("report_data", [](const PySimulation& s) { return Take(ReportData(s.simulation)); }, Unlocked(),
-           "JSON for the report page: memory by kind over time, what fills the peak, the pieces of the critical path.")
-      .def("trace", [](const PySimulation& s, int32_t rank) { return SimulationTrace(s.simulation, rank); }, py::arg("rank") = -1,
-           Unlocked(), "Chrome/Perfetto JSON of all ranks, or of one.")
-      .def("snapshot", [](const PySimulation& s) { return Take(SimulationSnapshot(s.simulation)); }, Unlocked(),
-           "The dictionary of torch.cuda.memory._snapshot() as JSON.")
-      .def("chakra",
-           [](const PySimulation& s, int32_t rank) {
-             CheckRank(s.simulation, rank);
-             std::string bytes;
-             {
-               py::gil_scoped_release unlocked;
-               bytes = SimulationChakra(s.simulation, rank);
-             }
-             return py::bytes(bytes);
-           },
-           py::arg("rank") = 0, "The Chakra execution trace of a simulated rank.");
-  m.def("preset_cluster", [](const std::string& name) { return Take(PresetCluster(name)); }, py::arg("name"), Unlocked(),
-        "The cluster file of a preset such as h100-80gb-32.");
+      .def(
+          "json", [](const PySimulation& s) { return SimulationJson(s.simulation); }, Unlocked())
+      .def(
+          "summary", [](const PySimulation& s) { return SimulationSummary(s.simulation); }, Unlocked())
+      .def(
+          "report_data", [](const PySimulation& s) { return Take(ReportData(s.simulation)); }, Unlocked(),
+          "JSON for the report page: memory by kind over time, what fills the peak, the pieces of the critical path.")
+      .def(
+          "trace", [](const PySimulation& s, int32_t rank) { return SimulationTrace(s.simulation, rank); },
+          py::arg("rank") = -1, Unlocked(), "Chrome/Perfetto JSON of all ranks, or of one.")
+      .def(
+          "snapshot", [](const PySimulation& s) { return Take(SimulationSnapshot(s.simulation)); }, Unlocked(),
+          "The dictionary of torch.cuda.memory._snapshot() as JSON.")
+      .def(
+          "chakra",
+          [](const PySimulation& s, int32_t rank) {
+            CheckRank(s.simulation, rank);
+            std::string bytes;
+            {
+              py::gil_scoped_release unlocked;
+              bytes = SimulationChakra(s.simulation, rank);
+            }
+            return py::bytes(bytes);
+          },
+          py::arg("rank") = 0, "The Chakra execution trace of a simulated rank.");
+  m.def(
+      "preset_cluster", [](const std::string& name) { return Take(PresetCluster(name)); }, py::arg("name"), Unlocked(),
+      "The cluster file of a preset such as h100-80gb-32.");
   m.def("preset_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : PresetNames()) names.emplace_back(name);
     return names;
   });
-  m.def("cluster_devices", [](const std::string& text, const std::string& file) { return Take(LoadCluster(text, file)).devices; },
-        py::arg("text"), py::arg("file") = "cluster", Unlocked(), "How many devices a cluster has; error: what is wrong with its file.");
-  m.def("check_chrome_trace", [](const std::string& json) { Take(CheckChromeTrace(json)); }, py::arg("json"), Unlocked(),
-        "Error: the first rule that a trace breaks.");
-  m.def("check_memory_snapshot", [](const std::string& json) { Take(CheckMemorySnapshot(json)); }, py::arg("json"), Unlocked());
+  m.def(
+      "cluster_devices",
+      [](const std::string& text, const std::string& file) { return Take(LoadCluster(text, file)).devices; },
+      py::arg("text"), py::arg("file") = "cluster", Unlocked(),
+      "How many devices a cluster has; error: what is wrong with its file.");
+  m.def(
+      "check_chrome_trace", [](const std::string& json) { Take(CheckChromeTrace(json)); }, py::arg("json"), Unlocked(),
+      "Error: the first rule that a trace breaks.");
+  m.def(
+      "check_memory_snapshot", [](const std::string& json) { Take(CheckMemorySnapshot(json)); }, py::arg("json"),
+      Unlocked());
 }
 
 }  // namespace interlace

@@ -31,20 +31,27 @@ ChakraCommType CommTypeOf(const Op& op) {
 class Exporter {
  public:
   Exporter(const Simulation& s, int32_t rank)
-      : s_(s), lowered_(*s.lowered), program_(*lowered_.program), record_(s.output.ranks[rank]), writers_(program_.num_values()) {}
+      : s_(s),
+        lowered_(*s.lowered),
+        program_(*lowered_.program),
+        record_(s.output.ranks[rank]),
+        writers_(program_.num_values()) {}
 
   std::string Run() {
     for (size_t run = 0; run < lowered_.run.size(); ++run) {
       int32_t p = lowered_.run[run];
       const Phase& phase = *lowered_.phases[p];
-      for (size_t i = 0; i < phase.takes.size() && i < given_.size(); ++i) writers_[program_.RootOf(phase.takes[i])] = given_[i];
-      for (size_t i = 0; i < lowered_.ops[p].size(); ++i) Visit(lowered_.ops[p][i], lowered_.first[run] + static_cast<int64_t>(i));
+      for (size_t i = 0; i < phase.takes.size() && i < given_.size(); ++i)
+        writers_[program_.RootOf(phase.takes[i])] = given_[i];
+      for (size_t i = 0; i < lowered_.ops[p].size(); ++i)
+        Visit(lowered_.ops[p][i], lowered_.first[run] + static_cast<int64_t>(i));
       given_.clear();
       for (ValueId id : phase.gives) given_.push_back(writers_[program_.RootOf(id)]);
     }
-    std::vector<ChakraAttribute> metadata = {{"producer", "interlace, simulated on " + s_.cluster.name},
-                                             {"world_size", s_.ranks},
-                                             {"ranks_are_alike", record_.start_ps.size() > 0 && s_.output.ranks.size() == 1}};
+    std::vector<ChakraAttribute> metadata = {
+        {"producer", "interlace, simulated on " + s_.cluster.name},
+        {"world_size", s_.ranks},
+        {"ranks_are_alike", record_.start_ps.size() > 0 && s_.output.ranks.size() == 1}};
     return WriteChakra(nodes_, metadata);
   }
 
@@ -105,7 +112,8 @@ class Exporter {
     add("is_cpu_op", false);
     add("duration_ns", node.duration_ns);
     if (std::string module = ModuleOf(program_, op); !module.empty()) add("module", module);
-    if (op.source >= 0 && op.source < static_cast<int32_t>(program_.sources.size())) add("source", program_.sources[op.source].place);
+    if (op.source >= 0 && op.source < static_cast<int32_t>(program_.sources.size()))
+      add("source", program_.sources[op.source].place);
     add("lane", std::string(LaneName(lop.kind == LoweredOp::Kind::kStart ? lop.lane : Lane::kCompute)));
     if (lop.kind != LoweredOp::Kind::kStart) return;
     int64_t in = 0, out = 0;
@@ -134,7 +142,7 @@ class Exporter {
       if (result == kNone) continue;
       const Value& value = program_.value(result);
       ValueId root = program_.RootOf(result);
-      if (root == result) writers_[root].clear();   // a new storage
+      if (root == result) writers_[root].clear();  // a new storage
       if (root == result || value.placed) writers_[root].push_back(id);
     }
     for (ValueId operand : WrittenOperands(program_, op)) writers_[program_.RootOf(operand)].push_back(id);
@@ -144,9 +152,9 @@ class Exporter {
   const Lowered& lowered_;
   const Program& program_;
   const RankRecord& record_;
-  std::vector<Ids> writers_;       // by root
-  std::vector<Ids> given_;         // by the last phase's gives
-  Ids waited_;                     // transfers that were waited for since the last compute node
+  std::vector<Ids> writers_;  // by root
+  std::vector<Ids> given_;    // by the last phase's gives
+  Ids waited_;                // transfers that were waited for since the last compute node
   int64_t last_compute_ = -1;
   int64_t last_on_lane_[7] = {-1, -1, -1, -1, -1, -1, -1};
   uint64_t next_id_ = 1;
@@ -155,6 +163,8 @@ class Exporter {
 
 }  // namespace
 
-std::string SimulationChakra(const Simulation& simulation, int32_t rank) { return Exporter(simulation, rank).Run(); }
+std::string SimulationChakra(const Simulation& simulation, int32_t rank) {
+  return Exporter(simulation, rank).Run();
+}
 
 }  // namespace interlace

@@ -74,7 +74,9 @@ struct Persistent {
 std::vector<Persistent> PersistentRoots(const Program& program) {
   std::vector<Persistent> out;
   std::vector<std::string> units = ModulesOfUnits(program);
-  auto parent = [](std::string_view name) { return std::string(name.substr(0, name.rfind('.') == name.npos ? 0 : name.rfind('.'))); };
+  auto parent = [](std::string_view name) {
+    return std::string(name.substr(0, name.rfind('.') == name.npos ? 0 : name.rfind('.')));
+  };
   auto add = [&](ValueId id, std::string module) {
     if (program.RootOf(id) == id) out.push_back({id, std::move(module)});
   };
@@ -132,7 +134,8 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
     if (at.transient_bytes > 0) hold(MemoryKind::kWorkspace, ModuleOf(program, program.op(at.op)), at.transient_bytes);
   }
   for (auto& [key, holder] : holders) out.at_peak.push_back(std::move(holder));
-  std::stable_sort(out.at_peak.begin(), out.at_peak.end(), [](const KindHolder& a, const KindHolder& b) { return a.bytes > b.bytes; });
+  std::stable_sort(out.at_peak.begin(), out.at_peak.end(),
+                   [](const KindHolder& a, const KindHolder& b) { return a.bytes > b.bytes; });
   return out;
 }
 

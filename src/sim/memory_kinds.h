@@ -2,8 +2,8 @@
 //
 //   parameters      shards and whole parameters, master copies     gathered    buffers that gathers fill
 //   gradients       flat gradients, reduced shards                 activations results of the forward part
-//   optimizer       every other state                              temporaries results of the backward part and the update
-//   buffers         buffers and constants                          workspace   inside the op that runs
+//   optimizer       every other state                              temporaries results of the backward part and the
+//   update buffers         buffers and constants                          workspace   inside the op that runs
 #pragma once
 
 #include <array>
@@ -15,7 +15,16 @@
 
 namespace interlace {
 
-enum class MemoryKind : uint8_t { kParameters, kGradients, kOptimizer, kBuffers, kGathered, kActivations, kTemporaries, kWorkspace };
+enum class MemoryKind : uint8_t {
+  kParameters,
+  kGradients,
+  kOptimizer,
+  kBuffers,
+  kGathered,
+  kActivations,
+  kTemporaries,
+  kWorkspace
+};
 inline constexpr int kMemoryKinds = 8;
 inline constexpr std::array<std::string_view, kMemoryKinds> kMemoryKindNames = {
     "parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "temporaries", "workspace"};

@@ -11,7 +11,7 @@
 namespace interlace {
 namespace {
 
-constexpr size_t kMostSamples = 3000;   // more than a screen has pixels across
+constexpr size_t kMostSamples = 3000;  // more than a screen has pixels across
 
 struct Sample {
   int64_t time_ps;
@@ -26,7 +26,8 @@ std::vector<Sample> Samples(const Simulation& s, const MemoryKinds& kinds, const
   for (size_t run = 0; run < lowered.run.size(); ++run) {
     const std::vector<BytesByKind>& at_op = kinds.at_op[lowered.run[run]];
     for (size_t i = 0; i < at_op.size(); ++i) {
-      if (all.empty() || *all.back().bytes != at_op[i]) all.push_back({rank.start_ps[lowered.first[run] + i], &at_op[i]});
+      if (all.empty() || *all.back().bytes != at_op[i])
+        all.push_back({rank.start_ps[lowered.first[run] + i], &at_op[i]});
     }
   }
   if (all.size() <= kMostSamples) return all;
@@ -40,7 +41,9 @@ std::vector<Sample> Samples(const Simulation& s, const MemoryKinds& kinds, const
   return out;
 }
 
-double Us(int64_t ps) { return static_cast<double>(ps) / 1e6; }
+double Us(int64_t ps) {
+  return static_cast<double>(ps) / 1e6;
+}
 
 void WritePhases(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
   const Lowered& lowered = *s.lowered;
@@ -84,7 +87,9 @@ void WritePath(JsonWriter& w, const Simulation& s) {
   for (size_t i = 0; i < s.path.size();) {
     const PathPiece& first = s.path[i];
     size_t end = i;
-    while (end < s.path.size() && s.path[end].rank == first.rank && s.path[end].lane == first.lane && s.path[end].kind == first.kind) ++end;
+    while (end < s.path.size() && s.path[end].rank == first.rank && s.path[end].lane == first.lane &&
+           s.path[end].kind == first.kind)
+      ++end;
     std::string_view lane = first.kind == PathPiece::Kind::kLaunch ? "launch" : LaneName(first.lane);
     w.BeginObject().Field("start_us", Us(first.start_ps)).Field("end_us", Us(s.path[end - 1].end_ps));
     w.Field("lane", lane).Field("rank", first.rank).EndObject();

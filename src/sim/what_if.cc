@@ -21,7 +21,10 @@ bool WhatIf::plain() const {
 }
 
 Status CheckWhatIf(const WhatIf& w) {
-  for (auto [name, factor] : {std::pair{"compute", w.compute}, {"links", w.links}, {"latency", w.latency}, {"copies", w.copies},
+  for (auto [name, factor] : {std::pair{"compute", w.compute},
+                              {"links", w.links},
+                              {"latency", w.latency},
+                              {"copies", w.copies},
                               {"launches", w.launches}}) {
     if (!(factor >= 0 && factor <= kLargestFactor)) {
       return MakeError("the times of ", name, " cannot be multiplied by ", factor, "; give 0 to ", kLargestFactor);

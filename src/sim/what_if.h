@@ -1,7 +1,7 @@
 // what_if.h — the same program on machines that are faster or slower in one respect.
 //
-// Factors multiply times: links = 0.5 is twice the bandwidth, latency = 0 is none, compute = 0.5 is twice as fast. They apply to
-// the cost of every op, measured or estimated alike, and to what devices share (host bandwidth, launches).
+// Factors multiply times: links = 0.5 is twice the bandwidth, latency = 0 is none, compute = 0.5 is twice as fast. They
+// apply to the cost of every op, measured or estimated alike, and to what devices share (host bandwidth, launches).
 #pragma once
 
 #include "cost/cluster.h"

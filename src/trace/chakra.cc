@@ -19,7 +19,9 @@ void AppendVarint(std::string& out, uint64_t value) {
   out.push_back(static_cast<char>(value));
 }
 
-void AppendTag(std::string& out, int field, WireType type) { AppendVarint(out, static_cast<uint64_t>(field) << 3 | type); }
+void AppendTag(std::string& out, int field, WireType type) {
+  AppendVarint(out, static_cast<uint64_t>(field) << 3 | type);
+}
 
 // proto3 leaves out numbers that are zero, except where they are alternatives (`value` of an attribute).
 void AppendNumber(std::string& out, int field, uint64_t value, bool always = false) {
@@ -62,7 +64,9 @@ void AppendMessage(std::string& out, std::string_view message) {
   out.append(message);
 }
 
-uint64_t Micros(int64_t nanoseconds) { return static_cast<uint64_t>((nanoseconds + 500) / 1000); }
+uint64_t Micros(int64_t nanoseconds) {
+  return static_cast<uint64_t>((nanoseconds + 500) / 1000);
+}
 
 }  // namespace
 

@@ -1,0 +1,84 @@
+"""`interlace report`: one HTML page about a predicted step, and a measured one beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from interlace.cli import simulation as sim
+from interlace.cli.console import Work, err, print_json
+from interlace.cli.program_file import FileError, write_text
+from interlace.config import format_bytes
+
+HELP = """Write one HTML page about a predicted step: timeline, memory, modules, critical path, what if.
+
+The page needs nothing else and works offline.
+
+[bold]Examples[/bold]
+
+  interlace report sharded.il --cluster h100-80gb-32 -o report.html
+
+  interlace report sharded.il --cluster local-2 --profile here.profile --measured trace.json -o report.html
+
+  interlace report sharded.il --cluster a100-40gb-8 --slow 3=1.2 --json -o report.html
+"""
+MEASURED_HELP = "A trace of a real step (interlace train --trace), shown below the predicted one."
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report", help=HELP)(report)
+
+
+def report(
+    program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
+    machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
+    foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
+    slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
+    every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
+    measured: Annotated[str | None, typer.Option("--measured", help=MEASURED_HELP)] = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
+) -> None:
+    from interlace.report import build_report, render
+
+    if program is None:
+        raise FileError("no program file: name one, or - for stdin (examples: interlace report --help)")
+    if cluster is None:
+        raise FileError("no cluster: give --cluster, a file or a preset such as h100-80gb-8")
+    step = _read_measured(measured) if measured is not None else None
+    loaded = sim.load_program(program)
+
+    def simulate(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
+        slower = [*(slow or []), *(slow_too or [])]
+        return sim.simulate(loaded, program, cluster, profile, slower, every_rank, machine, foreign, what_if)
+
+    facts = {"program": sim.shown(program), "cluster": cluster}
+    if profile is not None:
+        facts["profile"] = profile
+    if measured is not None:
+        facts["measured"] = measured
+    with Work() as work:
+        page = build_report(loaded, simulate, facts, step, work.update)
+    text = render(page)
+    write_text(output, text)
+    err().print(f"wrote {output} ({format_bytes(len(text.encode()))})")
+    if as_json:
+        print_json(page.summary())
+
+
+def _read_measured(file: str) -> Any:
+    from interlace.report import read_trace
+
+    path = Path(file)
+    if path.is_dir():
+        raise FileError(f"{file} is a folder: name a trace file")
+    try:
+        return read_trace(path.read_bytes(), file)
+    except FileNotFoundError:
+        raise FileError(f"no such file: {file}") from None
+    except OSError as error:
+        raise FileError(f"cannot read {file}: {error.strerror}") from None

@@ -1,0 +1,311 @@
+"""The page itself: tables and figures as HTML, timelines as data for the script, all in one text without any address."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from typing import Any
+
+from interlace.report.build import Report
+from interlace.report.modules import Row
+from interlace.report.timeline import columns
+from interlace.report.units import bytes_text, count_text, percent_text, time_text
+
+MOST_BLAME = 14       # rows of the critical path that are shown at once
+MOST_HOLDERS = 16
+OPEN_MODULES = 12     # rows of the module table that are open at first
+
+
+def render(report: Report) -> str:
+    """The whole file."""
+    title = report.facts.get("model") or report.facts.get("program", "program")
+    sections = [
+        _header(report, title),
+        _tiles(report),
+        _timeline(report),
+        '<div class="columns">',
+        _exposed(report),
+        _what_if(report),
+        "</div>",
+        _memory(report),
+        '<div class="columns">',
+        _path(report),
+        _bounds(report),
+        "</div>",
+        _modules(report),
+        _facts(report),
+    ]
+    data = {
+        "predicted": columns(report.predicted),
+        "measured": columns(report.measured) if report.measured is not None else None,
+        "phases": report.details["phases"],
+        "path": report.details["path"],
+        "memory": report.details["memory"],
+        "limit_bytes": report.forecast["memory"]["limit_bytes"],
+    }
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)} on {escape(report.forecast['cluster'])}</title>\n"
+        f"<style>\n{_asset('report.css')}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(sections)
+        + '\n</main>\n<div id="tip" role="status" hidden></div>\n'
+        + f'<script type="application/json" id="data">{script_json(data)}</script>\n'
+        + f"<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand inside a script element, whatever its strings are."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _asset(name: str) -> str:
+    return (resources.files("interlace.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _header(report: Report, title: str) -> str:
+    forecast = report.forecast
+    ranks = forecast["ranks"]
+    notes = [f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {forecast['cluster']}"]
+    profile = forecast["profile"]
+    if profile["fingerprint"]:
+        notes.append(f"{profile['measured_op_kinds']} of {profile['op_kinds']} kinds of op measured")
+    else:
+        notes.append("times estimated, no profile")
+    if report.measured is not None:
+        notes.append("with a measured step")
+    warning = ""
+    if profile["foreign"]:
+        warning = f'<p class="warning">The profile is of another machine: {escape(profile["fingerprint"])}</p>'
+    return (
+        f"<header><div><h1>{escape(title)}</h1><p>{escape(' · '.join(notes))}</p>{warning}</div>"
+        '<button id="theme" type="button" title="Light or dark">◐</button></header>'
+    )
+
+
+def _tile(label: str, value: str, note: str = "", tone: str = "") -> str:
+    return f'<div class="tile {tone}"><h2>{escape(label)}</h2><p class="value">{escape(value)}</p><p>{escape(note)}</p></div>'
+
+
+def _tiles(report: Report) -> str:
+    forecast, summary = report.forecast, report.summary()
+    last = max(forecast["per_rank"], key=lambda rank: rank["end_us"])
+    tiles = [_tile("Step time", time_text(forecast["step_us"]), f"compute {time_text(last['compute_us'])}")]
+    if summary["tokens_per_s"] is not None:
+        note = f"{summary['tokens_per_step']:,} tokens a step, all ranks"
+        tiles.append(_tile("Tokens per second", count_text(summary["tokens_per_s"]), note))
+    memory = forecast["memory"]
+    share = memory["peak_bytes"] / memory["limit_bytes"] if memory["limit_bytes"] > 0 else 0
+    fits = f"{percent_text(share)} of {bytes_text(memory['limit_bytes'])}" if share <= 1 else "does not fit"
+    note = fits if share <= 1 else f"does not fit: the device has {bytes_text(memory['limit_bytes'])}"
+    tiles.append(_tile("Peak memory", bytes_text(memory["peak_bytes"]), note, "bad" if share > 1 else ""))
+    bound = forecast["bounds"][0]
+    note = f"{bound['name']}; the step is {percent_text(forecast['gap'])} above it"
+    tiles.append(_tile("Lower bound", time_text(bound["us"]), note))
+    exposed = sum(lane["exposed_us"] for lane in last["lanes"])
+    busy = sum(lane["busy_us"] for lane in last["lanes"])
+    note = f"of {time_text(busy)} on all lanes" if busy else "nothing is transferred"
+    tiles.append(_tile("Exposed communication", time_text(exposed), note))
+    if report.measured is not None:
+        measured = summary["measured"]
+        error = measured["error"]
+        note = "" if error is None else f"the forecast is {percent_text(error, signed=True)} off"
+        tiles.append(_tile("Measured step", time_text(measured["step_us"]), note, "measured"))
+    return f'<section class="tiles" aria-label="Forecast">{"".join(tiles)}</section>'
+
+
+def _timeline(report: Report) -> str:
+    what = "Predicted over measured" if report.measured is not None else "Predicted"
+    return (
+        '<section><div class="bar"><h2>Timeline</h2>'
+        f'<p class="quiet">{what}, rank {report.predicted.rank}</p><span class="grow"></span>'
+        '<div class="buttons"><button type="button" data-zoom="in" title="Zoom in (+)">+</button>'
+        '<button type="button" data-zoom="out" title="Zoom out (-)">−</button>'
+        '<button type="button" data-zoom="all" title="All (0)">All</button></div></div>'
+        '<canvas id="timeline" tabindex="0" aria-label="Timeline by lane"></canvas>'
+        '<p class="legend" id="lanes"></p>'
+        '<p class="quiet hint">Drag to move, pinch or Ctrl + wheel to zoom, double-click an op to fill the view with it; the red line '
+        "marks the critical path.</p></section>"
+    )
+
+
+def _table(head: list[str], rows: list[list[str]], left: int = 1, name: str = "") -> str:
+    """Cells are HTML; the first `left` columns are text, the others numbers."""
+    cells = [f'<th{"" if i < left else " class=n"}>{title}</th>' for i, title in enumerate(head)]
+    body = "".join(
+        "<tr>" + "".join(f'<td{"" if i < left else " class=n"}>{cell}</td>' for i, cell in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    identity = f' id="{name}"' if name else ""
+    return f'<div class="scroll"><table{identity}><thead><tr>{"".join(cells)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _meter(share: float, tone: str) -> str:
+    return f'<span class="meter"><span class="{tone}" style="width:{100 * min(max(share, 0), 1):.2f}%"></span></span>'
+
+
+def _exposed(report: Report) -> str:
+    step = report.forecast["step_us"] or 1
+    last = max(report.forecast["per_rank"], key=lambda rank: rank["end_us"])
+    measured = {lane["lane"]: lane for lane in report.measured.lane_use()} if report.measured is not None else {}
+    head = ["lane", "transfers", "bytes", "busy", "exposed", "of the step"] + (["measured busy", "exposed"] if measured else [])
+    rows = []
+    for lane in last["lanes"]:
+        name = lane["lane"]
+        row = [f'<i class="dot c-{escape(name)}"></i>{escape(name)}', f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
+        row += [time_text(lane["busy_us"]), time_text(lane["exposed_us"]), percent_text(lane["exposed_us"] / step)]
+        if measured:
+            other = measured.get(name)
+            row += [time_text(other["busy_us"]), time_text(other["exposed_us"])] if other else ["", ""]
+        rows.append(row)
+    body = _table(head, rows, name="exposed") if rows else '<p class="quiet">One rank alone: nothing is transferred.</p>'
+    return (
+        f'<section><h2>Exposed communication</h2><p class="quiet">Time in which a lane is busy and nothing is computed.</p>{body}</section>'
+    )
+
+
+def _what_if(report: Report) -> str:
+    largest = max(row["step_us"] for row in report.what_if) or 1
+    rows = []
+    for row in report.what_if:
+        base = row is report.what_if[0]
+        tone = "same" if abs(row["change"]) < 0.0005 else "better" if row["change"] < 0 else "worse"
+        change = "" if base else f'<span class="{tone}">{percent_text(row["change"], signed=True)}</span>'
+        bar = _meter(row["step_us"] / largest, "base" if base else tone)
+        rows.append([escape(row["label"]), time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]), escape(row["bound"])])
+    body = _table(["change", "step", "", "exposed", "bound by"], rows, name="what-if")
+    return f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
+
+
+def _module_name(path: str, merges: int = 1) -> str:
+    if not path:
+        return '<span class="quiet">(no module)</span>'
+    many = f' <span class="quiet">× {merges}</span>' if merges > 1 else ""
+    return f"<code>{escape(path)}</code>{many}"
+
+
+def _memory(report: Report) -> str:
+    memory = report.forecast["memory"]
+    peak = memory["peak_bytes"] or 1
+    kinds: dict[str, int] = {}
+    for holder in report.holders:
+        kinds[holder["kind"]] = kinds.get(holder["kind"], 0) + holder["bytes"]
+    legend = "".join(
+        f'<li><i class="dot k-{kind}"></i>{kind}<b>{bytes_text(size)}</b></li>'
+        for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
+    )
+    rows = []
+    for holder in report.holders[:MOST_HOLDERS]:
+        bar = _meter(holder["bytes"] / peak, f"k-{holder['kind']}")
+        rows.append([f'<i class="dot k-{holder["kind"]}"></i>{holder["kind"]}', _module_name(holder["module"]),
+                     f"{holder['storages']:,}", bytes_text(holder["bytes"]) + bar, percent_text(holder["bytes"] / peak)])  # fmt: skip
+    rest = sum(holder["bytes"] for holder in report.holders[MOST_HOLDERS:])
+    if rest:
+        rows.append(['<span class="quiet">others</span>', "", "", bytes_text(rest), percent_text(rest / peak)])
+    top = memory["top_ops"][0] if memory["top_ops"] else None
+    where = ""
+    if top is not None:
+        module = f" in <code>{escape(top['module'])}</code>" if top["module"] else ""
+        where = f"The peak is at <code>{escape(top['op'])}</code>{module}, {escape(top['phase'])}. "
+    inputs = f"Inputs of {bytes_text(memory['input_bytes'])} belong to the caller."
+    return (
+        f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
+        f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
+        f"<h3>What fills the peak</h3>{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 2, 'peak')}</section>"
+    )
+
+
+def _path(report: Report) -> str:
+    step = report.forecast["step_us"] or 1
+    lanes: dict[str, float] = {}
+    for row in report.blame:
+        lanes[row["lane"]] = lanes.get(row["lane"], 0.0) + row["us"]
+    parts = sorted(lanes.items(), key=lambda item: -item[1])
+    stripe = "".join(
+        f'<span class="c-{escape(lane.replace(" ", "-"))}" style="width:{100 * us / step:.3f}%" '
+        f'title="{escape(lane)}: {time_text(us)}"></span>'
+        for lane, us in parts
+    )
+    named = "".join(
+        f'<li><i class="dot c-{escape(lane.replace(" ", "-"))}"></i>{escape(lane)}<b>{percent_text(us / step)}</b></li>'
+        for lane, us in parts
+    )
+    rows = []
+    for row in report.blame[:MOST_BLAME]:
+        slowed = time_text(row["slowed_us"]) if row["slowed_us"] > 0 else ""
+        lane = f'<i class="dot c-{escape(row["lane"].replace(" ", "-"))}"></i>{escape(row["lane"])}'
+        rows.append([_module_name(row["module"], row["merges"]), lane, time_text(row["us"]), percent_text(row["us"] / step), slowed])
+    rest = sum(row["us"] for row in report.blame[MOST_BLAME:])
+    if rest:
+        rows.append([f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>', "", time_text(rest), percent_text(rest / step), ""])
+    body = _table(["module", "lane", "time", "of the step", "by sharing"], rows, 2, "path")
+    return (
+        '<section><h2>Critical path</h2><p class="quiet">The chain of ops and transfers that makes the step as long as it is.</p>'
+        f'<div class="stripe">{stripe}</div><ul class="kinds">{named}</ul>{body}</section>'
+    )
+
+
+def _bounds(report: Report) -> str:
+    step = report.forecast["step_us"] or 1
+    rows = [
+        [escape(bound["name"]), time_text(bound["us"]) + _meter(bound["us"] / step, "base"), percent_text(bound["us"] / step)]
+        for bound in report.forecast["bounds"]
+        if bound["us"] > 0
+    ]
+    return (
+        '<section><h2>Lower bounds</h2><p class="quiet">No order of these ops on these machines is faster than the largest.</p>'
+        f"{_table(['bound', 'time', 'of the step'], rows, name='bounds')}</section>"
+    )
+
+
+def _modules(report: Report) -> str:
+    if not report.modules:
+        return ""
+    with_measured = report.measured is not None
+    whole = report.modules[0].compute or 1
+    head = ["module", "compute", "", "forward", "backward", "update", "waits", "transfers"] + (["measured"] if with_measured else [])
+    open_level = _open_level(report.modules)
+    lines = []
+    for row in report.modules:
+        cells = [_module_cell(row), time_text(row.compute) + _split_meter(row, whole), percent_text(row.compute / whole)]
+        cells += [time_text(value) if value else "" for value in (row.fwd, row.bwd, row.upd, row.wait, row.transfer)]
+        cells += [time_text(row.measured) if row.measured else ""] if with_measured else []
+        shut = row.level > open_level
+        inner = "".join(f'<td{"" if i == 0 else " class=n"}>{cell}</td>' for i, cell in enumerate(cells))
+        state = "" if not row.children else f' data-open="{int(row.level < open_level)}"'
+        lines.append(f'<tr data-level="{row.level}"{state}{" hidden" if shut else ""}>{inner}</tr>')
+    titles = "".join(f'<th{"" if i == 0 else " class=n"}>{title}</th>' for i, title in enumerate(head))
+    return (
+        '<section><h2>Modules</h2><p class="quiet">Time of all ops of a module and of those in it; numbered ones are one row.</p>'
+        f'<div class="scroll"><table id="modules"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div></section>'
+    )
+
+
+def _open_level(rows: list[Row]) -> int:
+    """The deepest level at which the open rows are still few."""
+    level = 1
+    while sum(row.level <= level + 1 for row in rows) <= OPEN_MODULES and level < max(row.level for row in rows):
+        level += 1
+    return level
+
+
+def _module_cell(row: Row) -> str:
+    name = escape(row.name) if row.path else "all"
+    many = f' <span class="quiet">× {len(row.paths)}</span>' if len(row.paths) > 1 else ""
+    twist = '<button type="button" class="twist" aria-label="open or shut"></button>' if row.children else '<span class="twist"></span>'
+    return f'<span class="tree" style="--level:{row.level}" title="{escape(row.path)}">{twist}<code>{name}</code>{many}</span>'
+
+
+def _split_meter(row: Row, whole: float) -> str:
+    parts = (("compute-fwd", row.fwd), ("compute-bwd", row.bwd), ("compute-upd", row.upd))
+    return '<span class="meter">' + "".join(
+        f'<span class="c-{name}" style="width:{100 * us / whole:.2f}%"></span>' for name, us in parts if us
+    ) + "</span>"  # fmt: skip
+
+
+def _facts(report: Report) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.facts.items())
+    return f"<section><h2>About</h2><dl>{items}</dl></section>"
