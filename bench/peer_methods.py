@@ -19,7 +19,7 @@ from torch import nn
 
 Batch = dict[str, torch.Tensor]
 Step = Callable[[list[Batch]], float]  # micro-batches of one step → their mean loss on this rank
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +155,7 @@ def deepspeed(settings: Settings, stage: int) -> Step:
         "gradient_accumulation_steps": settings.accumulation,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # its default is 1.0
         "steps_per_print": 1 << 30,
     }
     engine, *_ = ds.initialize(model=model, optimizer=adamw(model.parameters()), config=config)

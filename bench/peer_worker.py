@@ -103,7 +103,7 @@ class Worker:
         losses = [step(b) for b in batches]
         seconds = time.perf_counter() - begin
         if self.ranks > 1:
-            dist.barrier()  # loopback's counter is everybody's: the block has ended for all
+            dist.barrier()  # so that all that this block sends is counted on every rank
         return {"seconds": seconds, "losses": losses, "sent_bytes": sent_bytes(interface) - sent}
 
 

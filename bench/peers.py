@@ -211,11 +211,8 @@ class Bench:
         row.losses += [sum(a["losses"][i] for a in answers) / len(answers) for i in range(count)]
         if counted:
             row.seconds.append(max(a["seconds"] for a in answers) / count)
-            sent = [a["sent_bytes"] / count for a in answers]
-            shaped = self.args.mbit is not None
-            row.sent_bytes.append(
-                sum(sent) / len(sent) if shaped else max(sent) / len(sent)
-            )  # loopback counts all ranks
+            if self.args.mbit is not None:  # plain loopback's counter is that of the whole machine
+                row.sent_bytes.append(sum(a["sent_bytes"] for a in answers) / len(answers) / count)
 
     def _round_text(self) -> str:
         last = [f"{row.name} {row.seconds[-1] * 1e3:.0f}" for row in self.rows.values() if row.seconds]
