@@ -142,7 +142,11 @@ def tokens_per_step(program: Any) -> int | None:
     """Of all ranks, when the program reads `input_ids` of batch x sequence."""
     for entry in program.inputs():
         shape = entry["shape"]
-        if entry["name"].rpartition(".")[2] == "input_ids" and len(shape) == 2 and all(isinstance(n, int) for n in shape):
+        if (
+            entry["name"].rpartition(".")[2] == "input_ids"
+            and len(shape) == 2
+            and all(isinstance(n, int) for n in shape)
+        ):
             ranks = 1
             for size in program.mesh.values():
                 ranks *= size

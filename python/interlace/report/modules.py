@@ -23,7 +23,7 @@ class Row:
     """Times in us. A row of a module holds those of the modules in it."""
 
     path: str
-    level: int
+    level: int = 0
     fwd: float = 0.0
     bwd: float = 0.0
     upd: float = 0.0
@@ -35,7 +35,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        return self.path.rpartition(".")[2]
+        """The last word of the path; numbered modules keep the word before their number."""
+        return ".".join(self.path.split(".")[-2 if self.path.endswith(".*") else -1 :])
 
     @property
     def compute(self) -> float:
@@ -62,15 +63,18 @@ def breakdown(predicted: Timeline, measured: Timeline | None) -> list[Row]:
             children.setdefault(_parent(row.path), []).append(row)
     ordered: list[Row] = []
 
-    def visit(row: Row) -> None:
+    def visit(row: Row, level: int) -> None:
+        below = children.get(row.path, [])
+        if len(below) == 1 and below[0].path == f"{row.path}.*" and below[0].compute == row.compute:
+            visit(below[0], level)  # "layers" is no more than its "layers.*"
+            return
         ordered.append(row)
-        below = sorted(children.get(row.path, []), key=lambda r: (-(r.compute + r.measured), -r.transfer, r.path))
-        row.children = len(below)
-        for child in below:
-            visit(child)
+        row.level, row.children = level, len(below)
+        for child in sorted(below, key=lambda r: (-(r.compute + r.measured), -r.transfer, r.path)):
+            visit(child, level + 1)
 
     if "" in rows:
-        visit(rows[""])
+        visit(rows[""], 0)
     return ordered
 
 
@@ -93,7 +97,7 @@ def _add(rows: dict[str, Row], path: str, what: str, us: float) -> None:
         key = merged(own)
         row = rows.get(key)
         if row is None:
-            row = rows[key] = Row(key, key.count(".") + 1 if key else 0)
+            row = rows[key] = Row(key)
         row.paths.add(own)
         setattr(row, what, getattr(row, what) + us)
         if not own:

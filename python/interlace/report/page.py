@@ -12,9 +12,9 @@ from interlace.report.modules import Row
 from interlace.report.timeline import columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
-MOST_BLAME = 14       # rows of the critical path that are shown at once
+MOST_BLAME = 14  # rows of the critical path that are shown at once
 MOST_HOLDERS = 16
-OPEN_MODULES = 12     # rows of the module table that are open at first
+OPEN_MODULES = 12  # rows of the module table that are open at first
 
 
 def render(report: Report) -> str:
@@ -24,15 +24,14 @@ def render(report: Report) -> str:
         _header(report, title),
         _tiles(report),
         _timeline(report),
-        '<div class="columns">',
+        '<div class="columns"><div>',
         _exposed(report),
-        _what_if(report),
-        "</div>",
-        _memory(report),
-        '<div class="columns">',
-        _path(report),
         _bounds(report),
-        "</div>",
+        "</div><div>",
+        _what_if(report),
+        "</div></div>",
+        _memory(report),
+        _path(report),
         _modules(report),
         _facts(report),
     ]
@@ -112,7 +111,8 @@ def _tiles(report: Report) -> str:
     if report.measured is not None:
         measured = summary["measured"]
         error = measured["error"]
-        note = "" if error is None else f"the forecast is {percent_text(error, signed=True)} off"
+        side = "above" if error is not None and error > 0 else "below"
+        note = "" if error is None else f"the forecast is {percent_text(abs(error))} {side} it"
         tiles.append(_tile("Measured step", time_text(measured["step_us"]), note, "measured"))
     return f'<section class="tiles" aria-label="Forecast">{"".join(tiles)}</section>'
 
@@ -123,7 +123,7 @@ def _timeline(report: Report) -> str:
         '<section><div class="bar"><h2>Timeline</h2>'
         f'<p class="quiet">{what}, rank {report.predicted.rank}</p><span class="grow"></span>'
         '<div class="buttons"><button type="button" data-zoom="in" title="Zoom in (+)">+</button>'
-        '<button type="button" data-zoom="out" title="Zoom out (-)">−</button>'
+        '<button type="button" data-zoom="out" title="Zoom out (-)">&minus;</button>'
         '<button type="button" data-zoom="all" title="All (0)">All</button></div></div>'
         '<canvas id="timeline" tabindex="0" aria-label="Timeline by lane"></canvas>'
         '<p class="legend" id="lanes"></p>'
@@ -132,39 +132,48 @@ def _timeline(report: Report) -> str:
     )
 
 
-def _table(head: list[str], rows: list[list[str]], left: int = 1, name: str = "") -> str:
-    """Cells are HTML; the first `left` columns are text, the others numbers."""
-    cells = [f'<th{"" if i < left else " class=n"}>{title}</th>' for i, title in enumerate(head)]
-    body = "".join(
-        "<tr>" + "".join(f'<td{"" if i < left else " class=n"}>{cell}</td>' for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
+def _table(head: list[str], rows: list[list[str]], name: str, left: int = 1, spare: tuple[int, ...] = ()) -> str:
+    """Cells are HTML; the first `left` columns are text, the others numbers; narrow pages go without the `spare` ones."""
+    kinds = [" ".join(["n"] * (i >= left) + ["spare"] * (i in spare)) for i in range(len(head))]
+
+    def line(tag: str, cells: list[str]) -> str:
+        marked = (f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))
+        return f"<tr>{''.join(marked)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return (
+        f'<div class="scroll"><table id="{name}"><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
     )
-    identity = f' id="{name}"' if name else ""
-    return f'<div class="scroll"><table{identity}><thead><tr>{"".join(cells)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _meter(share: float, tone: str) -> str:
     return f'<span class="meter"><span class="{tone}" style="width:{100 * min(max(share, 0), 1):.2f}%"></span></span>'
 
 
+def _dot(color: str, text: str) -> str:
+    return f'<span class="name"><i class="dot {escape(color)}"></i>{escape(text)}</span>'
+
+
 def _exposed(report: Report) -> str:
     step = report.forecast["step_us"] or 1
     last = max(report.forecast["per_rank"], key=lambda rank: rank["end_us"])
     measured = {lane["lane"]: lane for lane in report.measured.lane_use()} if report.measured is not None else {}
-    head = ["lane", "transfers", "bytes", "busy", "exposed", "of the step"] + (["measured busy", "exposed"] if measured else [])
     rows = []
     for lane in last["lanes"]:
         name = lane["lane"]
-        row = [f'<i class="dot c-{escape(name)}"></i>{escape(name)}', f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
-        row += [time_text(lane["busy_us"]), time_text(lane["exposed_us"]), percent_text(lane["exposed_us"] / step)]
-        if measured:
-            other = measured.get(name)
-            row += [time_text(other["busy_us"]), time_text(other["exposed_us"])] if other else ["", ""]
+        other = measured.get(name)
+        row = [_dot(f"c-{name}", name), f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
+        for key in ("busy_us", "exposed_us"):
+            row.append(time_text(lane[key]) + (f"<small>measured {time_text(other[key])}</small>" if other else ""))
+        row.append(percent_text(lane["exposed_us"] / step))
         rows.append(row)
-    body = _table(head, rows, name="exposed") if rows else '<p class="quiet">One rank alone: nothing is transferred.</p>'
-    return (
-        f'<section><h2>Exposed communication</h2><p class="quiet">Time in which a lane is busy and nothing is computed.</p>{body}</section>'
+    head = ["lane", "transfers", "bytes", "busy", "exposed", "of the step"]
+    body = (
+        _table(head, rows, "exposed", spare=(1,))
+        if rows
+        else '<p class="quiet">One rank alone: nothing is transferred.</p>'
     )
+    return f'<section><h2>Exposed communication</h2><p class="quiet">A lane is busy and nothing is computed.</p>{body}</section>'
 
 
 def _what_if(report: Report) -> str:
@@ -173,18 +182,29 @@ def _what_if(report: Report) -> str:
     for row in report.what_if:
         base = row is report.what_if[0]
         tone = "same" if abs(row["change"]) < 0.0005 else "better" if row["change"] < 0 else "worse"
-        change = "" if base else f'<span class="{tone}">{percent_text(row["change"], signed=True)}</span>'
+        change = "none" if tone == "same" else percent_text(row["change"], signed=True)
+        change = "" if base else f'<span class="{tone}">{change}</span>'
         bar = _meter(row["step_us"] / largest, "base" if base else tone)
-        rows.append([escape(row["label"]), time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]), escape(row["bound"])])
-    body = _table(["change", "step", "", "exposed", "bound by"], rows, name="what-if")
-    return f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
+        rows.append(
+            [
+                escape(row["label"]),
+                time_text(row["step_us"]) + bar,
+                change,
+                time_text(row["exposed_us"]),
+                escape(row["bound"]),
+            ]
+        )
+    body = _table(["change", "step", "", "exposed", "bound by"], rows, "what-if", spare=(4,))
+    return (
+        f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
+    )
 
 
 def _module_name(path: str, merges: int = 1) -> str:
     if not path:
         return '<span class="quiet">(no module)</span>'
-    many = f' <span class="quiet">× {merges}</span>' if merges > 1 else ""
-    return f"<code>{escape(path)}</code>{many}"
+    many = f' <span class="quiet name">&times; {merges}</span>' if merges > 1 else ""
+    return f"<code>{escape(path).replace('.', '.<wbr>')}</code>{many}"
 
 
 def _memory(report: Report) -> str:
@@ -197,10 +217,13 @@ def _memory(report: Report) -> str:
         f'<li><i class="dot k-{kind}"></i>{kind}<b>{bytes_text(size)}</b></li>'
         for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
     )
+    if report.measured is not None and report.measured.memory:
+        top = max(size for _, size in report.measured.memory)
+        legend += f'<li><i class="line"></i>measured, at most<b>{bytes_text(top)}</b></li>'
     rows = []
     for holder in report.holders[:MOST_HOLDERS]:
         bar = _meter(holder["bytes"] / peak, f"k-{holder['kind']}")
-        rows.append([f'<i class="dot k-{holder["kind"]}"></i>{holder["kind"]}', _module_name(holder["module"]),
+        rows.append([_dot(f"k-{holder['kind']}", holder["kind"]), _module_name(holder["module"]),
                      f"{holder['storages']:,}", bytes_text(holder["bytes"]) + bar, percent_text(holder["bytes"] / peak)])  # fmt: skip
     rest = sum(holder["bytes"] for holder in report.holders[MOST_HOLDERS:])
     if rest:
@@ -214,7 +237,7 @@ def _memory(report: Report) -> str:
     return (
         f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
         f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
-        f"<h3>What fills the peak</h3>{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 2, 'peak')}</section>"
+        f"<h3>What fills the peak</h3>{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
     )
 
 
@@ -236,12 +259,28 @@ def _path(report: Report) -> str:
     rows = []
     for row in report.blame[:MOST_BLAME]:
         slowed = time_text(row["slowed_us"]) if row["slowed_us"] > 0 else ""
-        lane = f'<i class="dot c-{escape(row["lane"].replace(" ", "-"))}"></i>{escape(row["lane"])}'
-        rows.append([_module_name(row["module"], row["merges"]), lane, time_text(row["us"]), percent_text(row["us"] / step), slowed])
+        lane = _dot("c-" + row["lane"].replace(" ", "-"), row["lane"])
+        rows.append(
+            [
+                _module_name(row["module"], row["merges"]),
+                lane,
+                time_text(row["us"]),
+                percent_text(row["us"] / step),
+                slowed,
+            ]
+        )
     rest = sum(row["us"] for row in report.blame[MOST_BLAME:])
     if rest:
-        rows.append([f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>', "", time_text(rest), percent_text(rest / step), ""])
-    body = _table(["module", "lane", "time", "of the step", "by sharing"], rows, 2, "path")
+        rows.append(
+            [
+                f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>',
+                "",
+                time_text(rest),
+                percent_text(rest / step),
+                "",
+            ]
+        )
+    body = _table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2, (3, 4))
     return (
         '<section><h2>Critical path</h2><p class="quiet">The chain of ops and transfers that makes the step as long as it is.</p>'
         f'<div class="stripe">{stripe}</div><ul class="kinds">{named}</ul>{body}</section>'
@@ -251,13 +290,17 @@ def _path(report: Report) -> str:
 def _bounds(report: Report) -> str:
     step = report.forecast["step_us"] or 1
     rows = [
-        [escape(bound["name"]), time_text(bound["us"]) + _meter(bound["us"] / step, "base"), percent_text(bound["us"] / step)]
+        [
+            escape(bound["name"]),
+            time_text(bound["us"]) + _meter(bound["us"] / step, "base"),
+            percent_text(bound["us"] / step),
+        ]
         for bound in report.forecast["bounds"]
         if bound["us"] > 0
     ]
     return (
         '<section><h2>Lower bounds</h2><p class="quiet">No order of these ops on these machines is faster than the largest.</p>'
-        f"{_table(['bound', 'time', 'of the step'], rows, name='bounds')}</section>"
+        f"{_table(['bound', 'time', 'of the step'], rows, 'bounds')}</section>"
     )
 
 
@@ -266,18 +309,24 @@ def _modules(report: Report) -> str:
         return ""
     with_measured = report.measured is not None
     whole = report.modules[0].compute or 1
-    head = ["module", "compute", "", "forward", "backward", "update", "waits", "transfers"] + (["measured"] if with_measured else [])
+    head = ["module", "compute", "", "forward", "backward", "update", "waits", "transfers"] + (
+        ["measured"] if with_measured else []
+    )
     open_level = _open_level(report.modules)
     lines = []
     for row in report.modules:
-        cells = [_module_cell(row), time_text(row.compute) + _split_meter(row, whole), percent_text(row.compute / whole)]
+        cells = [
+            _module_cell(row),
+            time_text(row.compute) + _split_meter(row, whole),
+            percent_text(row.compute / whole),
+        ]
         cells += [time_text(value) if value else "" for value in (row.fwd, row.bwd, row.upd, row.wait, row.transfer)]
         cells += [time_text(row.measured) if row.measured else ""] if with_measured else []
         shut = row.level > open_level
-        inner = "".join(f'<td{"" if i == 0 else " class=n"}>{cell}</td>' for i, cell in enumerate(cells))
+        inner = "".join(f"<td{'' if i == 0 else ' class=n'}>{cell}</td>" for i, cell in enumerate(cells))
         state = "" if not row.children else f' data-open="{int(row.level < open_level)}"'
         lines.append(f'<tr data-level="{row.level}"{state}{" hidden" if shut else ""}>{inner}</tr>')
-    titles = "".join(f'<th{"" if i == 0 else " class=n"}>{title}</th>' for i, title in enumerate(head))
+    titles = "".join(f"<th{'' if i == 0 else ' class=n'}>{title}</th>" for i, title in enumerate(head))
     return (
         '<section><h2>Modules</h2><p class="quiet">Time of all ops of a module and of those in it; numbered ones are one row.</p>'
         f'<div class="scroll"><table id="modules"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div></section>'
@@ -293,9 +342,13 @@ def _open_level(rows: list[Row]) -> int:
 
 
 def _module_cell(row: Row) -> str:
-    name = escape(row.name) if row.path else "all"
-    many = f' <span class="quiet">× {len(row.paths)}</span>' if len(row.paths) > 1 else ""
-    twist = '<button type="button" class="twist" aria-label="open or shut"></button>' if row.children else '<span class="twist"></span>'
+    name = escape(row.name) or "all"
+    many = f' <span class="quiet">&times; {len(row.paths)}</span>' if len(row.paths) > 1 else ""
+    twist = (
+        '<button type="button" class="twist" aria-label="open or shut"></button>'
+        if row.children
+        else '<span class="twist"></span>'
+    )
     return f'<span class="tree" style="--level:{row.level}" title="{escape(row.path)}">{twist}<code>{name}</code>{many}</span>'
 
 

@@ -99,23 +99,10 @@ def _timeline(listed: list[dict[str, Any]], producer: str, file: str, rank: int 
         if event.get("ph") == "M" and event.get("name") == "thread_name" and event.get("pid") == chosen
     }
     lanes: dict[str, list[Event]] = {}
-    for event in slices:
-        if event.get("pid") != chosen:
-            continue
-        args = event.get("args") or {}
-        lanes.setdefault(_lane_name(names.get(event.get("tid"), str(event.get("tid")))), []).append(
-            Event(
-                start_ns=round(float(event["ts"]) * 1e3),
-                duration_ns=round(float(event.get("dur", 0)) * 1e3),
-                op=str(args.get("op") or event["name"]),
-                module=str(args.get("module", "")),
-                part=str(args.get("part", "")),
-                source=str(args.get("source", "")),
-                detail=str(args.get("detail", "")),
-                wait=event.get("cat") == "cuda_sync",
-                bytes=int(args.get("bytes", 0)),
-            )
-        )
+    for entry in slices:
+        if entry.get("pid") == chosen:
+            thread = names.get(entry.get("tid"), str(entry.get("tid")))
+            lanes.setdefault(_lane_name(thread), []).append(_event(entry))
     first = min(event.start_ns for events in lanes.values() for event in events)
     memory = [
         (round(float(event["ts"]) * 1e3) - first, float(event["args"]["value"]))
@@ -131,6 +118,21 @@ def _timeline(listed: list[dict[str, Any]], producer: str, file: str, rank: int 
     known = [lane for lane in ORDER if lane in lanes]
     ordered = {lane: lanes[lane] for lane in [*known, *sorted(set(lanes) - set(known))]}
     return Timeline(producer, chosen, last - first, ordered, sorted(memory))
+
+
+def _event(entry: dict[str, Any]) -> Event:
+    args = entry.get("args") or {}
+    return Event(
+        start_ns=round(float(entry["ts"]) * 1e3),
+        duration_ns=round(float(entry.get("dur", 0)) * 1e3),
+        op=str(args.get("op") or entry["name"]),
+        module=str(args.get("module", "")),
+        part=str(args.get("part", "")),
+        source=str(args.get("source", "")),
+        detail=str(args.get("detail", "")),
+        wait=entry.get("cat") == "cuda_sync",
+        bytes=int(args.get("bytes", 0)),
+    )
 
 
 def _lane_name(thread: str) -> str:

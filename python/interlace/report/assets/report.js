@@ -109,7 +109,7 @@ function prepare(canvas, height) {
 }
 
 function ticks(from, to, width) {
-  const rough = (to - from) / Math.max(2, width / 110);
+  const rough = (to - from) / Math.max(2, width / (width < 500 ? 70 : 110));
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
   const out = [];
