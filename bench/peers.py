@@ -35,6 +35,7 @@ from peer_methods import ALONE, METHODS, Method, absent
 from peer_table import ACCUMULATE_MODES, LOSS_TOLERANCE, Row, disagreeing, figures, lines, verdicts
 
 MODELS = {
+    "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
     "5m": {"hidden": 256, "layers": 6, "heads": 4, "inter": 688, "vocab": 512, "tokens": 512},
     "20m": MATMUL_BOUND,
     "50m": {"hidden": 768, "layers": 7, "heads": 12, "inter": 2048, "vocab": 512, "tokens": 512},
