@@ -49,6 +49,12 @@ Error MakeError(const Parts&... parts) {
   return Error{out.str(), {}};
 }
 
+// The message, for tests and for what is printed: "no error" of a Result that holds a value.
+template <typename Outcome>
+std::string ErrorOf(const Outcome& result) {
+  return result.ok() ? "no error" : result.error().ToString();
+}
+
 // Returns the error of a Result-valued expression from the enclosing function.
 #define INTERLACE_TRY(expr)                         \
   do {                                              \

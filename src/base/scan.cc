@@ -41,6 +41,13 @@ std::string LineWithCaret(std::string_view line, size_t column) {
   return out;
 }
 
+std::string InQuotes(std::string_view word) {
+  std::string out = "'";
+  out += word;
+  out += '\'';
+  return out;
+}
+
 void AppendQuoted(std::string& out, std::string_view text) {
   constexpr char kHex[] = "0123456789abcdef";
   out += '"';

@@ -18,6 +18,12 @@ std::string LineWithCaret(std::string_view line, size_t column);
 // Escapes for the text format: quotes, backslash, newline, tab, \xNN for other control characters.
 void AppendQuoted(std::string& out, std::string_view text);
 
+inline bool IsDigit(char c) {
+  return c >= '0' && c <= '9';
+}
+// 'word' in single quotes, for messages.
+std::string InQuotes(std::string_view word);
+
 class Scanner {
  public:
   Scanner(std::string_view text, std::string_view file) : text_(text), file_(file) {}

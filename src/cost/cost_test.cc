@@ -19,8 +19,6 @@ ClusterSpec Preset(std::string_view name) {
   return cluster.ok() ? *cluster : ClusterSpec{};
 }
 
-std::string ErrorOf(const auto& result) { return result.ok() ? "no error" : result.error().ToString(); }
-
 // The preset with one piece of its text replaced.
 std::string Edited(std::string_view preset, const std::string& from, const std::string& to) {
   std::string text = *PresetCluster(preset);

@@ -6,6 +6,8 @@
 #include <optional>
 #include <set>
 
+#include "base/scan.h"
+
 namespace interlace {
 namespace {
 
@@ -38,9 +40,6 @@ int64_t FloorModInt(int64_t a, int64_t b) {
 
 bool IsWordStart(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
-}
-bool IsDigit(char c) {
-  return c >= '0' && c <= '9';
 }
 
 }  // namespace

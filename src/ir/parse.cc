@@ -9,14 +9,6 @@
 #include "ir/text.h"
 
 namespace interlace {
-namespace {
-
-bool IsDigit(char c) {
-  return c >= '0' && c <= '9';
-}
-
-}  // namespace
-
 // ---- phases ----
 
 Status TextParser::PhaseLine() {

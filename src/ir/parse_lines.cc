@@ -10,10 +10,6 @@ namespace {
 
 constexpr int64_t kVersion = 1;
 
-bool IsDigit(char c) {
-  return c >= '0' && c <= '9';
-}
-
 }  // namespace
 
 // ---- lines before the phases ----

@@ -12,17 +12,6 @@ namespace {
 constexpr int kMaxNesting = 64;
 constexpr int64_t kSpareValueIds = 65536;  // ids may have gaps, but not beyond the file's size plus this
 
-std::string Quoted(std::string_view word) {
-  std::string out = "'";
-  out += word;
-  out += '\'';
-  return out;
-}
-
-bool IsDigit(char c) {
-  return c >= '0' && c <= '9';
-}
-
 }  // namespace
 
 // ---- errors ----
@@ -52,7 +41,7 @@ Status TextParser::Want(char c) {
 
 Status TextParser::WantWord(std::string_view word) {
   scan_.SkipBlanks();
-  if (!scan_.EatWord(word)) return Expected(Quoted(word));
+  if (!scan_.EatWord(word)) return Expected(InQuotes(word));
   return Ok{};
 }
 

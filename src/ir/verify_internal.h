@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/scan.h"
 #include "ir/program.h"
 #include "ir/text.h"
 

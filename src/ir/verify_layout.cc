@@ -9,13 +9,6 @@
 namespace interlace {
 namespace {
 
-std::string Quoted(std::string_view text) {
-  return "'" + std::string(text) + "'";
-}
-std::string N(int64_t value) {
-  return std::to_string(value);
-}
-
 class Whole {
  public:
   Whole(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
@@ -37,13 +30,13 @@ class Whole {
     bool accumulates = program_.accumulation > 1;
     for (const Phase& phase : program_.phases) {
       if (std::find(known.begin(), known.end(), phase.name) == known.end()) {
-        report_.AtPhase(phase, "unknown phase " + Quoted(phase.name) + DidYouMean(phase.name, known));
+        report_.AtPhase(phase, "unknown phase " + InQuotes(phase.name) + DidYouMean(phase.name, known));
       } else if (program_.level == Level::kCaptured && phase.name != "micro_batch") {
-        report_.AtPhase(phase, "a captured program has the phase micro_batch only, not " + Quoted(phase.name));
+        report_.AtPhase(phase, "a captured program has the phase micro_batch only, not " + InQuotes(phase.name));
       } else if (phase.name != "update" && (phase.name != "micro_batch") != accumulates) {
-        report_.AtPhase(phase, "with " + N(program_.accumulation) + " micro-batches a step, the phases are " +
+        report_.AtPhase(phase, "with " + std::to_string(program_.accumulation) + " micro-batches a step, the phases are " +
                                    (accumulates ? "micro_batch.first, .middle, .last" : "micro_batch alone") +
-                                   ", not " + Quoted(phase.name));
+                                   ", not " + InQuotes(phase.name));
       }
     }
     if (program_.FindPhase("micro_batch.first") == nullptr && program_.FindPhase("micro_batch.last") == nullptr) return;
@@ -51,8 +44,8 @@ class Whole {
     if (program_.accumulation > 2) needed.push_back("micro_batch.middle");
     for (const std::string& name : needed) {
       if (program_.FindPhase(name) == nullptr) {
-        report_.AtPhase(program_.phases[0], "phase " + Quoted(name) + " is missing: a step has " +
-                                                N(program_.accumulation) + " micro-batches");
+        report_.AtPhase(program_.phases[0], "phase " + InQuotes(name) + " is missing: a step has " +
+                                                std::to_string(program_.accumulation) + " micro-batches");
       }
     }
   }
@@ -61,16 +54,16 @@ class Whole {
     std::set<std::string_view> names;
     for (const Param& param : program_.params) {
       if (!names.insert(param.name).second)
-        report_.AtValue(param.value, "two parameters are named " + Quoted(param.name));
+        report_.AtValue(param.value, "two parameters are named " + InQuotes(param.name));
       for (const std::string& alias : param.aliases) {
-        if (!names.insert(alias).second) report_.AtValue(param.value, "two parameters are named " + Quoted(alias));
+        if (!names.insert(alias).second) report_.AtValue(param.value, "two parameters are named " + InQuotes(alias));
       }
     }
     std::set<std::pair<UnitId, std::string_view>> roles;
     for (const State& state : program_.states) {
       if (!roles.emplace(state.unit, state.role).second) {
-        report_.AtValue(state.value, "two states have the role " + Quoted(state.role) +
-                                         (state.unit == kNone ? "" : " of unit u" + N(state.unit)));
+        report_.AtValue(state.value, "two states have the role " + InQuotes(state.role) +
+                                         (state.unit == kNone ? "" : " of unit u" + std::to_string(state.unit)));
       }
     }
   }
@@ -78,7 +71,7 @@ class Whole {
   // Symbols must be declared, and none but ranks is left in a scheduled program.
   void Dims() {
     if (program_.level == Level::kScheduled && !program_.symbols.empty()) {
-      report_.AtProgram("a scheduled program has numbers only, but symbol " + Quoted(program_.symbols[0].name) +
+      report_.AtProgram("a scheduled program has numbers only, but symbol " + InQuotes(program_.symbols[0].name) +
                         " is still open; bind it");
     }
     std::set<std::string> known;
@@ -102,7 +95,7 @@ class Whole {
       for (const Dim& dim : value.type.sizes) name = name.empty() ? unknown(dim) : name;
       for (const Dim& dim : value.type.strides) name = name.empty() ? unknown(dim) : name;
       if (name.empty()) continue;
-      std::string what = "symbol " + Quoted(name) + " is not declared";
+      std::string what = "symbol " + InQuotes(name) + " is not declared";
       if (value.def != kNone) {
         report_.AtOp(program_.op(value.def), what, id);
       } else {
@@ -120,14 +113,14 @@ class Whole {
       int64_t axis = program_.AxisSize(unit.axis), total = 0;
       bool known =
           std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == unit.axis; });
-      if (!known) report_.AtUnit(unit.id, "axis " + Quoted(unit.axis) + " is not in the mesh");
+      if (!known) report_.AtUnit(unit.id, "axis " + InQuotes(unit.axis) + " is not in the mesh");
       if (unit.shard < 0 || unit.shard % kUnitAlignment != 0) {
-        report_.AtUnit(unit.id, "the shard of u" + N(unit.id) + ", " + N(unit.shard) +
-                                    " elements, must be a multiple of " + N(kUnitAlignment));
+        report_.AtUnit(unit.id, "the shard of u" + std::to_string(unit.id) + ", " + std::to_string(unit.shard) +
+                                    " elements, must be a multiple of " + std::to_string(kUnitAlignment));
       }
       if (__builtin_mul_overflow(unit.shard, axis, &total) || total != unit.numel) {
-        report_.AtUnit(unit.id, "numel of u" + N(unit.id) + " must be shard times the size of " + unit.axis + ", " +
-                                    N(unit.shard) + " * " + N(axis) + ", not " + N(unit.numel));
+        report_.AtUnit(unit.id, "numel of u" + std::to_string(unit.id) + " must be shard times the size of " + unit.axis + ", " +
+                                    std::to_string(unit.shard) + " * " + std::to_string(axis) + ", not " + std::to_string(unit.numel));
       }
     }
     std::map<UnitId, std::vector<const Param*>> layout;
@@ -140,8 +133,8 @@ class Whole {
       const Unit& unit = program_.units[state.unit];
       auto count = NumericElements(program_.value(state.value).type);
       if (count && *count != unit.shard && *count != unit.numel) {
-        report_.AtValue(state.value, "a state of u" + N(unit.id) + " has " + N(unit.shard) + " (its shard) or " +
-                                         N(unit.numel) + " elements, not " + N(*count));
+        report_.AtValue(state.value, "a state of u" + std::to_string(unit.id) + " has " + std::to_string(unit.shard) + " (its shard) or " +
+                                         std::to_string(unit.numel) + " elements, not " + std::to_string(*count));
       }
     }
   }
@@ -156,8 +149,8 @@ class Whole {
       std::string name = "parameter '" + param->name + "'";
       if (type.dtype != unit.dtype) report_.AtValue(param->value, name + " has another dtype than its unit");
       if (param->unit_offset % kUnitAlignment != 0 || param->unit_offset < 0) {
-        report_.AtValue(param->value, name + " starts at element " + N(param->unit_offset) + " of u" + N(unit.id) +
-                                          "; it must be a multiple of " + N(kUnitAlignment));
+        report_.AtValue(param->value, name + " starts at element " + std::to_string(param->unit_offset) + " of u" + std::to_string(unit.id) +
+                                          "; it must be a multiple of " + std::to_string(kUnitAlignment));
       }
       auto count = NumericElements(type);
       if (!count) {
@@ -165,12 +158,12 @@ class Whole {
         continue;
       }
       if (before != nullptr && param->unit_offset < used) {
-        report_.AtValue(param->value, name + " overlaps '" + before->name + "' in u" + N(unit.id));
+        report_.AtValue(param->value, name + " overlaps '" + before->name + "' in u" + std::to_string(unit.id));
       }
       int64_t end = 0;
       if (__builtin_add_overflow(param->unit_offset, *count, &end) || end > unit.numel) {
         report_.AtValue(param->value,
-                        name + " ends beyond u" + N(unit.id) + ", which has " + N(unit.numel) + " elements");
+                        name + " ends beyond u" + std::to_string(unit.id) + ", which has " + std::to_string(unit.numel) + " elements");
         continue;
       }
       if (end > used) {
@@ -196,7 +189,7 @@ class Whole {
       if (!CountNumbers(constant.data, count)) {
         report_.AtValue(constant.value, "constant '" + constant.name + "' holds something other than numbers");
       } else if (!wanted || count != *wanted) {
-        report_.AtValue(constant.value, "constant '" + constant.name + "' lists " + N(count) +
+        report_.AtValue(constant.value, "constant '" + constant.name + "' lists " + std::to_string(count) +
                                             " numbers; its type must have as many elements");
       }
     }

@@ -10,13 +10,6 @@
 namespace interlace {
 namespace {
 
-std::string Quoted(std::string_view text) {
-  return "'" + std::string(text) + "'";
-}
-std::string N(int64_t value) {
-  return std::to_string(value);
-}
-
 class Meaning {
  public:
   Meaning(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
@@ -80,7 +73,7 @@ class Meaning {
     bool near =
         std::any_of(known.begin(), known.end(), [&](std::string_view k) { return EditDistance(op.name, k) <= 2; });
     if (IsOwnOp(op.name) || near) {
-      report_.AtOp(op, "unknown op " + Quoted(op.name) +
+      report_.AtOp(op, "unknown op " + InQuotes(op.name) +
                            (hint.empty() ? "; ops of a library are written namespace.name" : hint));
     }
   }
@@ -90,7 +83,7 @@ class Meaning {
       const Param* param = param_of_[program_.RootOf(id)];
       if (param == nullptr || param->unit == kNone) return;
       report_.AtOp(op,
-                   "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" + N(param->unit) +
+                   "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" + std::to_string(param->unit) +
                        " and use a view of it",
                    id);
     });
@@ -113,22 +106,22 @@ class Meaning {
     if (!ValueOperands(op)) return false;
     if (op.args.size() < min_args || op.args.size() > max_args) {
       std::string range = min_args == max_args
-                              ? N(static_cast<int64_t>(min_args))
-                              : N(static_cast<int64_t>(min_args)) + " to " + N(static_cast<int64_t>(max_args));
-      report_.AtOp(op, op.name + " takes " + range + " operands, not " + N(static_cast<int64_t>(op.args.size())));
+                              ? std::to_string(static_cast<int64_t>(min_args))
+                              : std::to_string(static_cast<int64_t>(min_args)) + " to " + std::to_string(static_cast<int64_t>(max_args));
+      report_.AtOp(op, op.name + " takes " + range + " operands, not " + std::to_string(static_cast<int64_t>(op.args.size())));
       return false;
     }
     bool skipped = std::find(op.results.begin(), op.results.end(), kNone) != op.results.end();
     if (op.results.size() == results && !skipped) return true;
-    report_.AtOp(op, op.name + " has " + N(static_cast<int64_t>(results)) + " results, not " +
-                         N(static_cast<int64_t>(op.results.size())) + (skipped ? " or '_'" : ""));
+    report_.AtOp(op, op.name + " has " + std::to_string(static_cast<int64_t>(results)) + " results, not " +
+                         std::to_string(static_cast<int64_t>(op.results.size())) + (skipped ? " or '_'" : ""));
     return false;
   }
   void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
     auto count = NumericElements(TypeOf(id));
     if (count && *count == wanted) return;
     report_.AtOp(
-        op, "%" + N(id) + " must have " + N(wanted) + (wanted == 1 ? " element (" : " elements (") + meaning + ")", id);
+        op, "%" + std::to_string(id) + " must have " + std::to_string(wanted) + (wanted == 1 ? " element (" : " elements (") + meaning + ")", id);
   }
   bool IsNumber(const Arg& arg) const {
     return arg.kind == Arg::Kind::kFloat || (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
@@ -156,7 +149,7 @@ class Meaning {
     ValueId target = op.args[0].value, value = op.args[1].value;
     const Param* param = param_of_[target];
     if (param == nullptr || !param->trainable) {
-      report_.AtOp(op, "the first operand of grad must be a trainable parameter; %" + N(target) + " is none", target);
+      report_.AtOp(op, "the first operand of grad must be a trainable parameter; %" + std::to_string(target) + " is none", target);
       return;
     }
     if (!graded_.insert(target).second) report_.AtOp(op, "parameter '" + param->name + "' has two gradients", target);
@@ -175,7 +168,7 @@ class Meaning {
       report_.AtOp(op, "output needs the attribute name=\"...\"");
       return;
     }
-    if (!outputs_.insert(name->text).second) report_.AtOp(op, "two outputs are named " + Quoted(name->text));
+    if (!outputs_.insert(name->text).second) report_.AtOp(op, "two outputs are named " + InQuotes(name->text));
     if (name->text == "loss") Elements(op, op.args[0].value, 1, "the loss is a scalar");
   }
 
@@ -184,12 +177,12 @@ class Meaning {
     ValueId dst = op.args[0].value, src = op.args[1].value;
     ValueKind kind = program_.value(program_.RootOf(dst)).kind;
     if (kind != ValueKind::kBuffer && kind != ValueKind::kState) {
-      report_.AtOp(op, "assign writes buffers and states only; %" + N(dst) + " is neither", dst);
+      report_.AtOp(op, "assign writes buffers and states only; %" + std::to_string(dst) + " is neither", dst);
     }
     if (TypeOf(dst).sizes != TypeOf(src).sizes) {
       report_.AtOp(op,
-                   "assign needs equal sizes; %" + N(dst) + " is " + PrintType(program_, TypeOf(dst)) + " and %" +
-                       N(src) + " is " + PrintType(program_, TypeOf(src)),
+                   "assign needs equal sizes; %" + std::to_string(dst) + " is " + PrintType(program_, TypeOf(dst)) + " and %" +
+                       std::to_string(src) + " is " + PrintType(program_, TypeOf(src)),
                    src);
     }
   }
@@ -204,7 +197,7 @@ class Meaning {
   void GradBegin(const Op& op) {
     if (!Shape(op, 0, 0, 1)) return;
     if (op.units.size() != 1) return report_.AtOp(op, "grad.begin needs units=[u] with one unit");
-    Elements(op, op.results[0], program_.units[op.units[0]].numel, "numel of u" + N(op.units[0]));
+    Elements(op, op.results[0], program_.units[op.units[0]].numel, "numel of u" + std::to_string(op.units[0]));
     const Arg* zero = op.Attr("zero");
     if (zero != nullptr && zero->kind != Arg::Kind::kBool) report_.AtOp(op, "zero= must be true or false");
   }
@@ -238,8 +231,8 @@ class Meaning {
     if (!UnitCollective(op)) return;
     for (size_t i = 0; i < op.args.size(); ++i) {
       const Unit& unit = program_.units[op.units[i]];
-      Elements(op, op.args[i].value, unit.shard, "the shard of u" + N(unit.id));
-      Elements(op, op.results[i], unit.numel, "numel of u" + N(unit.id));
+      Elements(op, op.args[i].value, unit.shard, "the shard of u" + std::to_string(unit.id));
+      Elements(op, op.results[i], unit.numel, "numel of u" + std::to_string(unit.id));
       if (TypeOf(op.args[i].value).dtype != TypeOf(op.results[i]).dtype) {
         report_.AtOp(op, "gather.start keeps the dtype of its operand", op.results[i]);
       }
@@ -250,8 +243,8 @@ class Meaning {
     if (!UnitCollective(op)) return;
     for (size_t i = 0; i < op.args.size(); ++i) {
       const Unit& unit = program_.units[op.units[i]];
-      Elements(op, op.args[i].value, unit.numel, "numel of u" + N(unit.id));
-      Elements(op, op.results[i], unit.shard, "the shard of u" + N(unit.id));
+      Elements(op, op.args[i].value, unit.numel, "numel of u" + std::to_string(unit.id));
+      Elements(op, op.results[i], unit.shard, "the shard of u" + std::to_string(unit.id));
     }
   }
 
@@ -305,7 +298,7 @@ class Meaning {
     int64_t count = flat && *flat == unit.numel ? unit.numel : unit.shard;
     for (size_t i = 0; i < 2 + states; ++i) {
       Elements(op, op.args[i].value, count,
-               count == unit.shard ? "the shard of u" + N(unit.id) : "numel of u" + N(unit.id));
+               count == unit.shard ? "the shard of u" + std::to_string(unit.id) : "numel of u" + std::to_string(unit.id));
     }
     if (op.args.size() == 3 + states && !IsType(op.args.back().value, DType::kF64, 3)) {
       report_.AtOp(op, "the last operand of " + op.name + " is the f64[3] of norm.coef", op.args.back().value);
@@ -326,12 +319,12 @@ class Meaning {
       int64_t start = ranges->list[i].integer.value, end = ranges->list[i + 1].integer.value;
       int64_t group = ranges->list[i + 2].integer.value;
       if (start < before || end < start || end > unit.numel) {
-        report_.AtOp(op, "range " + N(start) + " to " + N(end) + " must follow the one before it and lie within u" +
-                             N(unit.id) + " (" + N(unit.numel) + " elements)");
+        report_.AtOp(op, "range " + std::to_string(start) + " to " + std::to_string(end) + " must follow the one before it and lie within u" +
+                             std::to_string(unit.id) + " (" + std::to_string(unit.numel) + " elements)");
         return;
       }
       if (group < 0 || group >= static_cast<int64_t>(program_.groups.size())) {
-        report_.AtOp(op, "group " + N(group) + " of range " + N(start) + " to " + N(end) + " is not declared");
+        report_.AtOp(op, "group " + std::to_string(group) + " of range " + std::to_string(start) + " to " + std::to_string(end) + " is not declared");
         return;
       }
       before = end;

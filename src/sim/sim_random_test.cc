@@ -15,8 +15,6 @@
 namespace interlace {
 namespace {
 
-std::string ErrorOf(const auto& result) { return result.ok() ? "no error" : result.error().ToString(); }
-
 // Machines of all kinds, with what slows down made strong.
 ClusterSpec RandomCluster(std::mt19937& random, int64_t ranks) {
   auto pick = [&](uint32_t n) { return static_cast<double>(random() % n); };

@@ -13,8 +13,6 @@
 namespace interlace {
 namespace {
 
-std::string ErrorOf(const auto& result) { return result.ok() ? "no error" : result.error().ToString(); }
-
 constexpr int64_t kUs = 1'000'000;  // picoseconds
 
 // A program of two units of 1000 floats a rank on a mesh of two, with the given ops. Times: aten.relu of n floats moves 8n
