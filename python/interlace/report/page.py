@@ -218,8 +218,8 @@ def _memory(report: Report) -> str:
         for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
     )
     if report.measured is not None and report.measured.memory:
-        top = max(size for _, size in report.measured.memory)
-        legend += f'<li><i class="line"></i>measured, at most<b>{bytes_text(top)}</b></li>'
+        most = max(size for _, size in report.measured.memory)
+        legend += f'<li><i class="line"></i>measured, at most<b>{bytes_text(most)}</b></li>'
     rows = []
     for holder in report.holders[:MOST_HOLDERS]:
         bar = _meter(holder["bytes"] / peak, f"k-{holder['kind']}")
