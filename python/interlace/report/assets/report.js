@@ -351,6 +351,7 @@ function draw() {
   waiting = true;
   requestAnimationFrame(() => {
     waiting = false;
+    if (timeline.clientWidth <= gutter()) return;  // not shown
     drawTimeline();
     drawMemory();
   });
