@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "base/suggest.h"
+#include "cost/cluster.h"
+#include "cost/cost_model.h"
 #include "cost/signature.h"
 #include "ir/op_table.h"
 #include "ir/text.h"
@@ -67,6 +69,54 @@ std::string TraceText(const Executor& self, const std::string& format, int32_t r
   throw std::invalid_argument("unknown trace format \"" + format + "\"" + DidYouMean(format, {"chrome", "json"}));
 }
 
+// What profiles know of an op: its key ("" for what costs nothing or moves data), the bytes of its results, and of a
+// collective its bytes and units.
+py::dict FactsOf(const Program& program, const Op& op) {
+  const bool starts = op.name.ends_with(".start");
+  std::string key;
+  const bool free = op.name == "view" || op.name == "release" || op.name == "grad" || op.name == "output";
+  if (!starts && !op.name.ends_with(".wait") && !free) {
+    const Status status = AppendProfileKey(program, op, key);
+    if (!status.ok()) throw std::invalid_argument(status.error().ToString());
+  }
+  return py::dict(py::arg("key") = key, py::arg("name") = op.name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
+                  py::arg("result_bytes") = ResultBytes(program, op),
+                  py::arg("bytes") = starts ? CollectiveBytes(program, op) : 0,
+                  py::arg("units") = std::max<int64_t>(static_cast<int64_t>(op.results.size()), 1),
+                  py::arg("text") = PrintOp(program, op));
+}
+
+// The facts of every op of a program, by op id.
+py::dict PlanDict(const std::string& text) {
+  Program program = Unwrap(Parse(text));
+  Binding ranks;
+  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
+  program = Unwrap(Bind(program, ranks));
+  py::dict ops;
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) ops[py::int_(id)] = FactsOf(program, program.op(id));
+  }
+  return ops;
+}
+
+// The cost model's microseconds for the ops of a program whose keys a profile lacks, on a preset or a cluster file.
+py::dict Estimates(const std::string& text, const std::string& profile, const std::string& cluster) {
+  const Program program = Unwrap(Parse(text));
+  const ProfileTable table = Unwrap(ParseProfile(profile, "profile"));
+  CostModel model = Unwrap(CostModel::Create(program, Unwrap(LoadCluster(cluster, cluster)), &table));
+  py::dict found;
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      const OpCost cost = Unwrap(model.Cost(program.op(id)));
+      if (cost.source != OpCost::Source::kEstimated || cost.resource != Resource::kCompute) continue;
+      std::string key;
+      if (!AppendProfileKey(program, program.op(id), key).ok()) continue;
+      found[py::str(key)] = static_cast<double>(cost.work_ps) / 1e6;
+    }
+  }
+  return found;
+}
+
 // Per executed op: (op, run, seconds, processor seconds, live bytes before, peak bytes); per op: its profile key, name,
 // result bytes; per transfer: (op, run, received bytes, begin to end in seconds).
 py::dict RecordDict(const Executor& self) {
@@ -79,18 +129,7 @@ py::dict RecordDict(const Executor& self) {
                                   static_cast<double>(s.cpu_ns) / 1e9, s.live_before, s.peak_bytes));
     const py::int_ id(s.op);
     if (ops.contains(id)) continue;
-    const Op& op = program.op(s.op);
-    const bool starts = op.name.ends_with(".start");
-    std::string key;
-    if (!starts && !op.name.ends_with(".wait") && op.name != "view") {
-      const Status status = AppendProfileKey(program, op, key);
-      if (!status.ok()) throw std::invalid_argument(status.error().ToString());
-    }
-    ops[id] = py::dict(py::arg("key") = key, py::arg("name") = op.name, py::arg("lane") = LaneName(LaneOf(op)),
-                       py::arg("result_bytes") = ResultBytes(program, op),
-                       py::arg("bytes") = starts ? CollectiveBytes(program, op) : 0,
-                       py::arg("units") = std::max<int64_t>(static_cast<int64_t>(op.results.size()), 1),
-                       py::arg("text") = PrintOp(program, op));
+    ops[id] = FactsOf(program, program.op(s.op));
   }
   for (const TransferSample& t : record.transfers) {
     transfers.append(py::make_tuple(t.op, t.run, t.times.bytes,
@@ -128,6 +167,9 @@ void BindTrace(py::module_& module, py::class_<Executor>& executor) {
       "merge_traces",
       [](const std::vector<std::string>& parts) { return WriteChromeTrace(Unwrap(MergeTimelineJson(parts))); },
       py::arg("parts"), "One Chrome trace from the JSON traces of all ranks.");
+  module.def("profile_plan", &PlanDict, py::arg("text"), "What `record` says of ops, for every op of a program text.");
+  module.def("estimate_ops", &Estimates, py::arg("text"), py::arg("profile"), py::arg("cluster"),
+             "Microseconds by profile key of the ops that a profile lacks.");
   module.def("clock_ns", [] { return NanosOf(CLOCK_MONOTONIC); }, "The clock of recorded steps.");
 }
 

@@ -146,14 +146,28 @@ Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
   int64_t messages = cluster_.coalesce ? 1 : units;
   CollectiveTime time = RingTime(cluster_, group, kind, bytes, messages);
   cost.source = OpCost::Source::kEstimated;
+  double core_us = cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6, finish_us = 0;
   if (profile_ != nullptr) {
-    auto sweep = profile_->collectives.find({std::string(CollectiveKindName(kind)), group.ranks});
-    if (sweep != profile_->collectives.end()) {
-      double each = *sweep->second.Us(bytes / static_cast<double>(messages));
-      double least = std::min(each, *sweep->second.Us(0));
-      time.latency_us = least * static_cast<double>(messages);
-      time.transfer_us = (each - least) * static_cast<double>(messages);
+    std::pair<std::string, int64_t> key{CollectiveKindName(kind), group.ranks};
+    double size = bytes / static_cast<double>(messages), count = static_cast<double>(messages);
+    auto at = [&](const ProfileTable::Sweeps& sweeps, double where) {
+      auto sweep = sweeps.find(key);
+      return sweep == sweeps.end() ? std::nullopt : sweep->second.Us(where);
+    };
+    if (std::optional<double> total = at(profile_->collectives, size)) {
+      // In a profile a collective's time holds all three: the latency of the smallest, the transfer, and what the rank's own
+      // thread does when the data has come.
+      double finish = std::min(at(profile_->finish, size).value_or(0), *total);
+      double moving = *total - finish;
+      double least = std::min(moving, *at(profile_->collectives, 0));
+      time.latency_us = least * count;
+      time.transfer_us = (moving - least) * count;
+      if (std::optional<double> core = at(profile_->core, size)) core_us = std::max(*core - finish, 0.0) * count;
+      finish_us = finish * count;
       cost.source = OpCost::Source::kMeasured;
+      if (cluster_.cpu) {
+        INTERLACE_ASSIGN(cost.issue_ps, Picoseconds(profile_->issue_us.value_or(0)));
+      }
     }
   }
   INTERLACE_ASSIGN(cost.latency_ps, Picoseconds(time.latency_us));
@@ -161,7 +175,12 @@ Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
   cost.bytes = static_cast<int64_t>(std::min(time.moved_bytes, 9e18));
   double total_us = time.latency_us + time.transfer_us;
   if (cluster_.cpu && total_us > 0) {
-    cost.core_share = std::min(1.0, cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6 / total_us);
+    // All ranks of a host transfer at once, and the time measured so holds what they take from one another: a transfer that runs
+    // beside nothing else must come out as measured.
+    double fair = std::max(cluster_.cores / static_cast<double>(ranks_per_node()), 1e-3);
+    cost.core_share = std::min(fair, core_us / total_us);
+    if (cost.source != OpCost::Source::kMeasured) cost.core_share = std::min(cost.core_share, 1.0);
+    INTERLACE_ASSIGN(cost.finish_ps, Picoseconds(finish_us));
   }
   return cost;
 }

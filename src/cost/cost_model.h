@@ -28,7 +28,10 @@ struct OpCost {
   int64_t work_ps = 0;                   // alone
   int64_t bytes = 0;                     // moved by one rank
   int64_t transient_bytes = 0;           // inside the op, beyond operands and results
-  double core_share = 0;                 // of a processor, while a transfer runs (cpu)
+  // On CPUs: processors that a transfer takes on each rank while it runs; time of the rank's own thread to start it, and after
+  // the data has come (the sum of a reduction, in the op that waits). Measured ones only.
+  double core_share = 0;
+  int64_t issue_ps = 0, finish_ps = 0;
   int64_t group_ranks = 1;               // of a collective
 };
 

@@ -54,11 +54,14 @@ class Reader {
       return Ok{};
     }
     if (word == "op") return OpLine();
-    if (word == "collective") return CollectiveLine();
+    if (word == "collective") return CollectiveLine(out_.collectives);
+    if (word == "core") return CollectiveLine(out_.core);
+    if (word == "finish") return CollectiveLine(out_.finish);
+    if (word == "issue") return IssueLine(begin);
     if (word == "copy") return CopyLine();
     if (word == "interference") return InterferenceLine();
     return in_.ErrorAt(begin, "unknown line '" + std::string(word) + "'" +
-                                  DidYouMean(word, {"fingerprint", "op", "collective", "copy", "interference"}));
+                                  DidYouMean(word, {"fingerprint", "op", "collective", "core", "finish", "copy", "issue", "interference"}));
   }
 
   Status OpLine() {
@@ -87,10 +90,15 @@ class Reader {
                                   DidYouMean(word, std::vector<std::string_view>(std::begin(known), std::end(known))));
   }
 
-  Status CollectiveLine() {
+  Status CollectiveLine(ProfileTable::Sweeps& sweeps) {
     INTERLACE_ASSIGN(std::string kind, Kind(kCollectives));
     INTERLACE_ASSIGN(int64_t ranks, Count("ranks", 2));
-    return Point(out_.collectives[{kind, ranks}]);
+    return Point(sweeps[{kind, ranks}]);
+  }
+  Status IssueLine(size_t begin) {
+    if (out_.issue_us) return in_.ErrorAt(begin, "the time to start a transfer is given twice");
+    INTERLACE_ASSIGN(out_.issue_us, Micros());
+    return Ok{};
   }
   Status CopyLine() {
     INTERLACE_ASSIGN(std::string kind, Kind(kCopies));
@@ -208,10 +216,19 @@ std::string PrintProfile(const ProfileTable& table) {
     out += " bytes " + std::to_string(t.bytes) + " transient " + std::to_string(t.transient_bytes) +
            (t.measured ? " measured\n" : " estimated\n");
   }
-  for (const auto& [key, sweep] : table.collectives) {
-    AppendPoints(out, "collective " + key.first + " ranks " + std::to_string(key.second), sweep);
+  const std::pair<const char*, const ProfileTable::Sweeps*> collectives[] = {
+      {"collective ", &table.collectives}, {"core ", &table.core}, {"finish ", &table.finish}};
+  for (const auto& [word, sweeps] : collectives) {
+    for (const auto& [key, sweep] : *sweeps) {
+      AppendPoints(out, word + key.first + " ranks " + std::to_string(key.second), sweep);
+    }
   }
   for (const auto& [kind, sweep] : table.copies) AppendPoints(out, "copy " + kind, sweep);
+  if (table.issue_us) {
+    out += "issue us ";
+    AppendNumber(out, *table.issue_us);
+    out += '\n';
+  }
   if (!table.interference.empty()) {
     out += "interference [";
     for (size_t i = 0; i < table.interference.size(); ++i) {

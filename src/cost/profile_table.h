@@ -5,11 +5,17 @@
 //   op "aten.mm(f32[512,256],f32[256,512])->f32[512,512]" us 812.5 bytes 1048576 transient 0 measured
 //   op "aten._softmax(f32[8,64],-1,false)->f32[8,64]" us 11.2 bytes 2048 transient 0 estimated
 //   collective gather ranks 2 bytes 1048576 us 913.0
+//   core gather ranks 2 bytes 1048576 us 1220
+//   finish reduce ranks 2 bytes 1048576 us 80.5
 //   copy h2d bytes 1048576 us 104.1
+//   issue us 12.5
 //   interference [1.1, ...]
 //
-// us: median microseconds; bytes of an op: its results; transient: the peak inside the op beyond operands and results. Bytes
+// us: median microseconds, on CPUs on cores of its own (ranks that must share cores are the simulator's matter); bytes of an op: its results; transient: the peak inside the op beyond operands and results. Bytes
 // of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was too large to run.
+// On CPUs, where a collective works on the cores that ranks compute on: `core` is the processor time one rank spends for it on
+// all its threads, `finish` what its own thread does after the data has come (both within `us`), `issue` what its thread takes
+// to start a transfer.
 // Collectives: gather, reduce, all_reduce, broadcast, all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
 #pragma once
 
@@ -54,9 +60,11 @@ struct StringHash {
 struct ProfileTable {
   std::string fingerprint;
   std::unordered_map<std::string, OpTiming, StringHash, std::equal_to<>> ops;
-  std::map<std::pair<std::string, int64_t>, Sweep> collectives;   // kind, ranks
+  using Sweeps = std::map<std::pair<std::string, int64_t>, Sweep>;  // by kind, ranks
+  Sweeps collectives, core, finish;
   std::map<std::string, Sweep> copies;
-  std::vector<double> interference;                               // 28, or empty
+  std::optional<double> issue_us;
+  std::vector<double> interference;                                 // 28, or empty
 };
 
 // Error: "file:line:col" with the line and a caret: unknown words (did you mean), times that are not positive, duplicates.

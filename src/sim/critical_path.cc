@@ -51,7 +51,12 @@ class Tracer {
     const LoweredOp& op = in_.programs[rank]->At(instance, run);
     int64_t start = r.start_ps[instance], end = r.end_ps[instance];
     if (op.kind == LoweredOp::Kind::kWait || op.blocking) {
-      if (r.waited_for[instance] >= 0 && end > start) return r.waited_for[instance];
+      int32_t transfer = r.waited_for[instance];
+      int64_t came = transfer >= 0 ? out_.transfers[transfer].end_ps : start;
+      Push(PathPiece::Kind::kCompute, rank, op.op, Lane::kCompute, came, end, end - came);  // adding up what came
+      if (transfer >= 0 && came > start) return transfer;
+    } else if (op.kind == LoweredOp::Kind::kStart) {
+      Push(PathPiece::Kind::kCompute, rank, op.op, Lane::kCompute, start, end, end - start);
     } else if (end > start) {
       Push(PathPiece::Kind::kCompute, rank, op.op, Lane::kCompute, start, end, op.work_ps);
     }

@@ -4,6 +4,7 @@
 #include <deque>
 #include <map>
 #include <queue>
+#include <set>
 
 #include "ir/text.h"
 
@@ -38,6 +39,7 @@ struct RankState {
   int64_t instance = 0;
   int64_t remaining_ps = 0;      // of the op in hand
   bool begun = false;            // it has a start time
+  bool tending = false;          // the op in hand is a start or a wait, whose own work on the thread is under way
   int64_t since_ps = 0;
   bool running = true;           // not held by a wait, not at the end
   bool finished = false;
@@ -52,6 +54,7 @@ struct RankState {
   int32_t sending[2] = {0, 0}, receiving[2] = {0, 0};  // transfers on the links within a node and between nodes
   int32_t classes[4] = {0, 0, 0, 0};
   std::vector<int32_t> in_flight;                      // by value id: the transfer that makes it
+  std::set<int32_t> tended;                            // transfers with a finish_ps, whose finish is done
   int ClassSet() const { return (classes[0] > 0) | (classes[1] > 0) << 1 | (classes[2] > 0) << 2 | (classes[3] > 0) << 3; }
 };
 
@@ -172,7 +175,7 @@ class Engine {
     RankRecord& record = out_.ranks[r];
     const std::vector<LoweredOp>& ops = PhaseOps(rank);
     int64_t end = static_cast<int64_t>(ops.size());
-    while (rank.place < end && IsWork(ops[rank.place])) {
+    while (rank.place < end && (rank.tending || IsWork(ops[rank.place]))) {
       const LoweredOp& op = ops[rank.place];
       if (!rank.begun) {
         int64_t begin = std::max(rank.since_ps, Launched(rank.instance));
@@ -190,7 +193,7 @@ class Engine {
       }
       rank.since_ps += time;
       record.end_ps[rank.instance] = rank.since_ps;
-      rank.begun = false;
+      rank.begun = rank.tending = false;
       ++rank.place;
       ++rank.instance;
     }
@@ -202,12 +205,12 @@ class Engine {
     int64_t time = rank.since_ps;
     int64_t place = rank.place, instance = rank.instance;
     int64_t end = std::min<int64_t>(static_cast<int64_t>(ops.size()), place + kHorizon);
-    bool begun = rank.begun;
-    for (; place < end && IsWork(ops[place]); ++place, ++instance) {
+    bool begun = rank.begun, tending = rank.tending;
+    for (; place < end && (tending || IsWork(ops[place])); ++place, ++instance) {
       if (!begun) time = std::max(time, Launched(instance));
       time += Stretch(begun ? rank.remaining_ps : ops[place].work_ps, rank.slow);
       if (time >= kLatest) return kLatest;
-      begun = false;
+      begun = tending = false;
     }
     if (place < static_cast<int64_t>(ops.size())) time = std::max(time, Launched(instance));
     return std::max(time, now_);
@@ -224,19 +227,19 @@ class Engine {
         continue;
       }
       const LoweredOp& op = ops[rank.place];
-      if (IsWork(op) || Launched(rank.instance) > now_) return Ok{};
+      if (rank.tending || IsWork(op) || Launched(rank.instance) > now_) return Ok{};
       rank.since_ps = now_;
       record.start_ps[rank.instance] = record.end_ps[rank.instance] = now_;
       if (op.kind == LoweredOp::Kind::kStart) {
         INTERLACE_TRY(Issue(r, op));
         if (!op.blocking) {
-          Step(rank);
+          Tend(rank, rank.program->costs[op.cost].issue_ps);
           continue;
         }
       }
       int32_t transfer = PendingOf(rank, record, op);
       if (transfer < 0) {
-        Step(rank);
+        Tend(rank, FinishOf(rank, op));
         continue;
       }
       rank.blocked_on = transfer;
@@ -250,6 +253,27 @@ class Engine {
     ++rank.place;
     ++rank.instance;
     rank.begun = false;
+  }
+
+  // The rest of a start or a wait, as work of the compute lane; then the op is done.
+  void Tend(RankState& rank, int64_t work_ps) {
+    if (work_ps == 0) {
+      Step(rank);
+      return;
+    }
+    rank.begun = rank.tending = true;
+    rank.remaining_ps = work_ps;
+  }
+
+  // What remains to be done with the data that a wait has waited for; once for each transfer.
+  int64_t FinishOf(RankState& rank, const LoweredOp& op) {
+    int64_t sum = 0;
+    ForEachOperand(rank.program->program->op(op.op), [&](ValueId id) {
+      int32_t transfer = rank.in_flight[id];
+      if (transfer < 0 || transfers_[transfer].cost->finish_ps == 0) return;
+      if (rank.tended.insert(transfer).second) sum += transfers_[transfer].cost->finish_ps;
+    });
+    return sum;
   }
 
   // A transfer that the op must still wait for, or -1.
@@ -281,7 +305,7 @@ class Engine {
     rank.blocked_on = -1;
     rank.running = true;
     rank.since_ps = now_;
-    Step(rank);
+    Tend(rank, FinishOf(rank, op));
     SetComputing(r, true);
     unblocked_.push_back(r);
   }
@@ -335,7 +359,7 @@ class Engine {
 
   Status Issue(int32_t r, const LoweredOp& op) {
     RankState& rank = ranks_[r];
-    int lane = static_cast<int>(op.lane);
+    int lane = QueueOf(op);
     int32_t id;
     std::vector<int32_t> members;
     if (op.axis < 0 || num_ranks() == 1) {
@@ -363,6 +387,11 @@ class Engine {
     rank.lanes[lane].push_back(id);
     if (rank.lanes[lane].front() == id) Arrive(r, id, rank.instance, -1);
     return Ok{};
+  }
+
+  // The queue of a transfer: its lane, or on CPUs that of all collectives.
+  int QueueOf(const LoweredOp& op) const {
+    return static_cast<int>(cluster_.cpu && op.axis >= 0 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
   }
 
   int32_t NewTransfer(const RankState& rank, const LoweredOp& op, std::vector<int32_t> members) {
@@ -398,7 +427,9 @@ class Engine {
     t.since_ps = now_;
     t.remaining_ps = t.cost->work_ps;
     ++t.version;
-    events_.push({now_ + t.cost->latency_ps, num_ranks() + id, t.version});
+    int64_t latency = t.cost->latency_ps;
+    if (cluster_.cpu && before >= 0) latency -= std::min(latency, now_ - record.issued_ps);
+    events_.push({now_ + latency, num_ranks() + id, t.version});
   }
 
   Status TransferEvent(int32_t id) {
@@ -419,7 +450,7 @@ class Engine {
     ++t.version;
     TransferRecord& record = out_.transfers[id];
     record.end_ps = now_;
-    int lane = static_cast<int>(record.op->lane);
+    int lane = QueueOf(*record.op);
     for (int32_t r : record.members) {
       RankState& rank = ranks_[r];
       rank.lanes[lane].pop_front();

@@ -36,12 +36,6 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
   out.kind = LoweredOp::Kind::kCompute;
   out.work_ps = cost.work_ps;
   out.transient_bytes = cost.transient_bytes;
-  const ClusterSpec& c = model.cluster();
-  if (c.cpu && cost.source == OpCost::Source::kMeasured) {
-    // Profiles time an op on all ranks of a host at once; here it is wanted alone, the engine shares the cores.
-    double crowd = static_cast<double>(model.ranks_per_node()) * c.compute_threads / c.cores;
-    if (crowd > 1) out.work_ps = Done(out.work_ps, FixedPoint(crowd));
-  }
   return out;
 }
 

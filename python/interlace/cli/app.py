@@ -48,9 +48,9 @@ def root(
 
 
 def _load_commands() -> None:
-    from interlace.cli import capture, inspect, opt, report, simulate, train
+    from interlace.cli import capture, inspect, opt, profile, report, simulate, train
 
-    for module in (train, capture, opt, inspect, simulate, report):
+    for module in (train, capture, opt, inspect, simulate, report, profile):
         module.register(app)
 
 

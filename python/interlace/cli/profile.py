@@ -1,0 +1,330 @@
+"""`interlace profile`: measures this machine, or this group of ranks, for the cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from interlace.cli.console import Work, err, print_facts, print_json, rows_table, seconds
+from interlace.cli.console import out as console_out
+from interlace.cli.program_file import FileError, read_program_text, write_text
+from interlace.cli.train import cache_folder
+from interlace.config import Config, format_bytes
+from interlace.cost.machine import Machine
+from interlace.cost.measure import COPY_SIZES, sweep_sizes
+from interlace.cost.measurements import COPIES, Profile
+from interlace.cost.store import Store, StoreError
+from interlace.errors import InterlaceError
+from interlace.launch import run_ranks
+
+HELP = """Measure what ops, collectives and copies take here.
+
+Runs the program of a model (or a program file) op by op on all ranks together, then transfers over sizes, and keeps every
+measurement under a fingerprint of the machine: a second start measures only what is new.
+
+[bold]Examples[/bold]
+
+  interlace profile --model llama-10m --ranks 2
+
+  interlace profile --program sharded.il --export here.profile
+
+  interlace profile show
+
+  interlace profile show --export here.profile && interlace simulate sharded.il --cluster local-2 --profile here.profile
+"""
+STORE_FILE = "profile.sqlite"
+LARGEST_SWEEP = 1 << 22  # bytes, when there is no program to say how large collectives are
+
+Ranks = Annotated[int, typer.Option("--ranks", help="Processes on this machine.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")
+]
+Network = Annotated[
+    str | None,
+    typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface"),
+]
+StorePath = Annotated[
+    str | None, typer.Option("--store", help="The file that keeps measurements.", show_default="the user's cache")
+]
+Export = Annotated[str | None, typer.Option("--export", help="Write the profile as a file for simulate and report.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", no_args_is_help=False)
+    group.callback(help=HELP)(profile)
+    group.command("show", help="Show what has been measured here.")(show)
+    app.add_typer(group, name="profile")
+
+
+def profile(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", help="A preset, or a Hugging Face config.json.")] = "llama-10m",
+    program: Annotated[str | None, typer.Option("--program", help="A sharded program file instead of a model.")] = None,
+    ranks: Ranks = 2,
+    strategy: Annotated[str, typer.Option("--strategy", help="shard (ZeRO-3), zero1, or replicate (DDP).")] = "shard",
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences (or images) of a micro-batch.")] = 4,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens in a sequence.", show_default="the model's")] = None,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step.")] = 1,
+    clip: Annotated[str, typer.Option("--clip", help="Largest global gradient norm, or none.")] = "1.0",
+    threads: Threads = None,
+    network: Network = None,
+    budget: Annotated[float, typer.Option("--budget", help="Seconds to run the program's ops for.")] = 15.0,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what is there already.")] = False,
+    store: StorePath = None,
+    export: Export = None,
+    as_json: AsJson = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from interlace.cli.train import parse_clip
+
+    for name, value in (
+        ("ranks", ranks),
+        ("micro-batch", micro_batch),
+        ("accumulation", accumulation),
+        ("threads", threads or 1),
+    ):
+        if value < 1:
+            raise InterlaceError(f"--{name} must be at least 1, not {value}")
+    if not budget > 0:
+        raise InterlaceError(f"--budget must be a positive number of seconds, not {budget:g}")
+    begin = time.monotonic()
+    machine = machine_here(ranks, threads, network)
+    with Work(as_json) as work:
+        work.update("capturing the program")
+        if program is not None:
+            text, inputs = read_program_text(program), b""
+            check_mesh(text, program, ranks)
+        else:
+            config = Config(strategy=strategy, accumulation=accumulation, clip_norm=parse_clip(clip))
+            text, inputs = program_of_model(model, config, ranks, micro_batch, seq)
+    path = store_path(store)
+    with Store(path) as kept:
+        for note in kept.notes:
+            err().print(f"warning: {note}")
+        job = missing(kept, machine, text, again)
+    count = len(job["ops"]) + len(job["collectives"]) + len(job["copies"])
+    if count or job["slowdown"]:
+        job |= {"budget_s": budget, "quiet": as_json, "store": str(path)}
+        run_job(job, text, inputs, machine)
+    with Store(path) as kept:
+        found = kept.profile(machine.fingerprint)
+    estimate_rest(found, text, machine)
+    if export:
+        write_text(export, found.text())
+    facts = {"measured_now": count, "seconds": time.monotonic() - begin, "store": str(path), **facts_of(found, text)}
+    print_json({**facts, "export": export}) if as_json else print_summary(facts, export)
+
+
+def show(
+    ranks: Ranks = 2,
+    threads: Threads = None,
+    network: Network = None,
+    machine: Annotated[str | None, typer.Option("--machine", help="A fingerprint instead of this machine's.")] = None,
+    store: StorePath = None,
+    export: Export = None,
+    top: Annotated[int, typer.Option("--top", help="Ops to list, the longest first.")] = 12,
+    as_json: AsJson = False,
+) -> None:
+    path = store_path(store)
+    if not path.exists():
+        raise StoreError(f"there is no {path}: nothing has been measured; run: interlace profile")
+    fingerprint = machine or machine_here(ranks, threads, network).fingerprint
+    with Store(path) as kept:
+        for note in kept.notes:
+            err().print(f"warning: {note}")
+        found, others = kept.profile(fingerprint), kept.machines()
+    if export:
+        write_text(export, found.text())
+    if as_json:
+        print_json({**facts_of(found), "store": str(path), "machines": list(others), "export": export,
+                    "op_us": {key: op.us for key, op in found.ops.items()}})  # fmt: skip
+        return
+    print_profile(found, top)
+    rest = [name for name in others if name != fingerprint]
+    if rest:
+        console_out().print("\nalso measured: " + "; ".join(rest), soft_wrap=True)
+
+
+def machine_here(ranks: int, threads: int | None, network: str | None) -> Machine:
+    from interlace.cli.settings import cores
+
+    return Machine.here(ranks, threads or max(1, cores() // ranks), network)
+
+
+def store_path(store: str | None) -> Path:
+    return Path(store) if store else cache_folder() / STORE_FILE
+
+
+def program_of_model(
+    model: str, config: Config, ranks: int, micro_batch: int, seq: int | None
+) -> tuple[str, bytes]:  # fmt: skip
+    """The program that training this model here would run, and one micro-batch for it (saved tensors)."""
+    from interlace import _core, models
+    from interlace.capture import capture
+
+    built = models.build(model, micro_batch=micro_batch, seq=seq)
+    optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-4)
+    captured = capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer)
+    program = _core.Program.parse(captured.text, "captured")
+    program.set_meta("micro_batches", str(config.accumulation))
+    program.run_passes(config.pipeline(ranks))
+    buffer = io.BytesIO()
+    torch.save(captured.input_spec.flatten(built.example_batch), buffer)
+    return program.print(), buffer.getvalue()
+
+
+def check_mesh(text: str, file: str, ranks: int) -> None:
+    from interlace import _core
+
+    program = _core.Program.parse(text, file)
+    program.verify()
+    if program.symbols():
+        names = ", ".join(s["name"] for s in program.symbols())
+        raise FileError(f"{file}: the sizes {names} are not yet numbers: give them with interlace opt --bind")
+    size = 1
+    for _, axis in program.mesh.items():
+        size *= axis
+    if size != ranks:
+        raise FileError(f"{file} is a program for {size} ranks: use --ranks {size}")
+
+
+def missing(store: Store, machine: Machine, text: str, again: bool) -> dict[str, Any]:
+    """What is to be measured: op keys, collectives and copies that the store does not have."""
+    from interlace import _core, _runtime
+
+    rows = {} if again else store.rows(machine.fingerprint)
+    plan = _runtime.profile_plan(text)
+    digest = _core.digest(text)[:16]
+    keys = sorted({facts["key"] for facts in plan.values() if facts["key"]})
+    points = {(f["name"].removesuffix(".start"), f["bytes"] // f["units"]) for f in plan.values() if f["bytes"]}
+    in_place = [("collective", f"{kind} {machine.ranks} {size}") for kind, size in points if machine.ranks > 1]
+    complete = ("stage", f"program {digest}") in rows or all(
+        place in rows for place in [*[("op", key) for key in keys], *in_place]
+    )
+    largest = max([size for _, size in points] or [LARGEST_SWEEP])
+    sweeps = [(kind, size) for kind in ("gather", "reduce", "all_reduce", "p2p") for size in sweep_sizes(largest)]
+    wanted = [(kind, size) for kind, size in sweeps if ("collective", f"{kind} {machine.ranks} {size}") not in rows]
+    copies = [(kind, size) for kind in COPIES for size in COPY_SIZES if ("copy", f"{kind} {size}") not in rows]
+    free = available_bytes()
+    summary = _core.Program.parse(text, "program").summary()
+    need = summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
+    return {
+        "machine": dataclasses.asdict(machine),
+        "digest": digest,
+        "ops": [] if complete else keys,
+        "whole": need * machine.ranks < 0.8 * free,
+        "memory_bytes": int(0.8 * free),
+        "collectives": wanted if machine.ranks > 1 else [],
+        "slowdown": machine.ranks > 1 and ("slowdown", "compute beside transfer") not in rows,
+        "copies": copies,
+        "folder": None,
+    }
+
+
+def available_bytes() -> int:
+    """Memory that programs may still take, as the kernel counts it."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def run_job(job: dict[str, Any], text: str, inputs: bytes, machine: Machine) -> None:
+    with tempfile.TemporaryDirectory(prefix="interlace-profile-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(job))
+        (folder / "program.il").write_text(text)
+        (folder / "inputs.pt").write_bytes(inputs)
+        command = [sys.executable, "-m", "interlace.cost.rank", str(folder)]
+        failure = run_ranks(command, machine.ranks, machine.threads)
+    if failure is not None:
+        raise InterlaceError(failure.describe())
+
+
+def estimate_rest(found: Profile, text: str, machine: Machine) -> None:
+    """Ops that were too large to run are given the cost model's time, marked so."""
+    from interlace import _runtime
+    from interlace.cost.measurements import OpTime
+
+    plan = _runtime.profile_plan(text)
+    absent = {f["key"]: f for f in plan.values() if f["key"] and f["key"] not in found.ops}
+    if not absent:
+        return
+    estimates = _runtime.estimate_ops(text, found.text(), f"local-{machine.ranks}")
+    for key, facts in absent.items():
+        if estimates.get(key):
+            found.ops[key] = OpTime(estimates[key], facts["result_bytes"], 0, measured=False)
+
+
+def facts_of(found: Profile, text: str | None = None) -> dict[str, Any]:
+    facts: dict[str, Any] = {"fingerprint": found.fingerprint, "ops": len(found.ops)}
+    facts["estimated_ops"] = sum(not op.measured for op in found.ops.values())
+    if text is not None:
+        from interlace import _runtime
+
+        plan = _runtime.profile_plan(text)
+        keys = {f["key"] for f in plan.values() if f["key"]}
+        facts["program_ops"], facts["program_ops_known"] = len(keys), len(keys & found.ops.keys())
+    facts["collectives"] = {f"{k} {r} ranks {b} bytes": t.us for (k, r, b), t in sorted(found.collectives.items())}
+    facts["copies"] = {f"{k} {b} bytes": us for (k, b), us in sorted(found.copies.items())}
+    facts["compute_slowdown_beside_transfer"] = found.slowdown
+    facts["issue_us"] = found.issue_us
+    return facts
+
+
+def print_summary(facts: dict[str, Any], export: str | None) -> None:
+    rows = {"machine": facts["fingerprint"]}
+    rows["measured now"] = f"{facts['measured_now']} entries in {seconds(facts['seconds'])}"
+    rows["program"] = f"{facts['program_ops_known']} of {facts['program_ops']} kinds of op known"
+    if facts["estimated_ops"]:
+        rows["estimated"] = f"{facts['estimated_ops']} ops were too large to run"
+    rows["kept in"] = facts["store"]
+    if export:
+        rows["written to"] = export
+    print_facts(rows)
+    if export:
+        cluster = "local-N"
+        console_out().print(f"next: interlace simulate PROGRAM --cluster {cluster} --profile {shlex.quote(export)}")
+
+
+def print_profile(found: Profile, top: int) -> None:
+    print_facts({"machine": found.fingerprint})
+    console = console_out()
+    longest = sorted(found.ops.items(), key=lambda item: -item[1].us)[:top]
+    rows = [[key, f"{op.us:,.1f}", format_bytes(op.bytes), format_bytes(op.transient)] for key, op in longest]
+    console.print()
+    console.print(rows_table("", ["op", "us", "results", "inside"], rows))
+    if len(found.ops) > len(longest):
+        console.print(f"and {len(found.ops) - len(longest)} shorter ops (--top)")
+    if found.collectives:
+        rows = []
+        for (kind, ranks, size), taken in sorted(found.collectives.items()):
+            rate = f"{size / taken.us / 1e3:.3f}" if taken.us > 0 else ""
+            rows.append([kind, str(ranks), format_bytes(size), f"{taken.us:,.0f}", rate, f"{taken.core_us:,.0f}"])
+        console.print()
+        console.print(rows_table("", ["collective", "ranks", "bytes", "us", "GB/s", "core us"], rows))
+    if found.copies:
+        rows = [
+            [k, format_bytes(b), f"{us:,.0f}", f"{b / us / 1e3:.2f}"] for (k, b), us in sorted(found.copies.items())
+        ]
+        console.print()
+        console.print(rows_table("", ["copy", "bytes", "us", "GB/s"], rows))
+    if found.slowdown is not None:
+        console.print(f"\ncompute beside a transfer: {found.slowdown:.3f} times longer, sharing of cores not counted")

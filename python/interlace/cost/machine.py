@@ -1,0 +1,55 @@
+"""The fingerprint of what is measured: times taken under another one do not count here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from pathlib import Path
+
+LOOPBACK = "loopback"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One kind of processor, so many cores, and how ranks use them. `network` is a name that whoever measures gives it."""
+
+    cpu: str
+    cores: int
+    torch: str
+    threads: int  # of a rank
+    ranks: int  # on a host
+    network: str = LOOPBACK
+
+    @classmethod
+    def here(cls, ranks: int, threads: int, network: str | None = None) -> Machine:
+        import torch
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(processor_name(), cores, torch.__version__, threads, ranks, network or network_name())
+
+    @property
+    def fingerprint(self) -> str:
+        """ "AMD EPYC 7B13, 2 cores, torch 2.13.0, 1 thread, 2 ranks, loopback"."""
+        one = "" if self.cores == 1 else "s"
+        threads, ranks = (
+            f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank"))
+        )
+        text = f"{self.cpu}, {self.cores} core{one}, torch {self.torch}, {threads}, {ranks}"
+        return text if self.ranks == 1 else f"{text}, {self.network}"
+
+
+def processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Hardware", "cpu model"):
+                return " ".join(value.split())
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def network_name() -> str:
+    """The interface that gloo was told to use, or loopback."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return LOOPBACK if name == "lo" else name

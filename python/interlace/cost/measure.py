@@ -1,0 +1,289 @@
+"""Measuring, as every rank does it together: a program's ops and collectives in place, then collectives over sizes, and copies.
+
+A program is run as it is, op after op, because only so are caches and memory in the state in which a step finds them; but every
+collective is completed by the op that starts it, after all ranks have met, so no op runs beside a transfer. An op counts with
+its processor time where a rank has one thread: other tenants of the machine, and ranks that share a core, do not add to that.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Rows = dict[tuple[str, str], dict[str, float]]
+MIN_STEPS, MAX_STEPS = 3, 40
+POINT_S = 0.35  # spent on one size of a collective or copy
+MIN_CALLS, MAX_CALLS = 5, 60
+COPY_SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)
+SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 22, 24))  # bytes: 1 KiB to 16 MiB
+
+
+class StepTimes:
+    """Collects the records of serial steps (`Executor.record`) and says what each op and collective takes."""
+
+    def __init__(self, ranks: int, threads: int, cores: int) -> None:
+        self.ranks = ranks
+        self.use_cpu_time = threads == 1
+        # With several threads the wall clock must do; ranks that share cores then stretch it by so much.
+        self.crowd = max(1.0, ranks * threads / cores)
+        self.ops: dict[int, dict[str, Any]] = {}
+        self.times: dict[int, list[tuple[float, float]]] = defaultdict(list)  # op → wall, processor seconds
+        self.transient: dict[int, int] = defaultdict(int)
+        self.transfers: dict[int, list[float]] = defaultdict(list)
+        self.steps = 0
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.steps += 1
+        self.ops.update(record["ops"])
+        for op, _, seconds, cpu, live, peak in record["samples"]:
+            self.times[op].append((seconds, cpu))
+            inside = peak - live - self.ops[op]["result_bytes"]
+            self.transient[op] = max(self.transient[op], inside)
+        for op, _, _, seconds in record["transfers"]:
+            self.transfers[op].append(seconds)
+
+    def rows(self) -> Rows:
+        """Instances of one signature differ in place and caches: the median of each, and the mean of these."""
+        ops: dict[str, list[int]] = defaultdict(list)
+        collectives: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for op, facts in self.ops.items():
+            if facts["name"].endswith(".start"):
+                size = facts["bytes"] // facts["units"]
+                collectives[facts["name"].removesuffix(".start"), size].append(op)
+            elif facts["key"]:
+                ops[facts["key"]].append(op)
+        found: Rows = {}
+        for key, places in ops.items():
+            us = statistics.fmean(self._op_us(op) for op in places)
+            found["op", key] = {
+                "us": us, "bytes": self.ops[places[0]]["result_bytes"],
+                "transient": max(self.transient[op] for op in places), "measured": 1, "steps": self.steps,
+            }  # fmt: skip
+        for (kind, size), places in collectives.items():
+            if self.ranks < 2 or not any(self.transfers[op] for op in places):
+                continue
+            units = self.ops[places[0]]["units"]
+            wall = statistics.fmean(statistics.median(w for w, _ in self.times[op]) for op in places) / units
+            core = statistics.fmean(statistics.median(c for _, c in self.times[op]) for op in places) / units
+            moving = statistics.fmean(statistics.median(self.transfers[op]) for op in places) / units
+            finish = max(0.0, wall - moving) if kind in ("reduce", "all_reduce") else 0.0
+            found["collective", f"{kind} {self.ranks} {size}"] = {
+                "us": wall * 1e6, "core_us": core * 1e6, "finish_us": finish * 1e6, "steps": self.steps, "in_place": 1,
+            }  # fmt: skip
+        return found
+
+    def _op_us(self, op: int) -> float:
+        if self.use_cpu_time:
+            return statistics.median(cpu for _, cpu in self.times[op]) * 1e6
+        return statistics.median(wall for wall, _ in self.times[op]) * 1e6 / self.crowd
+
+
+def fill_states(program: Any, executor: Any) -> None:
+    """Small random weights instead of zeros: some kernels are faster on zeros."""
+    generator = torch.Generator().manual_seed(0)
+    for state in [*program.states(), *program.params(), *program.buffers()]:
+        role = state.get("role", "full")
+        if role not in ("full", "shard", "weight"):
+            continue
+        try:
+            tensor = executor.tensor(state["value"])
+        except RuntimeError:  # a part of a unit
+            continue
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
+
+
+def plain_inputs(program: Any) -> list[torch.Tensor]:
+    """Inputs for a program whose batches are not known: zeros are valid as tokens, classes and places."""
+    dtypes = {
+        "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64,
+        "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "b8": torch.bool,
+    }  # fmt: skip
+    found = []
+    for entry in program.inputs():
+        dtype, shape = dtypes[entry["dtype"]], [int(size) for size in entry["shape"]]
+        found.append(torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype))
+    return found
+
+
+def hyper_of(program: Any) -> list[list[float]]:
+    """A learning rate of zero: measuring changes no weight."""
+    numbers = {"adamw": [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0], "adam": [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0]}
+    return [numbers.get(group["optimizer"], [0.0, 0.9, 0.0, 0.0, 0.0, 1.0, 0.0]) for group in program.groups()]
+
+
+def measure_program(
+    executor: Any, program: Any, inputs: list[torch.Tensor], times: StepTimes, steps: int, commit: Callable[[], None]
+) -> None:
+    """Serial steps; `commit` after each."""
+    hyper = hyper_of(program)
+    executor.set_trace("serial")
+    try:
+        for step in range(steps):
+            micro_batches = [list(inputs) for _ in range(program.accumulation)]
+            executor.step(micro_batches, hyper, step)
+            if step > 0 or steps == 1:  # the first step allocates what later ones reuse
+                times.add(executor.record())
+                commit()
+    finally:
+        executor.set_trace("off")
+
+
+def steps_within(budget_s: float, step_s: float) -> int:
+    """How many steps to measure, the one that warms up included."""
+    return 1 + max(MIN_STEPS, min(MAX_STEPS, int(budget_s / max(step_s, 1e-4))))
+
+
+class Collectives:
+    """Gathers, reduces, all-reduces and point-to-point transfers on our own transport."""
+
+    def __init__(self, peers: Any, timeout_s: float) -> None:
+        from interlace._runtime import testing
+
+        (axis,) = peers.axes([("dp", peers.size)])
+        self.peers = peers
+        self.comm = testing.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["up"], axis["down"])
+
+    def time(self, kind: str, size: int) -> dict[str, float]:
+        """Medians over repeated calls of `size` bytes, as the cost model counts them; ranks meet before each."""
+        run = self._call(kind, size)
+        walls: list[float] = []
+        cores: list[float] = []
+        meet = torch.zeros(1, dtype=torch.int32)
+        calls = MAX_CALLS
+        number = -2
+        while number < calls:
+            self.comm.wait(self.comm.start_all_reduce(meet, "meeting"))
+            core, wall = time.process_time(), time.perf_counter()
+            run()
+            wall, core = time.perf_counter() - wall, time.process_time() - core
+            if number >= 0:
+                walls.append(wall)
+                cores.append(core)
+            elif number == -1:  # all ranks must agree on how often
+                slowest = torch.tensor([int(wall * 1e6)], dtype=torch.int64)
+                self.comm.wait(self.comm.start_all_reduce(slowest, "calls"))
+                mean_s = slowest.item() / 1e6 / self.peers.size
+                calls = max(MIN_CALLS, min(MAX_CALLS, int(POINT_S / max(mean_s, 1e-6))))
+            number += 1
+        return {"us": statistics.median(walls) * 1e6, "core_us": statistics.median(cores) * 1e6, "finish_us": 0.0}
+
+    def beside_compute(self, cores: int) -> Rows:
+        """How much a matrix product is slowed by a gather that is under way, beyond what sharing the cores explains; and what
+        starting a transfer takes of a rank's thread."""
+        gathered = 1 << 22
+        alone_s, beside_s, core_share, issue = [], [], [], []
+        a, b = torch.randn(384, 384), torch.randn(384, 384)
+        shard = torch.ones(gathered // 4 // self.peers.size)
+        whole = torch.ones(shard.numel() * self.peers.size)
+        meet = torch.zeros(1, dtype=torch.int32)
+
+        def products() -> float:
+            start = time.perf_counter()
+            for _ in range(4):
+                torch.mm(a, b)
+            return time.perf_counter() - start
+
+        for number in range(24):
+            self.comm.wait(self.comm.start_all_reduce(meet, "meeting"))
+            alone = products()
+            self.comm.wait(self.comm.start_all_reduce(meet, "meeting"))
+            start, core = time.perf_counter(), time.process_time()
+            ticket = self.comm.start_gather([shard], [whole], "gather")
+            issued = time.perf_counter() - start
+            beside = products()
+            still = time.perf_counter()
+            self.comm.wait(ticket)
+            waited = time.perf_counter() - still
+            share = (time.process_time() - core - beside) / (time.perf_counter() - start)
+            if number < 4:
+                continue
+            issue.append(issued)
+            if waited > 0.2 * alone:  # the transfer lasted longer than the products: they were beside it all the time
+                alone_s.append(alone)
+                beside_s.append(beside)
+                core_share.append(max(share, 0.0))
+        rows: Rows = {("issue", "start"): {"us": statistics.median(issue) * 1e6}}
+        factor = 1.0
+        if len(alone_s) >= 5:
+            shared = max(1.0, self.peers.size * (1 + statistics.median(core_share)) / cores)
+            factor = max(1.0, statistics.median(beside_s) / statistics.median(alone_s) / shared)
+        rows["slowdown", "compute beside transfer"] = {"factor": factor, "samples": len(alone_s)}
+        return rows
+
+    def _call(self, kind: str, size: int) -> Callable[[], None]:
+        ranks, comm = self.peers.size, self.comm
+        shard = torch.ones(max(1, size // 4 // ranks))
+        whole = torch.ones(shard.numel() * ranks)
+        if kind == "gather":
+            return lambda: comm.wait(comm.start_gather([shard], [whole], "gather"))
+        if kind == "reduce":
+            return lambda: comm.wait(comm.start_reduce([whole], [shard], "reduce"))
+        if kind == "all_reduce":
+            value = torch.ones(max(1, size // 4))
+            return lambda: comm.wait(comm.start_all_reduce(value, "all_reduce"))
+        message = torch.ones(max(1, size // 4))
+        group = self.peers._groups["up"]
+
+        def send() -> None:
+            import torch.distributed as dist
+
+            if self.peers.rank == 0:
+                dist.send(message, group=group, group_dst=1)
+            elif self.peers.rank == 1:
+                dist.recv(message, group=group, group_src=0)
+
+        return send
+
+
+def copy_times(kind: str, size: int, folder: str | None = None) -> float:
+    """Microseconds of one copy of so many bytes: in host memory, or to and from a file (written through, read from the disk)."""
+    data = torch.zeros(size, dtype=torch.uint8)
+    times = []
+    if kind in ("h2d", "d2h"):
+        target = torch.empty_like(data)
+        times = _repeat(lambda: target.copy_(data))
+    else:
+        view = data.numpy().tobytes()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            number = file.fileno()
+
+            def write() -> None:
+                os.pwrite(number, view, 0)
+                os.fdatasync(number)
+
+            def read() -> None:
+                os.pread(number, size, 0)
+
+            def drop() -> None:
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+            write()
+            times = _repeat(write) if kind == "file_write" else _repeat(read, drop)
+    return statistics.median(times) * 1e6
+
+
+def _repeat(action: Callable[[], object], before: Callable[[], None] | None = None) -> list[float]:
+    times: list[float] = []
+    spent = time.perf_counter()
+    action()
+    while len(times) < MIN_CALLS or (len(times) < MAX_CALLS and time.perf_counter() - spent < POINT_S):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def sweep_sizes(largest: int) -> list[int]:
+    """The standard sizes up to the first that is at least `largest`."""
+    below = [size for size in SIZES if size < largest]
+    return [*below, *[size for size in SIZES if size >= largest][:1]]

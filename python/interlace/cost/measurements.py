@@ -1,0 +1,100 @@
+"""What a profile holds, and its text form (the grammar is in src/cost/profile_table.h)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+COLLECTIVES = ("gather", "reduce", "all_reduce", "p2p")
+COPIES = ("h2d", "d2h", "file_read", "file_write")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpTime:
+    """One op: microseconds alone on its cores, bytes of its results, peak inside it beyond operands and results."""
+
+    us: float
+    bytes: int
+    transient: int
+    measured: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """One size of a collective: microseconds in all; processor time of one rank for it; of both, what the rank's own thread
+    does after the data has come (the sum of a reduction)."""
+
+    us: float
+    core_us: float = 0.0
+    finish_us: float = 0.0
+
+
+@dataclasses.dataclass
+class Profile:
+    """All measurements under one fingerprint."""
+
+    fingerprint: str
+    ops: dict[str, OpTime] = dataclasses.field(default_factory=dict)
+    collectives: dict[tuple[str, int, int], CollectiveTime] = dataclasses.field(
+        default_factory=dict
+    )  # kind, ranks, bytes
+    copies: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)  # kind, bytes
+    slowdown: float | None = None  # of compute while a transfer is under way, beyond what sharing cores explains
+    issue_us: float | None = None  # of a rank's thread to start one transfer
+
+    def text(self) -> str:
+        """The file that the cost model reads."""
+        lines = ["interlace-profile 1", f"fingerprint {quoted(self.fingerprint)}"]
+        for key, op in sorted(self.ops.items(), key=lambda item: item[0].encode()):
+            how = "measured" if op.measured else "estimated"
+            lines.append(f"op {quoted(key)} us {number(op.us)} bytes {op.bytes} transient {op.transient} {how}")
+        for (kind, ranks, size), time in sorted(self.collectives.items()):
+            place = f"{kind} ranks {ranks} bytes {size}"
+            lines.append(f"collective {place} us {number(time.us)}")
+            if time.core_us > 0:
+                lines.append(f"core {place} us {number(time.core_us)}")
+            if time.finish_us > 0:
+                lines.append(f"finish {place} us {number(time.finish_us)}")
+        for (kind, size), us in sorted(self.copies.items()):
+            lines.append(f"copy {kind} bytes {size} us {number(us)}")
+        if self.issue_us is not None:
+            lines.append(f"issue us {number(self.issue_us)}")
+        if self.slowdown is not None:
+            # The order of the 28 factors is that of cost/cluster.h; sets {compute, device-device} alone begin at 16.
+            factors = [1.0] * 28
+            factors[16] = max(1.0, self.slowdown)
+            lines.append(f"interference [{', '.join(number(f) for f in factors)}]")
+        return "\n".join(lines) + "\n"
+
+
+def number(value: float) -> str:
+    """Six digits: more than any clock gives."""
+    return f"{max(value, 1e-3):.6g}"
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def from_rows(fingerprint: str, rows: Mapping[tuple[str, str], Mapping[str, float]]) -> Profile:
+    """A profile from stored rows: (kind, key) → values."""
+    profile = Profile(fingerprint)
+    for (kind, key), value in rows.items():
+        if kind == "op":
+            profile.ops[key] = OpTime(
+                value["us"], int(value["bytes"]), int(value["transient"]), bool(value.get("measured", 1))
+            )
+        elif kind == "collective":
+            name, ranks, size = key.split()
+            profile.collectives[name, int(ranks), int(size)] = CollectiveTime(
+                value["us"], value["core_us"], value["finish_us"]
+            )
+        elif kind == "copy":
+            name, size = key.split()
+            profile.copies[name, int(size)] = value["us"]
+        elif kind == "slowdown":
+            profile.slowdown = value["factor"]
+        elif kind == "issue":
+            profile.issue_us = value["us"]
+    return profile

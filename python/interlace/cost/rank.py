@@ -1,0 +1,140 @@
+"""One rank of `interlace profile`: all ranks measure the same thing at the same time, rank 0 keeps it.
+
+python -m interlace.cost.rank JOB       (started by the command; JOB is a folder with job.json, program.il and inputs.pt)
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.cost.machine import Machine
+from interlace.cost.measure import (
+    Collectives,
+    Rows,
+    StepTimes,
+    copy_times,
+    fill_states,
+    measure_program,
+    plain_inputs,
+    steps_within,
+)
+from interlace.cost.one_op import measure_one_by_one
+from interlace.cost.store import Store
+from interlace.distributed import Peers
+from interlace.launch import follow_parent, leave_failure
+
+TIMEOUT_S = 300.0
+Progress = Callable[[str, int, int], None]
+
+
+def quiet(stage: str, done: int, total: int) -> None: ...
+
+
+class Keeper:
+    """Rank 0's store, or nothing on the others: what is put is committed at once."""
+
+    def __init__(self, store: Store | None, fingerprint: str) -> None:
+        self.store, self.fingerprint = store, fingerprint
+
+    def put(self, rows: Rows) -> None:
+        if self.store is not None and rows:
+            self.store.put(self.fingerprint, rows)
+
+
+def measure(
+    job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress = quiet
+) -> None:
+    """Everything that `job` says is missing."""
+    from interlace import _core, _runtime
+
+    machine = Machine(**job["machine"])
+    peers.open_groups()
+    if job["ops"] and text:
+        program = _core.Program.parse(text, "program")
+        batch = torch.load(io.BytesIO(inputs)) if inputs else plain_inputs(program)
+        if job["whole"]:
+            axes = peers.axes(list(program.mesh.items()))
+            executor = _runtime.Executor(text, "cpu", axes, TIMEOUT_S, {})
+            fill_states(program, executor)
+            times = StepTimes(machine.ranks, machine.threads, machine.cores)
+            start = time.monotonic()
+            measure_program(executor, program, batch, StepTimes(1, 1, 1), 1, lambda: None)
+            slowest = max(peers.exchange("a step takes", time.monotonic() - start))
+            steps = steps_within(job["budget_s"], slowest)
+
+            def commit() -> None:
+                keeper.put(times.rows())
+                progress("ops in place", times.steps, steps - 1)
+
+            progress("ops in place", 0, steps - 1)
+            measure_program(executor, program, batch, times, steps, commit)
+            keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
+            del executor
+        else:
+            measure_one_by_one(program, text, job["ops"], machine, peers, keeper.put, progress, job["memory_bytes"])
+            keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
+    todo = [tuple(point) for point in job["collectives"]]
+    if todo and peers.size > 1:
+        collectives = Collectives(peers, TIMEOUT_S)
+        for number, (kind, size) in enumerate(todo):
+            progress(f"{kind} of {size} bytes", number, len(todo))
+            keeper.put({("collective", f"{kind} {peers.size} {size}"): collectives.time(kind, size)})
+        if job["slowdown"]:
+            progress("compute beside a transfer", len(todo), len(todo))
+            keeper.put(collectives.beside_compute(machine.cores))
+    for number, (kind, size) in enumerate(job["copies"]):
+        progress(f"{kind} of {size} bytes", number, len(job["copies"]))
+        if peers.rank == 0:
+            keeper.put({("copy", f"{kind} {size}"): {"us": copy_times(kind, size, job["folder"])}})
+    peers.exchange("profile done", True)
+
+
+def run(folder: str | Path) -> None:
+    folder = Path(folder)
+    job = json.loads((folder / "job.json").read_text())
+    torch.set_num_threads(job["machine"]["threads"])
+    peers = Peers(torch.device("cpu"), TIMEOUT_S)
+    text = (folder / "program.il").read_text()
+    inputs = (folder / "inputs.pt").read_bytes()
+    try:
+        with peers.guard():
+            if peers.rank != 0:
+                measure(job, text, inputs, peers, Keeper(None, ""))
+                return
+            from interlace.cli.console import Work
+
+            with Store(job["store"]) as store, Work(job["quiet"]) as work:
+                measure(job, text, inputs, peers, Keeper(store, Machine(**job["machine"]).fingerprint), work.update)
+    finally:
+        peers.close()
+
+
+def main() -> int:
+    follow_parent()
+    try:
+        run(sys.argv[1])
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from interlace.cli.app import explain
+
+        message, code = explain(error)
+        leave_failure(message, code)
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return code
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

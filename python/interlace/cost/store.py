@@ -1,0 +1,144 @@
+"""Where measurements are kept: one SQLite file, a row per measurement, under the fingerprint of the machine.
+
+Every measurement is committed when it is made, so an interrupted profile goes on where it stopped. Several processes may write at
+once: the file is in WAL mode and writers wait for one another. A file that SQLite cannot read is set aside, never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from interlace.cost.measurements import Profile, from_rows
+from interlace.errors import InterlaceError
+
+FORMAT = 1
+BUSY_S = 30.0  # a writer waits so long for another
+
+
+class StoreError(InterlaceError):
+    """The store cannot be used, or does not hold what was asked for."""
+
+
+Row = Mapping[str, float]
+
+
+class Store:
+    """The measurements of all machines in one file. `notes` says what was out of the ordinary when it was opened."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.notes: list[str] = []
+        if self.path.is_dir():
+            raise StoreError(f"{self.path} is a folder: name a file, for example {self.path / 'profile.sqlite'}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder {self.path.parent}: {error.strerror}") from None
+        try:
+            self._open()
+        except sqlite3.DatabaseError as error:
+            if not _is_corrupt(error):
+                raise StoreError(f"cannot use {self.path}: {error}") from error
+            self._set_aside(error)
+            self._open()
+
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+        try:
+            self._db.execute("pragma journal_mode = wal")
+            self._db.execute("pragma synchronous = normal")
+            with self._transaction():
+                (version,) = self._db.execute("pragma user_version").fetchone()
+                if version > FORMAT:
+                    raise StoreError(
+                        f"{self.path} was written by a newer version (format {version}, this one writes {FORMAT}); "
+                        "update interlace, or name another file with --store"
+                    )
+                self._db.execute(
+                    "create table if not exists measurements (machine text not null, kind text not null, "
+                    "key text not null, value text not null, at real not null, primary key (machine, kind, key))"
+                )
+                self._db.execute(f"pragma user_version = {FORMAT}")
+            row = self._db.execute("pragma quick_check").fetchone()
+            if row[0] != "ok":
+                raise sqlite3.DatabaseError(f"file is not a database: {row[0]}")
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _set_aside(self, error: sqlite3.DatabaseError) -> None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        aside = self.path.with_name(f"{self.path.name}.corrupt-{stamp}")
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.path.with_name(f"{self.path.name}.corrupt-{stamp}-{number}")
+        self.path.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            beside = self.path.with_name(self.path.name + suffix)
+            if beside.exists():
+                beside.rename(aside.with_name(aside.name + suffix))
+        self.notes.append(f"{self.path} cannot be read ({error}); it was moved to {aside} and a new one begun")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("begin immediate")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("rollback")
+            raise
+        self._db.execute("commit")
+
+    def put(self, machine: str, rows: Mapping[tuple[str, str], Row]) -> None:
+        """Writes measurements, (kind, key) → values, at once; what was there under the same key is replaced."""
+        now = time.time()
+        values = [(machine, kind, key, json.dumps(dict(value)), now) for (kind, key), value in rows.items()]
+        with self._transaction():
+            self._db.executemany("insert or replace into measurements values (?, ?, ?, ?, ?)", values)
+
+    def rows(self, machine: str) -> dict[tuple[str, str], dict[str, float]]:
+        found = self._db.execute("select kind, key, value from measurements where machine = ?", (machine,))
+        return {(kind, key): json.loads(value) for kind, key, value in found}
+
+    def machines(self) -> dict[str, tuple[int, float]]:
+        """Fingerprint → number of measurements, time of the last (seconds since the epoch)."""
+        found = self._db.execute(
+            "select machine, count(*), max(at) from measurements group by machine order by max(at) desc"
+        )
+        return {machine: (count, at) for machine, count, at in found}
+
+    def forget(self, machine: str) -> int:
+        """Deletes a machine's measurements; gives their number."""
+        with self._transaction():
+            return self._db.execute("delete from measurements where machine = ?", (machine,)).rowcount
+
+    def profile(self, machine: str) -> Profile:
+        """Everything under a fingerprint. Error: nothing there."""
+        rows = self.rows(machine)
+        if not rows:
+            known = "".join(f"\n  {name}" for name in self.machines())
+            raise StoreError(
+                f"{self.path} holds no profile of this machine ({machine}); run: interlace profile"
+                + (f"\nprofiles in it:{known}" if known else "")
+            )
+        return from_rows(machine, rows)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_corrupt(error: sqlite3.DatabaseError) -> bool:
+    text = str(error)
+    return any(words in text for words in ("not a database", "malformed", "corrupt", "file is encrypted"))
