@@ -66,9 +66,15 @@ class Crew:
                 env |= one | {"ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "PEERS_DATA_RANK": str(rank)}
             argv = [sys.executable, str(Path(__file__).with_name("peer_worker.py")), json.dumps(settings)]
             with self._logs[rank].open("w") as log:
+                pipes: dict[str, Any] = {
+                    "stdin": subprocess.PIPE,
+                    "stdout": subprocess.PIPE,
+                    "stderr": log,
+                    "text": True,
+                }
                 worker = net.spawn(
-                    rank, argv, env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-                )
+                    rank, argv, env, **pipes, start_new_session=True
+                )  # an interrupt is the driver's alone
             self._workers.append(worker)
             self._lines.append(queue.Queue())
             threading.Thread(target=self._read, args=(worker, self._lines[-1]), daemon=True).start()
@@ -277,7 +283,8 @@ class Bench:
             "parameter_bytes": self.parameter_bytes, "duplex_goodput": self.goodput,
             "compute_ms": {r.name: quartiles(r.seconds)[1] * 1e3 for r in self._alone()},
             "rows": [figures(row, self.facts(), baseline) | {"losses": row.losses} for row in rows] if self._alone() else [],
-            "verdicts": verdicts(rows), "disagreeing": disagreeing(rows), "machine": machine(), "interrupted": self.interrupted,
+            "verdicts": verdicts(rows), "disagreeing": disagreeing(rows), "interrupted": self.interrupted,
+            "machine": machine() | {"threads": self.args.threads},
         }  # fmt: skip
 
 
