@@ -8,7 +8,7 @@ With n ranks, P bytes of parameters (gradients are as many) and `a` micro-batche
 
 A gather and a reduce send P (n-1)/n each (ring or direct, the least there is), so with one micro-batch sharded training moves three
 times that and the others twice. Wire time is these bytes over the measured duplex goodput; the bound of a step is the larger of
-wire time and compute alone. No step can be shorter; a perfect overlap of both would reach it.
+wire time and the same round's compute alone. No step can be shorter; a perfect overlap of both would reach it.
 """
 
 from __future__ import annotations
@@ -101,17 +101,20 @@ def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def figures(row: Row, facts: Mapping[str, Any], baseline: Row | None) -> dict[str, Any]:
-    """One row as plain data. `facts`: compute_s, goodput (None: unshaped), parameter_bytes, ranks, accumulation, mode."""
+    """One row as plain data. `facts`: compute_s (of every round), goodput (bytes/s), parameter_bytes, ranks, accumulation, mode."""
     if not row.seconds:
         return {"name": row.name, "kind": row.kind, "problem": row.problem}
     low, middle, high = quartiles(row.seconds)
     must = wire_bytes(row.kind, facts["parameter_bytes"], facts["ranks"], facts["accumulation"], facts["mode"])
-    wire_s = must / facts["goodput"] if facts["goodput"] else 0.0
-    bound_s = max(wire_s, facts["compute_s"])
+    wire_s = must / facts["goodput"]
+    bounds = [max(wire_s, compute_s) for compute_s in facts["compute_s"]]
+    if len(bounds) != len(row.seconds):  # interrupted within a round
+        bounds = [quartiles(bounds)[1]] * len(row.seconds)
+    over = [seconds / bound for seconds, bound in zip(row.seconds, bounds, strict=True)]
     out: dict[str, Any] = {
         "name": row.name, "kind": row.kind, "median_ms": middle * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3,
         "must_send_bytes": must, "sent_bytes": quartiles(row.sent_bytes)[1] if row.sent_bytes else None, "wire_ms": wire_s * 1e3,
-        "bound_ms": bound_s * 1e3, "over_bound": middle / bound_s, "last_loss": row.losses[-1], "steps": len(row.losses),
+        "bound_ms": quartiles(bounds)[1] * 1e3, "over_bound": quartiles(over)[1], "seconds": row.seconds, "last_loss": row.losses[-1], "steps": len(row.losses),
         "problem": row.problem,
     }  # fmt: skip
     if baseline is not None and baseline.seconds and len(baseline.seconds) == len(row.seconds):

@@ -180,7 +180,7 @@ def test_wire_bytes_refuses_what_it_does_not_know():
 
 
 FACTS = {
-    "compute_s": 0.5,
+    "compute_s": [0.5],
     "goodput": 60e6,
     "parameter_bytes": 80_000_000,
     "ranks": 2,
@@ -194,6 +194,17 @@ def test_bound_is_the_larger_of_wire_and_compute():
     assert (sharded["wire_ms"], sharded["bound_ms"], sharded["over_bound"]) == pytest.approx((2000, 2000, 1.5))
     fast = peer_table.figures(Row("a", "sharded", "A", seconds=[3.0], losses=[6.0]), FACTS | {"goodput": 6e9}, None)
     assert (fast["wire_ms"], fast["bound_ms"], fast["over_bound"]) == pytest.approx((20, 500, 6.0))
+
+
+def test_bound_is_paired_within_rounds():
+    facts = FACTS | {
+        "goodput": 400e6,
+        "compute_s": [0.5, 5.0, 1.0],
+    }  # 0.3 s on the wire; something else ran in the second round
+    row = Row("a", "sharded", "A", seconds=[1.0, 6.0, 1.5], losses=[6.0])
+    assert peer_table.figures(row, facts, None)["over_bound"] == pytest.approx(1.5)
+    row.seconds.append(9.0)  # interrupted before compute alone had its turn: the median bound, 1 s, for all
+    assert peer_table.figures(row, facts, None)["over_bound"] == pytest.approx((1.5 + 6.0) / 2)
 
 
 def test_losses_that_disagree_are_found():
