@@ -108,14 +108,12 @@ def figures(row: Row, facts: Mapping[str, Any], baseline: Row | None) -> dict[st
     must = wire_bytes(row.kind, facts["parameter_bytes"], facts["ranks"], facts["accumulation"], facts["mode"])
     wire_s = must / facts["goodput"]
     bounds = [max(wire_s, compute_s) for compute_s in facts["compute_s"]]
-    if len(bounds) != len(row.seconds):  # interrupted within a round
-        bounds = [quartiles(bounds)[1]] * len(row.seconds)
     over = [seconds / bound for seconds, bound in zip(row.seconds, bounds, strict=True)]
     out: dict[str, Any] = {
         "name": row.name, "kind": row.kind, "median_ms": middle * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3,
         "must_send_bytes": must, "sent_bytes": quartiles(row.sent_bytes)[1] if row.sent_bytes else None, "wire_ms": wire_s * 1e3,
-        "bound_ms": quartiles(bounds)[1] * 1e3, "over_bound": quartiles(over)[1], "seconds": row.seconds, "last_loss": row.losses[-1], "steps": len(row.losses),
-        "problem": row.problem,
+        "bound_ms": quartiles(bounds)[1] * 1e3, "over_bound": quartiles(over)[1], "seconds": row.seconds,
+        "last_loss": row.losses[-1], "steps": len(row.losses), "problem": row.problem,
     }  # fmt: skip
     if baseline is not None and baseline.seconds and len(baseline.seconds) == len(row.seconds):
         r_low, ratio, r_high = quartiles(ratios({"row": row.seconds, "base": baseline.seconds}, "row", "base"))

@@ -192,7 +192,11 @@ class Bench:
                 progress.line(f"round {number + 1} of {self.args.rounds}: {self._round_text()}")
         except KeyboardInterrupt:
             self.interrupted = True
-            progress.line("interrupted: the table holds what was measured so far")
+            working = [row for row in self.rows.values() if row.problem is None]
+            whole = min((len(row.seconds) for row in working), default=0)
+            for row in working:  # the round that was cut short cannot be paired
+                del row.seconds[whole:]
+            progress.line(f"interrupted: the table holds the {whole} rounds that were measured")
         for crew in self.crews.values():
             crew.end()
         self.goodput = max(self.goodput, net.goodput())
@@ -252,7 +256,7 @@ class Bench:
         print(
             f"{a.ranks} ranks, {network}, Llama of {self.parameter_bytes / 4e6:.1f} M parameters, fp32, "
             f"{MODELS[a.model_size]['tokens']} tokens a rank and micro-batch, accumulation {a.accumulation}, "
-            f"{a.threads} thread{'s' if a.threads > 1 else ''} a rank; {a.rounds} rounds of {a.block} steps"
+            f"{a.threads} thread{'s' if a.threads > 1 else ''} a rank; {len(self.compute_s())} rounds of {a.block} steps"
         )
         if len(self._alone()) == 0:
             print("compute alone was not measured: no bound")
