@@ -273,6 +273,9 @@ class Peers:
         if self._closed:
             return
         self._closed = True
+        if self._store is not None and not self._failed:
+            with contextlib.suppress(Exception):
+                self._store.set(f"failed/{self.rank}", "it closed its trainer while others went on")
         for hook in self._on_close:
             hook()
         groups, self._groups = self._groups, {}

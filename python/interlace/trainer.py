@@ -35,6 +35,7 @@ from interlace.errors import InterlaceError
 from interlace.hyper import STATE_NAMES, Hyper, kind_of
 from interlace.materialize import Weights, find_name
 from interlace.states import WEIGHT, Parameter, States
+from interlace.step_trace import TraceError, check_writable, write_trace
 
 Tensor = torch.Tensor
 
@@ -109,10 +110,32 @@ class Trainer:
         if not self.skipped:
             if not result["finite"] and self.norm is None and not self.config.skip_nonfinite:
                 with self._peers.guard():
-                    raise NonFiniteError(self._nonfinite_loss(loss, result))
+                    raise NonFiniteError(self._nonfinite_loss(inputs, loss, result))
             self._hyper.advance()
         self._hyper.after_step()
         self.steps += 1
+        return loss
+
+    def trace(self, batch: Any, file: str | Path) -> Tensor:
+        """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory (docs: traces).
+
+        Opens in Perfetto or chrome://tracing beside a predicted one (`interlace simulate --trace`). Every rank must call it.
+        """
+        self._check_open()
+        if self.config.mode == "eager":
+            raise InterlaceError('a trace shows the compiled program; mode="eager" has none: use torch.profiler')
+        with self._peers.guard():
+            problem = self._peers.exchange("trace file", check_writable(file) if self.rank == 0 else None)[0]
+        if problem is not None:
+            raise TraceError(problem)
+        self._executor.set_trace("on")
+        try:
+            loss = self.step(batch)
+            with self._peers.guard():
+                write_trace(self._executor, self._peers, file)
+        finally:
+            if self._executor is not None:  # gone when a rank has failed
+                self._executor.set_trace("off")
         return loss
 
     def _inputs(self, batch: Any) -> Any:
@@ -153,11 +176,13 @@ class Trainer:
             return self._executor.debug_step(self._inputs(batch), self.steps, stop_at)
 
     def _find_culprit(self, inputs: Any) -> str | None:
+        # Ranks run op by op together or not at all: the ops talk to the other ranks.
+        wrong = self._peers.exchange(f"inputs of step {self.steps}", self._nonfinite_inputs(inputs))
+        for rank, text in enumerate(wrong):
+            if text is not None:
+                return str(text) if self.world_size == 1 else f"on rank {rank}, {text}"
         mine: list[object] | None
-        bad = self._nonfinite_inputs(inputs)
-        if bad is not None:
-            mine = [0, bad]
-        elif self.config.mode == "eager":
+        if self.config.mode == "eager":
             text = self._runner.find_nonfinite(inputs, self.steps)  # type: ignore[attr-defined]
             mine = None if text is None else [1, text]
         else:
@@ -193,9 +218,11 @@ class Trainer:
             "lower the learning rate, look at this batch, or leave such steps out with skip_nonfinite=True"
         )
 
-    def _nonfinite_loss(self, loss: Tensor, result: Mapping[str, Any]) -> str:
+    def _nonfinite_loss(self, inputs: Any, loss: Tensor, result: Mapping[str, Any]) -> str:
         record = result.get("nonfinite")
-        where = describe_op(record) if record else "run again with debug=True to see which op made it"
+        where = self._nonfinite_inputs(inputs) or (
+            describe_op(record) if record else "run again with debug=True to see which op made it"
+        )
         return (
             f"step {self.steps}: the loss is {loss.item()}; {where}. The update of this step was made; set clip_norm or "
             "skip_nonfinite to have such a step refused before the update"
@@ -515,6 +542,8 @@ class Trainer:
 
     def _drop(self) -> None:
         self._closed = self._closed or "a rank failed"
+        if hasattr(self._executor, "leave"):
+            self._executor.leave()
         self._executor = self._runner = self._states = None  # type: ignore[assignment]
 
     def _check_open(self) -> None:

@@ -187,6 +187,9 @@ PYBIND11_MODULE(_runtime, m) {
           "gather_unit",
           [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
           py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
+      .def(
+          "leave", [](Executor& self) { WithoutLock([&] { self.Leave(); return 0; }); },
+          "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
   BindTrace(m, executor);
   BindTesting(m);

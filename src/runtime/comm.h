@@ -38,6 +38,8 @@ class Comm {
   // In-place sum of a small tensor (integers: exact in any order; floats: in rank order on gloo).
   virtual Result<Ticket> StartAllReduce(at::Tensor value, std::string label) = 0;
   virtual Status Wait(Ticket ticket) = 0;
+  // Ends this rank's part for good: its connections close, so that ranks that wait for it hear of it at once.
+  virtual void Leave() {}
 
   struct Stats { int64_t bytes_sent = 0, bytes_received = 0, receive_buffer_peak_bytes = 0, calls = 0; };
   virtual Stats stats() const = 0;
@@ -46,8 +48,9 @@ class Comm {
   // When an operation was issued, when its first byte was handed over, when its data had come and gone (before the sum of
   // a reduction); steady clock, nanoseconds. `bytes`: received by this rank.
   struct Times { int64_t queued_ns = 0, begin_ns = 0, end_ns = 0, bytes = 0; };
-  // Operations started while recording is on are remembered until their times are taken.
-  virtual void SetRecording(bool) {}
+  // Operations started while recording is on are remembered until their times are taken. `watch`: a thread notes when each has
+  // ended; without it an operation ends when it is waited for, and nothing else is different from a step that is not recorded.
+  virtual void SetRecording(bool /*on*/, bool /*watch*/ = true) {}
   // Times of an operation that was waited for; zeros when it was not recorded.
   virtual Times TakeTimes(Ticket) { return {}; }
 

@@ -85,17 +85,19 @@ class GlooComm final : public Comm {
   }
 
   Status Wait(Ticket ticket) override { return WaitFor(ticket, timeout_s_); }
+  void Leave() override { link_->Leave(); }
 
   Stats stats() const override {
     std::lock_guard lock(mutex_);
     return stats_;
   }
   const AxisSpec& spec() const override { return spec_; }
-  void SetRecording(bool on) override {
+  void SetRecording(bool on, bool watch) override {
     std::lock_guard lock(mutex_);
     recording_ = on;
+    watching_ = on && watch;
     times_.clear();
-    if (on && !watcher_.joinable()) watcher_ = std::thread([this] { WatcherLoop(); });
+    if (watching_ && !watcher_.joinable()) watcher_ = std::thread([this] { WatcherLoop(); });
   }
   Times TakeTimes(Ticket ticket) override {
     std::lock_guard lock(mutex_);
@@ -124,7 +126,8 @@ class GlooComm final : public Comm {
     int failed = -1;  // transfer that could not be posted
     std::string what;
     Ticket ticket = 0;
-    bool watched = false;  // recorded: the watcher thread waits for the transfers and notes the time
+    bool recorded = false;
+    bool watched = false;  // recorded, and the watcher thread waits for the transfers and notes the time
     bool arrived = false;  // it has; `what` says if one failed, `at` which
     size_t at = 0;
     Times times;
@@ -160,7 +163,7 @@ class GlooComm final : public Comm {
   std::deque<Op*> queue_;
   Ticket next_ticket_ = 1;
   bool stop_ = false;
-  bool recording_ = false;
+  bool recording_ = false, watching_ = false;
   std::deque<Op*> watched_;  // posted or to be posted, in the order of issue
   std::map<Ticket, Times> times_;
   struct Waiting {  // the wait that is going on, for the poster thread, which watches its deadline
@@ -207,11 +210,10 @@ Result<Ticket> GlooComm::Start(CollectiveKind kind, std::vector<at::Tensor> inpu
     ticket = next_ticket_++;
     op->ticket = ticket;
     queue_.push_back(op.get());
-    if (recording_) {
-      op->watched = true;
-      op->times.queued_ns = NanosNow();
-      watched_.push_back(op.get());
-    }
+    op->recorded = recording_;
+    op->watched = watching_;
+    if (recording_) op->times.queued_ns = NanosNow();
+    if (watching_) watched_.push_back(op.get());
     ops_.emplace(ticket, std::move(op));
   }
   changed_.notify_all();
@@ -284,7 +286,7 @@ at::Tensor GlooComm::TakeScratch(int64_t bytes) {
 
 // Called by one thread per operation, without the lock.
 void GlooComm::Post(Op& op) {
-  if (op.watched) op.times.begin_ns = NanosNow();
+  if (op.recorded) op.times.begin_ns = NanosNow();
   for (size_t i = 0; i < op.transfers.size(); ++i) {
     Transfer& t = op.transfers[i];
     try {
@@ -403,13 +405,14 @@ Status GlooComm::WaitFor(Ticket ticket, double timeout_s) {
       what = e.what();
     }
   }
+  if (op->recorded && !op->watched) op->times.end_ns = NanosNow();
   bool warned;
   {
     std::lock_guard lock(mutex_);
     warned = waiting_.warned;
     waiting_.op = nullptr;
     if (what.empty() && !warned) {
-      if (op->watched) times_[ticket] = op->times;
+      if (op->recorded) times_[ticket] = op->times;
       Finish(*op);
       if (op->scratch.defined()) free_scratch_.push_back(std::move(op->scratch));
       ops_.erase(ticket);

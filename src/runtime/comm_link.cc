@@ -196,6 +196,18 @@ Error GlooLink::Fail(const Suspect& first, const std::vector<Suspect>& others, c
   return *failure_;
 }
 
+void GlooLink::Leave() {
+  std::lock_guard lock(mutex_);
+  if (failure_) return;
+  failure_ = Error{"this rank has left axis " + axis_ + "; compile again to go on", {}};
+  // A wait that runs out of patience closes the group.
+  for (Direction* direction : {&up_, &down_}) {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_ && !ReadNote(*direction, peer, 1)) break;
+    }
+  }
+}
+
 GlooLink::Verdict GlooLink::Judge(Direction& direction, const Note& own) {
   Note waited_for = own;
   std::vector<bool> alive(size_, false);

@@ -61,7 +61,11 @@ class GlooLink {
   Error Fail(const Suspect& first, const std::vector<Suspect>& others, const std::string& what,
              const std::string& label, double elapsed_s);
 
-  // Set once Fail was called.
+  // This rank stops for a reason of its own: closes both groups, so that nobody waits for it. No note is sent, which
+  // makes this rank the culprit that the others name.
+  void Leave();
+
+  // Set once Fail or Leave was called.
   std::optional<Error> failure() const;
 
   // Keeps transfers that a failure left open, with their tensors, as long as the group: it may still write into them.

@@ -63,6 +63,10 @@ class Executor {
                                 const std::string& stop_at);
   // The full flat buffer of a unit; every rank of its axis must call it.
   Result<at::Tensor> GatherUnit(UnitId unit);
+  // Tells the other ranks that this one takes no more part: whoever waits for it gets an error at once.
+  void Leave() {
+    for (auto& [name, comm] : comms_) comm->Leave();
+  }
   ExecutorStats stats() const;
   // Every later step is recorded (and not, with kOff). All ranks must ask for kSerial together.
   void SetTrace(TraceMode mode) { trace_mode_ = mode; }

@@ -20,7 +20,7 @@ void Executor::BeginRecord() {
     instructions += plans_[phase - program_.phases.data()].instructions.size() * static_cast<size_t>(count);
   record_.samples.reserve(instructions);
   record_.persistent_bytes = store_.bytes() + const_bytes_;
-  for (const auto& [name, comm] : comms_) comm->SetRecording(true);
+  for (const auto& [name, comm] : comms_) comm->SetRecording(true, record_.mode == TraceMode::kOn);
   record_.begin_ns = NanosOf(CLOCK_MONOTONIC);
 }
 
