@@ -50,6 +50,7 @@ class TrainSettings:
     log_every: int = 10
     save_every: int | None = None
     stop_at: int | None = None
+    trace: str | None = None
     as_json: bool = False
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ from interlace.cli.settings import TOKENIZER_FILE, RunRecord, SettingError, Trai
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
 from interlace.launch import is_rank, run_ranks
+from interlace.step_trace import check_writable
 
 HELP = """Train a language model on text, on one or more ranks.
 
@@ -85,6 +86,9 @@ def train(
     log_every: Annotated[
         int, typer.Option("--log-every", help="Steps between lines when stderr is no terminal.")
     ] = D.log_every,
+    trace: Annotated[
+        str | None, typer.Option("--trace", help="Write the last step of all ranks as a Chrome trace.")
+    ] = D.trace,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = D.as_json,
 ) -> None:
     names = TrainSettings.__dataclass_fields__
@@ -103,6 +107,8 @@ def train(
     check_model(settings)
     if settings.save:
         writable_folder(settings.save)
+    if settings.trace and (problem := check_writable(settings.trace)) is not None:
+        raise FileError(problem)
     with Work() as work:
         tokens = prepare_text(settings, record, "text" in explicit, work)
     TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed)

@@ -119,7 +119,10 @@ def _steps(
             start = time.monotonic()
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
-            loss = trainer.step(_batch(data, step, rank, world)).double().cpu().reshape(1)
+            batch = _batch(data, step, rank, world)
+            traced = settings.trace is not None and step == settings.end - 1
+            loss = trainer.trace(batch, settings.trace) if traced else trainer.step(batch)
+            loss = loss.double().cpu().reshape(1)
             if world > 1:
                 dist.all_reduce(loss)
             losses.append(loss.item() / world)

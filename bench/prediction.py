@@ -1,0 +1,244 @@
+"""Predicted against measured step time and memory, in the real executor, on real networks.
+
+python bench/prediction.py                               # all rows, about 10 minutes
+python bench/prediction.py --only 'llama.*shard'         # rows whose name matches
+python bench/prediction.py --json out.json               # keeps every row as it is done; a second start goes on from there
+
+For every model, number of ranks and network, the ranks run each program as `interlace profile` does (op after op, transfers
+alone), then as it is; both in turn, because machines drift. The prediction is the simulator's on that profile and the program's
+text, with no other constant and no correction. A row counts as wrong by |predicted - measured| / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+MODELS: dict[str, dict[str, Any]] = {
+    # name in models.py, options of its config, rows of a micro-batch, tokens
+    "llama": {"name": "llama-10m", "micro_batch": 1, "seq": 128},
+    "gpt2": {"name": "gpt2-10m", "micro_batch": 1, "seq": 128},
+    "vit": {
+        "name": "vit-tiny", "micro_batch": 8, "seq": None, "hidden_size": 384, "num_hidden_layers": 4,
+        "num_attention_heads": 6, "intermediate_size": 1536,
+    },
+}  # fmt: skip
+PLACES: list[tuple[int, float | None]] = [(1, None), (2, None), (2, 1000), (2, 500), (2, 250), (4, 250)]
+STRATEGIES = ("replicate", "zero1", "shard")
+WANTED = {"mean": 5.0, "mean_4": 10.0, "worst": 15.0, "memory": 1.0}
+
+
+def rows() -> list[dict[str, Any]]:
+    """Every configuration: a model, ranks, a network, a strategy and an accumulation."""
+    found = []
+    for ranks, mbit in PLACES:
+        for model in MODELS:
+            for strategy in STRATEGIES:
+                if ranks == 1 and strategy != "shard":
+                    continue
+                if ranks == 4 and model != "llama":
+                    continue
+                # Accumulation on every network, not with every model: each row takes seconds.
+                steps = (1, 4) if (model == "llama" or ranks == 1) and ranks < 4 and strategy != "zero1" else (1,)
+                for accumulation in steps:
+                    place = f"{ranks}@{'loopback' if mbit is None else f'{mbit:g}'}"
+                    name = f"{model} {place} {strategy} x{accumulation}"
+                    found.append({"row": name, "model": model, "ranks": ranks, "mbit": mbit, "strategy": strategy,
+                                  "accumulation": accumulation})  # fmt: skip
+    return found
+
+
+# ---- in a rank ----
+
+
+def run_rank(job_file: str) -> None:
+    """Measures the rows of one group; rank 0 prints a JSON line for each."""
+    import torch
+
+    import interlace
+    from interlace import models
+    from interlace.cost.machine import Machine
+    from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
+    from interlace.cost.measurements import from_rows
+
+    torch.set_num_threads(1)
+    job = json.loads(Path(job_file).read_text())
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    machine = None
+    for row in job["rows"]:
+        spec = dict(MODELS[row["model"]])
+        name, micro_batch, seq = spec.pop("name"), spec.pop("micro_batch") * row["accumulation"], spec.pop("seq")
+        if name.startswith("gpt2"):
+            spec |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        built = models.build(name, micro_batch=micro_batch, seq=seq, **spec)
+        optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-5)
+        config = interlace.Config(
+            strategy=row["strategy"], accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120
+        )
+        with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
+            ranks = trainer.world_size
+            if machine is None:
+                machine = Machine.here(ranks, 1, f"{row['mbit']:g} Mbit/s" if row["mbit"] else None)
+            executor, batch = trainer._executor, built.example_batch
+            for _ in range(2):
+                trainer.step(batch)
+            if ranks > 1 and ("issue", "start") not in found:
+                collectives = Collectives(trainer._peers, 120.0)
+                found |= collectives.beside_compute(machine.cores)
+                for kind in ("gather", "reduce", "all_reduce"):
+                    for size in sweep_sizes(1 << 20):
+                        found["collective", f"{kind} {ranks} {size}"] = collectives.time(kind, size)
+                del collectives
+            times = StepTimes(ranks, 1, machine.cores)
+            seconds: list[float] = []
+            spent = time.monotonic()
+            while True:
+                executor.set_trace("serial")
+                trainer.step(batch)
+                times.add(executor.record())
+                executor.set_trace("off")
+                for _ in range(3):
+                    start = time.perf_counter()
+                    trainer.step(batch)
+                    seconds.append(time.perf_counter() - start)
+                over = trainer._peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > job["seconds"]
+                if (over and times.steps >= 3) or times.steps >= 15:
+                    break
+            found |= times.rows()
+            profile = from_rows(machine.fingerprint, found).text()
+            peaks = trainer._peers.exchange("peaks", executor.stats()["peak_bytes"])
+            if trainer.rank == 0:
+                record = row | {
+                    "seconds": seconds,
+                    "peak_bytes": max(peaks),
+                    "profile": profile,
+                    "program": trainer.program,
+                }
+                print("ROW " + json.dumps(record), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+# ---- the whole ----
+
+
+def cluster(ranks: int, cores: int) -> str:
+    """The simulator's cluster: the preset of a CPU host with this machine's cores. Everything it costs is in the profile."""
+    from interlace import _core
+
+    return re.sub(r"\ncores = \d+", f"\ncores = {cores}", _core.preset_cluster(f"local-{ranks}")) + "\n"
+
+
+def predict(record: dict[str, Any]) -> dict[str, Any]:
+    """The row with what the simulator says of it."""
+    from interlace import _core
+
+    program = _core.Program.parse(record["program"], record["row"])
+    cores = len(os.sched_getaffinity(0))
+    simulation = _core.Simulation(program, cluster(record["ranks"], cores), profile=record["profile"])
+    measured = statistics.median(record["seconds"])
+    predicted = simulation.step_us / 1e6
+    low, _, high = statistics.quantiles(record["seconds"], n=4)
+    return {
+        **{key: record[key] for key in ("row", "model", "ranks", "mbit", "strategy", "accumulation")},
+        "measured_ms": measured * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3, "predicted_ms": predicted * 1e3,
+        "error": predicted / measured - 1, "peak_bytes": record["peak_bytes"], "predicted_peak_bytes": simulation.peak_bytes,
+        "memory_error": simulation.peak_bytes / record["peak_bytes"] - 1,
+    }  # fmt: skip
+
+
+def measure_group(group: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """Runs rows of one network on its ranks."""
+    from network import Network
+
+    ranks, mbit = group[0]["ranks"], group[0]["mbit"]
+    with tempfile.TemporaryDirectory() as folder, Network(ranks, mbit) as net:
+        job = Path(folder) / "job.json"
+        job.write_text(json.dumps({"rows": group, "seconds": seconds}))
+        out = Path(folder) / "out"
+        with out.open("w") as stdout:
+            words = [sys.executable, str(Path(__file__).resolve()), "--rank", str(job)]
+            children = [net.spawn(rank, words, stdout=stdout if rank == 0 else None) for rank in range(ranks)]
+            codes = [child.wait() for child in children]
+        lines = [line[4:] for line in out.read_text().splitlines() if line.startswith("ROW ")]
+    if any(codes):
+        print(f"a rank failed (exit codes {codes})", file=sys.stderr)
+    return [json.loads(line) for line in lines]
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['row']:<34} {row['measured_ms']:9.2f} [{row['q1_ms']:.1f}, {row['q3_ms']:.1f}] {row['predicted_ms']:9.2f} "
+        f"{100 * row['error']:+7.1f} %   {row['peak_bytes'] / 1e6:8.2f} MB {100 * row['memory_error']:+6.2f} %",
+        flush=True,
+    )
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean and worst errors in percent, of up to two ranks and of four."""
+    few = [100 * abs(row["error"]) for row in found if row["ranks"] < 4]
+    many = [100 * abs(row["error"]) for row in found if row["ranks"] >= 4]
+    memory = [100 * abs(row["memory_error"]) for row in found]
+    result = {"rows": float(len(found)), "worst": max(few + many), "memory_worst": max(memory)}
+    if few:
+        result["mean"] = statistics.fmean(few)
+    if many:
+        result["mean_4"] = statistics.fmean(many)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a regular expression that a row's name must match")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for one row: profile and measured steps together")
+    parser.add_argument("--json", help="keep the rows in this file; those in it are not run again")
+    parser.add_argument("--keep", help="a folder that gets the profile and the program of every row")
+    parser.add_argument("--list", action="store_true", help="list the rows and stop")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(args.rank)
+        return
+    wanted = [row for row in rows() if re.search(args.only, row["row"])]
+    if args.list or not wanted:
+        print("\n".join(row["row"] for row in wanted) or f"no row matches {args.only}")
+        return
+    kept = Path(args.json) if args.json else None
+    found: list[dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else []
+    done = {row["row"] for row in found}
+    groups: dict[tuple[int, float | None, str], list[dict[str, Any]]] = {}
+    for row in wanted:
+        if row["row"] not in done:
+            groups.setdefault((row["ranks"], row["mbit"], row["model"]), []).append(row)
+    print(f"{'row':<34} {'measured ms':>9} [quartiles] {'predicted':>9} {'error':>7}   {'peak':>8}    error")
+    for row in found:
+        show(row)
+    for group in groups.values():
+        for record in measure_group(group, args.seconds):
+            if args.keep:
+                folder = Path(args.keep)
+                folder.mkdir(parents=True, exist_ok=True)
+                stem = record["row"].replace(" ", "_")
+                (folder / f"{stem}.profile").write_text(record["profile"])
+                (folder / f"{stem}.il").write_text(record["program"])
+            row = predict(record)
+            show(row)
+            found.append(row)
+            if kept:
+                kept.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps({key: round(value, 2) for key, value in summary(found).items()}))
+
+
+if __name__ == "__main__":
+    main()

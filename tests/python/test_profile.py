@@ -1,0 +1,217 @@
+"""`interlace profile`: what is measured, kept, found again, and refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.cli import profile as command
+from interlace.cost import Machine, Store, StoreError
+from interlace.cost.measure import StepTimes
+from interlace.cost.measurements import CollectiveTime, OpTime, Profile
+from interlace.cost.rank import Keeper, measure
+from interlace.distributed import Peers
+
+_core = pytest.importorskip("interlace._core")
+_runtime = pytest.importorskip("interlace._runtime")
+
+PROGRAM = """interlace 1 captured
+input %0: f32[64,64] "x"
+const %1: f32[] "c" = [2.0]
+phase micro_batch takes () gives () {
+  %2: f32[64,64] = aten.mm(%0, %0) {fwd}
+  %3: f32[64,64] = aten.mm(%2, %0) {fwd}
+  %4: f32[64,64]{1,64} in %3+0 = view(%3) {fwd}
+  %5: f32[64,64] = aten.mul.Tensor(%2, %4) {fwd}
+  %6: f32[] = aten.sum(%5) {fwd}
+  output(%6) {fwd name="loss"}
+}
+"""
+
+
+def interlace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "interlace.cli", *arguments], capture_output=True, text=True, timeout=240
+    )
+
+
+def profiled(*arguments: str) -> tuple[dict[str, Any], str]:
+    done = interlace("profile", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    file = tmp_path / "small.il"
+    file.write_text(PROGRAM)
+    return str(file)
+
+
+def test_second_start_measures_nothing(program: str, tmp_path: Path) -> None:
+    store, export = str(tmp_path / "kept" / "p.sqlite"), str(tmp_path / "here.profile")
+    options = ["--program", program, "--ranks", "1", "--threads", "1", "--budget", "0.2", "--store", store]
+    first, _ = profiled(*options)
+    assert first["program_ops"] == first["program_ops_known"] == 3  # the two products are one kind
+    assert first["measured_now"] > 4 and first["estimated_ops"] == 0
+    second, _ = profiled(*options, "--export", export)
+    assert second["measured_now"] == 0 and second["copies"] == first["copies"]
+    simulation = _core.Simulation(_core.Program.parse(PROGRAM, "small"), "local-1", profile=Path(export).read_text())
+    facts = json.loads(simulation.json())
+    assert facts["profile"]["op_kinds"] == facts["profile"]["measured_op_kinds"] == 3
+    assert 0 < simulation.step_us < 1e5
+    shown = interlace("profile", "show", "--ranks", "1", "--threads", "1", "--store", store)
+    assert shown.returncode == 0 and "aten.mm(f32[64,64],f32[64,64])->f32[64,64]" in shown.stdout
+
+
+def test_two_ranks_measure_together(tmp_path: Path) -> None:
+    facts, _ = profiled(
+        "--model", "llama-tiny", "--seq", "32", "--micro-batch", "1", "--budget", "1", "--store", str(tmp_path / "p")
+    )
+    assert facts["program_ops"] == facts["program_ops_known"] > 30
+    kinds = {name.split()[0] for name in facts["collectives"]}
+    assert kinds == {"gather", "reduce", "all_reduce", "p2p"}
+    assert {name.split()[0] for name in facts["copies"]} == {"h2d", "d2h", "file_read", "file_write"}
+    assert 1.0 <= facts["compute_slowdown_beside_transfer"] < 20 and 0 < facts["issue_us"] < 1e5
+    sizes = sorted((int(n.split()[3]), us) for n, us in facts["collectives"].items() if n.startswith("gather"))
+    assert sizes[-1][1] > sizes[0][1], "a large gather takes longer than a small one"
+
+
+def job_of(store: Store, machine: Machine) -> dict[str, Any]:
+    return command.missing(store, machine, PROGRAM, again=False) | {"budget_s": 0.05}
+
+
+def test_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    machine = Machine.here(1, 1, "test")
+    peers = Peers(torch.device("cpu"), 10.0)
+    with Store(tmp_path / "p") as store:
+        keeper = Keeper(store, machine.fingerprint)
+        whole = job_of(store, machine)
+
+        def interrupt(stage: str, done: int, total: int) -> None:
+            if stage.startswith("d2h") and done > 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            measure(whole, PROGRAM, b"", peers, keeper, interrupt)
+    with Store(tmp_path / "p") as store:
+        rest = job_of(store, machine)
+        assert whole["ops"] and not rest["ops"] and 0 < len(rest["copies"]) < len(whole["copies"])
+        kept = store.rows(machine.fingerprint)
+        measure(rest, PROGRAM, b"", peers, Keeper(store, machine.fingerprint))
+        after = job_of(store, machine)
+        assert not (after["ops"] or after["copies"] or after["collectives"])
+        assert {place: store.rows(machine.fingerprint)[place] for place in kept} == kept, "measured again"
+
+
+def test_corrupt_store_is_set_aside(program: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.sqlite"
+    garbage = b"SQLite format 3\x00" + bytes(range(256)) * 40
+    file.write_bytes(garbage)
+    options = ["--program", program, "--ranks", "1", "--threads", "1", "--budget", "0.1", "--store", str(file)]
+    _, err = profiled(*options)
+    (aside,) = [path for path in tmp_path.glob("p.sqlite.corrupt-*")]
+    assert aside.read_bytes() == garbage
+    assert str(aside) in err and "was moved" in err
+    assert sqlite3.connect(file).execute("select count(*) from measurements").fetchone()[0] > 4
+
+
+def _write(path: str, writer: int, count: int) -> None:
+    with Store(path) as store:
+        for number in range(count):
+            store.put("machine", {("op", f"{writer} {number}"): {"us": 1.0, "bytes": 1, "transient": 0}})
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    path, count = str(tmp_path / "p"), 150
+    context = mp.get_context("forkserver")
+    writers = [context.Process(target=_write, args=(path, number, count)) for number in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+        assert writer.exitcode == 0
+    with Store(path) as store:
+        assert len(store.rows("machine")) == 3 * count
+        assert store.machines()["machine"][0] == 3 * count and store.forget("machine") == 3 * count
+
+
+def test_another_machine_is_refused(program: str, tmp_path: Path) -> None:
+    text = Profile("another machine", {"aten.sum(f32[64,64])->f32[]": OpTime(3.0, 4, 0)}).text()
+    parsed = _core.Program.parse(PROGRAM, "small")
+    with pytest.raises(_core.Error, match="measured on another machine"):
+        _core.Simulation(parsed, "local-1", profile=text, machine="this one")
+    assert json.loads(_core.Simulation(parsed, "local-1", profile=text, machine="this one", foreign=True).json())[
+        "profile"
+    ]["foreign"]
+    with Store(tmp_path / "p") as store:
+        store.put("another machine", {("op", "x"): {"us": 1.0, "bytes": 1, "transient": 0}})
+        with pytest.raises(StoreError, match=r"no profile of this machine \(here\)[^$]*another machine"):
+            store.profile("here")
+    shown = interlace("profile", "show", "--store", str(tmp_path / "p"))
+    assert shown.returncode == 1 and "run: interlace profile" in shown.stderr
+
+
+def test_too_large_for_memory_is_measured_one_by_one_or_estimated(tmp_path: Path) -> None:
+    machine = Machine.here(1, 1, "test")
+    peers = Peers(torch.device("cpu"), 10.0)
+    with Store(tmp_path / "p") as store:
+        job = job_of(store, machine) | {"whole": False, "copies": []}
+        measure(job, PROGRAM, b"", peers, Keeper(store, machine.fingerprint))
+        found = store.profile(machine.fingerprint)
+        assert {key.partition("(")[0] for key in found.ops} == {"aten.mm", "aten.mul.Tensor", "aten.sum"}
+        assert found.ops.keys() == set(job["ops"])
+        store.forget(machine.fingerprint)
+        job["memory_bytes"] = 20_000  # less than a 64 x 64 product needs, enough for the sum
+        measure(job, PROGRAM, b"", peers, Keeper(store, machine.fingerprint))
+        rows = store.rows(machine.fingerprint)
+        found = store.profile(machine.fingerprint)
+        assert [key.partition("(")[0] for kind, key in rows if kind == "op"] == ["aten.sum"]
+        command.estimate_rest(found, PROGRAM, machine)
+        assert found.ops.keys() == set(job["ops"]) and sum(not op.measured for op in found.ops.values()) == 2
+        assert found.text().count(" estimated\n") == 2
+
+
+def test_text_form_is_what_the_simulator_reads() -> None:
+    profile = Profile('a "quoted" µ machine', {"aten.sum(f32[64,64])->f32[]": OpTime(3.25, 4, 16)})
+    profile.collectives["reduce", 2, 4096] = CollectiveTime(100.0, 130.0, 20.0)
+    profile.copies["h2d", 65536] = 12.0
+    profile.slowdown, profile.issue_us = 1.25, 9.0
+    text = profile.text()
+    for line in ("core reduce ranks 2 bytes 4096 us 130", "finish reduce ranks 2 bytes 4096 us 20", "issue us 9"):
+        assert line in text.splitlines()
+    _core.Simulation(_core.Program.parse(PROGRAM, "small"), "local-1", profile=text)
+
+
+def test_times_of_one_signature_are_the_mean_of_its_places() -> None:
+    times = StepTimes(ranks=1, threads=1, cores=2)
+    facts = {"key": "k", "name": "aten.mm", "result_bytes": 8, "bytes": 0, "units": 1}
+    for wall in (1.0, 9.0, 2.0):  # the median of each place counts, a disturbed step does not
+        times.add({"ops": {7: facts, 8: facts}, "transfers": [], "samples": [
+            (7, 0, wall, wall * 1e-6, 100, 140), (8, 0, wall, 3 * wall * 1e-6, 100, 108)]})  # fmt: skip
+    assert times.rows() == {
+        ("op", "k"): {"us": pytest.approx(4.0), "bytes": 8, "transient": 32, "measured": 1, "steps": 3}
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--program", "none.il"], "no such file: none.il"),
+        (["--model", "lama-10m"], "did you mean"),
+        (["--budget", "-1"], "--budget must be a positive number"),
+        (["--store", "."], "is a folder"),
+    ],
+)
+def test_errors(arguments: list[str], said: str) -> None:
+    done = interlace("profile", *arguments)
+    assert done.returncode == 1 and said in done.stderr
