@@ -1,7 +1,8 @@
-// core_sim.cc — `_core.Simulation`: a predicted step and its results as texts; cluster presets; checkers of the
-// formats.
+// core_sim.cc — `_core.Simulator`, `_core.Simulation`: a predicted step and its results as texts; cluster presets;
+// checkers of the formats.
 //
-// All of it runs with the interpreter lock released. A Simulation keeps its own copy of the program.
+// All of it runs with the interpreter lock released. A Simulator keeps its own verified copy of the program, which its
+// simulations share: the same program on many machines is verified and copied once.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -24,8 +25,12 @@ namespace py = pybind11;
 namespace interlace {
 namespace {
 
+struct PySimulator {
+  std::shared_ptr<const Program> program;
+};
+
 struct PySimulation {
-  std::unique_ptr<Program> program;
+  std::shared_ptr<const Program> program;
   Simulation simulation;
 };
 
@@ -53,18 +58,22 @@ Result<WhatIf> ReadWhatIf(const Factors& factors) {
   return out;
 }
 
-Result<PySimulation> Run(const Program& program, const std::string& cluster_text, const std::string& cluster_file,
+Result<PySimulator> MakeSimulator(const Program& program) {
+  INTERLACE_TRY(Verify(program));  // the engine relies on the rules
+  return PySimulator{std::make_shared<const Program>(program.Clone())};
+}
+
+Result<PySimulation> Run(const PySimulator& simulator, const std::string& cluster_text, const std::string& cluster_file,
                          const std::string& profile_text, const std::string& profile_file, SimulateOptions options,
                          const Factors& what_if) {
   INTERLACE_ASSIGN(options.what_if, ReadWhatIf(what_if));
-  INTERLACE_TRY(Verify(program));  // the engine relies on the rules
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
   ProfileTable profile;
   if (!profile_text.empty()) {
     INTERLACE_ASSIGN(profile, ParseProfile(profile_text, profile_file));
   }
   PySimulation out;
-  out.program = std::make_unique<Program>(program.Clone());
+  out.program = simulator.program;
   INTERLACE_ASSIGN(out.simulation, Simulate(*out.program, cluster, profile_text.empty() ? nullptr : &profile, options));
   return out;
 }
@@ -81,22 +90,39 @@ void CheckRank(const Simulation& s, int32_t rank) {
 void AddSimulation(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   using Slow = std::vector<std::pair<int64_t, double>>;
-  py::class_<PySimulation>(m, "Simulation", "A predicted step of a program on a cluster (docs/cost_model.md).")
-      .def(py::init([](const Program& program, const std::string& cluster, const std::string& profile, const Slow& slow,
-                       bool every_rank, const std::string& machine, bool foreign, const Factors& what_if,
-                       const std::string& cluster_file, const std::string& profile_file) {
-             return Take(Run(program, cluster, cluster_file, profile, profile_file,
-                             {slow, every_rank, machine, foreign, {}}, what_if));
-           }),
-           py::arg("program"), py::arg("cluster"), py::arg("profile") = "", py::arg("slow") = Slow{},
-           py::arg("every_rank") = false, py::arg("machine") = "", py::arg("foreign") = false,
-           py::arg("what_if") = Factors{}, py::arg("cluster_file") = "cluster", py::arg("profile_file") = "profile",
-           Unlocked(),
-           "cluster: a preset's name or the text of a cluster file; profile: its text; slow: (rank, factor) pairs; "
-           "machine: the\n"
-           "fingerprint that the profile must have unless foreign; what_if: (name, factor) pairs on times, see "
-           "sim/what_if.h.")
-      .def_property_readonly("ranks", [](const PySimulation& s) { return s.simulation.ranks; })
+  auto arguments = [](auto&& define) {
+    define(
+        py::arg("cluster"), py::arg("profile") = "", py::arg("slow") = Slow{}, py::arg("every_rank") = false,
+        py::arg("machine") = "", py::arg("foreign") = false, py::arg("what_if") = Factors{},
+        py::arg("cluster_file") = "cluster", py::arg("profile_file") = "profile", Unlocked(),
+        "cluster: a preset's name or the text of a cluster file; profile: its text; slow: (rank, factor) pairs;\n"
+        "machine: the fingerprint that the profile must have unless foreign; what_if: (name, factor) pairs on times\n"
+        "(sim/what_if.h).");
+  };
+  py::class_<PySimulator> simulator(m, "Simulator", "A program to be simulated on one machine after another.");
+  simulator.def(py::init([](const Program& program) { return Take(MakeSimulator(program)); }), py::arg("program"),
+                Unlocked(), "Error: the first rules that the program breaks.");
+  py::class_<PySimulation> simulation(m, "Simulation", "A predicted step of a program (docs/cost_model.md).");
+  arguments([&](auto&&... rest) {
+    simulator.def(
+        "run",
+        [](const PySimulator& self, const std::string& cluster, const std::string& profile, const Slow& slow,
+           bool every_rank, const std::string& machine, bool foreign, const Factors& what_if,
+           const std::string& cluster_file, const std::string& profile_file) {
+          return Take(Run(self, cluster, cluster_file, profile, profile_file, {slow, every_rank, machine, foreign, {}},
+                          what_if));
+        },
+        rest...);
+    simulation.def(
+        py::init([](const Program& program, const std::string& cluster, const std::string& profile, const Slow& slow,
+                    bool every_rank, const std::string& machine, bool foreign, const Factors& what_if,
+                    const std::string& cluster_file, const std::string& profile_file) {
+          return Take(Run(Take(MakeSimulator(program)), cluster, cluster_file, profile, profile_file,
+                          {slow, every_rank, machine, foreign, {}}, what_if));
+        }),
+        py::arg("program"), rest...);
+  });
+  simulation.def_property_readonly("ranks", [](const PySimulation& s) { return s.simulation.ranks; })
       .def_property_readonly("simulated_ranks", [](const PySimulation& s) { return s.simulation.output.ranks.size(); })
       .def_property_readonly(
           "step_us", [](const PySimulation& s) { return static_cast<double>(s.simulation.makespan_ps()) / 1e6; })

@@ -34,7 +34,8 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
       } else if (op.kind == LoweredOp::Kind::kStart) {
         const OpCost& c = program.costs[op.cost];
         int64_t& lane = t.lanes[static_cast<size_t>(op.lane)];
-        lane = Sum(lane, Sum(c.latency_ps, c.work_ps));
+        // On a CPU the latency of a queued transfer passes while it waits for its lane.
+        lane = Sum(lane, cluster.cpu ? c.work_ps : Sum(c.latency_ps, c.work_ps));
         int level = c.resource == Resource::kInterLink;
         if (c.resource == Resource::kIntraLink || c.resource == Resource::kInterLink) {
           if (c.sends) t.send[level] = Sum(t.send[level], c.work_ps);
@@ -43,7 +44,9 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
         if (c.resource == Resource::kHostToDevice) t.copies[0] = Sum(t.copies[0], c.work_ps);
         if (c.resource == Resource::kDeviceToHost) t.copies[1] = Sum(t.copies[1], c.work_ps);
         if (c.resource == Resource::kFile) t.files = Sum(t.files, c.work_ps);
-        t.core_time += static_cast<double>(c.work_ps) * c.core_share;
+        // As the engine counts it: in fixed point, rounded down.
+        double share = std::floor(c.core_share * static_cast<double>(kOne)) / static_cast<double>(kOne);
+        t.core_time += static_cast<double>(c.work_ps) * share;
       }
     }
   }

@@ -7,6 +7,7 @@
 
 #include "ir/text.h"
 #include "ir/verifier.h"
+#include "sim/memory_kinds.h"
 #include "sim/simulate.h"
 #include "sim/testing/random_step.h"
 #include "trace/chrome_trace.h"
@@ -44,6 +45,12 @@ Result<Simulation> RandomSimulation(std::mt19937& random, const Program& program
   SimulateOptions options;
   options.every_rank = random() % 8 == 0;
   if (random() % 8 == 0) options.slow.emplace_back(random() % ranks, 1 + static_cast<double>(random() % 30) / 10);
+  if (random() % 4 == 0) {  // a changed machine obeys the same rules
+    WhatIf& w = options.what_if;
+    for (double* factor : {&w.compute, &w.links, &w.latency, &w.copies, &w.launches}) *factor = static_cast<double>(random() % 5) / 2;
+    w.interference = random() % 2 == 0;
+    if (w.compute == 0) w.compute = 0.5;  // the bounds say something only of a step that takes time
+  }
   return Simulate(program, cluster, nullptr, options);
 }
 
@@ -174,6 +181,18 @@ TEST(RandomSteps, MemoryIsABruteForceCount) {
     EXPECT_EQ(s->memory.peak.bytes, peak);
     int64_t held = 0;
     for (const MemoryHolder& holder : s->memory.holders) held += holder.bytes;
+    EXPECT_EQ(held, peak) << i << "\n" << Print(program);
+    Result<MemoryKinds> kinds = ComputeMemoryKinds(*s->lowered, s->memory);
+    ASSERT_TRUE(kinds.ok()) << ErrorOf(kinds);
+    for (size_t p = 0; p < kinds->at_op.size(); ++p) {
+      for (size_t place = 0; place < kinds->at_op[p].size(); ++place) {
+        int64_t sum = 0;
+        for (int64_t bytes : kinds->at_op[p][place]) sum += bytes;
+        ASSERT_EQ(sum, s->memory.at_op[p][place]) << i << " " << p << " " << place << "\n" << Print(program);
+      }
+    }
+    held = 0;
+    for (const KindHolder& holder : kinds->at_peak) held += holder.bytes;
     EXPECT_EQ(held, peak) << i << "\n" << Print(program);
   }
 }

@@ -45,10 +45,11 @@ void ApplyToCluster(const WhatIf& w, ClusterSpec& cluster, ProfileTable* profile
 Status ApplyToCosts(const WhatIf& w, Lowered& lowered) {
   for (std::vector<LoweredOp>& ops : lowered.ops) {
     for (LoweredOp& op : ops) {
-      if (op.kind == LoweredOp::Kind::kCompute) INTERLACE_TRY(Scale(op.work_ps, w.compute));
+      INTERLACE_TRY(Scale(op.work_ps, w.compute));
     }
   }
   for (OpCost& cost : lowered.costs) {
+    INTERLACE_TRY(Scale(cost.finish_ps, w.compute));
     bool link = cost.resource == Resource::kIntraLink || cost.resource == Resource::kInterLink;
     auto total = [&] { return static_cast<double>(cost.latency_ps) + static_cast<double>(cost.work_ps); };
     double before = total();

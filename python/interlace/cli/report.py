@@ -52,10 +52,7 @@ def report(
     step = _read_measured(measured) if measured is not None else None
     loaded = sim.load_program(program)
 
-    def simulate(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
-        slower = [*(slow or []), *(slow_too or [])]
-        return sim.simulate(loaded, program, cluster, profile, slower, every_rank, machine, foreign, what_if)
-
+    simulate = sim.simulator(loaded, program, cluster, profile, slow, every_rank, machine, foreign)
     facts = {"program": sim.shown(program), "cluster": cluster}
     if profile is not None:
         facts["profile"] = profile

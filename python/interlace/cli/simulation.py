@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +52,44 @@ def simulate(
     every_rank: bool = False,
     machine: str = "",
     foreign: bool = False,
-    what_if: dict[str, float] | None = None,
 ) -> Any:
     """A `_core.Simulation`."""
+    run = simulator(program, file, cluster, profile, slow, every_rank, machine, foreign)
+    return run()
+
+
+def simulator(
+    program: Any,
+    file: str,
+    cluster: str,
+    profile: str | None = None,
+    slow: list[str] | None = None,
+    every_rank: bool = False,
+    machine: str = "",
+    foreign: bool = False,
+) -> Callable[..., Any]:
+    """A function that simulates: (what-if factors, further slow ranks), both optional, to a `_core.Simulation`."""
     from interlace import _core
 
     text, cluster_file = read_cluster(cluster)
     _one_rank_of_many(program, file, cluster, text, cluster_file)
-    return _core.Simulation(
-        program,
-        text,
-        profile=read_profile(profile) if profile else "",
-        slow=[parse_slow(each) for each in slow or []],
-        every_rank=every_rank,
-        machine=machine,
-        foreign=foreign,
-        what_if=list((what_if or {}).items()),
-        cluster_file=cluster_file,
-        profile_file=profile or "profile",
-    )
+    profile_text = read_profile(profile) if profile else ""
+    prepared = _core.Simulator(program)
+
+    def run(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
+        return prepared.run(
+            text,
+            profile=profile_text,
+            slow=[parse_slow(each) for each in [*(slow or []), *(slow_too or [])]],
+            every_rank=every_rank,
+            machine=machine,
+            foreign=foreign,
+            what_if=list((what_if or {}).items()),
+            cluster_file=cluster_file,
+            profile_file=profile or "profile",
+        )
+
+    return run
 
 
 def _one_rank_of_many(program: Any, file: str, cluster: str, text: str, cluster_file: str) -> None:
