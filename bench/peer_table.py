@@ -129,8 +129,11 @@ def lines(rows: Sequence[Row], facts: Mapping[str, Any], baseline_name: str, mar
     ]  # fmt: skip
     table = [header]
     notes = []
+    early = []
     for row in rows:
         f = figures(row, facts, baseline)
+        if f.get("over_bound", 1.0) < 1:
+            early.append(row.title)
         if row.problem:
             notes.append(f"{row.title}: {row.problem}")
         if not row.seconds:
@@ -149,6 +152,11 @@ def lines(rows: Sequence[Row], facts: Mapping[str, Any], baseline_name: str, mar
                 f"{f['over_bound']:.2f}",
                 f"{f['last_loss']:.4f}",
             ]
+        )
+    if early:
+        notes.append(
+            f"NOISE: {', '.join(early)} came under the bound, which cannot be: something else used the cores while compute alone "
+            "was measured. Measure again on an idle machine, with more rounds"
         )
     return _markdown(table) + notes if markdown else _aligned(table) + notes
 

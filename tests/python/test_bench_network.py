@@ -205,6 +205,16 @@ def test_bound_is_paired_within_rounds():
     assert peer_table.figures(row, facts, None)["over_bound"] == pytest.approx(1.5)
 
 
+def test_a_step_under_the_bound_is_called_noise():
+    rows = [
+        Row("ddp", "replicated", "DDP", seconds=[1.0], losses=[6.0]),
+        Row("b", "sharded", "B", seconds=[2.5], losses=[6.0]),
+    ]
+    text = peer_table.lines(rows, FACTS, "ddp")
+    assert text[-1].startswith("NOISE: DDP came under the bound, which cannot be: something else used the cores")
+    assert "NOISE" not in "".join(peer_table.lines(rows[1:], FACTS, "ddp"))
+
+
 def test_losses_that_disagree_are_found():
     good = [Row(name, "sharded", name, losses=[6.0, 5.5, 5.0]) for name in "abc"]
     assert peer_table.disagreeing(good) == {}
