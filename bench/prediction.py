@@ -6,7 +6,8 @@ python bench/prediction.py --json out.json               # keeps every row as it
 
 For every model, number of ranks and network, the ranks run each program as `interlace profile` does (op after op, transfers
 alone), then as it is; both in turn, because machines drift. The prediction is the simulator's on that profile and the program's
-text, with no other constant and no correction. A row counts as wrong by |predicted - measured| / measured.
+text, with no other constant and no correction. A row counts as wrong by |predicted - measured| / measured. "others" is the share
+of the machine's processors that other programs took meanwhile: the prediction is that of a machine without them.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def run_rank(job_file: str) -> None:
                         found["collective", f"{kind} {ranks} {size}"] = collectives.time(kind, size)
                 del collectives
             times = StepTimes(ranks, 1, machine.cores)
+            busy, ours = busy_seconds(), time.process_time()
             seconds: list[float] = []
             spent = time.monotonic()
             while True:
@@ -115,6 +117,8 @@ def run_rank(job_file: str) -> None:
                 over = trainer._peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > job["seconds"]
                 if (over and times.steps >= 3) or times.steps >= 15:
                     break
+            used = sum(trainer._peers.exchange("processor time", time.process_time() - ours))
+            others = max(0.0, busy_seconds() - busy - used) / (machine.cores * (time.monotonic() - spent))
             found |= times.rows()
             profile = from_rows(machine.fingerprint, found).text()
             peaks = trainer._peers.exchange("peaks", executor.stats()["peak_bytes"])
@@ -122,12 +126,20 @@ def run_rank(job_file: str) -> None:
                 record = row | {
                     "seconds": seconds,
                     "peak_bytes": max(peaks),
+                    "others": others,
                     "profile": profile,
                     "program": trainer.program,
                 }
                 print("ROW " + json.dumps(record), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def busy_seconds() -> float:
+    """Processor time that this machine has spent on anything so far, all cores together."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system, _, _, interrupts, soft = ticks[:7]
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- the whole ----
@@ -154,7 +166,7 @@ def predict(record: dict[str, Any]) -> dict[str, Any]:
         **{key: record[key] for key in ("row", "model", "ranks", "mbit", "strategy", "accumulation")},
         "measured_ms": measured * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3, "predicted_ms": predicted * 1e3,
         "error": predicted / measured - 1, "peak_bytes": record["peak_bytes"], "predicted_peak_bytes": simulation.peak_bytes,
-        "memory_error": simulation.peak_bytes / record["peak_bytes"] - 1,
+        "others": record["others"], "memory_error": simulation.peak_bytes / record["peak_bytes"] - 1,
     }  # fmt: skip
 
 
@@ -178,9 +190,11 @@ def measure_group(group: list[dict[str, Any]], seconds: float) -> list[dict[str,
 
 
 def show(row: dict[str, Any]) -> None:
+    spread = f"[{row['q1_ms']:.1f}, {row['q3_ms']:.1f}]"
+    memory = f"{row['peak_bytes'] / 1e6:8.2f} MB {100 * row['memory_error']:+6.2f} %"
     print(
-        f"{row['row']:<34} {row['measured_ms']:9.2f} [{row['q1_ms']:.1f}, {row['q3_ms']:.1f}] {row['predicted_ms']:9.2f} "
-        f"{100 * row['error']:+7.1f} %   {row['peak_bytes'] / 1e6:8.2f} MB {100 * row['memory_error']:+6.2f} %",
+        f"{row['row']:<34} {row['measured_ms']:9.2f} {spread:<18} {row['predicted_ms']:9.2f} {100 * row['error']:+7.1f} %   "
+        f"{memory}   others {100 * row['others']:3.0f} %",
         flush=True,
     )
 
@@ -221,7 +235,10 @@ def main() -> None:
     for row in wanted:
         if row["row"] not in done:
             groups.setdefault((row["ranks"], row["mbit"], row["model"]), []).append(row)
-    print(f"{'row':<34} {'measured ms':>9} [quartiles] {'predicted':>9} {'error':>7}   {'peak':>8}    error")
+    heads = (
+        f"{'row':<34} {'measured ms':>11} {'quartiles':<16} {'predicted':>9} {'error':>9}   {'peak':>11} {'error':>8}"
+    )
+    print(heads)
     for row in found:
         show(row)
     for group in groups.values():

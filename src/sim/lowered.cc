@@ -4,6 +4,8 @@
 #include <cmath>
 #include <map>
 
+#include "sim/receive_buffers.h"
+
 namespace interlace {
 namespace {
 
@@ -75,6 +77,7 @@ Result<Lowered> Lower(const Program& program, CostModel& model) {
     }
   }
   if (out.run.empty()) return MakeError("the program has no phase that a step runs");
+  if (model.cluster().cpu) out.receive_buffer_bytes = ReceiveBufferBytes(out);
   return out;
 }
 

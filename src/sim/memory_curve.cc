@@ -61,6 +61,7 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
     INTERLACE_TRY(AddBytes(out.persistent_bytes, bytes));
   }
+  INTERLACE_TRY(AddBytes(out.persistent_bytes, lowered.receive_buffer_bytes));
   for (const Input& input : program.inputs) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(input.value).type));
     INTERLACE_TRY(AddBytes(out.input_bytes, bytes));
@@ -106,6 +107,7 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   for (const Declared& d : Persistent(program)) {
     out.holders.push_back({d.name, "", *program.StorageBytes(program.value(d.value).type)});
   }
+  if (lowered.receive_buffer_bytes > 0) out.holders.push_back({"receive buffers of reductions", "", lowered.receive_buffer_bytes});
   if (out.peak.place >= 0) {
     int32_t at = static_cast<int32_t>(out.peak.place);
     for (const StorageLife& s : lives[lowered.run[out.peak.run_index]].storages) {

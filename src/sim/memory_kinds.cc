@@ -107,6 +107,10 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
     persistent[static_cast<size_t>(kinds[root.value])] += bytes;
     hold(kinds[root.value], std::move(root.module), bytes);
   }
+  if (lowered.receive_buffer_bytes > 0) {
+    persistent[static_cast<size_t>(MemoryKind::kWorkspace)] += lowered.receive_buffer_bytes;
+    hold(MemoryKind::kWorkspace, "", lowered.receive_buffer_bytes);
+  }
   for (size_t p = 0; p < lowered.phases.size(); ++p) {
     INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p]));
     size_t count = lowered.ops[p].size();
