@@ -36,7 +36,6 @@ from interlace.hyper import STATE_NAMES, Hyper, kind_of
 from interlace.materialize import Weights, find_name
 from interlace.states import WEIGHT, Parameter, States
 from interlace.step_trace import TraceError, check_writable, write_trace
-from interlace.step_trace import TraceError, check_writable, write_trace
 
 Tensor = torch.Tensor
 
@@ -115,28 +114,6 @@ class Trainer:
             self._hyper.advance()
         self._hyper.after_step()
         self.steps += 1
-        return loss
-
-    def trace(self, batch: Any, file: str | Path) -> Tensor:
-        """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory (docs: traces).
-
-        Opens in Perfetto or chrome://tracing beside a predicted one (`interlace simulate --trace`). Every rank must call it.
-        """
-        self._check_open()
-        if self.config.mode == "eager":
-            raise InterlaceError('a trace shows the compiled program; mode="eager" has none: use torch.profiler')
-        with self._peers.guard():
-            problem = self._peers.exchange("trace file", check_writable(file) if self.rank == 0 else None)[0]
-        if problem is not None:
-            raise TraceError(problem)
-        self._executor.set_trace("on")
-        try:
-            loss = self.step(batch)
-            with self._peers.guard():
-                write_trace(self._executor, self._peers, file)
-        finally:
-            if self._executor is not None:  # gone when a rank has failed
-                self._executor.set_trace("off")
         return loss
 
     def trace(self, batch: Any, file: str | Path) -> Tensor:
