@@ -195,7 +195,10 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   const at::ThreadLocalState outer;
   StepScope scope(device_);
   MemoryScope memory;
-  const int64_t live_before = live_before_ = MemoryScope::Use().live_bytes;
+  // Receive buffers that earlier steps made belong to this one as much: only what callers still hold of those does not.
+  int64_t kept = 0;
+  for (const auto& [name, comm] : comms_) kept += comm->stats().receive_buffer_peak_bytes;
+  const int64_t live_before = live_before_ = std::max<int64_t>(MemoryScope::Use().live_bytes - kept, 0);
   BeginRecord();
   frame_.hyper = &hyper;
   frame_.outer = &outer;
