@@ -43,12 +43,14 @@ void ApplyToCluster(const WhatIf& w, ClusterSpec& cluster, ProfileTable* profile
 }
 
 Status ApplyToCosts(const WhatIf& w, Lowered& lowered) {
+  if (w.plain()) return Ok{};
   for (std::vector<LoweredOp>& ops : lowered.ops) {
     for (LoweredOp& op : ops) {
       INTERLACE_TRY(Scale(op.work_ps, w.compute));
     }
   }
   for (OpCost& cost : lowered.costs) {
+    INTERLACE_TRY(Scale(cost.issue_ps, w.compute));
     INTERLACE_TRY(Scale(cost.finish_ps, w.compute));
     bool link = cost.resource == Resource::kIntraLink || cost.resource == Resource::kInterLink;
     auto total = [&] { return static_cast<double>(cost.latency_ps) + static_cast<double>(cost.work_ps); };
@@ -56,7 +58,8 @@ Status ApplyToCosts(const WhatIf& w, Lowered& lowered) {
     INTERLACE_TRY(Scale(cost.latency_ps, link ? w.latency : w.copies));
     INTERLACE_TRY(Scale(cost.work_ps, link ? w.links : w.copies));
     // A faster link does not make the processor's part of a transfer smaller.
-    cost.core_share = total() > 0 ? std::min(1.0, cost.core_share * before / total()) : 0;
+    double most = std::max(1.0, cost.core_share);
+    cost.core_share = total() > 0 ? std::min(most, cost.core_share * before / total()) : 0;
   }
   return Ok{};
 }

@@ -336,11 +336,15 @@ window.addEventListener("load", () => setTimeout(() => {
   const open = rows();
   if (button) button.click();
   said.push("rows " + open + " " + rows());
-  setTimeout(() => {
-    said.push("zoomed " + (canvas.toDataURL() !== before), "wide " + (document.documentElement.scrollWidth - innerWidth));
+  let tries = 0;  // the canvas is drawn with the next frame, whenever that is
+  const finish = () => {
+    const zoomed = canvas.toDataURL() !== before;
+    if (!zoomed && ++tries < 100) return setTimeout(finish, 50);
+    said.push("zoomed " + zoomed, "wide " + (document.documentElement.scrollWidth - innerWidth));
     document.body.innerHTML = "<pre id=said></pre>";
     document.getElementById("said").textContent = said.join("\\n");
-  }, 300);
+  };
+  finish();
 }, 100));
 </script>"""
 
