@@ -239,7 +239,10 @@ op "aten.a(f32[1])->f32[1]" us 0.25 bytes 4 transient 0 estimated
 op "aten.b()->f32[1]" us 1e-05 bytes 4 transient 8 measured
 collective gather ranks 2 bytes 0 us 5
 collective gather ranks 2 bytes 1024 us 6.5
+core gather ranks 2 bytes 1024 us 9
+finish reduce ranks 2 bytes 1024 us 0.5
 copy h2d bytes 64 us 2
+issue us 1.25
 interference [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1.5]
 )";
   Result<ProfileTable> table = ParseProfile(text, "p");
@@ -266,6 +269,9 @@ TEST(Profile, Errors) {
   EXPECT_NE(error("collective gathr ranks 2 bytes 1 us 1").find("did you mean 'gather'?"), std::string::npos);
   EXPECT_NE(error("copy h2d bytes -1 us 1").find("at least 0"), std::string::npos);
   EXPECT_NE(error("copy h2d bytes 1 us 1\ncopy h2d bytes 1 us 2").find("given twice"), std::string::npos);
+  EXPECT_NE(error("core gathr ranks 2 bytes 1 us 1").find("did you mean 'gather'?"), std::string::npos);
+  EXPECT_NE(error("finish reduce ranks 1 bytes 1 us 1").find("'ranks' must be at least 2"), std::string::npos);
+  EXPECT_NE(error("issue us 1\nissue us 2").find("given twice"), std::string::npos);
   EXPECT_NE(error("interference [1, 2]").find("expected 28 factors, found 2"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseProfile("hello", "p")).find("not a profile"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseProfile("interlace-profile 2", "p")).find("has version 2"), std::string::npos);

@@ -180,6 +180,40 @@ TEST(Simulate, CoresOfAHostAreShared) {
   EXPECT_NEAR(static_cast<double>(Simulated(program, cluster, {.every_rank = true}).makespan_ps()), 28.0 * kUs, 20);
 }
 
+// On a CPU, with a profile: transfers go out in the order of issue, the latency of one that queues is over before its turn, and
+// starting and finishing are work of the compute lane.
+TEST(Simulate, CollectivesOfACpuAreMessagesInOrder) {
+  ProfileTable profile = *ParseProfile(R"(interlace-profile 1
+fingerprint "here"
+op "aten.relu(f32[1000])->f32[1000]" us 8 bytes 4000 transient 0 measured
+collective gather ranks 2 bytes 1 us 5
+collective gather ranks 2 bytes 8192 us 25
+finish gather ranks 2 bytes 8192 us 4
+issue us 1
+)", "p");
+  ClusterSpec cluster = RoundCluster(2, 2);
+  cluster.cpu = true;
+  cluster.cores = 8;
+  Program gathers = Step(R"(  %10: f32[2048] = gather.start(%1) {fwd units=[u0]}
+  %11: f32[2048] = gather.start(%2) {fwd units=[u1]}
+  gather.wait(%10) {fwd}
+  %12: f32[1000] = aten.relu(%0) {fwd}
+  gather.wait(%11) {fwd}
+  release(%10) {fwd}
+  release(%11) {fwd}
+)");
+  Result<Simulation> s = Simulate(gathers, cluster, &profile, {});
+  ASSERT_TRUE(s.ok()) << ErrorOf(s);
+  // The first: 5 us of latency and 16 of transfer; the second follows at once, its latency is over: 21 + 16. The lane starts both
+  // (2 us), waits until 21, finishes the first (25), computes (33), waits until 37 and finishes the second.
+  EXPECT_EQ(s->output.transfers[0].end_ps, 21 * kUs);
+  EXPECT_EQ(s->output.transfers[1].end_ps, 37 * kUs);
+  EXPECT_EQ(s->makespan_ps(), 41 * kUs);
+  int64_t total = 0;
+  for (const PathPiece& piece : s->path) total += piece.end_ps - piece.start_ps;
+  EXPECT_EQ(total, s->makespan_ps());
+}
+
 TEST(Simulate, LaunchesHoldTheDevice) {
   std::string ops;
   for (int i = 0; i < 10; ++i) ops += "  %" + std::to_string(10 + i) + ": f32[1000] = aten.relu(%0) {fwd}\n";
