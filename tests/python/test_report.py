@@ -317,10 +317,15 @@ CHROMIUM = next(
 PROBE = """<script>
 const said = [];
 window.addEventListener("error", (event) => said.push("error: " + event.message));
-window.addEventListener("load", () => setTimeout(() => {
+window.addEventListener("load", () => setTimeout(function start(waits = 0) {
   const canvas = document.getElementById("timeline"), box = canvas.getBoundingClientRect();
-  const colors = (c) => { const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data, seen = new Set();
+  const colors = (c) => { const copy = document.createElement("canvas"), seen = new Set();
+    copy.width = c.width; copy.height = c.height;
+    const g = copy.getContext("2d", {willReadFrequently: true});
+    g.drawImage(c, 0, 0);
+    const d = g.getImageData(0, 0, c.width, c.height).data;
     for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) seen.add((d[i] << 16) | (d[i + 1] << 8) | d[i + 2]); return seen.size; };
+  if (colors(canvas) === 0 && waits < 100) return setTimeout(start, 50, waits + 1);  // the first frame is yet to come
   said.push("timeline colors " + colors(canvas), "memory colors " + colors(document.getElementById("memory")));
   let tip = "";
   for (let x = 90; x < box.width && !tip.includes("aten.mm"); x += 7)
