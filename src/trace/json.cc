@@ -105,8 +105,8 @@ class Reader {
       INTERLACE_TRY(String(key));
       if (out.fields.size() < 64 && out.Find(key) != nullptr) return Fail("the key '" + key + "' is given twice");
       if (!Eat(':')) return Fail("expected ':'");
-      out.fields.emplace_back(std::move(key), Json{});
-      INTERLACE_TRY(Value(out.fields.back().second, depth + 1));
+      out.fields.push_back({std::move(key), {}});
+      INTERLACE_TRY(Value(out.fields.back().value, depth + 1));
     } while (Eat(','));
     if (!Eat('}')) return Fail("expected ',' or '}'");
     return Ok{};

@@ -52,6 +52,8 @@ class JsonWriter {
   bool need_comma_ = false;
 };
 
+struct JsonField;
+
 // A parsed value. Objects keep the order of their keys.
 struct Json {
   enum class Kind : uint8_t { kNull, kBool, kNumber, kString, kArray, kObject };
@@ -60,10 +62,15 @@ struct Json {
   double number = 0;
   std::string text;
   std::vector<Json> items;
-  std::vector<std::pair<std::string, Json>> fields;
+  std::vector<JsonField> fields;
   // The field of that name, or nullptr.
   const Json* Find(std::string_view key) const;
   bool is(Kind k) const { return kind == k; }
+};
+
+struct JsonField {
+  std::string key;
+  Json value;
 };
 
 // Error: not JSON (with line and column), nested deeper than 100, a key given twice.
