@@ -50,9 +50,11 @@ fuzz:  ## fuzz every reader for FUZZ_SECONDS (default 60)
 	  && cmake --build --preset fuzz && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
 
 bench: build  ## measure against PyTorch, alternating in the same processes; figures go to out/bench.json
-	@mkdir -p out && rm -f out/bench.json
-	@for case in one_rank two_ranks executor compile_time sharded_memory; do \
-	  $(PY) bench/$$case.py --json out/bench.json $(ARGS) || exit 1; done
+	@mkdir -p out && rm -f out/bench.json out/prediction.json
+	@for case in one_rank two_ranks executor compile_time sharded_memory simulator; do \
+	  echo "» $$case"; $(PY) bench/$$case.py --json out/bench.json $(ARGS) || exit 1; done
+	@echo "» prediction" && $(PY) bench/prediction.py --json out/prediction.json $(ARGS)
+	@echo "» peers" && $(PY) bench/peers.py --rounds 3 --block 1 $$([ $$(id -u) = 0 ] && echo --mbit 500) --json out/bench.json $(ARGS)
 
 soak: build  ## the long runs of tests that `make test` samples, and ten minutes of fuzzing
 	@$(SETUP) test

@@ -64,6 +64,14 @@ void BindTesting(py::module_& module) {
           no_gil)
       .def(
           "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
+      .def("set_recording", &Comm::SetRecording, py::arg("on"), py::arg("watch") = true)
+      .def(
+          "take_seconds",
+          [](Comm& c, int64_t ticket) {
+            const Comm::Times times = c.TakeTimes(ticket);
+            return static_cast<double>(times.end_ns - times.queued_ns) / 1e9;
+          },
+          "Seconds from the issue of a recorded operation, which was waited for, to its end.")
       .def("stats", [](const Comm& c) {
         const Comm::Stats s = c.stats();
         py::dict out;

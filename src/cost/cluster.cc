@@ -71,9 +71,9 @@ constexpr std::pair<std::string_view, std::string_view> kOthers[] = {
 constexpr double kLargest = 1e12;   // of any number in a cluster file
 constexpr int64_t kMostDevices = int64_t{1} << 20;
 
-class Reader {
+class ClusterReader {
  public:
-  Reader(std::string_view text, std::string_view file) : text_(text), file_(file) {}
+  ClusterReader(std::string_view text, std::string_view file) : text_(text), file_(file) {}
 
   Result<ClusterSpec> Run() {
     INTERLACE_ASSIGN(entries_, ParseToml(text_, file_));
@@ -202,7 +202,7 @@ class Reader {
 
 }  // namespace
 
-Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file) { return Reader(text, file).Run(); }
+Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file) { return ClusterReader(text, file).Run(); }
 
 Result<ClusterSpec> LoadCluster(std::string_view text, std::string_view file) {
   if (text.find('=') != std::string_view::npos || text.find('\n') != std::string_view::npos) return ParseCluster(text, file);

@@ -39,6 +39,9 @@ struct OpCost {
 inline constexpr int64_t kMaxOpPicoseconds = int64_t{1} << 62;
 // Error: not a number, or too long.
 Result<int64_t> Picoseconds(double us);
+inline double Microseconds(int64_t ps) {
+  return static_cast<double>(ps) / 1e6;
+}
 
 class CostModel {
  public:

@@ -14,9 +14,9 @@ constexpr std::string_view kCollectives[] = {"gather", "reduce", "all_reduce", "
 constexpr std::string_view kCopies[] = {"h2d", "d2h", "file_read", "file_write"};
 constexpr int64_t kVersion = 1;
 
-class Reader {
+class ProfileReader {
  public:
-  Reader(std::string_view text, std::string_view file) : in_(text, file) {}
+  ProfileReader(std::string_view text, std::string_view file) : in_(text, file) {}
 
   Result<ProfileTable> Run() {
     in_.SkipToContent();
@@ -198,7 +198,7 @@ std::optional<double> Sweep::Us(double bytes) const {
   return std::max(us, std::min(before->second, after->second));
 }
 
-Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) { return Reader(text, file).Run(); }
+Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) { return ProfileReader(text, file).Run(); }
 
 std::string PrintProfile(const ProfileTable& table) {
   std::string out = "interlace-profile 1\nfingerprint ";

@@ -9,9 +9,9 @@
 namespace interlace {
 namespace {
 
-class Reader {
+class TomlReader {
  public:
-  Reader(std::string_view text, std::string_view file) : in_(text, file) {}
+  TomlReader(std::string_view text, std::string_view file) : in_(text, file) {}
 
   Result<std::vector<TomlEntry>> Run() {
     for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
@@ -134,6 +134,6 @@ class Reader {
 
 }  // namespace
 
-Result<std::vector<TomlEntry>> ParseToml(std::string_view text, std::string_view file) { return Reader(text, file).Run(); }
+Result<std::vector<TomlEntry>> ParseToml(std::string_view text, std::string_view file) { return TomlReader(text, file).Run(); }
 
 }  // namespace interlace

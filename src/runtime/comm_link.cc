@@ -1,4 +1,5 @@
 #include "runtime/comm_link.h"
+#include "runtime/comm_threads.h"
 
 #include <ATen/ops/empty.h>
 
@@ -104,6 +105,7 @@ Result<std::shared_ptr<GlooLink>> GlooLink::Open(const AxisSpec& spec) {
   } catch (const std::exception& e) {
     return MakeError("axis ", spec.name, ": cannot reach the other ranks: ", FirstLine(e.what()));
   }
+  RaiseGlooThreads();
   links->push_back(link);
   return link;
 }

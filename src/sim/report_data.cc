@@ -41,18 +41,14 @@ std::vector<Sample> Samples(const Simulation& s, const MemoryKinds& kinds, const
   return out;
 }
 
-double Us(int64_t ps) {
-  return static_cast<double>(ps) / 1e6;
-}
-
 void WritePhases(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
   const Lowered& lowered = *s.lowered;
   w.Key("phases").BeginArray();
   for (size_t run = 0; run < lowered.run.size(); ++run) {
     int64_t first = lowered.first[run], end = lowered.first[run + 1];
     if (first == end) continue;
-    w.BeginObject().Field("name", lowered.phases[lowered.run[run]]->name).Field("start_us", Us(rank.start_ps[first]));
-    w.Field("end_us", Us(rank.end_ps[end - 1])).EndObject();
+    w.BeginObject().Field("name", lowered.phases[lowered.run[run]]->name).Field("start_us", Microseconds(rank.start_ps[first]));
+    w.Field("end_us", Microseconds(rank.end_ps[end - 1])).EndObject();
   }
   w.EndArray();
 }
@@ -62,7 +58,7 @@ void WriteMemory(JsonWriter& w, const Simulation& s, const MemoryKinds& kinds, c
   w.Key("memory").BeginObject().Key("kinds").BeginArray();
   for (std::string_view name : kMemoryKindNames) w.String(name);
   w.EndArray().Key("time_us").BeginArray();
-  for (const Sample& sample : samples) w.Number(Us(sample.time_ps));
+  for (const Sample& sample : samples) w.Number(Microseconds(sample.time_ps));
   w.EndArray().Key("bytes").BeginArray();
   for (const Sample& sample : samples) {
     w.BeginArray();
@@ -71,7 +67,7 @@ void WriteMemory(JsonWriter& w, const Simulation& s, const MemoryKinds& kinds, c
   }
   w.EndArray();
   if (s.memory.peak.place >= 0) {
-    w.Field("peak_us", Us(rank.start_ps[s.lowered->first[s.memory.peak.run_index] + s.memory.peak.place]));
+    w.Field("peak_us", Microseconds(rank.start_ps[s.lowered->first[s.memory.peak.run_index] + s.memory.peak.place]));
   }
   w.Key("at_peak").BeginArray();
   for (const KindHolder& holder : kinds.at_peak) {
@@ -91,7 +87,7 @@ void WritePath(JsonWriter& w, const Simulation& s) {
            s.path[end].kind == first.kind)
       ++end;
     std::string_view lane = first.kind == PathPiece::Kind::kLaunch ? "launch" : LaneName(first.lane);
-    w.BeginObject().Field("start_us", Us(first.start_ps)).Field("end_us", Us(s.path[end - 1].end_ps));
+    w.BeginObject().Field("start_us", Microseconds(first.start_ps)).Field("end_us", Microseconds(s.path[end - 1].end_ps));
     w.Field("lane", lane).Field("rank", first.rank).EndObject();
     i = end;
   }

@@ -9,8 +9,6 @@
 namespace interlace {
 namespace {
 
-double Us(int64_t ps) { return static_cast<double>(ps) / 1e6; }
-
 // "12.3 ms", with three digits.
 std::string Time(int64_t ps) {
   static constexpr std::pair<double, const char*> kUnits[] = {{1e12, "s"}, {1e9, "ms"}, {1e6, "us"}};
@@ -67,24 +65,24 @@ std::string SimulationJson(const Simulation& s) {
   w.Field("simulated_ranks", static_cast<int64_t>(s.input.programs.size()));
   w.Key("profile").BeginObject().Field("fingerprint", s.fingerprint).Field("foreign", s.foreign);
   w.Field("op_kinds", s.coverage.ops).Field("measured_op_kinds", s.coverage.measured).EndObject();
-  w.Field("step_us", Us(s.makespan_ps())).Field("lower_bound_us", Us(s.lower_bound_ps()));
-  double bound = Us(s.lower_bound_ps());
-  w.Field("gap", bound > 0 ? Us(s.makespan_ps()) / bound - 1 : 0.0);
+  w.Field("step_us", Microseconds(s.makespan_ps())).Field("lower_bound_us", Microseconds(s.lower_bound_ps()));
+  double bound = Microseconds(s.lower_bound_ps());
+  w.Field("gap", bound > 0 ? Microseconds(s.makespan_ps()) / bound - 1 : 0.0);
   w.Key("bounds").BeginArray();
-  for (const Bound& b : s.bounds) w.BeginObject().Field("name", b.name).Field("us", Us(b.time_ps)).EndObject();
+  for (const Bound& b : s.bounds) w.BeginObject().Field("name", b.name).Field("us", Microseconds(b.time_ps)).EndObject();
   w.EndArray().Key("per_rank").BeginArray();
   for (const RankUse& use : s.use) {
-    w.BeginObject().Field("end_us", Us(use.end_ps)).Field("compute_us", Us(use.compute_ps)).Field("blocked_us", Us(use.blocked_ps));
+    w.BeginObject().Field("end_us", Microseconds(use.end_ps)).Field("compute_us", Microseconds(use.compute_ps)).Field("blocked_us", Microseconds(use.blocked_ps));
     w.Key("lanes").BeginArray();
     for (const LaneUse& lane : use.lanes) {
       w.BeginObject().Field("lane", lane.lane).Field("transfers", lane.transfers).Field("bytes", lane.bytes);
-      w.Field("busy_us", Us(lane.busy_ps)).Field("exposed_us", Us(lane.exposed_ps)).EndObject();
+      w.Field("busy_us", Microseconds(lane.busy_ps)).Field("exposed_us", Microseconds(lane.exposed_ps)).EndObject();
     }
     w.EndArray().EndObject();
   }
   w.EndArray().Key("critical_path").BeginArray();
   for (const Blame& b : BlameModules(s.input, s.path)) {
-    w.BeginObject().Field("module", b.module).Field("lane", b.lane).Field("us", Us(b.time_ps)).Field("slowed_us", Us(b.slowed_ps)).EndObject();
+    w.BeginObject().Field("module", b.module).Field("lane", b.lane).Field("us", Microseconds(b.time_ps)).Field("slowed_us", Microseconds(b.slowed_ps)).EndObject();
   }
   w.EndArray();
   const MemoryCurve& m = s.memory;
