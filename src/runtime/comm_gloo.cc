@@ -25,7 +25,6 @@
 
 #include "runtime/comm_impl.h"
 #include "runtime/comm_link.h"
-#include "runtime/comm_threads.h"
 
 namespace interlace {
 
@@ -308,7 +307,6 @@ void GlooComm::Post(Op& op) {
 }
 
 void GlooComm::PosterLoop() {
-  RaiseThisThread();
   std::unique_lock lock(mutex_);
   while (!stop_) {
     changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return stop_ || !queue_.empty(); });

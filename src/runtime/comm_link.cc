@@ -1,5 +1,4 @@
 #include "runtime/comm_link.h"
-#include "runtime/comm_threads.h"
 
 #include <ATen/ops/empty.h>
 
@@ -105,7 +104,6 @@ Result<std::shared_ptr<GlooLink>> GlooLink::Open(const AxisSpec& spec) {
   } catch (const std::exception& e) {
     return MakeError("axis ", spec.name, ": cannot reach the other ranks: ", FirstLine(e.what()));
   }
-  RaiseGlooThreads();
   links->push_back(link);
   return link;
 }
