@@ -134,8 +134,12 @@ class BatchNormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 7, 3, padding=1, bias=False), nn.BatchNorm2d(7), nn.ReLU(),
-            nn.Conv2d(7, 10, 3, stride=2, bias=False), nn.BatchNorm2d(10), nn.ReLU(),
+            nn.Conv2d(3, 7, 3, padding=1, bias=False),
+            nn.BatchNorm2d(7),
+            nn.ReLU(),
+            nn.Conv2d(7, 10, 3, stride=2, bias=False),
+            nn.BatchNorm2d(10),
+            nn.ReLU(),
         )
         self.head = nn.Linear(10, 5)
 
