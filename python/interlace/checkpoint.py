@@ -224,7 +224,7 @@ def read_trainer_file(folder: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
         version = int(data["format"])
-        data["step"], data["groups"], data["kind"]  # noqa: B018 (must be there)
+        data["step"], data["groups"], data["kind"]  # must be there
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
     if version > FORMAT:

@@ -148,10 +148,9 @@ def _watch(calls: list[_Call], slots: list[Slot]) -> None:
             for table, name in slot.places:
                 owner_of[id(table)].append((table, name, i))
         for call in calls:
-            with _WatchWrites() as watch:
-                # A failure here is one of the meta device (an .item(), say): then what it wrote so far counts.
-                with contextlib.suppress(Exception):
-                    call.run()
+            # A failure here is one of the meta device (an .item(), say): then what it wrote so far counts.
+            with _WatchWrites() as watch, contextlib.suppress(Exception):
+                call.run()
             call.writes = {by_storage[s] for s in watch.written if s in by_storage}
             for entries in owner_of.values():  # tensors that were assigned anew
                 for table, name, i in entries:

@@ -57,13 +57,18 @@ def test_command_and_options_exist(line):
 
 def test_examples_in_help_exist():
     """The same for the examples that --help shows."""
-    from interlace.cli import capture, inspect, opt, train
+    from interlace.cli import capture, inspect, opt, profile, report, simulate, train
 
-    lines = [line.strip() for module in (train, capture, opt, inspect) for line in module.HELP.splitlines()]
+    lines = [
+        line.strip()
+        for module in (train, capture, opt, inspect, profile, simulate, report)
+        for line in module.HELP.splitlines()
+    ]
     lines = [line for line in lines if line.startswith("interlace ")]
     assert len(lines) > 10
     for line in lines:
-        test_command_and_options_exist(line)
+        for command in line.split(" && "):
+            test_command_and_options_exist(command)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
