@@ -64,4 +64,36 @@ Result<std::string> PassOptions::Name(std::string_view name, std::string_view mi
   return *text;
 }
 
+std::string PassOptions::Text(std::string_view name, std::string_view missing) const {
+  const std::string* text = Find(name);
+  return text == nullptr ? std::string(missing) : *text;
+}
+
+Result<std::optional<int64_t>> PassOptions::Bytes(std::string_view name) const {
+  const std::string* text = Find(name);
+  if (text == nullptr || *text == "none") return std::optional<int64_t>();
+  double number = 0;
+  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
+  std::string_view unit(end, static_cast<size_t>(text->data() + text->size() - end));
+  static constexpr std::pair<std::string_view, double> kUnits[] = {
+      {"", 1},         {"B", 1},           {"kB", 1e3},          {"KB", 1e3},           {"MB", 1e6},  {"GB", 1e9},
+      {"TB", 1e12},    {"KiB", 1024.0},    {"MiB", 1048576.0},   {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
+  for (auto [name_of, factor] : kUnits) {
+    if (code != std::errc() || unit != name_of || !(number * factor >= 1) || number * factor > 9e18) continue;
+    return std::optional<int64_t>(static_cast<int64_t>(number * factor));
+  }
+  return MakeError("option ", name, "=", *text, ": expected a number of bytes such as 20GiB, 512MB or 1000000, or none");
+}
+
+Result<double> PassOptions::Number(std::string_view name, double missing) const {
+  const std::string* text = Find(name);
+  if (text == nullptr) return missing;
+  double number = 0;
+  auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
+  if (code != std::errc() || end != text->data() + text->size() || !std::isfinite(number) || number < 0) {
+    return MakeError("option ", name, "=", *text, ": expected a number of at least 0");
+  }
+  return number;
+}
+
 }  // namespace interlace

@@ -72,7 +72,8 @@ std::string PassTableText() {
       if (option.kind == OptionKind::kChoice) {
         for (size_t i = 0; i < option.choices.size(); ++i) out << (i ? "|" : "") << option.choices[i];
       } else {
-        out << (option.kind == OptionKind::kCount ? "N" : option.kind == OptionKind::kName ? "NAME" : "X|none");
+        static constexpr std::string_view kForms[] = {"N", "X|none", "", "NAME", "TEXT", "BYTES|none", "X"};  // by kind
+        out << kForms[static_cast<size_t>(option.kind)];
       }
       out << "  " << option.help << (option.missing.empty() ? " (required" : " (default ") << option.missing << ")\n";
     }

@@ -13,7 +13,7 @@ namespace interlace {
 
 class Program;
 
-enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName };
+enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName, kText, kBytes, kNumber };
 
 struct OptionInfo {
   std::string_view name;

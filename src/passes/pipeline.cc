@@ -57,6 +57,14 @@ Status CheckValue(const OptionInfo& option, const PassOptions& options) {
     case OptionKind::kName:
       INTERLACE_TRY(options.Name(option.name, option.missing));
       break;
+    case OptionKind::kText:
+      break;
+    case OptionKind::kBytes:
+      INTERLACE_TRY(options.Bytes(option.name));
+      break;
+    case OptionKind::kNumber:
+      INTERLACE_TRY(options.Number(option.name, 0));
+      break;
     case OptionKind::kChoice: {
       const std::string& text = *options.Find(option.name);
       std::string list;

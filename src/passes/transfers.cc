@@ -1,0 +1,347 @@
+#include "passes/transfers.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "ir/op_table.h"
+
+namespace interlace {
+namespace {
+
+// The op that makes an operand of a gather, when that needs states only.
+OpId LeadOf(const Program& program, ValueId operand) {
+  const Value& value = program.value(operand);
+  if (value.kind != ValueKind::kResult || value.def == kNone) return kNone;
+  const Op& op = program.op(value.def);
+  if (IsOwnOp(op.name) || HasEffect(program, op) || op.rng) return kNone;
+  bool of_states = true;
+  ForEachOperand(op, [&](ValueId id) { of_states = of_states && program.value(id).kind == ValueKind::kState; });
+  return of_states ? op.id : kNone;
+}
+
+// Whether a gather.start can be moved: whole parameters, from states or from what is made of them.
+bool IsMovable(const Program& program, const Op& op) {
+  bool movable = op.name == "gather.start" && !op.results.empty();
+  for (ValueId id : op.results) movable = movable && id != kNone && program.RootOf(id) == id;
+  ForEachOperand(op, [&](ValueId id) {
+    movable = movable && (program.value(id).kind == ValueKind::kState || LeadOf(program, id) != kNone);
+  });
+  return movable;
+}
+
+Result<int64_t> BytesOf(const Program& program, const std::vector<ValueId>& values) {
+  int64_t bytes = 0;
+  for (ValueId id : values) {
+    INTERLACE_ASSIGN(int64_t one, program.StorageBytes(program.value(id).type));
+    bytes += one;
+  }
+  return bytes;
+}
+
+// Reads a phase in one walk; skeleton positions are known as soon as an op is put there.
+class Reader {
+ public:
+  Reader(Program& program, Phase& phase, Transfers& out, std::vector<OpId>& skeleton)
+      : program_(program), phase_(phase), out_(out), skeleton_(skeleton) {}
+
+  Result<int32_t> Run() {
+    std::unordered_set<OpId> leads;
+    for (OpId id : phase_.ops) {
+      if (!IsMovable(program_, program_.op(id))) continue;
+      ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) {
+        if (OpId lead = LeadOf(program_, v); lead != kNone) leads.insert(lead);
+      });
+    }
+    int32_t backward = -1;
+    const auto count = static_cast<int32_t>(phase_.ops.size());
+    for (int32_t i = 0; i < count; ++i) {
+      const Op& op = program_.op(phase_.ops[i]);
+      if (leads.count(op.id) > 0) continue;
+      order_ = (i + 1) * Transfers::kSpacing;
+      if (IsMovable(program_, op)) {
+        INTERLACE_TRY(AddGather(op));
+      } else if (op.name == "reduce.start") {
+        INTERLACE_TRY(AddReduce(op));
+      } else if (op.name == "reduce.wait" && reduce_of_.count(op.args[0].value) > 0) {
+        i = AddTail(i);
+      } else {
+        if (backward < 0 && op.part == Part::kBackward) backward = Here();
+        AddToSkeleton(op);
+      }
+    }
+    for (ValueId id : phase_.gives) Outlives(id);
+    std::stable_sort(out_.gathers.begin(), out_.gathers.end(),
+                     [](const Gather& a, const Gather& b) { return a.need < b.need; });
+    return backward < 0 ? Here() : backward;
+  }
+
+ private:
+  int32_t Here() const { return static_cast<int32_t>(skeleton_.size()); }
+
+  Status AddGather(const Op& op) {
+    Gather gather;
+    gather.units = op.units;
+    gather.fulls = op.results;
+    gather.start = op.id;
+    gather.part = op.part;
+    INTERLACE_ASSIGN(gather.bytes, BytesOf(program_, op.results));
+    std::vector<ValueId> shards;
+    ForEachOperand(op, [&](ValueId id) {
+      shards.push_back(id);
+      if (OpId lead = LeadOf(program_, id); lead != kNone) gather.lead.push_back(lead);
+    });
+    INTERLACE_ASSIGN(gather.shard_bytes, BytesOf(program_, shards));
+    gather.at = Here();
+    gather.order = order_;
+    gather.need = gather.end = -1;
+    for (ValueId id : op.results) gather_of_[id] = out_.gathers.size();
+    out_.gathers.push_back(std::move(gather));
+    return Ok{};
+  }
+
+  Status AddReduce(const Op& op) {
+    Reduce reduce;
+    reduce.units = op.units;
+    reduce.parts = op.results;
+    reduce.start = op.id;
+    reduce.part = op.part;
+    reduce.at = Here();
+    reduce.order = order_;
+    reduce.wait = -1;
+    reduce.latest = -1;
+    ForEachOperand(op, [&](ValueId id) {
+      reduce.flats.push_back(id);
+      auto touched = last_touch_.find(program_.RootOf(id));
+      if (touched != last_touch_.end()) reduce.ready = std::max(reduce.ready, touched->second + 1);
+    });
+    INTERLACE_ASSIGN(reduce.bytes, BytesOf(program_, reduce.flats));
+    for (ValueId id : reduce.parts) reduce_of_[id] = out_.reduces.size();
+    for (ValueId id : reduce.flats) flat_of_[program_.RootOf(id)] = out_.reduces.size();
+    out_.reduces.push_back(std::move(reduce));
+    return Ok{};
+  }
+
+  // The wait at place i and what follows it that concerns only the sums; returns the last place of the tail.
+  int32_t AddTail(int32_t i) {
+    Reduce& reduce = out_.reduces[reduce_of_[program_.op(phase_.ops[i]).args[0].value]];
+    std::unordered_set<ValueId> own(reduce.parts.begin(), reduce.parts.end());
+    std::unordered_set<ValueId> flats;
+    for (ValueId id : reduce.flats) flats.insert(program_.RootOf(id));
+    reduce.wait = Here();
+    reduce.wait_order = order_;
+    reduce.tail.push_back(phase_.ops[i]);
+    const auto count = static_cast<int32_t>(phase_.ops.size());
+    while (i + 1 < count && Follows(i + 1, own, flats)) {
+      const Op& op = program_.op(phase_.ops[++i]);
+      reduce.tail.push_back(op.id);
+      for (ValueId id : op.results) own.insert(id);
+    }
+    return i;
+  }
+
+  // Whether the op at place i takes the sums of a tail: it works on them, or releases the buffers they came from. A view that
+  // the next such op works on belongs to it.
+  bool Follows(int32_t i, const std::unordered_set<ValueId>& own, const std::unordered_set<ValueId>& flats) const {
+    const Op& op = program_.op(phase_.ops[i]);
+    bool takes = false, releases = op.name == "release";
+    ForEachOperand(op, [&](ValueId id) {
+      takes = takes || own.count(id) > 0;
+      releases = releases && flats.count(id) > 0;
+    });
+    if (op.name == "release") return releases;
+    if (op.name == "reduce.wait") return takes;
+    if (op.name.ends_with(".start") || op.name.ends_with(".wait") || op.name == "output") return false;
+    if (takes) return true;
+    if (op.name != "view" || i + 1 >= static_cast<int32_t>(phase_.ops.size())) return false;
+    if (program_.value(program_.RootOf(op.args[0].value)).kind != ValueKind::kState) return false;
+    bool of_next = false, next_takes = false;
+    ForEachOperand(program_.op(phase_.ops[i + 1]), [&](ValueId id) {
+      of_next = of_next || id == op.results[0];
+      next_takes = next_takes || own.count(id) > 0;
+    });
+    return of_next && next_takes;
+  }
+
+  void AddToSkeleton(const Op& op) {
+    const int32_t here = Here();
+    skeleton_.push_back(op.id);
+    auto touch = [&](ValueId id) {
+      const ValueId root = program_.RootOf(id);
+      last_touch_[root] = here;
+      if (auto found = gather_of_.find(root); found != gather_of_.end()) {
+        Gather& gather = out_.gathers[found->second];
+        if (gather.need < 0) gather.need = here;
+        if (op.name == "release") gather.end = std::max(gather.end, here);
+      }
+      Limit(reduce_of_, id, here);
+      Limit(flat_of_, root, here);
+    };
+    ForEachOperand(op, touch);
+    for (ValueId id : op.results) {
+      if (id != kNone) touch(id);
+    }
+  }
+
+  // A tail that has come may not move behind an op that follows it and uses its sum or its buffer.
+  void Limit(const std::unordered_map<ValueId, size_t>& of, ValueId id, int32_t here) {
+    auto found = of.find(id);
+    if (found == of.end()) return;
+    Reduce& reduce = out_.reduces[found->second];
+    if (reduce.wait >= 0 && reduce.latest < 0) reduce.latest = here;
+  }
+
+  void Outlives(ValueId id) {
+    if (auto found = gather_of_.find(program_.RootOf(id)); found != gather_of_.end()) {
+      out_.gathers[found->second].end = Here();
+    }
+  }
+
+  Program& program_;
+  Phase& phase_;
+  Transfers& out_;
+  std::vector<OpId>& skeleton_;
+  int64_t order_ = 0;
+  std::unordered_map<ValueId, size_t> gather_of_;     // by full buffer
+  std::unordered_map<ValueId, size_t> reduce_of_;     // by reduced part
+  std::unordered_map<ValueId, size_t> flat_of_;       // by root of a flat buffer
+  std::unordered_map<ValueId, int32_t> last_touch_;   // by root: the last skeleton op so far
+};
+
+void Append(Program& program, Op& into, const Op& from) {
+  for (size_t i = 0; i < from.results.size(); ++i) {
+    Value& value = program.value(from.results[i]);
+    value.def = into.id;
+    value.result_index = static_cast<int32_t>(into.results.size());
+    into.results.push_back(value.id);
+  }
+  into.args.insert(into.args.end(), from.args.begin(), from.args.end());
+  into.units.insert(into.units.end(), from.units.begin(), from.units.end());
+}
+
+template <typename T>
+void Extend(std::vector<T>& into, std::vector<T>& from) {
+  into.insert(into.end(), from.begin(), from.end());
+  from.clear();
+}
+
+}  // namespace
+
+Result<Transfers> Transfers::Read(Program& program, Phase& phase) {
+  Transfers out(program, phase);
+  INTERLACE_ASSIGN(out.backward_begin_, Reader(program, phase, out, out.skeleton_).Run());
+  for (Gather& gather : out.gathers) {
+    if (gather.need < 0) gather.need = out.size();
+    if (gather.end < 0) gather.end = out.size();
+  }
+  std::stable_sort(out.gathers.begin(), out.gathers.end(),
+                   [](const Gather& a, const Gather& b) { return a.need < b.need; });
+  for (Reduce& reduce : out.reduces) {
+    if (reduce.wait < 0) reduce.wait = out.size();  // another phase waits for it
+    if (reduce.latest < 0) reduce.latest = out.size();
+  }
+  return out;
+}
+
+void Transfers::Merge(Gather& into, Gather& from) {
+  Append(*program_, program_->op(into.start), program_->op(from.start));
+  into.need = std::min(into.need, from.need);
+  into.end = std::max(into.end, from.end);
+  into.bytes += from.bytes;
+  into.shard_bytes += from.shard_bytes;
+  Extend(into.units, from.units);
+  Extend(into.fulls, from.fulls);
+  Extend(into.lead, from.lead);
+}
+
+void Transfers::Merge(Reduce& into, Reduce& from) {
+  Append(*program_, program_->op(into.start), program_->op(from.start));
+  if (std::pair(into.at, into.order) < std::pair(from.at, from.order)) {
+    into.at = from.at;
+    into.order = from.order;
+  }
+  if (std::pair(into.wait, into.wait_order) < std::pair(from.wait, from.wait_order)) {
+    into.wait = from.wait;
+    into.wait_order = from.wait_order;
+  }
+  into.ready = std::max(into.ready, from.ready);
+  into.latest = std::min(into.latest, from.latest);
+  into.bytes += from.bytes;
+  Extend(into.units, from.units);
+  Extend(into.flats, from.flats);
+  Extend(into.parts, from.parts);
+  Extend(into.tail, from.tail);
+}
+
+Status Transfers::Check() const {
+  for (const Gather& gather : gathers) {
+    if (gather.units.empty() || (gather.at >= 0 && gather.at <= gather.need)) continue;
+    return Error{"the gather of " + UnitNames(gather.units) + " would start after it is needed",
+                 gather.need < size() ? op(gather.need).name : phase_->name};
+  }
+  for (const Reduce& reduce : reduces) {
+    if (reduce.units.empty()) continue;
+    if (reduce.at < reduce.ready) {
+      return Error{"the reduction of " + UnitNames(reduce.units) + " would start before its gradients are there", {}};
+    }
+    const bool waits = !reduce.tail.empty();
+    if (waits && (std::pair(reduce.wait, reduce.wait_order) <= std::pair(reduce.at, reduce.order) ||
+                  reduce.wait > reduce.latest)) {
+      return Error{"the wait for the reduction of " + UnitNames(reduce.units) + " would be before its start or too late", {}};
+    }
+  }
+  return Ok{};
+}
+
+Status Transfers::Write() {
+  INTERLACE_TRY(Check());
+  struct Item {
+    int32_t at;
+    int64_t order;
+    const std::vector<OpId>* ops;  // before `start`
+    OpId start;
+  };
+  std::vector<Item> items;
+  for (const Gather& g : gathers) {
+    if (!g.units.empty()) items.push_back({g.at, g.order, &g.lead, g.start});
+  }
+  for (const Reduce& r : reduces) {
+    if (r.units.empty()) continue;
+    items.push_back({r.at, r.order, nullptr, r.start});
+    if (!r.tail.empty()) items.push_back({r.wait, r.wait_order, &r.tail, kNone});
+  }
+  std::stable_sort(items.begin(), items.end(),
+                   [](const Item& a, const Item& b) { return std::pair(a.at, a.order) < std::pair(b.at, b.order); });
+  std::vector<OpId> ops;
+  ops.reserve(phase_->ops.size());
+  size_t next = 0;
+  for (int32_t gap = 0; gap <= size(); ++gap) {
+    for (; next < items.size() && items[next].at <= gap; ++next) {
+      if (items[next].ops != nullptr) ops.insert(ops.end(), items[next].ops->begin(), items[next].ops->end());
+      if (items[next].start != kNone) ops.push_back(items[next].start);
+    }
+    if (gap < size()) ops.push_back(skeleton_[gap]);
+  }
+  phase_->ops = std::move(ops);
+  return Ok{};
+}
+
+bool MayMerge(const Program& program, const std::vector<UnitId>& a, const std::vector<UnitId>& b) {
+  return !a.empty() && !b.empty() && program.units[a[0]].axis == program.units[b[0]].axis;
+}
+
+std::vector<Phase*> MicroBatches(Program& program) {
+  std::vector<Phase*> phases;
+  for (Phase& phase : program.phases) {
+    if (phase.name.starts_with("micro_batch")) phases.push_back(&phase);
+  }
+  return phases;
+}
+
+std::string UnitNames(const std::vector<UnitId>& units) {
+  std::string text;
+  for (UnitId unit : units) text += (text.empty() ? "u" : "+u") + std::to_string(unit);
+  return text;
+}
+
+}  // namespace interlace
