@@ -45,10 +45,13 @@ struct ExecutorStats {
 
 class Executor {
  public:
-  // Error: the text does not parse, a symbol is unbound, an op cannot be run, a process group is missing.
+  // With a donor, between two of its steps, the new executor shares the donor's states, parameters, buffers and
+  // connections instead of making its own: nothing is copied, and either can run the next step (not both at once).
+  // Error: the text does not parse, a symbol is unbound, an op cannot be run, a process group is missing, or the
+  // program's units and states are not the donor's.
   static Result<std::unique_ptr<Executor>> Create(std::string_view text, c10::Device device,
                                                   const std::vector<AxisSpec>& axes, double timeout_s,
-                                                  RuntimeOptions options);
+                                                  RuntimeOptions options, const Executor* donor = nullptr);
 
   // The storage of a state, parameter, buffer or constant: shared, not copied.
   Result<at::Tensor> TensorOf(ValueId id) const;
@@ -103,7 +106,7 @@ class Executor {
   std::vector<Geometry> geometry_;  // by value id
   std::vector<at::Tensor> fixed_;   // by value id
   StateStore store_;
-  std::map<std::string, std::unique_ptr<Comm>> comms_;
+  std::map<std::string, std::shared_ptr<Comm>> comms_;
   Binding ranks_;
   std::map<int32_t, int32_t> group_position_;
   std::vector<Plan> plans_, debug_plans_;  // by index into program_.phases; the second are built when first wanted

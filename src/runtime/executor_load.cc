@@ -46,11 +46,19 @@ std::string StateKey(const State& state) {
 
 Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device,
                                                    const std::vector<AxisSpec>& axes, double timeout_s,
-                                                   RuntimeOptions options) {
+                                                   RuntimeOptions options, const Executor* donor) {
   InstallCountingAllocator();
   if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   std::unique_ptr<Executor> executor(new Executor(device));
   executor->options_ = std::move(options);
+  if (donor != nullptr) {
+    if (donor->device_ != device) {
+      return MakeError("the running program is on ", donor->device_.str(), ", the new one is for ", device.str());
+    }
+    if (!donor->handed_on_.empty()) return MakeError("the running program has transfers under way between its steps");
+    executor->store_.TakeOver(donor->store_);
+    executor->comms_ = donor->comms_;
+  }
   INTERLACE_TRY(executor->Load(text, axes, timeout_s));
   return executor;
 }
@@ -76,7 +84,8 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
       return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
     ranks_["rank_" + axis.name] = spec->rank;
     rank = rank * spec->size + spec->rank;
-    if (axis.size > 1) {
+    // Those of a donor go on: one set of connections, whatever program runs on it.
+    if (axis.size > 1 && !comms_.contains(axis.name)) {
       INTERLACE_ASSIGN(comms_[axis.name], Comm::Create(*spec, timeout_s));
     }
   }
@@ -109,19 +118,18 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
 
 Status Executor::AllocateFixed() {
   fixed_.assign(program_.num_values(), at::Tensor());
-  store_.BeginAdoption();
-  const auto adopt = [&](ValueId id, const std::string& name) -> Status {
+  const auto adopt = [&](ValueId id, const std::string& name, bool persistent = true) -> Status {
     if (program_.RootOf(id) != id) return Ok{};
-    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id]));
+    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id], persistent));
     return Ok{};
   };
-  for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state)));
+  for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state), state.persistent));
   // A parameter of a unit lies in the unit's state (resident), or exists only while it is gathered.
   for (const Param& param : program_.params) {
     if (param.unit == kNone) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
   }
   for (const Buffer& buffer : program_.buffers) INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name));
-  store_.DropOthers();
+  INTERLACE_TRY(store_.DropOthers());
   const_bytes_ = 0;
   for (const Const& constant : program_.consts) {
     INTERLACE_ASSIGN(fixed_[constant.value], TensorOfConst(program_, constant, geometry_[constant.value], device_));

@@ -2,25 +2,42 @@
 
 namespace interlace {
 
-Result<at::Tensor> StateStore::Adopt(const std::string& name, const Geometry& geometry) {
+void StateStore::TakeOver(const StateStore& donor) {
+  entries_ = donor.entries_;
+  for (auto& [name, entry] : entries_) entry.adopted = false;
+  taken_over_ = true;
+}
+
+Result<at::Tensor> StateStore::Adopt(const std::string& name, const Geometry& geometry, bool persistent) {
   const auto [it, fresh] = entries_.try_emplace(name);
   Entry& entry = it->second;
-  if (fresh) {
+  if (fresh && persistent && taken_over_) {
+    return MakeError(name, " is not in the program that runs now: only a program with the same units and states, from ",
+                     "the same capture and strategy, can go on with its values; compile again for another one");
+  }
+  const bool same = !fresh && SameSizes(entry.tensor, geometry) && SameStrides(entry.tensor, geometry) &&
+                    entry.geometry.dtype == geometry.dtype;
+  if (fresh || (!same && !persistent && !entry.persistent)) {
     entry.tensor = Allocate(geometry, device_, /*zero=*/true);
     entry.geometry = geometry;
-  } else if (!SameSizes(entry.tensor, geometry) || !SameStrides(entry.tensor, geometry)) {
-    return MakeError(name, " is ", Describe(entry.tensor), " here, the new program wants ", Describe(geometry));
+  } else if (!same) {
+    return MakeError(name, " is ", Describe(entry.tensor), " here, the new program wants ", Describe(geometry),
+                     "; compile again for another layout");
   }
+  entry.persistent = persistent;
   entry.adopted = true;
   return entry.tensor;
 }
 
-void StateStore::BeginAdoption() {
-  for (auto& [name, entry] : entries_) entry.adopted = false;
-}
-
-void StateStore::DropOthers() {
+Status StateStore::DropOthers() {
+  for (const auto& [name, entry] : entries_) {
+    if (entry.persistent && !entry.adopted) {
+      return MakeError("the new program has no ", name, ", whose values would be lost: only a program with the same ",
+                       "units and states, from the same capture and strategy, can go on");
+    }
+  }
   std::erase_if(entries_, [](const auto& item) { return !item.second.adopted; });
+  return Ok{};
 }
 
 int64_t StateStore::bytes() const {

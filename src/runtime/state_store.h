@@ -15,21 +15,24 @@ namespace interlace {
 class StateStore {
  public:
   explicit StateStore(c10::Device device) : device_(device) {}
-  // The tensor of that name: the one that is there if its geometry is the same, else fresh zeros. Error: the name is
-  // taken by a tensor of another geometry.
-  Result<at::Tensor> Adopt(const std::string& name, const Geometry& geometry);
-  // Drops what was not adopted since the last call of BeginAdoption.
-  void BeginAdoption();
-  void DropOthers();
+  // Shares the tensors of a store whose program has run: from here on Adopt finds them. Call before the first Adopt.
+  void TakeOver(const StateStore& donor);
+  // The tensor of that name: the one that is there if its geometry is the same, else fresh zeros. What is not
+  // `persistent` means nothing between steps, and is made anew when its geometry differs. Error: the tensor of that
+  // name has another geometry, or the store that was taken over has no such persistent tensor.
+  Result<at::Tensor> Adopt(const std::string& name, const Geometry& geometry, bool persistent);
+  // Drops what was not adopted. Error: it holds values that would be lost.
+  Status DropOthers();
   int64_t bytes() const;
 
  private:
   struct Entry {
     at::Tensor tensor;
     Geometry geometry;
-    bool adopted = false;
+    bool persistent = false, adopted = false;
   };
   c10::Device device_;
+  bool taken_over_ = false;
   std::map<std::string, Entry> entries_;
 };
 
