@@ -1,0 +1,141 @@
+#include "passes/recompute.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cost/cluster.h"
+#include "passes/inspect.h"
+#include "passes/recompute_choice.h"
+
+namespace interlace {
+namespace {
+
+// Matrix products, convolutions and attention: what a kernel's time is spent on.
+constexpr std::string_view kExpensive =
+    "aten.mm+aten.addmm+aten.bmm+aten.baddbmm+aten.convolution+aten._scaled_dot_product_flash_attention+"
+    "aten._scaled_dot_product_flash_attention_for_cpu+aten._scaled_dot_product_efficient_attention+"
+    "aten._scaled_dot_product_cudnn_attention";
+
+std::vector<std::string> Split(std::string_view text) {
+  std::vector<std::string> out;
+  while (!text.empty()) {
+    size_t end = std::min(text.find('+'), text.size());
+    if (end > 0) out.emplace_back(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return out;
+}
+
+// Writes the ops that run again before the backward op that needs them first.
+class Rewriter {
+ public:
+  Rewriter(Program& program, Phase& phase, RecomputeChoice& choice)
+      : program_(program), phase_(phase), choice_(choice), stand_in_(program.num_values(), kNone) {}
+
+  int64_t Run() {
+    std::vector<OpId> ops(phase_.ops.begin(), phase_.ops.begin() + choice_.first_backward());
+    for (auto i = choice_.first_backward(); i < static_cast<int32_t>(phase_.ops.size()); ++i) {
+      for (int32_t original : choice_.Needed(i)) ops.push_back(Again(phase_.ops[original]));
+      Op& op = program_.op(phase_.ops[i]);
+      Substitute(op);
+      // A view made by a backward op follows its storage.
+      for (ValueId id : op.results) {
+        if (id != kNone && program_.RootOf(id) != id) program_.value(id).root = Now(program_.RootOf(id));
+      }
+      ops.push_back(op.id);
+    }
+    phase_.ops = std::move(ops);
+    return again_;
+  }
+
+ private:
+  ValueId Now(ValueId id) const {
+    bool old = id < static_cast<ValueId>(stand_in_.size()) && stand_in_[id] != kNone;
+    return old ? stand_in_[id] : id;
+  }
+
+  void Substitute(Op& op) {
+    ForEachOperand(op, [&](ValueId& id) { id = Now(id); });
+  }
+
+  OpId Again(OpId id) {
+    Op& op = program_.AddOp(program_.op(id).name);
+    const Op& original = program_.op(id);
+    CopyTags(original, op);
+    op.part = Part::kBackward;
+    op.args = original.args;
+    op.named = original.named;
+    op.lane = original.lane;
+    op.attrs = original.attrs;
+    Substitute(op);
+    for (ValueId result : original.results) {
+      if (result == kNone) {
+        op.results.push_back(kNone);
+        continue;
+      }
+      ValueId root = program_.RootOf(result);
+      Type type = program_.value(result).type;
+      Dim offset = program_.value(result).offset;
+      ValueId fresh = root == result ? program_.AddResult(op, std::move(type))
+                                     : program_.AddView(op, std::move(type), Now(root), offset);
+      // What is kept is used as before, whatever else the op makes again.
+      if (choice_.Dropped(root)) stand_in_[result] = fresh;
+    }
+    ++again_;
+    return op.id;
+  }
+
+  Program& program_;
+  Phase& phase_;
+  RecomputeChoice& choice_;
+  std::vector<ValueId> stand_in_;  // by value of the forward part
+  int64_t again_ = 0;
+};
+
+Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOptions& options) {
+  INTERLACE_TRY(choice.FindBlocks(Split(options.Text("blocks", ""))));
+  if (options.Find("save") != nullptr && mode != "selective") {
+    return MakeError("option save needs mode=selective; mode=", mode, " does not read it");
+  }
+  INTERLACE_ASSIGN(std::optional<int64_t> bytes, options.Bytes("bytes"));
+  if (bytes && mode != "budget") return MakeError("option bytes needs mode=budget; mode=", mode, " does not read it");
+  if (mode == "full") {
+    choice.DropAll();
+  } else if (mode == "selective") {
+    INTERLACE_TRY(choice.DropAllBut(Split(options.Text("save", kExpensive)), options.Find("save") != nullptr));
+  } else {
+    if (!bytes) return MakeError("mode=budget needs bytes=N: what may be kept for the backward part");
+    INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(options.Text("cluster", "local-1"), "option cluster"));
+    INTERLACE_TRY(choice.DropToBudget(*bytes, cluster));
+  }
+  return Ok{};
+}
+
+}  // namespace
+
+Result<bool> Recompute(Program& program, const PassOptions& options) {
+  if (program.level != Level::kCaptured || !program.units.empty()) {
+    return MakeError(
+        "the program has units already; run recompute before shard, replicate and zero1, so that one gather serves the ops "
+        "that run again and the backward ops");
+  }
+  if (const std::string* before = program.Meta("recompute")) {
+    return MakeError("the program has been through recompute already (", *before, "); run it once, with one mode");
+  }
+  INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"full", "selective", "budget"}));
+  Phase* phase = program.FindPhase("micro_batch");
+  if (phase == nullptr) return MakeError("the program has no phase micro_batch");
+  RecomputeChoice choice(program, *phase);
+  INTERLACE_TRY(Choose(choice, mode, options));
+  std::optional<int64_t> before = choice.SavedBytesOfAll(), after = choice.SavedBytes();
+  int64_t again = Rewriter(program, *phase, choice).Run();
+  if (again == 0) return false;
+  std::string note = mode + ": " + std::to_string(again) + " ops run again";
+  if (before && after) note += "; kept for backward " + BytesText(*after) + " instead of " + BytesText(*before);
+  program.SetMeta("recompute", note);
+  return true;
+}
+
+}  // namespace interlace

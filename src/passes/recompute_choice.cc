@@ -1,0 +1,195 @@
+#include "passes/recompute_choice.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "base/suggest.h"
+#include "ir/op_table.h"
+
+namespace interlace {
+namespace {
+
+// "model.layers.3.mlp" -> "model.layers.3"; "" when no component is a number.
+std::string ListElement(const std::string& path) {
+  for (size_t start = 0; start < path.size();) {
+    size_t end = std::min(path.find('.', start), path.size());
+    bool number = end > start && std::all_of(path.begin() + static_cast<int64_t>(start),
+                                             path.begin() + static_cast<int64_t>(end),
+                                             [](unsigned char c) { return std::isdigit(c) != 0; });
+    if (number) return path.substr(0, end);
+    start = end + 1;
+  }
+  return "";
+}
+
+bool IsWithin(std::string_view path, std::string_view outer) {
+  return path.starts_with(outer) && (path.size() == outer.size() || outer.empty() || path[outer.size()] == '.');
+}
+
+}  // namespace
+
+RecomputeChoice::RecomputeChoice(const Program& program, const Phase& phase)
+    : program_(program),
+      phase_(phase),
+      facts_(program, phase),
+      first_backward_(static_cast<int32_t>(phase.ops.size())),
+      droppable_(program.num_values(), 0),
+      dropped_(program.num_values(), 0),
+      again_(phase.ops.size(), 0) {
+  for (size_t i = 0; i < phase.ops.size(); ++i) {
+    if (program.op(phase.ops[i]).part != Part::kBackward) continue;
+    first_backward_ = std::min(first_backward_, static_cast<int32_t>(i));
+    last_backward_ = static_cast<int32_t>(i);
+  }
+}
+
+Status RecomputeChoice::FindBlocks(const std::vector<std::string>& paths) {
+  std::vector<std::string> blocks = paths;
+  block_of_module_.assign(program_.modules.size(), -1);
+  if (paths.empty()) {
+    for (const Module& module : program_.modules) {
+      std::string element = ListElement(module.path);
+      if (element.empty()) continue;
+      auto found = std::find(blocks.rbegin(), blocks.rend(), element);  // modules of one block are neighbours
+      if (found == blocks.rend()) found = (blocks.push_back(element), blocks.rbegin());
+      block_of_module_[module.id] = static_cast<int32_t>(blocks.rend() - found) - 1;
+    }
+    if (blocks.empty()) {
+      return MakeError("the model has no list of modules whose elements could be blocks; name them: blocks=encoder+decoder");
+    }
+  } else {
+    std::vector<std::string_view> known;
+    for (const Module& module : program_.modules) known.push_back(module.path);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      for (size_t j = 0; j < blocks.size(); ++j) {
+        if (i != j && IsWithin(blocks[i], blocks[j])) {
+          return MakeError("option blocks: '", blocks[i], "' lies within '", blocks[j], "'; blocks must not overlap");
+        }
+      }
+      if (std::find(known.begin(), known.end(), blocks[i]) == known.end()) {
+        return MakeError("option blocks: no module '", blocks[i], "'", DidYouMean(blocks[i], known));
+      }
+      for (const Module& module : program_.modules) {
+        if (IsWithin(module.path, blocks[i])) block_of_module_[module.id] = static_cast<int32_t>(i);
+      }
+    }
+  }
+  FindDroppable();
+  return Ok{};
+}
+
+// Whether the op gives the same bits when it runs again in the backward part, and nobody notices.
+bool RecomputeChoice::MayRepeat(int32_t index) const {
+  const Op& op = At(index);
+  bool known = op.name.starts_with("aten.") || op.name == "view" || op.name == "copy";
+  if (!known || op.part != Part::kForward || op.rng || HasEffect(program_, op)) return false;
+  if (IsPureView(program_, op)) return true;
+  bool same = true;
+  ForEachOperand(op, [&](ValueId id) {
+    const std::vector<int32_t>& writes = facts_.writes[program_.RootOf(id)];
+    auto next = std::upper_bound(writes.begin(), writes.end(), index);
+    same = same && (next == writes.end() || *next > last_backward_);
+  });
+  return same;
+}
+
+void RecomputeChoice::FindDroppable() {
+  auto block_of = [&](int32_t index) {
+    int32_t module = At(index).module;
+    return module == kNone ? -1 : block_of_module_[module];
+  };
+  for (int32_t i = 0; i < first_backward_; ++i) {
+    int32_t block = block_of(i);
+    if (block < 0 || !MayRepeat(i)) continue;
+    for (ValueId id : At(i).results) {
+      if (id == kNone || program_.RootOf(id) != id || facts_.leaves[id] || !facts_.writes[id].empty()) continue;
+      bool stays = true;
+      for (int32_t use : facts_.uses[id]) {
+        // Forward ops of other blocks read it: it enters them. Some follow the backward part (new running statistics).
+        if (At(use).part == Part::kBackward) continue;
+        stays = stays && use < first_backward_ && block_of(use) == block;
+        // A view that an op makes besides something else would have to run again wherever it is read.
+        stays = stays && (MayRepeat(use) || std::none_of(At(use).results.begin(), At(use).results.end(), [&](ValueId r) {
+                            return r != kNone && program_.RootOf(r) == id;
+                          }));
+      }
+      droppable_[id] = stays;
+    }
+  }
+}
+
+void RecomputeChoice::DropAll() {
+  dropped_ = droppable_;
+}
+
+Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bool must_occur) {
+  for (const std::string& saved : saved_ops) {
+    if (!must_occur) break;
+    std::vector<std::string_view> known;
+    for (int32_t i = 0; i < first_backward_; ++i) known.push_back(At(i).name);
+    if (std::any_of(known.begin(), known.end(), [&](std::string_view name) { return IsWithin(name, saved); })) continue;
+    return MakeError("option save: the forward part has no op '", saved, "'", DidYouMean(saved, known));
+  }
+  for (ValueId id = 0; id < static_cast<ValueId>(droppable_.size()); ++id) {
+    if (!droppable_[id]) continue;
+    const std::string& name = At(facts_.def[id]).name;
+    dropped_[id] = std::none_of(saved_ops.begin(), saved_ops.end(), [&](const std::string& s) { return IsWithin(name, s); });
+  }
+  return Ok{};
+}
+
+void RecomputeChoice::Close(int32_t index, const std::vector<char>& dropped, std::vector<char>& again,
+                            std::vector<int32_t>& ops, std::vector<ValueId>& saved) const {
+  std::vector<int32_t> work = {index};
+  while (!work.empty()) {
+    const Op& op = At(work.back());
+    work.pop_back();
+    ForEachOperand(op, [&](ValueId id) {
+      ValueId root = program_.RootOf(id);
+      if (facts_.def[root] < 0 || facts_.def[root] >= first_backward_) return;
+      if (!dropped[root]) return saved.push_back(root);
+      int32_t def = facts_.def[id];
+      if (def >= first_backward_ || again[def]) return;
+      again[def] = 1;
+      ops.push_back(def);
+      work.push_back(def);
+    });
+  }
+}
+
+RecomputeChoice::Kept RecomputeChoice::KeptWith(const std::vector<char>& dropped) const {
+  Kept out{std::vector<char>(phase_.ops.size(), 0), std::vector<char>(dropped.size(), 0), {}};
+  std::vector<int32_t> ops;
+  std::vector<ValueId> reads;
+  for (int32_t i = first_backward_; i <= last_backward_; ++i) {
+    if (At(i).part == Part::kBackward) Close(i, dropped, out.again, ops, reads);
+  }
+  for (ValueId root : reads) {
+    if (!out.saved[root]) out.roots.push_back(root);
+    out.saved[root] = 1;
+  }
+  return out;
+}
+
+std::vector<int32_t> RecomputeChoice::Needed(int32_t index) {
+  std::vector<int32_t> ops;
+  std::vector<ValueId> saved;
+  if (At(index).part == Part::kBackward) Close(index, dropped_, again_, ops, saved);
+  std::sort(ops.begin(), ops.end());
+  return ops;
+}
+
+std::optional<int64_t> RecomputeChoice::SavedBytes(const std::vector<char>& dropped) const {
+  int64_t total = 0;
+  for (ValueId root : KeptWith(dropped).roots) {
+    Result<int64_t> bytes = program_.StorageBytes(program_.value(root).type);
+    if (!bytes.ok() || __builtin_add_overflow(total, *bytes, &total)) return std::nullopt;
+  }
+  return total;
+}
+
+std::optional<int64_t> RecomputeChoice::SavedBytesOfAll() const {
+  return SavedBytes(std::vector<char>(droppable_.size(), 0));
+}
+
+}  // namespace interlace
