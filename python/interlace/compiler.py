@@ -7,38 +7,30 @@ every rank: builds the executor → fills the units from the model, unit by unit
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import nn
 
 from interlace import batch as batches
 from interlace.capture import InputSpec, capture
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
-from interlace.config import Config, ConfigError, format_bytes
+from interlace.config import Config, ConfigError
 from interlace.distributed import PeerError, Peers, default_device, ranks_text
 from interlace.eager import EagerRunner, eager_text
 from interlace.errors import InterlaceError
 from interlace.hyper import Hyper, uses_momentum
 from interlace.materialize import Weights, find_name, initialize, point_at, release
+from interlace.programs import Built, ProgramError, Programs, Source, predicted_peak_bytes
 from interlace.states import WEIGHT, States
 from interlace.trainer import Tensors, Trainer
 
 Tensor = torch.Tensor
-_COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
-
-
-class ProgramError(InterlaceError):
-    """The compiler or the runtime refused a program."""
 
 
 def compile(
@@ -78,15 +70,6 @@ def compile(
         raise
 
 
-@dataclasses.dataclass
-class _Source:
-    """What rank 0 captured, as all ranks get it."""
-
-    text: str
-    reports: list[dict[str, Any]]
-    constants: dict[str, Tensor]  # tensors that only the trace has seen
-
-
 class _Build:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None,
@@ -99,27 +82,28 @@ class _Build:
         check_parameters(self.tensors)
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
         self.names = {id(t.real): t.name for t in self.tensors}
+        self.programs = Programs(config, peers)
 
     def trainer(self) -> Trainer:
         self._compare_ranks()
         self.peers.open_groups()
         source = self._source(None)
-        program, executor, states = self._executor(source)
-        self._fill_parameters(states)
-        buffers = self._fill_buffers(program, executor, source)
-        runner: Any = executor
+        built = self._built(source)
+        self._fill_parameters(built.states)
+        buffers = self._fill_buffers(built)
+        runner: Any = built.executor
         if self.config.mode == "eager":
-            self._adopt(states, buffers)
-            runner = self._eager_runner(program, executor, states)
+            self._adopt(built.states, buffers)
+            runner = self._eager_runner(built)
             used = self._used(runner)
             if used is not None:
-                source, (program, executor, states) = self._rebuild(used, states, buffers)
-                buffers = self._fill_buffers(program, executor, source)
-                runner = self._eager_runner(program, executor, states)
+                built = self._rebuild(used, built.states, buffers)
+                buffers = self._fill_buffers(built)
+                runner = self._eager_runner(built)
         hyper = Hyper(self.optimizer)
         if hyper.import_steps():
-            self._import_optimizer(states)
-        self._adopt(states, buffers)
+            self._import_optimizer(built.states)
+        self._adopt(built.states, buffers)
         entries = [
             (name, self.names[id(t)], isinstance(t, nn.Parameter))
             for name, t in self.model.state_dict(keep_vars=True).items()
@@ -130,8 +114,8 @@ class _Build:
             entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None)
         )
         return Trainer(
-            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, program=program, text=source.text,
-            spec=self.spec, executor=executor, runner=runner, states=states, tensors=tensors, hyper=hyper, reports=source.reports,
+            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
+            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper,
         )  # fmt: skip
 
     # ---- the same on every rank ----
@@ -161,21 +145,17 @@ class _Build:
                 differing[0],
             )
 
-    def _source(self, used: list[str] | None) -> _Source:
+    def _source(self, used: list[str] | None) -> Source:
         """Rank 0's program on every rank."""
-        parts: dict[str, Any] = {}
-        constants: dict[str, Tensor] = {}
-        if self.peers.rank == 0:
-            text, constants = self._capture(used)
-            program, reports = self._run_passes(text)
-            parts = {"text": program.print(), "reports": reports}
-        what = "program" if used is None else "program of the used parameters"
-        patience = self.config.timeout_s * _COMPILE_PATIENCE
-        parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
-        data = self.peers.broadcast(
-            f"{what}: constants", save_tensors({n: t.contiguous() for n, t in constants.items()}), patience
-        )
-        return _Source(parts["text"], parts["reports"], load_tensors(data))
+
+        def make() -> Source:
+            captured, constants = self._capture(used)
+            program, reports = self.programs.run_passes(
+                captured, self.config.pipeline(self.peers.size, uses_momentum(self.optimizer))
+            )
+            return Source(program.print(), reports, constants, captured)
+
+        return self.programs.share("program" if used is None else "program of the used parameters", make)
 
     def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
         if self.config.mode == "eager":
@@ -187,57 +167,9 @@ class _Build:
         own = {t.name for t in self.tensors}
         return captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
 
-    def _run_passes(self, text: str) -> tuple[Any, list[dict[str, Any]]]:
-        from interlace import _core
-
-        try:
-            program = _core.Program.parse(text, "captured")
-            program.set_meta("micro_batches", str(self.config.accumulation))
-            pipeline = self.config.pipeline(self.peers.size, uses_momentum(self.optimizer))
-            reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
-        except _core.Error as e:
-            raise ProgramError(str(e)) from e
-        return program, reports
-
-    def _executor(self, source: _Source) -> tuple[Any, Any, States]:
-        from interlace import _core, _runtime
-
-        try:
-            program = _core.Program.parse(source.text, "program")
-        except _core.Error as e:
-            raise ProgramError(str(e)) from e
-        self._check_memory(program)
-        options = {
-            "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug,
-            # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
-            "skip_nonfinite": True,
-        }  # fmt: skip
-        digests = self.peers.exchange(f"digest of {len(source.text)} characters", _core.digest(source.text))
-        wrong = [r for r, d in enumerate(digests) if d != digests[0]]
-        if wrong:
-            raise PeerError(
-                f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]})",
-                wrong[0],
-            )
-        axes = self.peers.axes(list(program.mesh.items()))
-        try:
-            executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options)
-        except _runtime.Error as e:
-            raise ProgramError(str(e)) from e
-        return program, executor, States(program, executor, self.peers)
-
-    def _check_memory(self, program: Any) -> None:
-        limit = self.config.memory_limit_bytes
-        if limit is None:
-            return
-        need = predicted_peak_bytes(program.summary())
-        if need > limit:
-            summary = program.summary()
-            raise InterlaceError(
-                f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "
-                f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB, use "
-                "more ranks, or a smaller micro-batch with more accumulation"
-            )
+    def _built(self, source: Source) -> Built:
+        self.programs.compare_digests(source)
+        return self.programs.build(source)
 
     # ---- values ----
 
@@ -283,16 +215,16 @@ class _Build:
                 self.peers.broadcast_tensor(value)
                 t.data.copy_(value)
 
-    def _fill_buffers(self, program: Any, executor: Any, source: _Source) -> dict[str, Tensor]:
+    def _fill_buffers(self, built: Built) -> dict[str, Tensor]:
         """The executor's storage of every buffer, with the model's values in it."""
-        storages = {b["name"]: executor.tensor(b["value"]) for b in program.buffers()}
+        storages = {b["name"]: built.executor.tensor(b["value"]) for b in built.ir.buffers()}
         by_name = {t.name: t for t in self.tensors}
         meta: set[str] = set()
         weights = Weights(self.config.weights) if self.config.weights else None
         for name, storage in storages.items():
             known = by_name.get(name)
             if known is None:
-                storage.copy_(source.constants[name])
+                storage.copy_(built.source.constants[name])
             elif weights is not None and known.persistent and name in weights:
                 storage.copy_(weights.read(name))
             elif known.real.is_meta:
@@ -332,10 +264,18 @@ class _Build:
 
     # ---- eager mode ----
 
-    def _eager_runner(self, program: Any, executor: Any, states: States) -> EagerRunner:
-        inputs = [i["name"] for i in program.inputs()]
+    def _eager_runner(self, built: Built) -> EagerRunner:
+        inputs = [i["name"] for i in built.ir.inputs()]
         return EagerRunner(
-            self.model, self.loss_fn, executor, states, self.peers, self.spec, inputs, self.config.seed, self.config.rng
+            self.model,
+            self.loss_fn,
+            built.executor,
+            built.states,
+            self.peers,
+            self.spec,
+            inputs,
+            self.config.seed,
+            self.config.rng,
         )
 
     def _used(self, runner: EagerRunner) -> list[str] | None:
@@ -347,24 +287,16 @@ class _Build:
             raise InterlaceError("the loss depends on no trainable parameter")
         return None if len(used) == len(runner.gradients) else used
 
-    def _rebuild(
-        self, used: list[str], old: States, buffers: dict[str, Tensor]
-    ) -> tuple[_Source, tuple[Any, Any, States]]:
+    def _rebuild(self, used: list[str], old: States, buffers: dict[str, Tensor]) -> Built:
         """The program without the parameters that get no gradient: like torch.optim, it must leave them as they are."""
         for t in self.tensors:
             if t.name in buffers and t.kind == "buffer":
                 t.real.data = buffers[t.name].clone()
-        source = self._source(used)
-        built = self._executor(source)
+        built = self._built(self._source(used))
         for p, value in old.whole(WEIGHT, everywhere=True):
             assert value is not None
-            built[2].fill_from(p.name, WEIGHT, value)
-        return source, built
-
-
-def predicted_peak_bytes(summary: dict[str, Any]) -> int:
-    """What a rank needs at most: what it keeps between steps and the largest of what lives within one."""
-    return summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
+            built.states.fill_from(p.name, WEIGHT, value)
+        return built
 
 
 def _checksum(t: Tensor) -> bytes:
@@ -372,4 +304,4 @@ def _checksum(t: Tensor) -> bytes:
     return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=16).digest()
 
 
-__all__ = ["ModelTensor", "compile", "predicted_peak_bytes"]
+__all__ = ["ModelTensor", "ProgramError", "compile", "predicted_peak_bytes"]

@@ -34,7 +34,8 @@ from interlace.distributed import PeerError, Peers
 from interlace.errors import InterlaceError
 from interlace.hyper import STATE_NAMES, Hyper, kind_of
 from interlace.materialize import Weights, find_name
-from interlace.states import WEIGHT, Parameter, States
+from interlace.programs import Built, Programs, Source
+from interlace.states import WEIGHT, Parameter
 from interlace.step_trace import TraceError, check_writable, write_trace
 
 Tensor = torch.Tensor
@@ -70,19 +71,19 @@ class Trainer:
     """
 
     def __init__(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, program: Any, text: str,
-        spec: InputSpec, executor: Any, runner: Runner, states: States, tensors: Tensors, hyper: Hyper, reports: list[dict[str, Any]],
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, programs: Programs, built: Built,
+        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper,
     ) -> None:  # fmt: skip
-        self.config, self.program = config, text
+        self.config = config
         self.rank, self.world_size = peers.rank, peers.size
         self.steps = 0
         self.norm: float | None = None
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
-        self.passes = reports
+        self.swaps = 0
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
-        self._ir, self._executor, self._runner = program, executor, runner
-        self._states, self._tensors, self._hyper = states, tensors, hyper
+        self._programs, self._runner, self._tensors, self._hyper = programs, runner, tensors, hyper
+        self._use(built)
         self._closed: str | None = None
         peers.on_close(self._drop)
 
@@ -153,6 +154,39 @@ class Trainer:
             yield
         finally:
             torch.use_deterministic_algorithms(False)
+
+    # ---- another program ----
+
+    def swap(self, text: str = "") -> None:
+        """Goes on with another program between two steps: rank 0's text counts. Every rank must call it.
+
+        The program must have the same units and states: the same captured graph and strategy, whatever passes ran besides. Parameters,
+        optimizer states, buffers and step counts stay where they are, and are not copied. Errors, with nothing changed: the text is no
+        program, it has other units or states, it needs more than memory_limit.
+        """
+        self._check_open()
+        if self.config.mode == "eager":
+            raise InterlaceError('a swap changes the compiled program; mode="eager" has none')
+        with self._peers.guard():
+            source = self._programs.share(f"program of a swap at step {self.steps}", lambda: Source(text, [], {}, self._source.captured))
+        self._swap(source)
+
+    def _swap(self, source: Source) -> None:
+        with self._peers.guard():
+            self._programs.compare_digests(source)
+        found: list[Built] = []
+
+        def check() -> Callable[[], None]:
+            found.append(self._programs.build(source, donor=self._executor))
+            return lambda: self._use(found[0])
+
+        self._agree(f"swap {self.swaps} at step {self.steps}", check, InterlaceError)()
+        self._runner = self._executor
+        self.swaps += 1
+
+    def _use(self, built: Built) -> None:
+        self.program, self.passes = built.source.text, built.source.reports
+        self._source, self._ir, self._executor, self._states = built.source, built.ir, built.executor, built.states
 
     # ---- looking at what went wrong ----
 
@@ -243,9 +277,11 @@ class Trainer:
         return summary
 
     def stats(self) -> dict[str, Any]:
-        """What the executor has measured so far: ops, bytes sent, live and peak bytes, the op at the peak."""
+        """What the executor has measured so far: ops, bytes sent, live and peak bytes, the op at the peak.
+
+        After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
         self._check_open()
-        return {**self._executor.stats(), "trainer_steps": self.steps}
+        return {**self._executor.stats(), "trainer_steps": self.steps, "swaps": self.swaps}
 
     # ---- state dicts ----
 
@@ -439,7 +475,9 @@ class Trainer:
 
             self._agree(f"load at step {self.steps}", check)()
 
-    def _agree(self, what: str, check: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    def _agree(
+        self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError
+    ) -> Callable[[], None]:
         """Runs check() on every rank; if it fails on any, all raise that error and nothing has changed."""
         problem, action = None, None
         try:
@@ -450,7 +488,7 @@ class Trainer:
             problems = self._peers.exchange(what, problem)
         for rank, text in enumerate(problems):
             if text is not None:
-                raise CheckpointError(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
+                raise error(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
         assert action is not None
         return action
 

@@ -128,7 +128,10 @@ Status Executor::AllocateFixed() {
   for (const Param& param : program_.params) {
     if (param.unit == kNone) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
   }
-  for (const Buffer& buffer : program_.buffers) INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name));
+  // A plain buffer may be a constant of the trace, which a program for other shapes has not.
+  for (const Buffer& buffer : program_.buffers) {
+    INTERLACE_TRY(adopt(buffer.value, "buffer " + buffer.name, buffer.persistent));
+  }
   INTERLACE_TRY(store_.DropOthers());
   const_bytes_ = 0;
   for (const Const& constant : program_.consts) {

@@ -1,0 +1,144 @@
+"""Programs of a run: made on rank 0, the same text on every rank, built into an executor, swapped for another one.
+
+rank 0: make() → text, reports, constants ──broadcast──► every rank: parse, compare digests, check memory, build
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from interlace.config import Config, format_bytes
+from interlace.distributed import PeerError, Peers, ranks_text
+from interlace.errors import InterlaceError
+from interlace.states import States
+
+Tensor = torch.Tensor
+COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
+
+
+class ProgramError(InterlaceError):
+    """The compiler or the runtime refused a program."""
+
+
+@dataclasses.dataclass
+class Source:
+    """A program as all ranks get it from rank 0."""
+
+    text: str
+    reports: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    constants: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # tensors that only the trace has seen
+    # A program made from other passes over the same captured text begins here; rank 0 only, empty elsewhere.
+    captured: str = ""
+
+
+@dataclasses.dataclass
+class Built:
+    """A program that can run."""
+
+    source: Source
+    ir: Any
+    executor: Any
+    states: States
+
+
+class Programs:
+    """Makes programs for all ranks together: every method must be called by every rank, in the same order."""
+
+    def __init__(self, config: Config, peers: Peers) -> None:
+        self.config, self.peers = config, peers
+        self._shared = 0
+
+    def share(self, what: str, make: Callable[[], Source]) -> Source:
+        """What make() gives on rank 0, on every rank."""
+        parts: dict[str, Any] = {}
+        constants: dict[str, Tensor] = {}
+        captured = ""
+        if self.peers.rank == 0:
+            source = make()
+            parts, constants, captured = (
+                {"text": source.text, "reports": source.reports},
+                source.constants,
+                source.captured,
+            )
+        self._shared += 1
+        what = f"{what} ({self._shared})"  # a key of the store is written once
+        patience = self.config.timeout_s * COMPILE_PATIENCE
+        parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
+        packed = save_tensors({n: t.contiguous() for n, t in constants.items()})
+        data = self.peers.broadcast(f"{what}: constants", packed, patience)
+        return Source(parts["text"], parts["reports"], load_tensors(data), captured)
+
+    def run_passes(self, captured: str, pipeline: str) -> tuple[Any, list[dict[str, Any]]]:
+        """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""
+        from interlace import _core
+
+        try:
+            program = _core.Program.parse(captured, "captured")
+            program.set_meta("micro_batches", str(self.config.accumulation))
+            reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
+        except _core.Error as e:
+            raise ProgramError(str(e)) from e
+        return program, reports
+
+    def build(self, source: Source, donor: Any = None) -> Built:
+        """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states."""
+        from interlace import _core, _runtime
+
+        try:
+            program = _core.Program.parse(source.text, "program")
+        except _core.Error as e:
+            raise ProgramError(str(e)) from e
+        self.check_memory(program)
+        options = {
+            "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug,
+            # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
+            "skip_nonfinite": True,
+        }  # fmt: skip
+        axes = self.peers.axes(list(program.mesh.items()))
+        try:
+            executor = _runtime.Executor(
+                source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor
+            )
+        except _runtime.Error as e:
+            raise ProgramError(str(e)) from e
+        return Built(source, program, executor, States(program, executor, self.peers))
+
+    def compare_digests(self, source: Source) -> None:
+        """Error: a rank that has another text than rank 0 sent."""
+        from interlace import _core
+
+        self._shared += 1
+        what = f"digest of {len(source.text)} characters ({self._shared})"
+        digests = self.peers.exchange(what, _core.digest(source.text))
+        wrong = [r for r, d in enumerate(digests) if d != digests[0]]
+        if wrong:
+            raise PeerError(
+                f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]})",
+                wrong[0],
+            )
+
+    def check_memory(self, program: Any) -> None:
+        limit = self.config.memory_limit_bytes
+        if limit is None:
+            return
+        summary = program.summary()
+        need = predicted_peak_bytes(summary)
+        if need > limit:
+            raise InterlaceError(
+                f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "
+                f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB, use "
+                "more ranks, or a smaller micro-batch with more accumulation"
+            )
+
+
+def predicted_peak_bytes(summary: dict[str, Any]) -> int:
+    """What a rank needs at most: what it keeps between steps and the largest of what lives within one."""
+    return summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
