@@ -61,7 +61,22 @@ class Meaning {
         report_.AtOp(op, op.name + " belongs to the sharded level, but this program is captured");
       }
     }
+    if (op.Attr("on_shard") != nullptr) OnShard(op);
     if (program_.level != Level::kCaptured) DirectUse(op);
+  }
+
+  // A cast that `precision` marked: of a whole parameter, element by element in its order.
+  void OnShard(const Op& op) {
+    if (program_.level != Level::kCaptured) {
+      return report_.AtOp(op, "on_shard belongs to the captured level; shard replaces the cast by one of the shard");
+    }
+    bool cast = op.name == "aten._to_copy" && op.args.size() == 1 && op.args[0].kind == Arg::Kind::kValue &&
+                op.results.size() == 1 && op.results[0] != kNone && program_.RootOf(op.results[0]) == op.results[0];
+    const Value* from = cast ? &program_.value(op.args[0].value) : nullptr;
+    if (from == nullptr || param_of_[from->root] == nullptr || !(from->offset == Dim(0)) ||
+        from->type.sizes != TypeOf(op.results[0]).sizes || from->type.strides != TypeOf(op.results[0]).strides) {
+      report_.AtOp(op, "on_shard needs an aten._to_copy of a whole parameter that keeps its sizes and strides");
+    }
   }
 
   void Unknown(const Op& op) {
@@ -153,10 +168,13 @@ class Meaning {
       return;
     }
     if (!graded_.insert(target).second) report_.AtOp(op, "parameter '" + param->name + "' has two gradients", target);
-    if (TypeOf(value).dtype != TypeOf(target).dtype || TypeOf(value).sizes != TypeOf(target).sizes) {
+    const Type& of = TypeOf(target);
+    const Type& given = TypeOf(value);
+    bool narrower = IsFloating(given.dtype) && DTypeBytes(given.dtype) < DTypeBytes(of.dtype);
+    if ((given.dtype != of.dtype && !narrower) || given.sizes != of.sizes) {
       report_.AtOp(op,
-                   "the gradient of '" + param->name + "' must be " + PrintType(program_, TypeOf(target)) + ", not " +
-                       PrintType(program_, TypeOf(value)),
+                   "the gradient of '" + param->name + "' must be " + PrintType(program_, of) + ", or narrower, not " +
+                       PrintType(program_, given),
                    value);
     }
   }

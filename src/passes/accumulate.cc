@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "ir/op_table.h"
 #include "ir/text.h"
@@ -13,7 +14,8 @@ namespace {
 // Where the gradients of a unit are put together: its flat buffer or, with one rank, its state `grad`.
 struct Landing {
   UnitId unit = kNone;
-  ValueId full_grad = kNone;           // reduce_last: the state that replaces the flat buffer
+  ValueId full_grad = kNone;  // reduce_last: the state that replaces the flat buffer
+  bool narrow = false;        // the flat buffer is narrower than the unit: gradients are widened to be added up
   std::vector<ValueId> contributions;  // values that ops place there
 };
 
@@ -21,6 +23,7 @@ struct Plan {
   bool reduce_last = false;
   std::unordered_map<ValueId, Landing> landings;   // by root
   std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
+  std::unordered_set<ValueId> narrow_parts;        // reduced shards of narrow flat buffers
 };
 
 enum class Variant { kFirst, kMiddle, kLast };
@@ -60,6 +63,10 @@ class VariantWriter {
     return landing != nullptr && Adds() && (plan_.reduce_last || plan_.grad_state.count(root) > 0);
   }
 
+  // Whether such gradients have a storage of their own here.
+  bool Fresh(const Landing* landing, ValueId root) const { return AddsInto(landing, root) || Widens(landing); }
+  bool Widens(const Landing* landing) const { return landing != nullptr && plan_.reduce_last && landing->narrow; }
+
   ValueId Map(ValueId id) const { return id == kNone || new_[id] == kNone ? id : new_[id]; }
 
   Status WriteOp(const Op& op) {
@@ -67,6 +74,7 @@ class VariantWriter {
     if (op.name == "release") return WriteRelease(op);
     if (IsCollective(op)) {
       if (!Runs(op)) return Ok{};
+      if (op.name == "reduce.start") Narrow(op);
       INTERLACE_TRY(Clone(op));
       if (op.name == "reduce.wait" && Each() && Adds()) {
         ForEachOperand(op, [&](ValueId part) {
@@ -81,10 +89,13 @@ class VariantWriter {
     ValueId only = op.results.size() == 1 ? op.results[0] : kNone;
     if (op.name == "copy" && only != kNone && program_.value(only).placed) {
       const Value& value = program_.value(only);
-      if (AddsInto(LandingOf(value.root), value.root)) {
-        new_[only] = AddInto(value, Target(value.root), value.offset, Map(op.args[0].value), op);
+      if (Fresh(LandingOf(value.root), value.root)) {
+        new_[only] = Contribute(value, Map(op.args[0].value), op);
         return Ok{};
       }
+      // Widens a reduced shard; nothing was reduced before the last micro-batch.
+      if (plan_.reduce_last && plan_.narrow_parts.count(op.args[0].value) > 0 && variant_ != Variant::kLast)
+        return Ok{};
     }
     return Clone(op);
   }
@@ -99,7 +110,7 @@ class VariantWriter {
       Op& begin = NewOp(op.name, op);
       begin.units = op.units;
       begin.attrs = op.attrs;
-      program_.AddPlaced(begin, program_.value(flat).type, state, Dim(0));
+      program_.AddPlaced(begin, program_.value(state).type, state, Dim(0));
     }
     new_[flat] = state;
     return Ok{};
@@ -112,6 +123,7 @@ class VariantWriter {
     auto check = [&](ValueId id) {
       bool of_gradient = plan_.grad_state.count(program_.RootOf(id)) > 0;
       if (of_gradient && (plan_.reduce_last || op.name.starts_with("gather."))) runs = false;
+      if (plan_.reduce_last && plan_.narrow_parts.count(id) > 0) runs = false;
     };
     for (ValueId id : op.results) check(id);
     ForEachOperand(op, check);
@@ -121,7 +133,8 @@ class VariantWriter {
   Status WriteRelease(const Op& op) {
     std::vector<Arg> kept;
     for (const Arg& arg : op.args) {
-      if (!plan_.reduce_last || LandingOf(arg.value) == nullptr) kept.push_back(arg);
+      const Landing* landing = plan_.reduce_last ? LandingOf(arg.value) : nullptr;
+      if (landing == nullptr || (landing->narrow && variant_ == Variant::kLast)) kept.push_back(arg);
     }
     if (kept.empty()) return Ok{};
     INTERLACE_TRY(Clone(op));
@@ -129,6 +142,28 @@ class VariantWriter {
     for (Arg& arg : kept) arg.value = Map(arg.value);
     release.args = std::move(kept);
     return Ok{};
+  }
+
+  // The sum of wide gradients is rounded to what is reduced.
+  void Narrow(const Op& reduce) {
+    ForEachOperand(reduce, [&](ValueId flat) {
+      const Landing* landing = LandingOf(flat);
+      if (!Widens(landing)) return;
+      Op& copy = NewOp("copy", reduce);
+      copy.args = {Arg::Of(landing->full_grad)};
+      new_[flat] = program_.AddResult(copy, program_.value(flat).type);
+    });
+  }
+
+  // Puts the gradient `source` to its place: adds it to what is there or, in the first micro-batch, widens it.
+  ValueId Contribute(const Value& place, ValueId source, const Op& tags) {
+    ValueId state = Target(place.root);
+    if (Adds()) return AddInto(place, state, place.offset, source, tags);
+    Op& copy = NewOp("copy", tags);
+    copy.args = {Arg::Of(source)};
+    Type type = place.type;
+    type.dtype = program_.value(state).type.dtype;
+    return program_.AddPlaced(copy, std::move(type), state, place.offset);
   }
 
   // The state that gradients landing in `root` are added to.
@@ -139,7 +174,8 @@ class VariantWriter {
 
   // Adds `source` to the part of the state that `place` describes; returns that part.
   ValueId AddInto(const Value& place, ValueId state, Dim offset, ValueId source, const Op& tags) {
-    const Type type = place.type;
+    Type type = place.type;
+    type.dtype = program_.value(state).type.dtype;
     ValueId part = state;
     if (!(offset == Dim(0)) || !(type == program_.value(state).type)) {
       Op& view = NewOp("view", tags);
@@ -178,8 +214,8 @@ class VariantWriter {
     for (ValueId result : op.results) {
       if (result == kNone) continue;
       const Value& value = program_.value(result);
-      if (value.placed && !IsCollective(op) && AddsInto(LandingOf(value.root), value.root)) {
-        AddInto(value, Target(value.root), value.offset, new_[result], op);
+      if (value.placed && !IsCollective(op) && Fresh(LandingOf(value.root), value.root)) {
+        Contribute(value, new_[result], op);
       }
     }
     return Ok{};
@@ -196,12 +232,12 @@ class VariantWriter {
     // What is added to the state afterwards is fresh.
     if (from.placed && def != kNone) {
       const Op& op = program_.op(def);
-      if (IsCollective(op) ? IsAddedPart(from, op) : AddsInto(landing, from.root)) return Ok{};
+      if (IsCollective(op) ? IsAddedPart(from, op) : Fresh(landing, from.root)) return Ok{};
     }
     to.root = Map(from.root);
     to.offset = from.offset;
     to.placed = from.placed;
-    if (from.placed || !AddsInto(landing, from.root)) return Ok{};
+    if (from.placed || !Fresh(landing, from.root)) return Ok{};
     // A view of a gradient that has a storage of its own here.
     for (ValueId id : landing->contributions) {
       const Value& whole = program_.value(id);
@@ -239,8 +275,19 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
   std::vector<UnitId> with_full_grad;
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
-    if (op.name == "grad.begin" && !program.value(op.results[0]).placed)
-      plan.landings[op.results[0]].unit = op.units[0];
+    if (op.name == "grad.begin" && !program.value(op.results[0]).placed) {
+      Landing& landing = plan.landings[op.results[0]];
+      landing.unit = op.units[0];
+      landing.narrow = program.value(op.results[0]).type.dtype != program.units[op.units[0]].dtype;
+    }
+    if (op.name == "reduce.start") {
+      for (size_t i = 0; i < op.args.size(); ++i) {
+        auto landing = plan.landings.find(op.args[i].value);
+        if (landing != plan.landings.end() && landing->second.narrow) plan.narrow_parts.insert(op.results[i]);
+      }
+    }
+    // A reduced shard is widened, and added up only when it is reduced in every micro-batch.
+    if (reduce_last && op.name == "copy" && plan.narrow_parts.count(op.args[0].value) > 0) continue;
     if (IsCollective(op) || op.name == "grad.begin") continue;
     for (ValueId result : op.results) {
       if (result == kNone || !program.value(result).placed) continue;

@@ -10,23 +10,15 @@ namespace interlace {
 namespace {
 
 struct Gradient {
-  int32_t param = -1;     // index in Program::params
-  int32_t marker = -1;    // index of the grad op
-  int32_t done = -1;      // the gradient is complete after this op
-  int32_t last_use = -1;  // of the flat buffer, by ops of the old list
-  ValueId owner = kNone;  // the value to place: the gradient itself or what it is a plain reshape of; kNone: copy
-  ValueId state = kNone;  // the unit's state `grad`
-  ValueId flat = kNone;   // where it goes: the flat buffer or, with one rank, the state
+  int32_t param = -1;         // index in Program::params
+  int32_t marker = -1;        // index of the grad op
+  int32_t done = -1;          // the gradient is complete after this op
+  int32_t last_use = -1;      // of the flat buffer, by ops of the old list
+  ValueId owner = kNone;      // the value to place: the gradient itself or what it is a plain reshape of; kNone: copy
+  DType dtype = DType::kF32;  // it is reduced in; narrower than the unit's when the program says so
+  ValueId state = kNone;      // the unit's state `grad`
+  ValueId flat = kNone;       // where it goes: the flat buffer or, with one rank, the state
 };
-
-// Equal sizes and equal steps through memory (the stride of a dimension of size 1 is never taken).
-bool SameGeometry(const Type& a, const Type& b) {
-  if (a.dtype != b.dtype || a.sizes != b.sizes) return false;
-  for (size_t i = 0; i < a.sizes.size(); ++i) {
-    if (!(a.sizes[i] == Dim(1)) && !(a.strides[i] == b.strides[i])) return false;
-  }
-  return true;
-}
 
 class Placer {
  public:
@@ -55,6 +47,7 @@ class Placer {
       gradient.param = param_index[op.args[0].value];
       gradient.marker = i;
       ValueId value = op.args[1].value, root = program_.RootOf(value);
+      gradient.dtype = program_.value(value).type.dtype;
       bool made_here = root < static_cast<ValueId>(facts_.def.size()) && facts_.def[root] >= 0;
       gradient.done = made_here ? facts_.def[root] : i;
       if (made_here) {
@@ -86,6 +79,8 @@ class Placer {
     if (IsOwnOp(op.name) && op.name != "copy") return false;
     if (!facts_.writes[root].empty() || facts_.leaves[root]) return false;
     if (root < static_cast<ValueId>(claimed_.size()) && claimed_[root]) return false;
+    // With one rank the gradient's place is the state itself.
+    if (options_.ranks == 1 && gradient.dtype != param.type.dtype) return false;
     if (!SameGeometry(program_.value(value).type, param.type)) return false;
     if (value == root) return true;
     // A reshape such as [1, n] to [n]: both contiguous, the whole storage.
@@ -120,7 +115,7 @@ class Placer {
     bool padded = !(program_.NumElements(program_.value(param.value).type) == Dim(unit.numel));
     if (options_.ranks > 1) {
       Op& begin = NewOp("grad.begin", at, unit.id);
-      gradient.flat = program_.AddResult(begin, FlatType(unit.dtype, unit.numel));
+      gradient.flat = program_.AddResult(begin, FlatType(gradient.dtype, unit.numel));
       insert(begin.id);
     } else if (padded) {
       Op& begin = NewOp("grad.begin", at, unit.id);
@@ -139,7 +134,9 @@ class Placer {
     } else {
       Op& copy = NewOp("copy", at, kNone);
       copy.args.push_back(Arg::Of(value));
-      program_.AddPlaced(copy, program_.value(param.value).type, gradient.flat, Dim(param.unit_offset));
+      Type type = program_.value(param.value).type;
+      type.dtype = program_.value(gradient.flat).type.dtype;
+      program_.AddPlaced(copy, std::move(type), gradient.flat, Dim(param.unit_offset));
       insert(copy.id);
       gradient.last_use = gradient.done;
     }
@@ -157,7 +154,7 @@ class Placer {
       const Gradient* gradient = moved[value.root];
       if (gradient == nullptr || id == gradient->owner) continue;
       value.root = gradient->flat;
-      int64_t offset = OffsetIn(ParamOf(*gradient).unit_offset, UnitOf(*gradient).dtype, value.type.dtype);
+      int64_t offset = OffsetIn(ParamOf(*gradient).unit_offset, gradient->dtype, value.type.dtype);
       value.offset = program_.dims.Add(value.offset, Dim(offset));
     }
   }
@@ -205,15 +202,22 @@ class Placer {
     const Unit& unit = UnitOf(gradient);
     Op& op = NewOp("reduce.start", edit_.op(gradient.done), unit.id);
     op.args.push_back(Arg::Of(gradient.flat));
-    Dim own = whole_ ? program_.dims.Mul(Dim(unit.shard), program_.dims.Symbol("rank_" + options_.axis)) : Dim(0);
-    ValueId part = program_.AddPlaced(op, FlatType(unit.dtype, unit.shard), gradient.state, own);
+    ValueId part = gradient.dtype == unit.dtype ? PlacePart(op, gradient)
+                                                : program_.AddResult(op, FlatType(gradient.dtype, unit.shard));
     here(op.id);
     return {&gradient, part};
   }
 
-  // Waits at op `now`; the buffer goes at once or after its last use.
+  // This rank's part of the state is what `op` gives.
+  ValueId PlacePart(Op& op, const Gradient& gradient) {
+    const Unit& unit = UnitOf(gradient);
+    Dim own = whole_ ? program_.dims.Mul(Dim(unit.shard), program_.dims.Symbol("rank_" + options_.axis)) : Dim(0);
+    return program_.AddPlaced(op, FlatType(unit.dtype, unit.shard), gradient.state, own);
+  }
+
+  // Waits at op `now`; the buffer goes at once or after its last use, and a narrow part is widened into the state.
   template <typename F>
-  void FinishReduce(const Started& started, int32_t now, F&& here) {
+  void FinishReduce(Started& started, int32_t now, F&& here) {
     const Gradient& gradient = *started.gradient;
     const Op& tags = edit_.op(gradient.done);
     Op& wait = NewOp("reduce.wait", tags, kNone);
@@ -222,6 +226,11 @@ class Placer {
     Op& release = NewOp("release", tags, kNone);
     release.args.push_back(Arg::Of(gradient.flat));
     gradient.last_use <= now ? here(release.id) : edit_.After(gradient.last_use, release.id);
+    if (gradient.dtype == UnitOf(gradient).dtype) return;
+    Op& widen = NewOp("copy", tags, kNone);
+    widen.args.push_back(Arg::Of(started.part));
+    started.part = PlacePart(widen, gradient);
+    here(widen.id);
   }
 
   // Starts to gather the summed gradient in place, after the gather before it has ended.

@@ -61,9 +61,9 @@ class Counter {
                      : op.name == "reduce.start" ? &out.reduced_bytes
                                                  : nullptr;
     if (bytes == nullptr) return;
-    for (UnitId id : op.units) {
-      const Unit& unit = program_.units[id];
-      *bytes += repeats * (unit.numel - unit.shard) * DTypeBytes(unit.dtype);
+    for (size_t i = 0; i < op.units.size() && i < op.results.size(); ++i) {
+      const Unit& unit = program_.units[op.units[i]];
+      *bytes += repeats * (unit.numel - unit.shard) * DTypeBytes(program_.value(op.results[i]).type.dtype);
     }
   }
 

@@ -4,6 +4,7 @@
 
 #include "passes/accumulate.h"
 #include "passes/canonicalize.h"
+#include "passes/precision.h"
 #include "passes/replicate.h"
 #include "passes/shard.h"
 #include "passes/update.h"
@@ -25,6 +26,11 @@ std::span<const PassInfo> PassTable() {
        "views become views of their storage, dead and repeated ops go, identities vanish",
        {},
        Canonicalize},
+      {"precision",
+       "narrower transfers: casts of parameters move onto their shards, gradients are reduced in another dtype",
+       {{"param", kChoice, "none", "dtype that parameters are cast to before they are gathered", {"none", "bf16", "f16"}},
+        {"reduce", kChoice, "none", "dtype that gradients are reduced in", {"none", "f32", "bf16", "f16"}}},
+       Precision},
       {"shard",
        "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
        {kAxis, kRanks, kWait, {"ahead", kCount, "1", "gathers in flight ahead of the one waited for", {}, 0}},

@@ -1,35 +1,34 @@
 #include "passes/shard.h"
 
 #include <algorithm>
-#include <array>
 #include <deque>
 #include <map>
+#include <tuple>
 
 #include "passes/sharding.h"
 
 namespace interlace {
 namespace {
 
-// The uses of one unit in the forward or the backward part of the phase.
+// The uses of one unit in the forward or the backward part of the phase, in one dtype.
 struct Stretch {
   UnitId unit = kNone;
   int backward = 0;
+  DType dtype = DType::kF32;
   int32_t first = 0, last = 0;  // indices of ops
   ValueId full = kNone;         // the gathered buffer
+  OpId cast = kNone;            // of the shard, in front of a gather in another dtype
   OpId start = kNone, wait = kNone;
-  std::vector<OpId> views;
+  std::vector<OpId> views = {};
 };
 
 class Gathers {
  public:
   Gathers(Program& program, PhaseEditor& edit, int64_t ahead)
-      : program_(program),
-        edit_(edit),
-        ahead_(ahead),
-        param_index_(ParamIndex(program)),
-        current_(program.units.size(), {-1, -1}) {}
+      : program_(program), edit_(edit), ahead_(ahead), param_index_(ParamIndex(program)) {}
 
   void Run() {
+    for (int32_t i = 0; i < edit_.size(); ++i) FindCast(edit_.op(i));
     int backward = 0;
     for (int32_t i = 0; i < edit_.size(); ++i) {
       Op& op = edit_.op(i);
@@ -41,6 +40,11 @@ class Gathers {
   }
 
  private:
+  // What a cast that can be made on the shard gives is the parameter in another dtype.
+  void FindCast(const Op& op) {
+    if (op.Attr(kOnShard) != nullptr) param_index_[op.results[0]] = ParamOfStorage(op.args[0].value);
+  }
+
   int32_t ParamOfStorage(ValueId id) const {
     ValueId root = program_.RootOf(id);
     return root < static_cast<ValueId>(param_index_.size()) ? param_index_[root] : -1;
@@ -55,7 +59,7 @@ class Gathers {
     bool of_param = false;
     ForEachOperand(op, [&](ValueId& id) { of_param = of_param || ParamOfStorage(id) >= 0; });
     if (!of_param) return;
-    if (IsPureView(program_, op)) {
+    if (IsPureView(program_, op) || op.Attr(kOnShard) != nullptr) {
       edit_.Remove(index);  // made again in each stretch, where it is used
       return;
     }
@@ -68,7 +72,8 @@ class Gathers {
   // The stand-in of a parameter or of a view of it within the stretch.
   ValueId Local(ValueId id, const Op& user, int32_t index, int backward) {
     const Param& param = program_.params[ParamOfStorage(id)];
-    Stretch& stretch = StretchOf(param.unit, user, index, backward);
+    DType dtype = program_.value(program_.RootOf(id)).type.dtype;
+    Stretch& stretch = StretchOf(param.unit, dtype, user, index, backward);
     stretch.last = index;
     auto [found, fresh] = locals_.try_emplace({stretch.full, id}, kNone);
     if (!fresh) return found->second;
@@ -76,24 +81,33 @@ class Gathers {
     CopyTags(user, view);
     view.args.push_back(Arg::Of(stretch.full));
     const Value& value = program_.value(id);
-    int64_t start = OffsetIn(param.unit_offset, program_.units[param.unit].dtype, value.type.dtype);
+    int64_t start = OffsetIn(param.unit_offset, dtype, value.type.dtype);
     found->second = program_.AddView(view, value.type, stretch.full, program_.dims.Add(value.offset, Dim(start)));
     stretch.views.push_back(view.id);
     return found->second;
   }
 
-  Stretch& StretchOf(UnitId id, const Op& user, int32_t index, int backward) {
-    int32_t& current = current_[id][backward];
-    if (current >= 0) return stretches_[current];
-    current = static_cast<int32_t>(stretches_.size());
+  Stretch& StretchOf(UnitId id, DType dtype, const Op& user, int32_t index, int backward) {
+    auto [found, fresh] = current_.try_emplace({id, dtype, backward}, static_cast<int32_t>(stretches_.size()));
+    if (!fresh) return stretches_[found->second];
     const Unit& unit = program_.units[id];
+    ValueId shard = program_.FindState(id, "shard");
+    Stretch stretch{.unit = id, .backward = backward, .dtype = dtype, .first = index, .last = index};
+    if (dtype != unit.dtype) {
+      Op& cast = program_.AddOp("copy");
+      CopyTags(user, cast);
+      cast.args.push_back(Arg::Of(shard));
+      shard = program_.AddResult(cast, FlatType(dtype, unit.shard));
+      stretch.cast = cast.id;
+    }
     Op& start = program_.AddOp("gather.start");
     CopyTags(user, start);
     start.units = {id};
-    start.args.push_back(Arg::Of(program_.FindState(id, "shard")));
-    ValueId full = program_.AddResult(start, FlatType(unit.dtype, unit.numel));
-    OpId wait = Ending("gather.wait", user, full);
-    return stretches_.emplace_back(Stretch{id, backward, index, index, full, start.id, wait, {}});
+    start.args.push_back(Arg::Of(shard));
+    stretch.start = start.id;
+    stretch.full = program_.AddResult(start, FlatType(dtype, unit.numel));
+    stretch.wait = Ending("gather.wait", user, stretch.full);
+    return stretches_.emplace_back(std::move(stretch));
   }
 
   OpId Ending(std::string name, const Op& tags, ValueId full) {
@@ -133,10 +147,12 @@ class Gathers {
       size_t step = step_of[i];
       auto back = static_cast<size_t>(std::min<int64_t>(ahead_, static_cast<int64_t>(step - part_begin[step])));
       int32_t position = steps[step - back];
-      int32_t other = current_[stretch.unit][1 - stretch.backward];
-      if (other >= 0 && stretches_[other].first < stretch.first && stretches_[other].last < stretch.first) {
-        position = std::max(position, stretches_[other].last + 1);
+      auto other = current_.find({stretch.unit, stretch.dtype, 1 - stretch.backward});
+      if (other != current_.end()) {
+        const Stretch& before = stretches_[other->second];
+        if (before.first < stretch.first && before.last < stretch.first) position = std::max(position, before.last + 1);
       }
+      if (stretch.cast != kNone) edit_.Before(position, stretch.cast);
       edit_.Before(position, stretch.start);
     }
     for (const Stretch& stretch : stretches_) {
@@ -151,9 +167,10 @@ class Gathers {
   Program& program_;
   PhaseEditor& edit_;
   int64_t ahead_;
-  std::vector<int32_t> param_index_;
-  std::deque<Stretch> stretches_;                          // in the order of their first uses
-  std::vector<std::array<int32_t, 2>> current_;            // by unit: its stretch in the forward, the backward part
+  std::vector<int32_t> param_index_;  // by storage: a parameter, or a cast of it made on the shard
+  std::deque<Stretch> stretches_;     // in the order of their first uses
+  // By unit, dtype, forward (0) or backward (1): its stretch.
+  std::map<std::tuple<UnitId, DType, int>, int32_t> current_;
   std::map<std::pair<ValueId, ValueId>, ValueId> locals_;  // (full buffer, value of the parameter's storage) -> view
   std::vector<std::pair<int32_t, OpId>> copies_;
 };

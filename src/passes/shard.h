@@ -6,6 +6,7 @@
 //           %w2 in %f+0 = view(%f) {fwd}                       reduce.wait(%r) {bwd}
 //           %9 = aten.mm(%x, %w2) {fwd}                        release(%g) {bwd}
 //           release(%f) {fwd}
+// A unit whose uses `precision` marked is cast before it is gathered: %s: bf16[512] = copy(%shard), gather.start(%s).
 // With ranks=1 parameters are resident and gradients are written into the state: no collective at all.
 // Runs on a captured program, before accumulate and update. Sources: ZeRO (Rajbhandari et al.), DeepCompile
 // section 4.1.

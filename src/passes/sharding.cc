@@ -41,6 +41,14 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
 
 }  // namespace
 
+bool SameGeometry(const Type& a, const Type& b) {
+  if (a.sizes != b.sizes) return false;
+  for (size_t i = 0; i < a.sizes.size(); ++i) {
+    if (!(a.sizes[i] == Dim(1)) && !(a.strides[i] == b.strides[i])) return false;
+  }
+  return true;
+}
+
 Result<ShardingOptions> ReadShardingOptions(const PassOptions& options) {
   ShardingOptions out;
   INTERLACE_ASSIGN(out.axis, options.Name("axis", "dp"));
@@ -127,6 +135,9 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
   }
   program.level = Level::kSharded;
   if (!resident) return;
+  for (OpId id : program.FindPhase("micro_batch")->ops) {  // nothing is gathered, so the casts stay what they are
+    std::erase_if(program.op(id).attrs, [](const NamedArg& attr) { return attr.name == kOnShard; });
+  }
   for (ValueId id = 0; id < static_cast<ValueId>(home.size()); ++id) {
     // A value's root may have moved already only when it is the parameter itself.
     if (program.HasValue(id) && home[program.RootOf(id)] != kNone) program.value(id).root = home[program.RootOf(id)];

@@ -6,9 +6,12 @@
 //   f32[shard] into %grad+0 = reduce.start(%g)
 //   ... until just before the next reduce.start ...
 //   reduce.wait(%r)    release(%g)
+// A gradient that is narrower than its parameter (see precision.h) is reduced as it is and widened into the state:
+//   %r: bf16[shard] = reduce.start(%g)   ...   reduce.wait(%r)   release(%g)   %p: f32[shard] into %grad+0 = copy(%r)
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "base/result.h"
 #include "ir/program.h"
@@ -16,6 +19,12 @@
 #include "passes/phase_editor.h"
 
 namespace interlace {
+
+// Attribute of a cast of a parameter at the captured level (set by `precision`): make it on the shard, and gather its result.
+inline constexpr std::string_view kOnShard = "on_shard";
+
+// Equal sizes and equal steps through memory, whatever the dtypes (the stride of a dimension of size 1 is never taken).
+bool SameGeometry(const Type& a, const Type& b);
 
 struct ShardingOptions {
   std::string axis = "dp";
