@@ -118,7 +118,8 @@ Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOption
 Result<bool> Recompute(Program& program, const PassOptions& options) {
   if (program.level != Level::kCaptured || !program.units.empty()) {
     return MakeError(
-        "the program has units already; run recompute before shard, replicate and zero1, so that one gather serves the ops "
+        "the program has units already; run recompute before shard, replicate and zero1, so that one gather serves the "
+        "ops "
         "that run again and the backward ops");
   }
   if (const std::string* before = program.Meta("recompute")) {

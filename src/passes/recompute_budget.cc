@@ -1,7 +1,7 @@
-// recompute mode=budget. Of all saved storages that may be dropped, drop the one that frees most bytes per time to make it
-// again, until the rest fits. What a drop frees and costs changes with the drops before it: an op that already runs again
-// is free, an operand that would have to be saved instead takes its bytes. So a candidate is judged again when it comes up,
-// and those that a newly repeated op feeds are judged at once, because they may have become better.
+// recompute mode=budget. Of all saved storages that may be dropped, drop the one that frees most bytes per time to make
+// it again, until the rest fits. What a drop frees and costs changes with the drops before it: an op that already runs
+// again is free, an operand that would have to be saved instead takes its bytes. So a candidate is judged again when it
+// comes up, and those that a newly repeated op feeds are judged at once, because they may have become better.
 #include <algorithm>
 #include <queue>
 
@@ -131,9 +131,7 @@ class BudgetSearch {
     return Ok{};
   }
 
-  Result<int64_t> Bytes(ValueId root) const {
-    return choice_.program_.StorageBytes(choice_.program_.value(root).type);
-  }
+  Result<int64_t> Bytes(ValueId root) const { return choice_.program_.StorageBytes(choice_.program_.value(root).type); }
 
   RecomputeChoice& choice_;
   const ClusterSpec& cluster_;
@@ -153,9 +151,10 @@ Status RecomputeChoice::DropToBudget(int64_t bytes, const ClusterSpec& cluster) 
     return Ok{};
   }
   if (full) least = std::min(least, *full);
-  return MakeError("bytes=", bytes, ": at least ", least, " bytes (", BytesText(least), " of ", BytesText(*all),
-                   ") are kept for the backward part: what enters a block, what random ops made, and what lies outside of "
-                   "blocks; raise bytes or name larger blocks");
+  return MakeError(
+      "bytes=", bytes, ": at least ", least, " bytes (", BytesText(least), " of ", BytesText(*all),
+      ") are kept for the backward part: what enters a block, what random ops made, and what lies outside of "
+      "blocks; raise bytes or name larger blocks");
 }
 
 }  // namespace interlace

@@ -13,9 +13,9 @@ namespace {
 std::string ListElement(const std::string& path) {
   for (size_t start = 0; start < path.size();) {
     size_t end = std::min(path.find('.', start), path.size());
-    bool number = end > start && std::all_of(path.begin() + static_cast<int64_t>(start),
-                                             path.begin() + static_cast<int64_t>(end),
-                                             [](unsigned char c) { return std::isdigit(c) != 0; });
+    bool number =
+        end > start && std::all_of(path.begin() + static_cast<int64_t>(start), path.begin() + static_cast<int64_t>(end),
+                                   [](unsigned char c) { return std::isdigit(c) != 0; });
     if (number) return path.substr(0, end);
     start = end + 1;
   }
@@ -55,7 +55,8 @@ Status RecomputeChoice::FindBlocks(const std::vector<std::string>& paths) {
       block_of_module_[module.id] = static_cast<int32_t>(blocks.rend() - found) - 1;
     }
     if (blocks.empty()) {
-      return MakeError("the model has no list of modules whose elements could be blocks; name them: blocks=encoder+decoder");
+      return MakeError(
+          "the model has no list of modules whose elements could be blocks; name them: blocks=encoder+decoder");
     }
   } else {
     std::vector<std::string_view> known;
@@ -109,9 +110,9 @@ void RecomputeChoice::FindDroppable() {
         if (At(use).part == Part::kBackward) continue;
         stays = stays && use < first_backward_ && block_of(use) == block;
         // A view that an op makes besides something else would have to run again wherever it is read.
-        stays = stays && (MayRepeat(use) || std::none_of(At(use).results.begin(), At(use).results.end(), [&](ValueId r) {
-                            return r != kNone && program_.RootOf(r) == id;
-                          }));
+        stays = stays &&
+                (MayRepeat(use) || std::none_of(At(use).results.begin(), At(use).results.end(),
+                                                [&](ValueId r) { return r != kNone && program_.RootOf(r) == id; }));
       }
       droppable_[id] = stays;
     }
@@ -133,7 +134,8 @@ Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bo
   for (ValueId id = 0; id < static_cast<ValueId>(droppable_.size()); ++id) {
     if (!droppable_[id]) continue;
     const std::string& name = At(facts_.def[id]).name;
-    dropped_[id] = std::none_of(saved_ops.begin(), saved_ops.end(), [&](const std::string& s) { return IsWithin(name, s); });
+    dropped_[id] =
+        std::none_of(saved_ops.begin(), saved_ops.end(), [&](const std::string& s) { return IsWithin(name, s); });
   }
   return Ok{};
 }

@@ -20,8 +20,8 @@ class RecomputeChoice {
   // The program and the phase must outlive it.
   RecomputeChoice(const Program& program, const Phase& phase);
 
-  // Blocks are elements of lists of modules, or the modules of these paths. Error: no such module, paths that overlap, no
-  // list at all.
+  // Blocks are elements of lists of modules, or the modules of these paths. Error: no such module, paths that overlap,
+  // no list at all.
   Status FindBlocks(const std::vector<std::string>& paths);
   void DropAll();
   // All but results of these ops ("aten.mm" means its overloads too). Error: `must_occur` and no such op.
