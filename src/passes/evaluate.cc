@@ -1,0 +1,64 @@
+#include "passes/evaluate.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "sim/bounds.h"
+#include "sim/engine.h"
+#include "sim/memory_curve.h"
+
+namespace interlace {
+namespace {
+
+// One rank stands for all: they are alike while nothing is known of differences.
+EngineInput InputOf(const Lowered& lowered, const CostModel& model) {
+  EngineInput input;
+  input.programs = {&lowered};
+  input.compute_slow = {kOne};
+  input.fold = model.ranks_per_node();
+  return input;
+}
+
+std::vector<Stall> StallsOf(const Lowered& lowered, const EngineOutput& output) {
+  const Program& program = *lowered.program;
+  const RankRecord& rank = output.ranks[0];
+  std::map<std::tuple<bool, Part, UnitId>, int64_t> held;
+  for (size_t run = 0; run < lowered.run.size(); ++run) {
+    const std::vector<LoweredOp>& ops = lowered.ops[lowered.run[run]];
+    for (size_t i = 0; i < ops.size(); ++i) {
+      const int64_t instance = lowered.first[run] + static_cast<int64_t>(i);
+      const int64_t time = rank.end_ps[instance] - rank.start_ps[instance];
+      if (ops[i].kind != LoweredOp::Kind::kWait || time <= 0 || rank.waited_for[instance] < 0) continue;
+      const Op& start = program.op(output.transfers[rank.waited_for[instance]].op->op);
+      if (start.units.empty()) continue;
+      held[{start.name == "reduce.start", start.part, start.units[0]}] += time;
+    }
+  }
+  std::vector<Stall> stalls;
+  for (const auto& [key, time] : held) stalls.push_back({std::get<0>(key), std::get<1>(key), std::get<2>(key), time});
+  std::stable_sort(stalls.begin(), stalls.end(), [](const Stall& a, const Stall& b) { return a.time_ps > b.time_ps; });
+  return stalls;
+}
+
+}  // namespace
+
+Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls) {
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));
+  INTERLACE_ASSIGN(EngineOutput output, RunEngine(InputOf(lowered, model), model));
+  INTERLACE_ASSIGN(MemoryCurve memory, ComputeMemory(lowered));
+  Verdict verdict;
+  verdict.time_ps = output.makespan_ps;
+  verdict.bytes = memory.peak.bytes;
+  if (with_stalls) verdict.stalls = StallsOf(lowered, output);
+  return verdict;
+}
+
+Result<int64_t> LowerBoundPs(const Program& program, const PassCosts& costs) {
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));
+  return LowerBounds(InputOf(lowered, model), model).front().time_ps;
+}
+
+}  // namespace interlace

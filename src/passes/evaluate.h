@@ -1,0 +1,33 @@
+// evaluate.h — the simulator as the judge of many variants of one program.
+//
+//   INTERLACE_ASSIGN(Verdict v, Judge(variant, costs));   v.time_ps, v.bytes, v.stalls
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "passes/cost_options.h"
+
+namespace interlace {
+
+// Time that the compute lane was held by waits for one transfer, summed over a step.
+struct Stall {
+  bool reduce = false;
+  Part part = Part::kNone;
+  UnitId unit = kNone;       // the first of the call
+  int64_t time_ps = 0;
+};
+
+struct Verdict {
+  int64_t time_ps = 0;       // of a step
+  int64_t bytes = 0;         // peak of a rank
+  std::vector<Stall> stalls; // longest first
+};
+
+// Error: of the cost model, the engine, the memory curve. `with_stalls` costs a walk over the step.
+Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls = false);
+// No execution of the program's ops, in whatever order, is faster (sim/bounds.h).
+Result<int64_t> LowerBoundPs(const Program& program, const PassCosts& costs);
+
+}  // namespace interlace

@@ -1,0 +1,285 @@
+#include "passes/search.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <map>
+#include <set>
+
+#include "passes/evaluate.h"
+#include "passes/keep.h"
+#include "passes/pipeline.h"
+#include "passes/runner.h"
+#include "passes/search_space.h"
+
+namespace interlace {
+namespace {
+
+class Searcher {
+ public:
+  Searcher(const Program& base, const PassCosts& costs, const SearchOptions& options)
+      : base_(base), costs_(costs), options_(options), begin_(std::chrono::steady_clock::now()) {}
+
+  Result<SearchResult> Run() {
+    INTERLACE_ASSIGN(space_, SearchSpace::Of(base_));
+    int64_t ops = 0;
+    for (const Phase& phase : base_.phases) ops += static_cast<int64_t>(phase.ops.size());
+    budget_ = options_.evaluations > 0 ? options_.evaluations : std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 600);
+    INTERLACE_TRY(Bound());
+    INTERLACE_TRY(Plain());
+    INTERLACE_TRY(Heuristics());
+    INTERLACE_TRY(Grid());
+    INTERLACE_TRY(Refine());
+    result_.front = Front();
+    result_.evaluations = evaluations_;
+    result_.seconds = Elapsed();
+    result_.chosen = PickFromFront(result_.front, costs_.limit, options_.slack);
+    if (result_.chosen == result_.front.size()) {
+      const Candidate& least = result_.front.front();
+      return MakeError("no schedule fits into the limit of ", costs_.limit, " bytes: the smallest that was found needs ", least.bytes,
+                       "; use more ranks, recompute activations, or a smaller micro-batch with more accumulation");
+    }
+    return std::move(result_);
+  }
+
+ private:
+  double Elapsed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  bool Spent(int64_t budget) const { return evaluations_ >= budget || (options_.seconds > 0 && Elapsed() > options_.seconds); }
+
+  // The bound of the program with least traffic: everything that can be is gathered once.
+  Status Bound() {
+    Program least = base_.Clone();
+    INTERLACE_TRY(ApplySchedule(least, space_.Make(space_.AllKept())));
+    INTERLACE_ASSIGN(result_.lower_bound_ps, LowerBoundPs(least, costs_));
+    return Ok{};
+  }
+
+  Status Plain() {
+    ++evaluations_;
+    INTERLACE_ASSIGN(Verdict verdict, Judge(base_, costs_));
+    Candidate plain{"plain", "", verdict.time_ps, verdict.bytes};
+    result_.heuristics.push_back(plain);
+    all_.push_back(std::move(plain));
+    return Ok{};
+  }
+
+  // Runs passes on the base and judges what comes out; a pass that refuses is no candidate.
+  Status Heuristic(const std::string& name, const std::string& passes) {
+    INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
+    Program program = base_.Clone();
+    RunOptions run;
+    run.verify = false;
+    if (!RunPasses(program, calls, run).ok()) return Ok{};
+    ++evaluations_;
+    INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs_));
+    Candidate candidate{name, passes, verdict.time_ps, verdict.bytes};
+    result_.heuristics.push_back(candidate);
+    all_.push_back(std::move(candidate));
+    Result<Schedule> schedule = ScheduleOf(program, base_);
+    if (schedule.ok()) INTERLACE_TRY(Try(*schedule, name + " as a schedule"));
+    return Ok{};
+  }
+
+  Status Heuristics() {
+    std::string common = options_.costs_text;
+    if (costs_.limit < std::numeric_limits<int64_t>::max()) {
+      common += (common.empty() ? "limit=" : ",limit=") + std::to_string(costs_.limit);
+    }
+    auto with = [&](const std::string& pass, const std::string& own = "") {
+      std::string text = own + (own.empty() || common.empty() ? "" : ",") + common;
+      return text.empty() ? pass : pass + "(" + text + ")";
+    };
+    for (const auto& [name, passes] : std::vector<std::pair<std::string, std::string>>{
+             {"reorder", "reorder"},
+             {"bucket by module", space_.blocks().empty() ? "" : "bucket(mode=manual,modules=" + space_.blocks() + ")"},
+             {"bucket by module, reorder",
+              space_.blocks().empty() ? "" : "bucket(mode=manual,modules=" + space_.blocks() + "),reorder"},
+             {"greedy buckets, reorder", with("bucket", "mode=greedy") + ",reorder"},
+             {"prefetch", with("prefetch")},
+             {"unshard", with("unshard")},
+             {"prefetch, unshard", with("prefetch") + "," + with("unshard")}}) {
+      if (!passes.empty()) INTERLACE_TRY(Heuristic(name, passes));
+    }
+    return Ok{};
+  }
+
+  // Judges a schedule unless it has been before; remembers the point.
+  Result<const Point*> Evaluate(const Schedule& schedule, bool with_stalls) {
+    std::string text = PrintSchedule(schedule);
+    auto [found, fresh] = points_.try_emplace(text);
+    Point& point = found->second;
+    if (!fresh && (point.judged_stalls || !with_stalls)) return &point;
+    Program program = base_.Clone();
+    INTERLACE_TRY(ApplySchedule(program, schedule));
+    ++evaluations_;
+    INTERLACE_ASSIGN(point.verdict, Judge(program, costs_, with_stalls));
+    point.schedule = schedule;
+    point.judged_stalls = with_stalls;
+    if (fresh) all_.push_back({"", text, point.verdict.time_ps, point.verdict.bytes});
+    return &point;
+  }
+
+  Status Try(const Schedule& schedule, const std::string& name) {
+    INTERLACE_ASSIGN(const Point* point, Evaluate(schedule, false));
+    if (!all_.empty() && all_.back().name.empty()) all_.back().name = name;
+    (void)point;
+    return Ok{};
+  }
+
+  // One coordinate after the other, at several shares of kept units; a change stays when it makes the step faster.
+  Status Grid() {
+    const int64_t budget = budget_ / 2;
+    for (const SearchSpace::Settings& start : space_.Starts()) {
+      SearchSpace::Settings best = start;
+      INTERLACE_ASSIGN(const Point* point, Evaluate(space_.Make(best), false));
+      int64_t best_ps = point->verdict.time_ps;
+      for (bool better = true; better && !Spent(budget);) {
+        better = false;
+        for (const SearchSpace::Settings& next : space_.Neighbours(best)) {
+          if (Spent(budget)) break;
+          INTERLACE_ASSIGN(const Point* tried, Evaluate(space_.Make(next), false));
+          if (tried->verdict.time_ps >= best_ps) continue;
+          best_ps = tried->verdict.time_ps;
+          best = next;
+          better = true;
+        }
+      }
+      if (Spent(budget)) break;
+    }
+    return Ok{};
+  }
+
+  // From points of the front, moves on what holds the compute lane longest, within the memory of the rung.
+  Status Refine() {
+    std::vector<int64_t> rungs = Rungs();
+    for (size_t r = 0; r < rungs.size(); ++r) {
+      const int64_t share = (budget_ - evaluations_) / static_cast<int64_t>(rungs.size() - r);
+      INTERLACE_TRY(Climb(rungs[r], evaluations_ + share));
+      if (Spent(budget_)) break;
+    }
+    return Ok{};
+  }
+
+  // Limits of memory to refine at, whatever the user's: from the smallest point to the one beyond which nothing is faster.
+  std::vector<int64_t> Rungs() const {
+    const std::vector<Candidate> front = Front();
+    constexpr size_t kRungs = 6;
+    std::vector<int64_t> rungs;
+    for (size_t i = 0; i < kRungs; ++i) {
+      const size_t end = front.size() * (i + 1) / kRungs;
+      const int64_t bytes = front[end == 0 ? 0 : end - 1].bytes;
+      if (rungs.empty() || rungs.back() != bytes) rungs.push_back(bytes);
+    }
+    return rungs;
+  }
+
+  Status Climb(int64_t limit, int64_t budget) {
+    const Point* best = nullptr;
+    for (const auto& [text, point] : points_) {
+      if (point.verdict.bytes > limit) continue;
+      if (best == nullptr || point.verdict.time_ps < best->verdict.time_ps) best = &point;
+    }
+    if (best == nullptr) return Ok{};
+    std::set<std::string> tried;
+    while (!Spent(budget)) {
+      INTERLACE_ASSIGN(best, Evaluate(best->schedule, true));
+      const Point* better = nullptr;
+      for (const Schedule& next : space_.Moves(*best)) {
+        if (Spent(budget)) break;
+        if (!tried.insert(PrintSchedule(next)).second) continue;
+        INTERLACE_ASSIGN(const Point* point, Evaluate(next, false));
+        if (point->verdict.bytes <= limit && point->verdict.time_ps < best->verdict.time_ps) {
+          better = point;
+          break;
+        }
+      }
+      if (better == nullptr) break;
+      best = better;
+    }
+    return Ok{};
+  }
+
+  std::vector<Candidate> Front() const {
+    std::vector<Candidate> sorted = all_;
+    std::stable_sort(sorted.begin(), sorted.end(), [](const Candidate& a, const Candidate& b) {
+      return std::pair(a.bytes, a.time_ps) < std::pair(b.bytes, b.time_ps);
+    });
+    std::vector<Candidate> front;
+    for (Candidate& c : sorted) {
+      if (!front.empty() && c.time_ps >= front.back().time_ps) continue;
+      if (c.name.empty()) c.name = "search";
+      front.push_back(std::move(c));
+    }
+    return front;
+  }
+
+  const Program& base_;
+  const PassCosts& costs_;
+  const SearchOptions& options_;
+  const std::chrono::steady_clock::time_point begin_;
+  SearchSpace space_;
+  int64_t budget_ = 0, evaluations_ = 0;
+  std::map<std::string, Point> points_;  // by the schedule's text
+  std::vector<Candidate> all_;
+  SearchResult result_;
+};
+
+// "name|passes|time in us|bytes" of each, separated by newlines: what explain reads.
+std::string Table(const std::vector<Candidate>& candidates, bool with_passes) {
+  std::string text;
+  for (const Candidate& c : candidates) {
+    text += (text.empty() ? "" : "\n") + c.name + "|" + std::to_string(c.time_ps / 1'000'000) + "|" + std::to_string(c.bytes);
+    if (with_passes) text += "|" + c.passes;
+  }
+  return text;
+}
+
+}  // namespace
+
+size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double slack) {
+  int64_t best = std::numeric_limits<int64_t>::max();
+  for (const Candidate& c : front) {
+    if (c.bytes <= limit) best = std::min(best, c.time_ps);
+  }
+  for (size_t i = 0; i < front.size(); ++i) {
+    if (front[i].bytes > limit) break;
+    if (static_cast<double>(front[i].time_ps) <= static_cast<double>(best) * (1 + slack)) return i;
+  }
+  return front.size();
+}
+
+Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
+  return Searcher(base, costs, options).Run();
+}
+
+Result<bool> Search(Program& program, const PassOptions& options) {
+  if (program.level == Level::kCaptured) {
+    return MakeError("the program has no units; run shard, accumulate and update before search");
+  }
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  SearchOptions search;
+  INTERLACE_ASSIGN(search.evaluations, options.Int("evaluations", 0, 0));
+  INTERLACE_ASSIGN(search.seconds, options.Number("seconds", 0));
+  for (const char* name : {"cluster", "profile"}) {
+    const std::string* text = options.Find(name);
+    if (text != nullptr) search.costs_text += (search.costs_text.empty() ? "" : ",") + std::string(name) + "=" + *text;
+  }
+  INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
+  const Candidate& chosen = found.front[found.chosen];
+  if (!chosen.passes.empty()) {
+    INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(chosen.passes));
+    RunOptions run;
+    run.verify = false;
+    Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
+    if (!reports.ok()) return reports.error();
+  }
+  program.SetMeta("search.chosen", Table({chosen}, true));
+  program.SetMeta("search.front", Table(found.front, false));
+  program.SetMeta("search.heuristics", Table(found.heuristics, false));
+  program.SetMeta("search.bound_us", std::to_string(found.lower_bound_ps / 1'000'000));
+  program.SetMeta("search.evaluations", std::to_string(found.evaluations));
+  program.SetMeta("search.limit", costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
+  return true;
+}
+
+}  // namespace interlace

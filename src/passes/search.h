@@ -1,0 +1,55 @@
+// search.h — chooses what is gathered, kept and reduced when, all together, with the simulator as the judge.
+//
+// Many schedules are tried, whatever the limit: heuristics as their authors describe them, a grid of bucket sizes, distances
+// and kept units (coordinate by coordinate), then moves on the transfers that hold the compute lane longest. What is left is the
+// front: no schedule that was tried is both faster and smaller. A memory limit picks from the front the smallest schedule
+// within 1 % of the fastest that fits, so a higher limit never gives a slower step.
+//
+//   front   memory  ^ \.                     the limit ......|
+//                   |   `-.__                 picked: a      v
+//                   |       a `----b---- time          b is faster by less than 1 %
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "passes/cost_options.h"
+#include "passes/schedule.h"
+
+namespace interlace {
+
+struct SearchOptions {
+  int64_t evaluations = 0;        // simulations at most; 0: by the size of the program (they take about half a minute)
+  double seconds = 0;             // stop after so long, with what there is; 0: no such stop (and the same result every time)
+  double slack = 0.01;            // of the best time that is given up for less memory
+  std::string costs_text;         // `cluster=...,profile=...` for the heuristics' options; may be empty
+};
+
+struct Candidate {
+  std::string name;               // what it came from: "plain", "prefetch", "search", ...
+  std::string passes;             // what makes it of the program that was searched
+  int64_t time_ps = 0;
+  int64_t bytes = 0;              // peak of a rank
+};
+
+struct SearchResult {
+  std::vector<Candidate> front;       // rising memory, falling time
+  std::vector<Candidate> heuristics;  // each as it came out, the plain program first
+  size_t chosen = 0;                  // in front
+  int64_t lower_bound_ps = 0;         // no schedule is faster
+  int64_t evaluations = 0;
+  double seconds = 0;
+};
+
+// `base`: a program after shard, accumulate and update in which nothing has been moved, merged or kept. Error: not even the
+// smallest schedule fits into the limit (says what it needs, and what would lower it).
+Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options);
+
+// The smallest candidate of the front within `slack` of the fastest that fits; the front's size when none fits.
+size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double slack);
+
+// The pass. Options: cluster, profile, limit, evaluations, seconds. Leaves its result in the program's meta lines.
+Result<bool> Search(Program& program, const PassOptions& options);
+
+}  // namespace interlace

@@ -1,0 +1,268 @@
+#include "passes/search_space.h"
+
+#include <algorithm>
+#include <array>
+#include <set>
+
+#include "passes/keep.h"
+#include "passes/transfers.h"
+
+namespace interlace {
+namespace {
+
+constexpr int64_t kByBlock = -1;  // a bucket is a block of the model
+constexpr std::array<int64_t, 8> kBucketBytes = {0, kByBlock, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30};
+constexpr std::array<int32_t, 9> kAhead = {0, 1, 2, 3, 5, 8, 16, 32, Schedule::kAtOnce};
+constexpr std::array<int32_t, 6> kLate = {0, 1, 2, 4, 8, Schedule::kAtOnce};
+constexpr int32_t kShares = 8;
+
+// The path up to the first component that is a number: `model.layers.3` of `model.layers.3.mlp.up`; empty without one.
+std::string BlockOf(std::string_view path) {
+  size_t begin = 0;
+  while (begin < path.size()) {
+    const size_t end = std::min(path.find('.', begin), path.size());
+    const std::string_view component = path.substr(begin, end - begin);
+    if (!component.empty() && component.find_first_not_of("0123456789") == std::string_view::npos) {
+      return std::string(path.substr(0, end));
+    }
+    begin = end + 1;
+  }
+  return {};
+}
+
+// The bucket of a unit: its place in the list, or the list's size.
+size_t Find(const std::vector<Schedule::Bucket>& buckets, UnitId unit) {
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    if (std::find(buckets[i].units.begin(), buckets[i].units.end(), unit) != buckets[i].units.end()) return i;
+  }
+  return buckets.size();
+}
+
+void Join(std::vector<Schedule::Bucket>& buckets, size_t first) {
+  Schedule::Bucket& into = buckets[first];
+  const Schedule::Bucket& from = buckets[first + 1];
+  into.units.insert(into.units.end(), from.units.begin(), from.units.end());
+  buckets.erase(buckets.begin() + static_cast<ptrdiff_t>(first) + 1);
+}
+
+void SplitInTwo(std::vector<Schedule::Bucket>& buckets, size_t at) {
+  Schedule::Bucket second = buckets[at];
+  const auto half = static_cast<ptrdiff_t>(second.units.size() / 2);
+  second.units.erase(second.units.begin(), second.units.begin() + half);
+  buckets[at].units.resize(static_cast<size_t>(half));
+  buckets.insert(buckets.begin() + static_cast<ptrdiff_t>(at) + 1, std::move(second));
+}
+
+void Later(int32_t& ahead, int32_t by) {
+  ahead = ahead >= Schedule::kAtOnce ? ahead : ahead + by;
+}
+
+}  // namespace
+
+Result<SearchSpace> SearchSpace::Of(const Program& base) {
+  SearchSpace space;
+  Program program = base.Clone();
+  const std::vector<Phase*> phases = MicroBatches(program);
+  if (phases.empty()) return MakeError("the program has no micro-batch phase");
+  INTERLACE_ASSIGN(Transfers transfers, Transfers::Read(program, *phases[0]));
+  space.bytes_.assign(program.units.size(), 0);
+  std::vector<std::string> block_of(program.units.size());
+  std::set<std::string> blocks;
+  for (const Param& param : program.params) {
+    if (param.unit == kNone) continue;
+    std::string block = BlockOf(param.name);
+    if (!block.empty() && blocks.insert(block).second) space.blocks_ += (space.blocks_.empty() ? "" : "+") + block;
+    block_of[param.unit] = std::move(block);
+  }
+  std::vector<int32_t> last_forward(program.units.size(), -1), first_backward(program.units.size(), -1);
+  for (const Gather& gather : transfers.gathers) {
+    std::vector<Item>& items = gather.part == Part::kBackward ? space.backward_ : space.forward_;
+    for (size_t i = 0; i < gather.units.size(); ++i) {
+      const UnitId unit = gather.units[i];
+      INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(gather.fulls[i]).type));
+      items.push_back({unit, bytes, block_of[unit]});
+      space.bytes_[unit] = bytes;
+      (gather.part == Part::kBackward ? first_backward : last_forward)[unit] = gather.need;
+    }
+  }
+  for (const Reduce& reduce : transfers.reduces) {
+    for (size_t i = 0; i < reduce.units.size(); ++i) {
+      const UnitId unit = reduce.units[i];
+      INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(reduce.flats[i]).type));
+      space.reduce_.push_back({unit, bytes, block_of[unit]});
+    }
+  }
+  space.by_size_ = space.by_distance_ = KeepableUnits(program);
+  std::stable_sort(space.by_size_.begin(), space.by_size_.end(),
+                   [&](UnitId a, UnitId b) { return space.bytes_[a] < space.bytes_[b]; });
+  std::stable_sort(space.by_distance_.begin(), space.by_distance_.end(), [&](UnitId a, UnitId b) {
+    return first_backward[a] - last_forward[a] < first_backward[b] - last_forward[b];
+  });
+  return space;
+}
+
+std::vector<UnitId> SearchSpace::KeptUnits(const Settings& settings) const {
+  const std::vector<UnitId>& order = settings.keep_order == 0 ? by_size_ : by_distance_;
+  int64_t total = 0;
+  for (UnitId unit : order) total += bytes_[unit];
+  std::vector<UnitId> kept;
+  int64_t left = total / kShares * settings.keep + (settings.keep == kShares ? kShares : 0);
+  for (UnitId unit : order) {
+    if (bytes_[unit] > left) break;
+    left -= bytes_[unit];
+    kept.push_back(unit);
+  }
+  std::sort(kept.begin(), kept.end());
+  return kept;
+}
+
+std::vector<Schedule::Bucket> SearchSpace::Buckets(const std::vector<Item>& items, int32_t size, int32_t ahead,
+                                                   const std::vector<char>& left_out) const {
+  std::vector<Schedule::Bucket> buckets;
+  const int64_t most = kBucketBytes[size];
+  int64_t bytes = 0;
+  const std::string* block = nullptr;
+  for (const Item& item : items) {
+    if (left_out[item.unit]) continue;
+    const bool joins = most == kByBlock ? block != nullptr && !block->empty() && *block == item.block : bytes + item.bytes <= most;
+    if (buckets.empty() || !joins) {
+      buckets.push_back({{}, ahead});
+      bytes = 0;
+    }
+    buckets.back().units.push_back(item.unit);
+    bytes += item.bytes;
+    block = &item.block;
+  }
+  return buckets;
+}
+
+Schedule SearchSpace::Make(const Settings& s) const {
+  Schedule schedule;
+  schedule.keep = KeptUnits(s);
+  std::vector<char> none(bytes_.size(), 0), kept(bytes_.size(), 0);
+  for (UnitId unit : schedule.keep) kept[unit] = 1;
+  schedule.forward = Buckets(forward_, s.forward_bucket, kAhead[s.forward_ahead], none);
+  // What is kept is gathered in the part that needs it first.
+  std::vector<char> gone = kept;
+  std::set<UnitId> in_forward;
+  for (const Item& item : forward_) in_forward.insert(item.unit);
+  for (UnitId unit : schedule.keep) gone[unit] = in_forward.count(unit) > 0;
+  schedule.backward = Buckets(backward_, s.backward_bucket, kAhead[s.backward_ahead], gone);
+  schedule.reduce = Buckets(reduce_, s.reduce_bucket, kLate[s.late], none);
+  return schedule;
+}
+
+SearchSpace::Settings SearchSpace::AllKept() const {
+  Settings settings;
+  settings.keep = kShares;
+  return settings;
+}
+
+std::vector<SearchSpace::Settings> SearchSpace::Starts() const {
+  std::vector<Settings> starts;
+  for (int32_t keep : {0, kShares, kShares / 2}) {
+    Settings s;
+    s.forward_bucket = s.backward_bucket = s.reduce_bucket = 1;
+    s.forward_ahead = s.backward_ahead = s.late = 1;
+    s.keep = keep;
+    starts.push_back(s);
+  }
+  return starts;
+}
+
+std::vector<SearchSpace::Settings> SearchSpace::Neighbours(const Settings& settings) const {
+  std::vector<Settings> out;
+  auto step = [&](int32_t Settings::*field, size_t count) {
+    for (int32_t by : {1, -1}) {
+      Settings next = settings;
+      next.*field += by;
+      if (next.*field >= 0 && next.*field < static_cast<int32_t>(count)) out.push_back(next);
+    }
+  };
+  step(&Settings::backward_ahead, kAhead.size());
+  step(&Settings::forward_ahead, kAhead.size());
+  step(&Settings::late, kLate.size());
+  step(&Settings::reduce_bucket, kBucketBytes.size());
+  step(&Settings::backward_bucket, kBucketBytes.size());
+  step(&Settings::forward_bucket, kBucketBytes.size());
+  step(&Settings::keep, kShares + 1);
+  if (settings.keep > 0 && settings.keep < kShares) step(&Settings::keep_order, 2);
+  return out;
+}
+
+void SearchSpace::MoveGather(const Schedule& from, Part part, UnitId unit, std::vector<Schedule>& moves) const {
+  const bool backward = part == Part::kBackward;
+  auto list = [backward](Schedule& s) -> std::vector<Schedule::Bucket>& { return backward ? s.backward : s.forward; };
+  const size_t at = Find(backward ? from.backward : from.forward, unit);
+  const size_t count = backward ? from.backward.size() : from.forward.size();
+  if (at == count) return;
+  auto add = [&](auto&& change) {
+    Schedule next = from;
+    change(next, list(next));
+    moves.push_back(std::move(next));
+  };
+  using Buckets = std::vector<Schedule::Bucket>;
+  for (int32_t by : {1, 2}) {
+    add([&](Schedule&, Buckets& b) { Later(b[at].ahead, by); });
+  }
+  add([&](Schedule&, Buckets& b) {  // this and all that come after it
+    for (size_t i = at; i < b.size(); ++i) Later(b[i].ahead, 1);
+  });
+  if (from.keep != by_size_) {
+    add([&](Schedule& s, Buckets&) {  // stays gathered
+      for (UnitId u : (backward ? from.backward : from.forward)[at].units) {
+        if (std::find(by_size_.begin(), by_size_.end(), u) != by_size_.end()) s.keep.push_back(u);
+      }
+      std::sort(s.keep.begin(), s.keep.end());
+      s.keep.erase(std::unique(s.keep.begin(), s.keep.end()), s.keep.end());
+      for (Schedule::Bucket& bucket : s.backward) {
+        std::erase_if(bucket.units, [&](UnitId u) {
+          return std::binary_search(s.keep.begin(), s.keep.end(), u) && Find(s.forward, u) < s.forward.size();
+        });
+      }
+      std::erase_if(s.backward, [](const Schedule::Bucket& bucket) { return bucket.units.empty(); });
+    });
+  }
+  if ((backward ? from.backward : from.forward)[at].units.size() > 1) {
+    add([&](Schedule&, Buckets& b) { SplitInTwo(b, at); });
+  }
+  if (at > 0) add([&](Schedule&, Buckets& b) { Join(b, at - 1); });
+  if (at + 1 < count) add([&](Schedule&, Buckets& b) { Join(b, at); });
+  add([&](Schedule&, Buckets& b) { b[at].ahead = Schedule::kAtOnce; });
+}
+
+void SearchSpace::MoveReduce(const Schedule& from, UnitId unit, std::vector<Schedule>& moves) const {
+  const size_t at = Find(from.reduce, unit);
+  if (at == from.reduce.size()) return;
+  auto add = [&](auto&& change) {
+    Schedule next = from;
+    change(next.reduce);
+    moves.push_back(std::move(next));
+  };
+  using Buckets = std::vector<Schedule::Bucket>;
+  for (int32_t by : {1, 3}) {
+    add([&](Buckets& b) { Later(b[at].ahead, by); });
+  }
+  add([&](Buckets& b) {
+    for (size_t i = at; i < b.size(); ++i) Later(b[i].ahead, 1);
+  });
+  if (from.reduce[at].units.size() > 1) add([&](Buckets& b) { SplitInTwo(b, at); });
+  if (at > 0) add([&](Buckets& b) { Join(b, at - 1); });
+  if (at + 1 < from.reduce.size()) add([&](Buckets& b) { Join(b, at); });
+}
+
+std::vector<Schedule> SearchSpace::Moves(const Point& point) const {
+  constexpr size_t kStalls = 4;
+  std::vector<Schedule> moves;
+  for (size_t i = 0; i < std::min(kStalls, point.verdict.stalls.size()); ++i) {
+    const Stall& stall = point.verdict.stalls[i];
+    if (stall.reduce) {
+      MoveReduce(point.schedule, stall.unit, moves);
+    } else {
+      MoveGather(point.schedule, stall.part, stall.unit, moves);
+    }
+  }
+  return moves;
+}
+
+}  // namespace interlace

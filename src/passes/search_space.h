@@ -1,0 +1,62 @@
+// search_space.h — the schedules a search walks through: a coarse grid of settings, and small moves from one schedule.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "passes/evaluate.h"
+#include "passes/schedule.h"
+
+namespace interlace {
+
+// A schedule that was judged.
+struct Point {
+  Schedule schedule;
+  Verdict verdict;
+  bool judged_stalls = false;
+};
+
+class SearchSpace {
+ public:
+  // Each number is a place in a ladder of values (search_space.cc).
+  struct Settings {
+    int32_t forward_bucket = 0, backward_bucket = 0, reduce_bucket = 0;
+    int32_t forward_ahead = 0, backward_ahead = 0;
+    int32_t late = 0;
+    int32_t keep = 0;        // share of the bytes that can be kept, in eighths
+    int32_t keep_order = 0;  // 0: small units first, 1: those whose backward comes soonest after their forward
+  };
+
+  SearchSpace() = default;
+  // Error: a symbolic size.
+  static Result<SearchSpace> Of(const Program& base);
+
+  Schedule Make(const Settings& settings) const;
+  Settings AllKept() const;
+  // Where walks through the grid begin, and one step further in every direction.
+  std::vector<Settings> Starts() const;
+  std::vector<Settings> Neighbours(const Settings& settings) const;
+  // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising first.
+  std::vector<Schedule> Moves(const Point& point) const;
+  // "model.layers.0+model.layers.1": the elements of the model's outermost module lists; empty when it has none.
+  const std::string& blocks() const { return blocks_; }
+
+ private:
+  struct Item {
+    UnitId unit = kNone;
+    int64_t bytes = 0;
+    std::string block;   // path of the outermost module list element it belongs to
+  };
+  std::vector<Schedule::Bucket> Buckets(const std::vector<Item>& items, int32_t size, int32_t ahead,
+                                        const std::vector<char>& left_out) const;
+  std::vector<UnitId> KeptUnits(const Settings& settings) const;
+  void MoveGather(const Schedule& from, Part part, UnitId unit, std::vector<Schedule>& moves) const;
+  void MoveReduce(const Schedule& from, UnitId unit, std::vector<Schedule>& moves) const;
+
+  std::vector<Item> forward_, backward_, reduce_;   // in the order of need, of issue
+  std::vector<UnitId> by_size_, by_distance_;       // units that can be kept
+  std::vector<int64_t> bytes_;                      // by unit
+  std::string blocks_;
+};
+
+}  // namespace interlace
