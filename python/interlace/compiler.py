@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from interlace import batch as batches
-from interlace.capture import InputSpec, capture
+from interlace.capture import Casts, InputSpec, capture
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
 from interlace.config import Config, ConfigError
@@ -162,7 +162,7 @@ class _Build:
             return eager_text(self.model, self.tensors, self.optimizer, used), {}
         captured = capture(
             self.model, self.loss_fn, self.micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
-            rng_mode=self.config.rng,
+            rng_mode=self.config.rng, casts=Casts.named(self.config.param_dtype, self.config.output_dtype),
         )  # fmt: skip
         own = {t.name for t in self.tensors}
         return captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}

@@ -17,6 +17,7 @@ from interlace.errors import InterlaceError
 
 STRATEGIES = ("shard", "replicate", "zero1")
 ACCUMULATE_MODES = ("reduce_each", "reduce_last")
+NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -78,6 +79,11 @@ class Config:
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
     weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
+    param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
+                     the floating inputs of the model's call; they are gathered in it. "autocast": the loss function runs under
+                     torch.autocast; parameters used in its dtype alone are gathered in it
+    reduce_dtype     "bfloat16", "float16" or "float32": gradients are reduced in it; None: in param_dtype, as in FSDP2
+    output_dtype     "bfloat16", "float16" or "float32": floating results of the model's call are cast to it; None: as they come
     """
 
     strategy: str = "shard"
@@ -96,6 +102,9 @@ class Config:
     skip_nonfinite: bool = False
     deterministic: bool = False
     weights: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
 
     def __post_init__(self) -> None:
         self._one_of("strategy", STRATEGIES)
@@ -112,6 +121,11 @@ class Config:
             self._positive("clip_norm")
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit))
+        self._dtype("param_dtype", (*NARROW, "autocast"))
+        self._dtype("reduce_dtype", (*NARROW, "float32"))
+        self._dtype("output_dtype", (*NARROW, "float32"))
+        if self.mode == "eager" and (self.param_dtype or self.reduce_dtype or self.output_dtype):
+            raise ConfigError("param_dtype, reduce_dtype and output_dtype need mode='compiled'; the eager mode runs the model as it is")
         for name in ("passes", "dump_ir", "weights"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -141,11 +155,28 @@ class Config:
             return self.passes
         clip = "none" if self.clip_norm is None else repr(float(self.clip_norm))
         norm = "always" if self.skip_nonfinite and self.clip_norm is None else "auto"
-        passes = ["canonicalize", f"{self.strategy}(axis=dp,ranks={ranks})"]
+        passes = ["canonicalize", *self._precision(), f"{self.strategy}(axis=dp,ranks={ranks})"]
         if self.accumulation > 1:
             passes.append(f"accumulate(steps={self.accumulation},mode={self.accumulate_mode})")
         passes.append(f"update(clip={clip},norm={norm},momentum={'true' if momentum else 'false'})")
         return ",".join(passes)
+
+    def _precision(self) -> list[str]:
+        """The pass that makes transfers narrower, or nothing."""
+        if self.param_dtype is None and self.reduce_dtype is None:
+            return []
+        param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
+        wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
+        reduce = "none" if wanted is None else NARROW.get(wanted, "f32")
+        return [f"precision(param={param},reduce={reduce})"]
+
+    def _dtype(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        value = str(value).removeprefix("torch.")
+        object.__setattr__(self, name, value)
+        self._one_of(name, choices)
 
     def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

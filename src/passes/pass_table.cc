@@ -28,7 +28,7 @@ std::span<const PassInfo> PassTable() {
        Canonicalize},
       {"precision",
        "narrower transfers: casts of parameters move onto their shards, gradients are reduced in another dtype",
-       {{"param", kChoice, "none", "dtype that parameters are cast to before they are gathered", {"none", "bf16", "f16"}},
+       {{"param", kChoice, "none", "dtype that parameters are cast to before they are gathered", {"none", "bf16", "f16", "auto"}},
         {"reduce", kChoice, "none", "dtype that gradients are reduced in", {"none", "f32", "bf16", "f16"}}},
        Precision},
       {"shard",

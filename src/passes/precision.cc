@@ -20,11 +20,15 @@ class Narrower {
   Narrower(Program& program, Phase& phase)
       : program_(program), phase_(phase), facts_(program, phase), edit_(program, phase) {}
 
-  // Marks the casts of parameters to `dtype` that can be made on shards. Returns how many parameters have such casts.
-  int64_t MarkCasts(DType dtype) {
+  // Marks the casts of parameters to one of `dtypes` that can be made on shards. Returns how many parameters have such
+  // casts.
+  int64_t MarkCasts(const std::vector<DType>& dtypes) {
     int64_t parameters = 0;
     for (const Param& param : program_.params) {
-      std::vector<int32_t> casts = CastsOf(param, dtype);
+      std::vector<int32_t> casts;
+      for (DType dtype : dtypes) {
+        if (casts.empty()) casts = CastsOf(param, dtype);
+      }
       for (int32_t index : casts) {
         Op& op = edit_.op(index);
         changed_ = changed_ || op.Attr(kOnShard) == nullptr;
@@ -148,7 +152,7 @@ class Narrower {
 }  // namespace
 
 Result<bool> Precision(Program& program, const PassOptions& options) {
-  INTERLACE_ASSIGN(std::string param, options.Choice("param", {"none", "bf16", "f16"}));
+  INTERLACE_ASSIGN(std::string param, options.Choice("param", {"none", "bf16", "f16", "auto"}));
   INTERLACE_ASSIGN(std::string reduce, options.Choice("reduce", {"none", "f32", "bf16", "f16"}));
   if (program.level != Level::kCaptured || !program.units.empty()) {
     return MakeError(
@@ -157,10 +161,12 @@ Result<bool> Precision(Program& program, const PassOptions& options) {
   Phase* phase = program.FindPhase("micro_batch");
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   Narrower narrower(program, *phase);
-  if (std::optional<DType> dtype = DTypeOf(param); dtype && narrower.MarkCasts(*dtype) == 0) {
-    return MakeError("no parameter is used only through casts to ", param,
-                     ", so none can be gathered in it; capture with ",
-                     "Config(param_dtype=...) or under torch.autocast of that dtype");
+  std::vector<DType> dtypes;
+  if (std::optional<DType> dtype = DTypeOf(param)) dtypes = {*dtype};
+  if (param == "auto") dtypes = {DType::kBF16, DType::kF16};
+  if (!dtypes.empty() && narrower.MarkCasts(dtypes) == 0) {
+    return MakeError("no parameter is used only through casts to ", param == "auto" ? "bf16 or f16" : param,
+                     ", so none can be gathered in it; capture with Config(param_dtype=...) or under torch.autocast");
   }
   if (std::optional<DType> dtype = DTypeOf(reduce)) narrower.NarrowGradients(*dtype);
   return narrower.Finish();

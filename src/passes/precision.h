@@ -25,8 +25,9 @@ namespace interlace {
 
 class Program;
 
-// Options: param=none|bf16|f16 (casts to it move), reduce=none|f32|bf16|f16 (none and f32: as the gradient was
-// captured). Error: the program has units already; param= is given, but no parameter is used through such casts alone.
+// Options: param=none|bf16|f16|auto (casts to it move; auto: to either), reduce=none|f32|bf16|f16 (none and f32: as the
+// gradient was captured). Error: the program has units already; param= is given, but no parameter is used through such
+// casts alone.
 Result<bool> Precision(Program& program, const PassOptions& options = {});
 
 }  // namespace interlace

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
+from interlace.capture.casts import NO_CASTS, Casts
 from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.groups import optimizer_groups
@@ -69,6 +70,7 @@ def capture(
     symbolic: bool | Collection[str] = False,
     fullgraph: bool = True,
     rng_mode: str = "keyed",
+    casts: Casts = NO_CASTS,
 ) -> Captured:
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -76,7 +78,8 @@ def capture(
     traced. `loss_fn(model, batch)` gives a scalar loss, or a dict with "loss" or a tuple with the loss first, whose
     other tensors become named outputs; None means `model(**batch).loss` for dict-like batches, else `model(batch)`.
     `symbolic` leaves the sizes of dimension 0 ("b") and 1 ("s") of the inputs open. `rng_mode` "compat" asks the
-    runtime for one generator in program order, as eager PyTorch has, instead of keyed streams.
+    runtime for one generator in program order, as eager PyTorch has, instead of keyed streams. `casts` has the model
+    run in another precision than that of its parameters.
 
     Raises CaptureError: the message names the parameter, the batch entry or the source line, and what to do.
     """
@@ -90,7 +93,7 @@ def capture(
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     with without_collection():
-        trace = _traced(model, tensors, batch, loss_fn or _default_loss, symbolic, fullgraph)
+        trace = _traced(model, tensors, batch, loss_fn or _default_loss, symbolic, fullgraph, casts)
         check_op_kinds(trace.recorder.calls.values())
         text = trace.text(kinds, group_of, micro_batches, rng_mode)
     return Captured(
@@ -126,12 +129,13 @@ def _traced(
     loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str],
     fullgraph: bool,
+    casts: Casts,
 ) -> _Trace:
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
     calls: dict[str, list[OpaqueCall]] = {}
     while True:
-        trace = _Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls)
+        trace = _Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts)
         try:
             trace.run(loss_fn, batch)
             return trace
@@ -139,6 +143,11 @@ def _traced(
             path = trace.sites.failed
             if fullgraph or path is None or path in calls:
                 raise
+            if casts.param is not None:
+                raise CaptureError(
+                    f"module '{path}' cannot be traced, and param_dtype reaches traced modules only; use torch.autocast in "
+                    "the loss function instead"
+                ) from None
             inside = f"{path}." if path else ""
             paths = [p for p in calls if not p.startswith(inside)] + [path]
             calls = learn_calls(model, paths, loss_fn, batch)
@@ -154,8 +163,9 @@ class _Trace:
         spec: InputSpec,
         symbolic: bool | Collection[str],
         opaque_calls: dict[str, list[OpaqueCall]],
+        casts: Casts,
     ) -> None:
-        self.opaque_calls = opaque_calls
+        self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.symbols.env if self.symbols else None)
@@ -247,7 +257,6 @@ class _Trace:
         replaced = {id(t.real): t.fake for t in model_tensors}
         rec = self.recorder
         with contextlib.ExitStack() as stack:
-            stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
             stack.enter_context(followed_modules(self.sites, OpaqueTrace(self.model, self.opaque_calls, rec)))
@@ -257,6 +266,9 @@ class _Trace:
                 stack.enter_context(enable_python_dispatcher())
             stack.enter_context(self.fakes)
             stack.enter_context(rec)
+            replaced.update(self.casts.parameters(self.model, model_tensors, self.sites))
+            stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
+            stack.enter_context(self.casts.of_calls(self.model))
             self._locating("forward", lambda: self._forward(loss_fn, batch))
             for name, value in self.outputs.items():
                 rec.mark("output", f"%{rec.value_of(value)}", attrs=f" name={quote(name)}")

@@ -1,0 +1,95 @@
+"""Casts: the model traced in another precision than that of its parameters, with the semantics of FSDP2's
+MixedPrecisionPolicy on the whole model.
+
+    %4: bf16[8,8] = aten._to_copy(%0, dtype=bf16) {fwd m1}      each parameter once; its gradient comes back the same way
+    %5: bf16[2,8] = aten._to_copy(%3, dtype=bf16) {fwd m0}      floating inputs of the model's call
+    ...                                                         buffers are what they are
+    %9: f32[2,8] = aten._to_copy(%8, dtype=f32) {fwd m0}        floating results of the model's call, with output_dtype
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from interlace.capture.model_tensors import ModelTensor
+from interlace.capture.sites import Sites
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in `value`, however nested, in `dtype`."""
+
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype else x
+
+    return tree_map(one, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """The dtypes that parameters and inputs (`param`) and results (`output`) of the model are cast to; None: as they are."""
+
+    param: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+    @staticmethod
+    def named(param: str | None, output: str | None) -> Casts:
+        """From the settings of a Config; under "autocast" the model has its own casts."""
+        dtypes = [None if name in (None, "autocast") else getattr(torch, str(name)) for name in (param, output)]
+        return Casts(*dtypes)
+
+    def parameters(self, model: nn.Module, tensors: list[ModelTensor], sites: Sites) -> dict[int, Tensor]:
+        """What stands in for parameters, by id of the real one; each cast belongs to the first module that has it."""
+        if self.param is None:
+            return {}
+        owners: dict[int, nn.Module] = {}
+        for module in model.modules():
+            for p in module._parameters.values():
+                owners.setdefault(id(p), module)
+        cast: dict[int, Tensor] = {}
+        for t in tensors:
+            assert t.fake is not None
+            if t.kind != "param" or not t.fake.is_floating_point() or t.fake.dtype == self.param:
+                continue
+            sites.enter(owners[id(t.real)])
+            cast[id(t.real)] = t.fake.to(self.param)
+            sites.leave()
+        if not cast:
+            raise CaptureError(
+                f"param_dtype={str(self.param).removeprefix('torch.')} changes nothing: the model's parameters have that "
+                "dtype already; keep them in float32 (model.float()), which the optimizer updates"
+            )
+        return cast
+
+    @contextlib.contextmanager
+    def of_calls(self, model: nn.Module) -> Iterator[None]:
+        """Calls of the model cast their floating inputs and results."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _cast(args, self.param), _cast(kwargs, self.param)  # type: ignore[arg-type]
+
+        def after(module: nn.Module, args: Any, result: Any) -> Any:
+            return _cast(result, self.output)  # type: ignore[arg-type]
+
+        hooks = []
+        if self.param is not None:
+            hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        if self.output is not None:
+            hooks.append(model.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+NO_CASTS = Casts()
