@@ -26,7 +26,9 @@ from interlace.eager import EagerRunner, eager_text
 from interlace.errors import InterlaceError
 from interlace.hyper import Hyper, uses_momentum
 from interlace.materialize import Weights, find_name, initialize, point_at, release
+from interlace.planning import Planner
 from interlace.programs import Built, ProgramError, Programs, Source, predicted_peak_bytes
+from interlace.schedule import check_passes, stage_at
 from interlace.states import WEIGHT, States
 from interlace.trainer import Tensors, Trainer
 
@@ -83,8 +85,10 @@ class _Build:
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
         self.names = {id(t.real): t.name for t in self.tensors}
         self.programs = Programs(config, peers)
+        self.planner = Planner(config, self.programs, config.pipeline(peers.size, uses_momentum(optimizer)))
 
     def trainer(self) -> Trainer:
+        self._check_schedule()
         self._compare_ranks()
         self.peers.open_groups()
         source = self._source(None)
@@ -114,7 +118,7 @@ class _Build:
             entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None)
         )
         return Trainer(
-            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
+            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, planner=self.planner, built=built,
             spec=self.spec, runner=runner, tensors=tensors, hyper=hyper,
         )  # fmt: skip
 
@@ -150,10 +154,8 @@ class _Build:
 
         def make() -> Source:
             captured, constants = self._capture(used)
-            program, reports = self.programs.run_passes(
-                captured, self.config.pipeline(self.peers.size, uses_momentum(self.optimizer))
-            )
-            return Source(program.print(), reports, constants, captured)
+            stage = stage_at(self.config.schedule, 0)
+            return self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
 
         return self.programs.share("program" if used is None else "program of the used parameters", make)
 
@@ -166,6 +168,12 @@ class _Build:
         )  # fmt: skip
         own = {t.name for t in self.tensors}
         return captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
+
+    def _check_schedule(self) -> None:
+        if self.config.schedule:
+            from interlace import _core
+
+            check_passes(self.config, _core.pass_table())
 
     def _built(self, source: Source) -> Built:
         self.programs.compare_digests(source)

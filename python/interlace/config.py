@@ -7,28 +7,17 @@ Config.from_dict({"strategy": "shard", "acumulation": 4})   # error: did you mea
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from interlace.errors import InterlaceError
+from interlace.config_forms import ConfigError, did_you_mean, schedule_form, shapes_form
 
 STRATEGIES = ("shard", "replicate", "zero1")
 ACCUMULATE_MODES = ("reduce_each", "reduce_last")
 NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-class ConfigError(InterlaceError, ValueError):
-    """A setting that does not exist or has a value that cannot be."""
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'shard'?" when a known word is near, else ""."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -79,6 +68,12 @@ class Config:
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
     weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
+    schedule         [(step, [passes])]: passes that shape the program from a step of this start on (schedule.py)
+    profile          times that passes decide by: "auto" measures them in the first steps, "off", or a profile's file
+    cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)
+    shapes           {input: [sizes, ...]}: further shapes of a micro-batch's inputs, each compiled when first met
+    pad              {input: value}: what fills a batch that is smaller than its shape; required with shapes
+    cache            a folder for compiled programs; None: $INTERLACE_CACHE or the user's cache; "off": none is kept
     param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
                      the floating inputs of the model's call; they are gathered in it. "autocast": the loss function runs under
                      torch.autocast; parameters used in its dtype alone are gathered in it
@@ -102,6 +97,12 @@ class Config:
     skip_nonfinite: bool = False
     deterministic: bool = False
     weights: str | None = None
+    schedule: Any = ()
+    profile: str = "auto"
+    cluster: str | None = None
+    shapes: Any = None
+    pad: Any = None
+    cache: str | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
@@ -125,11 +126,20 @@ class Config:
         self._dtype("reduce_dtype", (*NARROW, "float32"))
         self._dtype("output_dtype", (*NARROW, "float32"))
         if self.mode == "eager" and (self.param_dtype or self.reduce_dtype or self.output_dtype):
-            raise ConfigError("param_dtype, reduce_dtype and output_dtype need mode='compiled'; the eager mode runs the model as it is")
-        for name in ("passes", "dump_ir", "weights"):
+            raise ConfigError(
+                "param_dtype, reduce_dtype and output_dtype need mode='compiled'; the eager mode runs the model as it is"
+            )
+        for name in ("passes", "dump_ir", "weights", "cluster", "cache"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, str(value))
+        object.__setattr__(self, "profile", str(self.profile))
+        object.__setattr__(self, "schedule", schedule_form(self.schedule))
+        shapes, pad = shapes_form(self.shapes, self.pad)
+        object.__setattr__(self, "shapes", shapes)
+        object.__setattr__(self, "pad", pad)
+        if self.mode == "eager" and (self.schedule or shapes):
+            raise ConfigError(f'{"schedule" if self.schedule else "shapes"} needs mode="compiled"')
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -194,3 +204,6 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or not math.isfinite(value):
             raise ConfigError(f"{name} must be a positive number, not {value!r}")
         object.__setattr__(self, name, float(value))
+
+
+__all__ = ["Config", "ConfigError", "did_you_mean", "format_bytes", "parse_bytes"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,16 @@ class Programs:
     def __init__(self, config: Config, peers: Peers) -> None:
         self.config, self.peers = config, peers
         self._shared = 0
+
+    def cache_folder(self) -> Path | None:
+        """Where compiled programs and measured times are kept: Config.cache, $INTERLACE_CACHE or the user's cache."""
+        if self.config.cache == "off":
+            return None
+        given = self.config.cache or os.environ.get("INTERLACE_CACHE")
+        if given:
+            return Path(given).expanduser()
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return Path(home) / "interlace"
 
     def share(self, what: str, make: Callable[[], Source]) -> Source:
         """What make() gives on rank 0, on every rank."""

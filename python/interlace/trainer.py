@@ -33,8 +33,10 @@ from interlace.config import Config
 from interlace.distributed import PeerError, Peers
 from interlace.errors import InterlaceError
 from interlace.hyper import STATE_NAMES, Hyper, kind_of
+from interlace.loop import Loop
 from interlace.materialize import Weights, find_name
-from interlace.programs import Built, Programs, Source
+from interlace.planning import Planner
+from interlace.programs import Built, Source
 from interlace.states import WEIGHT, Parameter
 from interlace.step_trace import TraceError, check_writable, write_trace
 
@@ -71,7 +73,7 @@ class Trainer:
     """
 
     def __init__(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, programs: Programs, built: Built,
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, planner: Planner, built: Built,
         spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper,
     ) -> None:  # fmt: skip
         self.config = config
@@ -82,8 +84,9 @@ class Trainer:
         self.skipped = False
         self.swaps = 0
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
-        self._programs, self._runner, self._tensors, self._hyper = programs, runner, tensors, hyper
+        self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper
         self._use(built)
+        self._loop, self._traced = Loop(self, planner), False
         self._closed: str | None = None
         peers.on_close(self._drop)
 
@@ -97,11 +100,15 @@ class Trainer:
         then stay as they were when clipping or skip_nonfinite computes the norm), a rank that failed or was lost.
         """
         self._check_open()
+        self._loop.before_step(self._traced)
+        if self._traced:
+            self._executor.set_trace("on")  # of the program that this step runs
         with self._peers.guard(), self._determinism():
             inputs = self._inputs(batch)
             self._hyper.before_step()
             hyper = self._hyper.values()
             result = self._runner.step(inputs, hyper, self.steps)
+            self._loop.after_step()
         self.norm, self.outputs = result["norm"], result["outputs"]
         losses = self.outputs["loss"]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -129,12 +136,13 @@ class Trainer:
             problem = self._peers.exchange("trace file", check_writable(file) if self.rank == 0 else None)[0]
         if problem is not None:
             raise TraceError(problem)
-        self._executor.set_trace("on")
+        self._traced = True
         try:
             loss = self.step(batch)
             with self._peers.guard():
                 write_trace(self._executor, self._peers, file)
         finally:
+            self._traced = False
             if self._executor is not None:  # gone when a rank has failed
                 self._executor.set_trace("off")
         return loss
@@ -168,7 +176,9 @@ class Trainer:
         if self.config.mode == "eager":
             raise InterlaceError('a swap changes the compiled program; mode="eager" has none')
         with self._peers.guard():
-            source = self._programs.share(f"program of a swap at step {self.steps}", lambda: Source(text, [], {}, self._source.captured))
+            source = self._programs.share(
+                f"program of a swap at step {self.steps}", lambda: Source(text, [], {}, self._source.captured)
+            )
         self._swap(source)
 
     def _swap(self, source: Source) -> None:
@@ -282,6 +292,11 @@ class Trainer:
         After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
         self._check_open()
         return {**self._executor.stats(), "trainer_steps": self.steps, "swaps": self.swaps}
+
+    @property
+    def plans(self) -> list[dict[str, Any]]:
+        """What the schedule did so far, plan by plan: step, reason, passes, seconds, predicted and measured time and peak."""
+        return self._loop.plans
 
     # ---- state dicts ----
 
