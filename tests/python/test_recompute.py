@@ -1,0 +1,100 @@
+"""The pass `recompute` on real ranks: the same bits as without it, and a lower peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+import zoo
+from test_trainer_bits import digest
+from torch import nn
+
+import interlace
+
+STEPS = 30
+ROWS = 8
+# A budget lies between what is kept without recomputation and what mode=full keeps.
+PASSES = {
+    "llama": ["recompute", "recompute(mode=selective)", "recompute(mode=budget,bytes=270KiB)"],
+    "gpt2_dropout": ["recompute", "recompute(mode=selective)", "recompute(mode=budget,bytes=550KiB)"],
+    "batchnorm_blocks": ["recompute", "recompute(mode=selective)", "recompute(mode=budget,bytes=200KiB)"],
+    # One block that is the whole body (the elements of its list are single layers): its peak is that of its backward part.
+    "batchnorm": [
+        "recompute(blocks=body)",
+        "recompute(mode=selective,blocks=body)",
+        "recompute(mode=budget,bytes=17KiB,blocks=body)",
+    ],
+}
+
+
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(6, 6, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(6), nn.BatchNorm2d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(x + self.norm2(self.conv2(y)))
+
+
+class ConvBlocks(nn.Module):
+    """Residual blocks with BatchNorm, whose statistics must change once a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.blocks = nn.ModuleList(ConvBlock() for _ in range(4))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+zoo.CASES["batchnorm_blocks"] = zoo.Case(ConvBlocks, zoo.images, zoo.class_loss)
+
+
+def train(case: str, passes: list[str], optimizer: str = "adamw") -> list[tuple[list[float], str, int, int]]:
+    """(losses, digest of all weights, peak bytes, ops of a step) of each pipeline, from the same start."""
+    rank, _ = parity.rank_and_size()
+    out = []
+    for pipeline in passes:
+        model = zoo.build(case, torch.float32)
+        settings = interlace.Config(passes=pipeline, timeout_s=120)
+        example = zoo.CASES[case].batch(ROWS, rank)
+        with interlace.compile(
+            model, parity.make_optimizer(optimizer, model), zoo.CASES[case].loss, example, settings
+        ) as trainer:
+            losses = [
+                parity.mean_over_ranks(trainer.step(zoo.CASES[case].batch(ROWS, step * 100 + rank)))
+                for step in range(STEPS)
+            ]
+            stats: dict[str, Any] = trainer.stats()
+            out.append((losses, digest(dict(trainer.state_dict(all_ranks=True))), stats["peak_bytes"], stats["ops"]))
+    return out
+
+
+@pytest.mark.parametrize("sharding", ["shard", "zero1"])
+@pytest.mark.parametrize("case", list(PASSES))
+def test_the_same_bits_and_a_lower_peak(case: str, sharding: str) -> None:
+    rest = f"{sharding}(ranks=2),update(clip=0.3)"
+    pipelines = [f"canonicalize,{rest}", *(f"canonicalize,{p},{rest}" for p in PASSES[case])]
+    for plain, *others in ranks.run(train, 2, case, pipelines, timeout_s=300):
+        for name, other in zip(PASSES[case], others, strict=True):
+            assert other[:2] == plain[:2], f"{name}: losses or weights have other bits"
+            assert other[3] > plain[3], f"{name}: nothing ran again"
+            if case != "batchnorm":
+                assert other[2] < plain[2], f"{name}: peak {other[2]} bytes, {plain[2]} without"
+
+
+def test_the_same_bits_with_accumulation() -> None:
+    rest = "shard(ranks=2),accumulate(steps=2,mode=reduce_last),update"
+    pipelines = [f"canonicalize,{rest}", *(f"canonicalize,{p},{rest}" for p in PASSES["gpt2_dropout"])]
+    for plain, *others in ranks.run(train, 2, "gpt2_dropout", pipelines, timeout_s=300):
+        assert all(other[:2] == plain[:2] for other in others)
