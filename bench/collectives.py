@@ -1,4 +1,4 @@
-"""Our collectives on gloo (point-to-point on two groups, summed in rank order) against gloo's own, in the same ranks.
+"""Our collectives on the CPU (sockets between each two ranks, summed in rank order) against gloo's, in the same ranks.
 
     python bench/collectives.py
     python bench/collectives.py --ranks 4 --shard-mb 0.25 2.5 5 --rounds 30 --json out.json
@@ -30,8 +30,8 @@ def worker(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     timeout = timedelta(seconds=60)
     store = dist.FileStore(rendezvous, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-    up, down, own = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(3))
-    comm = testing.Comm("dp", rank, ranks, "gloo", 60.0, up.group_name, down.group_name)
+    own = dist.new_group(backend="gloo", timeout=timeout)
+    comm = testing.Comm("dp", rank, ranks, "tcp", 60.0, own.group_name)
     for megabytes in args.shard_mb:
         numel = max(1, int(megabytes * 1e6 / 4))
         shard, full = torch.randn(numel), torch.zeros(numel * ranks)

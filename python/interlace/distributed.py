@@ -229,7 +229,7 @@ class Peers:
             return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
 
         if self.device.type == "cpu":
-            self._groups = {name: make("gloo", name) for name in ("up", "down", "native")}
+            self._groups = {"native": make("gloo", "native")}
         else:
             self._groups = {"native": make(_native_backend(self.device), "native"), "host": make("gloo", "host")}
 
@@ -240,11 +240,10 @@ class Peers:
         if len(names) > 1 or names[0][1] != self.size:
             shape = " x ".join(f"{n}={s}" for n, s in names)
             raise InterlaceError(f"the program is for a mesh of {shape}, but the run has {self.size} ranks on one axis")
-        group = {name: g.group_name for name, g in self._groups.items()}
-        native = group.get("native", "")
-        backend = "none" if not group else ("gloo" if self.device.type == "cpu" else _native_backend(self.device))
+        group = self._groups.get("native")
+        backend = "none" if group is None else ("tcp" if self.device.type == "cpu" else _native_backend(self.device))
         axis = {"name": names[0][0], "rank": self.rank, "size": self.size, "backend": backend}
-        return [{**axis, "up": group.get("up", native), "down": group.get("down", native), "native": native}]
+        return [{**axis, "native": group.group_name if group is not None else ""}]
 
     def gather(self, mine: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
         """The ranks' equal 1-D parts, one after the other, on rank 0 (or on all); None elsewhere. The group's timeout holds."""

@@ -35,8 +35,6 @@ AxisSpec AxisOf(const py::dict& dict) {
   spec.rank = dict["rank"].cast<int64_t>();
   spec.size = dict["size"].cast<int64_t>();
   spec.backend = Take<std::string>(dict, "backend", "none");
-  spec.up = Take<std::string>(dict, "up", "");
-  spec.down = Take<std::string>(dict, "down", "");
   spec.native = Take<std::string>(dict, "native", "");
   return spec;
 }

@@ -24,9 +24,8 @@ T Unwrap(Result<T> result) {
 }
 
 std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
-                                 double timeout_s, const std::string& up, const std::string& down,
-                                 const std::string& native) {
-  return Unwrap(Comm::Create({name, rank, size, backend, up, down, native}, timeout_s));
+                                 double timeout_s, const std::string& group) {
+  return Unwrap(Comm::Create({name, rank, size, backend, group}, timeout_s));
 }
 
 at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
@@ -43,7 +42,7 @@ void BindTesting(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Comm>(m, "Comm")
       .def(py::init(&CreateComm), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("backend"),
-           py::arg("timeout_s"), py::arg("up") = "", py::arg("down") = "", py::arg("native") = "")
+           py::arg("timeout_s"), py::arg("group") = "", no_gil)
       .def(
           "start_gather",
           [](Comm& c, Tensors shards, Tensors fulls, std::string label) {
@@ -64,7 +63,8 @@ void BindTesting(py::module_& module) {
           no_gil)
       .def(
           "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
-      .def("set_recording", &Comm::SetRecording, py::arg("on"), py::arg("watch") = true)
+      .def("progress", &Comm::Progress, no_gil, "Moves what can be moved without waiting.")
+      .def("set_recording", &Comm::SetRecording, py::arg("on"))
       .def(
           "take_seconds",
           [](Comm& c, int64_t ticket) {

@@ -246,11 +246,11 @@ Result<std::unique_ptr<Comm>> Comm::Create(const AxisSpec& spec, double timeout_
   if (!(timeout_s > 0))
     return MakeError("axis ", spec.name, ": the timeout must be a positive number of seconds, not ", timeout_s);
   if (spec.size == 1) return MakeLocalComm(spec);
-  if (spec.backend == "gloo") return MakeGlooComm(spec, timeout_s);
+  if (spec.backend == "tcp") return MakeSocketComm(spec, timeout_s);
   if (spec.backend == "nccl" || spec.backend == "native") return MakeNativeComm(spec, timeout_s);
   return MakeError(
       "axis ", spec.name, ": backend \"", spec.backend, "\" is not supported for ", spec.size,
-      " ranks; use gloo (CPU), nccl (CUDA), or native (the process group's own collectives on any device)");
+      " ranks; use tcp (CPU), nccl (CUDA), or native (the process group's own collectives on any device)");
 }
 
 }  // namespace interlace

@@ -18,8 +18,8 @@ enum class CollectiveKind { kGather, kReduce, kAllReduce };
 std::unique_ptr<Comm> MakeLocalComm(const AxisSpec& spec);
 // The process group's own collectives (NCCL and its like); on return from Wait the current stream waits for the result.
 Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeout_s);
-// Point-to-point transfers on two gloo groups.
-Result<std::unique_ptr<Comm>> MakeGlooComm(const AxisSpec& spec, double timeout_s);
+// Transfers between each two ranks over TCP (comm_mesh.h).
+Result<std::unique_ptr<Comm>> MakeSocketComm(const AxisSpec& spec, double timeout_s);
 
 // Error: tensors that are not contiguous, of different dtypes or sizes, or that overlap where they must not.
 Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vector<at::Tensor>& inputs,

@@ -93,6 +93,7 @@ Status Executor::RunPhase(const Plan& plan) {
       MemoryScope::SetCurrentOp(at->op);
       at->run(at->data, frame_);
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
+      MoveTransfers();
     }
   } catch (const std::exception& error) {
     return OpFailure(at->op, MessageOf(error));
@@ -112,6 +113,7 @@ Status Executor::RunPhaseObserved(const Plan& plan, DebugObserver& observer) {
         return Ok{};
       }
       for (int32_t j = at.free_begin; j < at.free_end; ++j) frame_.slots[plan.frees[j]].reset();
+      MoveTransfers();
     } catch (const std::exception& error) {
       return OpFailure(at.op, MessageOf(error));
     }

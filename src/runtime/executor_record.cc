@@ -20,7 +20,7 @@ void Executor::BeginRecord() {
     instructions += plans_[phase - program_.phases.data()].instructions.size() * static_cast<size_t>(count);
   record_.samples.reserve(instructions);
   record_.persistent_bytes = store_.bytes() + const_bytes_;
-  for (const auto& [name, comm] : comms_) comm->SetRecording(true, record_.mode == TraceMode::kOn);
+  for (const auto& [name, comm] : comms_) comm->SetRecording(true);
   record_.begin_ns = NanosOf(CLOCK_MONOTONIC);
 }
 
@@ -90,6 +90,7 @@ Status Executor::RunPhaseRecorded(const Plan& plan) {
       }
       sample.peak_bytes = MemoryScope::TakePeak() - live_before_;
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
+      MoveTransfers();
       sample.end_ns = now = NanosOf(CLOCK_MONOTONIC);
     }
   } catch (const std::exception& error) {

@@ -27,11 +27,10 @@ class Ranks:
         timeout = timedelta(seconds=60)
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        self.groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(3)]
+        self.group = dist.new_group(backend="gloo", timeout=timeout).group_name
 
-    def comm(self, timeout_s: float = 30.0, backend: str = "gloo") -> testing.Comm:
-        up, down, native = (group.group_name for group in self.groups)
-        return testing.Comm("dp", self.rank, self.size, backend, timeout_s, up, down, native)
+    def comm(self, timeout_s: float = 30.0, backend: str = "tcp") -> testing.Comm:
+        return testing.Comm("dp", self.rank, self.size, backend, timeout_s, self.group)
 
     def data(self, rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -227,16 +226,12 @@ def check_misuse(ranks: Ranks) -> None:
     ticket = comm.start_all_reduce(torch.zeros(4), "x")
     comm.wait(ticket)
     assert message(lambda: comm.wait(ticket)) == f"axis dp: no transfer {ticket} is under way (waited for twice?)"
-    up, down, _ = (group.group_name for group in ranks.groups)
     create = testing.Comm
-    assert 'no gloo process group named "nowhere"' in message(
-        lambda: create("dp", ranks.rank, size, "gloo", 5.0, "nowhere", down)
-    )
-    assert "two groups are needed" in message(lambda: create("dp", ranks.rank, size, "gloo", 5.0, up, up))
+    assert 'no process group named "nowhere"' in message(lambda: create("dp", ranks.rank, size, "tcp", 5.0, "nowhere"))
     assert f"says rank {ranks.rank} of {size}, the axis says" in message(
-        lambda: create("dp", ranks.rank, size + 1, "gloo", 5.0, up, down)
+        lambda: create("dp", ranks.rank, size + 1, "tcp", 5.0, ranks.group)
     )
-    assert "positive number of seconds" in message(lambda: create("dp", ranks.rank, size, "gloo", 0.0, up, down))
+    assert "positive number of seconds" in message(lambda: create("dp", ranks.rank, size, "tcp", 0.0, ranks.group))
     assert 'backend "mpi" is not supported' in message(lambda: create("dp", ranks.rank, size, "mpi", 5.0))
 
 

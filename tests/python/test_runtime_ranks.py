@@ -29,10 +29,8 @@ def batches(rows: int) -> list[dict[str, torch.Tensor]]:
 
 
 def axis(rank: int, size: int) -> dict:
-    ranks = list(range(size))
-    up, down = dist.new_group(ranks, backend="gloo"), dist.new_group(ranks, backend="gloo")
-    groups = {"up": up.group_name, "down": down.group_name, "native": ""}
-    return {"name": "dp", "rank": rank, "size": size, "backend": "gloo", **groups}
+    group = dist.new_group(list(range(size)), backend="gloo")
+    return {"name": "dp", "rank": rank, "size": size, "backend": "tcp", "native": group.group_name}
 
 
 def train(rank: int, size: int, folder: str) -> None:

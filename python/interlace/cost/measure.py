@@ -151,7 +151,7 @@ class Collectives:
 
         (axis,) = peers.axes([("dp", peers.size)])
         self.peers = peers
-        self.comm = testing.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["up"], axis["down"])
+        self.comm = testing.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["native"])
 
     def time(self, kind: str, size: int) -> dict[str, float]:
         """Medians over repeated calls of `size` bytes, as the cost model counts them; ranks meet before each."""
@@ -232,7 +232,7 @@ class Collectives:
             value = torch.ones(max(1, size // 4))
             return lambda: comm.wait(comm.start_all_reduce(value, "all_reduce"))
         message = torch.ones(max(1, size // 4))
-        group = self.peers._groups["up"]
+        group = self.peers._groups["native"]
 
         def send() -> None:
             import torch.distributed as dist
