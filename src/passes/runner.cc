@@ -1,16 +1,19 @@
 #include "passes/runner.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 #include "ir/program.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/pass_table.h"
+#include "passes/search.h"
 
 namespace interlace {
 namespace {
@@ -58,11 +61,29 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   }
   std::vector<PassReport> reports;
   Program work = program.Clone();
+  // A search that also decides recomputation goes back to the captured program and the passes since.
+  std::optional<Program> captured;
+  size_t since = 0;
+  const auto recomputes = [](const PassCall& c) {
+    return c.pass->name == "search" && c.options.Text("recompute", "auto") == "auto";
+  };
+  const bool will_search = std::any_of(calls.begin(), calls.end(), recomputes);
   for (size_t i = 0; i < calls.size(); ++i) {
     const PassCall& call = calls[i];
     Program before = work.Clone();
+    if (will_search && work.level == Level::kCaptured && work.Meta("recompute") == nullptr) {
+      captured = work.Clone();
+      since = i;
+    }
     auto start = std::chrono::steady_clock::now();
-    Result<bool> changed = call.pass->run(work, call.options);
+    Result<bool> changed = true;
+    if (recomputes(call) && captured && work.level != Level::kCaptured) {
+      const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i));
+      Result<SearchResult> found = SearchRecomputation(*captured, between, call.options, work);
+      if (!found.ok()) changed = found.error();
+    } else {
+      changed = call.pass->run(work, call.options);
+    }
     if (!changed.ok()) {
       Error error{"pass '" + std::string(call.pass->name) + "': " + changed.error().message, changed.error().where};
       return WithRepro(std::move(error), before, calls, i, options);

@@ -8,7 +8,6 @@
 
 #include "passes/evaluate.h"
 #include "passes/keep.h"
-#include "passes/pipeline.h"
 #include "passes/runner.h"
 #include "passes/search_space.h"
 
@@ -24,7 +23,7 @@ class Searcher {
     INTERLACE_ASSIGN(space_, SearchSpace::Of(base_));
     int64_t ops = 0;
     for (const Phase& phase : base_.phases) ops += static_cast<int64_t>(phase.ops.size());
-    budget_ = options_.evaluations > 0 ? options_.evaluations : std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 600);
+    budget_ = options_.evaluations > 0 ? options_.evaluations : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 600)));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
     INTERLACE_TRY(Heuristics());
@@ -34,11 +33,6 @@ class Searcher {
     result_.evaluations = evaluations_;
     result_.seconds = Elapsed();
     result_.chosen = PickFromFront(result_.front, costs_.limit, options_.slack);
-    if (result_.chosen == result_.front.size()) {
-      const Candidate& least = result_.front.front();
-      return MakeError("no schedule fits into the limit of ", costs_.limit, " bytes: the smallest that was found needs ", least.bytes,
-                       "; use more ranks, recompute activations, or a smaller micro-batch with more accumulation");
-    }
     return std::move(result_);
   }
 
@@ -57,7 +51,7 @@ class Searcher {
   Status Plain() {
     ++evaluations_;
     INTERLACE_ASSIGN(Verdict verdict, Judge(base_, costs_));
-    Candidate plain{"plain", "", verdict.time_ps, verdict.bytes};
+    Candidate plain{"plain", "", "", verdict.time_ps, verdict.bytes};
     result_.heuristics.push_back(plain);
     all_.push_back(std::move(plain));
     return Ok{};
@@ -72,7 +66,7 @@ class Searcher {
     if (!RunPasses(program, calls, run).ok()) return Ok{};
     ++evaluations_;
     INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs_));
-    Candidate candidate{name, passes, verdict.time_ps, verdict.bytes};
+    Candidate candidate{name, "", passes, verdict.time_ps, verdict.bytes};
     result_.heuristics.push_back(candidate);
     all_.push_back(std::move(candidate));
     Result<Schedule> schedule = ScheduleOf(program, base_);
@@ -115,7 +109,7 @@ class Searcher {
     INTERLACE_ASSIGN(point.verdict, Judge(program, costs_, with_stalls));
     point.schedule = schedule;
     point.judged_stalls = with_stalls;
-    if (fresh) all_.push_back({"", text, point.verdict.time_ps, point.verdict.bytes});
+    if (fresh) all_.push_back({"", "", text, point.verdict.time_ps, point.verdict.bytes});
     return &point;
   }
 
@@ -199,19 +193,7 @@ class Searcher {
     return Ok{};
   }
 
-  std::vector<Candidate> Front() const {
-    std::vector<Candidate> sorted = all_;
-    std::stable_sort(sorted.begin(), sorted.end(), [](const Candidate& a, const Candidate& b) {
-      return std::pair(a.bytes, a.time_ps) < std::pair(b.bytes, b.time_ps);
-    });
-    std::vector<Candidate> front;
-    for (Candidate& c : sorted) {
-      if (!front.empty() && c.time_ps >= front.back().time_ps) continue;
-      if (c.name.empty()) c.name = "search";
-      front.push_back(std::move(c));
-    }
-    return front;
-  }
+  std::vector<Candidate> Front() const { return FrontOf(all_); }
 
   const Program& base_;
   const PassCosts& costs_;
@@ -223,16 +205,6 @@ class Searcher {
   std::vector<Candidate> all_;
   SearchResult result_;
 };
-
-// "name|passes|time in us|bytes" of each, separated by newlines: what explain reads.
-std::string Table(const std::vector<Candidate>& candidates, bool with_passes) {
-  std::string text;
-  for (const Candidate& c : candidates) {
-    text += (text.empty() ? "" : "\n") + c.name + "|" + std::to_string(c.time_ps / 1'000'000) + "|" + std::to_string(c.bytes);
-    if (with_passes) text += "|" + c.passes;
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -248,38 +220,21 @@ size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double 
   return front.size();
 }
 
-Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
-  return Searcher(base, costs, options).Run();
+std::vector<Candidate> FrontOf(std::vector<Candidate> all) {
+  std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) {
+    return std::pair(a.bytes, a.time_ps) < std::pair(b.bytes, b.time_ps);
+  });
+  std::vector<Candidate> front;
+  for (Candidate& c : all) {
+    if (!front.empty() && c.time_ps >= front.back().time_ps) continue;
+    if (c.name.empty()) c.name = "search";
+    front.push_back(std::move(c));
+  }
+  return front;
 }
 
-Result<bool> Search(Program& program, const PassOptions& options) {
-  if (program.level == Level::kCaptured) {
-    return MakeError("the program has no units; run shard, accumulate and update before search");
-  }
-  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
-  SearchOptions search;
-  INTERLACE_ASSIGN(search.evaluations, options.Int("evaluations", 0, 0));
-  INTERLACE_ASSIGN(search.seconds, options.Number("seconds", 0));
-  for (const char* name : {"cluster", "profile"}) {
-    const std::string* text = options.Find(name);
-    if (text != nullptr) search.costs_text += (search.costs_text.empty() ? "" : ",") + std::string(name) + "=" + *text;
-  }
-  INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
-  const Candidate& chosen = found.front[found.chosen];
-  if (!chosen.passes.empty()) {
-    INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(chosen.passes));
-    RunOptions run;
-    run.verify = false;
-    Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
-    if (!reports.ok()) return reports.error();
-  }
-  program.SetMeta("search.chosen", Table({chosen}, true));
-  program.SetMeta("search.front", Table(found.front, false));
-  program.SetMeta("search.heuristics", Table(found.heuristics, false));
-  program.SetMeta("search.bound_us", std::to_string(found.lower_bound_ps / 1'000'000));
-  program.SetMeta("search.evaluations", std::to_string(found.evaluations));
-  program.SetMeta("search.limit", costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
-  return true;
+Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
+  return Searcher(base, costs, options).Run();
 }
 
 }  // namespace interlace

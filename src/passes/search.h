@@ -15,6 +15,7 @@
 
 #include "base/result.h"
 #include "passes/cost_options.h"
+#include "passes/pipeline.h"
 #include "passes/schedule.h"
 
 namespace interlace {
@@ -22,12 +23,14 @@ namespace interlace {
 struct SearchOptions {
   int64_t evaluations = 0;        // simulations at most; 0: by the size of the program (they take about half a minute)
   double seconds = 0;             // stop after so long, with what there is; 0: no such stop (and the same result every time)
+  double share = 1;               // of the simulations that the program's size gives
   double slack = 0.01;            // of the best time that is given up for less memory
   std::string costs_text;         // `cluster=...,profile=...` for the heuristics' options; may be empty
 };
 
 struct Candidate {
   std::string name;               // what it came from: "plain", "prefetch", "search", ...
+  std::string recompute;          // the pass to run before the strategy; empty: none
   std::string passes;             // what makes it of the program that was searched
   int64_t time_ps = 0;
   int64_t bytes = 0;              // peak of a rank
@@ -36,20 +39,28 @@ struct Candidate {
 struct SearchResult {
   std::vector<Candidate> front;       // rising memory, falling time
   std::vector<Candidate> heuristics;  // each as it came out, the plain program first
-  size_t chosen = 0;                  // in front
+  size_t chosen = 0;                  // in front; its size when nothing fits into the limit
   int64_t lower_bound_ps = 0;         // no schedule is faster
   int64_t evaluations = 0;
   double seconds = 0;
 };
 
-// `base`: a program after shard, accumulate and update in which nothing has been moved, merged or kept. Error: not even the
-// smallest schedule fits into the limit (says what it needs, and what would lower it).
+// `base`: a program after shard, accumulate and update in which nothing has been moved, merged or kept.
 Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options);
 
+// The same with recomputation as one more choice: `between` (shard, accumulate, update, ...) runs on the captured program
+// after no, selective, partial and full recomputation, and every one of these is searched. `program` becomes the chosen one.
+Result<SearchResult> SearchRecomputation(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
+                                         Program& program);
+
+// Those of them that no other beats in both, by rising memory.
+std::vector<Candidate> FrontOf(std::vector<Candidate> all);
 // The smallest candidate of the front within `slack` of the fastest that fits; the front's size when none fits.
 size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double slack);
 
-// The pass. Options: cluster, profile, limit, evaluations, seconds. Leaves its result in the program's meta lines.
+// The pass, recompute=none (the runner calls SearchRecomputation for recompute=auto). Options: cluster, profile, limit,
+// evaluations, seconds. Leaves its result in the program's meta lines. Error: not even the smallest schedule fits into the limit
+// (says what it needs, and what would lower it).
 Result<bool> Search(Program& program, const PassOptions& options);
 
 }  // namespace interlace

@@ -59,6 +59,16 @@ void Later(int32_t& ahead, int32_t by) {
 
 }  // namespace
 
+std::vector<std::string> BlocksOf(const Program& program) {
+  std::vector<std::string> blocks;
+  std::set<std::string> seen;
+  for (const Param& param : program.params) {
+    std::string block = BlockOf(param.name);
+    if (!block.empty() && seen.insert(block).second) blocks.push_back(std::move(block));
+  }
+  return blocks;
+}
+
 Result<SearchSpace> SearchSpace::Of(const Program& base) {
   SearchSpace space;
   Program program = base.Clone();
@@ -67,13 +77,10 @@ Result<SearchSpace> SearchSpace::Of(const Program& base) {
   INTERLACE_ASSIGN(Transfers transfers, Transfers::Read(program, *phases[0]));
   space.bytes_.assign(program.units.size(), 0);
   std::vector<std::string> block_of(program.units.size());
-  std::set<std::string> blocks;
   for (const Param& param : program.params) {
-    if (param.unit == kNone) continue;
-    std::string block = BlockOf(param.name);
-    if (!block.empty() && blocks.insert(block).second) space.blocks_ += (space.blocks_.empty() ? "" : "+") + block;
-    block_of[param.unit] = std::move(block);
+    if (param.unit != kNone) block_of[param.unit] = BlockOf(param.name);
   }
+  for (const std::string& block : BlocksOf(program)) space.blocks_ += (space.blocks_.empty() ? "" : "+") + block;
   std::vector<int32_t> last_forward(program.units.size(), -1), first_backward(program.units.size(), -1);
   for (const Gather& gather : transfers.gathers) {
     std::vector<Item>& items = gather.part == Part::kBackward ? space.backward_ : space.forward_;

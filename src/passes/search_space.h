@@ -38,7 +38,7 @@ class SearchSpace {
   std::vector<Settings> Neighbours(const Settings& settings) const;
   // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising first.
   std::vector<Schedule> Moves(const Point& point) const;
-  // "model.layers.0+model.layers.1": the elements of the model's outermost module lists; empty when it has none.
+  // "model.layers.0+model.layers.1": BlocksOf; empty when there are none.
   const std::string& blocks() const { return blocks_; }
 
  private:
@@ -58,5 +58,8 @@ class SearchSpace {
   std::vector<int64_t> bytes_;                      // by unit
   std::string blocks_;
 };
+
+// The elements of the model's outermost module lists (model.layers.0, ...), in the order of their parameters.
+std::vector<std::string> BlocksOf(const Program& program);
 
 }  // namespace interlace

@@ -1,0 +1,140 @@
+// The pass `search`: with recompute=none on a program that has been sharded, with recompute=auto on what the runner kept of the
+// captured one.
+#include <limits>
+#include <set>
+
+#include "passes/runner.h"
+#include "passes/search.h"
+#include "passes/search_space.h"
+
+namespace interlace {
+namespace {
+
+// "name|time in us|bytes[|recompute|passes]" of each, separated by newlines: what explain reads.
+std::string Table(const std::vector<Candidate>& candidates, bool with_passes) {
+  std::string text;
+  for (const Candidate& c : candidates) {
+    text += (text.empty() ? "" : "\n") + c.name + "|" + std::to_string(c.time_ps / 1'000'000) + "|" + std::to_string(c.bytes);
+    if (with_passes) text += "|" + c.recompute + "|" + c.passes;
+  }
+  return text;
+}
+
+void WriteMeta(Program& program, const SearchResult& found, const PassCosts& costs) {
+  program.SetMeta("search.chosen", Table({found.front[found.chosen]}, true));
+  program.SetMeta("search.front", Table(found.front, false));
+  program.SetMeta("search.heuristics", Table(found.heuristics, false));
+  program.SetMeta("search.bound_us", std::to_string(found.lower_bound_ps / 1'000'000));
+  program.SetMeta("search.evaluations", std::to_string(found.evaluations));
+  program.SetMeta("search.limit", costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
+}
+
+Status RunText(Program& program, const std::string& passes) {
+  if (passes.empty()) return Ok{};
+  INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
+  RunOptions run;
+  run.verify = false;
+  Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
+  if (!reports.ok()) return reports.error();
+  return Ok{};
+}
+
+Status CheckFits(const SearchResult& found, const PassCosts& costs, bool recomputes) {
+  if (found.chosen < found.front.size()) return Ok{};
+  return MakeError("nothing fits into the limit of ", costs.limit, " bytes: the smallest schedule that was found needs ",
+                   found.front.front().bytes, "; raise the limit, use more ranks, ",
+                   recomputes ? "" : "let it recompute activations (recompute=auto), ",
+                   "or a smaller micro-batch with more accumulation");
+}
+
+Result<SearchOptions> ReadOptions(const PassOptions& options) {
+  SearchOptions search;
+  INTERLACE_ASSIGN(search.evaluations, options.Int("evaluations", 0, 0));
+  INTERLACE_ASSIGN(search.seconds, options.Number("seconds", 0));
+  for (const char* name : {"cluster", "profile"}) {
+    const std::string* text = options.Find(name);
+    if (text != nullptr) search.costs_text += (search.costs_text.empty() ? "" : ",") + std::string(name) + "=" + *text;
+  }
+  return search;
+}
+
+// Recomputation passes from none to all, by rising time and falling memory.
+std::vector<std::pair<std::string, std::string>> Variants(const Program& captured) {
+  std::vector<std::pair<std::string, std::string>> variants = {{"", ""}};
+  const std::vector<std::string> blocks = BlocksOf(captured);
+  if (blocks.empty()) return variants;
+  variants.emplace_back("selective recomputation", "recompute(mode=selective)");
+  std::set<size_t> counts;
+  for (size_t quarter : {1, 2, 3, 4}) counts.insert(std::max<size_t>(blocks.size() * quarter / 4, 1));
+  for (size_t count : counts) {
+    std::string text;
+    for (size_t i = 0; i < count; ++i) text += (i ? "+" : "") + blocks[i];
+    variants.emplace_back("recomputation of " + std::to_string(count) + " of " + std::to_string(blocks.size()) + " blocks",
+                          "recompute(mode=full,blocks=" + text + ")");
+  }
+  return variants;
+}
+
+}  // namespace
+
+Result<SearchResult> SearchRecomputation(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
+                                         Program& program) {
+  INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  const std::vector<std::pair<std::string, std::string>> variants = Variants(captured);
+  if (search.evaluations > 0) {
+    search.evaluations = std::max<int64_t>(search.evaluations / static_cast<int64_t>(variants.size()), 1);
+  } else {
+    search.share = 1.5 / static_cast<double>(variants.size());
+  }
+  search.seconds /= static_cast<double>(variants.size());
+  SearchResult all;
+  std::vector<Candidate> candidates;
+  RunOptions run;
+  run.verify = false;
+  for (const auto& [name, recompute] : variants) {
+    Program base = captured.Clone();
+    if (!recompute.empty() && !RunText(base, recompute).ok()) continue;  // a model in which nothing can run again
+    Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
+    if (!reports.ok()) return reports.error();
+    INTERLACE_ASSIGN(SearchResult found, SearchSchedules(base, costs, search));
+    if (recompute.empty()) {
+      all.heuristics = found.heuristics;
+      all.lower_bound_ps = found.lower_bound_ps;
+    }
+    for (Candidate& c : found.front) {
+      c.recompute = recompute;
+      if (!name.empty()) c.name += ", " + name;
+      candidates.push_back(std::move(c));
+    }
+    all.evaluations += found.evaluations;
+    all.seconds += found.seconds;
+  }
+  all.front = FrontOf(std::move(candidates));
+  all.chosen = PickFromFront(all.front, costs.limit, search.slack);
+  INTERLACE_TRY(CheckFits(all, costs, true));
+  const Candidate& chosen = all.front[all.chosen];
+  Program out = captured.Clone();
+  INTERLACE_TRY(RunText(out, chosen.recompute));
+  Result<std::vector<PassReport>> reports = RunPasses(out, between, run);
+  if (!reports.ok()) return reports.error();
+  INTERLACE_TRY(RunText(out, chosen.passes));
+  WriteMeta(out, all, costs);
+  program = std::move(out);
+  return all;
+}
+
+Result<bool> Search(Program& program, const PassOptions& options) {
+  if (program.level == Level::kCaptured) {
+    return MakeError("the program has no units; run shard, accumulate and update before search");
+  }
+  INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
+  INTERLACE_TRY(CheckFits(found, costs, false));
+  INTERLACE_TRY(RunText(program, found.front[found.chosen].passes));
+  WriteMeta(program, found, costs);
+  return true;
+}
+
+}  // namespace interlace
