@@ -60,16 +60,16 @@ class ConvBlocks(nn.Module):
 zoo.CASES["batchnorm_blocks"] = zoo.Case(ConvBlocks, zoo.images, zoo.class_loss)
 
 
-def train(case: str, passes: list[str], optimizer: str = "adamw") -> list[tuple[list[float], str, int, int]]:
+def train(case: str, passes: list[str], accumulation: int = 1) -> list[tuple[list[float], str, int, int]]:
     """(losses, digest of all weights, peak bytes, ops of a step) of each pipeline, from the same start."""
     rank, _ = parity.rank_and_size()
     out = []
     for pipeline in passes:
         model = zoo.build(case, torch.float32)
-        settings = interlace.Config(passes=pipeline, timeout_s=120)
+        settings = interlace.Config(passes=pipeline, accumulation=accumulation, timeout_s=120)
         example = zoo.CASES[case].batch(ROWS, rank)
         with interlace.compile(
-            model, parity.make_optimizer(optimizer, model), zoo.CASES[case].loss, example, settings
+            model, parity.make_optimizer("adamw", model), zoo.CASES[case].loss, example, settings
         ) as trainer:
             losses = [
                 parity.mean_over_ranks(trainer.step(zoo.CASES[case].batch(ROWS, step * 100 + rank)))
@@ -96,5 +96,5 @@ def test_the_same_bits_and_a_lower_peak(case: str, sharding: str) -> None:
 def test_the_same_bits_with_accumulation() -> None:
     rest = "shard(ranks=2),accumulate(steps=2,mode=reduce_last),update"
     pipelines = [f"canonicalize,{rest}", *(f"canonicalize,{p},{rest}" for p in PASSES["gpt2_dropout"])]
-    for plain, *others in ranks.run(train, 2, "gpt2_dropout", pipelines, timeout_s=300):
+    for plain, *others in ranks.run(train, 2, "gpt2_dropout", pipelines, 2, timeout_s=300):
         assert all(other[:2] == plain[:2] for other in others)
