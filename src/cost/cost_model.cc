@@ -131,18 +131,24 @@ Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
   if (!op.units.empty()) axis = program_->units[op.units[0]].axis;
   if (const Arg* given = op.Attr("axis")) axis = given->text;
   if (axis.empty() && program_->mesh.size() == 1) axis = program_->mesh[0].name;
+  // A gather's whole buffer is its results, everything else is counted by what goes in (recv by what comes out).
+  bool by_results = kind == CollectiveKind::kGather || op.name == "recv";
+  INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
+  int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
+  INTERLACE_ASSIGN(OpCost cost, CollectiveCost(kind, axis, bytes, units));
+  cost.sends = op.name != "recv";
+  cost.receives = op.name != "send";
+  return cost;
+}
+
+Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units) {
   GroupShape group = GroupOf(program_->mesh, axis, cluster_.per_node);
   OpCost cost;
   cost.group_ranks = group.ranks;
   cost.resource = group.within_node() ? Resource::kIntraLink : Resource::kInterLink;
-  cost.sends = op.name != "recv";
-  cost.receives = op.name != "send";
-  // A gather's whole buffer is its results, everything else is counted by what goes in (recv by what comes out).
-  bool by_results = kind == CollectiveKind::kGather || op.name == "recv";
-  INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
+  cost.sends = cost.receives = true;
   if (kind == CollectiveKind::kPointToPoint && group.ranks < 2) group.ranks = 2;
   if (group.ranks < 2) return cost;
-  int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
   int64_t messages = cluster_.coalesce ? 1 : units;
   CollectiveTime time = RingTime(cluster_, group, kind, bytes, messages);
   cost.source = OpCost::Source::kEstimated;

@@ -50,6 +50,8 @@ class CostModel {
 
   // Error: a size that is not yet a number, a time beyond 64 bits, a lane that the op cannot run on.
   Result<OpCost> Cost(const Op& op);
+  // Of a collective that need not exist: `units` buffers of `bytes` together, in one call along `axis`.
+  Result<OpCost> CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units);
 
   const ClusterSpec& cluster() const { return cluster_; }
   const Interference& interference() const { return interference_; }

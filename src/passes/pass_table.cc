@@ -3,10 +3,18 @@
 #include <sstream>
 
 #include "passes/accumulate.h"
+#include "passes/bucket.h"
 #include "passes/canonicalize.h"
+#include "passes/cost_options.h"
 #include "passes/precision.h"
+#include "passes/prefetch.h"
+#include "passes/recompute.h"
+#include "passes/reorder.h"
 #include "passes/replicate.h"
+#include "passes/schedule.h"
+#include "passes/search.h"
 #include "passes/shard.h"
+#include "passes/unshard.h"
 #include "passes/update.h"
 #include "passes/zero1.h"
 
@@ -31,6 +39,18 @@ std::span<const PassInfo> PassTable() {
        {{"param", kChoice, "none", "dtype that parameters are cast to before they are gathered", {"none", "bf16", "f16", "auto"}},
         {"reduce", kChoice, "none", "dtype that gradients are reduced in", {"none", "f32", "bf16", "f16"}}},
        Precision},
+      {"recompute",
+       "activation checkpointing: forward ops run again just before the backward ops that need them",
+       {{"mode",
+         kChoice,
+         "full",
+         "everything inside blocks, all but expensive ops, or as little as fits",
+         {"full", "selective", "budget"}},
+        {"blocks", kText, "elements of lists", "paths of modules, joined by +, that are a block each"},
+        {"save", kText, "products and attention", "selective: ops, joined by +, that do not run again"},
+        {"bytes", kBytes, "none", "budget: what may be kept for the backward part"},
+        {"cluster", kText, "local-1", "budget: preset whose kernel times count"}},
+       Recompute},
       {"shard",
        "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
        {kAxis, kRanks, kWait, {"ahead", kCount, "1", "gathers in flight ahead of the one waited for", {}, 0}},
@@ -58,6 +78,51 @@ std::span<const PassInfo> PassTable() {
         {"norm", kChoice, "auto", "compute the norm: auto (when clipping) or always", {"auto", "always"}},
         {"momentum", kChoice, "true", "give sgd a momentum buffer", {"true", "false"}}},
        Update},
+      {"schedule",
+       "carries out a schedule that was written down or found by search; units as u0+u3, buckets as u1+u2:AHEAD;u3",
+       {{"keep", kText, "none", "units that stay gathered through the step, or all"},
+        {"forward", kText, "none", "gathers of the forward part: coalesced units and the steps they are issued ahead"},
+        {"backward", kText, "none", "the same of the backward part"},
+        {"reduce", kText, "none", "coalesced reductions and how many later ones start before each is waited for"}},
+       SchedulePass},
+      {"bucket",
+       "gathers and reductions of several units become one call each (SimpleFSDP)",
+       {{"mode", kChoice, "manual", "buckets by module, or found greedily", {"manual", "greedy"}},
+        {"modules", kText, "required", "manual: paths of modules joined by +, * for any one component: embed+layers.*"},
+        {"time", kChoice, "faithful", "greedy: one latency and one rate, or the cost model", {"faithful", "model"}},
+        kLimitOption,
+        kClusterOption,
+        kProfileOption},
+       Bucket},
+      {"prefetch",
+       "gathers start as early as memory allows, small neighbours as one call (DeepCompile)",
+       {kLimitOption,
+        {"prefetch", kBytes, "2GB", "bytes under way or waiting at one time"},
+        {"alpha", kNumber, "1.5", "two calls become one when together they take more than this many times the one"},
+        kClusterOption,
+        kProfileOption},
+       Prefetch},
+      {"unshard",
+       "units stay gathered through a step where memory allows (DeepCompile)",
+       {{"units", kText, "auto", "auto, all, none, or those of a list u0+u3 whatever the limit"},
+        kLimitOption,
+        kClusterOption,
+        kProfileOption},
+       Unshard},
+      {"reorder",
+       "a gather starts before or after the wait for the one before it (SimpleFSDP)",
+       {{"forward", kChoice, "before", "place of gathers in the forward part", {"before", "after"}},
+        {"backward", kChoice, "after", "place of gathers in the backward part", {"after", "before"}}},
+       Reorder},
+      {"search",
+       "decides buckets, positions and kept units together by simulation, within the limit; never worse than the heuristics",
+       {kClusterOption,
+        kProfileOption,
+        kLimitOption,
+        {"recompute", kChoice, "auto", "also decide what runs again in the backward part, or leave that as it is", {"auto", "none"}},
+        {"evaluations", kCount, "0", "simulations at most; 0: by the size of the program", {}, 0},
+        {"seconds", kNumber, "0", "stop after so long with the best until then; 0: no such stop"}},
+       Search},
   };
   return table;
 }

@@ -14,18 +14,19 @@ OpId LeadOf(const Program& program, ValueId operand) {
   const Value& value = program.value(operand);
   if (value.kind != ValueKind::kResult || value.def == kNone) return kNone;
   const Op& op = program.op(value.def);
-  if (IsOwnOp(op.name) || HasEffect(program, op) || op.rng) return kNone;
+  if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng) return kNone;
   bool of_states = true;
   ForEachOperand(op, [&](ValueId id) { of_states = of_states && program.value(id).kind == ValueKind::kState; });
   return of_states ? op.id : kNone;
 }
 
-// Whether a gather.start can be moved: whole parameters, from states or from what is made of them.
-bool IsMovable(const Program& program, const Op& op) {
+// Whether a gather.start can be moved: whole parameters, from states or from what is made of them for this gather alone.
+bool IsMovable(const Program& program, const Op& op, const std::unordered_map<ValueId, int32_t>& uses) {
   bool movable = op.name == "gather.start" && !op.results.empty();
   for (ValueId id : op.results) movable = movable && id != kNone && program.RootOf(id) == id;
   ForEachOperand(op, [&](ValueId id) {
-    movable = movable && (program.value(id).kind == ValueKind::kState || LeadOf(program, id) != kNone);
+    const bool own = LeadOf(program, id) != kNone && uses.at(id) == 1;
+    movable = movable && (program.value(id).kind == ValueKind::kState || own);
   });
   return movable;
 }
@@ -46,9 +47,14 @@ class Reader {
       : program_(program), phase_(phase), out_(out), skeleton_(skeleton) {}
 
   Result<int32_t> Run() {
+    std::unordered_map<ValueId, int32_t> uses;
+    for (OpId id : phase_.ops) {
+      ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) { ++uses[v]; });
+    }
+    for (ValueId v : phase_.gives) ++uses[v];
     std::unordered_set<OpId> leads;
     for (OpId id : phase_.ops) {
-      if (!IsMovable(program_, program_.op(id))) continue;
+      if (!IsMovable(program_, program_.op(id), uses)) continue;
       ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) {
         if (OpId lead = LeadOf(program_, v); lead != kNone) leads.insert(lead);
       });
@@ -59,7 +65,7 @@ class Reader {
       const Op& op = program_.op(phase_.ops[i]);
       if (leads.count(op.id) > 0) continue;
       order_ = (i + 1) * Transfers::kSpacing;
-      if (IsMovable(program_, op)) {
+      if (IsMovable(program_, op, uses)) {
         INTERLACE_TRY(AddGather(op));
       } else if (op.name == "reduce.start") {
         INTERLACE_TRY(AddReduce(op));

@@ -1,0 +1,110 @@
+#include "passes/bucket.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "ir/op_table.h"
+#include "passes/bucket_greedy.h"
+#include "passes/bucket_modules.h"
+#include "passes/cost_options.h"
+#include "passes/transfers.h"
+
+namespace interlace {
+namespace {
+
+using GatherGroups = std::vector<std::vector<size_t>>;  // indices of gathers or reductions that become one
+
+// What has one bucket, one part (-1: none) and one axis is one call. Transfers that hold units of several buckets already stay as they are.
+template <typename Transfer>
+std::vector<std::vector<size_t>> GroupsOf(const Program& program, const std::vector<Transfer>& all,
+                                          const std::vector<int32_t>& bucket_of, auto&& part_of) {
+  std::map<std::tuple<int, int32_t, std::string>, std::vector<size_t>> groups;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const std::vector<UnitId>& units = all[i].units;
+    const int32_t bucket = bucket_of[units[0]];
+    const bool whole = std::all_of(units.begin(), units.end(), [&](UnitId unit) { return bucket_of[unit] == bucket; });
+    if (bucket >= 0 && whole && part_of(all[i]) >= 0) groups[{part_of(all[i]), bucket, program.units[units[0]].axis}].push_back(i);
+  }
+  std::vector<std::vector<size_t>> out;
+  for (auto& [key, group] : groups) out.push_back(std::move(group));
+  return out;
+}
+
+Status MergeReductions(Transfers& transfers, const std::vector<std::vector<size_t>>& groups) {
+  for (const std::vector<size_t>& group : groups) {
+    Reduce& into = transfers.reduces[group[0]];
+    for (size_t i = 1; i < group.size(); ++i) {
+      Reduce& from = transfers.reduces[group[i]];
+      if (into.tail.empty() != from.tail.empty() || std::max(into.at, from.at) > std::min(into.latest, from.latest)) {
+        return MakeError("the reductions of ", UnitNames(into.units), " and ", UnitNames(from.units),
+                         " cannot be one: the sum of one is used before the other's gradients are there");
+      }
+      transfers.Merge(into, from);
+      into.wait = std::min(into.wait, into.latest);
+    }
+  }
+  return Ok{};
+}
+
+// The units that backward gathers bring together, as numbers for reductions.
+std::vector<int32_t> TogetherInBackward(const Program& program, const Transfers& transfers, const GatherGroups& groups) {
+  std::vector<int32_t> bucket_of(program.units.size(), -1);
+  for (size_t b = 0; b < groups.size(); ++b) {
+    for (size_t i : groups[b]) {
+      const Gather& gather = transfers.gathers[i];
+      if (gather.need < transfers.backward_begin()) continue;
+      for (UnitId unit : gather.units) bucket_of[unit] = static_cast<int32_t>(b);
+    }
+  }
+  return bucket_of;
+}
+
+}  // namespace
+
+Result<bool> Bucket(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"manual", "greedy"}));
+  INTERLACE_ASSIGN(std::string time, options.Choice("time", {"faithful", "model"}));
+  std::vector<int32_t> bucket_of;
+  PassCosts costs;
+  if (mode == "manual") {
+    if (options.Find("modules") == nullptr) {
+      return MakeError("bucket(mode=manual) needs modules=a+b, for example modules=model.layers.*; or take mode=greedy");
+    }
+    INTERLACE_ASSIGN(bucket_of, BucketsOfModules(program, options.Text("modules", "")));
+  } else {
+    if (options.Find("modules") != nullptr) return MakeError("bucket(mode=greedy) finds the buckets itself; leave modules= out");
+    INTERLACE_ASSIGN(costs, ReadCosts(program, options));
+  }
+  bool changed = false;
+  for (Phase* phase : MicroBatches(program)) {
+    INTERLACE_ASSIGN(Transfers transfers, Transfers::Read(program, *phase));
+    auto part_of = [&](const Gather& gather) {
+      if (gather.need >= transfers.size()) return -1;  // another phase waits for it
+      return gather.need >= transfers.backward_begin() ? 1 : 0;
+    };
+    GatherGroups gathers;
+    std::vector<int32_t> reduce_bucket_of = bucket_of;
+    if (mode == "manual") {
+      gathers = GroupsOf(program, transfers.gathers, bucket_of, part_of);
+    } else {
+      INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+      INTERLACE_ASSIGN(gathers, GreedyBuckets(program, transfers, model, {costs.limit, time == "model"}));
+      reduce_bucket_of = TogetherInBackward(program, transfers, gathers);
+    }
+    const GatherGroups reduces = GroupsOf(program, transfers.reduces, reduce_bucket_of, [](const Reduce&) { return 0; });
+    for (const std::vector<size_t>& group : gathers) {
+      for (size_t i = 1; i < group.size(); ++i) {
+        changed = true;
+        transfers.Merge(transfers.gathers[group[0]], transfers.gathers[group[i]]);
+      }
+    }
+    for (const std::vector<size_t>& group : reduces) changed = changed || group.size() > 1;
+    INTERLACE_TRY(MergeReductions(transfers, reduces));
+    INTERLACE_TRY(transfers.Write());
+  }
+  return changed;
+}
+
+}  // namespace interlace

@@ -1,0 +1,119 @@
+#include "passes/bucket_modules.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string_view>
+
+#include "base/suggest.h"
+#include "passes/transfers.h"
+
+namespace interlace {
+namespace {
+
+std::vector<std::string_view> SplitPath(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t stop = std::min(text.find(separator, at), text.size());
+    parts.push_back(text.substr(at, stop - at));
+    at = stop + 1;
+  }
+  return parts;
+}
+
+// The module of `name` that the pattern stands for ("model.layers.*" and "model.layers.3.w" give "model.layers.3"), or "".
+std::string_view OwnerIn(const std::vector<std::string_view>& pattern, std::string_view name) {
+  const std::vector<std::string_view> path = SplitPath(name, '.');
+  if (path.size() <= pattern.size()) return {};  // the last component is the parameter's own
+  size_t length = 0;
+  for (size_t i = 0; i < pattern.size(); ++i) {
+    if (pattern[i] != "*" && pattern[i] != path[i]) return {};
+    length += path[i].size() + (i > 0 ? 1 : 0);
+  }
+  return name.substr(0, length);
+}
+
+struct Owner {
+  std::string_view module;
+  size_t entry = 0;
+};
+
+class ModuleBuckets {
+ public:
+  ModuleBuckets(const Program& program, const std::string& modules)
+      : program_(program), text_(modules), entries_(SplitPath(text_, '+')) {
+    for (std::string_view entry : entries_) patterns_.push_back(SplitPath(entry, '.'));
+  }
+
+  Result<std::vector<int32_t>> Run() {
+    std::vector<bool> used(entries_.size(), false);
+    std::vector<int32_t> bucket_of(program_.units.size(), -1);
+    std::vector<const Param*> named(program_.units.size(), nullptr);  // the parameter that said so, or that has no owner
+    std::map<std::string_view, int32_t> buckets;
+    for (const Param& param : program_.params) {
+      if (param.unit == kNone) continue;
+      INTERLACE_ASSIGN(Owner owner, OwnerOf(param, used));
+      int32_t bucket = -1;
+      if (!owner.module.empty()) bucket = buckets.try_emplace(owner.module, static_cast<int32_t>(buckets.size())).first->second;
+      if (named[param.unit] != nullptr && bucket_of[param.unit] != bucket) {
+        return MakeError("'", named[param.unit]->name, "' and '", param.name, "' share u", param.unit,
+                         " but not a module of the list; bucket before units are joined");
+      }
+      bucket_of[param.unit] = bucket;
+      named[param.unit] = &param;
+    }
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      if (used[i]) continue;
+      const std::vector<std::string_view> known = KnownModules();
+      return MakeError("option modules: '", entries_[i], "' owns no parameter", DidYouMean(entries_[i], known));
+    }
+    return bucket_of;
+  }
+
+ private:
+  // The first of a parameter's names that an entry owns; another entry that owns the same name overlaps.
+  Result<Owner> OwnerOf(const Param& param, std::vector<bool>& used) const {
+    Owner owner;
+    auto look = [&](const std::string& name) -> Status {
+      for (size_t i = 0; i < entries_.size(); ++i) {
+        const std::string_view module = OwnerIn(patterns_[i], name);
+        if (module.empty()) continue;
+        if (!owner.module.empty()) {
+          return MakeError("option modules: '", entries_[owner.entry], "' and '", entries_[i], "' overlap: both own '", name, "'");
+        }
+        owner = {module, i};
+        used[i] = true;
+      }
+      return Ok{};
+    };
+    INTERLACE_TRY(look(param.name));
+    for (const std::string& alias : param.aliases) {
+      if (owner.module.empty()) INTERLACE_TRY(look(alias));
+    }
+    return owner;
+  }
+
+  // Every path that owns a parameter, for "did you mean".
+  std::vector<std::string_view> KnownModules() const {
+    std::set<std::string_view> known;
+    for (const Param& param : program_.params) {
+      for (size_t dot = param.name.find('.'); dot != std::string::npos; dot = param.name.find('.', dot + 1)) {
+        known.insert(std::string_view(param.name).substr(0, dot));
+      }
+    }
+    return {known.begin(), known.end()};
+  }
+
+  const Program& program_;
+  const std::string text_;
+  const std::vector<std::string_view> entries_;
+  std::vector<std::vector<std::string_view>> patterns_;
+};
+
+}  // namespace
+
+Result<std::vector<int32_t>> BucketsOfModules(const Program& program, const std::string& modules) {
+  return ModuleBuckets(program, modules).Run();
+}
+
+}  // namespace interlace

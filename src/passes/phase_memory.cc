@@ -1,0 +1,26 @@
+#include "passes/phase_memory.h"
+
+#include <algorithm>
+
+namespace interlace {
+
+int64_t PhaseMemory::Peak() const {
+  return at.empty() ? liveness.persistent_bytes : *std::max_element(at.begin(), at.end());
+}
+
+Result<PhaseMemory> MemoryOf(const Program& program, const Phase& phase, CostModel& model) {
+  PhaseMemory out;
+  INTERLACE_ASSIGN(out.liveness, ComputeLiveness(program, phase));
+  const auto count = static_cast<int32_t>(phase.ops.size());
+  out.at.resize(count);
+  for (int32_t i = 0; i < count; ++i) {
+    INTERLACE_ASSIGN(OpCost cost, model.Cost(program.op(phase.ops[i])));
+    out.at[i] = out.Before(i) + cost.transient_bytes;
+  }
+  for (const StorageLife& life : out.liveness.storages) {
+    if (life.first >= 0) out.at[life.first] += life.bytes;
+  }
+  return out;
+}
+
+}  // namespace interlace

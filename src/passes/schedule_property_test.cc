@@ -1,0 +1,109 @@
+// Random programs through random sequences of the papers' schedule passes: the verifier is content after every pass, the text
+// reads back, and the interpreter gives the bits of the textbook step. INTERLACE_SOAK=1 runs more of them.
+#include <cstdlib>
+#include <random>
+
+#include "ir/testing/interpreter.h"
+#include "ir/testing/random_program.h"
+#include "passes/pass_test_support.h"
+
+namespace interlace {
+namespace {
+
+using testing::FirstDifference;
+using testing::Interpret;
+using testing::InterpretOptions;
+using testing::RandomProgram;
+using testing::RandomProgramOptions;
+using testing::RunResult;
+
+template <typename T>
+T OneOf(std::mt19937_64& random, std::initializer_list<T> choices) {
+  return *(choices.begin() + random() % choices.size());
+}
+
+struct ScheduleCase {
+  RandomProgramOptions program;
+  InterpretOptions run;
+};
+
+ScheduleCase RandomScheduleCase(uint64_t seed) {
+  std::mt19937_64 random(seed * 31 + 5);
+  ScheduleCase out;
+  out.program.seed = seed + 5000;
+  out.program.layers = 1 + static_cast<int>(random() % 6);
+  out.program.max_width = OneOf<int64_t>(random, {3, 13, 40});
+  out.program.dtype = OneOf(random, {DType::kF32, DType::kF32, DType::kBF16});
+  out.run.steps = 2;
+  out.run.ranks = 1 + static_cast<int64_t>(seed % 4);
+  out.run.accumulation = OneOf<int64_t>(random, {1, 1, 2, 3, 4});
+  out.run.accumulate_mode = OneOf<const char*>(random, {"reduce_each", "reduce_last"});
+  return out;
+}
+
+// One of the passes with random options; limits around what such programs take.
+std::string RandomPass(std::mt19937_64& random) {
+  const std::string cluster = ",cluster=" + std::string(OneOf<const char*>(random, {"local-4", "h100-80gb-4", "l4-24gb-4"}));
+  const std::string limit = random() % 2 ? ",limit=" + std::to_string(500 + random() % 30000) : "";
+  switch (random() % 5) {
+    case 0:
+      return "bucket(mode=greedy,time=" + std::string(OneOf<const char*>(random, {"faithful", "model"})) + cluster + limit + ")";
+    case 1:
+      return "bucket(modules=" + std::string(OneOf<const char*>(random, {"*", "layers.*"})) + ")";
+    case 2:
+      return "prefetch(alpha=" + std::string(OneOf<const char*>(random, {"0", "1", "1.5"})) +
+             (random() % 2 ? ",prefetch=" + std::to_string(100 + random() % 3000) : "") + cluster + limit + ")";
+    case 3:
+      return "unshard(units=" + std::string(OneOf<const char*>(random, {"auto", "auto", "all"})) + cluster + limit + ")";
+    default:
+      return "reorder(forward=" + std::string(OneOf<const char*>(random, {"before", "after"})) +
+             ",backward=" + OneOf<const char*>(random, {"before", "after"}) + ")";
+  }
+}
+
+std::string RandomPasses(std::mt19937_64& random, const std::string& sharding, const InterpretOptions& run) {
+  std::string text = "canonicalize," + sharding + "(ranks=" + std::to_string(run.ranks);
+  if (random() % 2) text += ",wait=now";
+  if (sharding == "shard") text += ",ahead=" + std::to_string(random() % 3);
+  text += "),accumulate(steps=" + std::to_string(run.accumulation) + ",mode=" + run.accumulate_mode + "),update";
+  const uint64_t count = 1 + random() % 4;
+  for (uint64_t i = 0; i < count; ++i) text += "," + RandomPass(random);
+  return random() % 4 == 0 ? text + ",canonicalize" : text;
+}
+
+class ScheduleProperty : public ::testing::TestWithParam<int> {};
+
+TEST_P(ScheduleProperty, SameBitsAsTheTextbookStep) {
+  constexpr int kEach = 20;
+  for (int i = 0; i < kEach; ++i) {
+    auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
+    ScheduleCase test = RandomScheduleCase(seed);
+    const Program captured = RandomProgram(test.program);
+    Result<RunResult> expected = Interpret(captured, test.run);
+    ASSERT_TRUE(expected.ok()) << expected.error().ToString();
+    std::mt19937_64 random(seed * 77 + 1);
+    for (const char* sharding : {"shard", "shard", "zero1"}) {
+      const std::string pipeline = RandomPasses(random, sharding, test.run);
+      SCOPED_TRACE("seed " + std::to_string(seed) + " " + pipeline);
+      Program program = RandomProgram(test.program);
+      Result<std::vector<PassCall>> calls = ParsePipeline(pipeline);
+      ASSERT_TRUE(calls.ok()) << calls.error().ToString();
+      Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
+      if (!reports.ok() && reports.error().message.find("owns no parameter") != std::string::npos) continue;  // no such module
+      ASSERT_TRUE(reports.ok()) << reports.error().ToString();
+      const std::string text = Print(program);
+      Result<Program> parsed = Parse(text);
+      ASSERT_TRUE(parsed.ok()) << parsed.error().ToString();
+      EXPECT_EQ(Print(*parsed), text);
+      Result<RunResult> actual = Interpret(program, test.run);
+      ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << text;
+      ASSERT_EQ(FirstDifference(*expected, *actual), "") << text;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, ScheduleProperty,
+                         ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 400 : 10));
+
+}  // namespace
+}  // namespace interlace
