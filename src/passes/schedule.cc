@@ -233,7 +233,8 @@ Result<Schedule> ScheduleOf(Program& program, const Program& before) {
       if (gather.part != part) continue;
       const auto need = std::lower_bound(steps.begin(), steps.end(), gather.need) - steps.begin();
       const auto at = std::lower_bound(steps.begin(), steps.end(), gather.at) - steps.begin();
-      buckets.push_back({gather.units, static_cast<int32_t>(need - at)});
+      const bool before_all = !steps.empty() && gather.at < steps[0];
+      buckets.push_back({gather.units, static_cast<int32_t>(need - at) + (before_all ? 1 : 0)});
     }
   }
   for (size_t i = 0; i < transfers.reduces.size(); ++i) {

@@ -1,0 +1,202 @@
+// The search on random programs whose links are slow: never worse than what it starts from, the limit is obeyed, a higher limit
+// never gives a slower step, the same result every time, and the same bits as the plain program.
+#include "passes/search.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "ir/testing/interpreter.h"
+#include "ir/testing/random_program.h"
+#include "ir/text.h"
+#include "passes/evaluate.h"
+#include "passes/keep.h"
+#include "passes/runner.h"
+#include "passes/schedule.h"
+
+namespace interlace {
+namespace {
+
+Program Base(uint64_t seed, int64_t steps, const std::string& more = "") {
+  testing::RandomProgramOptions options;
+  options.seed = seed;
+  options.layers = 6;
+  options.max_width = 40;
+  Program program = testing::RandomProgram(options);
+  Result<std::vector<PassCall>> calls =
+      ParsePipeline("canonicalize,shard(ranks=2,ahead=0),accumulate(steps=" + std::to_string(steps) + "),update" + more);
+  EXPECT_TRUE(calls.ok()) << ErrorOf(calls);
+  Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
+  EXPECT_TRUE(reports.ok()) << ErrorOf(reports);
+  return program;
+}
+
+PassCosts Costs(const Program& program, int64_t limit = std::numeric_limits<int64_t>::max()) {
+  Result<PassCosts> costs = ReadCosts(program, {});
+  EXPECT_TRUE(costs.ok()) << ErrorOf(costs);
+  costs->limit = limit;
+  return std::move(*costs);
+}
+
+SearchOptions Few() {
+  SearchOptions options;
+  options.evaluations = 150;
+  return options;
+}
+
+TEST(Search, NeverWorseThanWhatItStartsFrom) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Program base = Base(seed, 1 + static_cast<int64_t>(seed % 3));
+    PassCosts costs = Costs(base);
+    Result<SearchResult> found = SearchSchedules(base, costs, Few());
+    ASSERT_TRUE(found.ok()) << ErrorOf(found);
+    ASSERT_LT(found->chosen, found->front.size());
+    EXPECT_EQ(found->heuristics.front().name, "plain");
+    EXPECT_GE(found->heuristics.size(), 5U) << "the papers' passes";
+    int64_t best = std::numeric_limits<int64_t>::max();
+    for (const Candidate& c : found->heuristics) best = std::min(best, c.time_ps);
+    EXPECT_LE(found->front.back().time_ps, best);
+    EXPECT_LE(static_cast<double>(found->front[found->chosen].time_ps), 1.01 * static_cast<double>(best));
+    EXPECT_GE(found->front.back().time_ps, found->lower_bound_ps);
+    for (size_t i = 1; i < found->front.size(); ++i) {
+      EXPECT_GT(found->front[i].bytes, found->front[i - 1].bytes);
+      EXPECT_LT(found->front[i].time_ps, found->front[i - 1].time_ps);
+    }
+  }
+}
+
+TEST(Search, WhatItSaysIsWhatThePassesMake) {
+  Program base = Base(3, 2);
+  PassCosts costs = Costs(base);
+  Result<SearchResult> found = SearchSchedules(base, costs, Few());
+  ASSERT_TRUE(found.ok()) << ErrorOf(found);
+  for (const Candidate& c : found->front) {
+    Program program = base.Clone();
+    Result<std::vector<PassCall>> calls = ParsePipeline(c.passes);
+    ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
+    Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
+    ASSERT_TRUE(reports.ok()) << ErrorOf(reports);
+    Result<Verdict> verdict = Judge(program, costs);
+    ASSERT_TRUE(verdict.ok()) << ErrorOf(verdict);
+    EXPECT_EQ(verdict->time_ps, c.time_ps) << c.passes;
+    EXPECT_EQ(verdict->bytes, c.bytes) << c.passes;
+  }
+}
+
+TEST(Search, AHigherLimitIsNeverSlower) {
+  for (uint64_t seed : {2, 5}) {
+    Program base = Base(seed, 2);
+    Result<SearchResult> free = SearchSchedules(base, Costs(base), Few());
+    ASSERT_TRUE(free.ok()) << ErrorOf(free);
+    const int64_t least = free->front.front().bytes, most = free->front.back().bytes;
+    int64_t last = std::numeric_limits<int64_t>::max();
+    for (int step = 0; step <= 12; ++step) {
+      const int64_t limit = least + (most - least) * step / 12;
+      Result<SearchResult> found = SearchSchedules(base, Costs(base, limit), Few());
+      ASSERT_TRUE(found.ok()) << ErrorOf(found);
+      ASSERT_LT(found->chosen, found->front.size());
+      EXPECT_LE(found->front[found->chosen].bytes, limit);
+      EXPECT_LE(found->front[found->chosen].time_ps, last) << "seed " << seed << ", step " << step;
+      last = found->front[found->chosen].time_ps;
+    }
+  }
+}
+
+TEST(Search, TheSameEveryTime) {
+  std::string first = Print(Base(4, 2, ",search(evaluations=80)"));
+  EXPECT_EQ(Print(Base(4, 2, ",search(evaluations=80)")), first);
+  EXPECT_NE(first.find("meta search.chosen"), std::string::npos);
+}
+
+TEST(Search, ALimitThatNothingFitsNamesTheLeast) {
+  testing::RandomProgramOptions options;
+  Program program = testing::RandomProgram(options);
+  Result<std::vector<PassCall>> calls = ParsePipeline("shard(ranks=2),update,search(limit=64,recompute=none,evaluations=10)");
+  ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
+  const std::string error = ErrorOf(RunPasses(program, *calls));
+  EXPECT_NE(error.find("nothing fits into the limit of 64 bytes: the smallest schedule that was found needs"), std::string::npos)
+      << error;
+}
+
+TEST(Search, KeepsTheBits) {
+  for (uint64_t seed = 10; seed < 22; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    testing::RandomProgramOptions options;
+    options.seed = seed;
+    options.layers = 1 + static_cast<int>(seed % 5);
+    testing::InterpretOptions run;
+    run.ranks = 2 + static_cast<int64_t>(seed % 2);
+    run.steps = 2;
+    run.accumulation = 1 + static_cast<int64_t>(seed % 4);
+    run.accumulate_mode = seed % 2 ? "reduce_each" : "reduce_last";
+    Program program = testing::RandomProgram(options);
+    Result<testing::RunResult> expected = testing::Interpret(program, run);
+    ASSERT_TRUE(expected.ok()) << ErrorOf(expected);
+    const std::string pipeline = "canonicalize,shard(ranks=" + std::to_string(run.ranks) +
+                                 "),accumulate(steps=" + std::to_string(run.accumulation) + ",mode=" + run.accumulate_mode +
+                                 "),update,search(evaluations=60)";
+    Result<std::vector<PassCall>> calls = ParsePipeline(pipeline);
+    ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
+    Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
+    ASSERT_TRUE(reports.ok()) << ErrorOf(reports);
+    Result<testing::RunResult> actual = testing::Interpret(program, run);
+    ASSERT_TRUE(actual.ok()) << ErrorOf(actual) << Print(program);
+    EXPECT_EQ(testing::FirstDifference(*expected, *actual), "") << Print(program);
+  }
+}
+
+TEST(PickFromFront, TheSmallestWithinOnePercentOfTheFastestThatFits) {
+  const std::vector<Candidate> front = {{"a", "", "", 1000, 10}, {"b", "", "", 905, 20}, {"c", "", "", 900, 30}, {"d", "", "", 800, 40}};
+  EXPECT_EQ(PickFromFront(front, 9, 0.01), 4U) << "nothing fits";
+  EXPECT_EQ(PickFromFront(front, 10, 0.01), 0U);
+  EXPECT_EQ(PickFromFront(front, 30, 0.01), 1U) << "905 <= 909";
+  EXPECT_EQ(PickFromFront(front, 30, 0), 2U);
+  EXPECT_EQ(PickFromFront(front, 1000, 0.01), 3U);
+}
+
+TEST(Schedule, TextsReadBack) {
+  Program base = Base(7, 2);
+  Schedule schedule;
+  schedule.keep = {0, 2};
+  schedule.forward = {{{0, 1}, 2}, {{2}, Schedule::kAtOnce}};
+  schedule.reduce = {{{1}, 3}};
+  const std::string text = PrintSchedule(schedule);
+  EXPECT_EQ(text, "schedule(keep=u0+u2,forward=u0+u1:2;u2:head,reduce=u1:3)");
+  Result<std::vector<PassCall>> calls = ParsePipeline(text);
+  ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
+  Result<Schedule> read = ReadSchedule(base, (*calls)[0].options);
+  ASSERT_TRUE(read.ok()) << ErrorOf(read);
+  EXPECT_EQ(*read, schedule);
+  for (auto [bad, expected] : std::vector<std::pair<std::string, std::string>>{
+           {"u0+u0", "u0 is listed twice"}, {"u99999", "there is no u99999"}, {"x", "expected units such as u0+u3"}}) {
+    EXPECT_NE(ErrorOf(ReadSchedule(base, {{"keep", bad}})).find(expected), std::string::npos) << bad;
+  }
+}
+
+// What a schedule does can be read off the program it made, and doing that again gives the same program.
+TEST(Schedule, CanBeReadOffAProgram) {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    Program base = Base(seed, 1);
+    Program program = base.Clone();
+    Schedule schedule;
+    for (UnitId unit : KeepableUnits(base)) {
+      if (unit % 3 == 0) schedule.keep.push_back(unit);
+    }
+    for (UnitId unit = 0; unit < static_cast<UnitId>(base.units.size()); ++unit) {
+      schedule.forward.push_back({{unit}, unit % 4});
+      schedule.backward.push_back({{unit}, unit % 3});
+    }
+    ASSERT_TRUE(ApplySchedule(program, schedule).ok());
+    Result<Schedule> read = ScheduleOf(program, base);
+    ASSERT_TRUE(read.ok()) << ErrorOf(read);
+    EXPECT_EQ(read->keep, schedule.keep);
+    Program again = base.Clone();
+    ASSERT_TRUE(ApplySchedule(again, *read).ok());
+    PassCosts costs = Costs(base);
+    EXPECT_EQ(Judge(again, costs)->time_ps, Judge(program, costs)->time_ps) << "seed " << seed;
+  }
+}
+
+}  // namespace
+}  // namespace interlace
