@@ -114,6 +114,10 @@ void Store(DType dtype, std::byte* at, double value) {
   }
 }
 
+DType SumDType(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF16 ? DType::kF32 : dtype;
+}
+
 double RoundTo(DType dtype, double value) {
   std::byte bytes[8];
   Store(dtype, bytes, value);

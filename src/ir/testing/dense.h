@@ -30,6 +30,8 @@ double Load(DType dtype, const std::byte* at);
 void Store(DType dtype, std::byte* at, double value);
 // The value as the dtype keeps it.
 double RoundTo(DType dtype, double value);
+// What sums over ranks are made in before they are rounded to `dtype`.
+DType SumDType(DType dtype);
 // What memory holds before anything is computed into it: NaN, or a large odd integer.
 double Poison(DType dtype);
 

@@ -15,13 +15,18 @@ namespace {
 class TextbookStep {
  public:
   TextbookStep(const Program& program, const InterpretOptions& options, Machine& machine)
-      : program_(program), options_(options), machine_(machine), each_(options.accumulate_mode == "reduce_each") {}
+      : program_(program), options_(options), machine_(machine), each_(options.accumulate_mode == "reduce_each") {
+    for (OpId id : program.FindPhase("micro_batch")->ops) {
+      const Op& op = program.op(id);
+      if (op.name == "grad") reduced_in_[op.args[0].value] = program.value(op.args[1].value).type.dtype;
+    }
+  }
 
   // Takes the gradients a micro-batch left.
   void Add() {
     for (auto& [param, by_rank] : machine_.grads) {
       DType dtype = program_.value(param).type.dtype;
-      std::vector<Dense> parts = each_ ? std::vector<Dense>{SumOverRanks(by_rank, dtype)} : std::move(by_rank);
+      std::vector<Dense> parts = each_ ? std::vector<Dense>{SumOverRanks(by_rank, param)} : std::move(by_rank);
       auto [place, fresh] = total_.emplace(param, parts);
       if (fresh) continue;
       for (size_t i = 0; i < parts.size(); ++i) AddTo(place->second[i], parts[i], dtype);
@@ -33,7 +38,7 @@ class TextbookStep {
     std::map<ValueId, Dense> gradients;
     ExactSum squares;
     for (auto& [param, parts] : total_) {
-      Dense sum = each_ ? std::move(parts[0]) : SumOverRanks(parts, program_.value(param).type.dtype);
+      Dense sum = each_ ? std::move(parts[0]) : SumOverRanks(parts, param);
       squares.AddSquares(sum.data.data(), static_cast<int64_t>(sum.data.size()));
       gradients[param] = std::move(sum);
     }
@@ -57,9 +62,18 @@ class TextbookStep {
   static void AddTo(Dense& sum, const Dense& part, DType dtype) {
     for (size_t i = 0; i < sum.data.size(); ++i) sum.data[i] = RoundTo(dtype, sum.data[i] + part.data[i]);
   }
-  static Dense SumOverRanks(const std::vector<Dense>& parts, DType dtype) {
+  // In the dtype that the gradient is reduced in; 16-bit floats are added up in f32 and rounded once. One rank reduces
+  // nothing.
+  Dense SumOverRanks(std::vector<Dense> parts, ValueId param) const {
+    if (parts.size() == 1) return parts[0];
+    DType dtype = reduced_in_.at(param);
+    auto round = [&](Dense& x) {
+      for (double& value : x.data) value = RoundTo(dtype, value);
+    };
+    for (Dense& part : parts) round(part);
     Dense sum = parts[0];
-    for (size_t i = 1; i < parts.size(); ++i) AddTo(sum, parts[i], dtype);
+    for (size_t i = 1; i < parts.size(); ++i) AddTo(sum, parts[i], SumDType(dtype));
+    round(sum);
     return sum;
   }
 
@@ -85,6 +99,7 @@ class TextbookStep {
   const InterpretOptions& options_;
   Machine& machine_;
   bool each_;
+  std::map<ValueId, DType> reduced_in_;          // by parameter
   std::map<ValueId, std::vector<Dense>> total_;  // one part (reduce_each) or one per rank
   std::map<ValueId, Dense> first_, second_;      // optimizer states
 };

@@ -112,18 +112,21 @@ Status Machine::RunOwnOp(const Op& op) {
 Result<Machine::Bytes> Machine::AddInRankOrder(const std::vector<Bytes>& parts, DType dtype) const {
   Bytes sum = parts[0];
   int64_t element = DTypeBytes(dtype);
-  for (size_t part = 1; part < parts.size(); ++part) {
-    for (size_t at = 0; at < sum.size(); at += element) {
-      if (dtype == DType::kI64) {  // limbs need all their bits
+  DType wide = SumDType(dtype);
+  for (size_t at = 0; at < sum.size(); at += element) {
+    if (dtype == DType::kI64) {  // limbs need all their bits
+      for (size_t part = 1; part < parts.size(); ++part) {
         int64_t a, b;
         std::memcpy(&a, &sum[at], 8);
         std::memcpy(&b, &parts[part][at], 8);
         if (__builtin_add_overflow(a, b, &a)) return MakeError("an integer sum over ranks overflows");
         std::memcpy(&sum[at], &a, 8);
-      } else {
-        Store(dtype, &sum[at], Load(dtype, &sum[at]) + Load(dtype, &parts[part][at]));
       }
+      continue;
     }
+    double total = Load(dtype, &sum[at]);
+    for (size_t part = 1; part < parts.size(); ++part) total = RoundTo(wide, total + Load(dtype, &parts[part][at]));
+    Store(dtype, &sum[at], total);
   }
   return sum;
 }
