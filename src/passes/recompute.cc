@@ -35,9 +35,13 @@ class Rewriter {
       : program_(program), phase_(phase), choice_(choice), stand_in_(program.num_values(), kNone) {}
 
   int64_t Run() {
-    std::vector<OpId> ops(phase_.ops.begin(), phase_.ops.begin() + choice_.first_backward());
-    for (auto i = choice_.first_backward(); i < static_cast<int32_t>(phase_.ops.size()); ++i) {
-      for (int32_t original : choice_.Needed(i)) ops.push_back(Again(phase_.ops[original]));
+    // The choice knows the values of the old program only, so it is asked before the first edit.
+    int32_t begin = choice_.first_backward(), end = static_cast<int32_t>(phase_.ops.size());
+    std::vector<std::vector<int32_t>> needed;
+    for (int32_t i = begin; i < end; ++i) needed.push_back(choice_.Needed(i));
+    std::vector<OpId> ops(phase_.ops.begin(), phase_.ops.begin() + begin);
+    for (int32_t i = begin; i < end; ++i) {
+      for (int32_t original : needed[i - begin]) ops.push_back(Again(phase_.ops[original]));
       Op& op = program_.op(phase_.ops[i]);
       Substitute(op);
       // A view made by a backward op follows its storage.
