@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from interlace import batch as batches
-from interlace.capture import Casts, InputSpec, capture
+from interlace.capture import InputSpec
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
+from interlace.captures import Captures
 from interlace.config import Config, ConfigError
 from interlace.distributed import PeerError, Peers, default_device, ranks_text
 from interlace.eager import EagerRunner, eager_text
@@ -85,6 +86,7 @@ class _Build:
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
         self.names = {id(t.real): t.name for t in self.tensors}
         self.programs = Programs(config, peers)
+        self.captures = Captures(model, loss_fn, optimizer, self.programs)
         self.planner = Planner(config, self.programs, config.pipeline(peers.size, uses_momentum(optimizer)))
 
     def trainer(self) -> Trainer:
@@ -162,12 +164,7 @@ class _Build:
     def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
         if self.config.mode == "eager":
             return eager_text(self.model, self.tensors, self.optimizer, used), {}
-        captured = capture(
-            self.model, self.loss_fn, self.micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
-            rng_mode=self.config.rng, casts=Casts.named(self.config.param_dtype, self.config.output_dtype),
-        )  # fmt: skip
-        own = {t.name for t in self.tensors}
-        return captured.text, {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
+        return self.captures.text(self.micro_batch)
 
     def _check_schedule(self) -> None:
         if self.config.schedule:

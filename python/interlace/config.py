@@ -73,7 +73,7 @@ class Config:
     cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)
     shapes           {input: [sizes, ...]}: further shapes of a micro-batch's inputs, each compiled when first met
     pad              {input: value}: what fills a batch that is smaller than its shape; required with shapes
-    cache            a folder for compiled programs; None: $INTERLACE_CACHE or the user's cache; "off": none is kept
+    cache            a folder for compiled programs; None: $INTERLACE_CACHE or ~/.cache/interlace; "off": none is kept
     param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
                      the floating inputs of the model's call; they are gathered in it. "autocast": the loss function runs under
                      torch.autocast; parameters used in its dtype alone are gathered in it

@@ -29,6 +29,7 @@ from torch import nn
 _TENSOR_BYTES = 64 << 20  # larger constants of the code are not read
 _INSTALLED = tuple({sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")})
 _TORCH = str(Path(torch.__file__).parent)
+_OF_THE_PROCESS = frozenset({"_original_object_hash"})  # attributes of library objects that no two processes share
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
@@ -112,8 +113,9 @@ class Fingerprint:
         elif hasattr(x, "__dict__") and all(base.__flags__ & (1 << 9) or base is object for base in type(x).__mro__):
             self.type(type(x), where)  # an instance of Python classes: its attributes are all there is
             for key, item in sorted(vars(x).items()):
-                self.word(key)
-                self.named(key, item, f"{where}.{key}")
+                if key not in _OF_THE_PROCESS:
+                    self.word(key)
+                    self.named(key, item, f"{where}.{key}")
         else:
             raise Unsure(f"{where} is a {type(x).__qualname__}, which cannot be compared between starts")
 
@@ -239,7 +241,7 @@ class Fingerprint:
                 code = getattr(item, "__code__", None)
                 place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
                 self.word(name, item.__module__, item.__qualname__, place)
-            elif type(item) in _PLAIN and not name.startswith("__"):
+            elif type(item) in (bool, int, float) and not name.startswith("__"):  # texts may name the process
                 self.word(name, repr(item))
 
     # ---- models ----

@@ -55,6 +55,7 @@ class Loop:
         self._can_measure = self.config.profile == "auto" and self.peers.device.type == "cpu" and not self.config.debug
         self._has_profile = self.config.profile not in ("auto", "off")
         self._limit: int | None = None
+        self._looked_up, self._known = -2, False
 
     def before_step(self, traced: bool = False) -> None:
         """Between two steps: what is due at this one. Every rank comes here at every step."""
@@ -95,9 +96,15 @@ class Loop:
         if self._replan_at > self.count:
             return self._replan_at - self.count <= PROFILE_STEPS
         following = self.schedule[self.stage + 1] if self.stage + 1 < len(self.schedule) else None
-        if following is None or not needs_profile(following[1]):
+        if following is None or not needs_profile(following[1]) or following[0] - self.count > PROFILE_STEPS:
             return False
-        return following[0] - self.count <= PROFILE_STEPS
+        if self._looked_up != self.stage:  # the first step of the window: a plan of an earlier start needs no times
+            self._looked_up = self.stage
+            known = self.peers.rank == 0 and self.planner.has(self.trainer._source.captured, following[1], self._limit)
+            with self.peers.guard():
+                word = self.peers.broadcast(f"known plan at step {self.count}", json.dumps(known).encode())
+            self._known = json.loads(word)
+        return not self._known
 
     def _passes(self) -> tuple[str, ...]:
         return self.schedule[self.stage][1] if self.stage >= 0 else ()
@@ -112,7 +119,7 @@ class Loop:
 
         def make() -> Source:
             try:
-                return self.planner.source(old.captured, passes, {}, self._limit)
+                return self.planner.source(old.captured, passes, {}, self._limit, fresh=reason != "schedule")
             except ProgramError as e:
                 if reason == "schedule":
                     raise
@@ -138,6 +145,8 @@ class Loop:
             self._check_at = self.count + 1 + TIMED_STEPS
 
     def _finish_profile(self) -> None:
+        if self._known and self._looked_up == self.stage - 1:
+            self._has_profile = True  # it is in the cache beside the plan
         if self._profiler is None or self._profiler.times.steps == 0:
             return
         profiler, self._profiler = self._profiler, None

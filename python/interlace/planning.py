@@ -8,7 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from interlace.cache import key_of
 from interlace.config import Config, ConfigError
+from interlace.cost.machine import Machine
+from interlace.dropout import put_back, take_out
 from interlace.profiling import Scratch
 from interlace.programs import Programs, Source
 from interlace.schedule import fill, needs_profile, pipeline
@@ -32,12 +37,50 @@ class Planner:
         self.profile = self._given_profile()  # text; "" when there is none yet
 
     def source(
-        self, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None = None
-    ) -> Source:
-        """The program after the standard passes and these. Error: what a pass refuses."""
+        self, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None = None,
+        fresh: bool = False,
+    ) -> Source:  # fmt: skip
+        """The program after the standard passes and these, from the cache unless `fresh`. Error: what a pass refuses."""
+        key, numbers = self._key(captured, passes, limit)
+        found = None if fresh else self.programs.cache.get("plan", key)
+        text = put_back(found[0]["text"], numbers) if found is not None else None
+        if found is not None and text is not None:
+            self.programs.cached.append("passes")
+            self.profile = found[0]["profile"] or self.profile
+            return Source(text, found[0]["reports"], constants, captured)
         whole = pipeline(self.standard, fill(passes, self._values(passes, limit)))
         program, reports = self.programs.run_passes(captured, whole)
-        return Source(program.print(), reports, constants, captured)
+        text = program.print()
+        template, left = take_out(text)
+        if left.keys() <= numbers.keys() and put_back(template, numbers) == text:
+            profile = self.profile if needs_profile(passes) else ""
+            self.programs.cache.put("plan", key, {"text": template, "reports": reports, "profile": profile})
+        return Source(text, reports, constants, captured)
+
+    def has(self, captured: str, passes: tuple[str, ...], limit: int | None = None) -> bool:
+        """Whether source() would take this plan from the cache."""
+        return self.programs.cache.get("plan", self._key(captured, passes, limit)[0]) is not None
+
+    def _key(self, captured: str, passes: tuple[str, ...], limit: int | None) -> tuple[str, dict[int, str]]:
+        """Everything that decides what the passes make: the captured text without its dropout probabilities, the passes, the machines, the
+        limit, and the profile or, where it is measured here, the machine that it is measured on."""
+        template, numbers = take_out(captured)
+        values = {"limit": limit if limit is not None else self.config.memory_limit_bytes, "ranks": self.ranks}
+        parts = [template, str(self.config.accumulation), *fill([self.standard, *passes], values)]
+        if any("{cluster}" in text for text in passes):
+            parts.append(self.cluster_text())
+        if needs_profile(passes):
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+            here = Machine.here(local, torch.get_num_threads()).fingerprint
+            parts.append(here if self.config.profile == "auto" else self.profile)
+        parts.append(self._files(passes))
+        return key_of(*parts), numbers
+
+    @staticmethod
+    def _files(passes: tuple[str, ...]) -> str:
+        """The contents of files that passes name as options."""
+        found = [Path(word) for text in passes for word in re.findall(r"=([^,()]+)", text)]
+        return "\0".join(path.read_text(errors="replace") for path in found if path.is_file())
 
     def predict(self, text: str) -> Prediction | None:
         """The simulator's word on a program; None without measured times, which it needs to be worth anything here."""

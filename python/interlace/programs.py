@@ -5,11 +5,13 @@ rank 0: make() → text, reports, constants ──broadcast──► every rank:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from interlace.cache import Cache
 from interlace.config import Config, format_bytes
 from interlace.distributed import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
@@ -56,13 +59,24 @@ class Programs:
 
     def __init__(self, config: Config, peers: Peers) -> None:
         self.config, self.peers = config, peers
+        self.cache = Cache(None if config.dump_ir else self.cache_folder())
+        self.seconds: dict[str, float] = {}  # of compiling, by part
+        self.cached: list[str] = []  # parts that came from the cache
         self._shared = 0
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - begin
 
     def cache_folder(self) -> Path | None:
         """Where compiled programs and measured times are kept: Config.cache, $INTERLACE_CACHE or the user's cache."""
-        if self.config.cache == "off":
-            return None
         given = self.config.cache or os.environ.get("INTERLACE_CACHE")
+        if given == "off":
+            return None
         if given:
             return Path(given).expanduser()
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -92,16 +106,21 @@ class Programs:
         """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""
         from interlace import _core
 
-        try:
-            program = _core.Program.parse(captured, "captured")
-            program.set_meta("micro_batches", str(self.config.accumulation))
-            reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
-        except _core.Error as e:
-            raise ProgramError(str(e)) from e
+        with self.timed("passes"):
+            try:
+                program = _core.Program.parse(captured, "captured")
+                program.set_meta("micro_batches", str(self.config.accumulation))
+                reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
+            except _core.Error as e:
+                raise ProgramError(str(e)) from e
         return program, reports
 
     def build(self, source: Source, donor: Any = None) -> Built:
         """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states."""
+        with self.timed("executor"):
+            return self._build(source, donor)
+
+    def _build(self, source: Source, donor: Any) -> Built:
         from interlace import _core, _runtime
 
         try:

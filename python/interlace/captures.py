@@ -1,0 +1,99 @@
+"""Capturing a run's model for one shape of its batches, or finding the text of an earlier start. Rank 0 only."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.cache import key_of
+from interlace.capture import Casts, InputSpec, capture
+from interlace.capture.groups import optimizer_groups
+from interlace.capture.literals import quote
+from interlace.capture.model_tensors import collect
+from interlace.dropout import changed
+from interlace.fingerprint import Fingerprint, Unsure
+from interlace.programs import Programs
+
+Tensor = torch.Tensor
+log = logging.getLogger("interlace")
+# Settings that a captured program does not depend on. What is not named here counts.
+_LATER = frozenset(
+    {
+        "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
+        "profile", "cluster", "cache", "strategy", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
+    }
+)  # fmt: skip
+
+
+class Captures:
+    """Captured texts of one model, loss function and optimizer."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any] | None, optimizer: torch.optim.Optimizer, programs: Programs
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
+        self.config = programs.config
+
+    def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
+        """The captured text for a micro-batch, and the tensors that only the trace has seen."""
+        cache = self.programs.cache
+        with self.programs.timed("capture"):
+            key, drops = self._key(micro_batch)
+            found = cache.get("capture", key)
+            if found is not None:
+                record, constants = found
+                text = changed(record["text"], [(place, p) for place, p in record["drops"]], drops)
+                if text is not None:
+                    self.programs.cached.append("capture")
+                    return text, constants
+            captured = capture(
+                self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
+                rng_mode=self.config.rng, casts=Casts.named(self.config.param_dtype, self.config.output_dtype),
+            )  # fmt: skip
+            own = {t.name for t in collect(self.model)}
+            constants = {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
+            text, constants = _by_content(captured.text, constants)
+            cache.put("capture", key, {"text": text, "drops": drops}, constants)
+        return text, constants
+
+    def _key(self, micro_batch: Any) -> tuple[str | None, list[tuple[str, float]]]:
+        """The key of the capture, and the dropout probabilities that it leaves out. None when it is not sure what it depends on."""
+        if self.programs.cache.folder is None or not self.config.fullgraph:
+            return None, []
+        spec = InputSpec.of(micro_batch)
+        mark = Fingerprint()
+        try:
+            mark.settings()
+            mark.model(self.model)
+            mark.value(self.loss_fn, "loss_fn")
+            mark.word([(t.name, t.path, t.dtype, t.shape) for t in spec.tensors])
+            mark.value(dict(spec.constants), "the batch")
+            mark.type(type(micro_batch), "the batch")
+        except Unsure as e:
+            log.info("the model is captured: %s", e)
+            return None, []
+        tensors = [t for t in collect(self.model) if t.kind == "param"]
+        kinds, groups = optimizer_groups(self.optimizer, tensors)
+        mark.word(kinds, [groups.get(id(t)) for t in tensors])
+        settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
+        return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops
+
+
+def _by_content(text: str, constants: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    """Tensors of the trace named by what they hold: programs for several shapes share equal ones and keep others apart."""
+    renamed: dict[str, Tensor] = {}
+    for name, t in constants.items():
+        flat = t.contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        digest = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} {t.stride()}".encode() + data).hexdigest()[:16]
+        new = f"captured.{digest}"
+        while new in renamed:  # two tensors with equal contents are two buffers: one of them may be written
+            new += "'"
+        text = text.replace(f" {quote(name)} plain", f" {quote(new)} plain")
+        renamed[new] = t
+    return text, renamed
