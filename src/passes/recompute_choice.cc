@@ -101,7 +101,8 @@ void RecomputeChoice::FindDroppable() {
   };
   for (int32_t i = 0; i < first_backward_; ++i) {
     int32_t block = block_of(i);
-    if (block < 0 || !MayRepeat(i)) continue;
+    // A cast that moves onto the shard is gathered again as its parameter is.
+    if (block < 0 || !MayRepeat(i) || At(i).Attr("on_shard") != nullptr) continue;
     for (ValueId id : At(i).results) {
       if (id == kNone || program_.RootOf(id) != id || facts_.leaves[id] || !facts_.writes[id].empty()) continue;
       bool stays = true;
@@ -149,6 +150,7 @@ void RecomputeChoice::Close(int32_t index, const std::vector<char>& dropped, std
     ForEachOperand(op, [&](ValueId id) {
       ValueId root = program_.RootOf(id);
       if (facts_.def[root] < 0 || facts_.def[root] >= first_backward_) return;
+      if (At(facts_.def[root]).Attr("on_shard") != nullptr) return;
       if (!dropped[root]) return saved.push_back(root);
       int32_t def = facts_.def[id];
       if (def >= first_backward_ || again[def]) return;
