@@ -15,7 +15,7 @@ from interlace.capture import Casts, InputSpec, capture
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
-from interlace.dropout import changed
+from interlace.dropout import changed, reads_of
 from interlace.fingerprint import Fingerprint, Unsure
 from interlace.programs import Programs
 
@@ -43,28 +43,33 @@ class Captures:
         """The captured text for a micro-batch, and the tensors that only the trace has seen."""
         cache = self.programs.cache
         with self.programs.timed("capture"):
-            key, drops = self._key(micro_batch)
+            key, drops, holders = self._key(micro_batch)
             found = cache.get("capture", key)
             if found is not None:
                 record, constants = found
-                text = changed(record["text"], [(place, p) for place, p in record["drops"]], drops)
+                old = [(place, p) for place, p in record["drops"]]
+                used = {place for place, _ in old}
+                text = changed(record["text"], old, [(place, p) for place, p in drops if place in used])
                 if text is not None:
                     self.programs.cached.append("capture")
                     return text, constants
-            captured = capture(
-                self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
-                rng_mode=self.config.rng, casts=Casts.named(self.config.param_dtype, self.config.output_dtype),
-            )  # fmt: skip
+            with reads_of(holders) as read:
+                captured = capture(
+                    self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
+                    rng_mode=self.config.rng, casts=Casts.named(self.config.param_dtype, self.config.output_dtype),
+                )  # fmt: skip
+            drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
             constants = {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
             text, constants = _by_content(captured.text, constants)
             cache.put("capture", key, {"text": text, "drops": drops}, constants)
         return text, constants
 
-    def _key(self, micro_batch: Any) -> tuple[str | None, list[tuple[str, float]]]:
-        """The key of the capture, and the dropout probabilities that it leaves out. None when it is not sure what it depends on."""
+    def _key(self, micro_batch: Any) -> tuple[str | None, list[tuple[str, float]], dict[str, tuple[Any, str]]]:
+        """The key of the capture, the dropout probabilities that it leaves out and who holds them. None when it is not sure what the
+        capture depends on."""
         if self.programs.cache.folder is None or not self.config.fullgraph:
-            return None, []
+            return None, [], {}
         spec = InputSpec.of(micro_batch)
         mark = Fingerprint()
         try:
@@ -76,12 +81,12 @@ class Captures:
             mark.type(type(micro_batch), "the batch")
         except Unsure as e:
             log.info("the model is captured: %s", e)
-            return None, []
+            return None, [], {}
         tensors = [t for t in collect(self.model) if t.kind == "param"]
         kinds, groups = optimizer_groups(self.optimizer, tensors)
         mark.word(kinds, [groups.get(id(t)) for t in tensors])
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
-        return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops
+        return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 
 
 def _by_content(text: str, constants: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:

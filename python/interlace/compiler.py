@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +36,7 @@ from interlace.states import WEIGHT, States
 from interlace.trainer import Tensors, Trainer
 
 Tensor = torch.Tensor
+log = logging.getLogger("interlace")
 
 
 def compile(
@@ -67,7 +70,11 @@ def compile(
     peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
     try:
         with peers.guard():
-            return _Build(model, optimizer, loss_fn, example_batch, config, peers).trainer()
+            begin = time.monotonic()
+            trainer = _Build(model, optimizer, loss_fn, example_batch, config, peers).trainer()
+            trainer.compile_seconds["total"] = time.monotonic() - begin
+            log.info("compiled: %s", trainer.compile_table())
+            return trainer
     except BaseException:
         peers.close()
         raise
@@ -128,7 +135,7 @@ class _Build:
 
     def _compare_ranks(self) -> None:
         groups = [[self.names.get(id(p), "?") for p in g["params"]] for g in self.optimizer.param_groups]
-        config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir",)}
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir", "cache")}
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
             "batch entry": batches.describe(self.spec),

@@ -9,9 +9,11 @@ random op keeps its numbers, and then texts with other numbers are other texts.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 _DRAW = re.compile(r"^(\s*(%\d+): .* = aten\.bernoulli\.p\(%\d+, )([0-9.e+-]+)(\) \{.*\brng=(\d+)\b.*)$")
 _SCALE = re.compile(r"^(\s*%\d+: .* = aten\.div\.Scalar\((%\d+), )([0-9.e+-]+)(\).*)$")
@@ -59,6 +61,36 @@ def put_back(text: str, numbers: dict[int, str]) -> str | None:
     if any(int(key) not in numbers for key in _MARK.findall(text)):
         return None
     return _MARK.sub(lambda m: numbers[int(m[1])], text)
+
+
+@contextlib.contextmanager
+def reads_of(holders: Mapping[str, tuple[Any, str]]) -> Iterator[set[str]]:
+    """The places whose attribute is read within: a configuration has more probabilities than a model uses."""
+    seen: set[str] = set()
+    objects = {id(holder): holder for holder, _ in holders.values()}
+    changed: list[tuple[Any, type]] = []
+    for holder in objects.values():
+        names = {name: place for place, (other, name) in holders.items() if other is holder}
+        own = type(holder)
+
+        def read(self: Any, name: str, names: dict[str, str] = names, own: Any = own) -> Any:
+            if name in names:
+                seen.add(names[name])
+            elif name == "__dict__":  # whoever takes all may use any
+                seen.update(names.values())
+            return own.__getattribute__(self, name)
+
+        with contextlib.suppress(TypeError):
+            watched = type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})
+            holder.__class__ = watched
+            changed.append((holder, own))
+            continue
+        seen.update(names.values())
+    try:
+        yield seen
+    finally:
+        for holder, own in changed:
+            holder.__class__ = own
 
 
 def changed(text: str, old: Iterable[tuple[str, float]], new: Iterable[tuple[str, float]]) -> str | None:

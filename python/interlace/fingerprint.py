@@ -43,6 +43,9 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self.drops: list[tuple[str, float]] = []  # place, dropout probability
+        self.holders: dict[
+            str, tuple[Any, str]
+        ] = {}  # place → object and attribute, of those in objects such as configurations
         self._hash = hashlib.sha256()
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # ids stay those of living objects
@@ -110,19 +113,23 @@ class Fingerprint:
             self.word("path", x)
         elif isinstance(x, nn.Module):
             raise Unsure(f"{where} is a module outside the model")
-        elif hasattr(x, "__dict__") and all(base.__flags__ & (1 << 9) or base is object for base in type(x).__mro__):
+        elif hasattr(x, "__dict__") and all(
+            base.__flags__ & (1 << 9) or base in (object, types.SimpleNamespace) for base in type(x).__mro__
+        ):
             self.type(type(x), where)  # an instance of Python classes: its attributes are all there is
             for key, item in sorted(vars(x).items()):
                 if key not in _OF_THE_PROCESS:
                     self.word(key)
-                    self.named(key, item, f"{where}.{key}")
+                    self.named(key, item, f"{where}.{key}", x)
         else:
             raise Unsure(f"{where} is a {type(x).__qualname__}, which cannot be compared between starts")
 
-    def named(self, name: str, x: Any, where: str) -> None:
+    def named(self, name: str, x: Any, where: str, holder: Any = None) -> None:
         """A value under a name that says whether it is a dropout probability."""
         if isinstance(x, float) and ("drop" in name.lower() or name.endswith("_pdrop")):
             self.drops.append((where, x))
+            if holder is not None:
+                self.holders[where] = (holder, name)
             self.word("probability", 0 if x == 0 else 1 if x == 1 else "p")
         else:
             self.value(x, where)

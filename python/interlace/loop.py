@@ -154,7 +154,7 @@ class Loop:
         limit = self.config.memory_limit_bytes
         free = free_bytes(self.peers.device, profiler.machine.ranks)
         room = free if limit is None else min(free, limit - stats["persistent_bytes"])
-        with self.peers.guard():
+        with self.peers.guard(), self.programs.timed("profile"):
             text = profiler.finish(self.trainer.program, room, self.count)
         if self.peers.rank == 0:
             self.planner.profile = text

@@ -83,6 +83,7 @@ class Trainer:
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
         self.swaps = 0
+        self.compile_seconds = planner.programs.seconds
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
         self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper
         self._use(built)
@@ -292,6 +293,13 @@ class Trainer:
         After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
         self._check_open()
         return {**self._executor.stats(), "trainer_steps": self.steps, "swaps": self.swaps}
+
+    def compile_table(self) -> str:
+        """Where the time of compiling went, on this rank: "capture 0.02 s (cached), passes 0.01 s, executor 0.05 s, total 0.31 s"."""
+        cached = self._programs.cached
+        parts = {name: 0.0 for name in cached} | self.compile_seconds
+        order = sorted(parts, key=lambda name: name == "total")
+        return ", ".join(f"{n} {parts[n]:.2f} s{' (cached)' if n in cached else ''}" for n in order)
 
     @property
     def plans(self) -> list[dict[str, Any]]:
