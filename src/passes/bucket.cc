@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "ir/op_table.h"
+#include "passes/bucket_copies.h"
 #include "passes/bucket_greedy.h"
 #include "passes/bucket_modules.h"
 #include "passes/cost_options.h"
@@ -16,16 +17,16 @@ namespace {
 
 using GatherGroups = std::vector<std::vector<size_t>>;  // indices of gathers or reductions that become one
 
-// What has one bucket, one part (-1: none) and one axis is one call. Transfers that hold units of several buckets already stay as they are.
+// What has one bucket, one key (-1: none) and one axis is one call. Transfers that hold units of several buckets already stay as they are.
 template <typename Transfer>
 std::vector<std::vector<size_t>> GroupsOf(const Program& program, const std::vector<Transfer>& all,
-                                          const std::vector<int32_t>& bucket_of, auto&& part_of) {
+                                          const std::vector<int32_t>& bucket_of, auto&& key_of) {
   std::map<std::tuple<int, int32_t, std::string>, std::vector<size_t>> groups;
   for (size_t i = 0; i < all.size(); ++i) {
     const std::vector<UnitId>& units = all[i].units;
     const int32_t bucket = bucket_of[units[0]];
     const bool whole = std::all_of(units.begin(), units.end(), [&](UnitId unit) { return bucket_of[unit] == bucket; });
-    if (bucket >= 0 && whole && part_of(all[i]) >= 0) groups[{part_of(all[i]), bucket, program.units[units[0]].axis}].push_back(i);
+    if (bucket >= 0 && whole && key_of(all[i]) >= 0) groups[{key_of(all[i]), bucket, program.units[units[0]].axis}].push_back(i);
   }
   std::vector<std::vector<size_t>> out;
   for (auto& [key, group] : groups) out.push_back(std::move(group));
@@ -48,6 +49,11 @@ Status MergeReductions(Transfers& transfers, const std::vector<std::vector<size_
   return Ok{};
 }
 
+// One buffer has one dtype; a coalesced call may have several.
+int DTypeKey(const Program& program, ValueId buffer, bool copy) {
+  return copy ? static_cast<int>(program.value(buffer).type.dtype) : 0;
+}
+
 // The units that backward gathers bring together, as numbers for reductions.
 std::vector<int32_t> TogetherInBackward(const Program& program, const Transfers& transfers, const GatherGroups& groups) {
   std::vector<int32_t> bucket_of(program.units.size(), -1);
@@ -65,6 +71,7 @@ std::vector<int32_t> TogetherInBackward(const Program& program, const Transfers&
 
 Result<bool> Bucket(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"manual", "greedy"}));
+  INTERLACE_ASSIGN(std::string pack, options.Choice("pack", {"flat", "copy"}));
   INTERLACE_ASSIGN(std::string time, options.Choice("time", {"faithful", "model"}));
   std::vector<int32_t> bucket_of;
   PassCosts costs;
@@ -77,13 +84,16 @@ Result<bool> Bucket(Program& program, const PassOptions& options) {
     if (options.Find("modules") != nullptr) return MakeError("bucket(mode=greedy) finds the buckets itself; leave modules= out");
     INTERLACE_ASSIGN(costs, ReadCosts(program, options));
   }
+  const bool copy = pack == "copy";
   bool changed = false;
+  CopiedBuckets copied(program);
   for (Phase* phase : MicroBatches(program)) {
     INTERLACE_ASSIGN(Transfers transfers, Transfers::Read(program, *phase));
     auto part_of = [&](const Gather& gather) {
       if (gather.need >= transfers.size()) return -1;  // another phase waits for it
-      return gather.need >= transfers.backward_begin() ? 1 : 0;
+      return 2 * DTypeKey(program, gather.fulls[0], copy) + (gather.need >= transfers.backward_begin() ? 1 : 0);
     };
+    auto reduce_key_of = [&](const Reduce& reduce) { return DTypeKey(program, reduce.flats[0], copy); };
     GatherGroups gathers;
     std::vector<int32_t> reduce_bucket_of = bucket_of;
     if (mode == "manual") {
@@ -93,7 +103,7 @@ Result<bool> Bucket(Program& program, const PassOptions& options) {
       INTERLACE_ASSIGN(gathers, GreedyBuckets(program, transfers, model, {costs.limit, time == "model"}));
       reduce_bucket_of = TogetherInBackward(program, transfers, gathers);
     }
-    const GatherGroups reduces = GroupsOf(program, transfers.reduces, reduce_bucket_of, [](const Reduce&) { return 0; });
+    const GatherGroups reduces = GroupsOf(program, transfers.reduces, reduce_bucket_of, reduce_key_of);
     for (const std::vector<size_t>& group : gathers) {
       for (size_t i = 1; i < group.size(); ++i) {
         changed = true;
@@ -103,6 +113,17 @@ Result<bool> Bucket(Program& program, const PassOptions& options) {
     for (const std::vector<size_t>& group : reduces) changed = changed || group.size() > 1;
     INTERLACE_TRY(MergeReductions(transfers, reduces));
     INTERLACE_TRY(transfers.Write());
+    if (!copy) continue;
+    std::vector<OpId> starts;
+    for (const std::vector<size_t>& group : gathers) {
+      if (transfers.gathers[group[0]].units.size() > 1) starts.push_back(transfers.gathers[group[0]].start);
+    }
+    for (const std::vector<size_t>& group : reduces) {
+      const Reduce& reduce = transfers.reduces[group[0]];
+      if (reduce.units.size() > 1 && !reduce.tail.empty()) starts.push_back(reduce.start);
+    }
+    changed = changed || !starts.empty();
+    INTERLACE_TRY(copied.Rewrite(*phase, starts));
   }
   return changed;
 }

@@ -16,7 +16,8 @@
 // backward part are one, too. time=faithful: T = alpha + beta * n, one latency and n bytes of the buffers at the rate of the links
 // between nodes, or within one when there is only one; time=model: this cost model, with topology and what was measured.
 //
-// pack=flat: one coalesced call, no copies. Runs after shard and accumulate, before reorder.
+// pack=flat: one coalesced call, no copies. pack=copy: one call on one buffer, with copies in and out (bucket_copies.h), as peers
+// do it. Runs after shard and accumulate, before reorder.
 // Errors: modules that match nothing or overlap, a unit of two modules, reductions that cannot wait for one another.
 #pragma once
 

@@ -146,8 +146,32 @@ TEST(BucketGreedy, BetweenNodesTheirLinksCount) {
   EXPECT_EQ(forward("611"), "gather:u0 gather:u1 gather:u2 gather:u3 gather:u4");
 }
 
+TEST(BucketCopies, OneBufferWithCopiesInAndOut) {
+  const std::string text = RunText(std::string(kTwoLayers), "shard(ranks=2,ahead=0),bucket(modules=net,pack=copy)");
+  EXPECT_EQ(Outline(text),
+            "cat gather:u2 wait copy copy release mul release mul release sum mul cat gather:u2 wait copy copy release mul release "
+            "mul cat release release reduce:u2 mul release wait_reduce release copy copy release");
+  EXPECT_NE(text.find("unit u2 dp f32 numel 128 shard 64\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("{64,1} in %"), std::string::npos) << "rows of one unit in the bucket\n" << text;
+}
+
+TEST(BucketCopies, TheWaitMovesWithItsCopies) {
+  // Two buckets: reorder puts the gather of the second before the wait and the copies of the first.
+  EXPECT_EQ(Outline(RunText(std::string(kBlocks), "shard(ranks=2,ahead=0),bucket(modules=layers.*,pack=copy),reorder"))
+                .substr(0, 60),
+            "cat gather:u5 cat gather:u6 wait copy copy release mul relea");
+}
+
+TEST(BucketCopies, Errors) {
+  EXPECT_EQ(RunText(std::string(kTwoLayers),
+                    "shard(ranks=2,ahead=0),accumulate(steps=2),update,unshard(units=u0),bucket(modules=net,pack=copy)"),
+            "error: pass 'bucket': u0 is kept gathered across micro-batches and cannot be copied out of a bucket; run "
+            "bucket(pack=copy) before unshard");
+}
+
 TEST(Bucket, KeepsBits) {
-  for (const char* bucket : {"bucket(modules=layers.*)", "bucket(modules=layers+head)", "bucket(mode=greedy,cluster=h100-80gb-2)"}) {
+  for (const char* bucket : {"bucket(modules=layers.*)", "bucket(modules=layers.*,pack=copy)",
+                             "bucket(mode=greedy,cluster=h100-80gb-2,pack=copy)", "bucket(modules=layers+head)", "bucket(mode=greedy,cluster=h100-80gb-2)"}) {
     for (const char* after : {"", ",reorder", ",prefetch(alpha=1)", ",unshard(units=all)", ",reorder(forward=after,backward=before)"}) {
       for (int64_t steps : {1, 3}) {
         for (const char* mode : {"reduce_each", "reduce_last"}) {

@@ -4,6 +4,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "ir/op_table.h"
 #include "passes/transfers.h"
 
 namespace interlace {
@@ -85,8 +86,7 @@ class PhaseRewriter {
     size_t left = 0;
     for (size_t i = 0; i < op.results.size(); ++i) {
       if (kept_.count(op.results[i]) > 0) {
-        const Value& operand = program_.value(op.args[i].value);
-        if (operand.kind == ValueKind::kResult) maybe_dead.insert(operand.def);
+        MayDie(op.args[i].value, maybe_dead);
         continue;
       }
       op.results[left] = op.results[i];
@@ -101,18 +101,26 @@ class PhaseRewriter {
     return left > 0;
   }
 
-  // Casts of shards whose gather went.
+  // What made the operand of a gather that went: casts of shards, a buffer of several.
+  void MayDie(ValueId operand, std::set<OpId>& maybe_dead) const {
+    const Value& value = program_.value(operand);
+    if (value.kind != ValueKind::kResult || value.def == kNone || !maybe_dead.insert(value.def).second) return;
+    ForEachOperand(std::as_const(program_).op(value.def), [&](ValueId id) { MayDie(id, maybe_dead); });
+  }
+
   void DropDead(const std::set<OpId>& maybe_dead) {
     if (maybe_dead.empty()) return;
     std::set<ValueId> used(phase_.gives.begin(), phase_.gives.end());
-    for (OpId id : phase_.ops) {
-      ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) { used.insert(v); });
+    std::vector<OpId> ops;
+    for (auto it = phase_.ops.rbegin(); it != phase_.ops.rend(); ++it) {
+      const Op& op = program_.op(*it);
+      const bool dead = maybe_dead.count(op.id) > 0 && !HasEffect(program_, op) &&
+                        std::none_of(op.results.begin(), op.results.end(), [&](ValueId v) { return used.count(v) > 0; });
+      if (dead) continue;
+      ForEachOperand(op, [&](ValueId v) { used.insert(v); });
+      ops.push_back(op.id);
     }
-    std::erase_if(phase_.ops, [&](OpId id) {
-      if (maybe_dead.count(id) == 0) return false;
-      const std::vector<ValueId>& results = program_.op(id).results;
-      return std::none_of(results.begin(), results.end(), [&](ValueId v) { return used.count(v) > 0; });
-    });
+    phase_.ops.assign(ops.rbegin(), ops.rend());
   }
 
   Program& program_;

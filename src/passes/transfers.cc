@@ -1,6 +1,8 @@
 #include "passes/transfers.h"
 
 #include <algorithm>
+#include <deque>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -9,26 +11,29 @@
 namespace interlace {
 namespace {
 
-// The op that makes an operand of a gather, when that needs states only.
-OpId LeadOf(const Program& program, ValueId operand) {
+using UseCounts = std::unordered_map<ValueId, int32_t>;
+
+// Appends the ops that make an operand of a gather, in order; false when that needs more than states, or when something else
+// uses what they make.
+bool AppendLead(const Program& program, const UseCounts& uses, ValueId operand, std::vector<OpId>& lead) {
   const Value& value = program.value(operand);
-  if (value.kind != ValueKind::kResult || value.def == kNone) return kNone;
+  if (value.kind == ValueKind::kState) return true;
+  if (value.kind != ValueKind::kResult || value.def == kNone || uses.at(operand) != 1) return false;
   const Op& op = program.op(value.def);
-  if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng) return kNone;
+  if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1) return false;
   bool of_states = true;
-  ForEachOperand(op, [&](ValueId id) { of_states = of_states && program.value(id).kind == ValueKind::kState; });
-  return of_states ? op.id : kNone;
+  ForEachOperand(op, [&](ValueId id) { of_states = of_states && AppendLead(program, uses, id, lead); });
+  lead.push_back(op.id);
+  return of_states;
 }
 
-// Whether a gather.start can be moved: whole parameters, from states or from what is made of them for this gather alone.
-bool IsMovable(const Program& program, const Op& op, const std::unordered_map<ValueId, int32_t>& uses) {
+// The lead of a gather.start that can be moved: whole parameters, from states or from what is made of them for it alone.
+std::optional<std::vector<OpId>> LeadOfMovable(const Program& program, const Op& op, const UseCounts& uses) {
   bool movable = op.name == "gather.start" && !op.results.empty();
   for (ValueId id : op.results) movable = movable && id != kNone && program.RootOf(id) == id;
-  ForEachOperand(op, [&](ValueId id) {
-    const bool own = LeadOf(program, id) != kNone && uses.at(id) == 1;
-    movable = movable && (program.value(id).kind == ValueKind::kState || own);
-  });
-  return movable;
+  std::vector<OpId> lead;
+  if (movable) ForEachOperand(op, [&](ValueId id) { movable = movable && AppendLead(program, uses, id, lead); });
+  return movable ? std::optional(std::move(lead)) : std::nullopt;
 }
 
 Result<int64_t> BytesOf(const Program& program, const std::vector<ValueId>& values) {
@@ -47,17 +52,18 @@ class Reader {
       : program_(program), phase_(phase), out_(out), skeleton_(skeleton) {}
 
   Result<int32_t> Run() {
-    std::unordered_map<ValueId, int32_t> uses;
+    UseCounts uses;
     for (OpId id : phase_.ops) {
       ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) { ++uses[v]; });
     }
     for (ValueId v : phase_.gives) ++uses[v];
     std::unordered_set<OpId> leads;
+    std::unordered_map<OpId, std::vector<OpId>> lead_of;  // of what can be moved
     for (OpId id : phase_.ops) {
-      if (!IsMovable(program_, program_.op(id), uses)) continue;
-      ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) {
-        if (OpId lead = LeadOf(program_, v); lead != kNone) leads.insert(lead);
-      });
+      std::optional<std::vector<OpId>> lead = LeadOfMovable(program_, program_.op(id), uses);
+      if (!lead) continue;
+      leads.insert(lead->begin(), lead->end());
+      lead_of.emplace(id, std::move(*lead));
     }
     int32_t backward = -1;
     const auto count = static_cast<int32_t>(phase_.ops.size());
@@ -65,12 +71,14 @@ class Reader {
       const Op& op = program_.op(phase_.ops[i]);
       if (leads.count(op.id) > 0) continue;
       order_ = (i + 1) * Transfers::kSpacing;
-      if (IsMovable(program_, op, uses)) {
-        INTERLACE_TRY(AddGather(op));
+      if (auto lead = lead_of.find(op.id); lead != lead_of.end()) {
+        INTERLACE_TRY(AddGather(op, lead->second));
       } else if (op.name == "reduce.start") {
         INTERLACE_TRY(AddReduce(op));
       } else if (op.name == "reduce.wait" && reduce_of_.count(op.args[0].value) > 0) {
         i = AddTail(i);
+      } else if (Reduce* reduce = ReleasedOf(op)) {
+        reduce->late.push_back({op.id, Here(), order_});
       } else {
         if (backward < 0 && op.part == Part::kBackward) backward = Here();
         AddToSkeleton(op);
@@ -85,18 +93,16 @@ class Reader {
  private:
   int32_t Here() const { return static_cast<int32_t>(skeleton_.size()); }
 
-  Status AddGather(const Op& op) {
+  Status AddGather(const Op& op, const std::vector<OpId>& lead) {
     Gather gather;
     gather.units = op.units;
     gather.fulls = op.results;
     gather.start = op.id;
+    gather.lead = lead;
     gather.part = op.part;
     INTERLACE_ASSIGN(gather.bytes, BytesOf(program_, op.results));
     std::vector<ValueId> shards;
-    ForEachOperand(op, [&](ValueId id) {
-      shards.push_back(id);
-      if (OpId lead = LeadOf(program_, id); lead != kNone) gather.lead.push_back(lead);
-    });
+    ForEachOperand(op, [&](ValueId id) { shards.push_back(id); });
     INTERLACE_ASSIGN(gather.shard_bytes, BytesOf(program_, shards));
     gather.at = Here();
     gather.order = order_;
@@ -153,7 +159,7 @@ class Reader {
     bool takes = false, releases = op.name == "release";
     ForEachOperand(op, [&](ValueId id) {
       takes = takes || own.count(id) > 0;
-      releases = releases && flats.count(id) > 0;
+      releases = releases && (flats.count(id) > 0 || own.count(id) > 0);
     });
     if (op.name == "release") return releases;
     if (op.name == "reduce.wait") return takes;
@@ -181,12 +187,30 @@ class Reader {
         if (op.name == "release") gather.end = std::max(gather.end, here);
       }
       Limit(reduce_of_, id, here);
-      Limit(flat_of_, root, here);
     };
     ForEachOperand(op, touch);
     for (ValueId id : op.results) {
-      if (id != kNone) touch(id);
+      if (id == kNone) continue;
+      touch(id);
+      if (program_.value(id).placed) Limit(flat_of_, program_.RootOf(id), here);
     }
+    // A flat buffer may be read while it is reduced.
+    for (ValueId id : WrittenOperands(program_, op)) Limit(flat_of_, program_.RootOf(id), here);
+    if (op.name == "release") ForEachOperand(op, [&](ValueId id) { Limit(flat_of_, program_.RootOf(id), here); });
+  }
+
+  // The reduction all of whose operands here are flat buffers, when the op releases them after its tail; else nullptr.
+  Reduce* ReleasedOf(const Op& op) {
+    if (op.name != "release") return nullptr;
+    Reduce* out = nullptr;
+    for (const Arg& arg : op.args) {
+      auto found = flat_of_.find(program_.RootOf(arg.value));
+      if (found == flat_of_.end()) return nullptr;
+      Reduce* reduce = &out_.reduces[found->second];
+      if (reduce->wait < 0 || (out != nullptr && out != reduce)) return nullptr;
+      out = reduce;
+    }
+    return out;
   }
 
   // A tail that has come may not move behind an op that follows it and uses its sum or its buffer.
@@ -277,6 +301,7 @@ void Transfers::Merge(Reduce& into, Reduce& from) {
   Extend(into.flats, from.flats);
   Extend(into.parts, from.parts);
   Extend(into.tail, from.tail);
+  Extend(into.late, from.late);
 }
 
 Status Transfers::Check() const {
@@ -308,6 +333,7 @@ Status Transfers::Write() {
     OpId start;
   };
   std::vector<Item> items;
+  std::deque<std::vector<OpId>> single;
   for (const Gather& g : gathers) {
     if (!g.units.empty()) items.push_back({g.at, g.order, &g.lead, g.start});
   }
@@ -315,6 +341,11 @@ Status Transfers::Write() {
     if (r.units.empty()) continue;
     items.push_back({r.at, r.order, nullptr, r.start});
     if (!r.tail.empty()) items.push_back({r.wait, r.wait_order, &r.tail, kNone});
+    for (const Reduce::Late& late : r.late) {
+      const auto place = std::max(std::pair(late.at, late.order), std::pair(r.wait, r.wait_order));
+      single.push_back({late.op});
+      items.push_back({place.first, place.second, &single.back(), kNone});
+    }
   }
   std::stable_sort(items.begin(), items.end(),
                    [](const Item& a, const Item& b) { return std::pair(a.at, a.order) < std::pair(b.at, b.order); });

@@ -29,7 +29,7 @@ namespace interlace {
 struct Gather {
   std::vector<UnitId> units;     // with their full buffers, in operand order; empty: it was merged into another
   std::vector<ValueId> fulls;
-  std::vector<OpId> lead;        // what makes its operands from states (a cast of the shard): moves with it
+  std::vector<OpId> lead;        // what makes its operands from states (casts of shards, one buffer of several): moves with it
   OpId start = kNone;
   Part part = Part::kNone;
   int64_t bytes = 0;             // that the full buffers take
@@ -54,6 +54,13 @@ struct Reduce {
   int32_t wait = 0;              // gap of the tail
   int64_t wait_order = 0;
   int32_t latest = 0;            // the last gap the tail can be in
+  // Releases of the flat buffers that come later than the tail, because something reads them longer; never before the tail.
+  struct Late {
+    OpId op = kNone;
+    int32_t at = 0;
+    int64_t order = 0;
+  };
+  std::vector<Late> late;
 };
 
 class Transfers {

@@ -78,6 +78,20 @@ TEST(Transfers, WhatCannotBeIsRefused) {
   EXPECT_EQ(t->Write().error().message, "the wait for the reduction of u1 would be before its start or too late");
 }
 
+// A gradient that is an output is read behind the start of its reduction, and its buffer released behind that.
+TEST(Transfers, AReleaseThatComesLaterDoesNotHoldTheWait) {
+  std::string text(kTwoLayers);
+  text.insert(text.find("  output(%9)"), "  output(%6) {bwd name=\"gradient\"}\n");
+  Program program = FromText(RunText(text, "shard(ranks=2,ahead=0,wait=now)"));
+  const std::string before = Print(program);
+  Result<Transfers> t = Transfers::Read(program, program.phases[0]);
+  ASSERT_TRUE(t.ok());
+  for (const Reduce& reduce : t->reduces) EXPECT_EQ(reduce.latest, t->size());
+  ASSERT_TRUE(t->Write().ok());
+  EXPECT_EQ(Print(program), before);
+  EXPECT_EQ(BitsDiffer(text, "shard(ranks=2,wait=now),update,bucket(modules=net),reorder"), "");
+}
+
 // A gather whose shard is cast first takes the cast along; a cast that two gathers share keeps both where they are.
 constexpr std::string_view kCast = R"(interlace 1 sharded
 mesh dp 2

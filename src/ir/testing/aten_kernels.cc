@@ -187,6 +187,22 @@ Result<Dense> Where(const AtenCall& call) {
   for (size_t i = 0; i < yes.data.size(); ++i) yes.data[i] = mask.data[i] != 0 ? yes.data[i] : no.data[i];
   return yes;
 }
+// cat(list, dim)
+Result<Dense> Cat(const AtenCall& call) {
+  auto dim = static_cast<size_t>(Number(call, 1, "dim", 0));
+  Dense out{OutSizes(call), {}};
+  std::vector<Dense> parts;
+  for (const Arg& arg : call.op.args[0].list) parts.push_back(call.read(arg.value));
+  int64_t rows = 1;
+  for (size_t d = 0; d < dim; ++d) rows *= out.sizes[d];
+  for (int64_t row = 0; row < rows; ++row) {
+    for (const Dense& part : parts) {
+      const int64_t each = rows == 0 ? 0 : static_cast<int64_t>(part.data.size()) / rows;
+      out.data.insert(out.data.end(), part.data.begin() + row * each, part.data.begin() + (row + 1) * each);
+    }
+  }
+  return out;
+}
 Result<Dense> Full(const AtenCall& call) {
   return Dense{OutSizes(call), std::vector<double>(Count(OutSizes(call)), Number(call, 1, "fill_value", 0))};
 }
@@ -249,6 +265,7 @@ const std::unordered_map<std::string_view, Kernel>& Kernels() {
       {"sum", Sum},
       {"mean", Mean},
       {"where", Where},
+      {"cat", Cat},
       {"embedding", Embedding},
       {"embedding_dense_backward", EmbeddingBackward},
       {"full", Full},
