@@ -15,6 +15,7 @@
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/digest.h"
+#include "passes/explain.h"
 #include "passes/inspect.h"
 #include "passes/pass_table.h"
 #include "passes/pipeline.h"
@@ -296,6 +297,8 @@ PYBIND11_MODULE(_core, m) {
       .def("symbols", &Symbols)
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
+      .def(
+          "explain", [](const Program& p) { return Take(Explain(p)); }, "What a search decided, with its numbers.")
       .def("run_passes", &RunPipeline, py::arg("pipeline"), py::arg("verify") = true,
            py::arg("dump_dir") = std::nullopt, py::arg("repro") = std::nullopt,
            "Runs a pipeline such as 'canonicalize,shard(ranks=2)' in place; on an error the program stays as it was.");

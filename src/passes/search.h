@@ -39,6 +39,7 @@ struct Candidate {
 struct SearchResult {
   std::vector<Candidate> front;       // rising memory, falling time
   std::vector<Candidate> heuristics;  // each as it came out, the plain program first
+  std::vector<Candidate> without;     // the chosen schedule without one of its decisions each
   size_t chosen = 0;                  // in front; its size when nothing fits into the limit
   int64_t lower_bound_ps = 0;         // no schedule is faster
   int64_t evaluations = 0;
@@ -48,7 +49,10 @@ struct SearchResult {
 // `base`: a program after shard, accumulate and update in which nothing has been moved, merged or kept.
 Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options);
 
-// The same with recomputation as one more choice: `between` (shard, accumulate, update, ...) runs on the captured program
+// The chosen schedule, each time without one kind of decision: what that decision is worth.
+Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts& costs, const Candidate& chosen);
+
+// A search with recomputation as one more choice: `between` (shard, accumulate, update, ...) runs on the captured program
 // after no, selective, partial and full recomputation, and every one of these is searched. `program` becomes the chosen one.
 Result<SearchResult> SearchRecomputation(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
                                          Program& program);

@@ -3,6 +3,7 @@
 #include <limits>
 #include <set>
 
+#include "passes/evaluate.h"
 #include "passes/runner.h"
 #include "passes/search.h"
 #include "passes/search_space.h"
@@ -24,6 +25,7 @@ void WriteMeta(Program& program, const SearchResult& found, const PassCosts& cos
   program.SetMeta("search.chosen", Table({found.front[found.chosen]}, true));
   program.SetMeta("search.front", Table(found.front, false));
   program.SetMeta("search.heuristics", Table(found.heuristics, false));
+  program.SetMeta("search.without", Table(found.without, false));
   program.SetMeta("search.bound_us", std::to_string(found.lower_bound_ps / 1'000'000));
   program.SetMeta("search.evaluations", std::to_string(found.evaluations));
   program.SetMeta("search.limit", costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
@@ -77,6 +79,52 @@ std::vector<std::pair<std::string, std::string>> Variants(const Program& capture
 
 }  // namespace
 
+Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts& costs, const Candidate& chosen) {
+  std::vector<Candidate> out;
+  Schedule schedule;
+  if (chosen.passes.starts_with("schedule(")) {
+    INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(chosen.passes));
+    INTERLACE_ASSIGN(schedule, ReadSchedule(base, calls[0].options));
+  } else {
+    Program program = base.Clone();
+    INTERLACE_TRY(RunText(program, chosen.passes));
+    INTERLACE_ASSIGN(schedule, ScheduleOf(program, base));
+  }
+  const auto alone = [](std::vector<Schedule::Bucket>& buckets) {
+    std::vector<Schedule::Bucket> units;
+    for (const Schedule::Bucket& bucket : buckets) {
+      for (UnitId unit : bucket.units) units.push_back({{unit}, bucket.ahead});
+    }
+    buckets = std::move(units);
+  };
+  const auto at_once = [](std::vector<Schedule::Bucket>& buckets, int32_t ahead) {
+    for (Schedule::Bucket& bucket : buckets) bucket.ahead = ahead;
+  };
+  const auto add = [&](const char* name, auto&& change) -> Status {
+    Schedule next = schedule;
+    change(next);
+    if (next == schedule) return Ok{};
+    Program program = base.Clone();
+    INTERLACE_TRY(ApplySchedule(program, next));
+    INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs));
+    out.push_back({name, chosen.recompute, PrintSchedule(next), verdict.time_ps, verdict.bytes});
+    return Ok{};
+  };
+  // What was kept is then gathered for the backward part again, each unit by itself.
+  INTERLACE_TRY(add("no unit kept", [](Schedule& s) { s.keep.clear(); }));
+  INTERLACE_TRY(add("every unit gathered by itself", [&](Schedule& s) {
+    alone(s.forward);
+    alone(s.backward);
+  }));
+  INTERLACE_TRY(add("every unit reduced by itself", [&](Schedule& s) { alone(s.reduce); }));
+  INTERLACE_TRY(add("no gather ahead of its use", [&](Schedule& s) {
+    at_once(s.forward, 0);
+    at_once(s.backward, 0);
+  }));
+  INTERLACE_TRY(add("every reduction waited for at once", [&](Schedule& s) { at_once(s.reduce, 0); }));
+  return out;
+}
+
 Result<SearchResult> SearchRecomputation(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
                                          Program& program) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
@@ -118,6 +166,14 @@ Result<SearchResult> SearchRecomputation(const Program& captured, const std::vec
   INTERLACE_TRY(RunText(out, chosen.recompute));
   Result<std::vector<PassReport>> reports = RunPasses(out, between, run);
   if (!reports.ok()) return reports.error();
+  INTERLACE_ASSIGN(all.without, WithoutEach(out, costs, chosen));
+  if (!chosen.recompute.empty()) {
+    for (auto c = all.front.rbegin(); c != all.front.rend(); ++c) {
+      if (!c->recompute.empty()) continue;
+      all.without.push_back({"nothing recomputed", "", "", c->time_ps, c->bytes});
+      break;
+    }
+  }
   INTERLACE_TRY(RunText(out, chosen.passes));
   WriteMeta(out, all, costs);
   program = std::move(out);
@@ -132,6 +188,7 @@ Result<bool> Search(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
   INTERLACE_TRY(CheckFits(found, costs, false));
+  INTERLACE_ASSIGN(found.without, WithoutEach(program, costs, found.front[found.chosen]));
   INTERLACE_TRY(RunText(program, found.front[found.chosen].passes));
   WriteMeta(program, found, costs);
   return true;

@@ -12,6 +12,7 @@
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/digest.h"
+#include "passes/explain.h"
 #include "passes/inspect.h"
 #include "passes/pass_table.h"
 #include "passes/pipeline.h"
@@ -33,6 +34,7 @@ Reads a program (docs/ir.md), runs passes on it and prints the result.
                       (default with --dump-ir: DIR/repro.il)
   --timing            say on standard error how long every pass took
   --print-summary     print what the program holds and costs instead of its text
+  --explain           print what a search decided, with its numbers, instead of its text
   --digest            print the SHA-256 of the text instead of the text
   --list-passes       print every pass with its options
   --help              this text
@@ -48,7 +50,7 @@ Exit codes: 0 fine, 1 the program or a pass says no, 2 wrong command line.
 
 struct Flags {
   std::string passes, bind, output = "-", dump_dir, repro, input;
-  bool verify = false, timing = false, summary = false, digest = false, list = false, help = false;
+  bool verify = false, timing = false, summary = false, explain = false, digest = false, list = false, help = false;
 };
 
 // `--name=value`, `--name value` and single-dash -o alike.
@@ -60,7 +62,7 @@ Result<Flags> ReadFlags(const std::vector<std::string>& args) {
                                                                                 {"--dump-ir", &Flags::dump_dir},
                                                                                 {"--repro", &Flags::repro}};
   const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
-      {"--verify", &Flags::verify}, {"--timing", &Flags::timing},    {"--print-summary", &Flags::summary},
+      {"--verify", &Flags::verify}, {"--timing", &Flags::timing},    {"--print-summary", &Flags::summary}, {"--explain", &Flags::explain},
       {"--digest", &Flags::digest}, {"--list-passes", &Flags::list}, {"--help", &Flags::help},
       {"-h", &Flags::help}};
   for (size_t i = 0; i < args.size(); ++i) {
@@ -133,6 +135,7 @@ Result<std::string> Transform(const Flags& flags, const std::vector<PassCall>& c
                 << ", " << report.ops << " ops\n";
     }
   }
+  if (flags.explain) return Explain(program);
   if (flags.summary) return SummaryText(Summarize(program));
   std::string printed = Print(program);
   return flags.digest ? Digest(printed) + "\n" : printed;
