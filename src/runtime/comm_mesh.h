@@ -94,9 +94,9 @@ class SocketMesh {
 
   SocketMesh() = default;
   Header HeaderOf(const Exchange& exchange, const std::vector<iovec>& pieces) const;
-  void Drive();  // with the lock, as all below
-  void Write(Peer& peer);
-  void Read(Peer& peer);
+  bool Drive();  // with the lock, as all below; whether anything moved
+  bool Write(Peer& peer);
+  bool Read(Peer& peer);
   static size_t Collect(std::deque<Frame>& queue, iovec* batch, msghdr& message);
   static size_t Take(Frame& frame, size_t bytes);
   void Close(std::deque<Frame>& queue);  // its first frame is done

@@ -228,7 +228,7 @@ Error SocketMesh::Fail(const Exchange& exchange, double elapsed_s) {
     const Peer& first = peers_[verdict.note.ranks[0]];
     if (verdict.note.kind == Note::kMismatch) {
       const Frame& frame = first.in.front();
-      const std::string label(frame.header.label, strnlen(frame.header.label, sizeof frame.header.label));
+      const std::string label = Printable(frame.header.label, sizeof frame.header.label);
       text += ": as number " + std::to_string(frame.expected.number) + " it sends " +
               std::to_string(frame.header.bytes) + " bytes of \"" + label + "\" (number " +
               std::to_string(frame.header.number) + "), this rank expects " + std::to_string(frame.expected.bytes) +

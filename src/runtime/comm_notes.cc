@@ -46,7 +46,16 @@ bool Note::Has(int rank) const {
 
 void Note::Sanitize() {
   count = std::clamp<int32_t>(count, 0, std::size(ranks));
-  label[sizeof(label) - 1] = 0;
+  const std::string printable = Printable(label, sizeof(label) - 1);
+  std::memset(label, 0, sizeof label);
+  printable.copy(label, sizeof(label) - 1);
+}
+
+std::string Printable(const char* text, size_t size) {
+  std::string out(text, strnlen(text, size));
+  std::replace_if(
+      out.begin(), out.end(), [](char c) { return c < 32 || c > 126; }, '?');
+  return out;
 }
 
 Verdict Judge(int rank, const Note& own, const std::vector<Witness>& peers) {

@@ -9,6 +9,7 @@
 //                       answers with its own; both name 2
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -32,6 +33,9 @@ struct Note {
   // After it came from another process: its numbers and its text are within their arrays.
   void Sanitize();
 };
+
+// Text from another process, up to its end or `size`; what cannot be printed is '?'.
+std::string Printable(const char* text, size_t size);
 
 // What a rank knows of a peer when it judges.
 struct Witness {
