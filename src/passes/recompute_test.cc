@@ -540,8 +540,11 @@ TEST(Recompute, TimeIsLinear) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
   for (const char* pipeline : {"recompute", "recompute(mode=budget,bytes=300000)"}) {
-    seconds(100, pipeline);                                                  // warms up
-    double small = seconds(125, pipeline), large = seconds(1000, pipeline);  // 22,000 ops
+    double small = 1e9, large = 1e9;  // of 22,000 ops; the least of three, as others use the machine
+    for (int i = 0; i < 3; ++i) {
+      small = std::min(small, seconds(125, pipeline));
+      large = std::min(large, seconds(1000, pipeline));
+    }
     EXPECT_LT(large, std::max(30 * small, 0.5)) << pipeline << " " << small;
     EXPECT_LT(large, 5.0) << pipeline;
   }
