@@ -1,11 +1,14 @@
 // Random programs through random sequences of the papers' schedule passes: the verifier is content after every pass, the text
-// reads back, and the interpreter gives the bits of the textbook step. INTERLACE_SOAK=1 runs more of them.
+// reads back, and the interpreter gives the bits of the textbook step; limits hold. INTERLACE_SOAK=1 runs more of them.
 #include <cstdlib>
 #include <random>
 
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
+#include "passes/keep.h"
 #include "passes/pass_test_support.h"
+#include "passes/phase_memory.h"
+#include "passes/transfers.h"
 
 namespace interlace {
 namespace {
@@ -104,6 +107,52 @@ TEST_P(ScheduleProperty, SameBitsAsTheTextbookStep) {
       ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << text;
       ASSERT_EQ(FirstDifference(*expected, *actual), "") << text;
     }
+  }
+}
+
+// P(o) at its largest over the micro-batch phases, on a cluster that both passes are given.
+int64_t PeakOf(Program& program) {
+  Result<ClusterSpec> cluster = LoadCluster("l4-24gb-4", "cluster");
+  Result<CostModel> model = CostModel::Create(program, *cluster, nullptr);
+  int64_t peak = 0;
+  for (Phase* phase : MicroBatches(program)) {
+    Result<PhaseMemory> memory = MemoryOf(program, *phase, *model);
+    EXPECT_TRUE(memory.ok());
+    if (memory.ok()) peak = std::max(peak, memory->Peak());
+  }
+  return peak;
+}
+
+Program After(const ScheduleCase& test, const std::string& pipeline) {
+  Program program = RandomProgram(test.program);
+  Result<std::vector<PassReport>> reports = RunPasses(program, *ParsePipeline(pipeline));
+  EXPECT_TRUE(reports.ok()) << pipeline;
+  return program;
+}
+
+TEST_P(ScheduleProperty, LimitsAreObeyedAndUsed) {
+  constexpr int kEach = 10;
+  for (int i = 0; i < kEach; ++i) {
+    auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
+    ScheduleCase test = RandomScheduleCase(seed);
+    std::mt19937_64 random(seed * 13 + 3);
+    const std::string start = "canonicalize,shard(ranks=" + std::to_string(test.run.ranks) + ",ahead=0),accumulate(steps=" +
+                              std::to_string(test.run.accumulation) + ",mode=" + test.run.accumulate_mode + "),update,";
+    // Gathers at their first uses need the least.
+    Program least = After(test, start + "prefetch(limit=1,cluster=l4-24gb-4)");
+    const int64_t limit = PeakOf(least) + 1 + static_cast<int64_t>(random() % 3000);
+    const std::string options = "(cluster=l4-24gb-4,limit=" + std::to_string(limit) + ")";
+    SCOPED_TRACE("seed " + std::to_string(seed) + " " + start + " limit " + std::to_string(limit));
+    Program prefetched = After(test, start + "prefetch" + options);
+    EXPECT_LT(PeakOf(prefetched), limit);
+    Program kept = After(test, start + "unshard" + options);
+    EXPECT_LT(PeakOf(kept), limit);
+    for (UnitId unit : KeepableUnits(kept)) {
+      Program more = kept.Clone();
+      ASSERT_TRUE(KeepGathered(more, {unit}).ok());
+      EXPECT_GE(PeakOf(more), limit) << "u" << unit << " was skipped although it fits";
+    }
+    if (HasFailure()) return;
   }
 }
 
