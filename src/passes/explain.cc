@@ -121,6 +121,8 @@ std::string Decisions(const Program& program, const Row& chosen) {
     text += std::string("  ") + title + std::to_string(Count(list, ';') + 1) + " calls of " + std::to_string(units) + " units, " +
             show(least) + (most > least ? " to " + show(most) : "") + " " + what + "\n";
   }
+  text += std::string("  optimizer step         ") +
+          (chosen.passes.ends_with(",overlap_update") ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
   const std::string* recompute = program.Meta("recompute");
   text += "  recomputed             " + (recompute == nullptr ? std::string("nothing") : *recompute) + "\n";
   return text;

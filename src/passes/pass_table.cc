@@ -6,6 +6,7 @@
 #include "passes/bucket.h"
 #include "passes/canonicalize.h"
 #include "passes/cost_options.h"
+#include "passes/overlap_update.h"
 #include "passes/precision.h"
 #include "passes/prefetch.h"
 #include "passes/recompute.h"
@@ -119,6 +120,10 @@ std::span<const PassInfo> PassTable() {
        {{"forward", kChoice, "before", "place of gathers in the forward part", {"before", "after"}},
         {"backward", kChoice, "after", "place of gathers in the backward part", {"after", "before"}}},
        Reorder},
+      {"overlap_update",
+       "the optimizer step of a unit runs when its gradient is complete, not after the last micro-batch (without clipping)",
+       {},
+       OverlapUpdate},
       {"search",
        "decides buckets, positions and kept units together by simulation, within the limit; never worse than the heuristics",
        {kClusterOption,

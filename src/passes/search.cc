@@ -8,6 +8,7 @@
 
 #include "passes/evaluate.h"
 #include "passes/keep.h"
+#include "passes/overlap_update.h"
 #include "passes/runner.h"
 #include "passes/search_space.h"
 
@@ -44,6 +45,7 @@ class Searcher {
   Status Bound() {
     Program least = base_.Clone();
     INTERLACE_TRY(ApplySchedule(least, space_.Make(space_.AllKept())));
+    INTERLACE_TRY(OverlapUpdate(least));
     INTERLACE_ASSIGN(result_.lower_bound_ps, LowerBoundPs(least, costs_));
     return Ok{};
   }
@@ -105,10 +107,12 @@ class Searcher {
     if (!fresh && (point.judged_stalls || !with_stalls)) return &point;
     Program program = base_.Clone();
     INTERLACE_TRY(ApplySchedule(program, schedule));
+    INTERLACE_ASSIGN(const bool overlaps, OverlapUpdate(program));
     ++evaluations_;
     INTERLACE_ASSIGN(point.verdict, Judge(program, costs_, with_stalls));
     point.schedule = schedule;
     point.judged_stalls = with_stalls;
+    if (overlaps) text += ",overlap_update";
     if (fresh) all_.push_back({"", "", text, point.verdict.time_ps, point.verdict.bytes});
     return &point;
   }

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "passes/evaluate.h"
+#include "passes/overlap_update.h"
 #include "passes/runner.h"
 #include "passes/search.h"
 #include "passes/search_space.h"
@@ -100,12 +101,14 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
   const auto at_once = [](std::vector<Schedule::Bucket>& buckets, int32_t ahead) {
     for (Schedule::Bucket& bucket : buckets) bucket.ahead = ahead;
   };
-  const auto add = [&](const char* name, auto&& change) -> Status {
+  const bool overlaps = chosen.passes.ends_with(",overlap_update");
+  const auto add = [&](const char* name, auto&& change, bool late_updates = false) -> Status {
     Schedule next = schedule;
     change(next);
-    if (next == schedule) return Ok{};
+    if (next == schedule && !late_updates) return Ok{};
     Program program = base.Clone();
     INTERLACE_TRY(ApplySchedule(program, next));
+    if (overlaps && !late_updates) INTERLACE_TRY(OverlapUpdate(program));
     INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs));
     out.push_back({name, chosen.recompute, PrintSchedule(next), verdict.time_ps, verdict.bytes});
     return Ok{};
@@ -122,6 +125,7 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
     at_once(s.backward, 0);
   }));
   INTERLACE_TRY(add("every reduction waited for at once", [&](Schedule& s) { at_once(s.reduce, 0); }));
+  if (overlaps) INTERLACE_TRY(add("updates after the last micro-batch", [](Schedule&) {}, true));
   return out;
 }
 

@@ -146,6 +146,26 @@ TEST(Search, KeepsTheBits) {
   }
 }
 
+TEST(OverlapUpdate, EveryUpdateFollowsItsGradient) {
+  Program program = Base(3, 2, ",overlap_update");
+  ASSERT_TRUE(program.FindPhase("update")->ops.empty());
+  std::vector<size_t> updates;
+  size_t last_wait = 0, last_start = 0;
+  const Phase& last = *program.FindPhase("micro_batch.last");
+  for (size_t i = 0; i < last.ops.size(); ++i) {
+    const std::string& name = program.op(last.ops[i]).name;
+    if (name.starts_with("update.")) updates.push_back(i);
+    if (name == "reduce.wait") last_wait = i;
+    if (name == "reduce.start") last_start = i;
+  }
+  ASSERT_GT(updates.size(), 1U);
+  EXPECT_LT(updates.front(), last_start) << "beside reductions";
+  EXPECT_GT(updates.back(), last_wait) << "the last gradient's";
+  // Clipping needs all gradients before the first update.
+  Program clipped = Base(3, 2, "(clip=1.0),overlap_update");
+  EXPECT_FALSE(clipped.FindPhase("update")->ops.empty());
+}
+
 TEST(PickFromFront, TheSmallestWithinOnePercentOfTheFastestThatFits) {
   const std::vector<Candidate> front = {{"a", "", "", 1000, 10}, {"b", "", "", 905, 20}, {"c", "", "", 900, 30}, {"d", "", "", 800, 40}};
   EXPECT_EQ(PickFromFront(front, 9, 0.01), 4U) << "nothing fits";

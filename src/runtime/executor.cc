@@ -102,9 +102,10 @@ Status Executor::RunPhase(const Plan& plan) {
   return Ok{};
 }
 
-Status Executor::RunPhaseObserved(const Plan& plan, DebugObserver& observer) {
+Status Executor::RunPhaseObserved(const Plan& plan, bool update, DebugObserver& observer) {
   for (size_t i = 0; i < plan.instructions.size(); ++i) {
     const Instruction& at = plan.instructions[i];
+    if (!update && program_.op(at.op).part == Part::kUpdate) continue;  // of a unit whose gradient is complete
     try {
       MemoryScope::SetCurrentOp(at.op);
       at.run(at.data, frame_);
@@ -178,7 +179,7 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
       for (ValueId id : plan.unused) frame_.slots[id].reset();
       if (observer) {
         observer->BeginPhase(*phase, static_cast<int64_t>(micro_batch));
-        INTERLACE_TRY(RunPhaseObserved(plan, *observer));
+        INTERLACE_TRY(RunPhaseObserved(plan, update, *observer));
         if (observer->stopped) return Ok{};
       } else {
         INTERLACE_TRY(record_.mode == TraceMode::kOff ? RunPhase(plan) : RunPhaseRecorded(plan));

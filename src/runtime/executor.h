@@ -91,7 +91,7 @@ class Executor {
   // Serial mode: waits until every rank has come here, then runs a collective's start, its transfer and its sum.
   void RunAlone(const Instruction& at, OpSample& sample);
   void RememberTransfers(const Instruction& at, int32_t run, size_t first);
-  Status RunPhaseObserved(const Plan& plan, DebugObserver& observer);
+  Status RunPhaseObserved(const Plan& plan, bool update, DebugObserver& observer);
   // Runs the phases in order; with an observer op by op.
   Status RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step,
                  bool update, DebugObserver* observer);

@@ -1,0 +1,77 @@
+#include "passes/overlap_update.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "ir/op_table.h"
+#include "passes/transfers.h"
+
+namespace interlace {
+namespace {
+
+// The place behind which nothing of the phase reads or writes a state any more, for every state it touches: a transfer reads its
+// source until its wait.
+std::unordered_map<ValueId, int32_t> LastTouches(const Program& program, const Phase& phase) {
+  std::unordered_map<ValueId, int32_t> last;
+  std::unordered_map<ValueId, std::vector<ValueId>> sources;  // by result of a transfer under way
+  for (size_t i = 0; i < phase.ops.size(); ++i) {
+    const Op& op = program.op(phase.ops[i]);
+    const auto here = static_cast<int32_t>(i);
+    std::vector<ValueId> read;
+    ForEachOperand(op, [&](ValueId id) {
+      last[program.RootOf(id)] = here;
+      read.push_back(program.RootOf(id));
+      auto started = sources.find(id);
+      if (started == sources.end() || !op.name.ends_with(".wait")) return;
+      for (ValueId source : started->second) last[source] = here;
+    });
+    for (ValueId id : op.results) {
+      if (id == kNone) continue;
+      last[program.RootOf(id)] = here;
+      if (op.name.ends_with(".start")) sources[id] = read;
+    }
+  }
+  return last;
+}
+
+}  // namespace
+
+Result<bool> OverlapUpdate(Program& program, const PassOptions&) {
+  Phase* update = program.FindPhase("update");
+  const std::vector<Phase*> micro_batches = MicroBatches(program);
+  if (update == nullptr || micro_batches.empty()) return false;
+  for (OpId id : update->ops) {
+    if (!program.op(id).name.starts_with("update.")) return false;  // a norm, or parameters that are gathered afterwards
+  }
+  Phase& phase = *micro_batches.back();
+  const std::unordered_map<ValueId, int32_t> last = LastTouches(program, phase);
+  // What still flows into the next phase may be read there.
+  if (!phase.gives.empty()) return false;
+  std::vector<std::vector<OpId>> after(phase.ops.size());
+  std::vector<OpId> stay;
+  for (OpId id : update->ops) {
+    int32_t place = -1;
+    bool states = true;
+    ForEachOperand(std::as_const(program.op(id)), [&](ValueId operand) {
+      const ValueId root = program.RootOf(operand);
+      states = states && program.value(root).kind == ValueKind::kState;
+      if (auto found = last.find(root); found != last.end()) place = std::max(place, found->second);
+    });
+    if (!states || place < 0) {
+      stay.push_back(id);
+    } else {
+      after[place].push_back(id);
+    }
+  }
+  if (stay.size() == update->ops.size()) return false;
+  std::vector<OpId> ops;
+  for (size_t i = 0; i < phase.ops.size(); ++i) {
+    ops.push_back(phase.ops[i]);
+    ops.insert(ops.end(), after[i].begin(), after[i].end());
+  }
+  phase.ops = std::move(ops);
+  update->ops = std::move(stay);
+  return true;
+}
+
+}  // namespace interlace
