@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +29,8 @@ class Ranks:
         timeout = timedelta(seconds=60)
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        self.group = dist.new_group(backend="gloo", timeout=timeout).group_name
+        self.process_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = self.process_group.group_name
 
     def comm(self, timeout_s: float = 30.0, backend: str = "tcp") -> testing.Comm:
         return testing.Comm("dp", self.rank, self.size, backend, timeout_s, self.group)
@@ -197,6 +200,44 @@ def check_native(ranks: Ranks) -> None:
     assert comm.stats()["calls"] == 3
 
 
+def check_progress(ranks: Ranks) -> None:
+    """What is more than the kernel's buffers hold moves while nobody waits for it."""
+    comm = ranks.comm()
+    comm.set_recording(True)
+    shard = torch.full((8 << 20,), float(ranks.rank))
+    full = torch.zeros(shard.numel() * ranks.size)
+    comm.wait(comm.start_all_reduce(torch.zeros(1), "meeting"))
+    ticket = comm.start_gather([shard], [full], "gather")
+    time.sleep(2.0)
+    comm.wait(ticket)
+    assert comm.take_seconds(ticket) < 1.9
+    assert full.view(ranks.size, -1)[:, -1].tolist() == list(range(ranks.size))
+
+
+def check_addresses(ranks: Ranks) -> None:
+    """Without an interface's name ranks on one host meet on loopback; a name that does not exist is told to all."""
+    environment = os.environ.pop("GLOO_SOCKET_IFNAME")
+    group = dist.new_group(backend="gloo").group_name
+    comm = testing.Comm("dp", ranks.rank, ranks.size, "tcp", 30.0, group)
+    comm.wait(comm.start_all_reduce(torch.zeros(1), "all-reduce"))
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0,lo" if ranks.rank == 0 else environment
+    group = dist.new_group(backend="gloo").group_name if ranks.rank > 0 else _group_on(environment)
+    text = message(lambda: testing.Comm("dp", ranks.rank, ranks.size, "tcp", 30.0, group))
+    if ranks.rank == 0:
+        assert text.startswith('axis dp: rank 0: GLOO_SOCKET_IFNAME names the interface "nowhere0", which has no'), text
+    else:
+        assert text == "axis dp: rank 0 has no address for its peers (its own error says why)", text
+    os.environ["GLOO_SOCKET_IFNAME"] = environment
+
+
+def _group_on(interface: str) -> str:
+    """A group made while another interface is named, for gloo looks at the name too."""
+    named, os.environ["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"], interface
+    group = dist.new_group(backend="gloo").group_name
+    os.environ["GLOO_SOCKET_IFNAME"] = named
+    return group
+
+
 def message(call: Callable[[], object]) -> str:
     try:
         call()
@@ -243,12 +284,71 @@ def everything(ranks: Ranks) -> dict[str, object]:
         check_buckets,
         check_many_in_flight,
         check_stats,
+        check_progress,
+        check_addresses,
         check_dropped,
         check_native,
         check_misuse,
     ):
         check(ranks)
     return {"ok": True}
+
+
+def mismatch(ranks: Ranks) -> dict[str, object]:
+    """The last rank starts another operation than the others."""
+    comm = ranks.comm()
+    shard, full = torch.ones(1000), torch.zeros(1000 * ranks.size)
+    comm.wait(comm.start_gather([shard], [full], "gather u0"))
+    if ranks.rank == ranks.size - 1:
+        ticket = comm.start_reduce([full], [shard], "reduce u0")
+    else:
+        ticket = comm.start_gather([shard], [full], "gather u1")
+    return {"error": message(lambda: comm.wait(ticket))}
+
+
+def hostile(ranks: Ranks) -> dict[str, object]:
+    """Rank 1 speaks the protocol by hand: strangers knock at rank 0's door, and then a frame says it is 4 EiB long."""
+    if ranks.rank == 0:
+        comm = ranks.comm()
+        return {"error": message(lambda: comm.wait(comm.start_gather([torch.ones(4)], [torch.zeros(8)], "gather u0")))}
+    exchange(ranks, bytes(64))  # where this rank is
+    listener = struct.pack("<I4x128sI4x16s", GREETING, bytes(128), 16, bytes(16))
+    address = exchange(ranks, listener)[0]
+    port, host, secret = address[10:12], address[12:16], address[144:]
+
+    def connect(greeting: bytes) -> socket.socket:
+        made = socket.create_connection((socket.inet_ntoa(host), int.from_bytes(port, "big")), timeout=10)
+        made.sendall(greeting)
+        return made
+
+    def dropped(stranger: socket.socket) -> bool:
+        try:
+            return stranger.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    silent = [connect(b""), connect(b"GET")]
+    for rank, key in ((1, bytes(16)), (0, secret), (7, secret)):
+        assert dropped(connect(struct.pack("<Iii16s", GREETING, rank, 0, key)))
+    assert dropped(connect(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+    data, control = (connect(struct.pack("<Iii16s", GREETING, 1, kind, secret)) for kind in (0, 1))
+    header = data.recv(64, socket.MSG_WAITALL)
+    assert struct.unpack("<IiQQ", header[:24]) == (FRAME, 0, 0, 16) and header[24:].rstrip(b"\0") == b"gather u0"
+    data.sendall(struct.pack("<IiQQ40s", FRAME, 0, 0, 1 << 62, b"gather \xff\n") + bytes(4096))
+    kind, count, culprit = struct.unpack("<iii", control.recv(192, socket.MSG_WAITALL)[:12])
+    for stranger in silent:
+        stranger.close()
+    return {"note": [kind, count, culprit]}
+
+
+GREETING, FRAME = 0x314D4C49, 0x464D4C49  # first bytes of a connection, of a frame
+
+
+def exchange(ranks: Ranks, mine: bytes) -> list[bytes]:
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    received = [torch.zeros_like(sent) for _ in range(ranks.size)]
+    dist.all_gather(received, sent, group=ranks.process_group)
+    return [bytes(one.tolist()) for one in received]
 
 
 def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Callable[[], None]) -> dict[str, object]:
@@ -297,6 +397,8 @@ def leave() -> None:
 
 SCENARIOS: dict[str, Callable[[Ranks], dict[str, object]]] = {
     "everything": everything,
+    "mismatch": mismatch,
+    "hostile": hostile,
     "kill": lambda ranks: train_until(ranks, 20.0, 5, ranks.size - 1, kill_self),
     "kill0": lambda ranks: train_until(ranks, 20.0, 5, 0, kill_self),
     "exit": lambda ranks: train_until(ranks, 20.0, 5, 1, leave),

@@ -1,4 +1,4 @@
-"""Collectives on real ranks: gloo over the loopback interface, one process a rank (comm_worker.py)."""
+"""Collectives on real ranks: sockets over the loopback interface, one process a rank (comm_worker.py)."""
 
 from __future__ import annotations
 
@@ -83,6 +83,26 @@ def test_a_stopped_rank_times_out_and_is_named(size: int, tmp_path: Path) -> Non
         assert "timed out" in text and "was lost" not in text, (rank, text)
         assert 1.5 < result["seconds"] < 6, (rank, result)
         assert result["same_again"], (rank, text)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_do_different_things_are_told(size: int, tmp_path: Path) -> None:
+    for rank, result in run_ranks("mismatch", size, tmp_path).items():
+        text = result["error"]
+        mine, theirs = ("gather u1", "reduce u0") if rank < size - 1 else ("reduce u0", "gather u1")
+        assert text.startswith(f"{mine} on axis dp: rank"), (rank, text)
+        assert "started another operation" in text and "restart all ranks" in text, (rank, text)
+        if "reported by" not in text:
+            assert f'as number 1 it sends 4000 bytes of "{theirs}" (number 1), this rank expects 4000' in text, text
+
+
+def test_strangers_and_hostile_bytes(tmp_path: Path) -> None:
+    results = run_ranks("hostile", 2, tmp_path)
+    assert results[0]["error"].startswith(
+        "gather u0 on axis dp: rank 1 started another operation: as number 0 it sends 4611686018427387904 bytes of "
+        '"gather ??" (number 0), this rank expects 16;'
+    )
+    assert results[1]["note"] == [2, 1, 1]
 
 
 def test_one_rank_copies_or_does_nothing() -> None:
