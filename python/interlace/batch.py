@@ -50,14 +50,19 @@ def flatten(spec: InputSpec, batch: Any, count: int, device: torch.device) -> li
 
     Errors: number of micro-batches, a missing or unknown entry, another shape or dtype than compiled for, meta tensors.
     """
+    return flatten_parts(spec, micro_batches(spec, batch, count), device)
+
+
+def flatten_parts(spec: InputSpec, parts: list[Any], device: torch.device) -> list[list[torch.Tensor]]:
+    """As flatten, of a batch that has been cut."""
     out = []
-    for i, part in enumerate(micro_batches(spec, batch, count)):
+    for i, part in enumerate(parts):
         try:
             tensors = spec.flatten(part)
         except InterlaceError as e:
-            if count == 1:
+            if len(parts) == 1:
                 raise
-            raise type(e)(f"micro-batch {i} of {count}: {e}") from e
+            raise type(e)(f"micro-batch {i} of {len(parts)}: {e}") from e
         for t, x in zip(spec.tensors, tensors, strict=True):
             if x.is_meta:
                 raise InterlaceError(f"batch entry '{t.name}' is on the meta device and has no data")

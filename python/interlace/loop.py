@@ -51,10 +51,11 @@ class Loop:
         self._profiler: Profiler | None = None
         self._recording = False
         self._seconds: list[float] = []
+        self._planned = ""  # the text that steps are timed of
         self._predicted: Prediction | None = None
         self._can_measure = self.config.profile == "auto" and self.peers.device.type == "cpu" and not self.config.debug
         self._has_profile = self.config.profile not in ("auto", "off")
-        self._limit: int | None = None
+        self.limit: int | None = None
         self._looked_up, self._known = -2, False
 
     def before_step(self, traced: bool = False) -> None:
@@ -64,6 +65,8 @@ class Loop:
             if stage != self.stage:
                 self.stage, self._replans = stage, REPLANS
                 self._plan("schedule")
+            elif self.trainer.shape_stage() != self.stage:
+                self._plan("shapes")
             elif self._replan_at == self.count:
                 self._plan(self._reason)
             elif self._check_at == self.count:
@@ -82,9 +85,9 @@ class Loop:
         if not self.schedule:
             return
         if self._recording and self._profiler is not None:
-            self._profiler.add(self.trainer._executor)
+            self._profiler.add(self.trainer._executor, self.trainer.program)
             self.trainer._executor.set_trace("off")
-        elif self._check_at >= 0:
+        elif self._check_at >= 0 and self.trainer.program == self._planned:
             self._seconds.append(time.perf_counter() - self._begin)
 
     # ---- what is due ----
@@ -100,13 +103,13 @@ class Loop:
             return False
         if self._looked_up != self.stage:  # the first step of the window: a plan of an earlier start needs no times
             self._looked_up = self.stage
-            known = self.peers.rank == 0 and self.planner.has(self.trainer._source.captured, following[1], self._limit)
+            known = self.peers.rank == 0 and self.planner.has(self.trainer._source.captured, following[1], self.limit)
             with self.peers.guard():
                 word = self.peers.broadcast(f"known plan at step {self.count}", json.dumps(known).encode())
             self._known = json.loads(word)
         return not self._known
 
-    def _passes(self) -> tuple[str, ...]:
+    def passes(self) -> tuple[str, ...]:
         return self.schedule[self.stage][1] if self.stage >= 0 else ()
 
     def _plan(self, reason: str) -> None:
@@ -114,20 +117,23 @@ class Loop:
         self._replan_at = self._check_at = -1
         begin = time.monotonic()
         self._finish_profile()
-        passes, old = self._passes(), self.trainer._source
+        passes, old = self.passes(), self.trainer._source
         failure: list[str] = []
 
         def make() -> Source:
             try:
-                return self.planner.source(old.captured, passes, {}, self._limit, fresh=reason != "schedule")
+                return self.planner.source(
+                    old.captured, passes, {}, self.limit, fresh=reason not in ("schedule", "shapes")
+                )
             except ProgramError as e:
-                if reason == "schedule":
+                if reason in ("schedule", "shapes"):
                     raise
                 failure.append(str(e))  # the plan that runs is still a good one
                 return Source(old.text, old.reports, {}, old.captured)
 
         with self.peers.guard():
             source = self.programs.share(f"plan for step {self.count}", make)
+        self.trainer.shape_stage(self.stage)
         changed = source.text != old.text
         if changed:
             self.trainer._swap(source)
@@ -141,13 +147,13 @@ class Loop:
         self.plans.append(record)
         log.info("step %d: planned because of %s, %s", self.count, reason, "swapped" if changed else "nothing changed")
         if self._has_profile and (changed or reason == "schedule"):
-            self._seconds = []
+            self._seconds, self._planned = [], source.text
             self._check_at = self.count + 1 + TIMED_STEPS
 
     def _finish_profile(self) -> None:
         if self._known and self._looked_up == self.stage - 1:
             self._has_profile = True  # it is in the cache beside the plan
-        if self._profiler is None or self._profiler.times.steps == 0:
+        if self._profiler is None or self._profiler.steps == 0:
             return
         profiler, self._profiler = self._profiler, None
         stats = self.trainer._executor.stats()
@@ -180,7 +186,7 @@ class Loop:
             "measured_bytes": max(p for _, p, _ in everyone),
         }
         words["free_bytes"] = min(f for _, _, f in everyone)
-        if self._predicted is not None:
+        if self._predicted is not None and len(self._seconds) > 1 and self.trainer.program == self._planned:
             words |= {"predicted_us": self._predicted.step_us, "predicted_bytes": self._predicted.peak_bytes}
             words["error"] = words["predicted_us"] / words["measured_us"] - 1
             words["memory_error"] = words["predicted_bytes"] / max(1, words["measured_bytes"]) - 1
@@ -203,13 +209,13 @@ class Loop:
         persistent = self.trainer._executor.stats()["persistent_bytes"]
         everyone = self._measured()
         peak, free = max(p for _, p, _ in everyone), min(f for _, _, f in everyone)
-        if persistent + free < peak and (self._limit is None or persistent + free < self._limit):
-            self._limit = persistent + free
+        if persistent + free < peak and (self.limit is None or persistent + free < self.limit):
+            self.limit = persistent + free
             self._replans = max(self._replans, 1)
             self._plan_again(f"only {free} bytes are free on a rank, the program needs {peak - persistent} in a step")
 
     def _plan_again(self, reason: str) -> None:
-        if self._replans == 0 or not needs_profile(self._passes()):
+        if self._replans == 0 or not needs_profile(self.passes()):
             return
         self._replans -= 1
         self._reason = reason

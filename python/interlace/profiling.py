@@ -39,16 +39,25 @@ class Profiler:
         self.peers, self.timeout_s, self.folder = peers, timeout_s, folder
         local = int(os.environ.get("LOCAL_WORLD_SIZE", peers.size))
         self.machine = Machine.here(local, torch.get_num_threads())
-        self.times = StepTimes(peers.size, self.machine.threads, self.machine.cores)
+        self._times: dict[str, StepTimes] = {}  # by program
 
-    def add(self, executor: Any) -> None:
-        """The step that an executor has just run with the trace "serial"."""
-        self.times.add(executor.record())
+    @property
+    def steps(self) -> int:
+        return sum(t.steps for t in self._times.values())
+
+    def add(self, executor: Any, text: str) -> None:
+        """The step that an executor of this program has just run with the trace "serial"."""
+        if text not in self._times:
+            self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores)
+        self._times[text].add(executor.record())
 
     def finish(self, text: str, room: int, number: int) -> str:
         """The profile of all ranks on rank 0, "" elsewhere. `room`: bytes that this rank may take between steps."""
         room = min(self.peers.exchange(f"room of profile {number}", room))
-        rows = self.times.rows() | self._sweep(text, room, number)
+        rows: Rows = {}
+        for times in self._times.values():
+            rows |= times.rows()
+        rows |= self._sweep(text, room, number)
         packed = [[kind, key, row] for (kind, key), row in rows.items()]
         everyone = self.peers.exchange(f"profile {number}", packed)
         if self.peers.rank != 0:

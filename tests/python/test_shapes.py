@@ -1,0 +1,213 @@
+"""Variable lengths: shapes that all ranks choose together, padding, one set of states under several programs, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+import zoo
+from test_trainer_bits import digest
+from torch import nn
+from torch.nn import functional
+
+import interlace
+from interlace.config import Config, ConfigError
+
+Tensor = torch.Tensor
+SHAPES = {"input_ids": [(2, 12), (2, 16)], "labels": [(2, 12), (2, 16)]}
+PAD = {"input_ids": 0, "labels": -100}
+# Lengths of the steps on ranks 0 and 1, and the shape that holds both.
+LENGTHS = [(12, 12, 12), (5, 11, 12), (7, 13, 16), (16, 3, 16), (9, 9, 12), (15, 15, 16)]
+
+
+def batch_of(length: int, seed: int, rows: int = 2) -> dict[str, Tensor]:
+    ids = torch.randint(1, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def by_hand(batch: dict[str, Tensor], length: int, rows: int = 2) -> dict[str, Tensor]:
+    out = {}
+    for name, x in batch.items():
+        out[name] = torch.full((rows, length), PAD[name], dtype=x.dtype)
+        out[name][: x.shape[0], : x.shape[1]] = x
+    return out
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1))
+
+
+def train(padded: bool, case: str = "llama", rounds: int = 3, **config: Any) -> dict[str, Any]:
+    """The run with batches as they come, or padded beforehand to the shape that holds those of all ranks."""
+    rank, size = parity.rank_and_size()
+    model = zoo.build(case, torch.float32)
+    opt = parity.make_optimizer("adamw", model)
+    g = config.get("accumulation", 1)
+    settings = interlace.Config(timeout_s=60, clip_norm=0.5, shapes=SHAPES, pad=PAD, **config)
+    example = [batch_of(12, 0)] * g if g > 1 else batch_of(12, 0)
+    losses = []
+    with interlace.compile(model, opt, loss, example, settings) as trainer:
+        compiled = [trainer.stats()["compiled_shapes"]]
+        for step in range(rounds * len(LENGTHS)):
+            lengths = LENGTHS[step % len(LENGTHS)]
+            parts = [
+                batch_of(lengths[rank] if size > 1 else max(lengths[:2]), 10 * step + rank + 1000 * i) for i in range(g)
+            ]
+            if padded:
+                parts = [by_hand(part, lengths[2]) for part in parts]
+            losses.append(float(trainer.step(parts if g > 1 else parts[0])))
+            compiled.append(trainer.stats()["compiled_shapes"])
+        moments = trainer.optimizer_state_dict(all_ranks=True)["state"]
+        return {
+            "losses": losses, "weights": digest(trainer.state_dict(all_ranks=True)), "stats": trainer.stats(), "compiled": compiled,
+            "steps": {float(entry["step"]) for entry in moments.values()}, "plans": trainer.plans,
+        }  # fmt: skip
+
+
+def both(case: str, **config: Any) -> list[dict[str, Any]]:
+    return [train(False, case, **config), train(True, case, **config)]
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [("llama", {}), ("llama", {"accumulation": 2, "strategy": "zero1"}), ("gpt2_dropout", {})],
+    ids=["shard", "zero1", "dropout"],
+)
+def test_ranks_choose_together_and_pad_as_by_hand(case: str, config: dict[str, Any]) -> None:
+    found = ranks.run(both, 2, case, **config)
+    for ragged, padded in found:
+        assert ragged["losses"] == padded["losses"] and ragged["weights"] == padded["weights"]
+        assert ragged["compiled"][0] == 1 and ragged["compiled"][-1] == 2  # when met, and never again
+        assert ragged["steps"] == {18.0}
+        shapes = ragged["stats"]["shapes"]
+        assert sorted(shapes.values()) == [9, 9] and len(shapes) == 2
+    # What is real of what is computed on, by rank.
+    real = [sum(lengths[r] for lengths in LENGTHS) for r in (0, 1)]
+    whole = sum(lengths[2] for lengths in LENGTHS)
+    for rank, (ragged, padded) in enumerate(found):
+        assert ragged["stats"]["padding"] == pytest.approx(1 - real[rank] / whole)
+        assert padded["stats"]["padding"] == 0
+
+
+def test_padding_changes_nothing_against_plain_torch() -> None:
+    model = zoo.build("llama", torch.float32)
+    theirs = copy.deepcopy(model)
+    opt, their_opt = parity.make_optimizer("adamw", model), parity.make_optimizer("adamw", theirs)
+    with interlace.compile(model, opt, loss, batch_of(7, 0), Config(shapes=SHAPES, pad=PAD)) as trainer:
+        for step, length in enumerate([7, 16, 12, 5, 13]):
+            batch = batch_of(length, step)
+            expected = loss(theirs, batch)
+            expected.backward()
+            their_opt.step()
+            their_opt.zero_grad()
+            assert float(trainer.step(batch)) == pytest.approx(float(expected.detach()), rel=1e-5)
+        for name, t in trainer.state_dict().items():
+            torch.testing.assert_close(t, dict(theirs.state_dict())[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_batch_may_have_fewer_rows() -> None:
+    model = zoo.build("llama", torch.float32)
+    with interlace.compile(
+        model, parity.make_optimizer("sgd", model), loss, batch_of(12, 0), Config(shapes=SHAPES, pad=PAD)
+    ) as trainer:
+        few, alone = batch_of(9, 3, rows=1), copy.deepcopy(model)
+        assert float(trainer.step(few)) == pytest.approx(float(loss(alone, few).detach()), rel=1e-5)
+
+
+def test_a_schedule_reaches_every_shape() -> None:
+    schedule = [(0, []), (8, ["schedule(keep=all)"])]
+    plain, planned = ranks.run(with_and_without, 2, schedule)[0]
+    assert planned["losses"] == plain["losses"] and planned["weights"] == plain["weights"]
+    # Step 8 meets the longer shape, step 10 the shorter one.
+    assert [(p["step"], p["reason"]) for p in planned["plans"]] == [(8, "schedule"), (10, "shapes")]
+    assert planned["stats"]["swaps"] == 2
+
+
+def with_and_without(schedule: Any) -> list[dict[str, Any]]:
+    return [train(False), train(False, schedule=schedule)]
+
+
+def too_long() -> str:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    with interlace.compile(
+        model,
+        parity.make_optimizer("sgd", model),
+        loss,
+        batch_of(12, 0),
+        interlace.Config(timeout_s=20, shapes=SHAPES, pad=PAD),
+    ) as trainer:
+        trainer.step(batch_of(12, 1))
+        with pytest.raises(interlace.InterlaceError) as error:
+            trainer.step(batch_of(12 if rank == 0 else 17, 2))
+        return str(error.value)
+
+
+def test_a_batch_that_no_shape_holds_is_an_error_on_all_ranks() -> None:
+    for said in ranks.run(too_long, 2):
+        assert "no shape of Config.shapes holds this step's micro-batches" in said
+        assert "input_ids [2, 17]" in said and "input_ids [2, 16], labels [2, 16]" in said
+
+
+def wrong_entry() -> str:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    with interlace.compile(
+        model,
+        parity.make_optimizer("sgd", model),
+        loss,
+        batch_of(12, 0),
+        interlace.Config(timeout_s=20, shapes=SHAPES, pad=PAD),
+    ) as trainer:
+        batch = batch_of(12, 1)
+        if rank == 1:
+            del batch["labels"]
+        with pytest.raises(interlace.InterlaceError) as error:
+            trainer.step(batch)
+        return str(error.value)
+
+
+def test_a_wrong_batch_on_one_rank_is_told_to_the_others() -> None:
+    first, second = ranks.run(wrong_entry, 2)
+    assert "shapes has 'labels', which the batch lacks" in second
+    assert "rank 1 failed" in first and "labels" in first
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shapes": {"x": [(4, 8)]}}, "pad lacks 'x': say which value fills it up, for example pad={'x': 0}"),
+        ({"pad": {"x": 0}}, "pad is of use with shapes only"),
+        ({"shapes": {"x": [(4, 8)]}, "pad": {"x": 0, "y": 1}}, "pad has 'y', which is not in shapes"),
+        ({"shapes": {"x": (4, 8)}, "pad": {"x": 0}}, "shapes must be {input: [sizes, ...]}, for example"),
+        ({"shapes": {"x": [(4, 8), (4,)]}, "pad": {"x": 0}}, "all shapes of 'x' must have as many dimensions"),
+        (
+            {"shapes": {"x": [(4, 8), (4, 9)], "y": [(4, 8)]}, "pad": {"x": 0, "y": 0}},
+            "every input of shapes needs one entry for each shape of the batch, but there are 'x' 2, 'y' 1",
+        ),
+        ({"shapes": {"x": [(4, 8)]}, "pad": {"x": "0"}}, "pad of 'x' must be a number, not '0'"),
+    ],
+)
+def test_wrong_shapes_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        Config.from_dict(values)
+    assert str(e.value).startswith(message)
+
+
+def test_shapes_of_an_unknown_entry_are_refused() -> None:
+    model = zoo.build("llama", torch.float32)
+    settings = Config(shapes={"input_id": [(2, 12)]}, pad={"input_id": 0})
+    with pytest.raises(ConfigError, match=r"shapes has 'input_id', which the batch lacks; did you mean 'input_ids'\?"):
+        interlace.compile(model, parity.make_optimizer("sgd", model), loss, batch_of(12, 0), settings)
+
+
+def test_another_shape_without_a_declaration_stays_an_error() -> None:
+    model = zoo.build("llama", torch.float32)
+    trainer = interlace.compile(model, parity.make_optimizer("sgd", model), loss, batch_of(12, 0))
+    with pytest.raises(interlace.InterlaceError, match="but the program was compiled for"):
+        trainer.step(batch_of(13, 0))
