@@ -17,6 +17,7 @@ from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
 from interlace.dropout import changed, reads_of
 from interlace.fingerprint import Fingerprint, Unsure
+from interlace.loss_scale import initial
 from interlace.programs import Programs
 
 Tensor = torch.Tensor
@@ -56,7 +57,9 @@ class Captures:
             with reads_of(holders) as read:
                 captured = capture(
                     self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
-                    rng_mode=self.config.rng, casts=Casts.named(self.config.param_dtype, self.config.output_dtype),
+                    rng_mode=self.config.rng, casts=Casts.named(
+                        self.config.param_dtype, self.config.output_dtype, initial(self.config.loss_scale)
+                    ),
                 )  # fmt: skip
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
@@ -93,6 +96,9 @@ def _by_content(text: str, constants: dict[str, Tensor]) -> tuple[str, dict[str,
     """Tensors of the trace named by what they hold: programs for several shapes share equal ones and keep others apart."""
     renamed: dict[str, Tensor] = {}
     for name, t in constants.items():
+        if not name.startswith("captured."):  # it has a name of its own
+            renamed[name] = t
+            continue
         flat = t.contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         digest = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} {t.stride()}".encode() + data).hexdigest()[:16]

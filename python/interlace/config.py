@@ -78,6 +78,8 @@ class Config:
                      the floating inputs of the model's call; they are gathered in it. "autocast": the loss function runs under
                      torch.autocast; parameters used in its dtype alone are gathered in it
     reduce_dtype     "bfloat16", "float16" or "float32": gradients are reduced in it; None: in param_dtype, as in FSDP2
+    loss_scale       a number that the loss is multiplied by for backward, or "dynamic" (for float16): it starts at 65536, is halved
+                     when the gradient is not finite (that step changes nothing), doubled after 2000 steps that are
     output_dtype     "bfloat16", "float16" or "float32": floating results of the model's call are cast to it; None: as they come
     """
 
@@ -106,6 +108,7 @@ class Config:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
+    loss_scale: float | str | None = None
 
     def __post_init__(self) -> None:
         self._one_of("strategy", STRATEGIES)
@@ -125,9 +128,14 @@ class Config:
         self._dtype("param_dtype", (*NARROW, "autocast"))
         self._dtype("reduce_dtype", (*NARROW, "float32"))
         self._dtype("output_dtype", (*NARROW, "float32"))
-        if self.mode == "eager" and (self.param_dtype or self.reduce_dtype or self.output_dtype):
+        if self.loss_scale is not None and self.loss_scale != "dynamic":
+            if isinstance(self.loss_scale, str):
+                hint = did_you_mean(self.loss_scale, ("dynamic",))
+                raise ConfigError(f"loss_scale must be a positive number or 'dynamic', not '{self.loss_scale}'{hint}")
+            self._positive("loss_scale")
+        if self.mode == "eager" and (self.param_dtype or self.reduce_dtype or self.output_dtype or self.loss_scale):
             raise ConfigError(
-                "param_dtype, reduce_dtype and output_dtype need mode='compiled'; the eager mode runs the model as it is"
+                "param_dtype, reduce_dtype, output_dtype and loss_scale need mode='compiled'; the eager mode runs the model as it is"
             )
         for name in ("passes", "dump_ir", "weights", "cluster", "cache"):
             value = getattr(self, name)

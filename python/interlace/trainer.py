@@ -34,6 +34,7 @@ from interlace.distributed import PeerError, Peers
 from interlace.errors import InterlaceError
 from interlace.hyper import STATE_NAMES, Hyper, kind_of
 from interlace.loop import Loop
+from interlace.loss_scale import LossScale
 from interlace.materialize import Weights, find_name
 from interlace.planning import Planner
 from interlace.programs import Built, Source
@@ -86,6 +87,7 @@ class Trainer:
         self.compile_seconds = planner.programs.seconds
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
         self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper
+        self._loss_scale = LossScale(config.loss_scale)
         self._use(built)
         self._loop, self._traced = Loop(self, planner), False
         self._closed: str | None = None
@@ -114,7 +116,8 @@ class Trainer:
         losses = self.outputs["loss"]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self.skipped = self.norm is not None and not math.isfinite(self.norm)
-        if self.skipped and not self.config.skip_nonfinite:
+        self._loss_scale.after_step(not self.skipped)
+        if self.skipped and (self._loss_scale.exhausted or not (self.config.skip_nonfinite or self._loss_scale.dynamic)):
             raise NonFiniteError(self._nonfinite_norm(inputs, result))
         if not self.skipped:
             if not result["finite"] and self.norm is None and not self.config.skip_nonfinite:
@@ -198,6 +201,7 @@ class Trainer:
     def _use(self, built: Built) -> None:
         self.program, self.passes = built.source.text, built.source.reports
         self._source, self._ir, self._executor, self._states = built.source, built.ir, built.executor, built.states
+        self._loss_scale.attach(built.ir, built.executor)
 
     # ---- looking at what went wrong ----
 
@@ -478,6 +482,7 @@ class Trainer:
         return {
             "format": FORMAT, "step": self.steps, "kind": [kind_of(self._optimizer, g) for g in self._optimizer.param_groups],
             "groups": groups, "seed": self.config.seed, "rng": self.config.rng, "world_size": self.world_size,
+            "loss_scale": self._loss_scale.state(),
         }  # fmt: skip
 
     def load(self, folder: str | Path) -> None:
@@ -548,6 +553,7 @@ class Trainer:
                             self._states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
             self.steps = int(record["step"])
             self._hyper.steps = steps
+            self._loss_scale.restore(record.get("loss_scale"))
             self._restore_groups([g["hyper"] for g in record["groups"]])
             if self.config.rng == "compat" and f"rng.{self.rank}" in moments:
                 torch.set_rng_state(moments.read(f"rng.{self.rank}"))

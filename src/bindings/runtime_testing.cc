@@ -112,7 +112,8 @@ void BindTesting(py::module_& module) {
         (aten ? NormPartialAten : NormPartial)(flat, acc);
       },
       py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
-  m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"), no_gil);
+  m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"),
+        py::arg("loss_scale") = 1.0, no_gil);
   m.def("embedding_backward_into", &EmbeddingBackwardInto, py::arg("grad"), py::arg("indices"), py::arg("num_weights"),
         py::arg("padding_idx"), py::arg("scale_grad_by_freq"), py::arg("out"), no_gil);
   m.def(

@@ -293,7 +293,13 @@ class Meaning {
   }
 
   void NormCoef(const Op& op) {
-    if (!Shape(op, 1, 1, 1)) return;
+    if (!Shape(op, 1, 2, 1)) return;
+    if (op.args.size() == 2) {
+      Elements(op, op.args[1].value, 1, "what the loss was multiplied by");
+      if (!IsFloating(TypeOf(op.args[1].value).dtype)) {
+        report_.AtOp(op, "the second operand of norm.coef is a floating scalar", op.args[1].value);
+      }
+    }
     if (!IsType(op.args[0].value, DType::kI64, kNormLimbs))
       report_.AtOp(op, "the operand of norm.coef is i64[68]", op.args[0].value);
     if (!IsType(op.results[0], DType::kF64, 3)) report_.AtOp(op, "the result of norm.coef is f64[3]", op.results[0]);

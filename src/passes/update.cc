@@ -10,6 +10,9 @@
 namespace interlace {
 namespace {
 
+// The buffer that capture multiplies the seed of backward by.
+constexpr std::string_view kLossScale = "interlace.loss_scale";
+
 // A unit with a gradient, and where its weights and gradient lie.
 struct Target {
   UnitId unit = kNone;
@@ -31,6 +34,10 @@ class Builder {
     if (program_.FindPhase("update") != nullptr) return MakeError("the program has an update phase already");
     INTERLACE_TRY(FindTargets());
     phase_.name = "update";
+    for (const Buffer& buffer : program_.buffers) {
+      if (buffer.name == kLossScale) loss_scale_ = buffer.value;
+    }
+    norm_ = norm_ || loss_scale_ != kNone;  // its coefficient undoes the scale, and says whether the step counts
     ValueId coef = norm_ && !targets_.empty() ? Norm() : kNone;
     ValueId gathering = kNone;
     for (const Target& target : targets_) {
@@ -126,6 +133,7 @@ class Builder {
     }
     Op& coef = Add("norm.coef");
     coef.args = {Arg::Of(sum)};
+    if (loss_scale_ != kNone) coef.args.push_back(Arg::Of(loss_scale_));
     coef.SetAttr("max_norm", clip_ ? Arg::Float(*clip_) : Arg::None());
     coef.SetAttr("scale", Arg::Float(Scale(unit.id)));
     return program_.AddResult(coef, FlatType(DType::kF64, 3));
@@ -171,6 +179,7 @@ class Builder {
   Program& program_;
   std::optional<double> clip_;
   bool norm_, momentum_;
+  ValueId loss_scale_ = kNone;
   std::vector<Target> targets_;  // by unit
   Phase phase_;
 };

@@ -168,13 +168,13 @@ void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc) {
   }
 }
 
-void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out) {
+void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Tensor& out, double loss_scale) {
   TORCH_INTERNAL_ASSERT(acc.is_contiguous() && acc.scalar_type() == at::kLong && acc.numel() == ExactSum::kLimbs,
                         "the norm's accumulator");
   TORCH_INTERNAL_ASSERT(out.is_contiguous() && out.scalar_type() == at::kDouble && out.numel() == 3,
                         "the norm's result must be float64[3]");
   const at::Tensor host = acc.cpu();  // waits for the device
-  const double norm = std::sqrt(ExactSum(host.const_data_ptr<int64_t>()).Round()) * scale;
+  const double norm = std::sqrt(ExactSum(host.const_data_ptr<int64_t>()).Round()) * scale / loss_scale;
   double coef = 1;
   if (max_norm >= 0) {
     const double ratio = max_norm / (norm + 1e-6);
@@ -183,7 +183,7 @@ void NormCoef(const at::Tensor& acc, double max_norm, double scale, const at::Te
   const at::Tensor result = out.device().is_cpu() ? out : at::zeros({3}, out.options().device(at::kCPU));
   double* const values = result.mutable_data_ptr<double>();
   values[0] = norm;
-  values[1] = coef;
+  values[1] = coef / loss_scale;
   values[2] = std::isfinite(norm) ? 1 : 0;
   if (!out.device().is_cpu()) out.copy_(result);
 }

@@ -23,11 +23,13 @@ struct NormPartialKernel final : KernelData {
 
 struct NormCoefKernel final : KernelData {
   ValueId operand, result;
+  ValueId loss_scale = kNone;
   const Geometry* geometry;
   double max_norm = -1, scale = 1;
   void Run(Frame& frame) {
     at::Tensor out = Allocate(*geometry, frame.device, true);
-    NormCoef(frame.slots[operand], max_norm, scale, out);
+    const double too_large = loss_scale == kNone ? 1 : frame.slots[loss_scale].item<double>();
+    NormCoef(frame.slots[operand], max_norm, scale, out, too_large);
     const at::Tensor host =
         frame.device.is_cpu() ? out : out.to(c10::kCPU);  // elsewhere: the step's one wait for the device
     const double* numbers = host.const_data_ptr<double>();
@@ -160,10 +162,11 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     return MakeKernel(std::move(kernel));
   }
   if (op.name == "norm.coef") {
-    if (operands.size() != 1 || op.results.size() != 1 || op.results[0] == kNone)
-      return OpError(context, op, "norm.coef takes one value, gives one");
+    if (operands.empty() || operands.size() > 2 || op.results.size() != 1 || op.results[0] == kNone)
+      return OpError(context, op, "norm.coef takes one or two values, gives one");
     auto kernel = std::make_unique<NormCoefKernel>();
     kernel->operand = operands[0];
+    if (operands.size() == 2) kernel->loss_scale = operands[1];
     kernel->result = op.results[0];
     kernel->geometry = &context.geometry[op.results[0]];
     if (kernel->geometry->elements != 3 || kernel->geometry->dtype != c10::ScalarType::Double) {

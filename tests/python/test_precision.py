@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import parity
@@ -19,6 +20,7 @@ import interlace
 from interlace.capture import Casts, capture
 from interlace.config import Config, ConfigError
 from interlace.errors import CaptureError
+from interlace.loss_scale import LossScale
 
 Tensor = torch.Tensor
 STEPS = 30
@@ -210,3 +212,118 @@ def test_pipelines() -> None:
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(**settings)
+
+
+# ---- float16 and the loss scale ----
+
+
+def losses_of(config: dict[str, Any], factor: float = 1.0, steps: int = 6) -> dict[str, Any]:
+    """A run on a loss that is `factor` times as large."""
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    settings = Config(timeout_s=60, **config)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-12)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return zoo.CASES["llama"].loss(model, batch).float() * factor
+
+    batch = parity.batch_of("llama", 0, rank, 1)
+    with interlace.compile(model, opt, loss, batch, settings) as trainer:
+        out: dict[str, Any] = {"losses": [], "skipped": [], "norms": [], "scales": []}
+        before = trainer.state_dict(all_ranks=True)
+        for step in range(steps):
+            out["losses"].append(float(trainer.step(parity.batch_of("llama", step, rank, 1))))
+            out["skipped"].append(trainer.skipped)
+            out["norms"].append(trainer.norm)
+            out["scales"].append(trainer._loss_scale.value)
+            if step == 0:
+                after = trainer.state_dict(all_ranks=True)
+                out["moved"] = any(not torch.equal(before[n], after[n]) for n in before)
+        out["weights"] = dict(trainer.state_dict(all_ranks=True))
+    return out
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_power_of_two_changes_no_bit(clip: float | None) -> None:
+    plain = ranks.run(losses_of, 2, {"clip_norm": clip})[0]
+    scaled = ranks.run(losses_of, 2, {"clip_norm": clip, "loss_scale": 1024})[0]
+    assert scaled["losses"] == plain["losses"]
+    assert all(torch.equal(scaled["weights"][n], w) for n, w in plain["weights"].items())
+    if clip is not None:
+        assert scaled["norms"] == pytest.approx(plain["norms"], rel=1e-12)
+
+
+def test_small_gradients_do_not_vanish() -> None:
+    # Gradients of about 1e-8 are below float16's least number, 6e-8.
+    half = {"param_dtype": "float16", "output_dtype": "float32"}
+    wide = ranks.run(losses_of, 2, {}, 1e-6)[0]
+    lost = ranks.run(losses_of, 2, half, 1e-6)[0]
+    kept = ranks.run(losses_of, 2, {**half, "loss_scale": "dynamic"}, 1e-6)[0]
+    assert not any(kept["skipped"])
+    near, far = (parity.weight_distance(run["weights"], wide["weights"]) for run in (kept, lost))
+    assert near < 2e-3 and near < 0.2 * far, (near, far)
+    assert parity.loss_distance(kept["losses"], wide["losses"]) < 1e-3
+
+
+def test_overflow_skips_the_step_and_halves_the_scale() -> None:
+    run = ranks.run(
+        losses_of, 2, {"param_dtype": "float16", "output_dtype": "float32", "loss_scale": "dynamic"}, 100.0, 10
+    )[0]
+    assert run["skipped"][0] and not run["moved"] and not run["skipped"][-1]
+    scale = 65536.0
+    for skipped, norm, after in zip(run["skipped"], run["norms"], run["scales"], strict=True):
+        scale *= 0.5 if skipped else 1.0
+        assert after == scale
+        assert skipped != math.isfinite(norm)
+
+
+def test_growth_and_backoff() -> None:
+    scale = LossScale("dynamic")
+    for _ in range(1999):
+        scale.after_step(True)
+    assert scale.value == 65536.0
+    scale.after_step(True)
+    assert (scale.value, scale.good_steps) == (131072.0, 0)
+    scale.after_step(True)
+    scale.after_step(False)
+    assert (scale.value, scale.good_steps) == (65536.0, 0)
+    fixed = LossScale(8)
+    fixed.after_step(False)
+    assert fixed.value == 8.0 and not fixed.exhausted
+    for _ in range(31):
+        scale.after_step(False)
+    assert scale.exhausted
+
+
+def interrupted(config: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
+    """The scale's state and loss after two steps more, without and with a checkpoint between."""
+    found = []
+    for again in (False, True):
+        model = zoo.build("llama", torch.float32)
+        batch = parity.batch_of("llama", 0, 0, 1)
+        with interlace.compile(
+            model, torch.optim.AdamW(model.parameters()), zoo.CASES["llama"].loss, batch, Config(timeout_s=60, **config)
+        ) as trainer:
+            if again:
+                trainer.load(folder)
+            else:
+                trainer._loss_scale.restore([4096.0, 1998])
+                trainer.step(batch)
+                trainer.save(folder)
+            losses = [float(trainer.step(batch)) for _ in range(2)]
+            found.append([trainer._loss_scale.state(), losses])
+    return found[0], found[1]
+
+
+def test_checkpoints_keep_the_scale(tmp_path: Any) -> None:
+    config = {"param_dtype": "float16", "output_dtype": "float32", "loss_scale": "dynamic"}
+    through, resumed = ranks.run(interrupted, 2, config, str(tmp_path / "checkpoint"))[0]
+    assert through == resumed
+    assert through[0] == [8192.0, 1]
+
+
+def test_wrong_loss_scale() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'dynamic'"):
+        Config(loss_scale="dynamci")
+    with pytest.raises(ConfigError, match="loss_scale must be a positive number"):
+        Config(loss_scale=-1)

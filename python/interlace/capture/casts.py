@@ -23,6 +23,9 @@ from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
+LOSS_SCALE = (
+    "interlace.loss_scale"  # the buffer that the seed of backward is multiplied by; the pass `update` knows the name
+)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -36,16 +39,26 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """The dtypes that parameters and inputs (`param`) and results (`output`) of the model are cast to; None: as they are."""
+    """The dtypes that parameters and inputs (`param`) and results (`output`) of the model are cast to; None: as they are.
+
+    With a `loss_scale`, backward starts with it instead of 1, so that gradients do not vanish in float16; it is a buffer of the
+    program, which the trainer may change between steps."""
 
     param: torch.dtype | None = None
     output: torch.dtype | None = None
+    loss_scale: float | None = None
 
     @staticmethod
-    def named(param: str | None, output: str | None) -> Casts:
+    def named(param: str | None, output: str | None, loss_scale: float | None = None) -> Casts:
         """From the settings of a Config; under "autocast" the model has its own casts."""
         dtypes = [None if name in (None, "autocast") else getattr(torch, str(name)) for name in (param, output)]
-        return Casts(*dtypes)
+        return Casts(*dtypes, loss_scale)
+
+    def seed(self) -> ModelTensor | None:
+        """The buffer of the loss scale."""
+        if self.loss_scale is None:
+            return None
+        return ModelTensor(LOSS_SCALE, torch.tensor(self.loss_scale), "plain", False)
 
     def parameters(self, model: nn.Module, tensors: list[ModelTensor], sites: Sites) -> dict[int, Tensor]:
         """What stands in for parameters, by id of the real one; each cast belongs to the first module that has it."""

@@ -252,6 +252,10 @@ class _Trace:
         for t in self.tensors:
             self._declare(t)
         model_tensors = list(self.tensors)
+        scale = self.casts.seed()
+        if scale is not None:
+            self.tensors.append(scale)
+            self._declare(scale)
         batch = self._inputs(batch)
         params = [t for t in model_tensors if t.kind == "param" and t.real.requires_grad]
         replaced = {id(t.real): t.fake for t in model_tensors}
@@ -275,7 +279,12 @@ class _Trace:
             rec.part = "bwd"
             grads = self._locating(
                 "backward",
-                lambda: torch.autograd.grad(self.outputs["loss"], [p.fake for p in params], allow_unused=True),  # type: ignore
+                lambda: torch.autograd.grad(
+                    self.outputs["loss"],
+                    [p.fake for p in params],  # type: ignore[misc]
+                    scale.fake.to(self.outputs["loss"].dtype) if scale is not None and scale.fake is not None else None,
+                    allow_unused=True,
+                ),
             )
         for p, g in zip(params, grads, strict=True):
             if g is not None:

@@ -236,9 +236,14 @@ Status Machine::NormCoef(const Op& op) {
     INTERLACE_ASSIGN(Bytes limbs, ReadBytes(rank, op.args[0].value));
     int64_t words[ExactSum::kLimbs];
     std::memcpy(words, limbs.data(), sizeof(words));
-    norm = std::sqrt(ExactSum(words).Round()) * NumberAttr(op, "scale", 1);
+    double loss_scale = 1;
+    if (op.args.size() > 1) {
+      INTERLACE_ASSIGN(Dense x, Read(rank, op.args[1].value));
+      loss_scale = x.data[0];
+    }
+    norm = std::sqrt(ExactSum(words).Round()) * NumberAttr(op, "scale", 1) / loss_scale;
     double coef = clips ? std::min(1.0, NumberAttr(op, "max_norm", 0) / (norm + 1e-6)) : 1.0;
-    INTERLACE_TRY(Write(rank, op.results[0], Dense{{3}, {norm, coef, std::isfinite(norm) ? 1.0 : 0.0}}));
+    INTERLACE_TRY(Write(rank, op.results[0], Dense{{3}, {norm, coef / loss_scale, std::isfinite(norm) ? 1.0 : 0.0}}));
   }
   return Ok{};
 }
