@@ -32,6 +32,7 @@ from interlace.materialize import Weights, find_name, initialize, point_at, rele
 from interlace.planning import Planner
 from interlace.programs import Built, ProgramError, Programs, Source, predicted_peak_bytes
 from interlace.schedule import check_passes, stage_at
+from interlace.shapes import Shapes, check_shapes_of
 from interlace.states import WEIGHT, States
 from interlace.trainer import Tensors, Trainer
 
@@ -86,8 +87,10 @@ class _Build:
         example_batch: Any, config: Config, peers: Peers,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.loss_fn, self.config, self.peers = model, optimizer, loss_fn, config, peers
-        self.micro_batch = batches.micro_batches(None, example_batch, config.accumulation)[0]
+        self.parts = batches.micro_batches(None, example_batch, config.accumulation)
+        self.micro_batch = self.parts[0]
         self.spec = InputSpec.of(self.micro_batch)
+        check_shapes_of(self.spec, config)
         self.tensors = collect(model)
         check_parameters(self.tensors)
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
@@ -100,6 +103,7 @@ class _Build:
         self._check_schedule()
         self._compare_ranks()
         self.peers.open_groups()
+        shapes = self._open_shapes()
         source = self._source(None)
         built = self._built(source)
         self._fill_parameters(built.states)
@@ -128,17 +132,18 @@ class _Build:
         )
         return Trainer(
             model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, planner=self.planner, built=built,
-            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper,
+            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
         )  # fmt: skip
 
     # ---- the same on every rank ----
 
     def _compare_ranks(self) -> None:
         groups = [[self.names.get(id(p), "?") for p in g["params"]] for g in self.optimizer.param_groups]
+        varying = dict(self.config.shapes or ())
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir", "cache")}
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
-            "batch entry": batches.describe(self.spec),
+            "batch entry": {n: d for n, d in batches.describe(self.spec).items() if n not in varying},
             "parameter": {
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
                 for t in self.tensors if t.kind == "param"
@@ -172,6 +177,17 @@ class _Build:
         if self.config.mode == "eager":
             return eager_text(self.model, self.tensors, self.optimizer, used), {}
         return self.captures.text(self.micro_batch)
+
+    def _open_shapes(self) -> Shapes | None:
+        """With several shapes, the example batch stands for the one that holds it."""
+        if not self.config.shapes:
+            return None
+        shapes = Shapes(self.config, self.peers, self.captures, self.planner)
+        shapes.current = shapes.choose(self.parts)
+        self.micro_batch = shapes.filled(self.parts, shapes.current)[0]
+        shapes.current.spec = self.spec = InputSpec.of(self.micro_batch)
+        shapes.current.stage = stage_at(self.config.schedule, 0)
+        return shapes
 
     def _check_schedule(self) -> None:
         if self.config.schedule:

@@ -71,7 +71,7 @@ class Config:
     schedule         [(step, [passes])]: passes that shape the program from a step of this start on (schedule.py)
     profile          times that passes decide by: "auto" measures them in the first steps, "off", or a profile's file
     cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)
-    shapes           {input: [sizes, ...]}: further shapes of a micro-batch's inputs, each compiled when first met
+    shapes           {input: [sizes, ...]}: the shapes of a micro-batch's inputs that vary, each compiled when first met
     pad              {input: value}: what fills a batch that is smaller than its shape; required with shapes
     cache            a folder for compiled programs; None: $INTERLACE_CACHE or ~/.cache/interlace; "off": none is kept
     param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are

@@ -38,6 +38,7 @@ from interlace.loss_scale import LossScale
 from interlace.materialize import Weights, find_name
 from interlace.planning import Planner
 from interlace.programs import Built, Source
+from interlace.shapes import Shapes
 from interlace.states import WEIGHT, Parameter
 from interlace.step_trace import TraceError, check_writable, write_trace
 
@@ -75,7 +76,7 @@ class Trainer:
 
     def __init__(
         self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, planner: Planner, built: Built,
-        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper,
+        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper, shapes: Shapes | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.rank, self.world_size = peers.rank, peers.size
@@ -87,6 +88,7 @@ class Trainer:
         self.compile_seconds = planner.programs.seconds
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
         self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper
+        self._shapes = shapes
         self._loss_scale = LossScale(config.loss_scale)
         self._use(built)
         self._loop, self._traced = Loop(self, planner), False
@@ -103,11 +105,12 @@ class Trainer:
         then stay as they were when clipping or skip_nonfinite computes the norm), a rank that failed or was lost.
         """
         self._check_open()
+        with self._peers.guard():
+            inputs = self._inputs(batch)
         self._loop.before_step(self._traced)
         if self._traced:
             self._executor.set_trace("on")  # of the program that this step runs
         with self._peers.guard(), self._determinism():
-            inputs = self._inputs(batch)
             self._hyper.before_step()
             hyper = self._hyper.values()
             result = self._runner.step(inputs, hyper, self.steps)
@@ -125,6 +128,8 @@ class Trainer:
                     raise NonFiniteError(self._nonfinite_loss(inputs, loss, result))
             self._hyper.advance()
         self._hyper.after_step()
+        if self._shapes is not None:
+            self._shapes.note_step()
         self.steps += 1
         return loss
 
@@ -154,6 +159,9 @@ class Trainer:
     def _inputs(self, batch: Any) -> Any:
         if self.config.mode == "eager":
             return batches.micro_batches(self._spec, batch, self.config.accumulation)
+        if self._shapes is not None:
+            parts = self._shapes.switch(self, batch)
+            return batches.flatten_parts(self._spec, parts, self._peers.device)
         return batches.flatten(self._spec, batch, self.config.accumulation, self._peers.device)
 
     @contextlib.contextmanager
@@ -202,6 +210,16 @@ class Trainer:
         self.program, self.passes = built.source.text, built.source.reports
         self._source, self._ir, self._executor, self._states = built.source, built.ir, built.executor, built.states
         self._loss_scale.attach(built.ir, built.executor)
+        if self._shapes is not None:
+            self._shapes.current.built = built
+
+    def shape_stage(self, new: int | None = None) -> int:
+        """The entry of the schedule that the current shape's program was made for; or that it is made for now."""
+        if self._shapes is None:
+            return self._loop.stage
+        if new is not None:
+            self._shapes.current.stage = new
+        return self._shapes.current.stage
 
     # ---- looking at what went wrong ----
 
@@ -296,7 +314,12 @@ class Trainer:
 
         After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
         self._check_open()
-        return {**self._executor.stats(), "trainer_steps": self.steps, "swaps": self.swaps}
+        return {
+            **self._executor.stats(),
+            "trainer_steps": self.steps,
+            "swaps": self.swaps,
+            **(self._shapes.stats() if self._shapes else {}),
+        }
 
     def compile_table(self) -> str:
         """Where the time of compiling went, on this rank: "capture 0.02 s (cached), passes 0.01 s, executor 0.05 s, total 0.31 s"."""
