@@ -201,12 +201,13 @@ Status SocketMesh::Finish(Exchange& exchange, double timeout_s) {
     ~Counted() { --count; }
   } counted(waiting_);
   std::vector<pollfd> ready;
-  int64_t moved_ns = NanosNow();
+  int64_t moved_ns = NanosNow(), patience_ns = kSpinNs;
   while (true) {
     const bool moved = exchange.open > 0 && Drive();
     if (exchange.open == 0) return Ok{};
     if (moved) moved_ns = driven_ns_;
-    if (driven_ns_ - moved_ns < kSpinNs) continue;
+    if (driven_ns_ - moved_ns < patience_ns) continue;
+    patience_ns = 0;  // the network is slower than that: from now on it is worth sleeping at once
     bool stop = false;
     for (int peer : Unfinished(exchange)) stop |= peers_[peer].error >= 0 || peers_[peer].differs;
     for (const Peer& peer : peers_) stop |= peer.witness.note.has_value();
@@ -228,7 +229,6 @@ Status SocketMesh::Finish(Exchange& exchange, double timeout_s) {
     for (size_t i = 0; i < peers_.size(); ++i) {
       if (ready[2 * i + 1].revents != 0) ReadNote(peers_[i]);
     }
-    moved_ns = NanosNow();
   }
 }
 
