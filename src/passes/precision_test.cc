@@ -106,6 +106,41 @@ TEST(Precision, MarksAreChecked) {
       << reports.error().message;
 }
 
+// The message of the verifier on a text.
+std::string Complaint(const std::string& text) {
+  Result<Program> program = Parse(text, "test");
+  if (!program.ok()) return program.error().ToString();
+  Result<std::vector<PassReport>> reports = RunPasses(*program, {});
+  return reports.ok() ? "" : reports.error().message;
+}
+
+TEST(Precision, GradientsMayBeNarrowerButNotWider) {
+  std::string text = RunText(GoldenInput("mixed.il"), "precision(param=bf16,reduce=bf16)");
+  EXPECT_EQ(Complaint(text), "");
+  std::string wide = text;
+  size_t param = wide.find("param %2: f32[8]");
+  wide.replace(param, 16, "param %2: bf16[8]");
+  wide.replace(wide.find("%15: bf16[8] = aten._to_copy(%14, dtype=bf16)"), 45,
+               "%15: f32[8] = aten._to_copy(%14, dtype=f32)");
+  EXPECT_NE(Complaint(wide).find("the gradient of 'norm.weight' must be bf16[8], or narrower, not f32[8]"),
+            std::string::npos)
+      << Complaint(wide);
+}
+
+TEST(Precision, TheLossScaleIsDividedOut) {
+  std::string text = GoldenInput("mixed.il");
+  text.insert(text.find("input %3"), "buffer %50: f32[] \"interlace.loss_scale\" plain\n");
+  for (const char* clip : {"none", "1.0"}) {
+    std::string out = RunText(text, std::string("precision(param=bf16),shard(ranks=2),update(clip=") + clip + ")");
+    size_t coef = out.find("norm.coef(");
+    ASSERT_NE(coef, std::string::npos) << out;
+    EXPECT_EQ(out.substr(out.find(", ", coef), 5), ", %3)") << out;  // the buffer
+    out.replace(out.find(", %3)", coef), 5, ", %5)");
+    EXPECT_NE(Complaint(out).find("%5 must have 1 element (what the loss was multiplied by)"), std::string::npos)
+        << Complaint(out);
+  }
+}
+
 // A random program whose parameters are used as bf16, all or most of them, and whose gradients come back through bf16.
 Program RandomMixed(uint64_t seed, std::mt19937_64& random) {
   Program program = testing::RandomProgram({.seed = seed, .layers = 1 + static_cast<int>(seed % 5)});

@@ -47,7 +47,7 @@ def compare(case: str, config: dict[str, Any]) -> dict[str, tuple[float, float]]
     first = zoo.build(case, torch.float32)
     accumulation = config.get("accumulation", 1)
     ours = parity.by_interlace(case, copy.deepcopy(first), "adamw", STEPS, 1.0, **config)
-    plain = {k: v for k, v in config.items() if not k.endswith("_dtype")}
+    plain = {k: v for k, v in config.items() if not k.endswith("_dtype") and k != "loss_scale"}
     wide = parity.by_interlace(case, copy.deepcopy(first), "adamw", STEPS, 1.0, **plain)
     param = getattr(torch, config["param_dtype"])
     reduce = getattr(torch, config.get("reduce_dtype") or config["param_dtype"])
@@ -69,6 +69,7 @@ def compare(case: str, config: dict[str, Any]) -> dict[str, tuple[float, float]]
         ("llama", {"accumulation": 2, "accumulate_mode": "reduce_last"}),
         ("gpt2", {"strategy": "zero1"}),
         ("vit", {"strategy": "replicate", "accumulation": 2}),
+        ("llama", {"param_dtype": "float16", "reduce_dtype": "float32", "loss_scale": 256}),
     ],
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())) or "bfloat16",
 )
