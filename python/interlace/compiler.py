@@ -132,7 +132,7 @@ class _Build:
         )
         return Trainer(
             model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, planner=self.planner, built=built,
-            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
+            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, captures=self.captures, shapes=shapes,
         )  # fmt: skip
 
     # ---- the same on every rank ----

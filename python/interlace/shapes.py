@@ -104,6 +104,11 @@ class Shapes:
                 built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
         return built
 
+    def forget(self) -> None:
+        """All programs are out of date: each shape is compiled again when it is next met."""
+        for bucket in self.buckets:
+            bucket.built = None
+
     def choose(self, parts: list[Any]) -> Bucket:
         """The smallest shape that holds the micro-batches of all ranks; every rank must call it. Error: none does."""
         names = list(self.buckets[0].sizes)

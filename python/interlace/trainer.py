@@ -17,6 +17,7 @@ from torch import nn
 
 from interlace import batch as batches
 from interlace.capture.inputs import InputSpec
+from interlace.captures import Captures
 from interlace.checkpoint import (
     FORMAT,
     MODEL,
@@ -38,6 +39,7 @@ from interlace.loss_scale import LossScale
 from interlace.materialize import Weights, find_name
 from interlace.planning import Planner
 from interlace.programs import Built, Source
+from interlace.refreeze import Frozen
 from interlace.shapes import Shapes
 from interlace.states import WEIGHT, Parameter
 from interlace.step_trace import TraceError, check_writable, write_trace
@@ -76,7 +78,7 @@ class Trainer:
 
     def __init__(
         self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, planner: Planner, built: Built,
-        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper, shapes: Shapes | None = None,
+        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper, captures: Captures, shapes: Shapes | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.rank, self.world_size = peers.rank, peers.size
@@ -91,6 +93,7 @@ class Trainer:
         self._shapes = shapes
         self._loss_scale = LossScale(config.loss_scale)
         self._use(built)
+        self._frozen = Frozen(captures, planner) if config.mode == "compiled" else None
         self._loop, self._traced = Loop(self, planner), False
         self._closed: str | None = None
         peers.on_close(self._drop)
@@ -107,6 +110,8 @@ class Trainer:
         self._check_open()
         with self._peers.guard():
             inputs = self._inputs(batch)
+            if self._frozen is not None:
+                self._frozen.follow(self, lambda: self._example(batch))
         self._loop.before_step(self._traced)
         if self._traced:
             self._executor.set_trace("on")  # of the program that this step runs
@@ -120,7 +125,9 @@ class Trainer:
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         self.skipped = self.norm is not None and not math.isfinite(self.norm)
         self._loss_scale.after_step(not self.skipped)
-        if self.skipped and (self._loss_scale.exhausted or not (self.config.skip_nonfinite or self._loss_scale.dynamic)):
+        if self.skipped and (
+            self._loss_scale.exhausted or not (self.config.skip_nonfinite or self._loss_scale.dynamic)
+        ):
             raise NonFiniteError(self._nonfinite_norm(inputs, result))
         if not self.skipped:
             if not result["finite"] and self.norm is None and not self.config.skip_nonfinite:
@@ -163,6 +170,11 @@ class Trainer:
             parts = self._shapes.switch(self, batch)
             return batches.flatten_parts(self._spec, parts, self._peers.device)
         return batches.flatten(self._spec, batch, self.config.accumulation, self._peers.device)
+
+    def _example(self, batch: Any) -> Any:
+        """A micro-batch of a step, as the program takes it."""
+        parts = batches.micro_batches(self._spec if self._shapes is None else None, batch, self.config.accumulation)
+        return parts[0] if self._shapes is None else self._shapes.filled(parts, self._shapes.current)[0]
 
     @contextlib.contextmanager
     def _determinism(self) -> Iterator[None]:

@@ -1,0 +1,122 @@
+"""Parameters frozen and unfrozen while training: compiled again, said once, as torch.optim would go on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+import zoo
+from test_trainer_bits import digest
+from torch import nn
+
+import interlace
+
+FREEZE, UNFREEZE = 2, 5  # before these steps
+
+
+def optimizer_of(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+    """The head in a group of its own: it begins frozen and is unfrozen later."""
+    head = [p for n, p in model.named_parameters() if n.startswith("lm_head")]
+    body = [p for n, p in model.named_parameters() if not n.startswith("lm_head")]
+    groups = [{"params": body}, {"params": head, "lr": 1e-2}]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+
+
+def change(model: nn.Module, step: int) -> None:
+    for name, p in model.named_parameters():
+        if name.startswith("lm_head"):
+            p.requires_grad_(step >= UNFREEZE)
+        elif "layers.0" in name and step >= FREEZE:
+            p.requires_grad_(False)
+
+
+def train(kind: str = "adamw", steps: int = 8, **config: Any) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    change(model, 0)
+    opt = optimizer_of(model, kind)
+    losses = []
+    with interlace.compile(
+        model, opt, zoo.causal_loss, zoo.tokens(2, rank), interlace.Config(timeout_s=60, **config)
+    ) as trainer:
+        for step in range(steps):
+            change(model, step)
+            losses.append(float(trainer.step(zoo.tokens(2, 10 * step + rank))))
+        return losses, dict(trainer.state_dict(all_ranks=True)), model
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_it_goes_on_as_torch_does(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = zoo.build("llama", torch.float32)
+    change(theirs, 0)
+    opt = optimizer_of(theirs, kind)
+    expected = []
+    for step in range(8):
+        change(theirs, step)
+        loss = zoo.causal_loss(theirs, zoo.tokens(2, 10 * step))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(float(loss.detach()))
+    with caplog.at_level(logging.WARNING, "interlace"):
+        losses, weights, model = train(kind)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, t in theirs.state_dict().items():
+        torch.testing.assert_close(weights[name], t, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(dict(model.state_dict())[name], t, rtol=1e-4, atol=1e-6)
+    said = [r.getMessage() for r in caplog.records if "compiling again" in r.getMessage()]
+    assert len(said) == 2 and "step 2:" in said[0] and "became frozen" in said[0] and "and 6 more" in said[0]
+    assert "step 5:" in said[1] and "'lm_head.weight' became trainable" in said[1]
+
+
+def bits(**config: Any) -> list[Any]:
+    found = []
+    for strategy in ("shard", "zero1"):
+        losses, weights, _ = train(strategy=strategy, **config)
+        found.append((losses, digest(weights)))
+    return found
+
+
+def test_strategies_agree_on_two_ranks() -> None:
+    for first, second in ranks.run(bits, 2):
+        assert first == second
+
+
+def unequal() -> str:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    with interlace.compile(
+        model, parity.make_optimizer("sgd", model), zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(timeout_s=20)
+    ) as trainer:
+        trainer.step(zoo.tokens(2, 1))
+        names = dict(model.named_parameters())
+        names["model.norm.weight" if rank == 0 else "lm_head.weight"].requires_grad_(False)
+        with pytest.raises(interlace.InterlaceError) as error:
+            trainer.step(zoo.tokens(2, 2))
+        return str(error.value)
+
+
+def test_ranks_that_freeze_other_parameters_are_named() -> None:
+    for said in ranks.run(unequal, 2):
+        assert "rank 1 changed requires_grad of other parameters than rank 0 before step 1" in said
+
+
+def test_a_parameter_that_joins_a_group_late_is_refused() -> None:
+    model = zoo.build("llama", torch.float32)
+    model.lm_head.weight.requires_grad_(False)
+    opt = torch.optim.AdamW(copy.copy(list(model.parameters())), lr=1e-3)
+    trainer = interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0))
+    trainer.step(zoo.tokens(2, 0))
+    model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(
+        interlace.InterlaceError,
+        match=r"'lm_head\.weight' becomes trainable after its optimizer group 0 has made 1 steps",
+    ):
+        trainer.step(zoo.tokens(2, 0))
