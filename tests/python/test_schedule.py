@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -153,3 +154,38 @@ def test_a_schedule_goes_through_a_dict() -> None:
     config = Config(schedule=[(0, []), (5, "unshard()")], shapes={"x": [(2, 3), [2, 6]]}, pad={"x": 0})
     assert config.schedule == ((0, ()), (5, ("unshard()",)))
     assert Config.from_dict(config.to_dict()) == config
+
+
+def test_a_plan_is_made_again_when_memory_becomes_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [1 << 30]
+    monkeypatch.setattr(loop, "free_bytes", lambda *_: free[0])
+    monkeypatch.setattr(loop, "PRESSURE_STEPS", 4)
+    monkeypatch.setattr(loop, "TOLERANCE", 1e9)
+    model = zoo.build("llama", torch.float32)
+    schedule = [(0, []), (6, ["prefetch(limit={limit},profile={profile},cluster={cluster})"])]
+    with interlace.compile(
+        model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule)
+    ) as trainer:
+        for step in range(20):
+            if step == 11:
+                stats = trainer.stats()
+                free[0] = (stats["peak_bytes"] - stats["persistent_bytes"]) // 2
+            trainer.step(zoo.tokens(2, step))
+        plans = trainer.plans
+    assert [p["step"] for p in plans] == [6, 12 + loop.PROFILE_STEPS]
+    assert plans[1]["reason"].startswith(f"only {free[0]} bytes are free on a rank, the program needs ")
+
+
+def searched(folder: str) -> dict[str, Any]:
+    schedule = [(0, []), (6, ["search(limit={limit},cluster={cluster},profile={profile})"])]
+    return train("llama", steps=12, schedule=schedule, cache=folder)
+
+
+def test_a_second_start_neither_measures_nor_searches(tmp_path: Path) -> None:
+    first, _ = ranks.run(searched, 2, str(tmp_path))
+    second, _ = ranks.run(searched, 2, str(tmp_path))
+    assert first["losses"] == second["losses"]
+    plan = second["plans"][0]
+    assert plan["step"] == 6 and plan["changed"] and plan["predicted_us"] > 0
+    assert plan["seconds"] < 1, "the plan comes from the cache, with the times it was made by"
+    assert second["stats"]["swaps"] >= 1
