@@ -17,7 +17,8 @@ namespace {
 
 using GatherGroups = std::vector<std::vector<size_t>>;  // indices of gathers or reductions that become one
 
-// What has one bucket, one key (-1: none) and one axis is one call. Transfers that hold units of several buckets already stay as they are.
+// What has one bucket, one key (-1: none) and one axis is one call. Transfers that hold units of several buckets
+// already stay as they are.
 template <typename Transfer>
 std::vector<std::vector<size_t>> GroupsOf(const Program& program, const std::vector<Transfer>& all,
                                           const std::vector<int32_t>& bucket_of, auto&& key_of) {
@@ -26,7 +27,8 @@ std::vector<std::vector<size_t>> GroupsOf(const Program& program, const std::vec
     const std::vector<UnitId>& units = all[i].units;
     const int32_t bucket = bucket_of[units[0]];
     const bool whole = std::all_of(units.begin(), units.end(), [&](UnitId unit) { return bucket_of[unit] == bucket; });
-    if (bucket >= 0 && whole && key_of(all[i]) >= 0) groups[{key_of(all[i]), bucket, program.units[units[0]].axis}].push_back(i);
+    if (bucket >= 0 && whole && key_of(all[i]) >= 0)
+      groups[{key_of(all[i]), bucket, program.units[units[0]].axis}].push_back(i);
   }
   std::vector<std::vector<size_t>> out;
   for (auto& [key, group] : groups) out.push_back(std::move(group));
@@ -55,7 +57,8 @@ int DTypeKey(const Program& program, ValueId buffer, bool copy) {
 }
 
 // The units that backward gathers bring together, as numbers for reductions.
-std::vector<int32_t> TogetherInBackward(const Program& program, const Transfers& transfers, const GatherGroups& groups) {
+std::vector<int32_t> TogetherInBackward(const Program& program, const Transfers& transfers,
+                                        const GatherGroups& groups) {
   std::vector<int32_t> bucket_of(program.units.size(), -1);
   for (size_t b = 0; b < groups.size(); ++b) {
     for (size_t i : groups[b]) {
@@ -77,11 +80,13 @@ Result<bool> Bucket(Program& program, const PassOptions& options) {
   PassCosts costs;
   if (mode == "manual") {
     if (options.Find("modules") == nullptr) {
-      return MakeError("bucket(mode=manual) needs modules=a+b, for example modules=model.layers.*; or take mode=greedy");
+      return MakeError(
+          "bucket(mode=manual) needs modules=a+b, for example modules=model.layers.*; or take mode=greedy");
     }
     INTERLACE_ASSIGN(bucket_of, BucketsOfModules(program, options.Text("modules", "")));
   } else {
-    if (options.Find("modules") != nullptr) return MakeError("bucket(mode=greedy) finds the buckets itself; leave modules= out");
+    if (options.Find("modules") != nullptr)
+      return MakeError("bucket(mode=greedy) finds the buckets itself; leave modules= out");
     INTERLACE_ASSIGN(costs, ReadCosts(program, options));
   }
   const bool copy = pack == "copy";

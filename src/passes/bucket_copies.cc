@@ -19,9 +19,9 @@ struct Call {
   std::vector<int64_t> begin;
   int64_t ranks = 1, shard = 0;  // of the bucket
   DType dtype = DType::kF32;
-  ValueId buffer = kNone;        // the result of the one collective
-  ValueId packed = kNone;        // its source
-  bool delivered = false;        // its wait and the copies out are there
+  ValueId buffer = kNone;  // the result of the one collective
+  ValueId packed = kNone;  // its source
+  bool delivered = false;  // its wait and the copies out are there
 };
 
 class CopyWriter {
@@ -125,7 +125,8 @@ class CopyWriter {
     }
     Op& view = New("view", start);
     view.args.push_back(Arg::Of(packed));
-    Start(start, call, program_.AddView(view, FlatType(call.dtype, call.shard * call.ranks), packed, Dim(0)), call.shard);
+    Start(start, call, program_.AddView(view, FlatType(call.dtype, call.shard * call.ranks), packed, Dim(0)),
+          call.shard);
   }
 
   // Waits for single buffers become one wait for the bucket's, at the first of them, and the copies.
@@ -166,9 +167,9 @@ class CopyWriter {
   Phase& phase_;
   std::vector<OpId> old_, ops_;
   std::unordered_map<OpId, Call> calls_;
-  std::unordered_map<ValueId, OpId> call_of_;       // by result of the coalesced call
+  std::unordered_map<ValueId, OpId> call_of_;  // by result of the coalesced call
   std::unordered_map<ValueId, int32_t> last_touch_;
-  std::set<ValueId> is_released_, released_;        // gradients: by this phase; and already, right after they were packed
+  std::set<ValueId> is_released_, released_;  // gradients: by this phase; and already, right after they were packed
 };
 
 }  // namespace
@@ -200,8 +201,10 @@ Status CopiedBuckets::Rewrite(Phase& phase, const std::vector<OpId>& starts) {
     for (size_t k : order) {
       const UnitId unit = op.units[k];
       if (handed_on.count(op.results[k]) > 0) {
-        return MakeError("u", unit, " is kept gathered across micro-batches and cannot be copied out of a bucket; run bucket(pack=copy) "
-                         "before unshard");
+        return MakeError(
+            "u", unit,
+            " is kept gathered across micro-batches and cannot be copied out of a bucket; run bucket(pack=copy) "
+            "before unshard");
       }
       call.units.push_back(unit);
       call.sources.push_back(op.args[k].value);

@@ -20,8 +20,8 @@ struct OpenBucket {
   std::vector<size_t> gathers;
   int64_t bytes = 0, units = 0;  // of the gather
   int64_t reduce_bytes = 0, reduce_units = 0;
-  int64_t time_ps = 0;           // compute of its step
-  int64_t peak = 0;              // Mc
+  int64_t time_ps = 0;  // compute of its step
+  int64_t peak = 0;     // Mc
 };
 
 class GreedyWalk {

@@ -21,7 +21,8 @@ std::vector<std::string_view> SplitPath(std::string_view text, char separator) {
   return parts;
 }
 
-// The module of `name` that the pattern stands for ("model.layers.*" and "model.layers.3.w" give "model.layers.3"), or "".
+// The module of `name` that the pattern stands for ("model.layers.*" and "model.layers.3.w" give "model.layers.3"), or
+// "".
 std::string_view OwnerIn(const std::vector<std::string_view>& pattern, std::string_view name) {
   const std::vector<std::string_view> path = SplitPath(name, '.');
   if (path.size() <= pattern.size()) return {};  // the last component is the parameter's own
@@ -48,13 +49,15 @@ class ModuleBuckets {
   Result<std::vector<int32_t>> Run() {
     std::vector<bool> used(entries_.size(), false);
     std::vector<int32_t> bucket_of(program_.units.size(), -1);
-    std::vector<const Param*> named(program_.units.size(), nullptr);  // the parameter that said so, or that has no owner
+    std::vector<const Param*> named(program_.units.size(),
+                                    nullptr);  // the parameter that said so, or that has no owner
     std::map<std::string_view, int32_t> buckets;
     for (const Param& param : program_.params) {
       if (param.unit == kNone) continue;
       INTERLACE_ASSIGN(Owner owner, OwnerOf(param, used));
       int32_t bucket = -1;
-      if (!owner.module.empty()) bucket = buckets.try_emplace(owner.module, static_cast<int32_t>(buckets.size())).first->second;
+      if (!owner.module.empty())
+        bucket = buckets.try_emplace(owner.module, static_cast<int32_t>(buckets.size())).first->second;
       if (named[param.unit] != nullptr && bucket_of[param.unit] != bucket) {
         return MakeError("'", named[param.unit]->name, "' and '", param.name, "' share u", param.unit,
                          " but not a module of the list; bucket before units are joined");
@@ -79,7 +82,8 @@ class ModuleBuckets {
         const std::string_view module = OwnerIn(patterns_[i], name);
         if (module.empty()) continue;
         if (!owner.module.empty()) {
-          return MakeError("option modules: '", entries_[owner.entry], "' and '", entries_[i], "' overlap: both own '", name, "'");
+          return MakeError("option modules: '", entries_[owner.entry], "' and '", entries_[i], "' overlap: both own '",
+                           name, "'");
         }
         owner = {module, i};
         used[i] = true;

@@ -114,8 +114,9 @@ class PhaseRewriter {
     std::vector<OpId> ops;
     for (auto it = phase_.ops.rbegin(); it != phase_.ops.rend(); ++it) {
       const Op& op = program_.op(*it);
-      const bool dead = maybe_dead.count(op.id) > 0 && !HasEffect(program_, op) &&
-                        std::none_of(op.results.begin(), op.results.end(), [&](ValueId v) { return used.count(v) > 0; });
+      const bool dead =
+          maybe_dead.count(op.id) > 0 && !HasEffect(program_, op) &&
+          std::none_of(op.results.begin(), op.results.end(), [&](ValueId v) { return used.count(v) > 0; });
       if (dead) continue;
       ForEachOperand(op, [&](ValueId v) { used.insert(v); });
       ops.push_back(op.id);

@@ -20,9 +20,10 @@ TEST(Keep, OneMicroBatch) {
   ASSERT_TRUE(changed.ok());
   EXPECT_TRUE(*changed);
   ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
-  EXPECT_EQ(Outline(Print(program)),
-            "gather:u0 wait mul release gather:u1 wait mul sum mul reduce:u1 mul release mul wait_reduce release reduce:u0 "
-            "gather:u0 wait mul release wait_reduce release");
+  EXPECT_EQ(
+      Outline(Print(program)),
+      "gather:u0 wait mul release gather:u1 wait mul sum mul reduce:u1 mul release mul wait_reduce release reduce:u0 "
+      "gather:u0 wait mul release wait_reduce release");
   EXPECT_EQ(KeepableUnits(program), (std::vector<UnitId>{0}));
   Result<bool> again = KeepGathered(program, {1});
   ASSERT_TRUE(again.ok());
@@ -35,7 +36,8 @@ TEST(Keep, ThroughAllMicroBatches) {
   ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString() << Print(program);
   const auto outline = [&](const char* phase) { return Outline(Print(program), phase); };
   EXPECT_EQ(outline("micro_batch.first"),
-            "gather:u0 wait mul gather:u1 wait mul release sum mul reduce:u1 gather:u1 wait mul release mul wait_reduce release "
+            "gather:u0 wait mul gather:u1 wait mul release sum mul reduce:u1 gather:u1 wait mul release mul "
+            "wait_reduce release "
             "reduce:u0 mul wait_reduce release");
   EXPECT_EQ(outline("micro_batch.middle").find("u0 wait"), std::string::npos);
   EXPECT_EQ(outline("micro_batch.last").find("gather:u0"), std::string::npos);
@@ -49,7 +51,8 @@ TEST(Keep, ThroughAllMicroBatches) {
 TEST(Keep, AUnitThatOnlyTheForwardPartUsesIsKeptAcrossMicroBatches) {
   EXPECT_EQ(BitsDiffer(std::string(kChain), "shard(ranks=2),accumulate(steps=3),update,unshard(units=all)", 3), "");
   EXPECT_EQ(RunText(std::string(kChain), "shard(ranks=2),update,unshard(units=u0)"),
-            "error: pass 'unshard': option units=u0: u0 is not gathered more than once in a step, so there is nothing to keep");
+            "error: pass 'unshard': option units=u0: u0 is not gathered more than once in a step, so there is nothing "
+            "to keep");
 }
 
 TEST(Keep, NothingToKeep) {

@@ -73,7 +73,7 @@ class PrefetchScan {
       if (g >= 0 && transfers_.gathers[g].need >= transfers_.size()) continue;  // waited for in another phase
       const int64_t bytes = g >= 0 ? Bytes(transfers_.gathers[g]) : 0;
       if (!Fits(i, begin, open_bytes_ + bytes)) {
-        INTERLACE_TRY(PutDown(g >= 0 ? i : i - 1));  // a later gather does not overtake an earlier one
+        INTERLACE_TRY(PutDown(g >= 0 ? i : i - 1));      // a later gather does not overtake an earlier one
         if (g >= 0 && !Fits(i, begin, bytes)) continue;  // too much by itself: it stays
       }
       if (g >= 0) {
@@ -85,9 +85,7 @@ class PrefetchScan {
   }
 
   // What the gather allocates: its buffers and a cast of the shard.
-  static int64_t Bytes(const Gather& gather) {
-    return gather.bytes + (gather.lead.empty() ? 0 : gather.shard_bytes);
-  }
+  static int64_t Bytes(const Gather& gather) { return gather.bytes + (gather.lead.empty() ? 0 : gather.shard_bytes); }
 
   // Puts U just behind the op at `place` (-1: at the head), neighbours fused.
   Status PutDown(int32_t place) {
@@ -120,9 +118,8 @@ class PrefetchScan {
   }
 
   Result<int64_t> Time(const Gather& gather, int64_t bytes, size_t units) {
-    INTERLACE_ASSIGN(OpCost cost,
-                     model_.CollectiveCost(CollectiveKind::kGather, program_.units[gather.units[0]].axis,
-                                           static_cast<double>(bytes), static_cast<int64_t>(units)));
+    INTERLACE_ASSIGN(OpCost cost, model_.CollectiveCost(CollectiveKind::kGather, program_.units[gather.units[0]].axis,
+                                                        static_cast<double>(bytes), static_cast<int64_t>(units)));
     return TimeAlone(cost);
   }
 
@@ -145,8 +142,8 @@ Result<bool> Prefetch(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::optional<int64_t> open, options.Bytes("prefetch"));
   PrefetchLimits limits;
   limits.total = costs.limit;
-  limits.open = options.Find("prefetch") == nullptr ? int64_t{2'000'000'000}
-                                                    : open.value_or(std::numeric_limits<int64_t>::max());
+  limits.open =
+      options.Find("prefetch") == nullptr ? int64_t{2'000'000'000} : open.value_or(std::numeric_limits<int64_t>::max());
   INTERLACE_ASSIGN(limits.alpha, options.Number("alpha", 1.5));
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   bool changed = false;

@@ -6,7 +6,8 @@ namespace interlace {
 namespace {
 
 std::string Prefetched(const std::string& options, std::string_view captured = kChain) {
-  return Outline(RunText(std::string(captured), "shard(ranks=2,ahead=0),prefetch(" + HandCluster() + "," + options + ")"));
+  return Outline(
+      RunText(std::string(captured), "shard(ranks=2,ahead=0),prefetch(" + HandCluster() + "," + options + ")"));
 }
 
 TEST(Prefetch, WithoutRoomEveryGatherStaysAtItsFirstUse) {
@@ -19,7 +20,8 @@ TEST(Prefetch, AnOpPassesOnlyUnderTheLimit) {
   EXPECT_EQ(Prefetched("limit=1408,alpha=9"),
             "gather:u0 gather:u1 wait mul release wait mul gather:u2 release wait mul release")
       << "c stops at the release behind the mul of b; b alone has room up to the head";
-  EXPECT_EQ(Prefetched("limit=1409,alpha=9"), "gather:u0 gather:u1 gather:u2 wait mul release wait mul release wait mul release");
+  EXPECT_EQ(Prefetched("limit=1409,alpha=9"),
+            "gather:u0 gather:u1 gather:u2 wait mul release wait mul release wait mul release");
 }
 
 TEST(Prefetch, TheGatherThatOverflowsIsNotLost) {
@@ -67,7 +69,8 @@ phase micro_batch takes () gives () {
 
 TEST(Prefetch, ASpikeBetweenTwoGathersStopsTheSecond) {
   // P(exp) = 256 of shards + 512 + 10000 inside; where b would start, only 256 + 512 live.
-  const std::string profile = HandProfile("op \"aten.exp(f32[64])->f32[64]\" us 1 bytes 256 transient 10000 measured\n");
+  const std::string profile =
+      HandProfile("op \"aten.exp(f32[64])->f32[64]\" us 1 bytes 256 transient 10000 measured\n");
   EXPECT_EQ(Prefetched("limit=11024," + profile, kSpike),
             "gather:u0 wait mul release neg exp gather:u1 neg wait mul release")
       << "10768 + 256 is not under 11024";
@@ -76,9 +79,11 @@ TEST(Prefetch, ASpikeBetweenTwoGathersStopsTheSecond) {
 }
 
 TEST(Prefetch, BackwardIsScannedByItself) {
-  const std::string text = RunText(std::string(kTwoLayers), "shard(ranks=2,ahead=0),prefetch(alpha=9," + HandCluster() + ")");
+  const std::string text =
+      RunText(std::string(kTwoLayers), "shard(ranks=2,ahead=0),prefetch(alpha=9," + HandCluster() + ")");
   EXPECT_EQ(Outline(text),
-            "gather:u0 gather:u1 wait mul release wait mul release sum gather:u1 gather:u0 mul reduce:u1 wait mul release mul "
+            "gather:u0 gather:u1 wait mul release wait mul release sum gather:u1 gather:u0 mul reduce:u1 wait mul "
+            "release mul "
             "wait_reduce release reduce:u0 wait mul release wait_reduce release");
 }
 
@@ -92,9 +97,11 @@ TEST(Prefetch, DoesNotDependOnWhereGathersWere) {
 
 TEST(Prefetch, Errors) {
   EXPECT_EQ(RunText(std::string(kChain), "shard(ranks=2),prefetch(cluster=h100-80gb-1)"),
-            "error: pass 'prefetch': the program's mesh has 2 ranks, the cluster 'h100-80gb-1' has 1 device; take a larger cluster or a smaller mesh");
-  EXPECT_EQ(RunText(std::string(kChain), "shard(ranks=2),prefetch(limit=much)"),
-            "error: pass 'prefetch': option limit=much: expected a number of bytes such as 20GiB, 512MB or 1000000, or none");
+            "error: pass 'prefetch': the program's mesh has 2 ranks, the cluster 'h100-80gb-1' has 1 device; take a "
+            "larger cluster or a smaller mesh");
+  EXPECT_EQ(
+      RunText(std::string(kChain), "shard(ranks=2),prefetch(limit=much)"),
+      "error: pass 'prefetch': option limit=much: expected a number of bytes such as 20GiB, 512MB or 1000000, or none");
 }
 
 }  // namespace

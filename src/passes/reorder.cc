@@ -13,7 +13,7 @@ constexpr int64_t kEndOfGap = std::numeric_limits<int64_t>::max() / 2;
 void ReorderGathers(Transfers& transfers, bool before_forward, bool before_backward) {
   const Gather* last = nullptr;
   int64_t order = 0;
-  for (Gather& gather : transfers.gathers) {  // by need
+  for (Gather& gather : transfers.gathers) {        // by need
     if (gather.need >= transfers.size()) continue;  // another phase waits for it
     const bool backward = gather.need >= transfers.backward_begin();
     const bool first = last == nullptr || (last->need >= transfers.backward_begin()) != backward;

@@ -12,14 +12,17 @@ TEST(Reorder, AllFourRows) {
   const std::string forward_before = "gather:u0 gather:u1 wait mul release wait mul release sum ";
   const std::string forward_after = "gather:u0 wait gather:u1 mul release wait mul release sum ";
   const std::string backward_before =
-      "mul reduce:u1 gather:u1 gather:u0 wait mul release mul wait_reduce release reduce:u0 wait mul release wait_reduce release";
+      "mul reduce:u1 gather:u1 gather:u0 wait mul release mul wait_reduce release reduce:u0 wait mul release "
+      "wait_reduce release";
   const std::string backward_after =
-      "mul reduce:u1 gather:u1 wait gather:u0 mul release mul wait_reduce release reduce:u0 wait mul release wait_reduce release";
+      "mul reduce:u1 gather:u1 wait gather:u0 mul release mul wait_reduce release reduce:u0 wait mul release "
+      "wait_reduce release";
   EXPECT_EQ(Reordered("forward=before,backward=before"), forward_before + backward_before);
   EXPECT_EQ(Reordered("forward=before,backward=after"), forward_before + backward_after);
   EXPECT_EQ(Reordered("forward=after,backward=before"), forward_after + backward_before);
   EXPECT_EQ(Reordered("forward=after,backward=after"), forward_after + backward_after);
-  EXPECT_EQ(Outline(RunText(std::string(kTwoLayers), "shard(ranks=2,ahead=0),reorder")), forward_before + backward_after)
+  EXPECT_EQ(Outline(RunText(std::string(kTwoLayers), "shard(ranks=2,ahead=0),reorder")),
+            forward_before + backward_after)
       << "the defaults are the best row";
 }
 
@@ -34,7 +37,8 @@ TEST(Reorder, ASecondRunChangesNothing) {
 }
 
 TEST(Reorder, Errors) {
-  EXPECT_EQ(Reordered("forward=befor"), "error: pass 'reorder': option forward=befor: expected before or after, did you mean 'before'?");
+  EXPECT_EQ(Reordered("forward=befor"),
+            "error: pass 'reorder': option forward=befor: expected before or after, did you mean 'before'?");
 }
 
 TEST(Reorder, KeepsBits) {

@@ -1,5 +1,6 @@
-// Random programs through random sequences of the papers' schedule passes: the verifier is content after every pass, the text
-// reads back, and the interpreter gives the bits of the textbook step; limits hold. INTERLACE_SOAK=1 runs more of them.
+// Random programs through random sequences of the papers' schedule passes: the verifier is content after every pass,
+// the text reads back, and the interpreter gives the bits of the textbook step; limits hold. INTERLACE_SOAK=1 runs more
+// of them.
 #include <cstdlib>
 #include <random>
 
@@ -46,20 +47,22 @@ ScheduleCase RandomScheduleCase(uint64_t seed) {
 
 // One of the passes with random options; limits around what such programs take.
 std::string RandomPass(std::mt19937_64& random) {
-  const std::string cluster = ",cluster=" + std::string(OneOf<const char*>(random, {"local-4", "h100-80gb-4", "l4-24gb-4"}));
+  const std::string cluster =
+      ",cluster=" + std::string(OneOf<const char*>(random, {"local-4", "h100-80gb-4", "l4-24gb-4"}));
   const std::string limit = random() % 2 ? ",limit=" + std::to_string(500 + random() % 30000) : "";
   switch (random() % 5) {
     case 0:
       return "bucket(mode=greedy,time=" + std::string(OneOf<const char*>(random, {"faithful", "model"})) +
              ",pack=" + OneOf<const char*>(random, {"flat", "copy"}) + cluster + limit + ")";
     case 1:
-      return "bucket(modules=" + std::string(OneOf<const char*>(random, {"*", "layers.*"})) + ",pack=" +
-             OneOf<const char*>(random, {"flat", "copy"}) + ")";
+      return "bucket(modules=" + std::string(OneOf<const char*>(random, {"*", "layers.*"})) +
+             ",pack=" + OneOf<const char*>(random, {"flat", "copy"}) + ")";
     case 2:
       return "prefetch(alpha=" + std::string(OneOf<const char*>(random, {"0", "1", "1.5"})) +
              (random() % 2 ? ",prefetch=" + std::to_string(100 + random() % 3000) : "") + cluster + limit + ")";
     case 3:
-      return "unshard(units=" + std::string(OneOf<const char*>(random, {"auto", "auto", "all"})) + cluster + limit + ")";
+      return "unshard(units=" + std::string(OneOf<const char*>(random, {"auto", "auto", "all"})) + cluster + limit +
+             ")";
     default:
       return "reorder(forward=" + std::string(OneOf<const char*>(random, {"before", "after"})) +
              ",backward=" + OneOf<const char*>(random, {"before", "after"}) + ")";
@@ -67,7 +70,8 @@ std::string RandomPass(std::mt19937_64& random) {
 }
 
 std::string RandomPasses(std::mt19937_64& random, const std::string& sharding, const InterpretOptions& run) {
-  std::string text = std::string("canonicalize,") + (random() % 4 == 0 ? "recompute," : "") + sharding + "(ranks=" + std::to_string(run.ranks);
+  std::string text = std::string("canonicalize,") + (random() % 4 == 0 ? "recompute," : "") + sharding +
+                     "(ranks=" + std::to_string(run.ranks);
   if (random() % 2) text += ",wait=now";
   if (sharding == "shard") text += ",ahead=" + std::to_string(random() % 3);
   text += "),accumulate(steps=" + std::to_string(run.accumulation) + ",mode=" + run.accumulate_mode + "),update";
@@ -95,8 +99,9 @@ TEST_P(ScheduleProperty, SameBitsAsTheTextbookStep) {
       ASSERT_TRUE(calls.ok()) << calls.error().ToString();
       Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
       // No such module; copies after unshard.
-      const bool refused = !reports.ok() && (reports.error().message.find("owns no parameter") != std::string::npos ||
-                                             reports.error().message.find("run bucket(pack=copy) before") != std::string::npos);
+      const bool refused =
+          !reports.ok() && (reports.error().message.find("owns no parameter") != std::string::npos ||
+                            reports.error().message.find("run bucket(pack=copy) before") != std::string::npos);
       if (refused) continue;
       ASSERT_TRUE(reports.ok()) << reports.error().ToString();
       const std::string text = Print(program);
@@ -136,8 +141,9 @@ TEST_P(ScheduleProperty, LimitsAreObeyedAndUsed) {
     auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
     ScheduleCase test = RandomScheduleCase(seed);
     std::mt19937_64 random(seed * 13 + 3);
-    const std::string start = "canonicalize,shard(ranks=" + std::to_string(test.run.ranks) + ",ahead=0),accumulate(steps=" +
-                              std::to_string(test.run.accumulation) + ",mode=" + test.run.accumulate_mode + "),update,";
+    const std::string start = "canonicalize,shard(ranks=" + std::to_string(test.run.ranks) +
+                              ",ahead=0),accumulate(steps=" + std::to_string(test.run.accumulation) +
+                              ",mode=" + test.run.accumulate_mode + "),update,";
     // Gathers at their first uses need the least.
     Program least = After(test, start + "prefetch(limit=1,cluster=l4-24gb-4)");
     const int64_t limit = PeakOf(least) + 1 + static_cast<int64_t>(random() % 3000);

@@ -1,7 +1,8 @@
-// schedule_test_support.h — a cluster and a profile whose numbers can be used by hand, and programs to move gathers in. For
-// tests only.
+// schedule_test_support.h — a cluster and a profile whose numbers can be used by hand, and programs to move gathers in.
+// For tests only.
 //
-// Two ranks. A coalesced gather of V bytes: 8 us + V/2 at 16 bytes/us, so T(256) = 16 us, T(512) = 24 us. Reductions alike.
+// Two ranks. A coalesced gather of V bytes: 8 us + V/2 at 16 bytes/us, so T(256) = 16 us, T(512) = 24 us. Reductions
+// alike.
 #pragma once
 
 #include <string>
@@ -54,7 +55,8 @@ gb_per_s = 0.001
 inline std::string HandCluster(const std::string& from = "", const std::string& to = "") {
   std::string text(kHandCluster);
   if (!from.empty()) text.replace(text.find(from), from.size(), to);
-  const std::string path = ::testing::TempDir() + "interlace-hand-" + std::to_string(std::hash<std::string>{}(text)) + ".toml";
+  const std::string path =
+      ::testing::TempDir() + "interlace-hand-" + std::to_string(std::hash<std::string>{}(text)) + ".toml";
   Status written = WriteFile(path, text);
   return written.ok() ? "cluster=" + path : written.error().ToString();
 }
@@ -62,7 +64,8 @@ inline std::string HandCluster(const std::string& from = "", const std::string& 
 // "profile=FILE" with these lines.
 inline std::string HandProfile(const std::string& lines) {
   const std::string text = "interlace-profile 1\nfingerprint \"hand\"\n" + lines;
-  const std::string path = ::testing::TempDir() + "interlace-hand-" + std::to_string(std::hash<std::string>{}(text)) + ".profile";
+  const std::string path =
+      ::testing::TempDir() + "interlace-hand-" + std::to_string(std::hash<std::string>{}(text)) + ".profile";
   Status written = WriteFile(path, text);
   return written.ok() ? "profile=" + path : written.error().ToString();
 }

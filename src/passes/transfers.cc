@@ -13,21 +13,23 @@ namespace {
 
 using UseCounts = std::unordered_map<ValueId, int32_t>;
 
-// Appends the ops that make an operand of a gather, in order; false when that needs more than states, or when something else
-// uses what they make.
+// Appends the ops that make an operand of a gather, in order; false when that needs more than states, or when something
+// else uses what they make.
 bool AppendLead(const Program& program, const UseCounts& uses, ValueId operand, std::vector<OpId>& lead) {
   const Value& value = program.value(operand);
   if (value.kind == ValueKind::kState) return true;
   if (value.kind != ValueKind::kResult || value.def == kNone || uses.at(operand) != 1) return false;
   const Op& op = program.op(value.def);
-  if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1) return false;
+  if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1)
+    return false;
   bool of_states = true;
   ForEachOperand(op, [&](ValueId id) { of_states = of_states && AppendLead(program, uses, id, lead); });
   lead.push_back(op.id);
   return of_states;
 }
 
-// The lead of a gather.start that can be moved: whole parameters, from states or from what is made of them for it alone.
+// The lead of a gather.start that can be moved: whole parameters, from states or from what is made of them for it
+// alone.
 std::optional<std::vector<OpId>> LeadOfMovable(const Program& program, const Op& op, const UseCounts& uses) {
   bool movable = op.name == "gather.start" && !op.results.empty();
   for (ValueId id : op.results) movable = movable && id != kNone && program.RootOf(id) == id;
@@ -136,7 +138,8 @@ class Reader {
 
   // The wait at place i and what follows it that concerns only the sums; returns the last place of the tail.
   int32_t AddTail(int32_t i) {
-    Reduce& reduce = out_.reduces[reduce_of_[program_.op(phase_.ops[i]).args[0].value]];
+    const size_t index = reduce_of_[program_.op(phase_.ops[i]).args[0].value];
+    Reduce& reduce = out_.reduces[index];
     std::unordered_set<ValueId> own(reduce.parts.begin(), reduce.parts.end());
     std::unordered_set<ValueId> flats;
     for (ValueId id : reduce.flats) flats.insert(program_.RootOf(id));
@@ -149,11 +152,18 @@ class Reader {
       reduce.tail.push_back(op.id);
       for (ValueId id : op.results) own.insert(id);
     }
+    auto touch = [&](ValueId id) {
+      if (id != kNone && flats.count(program_.RootOf(id)) == 0) tail_of_[program_.RootOf(id)] = index;
+    };
+    for (OpId id : reduce.tail) {
+      ForEachOperand(std::as_const(program_.op(id)), touch);
+      for (ValueId result : program_.op(id).results) touch(result);
+    }
     return i;
   }
 
-  // Whether the op at place i takes the sums of a tail: it works on them, or releases the buffers they came from. A view that
-  // the next such op works on belongs to it.
+  // Whether the op at place i takes the sums of a tail: it works on them, or releases the buffers they came from. A
+  // view that the next such op works on belongs to it.
   bool Follows(int32_t i, const std::unordered_set<ValueId>& own, const std::unordered_set<ValueId>& flats) const {
     const Op& op = program_.op(phase_.ops[i]);
     bool takes = false, releases = op.name == "release";
@@ -186,7 +196,7 @@ class Reader {
         if (gather.need < 0) gather.need = here;
         if (op.name == "release") gather.end = std::max(gather.end, here);
       }
-      Limit(reduce_of_, id, here);
+      Limit(tail_of_, root, here);
     };
     ForEachOperand(op, touch);
     for (ValueId id : op.results) {
@@ -213,7 +223,7 @@ class Reader {
     return out;
   }
 
-  // A tail that has come may not move behind an op that follows it and uses its sum or its buffer.
+  // A tail that has come may not move behind an op that follows it and touches what it touched, or ends its buffer.
   void Limit(const std::unordered_map<ValueId, size_t>& of, ValueId id, int32_t here) {
     auto found = of.find(id);
     if (found == of.end()) return;
@@ -232,10 +242,11 @@ class Reader {
   Transfers& out_;
   std::vector<OpId>& skeleton_;
   int64_t order_ = 0;
-  std::unordered_map<ValueId, size_t> gather_of_;     // by full buffer
-  std::unordered_map<ValueId, size_t> reduce_of_;     // by reduced part
-  std::unordered_map<ValueId, size_t> flat_of_;       // by root of a flat buffer
-  std::unordered_map<ValueId, int32_t> last_touch_;   // by root: the last skeleton op so far
+  std::unordered_map<ValueId, size_t> gather_of_;    // by full buffer
+  std::unordered_map<ValueId, size_t> reduce_of_;    // by reduced part
+  std::unordered_map<ValueId, size_t> tail_of_;      // by root: the reduction whose tail touched it
+  std::unordered_map<ValueId, size_t> flat_of_;      // by root of a flat buffer
+  std::unordered_map<ValueId, int32_t> last_touch_;  // by root: the last skeleton op so far
 };
 
 void Append(Program& program, Op& into, const Op& from) {
@@ -318,7 +329,8 @@ Status Transfers::Check() const {
     const bool waits = !reduce.tail.empty();
     if (waits && (std::pair(reduce.wait, reduce.wait_order) <= std::pair(reduce.at, reduce.order) ||
                   reduce.wait > reduce.latest)) {
-      return Error{"the wait for the reduction of " + UnitNames(reduce.units) + " would be before its start or too late", {}};
+      return Error{
+          "the wait for the reduction of " + UnitNames(reduce.units) + " would be before its start or too late", {}};
     }
   }
   return Ok{};

@@ -1,7 +1,7 @@
 // transfers.h — the collectives of one phase as things a pass moves and merges; every other op keeps its place.
 //
-// Ops that stay are the skeleton. What moves sits in the gaps before its ops (gap i: before skeleton op i; gap size(): the
-// end), within one gap by `order`:
+// Ops that stay are the skeleton. What moves sits in the gaps before its ops (gap i: before skeleton op i; gap size():
+// the end), within one gap by `order`:
 //
 //   phase                          skeleton                 moves
 //   %1 = gather.start(%s)                                   gather at 0, need 0
@@ -27,34 +27,36 @@ namespace interlace {
 
 // One gather.start of parameters. (Gathers of reduced gradients, which wait for a reduction, stay in the skeleton.)
 struct Gather {
-  std::vector<UnitId> units;     // with their full buffers, in operand order; empty: it was merged into another
+  std::vector<UnitId> units;  // with their full buffers, in operand order; empty: it was merged into another
   std::vector<ValueId> fulls;
-  std::vector<OpId> lead;        // what makes its operands from states (casts of shards, one buffer of several): moves with it
+  std::vector<OpId> lead;  // what makes its operands from states (casts, one buffer of several): moves with it
   OpId start = kNone;
   Part part = Part::kNone;
-  int64_t bytes = 0;             // that the full buffers take
-  int64_t shard_bytes = 0;       // of this rank's operands
-  int32_t at = 0;                // issued in this gap
+  int64_t bytes = 0;        // that the full buffers take
+  int64_t shard_bytes = 0;  // of this rank's operands
+  int32_t at = 0;           // issued in this gap
   int64_t order = 0;
-  int32_t need = 0;              // skeleton op that waits for it first; size(): another phase does
-  int32_t end = 0;               // its last release; size(): another phase's
+  int32_t need = 0;  // skeleton op that waits for it first; size(): another phase does
+  int32_t end = 0;   // its last release; size(): another phase's
 };
 
-// One reduce.start of gradients, and its tail: the wait, what takes the sum (aten.add_ under accumulation), the release.
+// One reduce.start of gradients, and its tail: the wait, what takes the sum (aten.add_ under accumulation), the
+// release.
 struct Reduce {
-  std::vector<UnitId> units;     // empty: it was merged into another
+  std::vector<UnitId> units;  // empty: it was merged into another
   std::vector<ValueId> flats, parts;
   OpId start = kNone;
   std::vector<OpId> tail;
   Part part = Part::kNone;
-  int64_t bytes = 0;             // of the flat buffers
-  int32_t at = 0;                // issued in this gap
+  int64_t bytes = 0;  // of the flat buffers
+  int32_t at = 0;     // issued in this gap
   int64_t order = 0;
-  int32_t ready = 0;             // the first gap it can be issued in
-  int32_t wait = 0;              // gap of the tail
+  int32_t ready = 0;  // the first gap it can be issued in
+  int32_t wait = 0;   // gap of the tail
   int64_t wait_order = 0;
-  int32_t latest = 0;            // the last gap the tail can be in
-  // Releases of the flat buffers that come later than the tail, because something reads them longer; never before the tail.
+  int32_t latest = 0;  // the last gap the tail can be in
+  // Releases of the flat buffers that come later than the tail, because something reads them longer; never before the
+  // tail.
   struct Late {
     OpId op = kNone;
     int32_t at = 0;
@@ -70,8 +72,8 @@ class Transfers {
   // The program and the phase must outlive it. Merge changes ops, Write the order of the phase. Error: a symbolic size.
   static Result<Transfers> Read(Program& program, Phase& phase);
 
-  std::vector<Gather> gathers;   // by need, then as issued
-  std::vector<Reduce> reduces;   // as issued
+  std::vector<Gather> gathers;  // by need, then as issued
+  std::vector<Reduce> reduces;  // as issued
 
   int32_t size() const { return static_cast<int32_t>(skeleton_.size()); }
   const Op& op(int32_t index) const { return program_->op(skeleton_[index]); }
@@ -80,8 +82,8 @@ class Transfers {
   // The gap in which the backward part begins; size() without one.
   int32_t backward_begin() const { return backward_begin_; }
 
-  // `from` joins `into` as one coalesced call, issued where `into` is; needed where the first of both is. `from` is empty
-  // then. They must be of one axis and one part of the phase.
+  // `from` joins `into` as one coalesced call, issued where `into` is; needed where the first of both is. `from` is
+  // empty then. They must be of one axis and one part of the phase.
   void Merge(Gather& into, Gather& from);
   // The same for reductions: issued where the later of both is, waited for where the later is.
   void Merge(Reduce& into, Reduce& from);

@@ -12,11 +12,14 @@ Program FromText(const std::string& text) {
   return std::move(*program);
 }
 
-Program TwoLayers(const std::string& pipeline) { return FromText(RunText(std::string(kTwoLayers), pipeline)); }
+Program TwoLayers(const std::string& pipeline) {
+  return FromText(RunText(std::string(kTwoLayers), pipeline));
+}
 
 TEST(Transfers, WhatIsReadIsWrittenBack) {
-  for (const char* pipeline : {"shard(ranks=2)", "shard(ranks=2,ahead=0,wait=now)", "zero1(ranks=2)", "replicate(ranks=3)",
-                               "shard(ranks=2),accumulate(steps=3),update", "zero1(ranks=2),accumulate(steps=2,mode=reduce_last),update"}) {
+  for (const char* pipeline :
+       {"shard(ranks=2)", "shard(ranks=2,ahead=0,wait=now)", "zero1(ranks=2)", "replicate(ranks=3)",
+        "shard(ranks=2),accumulate(steps=3),update", "zero1(ranks=2),accumulate(steps=2,mode=reduce_last),update"}) {
     Program program = TwoLayers(pipeline);
     const std::string before = Print(program);
     for (Phase& phase : program.phases) {
@@ -57,7 +60,8 @@ TEST(Transfers, MergedGathersAndReductionsKeepTheirWaits) {
   ASSERT_TRUE(t->Write().ok());
   ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
   EXPECT_EQ(Outline(Print(program)),
-            "gather:u0+u1 wait mul release wait mul release sum mul gather:u1 wait mul release mul reduce:u1+u0 gather:u0 wait mul "
+            "gather:u0+u1 wait mul release wait mul release sum mul gather:u1 wait mul release mul reduce:u1+u0 "
+            "gather:u0 wait mul "
             "release wait_reduce release wait_reduce release");
 }
 
@@ -128,7 +132,8 @@ TEST(Transfers, ACastOfTheShardMovesWithTheGather) {
 
 TEST(Transfers, ASharedCastStays) {
   std::string text(kCast);
-  text.insert(text.find("  output"), "  %7: bf16[64] = gather.start(%4) {fwd units=[u0]}\n  gather.wait(%7) {fwd}\n  release(%7) {fwd}\n");
+  text.insert(text.find("  output"),
+              "  %7: bf16[64] = gather.start(%4) {fwd units=[u0]}\n  gather.wait(%7) {fwd}\n  release(%7) {fwd}\n");
   Program program = FromText(text);
   Result<Transfers> t = Transfers::Read(program, program.phases[0]);
   ASSERT_TRUE(t.ok());

@@ -77,8 +77,8 @@ class UnshardPlan {
     return Ok{};
   }
 
-  // What keeping each unit does to the memory of one phase: its buffers go, one that lasts comes, and casts of the shard for
-  // gathers that go are not made.
+  // What keeping each unit does to the memory of one phase: its buffers go, one that lasts comes, and casts of the
+  // shard for gathers that go are not made.
   Status ReadPhase(const Phase& phase, size_t p, bool first_phase, bool last_phase, const PhaseMemory& memory,
                    const std::unordered_map<UnitId, size_t>& of_unit) {
     std::unordered_map<ValueId, const StorageLife*> lives;
@@ -149,12 +149,15 @@ Result<std::vector<UnitId>> ParseUnits(const Program& program, const std::string
     int32_t id = -1;
     const char* end = name.data() + name.size();
     const bool number = name.size() > 1 && name[0] == 'u' && std::from_chars(name.data() + 1, end, id).ptr == end;
-    if (!number) return MakeError("option units=", text, ": '", name, "' is no unit; expected auto, all, none or u0+u3");
+    if (!number)
+      return MakeError("option units=", text, ": '", name, "' is no unit; expected auto, all, none or u0+u3");
     if (id < 0 || id >= static_cast<int32_t>(program.units.size())) {
-      return MakeError("option units=", text, ": there is no ", name, "; the program has ", program.units.size(), " units");
+      return MakeError("option units=", text, ": there is no ", name, "; the program has ", program.units.size(),
+                       " units");
     }
     if (!std::binary_search(keepable.begin(), keepable.end(), id)) {
-      return MakeError("option units=", text, ": ", name, " is not gathered more than once in a step, so there is nothing to keep");
+      return MakeError("option units=", text, ": ", name,
+                       " is not gathered more than once in a step, so there is nothing to keep");
     }
     units.push_back(id);
   }

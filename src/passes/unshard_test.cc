@@ -1,5 +1,5 @@
-// Unshard by hand. Units a, b, c of 256, 512 and 1024 bytes (shards 128, 256, 512: 896 persistent), each used in forward and
-// backward by a sum. T(V)/V = (8 us + V/32) / V falls with V, so a ranks before b before c.
+// Unshard by hand. Units a, b, c of 256, 512 and 1024 bytes (shards 128, 256, 512: 896 persistent), each used in
+// forward and backward by a sum. T(V)/V = (8 us + V/32) / V falls with V, so a ranks before b before c.
 #include "ir/liveness.h"
 #include "passes/schedule_test_support.h"
 
@@ -40,11 +40,12 @@ std::string Kept(const std::string& text) {
 }
 
 std::string Unsharded(const std::string& options, const std::string& before = "") {
-  return Kept(RunText(std::string(kSums), "shard(ranks=2,ahead=0)" + before + ",unshard(" + HandCluster() + "," + options + ")"));
+  return Kept(RunText(std::string(kSums),
+                      "shard(ranks=2,ahead=0)" + before + ",unshard(" + HandCluster() + "," + options + ")"));
 }
 
-// The peak without any kept unit is at the sums of c: shards 896, c 1024, and scalars of 4 bytes. At its first use one result
-// (1924), at its second %5, which is used at the end, and the result (1928).
+// The peak without any kept unit is at the sums of c: shards 896, c 1024, and scalars of 4 bytes. At its first use one
+// result (1924), at its second %5, which is used at the end, and the result (1928).
 TEST(Unshard, TakesWhatStaysUnderTheLimit) {
   EXPECT_EQ(Unsharded("limit=1928"), "");
   // a (256 more at the second sum of c only if it is still held there, and it is not: its last use is before).
@@ -58,8 +59,9 @@ TEST(Unshard, CountsAUnitWhereItIsGatheredAlready) {
 }
 
 TEST(Unshard, SkipsAndGoesOn) {
-  // b counts as twice as fast to have when its gather is slow: units of one size class are ranked by time per byte, so a comes
-  // first, then b, then c. A spike while a is not gathered and b would be makes b too much, c is gathered there already.
+  // b counts as twice as fast to have when its gather is slow: units of one size class are ranked by time per byte, so
+  // a comes first, then b, then c. A spike while a is not gathered and b would be makes b too much, c is gathered there
+  // already.
   constexpr std::string_view kText = R"(interlace 1 captured
 module 0 "" "Skip"
 param %0: f32[256] "c.w" frozen
@@ -72,7 +74,8 @@ phase micro_batch takes () gives () {
   output(%5) {bwd name="loss"}
 }
 )";
-  // Shards 768. Peak at exp: c 1024, its result 1024 (%2 and %3 are dead at once): 2816. Keeping b adds 512 there, c nothing.
+  // Shards 768. Peak at exp: c 1024, its result 1024 (%2 and %3 are dead at once): 2816. Keeping b adds 512 there, c
+  // nothing.
   const std::string shard = "shard(ranks=2,ahead=0),unshard(" + HandCluster() + ",";
   EXPECT_EQ(Kept(RunText(std::string(kText), shard + "limit=2817)")), "u0");
   EXPECT_EQ(Kept(RunText(std::string(kText), shard + "limit=3328)")), "u0") << "3328 is not under 3328";
@@ -81,8 +84,8 @@ phase micro_batch takes () gives () {
 
 TEST(Unshard, ThePeakIsWhatWasPredicted) {
   for (int64_t limit : {1929, 2200, 2697, 4000}) {
-    const std::string text = RunText(std::string(kSums), "shard(ranks=2,ahead=0),accumulate(steps=3),unshard(" + HandCluster() +
-                                                             ",limit=" + std::to_string(limit) + ")");
+    const std::string text = RunText(std::string(kSums), "shard(ranks=2,ahead=0),accumulate(steps=3),unshard(" +
+                                                             HandCluster() + ",limit=" + std::to_string(limit) + ")");
     Result<Program> program = Parse(text, "peak");
     ASSERT_TRUE(program.ok()) << text;
     for (const Phase& phase : program->phases) {
@@ -96,8 +99,8 @@ TEST(Unshard, ThePeakIsWhatWasPredicted) {
 TEST(Unshard, AccumulationHoldsTheUnitThroughAllMicroBatches) {
   // Between micro-batches a kept unit is live everywhere: with c at its sums, a and b count too (896 + 1792 + 8).
   const auto kept = [](const std::string& limit) {
-    const std::string text = RunText(std::string(kSums), "shard(ranks=2,ahead=0),accumulate(steps=2),unshard(" + HandCluster() +
-                                                             ",limit=" + limit + ")");
+    const std::string text = RunText(std::string(kSums), "shard(ranks=2,ahead=0),accumulate(steps=2),unshard(" +
+                                                             HandCluster() + ",limit=" + limit + ")");
     Result<Program> program = Parse(text, "kept");
     return program.ok() ? static_cast<int>(program->phases[0].gives.size()) : -1;
   };
@@ -116,16 +119,19 @@ TEST(Unshard, Errors) {
   const std::string shard = "shard(ranks=2),unshard(units=";
   EXPECT_EQ(RunText(std::string(kSums), shard + "u0+3)"),
             "error: pass 'unshard': option units=u0+3: '3' is no unit; expected auto, all, none or u0+u3");
-  EXPECT_EQ(RunText(std::string(kSums), shard + "u7)"), "error: pass 'unshard': option units=u7: there is no u7; the program has 3 units");
+  EXPECT_EQ(RunText(std::string(kSums), shard + "u7)"),
+            "error: pass 'unshard': option units=u7: there is no u7; the program has 3 units");
   EXPECT_EQ(RunText(std::string(kSums), shard + "all),unshard(units=u1)"),
-            "error: pass 'unshard': option units=u1: u1 is not gathered more than once in a step, so there is nothing to keep");
+            "error: pass 'unshard': option units=u1: u1 is not gathered more than once in a step, so there is nothing "
+            "to keep");
 }
 
 TEST(Unshard, AfterPrefetchTheRestOfACoalescedGatherStays) {
-  const std::string text = RunText(std::string(kSums), "shard(ranks=2,ahead=0),prefetch(alpha=1," + HandCluster() +
-                                                           "),unshard(units=u1)");
-  EXPECT_EQ(Outline(text), "gather:u0+u1+u2 wait sum release wait sum wait sum release gather:u2+u0 wait sum release sum release "
-                           "wait sum release add");
+  const std::string text =
+      RunText(std::string(kSums), "shard(ranks=2,ahead=0),prefetch(alpha=1," + HandCluster() + "),unshard(units=u1)");
+  EXPECT_EQ(Outline(text),
+            "gather:u0+u1+u2 wait sum release wait sum wait sum release gather:u2+u0 wait sum release sum release "
+            "wait sum release add");
 }
 
 TEST(Unshard, KeepsBits) {
