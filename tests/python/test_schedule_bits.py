@@ -1,0 +1,87 @@
+"""Passes that move, merge or repeat work change no bit: losses and weights over 30 steps against plain `shard`, on real ranks.
+
+Every pass by itself, random legal combinations, and the search. `make soak` runs 50 combinations on 2 and on 4 ranks.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import ranks
+from test_recompute import train
+
+CASES = ("llama", "gpt2_dropout", "batchnorm_blocks")
+STEPS = 30
+LISTS = {"llama": "model.layers.*", "gpt2_dropout": "transformer.h.*", "batchnorm_blocks": "blocks.*"}
+
+
+def after_update(case: str) -> dict[str, list[str]]:
+    """Schedule passes by kind: at most one of a kind is used at a time, in this order."""
+    modules = LISTS[case]
+    return {
+        "unshard": ["unshard(units=all)", "unshard(limit=64MiB)"],
+        "bucket": [f"bucket(modules={modules})", "bucket(mode=greedy)", f"bucket(modules={modules},pack=copy)"],
+        "place": ["prefetch", "prefetch(prefetch=20KB,alpha=1)", "reorder", "reorder(forward=after,backward=before)"],
+        "update": ["overlap_update"],
+    }
+
+
+def pipeline(size: int, steps: int, mode: str, before: str = "", ahead: int = 0, after: list[str] | None = None) -> str:
+    parts = ["canonicalize", *([before] if before else []), f"shard(ranks={size},ahead={ahead})"]
+    if steps > 1:
+        parts.append(f"accumulate(steps={steps},mode={mode})")
+    return ",".join([*parts, "update", *(after or [])])
+
+
+def check(case: str, size: int, steps: int, mode: str, pipelines: list[str]) -> None:
+    pipelines = [pipeline(size, steps, mode), *pipelines]
+    for plain, *others in ranks.run(train, size, case, pipelines, steps, STEPS, timeout_s=900):
+        for text, other in zip(pipelines[1:], others, strict=True):
+            assert other[:2] == plain[:2], f"{text}: losses or weights have other bits"
+
+
+def combinations(case: str, size: int, count: int, seed: int) -> dict[tuple[int, str], list[str]]:
+    """Random pipelines by accumulation setting."""
+    draw = random.Random(f"{case} {size} {seed}")
+    found: dict[tuple[int, str], list[str]] = {}
+    for _ in range(count):
+        steps, mode = draw.choice(((1, "reduce_each"), (2, "reduce_each"), (2, "reduce_last"), (4, "reduce_each")))
+        before = draw.choice(("", "", "recompute", "recompute(mode=selective)"))
+        after: list[str] = []
+        for choices in after_update(case).values():
+            if draw.random() < 0.6:
+                after.append(draw.choice(choices))
+        kept = any(p.startswith("unshard") for p in after)
+        if kept and steps > 1:  # refused: what is handed on cannot be copied out of a buffer that ends
+            after = [p for p in after if "pack=copy" not in p]
+        found.setdefault((steps, mode), []).append(pipeline(size, steps, mode, before, draw.choice((0, 1, 3)), after))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_pass_by_itself(case: str) -> None:
+    single = [p for choices in after_update(case).values() for p in choices]
+    single += ["search(evaluations=60)", "schedule(keep=all,forward=u0+u1:head;u2:2,reduce=u2+u1:1)"]
+    check(case, 2, 1, "reduce_each", [pipeline(2, 1, "reduce_each", after=[p]) for p in single])
+
+
+@pytest.mark.parametrize(("size", "mode"), [(2, "reduce_last"), (4, "reduce_each")])
+@pytest.mark.parametrize("case", CASES)
+def test_with_accumulation(case: str, size: int, mode: str) -> None:
+    passes = [["unshard(units=all)", "prefetch", "overlap_update"], ["search(evaluations=60)"]]
+    check(case, size, 2, mode, [pipeline(size, 2, mode, after=after) for after in passes])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_combinations(case: str) -> None:
+    for (steps, mode), pipelines in combinations(case, 2, 6, seed=1).items():
+        check(case, 2, steps, mode, pipelines)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_fifty_random_combinations(case: str, size: int) -> None:
+    for (steps, mode), pipelines in combinations(case, size, 50, seed=2).items():
+        check(case, size, steps, mode, pipelines)
