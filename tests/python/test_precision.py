@@ -149,6 +149,7 @@ def test_kept_casts_of_autocast_travel_once() -> None:
         "recompute(mode=full),precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2)",
         "precision(param=bf16,reduce=bf16),recompute(mode=full),shard(axis=dp,ranks=2)",
         "precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),bucket(modules=model.layers.*)",
+        "precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),bucket(modules=model.layers.*,pack=copy)",
         "precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),bucket(mode=greedy)",
         "precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),prefetch,unshard(units=all)",
         "precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),reorder",
@@ -328,3 +329,14 @@ def test_wrong_loss_scale() -> None:
         Config(loss_scale="dynamci")
     with pytest.raises(ConfigError, match="loss_scale must be a positive number"):
         Config(loss_scale=-1)
+
+
+def test_swapped_programs_keep_the_bits_and_the_scale() -> None:
+    half = {"param_dtype": "float16", "output_dtype": "float32", "loss_scale": "dynamic"}
+    plain = ranks.run(losses_of, 2, half, 100.0, 6)[0]
+    swapped = ranks.run(
+        losses_of, 2, {**half, "schedule": [(2, ["prefetch", "unshard(units=all)"])], "profile": "off"}, 100.0, 6
+    )[0]
+    assert any(plain["skipped"])
+    assert swapped["losses"] == plain["losses"] and swapped["scales"] == plain["scales"]
+    assert all(torch.equal(swapped["weights"][n], w) for n, w in plain["weights"].items())
