@@ -51,8 +51,11 @@ class Casts:
     @staticmethod
     def named(param: str | None, output: str | None, loss_scale: float | None = None) -> Casts:
         """From the settings of a Config; under "autocast" the model has its own casts."""
-        dtypes = [None if name in (None, "autocast") else getattr(torch, str(name)) for name in (param, output)]
-        return Casts(*dtypes, loss_scale)
+
+        def dtype(name: str | None) -> torch.dtype | None:
+            return None if name in (None, "autocast") else getattr(torch, str(name))
+
+        return Casts(dtype(param), dtype(output), loss_scale)
 
     def seed(self) -> ModelTensor | None:
         """The buffer of the loss scale."""

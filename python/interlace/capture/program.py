@@ -281,7 +281,7 @@ class _Trace:
                 "backward",
                 lambda: torch.autograd.grad(
                     self.outputs["loss"],
-                    [p.fake for p in params],  # type: ignore[misc]
+                    [p.fake for p in params],  # type: ignore[arg-type]
                     scale.fake.to(self.outputs["loss"].dtype) if scale is not None and scale.fake is not None else None,
                     allow_unused=True,
                 ),
