@@ -194,6 +194,10 @@ class _Build:
             from interlace import _core
 
             check_passes(self.config, _core.pass_table())
+            if self.peers.rank == 0 and any(
+                "{cluster}" in text for _, passes in self.config.schedule for text in passes
+            ):
+                _core.cluster_devices(self.planner.cluster_text(), self.config.cluster or "cluster")
 
     def _built(self, source: Source) -> Built:
         self.programs.compare_digests(source)

@@ -61,6 +61,8 @@ class Loop:
     def before_step(self, traced: bool = False) -> None:
         """Between two steps: what is due at this one. Every rank comes here at every step."""
         if self.schedule:
+            if self.count == 0:
+                self._begin_at_0()
             stage = stage_at(self.schedule, self.count)
             if stage != self.stage:
                 self.stage, self._replans = stage, REPLANS
@@ -103,8 +105,10 @@ class Loop:
             return False
         if self._looked_up != self.stage:  # the first step of the window: a plan of an earlier start needs no times
             self._looked_up = self.stage
-            known = self.peers.rank == 0 and self.planner.has(self.trainer._source.captured, following[1], self.limit)
             with self.peers.guard():
+                known = self.peers.rank == 0 and self.planner.has(
+                    self.trainer._source.captured, following[1], self.limit
+                )
                 word = self.peers.broadcast(f"known plan at step {self.count}", json.dumps(known).encode())
             self._known = json.loads(word)
         return not self._known
@@ -137,7 +141,7 @@ class Loop:
         changed = source.text != old.text
         if changed:
             self.trainer._swap(source)
-        self._predicted = self.planner.predict(source.text) if self.peers.rank == 0 else None
+        self._predict(source.text)
         record = {
             "step": self.count, "reason": reason, "passes": list(passes), "changed": changed,
             "seconds": time.monotonic() - begin, "program_reports": source.reports,
@@ -149,6 +153,22 @@ class Loop:
         if self._has_profile and (changed or reason == "schedule"):
             self._seconds, self._planned = [], source.text
             self._check_at = self.count + 1 + TIMED_STEPS
+
+    def _predict(self, text: str) -> None:
+        self._predicted = None
+        if self.peers.rank == 0:
+            with self.peers.guard():
+                self._predicted = self.planner.predict(text)
+
+    def _begin_at_0(self) -> None:
+        """The first program was planned when compiling; with a given profile it is compared like any other."""
+        if not self._has_profile or not needs_profile(self.passes()):
+            return
+        self._predict(self.trainer.program)
+        self.plans.append(
+            {"step": 0, "reason": "start", "passes": list(self.passes()), "changed": False, "seconds": 0.0}
+        )
+        self._planned, self._check_at = self.trainer.program, 1 + TIMED_STEPS
 
     def _finish_profile(self) -> None:
         if self._known and self._looked_up == self.stage - 1:

@@ -246,6 +246,8 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
         self._closed = self._closed or "a rank failed"
         if hasattr(self._executor, "leave"):
             self._executor.leave()
+        if self._shapes is not None:
+            self._shapes.forget()  # their executors hold the connections too
         self._executor = self._runner = self._states = None  # type: ignore[assignment]
 
     def __enter__(self) -> Trainer:

@@ -189,3 +189,53 @@ def test_a_second_start_neither_measures_nor_searches(tmp_path: Path) -> None:
     assert plan["step"] == 6 and plan["changed"] and plan["predicted_us"] > 0
     assert plan["seconds"] < 1, "the plan comes from the cache, with the times it was made by"
     assert second["stats"]["swaps"] >= 1
+
+
+def measured_then_given(folder: str) -> list[dict[str, Any]]:
+    """A run that measures, and one that is given those times from the start."""
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    schedule = [(0, []), (6, ["prefetch(profile={profile})"])]
+    file = Path(folder) / "times.profile"
+    with interlace.compile(
+        model,
+        parity.make_optimizer("adamw", model),
+        zoo.causal_loss,
+        parity.batch_of("llama", 0, rank, 1),
+        Config(schedule=schedule),
+    ) as trainer:
+        for step in range(7):
+            trainer.step(parity.batch_of("llama", step, rank, 1))
+        if rank == 0:
+            file.write_text(trainer._loop.planner.profile)
+        trainer._peers.exchange("written", True)
+    given = train("llama", steps=8, schedule=[(0, ["prefetch(profile={profile})"])], profile=str(file))
+    return [train("llama", steps=8), given]
+
+
+def test_a_profile_can_be_given_from_the_start(tmp_path: Path) -> None:
+    for plain, given in ranks.run(measured_then_given, 2, str(tmp_path)):
+        assert (given["losses"], given["weights"]) == (plain["losses"], plain["weights"])
+        plan = given["plans"][0]
+        assert (plan["step"], plan["reason"]) == (0, "start")
+        assert plan["predicted_us"] > 0 and plan["measured_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"profile": "/no/such.profile"}, "cannot read the profile /no/such.profile: No such file or directory"),
+        ({"cluster": "/no/such.toml"}, "cannot read the cluster file /no/such.toml: No such file or directory"),
+    ],
+)
+def test_files_that_are_not_there_are_refused_at_the_start(values: dict[str, Any], message: str) -> None:
+    model = zoo.build("llama", torch.float32)
+    schedule = [(9, ["prefetch(profile={profile},cluster={cluster})"])]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        interlace.compile(
+            model,
+            parity.make_optimizer("sgd", model),
+            zoo.causal_loss,
+            zoo.tokens(2, 0),
+            Config(schedule=schedule, **values),
+        )
