@@ -114,10 +114,12 @@ class Cache:
 def versions() -> str:
     """Of everything that makes programs: "interlace 0.1.0 1a2b3c, torch 2.13.0". The digest is that of interlace's own files."""
     import interlace
+    from interlace import _core, _runtime
 
     digest = hashlib.sha256()
     root = Path(interlace.__file__).parent
-    for file in sorted([*root.glob("*.py"), *root.glob("capture/*.py"), *root.glob("_*.so")]):
+    binaries = [Path(_core.__file__), Path(_runtime.__file__)]
+    for file in sorted([*root.glob("*.py"), *root.glob("capture/*.py"), *binaries]):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return f"interlace {interlace.__version__} {digest.hexdigest()[:12]}, torch {torch.__version__}"

@@ -239,3 +239,48 @@ def test_files_that_are_not_there_are_refused_at_the_start(values: dict[str, Any
             zoo.tokens(2, 0),
             Config(schedule=schedule, **values),
         )
+
+
+def fails_at_its_step() -> tuple[str, int]:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    settings = interlace.Config(timeout_s=30, schedule=[(3, ["unshard(units=u99)"])])
+    with interlace.compile(
+        model, parity.make_optimizer("sgd", model), zoo.causal_loss, parity.batch_of("llama", 0, rank, 1), settings
+    ) as trainer:
+        with pytest.raises(interlace.InterlaceError) as error:
+            for step in range(5):
+                trainer.step(parity.batch_of("llama", step, rank, 1))
+        return str(error.value), trainer.steps
+
+
+def test_a_pass_that_fails_at_its_step_is_told_to_all_ranks() -> None:
+    for said, steps in ranks.run(fails_at_its_step, 2):
+        assert steps == 3 and "u99" in said
+
+
+def with_accumulation(mode: str) -> list[dict[str, Any]]:
+    found = []
+    for schedule in ([], [(0, []), (6, ["search(profile={profile},cluster={cluster})"])]):
+        rank, _ = parity.rank_and_size()
+        model = zoo.build("gpt2_dropout", torch.float32)
+        settings = Config(schedule=schedule, accumulation=3, accumulate_mode=mode, clip_norm=0.3)
+        with interlace.compile(
+            model,
+            parity.make_optimizer("adamw", model),
+            zoo.causal_loss,
+            parity.batch_of("gpt2_dropout", 0, rank, 3),
+            settings,
+        ) as trainer:
+            losses = [float(trainer.step(parity.batch_of("gpt2_dropout", i, rank, 3))) for i in range(12)]
+            found.append(
+                {"losses": losses, "weights": digest(trainer.state_dict(all_ranks=True)), "plans": trainer.plans}
+            )
+    return found
+
+
+@pytest.mark.parametrize("mode", ["reduce_each", "reduce_last"])
+def test_a_searched_plan_changes_no_bit_with_accumulation(mode: str) -> None:
+    for plain, planned in ranks.run(with_accumulation, 2, mode):
+        assert (planned["losses"], planned["weights"]) == (plain["losses"], plain["weights"])
+        assert planned["plans"][0]["changed"]
