@@ -284,3 +284,23 @@ def test_a_searched_plan_changes_no_bit_with_accumulation(mode: str) -> None:
     for plain, planned in ranks.run(with_accumulation, 2, mode):
         assert (planned["losses"], planned["weights"]) == (plain["losses"], plain["weights"])
         assert planned["plans"][0]["changed"]
+
+
+def peaks() -> list[int]:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    found = []
+    with interlace.compile(
+        model, parity.make_optimizer("adamw", model), zoo.causal_loss, parity.batch_of("llama", 0, rank, 1),
+        Config(schedule=[(0, []), (9, ["prefetch(profile={profile})"])]),
+    ) as trainer:  # fmt: skip
+        for step in range(9):
+            trainer.step(parity.batch_of("llama", step, rank, 1))
+            found.append(trainer.stats()["peak_bytes"])
+        assert trainer._loop._profiler.steps == loop.PROFILE_STEPS
+    return found
+
+
+def test_measured_steps_take_no_more_memory() -> None:
+    for found in ranks.run(peaks, 2):
+        assert found[-1] <= 1.001 * found[4], found  # the steps from the fifth on were measured
