@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import causal_loss, llama
+from cases import causal_loss, llama, token_batch
 from torch import nn
 
 Batch = dict[str, torch.Tensor]
@@ -194,6 +195,59 @@ def interlace_step(settings: Settings, strategy: str) -> Step:
     return lambda batches: trainer.step(_whole(batches)).item()
 
 
+PLAN_STEP = 7  # the steps before it give the times that the search decides by
+
+
+def fsdp2_peak(settings: Settings) -> int:
+    """Bytes of tensors that a rank holds at most in FSDP2 eager: parameters, states, gradients and activations."""
+    from interlace._runtime import testing
+
+    with testing.CountMemory() as memory:
+        step = fsdp2(settings)
+        for batches in _some_batches(settings, 2):
+            step(batches)
+    least = torch.tensor(memory.peak_bytes)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least.item())
+
+
+def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
+    """Plans in some steps of a trainer that is thrown away, then trains with the passes that were chosen there."""
+    import interlace
+    from interlace import _core, schedule
+
+    limit = fsdp2_peak(settings) if as_fsdp2 else None
+    common: dict[str, Any] = {"accumulation": settings.accumulation, "accumulate_mode": settings.mode}
+    example = _whole(_some_batches(settings, 1)[0])
+    model = llama(settings.case)
+    search = "search(cluster={cluster},profile={profile},limit={limit})"
+    trainer = interlace.compile(
+        model, adamw(model.parameters()), causal_loss, example,
+        interlace.Config(schedule=[(0, []), (PLAN_STEP, [search])], cache="off", **common, memory_limit=limit),
+    )  # fmt: skip
+    for batches in _some_batches(settings, PLAN_STEP + 1):
+        trainer.step(_whole(batches))
+    program = _core.Program.parse(trainer.program)
+    _, _, _, recompute, passes = program.meta()["search.chosen"].split("|")
+    if dist.get_rank() == 0:
+        print(f"memory limit {limit}\n{program.explain()}\n{recompute} {passes}", file=sys.stderr, flush=True)
+    trainer.close()
+    model = llama(settings.case)
+    config = interlace.Config(**common)
+    pipeline = schedule.pipeline(config.pipeline(dist.get_world_size()), [p for p in (recompute, passes) if p])
+    trainer = interlace.compile(
+        model, adamw(model.parameters()), causal_loss, example, interlace.Config(passes=pipeline, cache="off", **common)
+    )
+    return lambda batches: trainer.step(_whole(batches)).item()
+
+
+def _some_batches(settings: Settings, steps: int) -> list[list[Batch]]:
+    return [
+        [token_batch(settings.case, seed=i, rank=dist.get_rank()) for i in range(settings.accumulation)]
+        for _ in range(steps)
+    ]
+
+
 def _whole(batches: list[Batch]) -> Any:
     return batches[0] if len(batches) == 1 else batches
 
@@ -216,10 +270,26 @@ METHODS = {
         Method("fsdp2-compile", "FSDP2 + torch.compile", "sharded", "torch", lambda s: fsdp2(s, compiled=True)),
         Method("deepspeed-3", "DeepSpeed ZeRO-3", "sharded", "deepspeed", lambda s: deepspeed(s, 3), "deepspeed"),
         Method("shard", "interlace shard", "sharded", "interlace", lambda s: interlace_step(s, "shard"), ours=True),
+        Method(
+            "search",
+            "interlace search, memory of FSDP2",
+            "sharded",
+            "interlace",
+            lambda s: interlace_search(s, as_fsdp2=True),
+            ours=True,
+        ),
         Method("fsdp2-gathered", "FSDP2 kept gathered", "gathered", "torch", lambda s: fsdp2(s, gathered=True)),
         Method("torch-zero1", "torch ZeRO-1", "gathered", "torch", lambda s: ddp(s, zero=True)),
         Method("deepspeed-1", "DeepSpeed ZeRO-1", "gathered", "deepspeed", lambda s: deepspeed(s, 1), "deepspeed"),
         Method("zero1", "interlace zero1", "gathered", "interlace", lambda s: interlace_step(s, "zero1"), ours=True),
+        Method(
+            "search-free",
+            "interlace search, free memory",
+            "gathered",
+            "interlace",
+            lambda s: interlace_search(s, as_fsdp2=False),
+            ours=True,
+        ),
         Method("ddp", "DDP", "replicated", "torch", ddp),
         Method(
             "replicate",

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/allocator.h"
 #include "runtime/comm.h"
 #include "runtime/kernels_aten.h"
 
@@ -81,6 +82,30 @@ void BindTesting(py::module_& module) {
         out["calls"] = s.calls;
         return out;
       });
+
+  // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates, any library's.
+  struct CountMemory {
+    std::unique_ptr<MemoryScope> scope;
+    MemoryUse use;
+  };
+  py::class_<CountMemory>(m, "CountMemory")
+      .def(py::init([] {
+        InstallCountingAllocator();
+        return CountMemory{};
+      }))
+      .def("__enter__",
+           [](CountMemory& c) -> CountMemory& {
+             c.scope = std::make_unique<MemoryScope>();
+             return c;
+           },
+           py::return_value_policy::reference)
+      .def("__exit__",
+           [](CountMemory& c, const py::args&) {
+             c.use = MemoryScope::Use();
+             c.scope.reset();
+           })
+      .def_property_readonly("live_bytes", [](const CountMemory& c) { return c.use.live_bytes; })
+      .def_property_readonly("peak_bytes", [](const CountMemory& c) { return c.use.peak_bytes; });
 
   m.def(
       "adam_step",
