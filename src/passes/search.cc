@@ -24,7 +24,7 @@ class Searcher {
     INTERLACE_ASSIGN(space_, SearchSpace::Of(base_));
     int64_t ops = 0;
     for (const Phase& phase : base_.phases) ops += static_cast<int64_t>(phase.ops.size());
-    budget_ = options_.evaluations > 0 ? options_.evaluations : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 600)));
+    budget_ = options_.evaluations > 0 ? options_.evaluations : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 1200)));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
     INTERLACE_TRY(Heuristics());
@@ -124,25 +124,36 @@ class Searcher {
     return Ok{};
   }
 
-  // One coordinate after the other, at several shares of kept units; a change stays when it makes the step faster.
+  // Starts over the whole space, then from the best with nothing and with everything kept one coordinate after the other; a change
+  // stays when it makes the step faster.
   Status Grid() {
-    const int64_t budget = budget_ / 2;
+    const int64_t budget = evaluations_ + (budget_ - evaluations_) / 2;
+    std::map<int32_t, std::pair<int64_t, SearchSpace::Settings>> best;  // by the share that is kept
     for (const SearchSpace::Settings& start : space_.Starts()) {
-      SearchSpace::Settings best = start;
-      INTERLACE_ASSIGN(const Point* point, Evaluate(space_.Make(best), false));
-      int64_t best_ps = point->verdict.time_ps;
-      for (bool better = true; better && !Spent(budget);) {
-        better = false;
-        for (const SearchSpace::Settings& next : space_.Neighbours(best)) {
-          if (Spent(budget)) break;
-          INTERLACE_ASSIGN(const Point* tried, Evaluate(space_.Make(next), false));
-          if (tried->verdict.time_ps >= best_ps) continue;
-          best_ps = tried->verdict.time_ps;
-          best = next;
-          better = true;
-        }
+      if (Spent(budget)) return Ok{};
+      INTERLACE_ASSIGN(const Point* point, Evaluate(space_.Make(start), false));
+      auto [found, fresh] = best.try_emplace(start.keep, point->verdict.time_ps, start);
+      if (!fresh && point->verdict.time_ps < found->second.first) found->second = {point->verdict.time_ps, start};
+    }
+    size_t left = best.size();
+    for (auto& [keep, start] : best) {
+      const int64_t share = evaluations_ + (budget - evaluations_) / static_cast<int64_t>(left--);
+      INTERLACE_TRY(Descend(start.second, start.first, share));
+    }
+    return Ok{};
+  }
+
+  Status Descend(SearchSpace::Settings best, int64_t best_ps, int64_t budget) {
+    for (bool better = true; better && !Spent(budget);) {
+      better = false;
+      for (const SearchSpace::Settings& next : space_.Neighbours(best)) {
+        if (Spent(budget)) break;
+        INTERLACE_ASSIGN(const Point* tried, Evaluate(space_.Make(next), false));
+        if (tried->verdict.time_ps >= best_ps) continue;
+        best_ps = tried->verdict.time_ps;
+        best = next;
+        better = true;
       }
-      if (Spent(budget)) break;
     }
     return Ok{};
   }

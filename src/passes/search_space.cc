@@ -167,12 +167,24 @@ SearchSpace::Settings SearchSpace::AllKept() const {
 
 std::vector<SearchSpace::Settings> SearchSpace::Starts() const {
   std::vector<Settings> starts;
-  for (int32_t keep : {0, kShares, kShares / 2}) {
-    Settings s;
-    s.forward_bucket = s.backward_bucket = s.reduce_bucket = 1;
-    s.forward_ahead = s.backward_ahead = s.late = 1;
-    s.keep = keep;
-    starts.push_back(s);
+  const auto place = [](const auto& ladder, int32_t value) {
+    return static_cast<int32_t>(std::find(ladder.begin(), ladder.end(), value) - ladder.begin());
+  };
+  for (int32_t keep : {0, kShares}) {
+    for (int32_t bucket : {0, 1}) {  // alone, by block
+      for (int32_t ahead : {1, 3, Schedule::kAtOnce}) {
+        for (int32_t late : {1, 4}) {
+          if (ahead == 1 && late == 4) continue;
+          Settings s;
+          s.forward_bucket = s.backward_bucket = s.reduce_bucket = bucket;
+          s.forward_ahead = place(kAhead, ahead);
+          s.backward_ahead = place(kAhead, std::min(ahead, 3));
+          s.late = place(kLate, late);
+          s.keep = keep;
+          starts.push_back(s);
+        }
+      }
+    }
   }
   return starts;
 }
