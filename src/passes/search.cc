@@ -27,9 +27,11 @@ class Searcher {
     budget_ = options_.evaluations > 0 ? options_.evaluations : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 1200)));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
+    // The limit has no part in what follows but the last line, so that a higher one finds all that a lower one found.
     INTERLACE_TRY(Heuristics());
     INTERLACE_TRY(Grid());
     INTERLACE_TRY(Refine());
+    INTERLACE_TRY(HeuristicsWithin(costs_.limit, true));
     result_.front = Front();
     result_.evaluations = evaluations_;
     result_.seconds = Elapsed();
@@ -47,6 +49,9 @@ class Searcher {
     INTERLACE_TRY(ApplySchedule(least, space_.Make(space_.AllKept())));
     INTERLACE_TRY(OverlapUpdate(least));
     INTERLACE_ASSIGN(result_.lower_bound_ps, LowerBoundPs(least, costs_));
+    ++evaluations_;
+    INTERLACE_ASSIGN(const Verdict kept, Judge(least, costs_));
+    kept_bytes_ = kept.bytes;
     return Ok{};
   }
 
@@ -59,8 +64,8 @@ class Searcher {
     return Ok{};
   }
 
-  // Runs passes on the base and judges what comes out; a pass that refuses is no candidate.
-  Status Heuristic(const std::string& name, const std::string& passes) {
+  // Runs passes on the base and judges what comes out; a pass that refuses is no candidate. `shown`: a row of its own.
+  Status Heuristic(const std::string& name, const std::string& passes, bool shown) {
     INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
     Program program = base_.Clone();
     RunOptions run;
@@ -69,34 +74,42 @@ class Searcher {
     ++evaluations_;
     INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs_));
     Candidate candidate{name, "", passes, verdict.time_ps, verdict.bytes};
-    result_.heuristics.push_back(candidate);
+    if (shown) result_.heuristics.push_back(candidate);
     all_.push_back(std::move(candidate));
     Result<Schedule> schedule = ScheduleOf(program, base_);
     if (schedule.ok()) INTERLACE_TRY(Try(*schedule, name + " as a schedule"));
     return Ok{};
   }
 
+  std::string With(const std::string& pass, const std::string& own, int64_t limit) const {
+    std::string text = own;
+    const auto add = [&](const std::string& option) { text += (text.empty() ? "" : ",") + option; };
+    if (!options_.costs_text.empty()) add(options_.costs_text);
+    if (limit < std::numeric_limits<int64_t>::max()) add("limit=" + std::to_string(limit));
+    return text.empty() ? pass : pass + "(" + text + ")";
+  }
+
   Status Heuristics() {
-    std::string common = options_.costs_text;
-    if (costs_.limit < std::numeric_limits<int64_t>::max()) {
-      common += (common.empty() ? "limit=" : ",limit=") + std::to_string(costs_.limit);
+    const std::string modules = "bucket(mode=manual,modules=" + space_.blocks() + ")";
+    INTERLACE_TRY(Heuristic("reorder", "reorder", true));
+    if (!space_.blocks().empty()) {
+      INTERLACE_TRY(Heuristic("bucket by module", modules, true));
+      INTERLACE_TRY(Heuristic("bucket by module, reorder", modules + ",reorder", true));
     }
-    auto with = [&](const std::string& pass, const std::string& own = "") {
-      std::string text = own + (own.empty() || common.empty() ? "" : ",") + common;
-      return text.empty() ? pass : pass + "(" + text + ")";
-    };
-    for (const auto& [name, passes] : std::vector<std::pair<std::string, std::string>>{
-             {"reorder", "reorder"},
-             {"bucket by module", space_.blocks().empty() ? "" : "bucket(mode=manual,modules=" + space_.blocks() + ")"},
-             {"bucket by module, reorder",
-              space_.blocks().empty() ? "" : "bucket(mode=manual,modules=" + space_.blocks() + "),reorder"},
-             {"greedy buckets, reorder", with("bucket", "mode=greedy") + ",reorder"},
-             {"prefetch", with("prefetch")},
-             {"unshard", with("unshard")},
-             {"prefetch, unshard", with("prefetch") + "," + with("unshard")}}) {
-      if (!passes.empty()) INTERLACE_TRY(Heuristic(name, passes));
+    const int64_t least = result_.heuristics.front().bytes;
+    constexpr int64_t kLevels = 5;
+    for (int64_t level = 1; level <= kLevels && !Spent(budget_ / 3); ++level) {
+      INTERLACE_TRY(HeuristicsWithin(least + (kept_bytes_ - least) / kLevels * level, false));
     }
     return Ok{};
+  }
+
+  Status HeuristicsWithin(int64_t limit, bool shown) {
+    const std::string prefetch = With("prefetch", "", limit), unshard = With("unshard", "", limit);
+    INTERLACE_TRY(Heuristic("greedy buckets, reorder", With("bucket", "mode=greedy", limit) + ",reorder", shown));
+    INTERLACE_TRY(Heuristic("prefetch", prefetch, shown));
+    INTERLACE_TRY(Heuristic("unshard", unshard, shown));
+    return Heuristic("prefetch, unshard", prefetch + "," + unshard, shown);
   }
 
   // Judges a schedule unless it has been before; remembers the point.
@@ -158,25 +171,26 @@ class Searcher {
     return Ok{};
   }
 
-  // From points of the front, moves on what holds the compute lane longest, within the memory of the rung.
+  // From points of the front, moves on what holds the compute lane longest, within the memory of the point; again while it helps.
   Status Refine() {
-    std::vector<int64_t> rungs = Rungs();
-    for (size_t r = 0; r < rungs.size(); ++r) {
-      const int64_t share = (budget_ - evaluations_) / static_cast<int64_t>(rungs.size() - r);
-      INTERLACE_TRY(Climb(rungs[r], evaluations_ + share));
-      if (Spent(budget_)) break;
+    for (size_t judged = 0; judged != points_.size() && !Spent(budget_);) {
+      judged = points_.size();
+      const std::vector<int64_t> rungs = Rungs();
+      for (size_t r = 0; r < rungs.size() && !Spent(budget_); ++r) {
+        const int64_t share = std::max<int64_t>((budget_ - evaluations_) / static_cast<int64_t>(rungs.size() - r), 1);
+        INTERLACE_TRY(Climb(rungs[r], evaluations_ + share));
+      }
     }
     return Ok{};
   }
 
-  // Limits of memory to refine at, whatever the user's: from the smallest point to the one beyond which nothing is faster.
+  // Memory to refine within: evenly chosen points of the front, the smallest and the fastest among them.
   std::vector<int64_t> Rungs() const {
     const std::vector<Candidate> front = Front();
-    constexpr size_t kRungs = 6;
+    constexpr size_t kRungs = 8;
     std::vector<int64_t> rungs;
     for (size_t i = 0; i < kRungs; ++i) {
-      const size_t end = front.size() * (i + 1) / kRungs;
-      const int64_t bytes = front[end == 0 ? 0 : end - 1].bytes;
+      const int64_t bytes = front[(front.size() - 1) * i / (kRungs - 1)].bytes;
       if (rungs.empty() || rungs.back() != bytes) rungs.push_back(bytes);
     }
     return rungs;
@@ -216,6 +230,7 @@ class Searcher {
   const std::chrono::steady_clock::time_point begin_;
   SearchSpace space_;
   int64_t budget_ = 0, evaluations_ = 0;
+  int64_t kept_bytes_ = 0;  // peak with every unit kept
   std::map<std::string, Point> points_;  // by the schedule's text
   std::vector<Candidate> all_;
   SearchResult result_;
