@@ -6,8 +6,9 @@ python bench/peers.py --mbit 250 --accumulation 4 --only fsdp2,shard --rounds 5 
 
 The processes of all methods stay alive and take turns, a block of steps each, so that what else the machine does falls on all of
 them; ratios are taken within a round. Beside them runs compute alone: every rank trains by itself, at the same time, without any
-communication. Each row shows wire time alone (bytes the method must send over the measured duplex goodput), the bytes it did send,
-and the step over its bound, the larger of compute alone and wire time (of what it sent, where it sends less than its kind must). Losses of all methods are compared step by step.
+communication. Each row shows wire time alone (bytes the method must send over the measured duplex goodput; what it sent, where that is
+less than its kind must), the bytes it did send, and the step over its bound, the larger of compute alone and wire time. Losses of all
+methods are compared step by step.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ TEST(Search, AHigherLimitIsNeverSlower) {
     ASSERT_TRUE(free.ok()) << ErrorOf(free);
     const int64_t least = free->front.front().bytes, most = free->front.back().bytes;
     int64_t last = std::numeric_limits<int64_t>::max();
-    for (int step = 0; step <= 12; ++step) {
-      const int64_t limit = least + (most - least) * step / 12;
+    for (int step = 0; step <= 8; ++step) {
+      const int64_t limit = least + (most - least) * step / 8;
       Result<SearchResult> found = SearchSchedules(base, Costs(base, limit), Few());
       ASSERT_TRUE(found.ok()) << ErrorOf(found);
       ASSERT_LT(found->chosen, found->front.size());
