@@ -179,45 +179,47 @@ class Collectives:
 
     def beside_compute(self, cores: int) -> Rows:
         """How much a matrix product is slowed by a gather that is under way, beyond what sharing the cores explains; and what
-        starting a transfer takes of a rank's thread."""
+        starting a transfer takes of a rank's thread, its data not counted (that is part of what the transfer takes of a core)."""
         gathered = 1 << 22
-        alone_s, beside_s, core_share, issue = [], [], [], []
+        slowdown, issue = [], []
         a, b = torch.randn(384, 384), torch.randn(384, 384)
         shard = torch.ones(gathered // 4 // self.peers.size)
         whole = torch.ones(shard.numel() * self.peers.size)
+        little, few = torch.ones(32), torch.ones(32 * self.peers.size)
         meet = torch.zeros(1, dtype=torch.int32)
 
         def products() -> float:
             start = time.perf_counter()
             for _ in range(4):
                 torch.mm(a, b)
+                self.comm.progress()  # as between two ops of a step
             return time.perf_counter() - start
 
         for number in range(24):
             self.comm.wait(self.comm.start_all_reduce(meet, "meeting"))
+            own = time.thread_time()
+            ticket = self.comm.start_gather([little], [few], "little")
+            issued = time.thread_time() - own
+            self.comm.wait(ticket)
+            start, core = time.perf_counter(), time.process_time()
+            self.comm.wait(self.comm.start_gather([shard], [whole], "gather"))
+            share = (time.process_time() - core) / (time.perf_counter() - start)
             alone = products()
             self.comm.wait(self.comm.start_all_reduce(meet, "meeting"))
-            start, core, own = time.perf_counter(), time.process_time(), time.thread_time()
             ticket = self.comm.start_gather([shard], [whole], "gather")
-            issued = time.thread_time() - own  # by its own clock: the transfer threads may take the core at once
             beside = products()
             still = time.perf_counter()
             self.comm.wait(ticket)
             waited = time.perf_counter() - still
-            share = (time.process_time() - core - beside) / (time.perf_counter() - start)
             if number < 4:
                 continue
             issue.append(issued)
             if waited > 0.2 * alone:  # the transfer lasted longer than the products: they were beside it all the time
-                alone_s.append(alone)
-                beside_s.append(beside)
-                core_share.append(max(share, 0.0))
+                shared = max(1.0, self.peers.size * (1 + min(share, 1.0)) / cores)
+                slowdown.append(beside / alone / shared)
         rows: Rows = {("issue", "start"): {"us": statistics.median(issue) * 1e6}}
-        factor = 1.0
-        if len(alone_s) >= 5:
-            shared = max(1.0, self.peers.size * (1 + statistics.median(core_share)) / cores)
-            factor = max(1.0, statistics.median(beside_s) / statistics.median(alone_s) / shared)
-        rows["slowdown", "compute beside transfer"] = {"factor": factor, "samples": len(alone_s)}
+        factor = max(1.0, statistics.median(slowdown)) if len(slowdown) >= 5 else 1.0
+        rows["slowdown", "compute beside transfer"] = {"factor": factor, "samples": len(slowdown)}
         return rows
 
     def _call(self, kind: str, size: int) -> Callable[[], None]:
