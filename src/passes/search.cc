@@ -131,9 +131,9 @@ class Searcher {
   }
 
   Status Try(const Schedule& schedule, const std::string& name) {
-    INTERLACE_ASSIGN(const Point* point, Evaluate(schedule, false));
-    if (!all_.empty() && all_.back().name.empty()) all_.back().name = name;
-    (void)point;
+    const size_t before = all_.size();
+    INTERLACE_TRY(Evaluate(schedule, false));
+    if (all_.size() > before) all_.back().name = name;  // not judged before
     return Ok{};
   }
 

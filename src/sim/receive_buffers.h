@@ -1,5 +1,5 @@
 // receive_buffers.h — memory that reductions on CPUs keep: what the other ranks send arrives in buffers of the runtime
-// (src/runtime/comm_gloo.cc), which are taken when a reduction starts, given back when it is waited for, and never freed.
+// (src/runtime/comm_socket.cc), which are taken when a reduction starts, given back when it is waited for, and never freed.
 #pragma once
 
 #include <cstdint>
