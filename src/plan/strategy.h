@@ -28,6 +28,13 @@ struct StageCost {
   int64_t host_bytes = 0;         // of one device's share
 };
 
+// The same times by pass: stable_us = forward_us + backward_us, extra_us = first_us + last_us.
+struct PassTimes {
+  double forward_us = 0, backward_us = 0;  // of a micro-batch in the steady state
+  double first_us = 0;            // what the first forward takes beyond it: states loaded, updated and gathered
+  double last_us = 0;             // what the last backward takes beyond it: gradients reduced and moved
+};
+
 // What decides which strategies a stage may choose among (Mist 5.3).
 struct StageKey {
   int32_t layers = 1;
