@@ -7,6 +7,7 @@ every rank: builds the executor → fills the units from the model, unit by unit
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -31,7 +32,7 @@ from interlace.hyper import Hyper, uses_momentum
 from interlace.materialize import Weights, find_name, initialize, point_at, release
 from interlace.planning import Planner
 from interlace.programs import Built, ProgramError, Programs, Source, predicted_peak_bytes
-from interlace.schedule import check_passes, stage_at
+from interlace.schedule import check_passes, default_schedule, stage_at
 from interlace.shapes import Shapes, check_shapes_of
 from interlace.states import WEIGHT, States
 from interlace.trainer import Tensors, Trainer
@@ -86,6 +87,8 @@ class _Build:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None,
         example_batch: Any, config: Config, peers: Peers,
     ) -> None:  # fmt: skip
+        if config.schedule == "auto":
+            config = dataclasses.replace(config, schedule=default_schedule(config, peers.size, peers.device.type))
         self.model, self.optimizer, self.loss_fn, self.config, self.peers = model, optimizer, loss_fn, config, peers
         self.parts = batches.micro_batches(None, example_batch, config.accumulation)
         self.micro_batch = self.parts[0]

@@ -68,7 +68,8 @@ class Config:
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
     weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
-    schedule         [(step, [passes])]: passes that shape the program from a step of this start on (schedule.py)
+    schedule         [(step, [passes])]: passes that shape the program from a step of this start on (schedule.py); "auto": the search
+                     decides once times are measured, and from the start where memory is limited; []: the standard program stays
     profile          times that passes decide by: "auto" measures them in the first steps, "off", or a profile's file
     cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)
     shapes           {input: [sizes, ...]}: the shapes of a micro-batch's inputs that vary, each compiled when first met
@@ -99,7 +100,7 @@ class Config:
     skip_nonfinite: bool = False
     deterministic: bool = False
     weights: str | None = None
-    schedule: Any = ()
+    schedule: Any = "auto"
     profile: str = "auto"
     cluster: str | None = None
     shapes: Any = None
@@ -146,8 +147,9 @@ class Config:
         shapes, pad = shapes_form(self.shapes, self.pad)
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "pad", pad)
-        if self.mode == "eager" and (self.schedule or shapes):
-            raise ConfigError(f'{"schedule" if self.schedule else "shapes"} needs mode="compiled"')
+        chosen = self.schedule not in ("auto", ())
+        if self.mode == "eager" and (chosen or shapes):
+            raise ConfigError(f'{"schedule" if chosen else "shapes"} needs mode="compiled"')
 
     @property
     def memory_limit_bytes(self) -> int | None:

@@ -20,13 +20,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """The schedule as tuples. Error: another form, steps that do not rise, unknown placeholders."""
-    form = 'schedule must be a list of (step, [passes]), for example [(0, []), (5, ["unshard()"])]'
+def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
+    """The schedule as tuples, or "auto". Error: another form, steps that do not rise, unknown placeholders."""
+    form = 'schedule must be "auto" or a list of (step, [passes]), for example [(0, []), (5, ["unshard()"])]'
     known = ("profile", "cluster", "limit", "ranks")
     found: list[tuple[int, tuple[str, ...]]] = []
     if value is None:
         return ()
+    if value == "auto":
+        return "auto"
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{form}, not {value!r}")
     for entry in value:

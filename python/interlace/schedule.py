@@ -3,6 +3,7 @@
 Config(schedule=[(0, []), (5, ["unshard(profile={profile},limit={limit})"]), (100, ["search(cluster={cluster})"])])
 
 Each entry names all passes beside the standard ones, not what is new. Steps are counted from this start, not from a checkpoint.
+schedule="auto", the default, is spelled out by `default_schedule`.
 Placeholders: {profile} a file with the times measured so far, {cluster} Config.cluster, {limit} bytes that a rank may use (or none),
 {ranks} how many there are.
 """
@@ -18,6 +19,31 @@ from interlace.config import Config, ConfigError, did_you_mean
 Schedule = tuple[tuple[int, tuple[str, ...]], ...]
 # These work on the captured program: they run after canonicalize, before parameters are sharded.
 CAPTURED_LEVEL = ("recompute", "precision")
+
+
+AUTO_STEP = 10  # the last steps before it are measured
+
+
+def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
+    """What schedule="auto" stands for: the search decides as soon as it has measured times, and from the start where there is a limit.
+
+    It changes no bit of the training. One rank without a limit has nothing to decide; for accelerators it needs Config.cluster.
+    """
+    if config.mode == "eager" or config.passes is not None or config.profile == "off":
+        return ()
+    limited = config.memory_limit is not None
+    known = config.cluster is not None or device == "cpu"
+    if not known or (ranks == 1 and not limited):
+        return ()
+    search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
+    if device != "cpu" and config.profile == "auto":  # measured on CPUs only
+        return ((0, (search + ")",)),)
+    if config.profile != "auto":
+        return ((0, (search + ",profile={profile})",)),)
+    start = (search + ")",) if limited else ()
+    if ranks == 1:
+        return ((0, start),)
+    return ((0, start), (AUTO_STEP, (search + ",profile={profile})",)))
 
 
 def needs_profile(passes: Iterable[str]) -> bool:

@@ -45,7 +45,7 @@ Status RunText(Program& program, const std::string& passes) {
 Status CheckFits(const SearchResult& found, const PassCosts& costs, bool recomputes) {
   if (found.chosen < found.front.size()) return Ok{};
   return MakeError("nothing fits into the limit of ", costs.limit, " bytes: the smallest schedule that was found needs ",
-                   found.front.front().bytes, "; raise the limit, use more ranks, ",
+                   found.front.front().bytes, "; raise it to ", (found.front.front().bytes + 1048575) / 1048576, "MiB, use more ranks, ",
                    recomputes ? "" : "let it recompute activations (recompute=auto), ",
                    "or a smaller micro-batch with more accumulation");
 }

@@ -15,9 +15,10 @@ from test_trainer_bits import digest
 
 import interlace
 from interlace import _core, loop
+from interlace.cli.settings import SettingError, TrainSettings
 from interlace.config import Config, ConfigError
 from interlace.profiling import merge
-from interlace.schedule import check_passes, fill, pipeline, stage_at
+from interlace.schedule import check_passes, default_schedule, fill, pipeline, stage_at
 
 KEEP = "schedule(keep=all)"
 STEPS = 30
@@ -104,7 +105,7 @@ def test_where_passes_go() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"schedule": [5]}, "schedule must be a list of (step, [passes]), for example"),
+        ({"schedule": [5]}, 'schedule must be "auto" or a list of (step, [passes]), for example'),
         ({"schedule": [(-1, [])]}, "a step of the schedule must be a whole number of at least 0, not -1"),
         ({"schedule": [(5, []), (5, [])]}, "the steps of the schedule must rise, but 5 comes after 5"),
         (
@@ -304,3 +305,32 @@ def peaks() -> list[int]:
 def test_measured_steps_take_no_more_memory() -> None:
     for found in ranks.run(peaks, 2):
         assert found[-1] <= 1.001 * found[4], found  # the steps from the fifth on were measured
+
+
+def test_the_default_schedule_searches_when_there_is_something_to_decide() -> None:
+    def passes(ranks: int, device: str = "cpu", **config: Any) -> list[tuple[int, tuple[str, ...]]]:
+        return list(default_schedule(interlace.Config(**config), ranks, device))
+
+    measured = "search(cluster={cluster},limit={limit},recompute=none,profile={profile})"
+    assert passes(1) == [] and passes(2, mode="eager") == [] and passes(2, profile="off") == []
+    assert passes(2) == [(0, ()), (10, (measured,))]
+    assert passes(2, profile="times.profile") == [(0, (measured,))]
+    assert passes(1, memory_limit="1GiB") == [(0, ("search(cluster={cluster},limit={limit},recompute=auto)",))]
+    both = passes(4, memory_limit="1GiB")
+    assert [step for step, _ in both] == [0, 10] and both[1][1][0].endswith("recompute=auto,profile={profile})")
+    assert passes(8, "cuda") == []
+    assert passes(8, "cuda", cluster="h100-80gb-8") == [
+        (0, ("search(cluster={cluster},limit={limit},recompute=none)",))
+    ]
+
+
+def test_schedules_of_the_command_line() -> None:
+    def entries(text: str) -> Any:
+        return TrainSettings(schedule=text).schedule_entries()
+
+    assert entries("auto") == "auto" and entries("none") == []
+    assert entries("0: bucket(modules=a+b,pack=flat),reorder; 10: search(cluster={cluster})") == [
+        (0, [" bucket(modules=a+b,pack=flat)", "reorder"]), (10, [" search(cluster={cluster})"]),
+    ]  # fmt: skip
+    with pytest.raises(SettingError, match="--schedule 'reorder': write STEP: PASSES"):
+        entries("reorder")

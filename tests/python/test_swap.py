@@ -45,7 +45,7 @@ def train(case: str, swaps: list[int], steps: int = STEPS, optimizer: str = "ada
     model = zoo.build(case, torch.float32)
     opt = parity.make_optimizer(optimizer, model)
     accumulation = config.get("accumulation", 1)
-    settings = interlace.Config(clip_norm=0.3, timeout_s=60, **config)
+    settings = interlace.Config(clip_norm=0.3, timeout_s=60, **{"schedule": [], **config})
     losses, seen, memory = [], [], []
     with interlace.compile(
         model, opt, zoo.CASES[case].loss, parity.batch_of(case, 0, rank, accumulation), settings

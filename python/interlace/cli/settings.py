@@ -6,10 +6,11 @@ import dataclasses
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from interlace.config import STRATEGIES, did_you_mean
+from interlace.config import STRATEGIES, did_you_mean, parse_bytes
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
 
@@ -51,6 +52,11 @@ class TrainSettings:
     save_every: int | None = None
     stop_at: int | None = None
     trace: str | None = None
+    memory_limit: str | None = None
+    schedule: str = "auto"
+    cluster: str | None = None
+    param_dtype: str | None = None
+    program: str | None = None
     as_json: bool = False
 
     def check(self) -> None:
@@ -70,6 +76,9 @@ class TrainSettings:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.save is None and (self.save_every or self.stop_at):
             raise SettingError(f"--{'save-every' if self.save_every else 'stop-at'} needs --save FOLDER")
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        self.schedule_entries()
         _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("dtype", self.dtype, DTYPES)
@@ -77,6 +86,23 @@ class TrainSettings:
         if self.batch % parts:
             why = f"{self.ranks} ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
             raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
+
+    def schedule_entries(self) -> Any:
+        """--schedule as Config takes it: "auto", or entries of "STEP: PASS,PASS; STEP: ..."."""
+        if self.schedule == "auto":
+            return "auto"
+        if self.schedule == "none":
+            return []
+        entries = []
+        for part in self.schedule.split(";"):
+            step, colon, passes = part.partition(":")
+            if not colon or not step.strip().isdigit():
+                raise SettingError(
+                    f"--schedule '{part.strip()}': write STEP: PASSES, for example \"0: unshard(); 10: "
+                    'search(cluster={cluster},profile={profile})", or auto, or none'
+                )
+            entries.append((int(step), [p for p in re.split(r",(?![^()]*\))", passes) if p.strip()]))
+        return entries
 
     @property
     def end(self) -> int:

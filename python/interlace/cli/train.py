@@ -30,6 +30,10 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
 
   interlace train --resume runs/book --steps 1000
 
+  interlace train --memory-limit 150MiB --program last.il && interlace explain last.il
+
+  interlace train --schedule "0: bucket(modules=model.layers.*),reorder; 20: search(cluster={cluster},profile={profile})"
+
   interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
 
   torchrun --nproc-per-node 2 -m interlace.cli train --strategy replicate
@@ -89,6 +93,27 @@ def train(
     trace: Annotated[
         str | None, typer.Option("--trace", help="Write the last step of all ranks as a Chrome trace.")
     ] = D.trace,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option("--memory-limit", help="What a rank may use, for example 2GiB; the schedule is chosen to fit."),
+    ] = D.memory_limit,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            help='auto: search once times are measured; none; or "STEP: PASS,PASS; STEP: ..." (docs/loop.md; interlace opt --list).',
+        ),
+    ] = D.schedule,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="Machines to decide for: a preset or a file.", show_default="this host"),
+    ] = D.cluster,
+    param_dtype: Annotated[
+        str | None, typer.Option("--param-dtype", help="bfloat16 or float16 for forward and backward.")
+    ] = D.param_dtype,
+    program: Annotated[
+        str | None, typer.Option("--program", help="Write the program of the last step; interlace explain reads it.")
+    ] = D.program,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = D.as_json,
 ) -> None:
     names = TrainSettings.__dataclass_fields__

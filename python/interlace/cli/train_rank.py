@@ -66,6 +66,9 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
         tokens_per_step = settings.batch * settings.seq
         view = TrainView(first_step, settings.end, tokens_per_step, settings.log_every) if rank == 0 else None
 
+        if view is not None:
+            view.say(f"compiled: {trainer.compile_table()}")
+
         def save(done: int) -> None:
             if settings.save and (done == settings.end or (settings.save_every and done % settings.save_every == 0)):
                 trainer.save(settings.save, _run_files(settings, tokens, done))
@@ -77,10 +80,13 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
             everyone = [None] * world
             dist.all_gather_object(everyone, stats)
         summary = trainer.summary()
+        plans = [{k: v for k, v in plan.items() if k != "program_reports"} for plan in trainer.plans]
+        if rank == 0 and settings.program:
+            Path(settings.program).write_text(trainer.program)
     if rank == 0:
         facts = _facts(settings, result, everyone, summary, first_step)
         facts |= {"parameters": parameters, "text_seconds": text_seconds, "compile_seconds": compile_seconds}
-        facts |= {"ranks": world, "text_tokens": tokens.count, "vocab": tokens.tokenizer.vocab_size}
+        facts |= {"ranks": world, "text_tokens": tokens.count, "vocab": tokens.tokenizer.vocab_size, "plans": plans}
         print_json(facts) if settings.as_json else print_summary(facts)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -94,6 +100,10 @@ def _config(settings: TrainSettings) -> interlace.Config:
         seed=settings.seed,
         timeout_s=TIMEOUT_S,
         weights=settings.weights,
+        memory_limit=settings.memory_limit,
+        schedule=settings.schedule_entries(),
+        cluster=settings.cluster,
+        param_dtype=settings.param_dtype,
     )
 
 
@@ -128,6 +138,7 @@ def _steps(
             losses.append(loss.item() / world)
             times.append(time.monotonic() - start)
             if view is not None:
+                view.plans(trainer.plans)
                 view.step(step, losses[-1], times[-1])
             save(step + 1)
     return Result(losses, times, time.monotonic() - begin)

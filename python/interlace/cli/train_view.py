@@ -28,6 +28,7 @@ class TrainView:
         self.bar: Progress | None = None
         self.task: Any = None
         self.recent: list[float] = []
+        self.shown: list[dict[str, Any]] = []  # plans, as far as they have been told
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -51,6 +52,22 @@ class TrainView:
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    def plans(self, plans: Sequence[dict[str, Any]]) -> None:
+        """Tells each new plan, and what it was measured to be once that is known."""
+        for number, plan in enumerate(plans):
+            if number == len(self.shown):
+                self.shown.append({})
+                if plan["reason"] != "start":
+                    done = "another program" if plan["changed"] else "the same program"
+                    again = "" if plan["reason"] == "schedule" else f" again ({plan['reason']})"
+                    self.say(f"step {plan['step']}: planned{again} in {seconds(plan['seconds'])}: {done}")
+            if "measured_us" in plan and not self.shown[number]:
+                self.shown[number] = dict(plan)
+                line = f"step {plan['step']}: measured {plan['measured_us'] / 1e3:.1f} ms, {format_bytes(plan['measured_bytes'])}"
+                if "predicted_us" in plan:
+                    line += f"; predicted {plan['predicted_us'] / 1e3:.1f} ms, {format_bytes(plan['predicted_bytes'])}"
+                self.say(line)
 
     def step(self, step: int, loss: float, step_seconds: float) -> None:
         """Step number `step` (from 0) is done."""
