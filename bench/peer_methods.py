@@ -190,7 +190,7 @@ def interlace_step(settings: Settings, strategy: str) -> Step:
         adamw(model.parameters()),
         causal_loss,
         _whole(example),
-        interlace.Config(strategy=strategy, accumulation=settings.accumulation, accumulate_mode=mode),
+        interlace.Config(strategy=strategy, accumulation=settings.accumulation, accumulate_mode=mode, schedule=[]),
     )
     return lambda batches: trainer.step(_whole(batches)).item()
 

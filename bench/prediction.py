@@ -85,7 +85,7 @@ def run_rank(job_file: str) -> None:
         built = models.build(name, micro_batch=micro_batch, seq=seq, **spec)
         optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-5)
         config = interlace.Config(
-            strategy=row["strategy"], accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120
+            strategy=row["strategy"], accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120, schedule=[]
         )
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
             ranks = trainer.world_size

@@ -56,7 +56,7 @@ def worker(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> 
         torch.optim.AdamW(model.parameters(), lr=1e-4),
         causal_loss,
         token_batch(case, rank=rank),
-        interlace.Config(strategy="shard", clip_norm=1.0),
+        interlace.Config(strategy="shard", clip_norm=1.0, schedule=[]),
     )
     for step in range(3):
         trainer.step(token_batch(case, seed=step, rank=rank))

@@ -47,7 +47,7 @@ def worker(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> 
         torch.optim.AdamW(ours.parameters(), lr=1e-4),
         causal_loss,
         batch,
-        interlace.Config(strategy=args.strategy),
+        interlace.Config(strategy=args.strategy, schedule=[]),
     )
     peer = fsdp2_step(batch)
     times = paired(

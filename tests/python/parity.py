@@ -71,7 +71,7 @@ def by_interlace(
     rank, _ = rank_and_size()
     accumulation = config.get("accumulation", 1)
     opt = make_optimizer(optimizer, model)
-    settings = interlace.Config(clip_norm=clip, timeout_s=120, **config)
+    settings = interlace.Config(clip_norm=clip, timeout_s=120, **{"schedule": [], **config})
     with interlace.compile(
         model, opt, zoo.CASES[case].loss, batch_of(case, 0, rank, accumulation), settings
     ) as trainer:

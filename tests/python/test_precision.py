@@ -89,7 +89,7 @@ def bytes_of_steps(config: dict[str, Any], loss: str = "zoo") -> tuple[int, list
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)
     loss_fn = under_autocast if loss == "autocast" else zoo.CASES["llama"].loss
-    settings = Config(timeout_s=60, **config)
+    settings = Config(timeout_s=60, **{"schedule": [], **config})
     batch = parity.batch_of("llama", 0, rank, settings.accumulation)
     with interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch, settings) as trainer:
         losses = [float(trainer.step(parity.batch_of("llama", step, rank, settings.accumulation))) for step in range(2)]
@@ -223,7 +223,7 @@ def losses_of(config: dict[str, Any], factor: float = 1.0, steps: int = 6) -> di
     """A run on a loss that is `factor` times as large."""
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)
-    settings = Config(timeout_s=60, **config)
+    settings = Config(timeout_s=60, **{"schedule": [], **config})
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-12)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -48,7 +48,7 @@ def train(padded: bool, case: str = "llama", rounds: int = 3, **config: Any) -> 
     model = zoo.build(case, torch.float32)
     opt = parity.make_optimizer("adamw", model)
     g = config.get("accumulation", 1)
-    settings = interlace.Config(timeout_s=60, clip_norm=0.5, shapes=SHAPES, pad=PAD, **config)
+    settings = interlace.Config(timeout_s=60, clip_norm=0.5, shapes=SHAPES, pad=PAD, **{"schedule": [], **config})
     example = [batch_of(12, 0)] * g if g > 1 else batch_of(12, 0)
     losses = []
     with interlace.compile(model, opt, loss, example, settings) as trainer:
