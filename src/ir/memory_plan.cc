@@ -1,0 +1,347 @@
+#include "ir/memory_plan.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <unordered_map>
+
+#include "ir/liveness.h"
+#include "ir/text.h"
+
+namespace interlace {
+namespace {
+
+constexpr int32_t kMostTurns = 4;
+
+// A span of a block in one variant, by places of ops: -1 the beginning, ops.size() the end.
+struct Stay {
+  int32_t block, variant, first, last;
+};
+
+// What is still under way of one value: blocks that must stay until it is waited for.
+using Pending = std::map<ValueId, std::vector<int32_t>>;
+
+class Planner {
+ public:
+  Planner(const Program& program, const MemoryPlanOptions& options, const std::vector<PhaseLiveness>& liveness)
+      : program_(program), options_(options), liveness_(liveness) {}
+
+  // nullopt: two storages of one place live together, so that more turns are needed.
+  Result<std::optional<MemoryPlan>> Run(int32_t turns) {
+    MakeVariants(turns);
+    for (size_t v = 0; v < plan_.variants.size(); ++v) INTERLACE_TRY(Collect(static_cast<int32_t>(v)));
+    for (const auto& [from, to] : edges_) HandOn(from, to);
+    Renumber();
+    FollowTransfers();
+    if (!Spans()) return std::optional<MemoryPlan>();
+    INTERLACE_TRY(Total());
+    plan_.packing = PackArena(plan_.lives);
+    if (Status status = CheckPacking(plan_.lives, plan_.packing.offsets, plan_.packing.top); !status.ok()) {
+      return MakeError("the memory plan is wrong, a bug: ", status.error().message);
+    }
+    return std::optional<MemoryPlan>(std::move(plan_));
+  }
+
+ private:
+  void MakeVariants(int32_t turns) {
+    int32_t axis = 0;
+    for (const auto& [phase, count] : program_.RunOrder()) {
+      const auto used = static_cast<int32_t>(std::min<int64_t>(turns, count));
+      const auto first = static_cast<int32_t>(plan_.variants.size());
+      plan_.first_variant.push_back(first);
+      plan_.turns.push_back(used);
+      for (int32_t t = 0; t < used; ++t) {
+        PlanVariant& v = plan_.variants.emplace_back();
+        v.phase = phase;
+        v.turn = t;
+        v.axis = axis;
+        v.block_of.assign(program_.num_values(), -1);
+        v.workspace.assign(phase->ops.size(), -1);
+        v.receive.assign(phase->ops.size(), -1);
+        axis += static_cast<int32_t>(phase->ops.size()) + 2;
+        if (t > 0) edges_.emplace_back(first + t - 1, first + t);
+      }
+      if (count > used) edges_.emplace_back(first + used - 1, first);
+      if (first > 0) edges_.emplace_back(last_run_, first);
+      last_run_ = first + static_cast<int32_t>((count - 1) % used);
+    }
+    if (!plan_.variants.empty()) edges_.emplace_back(last_run_, 0);
+  }
+
+  int32_t NewBlock(PlannedBlock block) {
+    plan_.blocks.push_back(block);
+    parent_.push_back(static_cast<int32_t>(parent_.size()));
+    return parent_.back();
+  }
+
+  Status Collect(int32_t index) {
+    PlanVariant& v = plan_.variants[index];
+    const auto place_of_phase = static_cast<size_t>(v.phase - program_.phases.data());
+    for (const StorageLife& life : liveness_[place_of_phase].storages) {
+      if (life.bytes == 0) continue;
+      int32_t& block = v.block_of[life.root];
+      if (block < 0) block = NewBlock({PlannedBlock::What::kStorage, life.root, kNone, life.bytes});
+      stays_.push_back({block, index, life.first, life.last});
+    }
+    const auto count = static_cast<int32_t>(v.phase->ops.size());
+    std::unordered_map<ValueId, int32_t> waited;  // place of the last wait
+    for (int32_t i = 0; i < count; ++i) {
+      const Op& op = program_.op(v.phase->ops[i]);
+      if (op.name.ends_with(".wait")) ForEachOperand(op, [&](ValueId id) { waited[id] = i; });
+    }
+    const auto workspace = place_of_phase < options_.workspace.size() ? options_.workspace[place_of_phase] : std::vector<int64_t>();
+    for (int32_t i = 0; i < count; ++i) {
+      const Op& op = program_.op(v.phase->ops[i]);
+      if (i < static_cast<int32_t>(workspace.size()) && workspace[i] > 0) {
+        v.workspace[i] = NewBlock({PlannedBlock::What::kWorkspace, kNone, op.id, workspace[i]});
+        stays_.push_back({v.workspace[i], index, i, i});
+      }
+      if (!op.name.ends_with(".start")) continue;
+      std::vector<int32_t> kept;  // blocks that stay until the wait
+      ForEachOperand(op, [&](ValueId id) {
+        const int32_t block = v.block_of[program_.RootOf(id)];
+        if (block >= 0) kept.push_back(block);
+      });
+      if (const int64_t bytes = options_.receive_buffers ? ReceiveBytes(program_, op) : 0; bytes > 0) {
+        v.receive[i] = NewBlock({PlannedBlock::What::kReceive, kNone, op.id, bytes});
+        int32_t last = -1;
+        for (ValueId id : op.results) {
+          const auto found = waited.find(id);
+          last = std::max(last, found == waited.end() ? count : found->second);
+        }
+        stays_.push_back({v.receive[i], index, i, last});
+        kept.push_back(v.receive[i]);
+      }
+      for (ValueId id : op.results) {
+        if (id != kNone && !waited.contains(id) && !kept.empty()) pending_[index][id] = kept;
+      }
+    }
+    waits_.push_back(std::move(waited));
+    return Ok{};
+  }
+
+  int32_t Find(int32_t block) {
+    while (parent_[block] != block) block = parent_[block] = parent_[parent_[block]];
+    return block;
+  }
+
+  // What `from` gives and `to` takes is one storage.
+  void HandOn(int32_t from, int32_t to) {
+    const PlanVariant &a = plan_.variants[from], &b = plan_.variants[to];
+    for (size_t i = 0; i < a.phase->gives.size() && i < b.phase->takes.size(); ++i) {
+      const ValueId give = a.phase->gives[i], take = b.phase->takes[i];
+      const int32_t x = a.block_of[program_.RootOf(give)], y = b.block_of[program_.RootOf(take)];
+      if (x < 0 || y < 0 || program_.RootOf(give) != give || program_.RootOf(take) != take) continue;  // copied, or persistent
+      const int32_t low = std::min(Find(x), Find(y)), high = std::max(Find(x), Find(y));
+      parent_[high] = low;
+      plan_.blocks[low].bytes = std::max(plan_.blocks[low].bytes, plan_.blocks[high].bytes);
+    }
+  }
+
+  void Renumber() {
+    std::vector<int32_t> number(parent_.size(), -1);
+    std::vector<PlannedBlock> blocks;
+    for (int32_t i = 0; i < static_cast<int32_t>(parent_.size()); ++i) {
+      if (Find(i) != i) continue;
+      number[i] = static_cast<int32_t>(blocks.size());
+      blocks.push_back(plan_.blocks[i]);
+    }
+    const auto renumber = [&](int32_t& block) {
+      if (block >= 0) block = number[Find(block)];
+    };
+    for (PlanVariant& v : plan_.variants) {
+      for (auto* list : {&v.block_of, &v.workspace, &v.receive}) {
+        for (int32_t& block : *list) renumber(block);
+      }
+    }
+    for (Stay& stay : stays_) renumber(stay.block);
+    for (auto& [variant, pending] : pending_) {
+      for (auto& [id, kept] : pending) {
+        for (int32_t& block : kept) renumber(block);
+      }
+    }
+    plan_.blocks = std::move(blocks);
+  }
+
+  // A transfer that a later phase waits for keeps its sources and its receive buffer until there.
+  void FollowTransfers() {
+    std::vector<std::pair<int32_t, ValueId>> todo;
+    for (const auto& [variant, pending] : pending_) {
+      for (const auto& [id, kept] : pending) todo.emplace_back(variant, id);
+    }
+    while (!todo.empty()) {
+      const auto [from, id] = todo.back();
+      todo.pop_back();
+      const std::vector<int32_t> kept = pending_[from][id];
+      const Phase& ended = *plan_.variants[from].phase;
+      for (const auto& [a, to] : edges_) {
+        if (a != from) continue;
+        const PlanVariant& next = plan_.variants[to];
+        for (size_t i = 0; i < ended.gives.size() && i < next.phase->takes.size(); ++i) {
+          if (ended.gives[i] != id) continue;
+          const ValueId take = next.phase->takes[i];
+          const auto wait = waits_[to].find(take);
+          const bool goes_on = wait == waits_[to].end();
+          std::vector<int32_t> more;
+          for (int32_t block : kept) {
+            const Stay stay{block, to, -1, goes_on ? static_cast<int32_t>(next.phase->ops.size()) : wait->second};
+            if (!seen_.insert({{to, take}, block}).second) continue;
+            stays_.push_back(stay);
+            more.push_back(block);
+          }
+          if (!goes_on || more.empty()) continue;
+          std::vector<int32_t>& list = pending_[to][take];
+          list.insert(list.end(), more.begin(), more.end());
+          todo.emplace_back(to, take);
+        }
+      }
+    }
+  }
+
+  // Spans of every block on the axis. False: two storages that share a block live together.
+  bool Spans() {
+    plan_.lives.resize(plan_.blocks.size());
+    for (size_t i = 0; i < plan_.blocks.size(); ++i) plan_.lives[i].bytes = ArenaBytes(plan_.blocks[i].bytes);
+    // What begins while something of the same place is still alive is another storage.
+    std::sort(stays_.begin(), stays_.end(), [](const Stay& a, const Stay& b) {
+      return a.block != b.block ? a.block < b.block : a.variant != b.variant ? a.variant < b.variant : a.first < b.first;
+    });
+    for (const Stay& stay : stays_) {
+      const int32_t axis = plan_.variants[stay.variant].axis + 1;
+      const LifeSpan span{axis + stay.first, axis + stay.last};
+      std::vector<LifeSpan>& spans = plan_.lives[stay.block].spans;
+      if (!spans.empty() && span.first <= spans.back().last) {
+        if (stay.first >= 0) return false;
+        spans.back().last = std::max(spans.back().last, span.last);  // both are what was there at the beginning
+        continue;
+      }
+      spans.push_back(span);
+    }
+    return true;
+  }
+
+  Status Total() {
+    std::map<int32_t, int64_t> change;
+    double sum = 0;
+    for (size_t i = 0; i < plan_.blocks.size(); ++i) {
+      sum += static_cast<double>(plan_.lives[i].bytes);
+      for (const LifeSpan& s : plan_.lives[i].spans) {
+        change[s.first] += plan_.blocks[i].bytes;
+        change[s.last + 1] -= plan_.blocks[i].bytes;
+      }
+    }
+    if (sum > 4e18) return MakeError("the bytes of a step do not fit in 64 bits");
+    int64_t live = 0;
+    for (const auto& [time, bytes] : change) plan_.live_bytes = std::max(plan_.live_bytes, live += bytes);
+    return Ok{};
+  }
+
+  const Program& program_;
+  const MemoryPlanOptions& options_;
+  const std::vector<PhaseLiveness>& liveness_;
+  MemoryPlan plan_;
+  std::vector<std::pair<int32_t, int32_t>> edges_;  // variants that follow each other
+  int32_t last_run_ = 0;
+  std::vector<int32_t> parent_;  // of blocks that are one
+  std::vector<Stay> stays_;
+  std::map<int32_t, Pending> pending_;  // by variant: started there or before, and not waited for at its end
+  std::set<std::pair<std::pair<int32_t, ValueId>, int32_t>> seen_;
+  std::vector<std::unordered_map<ValueId, int32_t>> waits_;  // by variant
+};
+
+std::string NameOf(const Program& program, const PlannedBlock& block) {
+  if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
+  if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
+  const OpId def = program.value(block.root).def;
+  std::string name = "%" + std::to_string(block.root);
+  if (def == kNone) return name;
+  name += " " + program.op(def).name;
+  const std::vector<UnitId>& units = program.op(def).units;
+  if (!units.empty()) {
+    name += " u" + std::to_string(units[std::min<size_t>(static_cast<size_t>(program.value(block.root).result_index), units.size() - 1)]);
+  }
+  return name;
+}
+
+}  // namespace
+
+int64_t ReceiveBytes(const Program& program, const Op& op) {
+  if (op.name != "reduce.start" && op.name != "all_reduce.start") return 0;
+  std::string_view axis;
+  if (const Arg* given = op.Attr("axis")) axis = given->text;
+  if (!op.units.empty()) axis = program.units[op.units[0]].axis;
+  const int64_t others = program.AxisSize(axis) - 1;
+  int64_t sum = 0;
+  for (ValueId id : op.results) {
+    if (id == kNone) continue;
+    const Result<int64_t> bytes = program.StorageBytes(program.value(id).type);
+    if (bytes.ok() && *bytes < (int64_t{1} << 40)) sum += ArenaBytes(*bytes) * others;
+  }
+  return sum;
+}
+
+Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& options) {
+  std::vector<PhaseLiveness> liveness;
+  for (const Phase& phase : program.phases) {
+    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, phase));
+    liveness.push_back(std::move(life));
+  }
+  for (int32_t turns = 1; turns <= kMostTurns; ++turns) {
+    INTERLACE_ASSIGN(std::optional<MemoryPlan> plan, Planner(program, options, liveness).Run(turns));
+    if (plan) return std::move(*plan);
+  }
+  return MakeError("more than ", kMostTurns, " micro-batches or steps hold the same handed-on value at once; wait for transfers sooner");
+}
+
+std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit) {
+  std::ostringstream out;
+  const auto mib = [](int64_t bytes) {
+    std::ostringstream text;
+    text.setf(std::ios::fixed);
+    text.precision(2);
+    text << static_cast<double>(bytes) / (1 << 20) << " MiB";
+    return text.str();
+  };
+  out.precision(3);
+  out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation " << 100 * plan.Fragmentation() << " % over "
+      << mib(plan.packing.live) << " live at once\n";
+  const int32_t at = plan.packing.live_at;
+  for (const PlanVariant& v : plan.variants) {
+    const int32_t place = at - v.axis - 1;
+    if (place < -1 || place > static_cast<int32_t>(v.phase->ops.size())) continue;
+    out << "peak           in " << v.phase->name;
+    if (place >= 0 && place < static_cast<int32_t>(v.phase->ops.size())) out << " at " << PrintOp(program, program.op(v.phase->ops[place]));
+    out << "\n";
+  }
+  const auto list = [&](const char* title, bool at_peak) {
+    std::vector<int32_t> ids;
+    for (int32_t i = 0; i < static_cast<int32_t>(plan.blocks.size()); ++i) {
+      const auto& spans = plan.lives[i].spans;
+      const bool lives = std::any_of(spans.begin(), spans.end(), [&](const LifeSpan& s) { return s.first <= at && at <= s.last; });
+      if (lives || !at_peak) ids.push_back(i);
+    }
+    std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return plan.blocks[a].bytes > plan.blocks[b].bytes; });
+    out << title << " (" << ids.size() << ")\n";
+    int64_t rest = 0;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const PlannedBlock& block = plan.blocks[ids[i]];
+      if (i >= static_cast<size_t>(limit)) {
+        rest += block.bytes;
+        continue;
+      }
+      const OpId op = block.op != kNone ? block.op : program.value(block.root).def;
+      const int32_t m = op == kNone ? kNone : program.op(op).module;
+      const std::string module = m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
+      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOf(program, block) << (module.empty() ? "" : "  ") << module << "\n";
+    }
+    if (rest > 0) out << "  " << mib(rest) << " in " << ids.size() - static_cast<size_t>(limit) << " more\n";
+  };
+  list("live at the peak", true);
+  list("largest", false);
+  return out.str();
+}
+
+}  // namespace interlace

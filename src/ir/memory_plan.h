@@ -1,0 +1,73 @@
+// memory_plan.h — a place in one arena for everything that comes and goes in a training step: results of ops, what phases hand on,
+// receive buffers of reductions, and what kernels take inside (workspaces), when it is known.
+//
+// The time axis is made of the distinct phases in run order, each with a slot for its beginning, its ops and its end:
+//
+//   | b op op ... op e | b op op ... op e | b op ... e |          micro_batch.first, micro_batch.middle, update
+//
+// A storage is alive in one span, or in several when phases hand it on: what a phase gives is what the next takes, in the same
+// place. A phase that repeats runs with the same places every time; if it takes one storage and gives another for it while the
+// first is still alive (a transfer that is under way across micro-batches), it gets two or more variants that take turns.
+// The sources and the receive buffer of a transfer live until it is waited for, in whichever phase.
+//
+// Persistent storages (states, parameters, buffers, constants) and inputs are not in the arena.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ir/arena_pack.h"
+#include "ir/program.h"
+
+namespace interlace {
+
+struct PlannedBlock {
+  enum class What : uint8_t { kStorage, kWorkspace, kReceive };
+  What what = What::kStorage;
+  ValueId root = kNone;  // of a storage: one of its names
+  OpId op = kNone;       // of a workspace or receive buffer
+  int64_t bytes = 0;     // as asked for; in the arena rounded up to kArenaAlignment
+};
+
+// One phase, or one of the takes-turns copies of a phase that repeats.
+struct PlanVariant {
+  const Phase* phase = nullptr;
+  int32_t turn = 0;
+  int32_t axis = 0;                 // of the slot of its beginning; op i is at axis + 1 + i
+  std::vector<int32_t> block_of;    // by value id: block of a root that lives here, or -1
+  std::vector<int32_t> workspace;   // by place of the op: block, or -1
+  std::vector<int32_t> receive;     // likewise
+};
+
+struct MemoryPlan {
+  std::vector<PlannedBlock> blocks;
+  std::vector<ArenaBlock> lives;    // of each block
+  ArenaPacking packing;
+  std::vector<PlanVariant> variants;
+  std::vector<int32_t> first_variant, turns;  // by entry of Program::RunOrder: variants of run i are first + i % turns
+  int64_t live_bytes = 0;           // largest sum of live blocks, not rounded up
+
+  int64_t top() const { return packing.top; }
+  int64_t OffsetOf(int32_t block) const { return packing.offsets[block]; }
+  // top / live - 1, of the sum rounded up to the alignment.
+  double Fragmentation() const { return packing.live == 0 ? 0 : static_cast<double>(packing.top) / static_cast<double>(packing.live) - 1; }
+};
+
+struct MemoryPlanOptions {
+  // workspace[p][i]: bytes that op i of program.phases[p] takes inside. May be shorter.
+  std::vector<std::vector<int64_t>> workspace;
+  // Reductions receive into the arena: what the other ranks send, each piece at a multiple of kArenaAlignment (CPUs).
+  bool receive_buffers = true;
+};
+
+// Bytes that a reduction receives in all, 0 for other ops and on an axis of one rank.
+int64_t ReceiveBytes(const Program& program, const Op& op);
+
+// Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.
+Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& options = {});
+
+// The text of `interlace inspect --memory`: top, live sum, fragmentation, what lives at the peak, the largest blocks.
+std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit = 12);
+
+}  // namespace interlace
