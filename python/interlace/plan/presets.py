@@ -70,17 +70,11 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Keys that published config.json files have and that say nothing about the shape of the network.
-_HARMLESS = frozenset(
-    ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "model_type", "use_cache")
-    + ("task_specific_params", "n_ctx", "pretraining_tp", "rope_theta", "rope_scaling", "head_dim", "_name_or_path")
-    + (
-        "gradient_checkpointing",
-        "tokenizer_class",
-        "attn_implementation",
-        "_attn_implementation",
-        "quantization_config",
-    )
-)
+_HARMLESS = {
+    *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "model_type", "use_cache"),
+    *("task_specific_params", "n_ctx", "pretraining_tp", "rope_theta", "rope_scaling", "head_dim", "_name_or_path"),
+    *("gradient_checkpointing", "tokenizer_class", "attn_implementation", "quantization_config"),
+}
 
 
 def names() -> list[str]:
