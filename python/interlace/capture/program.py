@@ -277,20 +277,7 @@ class _Trace:
             for name, value in self.outputs.items():
                 rec.mark("output", f"%{rec.value_of(value)}", attrs=f" name={quote(name)}")
             rec.part = "bwd"
-            grads = self._locating(
-                "backward",
-                lambda: torch.autograd.grad(
-                    self.outputs["loss"],
-                    [p.fake for p in params],  # type: ignore[arg-type]
-                    scale.fake.to(self.outputs["loss"].dtype) if scale is not None and scale.fake is not None else None,
-                    allow_unused=True,
-                ),
-            )
-        for p, g in zip(params, grads, strict=True):
-            if g is not None:
-                rec.mark("grad", f"%{self.ids[id(p)]}", f"%{rec.value_of(g)}")
-        if all(g is None for g in grads):
-            raise CaptureError("the loss depends on no trainable parameter")
+            self._locating("backward", lambda: self._gradients(params, scale))
         rec.part = "fwd"
         for t in self.tensors:
             if t.fake is not None and rec.was_written(t.fake):
@@ -299,6 +286,19 @@ class _Trace:
                         f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead"
                     )
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
+
+    def _gradients(self, params: list[ModelTensor], scale: ModelTensor | None) -> None:
+        """Traces the backward part and marks the parameters' gradients."""
+        seed = None
+        if scale is not None and scale.fake is not None:
+            seed = scale.fake.to(self.outputs["loss"].dtype)
+        fakes: Any = [p.fake for p in params]
+        grads = torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True)
+        for p, g in zip(params, grads, strict=True):
+            if g is not None:
+                self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
+        if all(g is None for g in grads):
+            raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
         result = loss_fn(self.model, batch)
