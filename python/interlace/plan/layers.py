@@ -39,9 +39,7 @@ _PLANS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def model_text(
-    name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", **options: Any
-) -> str:
+def model_text(name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", **options: Any) -> str:
     """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out.
 
     `options` go to the Hugging Face config. Errors: those of presets.config_of, a model whose blocks are not alike (names
@@ -85,7 +83,9 @@ def _built(name: str, config: Any, dtype: str) -> nn.Module:
         raise InterlaceError(f"unknown dtype '{dtype}'; weights are bfloat16, float16 or float32")
     try:
         with torch.random.fork_rng(devices=[]), on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation=config._attn_implementation)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=chosen, attn_implementation=config._attn_implementation
+            )
     except (TypeError, ValueError, KeyError, RuntimeError, ImportError) as e:
         raise InterlaceError(f"model '{name}' cannot be built from its config: {e}") from e
     return model.train()
@@ -131,7 +131,10 @@ def _structure(block: nn.Module) -> Iterator[tuple[str, str]]:
         at = f"'{path}'" if path else "itself"
         yield f"the class of {at}", type(module).__name__
         for name, t in [*module._parameters.items(), *module._buffers.items()]:
-            yield f"'{path}.{name}'".replace("'.", "'"), "none" if t is None else f"{dtype_name(t.dtype)}{list(t.shape)}"
+            yield (
+                f"'{path}.{name}'".replace("'.", "'"),
+                "none" if t is None else f"{dtype_name(t.dtype)}{list(t.shape)}",
+            )
         for name, value in vars(module).items():
             if isinstance(value, (bool, int, float, str)) and name not in ("layer_idx", "layer_id", "training"):
                 yield f"attribute '{name}' of {at}", repr(value)
@@ -168,8 +171,6 @@ def _parallel(model: nn.Module, config: Any, block: str) -> list[str]:
         dim = (out if kind == "column" else out + 1) if not turned or p.dim() == 1 else (1 if kind == "column" else 0)
         lines.append(f"parallel {kind} {dim} {quote(name)}")
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
-        name = next((n for n, p in model.named_parameters() if embedding is not None and p is embedding.weight), None)
-        line = f"parallel vocabulary 0 {quote(name)}" if name else ""
-        if line and line not in lines:
-            lines.append(line)
-    return lines
+        table = getattr(embedding, "weight", None)
+        lines += [f"parallel vocabulary 0 {quote(n)}" for n, p in model.named_parameters() if p is table]
+    return list(dict.fromkeys(lines))

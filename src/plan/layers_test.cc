@@ -1,0 +1,169 @@
+// The layers of captured models: reading their texts, and expressions of memory against counting one by one.
+#include <fstream>
+#include <map>
+#include <random>
+#include <set>
+#include <sstream>
+
+#include <gtest/gtest.h>
+
+#include "ir/text.h"
+#include "passes/canonicalize.h"
+#include "passes/recompute.h"
+#include "plan/captured_layers.h"
+#include "plan/layer_memory.h"
+#include "plan/model_text.h"
+
+namespace interlace::plan {
+namespace {
+
+std::string FileText(const std::string& name) {
+  std::ifstream in(std::string(INTERLACE_SOURCE_DIR) + "/tests/models/" + name);
+  std::ostringstream out;
+  out << in.rdbuf();
+  return out.str();
+}
+
+ModelText ModelOf(const std::string& name) {
+  Result<ModelText> model = ReadModelText(FileText(name), name);
+  EXPECT_EQ(ErrorOf(model), "no error");
+  return std::move(*model);
+}
+
+ClusterSpec ClusterOf(const std::string& name) {
+  Result<ClusterSpec> cluster = LoadCluster(name, name);
+  EXPECT_EQ(ErrorOf(cluster), "no error");
+  return *cluster;
+}
+
+// Bytes of a bound program, op after op: a storage is there from its first write to its last touch.
+struct Counted {
+  int64_t saved = 0, forward = 0, backward = 0;
+};
+
+Counted CountOneByOne(const Program& program) {
+  const Phase& phase = *program.FindPhase("micro_batch");
+  std::map<ValueId, int> last;
+  std::set<ValueId> gradients;
+  ValueId hidden = kNone, hidden_grad = kNone;
+  for (const Input& input : program.inputs) {
+    if (input.name == "hidden") hidden = input.value;
+    if (input.name == "hidden.grad") hidden_grad = input.value;
+  }
+  int count = static_cast<int>(phase.ops.size()), middle = 0;
+  while (program.op(phase.ops[middle]).part != Part::kBackward) ++middle;
+  for (int i = 0; i < count; ++i) {
+    const Op& op = program.op(phase.ops[i]);
+    for (ValueId id : op.results) {
+      if (id != kNone) last[program.RootOf(id)] = i;
+    }
+    ForEachOperand(op, [&](ValueId id) { last[program.RootOf(id)] = i; });
+    if (op.name == "grad") gradients.insert(program.RootOf(op.args[1].value));
+    if (op.name == "output") last[program.RootOf(op.args[0].value)] = i < middle ? middle - 1 : count - 1;
+  }
+  std::map<ValueId, int64_t> alive;
+  auto begin = [&](ValueId id) { alive[id] = *program.StorageBytes(program.value(id).type); };
+  auto total = [&] {
+    int64_t sum = 0;
+    for (const auto& [id, bytes] : alive) sum += bytes;
+    return sum;
+  };
+  Counted out;
+  if (hidden != kNone) begin(hidden);
+  for (int i = 0; i < count; ++i) {
+    if (i == middle) {
+      out.saved = total();
+      if (hidden_grad != kNone) begin(hidden_grad);
+    }
+    const Op& op = program.op(phase.ops[i]);
+    for (ValueId id : op.results) {
+      if (id != kNone && program.RootOf(id) == id && gradients.count(id) == 0) begin(id);
+    }
+    int64_t& peak = i < middle ? out.forward : out.backward;
+    peak = std::max(peak, total());
+    std::erase_if(alive, [&](const auto& entry) { return last[entry.first] <= i; });
+  }
+  return out;
+}
+
+TEST(Layers, MemoryExpressionsEqualCountingOneByOne) {
+  std::mt19937 random(7);
+  for (const char* file : {"llama.model", "llama-eager.model", "gpt2.model", "mixtral.model"}) {
+    ModelText model = ModelOf(file);
+    for (Program& captured : model.programs) {
+      ASSERT_TRUE(Canonicalize(captured).ok());
+      for (const char* mode : {"", "selective", "full"}) {
+        Program program = captured.Clone();
+        bool block = *captured.Meta("layer") == "block";
+        if (*mode != 0 && !block) continue;
+        if (*mode != 0) {
+          ASSERT_EQ(ErrorOf(Recompute(program, {{"mode", mode}})), "no error");
+        }
+        Result<LayerMemory> memory = MemoryOfLayer(program);
+        ASSERT_EQ(ErrorOf(memory), "no error");
+        for (int trial = 0; trial < 8; ++trial) {
+          Binding binding{{"b", 2 + random() % 40}, {"s", 2 + random() % 500}};
+          Result<Program> bound = Bind(program, binding);
+          ASSERT_EQ(ErrorOf(bound), "no error");
+          Counted counted = CountOneByOne(*bound);
+          SCOPED_TRACE(std::string(file) + " " + *captured.Meta("layer") + " " + mode);
+          EXPECT_EQ(*program.dims.Evaluate(memory->saved, binding), counted.saved);
+          EXPECT_EQ(*Largest(program.dims, memory->forward, binding), counted.forward);
+          EXPECT_EQ(*Largest(program.dims, memory->backward, binding), counted.backward);
+        }
+      }
+    }
+  }
+}
+
+// Llama in miniature: hidden 128, 4 heads of 32, 2 of keys and values, MLP 344, float32, flash attention.
+TEST(Layers, SavedBytesOfABlockByHand) {
+  auto layers = ReadLayers(FileText("llama.model"), "llama.model", ClusterOf("a100-40gb-2"), 64);
+  ASSERT_EQ(ErrorOf(layers), "no error");
+  LayerCost block = *(*layers)->Cost(Role::kBlock, 2, 1);
+  const int64_t rows = 2 * 64;  // b * s
+  EXPECT_EQ(block.boundary, rows * 128 * 4);
+  EXPECT_EQ(block.saved_full, block.boundary);
+  EXPECT_EQ(block.parameters, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 344 + 2 * 128);
+  EXPECT_EQ(block.largest_unit, 128 * 344);
+  // Two norms: their input, its inverse root and both products; q, k after rotation, v; attention and its sums; MLP: gate,
+  // silu, up and product.
+  const int64_t norm = 128 + 1 + 128 + 128;
+  EXPECT_EQ(block.saved_kept, rows * 4 * (2 * norm + (128 + 64 + 64) + (128 + 4) + 4 * 344));
+  EXPECT_LT(block.saved_selective, block.saved_kept);
+  EXPECT_LT(block.saved_full, block.saved_selective);
+  EXPECT_GT(block.recompute_full_us, block.recompute_selective_us);
+  EXPECT_LT(block.recompute_full_us, 1.01 * block.forward_us);
+  EXPECT_GT(block.backward_us, block.forward_us);
+}
+
+TEST(Layers, TextsAreReadAsTheyAreWritten) {
+  for (const char* file : {"llama.model", "gpt2.model"}) {
+    std::string written = WriteModelText(ModelOf(file));
+    Result<ModelText> again = ReadModelText(written, file);
+    ASSERT_EQ(ErrorOf(again), "no error");
+    EXPECT_EQ(WriteModelText(*again), written);
+  }
+}
+
+TEST(Layers, WrongTextsAreNamed) {
+  const std::string good = FileText("llama.model");
+  auto with = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    text.replace(text.find(from), from.size(), to);
+    return ErrorOf(ReadModelText(text, "m"));
+  };
+  EXPECT_EQ(with("interlace-model 1", "interlace-model 2"),
+            "m:1:18: a newer form than this reader knows (1); read it with a newer release\n  interlace-model 2\n                   ^");
+  EXPECT_EQ(with("blocks 4", "block 4"), "m:4:1: unknown key 'block', did you mean 'blocks'?\n  block 4\n  ^");
+  EXPECT_EQ(with("blocks 4", "blocks 0"), "m:4:8: expected a number from 1 to 100000\n  blocks 0\n         ^");
+  EXPECT_EQ(with("heads 4", "hidden 4"), "m:7:1: 'hidden' is given twice\n  hidden 4\n  ^");
+  EXPECT_EQ(with("parallel column", "parallel columns"), "m:13:10: expected column, row or vocabulary\n  parallel columns 0 \"model.layers.0.self_attn.q_proj.weight\"\n           ^");
+  EXPECT_NE(with(",128] \"hidden\"", ",128] \"hiden\"").find("no input \"hidden\", the activation that enters the layer"), std::string::npos);
+  EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, good.size() - 30), "m")).find("the file ends after "), std::string::npos);
+  // Cut anywhere, a text is refused and nothing worse.
+  for (size_t cut = 0; cut < good.size(); cut += 997) EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, cut), "m")), "no error");
+}
+
+}  // namespace
+}  // namespace interlace::plan
