@@ -90,6 +90,7 @@ py::list States(const Program& program) {
     entry["role"] = state.role;
     entry["unit"] = OrNone(state.unit);
     entry["persistent"] = state.persistent;
+    entry["out"] = state.out;
     out.append(entry);
   }
   return out;

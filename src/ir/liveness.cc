@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 
+#include "ir/residency.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -20,8 +22,15 @@ class Analysis {
       : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
 
   Result<PhaseLiveness> Run() {
+    const Residency residency = ComputeResidency(program_);
+    moving_.insert(residency.states.begin(), residency.states.end());
     INTERLACE_TRY(Persistent());
     storage_of_.assign(program_.num_values(), -1);
+    if (auto places = residency.at_begin.find(&phase_); places != residency.at_begin.end()) {
+      for (size_t i = 0; i < residency.states.size(); ++i) {
+        if (places->second[i] != Place::kOut) INTERLACE_TRY(Take(residency.states[i], -1));
+      }
+    }
     for (ValueId id : phase_.takes) INTERLACE_TRY(Begin(program_.RootOf(id), -1));
     for (int32_t i = 0; i < end_; ++i) INTERLACE_TRY(Visit(program_.op(phase_.ops[i]), i));
     for (ValueId id : phase_.gives) Touch(id, end_);
@@ -29,6 +38,7 @@ class Analysis {
     for (const auto& [result, sources] : in_flight_) {
       for (ValueId source : sources) Touch(source, end_);
     }
+    for (ValueId id : residency.states) Touch(id, end_);  // what is in memory at the end stays there
     Summarize();
     return std::move(out_);
   }
@@ -36,7 +46,7 @@ class Analysis {
  private:
   Status Persistent() {
     auto add = [&](ValueId id) -> Status {
-      if (program_.RootOf(id) != id) return Ok{};
+      if (program_.RootOf(id) != id || moving_.contains(id)) return Ok{};
       INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(program_.value(id).type));
       out_.persistent_bytes += bytes;
       return Ok{};
@@ -52,6 +62,11 @@ class Analysis {
 
   Status Begin(ValueId root, int32_t index) {
     if (!IsLocal(program_.value(root)) || storage_of_[root] >= 0) return Ok{};
+    return Take(root, index);
+  }
+
+  // A stretch of life begins.
+  Status Take(ValueId root, int32_t index) {
     Result<int64_t> bytes = program_.StorageBytes(program_.value(root).type);
     if (!bytes.ok()) {
       Error error = bytes.error();
@@ -70,6 +85,7 @@ class Analysis {
   }
 
   Status Visit(const Op& op, int32_t index) {
+    if (const Move* move = MoveOf(op)) return Visit(op, *move, index);
     for (ValueId id : op.results) {
       if (id == kNone) continue;
       if (program_.RootOf(id) == id) INTERLACE_TRY(Begin(id, index));
@@ -100,6 +116,16 @@ class Analysis {
     return Ok{};
   }
 
+  Status Visit(const Op& op, const Move& move, int32_t index) {
+    Status status = Ok{};
+    ForEachOperand(op, [&](ValueId id) {
+      if (move.to == Place::kComing && status.ok()) status = Take(id, index);
+      Touch(id, index);
+      if (move.to == Place::kOut && storage_of_[id] >= 0) storage_of_[id] = -1;
+    });
+    return status;
+  }
+
   void Summarize() {
     std::vector<int64_t> change(end_ + 2, 0), results(end_ + 1, 0);
     out_.dies_after.assign(end_, {});
@@ -125,6 +151,7 @@ class Analysis {
   PhaseLiveness out_;
   std::vector<int32_t> storage_of_;  // by value id (roots): index in storages, or -1
   std::vector<bool> released_;
+  std::unordered_set<ValueId> moving_;  // states that are not persistent
   std::unordered_map<ValueId, std::vector<ValueId>> in_flight_;  // result of a start → its sources
 };
 

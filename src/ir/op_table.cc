@@ -26,10 +26,10 @@ constexpr OpInfo kOps[] = {
     {"update.adam", Lane::kCompute, true, "Adam step on flat shards"},
     {"update.sgd", Lane::kCompute, true, "SGD step on flat shards"},
     {"call.python", Lane::kCompute, true, "an opaque module"},
-    {"offload.start", Lane::kD2H, true, "copy to the host begins"},
-    {"offload.wait", Lane::kD2H, true, "the host copy is complete"},
-    {"reload.start", Lane::kH2D, true, "copy from the host begins"},
-    {"reload.wait", Lane::kH2D, true, "the device copy may be read from here"},
+    {"offload.start", Lane::kD2H, true, "(storage, ...): copy to the tier begins"},
+    {"offload.wait", Lane::kD2H, true, "the copy is complete, the storages take no memory from here"},
+    {"reload.start", Lane::kH2D, true, "(storage, ...): memory is taken again, the copy from the tier begins"},
+    {"reload.wait", Lane::kH2D, true, "the storages may be used again from here"},
     {"send", Lane::kP2P, true, "point-to-point send"},
     {"recv", Lane::kP2P, true, "point-to-point receive"},
     {"broadcast.start", Lane::kGather, true, "broadcast along an axis begins"},
@@ -96,6 +96,8 @@ std::vector<ValueId> WrittenOperands(const Program&, const Op& op) {
   };
   if (op.name == "assign") {
     add(0);
+  } else if (op.name == "reload.start") {
+    for (size_t i = 0; i < op.args.size(); ++i) add(i);
   } else if (op.name == "update.adamw" || op.name == "update.adam") {
     add(0);
     add(2);

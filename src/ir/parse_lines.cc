@@ -284,6 +284,11 @@ Status TextParser::StateLine() {
   if (word.empty()) return Expected("a role such as u0.shard");
   state.role = std::string(word);
   INTERLACE_ASSIGN(state.persistent, OneOf("persistent", "step"));
+  scan_.SkipBlanks();
+  if (scan_.Peek() == 'o') {
+    if (scan_.Word() != "out") return Expected("'out' or the end of the line");
+    state.out = true;
+  }
   program_.states.push_back(std::move(state));
   return EndLine();
 }

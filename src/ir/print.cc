@@ -356,6 +356,7 @@ class Printer {
       }
       out_ += state.role;
       out_ += state.persistent ? " persistent" : " step";
+      if (state.out) out_ += " out";
       EndLine();
     }
   }

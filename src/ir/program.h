@@ -117,6 +117,7 @@ struct State {
   std::string role;                 // "shard", "full", "grad", "exp_avg", ...
   UnitId unit = kNone;              // printed as "u0.role" when set
   bool persistent = true;           // else it lives within one step
+  bool out = false;                 // between steps it lies in the tier, not in memory (residency.h)
 };
 struct Unit {
   UnitId id = kNone;

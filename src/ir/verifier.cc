@@ -308,6 +308,7 @@ std::vector<Error> VerifyAll(const Program& program) {
     VerifyLayout(program, report);
     VerifyOps(program, report);
     VerifyFlow(program, report);
+    VerifyResidency(program, report);
   }
   return report.Take();
 }

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "ir/op_table.h"
+#include "ir/residency.h"
 #include "ir/verify_internal.h"
 
 namespace interlace {
@@ -65,6 +66,10 @@ class Flow {
   void RunPhase(const Phase& phase) {
     for (OpId id : phase.ops) {
       const Op& op = program_.op(id);
+      if (MoveOf(op) != nullptr) {  // by storage, not by result: verify_residency.cc
+        Touches(op);
+        continue;
+      }
       if (op.name.ends_with(".wait") && IsOwnOp(op.name)) {
         Wait(op);
         continue;
@@ -129,7 +134,7 @@ class Flow {
       if (program_.value(id).placed) write(id, "written");
     }
     for (ValueId id : WrittenOperands(program_, op)) write(id, "written");
-    if (op.name == "release") {
+    if (op.name == "release" || op.name == "offload.wait") {
       ForEachOperand(op, [&](ValueId id) { write(id, "released"); });
     }
   }

@@ -60,5 +60,6 @@ void VerifyLayout(const Program& program, VerifyReport& report);  // phases, nam
 void VerifyOps(const Program& program, VerifyReport& report);     // each op by itself
 void VerifyFlow(const Program& program,
                 VerifyReport& report);  // transfers in flight, takes and gives over the run order
+void VerifyResidency(const Program& program, VerifyReport& report);  // what is out is not used, and comes back
 
 }  // namespace interlace

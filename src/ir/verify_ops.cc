@@ -5,6 +5,7 @@
 
 #include "base/suggest.h"
 #include "ir/op_table.h"
+#include "ir/residency.h"
 #include "ir/verify_internal.h"
 
 namespace interlace {
@@ -50,7 +51,7 @@ class Meaning {
           {"call.python", &Meaning::CallPython},
       };
       if (auto found = checks.find(op.name); found != checks.end()) (this->*found->second)(op);
-      if (op.name.ends_with(".wait") || op.name == "release") {
+      if (op.name.ends_with(".wait") || op.name == "release" || MoveOf(op) != nullptr) {
         if (op.args.empty()) report_.AtOp(op, op.name + " needs at least one operand");
         if (!op.results.empty()) report_.AtOp(op, op.name + " has no results");
         ValueOperands(op);

@@ -111,7 +111,7 @@ ProgramSummary Summarize(const Program& program) {
   for (const Buffer& buffer : program.buffers) out.persistent_bytes += Bytes(program, buffer.value);
   for (const Const& constant : program.consts) out.persistent_bytes += Bytes(program, constant.value);
   for (const State& state : program.states) {
-    (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
+    if (!state.out) (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
   }
   out.units = static_cast<int64_t>(program.units.size());
   UnitId largest = kNone;

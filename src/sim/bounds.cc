@@ -4,6 +4,8 @@
 #include <array>
 #include <cmath>
 
+#include "ir/residency.h"
+
 namespace interlace {
 namespace {
 
@@ -91,6 +93,10 @@ int64_t DependencyPath(const Lowered& lowered, int64_t slow) {
       }
       longest = std::max(longest, time);
       bool lands = op.kind == LoweredOp::Kind::kStart && !op.blocking;
+      if (const Move* move = MoveOf(source)) {  // lands at its wait; what is on its way out may still be read
+        ForEachOperand(source, [&](ValueId id) { landing[id] = time; });
+        if (move->to == Place::kLeaving) continue;
+      }
       for (ValueId id : source.results) {
         if (id == kNone) continue;
         int64_t& ready = root_ready[program.RootOf(id)];

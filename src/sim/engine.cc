@@ -380,8 +380,12 @@ class Engine {
     RankRecord& record = out_.ranks[r];
     record.transfer_of[rank.instance] = id;
     record.transfers.push_back(id);
-    for (ValueId result : rank.program->program->op(op.op).results) {
+    const Op& started = rank.program->program->op(op.op);
+    for (ValueId result : started.results) {
       if (result != kNone) rank.in_flight[result] = id;
+    }
+    if (started.results.empty()) {  // offload and reload: by storage
+      ForEachOperand(started, [&](ValueId operand) { rank.in_flight[operand] = id; });
     }
     out_.transfers[id].issued_ps = now_;
     rank.lanes[lane].push_back(id);

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <set>
 
 #include "ir/liveness.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 #include "sim/critical_path.h"
 
@@ -20,23 +22,33 @@ struct Declared {
   std::string name;
 };
 
-// What is allocated for the whole step.
-std::vector<Declared> Persistent(const Program& program) {
+std::string NameOfState(const State& s) {
+  return s.unit == kNone ? s.role : "u" + std::to_string(s.unit) + "." + s.role;
+}
+
+// What is allocated for the whole step: not the states that `residency` moves.
+std::vector<Declared> Persistent(const Program& program, const Residency& residency) {
   std::vector<Declared> out;
+  const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
   auto add = [&](ValueId id, std::string name) {
-    if (program.RootOf(id) == id) out.push_back({id, std::move(name)});
+    if (program.RootOf(id) == id && !moving.contains(id)) out.push_back({id, std::move(name)});
   };
   for (const Param& p : program.params) {
     if (p.unit == kNone) add(p.value, p.name);
   }
   for (const Buffer& b : program.buffers) add(b.value, b.name);
   for (const Const& c : program.consts) add(c.value, c.name);
-  for (const State& s : program.states) add(s.value, s.unit == kNone ? s.role : "u" + std::to_string(s.unit) + "." + s.role);
+  for (const State& s : program.states) add(s.value, NameOfState(s));
   return out;
 }
 
 std::string NameOf(const Program& program, ValueId id) {
   const Value& value = program.value(id);
+  if (value.kind == ValueKind::kState) {
+    for (const State& s : program.states) {
+      if (s.value == id) return NameOfState(s);
+    }
+  }
   std::string name = "%" + std::to_string(id);
   if (value.def != kNone) name += " " + program.op(value.def).name;
   if (value.def != kNone && !program.op(value.def).units.empty()) {
@@ -57,7 +69,8 @@ std::string ModuleOfValue(const Program& program, ValueId id) {
 Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   const Program& program = *lowered.program;
   MemoryCurve out;
-  for (const Declared& d : Persistent(program)) {
+  const Residency residency = ComputeResidency(program);
+  for (const Declared& d : Persistent(program, residency)) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
     INTERLACE_TRY(AddBytes(out.persistent_bytes, bytes));
   }
@@ -104,7 +117,7 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     out.peak = out.top.front();
   }
 
-  for (const Declared& d : Persistent(program)) {
+  for (const Declared& d : Persistent(program, residency)) {
     out.holders.push_back({d.name, "", *program.StorageBytes(program.value(d.value).type)});
   }
   if (lowered.receive_buffer_bytes > 0) out.holders.push_back({"receive buffers of reductions", "", lowered.receive_buffer_bytes});
@@ -145,9 +158,16 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
     e.rank = rank, e.time_ns = time_ps / 1000, e.allocate = false, e.storage = storage[root], e.name = NameOf(program, root);
     storage[root] = -1;
   };
-  for (const Declared& d : Persistent(program)) {
+  const Residency residency = ComputeResidency(program);
+  for (const Declared& d : Persistent(program, residency)) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
     begin(d.value, 0, bytes, d.name, "");
+  }
+  for (size_t i = 0; i < residency.states.size() && !lowered.phases.empty(); ++i) {
+    const ValueId id = residency.states[i];
+    if (residency.at_begin.at(lowered.phases[0])[i] == Place::kOut) continue;
+    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(id).type));
+    begin(id, 0, bytes, NameOf(program, id), "");
   }
   std::vector<PhaseLiveness> lives;
   std::vector<std::vector<std::vector<const StorageLife*>>> born;
@@ -191,7 +211,9 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
       const Value& value = program.value(root);
       if (value.kind == ValueKind::kResult || value.kind == ValueKind::kTake) storage[root] = -1;  // goes on under another name
     }
-    for (const StorageLife& s : lives[p].storages) end(s.root, phase_end);  // alive at the end and not given
+    for (const StorageLife& s : lives[p].storages) {  // alive at the end and not given; states go on
+      if (program.value(s.root).kind != ValueKind::kState) end(s.root, phase_end);
+    }
   }
   return out;
 }

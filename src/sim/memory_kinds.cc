@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "ir/liveness.h"
+#include "ir/residency.h"
 #include "sim/critical_path.h"
 
 namespace interlace {
@@ -102,7 +104,10 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
     h.kind = kind, h.module = std::move(module), h.bytes += bytes, ++h.storages;
   };
   BytesByKind persistent{};
+  const Residency residency = ComputeResidency(program);
+  const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
   for (Persistent& root : PersistentRoots(program)) {
+    if (moving.contains(root.value)) continue;  // among the storages of each phase
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(root.value).type));
     persistent[static_cast<size_t>(kinds[root.value])] += bytes;
     hold(kinds[root.value], std::move(root.module), bytes);

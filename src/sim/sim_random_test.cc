@@ -158,7 +158,13 @@ int64_t CountByHand(const Program& program, const Phase& phase, size_t place) {
     if (released >= 0) last = std::min(last, released);
     if (last < 0) last = 0;  // taken and never touched
     int64_t at = static_cast<int64_t>(place);
-    if (first <= at && at <= last) bytes += size;
+    bool out = false;  // after its offload.wait, before its reload.start
+    for (int64_t i = 0; i <= at; ++i) {
+      const Op& op = program.op(phase.ops[i]);
+      if (op.name == "offload.wait" && i < at && touches(op, root)) out = true;
+      if (op.name == "reload.start" && touches(op, root)) out = false;
+    }
+    if (first <= at && at <= last && !out) bytes += size;
   }
   return bytes;
 }

@@ -119,10 +119,11 @@ TEST(Simulate, SendAndReceiveUseTwoDirections) {
 
 TEST(Simulate, CopiesShareTheHost) {
   Program program = Step(
-      "  %10: f32[1000] = offload.start(%0) {fwd lane=d2h}\n"
-      "  %11: f32[1000] = reload.start(%0) {fwd lane=h2d}\n"
-      "  offload.wait(%10) {fwd}\n"
-      "  reload.wait(%11) {fwd}\n");
+      "  offload.start(%0) {fwd}\n"
+      "  reload.start(%3) {fwd}\n"
+      "  offload.wait(%0) {fwd}\n"
+      "  reload.wait(%3) {fwd}\n",
+      "", "input %3: f32[1000] \"y\"\n");
   ClusterSpec cluster = RoundCluster(4, 2);
   EXPECT_EQ(Simulated(program, cluster).makespan_ps(), 4 * kUs);
   cluster.host_gb_per_s = 1;  // two devices of a node at once
@@ -133,8 +134,8 @@ TEST(Simulate, CopiesShareTheHost) {
 
 TEST(Simulate, FilesShareTheStore) {
   Program program = Step(
-      "  %10: f32[1000] = offload.start(%0) {fwd lane=file}\n"
-      "  offload.wait(%10) {fwd}\n");
+      "  offload.start(%0) {fwd lane=file}\n"
+      "  offload.wait(%0) {fwd}\n");
   EXPECT_EQ(Simulated(program, RoundCluster(2, 2)).makespan_ps(), 8 * kUs) << "two ranks on one host";
   EXPECT_EQ(Simulated(program, RoundCluster(2, 1)).makespan_ps(), 4 * kUs);
 }
@@ -150,9 +151,9 @@ TEST(Simulate, InterferenceIsMistsAlgorithm) {
     std::string inputs;
     for (int i = 0; i < 4; ++i) inputs += "input %" + std::to_string(3 + i) + ": f32[" + std::to_string(n[i]) + "] \"i" + std::to_string(i) + "\"\n";
     auto type = [&](int i) { return "f32[" + std::to_string(n[i]) + "]"; };
-    Program program = Step("  %10: " + type(1) + " = all_reduce.start(%4) {fwd lane=gather axis=dp}\n  %11: " + type(2) +
-                               " = reload.start(%5) {fwd}\n  %12: " + type(3) + " = offload.start(%6) {fwd}\n  %13: " + type(0) +
-                               " = aten.relu(%3) {fwd}\n  all_reduce.wait(%10) {fwd}\n  reload.wait(%11) {fwd}\n  offload.wait(%12) {fwd}\n",
+    Program program = Step("  %10: " + type(1) + " = all_reduce.start(%4) {fwd lane=gather axis=dp}\n  reload.start(%5) {fwd}\n"
+                               "  offload.start(%6) {fwd}\n  %13: " + type(0) +
+                               " = aten.relu(%3) {fwd}\n  all_reduce.wait(%10) {fwd}\n  reload.wait(%5) {fwd}\n  offload.wait(%6) {fwd}\n",
                            "", inputs);
     ClusterSpec cluster = RoundCluster(2, 2);
     cluster.interference_factors = factors;

@@ -188,6 +188,10 @@ Status Machine::InitStates() {
         first.data.assign(flat.data.begin() + begin, flat.data.begin() + begin + count);
       }
       INTERLACE_TRY(Write(rank, state.value, first));
+      if (!state.out) continue;
+      away_[state.value].resize(ranks_);
+      INTERLACE_ASSIGN(away_[state.value][rank], ReadBytes(rank, state.value));
+      storage_[rank][state.value] = {};
     }
   }
   return Ok{};
@@ -254,6 +258,17 @@ std::vector<double> Machine::Hyper(int32_t group) const {
                                   : DefaultHyper(program_.groups[group].optimizer);
   if (hyper.size() > kStepIndex) hyper[kStepIndex] = static_cast<double>(step_ + 1);
   return hyper;
+}
+
+Status Machine::BringBack() {
+  for (auto& [id, by_rank] : away_) {
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      INTERLACE_TRY(Allocate(rank, id));
+      INTERLACE_TRY(WriteBytes(rank, id, by_rank[rank]));
+    }
+  }
+  away_.clear();
+  return Ok{};
 }
 
 Result<std::map<std::string, std::vector<double>>> Machine::FinalParams() const {

@@ -9,6 +9,7 @@
 
 #include "ir/liveness.h"
 #include "ir/program.h"
+#include "ir/residency.h"
 #include "ir/testing/dense.h"
 #include "ir/testing/interpreter.h"
 
@@ -27,6 +28,8 @@ class Machine {
 
   Result<Dense> Read(int64_t rank, ValueId id) const;
   Status Write(int64_t rank, ValueId id, const Dense& x);
+  // States that are out come back for whoever reads them after the last step.
+  Status BringBack();
   // First value of a parameter, as every rank gets it.
   Dense InitialParam(const Param& param) const;
   std::vector<double> Hyper(int32_t group) const;  // with t of this step
@@ -66,6 +69,7 @@ class Machine {
   Status DefineResults(const Op& op);  // storage of results that own it
   Status Start(const Op& op);
   Status Wait(const Op& op);
+  Status Relocate(const Op& op, const Move& move);  // offload.*, reload.*
   Status GradBegin(const Op& op);
   Status NormPartial(const Op& op);
   Status NormCoef(const Op& op);
@@ -81,6 +85,7 @@ class Machine {
   std::vector<interlace::Binding> rank_symbols_;  // by rank: rank_AXIS
   std::vector<std::vector<Binding>> storage_;     // by rank and root
   std::unordered_map<ValueId, Flight> flights_;   // by the result's name in the phase at hand
+  std::unordered_map<ValueId, std::vector<Bytes>> away_;  // by root: what is in the tier, by rank
   struct Given {
     std::vector<Binding> storage;  // by rank
     bool in_flight = false;

@@ -81,6 +81,7 @@ Status Machine::RunOwnOp(const Op& op) {
   if (op.name == "norm.partial") return NormPartial(op);
   if (op.name == "norm.coef") return NormCoef(op);
   if (op.name.starts_with("update.")) return Update(op);
+  if (const Move* move = MoveOf(op)) return Relocate(op, *move);
   if (op.name.ends_with(".start")) return Start(op);
   if (op.name.ends_with(".wait")) return Wait(op);
   if (op.name == "grad" || op.name == "output") {
@@ -167,7 +168,7 @@ Status Machine::Start(const Op& op) {
         for (int64_t peer : peers)
           out.insert(out.end(), all[peer].begin() + part * mine, all[peer].begin() + part * (mine + 1));
       } else {
-        out = all[rank];  // offload, reload
+        return MakeError("the interpreter lacks ", op.name);
       }
       flight.data.push_back(std::move(out));
     }
@@ -192,6 +193,28 @@ Status Machine::Wait(const Op& op) {
     if (found->second.start != start) return MakeError("%", arg.value, " comes from ", found->second.start);
     for (int64_t rank = 0; rank < ranks_; ++rank) INTERLACE_TRY(WriteBytes(rank, arg.value, found->second.data[rank]));
     flights_.erase(found);
+  }
+  return Ok{};
+}
+
+// The tier gets its copy at the start and memory ends at the wait; the other way memory is poison until the wait.
+Status Machine::Relocate(const Op& op, const Move& move) {
+  for (const Arg& arg : op.args) {
+    const ValueId id = arg.value;
+    if (move.to == Place::kLeaving) away_[id].resize(ranks_);
+    if (!away_.contains(id)) return MakeError("%", id, " is not in the tier");
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (move.to == Place::kLeaving) {
+        INTERLACE_ASSIGN(away_[id][rank], ReadBytes(rank, id));
+      } else if (move.to == Place::kOut) {
+        storage_[rank][id] = {};
+      } else if (move.to == Place::kComing) {
+        INTERLACE_TRY(Allocate(rank, id));
+      } else {
+        INTERLACE_TRY(WriteBytes(rank, id, away_[id][rank]));
+      }
+    }
+    if (move.to == Place::kIn) away_.erase(id);
   }
   return Ok{};
 }

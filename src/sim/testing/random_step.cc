@@ -102,10 +102,10 @@ class Maker {
           break;
         }
         case 3:
-          pending.push_back({"offload.wait", Copy("offload.start", ready, gathered), -1});
+          Offload(pending, ready, gathered);
           break;
         case 4:
-          pending.push_back({"reload.wait", Copy("reload.start", ready, gathered), -1});
+          Reload(pending);
           break;
         case 5: {
           if (gathered.empty()) break;
@@ -125,16 +125,32 @@ class Maker {
         }
       }
     }
-    while (!pending.empty()) Finish(pending, ready, gathered);
+    while (!pending.empty() || !out_.empty()) {
+      Reload(pending);
+      Finish(pending, ready, gathered);
+    }
     for (auto [unit, value] : gathered) Add("release").args.push_back(Arg::Of(value));
     if (hand_on_) HandOn();
   }
 
-  // Not of a gathered buffer, which might be released while it is read.
-  ValueId Copy(const char* name, const std::vector<ValueId>& ready, const std::vector<std::pair<int, ValueId>>& gathered) {
-    ValueId source = ready[Pick(static_cast<int>(ready.size()))];
-    for (auto [unit, value] : gathered) source = value == source ? ready[0] : source;
-    return Start(name, source, Elements(source), -1);
+  // A result goes out, and nothing uses it until it is back; not a gathered buffer, which may be released on its way.
+  void Offload(std::vector<Pending>& pending, std::vector<ValueId>& ready, const std::vector<std::pair<int, ValueId>>& gathered) {
+    const ValueId value = ready[Pick(static_cast<int>(ready.size()))];
+    if (program_.value(value).kind != ValueKind::kResult) return;
+    for (auto [unit, full] : gathered) {
+      if (full == value) return;
+    }
+    std::erase(ready, value);
+    Wait("offload.start", value);
+    pending.push_back({"offload.wait", value, -1});
+  }
+
+  void Reload(std::vector<Pending>& pending) {
+    if (out_.empty()) return;
+    const ValueId value = out_.back();
+    out_.pop_back();
+    Wait("reload.start", value);
+    pending.push_back({"reload.wait", value, -1});
   }
 
   void Finish(std::vector<Pending>& pending, std::vector<ValueId>& ready, std::vector<std::pair<int, ValueId>>& gathered) {
@@ -143,7 +159,7 @@ class Maker {
     Pending done = pending[at];
     pending.erase(pending.begin() + static_cast<int64_t>(at));
     Wait(done.wait.c_str(), done.value);
-    if (done.wait != "offload.wait") ready.push_back(done.value);
+    (done.wait == "offload.wait" ? out_ : ready).push_back(done.value);
     if (done.unit >= 0) gathered.emplace_back(done.unit, done.value);
   }
 
@@ -176,6 +192,7 @@ class Maker {
   std::mt19937& random_;
   Program program_;
   std::vector<ValueId> shards_, grads_;
+  std::vector<ValueId> out_;  // storages in the tier
   bool hand_on_ = false;
 };
 

@@ -1,0 +1,57 @@
+#include "ir/residency.h"
+
+#include <algorithm>
+
+namespace interlace {
+
+std::string_view PlaceName(Place place) {
+  constexpr std::string_view kNames[] = {"in memory", "on its way out", "out", "on its way back"};
+  return kNames[static_cast<size_t>(place)];
+}
+
+const Move* MoveOf(const Op& op) {
+  static constexpr Move kMoves[] = {{Place::kIn, Place::kLeaving},
+                                    {Place::kLeaving, Place::kOut},
+                                    {Place::kOut, Place::kComing},
+                                    {Place::kComing, Place::kIn}};
+  // Called for every op of a program: most names differ in their first letters.
+  const std::string& name = op.name;
+  if (name.starts_with("offload.")) return name == "offload.start" ? &kMoves[0] : name == "offload.wait" ? &kMoves[1] : nullptr;
+  if (name.starts_with("reload.")) return name == "reload.start" ? &kMoves[2] : name == "reload.wait" ? &kMoves[3] : nullptr;
+  return nullptr;
+}
+
+Residency ComputeResidency(const Program& program) {
+  Residency out;
+  std::vector<char> moves(program.num_values(), 0);
+  std::unordered_map<const Phase*, std::vector<OpId>> moving;
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      const Op& op = program.op(id);
+      if (MoveOf(op) == nullptr) continue;
+      moving[&phase].push_back(id);
+      ForEachOperand(op, [&](ValueId operand) { moves[operand] = 1; });
+    }
+  }
+  std::vector<Place> now;
+  std::unordered_map<ValueId, size_t> index;
+  for (const State& state : program.states) {
+    if (!state.out && !moves[state.value]) continue;
+    index[state.value] = out.states.size();
+    out.states.push_back(state.value);
+    now.push_back(state.out ? Place::kOut : Place::kIn);
+  }
+  if (out.states.empty()) return out;
+  for (const auto& [phase, count] : program.RunOrder()) {
+    out.at_begin.emplace(phase, now);
+    for (OpId id : moving[phase]) {
+      const Op& op = program.op(id);
+      ForEachOperand(op, [&](ValueId operand) {
+        if (auto found = index.find(operand); found != index.end()) now[found->second] = MoveOf(op)->to;
+      });
+    }
+  }
+  return out;
+}
+
+}  // namespace interlace

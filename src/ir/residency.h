@@ -1,0 +1,42 @@
+// residency.h — where the bytes of a storage are while a step runs: in memory, or out in the tier (docs/ir.md, "Out of memory").
+//
+//   state %6: f32[512] u0.exp_avg persistent out       lies in the tier between steps
+//
+//   ops                          %6           memory
+//   reload.start(%6)             coming       taken from here
+//   reload.wait(%6)              in           may be used
+//   update.adamw(.., %6, ..)     in
+//   offload.start(%6)            leaving      may be read
+//   offload.wait(%6)             out          free from here
+//
+// States move over the whole step and keep their place from phase to phase; results and takes come back before the
+// phase that took them out ends. Every step begins with each state where its declaration says, and nothing on its way.
+#pragma once
+
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "ir/program.h"
+
+namespace interlace {
+
+enum class Place : uint8_t { kIn, kLeaving, kOut, kComing };
+std::string_view PlaceName(Place place);  // "in memory", "on its way out", ...
+
+// The place that an op moves its operands to; `from` is where they must be.
+struct Move {
+  Place from, to;
+};
+const Move* MoveOf(const Op& op);  // nullptr: not an offload or reload
+
+struct Residency {
+  std::vector<ValueId> states;  // that move, or lie out between steps; in program order
+  // Places of those states where a phase begins, in their order; by phase, at its first run.
+  std::unordered_map<const Phase*, std::vector<Place>> at_begin;
+};
+
+// Of a program whose offloads and reloads are well paired (verifier.h).
+Residency ComputeResidency(const Program& program);
+
+}  // namespace interlace

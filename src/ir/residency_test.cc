@@ -1,0 +1,120 @@
+#include "ir/residency.h"
+
+#include <gtest/gtest.h>
+
+#include "ir/liveness.h"
+#include "ir/testing/interpreter.h"
+#include "ir/text.h"
+#include "ir/verifier.h"
+
+namespace interlace {
+namespace {
+
+// One unit on one rank: a gather, a gradient, an AdamW step. `body` moves things about within the phases.
+std::string Text(const std::string& avg, const std::string& forward, const std::string& before_update, const std::string& after_update) {
+  return "interlace 1 scheduled\nmesh dp 1\nstep 1 reduce_each\ngroup 0 adamw\nunit u0 dp f32 numel 64 shard 64\n"
+         "param %0: f32[64] \"w\" trainable group 0 unit u0+0\ninput %2: f32[64] \"x\"\n"
+         "state %4: f32[64] u0.shard persistent\nstate %5: f32[64] u0.grad step\n"
+         "state %6: f32[64] u0.exp_avg persistent" + avg + "\nstate %7: f32[64] u0.exp_avg_sq persistent\n"
+         "phase micro_batch takes () gives () {\n" + forward +
+         "  %10: f32[64] = gather.start(%4) {fwd units=[u0]}\n  gather.wait(%10) {fwd}\n"
+         "  %11: f32[64] = aten.mul.Tensor(%10, %2) {fwd}\n  release(%10) {fwd}\n"
+         "  %12: f32[64] = grad.begin() {bwd units=[u0]}\n  %13: f32[64] into %12+0 = aten.mul.Tensor(%11, %2) {bwd}\n"
+         "  %14: f32[64] into %5+0 = reduce.start(%12) {bwd units=[u0]}\n  reduce.wait(%14) {bwd}\n  release(%12) {bwd}\n}\n"
+         "phase update takes () gives () {\n" + before_update +
+         "  update.adamw(%4, %5, %6, %7) {upd units=[u0] scale=1.0 ranges=[0, 64, 0]}\n" + after_update + "}\n";
+}
+
+Program Parsed(const std::string& text) {
+  Result<Program> program = Parse(text);
+  EXPECT_TRUE(program.ok()) << (program.ok() ? "" : program.error().ToString());
+  EXPECT_EQ(Print(*program), text);
+  return std::move(*program);
+}
+
+const std::string kBack = "  reload.start(%6) {upd}\n  reload.wait(%6) {upd}\n";
+const std::string kOut = "  offload.start(%6) {upd}\n  offload.wait(%6) {upd}\n";
+
+TEST(Residency, AStateOutBetweenStepsHasMemoryOnlyAroundItsUpdate) {
+  Program program = Parsed(Text(" out", "", kBack, kOut));
+  ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
+  Result<PhaseLiveness> update = ComputeLiveness(program, *program.FindPhase("update"));
+  ASSERT_TRUE(forward.ok() && update.ok());
+  EXPECT_EQ(forward->persistent_bytes, 3 * 256) << "shard, grad, exp_avg_sq";
+  EXPECT_EQ(update->live_before, (std::vector<int64_t>{0, 256, 256, 256, 256, 0}));
+  EXPECT_EQ(update->peak_bytes, 256);
+  EXPECT_EQ(update->dies_after[4], std::vector<ValueId>{6});
+}
+
+TEST(Residency, AStateInBetweenStepsGoesOutAndComesBackWithinOne) {
+  Program program = Parsed(Text("", "  offload.start(%6) {fwd}\n  offload.wait(%6) {fwd}\n", kBack, ""));
+  ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
+  Result<PhaseLiveness> update = ComputeLiveness(program, *program.FindPhase("update"));
+  EXPECT_EQ(forward->live_before[1], 256);
+  EXPECT_EQ(forward->live_before[2], 0);
+  EXPECT_EQ(update->live_before.front(), 0);
+  EXPECT_EQ(update->live_before.back(), 256);
+}
+
+TEST(Residency, AStretchMayReachOverPhases) {
+  // Out at the start of the update, the write ends in the next step's forward part only in a step's middle: a step must end settled.
+  Program program = Parsed(Text("", "  offload.start(%6) {fwd}\n", "  offload.wait(%6) {upd}\n" + kBack, ""));
+  ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
+  EXPECT_EQ(forward->live_before.back(), 256) << "leaving, so still in memory";
+}
+
+TEST(Residency, TheInterpreterGivesTheSameBitsAndMemoryThatIsOutIsGone) {
+  Result<testing::RunResult> plain = testing::Interpret(Parsed(Text("", "", "", "")), {.steps = 3});
+  ASSERT_TRUE(plain.ok()) << plain.error().ToString();
+  for (const std::string& text : {Text(" out", "", kBack, kOut), Text("", "  offload.start(%6) {fwd}\n  offload.wait(%6) {fwd}\n", kBack, "")}) {
+    Result<testing::RunResult> moved = testing::Interpret(Parsed(text), {.steps = 3});
+    ASSERT_TRUE(moved.ok()) << moved.error().ToString();
+    EXPECT_EQ(testing::FirstDifference(*plain, *moved), "");
+  }
+  Result<testing::RunResult> early = testing::Interpret(Parsed(Text(" out", "", "  reload.start(%6) {upd}\n", "  reload.wait(%6) {upd}\n" + kOut)), {});
+  EXPECT_TRUE(!early.ok() || testing::FirstDifference(*plain, *early) != "") << "memory is poison until the wait";
+}
+
+struct Wrong {
+  std::string avg, forward, before, after, message;
+};
+
+TEST(Residency, TheVerifierNamesWhatIsWrong) {
+  const std::vector<Wrong> cases = {
+      {" out", "", "", "", "%6 is used while its storage is out; reload it and wait first"},
+      {" out", "", "  reload.start(%6) {upd}\n", "  reload.wait(%6) {upd}\n" + kOut, "%6 is used while its storage is on its way back; reload it and wait first"},
+      {" out", "", kBack, "", "the state is in memory when the step ends, but the next step begins with it out; offload it"},
+      {"", "", "", kOut, "the state is out when the step ends, but the next step begins with it in memory; reload it, or declare it 'out'"},
+      {"", "", "  offload.start(%6) {upd}\n", "  offload.wait(%6) {upd}\n" + kBack, "%6 is written while its storage is on its way out; wait for the offload first"},
+      {"", "", kBack, "", "%6 is in memory here; reload.start needs it out"},
+      {"", "  offload.start(%2) {fwd}\n", "", "", "offload.start moves whole storages of states and results; %2 is neither"},
+      {"", "  offload.start() {fwd}\n", "", "", "offload.start needs at least one operand"},
+      {"", "  %9: f32[64] = offload.start(%6) {fwd}\n", "", "", "offload.start has no results"},
+  };
+  for (const Wrong& wrong : cases) {
+    Program program = Parsed(Text(wrong.avg, wrong.forward, wrong.before, wrong.after));
+    std::string all;
+    for (const Error& error : VerifyAll(program)) all += error.message + "\n";
+    EXPECT_NE(all.find(wrong.message), std::string::npos) << "wanted: " << wrong.message << "\ngot: " << all;
+  }
+}
+
+TEST(Residency, AValueComesBackBeforeItsPhaseEnds) {
+  std::string text = Text("", "", "", "");
+  const std::string at = "  %12: f32[64] = grad.begin";
+  std::string out = text, back = text;
+  out.insert(out.find(at), "  offload.start(%11) {fwd}\n  offload.wait(%11) {fwd}\n");
+  EXPECT_NE(Verify(Parsed(out)).error().message.find("%11 is used while its storage is out"), std::string::npos);
+  back.insert(back.find(at), "  offload.start(%11) {fwd}\n  offload.wait(%11) {fwd}\n  reload.start(%11) {bwd}\n  reload.wait(%11) {bwd}\n");
+  Program program = Parsed(back);
+  EXPECT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  Result<testing::RunResult> a = testing::Interpret(Parsed(text)), b = testing::Interpret(program);
+  ASSERT_TRUE(b.ok()) << b.error().ToString();
+  EXPECT_EQ(testing::FirstDifference(*a, *b), "");
+}
+
+}  // namespace
+}  // namespace interlace

@@ -1,0 +1,134 @@
+// What is out of memory is not used and comes back before it is; what moves is not written on its way. The run order
+// is walked once, with a repeated micro-batch twice, and must end as it began.
+#include <set>
+#include <unordered_map>
+
+#include "ir/op_table.h"
+#include "ir/residency.h"
+#include "ir/verify_internal.h"
+
+namespace interlace {
+namespace {
+
+class Walk {
+ public:
+  Walk(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
+
+  void Run() {
+    bool any = false;
+    for (const State& state : program_.states) {
+      if (!state.out) continue;
+      any = true;
+      if (!state.persistent) report_.AtValue(state.value, "a state of one step is made anew in each step; it cannot be 'out' between steps");
+      if (program_.RootOf(state.value) != state.value) report_.AtValue(state.value, "only a state that owns its storage can be 'out'");
+      place_[state.value] = Place::kOut;
+    }
+    for (const Phase& phase : program_.phases) {
+      for (OpId id : phase.ops) any = any || MoveOf(program_.op(id)) != nullptr;
+    }
+    if (!any) return;
+    const Phase* last = nullptr;
+    for (const auto& [phase, count] : program_.RunOrder()) {
+      for (int64_t i = 0; i < std::min<int64_t>(count, 2); ++i) RunPhase(*phase);
+      last = phase;
+    }
+    if (last == nullptr) return;
+    for (const State& state : program_.states) {
+      const Place now = PlaceOf(state.value), first = state.out ? Place::kOut : Place::kIn;
+      if (now == first) continue;
+      report_.AtValue(state.value, "the state is " + std::string(PlaceName(now)) + " when the step ends, but the next step begins with it " +
+                                       std::string(PlaceName(first)) + (state.out ? "; offload it" : "; reload it, or declare it 'out'"));
+    }
+  }
+
+ private:
+  Place PlaceOf(ValueId root) const {
+    auto found = place_.find(root);
+    return found == place_.end() ? Place::kIn : found->second;
+  }
+
+  void Report(const Op& op, const std::string& what, ValueId at) {
+    if (reported_.emplace(op.id, at).second) report_.AtOp(op, what, at);
+  }
+
+  void RunPhase(const Phase& phase) {
+    for (OpId id : phase.ops) {
+      const Op& op = program_.op(id);
+      if (const Move* move = MoveOf(op)) {
+        ForEachOperand(op, [&](ValueId operand) { Moved(op, *move, operand); });
+      } else {
+        Touches(op);
+      }
+    }
+    for (auto it = place_.begin(); it != place_.end();) {
+      const Value& value = program_.value(it->first);
+      if (value.kind == ValueKind::kState) {
+        ++it;
+        continue;
+      }
+      if (it->second != Place::kIn) {
+        Report(program_.op(moved_by_[it->first]),
+               "%" + std::to_string(it->first) + " is " + std::string(PlaceName(it->second)) + " when phase '" + phase.name +
+                   "' ends; only states stay out over phases",
+               it->first);
+      }
+      it = place_.erase(it);
+    }
+  }
+
+  void Moved(const Op& op, const Move& move, ValueId id) {
+    const Value& value = program_.value(id);
+    const bool may = value.kind == ValueKind::kState || value.kind == ValueKind::kResult || value.kind == ValueKind::kTake;
+    if (!may || value.root != id) {
+      return Report(op, op.name + " moves whole storages of states and results; %" + std::to_string(id) + " is " +
+                            (value.root != id ? "a view of %" + std::to_string(value.root) : "neither"),
+                    id);
+    }
+    const Place now = PlaceOf(id);
+    if (now != move.from) {
+      Report(op, "%" + std::to_string(id) + " is " + std::string(PlaceName(now)) + " here; " + op.name + " needs it " +
+                     std::string(PlaceName(move.from)),
+             id);
+    }
+    place_[id] = move.to;
+    moved_by_[id] = op.id;
+  }
+
+  void Touches(const Op& op) {
+    if (place_.empty() || op.name == "view") return;
+    auto touch = [&](ValueId id) {
+      const Place now = PlaceOf(program_.RootOf(id));
+      if (now == Place::kOut || now == Place::kComing)
+        Report(op, "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) + "; reload it and wait first", id);
+    };
+    auto write = [&](ValueId id, const char* verb) {
+      if (PlaceOf(program_.RootOf(id)) == Place::kLeaving)
+        Report(op, "%" + std::to_string(id) + " is " + verb + " while its storage is on its way out; wait for the offload first", id);
+    };
+    ForEachOperand(op, touch);
+    for (ValueId id : op.writes) touch(id);
+    for (ValueId id : op.results) {
+      if (id == kNone || !program_.value(id).placed) continue;
+      touch(id);
+      write(id, "written");
+    }
+    for (ValueId id : WrittenOperands(program_, op)) write(id, "written");
+    if (op.name == "release") {
+      ForEachOperand(op, [&](ValueId id) { write(id, "released"); });
+    }
+  }
+
+  const Program& program_;
+  VerifyReport& report_;
+  std::unordered_map<ValueId, Place> place_;  // what is not here is in memory
+  std::unordered_map<ValueId, OpId> moved_by_;
+  std::set<std::pair<OpId, ValueId>> reported_;
+};
+
+}  // namespace
+
+void VerifyResidency(const Program& program, VerifyReport& report) {
+  Walk(program, report).Run();
+}
+
+}  // namespace interlace
