@@ -23,5 +23,7 @@ T Take(Result<T> result) {
 
 // Simulation, cluster presets, checkers of the trace formats (core_sim.cc).
 void AddSimulation(pybind11::module_& m);
+// The planner's choice between stages (core_pipeline.cc).
+void AddPipeline(pybind11::module_& m);
 
 }  // namespace interlace

@@ -12,6 +12,7 @@ namespace interlace {
 namespace {
 
 constexpr int kLanes = 7;
+constexpr int kQueues = kLanes + 4;  // and messages sent to and received from lower and higher ranks
 constexpr int kHorizon = 256;  // ops looked ahead when the next event of a compute lane is computed
 
 int64_t Mul(int64_t a, int64_t b) {
@@ -49,7 +50,7 @@ struct RankState {
   uint32_t version = 0;
   bool dirty = false;
   // Transfers.
-  std::deque<int32_t> lanes[kLanes];
+  std::deque<int32_t> lanes[kQueues];
   std::vector<int32_t> active;
   int32_t sending[2] = {0, 0}, receiving[2] = {0, 0};  // transfers on the links within a node and between nodes
   int32_t classes[4] = {0, 0, 0, 0};
@@ -359,16 +360,23 @@ class Engine {
 
   Status Issue(int32_t r, const LoweredOp& op) {
     RankState& rank = ranks_[r];
-    int lane = QueueOf(op);
+    int lane = QueueOf(r, op);
     int32_t id;
     std::vector<int32_t> members;
-    if (op.axis < 0 || num_ranks() == 1) {
+    if (num_ranks() == 1 || (op.axis < 0 && op.peer < 0)) {
       id = NewTransfer(rank, op, {r});
     } else {
-      int64_t number = 0;
-      Group(r, op.axis, members, number);
-      int64_t turn = rank_turn_[{r, op.axis * kLanes + lane}]++;
-      std::vector<int32_t>& sequence = sequences_[{number, op.axis * kLanes + lane}];
+      // What is counted is one sequence: of a lane of a group, or of the messages from one rank to another.
+      int64_t number = 0, mine = op.axis * kQueues + lane;
+      if (op.peer >= 0) {
+        members = {std::min(r, op.peer), std::max(r, op.peer)};
+        mine = -1 - (int64_t{2} * op.peer + op.receives);
+        number = -1 - (op.receives ? int64_t{op.peer} * num_ranks() + r : int64_t{r} * num_ranks() + op.peer);
+      } else {
+        Group(r, op.axis, members, number);
+      }
+      int64_t turn = rank_turn_[{r, mine}]++;
+      std::vector<int32_t>& sequence = sequences_[{number, op.peer >= 0 ? -1 : mine}];
       if (turn < static_cast<int64_t>(sequence.size())) {
         id = sequence[turn];
         INTERLACE_TRY(SameCollective(r, op, id));
@@ -393,8 +401,9 @@ class Engine {
     return Ok{};
   }
 
-  // The queue of a transfer: its lane, or on CPUs that of all collectives.
-  int QueueOf(const LoweredOp& op) const {
+  // The queue of a transfer: its lane, or on CPUs that of all collectives; messages do not hold up those of another direction.
+  int QueueOf(int32_t r, const LoweredOp& op) const {
+    if (op.peer >= 0) return kLanes + 2 * (op.peer > r) + op.receives;
     return static_cast<int>(cluster_.cpu && op.axis >= 0 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
   }
 
@@ -414,7 +423,7 @@ class Engine {
     const Op& a = mine.op(op.op);
     const Op& b = theirs.op(record.op->op);
     const OpCost& cost = ranks_[r].program->costs[op.cost];
-    if (a.name == b.name && cost.bytes == transfers_[id].cost->bytes) return Ok{};
+    if ((a.name == b.name || op.peer >= 0) && cost.bytes == transfers_[id].cost->bytes) return Ok{};
     return MakeError("rank ", r, " meets the others of its group in another collective:\n  rank ", r, ": ", PrintOp(mine, a),
                      "\n  others: ", PrintOp(theirs, b));
   }
@@ -454,9 +463,15 @@ class Engine {
     ++t.version;
     TransferRecord& record = out_.transfers[id];
     record.end_ps = now_;
-    int lane = QueueOf(*record.op);
     for (int32_t r : record.members) {
       RankState& rank = ranks_[r];
+      // A message's record is the op of the rank that came first; its other end has the other direction.
+      int lane = QueueOf(r, *record.op);
+      if (record.op->peer >= 0 && record.members.size() == 2) {
+        bool first = record.op->peer != r;
+        bool receives = record.op->receives == first;
+        lane = kLanes + 2 * (record.members[record.members[0] == r] > r) + receives;
+      }
       rank.lanes[lane].pop_front();
       if (!rank.lanes[lane].empty()) {
         Arrive(r, rank.lanes[lane].front(), -1, id);
@@ -603,8 +618,8 @@ class Engine {
   std::vector<NodeState> nodes_;
   std::vector<Transfer> transfers_;
   std::vector<int32_t> dirty_, unblocked_;
-  std::map<std::pair<int32_t, int>, int64_t> rank_turn_;
-  std::map<std::pair<int64_t, int>, std::vector<int32_t>> sequences_;
+  std::map<std::pair<int32_t, int64_t>, int64_t> rank_turn_;
+  std::map<std::pair<int64_t, int64_t>, std::vector<int32_t>> sequences_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   EngineOutput out_;
 };

@@ -14,7 +14,9 @@ struct LoweredOp {
   Kind kind = Kind::kFree;
   Lane lane = Lane::kCompute;      // of a transfer
   bool blocking = false;           // a start that the compute lane waits for at once (recv)
-  int8_t axis = -1;                // index in the mesh of a collective; -1: the rank alone
+  int8_t axis = -1;                // index in the mesh of a collective; -1: the rank alone, or with `peer`
+  int32_t peer = -1;               // the other rank of a message; the k-th one sent to it is the k-th that it receives from here
+  bool receives = false;           // of a message
   OpId op = kNone;
   int32_t cost = -1;               // of a start: index in Lowered::costs
   int64_t work_ps = 0;             // of compute, alone on its cores
