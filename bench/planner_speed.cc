@@ -1,0 +1,121 @@
+// planner_speed.cc — how many strategies a second the planner's evaluator computes, and how long the frontiers of a whole
+// model take. Build and run: cmake --build build/core --target planner_speed && build/core/planner_speed
+//
+// Layer costs come from closed formulas (plan/testing/table_layers.h), so only the planner's own time is measured. Times are
+// wall clock and processor time of all threads; on a busy machine divide by the second.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <random>
+#include <thread>
+
+#include "plan/stage_model.h"
+#include "plan/testing/table_layers.h"
+
+namespace {
+
+using namespace interlace;
+using namespace interlace::plan;
+
+struct Watch {
+  std::chrono::steady_clock::time_point wall = std::chrono::steady_clock::now();
+  std::clock_t cpu = std::clock();
+  double Wall() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - wall).count(); }
+  double Cpu() const { return static_cast<double>(std::clock() - cpu) / CLOCKS_PER_SEC; }
+};
+
+StageModel Model(const char* cluster_name, const testing::GptLayers& layers, int64_t batch) {
+  ClusterSpec cluster = *ParseCluster(*PresetCluster(cluster_name), cluster_name);
+  StageOptions options;
+  options.global_batch = batch;
+  options.device_bytes = cluster.MemoryLimitBytes() * 9 / 10;
+  options.host_bytes = int64_t{768} << 30;
+  return std::move(*StageModel::Create(layers, cluster, options));
+}
+
+void Points(const StageModel& model, bool ends, bool shuffled) {
+  std::vector<Strategy> strategies;
+  for (int32_t zero = 0; zero < 4; ++zero) {
+    for (int32_t layers = 1; layers <= 12; ++layers) {
+      for (int32_t full = 0; full <= layers; full += 2) {
+        for (int code = 0; code < 6 * 6 * 6 * 6; ++code) {
+          Strategy s;
+          s.layers = layers, s.full = full, s.zero = zero, s.dp = 4, s.tp = 2, s.micro_batch = 2, s.micro_batches = 64, s.in_flight = 4;
+          s.embedding = s.head = ends;
+          s.weights_out = static_cast<float>(code % 6) / 5, s.gradients_out = static_cast<float>(code / 6 % 6) / 5;
+          s.states_out = static_cast<float>(code / 36 % 6) / 5, s.activations_out = static_cast<float>(code / 216) / 5;
+          strategies.push_back(s);
+        }
+      }
+    }
+  }
+  if (shuffled) std::shuffle(strategies.begin(), strategies.end(), std::mt19937(1));
+  std::vector<StageCost> costs(strategies.size());
+  (void)model.Evaluate(strategies, costs);
+  Watch watch;
+  size_t points = 0;
+  while (watch.Wall() < 0.5) {
+    if (!model.Evaluate(strategies, costs).ok()) return;
+    points += strategies.size();
+  }
+  const double cores = std::max(1u, std::thread::hardware_concurrency());
+  std::printf("evaluator  %-22s %-9s %7.1f M points/s (%.1f M a second of one core, so %.1f M on %g)\n",
+              ends ? "with embedding, head" : "blocks", shuffled ? "shuffled" : "in order", static_cast<double>(points) / watch.Wall() / 1e6,
+              static_cast<double>(points) / watch.Cpu() / 1e6, cores * static_cast<double>(points) / watch.Cpu() / 1e6, cores);
+}
+
+// Every key that a pipeline over equal devices can ask for.
+void Frontiers(const char* name, const StageModel& model, int32_t blocks, int32_t devices, int64_t batch) {
+  std::vector<StageKey> keys;
+  for (int32_t n = 1; n <= devices; n *= 2) {
+    const int32_t stages = devices / n;
+    for (int64_t g = 1; g <= batch; ++g) {
+      if (batch % g != 0) continue;
+      for (int32_t index = 0; index < stages; ++index) {
+        const auto in_flight = static_cast<int32_t>(std::min<int64_t>(stages - index, g));
+        for (int32_t layers = 1; layers <= blocks - stages + 1; ++layers) {
+          if (stages == 1 && layers != blocks) continue;
+          StageKey key{layers, index == 0, index + 1 == stages, n, static_cast<int32_t>(g), in_flight};
+          keys.push_back(key);
+        }
+      }
+    }
+  }
+  std::sort(keys.begin(), keys.end(), [](const StageKey& a, const StageKey& b) {
+    return std::tie(a.devices, a.micro_batches, a.layers, a.embedding, a.head, a.in_flight) <
+           std::tie(b.devices, b.micro_batches, b.layers, b.embedding, b.head, b.in_flight);
+  });
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+  Watch watch;
+  std::atomic<size_t> next{0}, points{0}, filled{0};
+  std::atomic<size_t> most{0};
+  auto work = [&] {
+    for (size_t i = next++; i < keys.size(); i = next++) {
+      const Frontier frontier = model.FrontierOf(keys[i]);
+      points += frontier.size(), filled += frontier.empty() ? 0 : 1;
+      size_t known = most;
+      while (frontier.size() > known && !most.compare_exchange_weak(known, frontier.size())) {
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
+  for (std::thread& t : threads) t.join();
+  std::printf("frontiers  %-22s %6zu keys, %zu with a plan, %zu points (at most %zu): %.2f s, %.2f s of processor time\n", name, keys.size(),
+              filled.load(), points.load(), most.load(), watch.Wall(), watch.Cpu());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const testing::GptLayers gpt22(6144, 48, 48), gpt1(2048, 32, 24);
+  const StageModel l4 = Model("l4-24gb-32", gpt22, 512);
+  for (bool ends : {false, true}) {
+    for (bool shuffled : {false, true}) Points(l4, ends, shuffled);
+  }
+  if (argc > 1 && std::strcmp(argv[1], "points") == 0) return 0;
+  Frontiers("GPT-1.3B on 2 L4", Model("l4-24gb-2", gpt1, 64), 24, 2, 64);
+  Frontiers("GPT-22B on 32 L4", l4, 48, 32, 512);
+}

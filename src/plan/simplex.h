@@ -1,0 +1,33 @@
+// simplex.h — the offload ratios that make a stage fit: x = (weights, gradients, states, activations) in [0, 1]^4 with
+// need_r <= save_r . x for each peak and use . x <= room for the host.
+//
+// Peaks are linear in x (buffers shrink and grow with the ratios), so this is a polytope; time is piecewise linear on it.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "plan/stage_sums.h"
+
+namespace interlace::plan {
+
+constexpr int kKinds = 4;  // WO, GO, OO, AO
+using Ratios = std::array<double, kKinds>;
+
+struct OffloadRegion {
+  struct Row { double need = 0; Ratios save{}; };
+  std::vector<Row> rows;          // one for each place where a peak may be; none: fits as it is
+  Ratios host_use{};
+  double host_room = 0;
+  std::array<bool, kKinds> allowed{};
+
+  bool Holds(const Ratios& x) const;
+  // Least x[kind] in [0, 1] with the others as given; negative: none.
+  double Least(const Ratios& x, int kind) const;
+};
+
+// The region of a stage with these counts. Bytes are rounded against the strategy, so that what holds here fits when counted.
+OffloadRegion RegionOf(const StageSums& sums, const StageOptions& options, int64_t host_share, int32_t layers, int32_t full,
+                       int32_t selective, int32_t in_flight);
+
+}  // namespace interlace::plan

@@ -1,0 +1,198 @@
+#include "plan/stage_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cost/collective_model.h"
+#include "plan/stage_parts.h"
+
+namespace interlace::plan {
+namespace {
+
+bool Allowed(const std::vector<int32_t>& list, int32_t value) {
+  return list.empty() || std::find(list.begin(), list.end(), value) != list.end();
+}
+
+LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, int64_t bytes) {
+  CollectiveTime time = RingTime(cluster, group, kind, static_cast<double>(bytes), 1);
+  LinkTime out{time.latency_us + time.transfer_us, 0};
+  // On a cpu the thread that computes also moves the data.
+  if (cluster.cpu) out.core_us = std::min(out.us, cluster.comm_core_us_per_mb * time.moved_bytes / 1e6);
+  return out;
+}
+
+// One layer under a sharding level; `group`: the data-parallel ranks.
+LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSpec& cluster, const StageOptions& options,
+                 const GroupShape& group) {
+  LayerPart part;
+  part.cost = cost;
+  const int64_t shard = (cost.parameters + stage.dp - 1) / stage.dp;
+  part.weights = options.weight_bytes * (stage.zero >= 3 ? shard : cost.parameters);
+  part.gradients = options.gradient_bytes * (stage.zero >= 2 ? shard : cost.parameters);
+  part.states = options.state_bytes * (stage.zero >= 1 ? shard : cost.parameters);
+  part.gathered_weights = stage.zero >= 3 ? options.weight_bytes * cost.largest_unit : 0;
+  part.gathered_gradients = stage.zero >= 2 ? options.gradient_bytes * cost.largest_unit : 0;
+  part.gather = TimeOf(cluster, group, CollectiveKind::kGather, options.weight_bytes * cost.parameters);
+  part.scatter = TimeOf(cluster, group, CollectiveKind::kReduce, options.gradient_bytes * cost.parameters);
+  part.all_reduce = TimeOf(cluster, group, CollectiveKind::kAllReduce, options.gradient_bytes * cost.parameters);
+  // The update reads states and gradients and writes states and weights: bound by memory.
+  const double updated = static_cast<double>(stage.zero >= 1 ? shard : cost.parameters);
+  const double bytes_per_us = cluster.memory_gb_per_s * 1e3 * (cluster.memory_efficiency > 0 ? cluster.memory_efficiency : 1);
+  part.update_us = updated * (2 * options.state_bytes + options.gradient_bytes + options.weight_bytes) / bytes_per_us;
+  part.weights_in_us = static_cast<double>(part.weights) * stage.in_us_per_byte;
+  part.weights_out_us = static_cast<double>(part.weights) * stage.out_us_per_byte;
+  part.gradients_in_us = static_cast<double>(part.gradients) * stage.in_us_per_byte;
+  part.gradients_out_us = static_cast<double>(part.gradients) * stage.out_us_per_byte;
+  part.states_in_us = static_cast<double>(part.states) * stage.in_us_per_byte;
+  part.states_out_us = static_cast<double>(part.states) * stage.out_us_per_byte;
+  return part;
+}
+
+Status CheckCost(const LayerCost& c, Role role, int32_t b, int32_t tp) {
+  const double us[] = {c.forward_us, c.backward_us, c.tp_forward_us, c.tp_backward_us, c.recompute_full_us,
+                       c.recompute_selective_us, c.tp_recompute_full_us, c.tp_recompute_selective_us};
+  const int64_t counts[] = {c.parameters, c.largest_unit, c.saved_kept, c.saved_selective, c.saved_full, c.work_forward,
+                            c.work_backward, c.work_backward_selective, c.work_backward_full, c.boundary};
+  static constexpr const char* kNames[] = {"embedding", "block", "head"};
+  bool good = std::all_of(std::begin(us), std::end(us), [](double v) { return std::isfinite(v) && v >= 0; }) &&
+              std::all_of(std::begin(counts), std::end(counts), [](int64_t v) { return v >= 0 && v < int64_t{1} << 46; });
+  if (good) return Ok{};
+  return MakeError("the cost of the ", kNames[static_cast<int>(role)], " at micro-batch ", b, " and tensor parallel ", tp,
+                   " has a time or size that is negative, not finite or beyond 64 TB");
+}
+
+}  // namespace
+
+StageOptions StageOptions::Paper() {
+  StageOptions options;
+  options.selective = false;
+  return options;
+}
+
+StageOptions StageOptions::Artifact() {
+  StageOptions options = Paper();
+  options.micro_batches = {1, 2, 4};
+  options.zero = {false, true, true, true};
+  options.ratios = {0, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1};
+  options.weights = 30;
+  return options;
+}
+
+StageModel::StageModel(std::unique_ptr<const State> state) : state_(std::move(state)) {}
+StageModel::StageModel(StageModel&&) noexcept = default;
+StageModel& StageModel::operator=(StageModel&&) noexcept = default;
+StageModel::~StageModel() = default;
+const StageOptions& StageModel::options() const { return state_->options; }
+
+bool StageModel::Fits(const StageCost& cost) const {
+  return std::max(cost.peak_forward, cost.peak_backward) <= state_->options.device_bytes && cost.host_bytes <= state_->host_share;
+}
+
+Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {
+  if (options.global_batch < 1) return MakeError("the global batch is ", options.global_batch, "; it must be at least 1");
+  if (options.device_bytes < 1) return MakeError("a device has ", options.device_bytes, " bytes left; set a larger memory limit");
+  for (float ratio : options.ratios) {
+    if (!(ratio >= 0 && ratio <= 1)) return MakeError("an offload ratio is ", ratio, "; ratios lie between 0 and 1");
+  }
+  auto state = std::make_unique<State>();
+  state->options = options;
+  state->cluster = cluster;
+  state->blocks = layers.blocks();
+  state->host_share = options.host_bytes / std::max<int64_t>(cluster.per_node, 1);
+  // The devices of a node share its memory's bandwidth, whichever stages they belong to.
+  const double fair = cluster.host_gb_per_s > 0 ? cluster.host_gb_per_s / static_cast<double>(cluster.per_node) : 0;
+  auto us_per_byte = [&](double gb_per_s) {
+    double rate = fair > 0 ? std::min(gb_per_s, fair) : gb_per_s;
+    return rate > 0 ? 1e-3 / rate : 0;
+  };
+  if (!(cluster.h2d_gb_per_s > 0 && cluster.d2h_gb_per_s > 0)) {  // no link, no offload
+    StageOptions& o = state->options;
+    o.weights_out = o.gradients_out = o.states_out = o.activations_out = false;
+  }
+  if (cluster.interference_factors.size() == 28) {
+    std::array<double, 28> factors;
+    std::copy(cluster.interference_factors.begin(), cluster.interference_factors.end(), factors.begin());
+    state->own_interference = std::make_unique<Interference>(Interference::FromFactors(factors));
+  } else {
+    state->own_interference = std::make_unique<Interference>();
+  }
+
+  std::map<std::tuple<int, int32_t, int32_t>, LayerCost> costs;
+  auto cost_of = [&](Role role, int32_t b, int32_t tp) -> Result<LayerCost> {
+    auto key = std::make_tuple(static_cast<int>(role), b, tp);
+    if (auto found = costs.find(key); found != costs.end()) return found->second;
+    INTERLACE_ASSIGN(LayerCost cost, layers.Cost(role, b, tp));
+    INTERLACE_TRY(CheckCost(cost, role, b, tp));
+    costs.emplace(key, cost);
+    return cost;
+  };
+  std::vector<int32_t> divisors;
+  for (int64_t b = 1; b * b <= options.global_batch; ++b) {
+    if (options.global_batch % b != 0) continue;
+    for (int64_t d : {b, options.global_batch / b}) {
+      if (d <= 1 << 20) divisors.push_back(static_cast<int32_t>(d));
+    }
+  }
+  std::sort(divisors.begin(), divisors.end());
+  divisors.erase(std::unique(divisors.begin(), divisors.end()), divisors.end());
+
+  for (int64_t devices = 1; devices <= cluster.devices; ++devices) {
+    if (devices > cluster.per_node && devices % cluster.per_node != 0) continue;  // inside a node, or whole nodes
+    const Interference* interference = state->own_interference.get();
+    if (cluster.interference_factors.empty()) {
+      const Interference* fitted = FindInterference(cluster.interference, std::min(devices, cluster.per_node),
+                                                    std::max<int64_t>(devices / cluster.per_node, 1));
+      if (fitted != nullptr) interference = fitted;
+    }
+    for (int64_t tp = 1; tp <= std::min(devices, cluster.per_node); ++tp) {
+      const int64_t dp = devices / tp;
+      if (devices % tp != 0 || layers.largest_tp() % tp != 0 || options.global_batch % dp != 0) continue;
+      if (devices > cluster.per_node && cluster.per_node % tp != 0) continue;  // tensor parallel stays inside a node
+      if (!Allowed(options.tensor_parallel, static_cast<int32_t>(tp))) continue;
+      const GroupShape group = GroupOf({{"dp", dp}, {"tp", tp}}, "dp", cluster.per_node);
+      for (int32_t b : divisors) {
+        if ((options.global_batch / dp) % b != 0 || !Allowed(options.micro_batches, b)) continue;
+        StageParts stage;
+        stage.micro_batch = b, stage.dp = static_cast<int32_t>(dp), stage.tp = static_cast<int32_t>(tp);
+        stage.interference = options.overlap ? interference : nullptr;
+        stage.in_us_per_byte = us_per_byte(cluster.h2d_gb_per_s);
+        stage.out_us_per_byte = us_per_byte(cluster.d2h_gb_per_s);
+        state->index[{b, stage.dp, stage.tp}] = static_cast<int32_t>(state->parts.size());
+        state->of_key[{static_cast<int32_t>(devices), options.global_batch / (dp * b)}].push_back(
+            static_cast<int32_t>(state->parts.size()));
+        for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
+          for (int role = 0; role < kRoles; ++role) {
+            INTERLACE_ASSIGN(LayerCost cost, cost_of(static_cast<Role>(role), b, stage.tp));
+            stage.layer[role] = PartOf(cost, stage, cluster, options, group);
+          }
+          state->parts.push_back(stage);
+        }
+      }
+    }
+  }
+  if (state->parts.empty()) {
+    return MakeError("no micro-batch and data-parallel degree divide the global batch of ", options.global_batch,
+                     " on this cluster's meshes; take a batch with more divisors");
+  }
+  return StageModel(std::move(state));
+}
+
+Status StageModel::Check(const Strategy& s) const {
+  if (s.zero < 0 || s.zero > 3) return MakeError("ZeRO level ", s.zero, " is not one of 0, 1, 2, 3");
+  if (state_->Find(s) == nullptr) {
+    return MakeError("micro-batch ", s.micro_batch, " with data parallel ", s.dp, " and tensor parallel ", s.tp,
+                     " is not in the space: the three must divide the batch of ", state_->options.global_batch,
+                     ", the model and a node or whole nodes of the cluster");
+  }
+  if (s.layers < 1 || s.layers > 1 << 20) return MakeError("a stage of ", s.layers, " blocks; it needs at least 1");
+  if (s.full < 0 || s.selective < 0 || s.full > s.layers - s.selective) {
+    return MakeError("a stage of ", s.layers, " blocks cannot recompute ", s.full, " wholly and ", s.selective, " selectively");
+  }
+  if (s.in_flight < 1 || s.in_flight > 1 << 20) return MakeError(s.in_flight, " micro-batches in flight; it must be at least 1");
+  for (float ratio : {s.weights_out, s.gradients_out, s.states_out, s.activations_out}) {
+    if (!(ratio >= 0 && ratio <= 1)) return MakeError("an offload ratio is ", ratio, "; ratios lie between 0 and 1");
+  }
+  return Ok{};
+}
+
+}  // namespace interlace::plan

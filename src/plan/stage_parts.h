@@ -1,0 +1,75 @@
+// stage_parts.h — what the time and memory of a stage are made of: one layer's times and bytes under (b, dp, tp, ZeRO),
+// before ratios and counts. Inside the room only.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "plan/stage_model.h"
+
+namespace interlace::plan {
+
+enum Phase { kForwardFirst, kForward, kBackward, kBackwardLast, kPhases };
+constexpr int kRoles = 3;  // Role as an index
+
+// One collective of a layer over the data-parallel group.
+struct LinkTime {
+  double us = 0;
+  double core_us = 0;  // of that, processor time of the rank that computes (cpu clusters)
+};
+
+struct LayerPart {
+  LayerCost cost;
+  LinkTime gather, scatter, all_reduce;  // of the whole layer; scatter is a reduce-scatter
+  double update_us = 0;
+  double weights_in_us = 0, weights_out_us = 0;      // the device's whole share over the host link
+  double gradients_in_us = 0, gradients_out_us = 0;
+  double states_in_us = 0, states_out_us = 0;
+  int64_t weights = 0, gradients = 0, states = 0;    // the device's share, in bytes
+  int64_t gathered_weights = 0, gathered_gradients = 0;  // of the largest unit while whole; 0 where nothing is gathered
+};
+
+struct StageParts {
+  int32_t micro_batch = 1, dp = 1, tp = 1, zero = 0;
+  std::array<LayerPart, kRoles> layer;
+  const Interference* interference = nullptr;        // nullptr: times add up
+  double in_us_per_byte = 0, out_us_per_byte = 0;    // the device's share of the host link
+
+  const LayerPart& of(Role role) const { return layer[static_cast<int>(role)]; }
+  // What is gathered before a phase's compute, and reduced after it.
+  bool gathers(Phase phase) const { return zero == 3 || (zero >= 1 && phase == kForwardFirst); }
+  const LinkTime* ReduceOf(const LayerPart& part, Phase phase) const {
+    if (phase == kBackward) return zero >= 2 ? &part.scatter : nullptr;
+    if (phase == kBackwardLast) return zero >= 1 ? &part.scatter : &part.all_reduce;
+    return nullptr;
+  }
+};
+
+struct StageModel::State {
+  StageOptions options;
+  ClusterSpec cluster;
+  int32_t blocks = 0;
+  int64_t host_share = 0;         // host bytes of one device
+  std::unique_ptr<Interference> own_interference;  // given by the cluster's file, or none
+  std::vector<StageParts> parts;  // by (b, dp, tp), then ZeRO 0 to 3
+  std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> index;  // of the ZeRO-0 entry
+  std::map<std::pair<int32_t, int64_t>, std::vector<int32_t>> of_key;  // the same by (devices, G)
+
+  const StageParts* Find(const Strategy& s) const {
+    auto found = index.find({s.micro_batch, s.dp, s.tp});
+    return found == index.end() ? nullptr : &parts[found->second + s.zero];
+  }
+};
+
+// Bytes of `bytes` that a ratio leaves on the host: whole bytes, the rest stays.
+inline int64_t OnHost(int64_t bytes, float ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * static_cast<double>(ratio)); }
+
+// The plain count (stage_count.cc).
+struct StageBytes { int64_t peak_forward = 0, peak_backward = 0, host = 0; };
+StageBytes CountBytes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
+std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
+
+}  // namespace interlace::plan
