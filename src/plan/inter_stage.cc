@@ -8,7 +8,6 @@ namespace interlace::plan {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kPrecision = 1e-10;      // relative: a plan that is better by less is not looked for
 
 // One point of a stage's frontier: t, and e = t + d. Of two points with t <= t' and e <= e' the second is never needed: the
 // objective sees a stage only through t and e + A.
@@ -115,10 +114,14 @@ class Solver {
     return static_cast<int32_t>(at - layouts_.begin());
   }
 
-  // A stage may begin with `left` devices unused: it does not straddle nodes.
+  // A stage may begin with `left` devices unused: it is inside a node, or begins where one does.
   bool Fits(int32_t left, int32_t count) const {
-    return count >= p_.per_node || (p_.devices - left) % p_.per_node + count <= p_.per_node;
+    int32_t begin = (p_.devices - left) % p_.per_node;
+    return begin == 0 || begin + count <= p_.per_node;
   }
+
+  // Whether the boundary before the last `left` devices lies within a node.
+  bool Inside(int32_t left) const { return (p_.devices - left) % p_.per_node != 0; }
 
   // Devices that stages i and later may share: those that the stages before and after can use up.
   void ReachableDevices() {
@@ -246,11 +249,10 @@ class Solver {
     }
     size_t count = layouts_.size();
     const double* rest = &rest_[i + 1][StateIndex(i + 1, n, l) * count];
-    bool middle = (p_.devices - n) % p_.per_node != 0 && layouts_[x].devices() < p_.per_node;
+    const double* boundary_of = &boundary_[Inside(n)][x * count];
     for (size_t y = 0; y < count; ++y) {
       if (rest[y] == kInfinity) continue;
-      bool inside = (middle && layouts_[y].devices() < p_.per_node) || p_.devices <= p_.per_node;
-      double boundary = boundary_[inside][x * count + y];
+      double boundary = boundary_of[y];
       links.push_back({boundary, rest[y] + boundary});
     }
     if (links.size() < 2) return;
@@ -339,9 +341,7 @@ class Solver {
           if (i + 1 < p_.stages) {
             double rest = rest_[i + 1][StateIndex(i + 1, n2, l - k) * count + y];
             if (rest == kInfinity) continue;
-            bool inside = ((p_.devices - n2) % p_.per_node != 0 && layouts_[x].devices() < p_.per_node &&
-                           layouts_[y].devices() < p_.per_node) || p_.devices <= p_.per_node;
-            link.boundary = boundary_[inside][x * count + y];
+            link.boundary = boundary_[Inside(n2)][x * count + y];
             link.rest = rest + link.boundary;
           }
           uint32_t point = First(cells_[at], link, t_limit, h_limit);
@@ -388,7 +388,7 @@ class Solver {
     open.push({least / p_.stages, std::max(high, least / p_.stages), least, weight_ * (least / p_.stages) + least});
     while (!open.empty()) {
       Box box = open.top();
-      if (box.bound >= best.cost * (1 - kPrecision)) break;
+      if (box.bound >= best.cost * (1 - o_.precision)) break;
       if (o_.stop && o_.stop()) {
         stopped_ = true;
         bound = std::min(bound, box.bound);
@@ -525,23 +525,13 @@ class Solver {
   InterStagePlan Finish(const Steps& plan) const {
     InterStagePlan out;
     out.cost_us = plan.cost;
-    int32_t partial = 0, partial_end = 0, next_node = 0;  // a node begun but not full
+    int32_t device = 0;
     for (const Step& step : plan.steps) {
       StageChoice& stage = out.stages.emplace_back();
       stage.point = *points_[step.point].source;
       stage.boundary_us = step.boundary;
-      int32_t count = layouts_[step.layout].devices();
-      if (count >= p_.per_node) {
-        stage.first_device = next_node;
-        next_node += count;
-        continue;
-      }
-      if (partial == partial_end) {
-        partial = next_node;
-        partial_end = next_node += p_.per_node;
-      }
-      stage.first_device = partial;
-      partial += count;
+      stage.first_device = device;
+      device += layouts_[step.layout].devices();
     }
     return out;
   }

@@ -1,6 +1,6 @@
 // inter_stage.h — cuts a model into pipeline stages: how many blocks and devices each gets, and which point of its frontier.
 //
-// Minimizes, exactly (to one part in 10^10), over all cuts into S stages (Mist, equation 1; t includes the boundary to the next stage):
+// Minimizes, exactly (to `precision`), over all cuts into S stages (Mist, equation 1; t includes the boundary to the next stage):
 //
 //   (G-1) * max_i t_i  +  sum_i t_i  +  max(0, max_i (d_i - sum_{j<i} t_j))
 //
@@ -12,8 +12,7 @@
 //   lower corner cannot beat the best plan or Check finds it empty, and what is left bounds the gap at any time.
 //
 // A boundary's cost depends on the layouts on both sides of it, so the layout is part of the state: nothing is repaired after.
-// Devices: stages lie one after another; a stage of fewer devices than a node lies within one, others take whole nodes (of
-// their own, where they would begin in the middle of one).
+// Devices: stages lie one after another; a stage of fewer devices than a node lies within one, others are whole nodes.
 #pragma once
 
 #include <cstdint>
@@ -73,6 +72,7 @@ struct InterStagePlan {
 struct InterStageOptions {
   int32_t top = 1;                             // plans wanted, each with other shapes than the ones before
   double cutoff_us = std::numeric_limits<double>::infinity();  // plans that cost as much or more are of no use
+  double precision = 1e-10;                    // relative: a plan better by less is not looked for
   std::vector<StageShape> warm = {};                // a plan from before something changed: its shapes are tried first
   std::function<bool()> stop = {};                  // time is up: the best so far, and a bound
 };

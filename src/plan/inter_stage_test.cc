@@ -60,7 +60,8 @@ struct Enumerate {
       return;
     }
     for (int32_t c : p.counts) {
-      if (c > left || (c < p.per_node && (p.devices - left) % p.per_node + c > p.per_node)) continue;
+      int32_t begin = (p.devices - left) % p.per_node;
+      if (c > left || (begin != 0 && begin + c > p.per_node)) continue;
       for (int32_t l = p.fewest_layers; l <= std::min(layers, p.most_layers); ++l) {
         StageKey key{l, stage == 0, stage == p.stages - 1, c, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
         for (const FrontierPoint& point : p.frontier(key)) {
@@ -82,8 +83,7 @@ struct Enumerate {
       const Strategy& s = chosen[i]->strategy;
       if (i + 1 < chosen.size() && p.boundary_us) {
         const Strategy& next = chosen[i + 1]->strategy;
-        bool inside = p.devices <= p.per_node || ((p.devices - lefts[i]) % p.per_node != 0 && s.dp * s.tp < p.per_node &&
-                                                  next.dp * next.tp < p.per_node);
+        bool inside = (p.devices - lefts[i]) % p.per_node != 0;
         t += p.boundary_us(LayoutOf(s), LayoutOf(next), inside);
       }
       stages.emplace_back(t, chosen[i]->cost.extra_us);
