@@ -1,0 +1,464 @@
+#include "plan/tune.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <thread>
+#include <unordered_map>
+
+#include "plan/recurrence.h"
+
+namespace interlace::plan {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kCoarse = 1e-3;         // precision while some frontiers are still bounds
+
+struct KeyHash {
+  size_t operator()(const StageKey& k) const {
+    uint64_t h = static_cast<uint64_t>(k.layers) << 2 | static_cast<uint64_t>(k.embedding) << 1 | static_cast<uint64_t>(k.head);
+    for (int32_t v : {k.devices, k.micro_batches, k.in_flight}) h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15u, h ^= h >> 29;
+    return h;
+  }
+};
+
+// The frontiers of all keys, computed or bounded. One stage model a tensor-parallel degree: a frontier then keeps the best
+// of every layout, which matters where stages must be alike or boundaries cost time.
+class Frontiers {
+ public:
+  static Result<Frontiers> Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options, int32_t threads) {
+    Frontiers out;
+    out.batch_ = options.global_batch;
+    out.threads_ = threads > 0 ? threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+    std::optional<Error> error;
+    for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
+      if (layers.largest_tp() % tp != 0 || tp > cluster.per_node || cluster.per_node % tp != 0) continue;
+      const std::vector<int32_t>& wanted = options.tensor_parallel;
+      if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), tp) == wanted.end()) continue;
+      StageOptions mine = options;
+      mine.tensor_parallel = {tp};
+      Result<StageModel> model = StageModel::Create(layers, cluster, mine);
+      if (model.ok()) {
+        out.models_.push_back({tp, std::move(*model)});
+      } else if (!error) {
+        error = model.error();
+      }
+    }
+    if (!out.models_.empty()) return out;
+    return error ? *error : MakeError("no tensor-parallel degree of the space divides both the model and a node of ", cluster.per_node,
+                                      " devices; allow tp 1");
+  }
+
+  // Computed, else a bound for each layout; stays where it is.
+  const Frontier& Of(const StageKey& key) {
+    if (auto at = computed_.find(key); at != computed_.end()) return at->second;
+    StageKey alike = key;
+    alike.in_flight = 1;  // memory is left aside
+    auto [at, added] = bounds_.try_emplace(alike);
+    if (!added) return at->second;
+    for (const auto& [tp, model] : models_) {
+      int32_t dp = key.devices / tp;
+      if (dp * tp != key.devices || batch_ % (int64_t{key.micro_batches} * dp) != 0) continue;
+      StageModel::Bound bound = model.BoundOf(alike);
+      if (!std::isfinite(bound.total_us)) continue;
+      FrontierPoint& point = at->second.emplace_back();
+      point.strategy.layers = key.layers;
+      point.strategy.dp = dp, point.strategy.tp = tp;
+      point.strategy.micro_batch = static_cast<int32_t>(batch_ / (int64_t{key.micro_batches} * dp));
+      point.cost.stable_us = bound.stable_us;
+      point.cost.extra_us = bound.total_us - bound.stable_us;
+    }
+    return at->second;
+  }
+  bool Known(const StageKey& key) const { return computed_.contains(key); }
+
+  // Computes those not yet known, on all threads; `longest_us` is not below any t that can still be of use.
+  void Compute(std::vector<StageKey> keys, double longest_us) {
+    std::erase_if(keys, [&](const StageKey& key) { return Known(key); });
+    std::vector<Frontier> parts(keys.size() * models_.size());
+    std::atomic<size_t> next = 0;
+    auto work = [&] {
+      for (size_t i; (i = next++) < parts.size();) {
+        const StageKey& key = keys[i / models_.size()];
+        const auto& [tp, model] = models_[i % models_.size()];
+        if (key.devices % tp == 0) parts[i] = model.FrontierOf(key, longest_us);
+      }
+    };
+    std::vector<std::thread> helpers;
+    for (size_t t = 1; t < std::min<size_t>(static_cast<size_t>(threads_), parts.size()); ++t) helpers.emplace_back(work);
+    work();
+    for (std::thread& helper : helpers) helper.join();
+    for (size_t i = 0; i < parts.size(); ++i) {
+      Frontier& all = computed_[keys[i / models_.size()]];
+      all.insert(all.end(), parts[i].begin(), parts[i].end());
+      points_ += static_cast<int64_t>(parts[i].size());
+    }
+  }
+
+  const StageModel& ModelOf(int32_t tp) const {
+    return std::find_if(models_.begin(), models_.end(), [&](const auto& m) { return m.tp == tp; })->model;
+  }
+  int64_t computed() const { return static_cast<int64_t>(computed_.size()); }
+  int64_t points() const { return points_; }
+
+ private:
+  struct Model {
+    int32_t tp;
+    StageModel model;
+  };
+  std::vector<Model> models_;
+  std::unordered_map<StageKey, Frontier, KeyHash> computed_, bounds_;
+  int64_t batch_ = 1, points_ = 0;
+  int32_t threads_ = 1;
+};
+
+struct Pair {
+  int32_t micro_batches = 1, stages = 1;
+  std::vector<int32_t> counts;
+  double bound_us = 0;
+  bool done = false;
+};
+
+struct Found {                            // a plan of computed frontiers only
+  InterStagePlan plan;
+  int32_t micro_batches = 1;
+};
+
+class Tuner {
+ public:
+  Tuner(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options, Frontiers& frontiers, double sample_bytes)
+      : layers_(layers), cluster_(cluster), o_(options), frontiers_(frontiers), sample_bytes_(sample_bytes),
+        begin_(std::chrono::steady_clock::now()) {}
+
+  Result<TuneResult> Run() {
+    MakePairs();
+    out_.pairs = static_cast<int64_t>(pairs_.size());
+    if (o_.warm != nullptr) Warm(*o_.warm);
+    for (Pair& pair : pairs_) INTERLACE_TRY(BoundPair(pair));
+    std::stable_sort(pairs_.begin(), pairs_.end(), [](const Pair& a, const Pair& b) { return a.bound_us < b.bound_us; });
+    for (Pair& pair : pairs_) {
+      if (pair.bound_us >= Cutoff()) {
+        pair.done = true;
+      } else if (!Late()) {
+        ++out_.pairs_solved;
+        INTERLACE_TRY(SolvePair(pair));
+      }
+      ++done_;
+      if (o_.progress) o_.progress(Progress());
+    }
+    out_.bound_us = Bound();
+    out_.complete = std::all_of(pairs_.begin(), pairs_.end(), [](const Pair& p) { return p.done; });
+    out_.frontiers = frontiers_.computed();
+    out_.points = frontiers_.points();
+    for (const Found& found : best_) out_.plans.push_back(MakePlan(found));
+    return std::move(out_);
+  }
+
+ private:
+  bool Late() const {
+    return o_.time_limit_s > 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > o_.time_limit_s;
+  }
+  double Cutoff() const { return static_cast<int32_t>(best_.size()) < o_.top ? kInfinity : best_.back().plan.cost_us; }
+  double Bound() const {
+    double bound = best_.empty() ? kInfinity : best_.front().plan.cost_us;
+    for (const Pair& pair : pairs_) {
+      if (!pair.done) bound = std::min(bound, pair.bound_us);
+    }
+    return bound;
+  }
+  TuneProgress Progress() const {
+    double bound = Bound();
+    return {done_, out_.pairs, frontiers_.computed(), best_.empty() ? 0 : best_.front().plan.cost_us, std::isfinite(bound) ? bound : 0};
+  }
+
+  void MakePairs() {
+    const Space& space = o_.space;
+    int32_t devices = static_cast<int32_t>(cluster_.devices), node = static_cast<int32_t>(cluster_.per_node);
+    for (int64_t g = 1; g <= o_.global_batch; ++g) {
+      if (o_.global_batch % g != 0 || (space.powers_of_two && (g & (g - 1)) != 0)) continue;
+      for (int32_t s = 1; s <= std::min(layers_.blocks(), devices); ++s) {
+        if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), s) == space.stages.end()) continue;
+        Pair pair{static_cast<int32_t>(g), s, {}};
+        if (space.free_devices) {
+          pair.counts = FreeDeviceCounts(devices, node);
+          std::erase_if(pair.counts, [&](int32_t count) { return count > devices - (s - 1); });
+        } else if (devices % s == 0 && (devices / s < node ? node % (devices / s) : devices / s % node) == 0) {
+          pair.counts = {devices / s};
+        }
+        if (!pair.counts.empty()) pairs_.push_back(std::move(pair));
+      }
+    }
+  }
+
+  InterStageProblem Problem(const Pair& pair) {
+    InterStageProblem p;
+    p.stages = pair.stages, p.layers = layers_.blocks(), p.micro_batches = pair.micro_batches;
+    p.devices = static_cast<int32_t>(cluster_.devices), p.per_node = static_cast<int32_t>(cluster_.per_node);
+    p.counts = pair.counts;
+    p.one_layout = o_.space.one_layout;
+    if (o_.space.layer_slack >= 0) {
+      p.fewest_layers = std::max(p.layers / p.stages - o_.space.layer_slack, 1);
+      p.most_layers = (p.layers + p.stages - 1) / p.stages + o_.space.layer_slack;
+    }
+    p.frontier = [this](const StageKey& key) -> const Frontier& { return frontiers_.Of(key); };
+    return p;
+  }
+  void AddBoundaries(InterStageProblem& p) const {
+    double bytes = sample_bytes_ * static_cast<double>(o_.global_batch) / p.micro_batches;
+    p.boundary_us = [this, bytes](const Layout& from, const Layout& to, bool inside) {
+      return BoundaryUs(cluster_, bytes, from, to, inside);
+    };
+  }
+  InterStageOptions Options(double precision) const {
+    InterStageOptions options{.top = o_.top, .cutoff_us = Cutoff(), .precision = precision};
+    options.stop = [this] { return Late(); };
+    return options;
+  }
+  static StageKey KeyOf(const InterStageProblem& p, const InterStagePlan& plan, int32_t stage) {
+    const Strategy& s = plan.stages[stage].point.strategy;
+    return {s.layers, stage == 0, stage == p.stages - 1, s.dp * s.tp, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
+  }
+
+  // With bounds for all stages that nothing better is known of.
+  Status BoundPair(Pair& pair) {
+    if (Late()) return Ok{};
+    InterStageProblem p = Problem(pair);
+    p.one_layout = false;
+    InterStageOptions options = Options(0.01);
+    options.top = 1;
+    INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(p, options));
+    out_.checks += result.checks;
+    pair.bound_us = result.bound_us;
+    return Ok{};
+  }
+
+  Status SolvePair(Pair& pair) {
+    InterStageProblem p = Problem(pair);
+    if (p.one_layout) {
+      std::vector<StageKey> keys;
+      for (int32_t i = 0; i < p.stages; ++i) {
+        for (int32_t l = p.fewest_layers; l <= std::min(p.most_layers, p.layers - (p.stages - 1) * p.fewest_layers); ++l) {
+          keys.push_back({l, i == 0, i == p.stages - 1, p.counts[0], p.micro_batches, std::min(p.stages - i, p.micro_batches)});
+        }
+      }
+      frontiers_.Compute(std::move(keys), Cutoff() / p.micro_batches);
+    } else if (p.stages > 1) {
+      // Boundaries left aside the problem is smaller, and most pairs end here.
+      INTERLACE_ASSIGN(bool better, Narrow(pair, p, false));
+      if (!better) return Ok{};
+    }
+    if (p.stages > 1) AddBoundaries(p);
+    INTERLACE_TRY(Narrow(pair, p, true));
+    return Ok{};
+  }
+
+  // Computes what the best plans use until they use nothing else; then keeps them if they are `final`. False: none is better
+  // than what there is, or time is up.
+  Result<bool> Narrow(Pair& pair, const InterStageProblem& p, bool final) {
+    double precision = kCoarse;
+    while (true) {
+      INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(p, Options(precision)));
+      out_.checks += result.checks;
+      pair.bound_us = std::max(pair.bound_us, result.bound_us * (1 - precision));
+      if (!result.complete) return false;
+      if (result.plans.empty()) {
+        if (precision < kCoarse) {
+          pair.done = true;
+          return false;
+        }
+        precision = InterStageOptions{}.precision;
+        continue;
+      }
+      std::vector<StageKey> missing;
+      for (const InterStagePlan& plan : result.plans) {
+        for (int32_t i = 0; i < p.stages; ++i) {
+          StageKey key = KeyOf(p, plan, i);
+          if (!frontiers_.Known(key) && std::find(missing.begin(), missing.end(), key) == missing.end()) missing.push_back(key);
+        }
+      }
+      if (!missing.empty()) {
+        frontiers_.Compute(std::move(missing), Cutoff() / p.micro_batches);
+        INTERLACE_TRY(TryShapes(p, result.plans.front()));
+        if (Late()) return false;
+        continue;
+      }
+      if (!final) return true;
+      if (precision == kCoarse) {
+        precision = InterStageOptions{}.precision;
+        continue;
+      }
+      for (const InterStagePlan& plan : result.plans) Keep(plan, p.micro_batches);
+      pair.done = true;
+      return true;
+    }
+  }
+
+  // The best of one choice of layers and devices, now that its frontiers are known: a plan to beat.
+  Status TryShapes(const InterStageProblem& p, const InterStagePlan& shapes) {
+    static const Frontier kEmpty;
+    InterStageProblem only = p;
+    if (p.stages > 1) AddBoundaries(only);
+    only.frontier = [&](const StageKey& key) -> const Frontier& {
+      for (int32_t i = 0; i < p.stages; ++i) {
+        if (KeyOf(p, shapes, i) == key) return frontiers_.Of(key);
+      }
+      return kEmpty;
+    };
+    InterStageOptions options = Options(1e-6);
+    options.top = 1;
+    INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(only, options));
+    out_.checks += result.checks;
+    for (const InterStagePlan& plan : result.plans) Keep(plan, p.micro_batches);
+    return Ok{};
+  }
+
+  void Keep(const InterStagePlan& plan, int32_t micro_batches) {
+    auto same = [&](const Found& found) {
+      if (found.micro_batches != micro_batches || found.plan.stages.size() != plan.stages.size()) return false;
+      for (size_t i = 0; i < plan.stages.size(); ++i) {
+        if (!(found.plan.stages[i].shape() == plan.stages[i].shape())) return false;
+      }
+      return true;
+    };
+    auto known = std::find_if(best_.begin(), best_.end(), same);
+    if (known != best_.end()) {
+      if (known->plan.cost_us <= plan.cost_us) return;
+      best_.erase(known);
+    }
+    auto at = std::upper_bound(best_.begin(), best_.end(), plan.cost_us, [](double c, const Found& f) { return c < f.plan.cost_us; });
+    best_.insert(at, {plan, micro_batches});
+    if (static_cast<int32_t>(best_.size()) > o_.top) best_.pop_back();
+  }
+
+  // A plan of before: its shapes with what their stages can do now.
+  void Warm(const Plan& plan) {
+    for (const Pair& pair : pairs_) {
+      if (pair.micro_batches != plan.micro_batches() || pair.stages != static_cast<int32_t>(plan.stages.size())) continue;
+      InterStageProblem p = Problem(pair);
+      InterStagePlan shapes;
+      for (const PlanStage& stage : plan.stages) shapes.stages.emplace_back().point.strategy = stage.strategy;
+      std::vector<StageKey> keys;
+      for (int32_t i = 0; i < p.stages; ++i) keys.push_back(KeyOf(p, shapes, i));
+      frontiers_.Compute(std::move(keys), kInfinity);
+      Status tried = TryShapes(p, shapes);
+      (void)tried.ok();  // a plan that no longer fits is no help, and no harm
+      return;
+    }
+  }
+
+  Plan MakePlan(const Found& found) const {
+    Plan plan;
+    plan.model = o_.model, plan.cluster = cluster_.name, plan.space = o_.space.name;
+    plan.global_batch = o_.global_batch, plan.sequence = o_.sequence, plan.flash_attention = o_.flash_attention;
+    int32_t block = 0;
+    for (const StageChoice& choice : found.plan.stages) {
+      PlanStage& stage = plan.stages.emplace_back();
+      stage.strategy = choice.point.strategy;
+      stage.cost = choice.point.cost;
+      stage.first_block = block;
+      stage.first_device = choice.first_device;
+      stage.send_us = choice.boundary_us;
+      stage.passes = frontiers_.ModelOf(stage.strategy.tp).PassesOf(stage.strategy);
+      block += stage.strategy.layers;
+    }
+    plan.step_us = found.plan.cost_us;
+    plan.pipeline_us = static_cast<double>(RunPipeline(PipelineStages(plan), found.micro_batches).makespan_ps) / 1e6;
+    plan.bound_us = std::min(out_.bound_us, plan.step_us);
+    return plan;
+  }
+
+  const LayerSource& layers_;
+  const ClusterSpec& cluster_;
+  const TuneOptions& o_;
+  Frontiers& frontiers_;
+  const double sample_bytes_;            // a sample's activation between two blocks
+  const std::chrono::steady_clock::time_point begin_;
+  std::vector<Pair> pairs_;
+  std::vector<Found> best_;              // best first, at most `top`
+  TuneResult out_;
+  int64_t done_ = 0;
+};
+
+int64_t MemoryFor(const ClusterSpec& cluster, const TuneOptions& options) {
+  if (options.device_bytes > 0) return options.device_bytes;
+  return static_cast<int64_t>(static_cast<double>(cluster.MemoryLimitBytes()) * 0.9);
+}
+
+Result<double> BytesOfSample(const LayerSource& layers) {
+  INTERLACE_ASSIGN(LayerCost block, layers.Cost(Role::kBlock, 1, 1));
+  return static_cast<double>(block.boundary);
+}
+
+}  // namespace
+
+Space FullSpace() { return {}; }
+
+Space PaperSpace() {
+  Space space;
+  space.name = "paper";
+  space.stage = StageOptions::Paper();
+  return space;
+}
+
+Space ArtifactSpace() {
+  Space space;
+  space.name = "artifact";
+  space.stage = StageOptions::Artifact();
+  space.free_devices = false;
+  space.one_layout = true;
+  space.layer_slack = 2;
+  space.powers_of_two = true;
+  return space;
+}
+
+double BoundaryUs(const ClusterSpec& cluster, double bytes, const Layout& from, const Layout& to, bool inside_node) {
+  // A device holds the samples of its data-parallel rank and the part of the sequence of its tensor-parallel rank.
+  auto parts = [](int32_t mine, int32_t theirs) { return std::max(1.0, std::ceil(static_cast<double>(theirs) / mine)); };
+  double sent = parts(from.dp, to.dp) * parts(from.tp, to.tp), received = parts(to.dp, from.dp) * parts(to.tp, from.tp);
+  const LinkSpec& link = inside_node ? cluster.intra : cluster.inter;
+  // Within a node each device has its link, between nodes all devices of a stage share their nodes' links.
+  auto ends = [&](const Layout& layout) {
+    if (inside_node) return static_cast<double>(layout.devices());
+    return std::max(1.0, static_cast<double>(layout.devices()) / static_cast<double>(cluster.per_node));
+  };
+  double share = bytes / std::min(ends(from), ends(to));
+  return 2 * (link.alpha_us * std::max(sent, received) + share / (link.gb_per_s * 1e3));
+}
+
+Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options) {
+  if (cluster.per_node < 1 || cluster.devices % cluster.per_node != 0) {
+    return MakeError("the cluster '", cluster.name, "' has uneven nodes: ", cluster.devices, " devices, ", cluster.per_node,
+                     " a node; plan for whole nodes");
+  }
+  if (options.global_batch < 1 || options.global_batch > 1 << 20) {
+    return MakeError("a global batch of ", options.global_batch, " samples cannot be planned; it must be from 1 to 1048576");
+  }
+  StageOptions stage = options.space.stage;
+  stage.global_batch = options.global_batch;
+  stage.device_bytes = MemoryFor(cluster, options);
+  if (options.host_bytes > 0) stage.host_bytes = options.host_bytes;
+  INTERLACE_ASSIGN(Frontiers frontiers, Frontiers::Create(layers, cluster, stage, options.threads));
+  INTERLACE_ASSIGN(double sample_bytes, BytesOfSample(layers));
+  return Tuner(layers, cluster, options, frontiers, sample_bytes).Run();
+}
+
+Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {
+  StageOptions stage_options = options;
+  stage_options.global_batch = plan.global_batch;
+  INTERLACE_ASSIGN(StageModel model, StageModel::Create(layers, cluster, stage_options));
+  Plan out = plan;
+  std::vector<std::pair<double, double>> stages;
+  for (PlanStage& stage : out.stages) {
+    INTERLACE_TRY(model.Check(stage.strategy));
+    stage.cost = model.EvaluateOne(stage.strategy);
+    stage.passes = model.PassesOf(stage.strategy);
+    stages.emplace_back(stage.cost.stable_us + stage.send_us, stage.cost.extra_us);
+  }
+  out.step_us = PipelineObjective(out.micro_batches(), stages);
+  out.pipeline_us = static_cast<double>(RunPipeline(PipelineStages(out), out.micro_batches()).makespan_ps) / 1e6;
+  out.bound_us = std::min(out.bound_us, out.step_us);
+  return out;
+}
+
+}  // namespace interlace::plan
