@@ -43,10 +43,10 @@ class Solver {
   InterStageResult Run() {
     CollectPoints();
     ReachableDevices();
-    BestPrefixes();
     InterStageResult out;
     out.bound_us = o_.cutoff_us;
-    if (layouts_.empty()) return out;
+    if (layouts_.empty() || reachable_[0].empty()) return out;
+    BestPrefixes();
     TopK(out);
     out.checks = checks_;
     return out;
@@ -154,7 +154,7 @@ class Solver {
     }
   }
 
-  // prefix_[i]: the least sum of t of the stages before i, by what they leave over. Layouts and limits are ignored.
+  // prefix_[i]: the least sum of t of the stages before i, by what they leave over. Layouts and boundaries are ignored.
   void BestPrefixes() {
     prefix_.resize(p_.stages);
     rest_.resize(p_.stages);
@@ -162,26 +162,31 @@ class Solver {
       prefix_[i].assign(reachable_[i].size() * (p_.layers + 1), kInfinity);
       rest_[i].assign(prefix_[i].size() * layouts_.size(), kInfinity);
     }
-    if (reachable_[0].empty()) return;
+    longest_ = o_.cutoff_us / p_.micro_batches;  // the objective is at least G * max t
+    Windows(longest_);
     prefix_[0][StateIndex(0, p_.devices, p_.layers)] = 0;
     for (int32_t i = 0; i + 1 < p_.stages; ++i) {
-      std::vector<double> least((p_.devices + 1) * (p_.layers + 1), kInfinity);  // t by devices and layers
-      for (size_t x = 0; x < layouts_.size(); ++x) {
-        for (int32_t l = 0; l <= p_.layers; ++l) {
-          const Cell& cell = cells_[CellIndex(i, static_cast<int32_t>(x), l)];
-          double& t = least[static_cast<size_t>(layouts_[x].devices()) * (p_.layers + 1) + l];
-          if (cell.end > cell.begin) t = std::min(t, points_[cell.begin].t);
+      for (int32_t c : p_.counts) {
+        std::vector<double> least(p_.layers + 1, kInfinity);  // t by layers
+        int32_t most = 0;
+        for (size_t x = 0; x < layouts_.size(); ++x) {
+          if (layouts_[x].devices() != c) continue;
+          for (int32_t k = 1; k <= most_[i * layouts_.size() + x]; ++k) {
+            const Cell& cell = cells_[CellIndex(i, static_cast<int32_t>(x), k)];
+            if (cell.end == cell.begin) continue;
+            least[k] = std::min(least[k], points_[cell.begin].t);
+            most = std::max(most, k);
+          }
         }
-      }
-      for (int32_t n : reachable_[i]) {
-        for (int32_t c : p_.counts) {
-          if (n < c || device_index_[i + 1][n - c] < 0 || !Fits(n, c)) continue;
-          const double* t = &least[static_cast<size_t>(c) * (p_.layers + 1)];
-          for (int32_t l = p_.layers; l > 0; --l) {
+        for (int32_t n : reachable_[i]) {
+          if (most == 0 || n < c || device_index_[i + 1][n - c] < 0 || !Fits(n, c)) continue;
+          auto [low, high] = Window(i, device_index_[i][n]);
+          auto [low2, high2] = Window(i + 1, device_index_[i + 1][n - c]);
+          double* to = &prefix_[i + 1][StateIndex(i + 1, n - c, 0)];
+          for (int32_t l = low; l <= high; ++l) {
             double sum = prefix_[i][StateIndex(i, n, l)];
             if (sum == kInfinity) continue;
-            double* to = &prefix_[i + 1][StateIndex(i + 1, n - c, 0)];
-            for (int32_t k = 1; k < l; ++k) to[l - k] = std::min(to[l - k], sum + t[k]);
+            for (int32_t k = std::max(1, l - high2); k <= std::min(most, l - low2); ++k) to[l - k] = std::min(to[l - k], sum + least[k]);
           }
         }
       }
@@ -275,7 +280,6 @@ class Solver {
   // The plan of the least sum of t with every t <= T and E <= H.
   bool Check(double t_limit, double h_limit, Steps& out) {
     ++checks_;
-    if (reachable_[0].empty()) return false;
     Windows(t_limit);
     size_t count = layouts_.size();
     std::vector<Link> links;
@@ -379,12 +383,12 @@ class Solver {
     auto keep = [&] {
       if (found.cost < best.cost) best = found;
     };
-    if (!Check(kInfinity, best.cost, found)) return best;
+    if (!Check(longest_, best.cost, found)) return best;
     keep();
     double least = 0;
     for (const Step& step : found.steps) least += points_[step.point].t + step.boundary;
     std::priority_queue<Box, std::vector<Box>, std::greater<>> open;
-    double high = weight_ > 0 ? (best.cost - least) / weight_ : kInfinity;
+    double high = weight_ > 0 ? std::min((best.cost - least) / weight_, longest_) : longest_;
     open.push({least / p_.stages, std::max(high, least / p_.stages), least, weight_ * (least / p_.stages) + least});
     while (!open.empty()) {
       Box box = open.top();
@@ -549,6 +553,7 @@ class Solver {
   std::vector<std::vector<double>> rest_;                       // by stage: [devices left, layers left, layout]: A, or infinity
   std::vector<int32_t> most_;                                   // by stage, layout
   std::vector<std::vector<int32_t>> hold_before_, hold_after_;  // by stage, devices left
+  double longest_ = kInfinity;            // t of use
   int64_t checks_ = 0;
   bool stopped_ = false;
 };

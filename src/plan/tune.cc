@@ -4,6 +4,8 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <map>
+#include <queue>
 #include <thread>
 #include <unordered_map>
 
@@ -116,7 +118,8 @@ class Frontiers {
 struct Pair {
   int32_t micro_batches = 1, stages = 1;
   std::vector<int32_t> counts;
-  double bound_us = 0;
+  double bound_us = 0;                    // no plan of it is faster
+  bool bounded = false;                   // by the choice between stages, not only by the work there is
   bool done = false;
 };
 
@@ -135,18 +138,7 @@ class Tuner {
     MakePairs();
     out_.pairs = static_cast<int64_t>(pairs_.size());
     if (o_.warm != nullptr) Warm(*o_.warm);
-    for (Pair& pair : pairs_) INTERLACE_TRY(BoundPair(pair));
-    std::stable_sort(pairs_.begin(), pairs_.end(), [](const Pair& a, const Pair& b) { return a.bound_us < b.bound_us; });
-    for (Pair& pair : pairs_) {
-      if (pair.bound_us >= Cutoff()) {
-        pair.done = true;
-      } else if (!Late()) {
-        ++out_.pairs_solved;
-        INTERLACE_TRY(SolvePair(pair));
-      }
-      ++done_;
-      if (o_.progress) o_.progress(Progress());
-    }
+    INTERLACE_TRY(Search());
     out_.bound_us = Bound();
     out_.complete = std::all_of(pairs_.begin(), pairs_.end(), [](const Pair& p) { return p.done; });
     out_.frontiers = frontiers_.computed();
@@ -179,7 +171,8 @@ class Tuner {
       if (o_.global_batch % g != 0 || (space.powers_of_two && (g & (g - 1)) != 0)) continue;
       for (int32_t s = 1; s <= std::min(layers_.blocks(), devices); ++s) {
         if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), s) == space.stages.end()) continue;
-        Pair pair{static_cast<int32_t>(g), s, {}};
+        Pair pair;
+        pair.micro_batches = static_cast<int32_t>(g), pair.stages = s;
         if (space.free_devices) {
           pair.counts = FreeDeviceCounts(devices, node);
           std::erase_if(pair.counts, [&](int32_t count) { return count > devices - (s - 1); });
@@ -220,16 +213,66 @@ class Tuner {
     return {s.layers, stage == 0, stage == p.stages - 1, s.dp * s.tp, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
   }
 
+  // Always the pair of the least bound: its bound is made better, then it is solved. While there is no plan at all, a pair is
+  // solved at once, so that what follows has something to beat.
+  Status Search() {
+    auto later = [&](size_t a, size_t b) {
+      return pairs_[a].bound_us != pairs_[b].bound_us ? pairs_[a].bound_us > pairs_[b].bound_us : a > b;
+    };
+    std::priority_queue<size_t, std::vector<size_t>, decltype(later)> open(later);
+    for (size_t i = 0; i < pairs_.size(); ++i) {
+      pairs_[i].bound_us = WorkBound(pairs_[i].micro_batches);
+      open.push(i);
+    }
+    while (!open.empty() && !Late()) {
+      Pair& pair = pairs_[open.top()];
+      size_t index = open.top();
+      open.pop();
+      if (pair.bound_us < Cutoff() && !pair.bounded) {
+        INTERLACE_TRY(BoundPair(pair));
+        if (Cutoff() < kInfinity && pair.bound_us < Cutoff()) {
+          open.push(index);
+          continue;
+        }
+      }
+      if (pair.bound_us >= Cutoff()) {
+        pair.done = true;
+      } else {
+        ++out_.pairs_solved;
+        INTERLACE_TRY(SolvePair(pair));
+      }
+      ++done_;
+      if (o_.progress) o_.progress(Progress());
+    }
+    return Ok{};
+  }
+
+  // All devices at the work of all blocks, each as fast as any stage of any size could be.
+  double WorkBound(int32_t micro_batches) {
+    auto [at, added] = work_.try_emplace(micro_batches, kInfinity);
+    if (!added) return at->second;
+    int32_t devices = static_cast<int32_t>(cluster_.devices);
+    double least = kInfinity;
+    for (int32_t count : FreeDeviceCounts(devices, static_cast<int32_t>(cluster_.per_node))) {
+      for (int32_t l = 1; l <= layers_.blocks(); ++l) {
+        for (const FrontierPoint& point : frontiers_.Of({l, false, false, count, micro_batches, 1})) {
+          least = std::min(least, point.cost.stable_us * count / l);
+        }
+      }
+    }
+    return at->second = least * layers_.blocks() / devices * micro_batches;
+  }
+
   // With bounds for all stages that nothing better is known of.
   Status BoundPair(Pair& pair) {
-    if (Late()) return Ok{};
     InterStageProblem p = Problem(pair);
     p.one_layout = false;
     InterStageOptions options = Options(0.01);
     options.top = 1;
     INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(p, options));
     out_.checks += result.checks;
-    pair.bound_us = result.bound_us;
+    pair.bound_us = std::max(pair.bound_us, result.bound_us);
+    pair.bounded = true;
     return Ok{};
   }
 
@@ -375,6 +418,7 @@ class Tuner {
   const double sample_bytes_;            // a sample's activation between two blocks
   const std::chrono::steady_clock::time_point begin_;
   std::vector<Pair> pairs_;
+  std::map<int32_t, double> work_;       // by G
   std::vector<Found> best_;              // best first, at most `top`
   TuneResult out_;
   int64_t done_ = 0;
