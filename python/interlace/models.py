@@ -221,6 +221,11 @@ def resolve(name: str) -> Preset:
         path = path / "config.json"
     if path.is_file():
         return _from_file(path)
+    from interlace.plan.presets import PRESETS as PLANNED
+
+    if name in PLANNED:
+        model_type, options = PLANNED[name]
+        return Preset(name, "causal-lm", "a model to plan for", dict(options), model_type, "bfloat16", 2048, True)
     close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise InterlaceError(

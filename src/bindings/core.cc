@@ -310,4 +310,5 @@ PYBIND11_MODULE(_core, m) {
       "SHA-256 of a text, hexadecimal.");
   AddSimulation(m);
   AddPipeline(m);
+  AddPlanner(m);
 }

@@ -25,5 +25,7 @@ T Take(Result<T> result) {
 void AddSimulation(pybind11::module_& m);
 // The planner's choice between stages (core_pipeline.cc).
 void AddPipeline(pybind11::module_& m);
+// Plans: read, checked, found (core_plan.cc).
+void AddPlanner(pybind11::module_& m);
 
 }  // namespace interlace

@@ -49,6 +49,7 @@ std::span<const PassInfo> PassTable() {
          {"full", "selective", "budget"}},
         {"blocks", kText, "elements of lists", "paths of modules, joined by +, that are a block each"},
         {"save", kText, "products and attention", "selective: ops, joined by +, that do not run again"},
+        {"whole", kText, "none", "selective: blocks, joined by +, in which everything runs again"},
         {"bytes", kBytes, "none", "budget: what may be kept for the backward part"},
         {"cluster", kText, "local-1", "budget: preset whose kernel times count"}},
        Recompute},

@@ -103,12 +103,17 @@ Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOption
   if (options.Find("save") != nullptr && mode != "selective") {
     return MakeError("option save needs mode=selective; mode=", mode, " does not read it");
   }
+  std::vector<std::string> whole = Split(options.Text("whole", ""));
+  if (!whole.empty() && mode != "selective") {
+    return MakeError("option whole needs mode=selective; mode=", mode, " does not read it");
+  }
   INTERLACE_ASSIGN(std::optional<int64_t> bytes, options.Bytes("bytes"));
   if (bytes && mode != "budget") return MakeError("option bytes needs mode=budget; mode=", mode, " does not read it");
   if (mode == "full") {
     choice.DropAll();
   } else if (mode == "selective") {
     INTERLACE_TRY(choice.DropAllBut(Split(options.Text("save", kExpensive)), options.Find("save") != nullptr));
+    INTERLACE_TRY(choice.DropBlocks(whole));
   } else {
     if (!bytes) return MakeError("mode=budget needs bytes=N: what may be kept for the backward part");
     INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(options.Text("cluster", "local-1"), "option cluster"));

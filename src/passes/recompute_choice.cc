@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <utility>
 
 #include "base/suggest.h"
 #include "ir/op_table.h"
@@ -75,6 +76,7 @@ Status RecomputeChoice::FindBlocks(const std::vector<std::string>& paths) {
       }
     }
   }
+  blocks_ = std::move(blocks);
   FindDroppable();
   return Ok{};
 }
@@ -122,6 +124,22 @@ void RecomputeChoice::FindDroppable() {
 
 void RecomputeChoice::DropAll() {
   dropped_ = droppable_;
+}
+
+Status RecomputeChoice::DropBlocks(const std::vector<std::string>& paths) {
+  std::vector<char> wanted(blocks_.size(), 0);
+  for (const std::string& path : paths) {
+    auto found = std::find(blocks_.begin(), blocks_.end(), path);
+    if (found == blocks_.end()) {
+      std::vector<std::string_view> known(blocks_.begin(), blocks_.end());
+      return MakeError("option whole: no block '", path, "'", DidYouMean(path, known));
+    }
+    wanted[found - blocks_.begin()] = 1;
+  }
+  for (ValueId id = 0; id < static_cast<ValueId>(droppable_.size()); ++id) {
+    if (droppable_[id] && wanted[block_of_module_[At(facts_.def[id]).module]]) dropped_[id] = 1;
+  }
+  return Ok{};
 }
 
 Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bool must_occur) {

@@ -26,6 +26,8 @@ class RecomputeChoice {
   void DropAll();
   // All but results of these ops ("aten.mm" means its overloads too). Error: `must_occur` and no such op.
   Status DropAllBut(const std::vector<std::string>& saved_ops, bool must_occur);
+  // All that may be dropped inside these blocks, beside what is dropped already. Error: no block of FindBlocks.
+  Status DropBlocks(const std::vector<std::string>& paths);
   // Error: the budget cannot be met, sizes that are not numbers.
   Status DropToBudget(int64_t bytes, const ClusterSpec& cluster);
 
@@ -58,6 +60,7 @@ class RecomputeChoice {
   const Phase& phase_;
   PhaseFacts facts_;
   int32_t first_backward_ = 0, last_backward_ = -1;
+  std::vector<std::string> blocks_;        // their paths
   std::vector<int32_t> block_of_module_;
   std::vector<char> droppable_, dropped_;  // by root
   std::vector<char> again_;                // by index: listed by Needed

@@ -381,6 +381,16 @@ TEST(Recompute, SelectiveKeepsTheExpensiveResults) {
       << "the masks";
 }
 
+TEST(Recompute, SelectiveWithWholeBlocks) {
+  std::string text = RunText(Blocks(3).text(), "recompute(mode=selective,whole=blocks.1)");
+  std::string backward = text.substr(text.find("aten.ones_like"));
+  EXPECT_EQ(Count(backward, "aten.addmm"), 1);
+  EXPECT_EQ(Count(backward, "aten.relu"), 3);
+  std::string all = RunText(Blocks(2).text(), "recompute(mode=selective,whole=blocks.0+blocks.1)");
+  std::string full = RunText(Blocks(2).text(), "recompute(mode=full)");
+  EXPECT_EQ(all.substr(all.find("phase")), full.substr(full.find("phase")));
+}
+
 TEST(Recompute, BudgetDropsTheCheapestBytesFirstAndNoMoreThanItMust) {
   // Saved: %3 (expensive), %4 and %5 (one cheap op each, %5 of twice the bytes), %6 from %3 too.
   std::string text =
@@ -445,6 +455,9 @@ TEST(Recompute, BadInputIsExplained) {
             pass + "option save: the forward part has no op 'aten.rellu', did you mean 'aten.relu'?");
   EXPECT_EQ(RunText(text, "recompute(save=aten.relu)"),
             pass + "option save needs mode=selective; mode=full does not read it");
+  EXPECT_EQ(RunText(text, "recompute(mode=selective,whole=blocks.9)"),
+            pass + "option whole: no block 'blocks.9', did you mean 'blocks.0'?");
+  EXPECT_EQ(RunText(text, "recompute(whole=blocks.1)"), pass + "option whole needs mode=selective; mode=full does not read it");
   EXPECT_EQ(RunText(text, "recompute(bytes=10)"), pass + "option bytes needs mode=budget; mode=full does not read it");
   EXPECT_EQ(RunText(text, "recompute(mode=budget)"),
             pass + "mode=budget needs bytes=N: what may be kept for the backward part");
@@ -489,7 +502,7 @@ TEST_P(RecomputeProperty, SameBitsInEveryMode) {
     Result<RunResult> expected = Interpret(RandomProgram(options), run);
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     // Blocks of one layer keep almost everything; larger ones are made by cutting the list.
-    for (const char* mode : {"full", "selective", "selective,save=aten.mul.Tensor", "budget,bytes="}) {
+    for (const char* mode : {"full", "selective", "selective,save=aten.mul.Tensor", "selective,whole=cut.0", "budget,bytes="}) {
       std::string text = Print(RandomProgram(options));
       int64_t width = 1 + static_cast<int64_t>(random() % 4);
       for (int layer = 0; layer < options.layers; ++layer) {

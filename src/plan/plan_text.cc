@@ -48,6 +48,7 @@ class Printer {
     Line("global_batch " + std::to_string(plan_.global_batch), "samples of a step");
     Line("sequence " + std::to_string(plan_.sequence), "tokens of a sample");
     Line(std::string("flash_attention ") + (plan_.flash_attention ? "yes" : "no"));
+    Quoted("dtype", file_.dtype);
     Line("memory_limit " + std::to_string(file_.memory_limit), Gib(file_.memory_limit) + " of a device");
     Line("accumulation " + std::to_string(plan_.micro_batches()), "micro-batches of a step, the same on every rank");
     Quoted("space", plan_.space);
@@ -164,10 +165,11 @@ class Reader {
   Status HeadLine(std::string_view word) {
     Plan& plan = out_.plan;
     INTERLACE_TRY(Once(word, {"model", "cluster", "devices", "blocks", "global_batch", "sequence", "flash_attention",
-                              "memory_limit", "accumulation", "space", "predicted"}));
+                              "memory_limit", "accumulation", "space", "dtype", "predicted"}));
     if (word == "model") return Text(plan.model);
     if (word == "cluster") return Text(plan.cluster);
     if (word == "space") return Text(plan.space);
+    if (word == "dtype") return Text(out_.dtype);
     if (word == "blocks") return Whole(out_.blocks, 1, kMostCount);
     if (word == "global_batch") return Whole(plan.global_batch, 1, int64_t{1} << 40);
     if (word == "sequence") return Whole(plan.sequence, 1, int64_t{1} << 40);
@@ -275,7 +277,7 @@ class Reader {
     std::vector<std::string_view> needed = {"layers", "devices", "micro_batch", "zero", "recompute", "offload"};
     if (stages_ == 0) {
       needed = {"model",           "cluster",      "devices",      "blocks", "global_batch", "sequence",
-                "flash_attention", "memory_limit", "accumulation", "space"};
+                "flash_attention", "memory_limit", "accumulation", "space",  "dtype"};
     }
     for (std::string_view word : needed) {
       if (std::find(seen_.begin(), seen_.end(), word) != seen_.end()) continue;

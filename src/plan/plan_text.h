@@ -8,6 +8,7 @@
 //   global_batch 512
 //   sequence 2048
 //   flash_attention yes
+//   dtype "bfloat16"                   # of weights and gradients in forward and backward; bfloat16 has float32 masters
 //   memory_limit 23622320128           # bytes of a device
 //   accumulation 64                    # micro-batches of a step, the same on every rank
 //   space "full"
@@ -41,6 +42,7 @@ namespace interlace::plan {
 // A plan with what it was made for.
 struct PlanFile {
   Plan plan;
+  std::string dtype = "bfloat16";  // or "float32"
   int64_t blocks = 1;              // of the model
   int64_t devices = 1, per_node = 1;
   int64_t memory_limit = 0;        // bytes of one device
@@ -65,6 +67,7 @@ Result<PlanFile> ParsePlan(std::string_view text, std::string_view file);
 //   zero      0 to 3
 //   recompute full + selective blocks are at most the stage's layers
 //   offload   shares are between 0 and 1
+//   dtype     bfloat16 or float32
 //   memory    predicted peaks are within the limit, and the limit within the cluster's device
 //   cluster   devices and nodes are those of the given cluster
 Status VerifyPlan(const PlanFile& file, const ClusterSpec* cluster = nullptr);

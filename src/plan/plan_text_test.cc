@@ -88,24 +88,25 @@ TEST(PlanText, BrokenRulesNameStageAndRule) {
     return line == std::string::npos ? said : said.substr(line + 1);
   };
   EXPECT_EQ(problem("micro_batch 2 dp 2 tp 2", "micro_batch 3 dp 2 tp 2"),
-            "stage 0 (line 15), rule batch: accumulation 16 * micro_batch 3 * dp 2 = 96, global_batch is 64");
+            "stage 0 (line 16), rule batch: accumulation 16 * micro_batch 3 * dp 2 = 96, global_batch is 64");
   EXPECT_EQ(problem("layers 4 embedding", "layers 5 embedding"), "rule layers: the stages hold 9 blocks, the model has 8");
-  EXPECT_EQ(problem("layers 4 embedding", "layers 4"), "stage 0 (line 15), rule layers: the first stage has to hold the embedding");
-  EXPECT_EQ(problem("  zero 1", "  zero 4"), "stage 1 (line 25), rule zero: zero 4 is not a level from 0 to 3");
+  EXPECT_EQ(problem("layers 4 embedding", "layers 4"), "stage 0 (line 16), rule layers: the first stage has to hold the embedding");
+  EXPECT_EQ(problem("\"bfloat16\"", "\"int8\""), "rule dtype: 'int8' is neither bfloat16 nor float32");
+  EXPECT_EQ(problem("  zero 1", "  zero 4"), "stage 1 (line 26), rule zero: zero 4 is not a level from 0 to 3");
   EXPECT_EQ(problem("recompute full 3", "recompute full 5"),
-            "stage 0 (line 15), rule recompute: 5 blocks recomputed in full and 0 selectively are more than its 4 layers");
+            "stage 0 (line 16), rule recompute: 5 blocks recomputed in full and 0 selectively are more than its 4 layers");
   EXPECT_EQ(problem("activations 0", "activations 1.5"),
-            "stage 0 (line 15), rule offload: activations 1.5 is not a share from 0 to 1");
+            "stage 0 (line 16), rule offload: activations 1.5 is not a share from 0 to 1");
   EXPECT_EQ(problem("peak_forward 900", "peak_forward 1001"),
-            "stage 0 (line 15), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000");
-  EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"), "stage 0 (line 15), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");
+            "stage 0 (line 16), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000");
+  EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"), "stage 0 (line 16), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 16 per_node 4"), "rule devices: the stages end at device 7, the cluster at 15");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 3"), "rule devices: 8 devices do not fill nodes of 3");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 8"), "no error");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 2"), "no error");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 1"),
-            "stage 0 (line 15), rule mesh: tensor-parallel groups of 2 cross nodes of 1\n"
-            "stage 1 (line 25), rule mesh: tensor-parallel groups of 2 cross nodes of 1");
+            "stage 0 (line 16), rule mesh: tensor-parallel groups of 2 cross nodes of 1\n"
+            "stage 1 (line 26), rule mesh: tensor-parallel groups of 2 cross nodes of 1");
   EXPECT_NE(Rules(Replaced(text, "dp 2", "dp 2147483647")).find("rule batch"), std::string::npos);
 }
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/scan.h"
 #include "plan/plan_text.h"
 
 namespace interlace::plan {
@@ -14,6 +15,9 @@ class Checker {
 
   Status Run() {
     if (plan_.stages.empty()) return MakeError("the plan has no stage");
+    if (file_.dtype != "bfloat16" && file_.dtype != "float32") {
+      Say(-1, "dtype", InQuotes(file_.dtype), " is neither bfloat16 nor float32");
+    }
     if (cluster_) Cluster();
     if (file_.per_node < 1 || file_.devices % file_.per_node != 0) {
       Say(-1, "devices", file_.devices, " devices do not fill nodes of ", file_.per_node);

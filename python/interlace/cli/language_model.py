@@ -20,13 +20,13 @@ def check(name: str) -> models.Preset:
     return preset
 
 
-def build(name: str, vocab: int, seq: int, dtype: torch.dtype) -> nn.Module:
+def build(name: str, vocab: int, seq: int, dtype: torch.dtype, keep_vocab: bool = False) -> nn.Module:
     """The model on the meta device: its parameters take no memory yet.
 
-    A preset takes the tokenizer's vocabulary; a config.json keeps its own, which must hold the tokenizer's.
+    A preset takes the tokenizer's vocabulary; a config.json (or `keep_vocab`) keeps its own, which must hold the tokenizer's.
     """
     preset = check(name)
-    if name in models.PRESETS:
+    if name in models.PRESETS and not keep_vocab:
         vocab_size = (vocab + VOCAB_MULTIPLE - 1) // VOCAB_MULTIPLE * VOCAB_MULTIPLE
     else:
         vocab_size = int(preset.options.get("vocab_size") or vocab)

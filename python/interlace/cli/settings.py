@@ -8,11 +8,14 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.config import STRATEGIES, did_you_mean, parse_bytes
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
+
+if TYPE_CHECKING:
+    from interlace.plan.execute import Execution
 
 RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
 TOKENIZER_FILE = "tokenizer.json"
@@ -41,6 +44,7 @@ class TrainSettings:
     weight_decay: float = 0.1
     accumulation: int = 1
     strategy: str = "shard"
+    accumulate_mode: str = "reduce_each"
     clip: float | None = 1.0
     save: str | None = None
     resume: str | None = None
@@ -57,6 +61,7 @@ class TrainSettings:
     cluster: str | None = None
     param_dtype: str | None = None
     program: str | None = None
+    plan: str | None = None
     as_json: bool = False
 
     def check(self) -> None:
@@ -127,7 +132,7 @@ class TrainSettings:
 # Of a resumed run: what describes the run is taken over; where and how this process works is not.
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
-    *("accumulation", "strategy", "clip", "seed", "dtype", "ranks"),
+    *("accumulation", "accumulate_mode", "strategy", "clip", "seed", "dtype", "ranks"),
 )
 
 
@@ -177,6 +182,28 @@ def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettin
         done = f"{record.step} of {settings.end} steps"
         raise SettingError(f"the run in {settings.resume} has made {done}: give more with {option}")
     return settings, record
+
+
+def with_plan(settings: TrainSettings, explicit: set[str]) -> Execution | None:
+    """Takes what the plan decides into the settings. Error: a plan that cannot be trained, an option that contradicts it."""
+    if settings.plan is None:
+        return None
+    from interlace.plan.execute import execution_of, read_plan
+
+    how = execution_of(read_plan(settings.plan))
+    decided = {"model": how.model, "ranks": how.ranks, "batch": how.batch, "seq": how.seq, "strategy": how.strategy,
+               "accumulation": how.accumulation, "accumulate_mode": how.accumulate_mode,
+               "param_dtype": how.param_dtype}  # fmt: skip
+    for name, value in decided.items():
+        if name in explicit and getattr(settings, name) != value:
+            option = "--" + name.replace("_", "-")
+            raise SettingError(
+                f"{option} {getattr(settings, name)} contradicts {settings.plan}, which says {value}: leave {option} out, or plan again"
+            )
+        setattr(settings, name, value)
+    if "schedule" in explicit:
+        raise SettingError(f"--schedule contradicts {settings.plan}, which decides the passes: leave one of them out")
+    return how
 
 
 def cores() -> int:

@@ -12,7 +12,7 @@ import typer
 
 from interlace.cli.console import Work
 from interlace.cli.program_file import FileError, writable_folder
-from interlace.cli.settings import TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_resumed
+from interlace.cli.settings import TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_plan, with_resumed
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
 from interlace.launch import is_rank, run_ranks
@@ -35,6 +35,8 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
   interlace train --schedule "0: bucket(modules=model.layers.*),reorder; 20: search(cluster={cluster},profile={profile})"
 
   interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
+
+  interlace train --plan llama.plan --steps 50
 
   torchrun --nproc-per-node 2 -m interlace.cli train --strategy replicate
 """
@@ -114,6 +116,12 @@ def train(
     program: Annotated[
         str | None, typer.Option("--program", help="Write the program of the last step; interlace explain reads it.")
     ] = D.program,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", help="Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation."
+        ),
+    ] = D.plan,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = D.as_json,
 ) -> None:
     names = TrainSettings.__dataclass_fields__
@@ -121,13 +129,14 @@ def train(
     given["clip"] = parse_clip(clip)
     explicit = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     settings, record = with_resumed(given, explicit)
+    planned = with_plan(settings, explicit)
     if is_rank():
-        settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit else None)
+        settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit or planned else None)
     settings.check()
     if is_rank():
         from interlace.cli.train_rank import train_rank
 
-        train_rank(settings, record, "text" in explicit)
+        train_rank(settings, record, "text" in explicit, planned)
         return
     check_model(settings)
     if settings.save:

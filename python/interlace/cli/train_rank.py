@@ -21,6 +21,7 @@ from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, Run
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.data import TokenDataset, TokenFile
 from interlace.models import PRESETS
+from interlace.plan.execute import Execution
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BETAS = (0.9, 0.95)
@@ -43,7 +44,9 @@ class Result:
     train_seconds: float
 
 
-def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bool) -> None:
+def train_rank(
+    settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None
+) -> None:
     from interlace.cli.train import prepare_text
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -55,11 +58,12 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
 
     start = time.monotonic()
     first_step = record.step if record is not None else 0
-    model = language_model.build(settings.model, tokens.tokenizer.vocab_size, settings.seq, DTYPES[settings.dtype])
+    vocab, dtype = tokens.tokenizer.vocab_size, DTYPES[settings.dtype]
+    model = language_model.build(settings.model, vocab, settings.seq, dtype, keep_vocab=planned is not None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
     example = _batch(data, first_step, rank, world)
-    with interlace.compile(model, optimizer, next_token_loss, example, _config(settings)) as trainer:
+    with interlace.compile(model, optimizer, next_token_loss, example, _config(settings, planned, model)) as trainer:
         if settings.resume:
             trainer.load(settings.resume)
         compile_seconds = time.monotonic() - start
@@ -87,21 +91,24 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
         facts = _facts(settings, result, everyone, summary, first_step)
         facts |= {"parameters": parameters, "text_seconds": text_seconds, "compile_seconds": compile_seconds}
         facts |= {"ranks": world, "text_tokens": tokens.count, "vocab": tokens.tokenizer.vocab_size, "plans": plans}
+        if planned is not None:
+            facts["planned"] = {"file": settings.plan, "step_us": planned.step_us, "peak_bytes": planned.peak_bytes}
         print_json(facts) if settings.as_json else print_summary(facts)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _config(settings: TrainSettings) -> interlace.Config:
+def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.Module) -> interlace.Config:
     return interlace.Config(
         strategy=settings.strategy,
         accumulation=settings.accumulation,
+        accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip,
         seed=settings.seed,
         timeout_s=TIMEOUT_S,
         weights=settings.weights,
         memory_limit=settings.memory_limit,
-        schedule=settings.schedule_entries(),
+        schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],
         cluster=settings.cluster,
         param_dtype=settings.param_dtype,
     )

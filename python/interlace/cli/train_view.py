@@ -110,6 +110,13 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"{format_bytes(summary['resident_bytes'])} resident (largest of the ranks)",
         "communicated": f"{format_bytes(summary['bytes_per_step'])} received a step by each rank",
     }
+    planned = summary.get("planned")
+    if planned is not None and planned["step_us"] > 0:
+        error = planned["step_us"] / 1e3 / summary["step_ms"] - 1
+        rows["planned"] = (
+            f"{planned['step_us'] / 1e3:.1f} ms a step ({100 * error:+.1f} %), {format_bytes(planned['peak_bytes'])} "
+            f"({100 * (planned['peak_bytes'] / max(1, summary['peak_bytes']) - 1):+.1f} %), by {planned['file']}"
+        )
     unit = summary["largest_unit"]
     if unit["name"]:
         rows["largest unit"] = f"{unit['name']}, {format_bytes(unit['bytes'])}"

@@ -63,7 +63,7 @@ _FAMILIES = {"gpt": _gpt, "llama": _llama, "falcon": _falcon}
 
 # name → (model type, options of the Hugging Face config)
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{family}-{size}": make(*shape)
+    f"{family}-{size}": (make(*shape)[0], {**_COMMON, **make(*shape)[1]})
     for family, make in _FAMILIES.items()
     for size, shape in SIZES.items()
     if family == "gpt" or size != "40b"
@@ -103,7 +103,7 @@ def config_of(name: str, seq: int | None = None, ignore: tuple[str, ...] = ()) -
 def _options(name: str, ignore: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if name in PRESETS:
         model_type, options = PRESETS[name]
-        return model_type, {**_COMMON, **options}
+        return model_type, dict(options)
     built = MODELS.get(_ALIASES.get(name, name))
     if built is not None:
         if built.kind != "causal-lm":

@@ -1,0 +1,126 @@
+"""A plan carried out: the settings and passes that make the runtime do what a plan of one stage says.
+
+plan = read_plan("gpt.plan")
+how = execution_of(plan)             # error: names everything the runtime cannot do yet
+how.passes(model)                    # ["recompute(mode=full,blocks=model.layers.1+model.layers.3)"]
+
+ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   zero1, reduced in every micro-batch
+ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from interlace.errors import InterlaceError
+
+Plan = dict[str, Any]  # as `_core.read_plan` gives it
+
+# ZeRO level → strategy and accumulate_mode of Config
+_LEVELS = (("replicate", "reduce_last"), ("zero1", "reduce_last"), ("zero1", "reduce_each"), ("shard", "reduce_each"))
+
+
+class PlanError(InterlaceError):
+    """A plan that cannot be read or carried out."""
+
+
+def read_plan(file: str) -> Plan:
+    """A plan file, checked. Error: no such file, what cannot be read, or the rules that the plan breaks."""
+    from interlace import _core
+
+    try:
+        text = Path(file).read_text()
+    except FileNotFoundError:
+        raise PlanError(f"no such plan: {file}") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{file} is not a plan: it is not UTF-8 text") from None
+    except OSError as error:
+        raise PlanError(f"cannot read {file}: {error.strerror}") from None
+    return json.loads(_core.read_plan(text, file))
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """What a plan of one stage asks of the runtime."""
+
+    model: str
+    ranks: int
+    batch: int
+    micro_batch: int
+    accumulation: int
+    seq: int
+    strategy: str
+    accumulate_mode: str
+    param_dtype: str | None  # parameters are float32 in the optimizer
+    blocks: int
+    full: int
+    selective: int
+    step_us: float  # predicted; 0: not known
+    peak_bytes: int
+
+    def passes(self, model: nn.Module) -> list[str]:
+        """The passes beside strategy and accumulation. Recomputed blocks are spread evenly among the others."""
+        if self.full + self.selective == 0:
+            return []
+        paths = block_paths(model, self.blocks)
+        chosen = spread(self.full + self.selective, self.blocks)
+        whole = [chosen[i] for i in spread(self.full, len(chosen))]
+        if self.selective == 0:
+            return [f"recompute(mode=full,blocks={'+'.join(paths[i] for i in chosen)})"]
+        more = f",whole={'+'.join(paths[i] for i in whole)}" if whole else ""
+        return [f"recompute(mode=selective,blocks={'+'.join(paths[i] for i in chosen)}{more})"]
+
+
+def execution_of(plan: Plan) -> Execution:
+    """What the runtime has to do. Error: everything in the plan that it cannot do."""
+    missing = _missing(plan)
+    if missing:
+        raise PlanError("this plan cannot be trained yet: " + "; ".join(missing) + "\n  " + _way_out(plan))
+    stage = plan["stages"][0]
+    strategy, mode = _LEVELS[stage["zero"]]
+    return Execution(
+        model=plan["model"], ranks=stage["dp"], batch=plan["global_batch"], micro_batch=stage["micro_batch"],
+        accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
+        param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"], full=stage["full"],
+        selective=stage["selective"], step_us=plan["step_us"], peak_bytes=stage["peak_bytes"],
+    )  # fmt: skip
+
+
+def _missing(plan: Plan) -> list[str]:
+    out = []
+    stages = plan["stages"]
+    if len(stages) > 1:
+        out.append(f"it has {len(stages)} pipeline stages, and the runtime runs one")
+    widest = max(stage["tp"] for stage in stages)
+    if widest > 1:
+        out.append(f"tensor parallel {widest}, and the runtime has none")
+    moved = [name for name in ("weights", "gradients", "states", "activations")
+             if any(stage["offload"][name] > 0 for stage in stages)]  # fmt: skip
+    if moved:
+        out.append(f"offload of {', '.join(moved)} to the host, and the runtime keeps all on the device")
+    if not plan["flash_attention"]:
+        out.append("attention without the flash kernel, and the runtime trains with it")
+    return out
+
+
+def _way_out(plan: Plan) -> str:
+    options = f"--cluster {plan['cluster']} --global-batch {plan['global_batch']} --seq {plan['sequence']} --runnable"
+    return f"A plan that can: interlace plan {plan['model']} {options}"
+
+
+def spread(count: int, total: int) -> list[int]:
+    """`count` of the numbers below `total`, as evenly as can be."""
+    return [i for i in range(total) if (i + 1) * count // total > i * count // total]
+
+
+def block_paths(model: nn.Module, blocks: int) -> list[str]:
+    """The paths of the model's blocks. Error: it has no list of so many."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == blocks:
+            return [f"{path}.{i}" for i in range(blocks)]
+    raise PlanError(f"the model has no list of {blocks} blocks, as the plan says it has")
