@@ -193,6 +193,31 @@ def test_hostile_names_stay_text():
     assert any(evil in word for word in data_of(page)["predicted"]["text"])
 
 
+def test_what_a_search_decided_and_rejected():
+    assert build_report_has_no_decisions(STEP.read_text())
+    program = _core.Program.parse(captured())
+    limit = 3 << 20
+    program.run_passes(f"canonicalize,shard(ranks=2),update,search(cluster={CLUSTER},limit={limit},recompute=none)")
+    report = report_of(program.print())
+    found = report.decisions
+    assert found is not None and found.limit == limit
+    assert found.chosen[2] <= limit and found.chosen in found.front and len(found.heuristics) >= 5
+    page = render(report)
+    text = visible(page)
+    for name, us, size in [found.chosen, *found.heuristics, *found.without]:
+        assert name in text and time_text(us) in text and bytes_text(size) in text
+    assert page.count("<circle") == len(found.front) + len(found.heuristics) + 1
+    assert report.summary()["decisions"]["chosen"]["bytes"] == found.chosen[2]
+    evil = program.print().replace('search.heuristics "plain', 'search.heuristics "<img src=x>', 1)
+    assert "<img" not in render(report_of(evil))
+    assert build_report_has_no_decisions(program.print().replace('search.chosen "', 'search.chosen "no numbers\\n', 1))
+
+
+def build_report_has_no_decisions(text: str) -> bool:
+    report = report_of(text)
+    return report.decisions is None and "What was decided" not in render(report)
+
+
 def test_same_page_each_time():
     assert render(report_of(sharded(2))) == render(report_of(sharded(2)))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from interlace.report.decisions import Decisions, decisions_of
 from interlace.report.modules import Row, breakdown, merge_blame, merge_holders
 from interlace.report.timeline import Timeline, read_trace
 
@@ -56,6 +57,7 @@ class Report:
     holders: list[dict[str, Any]]
     what_if: list[dict[str, Any]]
     tokens_per_step: int | None
+    decisions: Decisions | None
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the page without its timelines."""
@@ -67,6 +69,8 @@ class Report:
         out["critical_path"] = self.blame
         out["peak"] = self.holders
         out["what_if"] = self.what_if
+        if self.decisions is not None:
+            out["decisions"] = self.decisions.summary()
         if self.measured is not None:
             us = self.measured.span_ns / 1e3
             out["measured"] = {"step_us": us, "error": self.forecast["step_us"] / us - 1 if us else None,
@@ -99,6 +103,7 @@ def build_report(
         holders=merge_holders(details["memory"]["at_peak"]),
         what_if=rows,
         tokens_per_step=tokens_per_step(program),
+        decisions=decisions_of(program),
     )
 
 

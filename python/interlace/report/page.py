@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any
 
 from interlace.report.build import Report
+from interlace.report.decisions import render_decisions
 from interlace.report.modules import Row
 from interlace.report.timeline import columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
@@ -30,6 +31,7 @@ def render(report: Report) -> str:
         "</div><div>",
         _what_if(report),
         "</div></div>",
+        render_decisions(report.decisions) if report.decisions is not None else "",
         _memory(report),
         _path(report),
         _modules(report),
