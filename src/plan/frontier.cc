@@ -59,7 +59,7 @@ std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, 
   struct Choice { double compute, tp, saved, work, most; Recompute counts; };
   std::vector<Choice> choices;
   const int32_t step = options.uniform_recompute ? layers : 1;
-  for (int32_t full = 0; full <= (options.full ? layers : 0); full += step) {
+  for (int32_t full = options.only_full ? layers : 0; full <= (options.full ? layers : 0); full += step) {
     for (int32_t selective = 0; selective <= (options.selective ? layers - full : 0); selective += step) {
       const int32_t kept = layers - full - selective;
       Choice c{full * block.recompute_full_us + selective * block.recompute_selective_us,

@@ -44,6 +44,7 @@ struct StageOptions {
   std::array<bool, 4> zero = {true, true, true, true};             // allowed levels; 0 whenever dp is 1
   bool selective = true, full = true;                              // allowed recomputation
   bool uniform_recompute = false;                                  // all blocks alike
+  bool only_full = false;                                          // every block recomputed wholly
   bool weights_out = true, gradients_out = true, states_out = true, activations_out = true;
   std::vector<int32_t> micro_batches = {};  // allowed b; empty: any that divides
   std::vector<int32_t> tensor_parallel = {};  // allowed tp; empty: any that divides

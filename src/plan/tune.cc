@@ -29,10 +29,12 @@ struct KeyHash {
 // of every layout, which matters where stages must be alike or boundaries cost time.
 class Frontiers {
  public:
-  static Result<Frontiers> Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options, int32_t threads) {
+  static Result<Frontiers> Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options,
+                                  const TuneOptions& tune) {
     Frontiers out;
+    out.average_ = !tune.space.imbalance_aware;
     out.batch_ = options.global_batch;
-    out.threads_ = threads > 0 ? threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+    out.threads_ = tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
     std::optional<Error> error;
     for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
       if (layers.largest_tp() % tp != 0 || tp > cluster.per_node || cluster.per_node % tp != 0) continue;
@@ -66,10 +68,11 @@ class Frontiers {
       if (!std::isfinite(bound.total_us)) continue;
       FrontierPoint& point = at->second.emplace_back();
       point.strategy.layers = key.layers;
-      point.strategy.dp = dp, point.strategy.tp = tp;
+      point.strategy.dp = dp, point.strategy.tp = tp, point.strategy.micro_batches = key.micro_batches;
       point.strategy.micro_batch = static_cast<int32_t>(batch_ / (int64_t{key.micro_batches} * dp));
       point.cost.stable_us = bound.stable_us;
       point.cost.extra_us = bound.total_us - bound.stable_us;
+      Average(point);
     }
     return at->second;
   }
@@ -93,6 +96,7 @@ class Frontiers {
     for (std::thread& helper : helpers) helper.join();
     for (size_t i = 0; i < parts.size(); ++i) {
       Frontier& all = computed_[keys[i / models_.size()]];
+      for (FrontierPoint& point : parts[i]) Average(point);
       all.insert(all.end(), parts[i].begin(), parts[i].end());
       points_ += static_cast<int64_t>(parts[i].size());
     }
@@ -109,10 +113,18 @@ class Frontiers {
     int32_t tp;
     StageModel model;
   };
+  // Imbalance left aside: every micro-batch takes its share of what the first and the last take beyond it.
+  void Average(FrontierPoint& point) const {
+    if (!average_) return;
+    point.cost.stable_us += point.cost.extra_us / point.strategy.micro_batches;
+    point.cost.extra_us = 0;
+  }
+
   std::vector<Model> models_;
   std::unordered_map<StageKey, Frontier, KeyHash> computed_, bounds_;
   int64_t batch_ = 1, points_ = 0;
   int32_t threads_ = 1;
+  bool average_ = false;
 };
 
 struct Pair {
@@ -171,6 +183,7 @@ class Tuner {
       if (o_.global_batch % g != 0 || (space.powers_of_two && (g & (g - 1)) != 0)) continue;
       for (int32_t s = 1; s <= std::min(layers_.blocks(), devices); ++s) {
         if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), s) == space.stages.end()) continue;
+        if (space.equal_layers && layers_.blocks() % s != 0) continue;
         Pair pair;
         pair.micro_batches = static_cast<int32_t>(g), pair.stages = s;
         if (space.free_devices) {
@@ -482,9 +495,17 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   stage.global_batch = options.global_batch;
   stage.device_bytes = MemoryFor(cluster, options);
   if (options.host_bytes > 0) stage.host_bytes = options.host_bytes;
-  INTERLACE_ASSIGN(Frontiers frontiers, Frontiers::Create(layers, cluster, stage, options.threads));
+  INTERLACE_ASSIGN(Frontiers frontiers, Frontiers::Create(layers, cluster, stage, options));
   INTERLACE_ASSIGN(double sample_bytes, BytesOfSample(layers));
-  return Tuner(layers, cluster, options, frontiers, sample_bytes).Run();
+  INTERLACE_ASSIGN(TuneResult result, Tuner(layers, cluster, options, frontiers, sample_bytes).Run());
+  if (stage.overlap && options.space.imbalance_aware) return result;
+  stage.overlap = true;
+  for (Plan& plan : result.plans) {
+    INTERLACE_ASSIGN(plan, Reprice(plan, layers, cluster, stage));
+    plan.bound_us = plan.step_us;
+  }
+  std::stable_sort(result.plans.begin(), result.plans.end(), [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
+  return result;
 }
 
 Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {

@@ -29,7 +29,11 @@ struct Space {
   bool free_devices = true;          // stages may differ in their number of devices
   bool one_layout = false;           // one (b, dp, tp) for all stages
   int32_t layer_slack = -1;          // layers of a stage are within so many of the average; -1: any
+  bool equal_layers = false;         // only S that divides the blocks
   bool powers_of_two = false;        // G only
+  // False: chosen as if every micro-batch took t + d / G. Such plans, and those of stage.overlap = false, are then costed by
+  // the true model.
+  bool imbalance_aware = true;
   std::vector<int32_t> stages = {};  // S only these; empty: any
 };
 Space FullSpace();

@@ -1,0 +1,161 @@
+#include "plan/tune.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "plan/baselines.h"
+#include "plan/plan_text.h"
+#include "plan/recurrence.h"
+#include "plan/testing/table_layers.h"
+
+namespace interlace::plan {
+namespace {
+
+ClusterSpec Preset(std::string_view name) { return std::move(*LoadCluster(name, "cluster")); }
+
+TuneOptions Options(int64_t batch, int64_t device_bytes = 0) {
+  TuneOptions options;
+  options.model = "table";
+  options.global_batch = batch;
+  options.device_bytes = device_bytes;
+  options.threads = 1;
+  return options;
+}
+
+// Every (G, S) with every frontier computed: what the search over bounds must equal.
+double Exhaustive(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& o, int64_t sample_bytes) {
+  StageOptions stage = o.space.stage;
+  stage.global_batch = o.global_batch;
+  stage.device_bytes = o.device_bytes;
+  std::vector<StageModel> models;
+  for (int32_t tp : {1, 2, 4}) {
+    stage.tensor_parallel = {tp};
+    models.push_back(std::move(*StageModel::Create(layers, cluster, stage)));
+  }
+  double best = std::numeric_limits<double>::infinity();
+  std::map<std::array<int32_t, 6>, Frontier> known;
+  for (int32_t g = 1; g <= o.global_batch; ++g) {
+    if (o.global_batch % g != 0) continue;
+    for (int32_t s = 1; s <= std::min<int64_t>(layers.blocks(), cluster.devices); ++s) {
+      InterStageProblem p;
+      p.stages = s, p.layers = layers.blocks(), p.micro_batches = g;
+      p.devices = static_cast<int32_t>(cluster.devices), p.per_node = static_cast<int32_t>(cluster.per_node);
+      p.counts = FreeDeviceCounts(p.devices, p.per_node);
+      p.frontier = [&](const StageKey& k) -> const Frontier& {
+        auto [at, added] = known.try_emplace({k.layers, k.embedding, k.head, k.devices, k.micro_batches, k.in_flight});
+        if (!added) return at->second;
+        for (const StageModel& model : models) {
+          Frontier part = model.FrontierOf(k);
+          at->second.insert(at->second.end(), part.begin(), part.end());
+        }
+        return at->second;
+      };
+      double bytes = static_cast<double>(sample_bytes * o.global_batch / g);
+      p.boundary_us = [&](const Layout& a, const Layout& b, bool inside) { return BoundaryUs(cluster, bytes, a, b, inside); };
+      InterStageResult result = *SolveInterStage(p);
+      if (!result.plans.empty()) best = std::min(best, result.plans[0].cost_us);
+    }
+  }
+  return best;
+}
+
+TEST(Tune, EqualsTheSearchWithAllFrontiers) {
+  testing::GptLayers layers(1024, 16, 6);
+  ClusterSpec cluster = Preset("l4-24gb-8");
+  cluster.per_node = 4;
+  for (int64_t megabytes : {1500, 3000, 12000}) {
+    TuneOptions options = Options(16, megabytes << 20);
+    auto tuned = Tune(layers, cluster, options);
+    ASSERT_TRUE(tuned.ok()) << ErrorOf(tuned);
+    double exact = Exhaustive(layers, cluster, options, layers.Cost(Role::kBlock, 1, 1)->boundary);
+    ASSERT_FALSE(tuned->plans.empty()) << megabytes;
+    EXPECT_NEAR(tuned->plans[0].step_us, exact, 1e-8 * exact) << megabytes;
+    EXPECT_TRUE(tuned->complete);
+    EXPECT_NEAR(tuned->bound_us, exact, 1e-8 * exact);
+  }
+}
+
+TEST(Tune, PlansKeepTheRulesAndCostWhatTheySay) {
+  testing::GptLayers layers(2048, 32, 24);
+  ClusterSpec cluster = Preset("l4-24gb-16");
+  TuneOptions options = Options(64);
+  options.top = 4;
+  auto tuned = Tune(layers, cluster, options);
+  ASSERT_TRUE(tuned.ok()) << ErrorOf(tuned);
+  ASSERT_EQ(tuned->plans.size(), 4u);
+  for (const Plan& plan : tuned->plans) {
+    PlanFile file{plan, layers.blocks(), cluster.devices, cluster.per_node, cluster.MemoryLimitBytes(), {}};
+    Status rules = VerifyPlan(file, &cluster);
+    EXPECT_TRUE(rules.ok()) << ErrorOf(rules);
+    StageOptions stage;
+    stage.device_bytes = cluster.MemoryLimitBytes();
+    auto again = Reprice(plan, layers, cluster, stage);
+    ASSERT_TRUE(again.ok()) << ErrorOf(again);
+    EXPECT_NEAR(again->step_us, plan.step_us, 1e-6 * plan.step_us);
+    EXPECT_GE(plan.step_us, tuned->plans[0].step_us);
+    for (const PlanStage& s : plan.stages) {
+      EXPECT_NEAR(s.passes.forward_us + s.passes.backward_us, s.cost.stable_us, 1e-6 * s.cost.stable_us);
+    }
+  }
+  // A plan of before, tried first, ends in the same place with less work; so does half the batch from it.
+  options.top = 1;
+  auto cold = Tune(layers, cluster, options);
+  options.warm = &tuned->plans[0];
+  auto warm = Tune(layers, cluster, options);
+  ASSERT_TRUE(cold.ok() && warm.ok());
+  EXPECT_NEAR(warm->plans[0].step_us, cold->plans[0].step_us, 1e-8 * cold->plans[0].step_us);
+  EXPECT_LE(warm->checks, cold->checks);
+}
+
+TEST(Tune, NoBaselineIsFasterThanTheFullSpace) {
+  struct Case {
+    int64_t hidden, heads, layers;
+    const char* cluster;
+    int64_t batch;
+  };
+  for (const Case& c : {Case{2048, 32, 24, "l4-24gb-2", 32}, Case{2560, 32, 32, "l4-24gb-4", 64}, Case{4096, 32, 32, "l4-24gb-8", 64}}) {
+    testing::GptLayers layers(c.hidden, c.heads, c.layers);
+    ClusterSpec cluster = Preset(c.cluster);
+    std::map<std::string, double> step;
+    for (const Baseline& baseline : Baselines()) {
+      auto tuned = TuneBaseline(baseline, layers, cluster, Options(c.batch));
+      ASSERT_TRUE(tuned.ok()) << baseline.name << ": " << ErrorOf(tuned);
+      step[baseline.name] = tuned->plans.empty() ? std::numeric_limits<double>::infinity() : tuned->plans[0].step_us;
+      EXPECT_GE(step[baseline.name], step["full"] * (1 - 1e-9)) << baseline.name << " on " << c.cluster;
+    }
+    EXPECT_GE(step["artifact"], step["paper"] * (1 - 1e-9)) << c.cluster;
+    EXPECT_GE(step["grid"], step["megatron"] * (1 - 1e-9)) << c.cluster;
+    EXPECT_GE(step["grid+offload"], step["grid+imbalance"] * (1 - 1e-9)) << c.cluster;
+    EXPECT_LT(step["full"], std::numeric_limits<double>::infinity());
+  }
+}
+
+TEST(Tune, OutOfTimeGivesABound) {
+  testing::GptLayers layers(2048, 32, 24);
+  ClusterSpec cluster = Preset("l4-24gb-16");
+  auto exact = Tune(layers, cluster, Options(64));
+  TuneOptions options = Options(64);
+  options.time_limit_s = 1e-9;
+  auto none = Tune(layers, cluster, options);
+  ASSERT_TRUE(none.ok());
+  EXPECT_FALSE(none->complete);
+  EXPECT_TRUE(none->plans.empty());
+  EXPECT_GT(none->bound_us, 0);
+  EXPECT_LE(none->bound_us, exact->plans[0].step_us);
+}
+
+TEST(Tune, SaysWhatCannotBePlanned) {
+  testing::GptLayers layers(1024, 16, 4);
+  ClusterSpec cluster = Preset("l4-24gb-16");
+  cluster.devices = 12;
+  EXPECT_EQ(ErrorOf(Tune(layers, cluster, Options(16))),
+            "the cluster 'l4-24gb-16' has uneven nodes: 12 devices, 8 a node; plan for whole nodes");
+  EXPECT_EQ(ErrorOf(FindBaseline("megatrn")), "there is no space 'megatrn', did you mean 'megatron'?");
+  auto small = Tune(layers, Preset("l4-24gb-2"), Options(16, 1 << 20));
+  ASSERT_TRUE(small.ok());
+  EXPECT_TRUE(small->plans.empty() && small->complete) << "nothing fits: a result, not an error";
+}
+
+}  // namespace
+}  // namespace interlace::plan
