@@ -85,7 +85,10 @@ TEST(Tune, PlansKeepTheRulesAndCostWhatTheySay) {
   ASSERT_TRUE(tuned.ok()) << ErrorOf(tuned);
   ASSERT_EQ(tuned->plans.size(), 4u);
   for (const Plan& plan : tuned->plans) {
-    PlanFile file{plan, layers.blocks(), cluster.devices, cluster.per_node, cluster.MemoryLimitBytes(), {}};
+    PlanFile file;
+    file.plan = plan;
+    file.blocks = layers.blocks(), file.devices = cluster.devices, file.per_node = cluster.per_node;
+    file.memory_limit = cluster.MemoryLimitBytes();
     Status rules = VerifyPlan(file, &cluster);
     EXPECT_TRUE(rules.ok()) << ErrorOf(rules);
     StageOptions stage;
