@@ -107,6 +107,8 @@ class Worker {
     const Shape& b = shapes_[first + 1];
     work_.kind = KernelWork::Kind::kProduct;
     work_.k = a.At(1);
+    // Gradients of experts: their rows are the inner dimension, each expert has its share of them.
+    if (name_ == "aten._grouped_mm" && a.sizes.size() == 2 && results_[0].sizes.size() == 3) work_.k /= std::max(results_[0].At(3), 1.0);
     work_.n = results_[0].At(1);
     work_.m = results_[0].At(2);
     work_.batch = results_[0].elements / std::max(work_.m * work_.n, 1.0);

@@ -2,18 +2,20 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
+#include "cost/collective_model.h"
 #include "cost/kernel_model.h"
 #include "passes/canonicalize.h"
 #include "passes/recompute.h"
 #include "plan/layer_memory.h"
 #include "plan/model_text.h"
+#include "plan/tensor_parallel.h"
 
 namespace interlace::plan {
 namespace {
@@ -24,54 +26,66 @@ struct Variant {
   LayerMemory memory;
 };
 
-struct PassTimesUs {
-  double forward = 0, backward = 0;
+// Of one layer, one op after another: kernels, and the collectives of tensor parallelism.
+struct LayerTimes {
+  double forward = 0, backward = 0, tp_forward = 0, tp_backward = 0;
 };
 
-// Sum of the kernels of each part, one after another.
-Result<PassTimesUs> KernelTimes(const Program& program, const Binding& binding, const ClusterSpec& cluster) {
+Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterSpec& cluster, int64_t tp) {
+  // The whole of what is gathered, scattered or summed.
+  bool gathers = op.name == "tp.all_gather";
+  CollectiveKind kind = gathers ? CollectiveKind::kGather : op.name == "tp.reduce_scatter" ? CollectiveKind::kReduce : CollectiveKind::kAllReduce;
+  ValueId whole = kind == CollectiveKind::kReduce ? op.args[0].value : op.results[0];
+  INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(whole).type));
+  CollectiveTime time = RingTime(cluster, GroupOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
+  return time.latency_us + time.transfer_us;
+}
+
+Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const ClusterSpec& cluster) {
   INTERLACE_ASSIGN(Program bound, Bind(program, binding));
-  PassTimesUs times;
+  LayerTimes times;
   for (OpId id : bound.FindPhase("micro_batch")->ops) {
     const Op& op = bound.op(id);
-    INTERLACE_ASSIGN(KernelWork work, WorkOf(bound, op));
-    (op.part == Part::kBackward ? times.backward : times.forward) += KernelUs(cluster, work);
+    const bool backward = op.part == Part::kBackward;
+    if (op.name.starts_with("tp.")) {
+      INTERLACE_ASSIGN(double us, CollectiveUs(bound, op, cluster, binding.at("tp")));
+      (backward ? times.tp_backward : times.tp_forward) += us;
+    } else {
+      INTERLACE_ASSIGN(KernelWork work, WorkOf(bound, op));
+      (backward ? times.backward : times.forward) += KernelUs(cluster, work);
+    }
   }
   return times;
 }
 
+// The programs of a role at tp = 1, or with tp as a symbol.
 class Layer {
  public:
-  static Result<Layer> Of(const Program& captured, Role role) {
+  static Result<Layer> Of(const Program& captured, Role role, const std::vector<ParallelParameter>* cut) {
     Layer layer;
     layer.role_ = role;
-    INTERLACE_ASSIGN(layer.kept_, Make(captured, ""));
-    for (const Param& param : captured.params) {
-      int64_t elements = 1;
-      for (Dim size : captured.value(param.value).type.sizes) {
-        if (!size.is_const() || __builtin_mul_overflow(elements, size.value, &elements)) {
-          return MakeError("parameter '", param.name, "' has more than 64 bits of elements, or sizes that are no numbers");
-        }
-      }
-      if (__builtin_add_overflow(layer.parameters_, elements, &layer.parameters_)) {
-        return MakeError("the layer has more parameters than 64 bits count");
-      }
-      layer.largest_ = std::max(layer.largest_, elements);
+    INTERLACE_ASSIGN(layer.kept_, Make(captured, "", cut));
+    Program& program = layer.kept_.program;
+    for (const Param& param : program.params) {
+      INTERLACE_ASSIGN(Dim elements, ElementsOf(program, program.value(param.value).type));
+      layer.parameters_ = program.dims.Add(layer.parameters_, elements);
     }
     if (role != Role::kBlock) return layer;
-    INTERLACE_ASSIGN(layer.selective_, Make(captured, "selective"));
-    INTERLACE_ASSIGN(layer.full_, Make(captured, "full"));
+    INTERLACE_ASSIGN(layer.selective_, Make(captured, "selective", cut));
+    INTERLACE_ASSIGN(layer.full_, Make(captured, "full", cut));
     return layer;
   }
 
   Result<LayerCost> Cost(const Binding& binding, const ClusterSpec& cluster) const {
     LayerCost cost;
-    INTERLACE_ASSIGN(PassTimesUs times, KernelTimes(kept_.program, binding, cluster));
+    INTERLACE_ASSIGN(LayerTimes times, TimesOf(kept_.program, binding, cluster));
     cost.forward_us = times.forward;
     cost.backward_us = times.backward;
-    cost.parameters = parameters_;
-    cost.largest_unit = largest_;
+    cost.tp_forward_us = times.tp_forward;
+    cost.tp_backward_us = times.tp_backward;
     const DimTable& dims = kept_.program.dims;
+    INTERLACE_ASSIGN(cost.parameters, dims.Evaluate(parameters_, binding));
+    cost.largest_unit = cost.parameters;
     INTERLACE_ASSIGN(cost.boundary, dims.Evaluate(kept_.memory.boundary, binding));
     INTERLACE_ASSIGN(int64_t forward, Largest(dims, kept_.memory.forward, binding));
     INTERLACE_ASSIGN(auto kept, Backward(kept_, binding));
@@ -84,21 +98,42 @@ class Layer {
     std::tie(cost.saved_selective, cost.work_backward_selective) = selective;
     INTERLACE_ASSIGN(auto full, Backward(full_, binding));
     std::tie(cost.saved_full, cost.work_backward_full) = full;
-    INTERLACE_ASSIGN(PassTimesUs selective_times, KernelTimes(selective_.program, binding, cluster));
-    INTERLACE_ASSIGN(PassTimesUs full_times, KernelTimes(full_.program, binding, cluster));
-    cost.recompute_selective_us = std::max(selective_times.backward - times.backward, 0.0);
-    cost.recompute_full_us = std::max(full_times.backward - times.backward, 0.0);
+    INTERLACE_ASSIGN(LayerTimes some, TimesOf(selective_.program, binding, cluster));
+    INTERLACE_ASSIGN(LayerTimes all, TimesOf(full_.program, binding, cluster));
+    cost.recompute_selective_us = std::max(some.backward - times.backward, 0.0);
+    cost.recompute_full_us = std::max(all.backward - times.backward, 0.0);
+    cost.tp_recompute_selective_us = std::max(some.tp_backward - times.tp_backward, 0.0);
+    cost.tp_recompute_full_us = std::max(all.tp_backward - times.tp_backward, 0.0);
     return cost;
   }
 
+  // Of the inputs that all blocks share, by the most that any way of recomputing reads again.
+  Result<int64_t> SharedBytes(const Binding& binding) const {
+    int64_t most = 0;
+    for (const Variant* variant : {&kept_, &selective_, &full_}) {
+      INTERLACE_ASSIGN(int64_t bytes, variant->program.dims.Evaluate(variant->memory.shared, binding));
+      most = std::max(most, bytes);
+    }
+    return most;
+  }
+
  private:
-  // `mode` of the pass recompute, "" for none.
-  static Result<Variant> Make(const Program& captured, const std::string& mode) {
+  // `mode` of the pass recompute, "" for none. It runs first: what is run again is cut, gathered and summed again.
+  static Result<Variant> Make(const Program& captured, const std::string& mode, const std::vector<ParallelParameter>* cut) {
     Variant out;
     out.program = captured.Clone();
     if (!mode.empty()) INTERLACE_TRY(Recompute(out.program, {{"mode", mode}}));
+    if (cut != nullptr) INTERLACE_TRY(CutForTensorParallel(out.program, *cut));
     INTERLACE_ASSIGN(out.memory, MemoryOfLayer(out.program));
     return out;
+  }
+
+  static Result<Dim> ElementsOf(Program& program, const Type& type) {
+    Dim elements = 1;
+    for (Dim size : type.sizes) {
+      INTERLACE_ASSIGN(elements, program.dims.CheckedMul(elements, size));
+    }
+    return elements;
   }
 
   // Bytes saved between the passes, and the backward part's peak beyond them.
@@ -110,15 +145,16 @@ class Layer {
 
   Role role_ = Role::kBlock;
   Variant kept_, selective_, full_;
-  int64_t parameters_ = 0, largest_ = 0;
+  Dim parameters_;  // elements of a rank
 };
 
 class CapturedLayers : public LayerSource {
  public:
-  CapturedLayers(int32_t blocks, const ClusterSpec& cluster, int64_t sequence)
-      : blocks_(blocks), cluster_(cluster), sequence_(sequence) {}
+  CapturedLayers(const ClusterSpec& cluster, int64_t sequence) : cluster_(cluster), sequence_(sequence) {}
 
-  Status Prepare(ModelText& model) {
+  Status Prepare(ModelText model) {
+    blocks_ = model.blocks;
+    largest_tp_ = LargestTensorParallel(model);
     for (int role = 0; role < kRoles; ++role) {
       Program& program = model.programs[role];
       // The trace calls a size of 1 another case because of broadcasting, which changes no size that is counted here.
@@ -129,35 +165,46 @@ class CapturedLayers : public LayerSource {
         }
       }
       INTERLACE_TRY(Canonicalize(program));
-      INTERLACE_ASSIGN(layers_[role], Layer::Of(program, static_cast<Role>(role)));
+      INTERLACE_ASSIGN(layers_[role], Layer::Of(program, static_cast<Role>(role), nullptr));
+      if (largest_tp_ == 1) continue;
+      INTERLACE_ASSIGN(cut_layers_[role], Layer::Of(program, static_cast<Role>(role), &model.parallel));
     }
     return Ok{};
   }
 
   int32_t blocks() const override { return blocks_; }
-  int32_t largest_tp() const override { return 1; }
+  int32_t largest_tp() const override { return largest_tp_; }
 
   Result<LayerCost> Cost(Role role, int32_t micro_batch, int32_t tp) const override {
     if (micro_batch < 1) return MakeError("a micro-batch of ", micro_batch, " has no samples");
-    if (tp != 1) return MakeError("tensor parallel over ", tp, " devices: this model's layers are cut over 1 at most");
+    if (tp < 1 || largest_tp_ % tp != 0) {
+      return MakeError("tensor parallel over ", tp, " devices does not divide the model's heads and widths; divisors of ", largest_tp_, " do");
+    }
+    if (sequence_ % tp != 0) return MakeError("tensor parallel over ", tp, " devices does not divide the sequence of ", sequence_);
     auto key = std::tuple(role, micro_batch, tp);
     {
       std::lock_guard lock(mutex_);
       auto found = known_.find(key);
       if (found != known_.end()) return found->second;
     }
+    const auto& layers = tp == 1 ? layers_ : cut_layers_;
     Binding binding{{"b", micro_batch}, {"s", sequence_}};
-    INTERLACE_ASSIGN(LayerCost cost, layers_[static_cast<int>(role)].Cost(binding, cluster_));
+    if (tp > 1) binding["tp"] = tp;
+    INTERLACE_ASSIGN(LayerCost cost, layers[static_cast<int>(role)].Cost(binding, cluster_));
+    if (role == Role::kEmbedding) {  // makes what all blocks share
+      INTERLACE_ASSIGN(int64_t shared, layers[static_cast<int>(Role::kBlock)].SharedBytes(binding));
+      for (int64_t* saved : {&cost.saved_kept, &cost.saved_selective, &cost.saved_full}) *saved += shared;
+    }
     std::lock_guard lock(mutex_);
     known_.emplace(key, cost);
     return cost;
   }
 
  private:
-  int32_t blocks_;
   ClusterSpec cluster_;
   int64_t sequence_;
-  std::array<Layer, kRoles> layers_;
+  int32_t blocks_ = 0, largest_tp_ = 1;
+  std::array<Layer, kRoles> layers_, cut_layers_;
   mutable std::mutex mutex_;
   mutable std::map<std::tuple<Role, int32_t, int32_t>, LayerCost> known_;
 };
@@ -167,8 +214,8 @@ class CapturedLayers : public LayerSource {
 Result<std::unique_ptr<LayerSource>> ReadLayers(std::string_view model_text, std::string_view file, const ClusterSpec& cluster,
                                                 int64_t sequence) {
   INTERLACE_ASSIGN(ModelText model, ReadModelText(model_text, file));
-  auto layers = std::make_unique<CapturedLayers>(model.blocks, cluster, sequence);
-  INTERLACE_TRY(layers->Prepare(model));
+  auto layers = std::make_unique<CapturedLayers>(cluster, sequence);
+  INTERLACE_TRY(layers->Prepare(std::move(model)));
   return std::unique_ptr<LayerSource>(std::move(layers));
 }
 

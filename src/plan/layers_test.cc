@@ -7,12 +7,14 @@
 
 #include <gtest/gtest.h>
 
+#include "cost/collective_model.h"
 #include "ir/text.h"
 #include "passes/canonicalize.h"
 #include "passes/recompute.h"
 #include "plan/captured_layers.h"
 #include "plan/layer_memory.h"
 #include "plan/model_text.h"
+#include "plan/tensor_parallel.h"
 
 namespace interlace::plan {
 namespace {
@@ -93,43 +95,138 @@ TEST(Layers, MemoryExpressionsEqualCountingOneByOne) {
     for (Program& captured : model.programs) {
       ASSERT_TRUE(Canonicalize(captured).ok());
       for (const char* mode : {"", "selective", "full"}) {
-        Program program = captured.Clone();
-        bool block = *captured.Meta("layer") == "block";
-        if (*mode != 0 && !block) continue;
-        if (*mode != 0) {
-          ASSERT_EQ(ErrorOf(Recompute(program, {{"mode", mode}})), "no error");
-        }
-        Result<LayerMemory> memory = MemoryOfLayer(program);
-        ASSERT_EQ(ErrorOf(memory), "no error");
-        for (int trial = 0; trial < 8; ++trial) {
-          Binding binding{{"b", 2 + random() % 40}, {"s", 2 + random() % 500}};
-          Result<Program> bound = Bind(program, binding);
-          ASSERT_EQ(ErrorOf(bound), "no error");
-          Counted counted = CountOneByOne(*bound);
-          SCOPED_TRACE(std::string(file) + " " + *captured.Meta("layer") + " " + mode);
-          EXPECT_EQ(*program.dims.Evaluate(memory->saved, binding), counted.saved);
-          EXPECT_EQ(*Largest(program.dims, memory->forward, binding), counted.forward);
-          EXPECT_EQ(*Largest(program.dims, memory->backward, binding), counted.backward);
+        for (bool cut : {false, true}) {
+          Program program = captured.Clone();
+          if (*mode != 0 && *captured.Meta("layer") != "block") continue;
+          SCOPED_TRACE(std::string(file) + " " + *captured.Meta("layer") + " " + mode + (cut ? " cut" : ""));
+          if (*mode != 0) {
+            ASSERT_EQ(ErrorOf(Recompute(program, {{"mode", mode}})), "no error");
+          }
+          if (cut) {
+            ASSERT_EQ(ErrorOf(CutForTensorParallel(program, model.parallel)), "no error");
+          }
+          Result<LayerMemory> memory = MemoryOfLayer(program);
+          ASSERT_EQ(ErrorOf(memory), "no error");
+          for (int trial = 0; trial < 6; ++trial) {
+            const int64_t tp = cut ? 1 + random() % 2 * 3 : 1;  // 1 or 4
+            Binding binding{{"b", 2 + random() % 40}, {"s", tp * (2 + random() % 120)}};
+            if (cut) binding["tp"] = tp;
+            Result<Program> bound = Bind(program, binding);
+            ASSERT_EQ(ErrorOf(bound), "no error");
+            Counted counted = CountOneByOne(*bound);
+            EXPECT_EQ(*program.dims.Evaluate(memory->saved, binding), counted.saved);
+            EXPECT_EQ(*Largest(program.dims, memory->forward, binding), counted.forward);
+            EXPECT_EQ(*Largest(program.dims, memory->backward, binding), counted.backward);
+          }
         }
       }
     }
   }
 }
 
-// Llama in miniature: hidden 128, 4 heads of 32, 2 of keys and values, MLP 344, float32, flash attention.
+// The names of the ops that compute, and the bytes of their results at a binding; those along a cut sequence apart.
+struct OpBytes {
+  std::string name;
+  int64_t bytes = 0;
+  bool cut_sequence = false;
+};
+
+std::vector<OpBytes> BytesOfOps(const Program& program, const Binding& binding) {
+  std::vector<OpBytes> out;
+  Result<Program> bound = Bind(program, binding);
+  EXPECT_EQ(ErrorOf(bound), "no error");
+  for (OpId id : program.FindPhase("micro_batch")->ops) {
+    const Op& op = program.op(id);
+    if (op.name == "view" || op.name.starts_with("tp.")) continue;
+    OpBytes entry{op.name, 0, false};
+    for (ValueId result : op.results) {
+      if (result == kNone) continue;
+      entry.bytes += *bound->StorageBytes(bound->value(result).type);
+      entry.cut_sequence = entry.cut_sequence || PrintType(program, program.value(result).type).find("s//tp") != std::string::npos;
+    }
+    out.push_back(entry);
+  }
+  return out;
+}
+
+TEST(Layers, CutForTwoRanksIsTheModelOfHalfTheHeadsAndWidths) {
+  for (auto [whole_file, half_file] : {std::pair("llama.model", "llama-half.model"), {"llama-eager.model", "llama-eager-half.model"},
+                                       {"mixtral.model", "mixtral-half.model"}}) {
+    ModelText whole = ModelOf(whole_file), half = ModelOf(half_file);
+    EXPECT_EQ(LargestTensorParallel(whole), 4);
+    for (int role = 0; role < kRoles; ++role) {
+      SCOPED_TRACE(std::string(whole_file) + " " + std::string(RoleName(static_cast<Role>(role))));
+      Program& cut = whole.programs[role];
+      ASSERT_TRUE(Canonicalize(cut).ok() && Canonicalize(half.programs[role]).ok());
+      ASSERT_EQ(ErrorOf(CutForTensorParallel(cut, whole.parallel)), "no error");
+      auto found = BytesOfOps(cut, {{"b", 4}, {"s", 96}, {"tp", 2}}), wanted = BytesOfOps(half.programs[role], {{"b", 4}, {"s", 96}});
+      ASSERT_EQ(found.size(), wanted.size());
+      int whole_sequence = 0;
+      for (size_t i = 0; i < found.size(); ++i) {
+        ASSERT_EQ(found[i].name, wanted[i].name);
+        EXPECT_EQ(found[i].bytes * (found[i].cut_sequence ? 2 : 1), wanted[i].bytes) << i << " " << found[i].name;
+        whole_sequence += !found[i].cut_sequence && found[i].bytes > 4 * 96;
+      }
+      EXPECT_GT(whole_sequence, 0);
+    }
+  }
+}
+
+// Megatron-LM's figures for a block with sequence parallelism: what is saved, and the bytes that collectives move.
+TEST(Layers, TensorParallelDividesWhatABlockSavesAndGathersWhatItNeeds) {
+  ClusterSpec cluster = ClusterOf("a100-40gb-2");
+  auto layers = ReadLayers(FileText("llama.model"), "llama.model", cluster, 64);
+  ASSERT_EQ(ErrorOf(layers), "no error");
+  EXPECT_EQ((*layers)->largest_tp(), 4);
+  ASSERT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 2)), "no error");
+  LayerCost one = *(*layers)->Cost(Role::kBlock, 2, 1), two = *(*layers)->Cost(Role::kBlock, 2, 2);
+  EXPECT_EQ(two.saved_kept * 2, one.saved_kept);
+  EXPECT_EQ(two.saved_full * 2, one.saved_full);
+  EXPECT_EQ(two.boundary * 2, one.boundary);
+  EXPECT_EQ(two.parameters, (one.parameters - 2 * 128) / 2 + 2 * 128);  // norms are whole
+  EXPECT_EQ(one.tp_forward_us, 0);
+  // Forward: gather, scatter twice. Backward: the same, and what the weights' gradients read is gathered again.
+  const double bytes = 2 * 64 * 128 * 4;
+  auto ring = [&](CollectiveKind kind) {
+    CollectiveTime time = RingTime(cluster, GroupOf({{"tp", 2}}, "tp", cluster.per_node), kind, bytes, 1);
+    return time.latency_us + time.transfer_us;
+  };
+  const double gather = ring(CollectiveKind::kGather), scatter = ring(CollectiveKind::kReduce);
+  EXPECT_NEAR(two.tp_forward_us, 2 * gather + 2 * scatter, 1e-6);
+  EXPECT_NEAR(two.tp_backward_us, 4 * gather + 2 * scatter, 1e-6);
+  // GPT-2: products with biases, one for queries, keys and values.
+  layers = ReadLayers(FileText("gpt2.model"), "gpt2.model", cluster, 64);
+  ASSERT_EQ(ErrorOf(layers), "no error");
+  ASSERT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 4)), "no error");
+  LayerCost four = *(*layers)->Cost(Role::kBlock, 2, 4);
+  one = *(*layers)->Cost(Role::kBlock, 2, 1);
+  EXPECT_EQ(four.saved_kept * 4, one.saved_kept);
+  EXPECT_EQ(four.parameters, 12 * 96 * 96 / 4 + 7 * 96 / 4 + 6 * 96);  // weights; biases of columns; norms, biases of rows
+}
+
+TEST(Layers, UnevenTensorParallelIsNamed) {
+  auto layers = ReadLayers(FileText("llama.model"), "llama.model", ClusterOf("a100-40gb-2"), 66);
+  ASSERT_EQ(ErrorOf(layers), "no error");
+  EXPECT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 4)), "tensor parallel over 4 devices does not divide the sequence of 66");
+  EXPECT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 3)),
+            "tensor parallel over 3 devices does not divide the model's heads and widths; divisors of 4 do");
+}
+
+// Llama in miniature: hidden 128, 8 heads of 16, 4 of keys and values, MLP 344, float32, flash attention.
 TEST(Layers, SavedBytesOfABlockByHand) {
   auto layers = ReadLayers(FileText("llama.model"), "llama.model", ClusterOf("a100-40gb-2"), 64);
   ASSERT_EQ(ErrorOf(layers), "no error");
+  ASSERT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 1)), "no error");
   LayerCost block = *(*layers)->Cost(Role::kBlock, 2, 1);
   const int64_t rows = 2 * 64;  // b * s
   EXPECT_EQ(block.boundary, rows * 128 * 4);
   EXPECT_EQ(block.saved_full, block.boundary);
   EXPECT_EQ(block.parameters, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 344 + 2 * 128);
-  EXPECT_EQ(block.largest_unit, 128 * 344);
+  EXPECT_EQ(block.largest_unit, block.parameters);
   // Two norms: their input, its inverse root and both products; q, k after rotation, v; attention and its sums; MLP: gate,
   // silu, up and product.
   const int64_t norm = 128 + 1 + 128 + 128;
-  EXPECT_EQ(block.saved_kept, rows * 4 * (2 * norm + (128 + 64 + 64) + (128 + 4) + 4 * 344));
+  EXPECT_EQ(block.saved_kept, rows * 4 * (2 * norm + (128 + 64 + 64) + (128 + 8) + 4 * 344));
   EXPECT_LT(block.saved_selective, block.saved_kept);
   EXPECT_LT(block.saved_full, block.saved_selective);
   EXPECT_GT(block.recompute_full_us, block.recompute_selective_us);
@@ -157,7 +254,7 @@ TEST(Layers, WrongTextsAreNamed) {
             "m:1:18: a newer form than this reader knows (1); read it with a newer release\n  interlace-model 2\n                   ^");
   EXPECT_EQ(with("blocks 4", "block 4"), "m:4:1: unknown key 'block', did you mean 'blocks'?\n  block 4\n  ^");
   EXPECT_EQ(with("blocks 4", "blocks 0"), "m:4:8: expected a number from 1 to 100000\n  blocks 0\n         ^");
-  EXPECT_EQ(with("heads 4", "hidden 4"), "m:7:1: 'hidden' is given twice\n  hidden 4\n  ^");
+  EXPECT_EQ(with("heads 8", "hidden 8"), "m:7:1: 'hidden' is given twice\n  hidden 8\n  ^");
   EXPECT_EQ(with("parallel column", "parallel columns"), "m:13:10: expected column, row or vocabulary\n  parallel columns 0 \"model.layers.0.self_attn.q_proj.weight\"\n           ^");
   EXPECT_NE(with(",128] \"hidden\"", ",128] \"hiden\"").find("no input \"hidden\", the activation that enters the layer"), std::string::npos);
   EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, good.size() - 30), "m")).find("the file ends after "), std::string::npos);
