@@ -1,7 +1,10 @@
 // simplex.h — the offload ratios that make a stage fit: x = (weights, gradients, states, activations) in [0, 1]^4 with
 // need_r <= save_r . x for each peak and use . x <= room for the host.
 //
-// Peaks are linear in x (buffers shrink and grow with the ratios), so this is a polytope; time is piecewise linear on it.
+// Peaks are linear in x (buffers shrink and grow with the ratios), so this is a polytope; t and t + d are piecewise linear on
+// it and fall with no ratio, so the best lie where some peak just fits. There, the lower left boundary of the image of
+// each piece is the image of edges of that piece: lines where, besides the peak, two more bounds or kinks meet. All of them
+// are followed.
 #pragma once
 
 #include <array>
@@ -29,5 +32,15 @@ struct OffloadRegion {
 // The region of a stage with these counts. Bytes are rounded against the strategy, so that what holds here fits when counted.
 OffloadRegion RegionOf(const StageSums& sums, const StageOptions& options, int64_t host_share, int32_t layers, int32_t full,
                        int32_t selective, int32_t in_flight);
+
+// An edge on which t and t + d are linear; a single point when both ends are equal.
+struct TradeOff {
+  Ratios from{}, to{};
+  std::array<double, 2> stable_us{}, total_us{};  // at both ends; total = t + d
+};
+
+// Edges that hold every best point of (t, t + d) over the region; empty where nothing fits. Others that none beats as a whole
+// may be among them. At most a few milliseconds.
+std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective);
 
 }  // namespace interlace::plan
