@@ -38,13 +38,13 @@ def decisions_of(program: Any) -> Decisions | None:
     meta = program.meta()
     try:
         chosen = _rows(meta["search.chosen"])[0]
-        lists = [_rows(meta.get(f"search.{name}", "")) for name in ("front", "heuristics", "without")]
+        front, heuristics, without = (_rows(meta.get(f"search.{name}", "")) for name in ("front", "heuristics", "without"))
         limit = float(meta["search.limit"]) if "search.limit" in meta else None
     except (KeyError, ValueError, IndexError):
         return None
     _, begin, rest = program.explain().partition("decided (")
     words = (begin + rest).partition("\n\n")[0] if begin else ""
-    return Decisions(chosen, *lists, limit, words)
+    return Decisions(chosen, front, heuristics, without, limit, words)
 
 
 def _rows(text: str) -> list[Row]:
