@@ -75,7 +75,7 @@ struct ClusterSpec {
   double comm_core_us_per_mb = 0;              // processor time a collective takes per MB moved (cpu)
 
   LinkSpec intra, inter;
-  bool coalesce = true;            // a coalesced call of k units has one latency (NCCL), else k (gloo)
+  bool coalesce = true;            // a coalesced call of k units has one latency (NCCL, our sockets), else k
 
   std::string interference;        // "l4", "a100", "none"
   std::vector<double> interference_factors;    // 28, instead of a table
