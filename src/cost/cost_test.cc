@@ -58,7 +58,7 @@ TEST(Cluster, FileErrorsShowTheLine) {
             "c.toml:43:1: unknown table [inner], did you mean 'inte");
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "gb_per_s = 1.0 ", "gb_per_s = 0.0 "), "c.toml")).substr(0, 47),
             "c.toml:44:12: 'gb_per_s' must be above zero\n  g");
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 60", "alpha_us = -1"), "c")).find("must not be negative"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 30", "alpha_us = -1"), "c")).find("must not be negative"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = \"2\""), "c")).find("expected a number"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = 2\ncores = 3"), "c")).find("the key 'cores' is given twice"), std::string::npos);
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "cores = 2\n", "\n"), "c")), "c: the key 'cores' in [host] is missing");
