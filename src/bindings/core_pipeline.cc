@@ -1,5 +1,5 @@
-// core_pipeline.cc — `_core.solve_stages`: the choice between stages on frontiers given as numbers, for the test against a
-// MILP solver and for benchmarks.
+// core_pipeline.cc — the planner's parts for tests and benchmarks: `_core.solve_stages`, the choice between stages on frontiers
+// given as numbers, and `_core.PlanLayers`, a model's layers on a cluster, tuned in any space (src/plan/baselines.h).
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,7 +9,12 @@
 #include <map>
 #include <tuple>
 
+#include <memory>
+#include <string>
+
 #include "bindings/core.h"
+#include "plan/baselines.h"
+#include "plan/captured_layers.h"
 #include "plan/inter_stage.h"
 
 namespace py = pybind11;
@@ -75,9 +80,101 @@ py::dict SolveStages(plan::InterStageProblem problem, const GivenFrontiers& give
                   py::arg("wall_s") = wall, py::arg("cpu_s") = processor);
 }
 
+struct PlanLayers {
+  std::unique_ptr<plan::LayerSource> layers;
+  ClusterSpec cluster;
+  int64_t sequence = 1;
+};
+
+Result<PlanLayers> ReadPlanLayers(const std::string& model, const std::string& cluster, int64_t sequence) {
+  PlanLayers out;
+  out.sequence = sequence;
+  INTERLACE_ASSIGN(out.cluster, LoadCluster(cluster, "cluster"));
+  INTERLACE_ASSIGN(out.layers, plan::ReadLayers(model, "model", out.cluster, sequence));
+  return out;
+}
+
+struct Tuned {
+  plan::TuneResult result;
+  double wall_s = 0, cpu_s = 0;
+};
+
+Result<Tuned> TuneSpace(const PlanLayers& of, const std::string& space, plan::TuneOptions options) {
+  INTERLACE_ASSIGN(const plan::Baseline* baseline, plan::FindBaseline(space));
+  options.sequence = of.sequence;
+  Tuned out;
+  auto begin = std::chrono::steady_clock::now();
+  std::clock_t cpu = std::clock();
+  INTERLACE_ASSIGN(out.result, plan::TuneBaseline(*baseline, *of.layers, of.cluster, options));
+  out.cpu_s = static_cast<double>(std::clock() - cpu) / CLOCKS_PER_SEC;
+  out.wall_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return out;
+}
+
+py::dict StageDict(const plan::PlanStage& stage) {
+  const plan::Strategy& s = stage.strategy;
+  py::dict d;
+  d["layers"] = s.layers, d["first_device"] = stage.first_device;
+  d["micro_batch"] = s.micro_batch, d["dp"] = s.dp, d["tp"] = s.tp, d["micro_batches"] = s.micro_batches;
+  d["zero"] = s.zero, d["full"] = s.full, d["selective"] = s.selective;
+  d["weights_out"] = s.weights_out, d["gradients_out"] = s.gradients_out;
+  d["states_out"] = s.states_out, d["activations_out"] = s.activations_out;
+  d["stable_us"] = stage.cost.stable_us, d["extra_us"] = stage.cost.extra_us, d["send_us"] = stage.send_us;
+  d["peak_bytes"] = std::max(stage.cost.peak_forward, stage.cost.peak_backward), d["host_bytes"] = stage.cost.host_bytes;
+  return d;
+}
+
+py::dict TunedDict(const Tuned& tuned) {
+  py::list plans;
+  for (const plan::Plan& plan : tuned.result.plans) {
+    py::list stages;
+    for (const plan::PlanStage& stage : plan.stages) stages.append(StageDict(stage));
+    py::dict d;
+    d["step_us"] = plan.step_us, d["pipeline_us"] = plan.pipeline_us, d["samples_per_s"] = plan.samples_per_s();
+    d["stages"] = stages;
+    plans.append(d);
+  }
+  const plan::TuneResult& r = tuned.result;
+  py::dict d;
+  d["plans"] = plans, d["bound_us"] = r.bound_us, d["complete"] = r.complete;
+  d["pairs"] = r.pairs, d["pairs_solved"] = r.pairs_solved;
+  d["frontiers"] = r.frontiers, d["points"] = r.points, d["checks"] = r.checks;
+  d["wall_s"] = tuned.wall_s, d["cpu_s"] = tuned.cpu_s;
+  return d;
+}
+
 }  // namespace
 
 void AddPipeline(py::module_& m) {
+  py::class_<PlanLayers>(m, "PlanLayers")
+      .def(py::init([](const std::string& model, const std::string& cluster, int64_t sequence) {
+             py::gil_scoped_release unlocked;
+             return std::make_unique<PlanLayers>(Take(ReadPlanLayers(model, cluster, sequence)));
+           }),
+           py::arg("model_text"), py::arg("cluster"), py::arg("sequence"))
+      .def(
+          "tune",
+          [](const PlanLayers& of, const std::string& space, int64_t global_batch, int64_t device_bytes, int32_t top, double limit_s) {
+            plan::TuneOptions options;
+            options.global_batch = global_batch, options.device_bytes = device_bytes;
+            options.top = top, options.time_limit_s = limit_s;
+            Tuned tuned;
+            {
+              py::gil_scoped_release unlocked;
+              tuned = Take(TuneSpace(of, space, options));
+            }
+            return TunedDict(tuned);
+          },
+          py::arg("space"), py::arg("global_batch"), py::arg("device_bytes") = 0, py::arg("top") = 1, py::arg("limit_s") = 0.0,
+          "The best plans of a space by name (plan_spaces()); none: nothing fits.");
+  m.def(
+      "plan_spaces",
+      [] {
+        std::vector<std::pair<std::string, std::string>> out;
+        for (const plan::Baseline& b : plan::Baselines()) out.emplace_back(b.name, b.help);
+        return out;
+      },
+      "Names and meanings of the spaces that a plan can be searched in.");
   m.def(
       "solve_stages",
       [](int32_t stages, int32_t layers, int32_t micro_batches, const GivenFrontiers& frontier, int32_t devices, int32_t per_node,
