@@ -13,6 +13,7 @@
 
 #include "plan/stage_model.h"
 #include "plan/testing/table_layers.h"
+#include "plan/tune.h"
 
 namespace {
 
@@ -107,6 +108,28 @@ void Frontiers(const char* name, const StageModel& model, int32_t blocks, int32_
               filled.load(), points.load(), most.load(), watch.Wall(), watch.Cpu());
 }
 
+// The whole search, full space.
+void Tuning(const char* name, const char* cluster_name, const testing::GptLayers& layers, int64_t batch) {
+  ClusterSpec cluster = *ParseCluster(*PresetCluster(cluster_name), cluster_name);
+  TuneOptions options;
+  options.space = FullSpace();
+  options.global_batch = batch;
+  options.sequence = layers.sequence;
+  options.time_limit_s = 100;
+  Watch watch;
+  Result<TuneResult> result = Tune(layers, cluster, options);
+  if (!result.ok() || result->plans.empty()) {
+    std::printf("tuning     %-22s no plan: %s\n", name, ErrorOf(result).c_str());
+    return;
+  }
+  const Plan& best = result->plans[0];
+  std::printf("tuning     %-22s %.2f s, %.2f s of processor time; %zu stages, G %d, %.3f s a step (bound %.3f); %lld frontiers, %lld points, "
+              "%lld of %lld (G, S) solved, %lld checks\n",
+              name, watch.Wall(), watch.Cpu(), best.stages.size(), best.micro_batches(), best.step_us / 1e6, result->bound_us / 1e6,
+              static_cast<long long>(result->frontiers), static_cast<long long>(result->points),
+              static_cast<long long>(result->pairs_solved), static_cast<long long>(result->pairs), static_cast<long long>(result->checks));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -116,6 +139,10 @@ int main(int argc, char** argv) {
     for (bool shuffled : {false, true}) Points(l4, ends, shuffled);
   }
   if (argc > 1 && std::strcmp(argv[1], "points") == 0) return 0;
+  Tuning("GPT-1.3B on 2 L4", "l4-24gb-2", gpt1, 64);
+  Tuning("GPT-22B on 32 L4", "l4-24gb-32", gpt22, 512);
+  Tuning("70B on 64 H100", "h100-80gb-64", testing::GptLayers(8192, 64, 80), 1024);
+  if (argc > 1 && std::strcmp(argv[1], "tuning") == 0) return 0;
   Frontiers("GPT-1.3B on 2 L4", Model("l4-24gb-2", gpt1, 64), 24, 2, 64);
   Frontiers("GPT-22B on 32 L4", l4, 48, 32, 512);
 }

@@ -5,10 +5,12 @@
 //   1. Recomputation: (full, selective) pairs in order of the compute they add. A pair that adds more compute and saves no more
 //      memory than another is never better, whatever is offloaded; what is left is a list from "nothing" to "all".
 //   2. The first of the list that fits without offload beats all after it.
-//   3. Each before it must offload; its best ratios lie on the boundary of the region that fits (simplex.h).
-// Whatever cannot beat the points found so far even with memory left aside is skipped.
+//   3. Each before it must offload; its trade-off between t and t + d is traced exactly (simplex.h).
+// First all get a few ratios each, which gives good points early; then what cannot beat the points found so far is skipped:
+// time grows with every ratio, so the lower corners of a few boxes that cover the region bound all of it.
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "plan/simplex.h"
 
@@ -131,70 +133,116 @@ void Trial::Flush() {
   lanes_.count = 0;
 }
 
-// Ratios worth a try: the region's vertices (all but one ratio 0 or 1), and points between two of them along an edge.
+// Vertices of the region: all but one ratio 0 or 1.
 template <typename Visit>
-void TraceEdges(const OffloadRegion& region, const Visit& visit) {
+void Corners(const OffloadRegion& region, const Visit& visit) {
   for (int fixed = 0; fixed < 1 << kKinds; ++fixed) {  // which are 1
-    for (int kind = 0; kind < kKinds; ++kind) {
+    Ratios x{};
+    bool allowed = true;
+    for (int k = 0; k < kKinds; ++k) {
+      x[k] = fixed >> k & 1;
+      allowed = allowed && (x[k] == 0 || region.allowed[k]);
+    }
+    for (int kind = 0; kind < kKinds && allowed; ++kind) {
       if (!region.allowed[kind] || (fixed >> kind & 1) != 0) continue;
-      Ratios x{};
-      bool allowed = true;
-      for (int k = 0; k < kKinds; ++k) {
-        x[k] = fixed >> k & 1;
-        allowed = allowed && (x[k] == 0 || region.allowed[k]);
+      Ratios y = x;
+      y[kind] = region.Least(x, kind);
+      if (y[kind] >= 0) visit(y);
+    }
+  }
+}
+
+// Whether the points found so far beat all that the region has: its boxes of a third of each ratio's range, cut to what fits.
+bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& region, int32_t layers, Recompute counts) {
+  constexpr int kParts = 3;
+  Lanes lanes;
+  lanes.layers.fill(layers), lanes.full.fill(counts.full), lanes.selective.fill(counts.selective), lanes.in_flight.fill(1);
+  lanes.count = 0;
+  auto all_beaten = [&] {
+    if (lanes.count == 0) return true;
+    EvaluateLanes(sums, lanes);
+    for (int i = 0; i < lanes.count; ++i) {
+      if (!best.Beats(lanes.stable_us[i], lanes.total_us[i])) return false;
+    }
+    lanes.count = 0;
+    return true;
+  };
+  std::array<int, kKinds> at{}, parts;
+  for (int k = 0; k < kKinds; ++k) parts[k] = region.allowed[k] ? kParts : 1;
+  while (true) {
+    Ratios low{}, high{};
+    for (int k = 0; k < kKinds; ++k) {
+      if (region.allowed[k]) low[k] = static_cast<double>(at[k]) / kParts, high[k] = static_cast<double>(at[k] + 1) / kParts;
+    }
+    // Each ratio is at least what is lacking with the others at the box's top.
+    bool empty = false;
+    for (int k = 0; k < kKinds && !empty; ++k) {
+      for (const OffloadRegion::Row& row : region.rows) {
+        double lacking = row.need;
+        for (int other = 0; other < kKinds; ++other) lacking -= other == k ? 0 : row.save[other] * high[other];
+        if (lacking > row.save[k] * high[k] * (1 + 1e-12)) empty = true;
+        if (lacking > row.save[k] * low[k] && row.save[k] > 0) low[k] = lacking / row.save[k];
       }
-      if (!allowed) continue;
-      const double least = region.Least(x, kind);
-      if (least < 0) continue;
-      x[kind] = least;
-      visit(x);
-      if (least == 0) continue;
-      // From this vertex along each edge: another ratio rises while this one falls.
-      for (int other = kind + 1; other < kKinds; ++other) {
-        if (!region.allowed[other] || (fixed >> other & 1) != 0) continue;
-        for (double share : {0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875}) {
-          Ratios y = x;
-          y[kind] = least * share;
-          y[other] = region.Least(y, other);
-          if (y[other] >= 0) visit(y);
+    }
+    if (!empty) {
+      const int i = lanes.count++;
+      lanes.wo[i] = low[0], lanes.go[i] = low[1], lanes.oo[i] = low[2], lanes.ao[i] = low[3];
+      if (lanes.count == Lanes::kWidth && !all_beaten()) return false;
+    }
+    int k = 0;
+    while (k < kKinds && ++at[k] == parts[k]) at[k++] = 0;
+    if (k == kKinds) return all_beaten();
+  }
+}
+
+// Points along an edge, close enough that no part of it is more than kStep below the next point.
+template <typename Visit>
+void Along(const TradeOff& edge, const Visit& visit) {
+  constexpr double kStep = 0.002;
+  const double t = std::abs(edge.stable_us[1] - edge.stable_us[0]) / edge.stable_us[0];
+  const double u = std::abs(edge.total_us[1] - edge.total_us[0]) / edge.total_us[0];
+  const int steps = std::clamp(static_cast<int>(std::ceil(std::min(t, u) / kStep)), 1, 32);
+  for (int i = 0; i <= (edge.from == edge.to ? 0 : steps); ++i) {
+    Ratios x;
+    for (int k = 0; k < kKinds; ++k) x[k] = edge.from[k] + (edge.to[k] - edge.from[k]) * i / steps;
+    visit(x);
+  }
+}
+
+// Every allowed ratio tuple that fits. As in Mist's artifact, weights leave only with gradients.
+template <typename Visit>
+void OnGrid(const std::vector<float>& ratios, const OffloadRegion& region, const Visit& visit) {
+  auto of = [&](int kind) { return region.allowed[kind] ? ratios : std::vector<float>{0}; };
+  for (float wo : of(0)) {
+    for (float go : of(1)) {
+      if (wo > 0 && go == 0 && region.allowed[1]) continue;
+      for (float oo : of(2)) {
+        for (float ao : of(3)) {
+          const Ratios x{wo, go, oo, ao};
+          if (region.Holds(x)) visit(x);
         }
       }
     }
   }
 }
 
-}  // namespace
+// A (b, dp, tp, ZeRO) that a key allows, and its times with nothing recomputed or offloaded.
+struct Unit {
+  int32_t part;
+  StageSums sums;
+  double stable_us, total_us;
+};
 
-StageModel::Bound StageModel::BoundOf(const StageKey& key) const {
-  Bound bound{kInfinity, kInfinity};
-  auto found = state_->of_key.find({key.devices, key.micro_batches});
-  if (found == state_->of_key.end() || key.layers < 1) return bound;
-  for (int32_t first : found->second) {
-    for (int32_t zero = 0; zero < (state_->parts[first].dp == 1 ? 1 : 4); ++zero) {
-      const StageParts& parts = state_->parts[first + zero];
-      if (parts.dp > 1 && !state_->options.zero[zero]) continue;
-      Lanes lanes;
-      lanes.count = 1;
-      lanes.layers[0] = key.layers, lanes.in_flight[0] = 1;
-      lanes.full[0] = lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
-      EvaluateLanes(SumsOf(parts, key.embedding, key.head), lanes);
-      bound.stable_us = std::min(bound.stable_us, lanes.stable_us[0]);
-      bound.total_us = std::min(bound.total_us, lanes.total_us[0]);
-    }
-  }
-  return bound;
-}
-
-Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
-  const StageOptions& options = state_->options;
-  auto found = state_->of_key.find({key.devices, key.micro_batches});
-  if (found == state_->of_key.end() || key.layers < 1 || key.in_flight < 1) return {};
-
-  struct Unit { int32_t part; StageSums sums; double stable_us, total_us; };
+// Without those that cannot fit whatever is recomputed and offloaded. A block of some kind needs no less beside blocks of
+// other kinds than among its like, so all blocks alike is the least.
+std::vector<Unit> UnitsOf(const StageModel::State& state, const StageKey& key, double longest_us) {
   std::vector<Unit> units;
+  const StageOptions& options = state.options;
+  auto found = state.of_key.find({key.devices, key.micro_batches});
+  if (found == state.of_key.end() || key.layers < 1 || key.in_flight < 1) return units;
   for (int32_t first : found->second) {
-    for (int32_t zero = 0; zero < (state_->parts[first].dp == 1 ? 1 : 4); ++zero) {
-      const StageParts& parts = state_->parts[first + zero];
+    for (int32_t zero = 0; zero < (state.parts[first].dp == 1 ? 1 : 4); ++zero) {
+      const StageParts& parts = state.parts[first + zero];
       if (parts.dp > 1 && !options.zero[zero]) continue;
       Unit unit{first + zero, SumsOf(parts, key.embedding, key.head), 0, 0};
       Lanes lanes;
@@ -203,9 +251,33 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
       lanes.full[0] = lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
       EvaluateLanes(unit.sums, lanes);
       unit.stable_us = lanes.stable_us[0], unit.total_us = lanes.total_us[0];
-      if (unit.stable_us <= longest_us) units.push_back(std::move(unit));
+      if (unit.stable_us > longest_us) continue;
+      auto fits = [&](int32_t full, int32_t selective) {
+        const OffloadRegion region = RegionOf(unit.sums, options, state.host_share, key.layers, full, selective, key.in_flight);
+        return std::all_of(region.rows.begin(), region.rows.end(), [](const OffloadRegion::Row& row) {
+          return row.save[0] + row.save[1] + row.save[2] + row.save[3] >= row.need;
+        });
+      };
+      if (fits(0, 0) || (options.full && fits(key.layers, 0)) || (options.selective && fits(0, key.layers))) units.push_back(std::move(unit));
     }
   }
+  return units;
+}
+
+}  // namespace
+
+StageModel::Bound StageModel::BoundOf(const StageKey& key) const {
+  Bound bound{kInfinity, kInfinity};
+  for (const Unit& unit : UnitsOf(*state_, key, kInfinity)) {
+    bound.stable_us = std::min(bound.stable_us, unit.stable_us);
+    bound.total_us = std::min(bound.total_us, unit.total_us);
+  }
+  return bound;
+}
+
+Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
+  const StageOptions& options = state_->options;
+  std::vector<Unit> units = UnitsOf(*state_, key, longest_us);
   const double steps = key.micro_batches;
   std::sort(units.begin(), units.end(), [&](const Unit& a, const Unit& b) {
     const double x = steps * a.stable_us + a.total_us, y = steps * b.stable_us + b.total_us;
@@ -213,33 +285,62 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
   });
 
   Pareto best(longest_us);
+  struct Later { const Unit* unit; Recompute counts; OffloadRegion region; };
+  std::vector<Later> later;
+  std::map<std::pair<int32_t, int32_t>, std::vector<Recompute>> choices;  // by (b, tp)
   for (const Unit& unit : units) {
     if (best.Beats(unit.stable_us, unit.total_us)) continue;
+    const StageParts& parts = state_->parts[unit.part];
+    auto [at, added] = choices.try_emplace({parts.micro_batch, parts.tp});
+    if (added) at->second = RecomputeChoices(unit.sums.layer[1].cost, key.layers, options);
     Trial trial(unit.sums, key, unit.part, best);
     trial.limit = options.device_bytes, trial.host = state_->host_share;
-    for (const Recompute& counts : RecomputeChoices(unit.sums.layer[1].cost, key.layers, options)) {
-      const OffloadRegion region =
+    for (const Recompute& counts : at->second) {
+      OffloadRegion region =
           RegionOf(unit.sums, options, state_->host_share, key.layers, counts.full, counts.selective, key.in_flight);
       if (region.rows.empty()) {
         trial.Try(counts, {});
         break;
       }
       if (!options.ratios.empty()) {
-        for (float wo : options.ratios) for (float go : options.ratios) for (float oo : options.ratios) for (float ao : options.ratios) {
-          Ratios x{wo, go, oo, ao};
-          bool allowed = true;
-          for (int k = 0; k < kKinds; ++k) allowed = allowed && (x[k] == 0 || region.allowed[k]);
-          if (allowed && region.Holds(x)) trial.Try(counts, x);
-        }
+        OnGrid(options.ratios, region, [&](const Ratios& x) { trial.Try(counts, x); });
         continue;
       }
-      TraceEdges(region, [&](const Ratios& x) { trial.Try(counts, x); });
+      bool any = false;
+      Corners(region, [&](const Ratios& x) {
+        trial.Try(counts, x);
+        any = true;
+      });
+      if (any) later.push_back({&unit, counts, std::move(region)});
+    }
+    trial.Flush();
+  }
+  for (const Later& l : later) {
+    if (Beaten(best, l.unit->sums, l.region, key.layers, l.counts)) continue;
+    Trial trial(l.unit->sums, key, l.unit->part, best);
+    trial.limit = options.device_bytes, trial.host = state_->host_share;
+    for (const TradeOff& edge : TraceOffload(l.unit->sums, l.region, key.layers, l.counts.full, l.counts.selective)) {
+      Along(edge, [&](const Ratios& x) { trial.Try(l.counts, x); });
     }
     trial.Flush();
   }
 
+  // Sampled weights (Mist, equation 4): alpha * G * t + (1 - alpha) * d for evenly spaced alpha.
+  std::vector<Point> points = best.points();
+  if (options.weights > 0 && !points.empty()) {
+    std::vector<Point> chosen;
+    for (int i = 0; i < options.weights; ++i) {
+      const double alpha = options.weights == 1 ? 0.5 : static_cast<double>(i) / (options.weights - 1);
+      auto cost = [&](const Point& p) { return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us); };
+      chosen.push_back(*std::min_element(points.begin(), points.end(), [&](const Point& a, const Point& b) { return cost(a) < cost(b); }));
+    }
+    auto by_time = [](const Point& a, const Point& b) { return a.stable_us < b.stable_us; };
+    std::sort(chosen.begin(), chosen.end(), by_time);
+    chosen.erase(std::unique(chosen.begin(), chosen.end(), [](const Point& a, const Point& b) { return a.stable_us == b.stable_us; }), chosen.end());
+    points = std::move(chosen);
+  }
   Frontier out;
-  for (const Point& p : best.points()) {
+  for (const Point& p : points) {
     const StageParts& parts = state_->parts[p.part];
     Strategy s;
     s.layers = key.layers, s.embedding = key.embedding, s.head = key.head;

@@ -85,8 +85,7 @@ TEST(Frontier, NoStrategyOnAGridIsBetter) {
     }
   }
   EXPECT_GE(filled, 20);
-  EXPECT_LT(worst, 0.05);
-  RecordProperty("worst_excess", std::to_string(worst));
+  EXPECT_LT(worst, 0.0021);  // edges are cut into steps of 0.2 %
   std::printf("frontier: at most %.4f %% above a strategy of the grid, %d keys of 48 with a plan\n", 100 * worst, filled);
 }
 
