@@ -1,6 +1,6 @@
 """How long the planner's choice between pipeline stages takes, on random frontiers of the sizes that real models have.
 
-    python bench/plan_solver.py            # a table: wall and processor time of the solver, median of the seeds
+python bench/plan_solver.py            # a table: wall and processor time of the solver, median of the seeds
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def frontiers(seed: int, points: int, layouts: bool) -> Callable[[int, bool, boo
         degrees = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0 and (k == 0 or layouts)]
         out = []
         for tp in degrees:
-            base = (1000.0 * layers + 300 * embedding + 900 * head) / devices**0.9 * rng.uniform(1, 1.05) * (1 + 0.05 * tp)
+            base = (
+                (1000.0 * layers + 300 * embedding + 900 * head) / devices**0.9 * rng.uniform(1, 1.05) * (1 + 0.05 * tp)
+            )
             base *= 1 + 0.02 * in_flight
             share = points // len(degrees) or 1
             for k in range(share):
@@ -72,7 +74,12 @@ def run(case: Case, seed: int, micro_batches: int, points: int = 30) -> dict[str
         list(case.counts),
         boundary if case.layouts else None,
     )
-    return {"wall": result["wall_s"], "cpu": result["cpu_s"], "checks": result["checks"], "cost": result["plans"][0]["cost_us"]}
+    return {
+        "wall": result["wall_s"],
+        "cpu": result["cpu_s"],
+        "checks": result["checks"],
+        "cost": result["plans"][0]["cost_us"],
+    }
 
 
 def main() -> None:
