@@ -39,7 +39,7 @@ constexpr int kVector = 8;
 #pragma GCC pop_options
 #endif
 
-using Function = void (*)(const StageSums&, Lanes&);
+using Function = void (*)(const StageSums&, Lanes&, Wanted);
 Function Best() {
 #ifdef INTERLACE_LANES_BY_TARGET
   if (__builtin_cpu_supports("x86-64-v4")) return avx512::EvaluateLanes;
@@ -50,9 +50,9 @@ Function Best() {
 
 }  // namespace
 
-void EvaluateLanes(const StageSums& sums, Lanes& lanes) {
+void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted) {
   static const Function best = Best();
-  best(sums, lanes);
+  best(sums, lanes, wanted);
 }
 
 }  // namespace interlace::plan

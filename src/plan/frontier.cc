@@ -160,7 +160,7 @@ bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& regi
   lanes.count = 0;
   auto all_beaten = [&] {
     if (lanes.count == 0) return true;
-    EvaluateLanes(sums, lanes);
+    EvaluateLanes(sums, lanes, Wanted::kTimes);
     for (int i = 0; i < lanes.count; ++i) {
       if (!best.Beats(lanes.stable_us[i], lanes.total_us[i])) return false;
     }
@@ -249,7 +249,7 @@ std::vector<Unit> UnitsOf(const StageModel::State& state, const StageKey& key, d
       lanes.count = 1;
       lanes.layers[0] = key.layers, lanes.in_flight[0] = key.in_flight;
       lanes.full[0] = lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
-      EvaluateLanes(unit.sums, lanes);
+      EvaluateLanes(unit.sums, lanes, Wanted::kTimes);
       unit.stable_us = lanes.stable_us[0], unit.total_us = lanes.total_us[0];
       if (unit.stable_us > longest_us) continue;
       auto fits = [&](int32_t full, int32_t selective) {
@@ -315,11 +315,12 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
     }
     trial.Flush();
   }
+  const IsBeaten beaten = [&best](double stable_us, double total_us) { return best.Beats(stable_us, total_us); };
   for (const Later& l : later) {
     if (Beaten(best, l.unit->sums, l.region, key.layers, l.counts)) continue;
     Trial trial(l.unit->sums, key, l.unit->part, best);
     trial.limit = options.device_bytes, trial.host = state_->host_share;
-    for (const TradeOff& edge : TraceOffload(l.unit->sums, l.region, key.layers, l.counts.full, l.counts.selective)) {
+    for (const TradeOff& edge : TraceOffload(l.unit->sums, l.region, key.layers, l.counts.full, l.counts.selective, beaten)) {
       Along(edge, [&](const Ratios& x) { trial.Try(l.counts, x); });
     }
     trial.Flush();

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <vector>
 
 #include "plan/stage_sums.h"
@@ -40,7 +41,9 @@ struct TradeOff {
 };
 
 // Edges that hold every best point of (t, t + d) over the region; empty where nothing fits. Others that none beats as a whole
-// may be among them. At most a few milliseconds.
-std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective);
+// may be among them. `beaten`: whether (t, t + d) is of no use, and all above it; such edges are left out.
+using IsBeaten = std::function<bool(double stable_us, double total_us)>;
+std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective,
+                                   const IsBeaten& beaten = {});
 
 }  // namespace interlace::plan

@@ -40,7 +40,8 @@ struct Lanes {
   // Out.
   alignas(64) Row stable_us, total_us, peak_forward, peak_backward, host;  // total = t + d
 };
-// Fills the outputs of the first `count` lanes (and may write beyond them).
-void EvaluateLanes(const StageSums& sums, Lanes& lanes);
+// Fills the outputs of the first `count` lanes (and may write beyond them). Times alone: the three sizes are left as they are.
+enum class Wanted : uint8_t { kAll, kTimes };
+void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted = Wanted::kAll);
 
 }  // namespace interlace::plan

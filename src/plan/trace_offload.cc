@@ -107,8 +107,10 @@ void Kinks(const OverlapFactors& f, const Overlapped& amounts, const Ratios& x, 
 
 class Tracer {
  public:
-  Tracer(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective)
-      : sums_(sums), region_(region), overlaps_(OverlapsOf(sums, layers, full, selective)), layers_(layers), full_(full), selective_(selective) {
+  Tracer(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective,
+         const IsBeaten& beaten)
+      : sums_(sums), region_(region), beaten_(beaten), overlaps_(OverlapsOf(sums, layers, full, selective)), layers_(layers), full_(full),
+        selective_(selective) {
     for (int k = 0; k < kKinds; ++k) {
       if (region.allowed[k]) free_.push_back(k);
     }
@@ -172,11 +174,12 @@ class Tracer {
     const size_t begin = out_.size();
     for (int round = 0; round < kRounds; ++round) {
       out_.resize(begin);
-      ForEachLine([&](std::vector<Ratios>& on_line) {
-        for (size_t i = 0; i + 1 < on_line.size(); ++i) out_.push_back({on_line[i], on_line[i + 1], {}, {}});
-        if (on_line.size() == 1) out_.push_back({on_line[0], on_line[0], {}, {}});
+      points_.clear(), lines_.clear();
+      ForEachLine([&](const std::vector<Ratios>& on_line) {
+        points_.insert(points_.end(), on_line.begin(), on_line.end());
+        lines_.push_back(points_.size());
       });
-      Evaluate(begin);
+      AddEdges();
       Prune(begin);
       const size_t known = planes_.size();
       for (const auto& [from, to] : Bent(begin)) {
@@ -211,7 +214,7 @@ class Tracer {
       const size_t edges = std::min<size_t>(Lanes::kWidth / 2, out_.size() - i);
       for (size_t e = 0; e < 2 * edges; ++e) Put(lanes, e, Between(out_[i + e / 2].from, out_[i + e / 2].to, kShares[e % 2]));
       lanes.count = static_cast<int>(2 * edges);
-      EvaluateLanes(sums_, lanes);
+      EvaluateLanes(sums_, lanes, Wanted::kTimes);
       for (size_t e = 0; e < 2 * edges; ++e) {
         const TradeOff& edge = out_[i + e / 2];
         auto off = [&](const std::array<double, 2>& ends, double value) {
@@ -365,19 +368,27 @@ class Tracer {
     }
   }
 
-  void Evaluate(size_t begin) {
+  // Evaluates the points of all lines and keeps the edges between neighbours that may be of use.
+  void AddEdges() {
+    values_.resize(points_.size());
     Lanes lanes;
     Fill(lanes);
-    for (size_t i = begin; i < out_.size(); i += Lanes::kWidth / 2) {
-      const size_t edges = std::min<size_t>(Lanes::kWidth / 2, out_.size() - i);
-      lanes.count = static_cast<int>(2 * edges);
-      for (size_t e = 0; e < 2 * edges; ++e) {
-        Put(lanes, e, e % 2 == 0 ? out_[i + e / 2].from : out_[i + e / 2].to);
+    for (size_t i = 0; i < points_.size(); i += Lanes::kWidth) {
+      lanes.count = static_cast<int>(std::min<size_t>(Lanes::kWidth, points_.size() - i));
+      for (int e = 0; e < lanes.count; ++e) Put(lanes, e, points_[i + e]);
+      EvaluateLanes(sums_, lanes, Wanted::kTimes);
+      for (int e = 0; e < lanes.count; ++e) values_[i + e] = {lanes.stable_us[e], lanes.total_us[e]};
+    }
+    size_t from = 0;
+    for (size_t to : lines_) {
+      for (size_t i = from; i + 1 < to || i == from; ++i) {
+        const size_t j = i + 1 < to ? i + 1 : i;
+        const TradeOff edge{points_[i], points_[j], {values_[i].first, values_[j].first}, {values_[i].second, values_[j].second}};
+        if (!beaten_ || !beaten_(std::min(edge.stable_us[0], edge.stable_us[1]), std::min(edge.total_us[0], edge.total_us[1]))) {
+          out_.push_back(edge);
+        }
       }
-      EvaluateLanes(sums_, lanes);
-      for (size_t e = 0; e < 2 * edges; ++e) {
-        out_[i + e / 2].stable_us[e % 2] = lanes.stable_us[e], out_[i + e / 2].total_us[e % 2] = lanes.total_us[e];
-      }
+      from = to;
     }
   }
 
@@ -411,19 +422,24 @@ class Tracer {
 
   const StageSums& sums_;
   const OffloadRegion& region_;
+  const IsBeaten& beaten_;
   const std::vector<Overlapped> overlaps_;
   const int32_t layers_, full_, selective_;
   std::vector<int> free_;
   Plane tight_;
   std::vector<Plane> planes_;
   std::vector<double> cuts_;
+  std::vector<Ratios> points_;           // of all lines, one after another
+  std::vector<std::pair<double, double>> values_;  // t and t + d there
+  std::vector<size_t> lines_;            // where each line's points end
   std::vector<TradeOff> out_;
 };
 
 }  // namespace
 
-std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective) {
-  return Tracer(sums, region, layers, full, selective).Run();
+std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective,
+                                   const IsBeaten& beaten) {
+  return Tracer(sums, region, layers, full, selective, beaten).Run();
 }
 
 }  // namespace interlace::plan
