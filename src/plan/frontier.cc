@@ -198,10 +198,10 @@ bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& regi
 // Points along an edge, close enough that no part of it is more than kStep below the next point.
 template <typename Visit>
 void Along(const TradeOff& edge, const Visit& visit) {
-  constexpr double kStep = 0.002;
+  constexpr double kStep = 0.0005;
   const double t = std::abs(edge.stable_us[1] - edge.stable_us[0]) / edge.stable_us[0];
   const double u = std::abs(edge.total_us[1] - edge.total_us[0]) / edge.total_us[0];
-  const int steps = std::clamp(static_cast<int>(std::ceil(std::min(t, u) / kStep)), 1, 32);
+  const int steps = std::clamp(static_cast<int>(std::ceil(std::min(t, u) / kStep)), 1, 128);
   for (int i = 0; i <= (edge.from == edge.to ? 0 : steps); ++i) {
     Ratios x;
     for (int k = 0; k < kKinds; ++k) x[k] = edge.from[k] + (edge.to[k] - edge.from[k]) * i / steps;
