@@ -2,10 +2,19 @@
 
     model.safetensors      every name of model.state_dict(), tied ones twice, so load_state_dict and from_pretrained take it as it is
     optimizer.safetensors  "exp_avg.<parameter>", "exp_avg_sq.<parameter>" or "momentum_buffer.<parameter>", and "rng.<rank>"
-    trainer.json           step, steps and hyper-parameters of each group, format version
+    trainer.json           step, steps and hyper-parameters of each group, where the schedule stands, format version
+    program.il             the program that ran, for going on with the same one
     config.json            of Hugging Face models
+    checksums.json         of every byte of the files above
 
-Nothing here depends on the number of ranks or the strategy. Rank 0 writes; it gathers unit by unit and holds one unit at a time.
+Nothing here depends on the number of ranks or the strategy. Every rank writes its part of the two large files, so the folder must be
+one that all of them see. Rank 0 makes the folder, and renames it when all have written. With keep=N the N - 1 checkpoints before
+stay beside it:
+
+    runs/.book.lock               held while a trainer saves to runs/book: a second run is refused
+    runs/.book.1f3a9c02.part      being written
+    runs/book                     the newest that is whole
+    runs/book.step-40             one that it replaced
 """
 
 from __future__ import annotations
@@ -13,104 +22,77 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
+import re
 import shutil
-import struct
+import socket
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from interlace.config import format_bytes
-from interlace.errors import InterlaceError
 from interlace.materialize import Weights
+from interlace.tensor_file import CheckedFile, CheckedTensors, CheckpointError, DamageError, checksum_text, sums_of
 
-Tensor = torch.Tensor
-FORMAT = 1
-MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+FORMAT = 2
+MODEL, OPTIMIZER, TRAINER, PROGRAM = "model.safetensors", "optimizer.safetensors", "trainer.json", "program.il"
+CHECKSUMS = "checksums.json"
+OWN_FILES = (MODEL, OPTIMIZER, TRAINER, PROGRAM, CHECKSUMS)
+MAX_TEXT = 256 << 20  # bytes of trainer.json, program.il and checksums.json, at most
 
 
-class CheckpointError(InterlaceError):
-    """A checkpoint cannot be written or read."""
+class FolderLock:
+    """Keeps a second run from writing the same checkpoint folder. Goes with the process, however that ends."""
+
+    def __init__(self, final: Path) -> None:
+        self.path = final.with_name(f".{final.name}.lock")
+        with saving(final):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    who = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "another process"
+                    os.close(self._file)
+                    raise CheckpointError(
+                        f"{final} is being written by another run ({who}); save to another folder, or stop that run"
+                    ) from None
+                with contextlib.suppress(FileNotFoundError):  # it was removed by who held it: make a new one
+                    if os.fstat(self._file).st_ino == os.stat(self.path).st_ino:
+                        break
+                os.close(self._file)
+            os.ftruncate(self._file, 0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        for left in final.parent.glob(f".{_glob(final.name)}.*.part"):  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    def release(self) -> None:
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            os.close(self._file)
+            self._file = -1
 
 
-class SafetensorsWriter:
-    """Writes one safetensors file tensor by tensor, in the order in which they were declared."""
-
-    def __init__(
-        self, path: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-    ) -> None:
-        self._expected = list(tensors)
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        offset = 0
-        for name, dtype, shape in tensors:
-            if dtype not in _NAMES:
-                raise CheckpointError(f"'{name}' has dtype {dtype}, which safetensors files cannot hold")
-            size = torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-            offset += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by finish or abandon)
-        self._file.write(struct.pack("<Q", len(text)) + text)
-        self._next = 0
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        expected, dtype, shape = self._expected[self._next]
-        if (name, tensor.dtype, tuple(tensor.shape)) != (expected, dtype, shape):
-            raise AssertionError(
-                f"expected '{expected}' {dtype} {shape}, got '{name}' {tensor.dtype} {tuple(tensor.shape)}"
-            )
-        self._next += 1
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            self._file.write(flat.view(torch.uint8).numpy().data)
-
-    def finish(self) -> None:
-        if self._next != len(self._expected):
-            raise AssertionError(f"'{self._expected[self._next][0]}' was not written")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
+def _glob(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 class Staging:
     """A folder being written beside its final place. commit() swaps it in; until then, and after discard(), the old one stands."""
 
-    def __init__(self, final: str | Path, needed_bytes: int, extra: Mapping[str, str | bytes]) -> None:
-        self.final = Path(os.path.abspath(final))
-        if self.final.exists() and not self.final.is_dir():
-            raise CheckpointError(f"{self.final} is a file; a checkpoint is a folder")
-        for place in (Path.cwd(), Path.home()):  # the folder is replaced by a new one, which nobody may be standing in
-            if place == self.final or self.final in place.parents:
-                raise CheckpointError(
-                    f"{self.final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint"
-                )
+    def __init__(self, final: Path, needed_bytes: int, extra: Mapping[str, str | bytes]) -> None:
+        self.final = final
+        self.sums: dict[str, dict[str, Any]] = {}
+        check_place(final)
         for name in extra:
-            if Path(name).name != name or name in (MODEL, OPTIMIZER, TRAINER):
+            if Path(name).name != name or name in OWN_FILES or name.startswith("."):
                 raise CheckpointError(f"'{name}' cannot be the name of an extra file of a checkpoint")
         parent = self.final.parent
         self.folder = parent / f".{self.final.name}.{uuid.uuid4().hex[:8]}.part"
@@ -131,20 +113,42 @@ class Staging:
             raise
 
     def write(self, name: str, data: str | bytes) -> None:
+        content = data.encode() if isinstance(data, str) else data
         with saving(self.final), open(self.folder / name, "wb") as f:
-            f.write(data.encode() if isinstance(data, str) else data)
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
+        self.sums[name] = {"bytes": len(content), "ranges": sums_of(content)}
 
-    def commit(self) -> None:
+    def commit(self, keep: int = 1) -> None:
+        """Puts it in place. Of the checkpoints that were there, the newest keep - 1 stay beside it."""
+        body = {"format": FORMAT, "checksum": "xxh64", "files": self.sums}
+        text = json.dumps(body, separators=(",", ":"))
+        self.write(CHECKSUMS, text[:-1] + f',"self":"{checksum_text(text.encode())}"}}\n')
         with saving(self.final):
+            _sync_folder(self.folder)
             if not self.final.exists():
                 os.rename(self.folder, self.final)
             else:
                 self._carry_over()
                 _exchange(self.folder, self.final)
+                if keep > 1:
+                    self._keep_old()
                 shutil.rmtree(self.folder, ignore_errors=True)
+            for old in kept_checkpoints(self.final)[max(0, keep - 1) :] if keep > 1 else []:
+                shutil.rmtree(old, ignore_errors=True)
             _sync_folder(self.final.parent)
+
+    def _keep_old(self) -> None:
+        """What was replaced gets a name of its own, if it is a checkpoint."""
+        try:
+            step = int(json.loads((self.folder / TRAINER).read_bytes())["step"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return
+        place = self.final.with_name(f"{self.final.name}.step-{step}")
+        if place.exists():
+            shutil.rmtree(place, ignore_errors=True)
+        os.rename(self.folder, place)
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -166,6 +170,24 @@ def _link(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a file system without links
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+def kept_checkpoints(final: Path) -> list[Path]:
+    """The older checkpoints beside a folder, the newest first."""
+    pattern = re.compile(re.escape(final.name) + r"\.step-(\d{1,18})")
+    found = [(int(m.group(1)), p) for p in final.parent.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
+    return [p for _, p in sorted(found, reverse=True)]
+
+
+def check_place(final: Path) -> None:
+    """Error: a place where no checkpoint folder can be."""
+    if final.exists() and not final.is_dir():
+        raise CheckpointError(f"{final} is a file; a checkpoint is a folder")
+    for place in (Path.cwd(), Path.home()):  # the folder is replaced by a new one, which nobody may be standing in
+        if place == final or final in place.parents:
+            raise CheckpointError(
+                f"{final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint"
+            )
 
 
 @contextlib.contextmanager
@@ -209,32 +231,122 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def read_trainer_file(folder: Path) -> dict[str, Any]:
-    """trainer.json of a checkpoint. Error: no checkpoint, cut off, of a newer version."""
-    if not folder.is_dir():
-        raise CheckpointError(f"no such checkpoint folder: {folder}")
-    path = folder / TRAINER
-    if not path.is_file():
-        hint = (
-            "; it holds weights only: read them with Config(weights=...) or trainer.load_weights"
-            if (folder / MODEL).is_file()
-            else ""
-        )
-        raise CheckpointError(f"{folder} is no checkpoint: {TRAINER} is missing{hint}")
-    try:
-        data = json.loads(path.read_text())
-        version = int(data["format"])
-        data["step"], data["groups"], data["kind"]  # must be there
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
-    if version > FORMAT:
-        raise CheckpointError(
-            f"{folder} was written by a newer version (format {version}, this one reads {FORMAT}); update interlace"
-        )
+class Checkpoint:
+    """A checkpoint's files, read with their checksums. Close it, or use it in a with statement.
+
+    Error: no checkpoint, cut off, edited, of another version; DamageError where bytes are not what was written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"no such checkpoint folder: {folder}")
+        if not (self.folder / TRAINER).is_file():
+            hint = (
+                "; it holds weights only: read them with Config(weights=...) or trainer.load_weights, or make it a checkpoint with "
+                "interlace checkpoint import"
+                if (self.folder / MODEL).is_file()
+                else ""
+            )
+            raise CheckpointError(f"{folder} is no checkpoint: {TRAINER} is missing{hint}")
+        self.files = self._index()
+        self._open: dict[str, CheckedFile] = {}
+        try:
+            self.record = self._record()
+        except BaseException:
+            self.close()
+            raise
+
+    def _index(self) -> dict[str, Any]:
+        path = self.folder / CHECKSUMS
+        try:
+            data = _read_small(path)
+            body = json.loads(data)
+            if body["format"] > FORMAT:
+                raise CheckpointError(
+                    f"{self.folder} was written by a newer version (format {body['format']}, this one reads {FORMAT}); update interlace"
+                )
+            text, quote, rest = data.decode().rpartition(',"self":"')
+            if not quote or rest.strip() != body["self"] + '"}' or checksum_text((text + "}").encode()) != body["self"]:
+                raise ValueError("its own checksum is another")
+            files = body["files"]
+            for name, value in files.items():
+                if Path(name).name != name or name.startswith("."):
+                    raise ValueError(f"it names a file '{name[:80]}' outside the folder")
+                value["ranges"], value["bytes"]  # must be there
+        except OSError as e:
+            raise DamageError(f"cannot read {path}: {e.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from None
+        return files
+
+    def _record(self) -> dict[str, Any]:
+        path = self.folder / TRAINER
+        try:
+            data = json.loads(self.read(TRAINER))
+            if int(data["format"]) > FORMAT:
+                raise CheckpointError(
+                    f"{self.folder} was written by a newer version (format {data['format']}, this one reads {FORMAT}); update interlace"
+                )
+            if int(data["step"]) < 0 or not all(int(g["steps"]) >= 0 for g in data["groups"]):
+                raise ValueError("a negative number of steps")
+            data["kind"], [g["hyper"].items() for g in data["groups"]], [list(g["parameters"]) for g in data["groups"]]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
+        return data
+
+    def _ranges(self, name: str) -> Any:
+        if name not in self.files:
+            raise DamageError(f"{self.folder / CHECKSUMS} has no checksums of {name}: it was cut off or edited")
+        return self.files[name]["ranges"]
+
+    def read(self, name: str) -> bytes:
+        """A small file of it. Error: it is not there, or damaged."""
+        file = CheckedFile(self.folder / name, self._ranges(name))
+        with file:
+            if file.bytes > MAX_TEXT:
+                raise DamageError(f"{file.path} has {format_bytes(file.bytes)}: too much for a text")
+            return bytes(file.read_bytes(0, file.bytes))
+
+    def tensors(self, name: str) -> CheckedTensors:
+        if name not in self._open:
+            self._open[name] = CheckedTensors(self.folder / name, self._ranges(name))
+        return self._open[name]  # type: ignore[return-value]
+
+    def verify(self, part: int = 0, parts: int = 1) -> int:
+        """Reads every `parts`-th range of all files and compares; gives the bytes of it all."""
+        total = 0
+        for name in self.files:
+            with (
+                CheckedTensors(self.folder / name, self._ranges(name))
+                if name.endswith(".safetensors")
+                else CheckedFile(self.folder / name, self._ranges(name)) as file
+            ):
+                file.verify(part, parts)
+                total += file.bytes
+        return total
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read_small(path: Path) -> bytes:
+    with open(path, "rb") as f:
+        data = f.read(MAX_TEXT + 1)
+    if len(data) > MAX_TEXT:
+        raise ValueError(f"it has more than {format_bytes(MAX_TEXT)}")
     return data
 
 
-def check_shapes(weights: Weights, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+def check_shapes(weights: Weights | CheckedTensors, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Every wanted tensor (what it is for → name in the file, shape) must be there in its shape."""
     for label, (name, shape) in wanted.items():
         if name not in weights:

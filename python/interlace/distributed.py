@@ -99,6 +99,33 @@ class Peers:
             return data
         return zlib.decompress(self._get(what, 0, what, time.monotonic() + (patience_s or self.timeout_s)))
 
+    def post(self, key: str, value: Any) -> None:
+        """Leaves a value (JSON) for collect_one of the others; does not wait."""
+        if self._store is not None:
+            self._put(key, json.dumps(value).encode())
+
+    def collect(self, what: str, value: Any, go_on: Callable[[], bool]) -> list[Any]:
+        """As exchange, for a thread beside the steps: as long as it takes, or until go_on() is false. Only rank 0 gets the others'."""
+        self.post(f"{what}/{self.rank}", value)
+        others = range(self.size) if self.rank == 0 else ()
+        return [value if r == self.rank else self.collect_one(what, r, go_on) for r in others]
+
+    def collect_one(self, what: str, rank: int, go_on: Callable[[], bool]) -> Any:
+        """What a rank posts under what/rank."""
+        key, pause = f"{what}/{rank}", 0.005
+        while True:
+            with self._store_errors("reading"):
+                if self._store.check([key]):
+                    count = int(self._store.get(key))
+                    return json.loads(b"".join(self._store.get(f"{key}#{i}") for i in range(count)))
+                cause = self._posted()
+            if cause is not None:
+                raise cause
+            if not go_on():
+                raise PeerError(f"'{what}' was given up")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
     def _put(self, key: str, data: bytes) -> None:
         chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [b""]
         with self._store_errors("writing"):

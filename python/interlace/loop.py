@@ -92,6 +92,21 @@ class Loop:
         elif self._check_at >= 0 and self.trainer.program == self._planned:
             self._seconds.append(time.perf_counter() - self._begin)
 
+    # ---- across a restart ----
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"count": self.count, "stage": self.stage, "has_profile": self._has_profile}
+
+    def go_on(self, state: dict[str, Any], program: str) -> None:
+        """Takes up where state() was taken, with the program that ran then. Every rank must call it."""
+        self.count, self.stage = int(state["count"]), stage_at(self.schedule, int(state["count"]))
+        self._has_profile = self._has_profile or bool(state["has_profile"])
+        self._replan_at = self._check_at = -1
+        if program != self.trainer.program:
+            self.trainer.swap(program)
+        self.trainer.shape_stage(self.stage)
+
     # ---- what is due ----
 
     def _profile_now(self) -> bool:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import InterlaceError
+from interlace.tensor_file import CheckedTensors
 
 Tensor = torch.Tensor
 Place = Callable[[str, Tensor], None]
@@ -307,7 +308,7 @@ class Weights:
         self._files.clear()
 
 
-def find_name(weights: Weights, names: list[str], prefix: str | None) -> str | None:
+def find_name(weights: Weights | CheckedTensors, names: list[str], prefix: str | None) -> str | None:
     """The file's name for a tensor that the model knows by `names`: as it is, or without the model's base prefix ("transformer.")."""
     for name in names:
         if name in weights:

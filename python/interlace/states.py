@@ -105,6 +105,9 @@ class States:
         """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
         return [role for u, role in self._tensors if u == unit.id and role not in ("full", "shard", "grad", WEIGHT)]
 
+    def has(self, unit: Unit, role: str) -> bool:
+        return (unit.id, role) in self._tensors
+
     def local(self, unit: Unit, role: str) -> tuple[Tensor, int]:
         """This rank's storage of a role, and the unit's element that it begins with."""
         t = self._tensors[unit.id, role]

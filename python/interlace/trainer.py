@@ -23,6 +23,7 @@ from interlace.loss_scale import LossScale
 from interlace.planning import Planner
 from interlace.programs import Built, Source
 from interlace.refreeze import Frozen
+from interlace.saver import Locks
 from interlace.shapes import Shapes
 from interlace.step_trace import TraceError, check_writable, write_trace
 from interlace.trainer_base import NonFiniteError, Runner, Tensors
@@ -50,6 +51,8 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
         self.outputs: dict[str, list[Tensor]] = {}
         self.skipped = False
         self.swaps = 0
+        self.last_save: dict[str, Any] | None = None
+        self._save, self._saves, self._save_seconds, self._locks = None, 0, 0.0, Locks()
         self.compile_seconds = planner.programs.seconds
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
         self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper
@@ -78,6 +81,8 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
         self._loop.before_step(self._traced)
         if self._traced:
             self._executor.set_trace("on")  # of the program that this step runs
+        if self._save is not None:
+            self._save.before_step(self._runner)
         with self._peers.guard(), self._determinism():
             self._hyper.before_step()
             hyper = self._hyper.values()
@@ -244,13 +249,24 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
     # ---- the end ----
 
     def close(self) -> None:
-        """Frees the program, its states and its process groups. The model's own parameters are not written back: save first."""
+        """Frees the program, its states and its process groups. The model's own parameters are not written back: save first.
+
+        A save under way is finished first. Error: it could not be written (all is freed then, too).
+        """
+        try:
+            if self._closed is None:
+                self.finish_save()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         if self._closed is None:
             self._closed = "it was closed"
             self._peers.close()
 
     def _drop(self) -> None:
         self._closed = self._closed or "a rank failed"
+        self._drop_save()
         if hasattr(self._executor, "leave"):
             self._executor.leave()
         if self._shapes is not None:
@@ -260,8 +276,11 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
 
 
 __all__ = ["NonFiniteError", "PeerError", "Tensors", "Trainer"]

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from interlace.capture.inputs import InputSpec
-from interlace.checkpoint import CheckpointError
 from interlace.config import Config
 from interlace.distributed import Peers
 from interlace.errors import InterlaceError
 from interlace.hyper import Hyper
 from interlace.loss_scale import LossScale
 from interlace.programs import Programs, Source
+from interlace.saver import Locks, Save
 from interlace.shapes import Shapes
 from interlace.states import States
+from interlace.tensor_file import CheckpointError
 
 Tensor = torch.Tensor
 
@@ -67,6 +68,13 @@ class TrainerBase:
     _programs: Programs
     _shapes: Shapes | None
     _loss_scale: LossScale
+    _loop: Any
+    program: str
+    last_save: dict[str, Any] | None  # of the last save that ended: bytes, seconds of its parts
+    _save: Save | None
+    _saves: int
+    _save_seconds: float
+    _locks: Locks
     _closed: str | None
 
     def _inputs(self, batch: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,18 +19,21 @@ from interlace.checkpoint import (
     FORMAT,
     MODEL,
     OPTIMIZER,
+    PROGRAM,
     TRAINER,
-    CheckpointError,
-    SafetensorsWriter,
+    Checkpoint,
     Staging,
+    check_place,
     check_shapes,
-    read_trainer_file,
-    saving,
-)  # fmt: skip
+)
 from interlace.hyper import STATE_NAMES, kind_of
 from interlace.materialize import Weights, find_name
+from interlace.saver import Piece, Save, make_files
 from interlace.states import WEIGHT, Parameter
+from interlace.tensor_file import CHUNK, CheckedTensors, CheckpointError, Entry, Layout
 from interlace.trainer_base import TrainerBase
+
+log = logging.getLogger("interlace")
 
 Tensor = torch.Tensor
 
@@ -100,66 +106,155 @@ class TrainerFiles(TrainerBase):
 
     # ---- checkpoints ----
 
-    def save(self, folder: str | Path, extra: Mapping[str, str | bytes] | None = None) -> None:
+    def save(
+        self, folder: str | Path, extra: Mapping[str, str | bytes] | None = None, *, wait: bool = True, keep: int = 1
+    ) -> None:  # fmt: skip
         """Writes a checkpoint (see checkpoint.py for its files) and puts it in place whole; every rank must call it.
 
+        wait=False: returns at once and writes beside the next steps; the folder changes when all is on the disk. saved() says when,
+        finish_save() waits; what goes wrong is raised there or by the next save. Until the next step has begun its update, parameters
+        must not be changed from outside. `keep`: how many checkpoints there are in the end, older ones as FOLDER.step-N.
         `extra`: more small files, by name, that belong to it. Other files already in the folder stay. When writing fails (disk full,
         no permission) all ranks raise CheckpointError and the old checkpoint is untouched; training can go on.
         """
         self._check_open()
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise CheckpointError(f"keep must be a whole number of at least 1, not {keep!r}")
+        self.finish_save()
+        begin = time.monotonic()
         with self._peers.guard():
-            problem = self._save(folder, extra or {})
-            problem = self._peers.exchange(f"save at step {self.steps}", problem)[0]
+            problem = self._begin_save(Path(os.path.abspath(folder)), extra or {}, keep)
+        if problem is not None:
+            raise CheckpointError(problem)
+        self._save_seconds = time.monotonic() - begin
+        if wait or self.config.mode == "eager":
+            assert self._save is not None
+            self._save.wait_staged()
+        if wait:
+            self.finish_save()
+
+    def saved(self) -> bool:
+        """Whether the last save(wait=False) has ended, well or not."""
+        return self._save is None or self._save.done
+
+    def finish_save(self) -> None:
+        """Waits until the last save(wait=False) is on the disk and in place. Error, on every rank: it could not be written."""
+        if self._save is None:
+            return
+        save, self._save = self._save, None
+        with self._peers.guard():
+            problem = save.finish()
+            self.last_save = {"begin_seconds": self._save_seconds, **save.stats()}
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _save(self, folder: str | Path, extra: Mapping[str, str | bytes]) -> str | None:
-        """Returns what went wrong with the files. Rank 0 takes part in every gather even after that, so that nobody waits."""
-        roles = self._roles()
-        rng = self._rng_states()
-        staging: Staging | None = None
-        problem: str | None = None
-        writer: SafetensorsWriter | None = None
+    def reserve(self, folder: str | Path) -> None:
+        """Takes a checkpoint folder for this trainer, as its first save does: another run that saves there is refused from now on.
 
-        def attempt(action: Callable[[], Any]) -> Any:
-            nonlocal problem
-            if problem is None and self.rank == 0:
-                try:
-                    with saving(Path(folder)):
-                        return action()
-                except CheckpointError as e:
-                    problem = str(e)
-            return None
+        Every rank must call it. Error: another run has it, or it cannot be written to.
+        """
+        self._check_open()
+        final = Path(os.path.abspath(folder))
 
+        def check() -> Callable[[], None]:
+            if self.rank == 0:
+                check_place(final)
+                self._locks.take(final)
+            return lambda: None
+
+        self._agree(f"folder {self._next_save()}", check)()
+
+    def _next_save(self) -> int:
+        self._saves += 1  # a key of the store is written once
+        return self._saves
+
+    def _drop_save(self) -> None:
+        """The trainer ends: what is being written is given up, the old checkpoint stays."""
+        if self._save is not None:
+            self._save.cancel()
+            self._save = None
+        self._locks.release()
+
+    def _begin_save(self, final: Path, extra: Mapping[str, str | bytes], keep: int) -> str | None:
+        """Starts it on every rank; or says what is wrong with the place."""
+        name = f"save {self._next_save()} at step {self.steps}"
+        roles, rng = self._roles(), self._rng_states()
         model_list, optimizer_list = self._file_lists(roles, rng)
-        size = sum(torch.Size(s).numel() * d.itemsize for _, d, s in (*model_list, *optimizer_list))
-        staging = attempt(lambda: Staging(folder, size, {**self._hf_files(), **extra}))
-        try:
-            # The first file: parameters in the order of the units, each under all of its names; then buffers.
-            writer = attempt(lambda: SafetensorsWriter(staging.folder / MODEL, model_list, {"format": "pt"}))  # type: ignore
-            for p, t in self._states.whole(WEIGHT):
-                for name in self._tensors.places(p.name):
-                    attempt(lambda name=name, t=t: writer.write(name, t))  # type: ignore
-            for entry, name, is_parameter in self._tensors.entries:
-                if not is_parameter:
-                    attempt(lambda entry=entry, name=name: writer.write(entry, self._tensors.buffers[name]))  # type: ignore
-            attempt(lambda: writer.finish())  # type: ignore
-            writer = attempt(lambda: SafetensorsWriter(staging.folder / OPTIMIZER, optimizer_list, {"format": "pt"}))  # type: ignore
-            for role in roles:
-                for p, t in self._states.whole(role):
-                    if self._has_state(p):
-                        attempt(lambda role=role, p=p, t=t: writer.write(f"{role}.{p.name}", t))  # type: ignore
+        files = {MODEL: Layout(model_list, {"format": "pt"}), OPTIMIZER: Layout(optimizer_list, {"format": "pt"})}
+        staging: Staging | None = None
+        word: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                check_place(final)
+                self._locks.take(final)
+                size = sum(layout.bytes for layout in files.values())
+                staging = Staging(final, size, {**self._hf_files(), **extra})
+                make_files(staging, files)
+                staging.write(PROGRAM, self.program)
+                staging.write(TRAINER, json.dumps(self._record(), indent=1) + "\n")
+                word = {"folder": str(staging.folder)}
+            except CheckpointError as e:
+                word = {"problem": str(e)}
+                if staging is not None:
+                    staging.discard()
+        word = json.loads(self._peers.broadcast(name, json.dumps(word).encode()))
+        if "problem" in word:
+            return word["problem"]
+        self._save = Save(
+            self._peers, name, final, Path(word["folder"]), files, self._pieces(files, roles, rng), self._staging_bytes(), staging, keep
+        )  # fmt: skip
+        return None
+
+    def _staging_bytes(self) -> int:
+        """How much a save may hold in copies: what the limit leaves beside a step's peak."""
+        limit = self.config.memory_limit_bytes
+        if limit is None:
+            return 2**62
+        return max(limit - self._executor.stats()["peak_bytes"], 2 * CHUNK)
+
+    def _pieces(self, files: dict[str, Layout], roles: list[str], rng: list[Tensor]) -> list[Piece]:
+        """What this rank writes: its shards, and of what all ranks have its share; the small rest is rank 0's."""
+        model, optimizer = files[MODEL].entries, files[OPTIMIZER].entries
+        pieces: list[Piece] = []
+
+        def add(t: Tensor, begin: int, end: int, file: int, entry: Entry, first: int) -> None:
+            """Elements [begin, end) of a flat tensor, which are the entry's elements from `first` on."""
+            if begin < end:
+                pieces.append((t, begin, end, file, entry.offset + first * t.element_size()))
+
+        def share(count: int) -> tuple[int, int]:
+            part = -(-count // self.world_size)
+            return min(self.rank * part, count), min((self.rank + 1) * part, count)
+
+        for file, names in ((0, [WEIGHT]), (1, roles)):
+            for role in names:
+                for unit in self._states.units:
+                    if not self._states.has(unit, role):
+                        continue
+                    t, base = self._states.local(unit, role)
+                    low, high = (base, base + t.numel()) if t.numel() < unit.numel else share(unit.numel)
+                    host = t.detach() if t.device.type == "cpu" else t.detach()[low - base : high - base].cpu()
+                    origin = base if t.device.type == "cpu" else low
+                    for p in unit.parameters:
+                        begin, end = max(low, p.offset), min(high, p.offset + p.numel)
+                        if file == 0:
+                            for place in self._tensors.places(p.name):
+                                add(host, begin - origin, end - origin, 0, model[place], begin - p.offset)
+                        elif self._has_state(p):
+                            add(host, begin - origin, end - origin, 1, optimizer[f"{role}.{p.name}"], begin - p.offset)
+        for p in self._states.loose:
+            whole = next(self._states.parts(p, WEIGHT))[0].detach().cpu().contiguous()
+            low, high = share(p.numel)
+            for place in self._tensors.places(p.name):
+                add(whole, low, high, 0, model[place], low)
+        if self.rank == 0:
+            for entry, canonical, is_parameter in self._tensors.entries:
+                if not is_parameter:  # a forward changes buffers, so they are copied now
+                    copy = self._tensors.buffers[canonical].detach().to("cpu", copy=True).contiguous().view(-1)
+                    add(copy, 0, copy.numel(), 0, model[entry], 0)
             for r, state in enumerate(rng):
-                attempt(lambda r=r, state=state: writer.write(f"rng.{r}", state))  # type: ignore
-            attempt(lambda: writer.finish())  # type: ignore
-            attempt(lambda: staging.write(TRAINER, json.dumps(self._record(), indent=1) + "\n"))  # type: ignore
-            attempt(lambda: staging.commit())  # type: ignore
-        finally:
-            if writer is not None:
-                writer.abandon()
-            if staging is not None:
-                staging.discard()
-        return problem
+                add(state, 0, state.numel(), 1, optimizer[f"rng.{r}"], 0)
+        return pieces
 
     def _file_lists(self, roles: list[str], rng: list[Tensor]) -> tuple[list[Any], list[Any]]:
         """(name, dtype, shape) of both files, in the order in which tensors are gathered."""
@@ -207,38 +302,77 @@ class TrainerFiles(TrainerBase):
         return {
             "format": FORMAT, "step": self.steps, "kind": [kind_of(self._optimizer, g) for g in self._optimizer.param_groups],
             "groups": groups, "seed": self.config.seed, "rng": self.config.rng, "world_size": self.world_size,
-            "loss_scale": self._loss_scale.state(),
+            "loss_scale": self._loss_scale.state(), "loop": self._loop.state(), "run": self._run_digest(),
         }  # fmt: skip
 
     def load(self, folder: str | Path) -> None:
         """Goes on from a checkpoint, whatever strategy and number of ranks wrote it; every rank must call it.
 
-        Everything is checked before anything changes. Hyper-parameters go back into optimizer.param_groups, as load_state_dict does.
+        Everything is checked before anything changes, every byte against its checksum. Hyper-parameters go back into
+        optimizer.param_groups, as load_state_dict does. With as many ranks as saved it, and the same model and settings, the schedule
+        goes on where it stood, with the program that ran then. Error: no checkpoint, of another model or optimizer (the first
+        difference is named); DamageError where bytes are not those that were written.
         """
         self._check_open()
-        folder = Path(folder)
+        self._settle_save()
         with contextlib.ExitStack() as files:
+            found: list[Checkpoint] = []
 
             def check() -> Callable[[], None]:
-                record = read_trainer_file(folder)
-                weights, moments = Weights(folder / MODEL), Weights(folder / OPTIMIZER)
-                files.callback(weights.close)
-                files.callback(moments.close)
-                return self._checked_load(record, weights, moments)
+                checkpoint = files.enter_context(Checkpoint(folder))
+                found.append(checkpoint)
+                action = self._checked_load(checkpoint)
+                checkpoint.verify(self.rank, self.world_size)
+                return action
 
-            self._agree(f"load at step {self.steps}", check)()
+            action = self._agree(f"load {self._next_save()} at step {self.steps}", check)
+            with self._peers.guard():
+                action()
+            self._go_on_with_schedule(found[0])
 
-    def _checked_load(self, record: dict[str, Any], weights: Weights, moments: Weights) -> Callable[[], None]:
+    def _settle_save(self) -> None:
+        """Before states are changed: what is being saved has been copied."""
+        if self._save is not None:
+            self._save.wait_staged()
+
+    def _go_on_with_schedule(self, checkpoint: Checkpoint) -> None:
+        """The schedule where it stood, when the run is the same: same captured program and passes for the same ranks."""
+        record = checkpoint.record
+        if self.config.mode == "eager" or not self.config.schedule or self._shapes is not None:
+            return
+        with self._peers.guard():
+            same = self._peers.rank == 0 and record.get("run") == self._run_digest()
+            same = json.loads(self._peers.broadcast(f"same run {self._next_save()}", json.dumps(same).encode()))
+        if same:
+            self._loop.go_on(record["loop"], checkpoint.read(PROGRAM).decode())
+
+    def _run_digest(self) -> str:
+        """What decides the program: the captured text, the settings of compiling, the number of ranks. Rank 0 knows it."""
+        from interlace import _core
+
+        config = self.config
+        parts = [
+            self._source.captured,
+            config.pipeline(self.world_size),
+            repr(config.schedule),
+            str(config.memory_limit),
+        ]
+        return _core.digest("\n".join([*parts, str(config.cluster), str(self.world_size)]))
+
+    def _checked_load(self, checkpoint: Checkpoint) -> Callable[[], None]:
         """Checks files against the model and the optimizer; gives the function that then reads them."""
+        record, weights, moments = checkpoint.record, checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
         groups = self._optimizer.param_groups
         kinds = [kind_of(self._optimizer, g) for g in groups]
-        saved_groups = [g["parameters"] for g in record["groups"]]
-        if record["kind"] != kinds or saved_groups != [self._names_of_group(i) for i in range(len(groups))]:
-            raise CheckpointError(
-                f"{weights.source.parent} was saved with another optimizer: groups {_group_text(record['kind'], saved_groups)} there, "
-                f"{_group_text(kinds, [g['params'] for g in groups])} here; make the optimizer as it was when saving"
-            )
         names = self._weight_names(weights)
+        ours = [(kind, self._names_of_group(i)) for i, kind in enumerate(kinds)]
+        theirs = list(zip(record["kind"], [g["parameters"] for g in record["groups"]], strict=False))
+        difference = group_difference(theirs, ours)
+        if difference is not None:
+            raise CheckpointError(
+                f"{checkpoint.folder} was saved with another optimizer: {difference}; make the optimizer as it was when saving, or take "
+                "the weights alone with trainer.load_weights"
+            )
         steps = [int(g["steps"]) for g in record["groups"]]
         wanted = {}
         roles = self._roles()
@@ -248,6 +382,11 @@ class TrainerFiles(TrainerBase):
                     if p.group is not None and steps[p.group] > 0:
                         wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
         check_shapes(moments, wanted)
+        if record.get("seed") != self.config.seed and self.rank == 0:
+            log.warning(
+                "%s was saved with seed %s, this run has %s: its random numbers go on differently",
+                checkpoint.folder, record.get("seed"), self.config.seed,
+            )  # fmt: skip
 
         def read() -> None:
             self._read_weights(weights, names)
@@ -279,6 +418,7 @@ class TrainerFiles(TrainerBase):
     def load_weights(self, source: str | Path) -> None:
         """Parameters and buffers from a safetensors file, a sharded index or a Hugging Face folder; the optimizer stays as it is."""
         self._check_open()
+        self._settle_save()
         with contextlib.ExitStack() as files:
 
             def check() -> Callable[[], None]:
@@ -287,9 +427,9 @@ class TrainerFiles(TrainerBase):
                 names = self._weight_names(weights)
                 return lambda: self._read_weights(weights, names)
 
-            self._agree(f"load weights at step {self.steps}", check)()
+            self._agree(f"load weights {self._next_save()} at step {self.steps}", check)()
 
-    def _weight_names(self, weights: Weights) -> dict[str, str]:
+    def _weight_names(self, weights: Weights | CheckedTensors) -> dict[str, str]:
         """The file's name for every parameter and saved buffer, checked."""
         names: dict[str, str] = {}
         shapes = {p.name: p.shape for p in self._states.parameters.values()}
@@ -300,7 +440,7 @@ class TrainerFiles(TrainerBase):
         check_shapes(weights, {f"'{n}'": (file, shapes[n]) for n, file in names.items()})
         return names
 
-    def _read_weights(self, weights: Weights, names: dict[str, str]) -> None:
+    def _read_weights(self, weights: Weights | CheckedTensors, names: dict[str, str]) -> None:
         for name, file in names.items():
             if name in self._states.parameters:
                 self._states.fill(name, WEIGHT, partial(weights.read_range, file))
@@ -314,5 +454,19 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _group_text(kinds: list[str], groups: list[Any]) -> str:
-    return ", ".join(f"{k} with {len(g)} parameters" for k, g in zip(kinds, groups, strict=False)) or "none"
+Groups = list[tuple[str, list[str]]]
+
+
+def group_difference(theirs: Groups, ours: Groups) -> str | None:
+    """The first thing in which two optimizers' groups differ; None: nothing."""
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} parameter groups there, {len(ours)} here"
+    for i, ((kind, names), (our_kind, our_names)) in enumerate(zip(theirs, ours, strict=True)):
+        if kind != our_kind:
+            return f"group {i} is {str(kind)[:40]} there, {our_kind} here"
+        for j, (name, our_name) in enumerate(zip(names, our_names, strict=False)):
+            if name != our_name:
+                return f"parameter {j} of group {i} is '{str(name)[:200]}' there, '{our_name}' here"
+        if len(names) != len(our_names):
+            return f"group {i} has {len(names)} parameters there, {len(our_names)} here"
+    return None

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "bindings/core.h"
+#include "io/checksum.h"
 #include "ir/program.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -304,6 +305,17 @@ PYBIND11_MODULE(_core, m) {
            py::arg("dump_dir") = std::nullopt, py::arg("repro") = std::nullopt,
            "Runs a pipeline such as 'canonicalize,shard(ranks=2)' in place; on an error the program stays as it was.");
 
+  m.def(
+      "checksum",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request();
+        const size_t size = static_cast<size_t>(info.size * info.itemsize);
+        if (info.ndim != 1 || (info.size > 1 && info.strides[0] != info.itemsize))
+          throw py::value_error("checksum takes contiguous bytes");
+        const py::gil_scoped_release released;
+        return Checksum(info.ptr, size);
+      },
+      py::arg("data"), "XXH64 of bytes.");
   m.def("pass_table", &PassTableList, "Every pass: name, help, options.");
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),

@@ -134,6 +134,7 @@ auto WithoutLock(F&& f) {
 }  // namespace
 
 void BindTesting(py::module_& module);  // runtime_testing.cc
+void BindSnapshot(py::module_& module, py::class_<Executor>& executor);  // runtime_snapshot.cc
 void BindTrace(py::module_& module, py::class_<Executor>& executor);  // runtime_trace.cc
 
 }  // namespace interlace
@@ -191,6 +192,7 @@ PYBIND11_MODULE(_runtime, m) {
           "leave", [](Executor& self) { WithoutLock([&] { self.Leave(); return 0; }); },
           "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
+  BindSnapshot(m, executor);
   BindTrace(m, executor);
   BindTesting(m);
 }

@@ -85,12 +85,28 @@ Error Executor::OpFailure(OpId id, const std::string& what) const {
   return Error{message, {}};
 }
 
+void Executor::AtOp(OpId op) {
+  at_op_.store(op, std::memory_order_relaxed);
+  MemoryScope::SetCurrentOp(op);
+}
+
+Executor::Place Executor::Where() const {
+  Place place{.step = at_step_.load(std::memory_order_relaxed), .op = "", .units = "", .module = ""};
+  const OpId id = at_op_.load(std::memory_order_relaxed);
+  if (id == kNone) return place;
+  const Op& op = program_.op(id);
+  place.op = PrintOp(program_, op);
+  for (UnitId unit : op.units) place.units += (place.units.empty() ? "u" : " u") + std::to_string(unit);
+  place.module = ModuleOf(program_, op);
+  return place;
+}
+
 Status Executor::RunPhase(const Plan& plan) {
   const Instruction* at = plan.instructions.data();
   const Instruction* const end = at + plan.instructions.size();
   try {
     for (; at != end; ++at) {
-      MemoryScope::SetCurrentOp(at->op);
+      AtOp(at->op);
       at->run(at->data, frame_);
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
       MoveTransfers();
@@ -107,7 +123,7 @@ Status Executor::RunPhaseObserved(const Plan& plan, bool update, DebugObserver& 
     const Instruction& at = plan.instructions[i];
     if (!update && program_.op(at.op).part == Part::kUpdate) continue;  // of a unit whose gradient is complete
     try {
-      MemoryScope::SetCurrentOp(at.op);
+      AtOp(at.op);
       at.run(at.data, frame_);
       if (!observer.AfterOp(at.index, at.op, frame_.slots)) {
         observer.stopped = true;
@@ -203,6 +219,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   for (const auto& [name, comm] : comms_) kept += comm->stats().receive_buffer_peak_bytes;
   const int64_t live_before = live_before_ = std::max<int64_t>(MemoryScope::Use().live_bytes - kept, 0);
   BeginRecord();
+  at_step_.store(step, std::memory_order_relaxed);
   frame_.hyper = &hyper;
   frame_.outer = &outer;
 

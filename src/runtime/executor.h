@@ -8,6 +8,7 @@
 //          then the update phase. `gives` of a phase are moved to the `takes` of the next.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -70,6 +71,14 @@ class Executor {
   void Leave() {
     for (auto& [name, comm] : comms_) comm->Leave();
   }
+  // Called in every later step before the first op that changes a state (a snapshot waits for its last copies there).
+  void SetBeforeUpdate(std::function<void()> call) { frame_.before_update = std::move(call); }
+  // The op that runs now or ran last, and its step. Any thread may ask, also while a step hangs.
+  struct Place {
+    int64_t step = -1;
+    std::string op, units, module;  // the op's text; "u3 u4"; a module path. Empty: no op yet
+  };
+  Place Where() const;
   ExecutorStats stats() const;
   // Every later step is recorded (and not, with kOff). All ranks must ask for kSerial together.
   void SetTrace(TraceMode mode) { trace_mode_ = mode; }
@@ -101,6 +110,7 @@ class Executor {
   }
   Status EnterPhase(const Phase& phase);
   void LeavePhase(const Phase& phase);
+  void AtOp(OpId op);
   void DropTemporaries();
   Error OpFailure(OpId op, const std::string& what) const;
 
@@ -120,6 +130,9 @@ class Executor {
   int64_t const_bytes_ = 0;
   int64_t peak_extra_ = 0, live_extra_ = 0;
   OpId peak_op_ = kNone;
+  // What Where() tells; written without an order, because a place that is one op old tells as much.
+  std::atomic<OpId> at_op_{kNone};
+  std::atomic<int64_t> at_step_{-1};
   TraceMode trace_mode_ = TraceMode::kOff;
   int64_t live_before_ = 0;  // counted bytes when the step began
   StepRecord record_;

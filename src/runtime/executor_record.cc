@@ -78,7 +78,7 @@ Status Executor::RunPhaseRecorded(const Plan& plan) {
       sample.run = run;
       sample.begin_ns = now;
       sample.live_before = MemoryScope::Use().live_bytes - live_before_;
-      MemoryScope::SetCurrentOp(at->op);
+      AtOp(at->op);
       if (serial && program_.op(at->op).name.ends_with(".start")) {
         RunAlone(*at, sample);
       } else {

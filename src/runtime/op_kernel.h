@@ -67,6 +67,8 @@ struct Frame {
   const RuntimeOptions* options = nullptr;
   const at::ThreadLocalState* outer = nullptr;  // thread state outside the step
   Counters counters;
+  // Called once a step, before the first op that changes a state: whoever still copies states must be done by then.
+  std::function<void()> before_update;
 };
 
 struct KernelData {

@@ -67,6 +67,16 @@ class LanePlacer {
   std::unordered_map<ValueId, std::set<Lane>> busy_;  // by root: lanes that touched it since compute last waited
 };
 
+struct GatedKernel : KernelData {
+  Kernel inner;
+  void Run(Frame& frame) {
+    if (frame.before_update) frame.before_update();
+    inner.run(inner.data.get(), frame);
+  }
+};
+
+bool Updates(const Phase& phase, const Op& op) { return phase.name == "update" || op.part == Part::kUpdate; }
+
 }  // namespace
 
 Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_operands) {
@@ -87,12 +97,19 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
 
   std::optional<LanePlacer> lanes;  // no streams on CPUs
   if (!outer.device.is_cpu()) lanes.emplace(outer);
+  bool gated = false;
   for (int32_t i = 0; i < count; ++i) {
     const Op& op = program.op(phase.ops[i]);
     BuildContext context = outer;
     context.dies_here = [&](ValueId id) { return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i; };
     INTERLACE_ASSIGN(Kernel kernel, BuildKernel(context, op));
     if (lanes) kernel = lanes->Place(std::move(kernel), op);
+    if (!gated && kernel.run != nullptr && Updates(phase, op)) {
+      auto data = std::make_unique<GatedKernel>();
+      data->inner = std::move(kernel);
+      kernel = MakeKernel(std::move(data));
+      gated = true;
+    }
     if (kernel.run != nullptr) {
       plan.instructions.push_back(
           {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0});

@@ -18,7 +18,7 @@ import zoo
 from safetensors.torch import load_file
 
 import interlace
-from interlace.checkpoint import CheckpointError
+from interlace.tensor_file import CheckpointError, checksum_text, sums_of
 
 Tensor = torch.Tensor
 TOTAL = 6  # sequences of a global step, whatever the number of ranks
@@ -100,7 +100,8 @@ def test_plain_pytorch_and_hugging_face_read_it(tmp_path: Path) -> None:
     for model in (plain, hugging):
         assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
     assert sorted(p.name for p in folder.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "trainer.json",
+        "checksums.json", "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors",
+        "program.il", "trainer.json",
     ]  # fmt: skip
 
 
@@ -122,6 +123,11 @@ def trainer() -> Any:
         yield t
 
 
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, but for the lock of the trainer that is still open."""
+    return sorted(p.name for p in folder.iterdir() if p.name != ".c.lock")
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
@@ -135,7 +141,9 @@ def test_a_second_save_replaces_the_first_and_keeps_other_files(trainer: interla
     trainer.save(folder)
     assert json.loads((folder / "trainer.json").read_text())["step"] == 2
     assert (folder / "data" / "notes.txt").read_text() == "mine" and (folder / "tokenizer.json").read_text() == "{}"
-    assert [p.name for p in tmp_path.iterdir()] == ["c"], "something was left beside the checkpoint"
+    assert names(tmp_path) == ["c"], "something was left beside the checkpoint"
+    trainer.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 LIMITED = """
@@ -171,7 +179,7 @@ def test_no_room_while_writing_leaves_the_old_checkpoint(limit: int, tmp_path: P
         f"error: cannot save to {folder}: a file became too big; an older checkpoint there is untouched" in done.stdout
     )
     assert "step 1 True" in done.stdout
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert names(tmp_path) == ["c"]
 
 
 def disk_full(folder: str) -> tuple[str, list[float]]:
@@ -213,18 +221,18 @@ def test_places_where_nothing_can_be_saved(
     trainer: interlace.Trainer, where: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("x")
-    names = {"tmp": str(tmp_path), "cwd": os.getcwd()}
+    places = {"tmp": str(tmp_path), "cwd": os.getcwd()}
     with pytest.raises(CheckpointError) as e:
-        trainer.save(where.format(**names))
-    assert str(e.value).startswith(message.format(**names))
+        trainer.save(where.format(**places))
+    assert str(e.value).startswith(message.format(**places))
     losses(trainer, "vit", 1, 2)
 
 
 def test_an_extra_file_cannot_leave_the_folder(trainer: interlace.Trainer, tmp_path: Path) -> None:
-    for name in ("../x", "trainer.json", "a/b"):
+    for name in ("../x", "trainer.json", "a/b", ".hidden", "checksums.json"):
         with pytest.raises(CheckpointError, match="cannot be the name of an extra file"):
             trainer.save(tmp_path / "c", {name: "x"})
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
 
 
 def test_damaged_checkpoints_are_refused_and_change_nothing(trainer: interlace.Trainer, tmp_path: Path) -> None:
@@ -232,35 +240,57 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(trainer: interlace.T
     trainer.save(folder)
     good = contents(folder)
     before = trainer.state_dict()
+
+    def with_sums(name: str, data: bytes) -> dict[str, bytes]:
+        """A file that was changed together with its checksums: an attack, or a newer version."""
+        sums = json.loads(good["checksums.json"])
+        sums["files"][name] = {"bytes": len(data), "ranges": sums_of(data)}
+        sums.pop("self")
+        text = json.dumps(sums, separators=(",", ":"))
+        return {name: data, "checksums.json": f'{text[:-1]},"self":"{checksum_text(text.encode())}"}}'.encode()}
+
+    def flipped(name: str, at: int) -> dict[str, bytes | None]:
+        data = bytearray(good[name])
+        data[at] ^= 4
+        return {name: bytes(data)}
+
     record = json.loads(good["trainer.json"])
-    cases: list[tuple[str, bytes | None, str]] = [
+    first = json.loads(good["checksums.json"])["files"]["model.safetensors"]["ranges"][1]
+    torn = good["model.safetensors"][: first[0]] + bytes(first[1]) + good["model.safetensors"][first[0] + first[1] :]
+    cases: list[tuple[dict[str, bytes | None], str]] = [
+        ({"model.safetensors": good["model.safetensors"][:-8]}, "was cut off or edited"),
+        ({"model.safetensors": b""}, "has 0 bytes, its checksums are of"),
+        ({"model.safetensors": torn}, f"bytes {first[0]} to {first[0] + first[1]} have the checksum"),
+        (flipped("model.safetensors", -9), "model.safetensors is damaged in 'head.bias'"),
+        (flipped("model.safetensors", 20), "model.safetensors is damaged in its header"),
+        (flipped("optimizer.safetensors", -1), "optimizer.safetensors is damaged in 'exp_avg_sq."),
+        (flipped("trainer.json", 30), "trainer.json is damaged: bytes 0 to"),
+        (flipped("program.il", 100), "program.il is damaged"),
+        (flipped("checksums.json", 60), "checksums.json is cut off or was edited"),
+        ({"optimizer.safetensors": None}, "no such file"),
+        ({"checksums.json": None}, "cannot read"),
+        ({"checksums.json": b"[" * 100_000}, "checksums.json is cut off or was edited (RecursionError"),
+        ({"trainer.json": good["trainer.json"][:40]}, "has 40 bytes, its checksums are of"),
+        (with_sums("trainer.json", b"[]"), "trainer.json is cut off or was edited"),
         (
-            "model.safetensors",
-            good["model.safetensors"][:-8],
-            "cannot be read as a safetensors file (cut off or edited?)",
+            with_sums("trainer.json", json.dumps({**record, "format": 99}).encode()),
+            "was written by a newer version (format 99, this one reads 2)",
         ),
-        ("model.safetensors", b"", "cannot be read as a safetensors file"),
-        ("optimizer.safetensors", None, "no such file"),
-        ("trainer.json", good["trainer.json"][:40], "trainer.json is cut off or was edited"),
-        ("trainer.json", b"[]", "trainer.json is cut off or was edited"),
+        ({"trainer.json": None}, "is no checkpoint: trainer.json is missing; it holds weights only"),
         (
-            "trainer.json",
-            json.dumps({**record, "format": 99}).encode(),
-            "was written by a newer version (format 99, this one reads 1)",
+            with_sums("trainer.json", json.dumps({**record, "kind": ["sgd", "sgd"]}).encode()),
+            "was saved with another optimizer: group 0 is sgd there, adamw here",
         ),
-        ("trainer.json", None, "is no checkpoint: trainer.json is missing; it holds weights only"),
-        ("trainer.json", json.dumps({**record, "kind": ["sgd", "sgd"]}).encode(), "was saved with another optimizer"),
-    ]
-    for name, data, message in cases:
+        (with_sums("trainer.json", json.dumps({**record, "step": -3}).encode()), "a negative number of steps"),
+    ]  # fmt: skip
+    for changes, message in cases:
         for other, content in good.items():
             (folder / other).write_bytes(content)
-        if data is None:
-            (folder / name).unlink()
-        else:
-            (folder / name).write_bytes(data)
+        for name, data in changes.items():
+            (folder / name).unlink() if data is None else (folder / name).write_bytes(data)
         with pytest.raises(CheckpointError) as e:
             trainer.load(folder)
-        assert message in str(e.value)
+        assert message in str(e.value), (changes.keys(), str(e.value))
     assert trainer.steps == 1 and all(torch.equal(v, before[k]) for k, v in trainer.state_dict().items())
     with pytest.raises(CheckpointError, match="no such checkpoint folder"):
         trainer.load(tmp_path / "nowhere")
@@ -269,10 +299,31 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(trainer: interlace.T
 def test_a_checkpoint_of_another_model_is_refused(trainer: interlace.Trainer, tmp_path: Path) -> None:
     with make("batchnorm", "adamw") as other:
         other.save(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="was saved with another optimizer"):
+    with pytest.raises(CheckpointError, match="has no 'token' for 'token'; was it saved from another model\\?"):
         trainer.load(tmp_path / "other")
     with pytest.raises(CheckpointError, match="has no 'token' for 'token'; was it saved from another model\\?"):
         trainer.load_weights(tmp_path / "other")
+
+
+def test_the_first_difference_of_another_optimizer_is_named(trainer: interlace.Trainer, tmp_path: Path) -> None:
+    def saved_by(make_optimizer: Any, name: str) -> Path:
+        model = zoo.build("vit", torch.float64)
+        with interlace.compile(model, make_optimizer(model), zoo.class_loss, zoo.images(TOTAL, 0)) as other:
+            other.save(tmp_path / name)
+        return tmp_path / name
+
+    cases = {
+        "groups": (lambda m: torch.optim.AdamW(m.parameters()), "1 parameter groups there, 2 here"),
+        "kind": (lambda m: parity.make_optimizer("sgd", m), "group 0 is sgd there, adamw here"),
+        "order": (
+            lambda m: torch.optim.AdamW([{"params": list(reversed(list(m.parameters())))[:20]}, {"params": list(m.parameters())[:-20]}]),
+            "parameter 0 of group 0 is 'head.bias' there, 'token' here",
+        ),
+    }  # fmt: skip
+    for name, (make_optimizer, difference) in cases.items():
+        with pytest.raises(CheckpointError) as e:
+            trainer.load(saved_by(make_optimizer, name))
+        assert f"was saved with another optimizer: {difference}; make the optimizer as it was" in str(e.value)
 
 
 def test_hyper_parameters_come_back(trainer: interlace.Trainer, tmp_path: Path) -> None:

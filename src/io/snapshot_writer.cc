@@ -1,0 +1,149 @@
+#include "io/snapshot_writer.h"
+
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "io/checksum.h"
+
+namespace interlace {
+
+namespace {
+
+constexpr int kNice = 10;  // of the thread: where cores are short the owner goes first, and copies what is left itself
+
+double Seconds(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+}  // namespace
+
+SnapshotWriter::SnapshotWriter(std::vector<std::string> paths, const std::vector<Piece>& pieces, Options options)
+    : options_(options), paths_(std::move(paths)) {
+  for (const Piece& piece : pieces) {
+    for (int64_t done = 0; done < piece.bytes;) {
+      const int64_t offset = piece.offset + done;
+      // Cuts inside a piece lie on block borders of the file.
+      const int64_t end = (offset / kBlock * kBlock) + options_.chunk_bytes;
+      const int64_t bytes = std::min(piece.bytes - done, end - offset);
+      chunks_.push_back({piece.data + done, bytes, piece.file, offset, State::kWaiting, nullptr});
+      done += bytes;
+    }
+  }
+  unstaged_ = chunks_.size();
+  sums_.reserve(chunks_.size());
+  thread_ = std::thread([this] { Run(); });
+}
+
+SnapshotWriter::~SnapshotWriter() {
+  Cancel();
+  thread_.join();
+}
+
+void SnapshotWriter::Cancel() {
+  const std::lock_guard lock(mutex_);
+  cancelled_ = true;
+  changed_.notify_all();
+}
+
+bool SnapshotWriter::staged() {
+  const std::lock_guard lock(mutex_);
+  return unstaged_ == 0 || done_;
+}
+
+SnapshotWriter::Stats SnapshotWriter::stats() {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+FileFailure SnapshotWriter::WaitDurable() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return done_; });
+  return failure_;
+}
+
+void SnapshotWriter::WaitStaged() {
+  std::unique_lock lock(mutex_);
+  if (unstaged_ == 0 || done_) return;
+  const double begin = Seconds(CLOCK_MONOTONIC);
+  while (unstaged_ > 0 && !done_) {
+    while (next_to_stage_ < chunks_.size() && chunks_[next_to_stage_].state != State::kWaiting) ++next_to_stage_;
+    if (next_to_stage_ == chunks_.size() || held_bytes_ + chunks_[next_to_stage_].bytes > options_.staging_bytes) {
+      changed_.wait(lock);  // for the thread: it copies the last one, or frees room
+      continue;
+    }
+    Chunk& chunk = chunks_[next_to_stage_++];
+    chunk.state = State::kCopying;
+    held_bytes_ += chunk.bytes;
+    stats_.staging_peak_bytes = std::max(stats_.staging_peak_bytes, held_bytes_ + options_.chunk_bytes);
+    stats_.staged_bytes += chunk.bytes;
+    lock.unlock();
+    chunk.copy = AllocateBlocks(chunk.bytes + kBlock);
+    std::memcpy(chunk.copy.get() + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
+    lock.lock();
+    chunk.state = State::kStaged;
+    --unstaged_;
+    changed_.notify_all();
+  }
+  stats_.stall_seconds += Seconds(CLOCK_MONOTONIC) - begin;
+}
+
+// Takes the chunk, from its copy or from the owner's memory; false: cancelled.
+bool SnapshotWriter::Copy(Chunk& chunk, char* buffer) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return cancelled_ || chunk.state != State::kCopying; });
+  if (cancelled_) return false;
+  if (chunk.state == State::kStaged) return true;
+  chunk.state = State::kTaken;
+  lock.unlock();
+  std::memcpy(buffer + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
+  lock.lock();
+  --unstaged_;
+  changed_.notify_all();
+  return true;
+}
+
+FileFailure SnapshotWriter::WriteChunks() {
+  std::vector<OutputFile> files(paths_.size());
+  for (size_t i = 0; i < paths_.size(); ++i) {
+    if (FileFailure failure = files[i].Open(paths_[i])) return failure;
+  }
+  const Blocks buffer = AllocateBlocks(options_.chunk_bytes + kBlock);
+  for (Chunk& chunk : chunks_) {
+    if (!Copy(chunk, buffer.get())) return {ECANCELED, ""};
+    const char* from = chunk.copy ? chunk.copy.get() : buffer.get();
+    const uint64_t sum = Checksum(from + chunk.offset % kBlock, static_cast<size_t>(chunk.bytes));
+    sums_.push_back({chunk.file, chunk.offset, chunk.bytes, sum});
+    if (FileFailure failure = files[chunk.file].Write(from, chunk.bytes, chunk.offset)) return failure;
+    if (chunk.copy) {
+      chunk.copy.reset();
+      const std::lock_guard lock(mutex_);
+      held_bytes_ -= chunk.bytes;
+      changed_.notify_all();
+    }
+  }
+  for (OutputFile& file : files) {
+    if (FileFailure failure = file.Sync()) return failure;
+  }
+  return {};
+}
+
+void SnapshotWriter::Run() {
+  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
+  const double begin = Seconds(CLOCK_MONOTONIC);
+  FileFailure failure = WriteChunks();
+  const std::lock_guard lock(mutex_);
+  failure_ = std::move(failure);
+  done_ = true;
+  stats_.cpu_seconds = Seconds(CLOCK_THREAD_CPUTIME_ID);
+  stats_.seconds = Seconds(CLOCK_MONOTONIC) - begin;
+  changed_.notify_all();
+}
+
+}  // namespace interlace

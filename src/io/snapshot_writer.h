@@ -1,0 +1,96 @@
+// snapshot_writer.h — writes memory that is about to change to files, while its owner goes on working.
+//
+// A thread copies chunk by chunk into one small buffer, takes the checksum and writes. The owner may read the memory
+// meanwhile; before it writes there it calls WaitStaged, and what the thread has not reached yet is copied then and
+// there, up to `staging_bytes` at once:
+//
+//   owner    start ─ forward ─ backward ────── WaitStaged ─ update ─ forward ...
+//   thread         copy+write 0 │ 1 │ ... │ 6 │            7' │ 8' │ 9' │ sync      7' to 9': from the copies that
+//   WaitStaged made
+//
+// With a disk that keeps up nothing is ever held twice, and WaitStaged returns at once.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io/output_file.h"
+
+namespace interlace {
+
+// Bytes of memory and their place in one of the files.
+struct Piece {
+  const char* data = nullptr;
+  int64_t bytes = 0;
+  int32_t file = 0;
+  int64_t offset = 0;
+};
+
+// The checksum of a range of a file.
+struct RangeSum {
+  int32_t file = 0;
+  int64_t offset = 0, bytes = 0;
+  uint64_t sum = 0;
+};
+
+class SnapshotWriter {
+ public:
+  struct Options {
+    int64_t chunk_bytes = 4 << 20;      // a multiple of kBlock
+    int64_t staging_bytes = INT64_MAX;  // most that WaitStaged may hold in copies
+  };
+  struct Stats {
+    int64_t staged_bytes = 0;             // copied by WaitStaged
+    int64_t staging_peak_bytes = 0;       // highest held at once, the thread's own buffer included
+    double stall_seconds = 0;             // that WaitStaged took
+    double cpu_seconds = 0, seconds = 0;  // of the thread
+  };
+
+  // The files exist and are long enough. The memory must stay until staged() or WaitStaged.
+  SnapshotWriter(std::vector<std::string> paths, const std::vector<Piece>& pieces, Options options);
+  ~SnapshotWriter();  // cancels
+  // Returns when the memory is no longer needed. Any thread, any number of times.
+  void WaitStaged();
+  bool staged();
+  // Returns when the disk has everything, or with what went wrong (ECANCELED after Cancel).
+  FileFailure WaitDurable();
+  void Cancel();
+  // After WaitDurable, by piece.
+  const std::vector<RangeSum>& sums() const { return sums_; }
+  Stats stats();
+
+ private:
+  enum class State : uint8_t { kWaiting, kCopying, kStaged, kTaken };
+  struct Chunk {
+    const char* data;
+    int64_t bytes;
+    int32_t file;
+    int64_t offset;
+    State state = State::kWaiting;
+    Blocks copy;
+  };
+  void Run();
+  FileFailure WriteChunks();
+  bool Copy(Chunk& chunk, char* buffer);
+
+  Options options_;
+  std::vector<std::string> paths_;
+  std::vector<Chunk> chunks_;
+  std::vector<RangeSum> sums_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  size_t unstaged_ = 0;       // chunks whose memory is still needed
+  size_t next_to_stage_ = 0;  // chunks before it are no business of WaitStaged any more
+  int64_t held_bytes_ = 0;
+  bool cancelled_ = false, done_ = false;
+  FileFailure failure_;
+  Stats stats_;
+  std::thread thread_;
+};
+
+}  // namespace interlace
