@@ -53,7 +53,7 @@ class FolderLock:
         with saving(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 try:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -66,9 +66,8 @@ class FolderLock:
                     if os.fstat(self._file).st_ino == os.stat(self.path).st_ino:
                         break
                 os.close(self._file)
-            os.ftruncate(self._file, 0)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+            self.path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
         for left in final.parent.glob(f".{_glob(final.name)}.*.part"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
 

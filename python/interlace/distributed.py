@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import InterlaceError
+from interlace.places import Places
 
 _CHUNK = 1 << 20  # bytes of one store entry
 _PAUSE_S = 0.05  # longest pause between two looks for a key
@@ -34,6 +35,8 @@ _PAUSE_S = 0.05  # longest pause between two looks for a key
 
 class PeerError(InterlaceError):
     """Another rank failed, differs or is gone. `rank` is its number, or None when unknown."""
+
+    placed = False  # whether the message tells where every rank is
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -66,6 +69,7 @@ class Peers:
         self._groups: dict[str, Any] = {}
         self._closed = False
         self._failed = False
+        self.places = Places(None, 0, 1)
         if not dist.is_available():
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -79,6 +83,7 @@ class Peers:
             # Every rank makes its trainers in the same order, so its own count names the trainer.
             count = store.add(f"interlace/trainers/{self.rank}", 1)
             self._store = dist.PrefixStore(f"interlace/{count}", store)
+        self.places = Places(self._store, self.rank, self.size)
 
     # ---- agreement through the store ----
 
@@ -105,24 +110,28 @@ class Peers:
             self._put(key, json.dumps(value).encode())
 
     def collect(self, what: str, value: Any, go_on: Callable[[], bool]) -> list[Any]:
-        """As exchange, for a thread beside the steps: as long as it takes, or until go_on() is false. Only rank 0 gets the others'."""
-        self.post(f"{what}/{self.rank}", value)
-        others = range(self.size) if self.rank == 0 else ()
-        return [value if r == self.rank else self.collect_one(what, r, go_on) for r in others]
+        """What every rank posts under what/rank, `value` being this one's: as long as it takes, or until go_on() is false."""
+        return [value if r == self.rank else self.collect_one(what, r, go_on) for r in range(self.size)]
 
     def collect_one(self, what: str, rank: int, go_on: Callable[[], bool]) -> Any:
-        """What a rank posts under what/rank."""
+        """What a rank posts under what/rank. Error: it failed, or has given no sign of life for the timeout."""
         key, pause = f"{what}/{rank}", 0.005
+        beat, since = None, time.monotonic()
         while True:
             with self._store_errors("reading"):
                 if self._store.check([key]):
                     count = int(self._store.get(key))
                     return json.loads(b"".join(self._store.get(f"{key}#{i}") for i in range(count)))
                 cause = self._posted()
+                place = self.places.of(rank)
             if cause is not None:
                 raise cause
             if not go_on():
                 raise PeerError(f"'{what}' was given up")
+            if place is not None and place["beat"] != beat:
+                beat, since = place["beat"], time.monotonic()
+            if time.monotonic() - since > self.timeout_s:
+                raise PeerError(f"rank {rank} gave no sign of life for {self.timeout_s:g} s in '{what}'", rank)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
@@ -184,12 +193,12 @@ class Peers:
         if self._store is None or self._failed:
             return
         self._failed = True
+        self.places.ask(self.places.tell)
         peer = reason.rank if isinstance(reason, PeerError) else None
-        with contextlib.suppress(Exception):
-            if isinstance(reason, PeerError):
-                self._store.set(f"lost/{self.rank}", json.dumps([peer, str(reason)]))
-            else:
-                self._store.set(f"failed/{self.rank}", str(reason) or type(reason).__name__)
+        key, words = f"failed/{self.rank}", str(reason) or type(reason).__name__
+        if isinstance(reason, PeerError):
+            key, words = f"lost/{self.rank}", json.dumps([peer, str(reason)])
+        self.places.ask(lambda: self._store.set(key, words))
         self.close()
 
     def explain(self, error: BaseException) -> PeerError:
@@ -197,10 +206,9 @@ class Peers:
         text = str(error).split("\n")[0]
         match = re.search(r"\branks? (\d+)", text)
         peer = int(match.group(1)) if match else None
-        with contextlib.suppress(PeerError, RuntimeError):  # the store may be gone with its process
-            cause = self._posted(peer)
-            if cause is not None:
-                return cause
+        cause = self.places.ask(lambda: self._posted(peer))  # the store may be gone, or stopped, with its process
+        if cause is not None:
+            return cause
         return PeerError(text if peer is not None else f"a transfer between ranks failed: {text}", peer)
 
     def _posted(self, start: int | None = None) -> PeerError | None:
@@ -227,7 +235,7 @@ class Peers:
             yield
         except PeerError as e:
             self.fail(e)
-            raise
+            raise self._placed(e) from e
         except (InterlaceError, KeyboardInterrupt, OSError) as e:
             self.fail(e)
             raise
@@ -235,7 +243,7 @@ class Peers:
             if self._store is not None and is_transfer_error(e):
                 cause = self.explain(e)
                 self.fail(cause)
-                raise cause from e
+                raise self._placed(cause) from e
             self.fail(e)
             if type(e).__module__ == "interlace._runtime":
                 raise InterlaceError(str(e)) from e
@@ -243,6 +251,14 @@ class Peers:
         except BaseException as e:
             self.fail(e)
             raise
+
+    def _placed(self, error: PeerError) -> PeerError:
+        """The error with the place of every rank. Outer guards add nothing."""
+        if error.placed or self._store is None:
+            return error
+        placed = PeerError(str(error) + self.places.text(), error.rank)
+        placed.placed = True
+        return placed
 
     # ---- process groups ----
 
@@ -299,6 +315,7 @@ class Peers:
         if self._closed:
             return
         self._closed = True
+        self.places.stop()
         if self._store is not None and not self._failed:
             with contextlib.suppress(Exception):
                 self._store.set(f"failed/{self.rank}", "it closed its trainer while others went on")

@@ -25,11 +25,19 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0  # for ranks to stop by themselves once another has failed
+STOP_S = 30.0  # for ranks to save and stop by themselves after SIGTERM; torchrun gives them as long
 KILL_AFTER_S = 3.0  # from asking a rank to end to killing it
 POLL_S = 0.05
 FAILURE_FILE = "INTERLACE_FAILURE_FILE"  # where a rank that fails leaves its last words
 PARENT = "INTERLACE_LAUNCHER"  # the process id of the launcher
 LAST_LINES = 20  # of a rank's stderr, told when it left no last words
+
+
+class Terminated(BaseException):
+    """SIGTERM came, and what had to be done before the end is done."""
+
+
+TERMINATED = 128 + signal.SIGTERM  # the exit code that says so
 
 
 @dataclass(frozen=True)
@@ -102,23 +110,35 @@ def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str
     }
 
 
-def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailure | None:
+def run_ranks(command: Sequence[str], ranks: int, threads: int = 1, store: bool = False) -> RankFailure | None:
     """Runs `command` as `ranks` processes; None when all ended well, else the failure that came first.
 
-    KeyboardInterrupt and SIGTERM end the ranks before they are passed on.
+    `store`: this process holds the ranks' key-value store (needs torch), so that it answers whatever becomes of rank 0. On SIGTERM the
+    ranks get it too and STOP_S to end, then Terminated is raised; KeyboardInterrupt ends them at once.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _terminate_as_interrupt():
-        workers = []
+    held, port = _hold_store() if store and ranks > 1 else (None, free_port())
+    with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_sigterm() as stop:
+        workers: list[_Worker] = []
         try:
             for rank in range(ranks):
                 file = Path(folder) / f"rank{rank}.json"
                 environment = rank_environment(rank, ranks, port, threads)
+                if held is not None:
+                    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
                 workers.append(_Worker(rank, command, environment, file))
-            _wait(workers)
+            _wait(workers, stop)
         finally:
             _end(workers)
+        if stop.asked:
+            raise Terminated
         return first_failure(workers)
+
+
+def _hold_store() -> tuple[object, int]:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    return store, store.port
 
 
 class _Worker:
@@ -178,10 +198,16 @@ def first_failure(workers: Sequence[_Worker]) -> RankFailure | None:
     return min(failures, key=lambda f: (f.code >= 0, f.at, f.rank), default=None)
 
 
-def _wait(workers: list[_Worker]) -> None:
-    """Until all have ended, or one has failed and the others' time to stop is over."""
+def _wait(workers: list[_Worker], stop: _Sigterm) -> None:
+    """Until all have ended, or one has failed, or SIGTERM has come, and the others' time to stop is over."""
     deadline = None
+    told = False
     while True:
+        if stop.asked and not told:
+            told, deadline = True, time.monotonic() + STOP_S
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.process.terminate()
         codes = [worker.poll() for worker in workers]
         if all(code is not None for code in codes):
             return
@@ -210,18 +236,24 @@ def _end(workers: list[_Worker]) -> None:
             worker.reader.join(timeout=1.0)
 
 
+class _Sigterm:
+    def __init__(self) -> None:
+        self.asked = False
+
+
 @contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM to the launcher unwinds like Ctrl-C, so that no rank is left behind."""
+def _noting_sigterm() -> Iterator[_Sigterm]:
+    """SIGTERM to the launcher is for the ranks: none is left behind, and each can save first."""
+    stop = _Sigterm()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield stop
         return
 
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
+    def ask(number, frame):
+        stop.asked = True
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, ask)
     try:
-        yield
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, before)

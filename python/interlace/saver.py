@@ -19,6 +19,7 @@ import torch
 
 from interlace.checkpoint import FolderLock, Staging, saving
 from interlace.distributed import Peers
+from interlace.errors import InterlaceError
 from interlace.tensor_file import CHUNK, CheckpointError, Layout, sums_of
 
 Tensor = torch.Tensor
@@ -114,15 +115,17 @@ class Save:
         return {"sums": [[file, offset, count, f"{value:016x}"] for file, offset, count, value in found]}
 
     def _finish_all(self, mine: dict[str, Any]) -> str | None:
-        parts = self._peers.collect(f"{self._name}/part", mine, self._alive)
         if self._peers.rank != 0:
+            self._peers.post(f"{self._name}/part/{self._peers.rank}", mine)
             return self._peers.collect_one(f"{self._name}/verdict", 0, self._alive)
-        problem = next((p["problem"] for p in parts if "problem" in p), None)
-        if problem is None:
-            try:
+        problem: str | None = "rank 0 gave up"
+        try:
+            parts = self._peers.collect(f"{self._name}/part", mine, self._alive)
+            problem = next((p["problem"] for p in parts if "problem" in p), None)
+            if problem is None:
                 self._commit([s for p in parts for s in p["sums"]])
-            except CheckpointError as e:
-                problem = str(e)
+        except InterlaceError as e:  # files, or a rank that is lost
+            problem = str(e)
         self._peers.post(f"{self._name}/verdict/0", problem)
         return problem
 

@@ -63,6 +63,7 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
         self._loop, self._traced = Loop(self, planner), False
         self._closed: str | None = None
         peers.on_close(self._drop)
+        peers.places.start(self._where)
 
     # ---- training ----
 
@@ -258,6 +259,12 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
                 self.finish_save()
         finally:
             self._end()
+
+    def _where(self) -> dict[str, Any]:
+        """For the other ranks, from another thread."""
+        if self._runner is not None and hasattr(self._runner, "where"):
+            return self._runner.where()  # type: ignore[no-any-return]
+        return {"step": self.steps, "op": "the step in Python", "units": "", "module": ""}
 
     def _end(self) -> None:
         if self._closed is None:

@@ -19,7 +19,7 @@ from interlace.programs import Programs, Source
 from interlace.saver import Locks, Save
 from interlace.shapes import Shapes
 from interlace.states import States
-from interlace.tensor_file import CheckpointError
+from interlace.tensor_file import CheckpointError, DamageError
 
 Tensor = torch.Tensor
 
@@ -94,11 +94,13 @@ class TrainerBase:
         try:
             action = check()
         except InterlaceError as e:
-            problem = str(e)
+            problem = [str(e), isinstance(e, DamageError)]
         with self._peers.guard():
             problems = self._peers.exchange(what, problem)
-        for rank, text in enumerate(problems):
-            if text is not None:
-                raise error(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
+        for rank, found in enumerate(problems):
+            if found is not None:
+                text, damage = found
+                kind = DamageError if damage else error
+                raise kind(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
         assert action is not None
         return action

@@ -1,6 +1,6 @@
 """The command table and the one place where exceptions become messages and exit codes.
 
-Exit codes: 0 done, 1 the work failed or the input cannot be used, 2 the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the work failed or the input cannot be used, 2 the command line is wrong, 130 interrupted, 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from interlace import __version__
 from interlace.config import did_you_mean
 from interlace.errors import InterlaceError
-from interlace.launch import follow_parent, is_rank, leave_failure
+from interlace.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 
 app = typer.Typer(
     name="interlace",
@@ -69,6 +69,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130, debug)
+    except Terminated:
+        return _fail("stopped by SIGTERM", TERMINATED, debug) if not is_rank() else TERMINATED
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

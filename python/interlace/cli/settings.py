@@ -10,9 +10,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from interlace.checkpoint import Checkpoint, kept_checkpoints
 from interlace.config import STRATEGIES, did_you_mean, parse_bytes
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
+from interlace.tensor_file import CheckpointError
 
 if TYPE_CHECKING:
     from interlace.plan.execute import Execution
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
 TOKENIZER_FILE = "tokenizer.json"
 DTYPES = ("fp32", "bf16", "fp64")
-FORMAT = 1
+FORMAT = 2
+AUTO = "auto"
 
 
 class SettingError(InterlaceError):
@@ -53,7 +56,10 @@ class TrainSettings:
     threads: int | None = None
     weights: str | None = None
     log_every: int = 10
+    log: str | None = None
     save_every: int | None = None
+    keep: int = 1
+    max_restarts: int = 0
     stop_at: int | None = None
     trace: str | None = None
     memory_limit: str | None = None
@@ -63,13 +69,14 @@ class TrainSettings:
     program: str | None = None
     plan: str | None = None
     as_json: bool = False
+    auto: bool = False  # --resume auto: from the newest checkpoint in the --save folder, where there is one
 
     def check(self) -> None:
         """Everything that can be said without reading text or model. Errors name the option and what would do."""
-        for name in ("ranks", "steps", "batch", "seq", "accumulation", "log_every", "vocab"):
+        for name in ("ranks", "steps", "batch", "seq", "accumulation", "log_every", "vocab", "keep"):
             if getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for name in ("warmup", "seed", "weight_decay"):
+        for name in ("warmup", "seed", "weight_decay", "max_restarts"):
             if getattr(self, name) < 0:
                 raise SettingError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
         for name in ("lr", "clip"):
@@ -79,8 +86,10 @@ class TrainSettings:
         for name in ("threads", "save_every", "stop_at"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.save is None and (self.save_every or self.stop_at):
-            raise SettingError(f"--{'save-every' if self.save_every else 'stop-at'} needs --save FOLDER")
+        needs_folder = {"save_every": self.save_every, "stop_at": self.stop_at, "max_restarts": self.max_restarts}
+        for name, value in needs_folder.items():
+            if self.save is None and value:
+                raise SettingError(f"--{name.replace('_', '-')} needs --save FOLDER")
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         self.schedule_entries()
@@ -108,6 +117,12 @@ class TrainSettings:
                 )
             entries.append((int(step), [p for p in re.split(r",(?![^()]*\))", passes) if p.strip()]))
         return entries
+
+    def candidates(self) -> list[Path]:
+        """The checkpoints that --resume may go on from: the folder, and with auto the older ones beside it."""
+        assert self.resume is not None
+        folder = Path(os.path.abspath(self.resume))
+        return [Path(self.resume), *(kept_checkpoints(folder) if self.auto else [])]
 
     @property
     def end(self) -> int:
@@ -143,6 +158,8 @@ class RunRecord:
     step: int
     data_digest: str
     settings: dict[str, Any]
+    rows: int = 0  # sequences read so far: where the run stands in its text
+    tokens: int = 0  # of the text
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
@@ -151,11 +168,17 @@ class RunRecord:
     def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
         file = Path(folder) / RUN_FILE
         try:
-            data = json.loads(file.read_text())
+            if not file.is_file():
+                raise FileNotFoundError
+            with Checkpoint(Path(folder)) as checkpoint:
+                data = json.loads(checkpoint.read(RUN_FILE))
             if data["format"] > FORMAT:
                 newer = f"format {data['format']}, this one reads {FORMAT}"
                 raise SettingError(f"{file} was written by a newer version ({newer}); update interlace")
-            record = cls(int(data["step"]), str(data["data_digest"]), dict(data["settings"]))
+            step, rows, tokens = (int(data[name]) for name in ("step", "rows", "tokens"))
+            if min(step, rows, tokens) < 0:
+                raise ValueError("a negative number")
+            record = cls(step, str(data["data_digest"]), dict(data["settings"]), rows, tokens)
         except FileNotFoundError:
             raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
         except OSError as error:
@@ -168,16 +191,22 @@ class RunRecord:
 def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettings, RunRecord | None]:
     """The settings of the command line, on top of those of the resumed run where there is one."""
     settings = TrainSettings(**given)
+    if settings.resume == AUTO:
+        settings.auto, settings.resume = True, settings.save
+        if settings.save is None:
+            raise SettingError("--resume auto needs --save FOLDER: it goes on from the newest checkpoint there")
+        if not any((folder / RUN_FILE).exists() for folder in settings.candidates()):
+            settings.resume = None
     if settings.resume is None:
         return settings, None
-    record = RunRecord.load(settings.resume)
+    record = _newest_record(settings)
     types = {field.name for field in dataclasses.fields(TrainSettings)}
     for name in KEPT_ON_RESUME:
         if name in record.settings and name in types and name not in explicit:
             setattr(settings, name, record.settings[name])
     if settings.save is None:
         settings.save = settings.resume
-    if record.step >= settings.end:
+    if record.step >= settings.end and not settings.auto:
         option = "--stop-at" if settings.end < settings.steps else "--steps"
         done = f"{record.step} of {settings.end} steps"
         raise SettingError(f"the run in {settings.resume} has made {done}: give more with {option}")
@@ -204,6 +233,18 @@ def with_plan(settings: TrainSettings, explicit: set[str]) -> Execution | None:
     if "schedule" in explicit:
         raise SettingError(f"--schedule contradicts {settings.plan}, which decides the passes: leave one of them out")
     return how
+
+
+def _newest_record(settings: TrainSettings) -> RunRecord:
+    """What the newest sound checkpoint says of its run. Error: of the newest, when none is sound."""
+    first: InterlaceError | None = None
+    for folder in settings.candidates():
+        try:
+            return RunRecord.load(folder)
+        except (SettingError, CheckpointError) as e:
+            first = first or e
+    assert first is not None
+    raise first
 
 
 def cores() -> int:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from interlace.cli.console import Work
+from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, writable_folder
-from interlace.cli.settings import TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_plan, with_resumed
+from interlace.cli.settings import AUTO, TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_plan, with_resumed
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
 from interlace.launch import is_rank, run_ranks
@@ -30,6 +30,8 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
 
   interlace train --resume runs/book --steps 1000
 
+  interlace train --save runs/long --save-every 50 --keep 3 --resume auto --max-restarts 5
+
   interlace train --memory-limit 150MiB --program last.il && interlace explain last.il
 
   interlace train --schedule "0: bucket(modules=model.layers.*),reorder; 20: search(cluster={cluster},profile={profile})"
@@ -38,7 +40,7 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
 
   interlace train --plan llama.plan --steps 50
 
-  torchrun --nproc-per-node 2 -m interlace.cli train --strategy replicate
+  torchrun --nproc-per-node 2 --max-restarts 3 -m interlace.cli train --save runs/x --save-every 50 --resume auto
 """
 D = TrainSettings()
 
@@ -77,10 +79,19 @@ def train(
     save_every: Annotated[
         int | None, typer.Option("--save-every", help="Save also after every so many steps.", show_default="at the end")
     ] = D.save_every,
+    keep: Annotated[
+        int, typer.Option("--keep", help="Checkpoints to keep: the newest in the folder, older ones as FOLDER.step-N.")
+    ] = D.keep,
     stop_at: Annotated[
         int | None, typer.Option("--stop-at", help="Save and stop after this step; --resume goes on.")
     ] = D.stop_at,
-    resume: Annotated[str | None, typer.Option("--resume", help="Go on with a saved run.")] = D.resume,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", help="Go on with a saved run; auto: with the newest in --save, if there is one."),
+    ] = D.resume,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", help="Start the ranks again when one fails, from the last checkpoint.")
+    ] = D.max_restarts,
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data order and dropout.")] = D.seed,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the parameters: fp32, bf16 or fp64.")] = D.dtype,
     threads: Annotated[
@@ -92,6 +103,9 @@ def train(
     log_every: Annotated[
         int, typer.Option("--log-every", help="Steps between lines when stderr is no terminal.")
     ] = D.log_every,
+    log: Annotated[
+        str | None, typer.Option("--log", help="Append step, loss and seconds of every step as lines of JSON.")
+    ] = D.log,
     trace: Annotated[
         str | None, typer.Option("--trace", help="Write the last step of all ranks as a Chrome trace.")
     ] = D.trace,
@@ -133,6 +147,12 @@ def train(
     if is_rank():
         settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit or planned else None)
     settings.check()
+    if record is not None and record.step >= settings.end:  # only --resume auto comes here
+        if not is_rank() or os.environ["RANK"] == "0":
+            err().print(
+                f"the run in {settings.resume} has made all of its {settings.end} steps: nothing to do", markup=False
+            )
+        return
     if is_rank():
         from interlace.cli.train_rank import train_rank
 
@@ -145,11 +165,31 @@ def train(
         raise FileError(problem)
     with Work() as work:
         tokens = prepare_text(settings, record, "text" in explicit, work)
-    TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed)
+    dataset(tokens, settings, record)
     command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
-    failure = run_ranks(command, settings.ranks, settings.threads_per_rank())
-    if failure is not None:
-        raise RankError(failure.describe())
+    for left in range(settings.max_restarts, -1, -1):
+        failure = run_ranks(command, settings.ranks, settings.threads_per_rank(), store=True)
+        if failure is None:
+            return
+        if left == 0:
+            raise RankError(failure.describe())
+        err().print(f"{failure.describe()}\nstarting again, {left} restart(s) left", markup=False)
+        if settings.resume is None and not settings.auto:
+            command += ["--resume", AUTO]
+
+
+def dataset(tokens: TokenFile, settings: TrainSettings, record: RunRecord | None) -> TokenDataset:
+    """The run's batches, from where it stood. Error: a text that ends before that place."""
+    origin = (0, 0) if record is None else (record.step, record.rows)
+    data = TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed, origin)
+    if record is not None and record.tokens > settings.seq:
+        position = record.rows % ((record.tokens - 1) // settings.seq) * settings.seq
+        if tokens.count < position:
+            raise SettingError(
+                f"the run in {settings.resume} stands at token {position:,} of its text, but the text given has only {tokens.count:,} "
+                "tokens: give a longer text, or begin a new run with --weights"
+            )
+    return data
 
 
 def ranks_of_launcher(asked: int | None) -> int:

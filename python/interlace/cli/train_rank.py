@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -16,12 +19,14 @@ import torch.nn.functional as F
 
 import interlace
 from interlace.cli import language_model
-from interlace.cli.console import print_json, resident_bytes
+from interlace.cli.console import err, print_json, resident_bytes
 from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.data import TokenDataset, TokenFile
+from interlace.launch import Terminated
 from interlace.models import PRESETS
 from interlace.plan.execute import Execution
+from interlace.tensor_file import CheckpointError, DamageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BETAS = (0.9, 0.95)
@@ -42,18 +47,82 @@ class Result:
     losses: list[float]  # means over the ranks, one a step
     step_seconds: list[float]
     train_seconds: float
+    stopped: bool = False  # by SIGTERM
+
+
+class Stop:
+    """SIGTERM asks for a stop after the step that runs; a second one ends the process as usual."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Saver:
+    """When to save, and what to do when that fails: before the end, to say so and train on."""
+
+    def __init__(
+        self, trainer: Any, settings: TrainSettings, files: Callable[[int], Any], view: TrainView | None
+    ) -> None:
+        self.trainer, self.settings, self.files, self.view = trainer, settings, files, view
+
+    def __call__(self, done: int, last: bool) -> None:
+        """After `done` steps. Error: the last save failed."""
+        settings, trainer = self.settings, self.trainer
+        every = settings.save_every
+        if settings.save is None or not (last or (every and done % every == 0)):
+            return
+        self._try(trainer.finish_save)
+        if last:
+            trainer.save(settings.save, self.files(done), keep=settings.keep)
+        else:
+            self._try(lambda: trainer.save(settings.save, self.files(done), wait=False, keep=settings.keep))
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except CheckpointError as e:
+            if self.view is not None:
+                self.view.say(f"warning: {e}; training goes on")
+
+
+def _resume(trainer: Any, settings: TrainSettings) -> int:
+    """Goes on from the newest checkpoint that is sound; gives its step."""
+    candidates = settings.candidates()
+    for i, folder in enumerate(candidates):
+        try:
+            trainer.load(folder)
+            break
+        except DamageError as e:
+            if i + 1 == len(candidates):
+                raise
+            if trainer.rank == 0:
+                err().print(f"warning: {e}\ngoing on from {candidates[i + 1]}", markup=False)
+    return trainer.steps  # type: ignore[no-any-return]
+
+
+def _stopped(settings: TrainSettings, done: int, rank: int) -> None:
+    if rank == 0:
+        saved = f", saved: interlace train --resume {settings.save} goes on" if settings.save else ", nothing saved"
+        err().print(f"stopped by SIGTERM after step {done}{saved}", markup=False)
+    raise Terminated
 
 
 def train_rank(
     settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None
 ) -> None:
-    from interlace.cli.train import prepare_text
+    from interlace.cli.train import dataset, prepare_text
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stop = Stop()
     torch.set_num_threads(settings.threads_per_rank())
     start = time.monotonic()
     tokens = prepare_text(settings, record, other_text)
-    data = TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed)
+    data = dataset(tokens, settings, record)
     text_seconds = time.monotonic() - start
 
     start = time.monotonic()
@@ -64,8 +133,10 @@ def train_rank(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
     example = _batch(data, first_step, rank, world)
     with interlace.compile(model, optimizer, next_token_loss, example, _config(settings, planned, model)) as trainer:
+        if settings.save:
+            trainer.reserve(settings.save)
         if settings.resume:
-            trainer.load(settings.resume)
+            first_step = _resume(trainer, settings)
         compile_seconds = time.monotonic() - start
         tokens_per_step = settings.batch * settings.seq
         view = TrainView(first_step, settings.end, tokens_per_step, settings.log_every) if rank == 0 else None
@@ -73,11 +144,10 @@ def train_rank(
         if view is not None:
             view.say(f"compiled: {trainer.compile_table()}")
 
-        def save(done: int) -> None:
-            if settings.save and (done == settings.end or (settings.save_every and done % settings.save_every == 0)):
-                trainer.save(settings.save, _run_files(settings, tokens, done))
-
-        result = _steps(trainer, optimizer, settings, data, first_step, view, save)
+        saver = Saver(trainer, settings, lambda done: _run_files(settings, tokens, data, done), view)
+        result = _steps(trainer, optimizer, settings, data, first_step, view, saver, stop)
+        if result.stopped:
+            _stopped(settings, first_step + len(result.losses), rank)
         stats = {**trainer.stats(), "resident_bytes": resident_bytes(peak=True)}
         everyone: list[Any] = [stats]
         if world > 1:
@@ -126,12 +196,16 @@ def _steps(
     data: TokenDataset,
     first_step: int,
     view: TrainView | None,
-    save: Callable[[int], None],
+    save: Saver,
+    stop: Stop,
 ) -> Result:
     rank, world = trainer.rank, trainer.world_size
     losses, times = [], []
     begin = time.monotonic()
-    with view or _nothing():
+    with contextlib.ExitStack() as stack:
+        if view is not None:
+            stack.enter_context(view)
+        log = stack.enter_context(open(settings.log, "a", buffering=1)) if settings.log and rank == 0 else None
         for step in range(first_step, settings.end):
             start = time.monotonic()
             for group in optimizer.param_groups:
@@ -139,25 +213,25 @@ def _steps(
             batch = _batch(data, step, rank, world)
             traced = settings.trace is not None and step == settings.end - 1
             loss = trainer.trace(batch, settings.trace) if traced else trainer.step(batch)
-            loss = loss.double().cpu().reshape(1)
+            # The ranks stop at the same step, whichever of them was asked.
+            both = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
             if world > 1:
-                dist.all_reduce(loss)
-            losses.append(loss.item() / world)
+                dist.all_reduce(both)
+            losses.append(both[0].item() / world)
             times.append(time.monotonic() - start)
+            stopping = both[1].item() > 0 and step + 1 < settings.end
             if view is not None:
                 view.plans(trainer.plans)
                 view.step(step, losses[-1], times[-1])
-            save(step + 1)
+            if log is not None:
+                log.write(json.dumps({"step": step + 1, "loss": losses[-1], "seconds": round(times[-1], 6)}) + "\n")
+            save(step + 1, stopping or step + 1 == settings.end)
+            if stopping:
+                return Result(losses, times, time.monotonic() - begin, stopped=True)
     return Result(losses, times, time.monotonic() - begin)
 
 
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _run_files(settings: TrainSettings, tokens: TokenFile, done: int) -> dict[str, str | bytes]:
+def _run_files(settings: TrainSettings, tokens: TokenFile, data: TokenDataset, done: int) -> dict[str, str | bytes]:
     """What goes into the checkpoint beside the trainer's own files."""
     kept = dataclasses.asdict(settings)
     kept = {name: value for name, value in kept.items() if name in KEPT_ON_RESUME}
@@ -165,7 +239,7 @@ def _run_files(settings: TrainSettings, tokens: TokenFile, done: int) -> dict[st
         kept["text"] = str(Path(settings.text).resolve())
     if settings.model not in PRESETS:
         kept["model"] = str(Path(settings.model).resolve())
-    record = RunRecord(done, tokens.digest, kept)
+    record = RunRecord(done, tokens.digest, kept, data.row(done), tokens.count)
     return {RUN_FILE: record.to_json(), TOKENIZER_FILE: tokens.tokenizer.inner.to_str(pretty=True)}
 
 

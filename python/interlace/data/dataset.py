@@ -4,7 +4,8 @@ The tokens are cut into windows of `seq` tokens (labels are the tokens one furth
 once, in an order drawn from the seed and the epoch; the order is computed, not stored, so any step can be asked for at
 once and resuming needs nothing but the step number. Step k takes rows k*batch .. (k+1)*batch - 1 of the endless
 sequence of epochs; rank r of w takes the r-th of w equal slices of them, so the global batch is the same for any
-number of ranks.
+number of ranks. With an origin (step s, row p), step s begins at row p: where a run stood that goes on with another
+batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ROUNDS = 6
 class TokenDataset:
     """(input_ids, labels) batches of shape [batch / world, seq], int64."""
 
-    def __init__(self, tokens: np.ndarray, seq: int, batch: int, seed: int = 0):
+    def __init__(self, tokens: np.ndarray, seq: int, batch: int, seed: int = 0, origin: tuple[int, int] = (0, 0)):
         if seq < 1 or batch < 1:
             raise DataError(f"--seq {seq} and --batch {batch} must be at least 1")
         if len(tokens) < seq + 1:
@@ -31,6 +32,11 @@ class TokenDataset:
             )
         self.tokens, self.seq, self.batch, self.seed = tokens, seq, batch, seed
         self.windows = (len(tokens) - 1) // seq
+        self.origin = origin
+
+    def row(self, step: int) -> int:
+        """The first row of a step's batch; the number of rows read before it."""
+        return self.origin[1] + (step - self.origin[0]) * self.batch
 
     def rows(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """The windows that a rank reads in a step."""
@@ -39,7 +45,7 @@ class TokenDataset:
                 f"--batch {self.batch} is not a multiple of {world} ranks: use {nearest(self.batch, world)}"
             )
         share = self.batch // world
-        first = step * self.batch + rank * share
+        first = self.row(step) + rank * share
         places = np.arange(first, first + share, dtype=np.int64)
         epochs = places // self.windows
         windows = np.empty_like(places)

@@ -1,0 +1,158 @@
+"""Faults injected for real: a stopped process, a full and a read-only file system, two runs and one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import failing
+import pytest
+import ranks
+import torch.distributed as dist
+import zoo
+
+import interlace
+from interlace.tensor_file import CheckpointError
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 3.0
+
+
+def stopped_in_step(victim: int) -> tuple[float, str]:
+    """SIGSTOP: the process is there, its connections are open, and nothing comes any more."""
+    trainer = failing.make(timeout_s=TIMEOUT_S)
+    for step in range(2):
+        trainer.step(zoo.tokens(2, step))
+    time.sleep(1.5)  # every rank has told its place
+    if dist.get_rank() == victim:
+        subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return failing.observed(lambda: [trainer.step(zoo.tokens(2, i)) for i in range(50)])
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_stopped_rank_is_named_with_every_place(victim: int) -> None:
+    found = ranks.run(stopped_in_step, 3, victim)
+    for rank, (seconds, text) in enumerate(found):
+        if rank == victim:
+            continue
+        assert f"rank {victim} did not answer for " in text, text
+        assert TIMEOUT_S <= seconds < 13, (seconds, text)
+        if victim != 0:  # rank 0 holds the key-value store here; under a launcher the launcher does
+            for r in range(3):
+                step = "1" if r == victim else "2"
+                assert re.search(rf"\n  rank {r}: step {step}, at .*, said [\d.]+ s ago", text), text
+            assert re.search(r", unit u\d+", text), text
+
+
+def stopped_in_save(folder: str, victim: int) -> tuple[float, str]:
+    trainer = failing.make(timeout_s=TIMEOUT_S)
+    trainer.step(zoo.tokens(2, 0))
+    time.sleep(1.5)
+    if dist.get_rank() == victim:
+        subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return failing.observed(lambda: trainer.save(folder))
+
+
+def test_a_rank_that_stops_in_a_save_does_not_hang_the_others(tmp_path: Path) -> None:
+    (seconds, text), _ = ranks.run(stopped_in_save, 2, str(tmp_path / "c"), 1)
+    assert "rank 1" in text and TIMEOUT_S <= seconds < 11, (seconds, text)
+    assert not (tmp_path / "c").exists()
+
+
+SMALL_DISK = """
+import subprocess, sys, zoo, torch, interlace
+from pathlib import Path
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "small", disk], check=True)
+model = zoo.build("vit")
+trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), zoo.class_loss, zoo.images(2, 0))
+
+def attempt(label):
+    try:
+        trainer.save(disk / "c", wait=False)
+        loss = float(trainer.step(zoo.images(2, trainer.steps)))
+        trainer.finish_save()
+        print(label, "saved")
+    except interlace.InterlaceError as e:
+        print(label, "error:", e)
+
+trainer.step(zoo.images(2, 0))
+attempt("first")
+(disk / "other").write_bytes(bytes(900_000))
+attempt("full")
+trainer.load(disk / "c")
+print("step", trainer.steps)
+(disk / "other").unlink()
+attempt("room again")
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+attempt("read-only")
+trainer.load(disk / "c")
+print("step", trainer.steps, sorted(p.name for p in disk.iterdir() if not p.name.endswith(".lock")))
+"""
+
+
+def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
+    """A small file system of our own: the old checkpoint stays, training goes on, and there is room again later."""
+    alone = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this system lets nobody mount in a namespace of his own")
+    path = os.pathsep.join([str(HERE), *[p for p in sys.path if p]])
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", SMALL_DISK, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()
+    assert said[0] == "first saved"
+    assert re.fullmatch(
+        rf"full error: {re.escape(str(tmp_path))} has [\d.]+ KiB free, the checkpoint needs [\d.]+ KiB; make room or save elsewhere "
+        r"\(nothing was written, an older checkpoint there is untouched\)",
+        said[1],
+    ), said[1]
+    assert said[2] == "step 1" and said[3] == "room again saved"
+    assert (
+        said[4] == f"read-only error: cannot save to {tmp_path}/c: the file system is read-only; an older checkpoint there is untouched"
+    )  # fmt: skip
+    assert said[5] == "step 1 ['c']"
+
+
+HOLDER = """
+import sys, time, zoo, torch, interlace
+model = zoo.build("vit")
+trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), zoo.class_loss, zoo.images(2, 0))
+trainer.reserve(sys.argv[1])
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(HERE), *[p for p in sys.path if p]])
+    folder = tmp_path / "c"
+    (tmp_path / ".c.0000.part").mkdir()  # of a run that was killed
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    ) as other:  # fmt: skip
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert not (tmp_path / ".c.0000.part").exists()
+        with failing.make() as trainer:
+            for action in (lambda: trainer.save(folder), lambda: trainer.reserve(folder)):
+                with pytest.raises(CheckpointError) as e:
+                    action()
+                said = str(e.value)
+                assert said.startswith(f"{folder} is being written by another run (process {other.pid} on "), said
+                assert said.endswith("save to another folder, or stop that run")
+            trainer.save(tmp_path / "elsewhere")
+            other.kill()
+            other.wait()
+            trainer.save(folder)
+            assert trainer.step(zoo.tokens(2, 0)) > 0
+    assert isinstance(e.value, interlace.InterlaceError)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "elsewhere"]

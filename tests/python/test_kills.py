@@ -1,0 +1,122 @@
+"""kill -9 of a rank at random moments, in steps and in saves: after restarts the losses are those of an undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import parity
+import pytest
+import ranks
+import torch
+import zoo
+
+import interlace
+
+SIZE = 2
+SAVE_EVERY = 3
+
+
+def train(folder: str, cache: str, steps: int) -> None:
+    """One start of a run: from the checkpoint that is there, to `steps`; every loss goes into a log that no restart clears."""
+    rank, size = parity.rank_and_size()
+    model = zoo.build("gpt2_dropout", torch.float32)
+    optimizer = parity.make_optimizer("adamw", model)
+    case = zoo.CASES["gpt2_dropout"]
+    config = interlace.Config(timeout_s=30, clip_norm=1.0, cache=cache)
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        return {k: v.chunk(size)[rank] for k, v in case.batch(2 * size, step).items()}
+
+    checkpoint = Path(folder) / "checkpoint"
+    with interlace.compile(model, optimizer, case.loss, batch(0), config) as trainer:
+        trainer.reserve(checkpoint)
+        if checkpoint.exists():
+            trainer.load(checkpoint)
+        while trainer.steps < steps:
+            step = trainer.steps
+            loss = parity.mean_over_ranks(trainer.step(batch(step)))
+            if rank == 0:
+                with open(Path(folder) / "losses", "a") as log:
+                    log.write(f"{step} {loss.hex()}\n")
+            if trainer.steps % SAVE_EVERY == 0:
+                trainer.save(checkpoint, wait=False, keep=2)
+
+
+def lines(folder: Path) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / "losses").read_text().splitlines()
+    return []
+
+
+class Killer(threading.Thread):
+    """Kills a rank once, in the middle of a step some steps on, or while a checkpoint is being written."""
+
+    def __init__(self, folder: Path, choice: random.Random) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.victim = folder, choice.randrange(SIZE)
+        self.in_save = choice.random() < 0.5
+        self.after_lines = len(lines(folder)) + choice.randint(1, 2 * SAVE_EVERY)
+        self.delay = choice.random() * (0.01 if self.in_save else 0.05)
+        self.stop, self.killed = threading.Event(), False
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            if len(lines(self.folder)) >= self.after_lines and (not self.in_save or any(self.folder.glob(".*.part"))):
+                time.sleep(self.delay)
+                assert ranks._pool is not None
+                os.kill(ranks._pool._workers[self.victim][0].pid, signal.SIGKILL)
+                self.killed = True
+                return
+            time.sleep(0.0005)
+
+
+def run_with_kills(folder: Path, kills: int, seed: int) -> dict[str, str]:
+    """step → loss of a run that was killed so often; a step made twice must have given the same."""
+    choice = random.Random(seed)
+    cache, run = folder / "cache", folder / "killed"
+    run.mkdir()
+    count = in_saves = 0
+    while count < kills:
+        killer = Killer(run, choice)
+        killer.start()
+        outcomes = ranks.outcomes(train, SIZE, str(run), str(cache), 10**6)
+        killer.stop.set()
+        killer.join()
+        assert killer.killed, [o and o.traceback for o in outcomes]
+        for rank, outcome in enumerate(outcomes):  # the survivor names the one that is gone
+            assert rank == killer.victim or outcome is None or f"rank {killer.victim}" in str(outcome.error), outcome
+        count += 1
+        in_saves += killer.in_save
+    last = 1 + max(int(line.split()[0]) for line in lines(run))
+    ranks.run(train, SIZE, str(run), str(cache), last + 1)
+    assert in_saves > 0 or kills < 3
+    found: dict[str, str] = {}
+    for line in lines(run):
+        step, loss = line.split()
+        assert found.setdefault(step, loss) == loss, f"step {step} gave another loss after a restart (seed {seed})"
+    assert len(found) == last + 1
+    return found
+
+
+def compare(tmp_path: Path, kills: int, seed: int) -> None:
+    found = run_with_kills(tmp_path, kills, seed)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    ranks.run(train, SIZE, str(whole), str(tmp_path / "cache"), len(found))
+    assert found == dict(line.split() for line in lines(whole)), f"seed {seed}"
+    assert not list((tmp_path / "killed").glob(".*.part")), "what a killed run left half-written stays behind"
+
+
+def test_three_kills_change_no_bit(tmp_path: Path) -> None:
+    compare(tmp_path, 3, seed=1)
+
+
+@pytest.mark.soak
+def test_fifty_kills_change_no_bit(tmp_path: Path) -> None:
+    compare(tmp_path, 50, seed=int(os.environ.get("INTERLACE_SEED", "2")))
