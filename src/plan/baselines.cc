@@ -25,15 +25,6 @@ Space Grid(std::string name, bool recompute) {
   return space;
 }
 
-// Parallelism tuned, with what Fig. 2 adds to it. Uneven stages, all of them of the same devices and layout.
-Space Motivating(std::string name) {
-  Space space = Grid(std::move(name), false);
-  space.equal_layers = false;
-  space.layer_slack = 2;
-  space.stage.zero = {true, false, false, false};
-  return space;
-}
-
 Baseline Deepspeed() {
   Baseline out{"deepspeed", "one stage: ZeRO 0 to 3, each kind of state on the host or not, all blocks recomputed or none", {}};
   for (bool recompute : {false, true}) {
@@ -59,15 +50,14 @@ Baseline Aceso() {
 
 std::vector<Baseline> Steps() {
   std::vector<Baseline> out;
-  Space parallel = Motivating("parallel"), full = Motivating("full-ckpt"), ckpt = Motivating("ckpt");
-  full.stage.full = full.stage.only_full = true;
+  Space parallel = Grid("parallel", false), full = Grid("full-ckpt", true), ckpt = Grid("ckpt", false);
   ckpt.stage.full = true, ckpt.stage.uniform_recompute = false;
   Space zero = full, offload = full, all = ckpt;
   zero.name = "zero", zero.stage.zero = {true, true, true, true};
   offload.name = "offload";
   offload.stage.weights_out = offload.stage.gradients_out = offload.stage.states_out = offload.stage.activations_out = true;
   all.name = "all", all.stage = PaperSpace().stage;
-  out.push_back({"parallel", "parallelism alone, no memory saved", {parallel}});
+  out.push_back({"parallel", "parallelism and ZeRO-1 alone, equal stages, no memory saved", {parallel}});
   out.push_back({"full-ckpt", "parallelism, all blocks recomputed", {full}});
   out.push_back({"ckpt", "parallelism and how many blocks each stage recomputes", {ckpt}});
   out.push_back({"zero", "parallelism and ZeRO, all blocks recomputed", {zero}});
