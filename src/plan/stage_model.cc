@@ -48,6 +48,26 @@ LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSp
   return part;
 }
 
+// Factors that never fall when a class joins a set. Then no amount of work added makes anything end earlier (at any moment each
+// class has at least as much left, and none goes faster), which the search rests on. Fitted factors are so already; given ones
+// are moved to the middle, by ratio, of the least factors above them and the greatest below that are.
+Interference Ordered(const Interference& given) {
+  Interference out;
+  for (int set = 1; set < 16; ++set) {
+    for (int member = 0; member < Interference::kClasses; ++member) {
+      if ((set >> member & 1) == 0 || set == 1 << member) continue;
+      double above = 1, below = given.factor[set][member];
+      for (int other = 1; other < 16; ++other) {
+        if ((other >> member & 1) == 0 || other == 1 << member) continue;
+        if ((other & set) == other) above = std::max(above, given.factor[other][member]);
+        if ((other & set) == set) below = std::min(below, given.factor[other][member]);
+      }
+      out.factor[set][member] = std::sqrt(above * std::max(below, 1.0));
+    }
+  }
+  return out;
+}
+
 Status CheckCost(const LayerCost& c, Role role, int32_t b, int32_t tp) {
   const double us[] = {c.forward_us, c.backward_us, c.tp_forward_us, c.tp_backward_us, c.recompute_full_us,
                        c.recompute_selective_us, c.tp_recompute_full_us, c.tp_recompute_selective_us};
@@ -109,12 +129,11 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
     StageOptions& o = state->options;
     o.weights_out = o.gradients_out = o.states_out = o.activations_out = false;
   }
+  Interference given;
   if (cluster.interference_factors.size() == 28) {
     std::array<double, 28> factors;
     std::copy(cluster.interference_factors.begin(), cluster.interference_factors.end(), factors.begin());
-    state->own_interference = std::make_unique<Interference>(Interference::FromFactors(factors));
-  } else {
-    state->own_interference = std::make_unique<Interference>();
+    given = Interference::FromFactors(factors);
   }
 
   std::map<std::tuple<int, int32_t, int32_t>, LayerCost> costs;
@@ -138,12 +157,10 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
 
   for (int64_t devices = 1; devices <= cluster.devices; ++devices) {
     if (devices > cluster.per_node && devices % cluster.per_node != 0) continue;  // inside a node, or whole nodes
-    const Interference* interference = state->own_interference.get();
-    if (cluster.interference_factors.empty()) {
-      const Interference* fitted = FindInterference(cluster.interference, std::min(devices, cluster.per_node),
-                                                    std::max<int64_t>(devices / cluster.per_node, 1));
-      if (fitted != nullptr) interference = fitted;
-    }
+    const Interference* fitted = FindInterference(cluster.interference, std::min(devices, cluster.per_node),
+                                                  std::max<int64_t>(devices / cluster.per_node, 1));
+    const bool own = !cluster.interference_factors.empty() || fitted == nullptr;
+    const Interference* interference = &state->interference.emplace_back(Ordered(own ? given : *fitted));
     for (int64_t tp = 1; tp <= std::min(devices, cluster.per_node); ++tp) {
       const int64_t dp = devices / tp;
       if (devices % tp != 0 || layers.largest_tp() % tp != 0 || options.global_batch % dp != 0) continue;

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <tuple>
 #include <vector>
@@ -53,7 +54,7 @@ struct StageModel::State {
   ClusterSpec cluster;
   int32_t blocks = 0;
   int64_t host_share = 0;         // host bytes of one device
-  std::unique_ptr<Interference> own_interference;  // given by the cluster's file, or none
+  std::deque<Interference> interference;  // by number of devices
   std::vector<StageParts> parts;  // by (b, dp, tp), then ZeRO 0 to 3
   std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> index;  // of the ZeRO-0 entry
   std::map<std::pair<int32_t, int64_t>, std::vector<int32_t>> of_key;  // the same by (devices, G)
