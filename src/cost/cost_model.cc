@@ -6,6 +6,7 @@
 
 #include "cost/kernel_model.h"
 #include "cost/signature.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -64,7 +65,7 @@ Result<OpCost> CostModel::Cost(const Op& op) {
   if (std::optional<CollectiveKind> kind = KindOf(op.name)) {
     cost = Collective(op, *kind);
   } else if (op.name == "offload.start" || op.name == "reload.start") {
-    cost = Copy(op, op.name == "reload.start");
+    if (!IsClean(op)) cost = Copy(op, op.name == "reload.start");
   } else {
     cost = Compute(op);
   }
@@ -192,9 +193,12 @@ Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view a
 }
 
 Result<OpCost> CostModel::Copy(const Op& op, bool to_device) {
+  INTERLACE_ASSIGN(double bytes, OperandBytes(op, /*results=*/false));
+  return CopyCost(LaneOf(op), to_device, bytes);
+}
+
+Result<OpCost> CostModel::CopyCost(Lane lane, bool to_device, double bytes) {
   OpCost cost;
-  INTERLACE_ASSIGN(double bytes, OperandBytes(op, to_device && !op.results.empty()));
-  Lane lane = LaneOf(op);
   const char* kind;
   double gb_per_s;
   if (lane == Lane::kFile) {
@@ -206,7 +210,7 @@ Result<OpCost> CostModel::Copy(const Op& op, bool to_device) {
     kind = to_device ? "h2d" : "d2h";
     gb_per_s = to_device ? cluster_.h2d_gb_per_s : cluster_.d2h_gb_per_s;
   } else {
-    return MakeError("'", op.name, "' cannot run on the lane '", LaneName(lane), "'");
+    return MakeError("'", to_device ? "reload.start" : "offload.start", "' cannot run on the lane '", LaneName(lane), "'");
   }
   double latency_us = cluster_.copy_us, transfer_us = bytes / (gb_per_s * 1e3);
   cost.source = OpCost::Source::kEstimated;

@@ -53,6 +53,9 @@ class CostModel {
   // Of a collective that need not exist: `units` buffers of `bytes` together, in one call along `axis`.
   Result<OpCost> CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units);
 
+  // Of bytes that go out to the tier, or come from it.
+  Result<OpCost> CopyCost(Lane lane, bool to_device, double bytes);
+
   const ClusterSpec& cluster() const { return cluster_; }
   const Interference& interference() const { return interference_; }
   int64_t ranks() const { return ranks_; }

@@ -21,6 +21,11 @@ const Move* MoveOf(const Op& op) {
   return nullptr;
 }
 
+bool IsClean(const Op& op) {
+  const Arg* clean = op.Attr("clean");
+  return clean != nullptr && clean->boolean;
+}
+
 Residency ComputeResidency(const Program& program) {
   Residency out;
   std::vector<char> moves(program.num_values(), 0);

@@ -29,6 +29,8 @@ struct Move {
   Place from, to;
 };
 const Move* MoveOf(const Op& op);  // nullptr: not an offload or reload
+// offload.start with clean=true: the tier still has these bytes, so nothing is copied.
+bool IsClean(const Op& op);
 
 struct Residency {
   std::vector<ValueId> states;  // that move, or lie out between steps; in program order

@@ -91,6 +91,7 @@ TEST(Residency, TheVerifierNamesWhatIsWrong) {
       {"", "", "  offload.start(%6) {upd}\n", "  offload.wait(%6) {upd}\n" + kBack, "%6 is written while its storage is on its way out; wait for the offload first"},
       {"", "", kBack, "", "%6 is in memory here; reload.start needs it out"},
       {"", "  offload.start(%2) {fwd}\n", "", "", "offload.start moves whole storages of states and results; %2 is neither"},
+      {" out", "", kBack, "  offload.start(%6) {upd clean=true}\n  offload.wait(%6) {upd}\n", "%6 was written since it came back, or never was in the tier; leave out clean=true"},
       {"", "  offload.start() {fwd}\n", "", "", "offload.start needs at least one operand"},
       {"", "  %9: f32[64] = offload.start(%6) {fwd}\n", "", "", "offload.start has no results"},
   };

@@ -72,6 +72,7 @@ class Walk {
                    "' ends; only states stay out over phases",
                it->first);
       }
+      clean_.erase(it->first);
       it = place_.erase(it);
     }
   }
@@ -90,18 +91,23 @@ class Walk {
                      std::string(PlaceName(move.from)),
              id);
     }
+    if (move.to == Place::kLeaving && IsClean(op) && !clean_.contains(id)) {
+      Report(op, "%" + std::to_string(id) + " was written since it came back, or never was in the tier; leave out clean=true", id);
+    }
+    if (move.to == Place::kIn) clean_.insert(id);
     place_[id] = move.to;
     moved_by_[id] = op.id;
   }
 
   void Touches(const Op& op) {
-    if (place_.empty() || op.name == "view") return;
+    if ((place_.empty() && clean_.empty()) || op.name == "view") return;
     auto touch = [&](ValueId id) {
       const Place now = PlaceOf(program_.RootOf(id));
       if (now == Place::kOut || now == Place::kComing)
         Report(op, "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) + "; reload it and wait first", id);
     };
     auto write = [&](ValueId id, const char* verb) {
+      clean_.erase(program_.RootOf(id));
       if (PlaceOf(program_.RootOf(id)) == Place::kLeaving)
         Report(op, "%" + std::to_string(id) + " is " + verb + " while its storage is on its way out; wait for the offload first", id);
     };
@@ -122,6 +128,7 @@ class Walk {
   VerifyReport& report_;
   std::unordered_map<ValueId, Place> place_;  // what is not here is in memory
   std::unordered_map<ValueId, OpId> moved_by_;
+  std::set<ValueId> clean_;  // in memory, and the same in the tier
   std::set<std::pair<OpId, ValueId>> reported_;
 };
 

@@ -6,6 +6,7 @@
 #include "passes/bucket.h"
 #include "passes/canonicalize.h"
 #include "passes/cost_options.h"
+#include "passes/offload.h"
 #include "passes/overlap_update.h"
 #include "passes/precision.h"
 #include "passes/prefetch.h"
@@ -125,6 +126,25 @@ std::span<const PassInfo> PassTable() {
        "the optimizer step of a unit runs when its gradient is complete, not after the last micro-batch (without clipping)",
        {},
        OverlapUpdate},
+      {"offload",
+       "storages leave memory where the limit asks for it, and are back in time; copies run beside the compute lane",
+       {kLimitOption,
+        {"kinds", kText, "states+gradients+master", "what may leave, in order: states, gradients, master, activations"},
+        {"window", kBytes, "none", "room that is kept for copies under way; none: tried by simulation"},
+        {"slack", kNumber, "1.2", "times a copy's own time between its start and its wait"},
+        kClusterOption,
+        kProfileOption},
+       Offload},
+      {"offload_deepcompile",
+       "optimizer states leave memory during forward and backward (DeepCompile, Algorithm 2)",
+       {kLimitOption, {"fragment", kBytes, "64MiB", "states that go together"}, kClusterOption, kProfileOption},
+       OffloadDeepCompile},
+      {"offload_sync",
+       "everything leaves memory after each use and comes back before the next, waited for at once; to compare with",
+       {{"kinds", kText, "states+gradients+master", "what leaves: states, gradients, master, activations"},
+        kClusterOption,
+        kProfileOption},
+       OffloadSync},
       {"search",
        "decides buckets, positions and kept units together by simulation, within the limit; never worse than the heuristics",
        {kClusterOption,

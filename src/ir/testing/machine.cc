@@ -188,10 +188,6 @@ Status Machine::InitStates() {
         first.data.assign(flat.data.begin() + begin, flat.data.begin() + begin + count);
       }
       INTERLACE_TRY(Write(rank, state.value, first));
-      if (!state.out) continue;
-      away_[state.value].resize(ranks_);
-      INTERLACE_ASSIGN(away_[state.value][rank], ReadBytes(rank, state.value));
-      storage_[rank][state.value] = {};
     }
   }
   return Ok{};
@@ -223,6 +219,14 @@ Status Machine::Init() {
       INTERLACE_TRY(Write(rank, constant.value, data));
     }
     for (const Input& input : program_.inputs) INTERLACE_TRY(Allocate(rank, input.value));
+  }
+  for (const State& state : program_.states) {  // parameters in them have their values by now
+    if (!state.out) continue;
+    away_[state.value].resize(ranks_);
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      INTERLACE_ASSIGN(away_[state.value][rank], ReadBytes(rank, state.value));
+      storage_[rank][state.value] = {};
+    }
   }
   return Ok{};
 }
@@ -262,12 +266,13 @@ std::vector<double> Machine::Hyper(int32_t group) const {
 
 Status Machine::BringBack() {
   for (auto& [id, by_rank] : away_) {
+    if (program_.value(id).kind != ValueKind::kState) continue;
     for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (storage_[rank][id].bytes != nullptr) continue;
       INTERLACE_TRY(Allocate(rank, id));
       INTERLACE_TRY(WriteBytes(rank, id, by_rank[rank]));
     }
   }
-  away_.clear();
   return Ok{};
 }
 

@@ -85,7 +85,7 @@ class Machine {
   std::vector<interlace::Binding> rank_symbols_;  // by rank: rank_AXIS
   std::vector<std::vector<Binding>> storage_;     // by rank and root
   std::unordered_map<ValueId, Flight> flights_;   // by the result's name in the phase at hand
-  std::unordered_map<ValueId, std::vector<Bytes>> away_;  // by root: what is in the tier, by rank
+  std::unordered_map<ValueId, std::vector<Bytes>> away_;  // by root: what the tier has, by rank
   struct Given {
     std::vector<Binding> storage;  // by rank
     bool in_flight = false;

@@ -201,10 +201,11 @@ Status Machine::Wait(const Op& op) {
 Status Machine::Relocate(const Op& op, const Move& move) {
   for (const Arg& arg : op.args) {
     const ValueId id = arg.value;
-    if (move.to == Place::kLeaving) away_[id].resize(ranks_);
+    if (move.to == Place::kLeaving && !IsClean(op)) away_[id].resize(ranks_);
     if (!away_.contains(id)) return MakeError("%", id, " is not in the tier");
     for (int64_t rank = 0; rank < ranks_; ++rank) {
       if (move.to == Place::kLeaving) {
+        if (IsClean(op)) continue;
         INTERLACE_ASSIGN(away_[id][rank], ReadBytes(rank, id));
       } else if (move.to == Place::kOut) {
         storage_[rank][id] = {};
@@ -214,7 +215,6 @@ Status Machine::Relocate(const Op& op, const Move& move) {
         INTERLACE_TRY(WriteBytes(rank, id, away_[id][rank]));
       }
     }
-    if (move.to == Place::kIn) away_.erase(id);
   }
   return Ok{};
 }

@@ -1,0 +1,204 @@
+#include "passes/offload.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "base/suggest.h"
+#include "passes/evaluate.h"
+#include "passes/offload_plan.h"
+
+namespace interlace {
+namespace {
+
+constexpr std::array<std::string_view, 4> kKindNames = {"states", "master", "gradients", "activations"};  // by OffloadKind
+
+Result<std::vector<OffloadKind>> ReadKinds(const PassOptions& options, const std::string& otherwise) {
+  std::vector<OffloadKind> kinds;
+  std::string text = options.Text("kinds", otherwise);
+  for (size_t at = 0; at <= text.size();) {
+    const size_t plus = std::min(text.find('+', at), text.size());
+    const std::string name = text.substr(at, plus - at);
+    const auto found = std::find(kKindNames.begin(), kKindNames.end(), name);
+    if (found == kKindNames.end()) {
+      return MakeError("nothing called '", name, "' can leave memory", DidYouMean(name, {kKindNames.begin(), kKindNames.end()}),
+                       "; kinds are joined by +: states, gradients, master, activations");
+    }
+    kinds.push_back(static_cast<OffloadKind>(found - kKindNames.begin()));
+    at = plus + 1;
+  }
+  return kinds;
+}
+
+bool Moves(const Program& program) {
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      if (program.op(id).name.starts_with("offload.")) return true;
+    }
+  }
+  return false;
+}
+
+Status CheckFresh(const Program& program) {
+  if (program.level == Level::kCaptured) return MakeError("the program has no units; run shard, accumulate and update before offload");
+  if (program.level == Level::kSharded) return MakeError("the program has sizes that are not numbers; bind them before offload");
+  if (Moves(program)) return MakeError("storages leave memory in this program already; one offload pass is enough");
+  return Ok{};
+}
+
+}  // namespace
+
+Result<bool> Offload(Program& program, const PassOptions& options) {
+  INTERLACE_TRY(CheckFresh(program));
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  OffloadChoice choice;
+  choice.limit = costs.limit;
+  INTERLACE_ASSIGN(choice.kinds, ReadKinds(options, "states+gradients+master"));
+  INTERLACE_ASSIGN(choice.slack, options.Number("slack", 1.2));
+  const bool freed = FreeGradients(program);
+  if (costs.limit == std::numeric_limits<int64_t>::max()) return freed;
+  INTERLACE_ASSIGN(std::optional<int64_t> window, options.Bytes("window"));
+
+  // How much room is left for copies under way decides between traffic and stalls: the simulator judges.
+  int64_t largest = 0, best_ps = 0;
+  std::vector<int64_t> windows;
+  {
+    INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+    INTERLACE_ASSIGN(StepLine line, ReadStepLine(program, model));
+    if (*std::max_element(line.bytes.begin(), line.bytes.end()) <= costs.limit) return freed;
+    for (const Movable& movable : line.movables) {
+      if (movable.state) largest = std::max(largest, movable.bytes);
+    }
+  }
+  if (window) {
+    windows = {*window};
+  } else {
+    for (int64_t times : {0, 2, 4, 8, 16}) windows.push_back(times * largest);
+  }
+  std::optional<Program> best;
+  std::optional<Error> failure;
+  for (int64_t bytes : windows) {
+    choice.window = bytes;
+    Program next = program.Clone();
+    INTERLACE_ASSIGN(CostModel model, costs.Model(next));
+    INTERLACE_ASSIGN(StepLine line, ReadStepLine(next, model));
+    Result<std::vector<Trip>> trips = PlanTrips(next, line, model, choice);
+    if (!trips.ok()) {
+      if (!failure) failure = trips.error();
+      continue;
+    }
+    std::erase_if(*trips, [](const Trip& t) { return (!t.wraps || t.next_step) && t.free >= t.back; });
+    FindClean(line, *trips);
+    WriteTrips(next, line, *trips);
+    const Traffic traffic = TrafficOf(line, *trips);
+    INTERLACE_ASSIGN(const Verdict verdict, Judge(next, costs));
+    if (best && verdict.time_ps >= best_ps) continue;
+    next.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) + " bytes in");
+    best = std::move(next);
+    best_ps = verdict.time_ps;
+  }
+  if (!best) return *failure;
+  program = std::move(*best);
+  return true;
+}
+
+Result<bool> OffloadSync(Program& program, const PassOptions& options) {
+  INTERLACE_TRY(CheckFresh(program));
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  INTERLACE_ASSIGN(const std::vector<OffloadKind> kinds, ReadKinds(options, "states+gradients+master"));
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  INTERLACE_ASSIGN(StepLine line, ReadStepLine(program, model));
+  std::vector<Trip> trips;
+  for (Trip trip : GapsOf(line)) {
+    if (std::find(kinds.begin(), kinds.end(), line.movables[trip.movable].kind) == kinds.end()) continue;
+    trip.leave = trip.free = trip.after + 1;
+    trip.back = trip.need = trip.before;
+    trips.push_back(trip);
+  }
+  FindClean(line, trips);
+  WriteTrips(program, line, trips);
+  const Traffic traffic = TrafficOf(line, trips);
+  program.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) + " bytes in");
+  return !trips.empty();
+}
+
+// Algorithm 2. P is the memory without optimizer states, M_opt all of them; fragments are states in their order, closed
+// when they reach the fragment's size.
+Result<bool> OffloadDeepCompile(Program& program, const PassOptions& options) {
+  INTERLACE_TRY(CheckFresh(program));
+  INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
+  const int64_t limit = costs.limit;
+  INTERLACE_ASSIGN(std::optional<int64_t> fragment, options.Bytes("fragment"));
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  INTERLACE_ASSIGN(StepLine line, ReadStepLine(program, model));
+  const int32_t end = line.size();
+
+  struct Fragment {
+    std::vector<Trip> trips;
+    int64_t bytes = 0;
+  };
+  std::vector<Fragment> fragments;
+  int64_t all = 0;
+  int32_t update = end;  // where the states are first used: all are back by then
+  for (const Trip& gap : GapsOf(line)) {
+    const Movable& movable = line.movables[gap.movable];
+    if (movable.kind != OffloadKind::kStates || !gap.wraps) continue;
+    if (fragments.empty() || fragments.back().bytes >= fragment.value_or(64 << 20)) fragments.emplace_back();
+    fragments.back().trips.push_back(gap);
+    fragments.back().bytes += movable.bytes;
+    all += movable.bytes;
+    update = std::min(update, gap.before);
+  }
+  std::vector<int64_t> without(end);  // P(o)
+  for (int32_t o = 0; o < end; ++o) without[o] = line.bytes[o] - all;
+  const auto largest = [&](int32_t from, int32_t to) {
+    return from < to ? *std::max_element(without.begin() + from, without.begin() + to) : 0;
+  };
+  const auto refuse = [&](int64_t least) {
+    return MakeError("the limit of ", limit, " bytes cannot be met with all optimizer states out: the step needs ", least,
+                     " bytes; raise the limit to ", (least + 1048575) / 1048576, "MiB, or use `offload`, which also streams the update");
+  };
+  if (largest(update, end) + all > limit) return refuse(std::max(largest(0, update), largest(update, end) + all));
+
+  size_t chosen = 0;
+  int64_t away = 0;
+  for (; largest(0, update) + all - away > limit; ++chosen) {
+    if (chosen == fragments.size()) return refuse(std::max(largest(0, update), largest(update, end) + all));
+    away += fragments[chosen].bytes;
+  }
+  if (chosen == 0) return false;
+  // Forward: copies go out from its head; memory is free when a copy was waited for.
+  std::vector<int32_t> free_at(chosen, -1), back_at(chosen, update);
+  size_t freed = 0;
+  int64_t out = 0;
+  for (int32_t o = 0; o < update; ++o) {
+    while (freed < chosen && without[o] + all - out > limit) {
+      free_at[freed] = o;
+      out += fragments[freed++].bytes;
+    }
+  }
+  // Back from where the rest of the step has room for it, the last one that went first.
+  int32_t o = free_at[chosen - 1] + 1;
+  for (size_t k = chosen; k-- > 0;) {
+    while (o < update && largest(o, update) + all - out + fragments[k].bytes > limit) ++o;
+    back_at[k] = o;
+    out -= fragments[k].bytes;
+  }
+  std::vector<Trip> trips;
+  for (size_t k = 0; k < chosen; ++k) {
+    for (Trip trip : fragments[k].trips) {
+      trip.next_step = true;
+      trip.leave = 0;
+      trip.free = free_at[k];
+      trip.back = back_at[k];
+      trip.need = update;
+      trips.push_back(trip);
+    }
+  }
+  WriteTrips(program, line, trips);
+  const Traffic traffic = TrafficOf(line, trips);
+  program.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) + " bytes in");
+  return true;
+}
+
+}  // namespace interlace

@@ -1,0 +1,19 @@
+// offload_plan.h — which storages leave memory, and when: the memory of every op stays within a limit, copies run beside
+// the compute lane.
+#pragma once
+
+#include "passes/trips.h"
+
+namespace interlace {
+
+struct OffloadChoice {
+  int64_t limit = 0;
+  int64_t window = 0;  // bytes below the limit that the choice leaves for what is on its way
+  double slack = 1.2;  // times a copy's own time between its start and its wait
+  std::vector<OffloadKind> kinds;
+};
+
+// Trips with all their places. Error: the limit cannot be met; it names the op and says the least that can.
+Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model, const OffloadChoice& choice);
+
+}  // namespace interlace

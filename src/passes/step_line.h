@@ -1,0 +1,54 @@
+// step_line.h — the ops of one step in the order they run, with the memory and the time of each: what passes that send
+// storages out of memory look at. A micro-batch that is repeated stands there once.
+//
+//   op         0      1      2    ...   n-1 | 0 ...        `update` of the last step comes before `micro_batch` of the next
+//   bytes      P(0)   P(1)   P(2)
+//   uses of a storage:  [2,4]     [9,9]                     from the op that first touches it to the last in a row
+#pragma once
+
+#include <vector>
+
+#include "ir/program.h"
+#include "passes/phase_memory.h"
+
+namespace interlace {
+
+// One op, or one transfer from its start to its wait, that needs a storage in memory.
+struct Use {
+  int32_t begin = 0, end = 0;  // places in the line
+  bool writes = false;
+};
+
+enum class OffloadKind : uint8_t { kStates, kMaster, kGradients, kActivations };
+
+// A storage that could go out.
+struct Movable {
+  ValueId root = kNone;
+  OffloadKind kind = OffloadKind::kStates;
+  UnitId unit = kNone;
+  int64_t bytes = 0;
+  bool state = false;      // lives from step to step
+  std::vector<Use> uses;   // ascending, apart
+};
+
+struct StepLine {
+  struct Place {
+    Phase* phase = nullptr;
+    int32_t index = 0;      // of the op in the phase
+    bool repeated = false;  // the phase runs more than once a step
+  };
+  std::vector<Place> ops;
+  std::vector<int64_t> bytes;     // P(o)
+  std::vector<int64_t> begin_ps;  // when the op begins if nothing ever waits; one more at the end
+  std::vector<Movable> movables;  // states by unit and role, then results by first use
+  int32_t size() const { return static_cast<int32_t>(ops.size()); }
+};
+
+// The program must outlive it and keep its op lists. Error: a symbolic size, an op without a cost.
+Result<StepLine> ReadStepLine(Program& program, CostModel& model);
+
+// Gradients that are whole when one reduction ends, and used in the same phase only, become values that end with their
+// last use, instead of states that take memory through the step. True when any did.
+bool FreeGradients(Program& program);
+
+}  // namespace interlace
