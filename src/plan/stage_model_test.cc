@@ -63,5 +63,71 @@ TEST(StageModel, BatchEqualsOneByOne) {
   }
 }
 
+TEST(StageModel, MoreWorkNeverTakesLessTime) {
+  const testing::GptLayers layers(1024, 16, 24);
+  std::mt19937 random(5);
+  ClusterSpec cluster = *ParseCluster(*PresetCluster("a100-40gb-16"), "");
+  for (int round = 0; round < 8; ++round) {
+    cluster.interference_factors.clear();
+    if (round > 0) {  // made-up factors, in no order
+      for (int i = 0; i < 28; ++i) cluster.interference_factors.push_back(std::uniform_real_distribution<double>(1, 6)(random));
+    }
+    auto model = StageModel::Create(layers, cluster, {.global_batch = 64, .device_bytes = int64_t{20} << 30});
+    ASSERT_TRUE(model.ok());
+    for (int i = 0; i < 2000; ++i) {
+      const Strategy less = RandomStrategy(random, 64, 4);
+      Strategy more = less;
+      auto raise = [&](float& ratio) { ratio += (1 - ratio) * static_cast<float>(random() % 3) / 2; };
+      raise(more.weights_out), raise(more.gradients_out), raise(more.states_out), raise(more.activations_out);
+      // Recomputation saves activations, and with them copies, so it is more work only where none are offloaded.
+      if (more.activations_out == 0 && more.full + more.selective < more.layers) ++more.full;
+      const StageCost a = model->EvaluateOne(less), b = model->EvaluateOne(more);
+      ASSERT_LE(a.stable_us, b.stable_us * (1 + 1e-12));
+      ASSERT_LE(a.stable_us + a.extra_us, (b.stable_us + b.extra_us) * (1 + 1e-12));
+    }
+  }
+}
+
+TEST(StageModel, ExplanationAddsUp) {
+  const testing::GptLayers layers(1024, 16, 24);
+  const StageModel model = ModelOf("l4-24gb-8", {.global_batch = 64, .device_bytes = int64_t{20} << 30}, layers);
+  std::mt19937 random(9);
+  for (int i = 0; i < 1000; ++i) {
+    const Strategy s = RandomStrategy(random, 64, 4);
+    const StageCost cost = model.EvaluateOne(s);
+    const Explanation why = model.Explain(s);
+    int64_t device = 0, host = 0;
+    for (const auto& term : why.bytes) device += term.device, host += term.host;
+    ASSERT_EQ(device, std::max(cost.peak_forward, cost.peak_backward));
+    ASSERT_EQ(host, cost.host_bytes);
+    ASSERT_NEAR(why.phases[1].total_us + why.phases[2].total_us, cost.stable_us, 1e-9 * cost.stable_us);
+    const PassTimes passes = model.PassesOf(s);
+    ASSERT_NEAR(passes.forward_us + passes.backward_us, cost.stable_us, 1e-9 * cost.stable_us);
+    ASSERT_NEAR(passes.first_us + passes.last_us, cost.extra_us, 1e-9 * cost.stable_us);
+  }
+}
+
+TEST(StageModel, RefusesWhatItCannotCount) {
+  const testing::GptLayers layers(1024, 16, 24);
+  const StageModel model = ModelOf("l4-24gb-8", {.global_batch = 64, .device_bytes = int64_t{20} << 30}, layers);
+  std::vector<Strategy> strategies(3);
+  std::vector<StageCost> costs(3);
+  auto error = [&](auto change) {
+    strategies.assign(3, {});
+    change(strategies[1]);
+    return ErrorOf(model.Evaluate(strategies, costs));
+  };
+  EXPECT_EQ(error([](Strategy&) {}), "no error");
+  EXPECT_EQ(error([](Strategy& s) { s.full = 1, s.selective = 1; }),
+            "strategy 1: a stage of 1 blocks cannot recompute 1 wholly and 1 selectively");
+  EXPECT_EQ(error([](Strategy& s) { s.states_out = 1.5f; }), "strategy 1: an offload ratio is 1.5; ratios lie between 0 and 1");
+  EXPECT_EQ(error([](Strategy& s) { s.zero = 4; }), "strategy 1: ZeRO level 4 is not one of 0, 1, 2, 3");
+  EXPECT_EQ(error([](Strategy& s) { s.dp = 3; }),
+            "strategy 1: micro-batch 1 with data parallel 3 and tensor parallel 1 is not in the space: the three must divide the batch of 64, "
+            "the model and a node or whole nodes of the cluster");
+  auto created = StageModel::Create(layers, ClusterSpec{}, {.global_batch = 0});
+  EXPECT_EQ(ErrorOf(created), "the global batch is 0; it must be at least 1");
+}
+
 }  // namespace
 }  // namespace interlace::plan
