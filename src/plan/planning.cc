@@ -1,0 +1,315 @@
+#include "plan/planning.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/suggest.h"
+#include "plan/captured_layers.h"
+#include "plan/least_memory.h"
+#include "plan/plan_json.h"
+#include "plan/stage_program.h"
+#include "trace/chrome_trace.h"
+#include "trace/json.h"
+
+namespace interlace::plan {
+namespace {
+
+constexpr int64_t kMostDevices = int64_t{1} << 20;
+
+Status SetBytes(StageOptions& stage, std::string_view dtype) {
+  if (dtype == "bfloat16") {
+    stage.weight_bytes = 2, stage.gradient_bytes = 2, stage.state_bytes = 12;  // float32 master and two moments
+  } else if (dtype == "float32") {
+    stage.weight_bytes = 4, stage.gradient_bytes = 4, stage.state_bytes = 8;
+  } else {
+    return MakeError("dtype '", dtype, "' is neither bfloat16 nor float32");
+  }
+  return Ok{};
+}
+
+Result<Space> SpaceOf(const PlanRequest& request) {
+  Space space;
+  if (request.space == "paper") {
+    space = PaperSpace();
+  } else if (request.space == "artifact") {
+    space = ArtifactSpace();
+  } else if (request.space != "full") {
+    return MakeError("there is no space '", request.space, "'", DidYouMean(request.space, {"full", "paper", "artifact"}));
+  }
+  if (request.runnable) {
+    StageOptions& stage = space.stage;
+    space.stages = {1};
+    stage.tensor_parallel = {1};
+    stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
+  }
+  INTERLACE_TRY(SetBytes(space.stage, request.dtype));
+  return space;
+}
+
+int64_t MemoryFor(const ClusterSpec& cluster, int64_t limit) {
+  return limit > 0 ? limit : static_cast<int64_t>(static_cast<double>(cluster.MemoryLimitBytes()) * 0.9);
+}
+
+// What a person would try first.
+struct Alternative {
+  std::string name, what;
+  Space space;
+};
+
+std::vector<Alternative> AlternativesOf(const Space& space, const Plan& best) {
+  std::vector<Alternative> out;
+  auto add = [&](std::string name, std::string what, auto&& change) {
+    Alternative& one = out.emplace_back(Alternative{std::move(name), std::move(what), space});
+    change(one.space);
+    one.space.name = one.name;
+  };
+  auto any = [&](auto&& is) {
+    return std::any_of(best.stages.begin(), best.stages.end(), [&](const PlanStage& stage) { return is(stage.strategy); });
+  };
+  if (best.stages.size() > 1) add("one stage", "no pipeline", [](Space& s) { s.stages = {1}; });
+  if (any([](const Strategy& s) { return s.tp > 1; })) add("no tensor parallel", "tp 1", [](Space& s) { s.stage.tensor_parallel = {1}; });
+  if (any([](const Strategy& s) { return s.weights_out + s.gradients_out + s.states_out + s.activations_out > 0; })) {
+    add("no offload", "everything stays on the device",
+        [](Space& s) { s.stage.weights_out = s.stage.gradients_out = s.stage.states_out = s.stage.activations_out = false; });
+  }
+  if (any([](const Strategy& s) { return s.full + s.selective > 0; })) {
+    add("no recomputation", "all activations kept", [](Space& s) { s.stage.full = s.stage.selective = false; });
+  }
+  if (any([](const Strategy& s) { return s.zero > 0; })) {
+    add("no ZeRO", "states, gradients and weights on every rank", [](Space& s) { s.stage.zero = {true, false, false, false}; });
+  }
+  if (any([](const Strategy& s) { return s.zero < 3; })) {
+    add("ZeRO 3", "weights sharded everywhere", [](Space& s) { s.stage.zero = {false, false, false, true}; });
+  }
+  if (best.stages.size() == 1 && !space.stages.empty()) return out;
+  if (best.stages.size() == 1) add("two stages or more", "a pipeline", [](Space& s) { for (int i = 2; i <= 64; ++i) s.stages.push_back(i); });
+  return out;
+}
+
+class Planning {
+ public:
+  Planning(const PlanRequest& request, const PlanProgress& progress) : r_(request), progress_(progress) {}
+
+  Result<std::string> Run() {
+    auto begin = std::chrono::steady_clock::now();
+    Say("reading the model", 0, 0, 0);
+    INTERLACE_ASSIGN(layers_, ReadLayers(r_.model_text, "model", r_.cluster, r_.sequence));
+    INTERLACE_ASSIGN(TuneOptions options, Options());
+    options.top = r_.top;
+    options.progress = [&](const TuneProgress& p) { Say("searching", p.done, p.total, p.best_us); };
+    INTERLACE_ASSIGN(TuneResult found, Tune(*layers_, r_.cluster, options));
+    options.progress = {};
+    std::optional<LeastMemory> least;
+    if (found.plans.empty()) {
+      INTERLACE_ASSIGN(least, FindLeastMemory(*layers_, r_.cluster, options));
+      if (!found.complete && least && least->device_bytes <= options.device_bytes) {
+        least->plan.bound_us = std::min(found.bound_us, least->plan.step_us);
+        found.plans.push_back(least->plan);  // there was no time for a better one
+      }
+    }
+    JsonWriter out;
+    out.BeginObject().Key("plans").BeginArray();
+    for (const Plan& plan : found.plans) INTERLACE_TRY(WriteFound(out.NewLine(), plan));
+    out.EndArray().NewLine().Field("complete", found.complete).Field("bound_us", found.bound_us);
+    out.Field("memory_limit", options.device_bytes).Field("pairs", found.pairs).Field("pairs_solved", found.pairs_solved);
+    out.Field("frontiers", found.frontiers).Field("points", found.points);
+    out.Field("seconds", std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    if (found.plans.empty()) {
+      INTERLACE_TRY(NothingFits(out.Key("nothing_fits"), options, least));
+    } else if (r_.why_not) {
+      INTERLACE_TRY(WhyNot(out.Key("why_not"), options, found.plans.front()));
+    }
+    out.EndObject();
+    return out.Take() + "\n";
+  }
+
+ private:
+  void Say(std::string_view what, int64_t done, int64_t total, double best_us) const {
+    if (progress_) progress_(what, done, total, best_us);
+  }
+
+  Result<TuneOptions> Options() const {
+    TuneOptions options;
+    INTERLACE_ASSIGN(options.space, SpaceOf(r_));
+    options.model = r_.model;
+    options.global_batch = r_.global_batch, options.sequence = r_.sequence;
+    options.flash_attention = r_.flash_attention;
+    options.device_bytes = MemoryFor(r_.cluster, r_.memory_limit);
+    options.host_bytes = r_.host_limit;
+    options.time_limit_s = r_.time_limit_s;
+    options.threads = r_.threads;
+    if (options.device_bytes < 1) {
+      return MakeError("a device of ", r_.cluster.name, " has ", r_.cluster.memory_gib, " GiB, all of it reserved; give a memory limit");
+    }
+    return options;
+  }
+
+  PlanFile FileOf(const Plan& plan) const {
+    PlanFile file;
+    file.plan = plan;
+    file.dtype = r_.dtype;
+    file.blocks = layers_->blocks();
+    file.devices = r_.cluster.devices, file.per_node = r_.cluster.per_node;
+    file.memory_limit = MemoryFor(r_.cluster, r_.memory_limit);
+    return file;
+  }
+
+  Status WriteFound(JsonWriter& out, const Plan& plan) const {
+    PlanFile file = FileOf(plan);
+    INTERLACE_TRY(VerifyPlan(file, r_.memory_limit > 0 ? nullptr : &r_.cluster));
+    StageOptions stage;
+    INTERLACE_TRY(SetBytes(stage, r_.dtype));
+    stage.global_batch = r_.global_batch;
+    stage.device_bytes = file.memory_limit;
+    for (const PlanStage& each : plan.stages) {
+      stage.micro_batches.push_back(each.strategy.micro_batch);
+      stage.tensor_parallel.push_back(each.strategy.tp);
+    }
+    INTERLACE_ASSIGN(StageModel model, StageModel::Create(*layers_, r_.cluster, stage));
+    out.BeginObject().Key("plan");
+    WritePlan(out, file);
+    out.NewLine().Field("text", PrintPlan(file)).Key("explained").BeginArray();
+    for (const PlanStage& each : plan.stages) WriteExplanation(out.NewLine(), model.Explain(each.strategy));
+    out.EndArray().EndObject();
+    return Ok{};
+  }
+
+  static void WriteExplanation(JsonWriter& out, const Explanation& e) {
+    out.BeginObject().Field("peak_in_forward", e.peak_in_forward).Key("bytes").BeginArray();
+    for (const Explanation::Bytes& bytes : e.bytes) {
+      out.BeginObject().Field("name", bytes.name).Field("device", bytes.device).Field("host", bytes.host).EndObject();
+    }
+    out.EndArray().Key("phases").BeginArray();
+    for (const Explanation::Phase& phase : e.phases) {
+      out.BeginObject().Field("name", phase.name).Field("compute_us", phase.alone_us[0]).Field("device_us", phase.alone_us[1]);
+      out.Field("to_device_us", phase.alone_us[2]).Field("to_host_us", phase.alone_us[3]);
+      out.Field("tensor_parallel_us", phase.tensor_parallel_us).Field("exposed_us", phase.exposed_us);
+      out.Field("total_us", phase.total_us).EndObject();
+    }
+    out.EndArray().EndObject();
+  }
+
+  Status WhyNot(JsonWriter& out, TuneOptions options, const Plan& best) const {
+    options.top = 1;
+    std::vector<Alternative> all = AlternativesOf(options.space, best);
+    out.BeginArray();
+    for (size_t i = 0; i < all.size(); ++i) {
+      Say("comparing with: " + all[i].name, static_cast<int64_t>(i), static_cast<int64_t>(all.size()), best.step_us);
+      options.space = all[i].space;
+      out.NewLine().BeginObject().Field("name", all[i].name).Field("what", all[i].what);
+      Result<TuneResult> found = Tune(*layers_, r_.cluster, options);
+      if (!found.ok()) {
+        out.Field("impossible", found.error().message).EndObject();
+        continue;
+      }
+      if (!found->plans.empty()) {
+        double us = found->plans.front().step_us;
+        out.Field("step_us", us).Field("slower", us / best.step_us - 1).Field("complete", found->complete).EndObject();
+        continue;
+      }
+      INTERLACE_TRY(WriteLeast(out, options));
+      out.EndObject();
+    }
+    out.EndArray();
+    return Ok{};
+  }
+
+  Status WriteLeast(JsonWriter& out, const TuneOptions& options) const {
+    Result<std::optional<LeastMemory>> least = FindLeastMemory(*layers_, r_.cluster, options);
+    if (!least.ok()) {
+      out.Field("impossible", least.error().message);
+    } else if (!*least) {
+      out.Field("impossible", "no layout of this kind divides the batch");
+    } else {
+      out.Field("least_bytes", (*least)->device_bytes).Field("over_bytes", (*least)->device_bytes - options.device_bytes);
+    }
+    return Ok{};
+  }
+
+  // By how much, and what would do: more devices of the same kind, a shorter sequence.
+  Status NothingFits(JsonWriter& out, const TuneOptions& options, const std::optional<LeastMemory>& least) const {
+    out.BeginObject();
+    if (!least) {
+      out.Field("impossible", "no layout divides the batch, or host memory is too small").EndObject();
+      return Ok{};
+    }
+    out.Field("least_bytes", least->device_bytes).Field("over_bytes", least->device_bytes - options.device_bytes);
+    out.Field("host_bytes", least->host_bytes).Field("stages", static_cast<int64_t>(least->plan.stages.size()));
+    ClusterSpec larger = r_.cluster;
+    while (larger.devices * 2 <= kMostDevices) {
+      larger.devices *= 2;
+      if (larger.per_node == r_.cluster.devices) larger.per_node = r_.cluster.per_node;
+      Say("looking for what would fit: " + std::to_string(larger.devices) + " devices", 0, 0, 0);
+      Result<std::optional<LeastMemory>> found = FindLeastMemory(*layers_, larger, options);
+      if (!found.ok() || !*found) break;
+      if ((*found)->device_bytes <= options.device_bytes) {
+        out.Field("devices", larger.devices);
+        break;
+      }
+      if (larger.devices > 64 * r_.cluster.devices && (*found)->device_bytes > least->device_bytes / 2) break;  // it no longer helps
+    }
+    for (int64_t sequence = r_.sequence / 2; sequence >= 128; sequence /= 2) {
+      Say("looking for what would fit: sequences of " + std::to_string(sequence), 0, 0, 0);
+      auto shorter = ReadLayers(r_.model_text, "model", r_.cluster, sequence);
+      if (!shorter.ok()) break;
+      Result<std::optional<LeastMemory>> found = FindLeastMemory(**shorter, r_.cluster, options);
+      if (!found.ok() || !*found) break;
+      if ((*found)->device_bytes <= options.device_bytes) {
+        out.Field("sequence", sequence);
+        break;
+      }
+    }
+    out.EndObject();
+    return Ok{};
+  }
+
+  const PlanRequest& r_;
+  const PlanProgress& progress_;
+  std::unique_ptr<LayerSource> layers_;
+};
+
+}  // namespace
+
+Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& progress) { return Planning(request, progress).Run(); }
+
+Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster) {
+  PlanFile out = file;
+  INTERLACE_TRY(VerifyPlan(out, out.memory_limit > cluster.MemoryLimitBytes() ? nullptr : &cluster));
+  INTERLACE_ASSIGN(std::unique_ptr<LayerSource> layers, ReadLayers(model_text, "model", cluster, file.plan.sequence));
+  if (layers->blocks() != file.blocks) {
+    return MakeError("rule layers: the plan is for ", file.blocks, " blocks, the model has ", layers->blocks());
+  }
+  StageOptions stage;
+  INTERLACE_TRY(SetBytes(stage, file.dtype));
+  stage.device_bytes = std::max<int64_t>(1, file.memory_limit);
+  for (const PlanStage& each : file.plan.stages) {
+    stage.micro_batches.push_back(each.strategy.micro_batch);
+    stage.tensor_parallel.push_back(each.strategy.tp);
+  }
+  INTERLACE_ASSIGN(LayerCost block, layers->Cost(Role::kBlock, 1, 1));
+  for (size_t i = 0; i < out.plan.stages.size(); ++i) {
+    PlanStage& each = out.plan.stages[i];
+    each.send_us = 0;
+    if (i + 1 == out.plan.stages.size()) break;
+    const PlanStage& next = out.plan.stages[i + 1];
+    int64_t last = int64_t{next.first_device} + int64_t{next.strategy.dp} * next.strategy.tp - 1;
+    bool inside = each.first_device / cluster.per_node == last / cluster.per_node;
+    double bytes = static_cast<double>(block.boundary) * each.strategy.micro_batch * each.strategy.dp;
+    each.send_us = BoundaryUs(cluster, bytes, LayoutOf(each.strategy), LayoutOf(next.strategy), inside);
+  }
+  INTERLACE_ASSIGN(out.plan, Reprice(out.plan, *layers, cluster, stage));
+  INTERLACE_TRY(VerifyPlan(out));  // memory, now that it is known
+  return out;
+}
+
+Result<std::string> PlanTrace(const PlanFile& file) {
+  StagePrograms programs = MakeStagePrograms(PipelineStages(file.plan), file.plan.micro_batches());
+  INTERLACE_ASSIGN(EngineOutput output, SimulateStages(programs));
+  return WriteChromeTrace(StageTimeline(programs, output, file.plan));
+}
+
+}  // namespace interlace::plan

@@ -1,0 +1,52 @@
+// planning.h — `interlace plan` as one function from a request to JSON: the plans, where their bytes and times go, why not
+// the obvious alternatives, and what to change when nothing fits.
+//
+//   {"plans": [{...plan_json.h..., "text": "interlace-plan 1...", "explained": [{"bytes": [...], "phases": [...]}]}],
+//    "complete": true, "bound_us": ..., "seconds": ..., "pairs": ..., "frontiers": ...,
+//    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31} | {"name": ..., "least_bytes": ..., "over_bytes": ...}],
+//    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "devices": 64, "sequence": 1024}}
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "base/result.h"
+#include "cost/cluster.h"
+#include "plan/plan_text.h"
+#include "plan/tune.h"
+
+namespace interlace::plan {
+
+struct PlanRequest {
+  std::string model_text;            // model_text.h
+  std::string model;                 // name, for the plan
+  ClusterSpec cluster;
+  std::string space = "full";
+  bool runnable = false;             // only what the runtime can train: one stage, no tensor parallel, no offload
+  bool flash_attention = true;
+  std::string dtype = "bfloat16";    // of weights and gradients; float32 masters beside bfloat16
+  int64_t global_batch = 1, sequence = 1;
+  int64_t memory_limit = 0;          // bytes of a device; 0: what the cluster leaves a program, less a tenth
+  int64_t host_limit = 0;            // bytes of a node's host; 0: none
+  double time_limit_s = 0;           // of the search, and of each alternative; 0: none
+  int32_t top = 1;
+  int32_t threads = 0;
+  bool why_not = true;
+};
+
+// (what is being done, done, total, best step so far in us or 0)
+using PlanProgress = std::function<void(std::string_view, int64_t, int64_t, double)>;
+
+// Error: what Tune refuses (a batch that nothing divides, uneven nodes), an unknown space or dtype (did you mean).
+Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& progress = {});
+
+// A plan file with its predictions made anew on a model and cluster, those of stages, boundaries and the whole. Error: what
+// VerifyPlan says of it, memory included; strategies that the model's sizes do not allow.
+Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);
+
+// The pipeline of a plan as a Chrome trace: a rank is a stage.
+Result<std::string> PlanTrace(const PlanFile& file);
+
+}  // namespace interlace::plan
