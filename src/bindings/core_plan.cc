@@ -1,13 +1,15 @@
 // core_plan.cc — the planner from text to text: reading, checking and finding plans (docs/planner.md).
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
+#include <functional>
 #include <string>
 
 #include "bindings/core.h"
 #include "plan/plan_json.h"
 #include "plan/plan_text.h"
+#include "plan/planning.h"
 
 namespace py = pybind11;
 
@@ -28,6 +30,37 @@ Result<std::string> ReadPlan(const std::string& text, const std::string& file, c
   return plan::PlanJson(parsed);
 }
 
+using Progress = std::function<void(const std::string& what, int64_t done, int64_t total, double best_us)>;
+
+std::string FindPlans(plan::PlanRequest request, const std::string& cluster, const std::string& cluster_file, const Progress& progress) {
+  py::gil_scoped_release unlocked;
+  request.cluster = Take(LoadCluster(cluster, cluster_file));
+  plan::PlanProgress say;
+  if (progress) {
+    say = [&](std::string_view what, int64_t done, int64_t total, double best_us) {
+      py::gil_scoped_acquire locked;
+      progress(std::string(what), done, total, best_us);
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    };
+  }
+  return Take(plan::MakePlans(request, say));
+}
+
+Result<std::string> Predicted(const std::string& text, const std::string& file, const std::string& model, const std::string& cluster_text,
+                              const std::string& cluster_file) {
+  INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
+  INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
+  Result<plan::PlanFile> predicted = plan::PredictPlan(parsed, model, cluster);
+  if (!predicted.ok()) return Error{predicted.error().ToString(), file};
+  return plan::PrintPlan(*predicted);
+}
+
+Result<std::string> Trace(const std::string& text, const std::string& file) {
+  INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
+  INTERLACE_TRY(plan::VerifyPlan(parsed));
+  return plan::PlanTrace(parsed);
+}
+
 }  // namespace
 
 void AddPlanner(py::module_& m) {
@@ -39,6 +72,31 @@ void AddPlanner(py::module_& m) {
       },
       py::arg("text"), py::arg("file") = "plan", py::arg("cluster") = "", py::arg("cluster_file") = "cluster", Unlocked(),
       "A plan file as JSON. Error: what cannot be read, or the rules that the plan breaks, by itself and on a cluster.");
+  m.def(
+      "make_plans",
+      [](const std::string& model_text, const std::string& cluster, int64_t global_batch, int64_t sequence, const std::string& model,
+         const std::string& space, const std::string& dtype, bool flash, bool runnable, int64_t memory_limit, int64_t host_limit,
+         double time_limit_s, int32_t top, int32_t threads, bool why_not, const std::string& cluster_file, const Progress& progress) {
+        plan::PlanRequest r;
+        r.model_text = model_text, r.model = model, r.space = space, r.runnable = runnable, r.flash_attention = flash, r.dtype = dtype;
+        r.global_batch = global_batch, r.sequence = sequence, r.memory_limit = memory_limit, r.host_limit = host_limit;
+        r.time_limit_s = time_limit_s, r.top = top, r.threads = threads, r.why_not = why_not;
+        return FindPlans(std::move(r), cluster, cluster_file, progress);
+      },
+      py::arg("model_text"), py::arg("cluster"), py::arg("global_batch"), py::arg("sequence"), py::arg("model") = "model",
+      py::arg("space") = "full", py::arg("dtype") = "bfloat16", py::arg("flash") = true, py::arg("runnable") = false,
+      py::arg("memory_limit") = 0, py::arg("host_limit") = 0, py::arg("time_limit_s") = 0.0, py::arg("top") = 1, py::arg("threads") = 0,
+      py::arg("why_not") = true, py::arg("cluster_file") = "cluster", py::arg("progress") = Progress{},
+      "The best plans, explained, as JSON (src/plan/planning.h). `progress(what, done, total, best_us)` is called now and then.");
+  m.def(
+      "predict_plan",
+      [](const std::string& text, const std::string& model_text, const std::string& cluster, const std::string& file,
+         const std::string& cluster_file) { return Take(Predicted(text, file, model_text, cluster, cluster_file)); },
+      py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("file") = "plan", py::arg("cluster_file") = "cluster", Unlocked(),
+      "A plan file with its predictions made anew. Error: rules that it breaks, memory included.");
+  m.def(
+      "plan_trace", [](const std::string& text, const std::string& file) { return Take(Trace(text, file)); }, py::arg("text"),
+      py::arg("file") = "plan", Unlocked(), "The pipeline of a plan as a Chrome trace whose ranks are stages.");
 }
 
 }  // namespace interlace

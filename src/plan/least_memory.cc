@@ -30,7 +30,7 @@ class Finder {
     int32_t most = static_cast<int32_t>(std::min<int64_t>(blocks_, cluster_.devices));
     for (int32_t stages = 1; stages <= most; ++stages) {
       const std::vector<int32_t>& wanted = o_.space.stages;
-      if (cluster_.devices % stages != 0) continue;
+      if (cluster_.devices % stages != 0 || (o_.space.equal_layers && blocks_ % stages != 0)) continue;
       if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), stages) == wanted.end()) continue;
       int64_t devices = cluster_.devices / stages;
       if (devices < cluster_.per_node ? cluster_.per_node % devices != 0 : devices % cluster_.per_node != 0) continue;
@@ -53,7 +53,7 @@ class Finder {
       for (int32_t out = 0; out < 16; ++out) {
         if ((out & 1 && !s.weights_out) || (out & 2 && !s.gradients_out) || (out & 4 && !s.states_out) || (out & 8 && !s.activations_out)) continue;
         for (int32_t recompute = 0; recompute < 3; ++recompute) {
-          if ((recompute == 1 && !s.selective) || (recompute == 2 && !s.full)) continue;
+          if ((recompute == 1 && !s.selective) || (recompute == 2 && !s.full) || (recompute != 2 && s.only_full)) continue;
           Strategy each{.micro_batch = b, .dp = dp, .tp = tp, .zero = zero};
           each.micro_batches = static_cast<int32_t>(o_.global_batch / (int64_t{b} * dp));
           each.selective = recompute == 1, each.full = recompute == 2;  // a mark; Try multiplies it by the layers

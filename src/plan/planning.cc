@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/suggest.h"
+#include "plan/baselines.h"
 #include "plan/captured_layers.h"
 #include "plan/least_memory.h"
 #include "plan/plan_json.h"
@@ -31,41 +31,31 @@ Status SetBytes(StageOptions& stage, std::string_view dtype) {
   return Ok{};
 }
 
-Result<Space> SpaceOf(const PlanRequest& request) {
-  Space space;
-  if (request.space == "paper") {
-    space = PaperSpace();
-  } else if (request.space == "artifact") {
-    space = ArtifactSpace();
-  } else if (request.space != "full") {
-    return MakeError("there is no space '", request.space, "'", DidYouMean(request.space, {"full", "paper", "artifact"}));
-  }
-  if (request.runnable) {
+// The spaces to search, with the request's dtype and what the runtime cannot do taken out.
+Result<Baseline> SpacesOf(const PlanRequest& request, std::string_view name) {
+  INTERLACE_ASSIGN(const Baseline* known, FindBaseline(name));
+  Baseline out = *known;
+  for (Space& space : out.spaces) {
+    INTERLACE_TRY(SetBytes(space.stage, request.dtype));
+    if (!request.runnable) continue;
     StageOptions& stage = space.stage;
     space.stages = {1};
     stage.tensor_parallel = {1};
     stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
   }
-  INTERLACE_TRY(SetBytes(space.stage, request.dtype));
-  return space;
+  return out;
 }
 
 int64_t MemoryFor(const ClusterSpec& cluster, int64_t limit) {
   return limit > 0 ? limit : static_cast<int64_t>(static_cast<double>(cluster.MemoryLimitBytes()) * 0.9);
 }
 
-// What a person would try first.
-struct Alternative {
-  std::string name, what;
-  Space space;
-};
-
-std::vector<Alternative> AlternativesOf(const Space& space, const Plan& best) {
-  std::vector<Alternative> out;
+// What a person would try first: the same space without one of the things that the best plan does.
+std::vector<Baseline> AlternativesOf(const Baseline& searched, const Plan& best) {
+  std::vector<Baseline> out;
   auto add = [&](std::string name, std::string what, auto&& change) {
-    Alternative& one = out.emplace_back(Alternative{std::move(name), std::move(what), space});
-    change(one.space);
-    one.space.name = one.name;
+    Baseline& one = out.emplace_back(Baseline{std::move(name), std::move(what), searched.spaces});
+    for (Space& space : one.spaces) change(space), space.name = one.name;
   };
   auto any = [&](auto&& is) {
     return std::any_of(best.stages.begin(), best.stages.end(), [&](const PlanStage& stage) { return is(stage.strategy); });
@@ -85,8 +75,7 @@ std::vector<Alternative> AlternativesOf(const Space& space, const Plan& best) {
   if (any([](const Strategy& s) { return s.zero < 3; })) {
     add("ZeRO 3", "weights sharded everywhere", [](Space& s) { s.stage.zero = {false, false, false, true}; });
   }
-  if (best.stages.size() == 1 && !space.stages.empty()) return out;
-  if (best.stages.size() == 1) add("two stages or more", "a pipeline", [](Space& s) { for (int i = 2; i <= 64; ++i) s.stages.push_back(i); });
+  if (best.stages.size() == 1 && searched.spaces.front().stages.empty()) add("two stages or more", "a pipeline", [](Space& s) { for (int i = 2; i <= 64; ++i) s.stages.push_back(i); });
   return out;
 }
 
@@ -98,14 +87,15 @@ class Planning {
     auto begin = std::chrono::steady_clock::now();
     Say("reading the model", 0, 0, 0);
     INTERLACE_ASSIGN(layers_, ReadLayers(r_.model_text, "model", r_.cluster, r_.sequence));
+    INTERLACE_ASSIGN(searched_, SpacesOf(r_, r_.space));
     INTERLACE_ASSIGN(TuneOptions options, Options());
     options.top = r_.top;
     options.progress = [&](const TuneProgress& p) { Say("searching", p.done, p.total, p.best_us); };
-    INTERLACE_ASSIGN(TuneResult found, Tune(*layers_, r_.cluster, options));
+    INTERLACE_ASSIGN(TuneResult found, TuneBaseline(searched_, *layers_, r_.cluster, options));
     options.progress = {};
     std::optional<LeastMemory> least;
     if (found.plans.empty()) {
-      INTERLACE_ASSIGN(least, FindLeastMemory(*layers_, r_.cluster, options));
+      INTERLACE_ASSIGN(least, Least(searched_, *layers_, r_.cluster, options));
       if (!found.complete && least && least->device_bytes <= options.device_bytes) {
         least->plan.bound_us = std::min(found.bound_us, least->plan.step_us);
         found.plans.push_back(least->plan);  // there was no time for a better one
@@ -134,7 +124,6 @@ class Planning {
 
   Result<TuneOptions> Options() const {
     TuneOptions options;
-    INTERLACE_ASSIGN(options.space, SpaceOf(r_));
     options.model = r_.model;
     options.global_batch = r_.global_batch, options.sequence = r_.sequence;
     options.flash_attention = r_.flash_attention;
@@ -146,6 +135,18 @@ class Planning {
       return MakeError("a device of ", r_.cluster.name, " has ", r_.cluster.memory_gib, " GiB, all of it reserved; give a memory limit");
     }
     return options;
+  }
+
+  // Over the spaces of a baseline.
+  static Result<std::optional<LeastMemory>> Least(const Baseline& spaces, const LayerSource& layers, const ClusterSpec& cluster,
+                                                  TuneOptions options) {
+    std::optional<LeastMemory> best;
+    for (const Space& space : spaces.spaces) {
+      options.space = space;
+      INTERLACE_ASSIGN(std::optional<LeastMemory> found, FindLeastMemory(layers, cluster, options));
+      if (found && (!best || found->device_bytes < best->device_bytes)) best = std::move(found);
+    }
+    return best;
   }
 
   PlanFile FileOf(const Plan& plan) const {
@@ -195,13 +196,18 @@ class Planning {
 
   Status WhyNot(JsonWriter& out, TuneOptions options, const Plan& best) const {
     options.top = 1;
-    std::vector<Alternative> all = AlternativesOf(options.space, best);
+    std::vector<Baseline> all = AlternativesOf(searched_, best);
+    for (std::string_view name : {"megatron", "deepspeed", "aceso"}) {
+      if (r_.runnable || name == r_.space) continue;
+      INTERLACE_ASSIGN(Baseline one, SpacesOf(r_, name));
+      one.name = "like " + one.name;
+      all.push_back(std::move(one));
+    }
     out.BeginArray();
     for (size_t i = 0; i < all.size(); ++i) {
       Say("comparing with: " + all[i].name, static_cast<int64_t>(i), static_cast<int64_t>(all.size()), best.step_us);
-      options.space = all[i].space;
-      out.NewLine().BeginObject().Field("name", all[i].name).Field("what", all[i].what);
-      Result<TuneResult> found = Tune(*layers_, r_.cluster, options);
+      out.NewLine().BeginObject().Field("name", all[i].name).Field("what", all[i].help);
+      Result<TuneResult> found = TuneBaseline(all[i], *layers_, r_.cluster, options);
       if (!found.ok()) {
         out.Field("impossible", found.error().message).EndObject();
         continue;
@@ -211,15 +217,15 @@ class Planning {
         out.Field("step_us", us).Field("slower", us / best.step_us - 1).Field("complete", found->complete).EndObject();
         continue;
       }
-      INTERLACE_TRY(WriteLeast(out, options));
+      INTERLACE_TRY(WriteLeast(out, all[i], options));
       out.EndObject();
     }
     out.EndArray();
     return Ok{};
   }
 
-  Status WriteLeast(JsonWriter& out, const TuneOptions& options) const {
-    Result<std::optional<LeastMemory>> least = FindLeastMemory(*layers_, r_.cluster, options);
+  Status WriteLeast(JsonWriter& out, const Baseline& spaces, const TuneOptions& options) const {
+    Result<std::optional<LeastMemory>> least = Least(spaces, *layers_, r_.cluster, options);
     if (!least.ok()) {
       out.Field("impossible", least.error().message);
     } else if (!*least) {
@@ -244,7 +250,7 @@ class Planning {
       larger.devices *= 2;
       if (larger.per_node == r_.cluster.devices) larger.per_node = r_.cluster.per_node;
       Say("looking for what would fit: " + std::to_string(larger.devices) + " devices", 0, 0, 0);
-      Result<std::optional<LeastMemory>> found = FindLeastMemory(*layers_, larger, options);
+      Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, larger, options);
       if (!found.ok() || !*found) break;
       if ((*found)->device_bytes <= options.device_bytes) {
         out.Field("devices", larger.devices);
@@ -256,7 +262,7 @@ class Planning {
       Say("looking for what would fit: sequences of " + std::to_string(sequence), 0, 0, 0);
       auto shorter = ReadLayers(r_.model_text, "model", r_.cluster, sequence);
       if (!shorter.ok()) break;
-      Result<std::optional<LeastMemory>> found = FindLeastMemory(**shorter, r_.cluster, options);
+      Result<std::optional<LeastMemory>> found = Least(searched_, **shorter, r_.cluster, options);
       if (!found.ok() || !*found) break;
       if ((*found)->device_bytes <= options.device_bytes) {
         out.Field("sequence", sequence);
@@ -270,6 +276,7 @@ class Planning {
   const PlanRequest& r_;
   const PlanProgress& progress_;
   std::unique_ptr<LayerSource> layers_;
+  Baseline searched_;
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ struct PlanRequest {
   std::string model_text;            // model_text.h
   std::string model;                 // name, for the plan
   ClusterSpec cluster;
-  std::string space = "full";
+  std::string space = "full";        // of Baselines()
   bool runnable = false;             // only what the runtime can train: one stage, no tensor parallel, no offload
   bool flash_attention = true;
   std::string dtype = "bfloat16";    // of weights and gradients; float32 masters beside bfloat16

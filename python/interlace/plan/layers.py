@@ -39,13 +39,20 @@ _PLANS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def model_text(name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", **options: Any) -> str:
+def model_text(
+    name: str,
+    seq: int | None = None,
+    flash: bool = True,
+    dtype: str = "bfloat16",
+    ignore: tuple[str, ...] = (),
+    **options: Any,
+) -> str:
     """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out.
 
     `options` go to the Hugging Face config. Errors: those of presets.config_of, a model whose blocks are not alike (names
     the first two that differ, and how), and CaptureError for one that cannot be traced.
     """
-    config = config_of(name, seq)
+    config = config_of(name, seq, ignore)
     for key, value in {**options, "use_cache": False}.items():
         setattr(config, key, value)
     config._attn_implementation = "sdpa" if flash else "eager"
