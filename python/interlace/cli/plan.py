@@ -325,55 +325,48 @@ def stage_table(plan: dict[str, Any]) -> Any:
 
 
 def byte_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
-    """Rows are kinds of bytes, columns stages; "+": what the host holds beside."""
+    """A row a stage, a column for each kind of bytes that there is, in GiB; what the host holds is beside."""
     runs = _alike(plan)
     names = [entry["name"] for entry in explained[0]["bytes"]]
+    shown = [i for i in range(len(names)) if any(explained[run[0]]["bytes"][i]["device"] for run in runs)]
+    hosted = [i for i in range(len(names)) if any(explained[run[0]]["bytes"][i]["host"] for run in runs)]
     rows = []
-    for i, name in enumerate(names):
-        cells = []
-        for run in runs:
-            entry = explained[run[0]]["bytes"][i]
-            host = f" + {format_bytes(entry['host'])} host" if entry["host"] else ""
-            cells.append((format_bytes(entry["device"]) if entry["device"] else "-") + host)
-        if any(cell != "-" for cell in cells):
-            rows.append([name, *cells])
-    rows.append(["peak", *(format_bytes(plan["stages"][run[0]]["peak_bytes"]) for run in runs)])
-    rows.append(["limit", *(format_bytes(plan["memory_limit"]) for _ in runs)])
-    rows.append(["reached in", *("forward" if explained[run[0]]["peak_in_forward"] else "backward" for run in runs)])
-    return rows_table("Bytes of a device at its peak", ["", *(f"stage {_named(run)}" for run in runs)], rows)
+    for run in runs:
+        entries = explained[run[0]]["bytes"]
+        cells = [_gib(entries[i]["device"]) for i in shown] + [_gib(plan["stages"][run[0]]["peak_bytes"])]
+        cells += [_gib(entries[i]["host"]) for i in hosted]
+        rows.append([_named(run), "forward" if explained[run[0]]["peak_in_forward"] else "backward", *cells])
+    head = ["stage", "peak in", *(names[i] for i in shown), "peak", *(f"{names[i]} on the host" for i in hosted)]
+    title = f"GiB of a device at its peak (limit {_gib(plan['memory_limit'])})"
+    return rows_table(title, head, rows, (0, 1))
 
 
 def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
-    """What a micro-batch's phases would take alone, and together."""
+    """What the phases of a micro-batch would take alone, and together; of the slowest stage where there are many."""
+    runs = _alike(plan)
+    if len(runs) > 2:
+        runs = [max(runs, key=lambda run: plan["stages"][run[0]]["t_us"])]
+    keys = ("compute_us", "device_us", "to_device_us", "to_host_us", "tensor_parallel_us", "exposed_us", "total_us")
     rows = []
-    for run in _alike(plan):
+    for run in runs:
         for phase in explained[run[0]]["phases"]:
             rows.append(
-                [f"{_named(run)} {phase['name']}"]
-                + [
-                    _ms(phase[key]) if phase[key] else "-"
-                    for key in (
-                        "compute_us",
-                        "device_us",
-                        "to_device_us",
-                        "to_host_us",
-                        "tensor_parallel_us",
-                        "exposed_us",
-                        "total_us",
-                    )
-                ]
+                [_named(run), phase["name"].replace(" ", "\u00a0")]
+                + [_ms(phase[key]) if phase[key] else "-" for key in keys]
             )
     head = [
-        "stage, micro-batch",
+        "stage",
+        "phase",
         "compute",
         "gather, reduce",
         "from host",
         "to host",
         "tensor parallel",
-        "exposed at the ends",
+        "exposed at ends",
         "together",
     ]
-    return rows_table("Milliseconds of a micro-batch, each alone and together", head, rows)
+    which = "" if len(runs) == len(_alike(plan)) else ", the slowest stage"
+    return rows_table(f"Milliseconds of a micro-batch, each alone and together{which}", head, rows, (0, 1))
 
 
 def why_table(why_not: list[dict[str, Any]]) -> Any:
@@ -392,6 +385,10 @@ def why_table(why_not: list[dict[str, Any]]) -> Any:
             said, more = "not found", "in the time given"
         rows.append([row["name"], row["what"], said, more])
     return rows_table("Why not", ["", "", "predicted", ""], rows, (0, 1, 2, 3))
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f}" if count >= 2**30 / 200 else "-" if count == 0 else "<0.01"
 
 
 def _ms(us: float) -> str:
