@@ -23,6 +23,8 @@ The page needs nothing else and works offline.
   interlace report sharded.il --cluster local-2 --profile here.profile --measured trace.json -o report.html
 
   interlace report sharded.il --cluster a100-40gb-8 --slow 3=1.2 --json -o report.html
+
+  interlace report --plan gpt.plan -o plan.html
 """
 MEASURED_HELP = "A trace of a real step (interlace train --trace), shown below the predicted one."
 
@@ -40,11 +42,20 @@ def report(
     slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
     every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
     measured: Annotated[str | None, typer.Option("--measured", help=MEASURED_HELP)] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option("--plan", help="A plan of interlace plan instead of a program: its pipeline over time."),
+    ] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
 ) -> None:
     from interlace.report import build_report, render
 
+    if plan is not None:
+        if program is not None:
+            raise FileError("--plan is shown without a program: give one of them")
+        report_plan(plan, output, as_json)
+        return
     if program is None:
         raise FileError("no program file: name one, or - for stdin (examples: interlace report --help)")
     if cluster is None:
@@ -65,6 +76,22 @@ def report(
     err().print(f"wrote {output} ({format_bytes(len(text.encode()))})")
     if as_json:
         print_json(page.summary())
+
+
+def report_plan(file: str, output: str, as_json: bool) -> None:
+    """The page of a plan. Error: a plan that breaks its rules, or one without predictions."""
+    from interlace import _core
+    from interlace.plan.execute import read_plan
+    from interlace.report import render_plan
+
+    plan = read_plan(file)
+    if plan["step_us"] <= 0:
+        raise FileError(f"{file} has no predicted times; make them with\n  interlace plan {file} -o {file}")
+    text = render_plan(plan, _core.plan_trace(Path(file).read_text(), file))
+    write_text(output, text)
+    err().print(f"wrote {output} ({format_bytes(len(text.encode()))})")
+    if as_json:
+        print_json(plan)
 
 
 def _read_measured(file: str) -> Any:

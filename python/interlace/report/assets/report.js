@@ -38,6 +38,7 @@ function escapeText(text) {
 function readTimeline(source, title) {
   if (!source) return null;
   const lanes = source.lanes.map(({name, events}) => {
+    const computes = name === "compute" || name.startsWith("stage ");
     const count = events.length / 5;
     const lane = {name, count, start: new Float64Array(count), end: new Float64Array(count), latest: new Float64Array(count),
       what: new Int32Array(count), bytes: new Float64Array(count), color: new Array(count)};
@@ -50,7 +51,7 @@ function readTimeline(source, title) {
       lane.what[i] = events[5 * i + 2];
       lane.bytes[i] = events[5 * i + 3];
       const part = source.text[source.what[lane.what[i]][2]];
-      lane.color[i] = events[5 * i + 4] ? "wait" : name !== "compute" ? (colors[name] ? name : "host") : part === "bwd" || part === "upd" ? part : "fwd";
+      lane.color[i] = events[5 * i + 4] ? "wait" : !computes ? (colors[name] ? name : "host") : part === "bwd" || part === "upd" ? part : "fwd";
     }
     return lane;
   });
@@ -73,7 +74,8 @@ const view = {from: 0, to: whole};
 const LANE = 24, TITLE = 22, AXIS = 34, GAP = 10;
 
 const timeline = document.getElementById("timeline");
-const memory = document.getElementById("memory");
+const memory = document.getElementById("memory");  // null on the page of a plan
+const canvases = [timeline, memory].filter(Boolean);
 const gutter = () => (timeline.clientWidth < 560 ? 58 : 84);
 
 function rowsOf() {
@@ -353,7 +355,7 @@ function draw() {
     waiting = false;
     if (timeline.clientWidth <= gutter()) return;  // not shown
     drawTimeline();
-    drawMemory();
+    if (memory) drawMemory();
   });
 }
 
@@ -380,7 +382,7 @@ for (const button of document.querySelectorAll("[data-zoom]")) {
     if (how === "all") show(0, whole); else zoom(how === "in" ? 0.5 : 2);
   });
 }
-for (const canvas of [timeline, memory]) {
+for (const canvas of canvases) {
   const pointers = new Map();
   canvas.addEventListener("wheel", (event) => {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
@@ -473,7 +475,7 @@ timeline.addEventListener("pointermove", (event) => {
   lines.push(`<div>${facts}</div>`);
   showTip(lines.join(""), event.clientX, event.clientY);
 });
-memory.addEventListener("pointermove", (event) => {
+memory?.addEventListener("pointermove", (event) => {
   if (memory.classList.contains("drag")) return;
   const time = timeAt(memory, event.clientX);
   const i = sampleAt(time);
@@ -483,7 +485,7 @@ memory.addEventListener("pointermove", (event) => {
     .map((k) => `<tr><td><i class="dot k-${KINDS[k]}"></i>${KINDS[k]}</td><td>${bytesText(row[k])}</td></tr>`);
   showTip(`<b>${bytesText(row.reduce((a, b) => a + b, 0))}</b> at ${timeText(time)}<table>${cells.join("")}</table>`, event.clientX, event.clientY);
 });
-for (const canvas of [timeline, memory]) canvas.addEventListener("pointerleave", hideTip);
+for (const canvas of canvases) canvas.addEventListener("pointerleave", hideTip);
 window.addEventListener("scroll", hideTip, {passive: true});
 timeline.addEventListener("dblclick", (event) => {
   const at = eventAt(event.clientX, event.clientY);
