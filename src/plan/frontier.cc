@@ -209,18 +209,23 @@ void Along(const TradeOff& edge, const Visit& visit) {
   }
 }
 
-// Every allowed ratio tuple that fits. As in Mist's artifact, weights leave only with gradients.
+// Allowed ratio tuples that fit and are not above others that do. As in Mist's artifact, weights leave only with gradients.
 template <typename Visit>
 void OnGrid(const std::vector<float>& ratios, const OffloadRegion& region, const Visit& visit) {
   auto of = [&](int kind) { return region.allowed[kind] ? ratios : std::vector<float>{0}; };
-  for (float wo : of(0)) {
-    for (float go : of(1)) {
+  const std::vector<float> weights = of(0), gradients = of(1), states = of(2), activations = of(3);
+  for (float wo : weights) {
+    for (float go : gradients) {
       if (wo > 0 && go == 0 && region.allowed[1]) continue;
-      for (float oo : of(2)) {
-        for (float ao : of(3)) {
-          const Ratios x{wo, go, oo, ao};
-          if (region.Holds(x)) visit(x);
-        }
+      double last = 2;
+      for (float oo : states) {
+        Ratios x{wo, go, oo, 0};
+        const double least = region.Least(x, 3);
+        if (least < 0) continue;
+        auto at = std::find_if(activations.begin(), activations.end(), [&](float ao) { return ao >= least; });
+        if (at == activations.end() || *at >= last) continue;
+        last = x[3] = *at;
+        if (region.Holds(x)) visit(x);
       }
     }
   }
@@ -303,7 +308,10 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
         break;
       }
       if (!options.ratios.empty()) {
-        OnGrid(options.ratios, region, [&](const Ratios& x) { trial.Try(counts, x); });
+        trial.Flush();
+        if (!Beaten(best, unit.sums, region, key.layers, counts)) {
+          OnGrid(options.ratios, region, [&](const Ratios& x) { trial.Try(counts, x); });
+        }
         continue;
       }
       bool any = false;

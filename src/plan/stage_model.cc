@@ -116,6 +116,7 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
   }
   auto state = std::make_unique<State>();
   state->options = options;
+  std::sort(state->options.ratios.begin(), state->options.ratios.end());
   state->cluster = cluster;
   state->blocks = layers.blocks();
   state->host_share = options.host_bytes / std::max<int64_t>(cluster.per_node, 1);
