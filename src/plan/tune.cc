@@ -387,10 +387,14 @@ class Tuner {
     if (static_cast<int32_t>(best_.size()) > o_.top) best_.pop_back();
   }
 
-  // A plan of before: its shapes with what their stages can do now.
+  // A plan of before: its shapes with what their stages can do now, each micro-batch as large as it was.
   void Warm(const Plan& plan) {
+    if (plan.stages.empty()) return;
+    const Strategy& first = plan.stages[0].strategy;
+    int64_t samples = std::max<int64_t>(int64_t{first.micro_batch} * first.dp, 1);
+    int64_t micro_batches = o_.global_batch % samples == 0 ? o_.global_batch / samples : plan.micro_batches();
     for (const Pair& pair : pairs_) {
-      if (pair.micro_batches != plan.micro_batches() || pair.stages != static_cast<int32_t>(plan.stages.size())) continue;
+      if (pair.micro_batches != micro_batches || pair.stages != static_cast<int32_t>(plan.stages.size())) continue;
       InterStageProblem p = Problem(pair);
       InterStagePlan shapes;
       for (const PlanStage& stage : plan.stages) shapes.stages.emplace_back().point.strategy = stage.strategy;
@@ -511,6 +515,8 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
 Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {
   StageOptions stage_options = options;
   stage_options.global_batch = plan.global_batch;
+  stage_options.tensor_parallel.clear();
+  for (const PlanStage& stage : plan.stages) stage_options.tensor_parallel.push_back(stage.strategy.tp);
   INTERLACE_ASSIGN(StageModel model, StageModel::Create(layers, cluster, stage_options));
   Plan out = plan;
   std::vector<std::pair<double, double>> stages;
