@@ -255,8 +255,13 @@ class Weights:
             try:
                 index = json.loads(path.read_text())["weight_map"]
                 self._of = {str(name): path.parent / str(file) for name, file in index.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as e:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
                 raise InterlaceError(f'{path} is no index of safetensors files (no "weight_map"): {e}') from e
+            for name, file in self._of.items():
+                if file.name != index[name] or file.suffix != ".safetensors":
+                    raise InterlaceError(
+                        f"{path} places '{name[:80]}' in '{str(index[name])[:80]}'; an index names .safetensors files of its own folder only"
+                    )
         else:
             self._of = dict.fromkeys(self._open(path).keys(), path)
 

@@ -169,6 +169,7 @@ def test_wrong_result_type_in_the_text_is_caught() -> None:
     ("old", "new", "message"),
     [
         ("aten.addmm(", "aten.adddmm(", "torch has no operator aten::adddmm, did you mean"),
+        ("aten.addmm(%2, %3, %4)", 'aten.from_file("/etc/passwd")', "programs may not read files"),
         ("aten.mul.Tensor(%5, %5)", "aten.mul.Tenso(%5, %5)", 'aten::mul has no overload "Tenso"; it has'),
         ("aten.addmm(%2, %3, %4)", "aten.addmm(%2, %3)", 'the argument "mat2" of aten::addmm is missing'),
         ("aten.mean(%6)", "aten.mean(%6, axis=1)", "a keyword argument is unknown to aten::mean"),

@@ -48,11 +48,11 @@ def root(
 
 
 def _load_commands() -> None:
-    from interlace.cli import capture, inspect, opt, profile, report, simulate, train
+    from interlace.cli import capture, checkpoint, inspect, opt, profile, report, simulate, train
     from interlace.cli import explain as explain_command
     from interlace.cli import plan as plan_command
 
-    for module in (train, capture, opt, inspect, explain_command, simulate, report, profile, plan_command):
+    for module in (train, checkpoint, capture, opt, inspect, explain_command, simulate, report, profile, plan_command):
         module.register(app)
 
 

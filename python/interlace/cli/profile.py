@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import shlex
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from safetensors.torch import save as save_tensors
 
 from interlace.cli.console import Work, err, print_facts, print_json, rows_table, seconds
 from interlace.cli.console import out as console_out
@@ -181,9 +181,8 @@ def program_of_model(
     program = _core.Program.parse(captured.text, "captured")
     program.set_meta("micro_batches", str(config.accumulation))
     program.run_passes(config.pipeline(ranks))
-    buffer = io.BytesIO()
-    torch.save(captured.input_spec.flatten(built.example_batch), buffer)
-    return program.print(), buffer.getvalue()
+    inputs = {str(i): t.contiguous() for i, t in enumerate(captured.input_spec.flatten(built.example_batch))}
+    return program.print(), save_tensors(inputs)
 
 
 def check_mesh(text: str, file: str, ranks: int) -> None:
@@ -251,7 +250,7 @@ def run_job(job: dict[str, Any], text: str, inputs: bytes, machine: Machine) -> 
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job))
         (folder / "program.il").write_text(text)
-        (folder / "inputs.pt").write_bytes(inputs)
+        (folder / "inputs.safetensors").write_bytes(inputs)
         command = [sys.executable, "-m", "interlace.cost.rank", str(folder)]
         failure = run_ranks(command, machine.ranks, machine.threads)
     if failure is not None:

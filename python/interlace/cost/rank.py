@@ -1,11 +1,10 @@
 """One rank of `interlace profile`: all ranks measure the same thing at the same time, rank 0 keeps it.
 
-python -m interlace.cost.rank JOB       (started by the command; JOB is a folder with job.json, program.il and inputs.pt)
+python -m interlace.cost.rank JOB       (started by the command; JOB is a folder with job.json, program.il and inputs.safetensors)
 """
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load as load_tensors
 
 from interlace.cost.machine import Machine
 from interlace.cost.measure import (
@@ -33,6 +33,11 @@ from interlace.launch import follow_parent, leave_failure
 
 TIMEOUT_S = 300.0
 Progress = Callable[[str, int, int], None]
+
+
+def list_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that are named by their numbers, in order."""
+    return [tensors[str(i)] for i in range(len(tensors))]
 
 
 def quiet(stage: str, done: int, total: int) -> None: ...
@@ -59,7 +64,7 @@ def measure(
     peers.open_groups()
     if job["ops"] and text:
         program = _core.Program.parse(text, "program")
-        batch = torch.load(io.BytesIO(inputs)) if inputs else plain_inputs(program)
+        batch = list_of(load_tensors(inputs)) if inputs else plain_inputs(program)
         if job["whole"]:
             axes = peers.axes(list(program.mesh.items()))
             executor = _runtime.Executor(text, "cpu", axes, TIMEOUT_S, {})
@@ -103,7 +108,7 @@ def run(folder: str | Path) -> None:
     torch.set_num_threads(job["machine"]["threads"])
     peers = Peers(torch.device("cpu"), TIMEOUT_S)
     text = (folder / "program.il").read_text()
-    inputs = (folder / "inputs.pt").read_bytes()
+    inputs = (folder / "inputs.safetensors").read_bytes()
     try:
         with peers.guard():
             if peers.rank != 0:

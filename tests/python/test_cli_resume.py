@@ -1,0 +1,127 @@
+"""`interlace train` that goes on by itself: SIGTERM saves first, a killed rank is followed by a restart, damage by the checkpoint before."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli_train import TINY, children, environment, folder, rank_of  # noqa: F401 (folder is a fixture)
+
+ARGUMENTS = ["train", "--text", "text.py", *TINY, "--ranks", "2", "--save", "run", "--save-every", "2", "--keep", "2"]
+INTERLACE = [sys.executable, "-m", "interlace.cli"]
+
+
+def begin(where: Path, *arguments: str, command: list[str] = INTERLACE) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*command, *ARGUMENTS, *arguments], cwd=where, env=environment(where), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+def until(process: subprocess.Popen, step: int) -> None:
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith(f"step {step} "):
+            return
+    raise AssertionError("".join(lines))
+
+
+def logged(file: Path) -> dict[int, float]:
+    """Losses by step; a step that was made twice must have the same bits."""
+    found: dict[int, float] = {}
+    for line in file.read_text().splitlines():
+        entry = json.loads(line)
+        assert found.setdefault(entry["step"], entry["loss"]) == entry["loss"], entry
+    return found
+
+
+def saved_step(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "trainer.json").read_text())["step"]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[int, float]:  # noqa: F811
+    """An undisturbed run of 24 steps. The learning rate depends on the number of steps, so the others have as many."""
+    process = subprocess.run(
+        [*INTERLACE, "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "24", "--log", "whole.jsonl"],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return logged(folder / "whole.jsonl")
+
+
+def test_stopped_killed_and_damaged(folder: Path, whole: dict[int, float]) -> None:  # noqa: F811
+    run = ["--steps", "24", "--log", "run.jsonl", "--resume", "auto"]
+    process = begin(folder, *run)
+    until(process, 3)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    stop = re.search(
+        r"^stopped by SIGTERM after step (\d+), saved: interlace train --resume run goes on$", err, flags=re.M
+    )
+    assert process.returncode == 143 and stop is not None, err
+    assert saved_step(folder / "run") == int(stop.group(1)) and "Traceback" not in err
+    # Damage is named, and the run goes on from the checkpoint before; then a rank is killed and the launcher starts again.
+    file = folder / "run" / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    older = sorted(folder.glob("run.step-*"))
+    assert len(older) == 1
+    process = begin(folder, *run, "--max-restarts", "1")
+    assert process.stderr is not None
+    head = process.stderr.readline()
+    while not head.startswith("warning"):
+        head = process.stderr.readline()
+        assert head, "no warning"
+    assert "run/optimizer.safetensors is damaged in 'exp_avg_sq." in head, head
+    assert process.stderr.readline() == f"going on from {older[0]}\n"
+    until(process, saved_step(older[0]) + 5)
+    os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "rank 1 failed (killed by SIGKILL)" in err and "starting again, 0 restart(s) left" in err
+    assert logged(folder / "run.jsonl") == whole
+    assert saved_step(folder / "run") == 24
+    again = begin(folder, *run)
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0 and err == "the run in run has made all of its 24 steps: nothing to do\n"
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_and_the_run_goes_on(folder: Path, whole: dict[int, float]) -> None:  # noqa: F811
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "interlace.cli"]
+    file = folder / "torchrun.jsonl"
+    arguments = ["--steps", "24", "--log", file.name, "--resume", "auto", "--save", "torchrun"]
+    process = begin(folder, *arguments, command=command)
+    until(process, 5)
+    os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
+    until(process, 12)
+    os.kill({rank_of(pid): pid for pid in children(process.pid)}[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert logged(file) == whole
+    assert len(file.read_text().splitlines()) > 24, "no step was made twice: it did not go on from a checkpoint"
+
+
+def test_a_text_that_ends_before_the_place(folder: Path, whole: dict[int, float]) -> None:  # noqa: F811
+    if not (folder / "run").exists():
+        pytest.skip("the run before failed")
+    (folder / "short.py").write_text("x = 1\n" * 30)
+    process = subprocess.run(
+        [*INTERLACE, "train", "--resume", "run", "--steps", "30", "--text", "short.py"],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert process.stderr == (
+        "error: the run in run stands at token 6,144 of its text, but the text given has only 181 tokens: "
+        "give a longer text, or begin a new run with --weights\n"
+    ), process.stderr
