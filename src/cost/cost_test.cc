@@ -251,6 +251,25 @@ interference [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 
   EXPECT_EQ(PrintProfile(*table), text);
 }
 
+TEST(Interference, NothingGetsFasterWhenMoreRuns) {
+  for (std::string_view gpu : {"l4", "a100"}) {
+    for (int64_t per_node : {1, 2, 4, 8}) {
+      for (int64_t nodes : {1, 2, 4}) {
+        const Interference& fitted = *FindInterference(gpu, per_node, nodes);
+        for (int set = 1; set < 16; ++set) {
+          for (int more = 1; more < 16; ++more) {
+            if ((set & more) != set) continue;
+            for (int member = 0; member < Interference::kClasses; ++member) {
+              if ((set >> member & 1) == 0) continue;
+              EXPECT_LE(fitted.factor[set][member], fitted.factor[more][member]) << gpu << " " << set << " " << more;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Profile, SweepsAreLines) {
   Sweep sweep;
   ASSERT_TRUE(sweep.Add(100, 10).ok() && sweep.Add(200, 12).ok() && sweep.Add(400, 30).ok());
