@@ -31,12 +31,14 @@ SEQ = 128
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama", "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 10,
-        "num_key_value_heads": 5, "vocab_size": 4096, "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        "num_key_value_heads": 5, "vocab_size": 4096, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2,
     },
     "gpt": {
         "model_type": "gpt2", "n_embd": 320, "n_layer": 6, "n_head": 5, "vocab_size": 4096, "n_positions": 1024,
         "activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
 BLOCKS = 6

@@ -96,9 +96,10 @@ class Planning {
     std::optional<LeastMemory> least;
     if (found.plans.empty()) {
       INTERLACE_ASSIGN(least, Least(searched_, *layers_, r_.cluster, options));
-      if (!found.complete && least && least->device_bytes <= options.device_bytes) {
+      // There was no time for a better one; or the limit is just this, where the search's rounded ratios all fail.
+      if (least && least->device_bytes <= options.device_bytes) {
         least->plan.bound_us = std::min(found.bound_us, least->plan.step_us);
-        found.plans.push_back(least->plan);  // there was no time for a better one
+        found.plans.push_back(least->plan);
       }
     }
     JsonWriter out;

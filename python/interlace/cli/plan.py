@@ -328,16 +328,21 @@ def byte_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
     """A row a stage, a column for each kind of bytes that there is, in GiB; what the host holds is beside."""
     runs = _alike(plan)
     names = [entry["name"] for entry in explained[0]["bytes"]]
+    power, unit = (30, "GiB") if max(stage["peak_bytes"] for stage in plan["stages"]) >= 2**30 else (20, "MiB")
+
+    def sized(count: int) -> str:
+        return f"{count / 2**power:.2f}" if count >= 2**power / 200 else "-" if count == 0 else "<0.01"
+
     shown = [i for i in range(len(names)) if any(explained[run[0]]["bytes"][i]["device"] for run in runs)]
     hosted = [i for i in range(len(names)) if any(explained[run[0]]["bytes"][i]["host"] for run in runs)]
     rows = []
     for run in runs:
         entries = explained[run[0]]["bytes"]
-        cells = [_gib(entries[i]["device"]) for i in shown] + [_gib(plan["stages"][run[0]]["peak_bytes"])]
-        cells += [_gib(entries[i]["host"]) for i in hosted]
+        cells = [sized(entries[i]["device"]) for i in shown] + [sized(plan["stages"][run[0]]["peak_bytes"])]
+        cells += [sized(entries[i]["host"]) for i in hosted]
         rows.append([_named(run), "forward" if explained[run[0]]["peak_in_forward"] else "backward", *cells])
     head = ["stage", "peak in", *(names[i] for i in shown), "peak", *(f"{names[i]} on the host" for i in hosted)]
-    title = f"GiB of a device at its peak (limit {_gib(plan['memory_limit'])})"
+    title = f"{unit} of a device at its peak (limit {sized(plan['memory_limit'])})"
     return rows_table(title, head, rows, (0, 1))
 
 
@@ -385,10 +390,6 @@ def why_table(why_not: list[dict[str, Any]]) -> Any:
             said, more = "not found", "in the time given"
         rows.append([row["name"], row["what"], said, more])
     return rows_table("Why not", ["", "", "predicted", ""], rows, (0, 1, 2, 3))
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f}" if count >= 2**30 / 200 else "-" if count == 0 else "<0.01"
 
 
 def _ms(us: float) -> str:
