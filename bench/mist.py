@@ -242,6 +242,19 @@ def space(_: list[str]) -> dict[str, Any]:
         }
         numbers = f"{t['pairs']:7}{t['pairs_solved']:8}{t['frontiers']:11}{t['points']:9}{t['checks']:9}"
         print(f"  {name:22}{t['wall_s']:8.2f}{t['cpu_s']:8.2f}{numbers}", flush=True)
+    found = layers.tune("full", 512)
+    limit = int(0.97 * max(s["peak_bytes"] for s in found["plans"][0]["stages"]))
+    print("\nplanning again after one change, full space: from nothing, and from the plan before")
+    for change, size, limit_bytes in (("3 % less memory", 512, limit), ("half the batch", 256, 0)):
+        layers.tune("full", 512)
+        warm = layers.tune("full", size, device_bytes=limit_bytes, from_last=True)
+        cold = layers.tune("full", size, device_bytes=limit_bytes)
+        out[f"again: {change}"] = {"cold_cpu_s": cold["cpu_s"], "warm_cpu_s": warm["cpu_s"]}
+        same = abs(warm["plans"][0]["step_us"] / cold["plans"][0]["step_us"] - 1) < 1e-8
+        print(
+            f"  {change:22}{cold['cpu_s']:8.2f}{warm['cpu_s']:8.2f} s cpu   {'the same time' if same else 'NOT the same time'}",
+            flush=True,
+        )
     promised = (
         ("gpt-1.3b", "l4-24gb-2", 2048, 32, 1),
         ("gpt-22b", "l4-24gb-32", 2048, 512, 10),

@@ -84,6 +84,7 @@ struct PlanLayers {
   std::unique_ptr<plan::LayerSource> layers;
   ClusterSpec cluster;
   int64_t sequence = 1;
+  plan::Plan last;                // found last: where a search after a change may start
 };
 
 Result<PlanLayers> ReadPlanLayers(const std::string& model, const std::string& cluster, int64_t sequence) {
@@ -154,8 +155,11 @@ void AddPipeline(py::module_& m) {
            py::arg("model_text"), py::arg("cluster"), py::arg("sequence"))
       .def(
           "tune",
-          [](const PlanLayers& of, const std::string& space, int64_t global_batch, int64_t device_bytes, int32_t top, double limit_s) {
+          [](PlanLayers& of, const std::string& space, int64_t global_batch, int64_t device_bytes, int32_t top, double limit_s,
+             bool from_last) {
             plan::TuneOptions options;
+            plan::Plan last = of.last;
+            if (from_last && !last.stages.empty()) options.warm = &last;
             options.global_batch = global_batch, options.device_bytes = device_bytes;
             options.top = top, options.time_limit_s = limit_s;
             Tuned tuned;
@@ -163,10 +167,13 @@ void AddPipeline(py::module_& m) {
               py::gil_scoped_release unlocked;
               tuned = Take(TuneSpace(of, space, options));
             }
+            if (!tuned.result.plans.empty()) of.last = tuned.result.plans.front();
             return TunedDict(tuned);
           },
           py::arg("space"), py::arg("global_batch"), py::arg("device_bytes") = 0, py::arg("top") = 1, py::arg("limit_s") = 0.0,
-          "The best plans of a space by name (plan_spaces()); none: nothing fits.");
+          py::arg("from_last") = false,
+          "The best plans of a space by name (plan_spaces()); none: nothing fits. from_last: after a change of batch or memory,\n"
+          "starts from the plan found last.");
   m.def(
       "plan_spaces",
       [] {
