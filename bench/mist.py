@@ -102,7 +102,9 @@ def speedup(families: list[str]) -> dict[str, Any]:
                     tuned = {system: layers.tune(system, batch) for system in SYSTEMS}
                     rates = {system: samples_per_s(tuned[system]) for system in SYSTEMS}
                     row = {system: ratio(rates["full"], rates[system]) for system in SYSTEMS}
-                    worse += sum(value < 1 - 1e-9 for value in row.values())
+                    worse += sum(value < 1 - 1e-9 for value in row.values()) + (
+                        rates["paper"] < rates["artifact"] * (1 - 1e-9)
+                    )
                     for system in SYSTEMS:
                         gains[system].append(row[system])
                     print(
@@ -118,7 +120,7 @@ def speedup(families: list[str]) -> dict[str, Any]:
             for system in SYSTEMS[1:]:
                 print(f"  full over {system}: {mean_of(gains[system])}")
             print(f"  ({paper})")
-    print(f"\ncases in which a space beats the full one: {worse}")
+    print(f"\ncases in which a space beats the full one, or the artifact's the paper's: {worse}")
     out["worse"] = worse
     return out
 

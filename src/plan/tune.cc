@@ -179,6 +179,12 @@ class Tuner {
   void MakePairs() {
     const Space& space = o_.space;
     int32_t devices = static_cast<int32_t>(cluster_.devices), node = static_cast<int32_t>(cluster_.per_node);
+    // On large clusters uneven stages differ by a 64th of the devices at least; equal stages may be smaller.
+    std::vector<int32_t> free = FreeDeviceCounts(devices, node);
+    std::erase_if(free, [&](int32_t count) {
+      int32_t nodes = count / node;
+      return count < devices / 64 || (nodes > 8 && count != devices && (nodes & (nodes - 1)) != 0);
+    });
     for (int64_t g = 1; g <= o_.global_batch; ++g) {
       if (o_.global_batch % g != 0 || (space.powers_of_two && (g & (g - 1)) != 0)) continue;
       for (int32_t s = 1; s <= std::min(layers_.blocks(), devices); ++s) {
@@ -186,12 +192,16 @@ class Tuner {
         if (space.equal_layers && layers_.blocks() % s != 0) continue;
         Pair pair;
         pair.micro_batches = static_cast<int32_t>(g), pair.stages = s;
+        bool divides = devices % s == 0 && (devices / s < node ? node % (devices / s) : devices / s % node) == 0;
         if (space.free_devices) {
-          pair.counts = FreeDeviceCounts(devices, node);
-          std::erase_if(pair.counts, [&](int32_t count) { return count > devices - (s - 1); });
-        } else if (devices % s == 0 && (devices / s < node ? node % (devices / s) : devices / s % node) == 0) {
-          pair.counts = {devices / s};
+          pair.counts = free;
+          std::erase_if(pair.counts, [&](int32_t count) { return count > devices - (s - 1) * free.front(); });
+          bool known = divides && std::find(free.begin(), free.end(), devices / s) != free.end();
+          if (!pair.counts.empty()) pairs_.push_back(pair);
+          if (known || !divides) continue;
         }
+        pair.counts.clear();
+        if (divides) pair.counts = {devices / s};
         if (!pair.counts.empty()) pairs_.push_back(std::move(pair));
       }
     }
@@ -491,6 +501,10 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   if (cluster.per_node < 1 || cluster.devices % cluster.per_node != 0) {
     return MakeError("the cluster '", cluster.name, "' has uneven nodes: ", cluster.devices, " devices, ", cluster.per_node,
                      " a node; plan for whole nodes");
+  }
+  if (layers.blocks() < 1 || layers.blocks() > 4096 || cluster.devices > 1 << 16) {
+    return MakeError("a model of ", layers.blocks(), " blocks on ", cluster.devices,
+                     " devices cannot be planned; there may be 1 to 4096 blocks and 65536 devices");
   }
   if (options.global_batch < 1 || options.global_batch > 1 << 20) {
     return MakeError("a global batch of ", options.global_batch, " samples cannot be planned; it must be from 1 to 1048576");
