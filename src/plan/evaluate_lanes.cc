@@ -39,19 +39,25 @@ constexpr int kVector = 8;
 #pragma GCC pop_options
 #endif
 
-using Function = void (*)(const StageSums&, Lanes&, Wanted);
-Function Best() {
-#ifdef INTERLACE_LANES_BY_TARGET
-  if (__builtin_cpu_supports("x86-64-v4")) return avx512::EvaluateLanes;
-  if (__builtin_cpu_supports("x86-64-v3")) return avx2::EvaluateLanes;
-#endif
-  return baseline::EvaluateLanes;
-}
-
 }  // namespace
 
+std::span<const LanesFunction> LanesFunctions() {
+  static constexpr LanesFunction kAll[] = {
+      baseline::EvaluateLanes,
+#ifdef INTERLACE_LANES_BY_TARGET
+      avx2::EvaluateLanes,
+      avx512::EvaluateLanes,
+#endif
+  };
+  size_t count = 1;
+#ifdef INTERLACE_LANES_BY_TARGET
+  if (__builtin_cpu_supports("x86-64-v3")) count = __builtin_cpu_supports("x86-64-v4") ? 3 : 2;
+#endif
+  return {kAll, count};
+}
+
 void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted) {
-  static const Function best = Best();
+  static const LanesFunction best = LanesFunctions().back();
   best(sums, lanes, wanted);
 }
 

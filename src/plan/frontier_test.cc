@@ -148,6 +148,38 @@ StageParts RandomParts(std::mt19937& random, Interference& factors) {
   return parts;
 }
 
+TEST(Lanes, InstructionSetsGiveTheSameBits) {
+  std::mt19937 random(17);
+  auto pick = [&](int32_t from, int32_t to) { return std::uniform_int_distribution<int32_t>(from, to)(random); };
+  auto ratio = [&] { return pick(0, 2) == 0 ? 0.0 : pick(1, 1000) / 1000.0; };
+  Lanes plain{};
+  for (int round = 0; round < 500; ++round) {
+    Interference factors;
+    const StageSums sums = SumsOf(RandomParts(random, factors), pick(0, 1) == 1, pick(0, 1) == 1);
+    plain.count = pick(1, Lanes::kWidth);
+    for (int i = 0; i < plain.count; ++i) {
+      plain.layers[i] = pick(1, 9), plain.full[i] = pick(0, static_cast<int>(plain.layers[i])), plain.in_flight[i] = pick(1, 5);
+      plain.selective[i] = pick(0, static_cast<int>(plain.layers[i] - plain.full[i]));
+      plain.wo[i] = ratio(), plain.go[i] = ratio(), plain.oo[i] = ratio(), plain.ao[i] = ratio();
+    }
+    for (LanesFunction function : LanesFunctions()) {
+      Lanes other = plain;
+      function(sums, other, Wanted::kAll);
+      if (function == LanesFunctions().front()) {
+        plain = other;
+        continue;
+      }
+      for (int i = 0; i < plain.count; ++i) {
+        ASSERT_EQ(other.stable_us[i], plain.stable_us[i]);
+        ASSERT_EQ(other.total_us[i], plain.total_us[i]);
+        ASSERT_EQ(other.peak_forward[i], plain.peak_forward[i]);
+        ASSERT_EQ(other.peak_backward[i], plain.peak_backward[i]);
+        ASSERT_EQ(other.host[i], plain.host[i]);
+      }
+    }
+  }
+}
+
 // Whether some point of an edge is no worse than (t, u), to `slack` of each.
 bool Covers(const TradeOff& e, double t, double u, double slack) {
   double low = 0, high = 1;

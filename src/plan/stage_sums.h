@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 
 #include "plan/stage_parts.h"
 
@@ -43,5 +44,8 @@ struct Lanes {
 // Fills the outputs of the first `count` lanes (and may write beyond them). Times alone: the three sizes are left as they are.
 enum class Wanted : uint8_t { kAll, kTimes };
 void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted = Wanted::kAll);
+// The same code for each instruction set that this machine has, plainest first. All give the same bits; the last is used.
+using LanesFunction = void (*)(const StageSums&, Lanes&, Wanted);
+std::span<const LanesFunction> LanesFunctions();
 
 }  // namespace interlace::plan
