@@ -289,7 +289,14 @@ class Checkpoint:
                 )
             if int(data["step"]) < 0 or not all(int(g["steps"]) >= 0 for g in data["groups"]):
                 raise ValueError("a negative number of steps")
-            data["kind"], [g["hyper"].items() for g in data["groups"]], [list(g["parameters"]) for g in data["groups"]]
+            for group in data["groups"]:
+                list(group["parameters"])
+                for key, value in group["hyper"].items():
+                    if key in ("params", "param_names") or not _is_plain(value):
+                        raise ValueError(f"the hyper-parameter '{key[:40]}' is no number")
+            list(data["kind"])
+            if "loop" in data and not (isinstance(data["loop"]["count"], int) and data["loop"]["count"] >= 0):
+                raise ValueError("the schedule stands nowhere")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
         return data
@@ -335,6 +342,13 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_plain(value: Any) -> bool:
+    """A number, a word, or a few numbers: what torch.optim keeps in a group."""
+    if isinstance(value, list):
+        return len(value) <= 16 and all(isinstance(v, (int, float)) for v in value)
+    return value is None or isinstance(value, (int, float, str))
 
 
 def _read_small(path: Path) -> bytes:

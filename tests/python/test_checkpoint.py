@@ -282,6 +282,15 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(trainer: interlace.T
             "was saved with another optimizer: group 0 is sgd there, adamw here",
         ),
         (with_sums("trainer.json", json.dumps({**record, "step": -3}).encode()), "a negative number of steps"),
+        (with_sums("trainer.json", json.dumps({**record, "loop": {"count": -1}}).encode()), "the schedule stands nowhere"),
+        (
+            with_sums("trainer.json", json.dumps({**record, "groups": [{**record["groups"][0], "hyper": {"params": []}}]}).encode()),
+            "the hyper-parameter 'params' is no number",
+        ),
+        (
+            with_sums("trainer.json", json.dumps({**record, "groups": [{**record["groups"][0], "hyper": {"lr": {}}}]}).encode()),
+            "the hyper-parameter 'lr' is no number",
+        ),
     ]  # fmt: skip
     for changes, message in cases:
         for other, content in good.items():

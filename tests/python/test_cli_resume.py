@@ -62,7 +62,7 @@ def test_stopped_killed_and_damaged(folder: Path, whole: dict[int, float]) -> No
     process = begin(folder, *run)
     until(process, 3)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     stop = re.search(
         r"^stopped by SIGTERM after step (\d+), saved: interlace train --resume run goes on$", err, flags=re.M
     )
@@ -85,13 +85,13 @@ def test_stopped_killed_and_damaged(folder: Path, whole: dict[int, float]) -> No
     assert process.stderr.readline() == f"going on from {older[0]}\n"
     until(process, saved_step(older[0]) + 5)
     os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "rank 1 failed (killed by SIGKILL)" in err and "starting again, 0 restart(s) left" in err
     assert logged(folder / "run.jsonl") == whole
     assert saved_step(folder / "run") == 24
     again = begin(folder, *run)
-    _, err = again.communicate(timeout=120)
+    _, err = again.communicate(timeout=300)
     assert again.returncode == 0 and err == "the run in run has made all of its 24 steps: nothing to do\n"
 
 
@@ -106,7 +106,7 @@ def test_torchrun_restarts_and_the_run_goes_on(folder: Path, whole: dict[int, fl
     os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
     until(process, 12)
     os.kill({rank_of(pid): pid for pid in children(process.pid)}[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert logged(file) == whole
     assert len(file.read_text().splitlines()) > 24, "no step was made twice: it did not go on from a checkpoint"

@@ -179,6 +179,9 @@ class RunRecord:
             if min(step, rows, tokens) < 0:
                 raise ValueError("a negative number")
             record = cls(step, str(data["data_digest"]), dict(data["settings"]), rows, tokens)
+            for name, value in record.settings.items():
+                if name in KEPT_ON_RESUME and not fits(name, value):
+                    raise TypeError(f"the setting {name} is {str(value)[:40]!r}")
         except FileNotFoundError:
             raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
         except OSError as error:
@@ -245,6 +248,17 @@ def _newest_record(settings: TrainSettings) -> RunRecord:
             first = first or e
     assert first is not None
     raise first
+
+
+def fits(name: str, value: Any) -> bool:
+    """Whether a value is of the setting's type; a file may hold anything."""
+    kinds = (
+        str(TrainSettings.__dataclass_fields__[name].type).split(" | ")
+        if name in TrainSettings.__dataclass_fields__
+        else []
+    )
+    kind = "None" if value is None else type(value).__name__
+    return not kinds or kind in kinds or (kind == "int" and "float" in kinds)
 
 
 def cores() -> int:

@@ -173,7 +173,7 @@ def train(
             return
         if left == 0:
             raise RankError(failure.describe())
-        err().print(f"{failure.describe()}\nstarting again, {left} restart(s) left", markup=False)
+        err().print(f"{failure.describe()}\nstarting again, {left} restart(s) left", markup=False, soft_wrap=True)
         if settings.resume is None and not settings.auto:
             command += ["--resume", AUTO]
 

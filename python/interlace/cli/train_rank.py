@@ -101,14 +101,14 @@ def _resume(trainer: Any, settings: TrainSettings) -> int:
             if i + 1 == len(candidates):
                 raise
             if trainer.rank == 0:
-                err().print(f"warning: {e}\ngoing on from {candidates[i + 1]}", markup=False)
+                err().print(f"warning: {e}\ngoing on from {candidates[i + 1]}", markup=False, soft_wrap=True)
     return trainer.steps  # type: ignore[no-any-return]
 
 
 def _stopped(settings: TrainSettings, done: int, rank: int) -> None:
     if rank == 0:
         saved = f", saved: interlace train --resume {settings.save} goes on" if settings.save else ", nothing saved"
-        err().print(f"stopped by SIGTERM after step {done}{saved}", markup=False)
+        err().print(f"stopped by SIGTERM after step {done}{saved}", markup=False, soft_wrap=True)
     raise Terminated
 
 
