@@ -83,7 +83,8 @@ def tell(args: argparse.Namespace, blocks: dict[bool, list[float]], parts: list[
         f"  extra, by the clock     {100 * middle:9.1f} % of a step   [{100 * low:.1f}, {100 * high:.1f}]; "
         f"blocks of one kind differ by {100 * spread:.1f} %"
     )
-    print(f"  extra, by its parts     {100 * known / step:9.1f} % of a step: call {mean['begin_seconds'] * 1e3:.1f} ms, "
+    print(f"  extra, by its parts     {100 * known / step:9.1f} % of a step: call {mean['begin_seconds'] * 1e3:.1f} ms "
+        f"({mean['begin_cpu_seconds'] * 1e3:.1f} ms of CPU), "
           f"wait before the update {mean['stall_seconds'] * 1e3:.1f} ms, CPU of the writer {mean['cpu_seconds'] * 1e3:.1f} ms")  # fmt: skip
     print(f"  durable after           {mean['durable_seconds'] * 1e3:9.1f} ms ({mean['durable_seconds'] / step:.1f} steps), "
           f"{mean['staged_bytes'] / 2**20:.1f} MiB copied, staging at most {mean['staging_peak_bytes'] / 2**20:.1f} MiB")  # fmt: skip

@@ -104,15 +104,15 @@ class Staging:
                     "elsewhere (nothing was written, an older checkpoint there is untouched)"
                 )
             self.folder.mkdir()
-        try:
-            for name, data in extra.items():
-                self.write(name, data)
-        except BaseException:
-            self.discard()
-            raise
+        self._small: dict[str, bytes] = {}
+        for name, data in extra.items():
+            self.add(name, data)
 
-    def write(self, name: str, data: str | bytes) -> None:
-        content = data.encode() if isinstance(data, str) else data
+    def add(self, name: str, data: str | bytes) -> None:
+        """A small file; commit() writes it."""
+        self._small[name] = data.encode() if isinstance(data, str) else data
+
+    def _write(self, name: str, content: bytes) -> None:
         with saving(self.final), open(self.folder / name, "wb") as f:
             f.write(content)
             f.flush()
@@ -121,9 +121,11 @@ class Staging:
 
     def commit(self, keep: int = 1) -> None:
         """Puts it in place. Of the checkpoints that were there, the newest keep - 1 stay beside it."""
+        for name, content in self._small.items():
+            self._write(name, content)
         body = {"format": FORMAT, "checksum": "xxh64", "files": self.sums}
         text = json.dumps(body, separators=(",", ":"))
-        self.write(CHECKSUMS, text[:-1] + f',"self":"{checksum_text(text.encode())}"}}\n')
+        self._write(CHECKSUMS, (text[:-1] + f',"self":"{checksum_text(text.encode())}"}}\n').encode())
         with saving(self.final):
             _sync_folder(self.folder)
             if not self.final.exists():

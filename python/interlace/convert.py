@@ -179,8 +179,8 @@ def write_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Tensor]], re
         for number, (name, layout) in enumerate(layouts.items()):
             tail = sorted([o, c, f"{s:016x}"] for f, o, c, s in found if f == number)
             staging.sums[name] = {"bytes": layout.bytes, "ranges": sums_of(layout.head) + tail}
-        staging.write(PROGRAM, "")
-        staging.write(TRAINER, json.dumps(record, indent=1) + "\n")
+        staging.add(PROGRAM, "")
+        staging.add(TRAINER, json.dumps(record, indent=1) + "\n")
         staging.commit()
     finally:
         if staging is not None:

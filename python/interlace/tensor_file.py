@@ -4,7 +4,7 @@ Several ranks write one file, each its own ranges at their places, so the layout
 header's sizes and offsets are checked against the file, the bytes against the checksums of checksums.json.
 
     file      | length | header, JSON | tensor | tensor | ...      no gaps, no overlaps
-    checksums |      head             |  chunk |  chunk  | ...     XXH64 of ranges of at most 4 MiB that cover the file
+    checksums |      head             |  chunk |  chunk  | ...     XXH64 of ranges of at most 1 MiB that cover the file
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from interlace.errors import InterlaceError
 
 Tensor = torch.Tensor
-CHUNK = 4 << 20  # bytes of a range that has a checksum of its own, at most
+CHUNK = 1 << 20  # bytes of a range that has a checksum of its own, at most
 MAX_CHUNK = 64 << 20  # what a reader takes
 MAX_HEADER = 100 << 20  # as the safetensors library has it
 

@@ -73,7 +73,7 @@ class TrainerBase:
     last_save: dict[str, Any] | None  # of the last save that ended: bytes, seconds of its parts
     _save: Save | None
     _saves: int
-    _save_seconds: float
+    _save_begin: dict[str, float]
     _locks: Locks
     _closed: str | None
 

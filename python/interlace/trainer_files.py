@@ -121,12 +121,12 @@ class TrainerFiles(TrainerBase):
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise CheckpointError(f"keep must be a whole number of at least 1, not {keep!r}")
         self.finish_save()
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.thread_time()
         with self._peers.guard():
             problem = self._begin_save(Path(os.path.abspath(folder)), extra or {}, keep)
         if problem is not None:
             raise CheckpointError(problem)
-        self._save_seconds = time.monotonic() - begin
+        self._save_begin = {"begin_seconds": time.monotonic() - begin, "begin_cpu_seconds": time.thread_time() - cpu}
         if wait or self.config.mode == "eager":
             assert self._save is not None
             self._save.wait_staged()
@@ -144,7 +144,7 @@ class TrainerFiles(TrainerBase):
         save, self._save = self._save, None
         with self._peers.guard():
             problem = save.finish()
-            self.last_save = {"begin_seconds": self._save_seconds, **save.stats()}
+            self.last_save = {**self._save_begin, **save.stats()}
         if problem is not None:
             raise CheckpointError(problem)
 
@@ -190,8 +190,8 @@ class TrainerFiles(TrainerBase):
                 size = sum(layout.bytes for layout in files.values())
                 staging = Staging(final, size, {**self._hf_files(), **extra})
                 make_files(staging, files)
-                staging.write(PROGRAM, self.program)
-                staging.write(TRAINER, json.dumps(self._record(), indent=1) + "\n")
+                staging.add(PROGRAM, self.program)
+                staging.add(TRAINER, json.dumps(self._record(), indent=1) + "\n")
                 word = {"folder": str(staging.folder)}
             except CheckpointError as e:
                 word = {"problem": str(e)}

@@ -15,7 +15,7 @@ import zoo
 import interlace
 from interlace.checkpoint import Checkpoint
 from interlace.programs import predicted_peak_bytes
-from interlace.tensor_file import CheckpointError
+from interlace.tensor_file import CHUNK, CheckpointError
 
 GLOBAL_BATCH = 12
 
@@ -85,7 +85,7 @@ def test_what_is_saved_is_of_the_moment_of_saving(
     for stats in ranks.run(sync_and_async, size, str(tmp_path), strategy, mode, limit):
         assert stats["bytes"] > 0 and stats["durable_seconds"] > 0
         if limit:
-            assert stats["staging_peak_bytes"] <= (4 << 20) * 3
+            assert stats["staging_peak_bytes"] <= 3 * CHUNK
     a, b = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("sync", "async"))
     assert a.keys() == b.keys() and len(a) == 7
     assert [name for name in a if a[name] != b[name]] == [], "files differ"

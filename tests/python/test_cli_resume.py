@@ -87,7 +87,7 @@ def test_stopped_killed_and_damaged(folder: Path, whole: dict[int, float]) -> No
     os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "rank 1 failed (killed by SIGKILL)" in err and "starting again, 0 restart(s) left" in err
+    assert "rank 1 failed (killed by SIGKILL)" in err and "starting again, 0 more restart(s) allowed" in err
     assert logged(folder / "run.jsonl") == whole
     assert saved_step(folder / "run") == 24
     again = begin(folder, *run)

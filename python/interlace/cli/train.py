@@ -150,7 +150,9 @@ def train(
     if record is not None and record.step >= settings.end:  # only --resume auto comes here
         if not is_rank() or os.environ["RANK"] == "0":
             err().print(
-                f"the run in {settings.resume} has made all of its {settings.end} steps: nothing to do", markup=False
+                f"the run in {settings.resume} has made all of its {settings.end} steps: nothing to do",
+                markup=False,
+                soft_wrap=True,
             )
         return
     if is_rank():
@@ -173,7 +175,9 @@ def train(
             return
         if left == 0:
             raise RankError(failure.describe())
-        err().print(f"{failure.describe()}\nstarting again, {left} restart(s) left", markup=False, soft_wrap=True)
+        err().print(
+            f"{failure.describe()}\nstarting again, {left - 1} more restart(s) allowed", markup=False, soft_wrap=True
+        )
         if settings.resume is None and not settings.auto:
             command += ["--resume", AUTO]
 

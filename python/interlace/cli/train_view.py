@@ -31,7 +31,7 @@ class TrainView:
         self.shown: list[dict[str, Any]] = []  # plans, as far as they have been told
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def __enter__(self) -> TrainView:
         if self.console.is_terminal:
