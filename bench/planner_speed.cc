@@ -63,8 +63,9 @@ void Points(const StageModel& model, bool ends, bool shuffled) {
   }
   const double cores = std::max(1u, std::thread::hardware_concurrency());
   std::printf("evaluator  %-22s %-9s %7.1f M points/s (%.1f M a second of one core, so %.1f M on %g)\n",
-              ends ? "with embedding, head" : "blocks", shuffled ? "shuffled" : "in order", static_cast<double>(points) / watch.Wall() / 1e6,
-              static_cast<double>(points) / watch.Cpu() / 1e6, cores * static_cast<double>(points) / watch.Cpu() / 1e6, cores);
+              ends ? "with embedding, head" : "blocks", shuffled ? "shuffled" : "in order",
+              static_cast<double>(points) / watch.Wall() / 1e6, static_cast<double>(points) / watch.Cpu() / 1e6,
+              cores * static_cast<double>(points) / watch.Cpu() / 1e6, cores);
 }
 
 // Every key that a pipeline over equal devices can ask for.
@@ -104,8 +105,9 @@ void Frontiers(const char* name, const StageModel& model, int32_t blocks, int32_
   std::vector<std::thread> threads;
   for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
   for (std::thread& t : threads) t.join();
-  std::printf("frontiers  %-22s %6zu keys, %zu with a plan, %zu points (at most %zu): %.2f s, %.2f s of processor time\n", name, keys.size(),
-              filled.load(), points.load(), most.load(), watch.Wall(), watch.Cpu());
+  std::printf(
+      "frontiers  %-22s %6zu keys, %zu with a plan, %zu points (at most %zu): %.2f s, %.2f s of processor time\n", name,
+      keys.size(), filled.load(), points.load(), most.load(), watch.Wall(), watch.Cpu());
 }
 
 // The whole search, full space.
@@ -123,11 +125,14 @@ void Tuning(const char* name, const char* cluster_name, const testing::GptLayers
     return;
   }
   const Plan& best = result->plans[0];
-  std::printf("tuning     %-22s %.2f s, %.2f s of processor time; %zu stages, G %d, %.3f s a step (bound %.3f); %lld frontiers, %lld points, "
-              "%lld of %lld (G, S) solved, %lld checks\n",
-              name, watch.Wall(), watch.Cpu(), best.stages.size(), best.micro_batches(), best.step_us / 1e6, result->bound_us / 1e6,
-              static_cast<long long>(result->frontiers), static_cast<long long>(result->points),
-              static_cast<long long>(result->pairs_solved), static_cast<long long>(result->pairs), static_cast<long long>(result->checks));
+  std::printf(
+      "tuning     %-22s %.2f s, %.2f s of processor time; %zu stages, G %d, %.3f s a step (bound %.3f); %lld "
+      "frontiers, %lld points, "
+      "%lld of %lld (G, S) solved, %lld checks\n",
+      name, watch.Wall(), watch.Cpu(), best.stages.size(), best.micro_batches(), best.step_us / 1e6,
+      result->bound_us / 1e6, static_cast<long long>(result->frontiers), static_cast<long long>(result->points),
+      static_cast<long long>(result->pairs_solved), static_cast<long long>(result->pairs),
+      static_cast<long long>(result->checks));
 }
 
 }  // namespace

@@ -78,7 +78,8 @@ std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, 
     }
   }
   std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) {
-    return std::tie(a.compute, a.tp, a.saved, a.work, a.most, a.counts.full) < std::tie(b.compute, b.tp, b.saved, b.work, b.most, b.counts.full);
+    return std::tie(a.compute, a.tp, a.saved, a.work, a.most, a.counts.full) <
+           std::tie(b.compute, b.tp, b.saved, b.work, b.most, b.counts.full);
   });
   std::vector<Recompute> out;
   std::vector<Choice> kept;
@@ -263,7 +264,8 @@ std::vector<Unit> UnitsOf(const StageModel::State& state, const StageKey& key, d
           return row.save[0] + row.save[1] + row.save[2] + row.save[3] >= row.need;
         });
       };
-      if (fits(0, 0) || (options.full && fits(key.layers, 0)) || (options.selective && fits(0, key.layers))) units.push_back(std::move(unit));
+      if (fits(0, 0) || (options.full && fits(key.layers, 0)) || (options.selective && fits(0, key.layers)))
+        units.push_back(std::move(unit));
     }
   }
   return units;
@@ -345,7 +347,9 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
     }
     auto by_time = [](const Point& a, const Point& b) { return a.stable_us < b.stable_us; };
     std::sort(chosen.begin(), chosen.end(), by_time);
-    chosen.erase(std::unique(chosen.begin(), chosen.end(), [](const Point& a, const Point& b) { return a.stable_us == b.stable_us; }), chosen.end());
+    chosen.erase(std::unique(chosen.begin(), chosen.end(),
+                             [](const Point& a, const Point& b) { return a.stable_us == b.stable_us; }),
+                 chosen.end());
     points = std::move(chosen);
   }
   Frontier out;

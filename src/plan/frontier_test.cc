@@ -41,7 +41,8 @@ void Everything(const StageKey& key, int64_t batch, int steps, const Visit& visi
           for (int code = 0; code < (steps + 1) * (steps + 1) * (steps + 1) * (steps + 1); ++code) {
             auto digit = [&](int d) { return static_cast<float>(d % (steps + 1)) / static_cast<float>(steps); };
             s.weights_out = digit(code), s.gradients_out = digit(code / (steps + 1));
-            s.states_out = digit(code / (steps + 1) / (steps + 1)), s.activations_out = digit(code / (steps + 1) / (steps + 1) / (steps + 1));
+            s.states_out = digit(code / (steps + 1) / (steps + 1)),
+            s.activations_out = digit(code / (steps + 1) / (steps + 1) / (steps + 1));
             visit(s);
           }
         }
@@ -126,7 +127,8 @@ StageParts RandomParts(std::mt19937& random, Interference& factors) {
     part.cost.forward_us = uniform(1e3, 2e5), part.cost.backward_us = uniform(1e3, 4e5);
     part.cost.recompute_full_us = part.cost.forward_us, part.cost.recompute_selective_us = uniform(0, 1e4);
     part.cost.tp_forward_us = part.cost.tp_backward_us = uniform(0, 1e4);
-    part.cost.saved_kept = bytes(1e9), part.cost.saved_full = part.cost.saved_kept / 10, part.cost.saved_selective = part.cost.saved_kept / 2;
+    part.cost.saved_kept = bytes(1e9), part.cost.saved_full = part.cost.saved_kept / 10,
+    part.cost.saved_selective = part.cost.saved_kept / 2;
     part.cost.work_forward = bytes(5e8), part.cost.work_backward = bytes(5e8);
     part.cost.work_backward_selective = part.cost.work_backward_full = part.cost.work_backward + part.cost.saved_kept;
     part.weights = bytes(1e9), part.gradients = part.weights, part.states = 6 * part.weights;
@@ -269,8 +271,9 @@ TEST(OffloadSimplex, TraceEqualsAGrid) {
           nearest[e] = std::min(nearest[e], std::max(t / trace[e].stable_us[0], u / trace[e].total_us[0]) - 1);
         }
         uncovered += covered ? 0 : 1;
-        EXPECT_TRUE(covered) << "case " << cases << " kinds " << kinds << ": " << lanes.wo[i] << " " << lanes.go[i] << " " << lanes.oo[i] << " "
-                             << lanes.ao[i] << " t " << t << " u " << u << " edges " << trace.size();
+        EXPECT_TRUE(covered) << "case " << cases << " kinds " << kinds << ": " << lanes.wo[i] << " " << lanes.go[i]
+                             << " " << lanes.oo[i] << " " << lanes.ao[i] << " t " << t << " u " << u << " edges "
+                             << trace.size();
         if (uncovered > 10) return;
       }
       lanes.count = 0;

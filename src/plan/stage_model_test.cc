@@ -123,7 +123,8 @@ TEST(StageModel, RefusesWhatItCannotCount) {
   EXPECT_EQ(error([](Strategy& s) { s.states_out = 1.5f; }), "strategy 1: an offload ratio is 1.5; ratios lie between 0 and 1");
   EXPECT_EQ(error([](Strategy& s) { s.zero = 4; }), "strategy 1: ZeRO level 4 is not one of 0, 1, 2, 3");
   EXPECT_EQ(error([](Strategy& s) { s.dp = 3; }),
-            "strategy 1: micro-batch 1 with data parallel 3 and tensor parallel 1 is not in the space: the three must divide the batch of 64, "
+            "strategy 1: micro-batch 1 with data parallel 3 and tensor parallel 1 is not in the space: the three must "
+            "divide the batch of 64, "
             "the model and a node or whole nodes of the cluster");
   auto created = StageModel::Create(layers, ClusterSpec{}, {.global_batch = 0});
   EXPECT_EQ(ErrorOf(created), "the global batch is 0; it must be at least 1");
