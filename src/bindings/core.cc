@@ -323,4 +323,5 @@ PYBIND11_MODULE(_core, m) {
   AddSimulation(m);
   AddPipeline(m);
   AddPlanner(m);
+  AddLayers(m);
 }

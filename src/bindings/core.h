@@ -27,5 +27,7 @@ void AddSimulation(pybind11::module_& m);
 void AddPipeline(pybind11::module_& m);
 // Plans: read, checked, found (core_plan.cc).
 void AddPlanner(pybind11::module_& m);
+// What layers, and a stage of them, cost (core_layers.cc).
+void AddLayers(pybind11::module_& m);
 
 }  // namespace interlace

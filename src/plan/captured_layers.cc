@@ -4,6 +4,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -154,7 +155,7 @@ class CapturedLayers : public LayerSource {
 
   Status Prepare(ModelText model) {
     blocks_ = model.blocks;
-    largest_tp_ = LargestTensorParallel(model);
+    largest_tp_ = static_cast<int32_t>(std::gcd<int64_t>(LargestTensorParallel(model), sequence_));
     for (int role = 0; role < kRoles; ++role) {
       Program& program = model.programs[role];
       // The trace calls a size of 1 another case because of broadcasting, which changes no size that is counted here.
@@ -178,9 +179,9 @@ class CapturedLayers : public LayerSource {
   Result<LayerCost> Cost(Role role, int32_t micro_batch, int32_t tp) const override {
     if (micro_batch < 1) return MakeError("a micro-batch of ", micro_batch, " has no samples");
     if (tp < 1 || largest_tp_ % tp != 0) {
-      return MakeError("tensor parallel over ", tp, " devices does not divide the model's heads and widths; divisors of ", largest_tp_, " do");
+      return MakeError("tensor parallel over ", tp, " devices does not divide the model's heads and widths and the sequence of ", sequence_,
+                       "; divisors of ", largest_tp_, " do");
     }
-    if (sequence_ % tp != 0) return MakeError("tensor parallel over ", tp, " devices does not divide the sequence of ", sequence_);
     auto key = std::tuple(role, micro_batch, tp);
     {
       std::lock_guard lock(mutex_);

@@ -207,9 +207,9 @@ TEST(Layers, TensorParallelDividesWhatABlockSavesAndGathersWhatItNeeds) {
 TEST(Layers, UnevenTensorParallelIsNamed) {
   auto layers = ReadLayers(FileText("llama.model"), "llama.model", ClusterOf("a100-40gb-2"), 66);
   ASSERT_EQ(ErrorOf(layers), "no error");
-  EXPECT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 4)), "tensor parallel over 4 devices does not divide the sequence of 66");
-  EXPECT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 3)),
-            "tensor parallel over 3 devices does not divide the model's heads and widths; divisors of 4 do");
+  EXPECT_EQ((*layers)->largest_tp(), 2);
+  EXPECT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 4)),
+            "tensor parallel over 4 devices does not divide the model's heads and widths and the sequence of 66; divisors of 2 do");
 }
 
 // Llama in miniature: hidden 128, 8 heads of 16, 4 of keys and values, MLP 344, float32, flash attention.
