@@ -64,7 +64,7 @@ py::dict CostDict(const LayerCost& c) {
       "forward_us"_a = c.forward_us, "backward_us"_a = c.backward_us, "tp_forward_us"_a = c.tp_forward_us,
       "tp_backward_us"_a = c.tp_backward_us, "recompute_full_us"_a = c.recompute_full_us,
       "recompute_selective_us"_a = c.recompute_selective_us, "tp_recompute_full_us"_a = c.tp_recompute_full_us,
-      "tp_recompute_selective_us"_a = c.tp_recompute_selective_us, "parameters"_a = c.parameters,
+      "tp_recompute_selective_us"_a = c.tp_recompute_selective_us, "parameters"_a = c.parameters, "tied"_a = c.tied,
       "largest_unit"_a = c.largest_unit, "saved_kept"_a = c.saved_kept, "saved_selective"_a = c.saved_selective,
       "saved_full"_a = c.saved_full, "work_forward"_a = c.work_forward, "work_backward"_a = c.work_backward,
       "work_backward_selective"_a = c.work_backward_selective, "work_backward_full"_a = c.work_backward_full,

@@ -62,7 +62,8 @@ Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const
 // The programs of a role at tp = 1, or with tp as a symbol.
 class Layer {
  public:
-  static Result<Layer> Of(const Program& captured, Role role, const std::vector<ParallelParameter>* cut) {
+  // `cut`: how tensor parallel cuts parameters; `tied`: the head's parameter that is the embedding's.
+  static Result<Layer> Of(const Program& captured, Role role, const std::vector<ParallelParameter>* cut, const std::string& tied) {
     Layer layer;
     layer.role_ = role;
     INTERLACE_ASSIGN(layer.kept_, Make(captured, "", cut));
@@ -70,6 +71,7 @@ class Layer {
     for (const Param& param : program.params) {
       INTERLACE_ASSIGN(Dim elements, ElementsOf(program, program.value(param.value).type));
       layer.parameters_ = program.dims.Add(layer.parameters_, elements);
+      if (role == Role::kHead && param.name == tied) layer.tied_ = elements;
     }
     if (role != Role::kBlock) return layer;
     INTERLACE_ASSIGN(layer.selective_, Make(captured, "selective", cut));
@@ -86,6 +88,7 @@ class Layer {
     cost.tp_backward_us = times.tp_backward;
     const DimTable& dims = kept_.program.dims;
     INTERLACE_ASSIGN(cost.parameters, dims.Evaluate(parameters_, binding));
+    INTERLACE_ASSIGN(cost.tied, dims.Evaluate(tied_, binding));
     cost.largest_unit = cost.parameters;
     INTERLACE_ASSIGN(cost.boundary, dims.Evaluate(kept_.memory.boundary, binding));
     INTERLACE_ASSIGN(int64_t forward, Largest(dims, kept_.memory.forward, binding));
@@ -146,7 +149,7 @@ class Layer {
 
   Role role_ = Role::kBlock;
   Variant kept_, selective_, full_;
-  Dim parameters_;  // elements of a rank
+  Dim parameters_, tied_;  // elements of a rank
 };
 
 class CapturedLayers : public LayerSource {
@@ -166,9 +169,9 @@ class CapturedLayers : public LayerSource {
         }
       }
       INTERLACE_TRY(Canonicalize(program));
-      INTERLACE_ASSIGN(layers_[role], Layer::Of(program, static_cast<Role>(role), nullptr));
+      INTERLACE_ASSIGN(layers_[role], Layer::Of(program, static_cast<Role>(role), nullptr, model.tied));
       if (largest_tp_ == 1) continue;
-      INTERLACE_ASSIGN(cut_layers_[role], Layer::Of(program, static_cast<Role>(role), &model.parallel));
+      INTERLACE_ASSIGN(cut_layers_[role], Layer::Of(program, static_cast<Role>(role), &model.parallel, model.tied));
     }
     return Ok{};
   }

@@ -28,7 +28,7 @@ struct Places {
       place_ = found == state_.index.end() ? -1 : found->second;
     }
     if (place_ < 0 || s.zero < 0 || s.zero > 3) return -1;
-    return (place_ + s.zero) * 4 + (s.embedding ? 2 : 0) + (s.head ? 1 : 0);
+    return (place_ + StageModel::State::Offset(s.zero, s.embedding, s.head)) * 4 + (s.embedding ? 2 : 0) + (s.head ? 1 : 0);
   }
 
  private:

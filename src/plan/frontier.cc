@@ -248,9 +248,10 @@ std::vector<Unit> UnitsOf(const StageModel::State& state, const StageKey& key, d
   if (found == state.of_key.end() || key.layers < 1 || key.in_flight < 1) return units;
   for (int32_t first : found->second) {
     for (int32_t zero = 0; zero < (state.parts[first].dp == 1 ? 1 : 4); ++zero) {
-      const StageParts& parts = state.parts[first + zero];
+      const int32_t part = first + StageModel::State::Offset(zero, key.embedding, key.head);
+      const StageParts& parts = state.parts[part];
       if (parts.dp > 1 && !options.zero[zero]) continue;
-      Unit unit{first + zero, SumsOf(parts, key.embedding, key.head), 0, 0};
+      Unit unit{part, SumsOf(parts, key.embedding, key.head), 0, 0};
       Lanes lanes;
       lanes.count = 1;
       lanes.layers[0] = key.layers, lanes.in_flight[0] = key.in_flight;

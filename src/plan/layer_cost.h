@@ -17,6 +17,7 @@ struct LayerCost {
   double recompute_full_us = 0, recompute_selective_us = 0;        // compute that checkpointing adds to the backward
   double tp_recompute_full_us = 0, tp_recompute_selective_us = 0;  // and its collectives
   int64_t parameters = 0;                            // elements of this tensor-parallel rank
+  int64_t tied = 0;                                  // of the head's, those that are the embedding's own
   int64_t largest_unit = 0;                          // elements gathered together at most (ZeRO-3 buffers)
   int64_t saved_kept = 0, saved_selective = 0, saved_full = 0;     // bytes that one micro-batch leaves between the passes
   int64_t work_forward = 0, work_backward = 0;       // peak beyond weights, gradients and what is saved

@@ -200,6 +200,8 @@ TEST(Layers, TensorParallelDividesWhatABlockSavesAndGathersWhatItNeeds) {
   ASSERT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 4)), "no error");
   LayerCost four = *(*layers)->Cost(Role::kBlock, 2, 4);
   one = *(*layers)->Cost(Role::kBlock, 2, 1);
+  EXPECT_EQ((*layers)->Cost(Role::kHead, 2, 1)->tied, 512 * 96);
+  EXPECT_EQ((*layers)->Cost(Role::kHead, 2, 4)->tied, 512 * 96 / 4);
   EXPECT_EQ(four.saved_kept * 4, one.saved_kept);
   EXPECT_EQ(four.parameters, 12 * 96 * 96 / 4 + 7 * 96 / 4 + 6 * 96);  // weights; biases of columns; norms, biases of rows
 }

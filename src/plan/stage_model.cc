@@ -68,13 +68,23 @@ Interference Ordered(const Interference& given) {
   return out;
 }
 
+// The costs of layers whose embedding and head are in one stage: parameters that both use are there once, and the gradient
+// that the head made of them waits through the backward part, where the embedding's is made beside it and added.
+void OnceWhatIsTied(std::array<LayerCost, kRoles>& cost, const StageOptions& options) {
+  LayerCost &embedding = cost[0], &block = cost[1], &head = cost[2];
+  const int64_t waits = head.tied * options.gradient_bytes;
+  head.parameters -= head.tied;
+  embedding.work_backward += 2 * waits;
+  for (int64_t* work : {&block.work_backward, &block.work_backward_selective, &block.work_backward_full}) *work += waits;
+}
+
 Status CheckCost(const LayerCost& c, Role role, int32_t b, int32_t tp) {
   const double us[] = {c.forward_us, c.backward_us, c.tp_forward_us, c.tp_backward_us, c.recompute_full_us,
                        c.recompute_selective_us, c.tp_recompute_full_us, c.tp_recompute_selective_us};
-  const int64_t counts[] = {c.parameters, c.largest_unit, c.saved_kept, c.saved_selective, c.saved_full, c.work_forward,
+  const int64_t counts[] = {c.parameters, c.tied, c.largest_unit, c.saved_kept, c.saved_selective, c.saved_full, c.work_forward,
                             c.work_backward, c.work_backward_selective, c.work_backward_full, c.boundary};
   static constexpr const char* kNames[] = {"embedding", "block", "head"};
-  bool good = std::all_of(std::begin(us), std::end(us), [](double v) { return std::isfinite(v) && v >= 0; }) &&
+  bool good = c.tied <= c.parameters && std::all_of(std::begin(us), std::end(us), [](double v) { return std::isfinite(v) && v >= 0; }) &&
               std::all_of(std::begin(counts), std::end(counts), [](int64_t v) { return v >= 0 && v < int64_t{1} << 46; });
   if (good) return Ok{};
   return MakeError("the cost of the ", kNames[static_cast<int>(role)], " at micro-batch ", b, " and tensor parallel ", tp,
@@ -178,12 +188,16 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
         state->index[{b, stage.dp, stage.tp}] = static_cast<int32_t>(state->parts.size());
         state->of_key[{static_cast<int32_t>(devices), options.global_batch / (dp * b)}].push_back(
             static_cast<int32_t>(state->parts.size()));
-        for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
-          for (int role = 0; role < kRoles; ++role) {
-            INTERLACE_ASSIGN(LayerCost cost, cost_of(static_cast<Role>(role), b, stage.tp));
-            stage.layer[role] = PartOf(cost, stage, cluster, options, group);
+        std::array<LayerCost, kRoles> cost;
+        for (int role = 0; role < kRoles; ++role) {
+          INTERLACE_ASSIGN(cost[role], cost_of(static_cast<Role>(role), b, stage.tp));
+        }
+        for (bool whole : {false, true}) {
+          if (whole) OnceWhatIsTied(cost, options);
+          for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
+            for (int role = 0; role < kRoles; ++role) stage.layer[role] = PartOf(cost[role], stage, cluster, options, group);
+            state->parts.push_back(stage);
           }
-          state->parts.push_back(stage);
         }
       }
     }

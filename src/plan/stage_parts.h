@@ -55,13 +55,15 @@ struct StageModel::State {
   int32_t blocks = 0;
   int64_t host_share = 0;         // host bytes of one device
   std::deque<Interference> interference;  // by number of devices
-  std::vector<StageParts> parts;  // by (b, dp, tp), then ZeRO 0 to 3
+  std::vector<StageParts> parts;  // by (b, dp, tp), then ZeRO 0 to 3, then 0 to 3 of a stage with embedding and head
   std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> index;  // of the ZeRO-0 entry
   std::map<std::pair<int32_t, int64_t>, std::vector<int32_t>> of_key;  // the same by (devices, G)
 
+  // Beyond the ZeRO-0 entry.
+  static int32_t Offset(int32_t zero, bool embedding, bool head) { return zero + (embedding && head ? 4 : 0); }
   const StageParts* Find(const Strategy& s) const {
     auto found = index.find({s.micro_batch, s.dp, s.tp});
-    return found == index.end() ? nullptr : &parts[found->second + s.zero];
+    return found == index.end() ? nullptr : &parts[found->second + Offset(s.zero, s.embedding, s.head)];
   }
 };
 

@@ -89,7 +89,9 @@ def test_models_that_cannot_be_planned_are_named():
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)])
 
-    with pytest.raises(InterlaceError, match=r"blocks 'layers\.0' and 'layers\.2' differ in attribute 'out_features'|differ in"):
+    with pytest.raises(
+        InterlaceError, match=r"blocks 'layers\.0' and 'layers\.2' differ in attribute 'out_features'|differ in"
+    ):
         find_blocks(Unlike(), "mine")
     with pytest.raises(InterlaceError, match="'mine' has no list of modules"):
         find_blocks(nn.Linear(2, 2), "mine")
