@@ -2,11 +2,13 @@
 
 #include <array>
 #include <iomanip>
+#include <set>
 #include <sstream>
 
 #include "ir/liveness.h"
 #include "ir/op_table.h"
 #include "ir/program.h"
+#include "ir/residency.h"
 
 namespace interlace {
 namespace {
@@ -110,8 +112,10 @@ ProgramSummary Summarize(const Program& program) {
   }
   for (const Buffer& buffer : program.buffers) out.persistent_bytes += Bytes(program, buffer.value);
   for (const Const& constant : program.consts) out.persistent_bytes += Bytes(program, constant.value);
+  const Residency residency = ComputeResidency(program);
+  const std::set<ValueId> moving(residency.states.begin(), residency.states.end());  // among the storages of each phase
   for (const State& state : program.states) {
-    if (!state.out) (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
+    if (!moving.contains(state.value)) (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
   }
   out.units = static_cast<int64_t>(program.units.size());
   UnitId largest = kNone;

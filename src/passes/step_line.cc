@@ -5,6 +5,7 @@
 
 #include "ir/op_table.h"
 #include "ir/residency.h"
+#include "passes/phase_editor.h"
 
 namespace interlace {
 namespace {
@@ -137,51 +138,68 @@ Result<StepLine> ReadStepLine(Program& program, CostModel& model) {
 }
 
 bool FreeGradients(Program& program) {
-  // Where each step state is touched: one phase or several.
-  std::unordered_map<ValueId, const Phase*> only;
-  std::unordered_map<ValueId, bool> several;
-  std::unordered_map<ValueId, ValueId> whole;  // state → the placed result that fills it
-  std::unordered_map<ValueId, bool> early;     // touched before it is filled
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      const Op& op = program.op(id);
-      auto touch = [&](ValueId value) {
-        const ValueId root = program.RootOf(value);
-        if (program.value(root).kind != ValueKind::kState) return;
-        auto [found, fresh] = only.try_emplace(root, &phase);
-        if (!fresh && found->second != &phase) several[root] = true;
-        if (!whole.contains(root)) early[root] = true;
-      };
-      for (ValueId result : op.results) {
-        if (result == kNone || !program.value(result).placed) continue;
-        const Value& value = program.value(result);
-        const bool fills = op.name == "reduce.start" && value.offset == Dim(0) && value.type == program.value(value.root).type;
-        if (fills && !whole.contains(value.root) && !early.contains(value.root)) {
-          whole[value.root] = result;
-        } else {
-          early[value.root] = true;  // filled in parts, or twice
+  // By state: the one phase that touches it, where it does first, and the result that fills it whole there.
+  struct Facts {
+    Phase* phase = nullptr;
+    size_t first = 0;
+    ValueId whole = kNone;
+    bool free = true;
+  };
+  std::unordered_map<ValueId, Facts> facts;
+  for (const State& state : program.states) {
+    if (!state.persistent && !state.out && state.unit != kNone && program.RootOf(state.value) == state.value) facts[state.value];
+  }
+  if (facts.empty()) return false;
+  for (Phase& phase : program.phases) {
+    for (size_t i = 0; i < phase.ops.size(); ++i) {
+      const Op& op = program.op(phase.ops[i]);
+      auto touch = [&](ValueId value, bool placed) {
+        auto found = facts.find(program.RootOf(value));
+        if (found == facts.end()) return;
+        Facts& f = found->second;
+        if (f.phase != nullptr) {
+          f.free = f.free && f.phase == &phase;
+          return;
         }
-        touch(result);
+        f.phase = &phase;
+        f.first = i;
+        f.free = placed;  // a read first: it holds something from before
+        const Value& v = program.value(value);
+        const bool fills = placed && (op.name == "reduce.start" || op.name == "grad.begin");
+        if (fills && v.offset == Dim(0) && v.type == program.value(v.root).type) f.whole = value;
+      };
+      ForEachOperand(op, [&](ValueId value) { touch(value, false); });
+      for (ValueId value : op.writes) touch(value, false);
+      for (ValueId value : op.results) {
+        if (value != kNone) touch(value, program.value(value).placed);
       }
-      ForEachOperand(op, touch);
-      for (ValueId value : op.writes) touch(value);
     }
   }
-  bool changed = false;
-  std::erase_if(program.states, [&](const State& state) {
-    if (state.persistent || state.out || !whole.contains(state.value) || several[state.value] || early[state.value]) return false;
-    const ValueId result = whole[state.value];
-    Value& value = program.value(result);
-    value.root = result;
-    value.placed = false;
-    for (ValueId id = 0; id < program.num_values(); ++id) {
-      if (program.HasValue(id) && id != state.value && program.value(id).root == state.value) program.value(id).root = result;
+  std::unordered_map<Phase*, PhaseEditor> editors;
+  const auto count = std::erase_if(program.states, [&](const State& state) {
+    auto found = facts.find(state.value);
+    if (found == facts.end() || !found->second.free || found->second.phase == nullptr) return false;
+    Facts& f = found->second;
+    const Unit& unit = program.units[state.unit];
+    if (f.whole != kNone) {
+      program.value(f.whole).root = f.whole;
+      program.value(f.whole).placed = false;
+    } else {
+      if (!(program.value(state.value).type == FlatType(program.value(state.value).type.dtype, unit.numel))) return false;
+      Op& begin = program.AddOp("grad.begin");
+      begin.units = {state.unit};
+      CopyTags(program.op(f.phase->ops[f.first]), begin);
+      f.whole = program.AddResult(begin, program.value(state.value).type);
+      editors.try_emplace(f.phase, program, *f.phase).first->second.Before(static_cast<int32_t>(f.first), begin.id);
     }
-    for (Phase& phase : program.phases) ReplaceUses(program, phase, state.value, result);
-    changed = true;
+    for (ValueId id = 0; id < program.num_values(); ++id) {
+      if (program.HasValue(id) && id != state.value && program.value(id).root == state.value) program.value(id).root = f.whole;
+    }
+    ReplaceUses(program, *f.phase, state.value, f.whole);
     return true;
   });
-  return changed;
+  for (auto& [phase, editor] : editors) editor.Finish();
+  return count > 0;
 }
 
 }  // namespace interlace

@@ -47,8 +47,8 @@ struct StepLine {
 // The program must outlive it and keep its op lists. Error: a symbolic size, an op without a cost.
 Result<StepLine> ReadStepLine(Program& program, CostModel& model);
 
-// Gradients that are whole when one reduction ends, and used in the same phase only, become values that end with their
-// last use, instead of states that take memory through the step. True when any did.
+// Gradients that are made and used up in one phase (overlap_update) become values that live from the first write to the last
+// use, instead of states that take memory through the step. True when any did.
 bool FreeGradients(Program& program);
 
 }  // namespace interlace
