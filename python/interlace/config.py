@@ -64,6 +64,8 @@ class Config:
     rng              "keyed" streams (independent of order), or "compat": one generator in program order, as eager has
     passes           a whole pipeline that replaces the standard one (strategy, accumulation and clipping included)
     memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes)
+    tier             a folder on a local disk for what leaves memory when memory_limit asks for it; of this run alone
+    tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
     dump_ir          a folder that gets the program before and after every pass
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
@@ -96,6 +98,8 @@ class Config:
     rng: str = "keyed"
     passes: str | None = None
     memory_limit: int | str | None = None
+    tier: str | None = None
+    tier_bandwidth: int | str | None = None
     dump_ir: str | None = None
     skip_nonfinite: bool = False
     deterministic: bool = False
@@ -126,6 +130,10 @@ class Config:
             self._positive("clip_norm")
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit))
+        if self.tier_bandwidth is not None:
+            object.__setattr__(self, "tier_bandwidth", parse_bytes(self.tier_bandwidth))
+            if self.tier is None:
+                raise ConfigError("tier_bandwidth limits the tier: give tier=FOLDER as well")
         self._dtype("param_dtype", (*NARROW, "autocast"))
         self._dtype("reduce_dtype", (*NARROW, "float32"))
         self._dtype("output_dtype", (*NARROW, "float32"))
@@ -138,7 +146,7 @@ class Config:
             raise ConfigError(
                 "param_dtype, reduce_dtype, output_dtype and loss_scale need mode='compiled'; the eager mode runs the model as it is"
             )
-        for name in ("passes", "dump_ir", "weights", "cluster", "cache"):
+        for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, str(value))

@@ -116,7 +116,8 @@ class Planner:
                 # The preset of a CPU host with this machine's cores; everything it costs is in the profile.
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
                 preset = _core.preset_cluster(f"local-{self.ranks}")
-                self._cluster = re.sub(r"\ncores = \d+", f"\ncores = {cores}", preset).rstrip("\n") + "\n"
+                text = re.sub(r"\ncores = \d+", f"\ncores = {cores}", preset).rstrip("\n") + "\n"
+                self._cluster = tier_speed(text, self.config) if self.config.tier else text
             else:
                 path = Path(given)
                 if path.suffix == ".toml" or "/" in given:
@@ -136,6 +137,16 @@ class Planner:
         if self.config.profile in ("auto", "off") or self.programs.peers.rank != 0:
             return ""
         return _read(Path(self.config.profile), "profile")
+
+
+def tier_speed(cluster: str, config: Config) -> str:
+    """A CPU host's cluster file whose copies to and from the tier are as fast as the tier: what leaves memory goes to a file there."""
+    given = None if config.tier_bandwidth is None else float(config.tier_bandwidth) / 1e9
+    for name, file in (("h2d", "file_read"), ("d2h", "file_write")):
+        found = re.search(rf"\n{file}_gb_per_s = ([0-9.e+-]+)", cluster)
+        speed = given if given is not None else float(found.group(1)) if found else 1.0
+        cluster = re.sub(rf"\n{name}_gb_per_s = [^\n]*", f"\n{name}_gb_per_s = {speed!r}", cluster)
+    return cluster
 
 
 def _read(path: Path, what: str) -> str:

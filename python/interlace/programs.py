@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import time
@@ -24,6 +25,8 @@ from interlace.config import Config, format_bytes
 from interlace.distributed import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.states import States
+
+log = logging.getLogger("interlace")
 
 Tensor = torch.Tensor
 COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
@@ -132,6 +135,7 @@ class Programs:
             "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
             "skip_nonfinite": True,
+            "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
         }  # fmt: skip
         axes = self.peers.axes(list(program.mesh.items()))
         try:
@@ -140,6 +144,9 @@ class Programs:
             )
         except _runtime.Error as e:
             raise ProgramError(str(e)) from e
+        note = executor.stats()["tier_note"]
+        if note and donor is None:
+            log.warning("%s", note)
         return Built(source, program, executor, States(program, executor, self.peers))
 
     def compare_digests(self, source: Source) -> None:

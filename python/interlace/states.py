@@ -92,13 +92,23 @@ class States:
             for u in program.units()
         ]
         self._tensors: dict[tuple[int, str], Tensor] = {}
+        # States that lie out of memory at times, by value: a tensor on meta stands for them, local() brings them in.
+        self._moving: dict[tuple[int, str], int] = {}
         for s in program.states():
-            if s["unit"] is not None and s["persistent"]:
-                self._tensors[s["unit"], _TORCH_NAMES.get(s["role"], s["role"])] = executor.tensor(s["value"])
+            if s["unit"] is None or not s["persistent"]:
+                continue
+            key = s["unit"], _TORCH_NAMES.get(s["role"], s["role"])
+            if s["moves"]:
+                self._moving[key] = s["value"]
+                self._tensors[key] = torch.empty(tuple(s["shape"]), dtype=DTYPES[s["dtype"]], device="meta")
+            else:
+                self._tensors[key] = executor.tensor(s["value"])
         for u in self.units:
-            home = self._tensors.get((u.id, "full"), self._tensors.get((u.id, "shard")))
-            if home is not None:
-                self._tensors[u.id, WEIGHT] = home
+            role = "full" if (u.id, "full") in self._tensors else "shard"
+            if (u.id, role) in self._tensors:
+                self._tensors[u.id, WEIGHT] = self._tensors[u.id, role]
+            if (u.id, role) in self._moving:
+                self._moving[u.id, WEIGHT] = self._moving[u.id, role]
         self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
 
     def roles(self, unit: Unit) -> list[str]:
@@ -109,8 +119,10 @@ class States:
         return (unit.id, role) in self._tensors
 
     def local(self, unit: Unit, role: str) -> tuple[Tensor, int]:
-        """This rank's storage of a role, and the unit's element that it begins with."""
+        """This rank's storage of a role, and the unit's element that it begins with. Valid until the next step or settle()."""
         t = self._tensors[unit.id, role]
+        if (unit.id, role) in self._moving:
+            t = self.executor.tensor(self._moving[unit.id, role])
         return t, (self.peers.rank * unit.shard if t.numel() < unit.numel else 0)
 
     def parts(self, p: Parameter, role: str) -> Iterator[tuple[Tensor, int, int]]:
@@ -131,6 +143,12 @@ class States:
         with torch.no_grad():
             for part, start, end in self.parts(self.parameters[name], role):
                 part.copy_(read(start, end))
+        self.settle(self.parameters[name].unit, role)
+
+    def settle(self, unit: int | None, role: str) -> None:
+        """What came into memory for a look at this role goes back out; tensors over it must not be read any more."""
+        if (unit, role) in self._moving:
+            self.executor.settle()
 
     def fill_from(self, name: str, role: str, whole: Tensor) -> None:
         flat = whole.detach().contiguous().view(-1)
@@ -152,6 +170,8 @@ class States:
         p = self.parameters[name]
         if p.unit is None:
             return self._loose[name]
+        if (p.unit, WEIGHT) in self._moving:
+            return None
         t, _ = self.local(self.units[p.unit], WEIGHT)
         return self.cut(p, t) if t.numel() == self.units[p.unit].numel else None
 
@@ -162,6 +182,7 @@ class States:
                 flat = self.gather(unit, role, everywhere)
                 for p in unit.parameters:
                     yield p, None if flat is None else self.cut(p, flat)
+                self.settle(unit.id, role)
         if role == WEIGHT:
             for p in self.loose:
                 yield p, self._loose[p.name]

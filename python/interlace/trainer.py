@@ -13,6 +13,7 @@ from torch import nn
 
 from interlace import batch as batches
 from interlace.capture.inputs import InputSpec
+from interlace.capture.model_tensors import collect
 from interlace.captures import Captures
 from interlace.config import Config
 from interlace.distributed import PeerError, Peers
@@ -20,6 +21,7 @@ from interlace.errors import InterlaceError
 from interlace.hyper import Hyper
 from interlace.loop import Loop
 from interlace.loss_scale import LossScale
+from interlace.materialize import release
 from interlace.planning import Planner
 from interlace.programs import Built, Source
 from interlace.refreeze import Frozen
@@ -192,6 +194,10 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
         self.program, self.passes = built.source.text, built.source.reports
         self._source, self._ir, self._executor, self._states = built.source, built.ir, built.executor, built.states
         self._loss_scale.attach(built.ir, built.executor)
+        if any(s["moves"] for s in built.ir.states()):  # the model's parameters cannot be views of what leaves memory
+            for t in collect(self._model):
+                if t.kind == "param" and built.states.resident(t.name) is None:
+                    release(t.real)
         if self._shapes is not None:
             self._shapes.current.built = built
 

@@ -8,11 +8,13 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "bindings/core.h"
 #include "io/checksum.h"
 #include "ir/program.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/digest.h"
@@ -86,12 +88,15 @@ py::list Units(const Program& program) {
 
 py::list States(const Program& program) {
   py::list out;
+  const Residency residency = ComputeResidency(program);
+  const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
   for (const State& state : program.states) {
     py::dict entry = ValueDict(program, state.value);
     entry["role"] = state.role;
     entry["unit"] = OrNone(state.unit);
     entry["persistent"] = state.persistent;
     entry["out"] = state.out;
+    entry["moves"] = moving.contains(state.value);  // lies out of memory at times
     out.append(entry);
   }
   return out;

@@ -51,7 +51,8 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {"rng",          "seed",  "debug", "skip_nonfinite",
-                                                        "trace_memory", "opaque"};
+                                                        "trace_memory", "opaque", "tier",
+                                                        "tier_bandwidth"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -65,6 +66,8 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.debug = Take<bool>(dict, "debug", false);
   options.trace_memory = Take<bool>(dict, "trace_memory", false);
   options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
+  options.tier = Take<std::string>(dict, "tier", "");
+  options.tier_bandwidth = Take<double>(dict, "tier_bandwidth", 0);
   if (dict.contains("opaque") && !dict["opaque"].is_none()) {
     const auto callable = Shared(dict["opaque"]);
     options.opaque = [callable](const std::string& module, const std::string& part,
@@ -119,6 +122,14 @@ py::dict StatsDict(const ExecutorStats& stats) {
   dict["bytes_received"] = stats.comm.bytes_received;
   dict["receive_buffer_peak_bytes"] = stats.comm.receive_buffer_peak_bytes;
   dict["collectives"] = stats.comm.calls;
+  dict["tier_bytes_out"] = stats.tier.bytes_out;
+  dict["tier_bytes_in"] = stats.tier.bytes_in;
+  dict["tier_seconds_out"] = static_cast<double>(stats.tier.out_ns) * 1e-9;
+  dict["tier_seconds_in"] = static_cast<double>(stats.tier.in_ns) * 1e-9;
+  dict["tier_reserved_bytes"] = stats.tier.reserved_bytes;
+  dict["tier_buffer_bytes"] = stats.tier.buffer_bytes;
+  dict["tier_direct"] = stats.tier.direct;
+  dict["tier_note"] = stats.tier_note;
   return dict;
 }
 
@@ -159,8 +170,13 @@ PYBIND11_MODULE(_runtime, m) {
            py::arg("donor").none(true) = static_cast<Executor*>(nullptr),
            "donor: an executor between two steps, whose states, parameters, buffers and connections this one shares.")
       .def(
-          "tensor", [](const Executor& self, ValueId id) { return Unwrap(self.TensorOf(id)); }, py::arg("value_id"),
-          "The storage of a state, parameter, buffer or constant; shared, not copied.")
+          "tensor", [](Executor& self, ValueId id) { return WithoutLock([&] { return Unwrap(self.TensorOf(id)); }); },
+          py::arg("value_id"),
+          "The storage of a state, parameter, buffer or constant; shared, not copied. What lies in the tier comes into "
+          "memory until the next step or settle().")
+      .def(
+          "settle", [](Executor& self) { WithoutLock([&] { return Unwrap(self.Settle()), 0; }); },
+          "Sends every state that lies in the tier between steps back there; tensors over it must not be read until tensor().")
       .def(
           "step",
           [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {

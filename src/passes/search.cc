@@ -32,6 +32,7 @@ class Searcher {
     INTERLACE_TRY(Grid());
     INTERLACE_TRY(Refine());
     INTERLACE_TRY(HeuristicsWithin(costs_.limit, true));
+    INTERLACE_TRY(OffloadWithin(costs_.limit));
     result_.front = Front();
     result_.evaluations = evaluations_;
     result_.seconds = Elapsed();
@@ -76,8 +77,29 @@ class Searcher {
     Candidate candidate{name, "", passes, verdict.time_ps, verdict.bytes};
     if (shown) result_.heuristics.push_back(candidate);
     all_.push_back(std::move(candidate));
+    if (passes.find("offload(") != std::string::npos) return Ok{};  // no schedule says that
     Result<Schedule> schedule = ScheduleOf(program, base_);
     if (schedule.ok()) INTERLACE_TRY(Try(*schedule, name + " as a schedule"));
+    return Ok{};
+  }
+
+  // Schedules of the front that need more than there is, with their excess out of memory: from the smallest to the fastest.
+  Status OffloadWithin(int64_t limit) {
+    if (!options_.offload || limit == std::numeric_limits<int64_t>::max()) return Ok{};
+    std::vector<Candidate> over;
+    for (const Candidate& c : Front()) {
+      if (c.bytes > limit) over.push_back(c);
+    }
+    constexpr size_t kTried = 6;
+    size_t last = over.size();
+    for (size_t i = 0; i < std::min(kTried, over.size()); ++i) {
+      const size_t at = over.size() <= kTried ? i : (over.size() - 1) * i / (kTried - 1);
+      if (at == last) continue;
+      last = at;
+      std::string passes = over[at].passes.empty() ? "" : over[at].passes + ",";
+      if (passes.find("overlap_update") == std::string::npos) passes += "overlap_update,";
+      INTERLACE_TRY(Heuristic(over[at].name + ", offload", passes + With("offload", "", limit), i == 0));
+    }
     return Ok{};
   }
 

@@ -25,6 +25,7 @@ struct SearchOptions {
   double seconds = 0;             // stop after so long, with what there is; 0: no such stop (and the same result every time)
   double share = 1;               // of the simulations that the program's size gives
   double slack = 0.01;            // of the best time that is given up for less memory
+  bool offload = false;           // storages may leave memory where nothing else fits (offload.h)
   std::string costs_text;         // `cluster=...,profile=...` for the heuristics' options; may be empty
 };
 

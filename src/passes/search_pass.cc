@@ -54,6 +54,9 @@ Result<SearchOptions> ReadOptions(const PassOptions& options) {
   SearchOptions search;
   INTERLACE_ASSIGN(search.evaluations, options.Int("evaluations", 0, 0));
   INTERLACE_ASSIGN(search.seconds, options.Number("seconds", 0));
+  Result<std::string> offload = options.Choice("offload", {"none", "auto"});
+  if (!offload.ok()) return offload.error();
+  search.offload = *offload == "auto";
   for (const char* name : {"cluster", "profile"}) {
     const std::string* text = options.Find(name);
     if (text != nullptr) search.costs_text += (search.costs_text.empty() ? "" : ",") + std::string(name) + "=" + *text;
@@ -83,6 +86,7 @@ std::vector<std::pair<std::string, std::string>> Variants(const Program& capture
 Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts& costs, const Candidate& chosen) {
   std::vector<Candidate> out;
   Schedule schedule;
+  if (chosen.passes.find("offload(") != std::string::npos) return out;  // nothing can be taken away where memory ends
   if (chosen.passes.starts_with("schedule(")) {
     INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(chosen.passes));
     INTERLACE_ASSIGN(schedule, ReadSchedule(base, calls[0].options));

@@ -21,10 +21,27 @@ size_t HyperCount(const std::string& optimizer) {
 
 }  // namespace
 
-Result<at::Tensor> Executor::TensorOf(ValueId id) const {
+Status Executor::Settle() {
+  INTERLACE_TRY(bank_->Drain());
+  for (const bool out : {true, false}) {  // room is made before it is taken
+    for (const auto& [id, wanted_out] : moving_) {
+      const c10::Storage& storage = fixed_[id].storage();
+      if (wanted_out != out || IsOut(storage, geometry_[id].end_bytes()) == out) continue;
+      INTERLACE_TRY(out ? bank_->Out(id, storage) : bank_->In(id, storage));
+    }
+  }
+  return Ok{};
+}
+
+Result<at::Tensor> Executor::TensorOf(ValueId id) {
   if (!program_.HasValue(id)) return MakeError("the program has no value %", id);
   if (!fixed_[id].defined())
     return MakeError("%", id, " is no state, parameter, buffer or constant; it lives only within a step");
+  const ValueId root = program_.RootOf(id);
+  if (bank_->Has(root) && IsOut(fixed_[root].storage(), geometry_[root].end_bytes())) {
+    MemoryScope counted;
+    INTERLACE_TRY(bank_->In(root, fixed_[root].storage()));
+  }
   return fixed_[id];
 }
 
@@ -214,6 +231,8 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   const at::ThreadLocalState outer;
   StepScope scope(device_);
   MemoryScope memory;
+  INTERLACE_TRY(Settle());
+  settled_bytes_ = store_.bytes();
   // Receive buffers that earlier steps made belong to this one as much: only what callers still hold of those does not.
   int64_t kept = 0;
   for (const auto& [name, comm] : comms_) kept += comm->stats().receive_buffer_peak_bytes;
@@ -232,6 +251,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
       RunStep(micro_batches, observer ? debug_plans_ : plans_, step, /*update=*/true, observer ? &*observer : nullptr);
   EndRecord();
   if (!status.ok()) {
+    (void)bank_->Drain();  // the failure that stopped the step is the one to tell
     DropTemporaries();
     return status.error();
   }
@@ -273,6 +293,7 @@ Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> mic
   const at::ThreadLocalState outer;
   StepScope scope(device_);
   frame_.outer = &outer;
+  INTERLACE_TRY(Settle());
   if (debug_plans_.empty()) INTERLACE_TRY(BuildPlans(/*keep_operands=*/true, debug_plans_));
   std::vector<std::pair<at::Tensor, at::Tensor>> saved;
   for (const Buffer& buffer : program_.buffers) {
@@ -286,6 +307,7 @@ Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> mic
     status = transfer.comm->Wait(transfer.ticket);  // stopped half-way: what is under way must still arrive
   }
   for (auto& [tensor, copy] : saved) tensor.copy_(copy);
+  if (const Status drained = bank_->Drain(); status.ok()) status = drained;
   DropTemporaries();
   if (!status.ok()) return status.error();
   return std::move(observer.report);
@@ -295,11 +317,12 @@ Result<at::Tensor> Executor::GatherUnit(UnitId id) {
   if (id < 0 || id >= static_cast<UnitId>(program_.units.size())) return MakeError("the program has no unit u", id);
   const Unit& unit = program_.units[id];
   const ValueId full = program_.FindState(id, "full");
-  if (full != kNone) return fixed_[full];
+  if (full != kNone) return TensorOf(full);
   const ValueId shard = program_.FindState(id, "shard");
   if (shard == kNone) return MakeError("unit u", id, " has neither a shard nor a full buffer");
   const auto comm = comms_.find(unit.axis);
-  if (comm == comms_.end()) return fixed_[shard];
+  INTERLACE_ASSIGN(const at::Tensor own, TensorOf(shard));
+  if (comm == comms_.end()) return own;
   StepScope scope(device_);
   Geometry g = geometry_[shard];
   g.sizes = {unit.numel};
@@ -308,7 +331,7 @@ Result<at::Tensor> Executor::GatherUnit(UnitId id) {
   g.offset = 0;
   at::Tensor out = Allocate(g, device_, false);
   INTERLACE_ASSIGN(const Ticket ticket,
-                   comm->second->StartGather({fixed_[shard]}, {out}, "gather_unit u" + std::to_string(id)));
+                   comm->second->StartGather({own}, {out}, "gather_unit u" + std::to_string(id)));
   INTERLACE_TRY(comm->second->Wait(ticket));
   return out;
 }
@@ -316,7 +339,11 @@ Result<at::Tensor> Executor::GatherUnit(UnitId id) {
 ExecutorStats Executor::stats() const {
   ExecutorStats stats;
   stats.counters = frame_.counters;
-  stats.persistent_bytes = store_.bytes() + const_bytes_;
+  stats.persistent_bytes = (frame_.counters.steps > 0 ? settled_bytes_ : store_.bytes()) + const_bytes_;
+  if (bank_->tier() != nullptr) {
+    stats.tier = bank_->tier()->stats();
+    stats.tier_note = bank_->tier()->note();
+  }
   if (device_.is_cpu()) {
     stats.live_bytes = stats.persistent_bytes + live_extra_;
     stats.peak_bytes = stats.persistent_bytes + peak_extra_;

@@ -22,6 +22,7 @@
 #include "runtime/plan.h"
 #include "runtime/recorder.h"
 #include "runtime/state_store.h"
+#include "runtime/tier_bank.h"
 
 namespace interlace {
 
@@ -41,6 +42,8 @@ struct ExecutorStats {
   std::string peak_op;                                     // text of the op that reached it
   int64_t instructions = 0;                                // of all plans
   Comm::Stats comm;                                        // sum over axes
+  TierStats tier;
+  std::string tier_note;
   std::vector<std::pair<std::string, int64_t>> op_counts;  // by op name, of one pass over each phase
 };
 
@@ -54,8 +57,11 @@ class Executor {
                                                   const std::vector<AxisSpec>& axes, double timeout_s,
                                                   RuntimeOptions options, const Executor* donor = nullptr);
 
-  // The storage of a state, parameter, buffer or constant: shared, not copied.
-  Result<at::Tensor> TensorOf(ValueId id) const;
+  // The storage of a state, parameter, buffer or constant: shared, not copied. What lies in the tier comes into memory
+  // and stays there until the next step begins, or until Settle.
+  Result<at::Tensor> TensorOf(ValueId id);
+  // Every state goes where the program has it between steps. A step begins with this.
+  Status Settle();
   // micro_batches[i][j]: input j of micro-batch i. hyper[k]: numbers of optimizer group k (docs/architecture.md).
   // `step` counts the steps of the training run and keys the random streams.
   Result<StepResult> Step(std::vector<std::vector<at::Tensor>> micro_batches,
@@ -90,6 +96,7 @@ class Executor {
   explicit Executor(c10::Device device) : device_(device), store_(device), frame_(device) {}
   Status Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s);
   Status AllocateFixed();
+  Status AddToBank();
   Status BuildPlans(bool keep_operands, std::vector<Plan>& plans);
   Status CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const;
   Status CheckHyper(const std::vector<std::vector<double>>& hyper) const;
@@ -126,6 +133,9 @@ class Executor {
   std::vector<Plan> plans_, debug_plans_;  // by index into program_.phases; the second are built when first wanted
   std::unique_ptr<KeyedRandom> random_;
   Frame frame_;
+  std::unique_ptr<TierBank> bank_;  // after store_ and frame_: what is under way ends before their memory does
+  std::vector<std::pair<ValueId, bool>> moving_;  // states that may be out, and whether they are between steps
+  int64_t settled_bytes_ = 0;                     // of states, when the last step began
   std::vector<std::pair<at::Tensor, int32_t>> handed_on_;  // gives of the last phase, with their transfers
   int64_t const_bytes_ = 0;
   int64_t peak_extra_ = 0, live_extra_ = 0;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "runtime/allocator.h"
@@ -58,6 +59,7 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
     if (!donor->handed_on_.empty()) return MakeError("the running program has transfers under way between its steps");
     executor->store_.TakeOver(donor->store_);
     executor->comms_ = donor->comms_;
+    executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device);
   }
   INTERLACE_TRY(executor->Load(text, axes, timeout_s));
   return executor;
@@ -106,9 +108,16 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
     random_ = std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank));
     frame_.random = random_.get();
   }
+  if (bank_ == nullptr) {
+    INTERLACE_ASSIGN(std::shared_ptr<Tier> tier,
+                     MakeTier({.folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank}, device_));
+    bank_ = std::make_unique<TierBank>(std::move(tier), device_);
+  }
   try {
     StepScope scope(device_);
+    MemoryScope counted;  // what leaves memory in a step was counted when it came
     INTERLACE_TRY(AllocateFixed());
+    INTERLACE_TRY(AddToBank());
     frame_.slots = fixed_;
     return BuildPlans(/*keep_operands=*/false, plans_);
   } catch (const std::exception& error) {
@@ -118,12 +127,13 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
 
 Status Executor::AllocateFixed() {
   fixed_.assign(program_.num_values(), at::Tensor());
-  const auto adopt = [&](ValueId id, const std::string& name, bool persistent = true) -> Status {
+  const auto adopt = [&](ValueId id, const std::string& name, bool persistent = true, bool out = false) -> Status {
     if (program_.RootOf(id) != id) return Ok{};
-    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id], persistent));
+    INTERLACE_ASSIGN(fixed_[id], store_.Adopt(name, geometry_[id], persistent, out));
     return Ok{};
   };
-  for (const State& state : program_.states) INTERLACE_TRY(adopt(state.value, StateKey(state), state.persistent));
+  for (const State& state : program_.states)
+    INTERLACE_TRY(adopt(state.value, StateKey(state), state.persistent, state.out));
   // A parameter of a unit lies in the unit's state (resident), or exists only while it is gathered.
   for (const Param& param : program_.params) {
     if (param.unit == kNone) INTERLACE_TRY(adopt(param.value, "parameter " + param.name));
@@ -143,10 +153,24 @@ Status Executor::AllocateFixed() {
     if (!program_.HasValue(id) || fixed_[id].defined()) continue;
     const ValueId root = program_.RootOf(id);
     if (root == id || !fixed_[root].defined()) continue;
-    if (geometry_[id].end_bytes() > static_cast<int64_t>(fixed_[root].storage().nbytes())) {
+    if (geometry_[id].end_bytes() > geometry_[root].end_bytes()) {
       return MakeError("%", id, " reaches beyond the end of %", root);
     }
     fixed_[id] = MakeView(fixed_[root].storage(), geometry_[id]);
+  }
+  return Ok{};
+}
+
+// States that the program moves, and those that a donor's program left in the tier.
+Status Executor::AddToBank() {
+  const Residency residency = ComputeResidency(program_);
+  for (const State& state : program_.states) {
+    if (program_.RootOf(state.value) != state.value) continue;
+    const bool moves = std::find(residency.states.begin(), residency.states.end(), state.value) != residency.states.end();
+    const int64_t bytes = geometry_[state.value].end_bytes();
+    if (!moves && !IsOut(fixed_[state.value].storage(), bytes)) continue;
+    INTERLACE_TRY(bank_->Add(state.value, StateKey(state), bytes));
+    moving_.emplace_back(state.value, state.out);
   }
   return Ok{};
 }
@@ -165,6 +189,7 @@ Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
                                .group_position = group_position_,
                                .options = options_,
                                .device = device_,
+                               .bank = bank_.get(),
                                .dies_here = {}};
     INTERLACE_ASSIGN(Plan plan, BuildPlan(context, phase, keep_operands));
     plans.push_back(std::move(plan));

@@ -32,6 +32,8 @@ struct RuntimeOptions {
   bool debug = false;           // examine every floating result; slow
   bool trace_memory = false;    // remember the live bytes at every op of the last step
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
+  std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
+  double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit
   // Runs an opaque module: (module path, "forward" | "backward", inputs) → results. Called with the step's thread state
   // undone.
   std::function<std::vector<at::Tensor>(const std::string&, const std::string&, const std::vector<at::Tensor>&)> opaque;
@@ -71,6 +73,8 @@ struct Frame {
   std::function<void()> before_update;
 };
 
+class TierBank;
+
 struct KernelData {
   virtual ~KernelData() = default;
 };
@@ -92,6 +96,7 @@ struct BuildContext {
   const std::map<int32_t, int32_t>& group_position;  // group id → index into the hyper-parameters
   const RuntimeOptions& options;
   c10::Device device;
+  TierBank* bank = nullptr;                // storages that go out of memory
   std::function<bool(ValueId)> dies_here;  // this op is the last to use the value, and its slot may be moved from
   bool is_fixed(ValueId id) const { return fixed[id].defined(); }
 };
@@ -114,6 +119,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);    //
 Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);  // norm.*, update.*
 Result<Kernel> BuildOwnKernel(const BuildContext& context,
                               const Op& op);  // view, assign, copy, output, grad.begin, ...
+Result<Kernel> BuildMoveKernel(const BuildContext& context, const Op& op);  // offload.*, reload.*
 // `result` as a view of the storage of `operand`; nothing at all when it is a view of something fixed.
 Kernel BuildViewKernel(const BuildContext& context, ValueId operand, ValueId result);
 // Any op: one of the above.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "ir/op_table.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 #include "runtime/op_kernel.h"
 
@@ -238,6 +239,7 @@ Result<Kernel> BuildKernel(const BuildContext& context, const Op& op) {
     return BuildCommKernel(context, op);
   }
   if (op.name.starts_with("norm.") || op.name.starts_with("update.")) return BuildUpdateKernel(context, op);
+  if (MoveOf(op) != nullptr) return BuildMoveKernel(context, op);
   return BuildOwnKernel(context, op);
 }
 

@@ -1,5 +1,7 @@
 #include "runtime/state_store.h"
 
+#include "runtime/tier_bank.h"
+
 namespace interlace {
 
 void StateStore::TakeOver(const StateStore& donor) {
@@ -8,7 +10,7 @@ void StateStore::TakeOver(const StateStore& donor) {
   taken_over_ = true;
 }
 
-Result<at::Tensor> StateStore::Adopt(const std::string& name, const Geometry& geometry, bool persistent) {
+Result<at::Tensor> StateStore::Adopt(const std::string& name, const Geometry& geometry, bool persistent, bool out) {
   const auto [it, fresh] = entries_.try_emplace(name);
   Entry& entry = it->second;
   if (fresh && persistent && taken_over_) {
@@ -18,7 +20,7 @@ Result<at::Tensor> StateStore::Adopt(const std::string& name, const Geometry& ge
   const bool same = !fresh && SameSizes(entry.tensor, geometry) && SameStrides(entry.tensor, geometry) &&
                     entry.geometry.dtype == geometry.dtype;
   if (fresh || (!same && !persistent && !entry.persistent)) {
-    entry.tensor = Allocate(geometry, device_, /*zero=*/true);
+    entry.tensor = out ? MakeView(EmptyStorage(device_), geometry) : Allocate(geometry, device_, /*zero=*/true);
     entry.geometry = geometry;
   } else if (!same) {
     return MakeError(name, " is ", Describe(entry.tensor), " here, the new program wants ", Describe(geometry),

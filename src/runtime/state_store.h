@@ -19,8 +19,9 @@ class StateStore {
   void TakeOver(const StateStore& donor);
   // The tensor of that name: the one that is there if its geometry is the same, else fresh zeros. What is not
   // `persistent` means nothing between steps, and is made anew when its geometry differs. Error: the tensor of that
-  // name has another geometry, or the store that was taken over has no such persistent tensor.
-  Result<at::Tensor> Adopt(const std::string& name, const Geometry& geometry, bool persistent);
+  // name has another geometry, or the store that was taken over has no such persistent tensor. With `out` a fresh
+  // tensor has no memory: it lies in the tier, as zeros.
+  Result<at::Tensor> Adopt(const std::string& name, const Geometry& geometry, bool persistent, bool out = false);
   // Drops what was not adopted. Error: it holds values that would be lost.
   Status DropOthers();
   int64_t bytes() const;

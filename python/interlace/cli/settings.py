@@ -63,6 +63,8 @@ class TrainSettings:
     stop_at: int | None = None
     trace: str | None = None
     memory_limit: str | None = None
+    tier: str | None = None
+    tier_bandwidth: str | None = None
     schedule: str = "auto"
     cluster: str | None = None
     param_dtype: str | None = None
@@ -92,6 +94,12 @@ class TrainSettings:
                 raise SettingError(f"--{name.replace('_', '-')} needs --save FOLDER")
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
+        if self.tier_bandwidth is not None:
+            parse_bytes(self.tier_bandwidth)
+            if self.tier is None:
+                raise SettingError("--tier-bandwidth needs --tier FOLDER")
+        if self.tier is not None and not os.path.isdir(self.tier):
+            raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk")
         self.schedule_entries()
         _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         _one_of("strategy", self.strategy, STRATEGIES)

@@ -113,6 +113,13 @@ def train(
         str | None,
         typer.Option("--memory-limit", help="What a rank may use, for example 2GiB; the schedule is chosen to fit."),
     ] = D.memory_limit,
+    tier: Annotated[
+        str | None,
+        typer.Option("--tier", help="A folder on a local disk for what --memory-limit sends out of memory."),
+    ] = D.tier,
+    tier_bandwidth: Annotated[
+        str | None, typer.Option("--tier-bandwidth", help="Bytes per second to and from --tier at most, for example 500MB.")
+    ] = D.tier_bandwidth,
     schedule: Annotated[
         str,
         typer.Option(

@@ -178,6 +178,8 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
         timeout_s=TIMEOUT_S,
         weights=settings.weights,
         memory_limit=settings.memory_limit,
+        tier=settings.tier,
+        tier_bandwidth=settings.tier_bandwidth,
         schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],
         cluster=settings.cluster,
         param_dtype=settings.param_dtype,

@@ -1,0 +1,155 @@
+"""Training within 75, 50 and 35 % of the memory it takes without a limit, against everything out and back synchronously.
+
+python bench/offload.py                                  # makes its tier in a temporary folder of the current disk
+python bench/offload.py --tier /mnt/nvme --bandwidth 400MB --steps 12 --json out/offload.json
+
+Prints for each limit: measured peak (the counting allocator's, with the tier's own buffers), whether losses and parameters are those
+of the unlimited run bit for bit, the step against the synchronous baseline, and the bound max(compute, bytes / bandwidth), where
+compute is the unlimited step in the same run and bytes are the larger direction: the tier moves both at once, as a host link does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import causal_loss, llama, token_batch
+
+import interlace
+from interlace.config import parse_bytes
+
+# Few tokens: parameters, gradients and optimizer states are nearly all of the memory.
+CASE = {"hidden": 256, "layers": 8, "heads": 4, "inter": 688, "vocab": 512, "tokens": 128}
+MIB = 2**20
+
+
+class Run:
+    """One way to train; its model and batch are the same as those of the others."""
+
+    def __init__(
+        self, passes: list[str], folder: str | None, bandwidth: int, profiled: list[str] | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        model = llama(CASE)
+        self.batch = token_batch(CASE)
+        schedule: list[tuple[int, list[str]]] = [(0, passes)]
+        if profiled is not None:
+            schedule.append((4, profiled))
+        tier = {} if folder is None else {"tier": folder, "tier_bandwidth": bandwidth}
+        config = interlace.Config(schedule=schedule, **tier)
+        self.trainer = interlace.compile(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), causal_loss, self.batch, config=config
+        )
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.bytes_out: list[int] = []
+        self.bytes_in: list[int] = []
+
+    def step(self) -> None:
+        before = self.trainer.stats()
+        start = time.perf_counter()
+        loss = self.trainer.step(self.batch)
+        self.seconds.append(time.perf_counter() - start)
+        after = self.trainer.stats()
+        self.bytes_out.append(after["tier_bytes_out"] - before["tier_bytes_out"])
+        self.bytes_in.append(after["tier_bytes_in"] - before["tier_bytes_in"])
+        self.losses.append(float(loss))
+
+    def peak(self) -> int:
+        stats = self.trainer.stats()
+        return int(stats["peak_bytes"]) + (int(stats["tier_buffer_bytes"]) if stats["tier_bytes_in"] else 0)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.trainer.state_dict().items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", help="folder for the tiers (default: a temporary one in the current folder)")
+    parser.add_argument("--bandwidth", default="400MB", help="bytes per second in each direction")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run; the last half is timed")
+    parser.add_argument("--limits", default="75,50,35", help="per cent of the unlimited peak")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bandwidth = parse_bytes(args.bandwidth)
+    with tempfile.TemporaryDirectory(dir=args.tier or ".") as folder:
+        facts = compare(folder, bandwidth, args.steps, [int(p) for p in args.limits.split(",")])
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[str, Any]:
+    def own(name: str) -> str:
+        path = Path(folder) / name
+        path.mkdir()
+        return str(path)
+
+    free = Run(["overlap_update"], None, bandwidth)
+    for _ in range(steps):
+        free.step()
+    unlimited = free.peak()
+    tail = steps // 2
+    compute = statistics.median(free.seconds[tail:])
+    print(
+        f"unlimited: peak {unlimited / MIB:.1f} MiB, step {compute * 1e3:.1f} ms; tier {bandwidth / 1e6:.0f} MB/s each way"
+    )
+    runs = {"sync": Run(["offload_sync(cluster={cluster})"], own("sync"), bandwidth)}
+    budgets = {}
+    for percent in limits:
+        budget = unlimited * percent // 100
+        budgets[f"{percent} %"] = budget
+        # What the passes do not know: the tier's buffers, and allocations that are rounded up.
+        limit = budget - 3 * MIB
+        passes = ["overlap_update", "offload(cluster={cluster},limit=" + str(limit)]
+        runs[f"{percent} %"] = Run(
+            [passes[0], passes[1] + ")"], own(str(percent)), bandwidth, [passes[0], passes[1] + ",profile={profile})"]
+        )
+    for _ in range(steps):  # in turn, so that what else the machine does falls on all of them
+        for run in runs.values():
+            run.step()
+    facts: dict[str, Any] = {
+        "unlimited_bytes": unlimited,
+        "compute_ms": compute * 1e3,
+        "bandwidth": bandwidth,
+        "rows": [],
+    }
+    base = statistics.median(runs["sync"].seconds[tail:])
+    for name, run in runs.items():
+        seconds = statistics.median(run.seconds[tail:])
+        out, back = run.bytes_out[-1], run.bytes_in[-1]
+        traffic = max(out, back) / bandwidth
+        bound = max(compute, traffic)
+        theirs, ours = free.parameters(), run.parameters()
+        same = run.losses == free.losses and all(torch.equal(theirs[k], ours[k]) for k in theirs)
+        row = {
+            "run": name, "peak_bytes": run.peak(), "limit_bytes": budgets.get(name), "step_ms": seconds * 1e3, "bits": same,
+            "bytes_out": out, "bytes_in": back, "bound_ms": bound * 1e3, "over_bound": seconds / bound,
+            "compute_to_io": compute / traffic if traffic else None, "faster_than_sync": base / seconds,
+        }  # fmt: skip
+        facts["rows"].append(row)
+        limit_text = (
+            ""
+            if name not in budgets
+            else f" of {budgets[name] / MIB:.1f}{'' if run.peak() <= budgets[name] else ' EXCEEDED'}"
+        )
+        print(
+            f"{name:>5}: peak {run.peak() / MIB:6.1f}{limit_text} MiB, bits {'equal' if same else 'DIFFER'}, step {seconds * 1e3:7.1f} ms, "
+            f"out {out / MIB:.1f} in {back / MIB:.1f} MiB, bound {bound * 1e3:.1f} ms (x {seconds / bound:.2f}), "
+            f"compute/IO {compute / traffic if traffic else float('inf'):.2f}, sync/this {base / seconds:.2f}"
+        )
+    for run in runs.values():
+        run.trainer.close()
+    free.trainer.close()
+    return facts
+
+
+if __name__ == "__main__":
+    main()

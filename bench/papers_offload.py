@@ -1,0 +1,109 @@
+"""DeepCompile's offload figure in simulation: Llama-3-70B where it does not fit, batch 1, on 16 and on 8 H100.
+
+python bench/papers_offload.py                      # sequences 512, 1024 and 2048
+python bench/papers_offload.py --seq 1024 --ranks 8 --json out/papers_offload.json
+
+Rows: the optimizer on the CPU (ZeRO-Offload: its step and the parameters' way back are added to the simulated forward and backward),
+everything synchronous (weights, gradients and states out after each use and back before the next), Algorithm 2 of DeepCompile
+(optimizer states only, the update needs all of them), and ours (only the excess, the update streams). Nothing runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from typing import Any
+
+from common import machine, write_json
+from papers import DEVICE_BYTES, GIB, Case, captured, measure
+
+ADAM_BYTES = 28  # that a step on the CPU moves for each parameter: w, m and v read and written, g read, all float32
+
+
+def host_numbers(cluster: str) -> dict[str, float]:
+    """The [host] numbers of a preset, in bytes per second, and its devices on one host."""
+    from interlace import _core
+
+    text = _core.preset_cluster(cluster)
+    out = {}
+    for name in ("h2d_gb_per_s", "host_gb_per_s"):
+        found = re.search(rf"\n{name} = ([0-9.e+]+)", text)
+        if found is None:
+            raise SystemExit(f"the preset {cluster} has no {name}")
+        out[name] = float(found.group(1)) * 1e9
+    return out
+
+
+def methods(case: Case) -> dict[str, str]:
+    base = f"recompute(mode=full),shard(ranks={case.ranks},ahead=1),update(clip=1.0)"
+    costs = f"cluster={case.cluster},limit={DEVICE_BYTES}"
+    return {
+        "memory without end": base,
+        "everything synchronous": f"{base},offload_sync(cluster={case.cluster})",
+        "DeepCompile, Algorithm 2": f"{base},offload_deepcompile({costs})",
+        "ours": f"{base},offload({costs})",
+    }
+
+
+def on_cpu(free: dict[str, Any], parameters: int, case: Case) -> dict[str, Any]:
+    """The step with the optimizer on the hosts: after the backward part their memory is read and written, then shards go back."""
+    numbers = host_numbers(case.cluster)
+    per_host = min(case.ranks, 8)
+    shard = parameters / case.ranks
+    adam = shard * per_host * ADAM_BYTES / numbers["host_gb_per_s"]
+    back = shard * 4 / numbers["h2d_gb_per_s"]
+    return {
+        "step_ms": free["step_ms"] + (adam + back) * 1e3,
+        "peak_bytes": free["peak_bytes"] - int(shard * 8),
+        "adam_ms": adam * 1e3,
+        "back_ms": back * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq", default="512,1024,2048")
+    parser.add_argument("--ranks", default="16,8")
+    parser.add_argument("--json", help="add the figures to this file")
+    args = parser.parse_args()
+    record: dict[str, Any] = {"title": "DeepCompile's offload figure in simulation", "machine": machine(), "cases": []}
+    for seq in (int(s) for s in args.seq.split(",")):
+        program = None
+        for ranks in (int(r) for r in args.ranks.split(",")):
+            case = Case("llama-3-70b", ranks, 1, seq)
+            if program is None:
+                program = captured(case)
+            parameters = sum(_elements(p) for p in program.params())
+            print(f"\n{case.title}", flush=True)
+            rows: dict[str, dict[str, Any]] = {}
+            for name, pipeline in methods(case).items():
+                rows[name] = measure(program, case, pipeline)
+                if name == "memory without end" and "step_ms" in rows[name]:
+                    rows["optimizer on CPU"] = on_cpu(rows[name], parameters, case)
+            ours = rows["ours"].get("step_ms")
+            for name, row in rows.items():
+                print("  " + line(name, row, ours), flush=True)
+            record["cases"].append({"case": dataclasses.asdict(case), "rows": rows})
+    if args.json:
+        write_json(args.json, record)
+
+
+def _elements(parameter: dict[str, Any]) -> int:
+    count = 1
+    for size in parameter["shape"]:
+        count *= int(size)
+    return count
+
+
+def line(name: str, row: dict[str, Any], ours: float | None) -> str:
+    if "error" in row:
+        return f"{name:<26} {row['error'][:150]}"
+    ratio = f"{row['step_ms'] / ours:6.2f} x ours" if ours else ""
+    fits = "" if row["peak_bytes"] <= DEVICE_BYTES else "  does not fit"
+    return f"{name:<26} {row['step_ms']:10.1f} ms {ratio}   needs {row['peak_bytes'] / GIB:6.1f} GiB{fits}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

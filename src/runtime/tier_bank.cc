@@ -1,0 +1,68 @@
+#include "runtime/tier_bank.h"
+
+#include <c10/core/Allocator.h>
+
+namespace interlace {
+
+c10::Storage EmptyStorage(c10::Device device) {
+  return c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
+                      /*resizable=*/false);
+}
+
+Status TierBank::Add(ValueId root, const std::string& name, int64_t bytes) {
+  if (tier_ == nullptr) {
+    return MakeError(name, " goes out of memory in this program, but there is no tier to hold it; give a folder on a ",
+                     "local disk with tier=");
+  }
+  Place& place = places_[root];
+  place.name = name;
+  place.bytes = bytes;
+  INTERLACE_ASSIGN(place.region, tier_->Reserve(name, bytes));
+  return Ok{};
+}
+
+void TierBank::StartOut(ValueId root, const c10::Storage& storage, bool clean) {
+  Place& place = places_.at(root);
+  if (!clean) place.ticket = tier_->StartWrite(place.region, storage.data(), place.bytes);
+}
+
+Status TierBank::FinishOut(ValueId root, const c10::Storage& storage) {
+  Place& place = places_.at(root);
+  if (place.ticket != 0) INTERLACE_TRY(tier_->Wait(std::exchange(place.ticket, 0)));
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  storage.set_nbytes(0);
+  return Ok{};
+}
+
+void TierBank::StartIn(ValueId root, const c10::Storage& storage) {
+  Place& place = places_.at(root);
+  storage.set_data_ptr_noswap(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
+  storage.set_nbytes(static_cast<size_t>(place.bytes));
+  place.ticket = tier_->StartRead(place.region, storage.mutable_data(), place.bytes);
+}
+
+Status TierBank::FinishIn(ValueId root) {
+  return tier_->Wait(std::exchange(places_.at(root).ticket, 0));
+}
+
+Status TierBank::Out(ValueId root, const c10::Storage& storage) {
+  StartOut(root, storage, /*clean=*/false);
+  return FinishOut(root, storage);
+}
+
+Status TierBank::In(ValueId root, const c10::Storage& storage) {
+  StartIn(root, storage);
+  return FinishIn(root);
+}
+
+Status TierBank::Drain() {
+  Status first = Ok{};
+  for (auto& [root, place] : places_) {
+    if (place.ticket == 0) continue;
+    Status status = tier_->Wait(std::exchange(place.ticket, 0));
+    if (first.ok()) first = std::move(status);
+  }
+  return first;
+}
+
+}  // namespace interlace

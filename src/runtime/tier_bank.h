@@ -1,0 +1,59 @@
+// tier_bank.h — the storages of one program that go out and come back, and what is under way.
+//
+// A storage that is out keeps its StorageImpl, without memory: every tensor over it, made before or after, sees the new
+// memory once it is back. So nothing else in the runtime knows that storages move.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "ir/program.h"
+#include "runtime/tier.h"
+
+namespace interlace {
+
+class TierBank {
+ public:
+  // `tier` may be nullptr: then Add is an error.
+  TierBank(std::shared_ptr<Tier> tier, c10::Device device) : tier_(std::move(tier)), device_(device) {}
+  ~TierBank() { (void)Drain(); }
+  TierBank(const TierBank&) = delete;
+  TierBank& operator=(const TierBank&) = delete;
+
+  // Reserves a place for the storage of a root. Error: there is no tier, or no room in it.
+  Status Add(ValueId root, const std::string& name, int64_t bytes);
+  bool Has(ValueId root) const { return places_.contains(root); }
+
+  // The four ops. `storage` is the root's; it may be freed or used only as docs/ir.md says.
+  void StartOut(ValueId root, const c10::Storage& storage, bool clean);  // clean: the tier has these bytes
+  Status FinishOut(ValueId root, const c10::Storage& storage);
+  void StartIn(ValueId root, const c10::Storage& storage);
+  Status FinishIn(ValueId root);
+  // Whole moves at once, for those who come between steps.
+  Status Out(ValueId root, const c10::Storage& storage);
+  Status In(ValueId root, const c10::Storage& storage);
+  // Waits for all that is under way; the first failure.
+  Status Drain();
+
+  const std::shared_ptr<Tier>& tier() const { return tier_; }
+
+ private:
+  struct Place {
+    std::string name;
+    int64_t bytes = 0;
+    Tier::Region region = -1;
+    Tier::Ticket ticket = 0;  // under way, or 0
+  };
+  std::shared_ptr<Tier> tier_;
+  c10::Device device_;
+  std::unordered_map<ValueId, Place> places_;
+};
+
+// A storage of `bytes` that is out: it has no memory.
+c10::Storage EmptyStorage(c10::Device device);
+inline bool IsOut(const c10::Storage& storage, int64_t bytes) { return bytes > 0 && storage.nbytes() == 0; }
+
+}  // namespace interlace

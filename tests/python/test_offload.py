@@ -1,0 +1,213 @@
+"""Training with states, weights and gradients out of memory: the same bits, within the limit; faults of a tier are named."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_support import llama
+
+import interlace
+from interlace.config import ConfigError
+from interlace.errors import InterlaceError
+
+STEPS = 5
+SIZES = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=6)
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def compiled(passes: list[str], tier: Path | None = None, **more: Any) -> interlace.Trainer:
+    model = llama(**SIZES)
+    settings: dict[str, Any] = {"schedule": [(0, passes)], **more}
+    if tier is not None:
+        settings["tier"] = str(tier)
+    return interlace.compile(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        loss_of,
+        batch(),
+        config=interlace.Config(**settings),
+    )
+
+
+def train(trainer: interlace.Trainer) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    losses = [float(trainer.step(batch())) for _ in range(STEPS)]
+    stats = trainer.stats()
+    return losses, dict(trainer.state_dict()), int(stats["peak_bytes"])
+
+
+@pytest.fixture(scope="module")
+def unlimited() -> tuple[list[float], dict[str, torch.Tensor], int]:
+    trainer = compiled(["overlap_update"])
+    found = train(trainer)
+    trainer.close()
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("percent", [75, 50, 40])
+def test_a_limit_changes_no_bit_and_is_kept(tmp_path: Path, unlimited: Any, percent: int) -> None:
+    losses, weights, peak = unlimited
+    limit = peak * percent // 100
+    trainer = compiled(["overlap_update", f"offload(cluster={{cluster}},limit={limit - 65536})"], tmp_path)
+    ours = train(trainer)
+    stats = trainer.stats()
+    trainer.close()
+    assert ours[0] == losses
+    assert same(ours[1], weights)
+    assert ours[2] <= limit < peak
+    assert stats["tier_bytes_in"] > 0
+    assert not glob.glob(str(tmp_path / "*.data")), "the tier's file goes with the run"
+
+
+@pytest.mark.parametrize(
+    "passes", [["offload_sync(cluster={cluster})"], ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"]]
+)
+def test_everything_out_and_back(tmp_path: Path, unlimited: Any, passes: list[str]) -> None:
+    trainer = compiled(passes, tmp_path)
+    losses, weights, _ = train(trainer)
+    trainer.close()
+    assert losses == unlimited[0]
+    assert same(weights, unlimited[1])
+
+
+def test_a_swap_sends_states_out_and_brings_them_back(tmp_path: Path, unlimited: Any) -> None:
+    out = ["overlap_update", "offload_sync(cluster={cluster})"]
+    trainer = compiled(
+        [], tmp_path, schedule=[(0, ["overlap_update"]), (2, out), (4, ["overlap_update"])], profile="off"
+    )
+    losses, weights, _ = train(trainer)
+    trainer.close()
+    assert losses == unlimited[0]
+    assert same(weights, unlimited[1])
+
+
+def test_a_checkpoint_holds_what_is_out(tmp_path: Path, unlimited: Any) -> None:
+    (tmp_path / "tier").mkdir()
+    passes = ["overlap_update", "offload_sync(cluster={cluster})"]
+    trainer = compiled(passes, tmp_path / "tier")
+    for _ in range(2):
+        trainer.step(batch())
+    trainer.save(tmp_path / "saved")
+    trainer.close()
+    again = compiled(passes, tmp_path / "tier")
+    again.load(tmp_path / "saved")
+    losses = [float(again.step(batch())) for _ in range(STEPS - 2)]
+    weights = dict(again.state_dict())
+    again.close()
+    assert losses == unlimited[0][2:]
+    assert same(weights, unlimited[1])
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    trainer = compiled(["offload_sync(cluster={cluster},kinds=states)"], tmp_path)
+    trainer.step(batch())
+    (file,) = glob.glob(str(tmp_path / "*.data"))
+    with open(file, "r+b") as f:
+        f.seek(4096 * 3 + 17)
+        byte = f.read(1)
+        f.seek(4096 * 3 + 17)
+        f.write(bytes([byte[0] ^ 4]))
+        f.flush()
+        os.fsync(f.fileno())
+    with pytest.raises(
+        InterlaceError,
+        match=r"(?s)reload.wait failed: the tier file .*gives other bytes than were written, between \d+ and",
+    ):
+        trainer.step(batch())
+    trainer.close()
+
+
+def test_a_file_cut_short_is_found(tmp_path: Path) -> None:
+    trainer = compiled(["offload_sync(cluster={cluster},kinds=states)"], tmp_path)
+    trainer.step(batch())
+    (file,) = glob.glob(str(tmp_path / "*.data"))
+    os.truncate(file, 8192)
+    with pytest.raises(
+        InterlaceError, match=r"(?s)the tier file .* ends at byte 8192, within state u\d+\.exp_avg.*cut short"
+    ):
+        trainer.step(batch())
+    trainer.close()
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    passes = ["offload_sync(cluster={cluster},kinds=states)"]
+    with pytest.raises(
+        InterlaceError, match=r"the tier folder '.*/none' cannot be used: No such file or directory; make it first"
+    ):
+        compiled(passes, tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InterlaceError, match="is not a folder"):
+        compiled(passes, tmp_path / "file")
+    with pytest.raises(
+        InterlaceError, match=r"goes out of memory in this program, but there is no tier to hold it.*tier="
+    ):
+        compiled(passes)
+    with pytest.raises(ConfigError, match="tier_bandwidth limits the tier: give tier=FOLDER as well"):
+        interlace.Config(tier_bandwidth="1GB")
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    passes = ["offload_sync(cluster={cluster},kinds=states)"]
+    first = compiled(passes, tmp_path)
+    with pytest.raises(
+        InterlaceError, match=rf"is in use by another run \(process {os.getpid()}\); give each run a folder of its own"
+    ):
+        compiled(passes, tmp_path)
+    first.close()
+    compiled(passes, tmp_path).close()
+
+
+def test_a_limit_that_cannot_be_met_says_the_least(tmp_path: Path) -> None:
+    with pytest.raises(
+        InterlaceError,
+        match=r"(?s)the limit of 30000 bytes cannot be met with everything out.*raise the limit to \d+MiB",
+    ):
+        compiled(["overlap_update", "offload(cluster={cluster},limit=30000)"], tmp_path)
+
+
+SMALL_DISK = """
+import sys; sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_offload import compiled
+from interlace.errors import InterlaceError
+try:
+    compiled(["offload_sync(cluster={{cluster}},kinds=states)"], Path({folder!r}))
+except InterlaceError as e:
+    print("REFUSED", str(e).replace(chr(10), " "))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_named_before_the_first_step(tmp_path: Path) -> None:
+    # A file system of 256 KiB in a namespace of its own: it goes when the process ends.
+    code = SMALL_DISK.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    script = f'mount -t tmpfs -o size=256k small {tmp_path} && exec {sys.executable} -c "$CODE"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        env={**os.environ, "CODE": code},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    if "REFUSED" not in done.stdout and "unshare" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert "has no room for state u" in done.stdout, done.stdout + done.stderr
+    assert "No space left on device; give a folder on a larger disk" in done.stdout
