@@ -18,7 +18,7 @@
 namespace interlace::plan {
 namespace {
 
-constexpr int64_t kMostDevices = int64_t{1} << 20;
+constexpr int64_t kMostDevices = 4096;  // looked at for what would fit
 
 Status SetBytes(StageOptions& stage, std::string_view dtype) {
   if (dtype == "bfloat16") {
@@ -237,6 +237,20 @@ class Planning {
     return Ok{};
   }
 
+  // The same machines, more of them: a preset fills its nodes first, other clusters get more nodes.
+  ClusterSpec Larger(int64_t devices) const {
+    const std::string& name = r_.cluster.name;
+    std::string count = "-" + std::to_string(r_.cluster.devices);
+    if (name.ends_with(count)) {
+      Result<std::string> preset = PresetCluster(name.substr(0, name.size() - count.size() + 1) + std::to_string(devices));
+      Result<ClusterSpec> larger = preset.ok() ? LoadCluster(*preset, "preset") : Result<ClusterSpec>(preset.error());
+      if (larger.ok()) return *larger;
+    }
+    ClusterSpec larger = r_.cluster;
+    larger.devices = devices;
+    return larger;
+  }
+
   // By how much, and what would do: more devices of the same kind, a shorter sequence.
   Status NothingFits(JsonWriter& out, const TuneOptions& options, const std::optional<LeastMemory>& least) const {
     out.BeginObject();
@@ -246,18 +260,18 @@ class Planning {
     }
     out.Field("least_bytes", least->device_bytes).Field("over_bytes", least->device_bytes - options.device_bytes);
     out.Field("host_bytes", least->host_bytes).Field("stages", static_cast<int64_t>(least->plan.stages.size()));
-    ClusterSpec larger = r_.cluster;
-    while (larger.devices * 2 <= kMostDevices) {
-      larger.devices *= 2;
-      if (larger.per_node == r_.cluster.devices) larger.per_node = r_.cluster.per_node;
-      Say("looking for what would fit: " + std::to_string(larger.devices) + " devices", 0, 0, 0);
-      Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, larger, options);
-      if (!found.ok() || !*found) break;
-      if ((*found)->device_bytes <= options.device_bytes) {
-        out.Field("devices", larger.devices);
-        break;
-      }
-      if (larger.devices > 64 * r_.cluster.devices && (*found)->device_bytes > least->device_bytes / 2) break;  // it no longer helps
+    if (options.host_bytes > 0) {
+      TuneOptions free = options;
+      free.host_bytes = 0;
+      Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, r_.cluster, free);
+      if (found.ok() && *found && (*found)->device_bytes <= options.device_bytes) out.Field("host_memory", (*found)->host_bytes);
+    }
+    for (int64_t devices = r_.cluster.devices * 2; devices <= kMostDevices; devices *= 2) {
+      Say("looking for what would fit: " + std::to_string(devices) + " devices", 0, 0, 0);
+      Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, Larger(devices), options);
+      if (!found.ok() || !*found || (*found)->device_bytes > options.device_bytes) continue;
+      out.Field("devices", devices);
+      break;
     }
     for (int64_t sequence = r_.sequence / 2; sequence >= 128; sequence /= 2) {
       Say("looking for what would fit: sequences of " + std::to_string(sequence), 0, 0, 0);

@@ -4,7 +4,7 @@
 //   {"plans": [{...plan_json.h..., "text": "interlace-plan 1...", "explained": [{"bytes": [...], "phases": [...]}]}],
 //    "complete": true, "bound_us": ..., "seconds": ..., "pairs": ..., "frontiers": ...,
 //    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31} | {"name": ..., "least_bytes": ..., "over_bytes": ...}],
-//    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "devices": 64, "sequence": 1024}}
+//    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence": 1024}}
 #pragma once
 
 #include <cstdint>

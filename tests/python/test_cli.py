@@ -57,7 +57,7 @@ def program(tmp_path) -> Path:
 # ---- the command itself ----
 
 
-@pytest.mark.parametrize("command", ["train", "capture", "opt", "inspect"])
+@pytest.mark.parametrize("command", ["train", "capture", "opt", "inspect", "plan"])
 def test_help_has_an_example(cli, command):
     code, out, _ = cli(command, "--help")
     assert code == 0 and "Examples" in out and f"interlace {command} " in out

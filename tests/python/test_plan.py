@@ -159,6 +159,14 @@ def test_more_devices_that_are_named_do_fit(cli):
     assert cli(*words, *limit)[0] == 0
 
 
+def test_host_memory_that_is_named_does_fit(cli):
+    words = ["plan", *SMALL, "--cluster", "l4-24gb-2", "--global-batch", "64", "--no-why", "--memory-limit", "4MiB"]
+    code, text, said = cli(*words, "--host-memory", "1MiB", "--json")
+    needed = json.loads(text)["nothing_fits"]["host_memory"]
+    assert code == 1 and "of host memory a node (--host-memory)" in said and needed > 2**20
+    assert cli(*words, "--host-memory", str(needed))[0] == 0
+
+
 def test_a_short_time_limit_gives_the_best_so_far_and_its_gap(cli):
     words = ["gpt-22b", "--cluster", "l4-24gb-32", "--global-batch", "512", "--seq", "2048", "--no-why"]
     code, text, _ = cli("plan", *words, "--time-limit", "0.001", "--json")

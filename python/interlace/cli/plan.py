@@ -215,6 +215,8 @@ def nothing_fits(model: str, cluster: str, found: dict[str, Any]) -> str:
         f"{format_bytes(why['over_bytes'])} more than the {format_bytes(limit)} there are",
         "what would fit:",
     ]
+    if "host_memory" in why:
+        lines.append(f"  {format_bytes(why['host_memory'])} of host memory a node (--host-memory)")
     if "devices" in why:
         lines.append(f"  {why['devices']} devices of the same kind")
     if "sequence" in why:
