@@ -20,29 +20,37 @@ import interlace
 from interlace.tensor_file import CheckpointError
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 3.0
+TIMEOUT_S = 4.0
+WAKE_S = 12  # a stopped process goes on, so that the pool gets it back; the others must have ended before
+
+
+def make() -> interlace.Trainer:
+    """A trainer with the short timeout, once all ranks have compiled before: the first time takes as long as it takes."""
+    failing.make(timeout_s=120).close()
+    dist.barrier()
+    return failing.make(timeout_s=TIMEOUT_S)
 
 
 def stopped_in_step(victim: int) -> tuple[float, str]:
     """SIGSTOP: the process is there, its connections are open, and nothing comes any more."""
-    trainer = failing.make(timeout_s=TIMEOUT_S)
+    trainer = make()
     for step in range(2):
         trainer.step(zoo.tokens(2, step))
     time.sleep(1.5)  # every rank has told its place
     if dist.get_rank() == victim:
-        subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep {WAKE_S}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     return failing.observed(lambda: [trainer.step(zoo.tokens(2, i)) for i in range(50)])
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_stopped_rank_is_named_with_every_place(victim: int) -> None:
     found = ranks.run(stopped_in_step, 3, victim)
     for rank, (seconds, text) in enumerate(found):
         if rank == victim:
             continue
         assert f"rank {victim} did not answer for " in text, text
-        assert TIMEOUT_S <= seconds < 13, (seconds, text)
+        assert TIMEOUT_S <= seconds < WAKE_S - 1, (seconds, text)
         if victim != 0:  # rank 0 holds the key-value store here; under a launcher the launcher does
             for r in range(3):
                 step = "1" if r == victim else "2"
@@ -51,18 +59,18 @@ def test_a_stopped_rank_is_named_with_every_place(victim: int) -> None:
 
 
 def stopped_in_save(folder: str, victim: int) -> tuple[float, str]:
-    trainer = failing.make(timeout_s=TIMEOUT_S)
+    trainer = make()
     trainer.step(zoo.tokens(2, 0))
     time.sleep(1.5)
     if dist.get_rank() == victim:
-        subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep {WAKE_S}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     return failing.observed(lambda: trainer.save(folder))
 
 
 def test_a_rank_that_stops_in_a_save_does_not_hang_the_others(tmp_path: Path) -> None:
     (seconds, text), _ = ranks.run(stopped_in_save, 2, str(tmp_path / "c"), 1)
-    assert "rank 1" in text and TIMEOUT_S <= seconds < 11, (seconds, text)
+    assert "rank 1" in text and TIMEOUT_S <= seconds < WAKE_S - 1, (seconds, text)
     assert not (tmp_path / "c").exists()
 
 
