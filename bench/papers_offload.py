@@ -17,9 +17,21 @@ import sys
 from typing import Any
 
 from common import machine, write_json
-from papers import DEVICE_BYTES, GIB, Case, captured, measure
+from papers import DEVICE_BYTES, GIB, Case, measure
 
 ADAM_BYTES = 28  # that a step on the CPU moves for each parameter: w, m and v read and written, g read, all float32
+
+
+def captured(case: Case) -> Any:
+    """float32 parameters and optimizer states, cast to bfloat16 for forward and backward, as in the paper's runs."""
+    from interlace import _core
+    from interlace.capture import capture
+    from interlace.capture.casts import Casts
+    from interlace.models import build
+
+    preset = build(case.model, micro_batch=case.batch, seq=case.seq, dtype="float32")
+    text = capture(preset.model, preset.loss_fn, preset.example_batch, casts=Casts.named("bfloat16", None)).text
+    return _core.Program.parse(text)
 
 
 def host_numbers(cluster: str) -> dict[str, float]:
@@ -37,7 +49,7 @@ def host_numbers(cluster: str) -> dict[str, float]:
 
 
 def methods(case: Case) -> dict[str, str]:
-    base = f"recompute(mode=full),shard(ranks={case.ranks},ahead=1),update(clip=1.0)"
+    base = f"precision(param=bf16,reduce=bf16),recompute(mode=full),shard(ranks={case.ranks},ahead=1),update(clip=1.0)"
     costs = f"cluster={case.cluster},limit={DEVICE_BYTES}"
     return {
         "memory without end": base,
