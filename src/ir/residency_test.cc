@@ -25,7 +25,7 @@ std::string Text(const std::string& avg, const std::string& forward, const std::
          "  update.adamw(%4, %5, %6, %7) {upd units=[u0] scale=1.0 ranges=[0, 64, 0]}\n" + after_update + "}\n";
 }
 
-Program Parsed(const std::string& text) {
+Program ParsedText(const std::string& text) {
   Result<Program> program = Parse(text);
   EXPECT_TRUE(program.ok()) << (program.ok() ? "" : program.error().ToString());
   EXPECT_EQ(Print(*program), text);
@@ -36,7 +36,7 @@ const std::string kBack = "  reload.start(%6) {upd}\n  reload.wait(%6) {upd}\n";
 const std::string kOut = "  offload.start(%6) {upd}\n  offload.wait(%6) {upd}\n";
 
 TEST(Residency, AStateOutBetweenStepsHasMemoryOnlyAroundItsUpdate) {
-  Program program = Parsed(Text(" out", "", kBack, kOut));
+  Program program = ParsedText(Text(" out", "", kBack, kOut));
   ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
   Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
   Result<PhaseLiveness> update = ComputeLiveness(program, *program.FindPhase("update"));
@@ -48,7 +48,7 @@ TEST(Residency, AStateOutBetweenStepsHasMemoryOnlyAroundItsUpdate) {
 }
 
 TEST(Residency, AStateInBetweenStepsGoesOutAndComesBackWithinOne) {
-  Program program = Parsed(Text("", "  offload.start(%6) {fwd}\n  offload.wait(%6) {fwd}\n", kBack, ""));
+  Program program = ParsedText(Text("", "  offload.start(%6) {fwd}\n  offload.wait(%6) {fwd}\n", kBack, ""));
   ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
   Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
   Result<PhaseLiveness> update = ComputeLiveness(program, *program.FindPhase("update"));
@@ -60,21 +60,21 @@ TEST(Residency, AStateInBetweenStepsGoesOutAndComesBackWithinOne) {
 
 TEST(Residency, AStretchMayReachOverPhases) {
   // Out at the start of the update, the write ends in the next step's forward part only in a step's middle: a step must end settled.
-  Program program = Parsed(Text("", "  offload.start(%6) {fwd}\n", "  offload.wait(%6) {upd}\n" + kBack, ""));
+  Program program = ParsedText(Text("", "  offload.start(%6) {fwd}\n", "  offload.wait(%6) {upd}\n" + kBack, ""));
   ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
   Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
   EXPECT_EQ(forward->live_before.back(), 256) << "leaving, so still in memory";
 }
 
 TEST(Residency, TheInterpreterGivesTheSameBitsAndMemoryThatIsOutIsGone) {
-  Result<testing::RunResult> plain = testing::Interpret(Parsed(Text("", "", "", "")), {.steps = 3});
+  Result<testing::RunResult> plain = testing::Interpret(ParsedText(Text("", "", "", "")), {.steps = 3});
   ASSERT_TRUE(plain.ok()) << plain.error().ToString();
   for (const std::string& text : {Text(" out", "", kBack, kOut), Text("", "  offload.start(%6) {fwd}\n  offload.wait(%6) {fwd}\n", kBack, "")}) {
-    Result<testing::RunResult> moved = testing::Interpret(Parsed(text), {.steps = 3});
+    Result<testing::RunResult> moved = testing::Interpret(ParsedText(text), {.steps = 3});
     ASSERT_TRUE(moved.ok()) << moved.error().ToString();
     EXPECT_EQ(testing::FirstDifference(*plain, *moved), "");
   }
-  Result<testing::RunResult> early = testing::Interpret(Parsed(Text(" out", "", "  reload.start(%6) {upd}\n", "  reload.wait(%6) {upd}\n" + kOut)), {});
+  Result<testing::RunResult> early = testing::Interpret(ParsedText(Text(" out", "", "  reload.start(%6) {upd}\n", "  reload.wait(%6) {upd}\n" + kOut)), {});
   EXPECT_TRUE(!early.ok() || testing::FirstDifference(*plain, *early) != "") << "memory is poison until the wait";
 }
 
@@ -96,7 +96,7 @@ TEST(Residency, TheVerifierNamesWhatIsWrong) {
       {"", "  %9: f32[64] = offload.start(%6) {fwd}\n", "", "", "offload.start has no results"},
   };
   for (const Wrong& wrong : cases) {
-    Program program = Parsed(Text(wrong.avg, wrong.forward, wrong.before, wrong.after));
+    Program program = ParsedText(Text(wrong.avg, wrong.forward, wrong.before, wrong.after));
     std::string all;
     for (const Error& error : VerifyAll(program)) all += error.message + "\n";
     EXPECT_NE(all.find(wrong.message), std::string::npos) << "wanted: " << wrong.message << "\ngot: " << all;
@@ -108,11 +108,11 @@ TEST(Residency, AValueComesBackBeforeItsPhaseEnds) {
   const std::string at = "  %12: f32[64] = grad.begin";
   std::string out = text, back = text;
   out.insert(out.find(at), "  offload.start(%11) {fwd}\n  offload.wait(%11) {fwd}\n");
-  EXPECT_NE(Verify(Parsed(out)).error().message.find("%11 is used while its storage is out"), std::string::npos);
+  EXPECT_NE(Verify(ParsedText(out)).error().message.find("%11 is used while its storage is out"), std::string::npos);
   back.insert(back.find(at), "  offload.start(%11) {fwd}\n  offload.wait(%11) {fwd}\n  reload.start(%11) {bwd}\n  reload.wait(%11) {bwd}\n");
-  Program program = Parsed(back);
+  Program program = ParsedText(back);
   EXPECT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
-  Result<testing::RunResult> a = testing::Interpret(Parsed(text)), b = testing::Interpret(program);
+  Result<testing::RunResult> a = testing::Interpret(ParsedText(text)), b = testing::Interpret(program);
   ASSERT_TRUE(b.ok()) << b.error().ToString();
   EXPECT_EQ(testing::FirstDifference(*a, *b), "");
 }

@@ -103,14 +103,14 @@ phase update takes (%40: f32[64]) gives (%40) {
 
 using Edits = std::vector<std::pair<std::string, std::string>>;
 
-struct Case {
+struct BadEdit {
   const char* what;
   const char* base;
   Edits edits;
 };
 
-const std::vector<Case>& Cases() {
-  static const std::vector<Case> cases = {
+const std::vector<BadEdit>& BadEdits() {
+  static const std::vector<BadEdit> cases = {
       // structure
       {"used before its definition", kCaptured, {{"aten.add.Tensor(%11, %1)", "aten.add.Tensor(%13, %1)"}}},
       {"place is a view of a view",
@@ -238,7 +238,7 @@ TEST(Verifier, BasesAreValid) {
 
 TEST(Verifier, Messages) {
   std::string text;
-  for (const Case& test : Cases()) {
+  for (const BadEdit& test : BadEdits()) {
     std::string edited = test.base;
     for (const auto& [from, to] : test.edits) {
       size_t at = edited.find(from);

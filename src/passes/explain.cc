@@ -17,7 +17,7 @@ struct Row {
   std::string recompute, passes;
 };
 
-std::vector<std::string> Split(std::string_view text, char separator) {
+std::vector<std::string> SplitLines(std::string_view text, char separator) {
   std::vector<std::string> parts;
   while (true) {
     const size_t at = text.find(separator);
@@ -37,8 +37,8 @@ std::vector<Row> Table(const Program& program, std::string_view key) {
   std::vector<Row> rows;
   const std::string* text = program.Meta(key);
   if (text == nullptr || text->empty()) return rows;
-  for (const std::string& line : Split(*text, '\n')) {
-    std::vector<std::string> parts = Split(line, '|');
+  for (const std::string& line : SplitLines(*text, '\n')) {
+    std::vector<std::string> parts = SplitLines(line, '|');
     if (parts.size() < 3) continue;
     Row row{parts[0], Number(parts[1]), Number(parts[2]), "", ""};
     if (parts.size() >= 5) {
@@ -109,7 +109,7 @@ std::string Decisions(const Program& program, const Row& chosen) {
     if (list.empty()) continue;
     double least = 1e9, most = 0;
     size_t units = 0;
-    for (const std::string& bucket : Split(list, ';')) {
+    for (const std::string& bucket : SplitLines(list, ';')) {
       units += Count(bucket, '+') + 1;
       const size_t colon = bucket.find(':');
       const std::string ahead = colon == std::string::npos ? "0" : bucket.substr(colon + 1);

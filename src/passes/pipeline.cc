@@ -8,9 +8,9 @@
 namespace interlace {
 namespace {
 
-class Reader {
+class PipelineReader {
  public:
-  explicit Reader(std::string_view text) : text_(text) {}
+  explicit PipelineReader(std::string_view text) : text_(text) {}
 
   void SkipBlanks() {
     while (pos_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[pos_]))) ++pos_;
@@ -78,7 +78,7 @@ Status CheckValue(const OptionInfo& option, const PassOptions& options) {
   return Ok{};
 }
 
-Result<PassOptions> ReadOptions(Reader& reader, const PassInfo& pass) {
+Result<PassOptions> ReadOptions(PipelineReader& reader, const PassInfo& pass) {
   PassOptions options;
   if (!reader.Eat('(') || reader.Eat(')')) return options;
   do {
@@ -111,7 +111,7 @@ Result<PassOptions> ReadOptions(Reader& reader, const PassInfo& pass) {
 
 Result<std::vector<PassCall>> ParsePipeline(std::string_view text) {
   std::vector<PassCall> calls;
-  Reader reader(text);
+  PipelineReader reader(text);
   if (reader.AtEnd()) return calls;
   do {
     std::string_view name = reader.Until(",()=");

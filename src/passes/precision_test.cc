@@ -190,7 +190,7 @@ Program RandomMixed(uint64_t seed, std::mt19937_64& random) {
   return program;
 }
 
-void Apply(Program& program, const std::string& pipeline) {
+void ApplyCasts(Program& program, const std::string& pipeline) {
   Result<std::vector<PassCall>> calls = ParsePipeline(pipeline);
   ASSERT_TRUE(calls.ok()) << calls.error().ToString();
   Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
@@ -214,10 +214,10 @@ TEST_P(PrecisionProperty, SameBitsAsTheTextbookStep) {
     std::string reduce = random() % 3 ? "reduce=bf16" : "reduce=none";
     // Parameters may all be unused, or used by a program that casts none.
     Program marked = captured.Clone();
-    Apply(marked, "canonicalize");
+    ApplyCasts(marked, "canonicalize");
     std::string param = Precision(marked, {{"param", "auto"}}).ok() ? "auto" : "none";
     Program expected = captured.Clone();
-    Apply(expected, "precision(" + reduce + ")");
+    ApplyCasts(expected, "precision(" + reduce + ")");
     Result<RunResult> wanted = Interpret(expected, run);
     ASSERT_TRUE(wanted.ok()) << wanted.error().ToString();
     for (const char* sharding : {"shard", "replicate", "zero1"}) {
@@ -228,7 +228,7 @@ TEST_P(PrecisionProperty, SameBitsAsTheTextbookStep) {
                              "),update" + (run.clip ? "(clip=1.0)" : "") + (random() % 2 ? ",canonicalize" : "");
       SCOPED_TRACE(pipeline);
       Program program = captured.Clone();
-      Apply(program, pipeline);
+      ApplyCasts(program, pipeline);
       if (HasFailure()) return;
       Result<RunResult> actual = Interpret(program, run);
       ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << Print(program);

@@ -112,7 +112,7 @@ class Blocks {
   int next_ = 0;
 };
 
-int Count(const std::string& text, const std::string& what) {
+int CountOf(const std::string& text, const std::string& what) {
   int count = 0;
   for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++count;
   return count;
@@ -124,7 +124,7 @@ std::string MetaOf(const std::string& text) {
 }
 
 // A program with a block "h.0" (m1), a trainable parameter %0, a buffer %1 and an input %2, all f32[4,8].
-std::string With(const std::string& ops) {
+std::string WithBlocks(const std::string& ops) {
   return "interlace 1 captured\nstep 1 reduce_each\ngroup 0 adamw\nmodule 0 \"\" \"Net\"\nmodule 1 \"h.0\" \"Block\"\n"
          "param %0: f32[4,8] \"w\" trainable group 0\nbuffer %1: f32[4,8] \"b\" persistent\ninput %2: f32[4,8] \"x\"\n"
          "phase micro_batch takes () gives () {\n" +
@@ -133,12 +133,12 @@ std::string With(const std::string& ops) {
 
 // ---- whole texts ----
 
-struct Golden {
+struct GoldenCase {
   const char* file;
   const char* pipeline;
 };
 
-class RecomputeGolden : public ::testing::TestWithParam<Golden> {};
+class RecomputeGolden : public ::testing::TestWithParam<GoldenCase> {};
 
 TEST_P(RecomputeGolden, TextIsAsReviewed) {
   ExpectGolden(GetParam().file, RunText(Blocks(3).text(), GetParam().pipeline));
@@ -146,10 +146,10 @@ TEST_P(RecomputeGolden, TextIsAsReviewed) {
 
 INSTANTIATE_TEST_SUITE_P(
     Files, RecomputeGolden,
-    ::testing::Values(Golden{"recompute.full.il", "recompute"},
-                      Golden{"recompute.selective.il", "recompute(mode=selective,save=aten.tanh+aten.addmm)"},
-                      Golden{"recompute.budget.il", "recompute(mode=budget,bytes=1408)"},
-                      Golden{"recompute.shard2.il", "recompute(blocks=blocks.1),shard(ranks=2),update"}),
+    ::testing::Values(GoldenCase{"recompute.full.il", "recompute"},
+                      GoldenCase{"recompute.selective.il", "recompute(mode=selective,save=aten.tanh+aten.addmm)"},
+                      GoldenCase{"recompute.budget.il", "recompute(mode=budget,bytes=1408)"},
+                      GoldenCase{"recompute.shard2.il", "recompute(blocks=blocks.1),shard(ranks=2),update"}),
     [](const auto& info) {
       std::string name = info.param.file;
       for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
@@ -163,7 +163,7 @@ TEST(Recompute, SmallBeforeAndAfter) {
       "  %5: f32[4,8] = aten.mul.Tensor(%4, %4) {fwd m1}\n"
       "  %6: f32[] = aten.sum(%5) {fwd m0}\n"
       "  output(%6) {fwd m0 name=\"loss\"}\n";
-  EXPECT_EQ(Phases(RunText(With(forward + "  %7: f32[4,8] = aten.mul.Tensor(%4, 2) {bwd m1}\n"
+  EXPECT_EQ(Phases(RunText(WithBlocks(forward + "  %7: f32[4,8] = aten.mul.Tensor(%4, 2) {bwd m1}\n"
                                           "  %8: f32[4,8] = aten.threshold_backward(%7, %4, 0) {bwd m1}\n"
                                           "  %9: f32[4,8] = aten.mul.Tensor(%8, %2) {bwd m1}\n"
                                           "  grad(%0, %9) {bwd m1}\n"),
@@ -185,7 +185,7 @@ TEST(Recompute, ViewsFollowTheStorageThatIsMadeAgain) {
       "  %5: f32[2,4]{1,8} in %3+2 = aten.slice.Tensor(%4, 0, 2, 4) {fwd m1}\n"
       "  %6: f32[] = aten.sum(%5) {fwd m1}\n"
       "  output(%6) {fwd m1 name=\"loss\"}\n";
-  EXPECT_EQ(Phases(RunText(With(forward + "  %7: f32[4]{8} in %3+2 = aten.select.int(%5, 0, 0) {bwd m1}\n"
+  EXPECT_EQ(Phases(RunText(WithBlocks(forward + "  %7: f32[4]{8} in %3+2 = aten.select.int(%5, 0, 0) {bwd m1}\n"
                                           "  %8: f32[4,8] = aten.mul.Tensor(%4, %7) {bwd m1}\n"
                                           "  grad(%0, %8) {bwd m1}\n"),
                            "recompute")),
@@ -200,7 +200,7 @@ TEST(Recompute, ViewsFollowTheStorageThatIsMadeAgain) {
 
 TEST(Recompute, AnOpOfSeveralResultsRunsAgainAsAWholeAndItsKeptResultsStay) {
   // As with BatchNorm: %5 is assigned to the buffer after the backward part and is kept, %3 and %4 are not.
-  std::string text = RunText(With("  %3: f32[4,8], %4: f32[8], %5: f32[4,8] = aten.norm(%2, %0, %1) {fwd m1}\n"
+  std::string text = RunText(WithBlocks("  %3: f32[4,8], %4: f32[8], %5: f32[4,8] = aten.norm(%2, %0, %1) {fwd m1}\n"
                                   "  %6: f32[] = aten.sum(%3) {fwd m0}\n"
                                   "  output(%4) {fwd m1 name=\"loss\"}\n"
                                   "  %7: f32[4,8] = aten.norm_backward(%4, %5, %2) {bwd m1}\n"
@@ -208,7 +208,7 @@ TEST(Recompute, AnOpOfSeveralResultsRunsAgainAsAWholeAndItsKeptResultsStay) {
                                   "  assign(%1, %5) {fwd}\n"),
                              "recompute");
   EXPECT_EQ(text.find("meta recompute"), std::string::npos) << "all that the backward part reads is kept anyway";
-  text = RunText(With("  %3: f32[4,8], %4: f32[8], %5: f32[4,8] = aten.norm(%2, %0, %1) {fwd m1}\n"
+  text = RunText(WithBlocks("  %3: f32[4,8], %4: f32[8], %5: f32[4,8] = aten.norm(%2, %0, %1) {fwd m1}\n"
                       "  %6: f32[] = aten.sum(%3) {fwd m1}\n"
                       "  output(%6) {fwd m1 name=\"loss\"}\n"
                       "  %7: f32[4,8] = aten.norm_backward(%4, %5, %2) {bwd m1}\n"
@@ -227,7 +227,7 @@ TEST(Recompute, RandomAndWritingAndUnknownOpsRunOnce) {
   for (const char* op :
        {"aten.bernoulli.p(%2, 0.5) {fwd m1 rng=0}", "call.python(%2) {fwd m1 module=\"h.0\" part=\"forward\"}",
         "torchvision.thing(%2) {fwd m1}"}) {
-    std::string text = With(std::string("  %3: f32[4,8] = ") + op +
+    std::string text = WithBlocks(std::string("  %3: f32[4,8] = ") + op +
                             "\n  %4: f32[4,8] = aten.tanh(%3) {fwd m1}\n"
                             "  %5: f32[] = aten.sum(%4) {fwd m1}\n"
                             "  output(%5) {fwd m1 name=\"loss\"}\n"
@@ -242,7 +242,7 @@ TEST(Recompute, RandomAndWritingAndUnknownOpsRunOnce) {
 
 TEST(Recompute, WhatIsWrittenInPlaceIsKeptAndReadersOfWhatChangesRunOnce) {
   // %3 is written after it is made; %5 reads the buffer before it changes, %7 after.
-  std::string out = RunText(With("  %3: f32[4,8] = aten.tanh(%2) {fwd m1}\n"
+  std::string out = RunText(WithBlocks("  %3: f32[4,8] = aten.tanh(%2) {fwd m1}\n"
                                  "  %4: f32[4,8] in %3+0 = aten.add_.Tensor(%3, %0) {fwd m1 writes=[%3]}\n"
                                  "  %5: f32[4,8] = aten.mul.Tensor(%1, %0) {fwd m1}\n"
                                  "  %6: f32[4,8] in %1+0 = aten.add_.Tensor(%1, %2) {fwd m1 writes=[%1]}\n"
@@ -265,7 +265,7 @@ TEST(Recompute, WhatLeavesABlockIsKept) {
   // Read by the forward part outside, returned, or read after the backward part.
   for (const char* leaves : {"  %5: f32[] = aten.sum(%3) {fwd m0}\n  output(%5) {fwd m0 name=\"loss\"}\n",
                              "  output(%3) {fwd m1 name=\"y\"}\n", "  assign(%1, %3) {fwd m1}\n"}) {
-    std::string text = With("  %3: f32[4,8] = aten.tanh(%2) {fwd m1}\n" + std::string(leaves) +
+    std::string text = WithBlocks("  %3: f32[4,8] = aten.tanh(%2) {fwd m1}\n" + std::string(leaves) +
                             "  %6: f32[4,8] = aten.mul.Tensor(%3, %2) {bwd m1}\n  grad(%0, %6) {bwd m1}\n");
     bool assigned = text.find("assign") != std::string::npos;  // within the block: only the buffer is changed by it
     EXPECT_EQ(RunText(text, "recompute").find("meta recompute") != std::string::npos, assigned) << text;
@@ -354,8 +354,8 @@ TEST(Recompute, CastsOnShardsAreGatheredAgainInBothOrdersWithPrecision) {
   std::string plain = RunText(text, cast + rest);
   for (const std::string& first : {cast + ",recompute", "recompute," + cast}) {
     std::string out = RunText(text, first + rest);
-    EXPECT_EQ(Count(out, "bf16[64] = gather.start("), 4) << out;
-    EXPECT_EQ(Count(out, "f32[64] = gather.start("), 2) << out;
+    EXPECT_EQ(CountOf(out, "bf16[64] = gather.start("), 4) << out;
+    EXPECT_EQ(CountOf(out, "f32[64] = gather.start("), 2) << out;
     Result<Program> a = Parse(plain), b = Parse(out);
     ASSERT_TRUE(a.ok() && b.ok()) << out;
     InterpretOptions run{.ranks = 2};
@@ -372,9 +372,9 @@ TEST(Recompute, CastsOnShardsAreGatheredAgainInBothOrdersWithPrecision) {
 TEST(Recompute, SelectiveKeepsTheExpensiveResults) {
   std::string text = RunText(Blocks(2).text(), "recompute(mode=selective)");
   std::string backward = text.substr(text.find("aten.ones_like"));
-  EXPECT_EQ(Count(backward, "aten.addmm"), 0);
-  EXPECT_EQ(Count(backward, "aten.relu"), 2);
-  EXPECT_EQ(Count(backward, "aten.tanh("), 2);
+  EXPECT_EQ(CountOf(backward, "aten.addmm"), 0);
+  EXPECT_EQ(CountOf(backward, "aten.relu"), 2);
+  EXPECT_EQ(CountOf(backward, "aten.tanh("), 2);
   EXPECT_EQ(MetaOf(text), "\"selective: 8 ops run again; kept for backward 1.3 KiB instead of 1.3 KiB\"");
   text = RunText(Blocks(2).text(), "recompute(mode=selective,save=aten.relu+aten.tanh)");
   EXPECT_EQ(MetaOf(text), "\"selective: 2 ops run again; kept for backward 1.3 KiB instead of 1.3 KiB\"")
@@ -384,8 +384,8 @@ TEST(Recompute, SelectiveKeepsTheExpensiveResults) {
 TEST(Recompute, SelectiveWithWholeBlocks) {
   std::string text = RunText(Blocks(3).text(), "recompute(mode=selective,whole=blocks.1)");
   std::string backward = text.substr(text.find("aten.ones_like"));
-  EXPECT_EQ(Count(backward, "aten.addmm"), 1);
-  EXPECT_EQ(Count(backward, "aten.relu"), 3);
+  EXPECT_EQ(CountOf(backward, "aten.addmm"), 1);
+  EXPECT_EQ(CountOf(backward, "aten.relu"), 3);
   std::string all = RunText(Blocks(2).text(), "recompute(mode=selective,whole=blocks.0+blocks.1)");
   std::string full = RunText(Blocks(2).text(), "recompute(mode=full)");
   EXPECT_EQ(all.substr(all.find("phase")), full.substr(full.find("phase")));
@@ -412,7 +412,7 @@ TEST(Recompute, BudgetDropsTheCheapestBytesFirstAndNoMoreThanItMust) {
   EXPECT_EQ(meta("2999999"), "\"budget: 1 ops run again; kept for backward 2.0 MiB instead of 3.0 MiB\"");
   EXPECT_EQ(meta("2MiB"), "\"budget: 1 ops run again; kept for backward 2.0 MiB instead of 3.0 MiB\"");
   EXPECT_EQ(meta("1MiB"), "\"budget: 2 ops run again; kept for backward 1.0 MiB instead of 3.0 MiB\"");
-  EXPECT_EQ(Count(RunText(text, "recompute(mode=budget,bytes=1MiB)"), "aten.mm("), 1) << "the product comes last";
+  EXPECT_EQ(CountOf(RunText(text, "recompute(mode=budget,bytes=1MiB)"), "aten.mm("), 1) << "the product comes last";
   EXPECT_EQ(meta("1"), "\"budget: 3 ops run again; kept for backward 0 B instead of 3.0 MiB\"");
 }
 
@@ -469,7 +469,7 @@ TEST(Recompute, BadInputIsExplained) {
 }
 
 TEST(Recompute, SymbolicSizesAreLeftOpenExceptForABudget) {
-  std::string text = With(
+  std::string text = WithBlocks(
       "  %3: f32[b,8] = aten.tanh(%4) {fwd m1}\n  %5: f32[] = aten.sum(%3) {fwd m1}\n"
       "  output(%5) {fwd m1 name=\"loss\"}\n  %6: f32[4,8] = aten.mul.Tensor(%3, %3) {bwd m1}\n  grad(%0, %6) {bwd "
       "m1}\n");
@@ -529,7 +529,7 @@ TEST_P(RecomputeProperty, SameBitsInEveryMode) {
         std::string out = RunText(text, passes);
         Result<Program> program = Parse(out);
         ASSERT_TRUE(program.ok()) << out;
-        repeated += Count(out, "meta recompute");
+        repeated += CountOf(out, "meta recompute");
         Result<RunResult> actual = Interpret(*program, run);
         ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << out;
         ASSERT_EQ(FirstDifference(*expected, *actual), "") << out;

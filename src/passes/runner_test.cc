@@ -18,7 +18,7 @@ class Folder {
   std::string path;
 };
 
-std::vector<PassCall> Calls(const std::string& text) {
+std::vector<PassCall> ParsedCalls(const std::string& text) {
   Result<std::vector<PassCall>> calls = ParsePipeline(text);
   EXPECT_TRUE(calls.ok());
   return calls.ok() ? *calls : std::vector<PassCall>();
@@ -29,7 +29,7 @@ TEST(Runner, DumpsTheTextBeforeAndAfterEveryPass) {
   std::string dir = folder.path + "/a/b", text = GoldenInput("mlp.il");
   Result<Program> program = Parse(text);
   ASSERT_TRUE(program.ok());
-  Result<std::vector<PassReport>> reports = RunPasses(*program, Calls("canonicalize,shard(ranks=2)"), {true, dir, ""});
+  Result<std::vector<PassReport>> reports = RunPasses(*program, ParsedCalls("canonicalize,shard(ranks=2)"), {true, dir, ""});
   ASSERT_TRUE(reports.ok()) << reports.error().ToString();
   ASSERT_EQ(reports->size(), 2u);
   EXPECT_EQ((*reports)[1].pass, "shard(ranks=2)");
@@ -46,7 +46,7 @@ TEST(Runner, AFailureLeavesTheProgramAndAReproFile) {
   Result<Program> program = Parse(text);
   ASSERT_TRUE(program.ok());
   Result<std::vector<PassReport>> reports =
-      RunPasses(*program, Calls("canonicalize,shard(ranks=2),shard(ranks=2),update(clip=1)"), {true, "", repro});
+      RunPasses(*program, ParsedCalls("canonicalize,shard(ranks=2),shard(ranks=2),update(clip=1)"), {true, "", repro});
   ASSERT_FALSE(reports.ok());
   std::string command = "interlace-opt --verify '--passes=shard(ranks=2),update(clip=1)' " + repro;
   EXPECT_TRUE(reports.error().message.ends_with("\nrun again with: " + command)) << reports.error().message;
@@ -60,7 +60,7 @@ TEST(Runner, AnInvalidInputIsNotBlamedOnAPass) {
   text.replace(text.find("aten.mm(%7, %8)"), 15, "aten.mm(%9, %8)");  // used before it is defined
   Result<Program> program = Parse(text);
   ASSERT_TRUE(program.ok());
-  Result<std::vector<PassReport>> reports = RunPasses(*program, Calls("canonicalize"));
+  Result<std::vector<PassReport>> reports = RunPasses(*program, ParsedCalls("canonicalize"));
   ASSERT_FALSE(reports.ok());
   EXPECT_TRUE(reports.error().message.starts_with("the input is not valid: ")) << reports.error().message;
 }

@@ -117,7 +117,7 @@ std::string PrintBuckets(const std::vector<Schedule::Bucket>& buckets) {
   return text;
 }
 
-std::vector<std::string_view> Split(std::string_view text, char separator) {
+std::vector<std::string_view> SplitAt(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   while (!text.empty()) {
     size_t at = std::min(text.find(separator), text.size());
@@ -139,7 +139,7 @@ Result<int32_t> Number(std::string_view text, const std::string& where) {
 Result<std::vector<UnitId>> ReadUnits(const Program& program, std::string_view text, const std::string& where,
                                       std::set<UnitId>& seen) {
   std::vector<UnitId> units;
-  for (std::string_view name : Split(text, '+')) {
+  for (std::string_view name : SplitAt(text, '+')) {
     if (!name.starts_with('u')) return MakeError(where, ": expected units such as u0+u3, found '", name, "'");
     INTERLACE_ASSIGN(int32_t unit, Number(name.substr(1), where));
     if (unit >= static_cast<int32_t>(program.units.size())) {
@@ -158,7 +158,7 @@ Result<std::vector<Schedule::Bucket>> ReadBuckets(const Program& program, const 
   std::set<UnitId> seen;
   const std::string text = options.Text(name, "");
   if (text == "none") return buckets;
-  for (std::string_view part : Split(text, ';')) {
+  for (std::string_view part : SplitAt(text, ';')) {
     Schedule::Bucket bucket;
     const size_t colon = part.find(':');
     INTERLACE_ASSIGN(bucket.units, ReadUnits(program, part.substr(0, colon), "option " + name, seen));

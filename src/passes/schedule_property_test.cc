@@ -116,7 +116,7 @@ TEST_P(ScheduleProperty, SameBitsAsTheTextbookStep) {
 }
 
 // P(o) at its largest over the micro-batch phases, on a cluster that both passes are given.
-int64_t PeakOf(Program& program) {
+int64_t LivePeakOf(Program& program) {
   Result<ClusterSpec> cluster = LoadCluster("l4-24gb-4", "cluster");
   Result<CostModel> model = CostModel::Create(program, *cluster, nullptr);
   int64_t peak = 0;
@@ -146,17 +146,17 @@ TEST_P(ScheduleProperty, LimitsAreObeyedAndUsed) {
                               ",mode=" + test.run.accumulate_mode + "),update,";
     // Gathers at their first uses need the least.
     Program least = After(test, start + "prefetch(limit=1,cluster=l4-24gb-4)");
-    const int64_t limit = PeakOf(least) + 1 + static_cast<int64_t>(random() % 3000);
+    const int64_t limit = LivePeakOf(least) + 1 + static_cast<int64_t>(random() % 3000);
     const std::string options = "(cluster=l4-24gb-4,limit=" + std::to_string(limit) + ")";
     SCOPED_TRACE("seed " + std::to_string(seed) + " " + start + " limit " + std::to_string(limit));
     Program prefetched = After(test, start + "prefetch" + options);
-    EXPECT_LT(PeakOf(prefetched), limit);
+    EXPECT_LT(LivePeakOf(prefetched), limit);
     Program kept = After(test, start + "unshard" + options);
-    EXPECT_LT(PeakOf(kept), limit);
+    EXPECT_LT(LivePeakOf(kept), limit);
     for (UnitId unit : KeepableUnits(kept)) {
       Program more = kept.Clone();
       ASSERT_TRUE(KeepGathered(more, {unit}).ok());
-      EXPECT_GE(PeakOf(more), limit) << "u" << unit << " was skipped although it fits";
+      EXPECT_GE(LivePeakOf(more), limit) << "u" << unit << " was skipped although it fits";
     }
     if (HasFailure()) return;
   }

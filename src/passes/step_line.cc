@@ -10,9 +10,9 @@
 namespace interlace {
 namespace {
 
-class Reader {
+class StepLineReader {
  public:
-  Reader(Program& program, CostModel& model) : program_(program), model_(model) {}
+  StepLineReader(Program& program, CostModel& model) : program_(program), model_(model) {}
 
   Result<StepLine> Run() {
     for (const auto& [phase, count] : program_.RunOrder()) {
@@ -134,7 +134,7 @@ class Reader {
 }  // namespace
 
 Result<StepLine> ReadStepLine(Program& program, CostModel& model) {
-  return Reader(program, model).Run();
+  return StepLineReader(program, model).Run();
 }
 
 bool FreeGradients(Program& program) {

@@ -48,9 +48,9 @@ Result<int64_t> BytesOf(const Program& program, const std::vector<ValueId>& valu
 }
 
 // Reads a phase in one walk; skeleton positions are known as soon as an op is put there.
-class Reader {
+class TransferReader {
  public:
-  Reader(Program& program, Phase& phase, Transfers& out, std::vector<OpId>& skeleton)
+  TransferReader(Program& program, Phase& phase, Transfers& out, std::vector<OpId>& skeleton)
       : program_(program), phase_(phase), out_(out), skeleton_(skeleton) {}
 
   Result<int32_t> Run() {
@@ -270,7 +270,7 @@ void Extend(std::vector<T>& into, std::vector<T>& from) {
 
 Result<Transfers> Transfers::Read(Program& program, Phase& phase) {
   Transfers out(program, phase);
-  INTERLACE_ASSIGN(out.backward_begin_, Reader(program, phase, out, out.skeleton_).Run());
+  INTERLACE_ASSIGN(out.backward_begin_, TransferReader(program, phase, out, out.skeleton_).Run());
   for (Gather& gather : out.gathers) {
     if (gather.need < 0) gather.need = out.size();
     if (gather.end < 0) gather.end = out.size();

@@ -7,11 +7,11 @@
 namespace interlace::plan {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // One point of a stage's frontier: t, and e = t + d. Of two points with t <= t' and e <= e' the second is never needed: the
 // objective sees a stage only through t and e + A.
-struct Point {
+struct Corner {
   double t = 0, e = 0;
   const FrontierPoint* source = nullptr;
 };
@@ -23,9 +23,9 @@ struct Step {                             // one stage of a plan
   uint32_t point = 0;
   double boundary = 0;
 };
-struct Steps {
+struct Staircase {
   std::vector<Step> steps;
-  double largest = 0, end = 0, cost = kInfinity;  // max t, E, objective
+  double largest = 0, end = 0, cost = kNever;  // max t, E, objective
 };
 struct Link {                             // a suffix seen across a boundary
   double boundary = 0, rest = 0;          // rest = A of the suffix + boundary
@@ -66,7 +66,7 @@ class Solver {
   void CollectPoints() {
     struct Raw {
       int32_t stage, layout, layers;
-      Point point;
+      Corner point;
     };
     std::vector<Raw> raw;
     for (int32_t i = 0; i < p_.stages; ++i) {
@@ -159,15 +159,15 @@ class Solver {
     prefix_.resize(p_.stages);
     rest_.resize(p_.stages);
     for (int32_t i = 0; i < p_.stages; ++i) {
-      prefix_[i].assign(reachable_[i].size() * (p_.layers + 1), kInfinity);
-      rest_[i].assign(prefix_[i].size() * layouts_.size(), kInfinity);
+      prefix_[i].assign(reachable_[i].size() * (p_.layers + 1), kNever);
+      rest_[i].assign(prefix_[i].size() * layouts_.size(), kNever);
     }
     longest_ = o_.cutoff_us / p_.micro_batches;  // the objective is at least G * max t
     Windows(longest_);
     prefix_[0][StateIndex(0, p_.devices, p_.layers)] = 0;
     for (int32_t i = 0; i + 1 < p_.stages; ++i) {
       for (int32_t c : p_.counts) {
-        std::vector<double> least(p_.layers + 1, kInfinity);  // t by layers
+        std::vector<double> least(p_.layers + 1, kNever);  // t by layers
         int32_t most = 0;
         for (size_t x = 0; x < layouts_.size(); ++x) {
           if (layouts_[x].devices() != c) continue;
@@ -185,7 +185,7 @@ class Solver {
           double* to = &prefix_[i + 1][StateIndex(i + 1, n - c, 0)];
           for (int32_t l = low; l <= high; ++l) {
             double sum = prefix_[i][StateIndex(i, n, l)];
-            if (sum == kInfinity) continue;
+            if (sum == kNever) continue;
             for (int32_t k = std::max(1, l - high2); k <= std::min(most, l - low2); ++k) to[l - k] = std::min(to[l - k], sum + least[k]);
           }
         }
@@ -256,7 +256,7 @@ class Solver {
     const double* rest = &rest_[i + 1][StateIndex(i + 1, n, l) * count];
     const double* boundary_of = &boundary_[Inside(n)][x * count];
     for (size_t y = 0; y < count; ++y) {
-      if (rest[y] == kInfinity) continue;
+      if (rest[y] == kNever) continue;
       double boundary = boundary_of[y];
       links.push_back({boundary, rest[y] + boundary});
     }
@@ -278,13 +278,13 @@ class Solver {
   }
 
   // The plan of the least sum of t with every t <= T and E <= H.
-  bool Check(double t_limit, double h_limit, Steps& out) {
+  bool Check(double t_limit, double h_limit, Staircase& out) {
     ++checks_;
     Windows(t_limit);
     size_t count = layouts_.size();
     std::vector<Link> links;
     for (int32_t i = p_.stages - 1; i >= 0; --i) {
-      std::fill(rest_[i].begin(), rest_[i].end(), kInfinity);
+      std::fill(rest_[i].begin(), rest_[i].end(), kNever);
       bool last = i + 1 == p_.stages;
       for (int32_t n2 : reachable_[i + 1]) {
         auto [low2, high2] = last ? std::pair<int32_t, int32_t>{0, 0} : Window(i + 1, device_index_[i + 1][n2]);
@@ -317,18 +317,18 @@ class Solver {
     }
     const double* first = &rest_[0][StateIndex(0, p_.devices, p_.layers) * count];
     size_t x = static_cast<size_t>(std::min_element(first, first + count) - first);
-    if (first[x] == kInfinity) return false;
+    if (first[x] == kNever) return false;
     Trace(static_cast<int32_t>(x), t_limit, h_limit, out);
     return true;
   }
 
   bool Dead(int32_t i, int32_t n, int32_t l) const {
     const double* rest = &rest_[i][StateIndex(i, n, l) * layouts_.size()];
-    return std::all_of(rest, rest + layouts_.size(), [](double r) { return r == kInfinity; });
+    return std::all_of(rest, rest + layouts_.size(), [](double r) { return r == kNever; });
   }
 
   // Goes the way that Check found, by finding each step again.
-  void Trace(int32_t x, double t_limit, double h_limit, Steps& out) {
+  void Trace(int32_t x, double t_limit, double h_limit, Staircase& out) {
     out.steps.clear();
     size_t count = layouts_.size();
     int32_t n = p_.devices, l = p_.layers;
@@ -344,7 +344,7 @@ class Solver {
           Link link;
           if (i + 1 < p_.stages) {
             double rest = rest_[i + 1][StateIndex(i + 1, n2, l - k) * count + y];
-            if (rest == kInfinity) continue;
+            if (rest == kNever) continue;
             link.boundary = boundary_[Inside(n2)][x * count + y];
             link.rest = rest + link.boundary;
           }
@@ -362,7 +362,7 @@ class Solver {
     double after = 0, end = 0;
     out.largest = 0;
     for (size_t i = out.steps.size(); i-- > 0;) {
-      const Point& point = points_[out.steps[i].point];
+      const Corner& point = points_[out.steps[i].point];
       double t = point.t + out.steps[i].boundary;
       out.largest = std::max(out.largest, t);
       end = std::max(end, point.e + out.steps[i].boundary + after);
@@ -375,11 +375,11 @@ class Solver {
   // ---- search ----
 
   // The best plan below `cutoff` that `allowed_` leaves; lowers `bound` where it has to stop early.
-  Steps Best(double cutoff, double& bound, const Steps* start = nullptr) {
-    Steps best;
+  Staircase Best(double cutoff, double& bound, const Staircase* start = nullptr) {
+    Staircase best;
     best.cost = cutoff;
     if (start != nullptr && start->cost < cutoff) best = *start;
-    Steps found;
+    Staircase found;
     auto keep = [&] {
       if (found.cost < best.cost) best = found;
     };
@@ -431,14 +431,14 @@ class Solver {
     box.bound = weight_ * box.t_lo + box.h_lo;
     open.push(box);
   }
-  double SumOf(const Steps& plan) const {
+  double SumOf(const Staircase& plan) const {
     double sum = 0;
     for (size_t i = plan.steps.size(); i-- > 0;) sum = points_[plan.steps[i].point].t + (sum + plan.steps[i].boundary);
     return sum;
   }
 
   struct Branch {                         // plans that begin as `plan` does for `fixed` stages and then avoid `without`
-    Steps plan;
+    Staircase plan;
     int32_t fixed = 0;
     std::vector<size_t> without;          // cells of stage `fixed`
     bool operator>(const Branch& o) const { return plan.cost > o.plan.cost; }
@@ -454,13 +454,13 @@ class Solver {
       costs.pop_back();
     };
     std::priority_queue<Branch, std::vector<Branch>, std::greater<>> open;
-    double bound = kInfinity;
-    Steps warm;
+    double bound = kNever;
+    Staircase warm;
     if (!o_.warm.empty()) warm = Warm();
     for (size_t x = 0; x < alike.size(); ++x) {
       if (p_.one_layout) AllowOnly(static_cast<int32_t>(x));
       const std::vector<char> base = allowed_;
-      bool usable = warm.cost < kInfinity && (!p_.one_layout || warm.steps[0].layout == static_cast<int32_t>(x));
+      bool usable = warm.cost < kNever && (!p_.one_layout || warm.steps[0].layout == static_cast<int32_t>(x));
       Branch whole;
       whole.plan = Best(cutoff(), bound, usable ? &warm : nullptr);
       if (whole.plan.steps.empty()) continue;
@@ -485,7 +485,7 @@ class Solver {
         if (j == branch.fixed) other.without = branch.without;
         other.without.push_back(CellIndex(j, branch.plan.steps[j].layout, branch.plan.steps[j].layers));
         for (size_t cell : other.without) allowed_[cell] = 0;
-        double unused = kInfinity;
+        double unused = kNever;
         other.plan = Best(cutoff(), unused);
         if (other.plan.steps.empty()) continue;
         note(other.plan.cost);
@@ -505,8 +505,8 @@ class Solver {
     allowed_[CellIndex(stage, step.layout, step.layers)] = 1;
   }
   // The best plan of the shapes given, if they still make one.
-  Steps Warm() {
-    Steps plan;
+  Staircase Warm() {
+    Staircase plan;
     if (static_cast<int32_t>(o_.warm.size()) != p_.stages) return plan;
     for (int32_t i = 0; i < p_.stages; ++i) {
       const StageShape& shape = o_.warm[i];
@@ -519,14 +519,14 @@ class Solver {
       }
       Fix(i, {x, shape.layers, 0, 0});
     }
-    double unused = kInfinity;
+    double unused = kNever;
     plan = Best(o_.cutoff_us, unused);
-    if (plan.steps.empty()) plan.cost = kInfinity;
+    if (plan.steps.empty()) plan.cost = kNever;
     std::fill(allowed_.begin(), allowed_.end(), 1);
     return plan;
   }
 
-  InterStagePlan Finish(const Steps& plan) const {
+  InterStagePlan Finish(const Staircase& plan) const {
     InterStagePlan out;
     out.cost_us = plan.cost;
     int32_t device = 0;
@@ -544,7 +544,7 @@ class Solver {
   const InterStageOptions& o_;
   const double weight_;                   // G - 1
   std::vector<Layout> layouts_;
-  std::vector<Point> points_;
+  std::vector<Corner> points_;
   std::vector<Cell> cells_;               // by stage, layout, layers
   std::vector<char> allowed_;             // the same
   std::vector<double> boundary_[2];       // between nodes, inside one; by layout, layout
@@ -553,7 +553,7 @@ class Solver {
   std::vector<std::vector<double>> rest_;                       // by stage: [devices left, layers left, layout]: A, or infinity
   std::vector<int32_t> most_;                                   // by stage, layout
   std::vector<std::vector<int32_t>> hold_before_, hold_after_;  // by stage, devices left
-  double longest_ = kInfinity;            // t of use
+  double longest_ = kNever;            // t of use
   int64_t checks_ = 0;
   bool stopped_ = false;
 };

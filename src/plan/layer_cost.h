@@ -10,6 +10,7 @@
 namespace interlace::plan {
 
 enum class Role : uint8_t { kEmbedding, kBlock, kHead };
+inline constexpr int kRoles = 3;  // Role as an index
 
 struct LayerCost {
   double forward_us = 0, backward_us = 0;            // kernels alone

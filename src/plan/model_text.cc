@@ -15,9 +15,9 @@ namespace {
 constexpr int64_t kMaxBlocks = 100000;
 constexpr int64_t kMaxSize = int64_t{1} << 40;  // of a width, a vocabulary, a sequence
 
-class Reader {
+class ModelReader {
  public:
-  Reader(std::string_view text, std::string_view file) : scan_(text, file), file_(file) {}
+  ModelReader(std::string_view text, std::string_view file) : scan_(text, file), file_(file) {}
 
   Result<ModelText> Run() {
     scan_.SkipToContent();
@@ -215,7 +215,7 @@ std::string_view RoleName(Role role) {
 }
 
 Result<ModelText> ReadModelText(std::string_view text, std::string_view file) {
-  return Reader(text, file).Run();
+  return ModelReader(text, file).Run();
 }
 
 std::string WriteModelText(const ModelText& model) {

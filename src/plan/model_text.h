@@ -23,7 +23,6 @@
 
 namespace interlace::plan {
 
-inline constexpr int kRoles = 3;
 std::string_view RoleName(Role role);  // "embedding", "block", "head"
 
 struct ParallelParameter {

@@ -125,9 +125,9 @@ struct Number {
   int64_t* size = nullptr;
 };
 
-class Reader {
+class PlanReader {
  public:
-  Reader(std::string_view text, std::string_view file) : in_(text, file) {}
+  PlanReader(std::string_view text, std::string_view file) : in_(text, file) {}
 
   Result<PlanFile> Run() {
     in_.SkipToContent();
@@ -356,6 +356,6 @@ class Reader {
 
 std::string PrintPlan(const PlanFile& file) { return Printer(file).Run(); }
 
-Result<PlanFile> ParsePlan(std::string_view text, std::string_view file) { return Reader(text, file).Run(); }
+Result<PlanFile> ParsePlan(std::string_view text, std::string_view file) { return PlanReader(text, file).Run(); }
 
 }  // namespace interlace::plan

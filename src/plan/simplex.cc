@@ -58,7 +58,7 @@ OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t 
   const double always = weights + gradients + states + s.pair_gathered_weights[many] + s.neighbours;
   // 16: what rounding each term to whole bytes can take.
   const double limit = static_cast<double>(options.device_bytes) - 16;
-  auto add = [&](double live, double work, Phase phase) {
+  auto add = [&](double live, double work, StagePhase phase) {
     OffloadRegion::Row row;
     const bool first = phase == kForwardFirst, backward = phase == kBackward;
     row.need = always + live + work + (backward ? s.pair_gathered_gradients[many] : 0) - limit;
@@ -79,7 +79,7 @@ OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t 
     out.rows.push_back(row);
   };
   const double p = in_flight;
-  for (Phase phase : {kBackward, kForward, kForwardFirst}) {
+  for (StagePhase phase : {kBackward, kForward, kForwardFirst}) {
     const bool backward = phase == kBackward;
     const double count = phase == kForwardFirst ? 1 : p;
     auto work = [&](const LayerPart& part) { return static_cast<double>(backward ? part.cost.work_backward : part.cost.work_forward); };

@@ -6,33 +6,33 @@
 namespace interlace::plan {
 namespace {
 
-enum class Kind : uint8_t { kKept, kSelective, kFull };
-struct Layer { Role role; Kind kind; };
+enum class Recomputed : uint8_t { kKept, kSelective, kFull };
+struct CountedLayer { Role role; Recomputed kind; };
 
 // The layers of a stage in forward order. Recomputed blocks are spread evenly, so their order among blocks says nothing.
-std::vector<Layer> LayersOf(const Strategy& s) {
-  std::vector<Layer> layers;
-  if (s.embedding) layers.push_back({Role::kEmbedding, Kind::kKept});
+std::vector<CountedLayer> LayersOf(const Strategy& s) {
+  std::vector<CountedLayer> layers;
+  if (s.embedding) layers.push_back({Role::kEmbedding, Recomputed::kKept});
   for (int32_t i = 0; i < s.layers; ++i) {
-    layers.push_back({Role::kBlock, i < s.full ? Kind::kFull : i < s.full + s.selective ? Kind::kSelective : Kind::kKept});
+    layers.push_back({Role::kBlock, i < s.full ? Recomputed::kFull : i < s.full + s.selective ? Recomputed::kSelective : Recomputed::kKept});
   }
-  if (s.head) layers.push_back({Role::kHead, Kind::kKept});
+  if (s.head) layers.push_back({Role::kHead, Recomputed::kKept});
   return layers;
 }
 
-int64_t SavedOf(const LayerPart& part, Kind kind) {
-  return kind == Kind::kFull ? part.cost.saved_full : kind == Kind::kSelective ? part.cost.saved_selective : part.cost.saved_kept;
+int64_t SavedOf(const LayerPart& part, Recomputed kind) {
+  return kind == Recomputed::kFull ? part.cost.saved_full : kind == Recomputed::kSelective ? part.cost.saved_selective : part.cost.saved_kept;
 }
 
-int64_t BackwardWork(const LayerPart& part, Kind kind) {
-  return kind == Kind::kFull        ? part.cost.work_backward_full
-         : kind == Kind::kSelective ? part.cost.work_backward_selective
+int64_t BackwardWork(const LayerPart& part, Recomputed kind) {
+  return kind == Recomputed::kFull        ? part.cost.work_backward_full
+         : kind == Recomputed::kSelective ? part.cost.work_backward_selective
                                     : part.cost.work_backward;
 }
 
 // Most bytes that two neighbouring layers have together: buffers hold the layer at work and the next.
 template <typename Bytes>
-int64_t OfNeighbours(const std::vector<Layer>& layers, Bytes bytes) {
+int64_t OfNeighbours(const std::vector<CountedLayer>& layers, Bytes bytes) {
   int64_t most = bytes(layers[0]);
   for (size_t i = 1; i < layers.size(); ++i) most = std::max(most, bytes(layers[i - 1]) + bytes(layers[i]));
   return most;
@@ -41,10 +41,10 @@ int64_t OfNeighbours(const std::vector<Layer>& layers, Bytes bytes) {
 }  // namespace
 
 StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* explain) {
-  const std::vector<Layer> layers = LayersOf(s);
+  const std::vector<CountedLayer> layers = LayersOf(s);
   int64_t weights = 0, gradients = 0, states = 0, saved = 0;  // saved: by one micro-batch
   int64_t block_saved = 0, block_work = 0, block_backward = 0;  // the largest of the kinds that occur
-  for (const Layer& layer : layers) {
+  for (const CountedLayer& layer : layers) {
     const LayerPart& part = parts.of(layer.role);
     weights += part.weights;
     gradients += part.gradients;
@@ -56,9 +56,9 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
     block_backward = std::max(block_backward, BackwardWork(part, layer.kind));
   }
   auto pair_of = [&](int64_t LayerPart::*member) {
-    return OfNeighbours(layers, [&](const Layer& layer) { return parts.of(layer.role).*member; });
+    return OfNeighbours(layers, [&](const CountedLayer& layer) { return parts.of(layer.role).*member; });
   };
-  const int64_t pair_saved = OfNeighbours(layers, [&](const Layer& layer) {
+  const int64_t pair_saved = OfNeighbours(layers, [&](const CountedLayer& layer) {
     return layer.role == Role::kBlock ? block_saved : SavedOf(parts.of(layer.role), layer.kind);
   });
   const int64_t gathered_weights = pair_of(&LayerPart::gathered_weights);
@@ -118,10 +118,10 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
 }
 
 std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& s, Explanation* explain) {
-  const std::vector<Layer> layers = LayersOf(s);
+  const std::vector<CountedLayer> layers = LayersOf(s);
   const double wo = s.weights_out, go = s.gradients_out, oo = s.states_out, ao = s.activations_out;
   double block_saved = 0;  // mean over the blocks: what the opening and the closing block have, as kinds are spread evenly
-  for (const Layer& layer : layers) {
+  for (const CountedLayer& layer : layers) {
     if (layer.role == Role::kBlock) block_saved += static_cast<double>(SavedOf(parts.of(Role::kBlock), layer.kind));
   }
   block_saved /= s.layers;
@@ -129,7 +129,7 @@ std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& 
   static constexpr const char* kNames[] = {"first forward", "forward", "backward", "last backward"};
   std::array<double, kPhases> total{};
   for (int p = 0; p < kPhases; ++p) {
-    const Phase phase = static_cast<Phase>(p);
+    const StagePhase phase = static_cast<StagePhase>(p);
     const bool backward = phase == kBackward || phase == kBackwardLast;
     std::array<std::array<double, 4>, kRoles> alone{};  // per role: compute, device-device, in, out
     double tensor_parallel = 0, exposed = 0;
@@ -142,10 +142,10 @@ std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& 
       compute += backward ? part.cost.backward_us : part.cost.forward_us;
       tensor_parallel += backward ? part.cost.tp_backward_us : part.cost.tp_forward_us;
       if (phase == kForwardFirst) compute += part.update_us;
-      if (backward && kind == Kind::kFull) {
+      if (backward && kind == Recomputed::kFull) {
         compute += part.cost.recompute_full_us;
         tensor_parallel += part.cost.tp_recompute_full_us;
-      } else if (backward && kind == Kind::kSelective) {
+      } else if (backward && kind == Recomputed::kSelective) {
         compute += part.cost.recompute_selective_us;
         tensor_parallel += part.cost.tp_recompute_selective_us;
       }

@@ -13,8 +13,7 @@
 
 namespace interlace::plan {
 
-enum Phase { kForwardFirst, kForward, kBackward, kBackwardLast, kPhases };
-constexpr int kRoles = 3;  // Role as an index
+enum StagePhase { kForwardFirst, kForward, kBackward, kBackwardLast, kPhases };
 
 // One collective of a layer over the data-parallel group.
 struct LinkTime {
@@ -41,8 +40,8 @@ struct StageParts {
 
   const LayerPart& of(Role role) const { return layer[static_cast<int>(role)]; }
   // What is gathered before a phase's compute, and reduced after it.
-  bool gathers(Phase phase) const { return zero == 3 || (zero >= 1 && phase == kForwardFirst); }
-  const LinkTime* ReduceOf(const LayerPart& part, Phase phase) const {
+  bool gathers(StagePhase phase) const { return zero == 3 || (zero >= 1 && phase == kForwardFirst); }
+  const LinkTime* ReduceOf(const LayerPart& part, StagePhase phase) const {
     if (phase == kBackward) return zero >= 2 ? &part.scatter : nullptr;
     if (phase == kBackwardLast) return zero >= 1 ? &part.scatter : &part.all_reduce;
     return nullptr;

@@ -23,7 +23,7 @@ StageSums SumsOf(const StageParts& parts, bool embedding, bool head) {
     }
   }
   for (int p = 0; p < kPhases; ++p) {
-    const Phase phase = static_cast<Phase>(p);
+    const StagePhase phase = static_cast<StagePhase>(p);
     for (int role = 0; role < kRoles; ++role) {
       const bool backward_embedding = role == 0 && (phase == kBackward || phase == kBackwardLast);
       if (parts.gathers(phase) && !backward_embedding) out.gather[p][role] = parts.layer[role].gather;

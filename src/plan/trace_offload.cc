@@ -35,7 +35,7 @@ std::vector<Overlapped> OverlapsOf(const StageSums& s, int32_t layers, int32_t f
   const double n = layers;
   std::vector<Overlapped> out;
   for (int p = 0; p < kPhases; ++p) {
-    const Phase phase = static_cast<Phase>(p);
+    const StagePhase phase = static_cast<StagePhase>(p);
     const bool backward = phase == kBackward || phase == kBackwardLast;
     for (int role = 0; role < kRoles; ++role) {
       if ((role == 0 && !s.embedding) || (role == 2 && !s.head)) continue;

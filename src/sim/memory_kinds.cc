@@ -68,13 +68,13 @@ std::vector<std::string> ModulesOfUnits(const Program& program) {
   return out;
 }
 
-struct Persistent {
+struct PersistentRoot {
   ValueId value;
   std::string module;
 };
 
-std::vector<Persistent> PersistentRoots(const Program& program) {
-  std::vector<Persistent> out;
+std::vector<PersistentRoot> PersistentRoots(const Program& program) {
+  std::vector<PersistentRoot> out;
   std::vector<std::string> units = ModulesOfUnits(program);
   auto parent = [](std::string_view name) {
     return std::string(name.substr(0, name.rfind('.') == name.npos ? 0 : name.rfind('.')));
@@ -106,7 +106,7 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
   BytesByKind persistent{};
   const Residency residency = ComputeResidency(program);
   const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
-  for (Persistent& root : PersistentRoots(program)) {
+  for (PersistentRoot& root : PersistentRoots(program)) {
     if (moving.contains(root.value)) continue;  // among the storages of each phase
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(root.value).type));
     persistent[static_cast<size_t>(kinds[root.value])] += bytes;

@@ -34,7 +34,7 @@ std::vector<int64_t> Integers(const AtenCall& call, size_t i) {
   for (const Arg& item : arg.list) out.push_back(item.integer.value);
   return out;
 }
-int64_t Axis(int64_t axis, size_t rank) {
+int64_t AxisOf(int64_t axis, size_t rank) {
   return axis < 0 ? axis + static_cast<int64_t>(rank) : axis;
 }
 
@@ -99,8 +99,8 @@ Result<Dense> Transpose(const AtenCall& call) {
   std::vector<int64_t> order(x.sizes.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
   if (order.size() < 2) return x;
-  int64_t a = Axis(static_cast<int64_t>(Number(call, 1, "dim0", 0)), order.size());
-  int64_t b = Axis(static_cast<int64_t>(Number(call, 2, "dim1", 1)), order.size());
+  int64_t a = AxisOf(static_cast<int64_t>(Number(call, 1, "dim0", 0)), order.size());
+  int64_t b = AxisOf(static_cast<int64_t>(Number(call, 2, "dim1", 1)), order.size());
   if (std::min(a, b) < 0 || std::max(a, b) >= static_cast<int64_t>(order.size()))
     return MakeError("a dimension is out of range");
   std::swap(order[a], order[b]);
@@ -109,7 +109,7 @@ Result<Dense> Transpose(const AtenCall& call) {
 Result<Dense> Permute(const AtenCall& call) {
   Dense x = call.read(call.op.args[0].value);
   std::vector<int64_t> order = Integers(call, 1);
-  for (int64_t& axis : order) axis = Axis(axis, x.sizes.size());
+  for (int64_t& axis : order) axis = AxisOf(axis, x.sizes.size());
   return Permuted(x, order);
 }
 Result<Dense> Reshape(const AtenCall& call) {
@@ -125,7 +125,7 @@ Result<Dense> Sum(const AtenCall& call) {
   std::vector<bool> reduced(rank, false);
   std::vector<int64_t> axes = Integers(call, 1);
   for (int64_t axis : axes) {
-    axis = Axis(axis, rank);
+    axis = AxisOf(axis, rank);
     if (axis < 0 || axis >= static_cast<int64_t>(rank)) return MakeError("a dimension of sum is out of range");
     reduced[axis] = true;
   }
