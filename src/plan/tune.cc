@@ -14,7 +14,7 @@
 namespace interlace::plan {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 constexpr double kCoarse = 1e-3;         // precision while some frontiers are still bounds
 
 struct KeyHash {
@@ -163,9 +163,9 @@ class Tuner {
   bool Late() const {
     return o_.time_limit_s > 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > o_.time_limit_s;
   }
-  double Cutoff() const { return static_cast<int32_t>(best_.size()) < o_.top ? kInfinity : best_.back().plan.cost_us; }
+  double Cutoff() const { return static_cast<int32_t>(best_.size()) < o_.top ? kUnbounded : best_.back().plan.cost_us; }
   double Bound() const {
-    double bound = best_.empty() ? kInfinity : best_.front().plan.cost_us;
+    double bound = best_.empty() ? kUnbounded : best_.front().plan.cost_us;
     for (const Pair& pair : pairs_) {
       if (!pair.done) bound = std::min(bound, pair.bound_us);
     }
@@ -253,7 +253,7 @@ class Tuner {
       open.pop();
       if (pair.bound_us < Cutoff() && !pair.bounded) {
         INTERLACE_TRY(BoundPair(pair));
-        if (Cutoff() < kInfinity && pair.bound_us < Cutoff()) {
+        if (Cutoff() < kUnbounded && pair.bound_us < Cutoff()) {
           open.push(index);
           continue;
         }
@@ -272,10 +272,10 @@ class Tuner {
 
   // All devices at the work of all blocks, each as fast as any stage of any size could be.
   double WorkBound(int32_t micro_batches) {
-    auto [at, added] = work_.try_emplace(micro_batches, kInfinity);
+    auto [at, added] = work_.try_emplace(micro_batches, kUnbounded);
     if (!added) return at->second;
     int32_t devices = static_cast<int32_t>(cluster_.devices);
-    double least = kInfinity;
+    double least = kUnbounded;
     for (int32_t count : FreeDeviceCounts(devices, static_cast<int32_t>(cluster_.per_node))) {
       for (int32_t l = 1; l <= layers_.blocks(); ++l) {
         for (const FrontierPoint& point : frontiers_.Of({l, false, false, count, micro_batches, 1})) {
@@ -410,7 +410,7 @@ class Tuner {
       for (const PlanStage& stage : plan.stages) shapes.stages.emplace_back().point.strategy = stage.strategy;
       std::vector<StageKey> keys;
       for (int32_t i = 0; i < p.stages; ++i) keys.push_back(KeyOf(p, shapes, i));
-      frontiers_.Compute(std::move(keys), kInfinity);
+      frontiers_.Compute(std::move(keys), kUnbounded);
       Status tried = TryShapes(p, shapes);
       (void)tried.ok();  // a plan that no longer fits is no help, and no harm
       return;
