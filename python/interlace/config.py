@@ -66,6 +66,7 @@ class Config:
     memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes)
     tier             a folder on a local disk for what leaves memory when memory_limit asks for it; of this run alone
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
+    arena            CPUs: what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
     dump_ir          a folder that gets the program before and after every pass
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
@@ -100,6 +101,7 @@ class Config:
     memory_limit: int | str | None = None
     tier: str | None = None
     tier_bandwidth: int | str | None = None
+    arena: bool = True
     dump_ir: str | None = None
     skip_nonfinite: bool = False
     deterministic: bool = False
@@ -122,7 +124,7 @@ class Config:
         self._one_of("rng", ("keyed", "compat"))
         self._whole("accumulation", 1)
         self._whole("seed", 0)
-        for name in ("fullgraph", "debug", "skip_nonfinite", "deterministic"):
+        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._positive("timeout_s")

@@ -132,7 +132,7 @@ class Programs:
             raise ProgramError(str(e)) from e
         self.check_memory(program)
         options = {
-            "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug,
+            "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
             "skip_nonfinite": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
@@ -169,6 +169,8 @@ class Programs:
             return
         summary = program.summary()
         need = predicted_peak_bytes(summary)
+        if self.config.arena and self.peers.device.type == "cpu":
+            need = summary["persistent_bytes"] + summary["step_bytes"] + program.memory_plan()["top_bytes"]
         if need > limit:
             raise InterlaceError(
                 f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "

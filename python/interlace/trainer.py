@@ -230,6 +230,7 @@ class Trainer(TrainerFiles, TrainerDiagnosis):
         self._check_open()
         return {
             **self._executor.stats(),
+            "arena": self._executor.arena_stats(),
             "trainer_steps": self.steps,
             "swaps": self.swaps,
             **(self._shapes.stats() if self._shapes else {}),

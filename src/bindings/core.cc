@@ -13,6 +13,7 @@
 
 #include "bindings/core.h"
 #include "io/checksum.h"
+#include "ir/memory_plan.h"
 #include "ir/program.h"
 #include "ir/residency.h"
 #include "ir/text.h"
@@ -214,6 +215,22 @@ py::dict SummaryDict(const ProgramSummary& summary) {
   return out;
 }
 
+py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<int64_t>>& workspaces, int limit) {
+  Binding ranks;  // any rank: all have the same sizes
+  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
+  const Program bound = Take(Bind(program, ranks));
+  MemoryPlanOptions options;
+  options.workspace = workspaces;
+  const MemoryPlan plan = Take(PlanMemory(bound, options));
+  py::dict out;
+  out["top_bytes"] = plan.top();
+  out["live_bytes"] = plan.live_bytes;
+  out["fragmentation"] = plan.Fragmentation();
+  out["blocks"] = plan.blocks.size();
+  out["text"] = DescribeMemoryPlan(bound, plan, limit);
+  return out;
+}
+
 py::list RunPipeline(Program& program, const std::string& pipeline, bool verify,
                      const std::optional<std::string>& dump_dir, const std::optional<std::string>& repro) {
   std::vector<PassReport> reports;
@@ -304,6 +321,9 @@ PYBIND11_MODULE(_core, m) {
       .def("symbols", &Symbols)
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
+      .def("memory_plan", &MemoryPlanDict, py::arg("workspaces") = std::vector<std::vector<int64_t>>(), py::arg("limit") = 12,
+           "The arena of a step (ir/memory_plan.h): top, live sum, fragmentation, and a text. workspaces: bytes that kernels take "
+           "inside, by phase and op, as Executor.workspaces() gives them.")
       .def(
           "explain", [](const Program& p) { return Take(Explain(p)); }, "What a search decided, with its numbers.")
       .def("run_passes", &RunPipeline, py::arg("pipeline"), py::arg("verify") = true,

@@ -51,7 +51,7 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {"rng",          "seed",  "debug", "skip_nonfinite",
-                                                        "trace_memory", "opaque", "tier",
+                                                        "trace_memory", "opaque", "tier", "arena",
                                                         "tier_bandwidth"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
@@ -64,6 +64,7 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.keyed_random = rng == "keyed";
   options.seed = Take<uint64_t>(dict, "seed", 0);
   options.debug = Take<bool>(dict, "debug", false);
+  options.arena = Take<bool>(dict, "arena", true);
   options.trace_memory = Take<bool>(dict, "trace_memory", false);
   options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
   options.tier = Take<std::string>(dict, "tier", "");
@@ -130,6 +131,28 @@ py::dict StatsDict(const ExecutorStats& stats) {
   dict["tier_buffer_bytes"] = stats.tier.buffer_bytes;
   dict["tier_direct"] = stats.tier.direct;
   dict["tier_note"] = stats.tier_note;
+  return dict;
+}
+
+py::dict ArenaDict(const ArenaStats& stats) {
+  const auto requests = [](const std::vector<ArenaStats::Request>& list) {
+    py::list out;
+    for (const auto& r : list) out.append(py::dict(py::arg("op") = r.op, py::arg("bytes") = r.bytes, py::arg("times") = r.times));
+    return out;
+  };
+  py::dict dict;
+  dict["on"] = stats.on;
+  dict["why_not"] = stats.why_not;
+  dict["settled"] = stats.settled;
+  dict["planned_bytes"] = stats.planned_bytes;
+  dict["top_bytes"] = stats.top_bytes;
+  dict["live_bytes"] = stats.live_bytes;
+  dict["fragmentation"] = stats.fragmentation;
+  dict["resident_bytes"] = stats.resident_bytes;
+  dict["first_peak_bytes"] = stats.first_peak_bytes;
+  dict["outside_peak_bytes"] = stats.outside_peak_bytes;
+  dict["kept"] = requests(stats.kept);
+  dict["unforeseen"] = requests(stats.unforeseen);
   return dict;
 }
 
@@ -207,6 +230,13 @@ PYBIND11_MODULE(_runtime, m) {
       .def(
           "leave", [](Executor& self) { WithoutLock([&] { self.Leave(); return 0; }); },
           "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
+      .def("arena_stats", [](const Executor& self) { return ArenaDict(self.ArenaStatistics()); },
+           "What the arena of a step is, and what did not go through it.")
+      .def("workspaces", &Executor::Workspaces, "By phase and place of the op: bytes that its kernel takes inside, as learned.")
+      .def("memory_plan", [](const Executor& self) {
+             const MemoryPlan* plan = self.memory_plan();
+             return plan == nullptr ? py::object(py::none()) : py::object(py::str(DescribeMemoryPlan(self.program(), *plan)));
+           }, "The plan of the arena as text; None without one.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
   BindSnapshot(m, executor);
   BindTrace(m, executor);

@@ -38,6 +38,7 @@ class Planner {
     FollowTransfers();
     if (!Spans()) return std::optional<MemoryPlan>();
     INTERLACE_TRY(Total());
+    if (!options_.pack) return std::optional<MemoryPlan>(std::move(plan_));
     plan_.packing = PackArena(plan_.lives);
     if (Status status = CheckPacking(plan_.lives, plan_.packing.offsets, plan_.packing.top); !status.ok()) {
       return MakeError("the memory plan is wrong, a bug: ", status.error().message);

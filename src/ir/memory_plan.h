@@ -59,6 +59,7 @@ struct MemoryPlanOptions {
   std::vector<std::vector<int64_t>> workspace;
   // Reductions receive into the arena: what the other ranks send, each piece at a multiple of kArenaAlignment (CPUs).
   bool receive_buffers = true;
+  bool pack = true;  // false: lives only, no offsets
 };
 
 // Bytes that a reduction receives in all, 0 for other ops and on an axis of one rank.

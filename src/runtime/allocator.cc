@@ -3,9 +3,12 @@
 #include <c10/core/CPUAllocator.h>
 #include <malloc.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <utility>
+
+#include "runtime/arena_memory.h"
 
 namespace interlace {
 
@@ -16,7 +19,16 @@ struct ThreadCount {
   int32_t op = -1, peak_op = -1;
   int64_t peak = 0, recent_peak = 0;
 };
+struct ThreadArena {
+  bool serving = false;
+  const ExpectedBlock *next = nullptr, *end = nullptr;
+  std::vector<std::pair<const char*, int64_t>> served;  // and not returned
+  int32_t clock = 0;  // requests and returns of the current op
+  std::vector<AskedBlock>* log = nullptr;
+  std::vector<UnforeseenBlock> unforeseen;
+};
 thread_local ThreadCount tls;
+thread_local ThreadArena arena;
 std::atomic<int64_t> live{0};
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_delete = nullptr;
@@ -25,23 +37,75 @@ int64_t BlockBytes(void* pointer) {
   return static_cast<int64_t>(malloc_usable_size(pointer));
 }
 
+void NoteReturn(const void* pointer) {
+  if (arena.log == nullptr) return;
+  for (auto it = arena.log->rbegin(); it != arena.log->rend(); ++it) {
+    if (it->block != pointer || it->freed >= 0) continue;
+    it->freed = arena.clock++;
+    return;
+  }
+}
+
 void CountedDelete(void* pointer) {
   if (pointer == nullptr) return;
+  NoteReturn(pointer);
   live.fetch_sub(BlockBytes(pointer), std::memory_order_relaxed);
   base_delete(pointer);
 }
 
-// For raw_deallocate: the block may be counted or not.
+void ArenaDelete(void* pointer) {
+  const auto found = std::find_if(arena.served.begin(), arena.served.end(), [&](const auto& s) { return s.first == pointer; });
+  if (found != arena.served.end()) arena.served.erase(found);
+  NoteReturn(pointer);
+}
+
+// For raw_deallocate: the block may be of an arena, counted, or neither.
 void RawDelete(void* pointer) {
+  if (ArenaMemory::Holds(pointer)) return ArenaDelete(pointer);
   tls.on ? CountedDelete(pointer) : base_delete(pointer);
+}
+
+// Whether nothing that was served and not returned lies there: places of requests that did not overlap in time are shared.
+bool Free(const char* place, int64_t bytes) {
+  return std::none_of(arena.served.begin(), arena.served.end(),
+                      [&](const auto& other) { return other.first < place + bytes && place < other.first + other.second; });
+}
+
+// The place of a request, or nullptr. Requests come in the order that was learned; one that is missing is skipped. Sizes that
+// depend on data may be smaller than those that were learned.
+char* PlaceOf(int64_t bytes) {
+  for (const bool exact : {true, false}) {
+    for (const ExpectedBlock* at = arena.next; at != arena.end; ++at) {
+      if (exact ? at->bytes != bytes : at->bytes < bytes || at->exact) continue;
+      if (at->place != nullptr && !Free(at->place, bytes)) continue;
+      arena.next = at + 1;
+      return at->place;
+    }
+  }
+  auto& list = arena.unforeseen;
+  const auto found = std::find_if(list.begin(), list.end(), [&](const UnforeseenBlock& u) { return u.op == tls.op && u.bytes == bytes; });
+  if (found != list.end()) {
+    ++found->times;
+  } else if (list.size() < 256) {
+    list.push_back({tls.op, bytes, 1});
+  }
+  return nullptr;
 }
 
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
+    if (arena.serving && bytes != 0) {
+      if (char* place = PlaceOf(static_cast<int64_t>(bytes)); place != nullptr) {
+        arena.served.emplace_back(place, static_cast<int64_t>(bytes));
+        if (arena.log != nullptr) arena.log->push_back({static_cast<int64_t>(bytes), place, arena.clock++});
+        return {place, place, &ArenaDelete, c10::Device(c10::kCPU)};
+      }
+    }
     c10::DataPtr data = base->allocate(bytes);
     if (!tls.on || data.get() == nullptr || data.get_deleter() != base_delete) return data;
     void* pointer = data.release_context();
+    if (arena.serving && arena.log != nullptr) arena.log->push_back({static_cast<int64_t>(bytes), pointer, arena.clock++});
     const int64_t now = live.fetch_add(BlockBytes(pointer), std::memory_order_relaxed) + BlockBytes(pointer);
     if (now > tls.recent_peak) tls.recent_peak = now;
     if (now > tls.peak) {
@@ -88,6 +152,48 @@ int64_t MemoryScope::TakePeak() {
 
 MemoryUse MemoryScope::Use() {
   return {live.load(std::memory_order_relaxed), tls.peak, tls.peak_op};
+}
+
+void ArenaHook::Begin(std::vector<AskedBlock>* log) {
+  arena.next = arena.end = nullptr;
+  arena.served.clear();
+  arena.log = log;
+  arena.unforeseen.clear();
+  arena.serving = true;
+}
+
+void ArenaHook::End() {
+  arena.serving = false;
+  arena.log = nullptr;
+}
+
+void ArenaHook::Expect(int32_t op, const ExpectedBlock* begin, const ExpectedBlock* end) {
+  tls.op = op;
+  arena.next = begin;
+  arena.end = end;
+  arena.clock = 0;
+  if (arena.log != nullptr) arena.log->clear();
+}
+
+int64_t ArenaHook::Outstanding() {
+  return static_cast<int64_t>(arena.served.size());
+}
+
+void ArenaHook::IsResult(const void* block, const void* place) {
+  if (arena.log == nullptr) return;
+  for (AskedBlock& asked : *arena.log) {
+    if (asked.block == block && asked.freed < 0) asked.result_of = place;
+  }
+}
+
+const std::vector<UnforeseenBlock>& ArenaHook::Unforeseen() {
+  return arena.unforeseen;
+}
+
+ArenaHook::Outside::Outside() : was_serving_(std::exchange(arena.serving, false)) {}
+
+ArenaHook::Outside::~Outside() {
+  arena.serving = was_serving_;
 }
 
 }  // namespace interlace

@@ -1,18 +1,22 @@
-// allocator.h — counts the bytes that CPU tensors of a step take, live and at the peak, and remembers which op made the
-// peak.
+// allocator.h — stands in front of torch's CPU allocator: counts what a step takes, serves kernels from the step's arena, and
+// notes what they ask for.
 //
-// torch has one CPU allocator per process, so the counting one is installed once and passes everything to the one
-// before it. Counting is switched on per thread (MemoryScope); elsewhere a call costs one thread-local test. A counted
-// block is marked by its deleter, so it is subtracted wherever it is freed; only blocks that a library takes through
-// the raw interface (oneDNN's scratch) are subtracted by the thread that frees them. Sizes are what malloc really set
-// aside.
+// torch has one CPU allocator per process, so ours is installed once and passes everything to the one before it. It is switched
+// on per thread (MemoryScope); elsewhere a call costs one thread-local test. A counted block is marked by its deleter, so it is
+// subtracted wherever it is freed; only blocks that a library takes through the raw interface (oneDNN's scratch) are subtracted
+// by the thread that frees them. Sizes are what malloc really set aside.
+//
+// Arena (arena.h): before an op runs, the executor says what it is expected to ask for and where that lies. A request of that
+// size gets that place; any other goes to torch's allocator and is counted as unforeseen. Nothing of what was served may be
+// alive when the op has ended.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace interlace {
 
-// Puts the counting allocator in front of torch's. Safe to call many times; never removed.
+// Puts our allocator in front of torch's. Safe to call many times; never removed.
 void InstallCountingAllocator();
 
 struct MemoryUse {
@@ -36,6 +40,53 @@ class MemoryScope {
 
  private:
   bool was_on_;
+};
+
+// One request that an op is expected to make.
+struct ExpectedBlock {
+  int64_t bytes = 0;
+  char* place = nullptr;  // nullptr: it is left to torch's allocator, because the kernel keeps it
+  bool exact = false;     // a result: nothing smaller goes there
+};
+
+// One request that an op made.
+struct AskedBlock {
+  int64_t bytes = 0;
+  const void* block = nullptr;
+  int32_t asked = 0, freed = -1;    // position among the op's requests and returns; -1: not returned
+  const void* result_of = nullptr;  // the planned place of the result that it turned out to be
+};
+
+// A request that no place was planned for.
+struct UnforeseenBlock {
+  int32_t op = -1;
+  int64_t bytes = 0, times = 0;
+};
+
+// The arena's side of the hook, of this thread.
+class ArenaHook {
+ public:
+  // Requests are served (within a MemoryScope) until End. `log`: filled with the requests of the current op; may be nullptr.
+  static void Begin(std::vector<AskedBlock>* log);
+  static void End();
+  // The op that runs from now on and what it is expected to ask for.
+  static void Expect(int32_t op, const ExpectedBlock* begin, const ExpectedBlock* end);
+  // Blocks that were served and not returned yet. Not 0 when an op has ended: it kept one.
+  static int64_t Outstanding();
+  // The logged request at `block` is a result whose planned place is `place`.
+  static void IsResult(const void* block, const void* place);
+  static const std::vector<UnforeseenBlock>& Unforeseen();
+  // While it lives, requests are the caller's own business: nothing is served, noted or held against the op.
+  class Outside {
+   public:
+    Outside();
+    ~Outside();
+    Outside(const Outside&) = delete;
+    Outside& operator=(const Outside&) = delete;
+
+   private:
+    bool was_serving_;
+  };
 };
 
 }  // namespace interlace

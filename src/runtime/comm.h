@@ -39,6 +39,9 @@ class Comm {
   // In-place sum of a small tensor (integers: exact in any order; floats: in rank order on tcp).
   virtual Result<Ticket> StartAllReduce(at::Tensor value, std::string label) = 0;
   virtual Status Wait(Ticket ticket) = 0;
+  // The next StartReduce or StartAllReduce receives into this, until it is waited for, and not into a buffer of the transport's own.
+  // Bytes: ReceiveBytes (ir/memory_plan.h). Transports without such a buffer have no use for it.
+  virtual void OfferReceiveBuffer(at::Tensor /*bytes*/) {}
   // Moves what can be moved without waiting. Costs nothing when nothing is under way; to be called between the ops of a step.
   virtual void Progress() {}
   // Ends this rank's part for good: its connections close, so that ranks that wait for it hear of it at once.

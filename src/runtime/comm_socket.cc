@@ -59,6 +59,7 @@ class SocketComm final : public Comm {
   }
   Status Wait(Ticket ticket) override { return WaitFor(ticket, timeout_s_); }
   void Progress() override { mesh_->Progress(); }
+  void OfferReceiveBuffer(at::Tensor bytes) override { offered_ = std::move(bytes); }
   void Leave() override { mesh_->Leave(); }
 
   Stats stats() const override {
@@ -85,6 +86,7 @@ class SocketComm final : public Comm {
     CollectiveKind kind;
     std::vector<at::Tensor> inputs, outputs;
     at::Tensor scratch;  // of reductions: for each tensor, the pieces of all peers, in peer order
+    bool offered = false;  // the scratch is the caller's
     Exchange exchange;
     bool recorded = false;
     Times times;
@@ -113,6 +115,7 @@ class SocketComm final : public Comm {
   Ticket next_ticket_ = 1;
   bool recording_ = false;
   std::map<Ticket, Times> times_;
+  at::Tensor offered_;                    // for the next reduction
   std::vector<at::Tensor> free_scratch_;  // receive buffers kept for the next reduction
   int64_t scratch_bytes_ = 0;             // all of them, in use or free
   Stats stats_;
@@ -153,7 +156,9 @@ void SocketComm::Plan(Op& op) {
   std::vector<int64_t> scratch_at(count + 1, 0);
   if (!gather) {
     for (size_t i = 0; i < count; ++i) scratch_at[i + 1] = scratch_at[i] + Padded(PieceBytes(op, i)) * (spec_.size - 1);
-    op.scratch = TakeScratch(scratch_at[count]);
+    op.offered = offered_.defined() && offered_.numel() >= scratch_at[count];
+    op.scratch = op.offered ? offered_ : TakeScratch(scratch_at[count]);
+    offered_.reset();
   }
   op.exchange.sends.resize(spec_.size);
   op.exchange.receives.resize(spec_.size);
@@ -220,7 +225,7 @@ Status SocketComm::WaitFor(Ticket ticket, double timeout_s) {
     op->times.end_ns = op->exchange.end_ns;
     times_[ticket] = op->times;
   }
-  if (op->scratch.defined()) free_scratch_.push_back(std::move(op->scratch));
+  if (op->scratch.defined() && !op->offered) free_scratch_.push_back(std::move(op->scratch));
   ops_.erase(ticket);
   return Ok{};
 }

@@ -15,6 +15,14 @@ namespace interlace {
 
 namespace {
 
+std::string PeakOpOf(const Program& program, const MemoryPlan& plan) {
+  for (const PlanVariant& v : plan.variants) {
+    const int64_t place = int64_t{plan.packing.live_at} - v.axis - 1;
+    if (place >= 0 && place < static_cast<int64_t>(v.phase->ops.size())) return PrintOp(program, program.op(v.phase->ops[place]));
+  }
+  return "";
+}
+
 size_t HyperCount(const std::string& optimizer) {
   return optimizer == "adamw" || optimizer == "adam" || optimizer == "sgd" ? 7 : 0;
 }
@@ -118,13 +126,21 @@ Executor::Place Executor::Where() const {
   return place;
 }
 
+Error Executor::KeptBlock(OpId id) const {
+  return OpFailure(id, "it keeps memory that it gave back in the steps that the memory plan was made from; train without the arena "
+                       "(arena=False)");
+}
+
 Status Executor::RunPhase(const Plan& plan) {
   const Instruction* at = plan.instructions.data();
   const Instruction* const end = at + plan.instructions.size();
   try {
     for (; at != end; ++at) {
       AtOp(at->op);
+      ArenaHook::Expect(at->op, plan.expected.data() + at->expect_begin, plan.expected.data() + at->expect_end);
       at->run(at->data, frame_);
+      if (learning_) Learn(plan, *at);
+      if (ArenaHook::Outstanding() != 0) return KeptBlock(at->op);
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
       MoveTransfers();
     }
@@ -156,33 +172,42 @@ Status Executor::RunPhaseObserved(const Plan& plan, bool update, DebugObserver& 
   return Ok{};
 }
 
-Status Executor::EnterPhase(const Phase& phase) {
+Status Executor::EnterPhase(const Phase& phase, const PlanVariant* variant) {
   if (phase.takes.empty()) return Ok{};
   if (handed_on_.size() != phase.takes.size()) {
     return MakeError("the phase ", phase.name, " takes ", phase.takes.size(), " values, but the phase before gave ",
                      handed_on_.size());
   }
   for (size_t i = 0; i < phase.takes.size(); ++i) {
-    if (!fixed_[phase.takes[i]].defined()) frame_.slots[phase.takes[i]] = std::move(handed_on_[i].first);
-    frame_.transfer_of[phase.takes[i]] = handed_on_[i].second;
+    at::Tensor& slot = frame_.slots[phase.takes[i]];
+    auto& [given, transfer] = handed_on_[i];
+    if (InArena(variant, phase.takes[i])) {
+      if (given.const_data_ptr() != slot.const_data_ptr()) {  // made by another plan, or a view of something larger
+        if (transfer >= 0 && frame_.transfers[transfer].ticket != 0) {
+          INTERLACE_TRY(frame_.transfers[transfer].comm->Wait(std::exchange(frame_.transfers[transfer].ticket, 0)));
+        }
+        slot.copy_(given);
+      }
+    } else if (!fixed_[phase.takes[i]].defined()) {
+      slot = std::move(given);
+    }
+    frame_.transfer_of[phase.takes[i]] = transfer;
   }
   handed_on_.clear();
   return Ok{};
 }
 
-void Executor::LeavePhase(const Phase& phase) {
+void Executor::LeavePhase(const Phase& phase, const PlanVariant* variant) {
   for (ValueId id : phase.gives) {
     handed_on_.emplace_back(frame_.slots[id], frame_.transfer_of[id]);
-    if (!fixed_[id].defined()) frame_.slots[id].reset();
+    if (!fixed_[id].defined() && !InArena(variant, id)) frame_.slots[id].reset();
     frame_.transfer_of[id] = -1;
   }
 }
 
 void Executor::DropTemporaries() {
-  for (ValueId id = 0; id < program_.num_values(); ++id) {
-    if (!fixed_[id].defined()) frame_.slots[id].reset();
-    frame_.transfer_of[id] = -1;
-  }
+  ResetSlots();
+  std::fill(frame_.transfer_of.begin(), frame_.transfer_of.end(), -1);
   frame_.stack.clear();
   frame_.transfers.clear();
   frame_.outputs.clear();
@@ -196,12 +221,18 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
   frame_.finite = true;
   frame_.coef = 1;
   size_t micro_batch = 0;
+  const bool in_arena = arena_ && observer == nullptr;
+  size_t entry = 0;
   for (const auto& [phase, count] : program_.RunOrder()) {
-    const Plan& plan = plans[phase - program_.phases.data()];
+    const size_t this_entry = entry++;
     const bool takes_inputs = phase->name != "update";
     if (!takes_inputs && !update) continue;
     for (int64_t i = 0; i < count; ++i) {
-      INTERLACE_TRY(EnterPhase(*phase));
+      const size_t index = PlanIndex(phase, this_entry, i, in_arena);
+      const Plan& plan = plans[index];
+      const PlanVariant* variant = in_arena ? &arena_->plan().variants[index] : nullptr;
+      if (variant != nullptr) UseTurn(variant->turn);
+      INTERLACE_TRY(EnterPhase(*phase, variant));
       if (random_) random_->SetPosition(static_cast<uint64_t>(step), micro_batch);
       if (takes_inputs) {
         if (micro_batch >= micro_batches.size())
@@ -217,7 +248,7 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
       } else {
         INTERLACE_TRY(record_.mode == TraceMode::kOff ? RunPhase(plan) : RunPhaseRecorded(plan));
       }
-      LeavePhase(*phase);
+      LeavePhase(*phase, variant);
       if (takes_inputs) ++micro_batch;
     }
   }
@@ -247,8 +278,11 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
     if (debug_plans_.empty()) INTERLACE_TRY(BuildPlans(/*keep_operands=*/true, debug_plans_));
     observer.emplace(program_, /*record_all=*/false, "");
   }
+  TakeTheFloor();
+  if (arena_) ArenaHook::Begin(learning_ ? &log_ : nullptr);
   const Status status =
       RunStep(micro_batches, observer ? debug_plans_ : plans_, step, /*update=*/true, observer ? &*observer : nullptr);
+  ArenaHook::End();
   EndRecord();
   if (!status.ok()) {
     (void)bank_->Drain();  // the failure that stopped the step is the one to tell
@@ -263,6 +297,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
     peak_op_ = use.peak_op;
   }
   live_extra_ = use.live_bytes - live_before;
+  INTERLACE_TRY(SettleArena());
 
   StepResult result;
   result.outputs = std::move(frame_.outputs);
@@ -295,6 +330,7 @@ Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> mic
   frame_.outer = &outer;
   INTERLACE_TRY(Settle());
   if (debug_plans_.empty()) INTERLACE_TRY(BuildPlans(/*keep_operands=*/true, debug_plans_));
+  frame_.slots = fixed_;  // not those in the arena; DropTemporaries puts them back
   std::vector<std::pair<at::Tensor, at::Tensor>> saved;
   for (const Buffer& buffer : program_.buffers) {
     const at::Tensor& tensor = fixed_[buffer.value];
@@ -346,8 +382,10 @@ ExecutorStats Executor::stats() const {
   }
   if (device_.is_cpu()) {
     stats.live_bytes = stats.persistent_bytes + live_extra_;
-    stats.peak_bytes = stats.persistent_bytes + peak_extra_;
-    if (peak_op_ != kNone) stats.peak_op = PrintOp(program_, program_.op(peak_op_));
+    stats.peak_bytes = stats.persistent_bytes + peak_extra_ + (arena_ ? arena_->plan().top() : 0);
+    if (arena_) {
+      stats.peak_op = PeakOpOf(program_, arena_->plan());
+    } else if (peak_op_ != kNone) stats.peak_op = PrintOp(program_, program_.op(peak_op_));
   } else {
     const auto device =
         c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
@@ -356,7 +394,9 @@ ExecutorStats Executor::stats() const {
     stats.peak_bytes = total.peak;
   }
   std::map<std::string, int64_t> counts;
-  for (const Plan& plan : plans_) {
+  for (size_t i = 0; i < plans_.size(); ++i) {
+    const Plan& plan = plans_[i];
+    if (arena_ && arena_->plan().variants[i].turn > 0) continue;  // the same phase again
     stats.instructions += static_cast<int64_t>(plan.instructions.size());
     for (const Instruction& instruction : plan.instructions) ++counts[program_.op(instruction.op).name];
   }

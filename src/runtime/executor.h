@@ -16,6 +16,7 @@
 
 #include "base/result.h"
 #include "ir/program.h"
+#include "runtime/arena.h"
 #include "runtime/comm.h"
 #include "runtime/debug.h"
 #include "runtime/op_kernel.h"
@@ -32,6 +33,25 @@ struct StepResult {
   bool has_norm = false;
   bool finite = true;                    // the norm, and every scalar output
   std::optional<DebugRecord> nonfinite;  // debug runs: what first made a value that is not finite
+};
+
+// What the arena is, and what did not go through it.
+struct ArenaStats {
+  struct Request {
+    std::string op;                 // text
+    int64_t bytes = 0, times = 0;
+  };
+  bool on = false, settled = false; // settled: the last plan foresaw every request of the step it was made for
+  std::string why_not;              // not on although it was asked for
+  int64_t planned_bytes = 0;        // top of the plan
+  int64_t top_bytes = 0;            // highest byte that any tensor of the step has
+  int64_t live_bytes = 0;           // largest live sum of the plan
+  double fragmentation = 0;         // planned over live, rounded up to 64 bytes a block, less 1
+  int64_t resident_bytes = 0;       // of its pages, in memory now
+  int64_t first_peak_bytes = 0;     // while it learned: arena and what was outside of it
+  int64_t outside_peak_bytes = 0;   // tensor data outside of it since then, results of the step included
+  std::vector<Request> kept;        // what kernels keep beyond their op, left to torch's allocator
+  std::vector<Request> unforeseen;  // since it settled
 };
 
 struct ExecutorStats {
@@ -86,6 +106,11 @@ class Executor {
   };
   Place Where() const;
   ExecutorStats stats() const;
+  ArenaStats ArenaStatistics() const;
+  // nullptr: there is no arena.
+  const MemoryPlan* memory_plan() const { return arena_ ? &arena_->plan() : nullptr; }
+  // Bytes that kernels take inside, as learned: what PlanMemory needs beside the program to plan the same arena.
+  std::vector<std::vector<int64_t>> Workspaces() const;
   // Every later step is recorded (and not, with kOff). All ranks must ask for kSerial together.
   void SetTrace(TraceMode mode) { trace_mode_ = mode; }
   // The last recorded step. CPU only: elsewhere ops are issued, not executed, by the thread that would time them.
@@ -98,10 +123,32 @@ class Executor {
   Status AllocateFixed();
   Status AddToBank();
   Status BuildPlans(bool keep_operands, std::vector<Plan>& plans);
+  Result<Plan> BuildPhase(const Phase& phase, const std::vector<at::Tensor>& fixed, bool keep_operands,
+                          const std::vector<at::Tensor>* receive_buffers);
+  Status BuildArena();
+  void ResetSlots();
+  void UseTurn(int32_t turn);
+  void Learn(const Plan& plan, const Instruction& at);
+  Status SettleArena();
+  void TakeTheFloor();
+  // Index into plans of run `i` of an entry of RunOrder.
+  size_t PlanIndex(const Phase* phase, size_t entry, int64_t i, bool in_arena) const {
+    if (!in_arena) return static_cast<size_t>(phase - program_.phases.data());
+    const MemoryPlan& plan = arena_->plan();
+    return static_cast<size_t>(plan.first_variant[entry] + i % plan.turns[entry]);
+  }
+  // Whether the value has a place of its own in the arena, for the variant that runs.
+  bool InArena(const PlanVariant* variant, ValueId id) const {
+    return variant != nullptr && variant->block_of[program_.RootOf(id)] >= 0;
+  }
   Status CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const;
   Status CheckHyper(const std::vector<std::vector<double>>& hyper) const;
   Status RunPhase(const Plan& plan);
   Status RunPhaseRecorded(const Plan& plan);
+  struct ArenaLive {
+    std::vector<std::pair<int64_t, int64_t>> at;  // by place: bytes before the op, and while it runs; empty: no arena
+  };
+  ArenaLive LiveInArena(const Plan& plan) const;
   void BeginRecord();
   void EndRecord();
   // Serial mode: waits until every rank has come here, then runs a collective's start, its transfer and its sum.
@@ -115,11 +162,12 @@ class Executor {
   void MoveTransfers() {
     for (const auto& [name, comm] : comms_) comm->Progress();
   }
-  Status EnterPhase(const Phase& phase);
-  void LeavePhase(const Phase& phase);
+  Status EnterPhase(const Phase& phase, const PlanVariant* variant);
+  void LeavePhase(const Phase& phase, const PlanVariant* variant);
   void AtOp(OpId op);
   void DropTemporaries();
   Error OpFailure(OpId op, const std::string& what) const;
+  Error KeptBlock(OpId op) const;
 
   c10::Device device_;
   RuntimeOptions options_;
@@ -130,7 +178,21 @@ class Executor {
   std::map<std::string, std::shared_ptr<Comm>> comms_;
   Binding ranks_;
   std::map<int32_t, int32_t> group_position_;
-  std::vector<Plan> plans_, debug_plans_;  // by index into program_.phases; the second are built when first wanted
+  // By variant of the memory plan; without arena, and those of debug steps, which are built when first wanted, by index
+  // into program_.phases.
+  std::vector<Plan> plans_, debug_plans_;
+  std::unique_ptr<StepArena> arena_;
+  std::string arena_off_;  // why there is none
+  ProgramNeeds needs_;
+  bool learning_ = false, needs_changed_ = false;
+  int plans_made_ = 0;
+  int64_t first_peak_bytes_ = 0;
+  std::vector<AskedBlock> log_;
+  std::vector<UnforeseenBlock> unforeseen_;
+  std::vector<std::vector<at::Tensor>> slots_of_turn_, parked_slots_;  // what is fixed for a turn; slots of those not running
+  int32_t turn_ = 0;
+  // Of the executors that share states: the arena whose pages are in use.
+  std::shared_ptr<std::weak_ptr<ArenaMemory>> floor_ = std::make_shared<std::weak_ptr<ArenaMemory>>();
   std::unique_ptr<KeyedRandom> random_;
   Frame frame_;
   std::unique_ptr<TierBank> bank_;  // after store_ and frame_: what is under way ends before their memory does

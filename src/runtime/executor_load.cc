@@ -60,6 +60,7 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
     executor->store_.TakeOver(donor->store_);
     executor->comms_ = donor->comms_;
     executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device);
+    executor->floor_ = donor->floor_;
   }
   INTERLACE_TRY(executor->Load(text, axes, timeout_s));
   return executor;
@@ -118,7 +119,21 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
     MemoryScope counted;  // what leaves memory in a step was counted when it came
     INTERLACE_TRY(AllocateFixed());
     INTERLACE_TRY(AddToBank());
-    frame_.slots = fixed_;
+    const bool moves = !moving_.empty() || std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
+      return std::any_of(phase.ops.begin(), phase.ops.end(), [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
+    });
+    if (moves) arena_off_ = "the program moves storages to a tier";
+    if (options_.arena && device_.is_cpu() && !options_.debug && !moves) {
+      needs_.clear();
+      for (const Phase& phase : program_.phases) needs_.emplace_back(phase.ops.size());
+      learning_ = true;
+      const Status status = BuildArena();
+      if (status.ok()) return Ok{};
+      arena_off_ = status.error().ToString();
+      arena_.reset();
+      learning_ = false;
+    }
+    ResetSlots();
     return BuildPlans(/*keep_operands=*/false, plans_);
   } catch (const std::exception& error) {
     return MakeError("cannot prepare the program: ", MessageOf(error));
@@ -176,25 +191,32 @@ Status Executor::AddToBank() {
 }
 
 Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
-  std::map<std::string, Comm*> comms;
-  for (const auto& [name, comm] : comms_) comms[name] = comm.get();
   plans.clear();
   for (const Phase& phase : program_.phases) {
-    const BuildContext context{.program = program_,
-                               .phase = phase,
-                               .geometry = geometry_,
-                               .fixed = fixed_,
-                               .comms = comms,
-                               .ranks = ranks_,
-                               .group_position = group_position_,
-                               .options = options_,
-                               .device = device_,
-                               .bank = bank_.get(),
-                               .dies_here = {}};
-    INTERLACE_ASSIGN(Plan plan, BuildPlan(context, phase, keep_operands));
+    INTERLACE_ASSIGN(Plan plan, BuildPhase(phase, fixed_, keep_operands, nullptr));
     plans.push_back(std::move(plan));
   }
   return Ok{};
+}
+
+Result<Plan> Executor::BuildPhase(const Phase& phase, const std::vector<at::Tensor>& fixed, bool keep_operands,
+                                  const std::vector<at::Tensor>* receive_buffers) {
+  std::map<std::string, Comm*> comms;
+  for (const auto& [name, comm] : comms_) comms[name] = comm.get();
+  const BuildContext context{.program = program_,
+                             .phase = phase,
+                             .geometry = geometry_,
+                             .fixed = fixed,
+                             .comms = comms,
+                             .ranks = ranks_,
+                             .group_position = group_position_,
+                             .options = options_,
+                             .device = device_,
+                             .bank = bank_.get(),
+                             .dies_here = {},
+                             .types_checked = plans_made_ > 0,
+                             .receive_buffer = {}};
+  return BuildPlan(context, phase, keep_operands, receive_buffers);
 }
 
 }  // namespace interlace

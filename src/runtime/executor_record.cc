@@ -1,6 +1,7 @@
 // Executor, third part: steps that are recorded op by op (recorder.h).
 #include <ATen/ops/zeros.h>
 
+#include "ir/liveness.h"
 #include "runtime/allocator.h"
 #include "runtime/executor.h"
 #include "runtime/step_scope.h"
@@ -16,8 +17,9 @@ void Executor::BeginRecord() {
   record_.samples.clear();
   record_.transfers.clear();
   size_t instructions = 0;
+  size_t entry = 0;
   for (const auto& [phase, count] : program_.RunOrder())
-    instructions += plans_[phase - program_.phases.data()].instructions.size() * static_cast<size_t>(count);
+    instructions += plans_[PlanIndex(phase, entry++, 0, arena_ != nullptr)].instructions.size() * static_cast<size_t>(count);
   record_.samples.reserve(instructions);
   record_.persistent_bytes = store_.bytes() + const_bytes_;
   for (const auto& [name, comm] : comms_) comm->SetRecording(true);
@@ -63,10 +65,26 @@ void Executor::RunAlone(const Instruction& at, OpSample& sample) {
   sample.cpu_ns = NanosOf(CLOCK_PROCESS_CPUTIME_ID) - cpu;
 }
 
+// Bytes in the arena before each op of the phase, and while it runs.
+Executor::ArenaLive Executor::LiveInArena(const Plan& plan) const {
+  ArenaLive out;
+  if (!arena_) return out;
+  const Result<PhaseLiveness> liveness = ComputeLiveness(program_, *plan.phase);
+  if (!liveness.ok()) return out;
+  for (size_t i = 0; i < plan.phase->ops.size(); ++i) out.at.emplace_back(liveness->live_before[i], liveness->live_before[i]);
+  for (const StorageLife& life : liveness->storages) {
+    if (life.first >= 0) out.at[life.first].second += life.bytes;
+  }
+  const std::vector<OpNeeds>& needs = needs_[plan.phase - program_.phases.data()];
+  for (size_t i = 0; i < out.at.size(); ++i) out.at[i].second += needs[i].workspace;
+  return out;
+}
+
 Status Executor::RunPhaseRecorded(const Plan& plan) {
   const auto run = static_cast<int32_t>(record_.phases.size());
   record_.phases.push_back(plan.phase);
   const bool serial = record_.mode == TraceMode::kSerial;
+  const ArenaLive live = LiveInArena(plan);
   MemoryScope::TakePeak();
   int64_t now = NanosOf(CLOCK_MONOTONIC);
   const Instruction* at = plan.instructions.data();
@@ -79,6 +97,7 @@ Status Executor::RunPhaseRecorded(const Plan& plan) {
       sample.begin_ns = now;
       sample.live_before = MemoryScope::Use().live_bytes - live_before_;
       AtOp(at->op);
+      ArenaHook::Expect(at->op, plan.expected.data() + at->expect_begin, plan.expected.data() + at->expect_end);
       if (serial && program_.op(at->op).name.ends_with(".start")) {
         RunAlone(*at, sample);
       } else {
@@ -88,7 +107,13 @@ Status Executor::RunPhaseRecorded(const Plan& plan) {
         if (serial) sample.cpu_ns = NanosOf(CLOCK_THREAD_CPUTIME_ID) - cpu;
         RememberTransfers(*at, run, transfers);
       }
+      if (learning_) Learn(plan, *at);
+      if (ArenaHook::Outstanding() != 0) return KeptBlock(at->op);
       sample.peak_bytes = MemoryScope::TakePeak() - live_before_;
+      if (!live.at.empty()) {
+        sample.live_before += live.at[at->index].first;
+        sample.peak_bytes += live.at[at->index].second;
+      }
       for (int32_t i = at->free_begin; i < at->free_end; ++i) frame_.slots[plan.frees[i]].reset();
       MoveTransfers();
       sample.end_ns = now = NanosOf(CLOCK_MONOTONIC);

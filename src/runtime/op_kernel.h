@@ -31,6 +31,7 @@ struct RuntimeOptions {
   uint64_t seed = 0;
   bool debug = false;           // examine every floating result; slow
   bool trace_memory = false;    // remember the live bytes at every op of the last step
+  bool arena = true;            // CPUs: one arena for what comes and goes in a step (arena.h); not in debug runs
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
   double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit
@@ -90,7 +91,8 @@ struct BuildContext {
   const Program& program;
   const Phase& phase;
   const std::vector<Geometry>& geometry;             // by value id
-  const std::vector<at::Tensor>& fixed;              // by value id; undefined when the value is not fixed
+  // By value id; undefined when the value is not fixed. What has its place in the arena is fixed, too.
+  const std::vector<at::Tensor>& fixed;
   const std::map<std::string, Comm*>& comms;         // axes of more than one rank
   const Binding& ranks;                              // "rank_dp" → rank
   const std::map<int32_t, int32_t>& group_position;  // group id → index into the hyper-parameters
@@ -98,7 +100,13 @@ struct BuildContext {
   c10::Device device;
   TierBank* bank = nullptr;                // storages that go out of memory
   std::function<bool(ValueId)> dies_here;  // this op is the last to use the value, and its slot may be moved from
+  bool types_checked = false;               // a step has shown that operators give the types that the program says
+  at::Tensor receive_buffer;                // of this op, a reduction; undefined: the transport has its own
   bool is_fixed(ValueId id) const { return fixed[id].defined(); }
+  // The op writes to a place that is there already: `into` another value, or the value's own in the arena.
+  bool has_place(ValueId id) const {
+    return program.value(id).placed || (program.RootOf(id) == id && is_fixed(id));
+  }
 };
 
 // A place to write to: a fixed tensor, or a geometry over a root that lives in a slot.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "runtime/allocator.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
 #include "runtime/op_schema.h"
@@ -17,7 +18,8 @@ struct ResultSlot {
   ValueId value = kNone;
   const Geometry* geometry = nullptr;
   bool owned = true;  // it must be fresh memory in the declared layout: programs compute views from it
-  bool placed = false;
+  bool placed = false;   // there is a place to write to
+  bool into = false;     // that of another value; else its own, in the arena
   bool fix_layout = false;  // the kernel's layout is not the declared one: copy (found in the first run)
   Target target;
 };
@@ -41,6 +43,7 @@ struct AtenKernel final : KernelData {
   bool list_result = false;
   bool checked = false;
   bool into_target = false;  // call is the `.out` form, its last push the target of results[0]
+  std::optional<c10::OperatorHandle> functional;  // into_target: to be called once, as it shows the type of the result
   int64_t rng = 0;
   bool seeds_default = false;  // random, but without a generator argument
 
@@ -73,6 +76,7 @@ struct AtenKernel final : KernelData {
           break;
       }
     }
+    if (functional) CheckType(frame, target);
     if (seeds_default) {
       KeyedRandom::DefaultScope scope(*frame.random, rng);
       call.op->redispatchBoxed(frame.keys, &stack);
@@ -81,7 +85,7 @@ struct AtenKernel final : KernelData {
     }
     if (into_target) {
       if (!checked) CheckTarget(target);
-      frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
+      if (results[0].into) frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
       frame.slots[results[0].value] = std::move(target);
       stack.clear();
       return;
@@ -103,8 +107,13 @@ struct AtenKernel final : KernelData {
     if (!checked) Check(result, tensor);
     if (result.placed) {
       at::Tensor target = result.target.Get(frame);
-      target.copy_(tensor);
-      frame.counters.copied_bytes += static_cast<int64_t>(target.nbytes());
+      const bool same_layout = !result.into && tensor.strides() == target.strides() && tensor.storage_offset() == 0;
+      // Served by the hook at the result's own place, it is there already.
+      if (!same_layout || tensor.const_data_ptr() != target.const_data_ptr()) {
+        if (same_layout) ArenaHook::IsResult(tensor.const_data_ptr(), target.const_data_ptr());
+        target.copy_(tensor);
+        if (result.into) frame.counters.copied_bytes += static_cast<int64_t>(target.nbytes());
+      }
       tensor = std::move(target);
     } else if (result.fix_layout) {
       at::Tensor own = Allocate(*result.geometry, frame.device, false);
@@ -123,6 +132,17 @@ struct AtenKernel final : KernelData {
     }
   }
 
+  // The `.out` form would convert to whatever the program says; the plain one, run once, says what the operator gives. (Meta
+  // kernels would say so without computing, but Python replaces them.)
+  void CheckType(Frame& frame, const at::Tensor& target) {
+    ArenaHook::Outside once;
+    torch::jit::Stack stack(frame.stack.begin(), frame.stack.end() - 1);
+    functional->redispatchBoxed(frame.keys, &stack);
+    Check(results[0], stack[0].toTensor());
+    TORCH_CHECK(target.sizes() == stack[0].toTensor().sizes(), "the program's sizes are not those of the result");
+    functional.reset();
+  }
+
   void CheckTarget(const at::Tensor& target) {
     TORCH_CHECK(SameSizes(target, *results[0].geometry) && SameStrides(target, *results[0].geometry),
                 "the operator resized its output; the program says ", Describe(*results[0].geometry));
@@ -137,7 +157,7 @@ struct PlacedCopyKernel final : KernelData {
   void Run(Frame& frame) {
     at::Tensor target = result.target.Get(frame);
     target.copy_(frame.slots[source]);
-    frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
+    if (result.into) frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
     frame.slots[result.value] = std::move(target);
   }
 };
@@ -155,7 +175,7 @@ struct EmbeddingBackwardKernel final : KernelData {
                                target)) {
       return otherwise->Run(frame);
     }
-    frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
+    if (result.into) frame.counters.placed_bytes += static_cast<int64_t>(target.nbytes());
     frame.slots[result.value] = std::move(target);
   }
 };
@@ -181,7 +201,7 @@ struct LayerNormBackwardKernel final : KernelData {
     }
     for (int i = 0; i < 3; ++i) {
       if (results[i].value == kNone) continue;
-      if (results[i].placed) frame.counters.placed_bytes += static_cast<int64_t>(outs[i].nbytes());
+      if (results[i].into) frame.counters.placed_bytes += static_cast<int64_t>(outs[i].nbytes());
       frame.slots[results[i].value] = std::move(outs[i]);
     }
   }
@@ -193,7 +213,8 @@ ResultSlot ResultSlotOf(const BuildContext& context, ValueId id) {
   if (id == kNone) return slot;
   const Value& value = context.program.value(id);
   slot.geometry = &context.geometry[id];
-  slot.placed = value.placed;
+  slot.placed = context.has_place(id);
+  slot.into = value.placed;
   slot.owned = value.root == id;
   if (slot.placed) slot.target = TargetOf(context, id);
   return slot;
@@ -239,6 +260,18 @@ std::optional<Kernel> OwnBackwardKernel(const Op& op, std::unique_ptr<AtenKernel
   return std::nullopt;
 }
 
+// Several views made at once (split, unbind) of what has its place: they are there already.
+bool OnlyKnownViews(const BuildContext& context, const Op& op) {
+  if (op.results.empty() || !op.writes.empty()) return false;
+  for (ValueId id : op.results) {
+    if (id == kNone) continue;
+    const Value& value = context.program.value(id);
+    if (value.placed || value.root == id || !context.is_fixed(id)) return false;
+  }
+  const auto handle = c10::Dispatcher::singleton().findSchema(OperatorNameOf(op.name));
+  return handle && !handle->schema().is_mutable();
+}
+
 // Operators that only make another view (transpose, reshape in place, slice): the program knows the geometry, so
 // nothing is called. Returns the operand to view, or kNone when the op does more.
 ValueId PureViewOperand(const BuildContext& context, const Op& op) {
@@ -255,6 +288,7 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
   if (const ValueId operand = PureViewOperand(context, op); operand != kNone) {
     return BuildViewKernel(context, operand, op.results[0]);
   }
+  if (OnlyKnownViews(context, op)) return Kernel{};
   auto kernel = std::make_unique<AtenKernel>();
   bool any_placed = false;
   for (ValueId id : op.results) {
@@ -291,6 +325,8 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
 
   if (any_placed && kernel->results.size() == 1) {
     if (const auto out = FindOutForm(*kernel->call.op)) {
+      if (!kernel->results[0].into && !context.types_checked && !kernel->seeds_default && !kernel->call.takes_generator)
+        kernel->functional = kernel->call.op;
       kernel->call.op = out;
       kernel->call.pushes.push_back({Push::Kind::kTarget, 0});
       kernel->into_target = true;

@@ -31,6 +31,7 @@ struct StartKernel final : KernelData {
   Comm* comm = nullptr;  // nullptr: one rank
   std::vector<Item> items;
   std::string label;
+  at::Tensor receive_buffer;
 
   at::Tensor ResultOf(Frame& frame, const Item& item) const {
     return item.placed ? item.target.Get(frame) : Allocate(*item.geometry, frame.device, false);
@@ -49,6 +50,7 @@ struct StartKernel final : KernelData {
         frame.slots[item.result] = std::move(out);
       }
       if (comm == nullptr) return;
+      if (items.size() == 1) comm->OfferReceiveBuffer(receive_buffer);
       for (const Item& item : items) {
         frame.transfer_of[item.result] = Record(frame, comm, comm->StartAllReduce(frame.slots[item.result], label));
       }
@@ -62,6 +64,7 @@ struct StartKernel final : KernelData {
       results.push_back(ResultOf(frame, item));
       frame.slots[item.result] = results.back();
     }
+    if (collective == Collective::kReduce) comm->OfferReceiveBuffer(receive_buffer);
     Result<Ticket> ticket = collective == Collective::kGather
                                 ? comm->StartGather(std::move(sources), std::move(results), label)
                                 : comm->StartReduce(std::move(sources), std::move(results), label);
@@ -97,6 +100,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     return MakeKernel(std::move(kernel));
   }
   auto kernel = std::make_unique<StartKernel>();
+  kernel->receive_buffer = context.receive_buffer;
   std::string axis;
   if (op.name == "gather.start" || op.name == "reduce.start") {
     kernel->collective = op.name == "gather.start" ? Collective::kGather : Collective::kReduce;
@@ -132,7 +136,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     item.result = op.results[i];
     item.geometry = &context.geometry[op.results[i]];
     const Value& result = context.program.value(op.results[i]);
-    item.placed = result.root != result.id;
+    item.placed = context.has_place(result.id);
     if (item.placed) item.target = TargetOf(context, result.id);
     const Geometry& from = context.geometry[operands[i]];
     const int64_t factor = kernel->collective == Collective::kAllReduce ? 1 : size;

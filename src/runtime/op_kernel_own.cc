@@ -6,6 +6,8 @@
 #include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
+#include "runtime/allocator.h"
+#include "runtime/arena_memory.h"
 #include "runtime/op_kernel.h"
 
 namespace interlace {
@@ -53,6 +55,7 @@ struct OutputKernel final : KernelData {
     // What leaves the step must neither pin a larger storage nor change with the next one.
     const bool owns = !persistent && tensor.storage_offset() == 0 &&
                       tensor.storage().nbytes() <= static_cast<size_t>(tensor.numel()) * tensor.itemsize() + 64;
+    ArenaHook::Outside outside;
     frame.outputs[name].push_back(owns ? tensor : tensor.clone());
   }
 };
@@ -78,9 +81,15 @@ struct OpaqueKernel final : KernelData {
   std::string module, part;
   std::vector<ValueId> operands, results;
   std::vector<const Geometry*> geometry;
+  std::vector<at::Tensor> places;  // in the arena
   void Run(Frame& frame) {
     std::vector<at::Tensor> inputs;
-    for (ValueId id : operands) inputs.push_back(frame.slots[id]);
+    ArenaHook::Outside own_business;
+    for (ValueId id : operands) {
+      // The module may keep what it gets (for its backward part), longer than the program says.
+      const at::Tensor& tensor = frame.slots[id];
+      inputs.push_back(ArenaMemory::Holds(tensor.const_data_ptr()) ? tensor.clone() : tensor);
+    }
     std::vector<at::Tensor> outputs;
     {
       at::ThreadLocalStateGuard outside(*frame.outer);
@@ -93,8 +102,8 @@ struct OpaqueKernel final : KernelData {
       at::Tensor out = outputs[i].detach();
       TORCH_CHECK(SameSizes(out, *geometry[i]), "result ", i, " of the module ", module, " is ", Describe(out),
                   ", captured as ", Describe(*geometry[i]));
-      if (!SameStrides(out, *geometry[i]) || out.storage_offset() != 0) {
-        at::Tensor own = Allocate(*geometry[i], frame.device, false);
+      if (places[i].defined() || !SameStrides(out, *geometry[i]) || out.storage_offset() != 0) {
+        at::Tensor own = places[i].defined() ? places[i] : Allocate(*geometry[i], frame.device, false);
         own.copy_(out);
         out = own;
       }
@@ -175,7 +184,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     kernel->source = operands[0];
     kernel->result = op.results[0];
     kernel->geometry = &context.geometry[op.results[0]];
-    kernel->placed = context.program.value(op.results[0]).placed;
+    kernel->placed = context.has_place(op.results[0]);
     if (kernel->placed) kernel->target = TargetOf(context, op.results[0]);
     return MakeKernel(std::move(kernel));
   }
@@ -206,7 +215,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     auto kernel = std::make_unique<GradBeginKernel>();
     kernel->result = op.results[0];
     kernel->geometry = &context.geometry[op.results[0]];
-    kernel->placed = context.program.value(op.results[0]).placed;
+    kernel->placed = context.has_place(op.results[0]);
     if (kernel->placed) kernel->target = TargetOf(context, op.results[0]);
     const Arg* zero = op.Attr("zero");
     kernel->zero = zero && zero->boolean;
@@ -226,7 +235,10 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     kernel->part = TextOf(op.Attr("part"));
     kernel->operands = operands;
     kernel->results = op.results;
-    for (ValueId id : op.results) kernel->geometry.push_back(id == kNone ? nullptr : &context.geometry[id]);
+    for (ValueId id : op.results) {
+      kernel->geometry.push_back(id == kNone ? nullptr : &context.geometry[id]);
+      kernel->places.push_back(id == kNone ? at::Tensor() : context.fixed[id]);
+    }
     return MakeKernel(std::move(kernel));
   }
   return OpError(context, op, "this runtime does not have the op " + op.name + " yet");

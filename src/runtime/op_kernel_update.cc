@@ -14,8 +14,9 @@ struct NormPartialKernel final : KernelData {
   std::vector<ValueId> operands;
   ValueId result;
   const Geometry* geometry;
+  at::Tensor place;  // in the arena
   void Run(Frame& frame) {
-    at::Tensor acc = Allocate(*geometry, frame.device, true);
+    at::Tensor acc = place.defined() ? place.zero_() : Allocate(*geometry, frame.device, true);
     for (ValueId id : operands) NormPartial(frame.slots[id], acc);
     frame.slots[result] = std::move(acc);
   }
@@ -25,9 +26,10 @@ struct NormCoefKernel final : KernelData {
   ValueId operand, result;
   ValueId loss_scale = kNone;
   const Geometry* geometry;
+  at::Tensor place;  // in the arena
   double max_norm = -1, scale = 1;
   void Run(Frame& frame) {
-    at::Tensor out = Allocate(*geometry, frame.device, true);
+    at::Tensor out = place.defined() ? place : Allocate(*geometry, frame.device, true);
     const double too_large = loss_scale == kNone ? 1 : frame.slots[loss_scale].item<double>();
     NormCoef(frame.slots[operand], max_norm, scale, out, too_large);
     const at::Tensor host =
@@ -156,6 +158,7 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     kernel->operands = operands;
     kernel->result = op.results[0];
     kernel->geometry = &context.geometry[op.results[0]];
+    kernel->place = context.fixed[op.results[0]];
     if (kernel->geometry->elements != kNormLimbs || kernel->geometry->dtype != c10::ScalarType::Long) {
       return OpError(context, op, "norm.partial gives i64[68]");
     }
@@ -169,6 +172,7 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     if (operands.size() == 2) kernel->loss_scale = operands[1];
     kernel->result = op.results[0];
     kernel->geometry = &context.geometry[op.results[0]];
+    kernel->place = context.fixed[op.results[0]];
     if (kernel->geometry->elements != 3 || kernel->geometry->dtype != c10::ScalarType::Double) {
       return OpError(context, op, "norm.coef gives f64[3]");
     }

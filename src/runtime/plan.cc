@@ -79,7 +79,8 @@ bool Updates(const Phase& phase, const Op& op) { return phase.name == "update" |
 
 }  // namespace
 
-Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_operands) {
+Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_operands,
+                       const std::vector<at::Tensor>* receive_buffers) {
   const Program& program = outer.program;
   Plan plan;
   plan.phase = &phase;
@@ -101,6 +102,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
   for (int32_t i = 0; i < count; ++i) {
     const Op& op = program.op(phase.ops[i]);
     BuildContext context = outer;
+    if (receive_buffers != nullptr) context.receive_buffer = (*receive_buffers)[i];
     context.dies_here = [&](ValueId id) { return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i; };
     INTERLACE_ASSIGN(Kernel kernel, BuildKernel(context, op));
     if (lanes) kernel = lanes->Place(std::move(kernel), op);
@@ -112,7 +114,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
     }
     if (kernel.run != nullptr) {
       plan.instructions.push_back(
-          {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0});
+          {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0, 0, 0});
       plan.data.push_back(std::move(kernel.data));
     }
     // Ops without a kernel (release, views of states) leave what dies there to the instruction before.

@@ -77,7 +77,7 @@ Result<Lowered> Lower(const Program& program, CostModel& model) {
     }
   }
   if (out.run.empty()) return MakeError("the program has no phase that a step runs");
-  if (model.cluster().cpu) out.receive_buffer_bytes = ReceiveBufferBytes(out);
+  if (model.cluster().cpu) out.receive_bytes = ReceiveBytesAtOps(out);
   return out;
 }
 

@@ -30,7 +30,9 @@ struct Lowered {
   std::vector<int32_t> run;                      // distinct phase of each run of a phase, in order
   std::vector<int64_t> first;                    // instance number of its first op; one more entry at the end
   std::vector<OpCost> costs;
-  int64_t receive_buffer_bytes = 0;              // kept by the runtime for reductions (cpu): receive_buffers.h
+  // By distinct phase and place: what reductions under way receive into while the op runs (cpu), or empty: receive_buffers.h
+  std::vector<std::vector<int64_t>> receive_bytes;
+  int64_t ReceiveAt(size_t phase, size_t place) const { return receive_bytes.empty() ? 0 : receive_bytes[phase][place]; }
   int64_t instances() const { return first.back(); }
   // Phase, place in it, and op of an instance.
   const LoweredOp& At(int64_t instance, size_t& run_index) const;

@@ -74,7 +74,6 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
     INTERLACE_TRY(AddBytes(out.persistent_bytes, bytes));
   }
-  INTERLACE_TRY(AddBytes(out.persistent_bytes, lowered.receive_buffer_bytes));
   for (const Input& input : program.inputs) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(input.value).type));
     INTERLACE_TRY(AddBytes(out.input_bytes, bytes));
@@ -96,7 +95,7 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     size_t run = std::find(lowered.run.begin(), lowered.run.end(), static_cast<int32_t>(p)) - lowered.run.begin();
     for (size_t i = 0; i < count; ++i) {
       at_op[i] = life.live_before[i];
-      for (int64_t more : {results[i], lowered.ops[p][i].transient_bytes, out.persistent_bytes}) INTERLACE_TRY(AddBytes(at_op[i], more));
+      for (int64_t more : {results[i], lowered.ops[p][i].transient_bytes, lowered.ReceiveAt(p, i), out.persistent_bytes}) INTERLACE_TRY(AddBytes(at_op[i], more));
       MemoryPeak here{at_op[i], run, static_cast<int64_t>(i), lowered.ops[p][i].op};
       if (run < lowered.run.size()) all.push_back(here);
     }
@@ -120,13 +119,14 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   for (const Declared& d : Persistent(program, residency)) {
     out.holders.push_back({d.name, "", *program.StorageBytes(program.value(d.value).type)});
   }
-  if (lowered.receive_buffer_bytes > 0) out.holders.push_back({"receive buffers of reductions", "", lowered.receive_buffer_bytes});
   if (out.peak.place >= 0) {
     int32_t at = static_cast<int32_t>(out.peak.place);
     for (const StorageLife& s : lives[lowered.run[out.peak.run_index]].storages) {
       if (s.first <= at && at <= s.last) out.holders.push_back({NameOf(program, s.root), ModuleOfValue(program, s.root), s.bytes});
     }
     int64_t transient = lowered.ops[lowered.run[out.peak.run_index]][at].transient_bytes;
+    const int64_t receive = lowered.ReceiveAt(lowered.run[out.peak.run_index], at);
+    if (receive > 0) out.holders.push_back({"receive buffers of reductions", "", receive});
     if (transient > 0) out.holders.push_back({"inside " + program.op(out.peak.op).name, ModuleOf(program, program.op(out.peak.op)), transient});
   }
   std::stable_sort(out.holders.begin(), out.holders.end(), [](const MemoryHolder& a, const MemoryHolder& b) { return a.bytes > b.bytes; });

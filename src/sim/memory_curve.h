@@ -1,8 +1,8 @@
 // memory_curve.h — bytes alive on a rank as its ops are issued, by storage (ir/liveness.h), and what fills the peak.
 //
-// At an op: what is persistent (parameters without a unit, buffers, constants, states, those of one step too; on CPUs the
-// receive buffers of reductions) + storages of
-// results and takes that live just before it + its own new results + its transient. Inputs belong to the caller and are given apart.
+// At an op: what is persistent (parameters without a unit, buffers, constants, states, those of one step too) + storages of results
+// and takes that live just before it + its own new results + its transient; on CPUs + the receive buffers of reductions under way.
+// Inputs belong to the caller and are given apart.
 #pragma once
 
 #include <cstdint>

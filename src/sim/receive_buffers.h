@@ -1,15 +1,15 @@
-// receive_buffers.h — memory that reductions on CPUs keep: what the other ranks send arrives in buffers of the runtime
-// (src/runtime/comm_socket.cc), which are taken when a reduction starts, given back when it is waited for, and never freed.
+// receive_buffers.h — memory of reductions on CPUs: what the other ranks send arrives in a buffer in the step's arena, which lives
+// from the start of the reduction until it is waited for (ir/memory_plan.h).
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "sim/lowered.h"
 
 namespace interlace {
 
-// Bytes of all of them after one step, by the runtime's own rule: the smallest free one that fits, else the largest free one is
-// replaced. 0 without collectives.
-int64_t ReceiveBufferBytes(const Lowered& program);
+// By distinct phase and place of the op: bytes of the buffers that live while it runs; empty without such reductions.
+std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Lowered& program);
 
 }  // namespace interlace

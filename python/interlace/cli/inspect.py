@@ -19,6 +19,8 @@ HELP = """Show what is in a program: phases, ops, units, bytes, peak of memory.
 
   interlace inspect --bind b=4,s=512 model.il
 
+  interlace inspect --memory sharded.il
+
   interlace inspect --json sharded.il
 """
 MOST_UNITS = 12
@@ -32,6 +34,12 @@ def inspect(
     file: Annotated[str, typer.Argument(help="A program file; - reads stdin.")],
     bind: Annotated[str, typer.Option("--bind", help="Numbers for symbolic sizes: b=4,s=128.")] = "",
     all_units: Annotated[bool, typer.Option("--all", help="List every unit, not only the largest.")] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     program = read_program(file)
@@ -47,10 +55,15 @@ def inspect(
             names[param["unit"]].append(param["name"])
     for unit in units:
         unit["params"] = names[unit["id"]]
+    plan = program.memory_plan() if memory else None
     if as_json:
         inputs, symbols, groups = program.inputs(), program.symbols(), program.groups()
         print_json({"file": file, **facts, "mesh": program.mesh, "meta": program.meta(), "unit_list": units,
-                    "inputs": inputs, "symbols": symbols, "groups": groups})  # fmt: skip
+                    "inputs": inputs, "symbols": symbols, "groups": groups} | ({"memory_plan": plan} if plan else {}))  # fmt: skip
+        return
+    if plan:
+        out().print(plan["text"], markup=False, highlight=False, soft_wrap=True)
+        out().print("Kernels' own workspaces come on top; a run learns them in its first steps.")
         return
     _print(file, program, facts, units, all_units)
 
