@@ -269,8 +269,8 @@ def test_opaque_modules_that_fail_or_give_something_else() -> None:
 
 
 def test_ops_this_runtime_lacks_are_said_so() -> None:
-    with pytest.raises(_runtime.Error, match=r"does not have the op offload.start yet"):
-        run("%9: f32[4,6] = offload.start(%0) {fwd}\noffload.wait(%9) {fwd}" + OUT)
+    with pytest.raises(_runtime.Error, match=r"does not have the op all_to_all.start yet"):
+        run("%9: f32[4,6] = all_to_all.start(%0) {fwd}\nall_to_all.wait(%9) {fwd}" + OUT)
 
 
 def test_other_threads_run_python_during_a_step() -> None:

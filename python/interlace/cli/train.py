@@ -118,7 +118,8 @@ def train(
         typer.Option("--tier", help="A folder on a local disk for what --memory-limit sends out of memory."),
     ] = D.tier,
     tier_bandwidth: Annotated[
-        str | None, typer.Option("--tier-bandwidth", help="Bytes per second to and from --tier at most, for example 500MB.")
+        str | None,
+        typer.Option("--tier-bandwidth", help="Bytes per second to and from --tier at most, for example 500MB."),
     ] = D.tier_bandwidth,
     schedule: Annotated[
         str,
