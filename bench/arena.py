@@ -27,7 +27,7 @@ from interlace import models
 
 SMALL = {"hidden": 256, "layers": 4, "heads": 4, "inter": 688, "vocab": 512, "tokens": 256}
 TIMED = {"matmul": (MATMUL_BOUND, 12), "overhead": (OVERHEAD_BOUND, 120)}
-RECOMPUTE = {"": None, " recompute": "recompute(budget=0)"}
+RECOMPUTE = {"": None, " recompute": "recompute(mode=full)"}
 
 
 def cases() -> dict[str, Any]:
