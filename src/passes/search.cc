@@ -120,7 +120,7 @@ class Searcher {
     }
     const int64_t least = result_.heuristics.front().bytes;
     constexpr int64_t kLevels = 5;
-    for (int64_t level = 1; level <= kLevels && !Spent(budget_ / 3); ++level) {
+    for (int64_t level = 0; level <= kLevels && !Spent(budget_ / 3); ++level) {
       INTERLACE_TRY(HeuristicsWithin(least + (kept_bytes_ - least) / kLevels * level, false));
     }
     return Ok{};
