@@ -2,8 +2,11 @@
 // autograd. Placed results go through the operator's `.out` form, through a kernel of our own, or are computed and
 // copied (and counted).
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <mutex>
+#include <unordered_set>
 
 #include "runtime/allocator.h"
 #include "runtime/kernels.h"
@@ -36,6 +39,29 @@ c10::IValue MakeList(const std::vector<ValueId>& ids, bool optional, const Frame
   for (ValueId id : ids) list.push_back(frame.slots[id]);
   return c10::IValue(std::move(list));
 }
+
+// Operators whose `.out` form does not keep to the output it is given; more are found in the first step of a program.
+class PlainForms {
+ public:
+  static bool Has(const std::string& name) {
+    const std::lock_guard lock(Mutex());
+    return Names().contains(name);
+  }
+  static void Add(const std::string& name) {
+    const std::lock_guard lock(Mutex());
+    Names().insert(name);
+  }
+
+ private:
+  static std::mutex& Mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::unordered_set<std::string>& Names() {
+    static std::unordered_set<std::string> names = {"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss"};
+    return names;
+  }
+};
 
 struct AtenKernel final : KernelData {
   BoundCall call;
@@ -134,13 +160,34 @@ struct AtenKernel final : KernelData {
 
   // The `.out` form would convert to whatever the program says; the plain one, run once, says what the operator gives. (Meta
   // kernels would say so without computing, but Python replaces them.)
+  // Some `.out` forms resize their output on the way (mse_loss, to the size before the mean): the plain form stays.
   void CheckType(Frame& frame, const at::Tensor& target) {
     ArenaHook::Outside once;
     torch::jit::Stack stack(frame.stack.begin(), frame.stack.end() - 1);
+    torch::jit::Stack trial = stack;
     functional->redispatchBoxed(frame.keys, &stack);
     Check(results[0], stack[0].toTensor());
     TORCH_CHECK(target.sizes() == stack[0].toTensor().sizes(), "the program's sizes are not those of the result");
+    if (!KeepsItsOutput(frame, target, std::move(trial))) {
+      PlainForms::Add(functional->operator_name().name);
+      call.op = std::move(functional);
+      call.pushes.pop_back();
+      into_target = false;
+      frame.stack.pop_back();
+    }
     functional.reset();
+  }
+
+  bool KeepsItsOutput(Frame& frame, const at::Tensor& target, torch::jit::Stack stack) const {
+    const at::Tensor trial = at::empty_strided(target.sizes(), target.strides(), target.options());
+    const void* place = trial.const_data_ptr();
+    stack.emplace_back(trial);
+    try {
+      call.op->redispatchBoxed(frame.keys, &stack);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return trial.const_data_ptr() == place && trial.sizes() == target.sizes() && trial.strides() == target.strides();
   }
 
   void CheckTarget(const at::Tensor& target) {
@@ -324,7 +371,8 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
   kernel->seeds_default = op.rng && context.options.keyed_random && !kernel->call.takes_generator;
 
   if (any_placed && kernel->results.size() == 1) {
-    if (const auto out = FindOutForm(*kernel->call.op)) {
+    const bool plain = !kernel->results[0].into && PlainForms::Has(kernel->call.op->operator_name().name);
+    if (const auto out = plain ? std::nullopt : FindOutForm(*kernel->call.op)) {
       if (!kernel->results[0].into && !context.types_checked && !kernel->seeds_default && !kernel->call.takes_generator)
         kernel->functional = kernel->call.op;
       kernel->call.op = out;

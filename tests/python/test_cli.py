@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from interlace.cli import app
+from interlace.tensor_file import checksum_text, sums_of
 
 SMALL = """interlace 1 captured
 meta model "tiny"
@@ -134,19 +135,32 @@ def test_train_model_that_reads_no_text(cli):
     assert said.startswith("'vit-tiny' is no language model and cannot be trained on text: use one of llama-tiny, ")
 
 
+def saved_run(folder: Path, record: str) -> None:
+    """A checkpoint folder with sound checksums and this run.json."""
+    folder.mkdir(exist_ok=True)
+    files = {"trainer.json": '{"format": 2, "step": 50, "groups": [], "kind": []}', "run.json": record}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    sums = {name: {"bytes": len(text), "ranges": sums_of(text.encode())} for name, text in files.items()}
+    body = json.dumps({"format": 2, "checksum": "xxh64", "files": sums}, separators=(",", ":"))
+    (folder / "checksums.json").write_text(body[:-1] + f',"self":"{checksum_text(body.encode())}"}}\n')
+
+
 def test_train_resume_of_a_damaged_or_newer_run(cli, tmp_path):
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text('{"format": 1, "step"')
+    saved_run(run, '{"format": 1, "step"')
     assert error_of(cli, "train", "--resume", "run").startswith("run/run.json is cut off or was edited (")
-    (run / "run.json").write_text('{"format": 9, "step": 1, "data_digest": "", "settings": {}}')
-    assert error_of(cli, "train", "--resume", "run") == (
-        "run/run.json was written by a newer version (format 9, this one reads 1); update interlace"
+    newer = {"format": 9, "step": 1, "rows": 0, "tokens": 0, "data_digest": "", "settings": {}}
+    saved_run(run, json.dumps(newer))
+    assert error_of(cli, "train", "--resume", "run").startswith(
+        "run/run.json was written by a newer version (format 9,"
     )
-    (run / "run.json").write_text('{"format": 1, "step": 50, "data_digest": "", "settings": {"steps": 50}}')
+    saved_run(run, json.dumps(newer | {"format": 2, "step": 50, "settings": {"steps": 50}}))
     assert error_of(cli, "train", "--resume", "run") == (
         "the run in run has made 50 of 50 steps: give more with --steps"
     )
+    (run / "run.json").write_text(json.dumps(newer))
+    assert "run.json" in error_of(cli, "train", "--resume", "run")
 
 
 # ---- train: text ----

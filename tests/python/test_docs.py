@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -44,11 +45,16 @@ def test_runnable_block(text, tmp_path, monkeypatch):
     exec(compile(text, "block", "exec"), {"__name__": "__main__"})
 
 
+@functools.cache
+def commands():
+    app._load_commands()
+    return typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command_and_options_exist(line):
-    app._load_commands()
     words = shlex.split(line, comments=True)
-    command = typer.main.get_command(app.app).commands[words[1]]  # type: ignore[attr-defined]
+    command = commands()[words[1]]
     known = {name for parameter in command.params for name in parameter.opts + parameter.secondary_opts}
     for word in words[2:]:
         if word.startswith("-") and word != "-":
