@@ -132,7 +132,7 @@ def main() -> None:
                     continue
                 extra: dict[str, Any] = {}
                 if passes:
-                    extra["passes"] = interlace.Config().pipeline(1).replace("update(", f"{passes},update(")
+                    extra["passes"] = interlace.Config().pipeline(1).replace("canonicalize,", f"canonicalize,{passes},")
                 row = plan_row(name + suffix, build(), **extra)
                 if args.json:
                     write_json(args.json, row)
