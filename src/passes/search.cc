@@ -27,7 +27,8 @@ class Searcher {
     budget_ = options_.evaluations > 0 ? options_.evaluations : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 1200)));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
-    // The limit has no part in what follows but the last line, so that a higher one finds all that a lower one found.
+    // The limit has no part in the next three lines, so that a higher one finds what a lower one found, but for what the lower one's
+    // own heuristics and journeys gave.
     INTERLACE_TRY(Heuristics());
     INTERLACE_TRY(Grid());
     INTERLACE_TRY(Refine());
