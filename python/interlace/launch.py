@@ -110,13 +110,14 @@ def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str
     }
 
 
-def run_ranks(command: Sequence[str], ranks: int, threads: int = 1, store: bool = False) -> RankFailure | None:
+def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailure | None:
     """Runs `command` as `ranks` processes; None when all ended well, else the failure that came first.
 
-    `store`: this process holds the ranks' key-value store (needs torch), so that it answers whatever becomes of rank 0. On SIGTERM the
-    ranks get it too and STOP_S to end, then Terminated is raised; KeyboardInterrupt ends them at once.
+    This process holds the ranks' key-value store, so that it answers whatever becomes of rank 0, also when rank 0 ends well before
+    the others have read its last word. On SIGTERM the ranks get it too and STOP_S to end, then Terminated is raised;
+    KeyboardInterrupt ends them at once.
     """
-    held, port = _hold_store() if store and ranks > 1 else (None, free_port())
+    held, port = _hold_store() if ranks > 1 else (None, free_port())
     with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_sigterm() as stop:
         workers: list[_Worker] = []
         try:

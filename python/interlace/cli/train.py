@@ -178,7 +178,7 @@ def train(
     dataset(tokens, settings, record)
     command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
     for left in range(settings.max_restarts, -1, -1):
-        failure = run_ranks(command, settings.ranks, settings.threads_per_rank(), store=True)
+        failure = run_ranks(command, settings.ranks, settings.threads_per_rank())
         if failure is None:
             return
         if left == 0:
