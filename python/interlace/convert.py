@@ -15,20 +15,11 @@ from typing import Any
 
 import torch
 
-from interlace.checkpoint import (
-    FORMAT,
-    MODEL,
-    OPTIMIZER,
-    PROGRAM,
-    TRAINER,
-    Checkpoint,
-    FolderLock,
-    Staging,
-    check_place,
-)
-from interlace.hyper import STATE_NAMES
-from interlace.saver import Piece, make_files
-from interlace.tensor_file import CheckpointError, Layout, sums_of
+from interlace.checkpoint import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER, Checkpoint
+from interlace.checkpoint_folder import FolderLock, Staging, check_place
+from interlace.hyper import STATE_NAMES, plain_hyper
+from interlace.saver import Piece
+from interlace.tensor_file import CheckpointError, Layout
 
 Tensor = torch.Tensor
 
@@ -137,13 +128,7 @@ def import_torch(source: Path, folder: Path) -> int:
                         moments[f"{role}.{name}"] = entry[role]
             if len(steps) > 1:
                 raise CheckpointError(f"parameters of one group have made different numbers of steps: {sorted(steps)}")
-            hyper = {
-                k: list(v) if isinstance(v, tuple) else v
-                for k, v in group.items()
-                if k not in ("params", "param_names")
-            }
-            hyper = {k: v.item() if isinstance(v, Tensor) else v for k, v in hyper.items()}
-            groups.append({"steps": max(steps, default=0), "hyper": hyper, "parameters": members})
+            groups.append({"steps": max(steps, default=0), "hyper": plain_hyper(group), "parameters": members})
             kinds.append(kind)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(
@@ -169,16 +154,13 @@ def write_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Tensor]], re
         layouts = {
             n: Layout([(k, t.dtype, tuple(t.shape)) for k, t in tensors.items()], {"format": "pt"}) for n, tensors in files.items()
         }  # fmt: skip
-        staging = Staging(final, sum(layout.bytes for layout in layouts.values()), {})
-        make_files(staging, layouts)
+        staging = Staging(final, layouts, {})
         pieces: list[Piece] = []
         for number, (name, tensors) in enumerate(files.items()):
             for key, t in tensors.items():
                 pieces.append((t.detach().contiguous(), 0, t.numel(), number, layouts[name].entries[key].offset))
         found = _runtime.SnapshotWriter([str(staging.folder / n) for n in files], pieces).wait_durable()
-        for number, (name, layout) in enumerate(layouts.items()):
-            tail = sorted([o, c, f"{s:016x}"] for f, o, c, s in found if f == number)
-            staging.sums[name] = {"bytes": layout.bytes, "ranges": sums_of(layout.head) + tail}
+        staging.cover((f, o, c, f"{s:016x}") for f, o, c, s in found)
         staging.add(PROGRAM, "")
         staging.add(TRAINER, json.dumps(record, indent=1) + "\n")
         staging.commit()

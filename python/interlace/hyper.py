@@ -33,6 +33,12 @@ def uses_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] != 0 for g in optimizer.param_groups)
 
 
+def plain_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters as JSON has them: numbers for tensors, lists for tuples."""
+    values = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if k not in ("params", "param_names")}
+
+
 def _number(group: Mapping[str, Any], key: str) -> float:
     return float(group[key])  # also of 0-dim tensors
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from interlace.checkpoint import FolderLock, Staging, saving
+from interlace.checkpoint_folder import FolderLock, Staging, saving
 from interlace.distributed import Peers
 from interlace.errors import InterlaceError
-from interlace.tensor_file import CHUNK, CheckpointError, Layout, sums_of
+from interlace.tensor_file import CHUNK, CheckpointError
 
 Tensor = torch.Tensor
 Piece = tuple[Tensor, int, int, int, int]  # tensor, first element, end, index of the file, byte of the file
@@ -30,19 +30,17 @@ class Save:
     """One checkpoint under way. Every rank makes one; then before_step() before each step, and finish()."""
 
     def __init__(
-        self, peers: Peers, name: str, final: Path, folder: Path, files: dict[str, Layout], pieces: list[Piece],
-        staging_bytes: int, staging: Staging | None, keep: int,
+        self, peers: Peers, name: str, final: Path, files: list[Path], pieces: list[Piece], staging_bytes: int,
+        staging: Staging | None, keep: int,
     ) -> None:  # fmt: skip
         from interlace import _runtime
 
         self._peers, self._name, self.final, self._staging, self._keep = peers, name, final, staging, keep
-        self._files = files
         self._tensors = [p[0] for p in pieces]  # until the writer has copied them
         self.bytes = sum((b - a) * t.element_size() for t, a, b, _, _ in pieces)
         self._begin = time.monotonic()
         self.seconds = 0.0
-        paths = [str(folder / name) for name in files]
-        self._writer = _runtime.SnapshotWriter(paths, pieces, CHUNK, max(0, staging_bytes))
+        self._writer = _runtime.SnapshotWriter([str(f) for f in files], pieces, CHUNK, max(0, staging_bytes))
         self._problem: str | None = None
         self._cancelled = False
         self._held: Any = None
@@ -123,7 +121,9 @@ class Save:
             parts = self._peers.collect(f"{self._name}/part", mine, self._alive)
             problem = next((p["problem"] for p in parts if "problem" in p), None)
             if problem is None:
-                self._commit([s for p in parts for s in p["sums"]])
+                assert self._staging is not None
+                self._staging.cover(s for p in parts for s in p["sums"])
+                self._staging.commit(self._keep)
         except InterlaceError as e:  # files, or a rank that is lost
             problem = str(e)
         self._peers.post(f"{self._name}/verdict/0", problem)
@@ -131,29 +131,6 @@ class Save:
 
     def _alive(self) -> bool:
         return not self._cancelled
-
-    def _commit(self, sums: list[list[Any]]) -> None:
-        assert self._staging is not None
-        for i, (name, layout) in enumerate(self._files.items()):
-            ranges = sums_of(layout.head) + sorted([o, c, s] for f, o, c, s in sums if f == i)
-            end = 0
-            for offset, count, _ in ranges:
-                if offset != end:
-                    raise AssertionError(f"no rank wrote byte {end} of {name}")
-                end += count
-            if end != layout.bytes:
-                raise AssertionError(f"no rank wrote byte {end} of {name}")
-            self._staging.sums[name] = {"bytes": layout.bytes, "ranges": ranges}
-        self._staging.commit(self._keep)
-
-
-def make_files(staging: Staging, files: dict[str, Layout]) -> None:
-    """The large files with their heads and their room; the tensors come later."""
-    from interlace import _runtime
-
-    with saving(staging.final):
-        for name, layout in files.items():
-            _runtime.create_file(str(staging.folder / name), layout.head, layout.bytes)
 
 
 class Locks:

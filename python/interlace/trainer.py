@@ -30,12 +30,12 @@ from interlace.shapes import Shapes
 from interlace.step_trace import TraceError, check_writable, write_trace
 from interlace.trainer_base import NonFiniteError, Runner, Tensors
 from interlace.trainer_diagnosis import TrainerDiagnosis
-from interlace.trainer_files import TrainerFiles
+from interlace.trainer_load import TrainerLoad
 
 Tensor = torch.Tensor
 
 
-class Trainer(TrainerFiles, TrainerDiagnosis):
+class Trainer(TrainerLoad, TrainerDiagnosis):
     """A compiled model in training. Make one with interlace.compile; close it, or use it in a with statement, to free everything.
 
     Attributes: `config`; `rank`, `world_size`; `steps` made so far; `norm` of the last step's gradient (None when not computed);

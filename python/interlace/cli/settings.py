@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlace.checkpoint import Checkpoint, kept_checkpoints
+from interlace.checkpoint import Checkpoint
+from interlace.checkpoint_folder import kept_checkpoints
 from interlace.config import STRATEGIES, did_you_mean, parse_bytes
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
