@@ -34,6 +34,7 @@ from interlace.capture.tracing import (
     known_values_are_no_trace,
     without_checkpointing,
     without_collection,
+    without_fused_recurrence,
     without_log,
 )
 from interlace.errors import CaptureError
@@ -266,6 +267,7 @@ class _Trace:
             stack.enter_context(followed_modules(self.sites, OpaqueTrace(self.model, self.opaque_calls, rec)))
             stack.enter_context(without_log())
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_fused_recurrence())
             if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
                 stack.enter_context(enable_python_dispatcher())
             stack.enter_context(self.fakes)

@@ -274,7 +274,9 @@ class Recorder(TorchDispatchMode):
             if not omitted(name):
                 texts.append(f"{name}={self.literal(a)}")
             elif name == "layout" and a not in (None, torch.strided):
-                raise CaptureError(f"a tensor of layout {a} cannot be part of a program")
+                raise CaptureError(
+                    f"a tensor of layout {a} cannot be part of a program; an embedding with sparse=True makes one: use sparse=False"
+                )
         return ", ".join(texts)
 
     def _emit(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict, text: str, results: Any) -> None:

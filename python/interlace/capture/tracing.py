@@ -54,6 +54,17 @@ def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_fused_recurrence() -> Iterator[None]:
+    """Recurrent layers as plain ops: oneDNN's fused kernels have fake forms whose workspace is of another shape than the real one."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """The model's own activation checkpointing switched off: captured as it is, it would draw dropout masks twice and
     give wrong gradients. Recomputation is the compiler's work."""
