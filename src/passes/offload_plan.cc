@@ -1,13 +1,12 @@
-// Three parts. Choose: at the op that is furthest above the limit, gaps that cover it, evenly over the step (so that
-// copies come at an even rate), until every op fits if whatever leaves were gone for its whole gap. Place: on two lanes,
-// copies out as soon as the use before ends, copies in as late as the use after allows. Tighten: where a copy on its
-// way still takes memory that an op needs, it is waited for earlier, or starts later, whichever holds the step least.
+// Two parts. Choose: at the op that is furthest above the limit, gaps that cover it, evenly over the step (so that copies come at an
+// even rate), until every op fits if whatever leaves were gone for its whole gap. Place: a walk over the step (trip_walk.h).
 #include "passes/offload_plan.h"
 
 #include <algorithm>
 #include <set>
 
 #include "ir/text.h"
+#include "passes/trip_walk.h"
 
 namespace interlace {
 namespace {
@@ -26,17 +25,13 @@ class Planner {
     ideal_ = line_.bytes;
     INTERLACE_TRY(Choose(choice_.limit - choice_.window, /*must=*/false));
     INTERLACE_TRY(Choose(choice_.limit, /*must=*/true));
-    FindClean(line_, trips_);
-    INTERLACE_TRY(PlaceAll());
-    // What tightening cannot reach needs more trips; each round adds some, so it ends.
+    // An op that copies on their way leave no room for needs more trips; each round adds some, so it ends.
     for (;;) {
-      const int32_t over = Tighten();
+      INTERLACE_ASSIGN(const int32_t over, Place());
       if (over < 0) break;
       const size_t before = trips_.size();
-      INTERLACE_TRY(ChooseAt(over, BytesWith(line_, trips_)[over] - choice_.limit));
-      if (trips_.size() == before) return Infeasible(over, BytesWith(line_, trips_)[over]);
-      FindClean(line_, trips_);
-      INTERLACE_TRY(PlaceAll());
+      INTERLACE_TRY(ChooseAt(over, over_bytes_ - choice_.limit));
+      if (trips_.size() == before) return Infeasible(over, over_bytes_);
     }
     return std::move(trips_);
   }
@@ -124,110 +119,40 @@ class Planner {
     }
   }
 
-  Result<int64_t> CopyPs(const Trip& trip, bool in) {
-    if (!in && trip.clean) return 0;
-    const Lane lane = in ? Lane::kH2D : Lane::kD2H;
-    INTERLACE_ASSIGN(OpCost cost, model_.CopyCost(lane, in, static_cast<double>(line_.movables[trip.movable].bytes)));
-    return static_cast<int64_t>(static_cast<double>(cost.latency_ps + cost.work_ps) * choice_.slack);
-  }
-
-  int32_t FirstAt(int64_t time_ps, int32_t from, int32_t to) const {
-    const auto begin = line_.begin_ps.begin();
-    return static_cast<int32_t>(std::lower_bound(begin + from, begin + to, time_ps) - begin);
-  }
-
-  Status PlaceAll() {
-    const int64_t step_ps = line_.begin_ps[end_];
-    std::vector<Trip*> by_leave, by_need;
-    for (Trip& trip : trips_) by_leave.push_back(&trip), by_need.push_back(&trip);
-    std::stable_sort(by_leave.begin(), by_leave.end(), [](const Trip* a, const Trip* b) { return a->after < b->after; });
-    std::stable_sort(by_need.begin(), by_need.end(), [](const Trip* a, const Trip* b) { return a->before > b->before; });
-    // Copies that would still run when the step ends begin at the head of the next one.
-    int64_t lane_ps = 0, head_ps = 0;
-    for (Trip* trip : by_leave) {
-      INTERLACE_ASSIGN(const int64_t copy_ps, CopyPs(*trip, false));
-      lane_ps = std::max(lane_ps, line_.begin_ps[trip->after + 1]) + copy_ps;
-      trip->next_step = trip->wraps && lane_ps > step_ps && !trip->clean;
-      if (trip->next_step) lane_ps -= copy_ps;
+  // Copies out that do not end with the step may begin with the next one: which, is what walks find that start where the one before
+  // ended. The place of an op that does not fit, or -1.
+  Result<int32_t> Place() {
+    FindClean(line_, trips_);
+    std::vector<WalkCosts> out, in;
+    for (const Trip& trip : trips_) {
+      const auto bytes = static_cast<double>(line_.movables[trip.movable].bytes);
+      INTERLACE_ASSIGN(const OpCost there, model_.CopyCost(Lane::kD2H, /*to_device=*/false, bytes));
+      INTERLACE_ASSIGN(const OpCost back, model_.CopyCost(Lane::kH2D, /*to_device=*/true, bytes));
+      out.push_back({there.latency_ps, there.work_ps});
+      in.push_back({back.latency_ps, back.work_ps});
     }
-    lane_ps = 0;
-    for (Trip* trip : by_leave) {
-      INTERLACE_ASSIGN(const int64_t copy_ps, CopyPs(*trip, false));
-      if (!trip->next_step) continue;
-      trip->leave = 0;
-      head_ps += copy_ps;
-      trip->free = std::min(FirstAt(head_ps, 0, end_), trip->before);
-    }
-    lane_ps = head_ps;
-    for (Trip* trip : by_leave) {
-      if (trip->next_step) continue;
-      INTERLACE_ASSIGN(const int64_t copy_ps, CopyPs(*trip, false));
-      lane_ps = std::max(lane_ps, line_.begin_ps[trip->after + 1]) + copy_ps;
-      trip->leave = trip->after + 1;
-      trip->free = copy_ps == 0 ? trip->leave : FirstAt(lane_ps, trip->leave, trip->wraps ? end_ : trip->before);
-    }
-    int64_t cursor_ps = step_ps;
-    for (Trip* trip : by_need) {
-      INTERLACE_ASSIGN(const int64_t copy_ps, CopyPs(*trip, true));
-      cursor_ps = std::min(cursor_ps, line_.begin_ps[trip->before]) - copy_ps;
-      const int32_t least = trip->wraps && !trip->next_step ? 0 : trip->free;
-      trip->need = trip->before;
-      // The last op that begins no later.
-      const auto begin = line_.begin_ps.begin();
-      const auto at = static_cast<int32_t>(std::upper_bound(begin, begin + trip->before, cursor_ps) - begin) - 1;
-      trip->back = std::clamp(at, std::min(least, trip->before), trip->before);
-    }
-    return Ok{};
-  }
-
-  // Until every op fits; the place of one that does not, or -1.
-  int32_t Tighten() {
-    std::vector<int64_t> bytes = BytesWith(line_, trips_);
-    for (int32_t place = 0; place < end_; ++place) {
-      while (bytes[place] > choice_.limit) {
-        Trip* best = nullptr;
-        Trip changed;
-        int64_t best_cost = 0;
-        for (Trip& trip : trips_) {
-          Trip next = trip;
-          int64_t cost = 0;
-          if (!Covers(trip, place) || IsOutAt(trip, place) || !Squeeze(trip, place, next, cost)) continue;
-          if (best != nullptr && cost >= best_cost) continue;
-          best = &trip;
-          best_cost = cost;
-          changed = next;
-        }
-        if (best == nullptr) return place;
-        *best = changed;
-        bytes = BytesWith(line_, trips_);
+    WalkOptions options{.limit = choice_.limit, .slack = choice_.slack, .overlap = model_.cluster().cpu};
+    for (Trip& trip : trips_) trip.next_step = false;
+    std::vector<Trip> begin = trips_, best;
+    WalkResult found{}, first{};
+    for (int round = 0; round < 3; ++round) {
+      std::vector<Trip> trips = begin;
+      options.next_step = true;
+      const WalkResult walked = WalkStep(line_, out, in, options, trips);
+      if (round == 0) first = walked;
+      if (walked.over < 0 && (best.empty() || walked.time_ps < found.time_ps)) {
+        found = walked;
+        best = std::move(trips);
       }
+      options.next_step = false;
+      if (WalkStep(line_, out, in, options, begin).over >= 0) break;
     }
+    if (best.empty()) {
+      over_bytes_ = first.bytes;
+      return first.over;
+    }
+    trips_ = std::move(best);
     return -1;
-  }
-
-  // The trip so that its storage is out at `place`; the cost is what the compute lane may have to wait for, and, small
-  // beside that, how soon the storage is needed.
-  bool Squeeze(const Trip& trip, int32_t place, Trip& next, int64_t& cost) {
-    Result<int64_t> copy = CopyPs(trip, true);
-    Result<int64_t> out = CopyPs(trip, false);
-    if (!copy.ok() || !out.ok()) return false;
-    const bool this_step = trip.wraps && place > trip.after;  // before the step's end
-    if (this_step || (place < trip.free && (!trip.wraps || trip.next_step))) {
-      // Still on its way out.
-      next.next_step = trip.next_step && !this_step;
-      if (!next.next_step) next.leave = trip.after + 1;
-      next.free = place;
-      if (trip.next_step && this_step) next.back = trip.back;
-      if (next.free < next.leave) return false;
-      const int64_t since = line_.begin_ps[place] - line_.begin_ps[std::min(next.leave, end_)];
-      cost = std::max<int64_t>(*out - since, 0) * 1024 + *out;
-      return true;
-    }
-    next.back = place + 1;
-    if (next.back > trip.before) return false;
-    const int64_t until = line_.begin_ps[trip.before] - line_.begin_ps[next.back];
-    cost = std::max<int64_t>(*copy - until, 0) * 1024 - until / 1024;
-    return true;
   }
 
   const Program& program_;
@@ -237,6 +162,7 @@ class Planner {
   const int32_t end_;
   std::vector<Trip> gaps_, trips_;
   std::vector<bool> taken_;
+  int64_t over_bytes_ = 0;      // of the op that did not fit
   std::vector<int64_t> ideal_;  // bytes at each op if what leaves were gone for its whole gap
 };
 

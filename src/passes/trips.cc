@@ -98,18 +98,14 @@ Traffic TrafficOf(const StepLine& line, const std::vector<Trip>& trips) {
 
 void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>& trips) {
   if (trips.empty()) return;
-  // By place and kind: what leaves before what is free, frees before what takes, starts before waits.
   enum Kind { kLeave, kFree, kBack, kNeed };
-  std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> events;  // place, kind, order → trip
-  int32_t order = 0;
+  std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> events;  // place, order, kind, trip
   for (size_t i = 0; i < trips.size(); ++i) {
     const Trip& trip = trips[i];
-    const auto index = static_cast<int32_t>(i);
-    events[{trip.leave, kLeave, order++}] = index;
-    events[{trip.free, kFree, order++}] = index;
-    events[{trip.back, kBack, order++}] = index;
-    events[{trip.need, kNeed, order++}] = index;
+    const int32_t places[] = {trip.leave, trip.free, trip.back, trip.need};
+    for (int32_t kind = kLeave; kind <= kNeed; ++kind) events.emplace_back(places[kind], trip.order[kind], kind, static_cast<int32_t>(i));
   }
+  std::sort(events.begin(), events.end());
   constexpr const char* kNames[] = {"offload.start", "offload.wait", "reload.start", "reload.wait"};
   std::map<Phase*, PhaseEditor> editors;
   Phase* last = nullptr;
@@ -117,8 +113,7 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
     last = program.FindPhase(phase->name);
     editors.try_emplace(last, program, *last);
   }
-  for (const auto& [key, index] : events) {
-    const auto [place, kind, unused] = key;
+  for (const auto& [place, unused, kind, index] : events) {
     const Trip& trip = trips[index];
     const Movable& movable = line.movables[trip.movable];
     Op& op = program.AddOp(kNames[kind]);
@@ -130,7 +125,11 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
     const bool at_end = place >= line.size();
     const StepLine::Place& at = line.ops[after_use ? place - 1 : at_end ? line.size() - 1 : place];
     op.part = program.op(at.phase->ops[at.index]).part;
-    if (after_use) {
+    // Before a phase that runs several times is the end of the one before it.
+    const bool before_phase = !after_use && !at_end && at.repeated && at.index == 0 && place > 0;
+    if (before_phase) {
+      editors.at(line.ops[place - 1].phase).AtEnd(op.id);
+    } else if (after_use) {
       editors.at(at.phase).After(at.index, op.id);
     } else if (at_end) {
       op.part = last->name == "update" ? Part::kUpdate : op.part;

@@ -23,6 +23,8 @@ struct Trip {
   // both at its beginning; back and need are in the next one, counted from its beginning.
   int32_t leave = 0, free = 0, back = 0, need = 0;
   bool next_step = false;
+  // Of the four ops among all that go before one op: ascending; equal ones by kind (out of memory first, then into it), then by trip.
+  int32_t order[4] = {0, 0, 0, 0};
 };
 
 // Every gap of every movable that a trip could fill. `clean` is not decided yet.

@@ -1,0 +1,262 @@
+#include "passes/trip_walk.h"
+
+#include <algorithm>
+#include <deque>
+#include <set>
+
+namespace interlace {
+namespace {
+
+class Walker {
+ public:
+  Walker(const StepLine& line, const std::vector<WalkCosts>& out, const std::vector<WalkCosts>& in, const WalkOptions& options,
+         std::vector<Trip>& trips)
+      : line_(line), out_costs_(out), in_costs_(in), options_(options), trips_(trips), end_(line.size()) {}
+
+  WalkResult Run() {
+    Begin();
+    for (int32_t p = 0; p < end_; ++p) {
+      place_ = p;
+      Advance(clock_ps_);
+      Fetch();
+      // What the op uses must be here.
+      for (int32_t t : needed_[p]) {
+        if (at_[t] == At::kLeaving) Stay(t);
+      }
+      if (!MakeRoom()) return {clock_ps_, p, bytes_[p]};
+      int64_t until_ps = clock_ps_;
+      for (int32_t t : needed_[p]) {
+        if (at_[t] == At::kOut) StartIn(t);
+        if (at_[t] == At::kComing) until_ps = std::max(until_ps, done_ps_[t]);
+      }
+      Advance(until_ps);
+      for (int32_t t : needed_[p]) {
+        if (at_[t] != At::kComing) continue;
+        trips_[t].need = p;
+        trips_[t].order[3] = ++order_;
+        at_[t] = At::kIn;
+      }
+      clock_ps_ += line_.begin_ps[p + 1] - line_.begin_ps[p];
+      for (int32_t t : used_[p]) {
+        if (trips_[t].wraps && options_.next_step && trips_[t].next_step) continue;
+        StartOut(t, p + 1);
+      }
+    }
+    return End();
+  }
+
+ private:
+  enum class At : uint8_t { kIn, kLeaving, kOut, kComing };
+
+  void Begin() {
+    bytes_ = line_.bytes;
+    at_.assign(trips_.size(), At::kIn);
+    done_ps_.assign(trips_.size(), 0);
+    ended_ps_.assign(trips_.size(), 0);
+    start_ps_.assign(trips_.size(), 0);
+    later_.assign(trips_.size(), false);
+    freed_.assign(trips_.size(), 0);
+    tail_.assign(trips_.size(), false);
+    needed_.resize(end_), used_.resize(end_);
+    std::vector<int32_t> head;
+    for (size_t i = 0; i < trips_.size(); ++i) {
+      Trip& trip = trips_[i];
+      const auto t = static_cast<int32_t>(i);
+      needed_[trip.before].push_back(t);
+      used_[trip.after].push_back(t);
+      if (!trip.wraps) continue;
+      if (trip.next_step) {
+        head.push_back(t);
+      } else {
+        at_[t] = At::kOut;
+        Change(0, trip.before, -Bytes(t));
+        waiting_.insert({trip.before, t});
+      }
+    }
+    std::stable_sort(head.begin(), head.end(), [&](int32_t a, int32_t b) { return trips_[a].after < trips_[b].after; });
+    for (int32_t t : head) StartOut(t, 0);
+  }
+
+  int64_t Bytes(int32_t t) const { return line_.movables[trips_[t].movable].bytes; }
+
+  void Change(int32_t from, int32_t to, int64_t by) {
+    for (int32_t i = from; i < to; ++i) bytes_[i] += by;
+    blocked_ = -1;
+  }
+
+  // Journeys over phases do not stop over in one that runs several times; what goes before its first op goes to the end of the
+  // phase before.
+  bool MayMove(int32_t t, int32_t place) const {
+    if (place >= end_ || !line_.ops[place].repeated) return true;
+    return line_.ops[trips_[t].after].phase == line_.ops[place].phase || line_.ops[place].index == 0;
+  }
+
+  int64_t Run(int64_t& lane_ps, const WalkCosts& cost) {
+    const int64_t start = std::max(lane_ps, clock_ps_);
+    const int64_t latency = options_.overlap ? std::max<int64_t>(cost.latency_ps - (start - clock_ps_), 0) : cost.latency_ps;
+    lane_ps = start + latency + cost.work_ps;
+    return start;
+  }
+
+  void StartOut(int32_t t, int32_t place) {
+    Trip& trip = trips_[t];
+    trip.leave = place;
+    trip.order[0] = ++order_;
+    tail_[t] = trip.wraps && place > 0;
+    if (trip.clean) {
+      trip.free = place;
+      trip.order[1] = ++order_;
+      Gone(t);
+      return Change(place, GapEnd(t), -Bytes(t));
+    }
+    at_[t] = At::kLeaving;
+    start_ps_[t] = Run(out_ps_, out_costs_[t]);
+    done_ps_[t] = out_ps_;
+    ended_ps_[t] = last_ended_ps_ =
+        std::max(last_ended_ps_, out_ps_ + static_cast<int64_t>((options_.slack - 1) * static_cast<double>(out_costs_[t].work_ps)));
+    // Where it will be gone if the compute lane is not held from here on: later holds only make that earlier.
+    const int64_t shift = clock_ps_ - line_.begin_ps[place];
+    const auto begin = line_.begin_ps.begin();
+    freed_[t] = static_cast<int32_t>(std::lower_bound(begin + place, begin + end_, ended_ps_[t] - shift) - begin);
+    while (!MayMove(t, freed_[t])) ++freed_[t];
+    if (!tail_[t]) freed_[t] = std::min(freed_[t], trip.before);
+    Change(freed_[t], GapEnd(t), -Bytes(t));
+    leaving_.push_back(t);
+  }
+
+  int32_t GapEnd(int32_t t) const { return tail_[t] ? end_ : trips_[t].before; }
+
+  void Gone(int32_t t) {
+    at_[t] = At::kOut;
+    if (!tail_[t]) waiting_.insert({trips_[t].before, t});
+  }
+
+  // The copy out has ended: its memory is free from `place_` on.
+  void Free(int32_t t) {
+    Trip& trip = trips_[t];
+    trip.free = place_;
+    trip.order[1] = ++order_;
+    if (freed_[t] > place_) Change(place_, freed_[t], -Bytes(t));
+    leaving_.erase(std::find(leaving_.begin(), leaving_.end(), t));
+    Gone(t);
+  }
+
+  // It is used again before it has gone: the journey is none.
+  void Stay(int32_t t) {
+    Trip& trip = trips_[t];
+    trip.free = trip.back = trip.need = place_;
+    at_[t] = At::kIn;
+    leaving_.erase(std::find(leaving_.begin(), leaving_.end(), t));
+  }
+
+  void StartIn(int32_t t) {
+    Trip& trip = trips_[t];
+    trip.back = place_;
+    trip.order[2] = ++order_;
+    at_[t] = At::kComing;
+    Run(in_ps_, in_costs_[t]);
+    done_ps_[t] = in_ps_;
+    waiting_.erase({trip.before, t});
+    Change(place_, trip.before, Bytes(t));
+  }
+
+  // Time passes with the compute lane at `place_`; what ends makes room for what comes.
+  void Advance(int64_t until_ps) {
+    for (;;) {
+      int32_t next = -1;
+      for (int32_t t : leaving_) {
+        if (!MayMove(t, place_)) continue;
+        next = t;
+        break;
+      }
+      if (next < 0 || ended_ps_[next] > until_ps) break;
+      clock_ps_ = std::max(clock_ps_, ended_ps_[next]);
+      Free(next);
+      Fetch();
+    }
+    clock_ps_ = std::max(clock_ps_, until_ps);
+  }
+
+  // Starts copies in, in the order of need, as long as there is room for the next one until it is used.
+  void Fetch() {
+    while (!waiting_.empty()) {
+      const auto [before, t] = *waiting_.begin();
+      if (before <= place_ || !MayMove(t, place_)) return;
+      if (blocked_ >= place_) return;  // as before
+      for (int32_t q = place_; q < before; ++q) {
+        if (bytes_[q] + Bytes(t) <= options_.limit) continue;
+        blocked_ = q;
+        return;
+      }
+      StartIn(t);
+    }
+  }
+
+  // Until the op fits: copies out are waited for.
+  bool MakeRoom() {
+    while (bytes_[place_] > options_.limit) {
+      int32_t next = -1;
+      for (int32_t t : leaving_) {
+        if (MayMove(t, place_) && trips_[t].before != place_) {
+          next = t;
+          break;
+        }
+      }
+      if (next < 0) return false;
+      clock_ps_ = std::max(clock_ps_, done_ps_[next]);
+      Free(next);
+    }
+    return true;
+  }
+
+  // The step ends with nothing on its way: copies that would have to be waited for longer than they have run, and those behind
+  // them, go at the head of the next step instead.
+  WalkResult End() {
+    place_ = end_;
+    const int64_t end_ps = clock_ps_;
+    bool later = false;
+    while (!leaving_.empty()) {
+      const int32_t t = leaving_.front();
+      later = later || (!options_.next_step && done_ps_[t] - end_ps > end_ps - start_ps_[t]);
+      if (later) {
+        later_[t] = true;
+        leaving_.pop_front();
+        continue;
+      }
+      clock_ps_ = std::max(clock_ps_, done_ps_[t]);
+      Free(t);
+    }
+    if (!options_.next_step) {
+      for (size_t t = 0; t < trips_.size(); ++t) trips_[t].next_step = later_[t];
+    }
+    return {clock_ps_, -1, 0};
+  }
+
+  const StepLine& line_;
+  const std::vector<WalkCosts>&out_costs_, &in_costs_;
+  const WalkOptions& options_;
+  std::vector<Trip>& trips_;
+  const int32_t end_;
+  std::vector<int64_t> bytes_;  // at each op, if what is out now stays out until it is needed and nothing else leaves
+  std::vector<At> at_;
+  std::vector<int64_t> start_ps_, done_ps_;  // of the last copy
+  std::vector<int64_t> ended_ps_;            // from when a copy out counts as ended where nothing waits for it; in their order
+  std::vector<int32_t> freed_;               // place from which bytes_ counts it as gone
+  std::vector<bool> tail_;                   // it left after this step's use
+  std::vector<bool> later_;                  // it leaves in the next step
+  std::vector<std::vector<int32_t>> needed_, used_;
+  std::set<std::pair<int32_t, int32_t>> waiting_;  // out and needed in this step: place, trip
+  std::deque<int32_t> leaving_;
+  int64_t clock_ps_ = 0, out_ps_ = 0, in_ps_ = 0, last_ended_ps_ = 0;
+  int32_t place_ = 0, order_ = 0;
+  int32_t blocked_ = -1;  // place that has no room for the next copy in; -1: not known
+};
+
+}  // namespace
+
+WalkResult WalkStep(const StepLine& line, const std::vector<WalkCosts>& out, const std::vector<WalkCosts>& in,
+                    const WalkOptions& options, std::vector<Trip>& trips) {
+  return Walker(line, out, in, options, trips).Run();
+}
+
+}  // namespace interlace
