@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import re
 import sys
+import time
 from typing import Any
 
 from common import machine, write_json
@@ -53,9 +54,9 @@ def methods(case: Case) -> dict[str, str]:
     costs = f"cluster={case.cluster},limit={DEVICE_BYTES}"
     return {
         "memory without end": base,
-        "everything synchronous": f"{base},offload_sync(cluster={case.cluster})",
-        "DeepCompile, Algorithm 2": f"{base},offload_deepcompile({costs})",
         "ours": f"{base},offload({costs})",
+        "DeepCompile, Algorithm 2": f"{base},offload_deepcompile({costs})",
+        "everything synchronous": f"{base},offload_sync(cluster={case.cluster})",
     }
 
 
@@ -86,17 +87,20 @@ def main() -> None:
         for ranks in (int(r) for r in args.ranks.split(",")):
             case = Case("llama-3-70b", ranks, 1, seq)
             if program is None:
+                print(f"\ncapturing {case.model}, sequence {seq} ...", flush=True)
+                start = time.perf_counter()
                 program = captured(case)
+                print(f"{time.perf_counter() - start:.0f} s", flush=True)
             parameters = sum(_elements(p) for p in program.params())
             print(f"\n{case.title}", flush=True)
             rows: dict[str, dict[str, Any]] = {}
             for name, pipeline in methods(case).items():
-                rows[name] = measure(program, case, pipeline)
-                if name == "memory without end" and "step_ms" in rows[name]:
-                    rows["optimizer on CPU"] = on_cpu(rows[name], parameters, case)
-            ours = rows["ours"].get("step_ms")
-            for name, row in rows.items():
-                print("  " + line(name, row, ours), flush=True)
+                row = rows[name] = measure(program, case, pipeline)
+                print("  " + line(name, row, rows), flush=True)
+            if "step_ms" in rows["memory without end"]:
+                name = "optimizer on CPU"
+                row = rows[name] = on_cpu(rows["memory without end"], parameters, case)
+                print("  " + line(name, row, rows), flush=True)
             record["cases"].append({"case": dataclasses.asdict(case), "rows": rows})
     if args.json:
         write_json(args.json, record)
@@ -109,12 +113,14 @@ def _elements(parameter: dict[str, Any]) -> int:
     return count
 
 
-def line(name: str, row: dict[str, Any], ours: float | None) -> str:
+def line(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     if "error" in row:
-        return f"{name:<26} {row['error'][:150]}"
-    ratio = f"{row['step_ms'] / ours:6.2f} x ours" if ours else ""
+        return f"{name:<26} {row['error'].split('; raise')[0]}"
+    ours = rows.get("ours", {}).get("step_ms")
+    ratio = f"{row['step_ms'] / ours:6.2f} x ours" if ours else " " * 13
     fits = "" if row["peak_bytes"] <= DEVICE_BYTES else "  does not fit"
-    return f"{name:<26} {row['step_ms']:10.1f} ms {ratio}   needs {row['peak_bytes'] / GIB:6.1f} GiB{fits}"
+    took = f"  ({row['seconds']:.0f} s)" if "seconds" in row else ""
+    return f"{name:<26} {row['step_ms']:10.1f} ms {ratio}   needs {row['peak_bytes'] / GIB:6.1f} GiB{fits}{took}"
 
 
 if __name__ == "__main__":
