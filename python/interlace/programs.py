@@ -105,14 +105,16 @@ class Programs:
         data = self.peers.broadcast(f"{what}: constants", packed, patience)
         return Source(parts["text"], parts["reports"], load_tensors(data), captured)
 
-    def run_passes(self, captured: str, pipeline: str) -> tuple[Any, list[dict[str, Any]]]:
+    def run_passes(
+        self, captured: str, pipeline: str, micro_batches: int | None = None
+    ) -> tuple[Any, list[dict[str, Any]]]:
         """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""
         from interlace import _core
 
         with self.timed("passes"):
             try:
                 program = _core.Program.parse(captured, "captured")
-                program.set_meta("micro_batches", str(self.config.accumulation))
+                program.set_meta("micro_batches", str(micro_batches or self.config.accumulation))
                 reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
             except _core.Error as e:
                 raise ProgramError(str(e)) from e

@@ -64,6 +64,11 @@ def pass_name(text: str) -> str:
     return text.partition("(")[0].strip()
 
 
+def items(pipeline: str) -> list[str]:
+    """The passes of a pipeline: "a(x=1,y=2),b" is "a(x=1,y=2)" and "b"."""
+    return [item.strip() for item in re.split(r",(?![^()]*\))", pipeline) if item.strip()]
+
+
 def fill(passes: Iterable[str], values: Mapping[str, Any]) -> list[str]:
     """Pass texts with their placeholders replaced."""
     filled = []

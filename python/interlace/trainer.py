@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from interlace.captures import Captures
 from interlace.config import Config
 from interlace.distributed import PeerError, Peers
 from interlace.errors import InterlaceError
-from interlace.hyper import Hyper
+from interlace.evaluation import Evaluation
+from interlace.hyper import Hyper, uses_momentum
 from interlace.loop import Loop
 from interlace.loss_scale import LossScale
 from interlace.materialize import release
@@ -63,6 +65,8 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         self._use(built)
         self._frozen = Frozen(captures, planner) if config.mode == "compiled" else None
         self._loop, self._traced = Loop(self, planner), False
+        plain = dataclasses.replace(config, accumulation=1).pipeline(peers.size, uses_momentum(optimizer))
+        self._evaluation = Evaluation(captures, plain)
         self._closed: str | None = None
         peers.on_close(self._drop)
         peers.places.start(self._where)
@@ -110,6 +114,19 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
             self._shapes.note_step()
         self.steps += 1
         return loss
+
+    def evaluate(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any] | None = None) -> dict[str, Tensor]:
+        """The loss of this rank's batch with the model in eval mode (no dropout, this rank's statistics); nothing changes, no step counts.
+
+        Gives what `loss_fn` gives, by name, "loss" first; by default the loss function of training. The batch is one part, not cut into
+        micro-batches, of any shape: each is compiled when first met. Parameters are gathered as in training: no rank holds the whole
+        model. Every rank must call it with the same shape.
+
+            losses = [trainer.evaluate(b)["loss"].item() for b in validation]
+        """
+        self._check_open()
+        with self._peers.guard(), self._determinism():
+            return self._evaluation.run(self, batch, loss_fn)
 
     def trace(self, batch: Any, file: str | Path) -> Tensor:
         """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory (docs: traces).
@@ -283,6 +300,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         self._drop_save()
         if hasattr(self._executor, "leave"):
             self._executor.leave()
+        self._evaluation.forget()
         if self._shapes is not None:
             self._shapes.forget()  # their executors hold the connections too
         self._executor = self._runner = self._states = None  # type: ignore[assignment]

@@ -20,6 +20,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Golden{"mlp.canonicalize.il", "canonicalize"}, Golden{"mlp.shard1.il", "canonicalize,shard(ranks=1),update"},
         Golden{"mlp.shard2.il", "canonicalize,shard(ranks=2),update(clip=1.0)"},
+        Golden{"mlp.shard2_forward.il", "canonicalize,shard(ranks=2),update(clip=1.0),forward_only"},
         Golden{"mlp.shard2_plain.il", "canonicalize,shard(ranks=2,ahead=0,wait=now),update(norm=always)"},
         Golden{"mlp.replicate2.il", "canonicalize,replicate(ranks=2),update(clip=0.5)"},
         Golden{"mlp.zero1.il", "canonicalize,zero1(ranks=3),update(clip=0.5,momentum=false)"},

@@ -6,6 +6,7 @@
 #include "passes/bucket.h"
 #include "passes/canonicalize.h"
 #include "passes/cost_options.h"
+#include "passes/forward_only.h"
 #include "passes/offload.h"
 #include "passes/overlap_update.h"
 #include "passes/precision.h"
@@ -81,6 +82,7 @@ std::span<const PassInfo> PassTable() {
         {"norm", kChoice, "auto", "compute the norm: auto (when clipping) or always", {"auto", "always"}},
         {"momentum", kChoice, "true", "give sgd a momentum buffer", {"true", "false"}}},
        Update},
+      {"forward_only", "what the outputs need and nothing else, on the same units and states: for evaluation", {}, ForwardOnly},
       {"schedule",
        "carries out a schedule that was written down or found by search; units as u0+u3, buckets as u1+u2:AHEAD;u3",
        {{"keep", kText, "none", "units that stay gathered through the step, or all"},

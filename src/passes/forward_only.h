@@ -1,0 +1,19 @@
+// forward_only.h — what the outputs need and nothing else: the program that evaluates a model on the parameters of a training run.
+//
+//   micro_batch: gather u0  fwd  release u0  gather u1  fwd  output(%loss)  bwd  reduce ..    update: update(u0) ..
+//   ->           gather u0  fwd  release u0  gather u1  fwd  output(%loss)  release u1        update:
+//
+// Units and states stay declared, so the program runs on the memory of the one that trains. Buffers do not change. Runs after
+// `update`, before the schedule passes. No options. Errors: several micro-batch phases, values that are under way between steps.
+#pragma once
+
+#include "base/result.h"
+#include "passes/pass_options.h"
+
+namespace interlace {
+
+class Program;
+
+Result<bool> ForwardOnly(Program& program, const PassOptions& options = {});
+
+}  // namespace interlace

@@ -1,0 +1,136 @@
+"""Trainer.evaluate: the loss of plain PyTorch in eval mode on the same weights, and a training run that does not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import torch
+import zoo
+from test_trainer_bits import digest
+from torch import nn
+
+import interlace
+
+STEPS = 6
+Tensor = torch.Tensor
+
+
+def plain(case: str, weights: dict[str, Tensor], batch: Any) -> float:
+    """The loss of the user's own model in eval mode."""
+    model = zoo.build(case, torch.float32)
+    model.load_state_dict(weights, strict=False)
+    model.eval()
+    with torch.no_grad():
+        return float(zoo.CASES[case].loss(model, batch))
+
+
+def with_logits(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"loss": zoo.causal_loss(model, batch), "logits": model(input_ids=batch["input_ids"]).logits}
+
+
+def train(case: str, evaluate: bool, **config: Any) -> dict[str, Any]:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build(case, torch.float32)
+    opt = parity.make_optimizer("adamw", model)
+    accumulation = config.get("accumulation", 1)
+    settings = interlace.Config(clip_norm=0.3, timeout_s=60, **{"schedule": [], **config})
+    losses, pairs, training = [], [], [m.training for m in model.modules()]
+    with interlace.compile(
+        model, opt, zoo.CASES[case].loss, parity.batch_of(case, 0, rank, accumulation), settings
+    ) as trainer:
+        for step in range(STEPS):
+            losses.append(float(trainer.step(parity.batch_of(case, step, rank, accumulation))))
+            if not evaluate or step % 2:
+                continue
+            weights = trainer.state_dict(all_ranks=True)
+            for rows in (3, 2, 3):  # two shapes; the first one again
+                batch = zoo.CASES[case].batch(rows, 100 + step + rank)
+                ours = trainer.evaluate(batch)
+                assert list(ours) == ["loss"] and not ours["loss"].requires_grad
+                pairs.append((float(ours["loss"]), plain(case, weights, batch)))
+        assert [m.training for m in model.modules()] == training
+        return {"losses": losses, "weights": digest(trainer.state_dict(all_ranks=True)), "pairs": pairs,
+                "steps": trainer.steps}  # fmt: skip
+
+
+def compare(case: str, **config: Any) -> list[dict[str, Any]]:
+    return [train(case, False, **config), train(case, True, **config)]
+
+
+@pytest.mark.parametrize(
+    ("size", "case", "config"),
+    [
+        (1, "llama", {}),
+        (2, "gpt2_dropout", {"accumulation": 2}),
+        (2, "batchnorm", {"strategy": "replicate"}),
+        (2, "vit", {"strategy": "zero1"}),
+        (2, "llama", {"schedule": [(0, ["unshard(units=all)"]), (3, ["reorder"])]}),
+        (2, "gpt2_dropout", {"mode": "eager"}),
+    ],
+    ids=["one", "dropout", "replicate", "zero1", "schedule", "eager"],
+)
+def test_same_loss_as_pytorch_and_training_goes_on(size: int, case: str, config: dict[str, Any]) -> None:
+    for rank, (alone, beside) in enumerate(ranks.run(compare, size, case, **{"strategy": "shard", **config})):
+        assert beside["steps"] == alone["steps"] == STEPS
+        assert len(beside["pairs"]) == 9
+        # Statistics are each rank's own, and those of the state dict are rank 0's.
+        for ours, theirs in beside["pairs"] if case != "batchnorm" or rank == 0 else ():
+            assert ours == pytest.approx(theirs, rel=2e-6)
+        assert beside["losses"] == alone["losses"] and beside["weights"] == alone["weights"]
+
+
+def other_function() -> tuple[float, float, float]:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    first = parity.batch_of("llama", 0, rank, 1)
+    with interlace.compile(
+        model,
+        parity.make_optimizer("adamw", model),
+        zoo.causal_loss,
+        first,
+        interlace.Config(timeout_s=60, schedule=[]),
+    ) as trainer:
+        trainer.step(first)
+        batch = zoo.tokens(2, 7)
+        found = trainer.evaluate(batch, with_logits)
+        reference = zoo.build("llama", torch.float32)
+        reference.load_state_dict(trainer.state_dict(all_ranks=True))
+        with torch.no_grad():
+            logits = reference.eval()(input_ids=batch["input_ids"]).logits
+        peak = trainer._evaluation._built.popitem()[1][0].executor.stats()["peak_bytes"]
+        return float((found["logits"] - logits).abs().max()), peak, trainer.stats()["peak_bytes"]
+
+
+def test_another_function_gives_its_outputs_in_the_memory_of_a_step() -> None:
+    for difference, peak, peak_of_step in ranks.run(other_function, 2):
+        assert difference < 1e-5
+        assert peak < peak_of_step
+
+
+def different_shapes() -> str:
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    batch = parity.batch_of("llama", 0, rank, 1)
+    with (
+        interlace.compile(
+            model,
+            parity.make_optimizer("adamw", model),
+            zoo.causal_loss,
+            batch,
+            interlace.Config(timeout_s=20, schedule=[]),
+        ) as trainer,
+        pytest.raises(interlace.InterlaceError) as error,
+    ):
+        trainer.evaluate(zoo.tokens(2 + rank, 7))
+    return str(error.value)
+
+
+def test_ranks_with_different_batches_are_named() -> None:
+    for text in ranks.run(different_shapes, 2):
+        assert (
+            "evaluate: rank 1 gave another batch than rank 0: 'input_ids' is int64[3, 12] there and int64[2, 12] on rank 0"
+            in text
+        )
