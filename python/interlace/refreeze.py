@@ -81,6 +81,7 @@ class Frozen:
 
         source = programs.share(f"program of other trainable parameters at step {trainer.steps}", make)
         programs.compare_digests(source)
+        trainer._flush()
         built = programs.build(source)
         self._copy(trainer, built)
         if trainer._shapes is not None:

@@ -77,6 +77,7 @@ class Shapes:
         filled = self.filled(self._parts, bucket)
         if bucket is self.current:
             return filled
+        trainer._flush()
         if bucket.built is None:
             bucket.built, bucket.spec = self._build(trainer, bucket, filled[0]), InputSpec.of(filled[0])
             bucket.stage = trainer._loop.stage

@@ -196,6 +196,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
     def _swap(self, source: Source) -> None:
         with self._peers.guard():
             self._programs.compare_digests(source)
+        self._flush()
         found: list[Built] = []
 
         def check() -> Callable[[], None]:
@@ -281,6 +282,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         try:
             if self._closed is None:
                 self.finish_save()
+                self._flush()  # the model's parameters may be those of the program
         finally:
             self._end()
 

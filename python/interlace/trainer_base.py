@@ -80,6 +80,20 @@ class TrainerBase:
     def _inputs(self, batch: Any) -> Any:
         raise NotImplementedError
 
+    def flush(self) -> None:
+        """Makes the optimizer step that the last step left to the next one (pass reposition_update), if it left one.
+
+        Whatever reads or writes parameters through this trainer does so by itself. Every rank must call it, before the model's own
+        parameters are read or changed between two steps.
+        """
+        self._check_open()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._executor is not None:
+            with self._peers.guard():
+                self._executor.flush()
+
     def _check_open(self) -> None:
         if self._closed is not None:
             raise InterlaceError(

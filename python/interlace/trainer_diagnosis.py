@@ -80,6 +80,7 @@ class TrainerDiagnosis(TrainerBase):
         )
 
     def _nonfinite_loss(self, inputs: Any, loss: Tensor, result: Mapping[str, Any]) -> str:
+        self._flush()
         record = result.get("nonfinite")
         where = self._nonfinite_inputs(inputs) or (
             describe_op(record) if record else "run again with debug=True to see which op made it"

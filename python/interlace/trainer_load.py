@@ -35,7 +35,7 @@ class TrainerLoad(TrainerSave):
         goes on where it stood, with the program that ran then. Error: no checkpoint, of another model or optimizer (the first
         difference is named); DamageError where bytes are not those that were written.
         """
-        self._check_open()
+        self.flush()
         self._settle_save()
         with contextlib.ExitStack() as files:
             found: list[Checkpoint] = []
@@ -126,7 +126,7 @@ class TrainerLoad(TrainerSave):
 
     def load_weights(self, source: str | Path) -> None:
         """Parameters and buffers from a safetensors file, a sharded index or a Hugging Face folder; the optimizer stays as it is."""
-        self._check_open()
+        self.flush()
         self._settle_save()
         with contextlib.ExitStack() as files:
 

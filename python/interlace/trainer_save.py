@@ -40,6 +40,7 @@ class TrainerSave(TrainerState):
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise CheckpointError(f"keep must be a whole number of at least 1, not {keep!r}")
         self.finish_save()
+        self._flush()
         begin, cpu = time.monotonic(), time.thread_time()
         with self._peers.guard():
             problem = self._begin_save(Path(os.path.abspath(folder)), extra or {}, keep)

@@ -23,7 +23,7 @@ class TrainerState(TrainerBase):
         On rank 0 (empty elsewhere), or on all ranks. Every rank must call it. Buffers are rank 0's: statistics such as BatchNorm's
         are each rank's own while training, as with local statistics in DDP.
         """
-        self._check_open()
+        self.flush()
         with self._peers.guard():
             values: dict[str, Tensor] = {}
             for p, t in self._states.whole(WEIGHT, everywhere=all_ranks):
@@ -41,7 +41,7 @@ class TrainerState(TrainerBase):
 
     def optimizer_state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The optimizer's state as torch.optim has it, loadable with optimizer.load_state_dict. On rank 0, or on all ranks."""
-        self._check_open()
+        self.flush()
         index: dict[str, int] = {}
         groups = []
         for i, group in enumerate(self._optimizer.param_groups):

@@ -201,6 +201,10 @@ PYBIND11_MODULE(_runtime, m) {
           "settle", [](Executor& self) { WithoutLock([&] { return Unwrap(self.Settle()), 0; }); },
           "Sends every state that lies in the tier between steps back there; tensors over it must not be read until tensor().")
       .def(
+          "flush", [](Executor& self) { return WithoutLock([&] { return Unwrap(self.Flush()); }); },
+          "Runs the optimizer step that the last step left pending (pass reposition_update); whether there was one. Every rank must "
+          "call it before parameters or states are read.")
+      .def(
           "step",
           [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
             return StepDict(WithoutLock([&] { return Unwrap(self.Step(std::move(micro_batches), hyper, step)); }));

@@ -309,6 +309,7 @@ std::vector<Error> VerifyAll(const Program& program) {
     VerifyOps(program, report);
     VerifyFlow(program, report);
     VerifyResidency(program, report);
+    VerifyPending(program, report);
   }
   return report.Take();
 }

@@ -61,5 +61,6 @@ void VerifyOps(const Program& program, VerifyReport& report);     // each op by 
 void VerifyFlow(const Program& program,
                 VerifyReport& report);  // transfers in flight, takes and gives over the run order
 void VerifyResidency(const Program& program, VerifyReport& report);  // what is out is not used, and comes back
+void VerifyPending(const Program& program, VerifyReport& report);    // ops of the step before, and what they touch
 
 }  // namespace interlace

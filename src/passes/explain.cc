@@ -7,6 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "ir/pending.h"
+
 namespace interlace {
 namespace {
 
@@ -96,8 +98,11 @@ std::string OptionOf(const std::string& passes, const std::string& name) {
 
 std::string Decisions(const Program& program, const Row& chosen) {
   std::string text;
+  const bool repositioned = !PendingOps(program).empty();
+  const std::string next_step = "of each unit in the next step, before its first use";
   if (!chosen.passes.starts_with("schedule")) {
-    return "  the passes of a heuristic: " + (chosen.passes.empty() ? std::string("none") : chosen.passes) + "\n";
+    return "  the passes of a heuristic: " + (chosen.passes.empty() ? std::string("none") : chosen.passes) + "\n" +
+           (repositioned ? "  optimizer step         " + next_step + "\n" : "");
   }
   const std::string keep = OptionOf(chosen.passes, "keep");
   const size_t kept = keep.empty() ? 0 : Count(keep, '+') + 1;
@@ -122,7 +127,8 @@ std::string Decisions(const Program& program, const Row& chosen) {
             show(least) + (most > least ? " to " + show(most) : "") + " " + what + "\n";
   }
   text += std::string("  optimizer step         ") +
-          (chosen.passes.ends_with(",overlap_update") ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
+          (repositioned ? next_step
+           : chosen.passes.ends_with(",overlap_update") ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
   const std::string* recompute = program.Meta("recompute");
   text += "  recomputed             " + (recompute == nullptr ? std::string("nothing") : *recompute) + "\n";
   return text;

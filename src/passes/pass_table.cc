@@ -14,6 +14,7 @@
 #include "passes/recompute.h"
 #include "passes/reorder.h"
 #include "passes/replicate.h"
+#include "passes/reposition_update.h"
 #include "passes/schedule.h"
 #include "passes/search.h"
 #include "passes/shard.h"
@@ -128,6 +129,10 @@ std::span<const PassInfo> PassTable() {
        "the optimizer step of a unit runs when its gradient is complete, not after the last micro-batch (without clipping)",
        {},
        OverlapUpdate},
+      {"reposition_update",
+       "the optimizer step of a unit runs in the next step, just before the unit is first needed there (Mist)",
+       {{"ahead", kCount, "1", "zero1: first uses between the start of a gather and its wait", {}, 0}},
+       RepositionUpdate},
       {"offload",
        "storages leave memory where the limit asks for it, and are back in time; copies run beside the compute lane",
        {kLimitOption,

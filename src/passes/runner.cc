@@ -13,6 +13,7 @@
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/pass_table.h"
+#include "passes/reposition_update.h"
 #include "passes/search.h"
 
 namespace interlace {
@@ -77,7 +78,9 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     }
     auto start = std::chrono::steady_clock::now();
     Result<bool> changed = true;
-    if (recomputes(call) && captured && work.level != Level::kCaptured) {
+    if (const Status fits = CheckRepositioned(work, call.pass->name); !fits.ok()) {
+      changed = fits.error();
+    } else if (recomputes(call) && captured && work.level != Level::kCaptured) {
       const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i));
       Result<SearchResult> found = SearchRecomputation(*captured, between, call.options, work);
       if (!found.ok()) changed = found.error();

@@ -53,6 +53,36 @@ Result<at::Tensor> Executor::TensorOf(ValueId id) {
   return fixed_[id];
 }
 
+Result<bool> Executor::Flush() {
+  if (!frame_.pending.on) return false;
+  for (OpId id : pending_phase_.ops) {
+    Status status = Ok{};
+    ForEachOperand(std::as_const(program_).op(id), [&](ValueId operand) {
+      if (!status.ok()) return;
+      if (Result<at::Tensor> in_memory = TensorOf(operand); !in_memory.ok()) status = in_memory.error();
+    });
+    INTERLACE_TRY(status);
+  }
+  StepScope scope(device_);
+  MemoryScope memory;
+  Status status = Ok{};
+  try {
+    if (!pending_plan_) {
+      INTERLACE_ASSIGN(pending_plan_, BuildPhase(pending_phase_, fixed_, /*keep_operands=*/false, nullptr));
+    }
+    const bool learning = std::exchange(learning_, false);  // not a phase of the step
+    status = RunPhase(*pending_plan_);
+    learning_ = learning;
+  } catch (const std::exception& error) {
+    status = MakeError("cannot prepare the pending optimizer step: ", MessageOf(error));
+  }
+  frame_.transfers.clear();
+  frame_.pending.on = false;
+  if (status.ok()) return true;
+  DropTemporaries();
+  return status.error();
+}
+
 Status Executor::CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const {
   if (static_cast<int64_t>(micro_batches.size()) != program_.accumulation) {
     return MakeError("the program takes ", program_.accumulation, " micro-batches a step, got ", micro_batches.size());
@@ -287,10 +317,15 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   if (!status.ok()) {
     (void)bank_->Drain();  // the failure that stopped the step is the one to tell
     DropTemporaries();
+    frame_.pending.on = false;  // some of it was made
     return status.error();
   }
   ++frame_.counters.steps;
   frame_.transfers.clear();
+  if (!pending_phase_.ops.empty()) {
+    const bool counts = !frame_.has_norm || frame_.finite || !options_.skip_nonfinite;
+    frame_.pending = {counts, frame_.coef, hyper};
+  }
   const MemoryUse use = MemoryScope::Use();
   if (use.peak_bytes - live_before > peak_extra_) {
     peak_extra_ = use.peak_bytes - live_before;
@@ -325,6 +360,7 @@ Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> mic
       return MakeError("the program has no module \"", stop_at, "\"", DidYouMean(stop_at, paths));
     }
   }
+  INTERLACE_TRY(Flush());  // gradients are made anew where those of the last step lie
   const at::ThreadLocalState outer;
   StepScope scope(device_);
   frame_.outer = &outer;
@@ -351,6 +387,7 @@ Result<DebugReport> Executor::DebugStep(std::vector<std::vector<at::Tensor>> mic
 
 Result<at::Tensor> Executor::GatherUnit(UnitId id) {
   if (id < 0 || id >= static_cast<UnitId>(program_.units.size())) return MakeError("the program has no unit u", id);
+  INTERLACE_TRY(Flush());
   const Unit& unit = program_.units[id];
   const ValueId full = program_.FindState(id, "full");
   if (full != kNone) return TensorOf(full);

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -86,6 +87,9 @@ class Executor {
   // `step` counts the steps of the training run and keys the random streams.
   Result<StepResult> Step(std::vector<std::vector<at::Tensor>> micro_batches,
                           const std::vector<std::vector<double>>& hyper, int64_t step);
+  // Runs what the last step left pending (ir/pending.h): parameters and optimizer states are then those after that step. Every
+  // rank must call it, before it reads them, or before another executor takes them. Whether there was anything.
+  Result<bool> Flush();
   // Runs the micro-batch phases op by op and describes every floating result, then puts the buffers back; no update.
   // Stops after the last forward op of the module `stop_at` in the first micro-batch, if it is not empty. All ranks
   // must call it.
@@ -181,6 +185,8 @@ class Executor {
   // By variant of the memory plan; without arena, and those of debug steps, which are built when first wanted, by index
   // into program_.phases.
   std::vector<Plan> plans_, debug_plans_;
+  Phase pending_phase_;               // the ops of the step before, by themselves
+  std::optional<Plan> pending_plan_;  // made when first wanted
   std::unique_ptr<StepArena> arena_;
   std::string arena_off_;  // why there is none
   ProgramNeeds needs_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "ir/pending.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -57,6 +58,9 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
       return MakeError("the running program is on ", donor->device_.str(), ", the new one is for ", device.str());
     }
     if (!donor->handed_on_.empty()) return MakeError("the running program has transfers under way between its steps");
+    if (donor->frame_.pending.on) {
+      return MakeError("the running program has left its optimizer step pending; flush it before another program takes the states");
+    }
     executor->store_.TakeOver(donor->store_);
     executor->comms_ = donor->comms_;
     executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device);
@@ -96,6 +100,8 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   for (const auto& [name, value] : ranks_) used[name] = value;
   INTERLACE_ASSIGN(program_, Bind(parsed, used));
   for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
+
+  pending_phase_ = {"update", {}, {}, PendingOps(program_)};
 
   geometry_.resize(program_.num_values());
   for (ValueId id = 0; id < program_.num_values(); ++id) {

@@ -53,6 +53,13 @@ struct Transfer {
   Ticket ticket = 0;
 };
 
+// The optimizer step that the last step left to the next one (ir/pending.h).
+struct PendingUpdate {
+  bool on = false;
+  double coef = 1;
+  std::vector<std::vector<double>> hyper;  // of the step that made the gradients
+};
+
 // Everything a kernel may touch while a step runs.
 struct Frame {
   explicit Frame(c10::Device on) : device(on) {}
@@ -67,10 +74,11 @@ struct Frame {
   std::map<std::string, std::vector<at::Tensor>> outputs;
   double norm = 0, coef = 1;  // of the last norm.coef
   bool has_norm = false, finite = true;
+  PendingUpdate pending;
   const RuntimeOptions* options = nullptr;
   const at::ThreadLocalState* outer = nullptr;  // thread state outside the step
   Counters counters;
-  // Called once a step, before the first op that changes a state: whoever still copies states must be done by then.
+  // Called in a step before the first op that changes a state: whoever still copies states must be done by then.
   std::function<void()> before_update;
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ir/pending.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
 
@@ -64,7 +65,7 @@ struct UpdateKernel final : KernelData {
   };
   Optimizer optimizer;
   std::vector<ValueId> operands;  // w, g, states
-  bool clipped = false;
+  bool clipped = false, pending = false;
   double scale = 1;
   std::vector<Range> ranges;
 
@@ -75,10 +76,12 @@ struct UpdateKernel final : KernelData {
   }
 
   void Run(Frame& frame) {
-    if (frame.has_norm && !frame.finite && frame.options->skip_nonfinite) return;
-    const double grad_scale = clipped ? scale * frame.coef : scale;
+    // Of a pending one the step before has decided: it runs only if it counts.
+    if (!pending && frame.has_norm && !frame.finite && frame.options->skip_nonfinite) return;
+    const double grad_scale = clipped ? scale * (pending ? frame.pending.coef : frame.coef) : scale;
+    const std::vector<std::vector<double>>& hyper = pending ? frame.pending.hyper : *frame.hyper;
     for (const Range& range : ranges) {
-      const std::vector<double>& h = (*frame.hyper)[range.group];
+      const std::vector<double>& h = hyper[range.group];
       const at::Tensor w = Operand(frame, range, 0), g = Operand(frame, range, 1), first = Operand(frame, range, 2);
       if (optimizer == Optimizer::kSgd) {
         SgdStep(w, g, first,
@@ -195,6 +198,7 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   if (operands.size() != flats && operands.size() != flats + 1)
     return OpError(context, op, op.name + " has the wrong number of operands");
   kernel->clipped = operands.size() == flats + 1;
+  kernel->pending = IsPending(op);
   operands.resize(flats);
   kernel->operands = operands;
   kernel->scale = NumberOr(op.Attr("scale"), 1);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ir/op_table.h"
+#include "ir/pending.h"
 #include "runtime/stream.h"
 
 namespace interlace {
@@ -75,6 +76,21 @@ struct GatedKernel : KernelData {
   }
 };
 
+// Runs when the step before has left its optimizer step.
+struct PendingKernel : KernelData {
+  Kernel inner;
+  void Run(Frame& frame) {
+    if (frame.pending.on) inner.run(inner.data.get(), frame);
+  }
+};
+
+template <typename Data>
+Kernel Wrap(Kernel kernel) {
+  auto data = std::make_unique<Data>();
+  data->inner = std::move(kernel);
+  return MakeKernel(std::move(data));
+}
+
 bool Updates(const Phase& phase, const Op& op) { return phase.name == "update" || op.part == Part::kUpdate; }
 
 }  // namespace
@@ -98,7 +114,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
 
   std::optional<LanePlacer> lanes;  // no streams on CPUs
   if (!outer.device.is_cpu()) lanes.emplace(outer);
-  bool gated = false;
+  bool gated[2] = {false, false};  // pending ops may all be left out: others have a gate of their own
   for (int32_t i = 0; i < count; ++i) {
     const Op& op = program.op(phase.ops[i]);
     BuildContext context = outer;
@@ -106,12 +122,12 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
     context.dies_here = [&](ValueId id) { return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i; };
     INTERLACE_ASSIGN(Kernel kernel, BuildKernel(context, op));
     if (lanes) kernel = lanes->Place(std::move(kernel), op);
-    if (!gated && kernel.run != nullptr && Updates(phase, op)) {
-      auto data = std::make_unique<GatedKernel>();
-      data->inner = std::move(kernel);
-      kernel = MakeKernel(std::move(data));
-      gated = true;
+    const bool pending = IsPending(op);
+    if (!gated[pending] && kernel.run != nullptr && Updates(phase, op)) {
+      kernel = Wrap<GatedKernel>(std::move(kernel));
+      gated[pending] = true;
     }
+    if (pending && kernel.run != nullptr) kernel = Wrap<PendingKernel>(std::move(kernel));
     if (kernel.run != nullptr) {
       plan.instructions.push_back(
           {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0, 0, 0});

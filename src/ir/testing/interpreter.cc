@@ -188,6 +188,7 @@ Result<RunResult> Interpret(const Program& program, const InterpretOptions& opti
   RunResult result;
   INTERLACE_TRY(captured ? RunCaptured(program, options, machine, result)
                          : RunSharded(program, options, machine, result));
+  if (options.steps > 0) INTERLACE_TRY(machine.Flush());
   INTERLACE_TRY(machine.BringBack());
   INTERLACE_ASSIGN(result.params, machine.FinalParams());
   for (const Buffer& buffer : program.buffers) {

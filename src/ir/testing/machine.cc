@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ir/op_table.h"
+#include "ir/pending.h"
 #include "ir/testing/optimizers.h"
 #include "ir/text.h"
 
@@ -194,6 +195,12 @@ Status Machine::InitStates() {
 }
 
 Status Machine::Init() {
+  for (OpId id : PendingOps(program_)) {
+    ForEachOperand(program_.op(id), [&](ValueId operand) { pending_[program_.RootOf(operand)] = id; });
+  }
+  for (const State& state : program_.states) {
+    if (state.persistent) pending_.erase(state.value);
+  }
   for (const Phase& phase : program_.phases) {
     INTERLACE_ASSIGN(liveness_[&phase], ComputeLiveness(program_, phase));
   }
@@ -235,7 +242,7 @@ void Machine::BeginStep(int64_t step) {
   step_ = step;
   norm = -1;
   for (const State& state : program_.states) {
-    if (state.persistent || program_.RootOf(state.value) != state.value) continue;
+    if (state.persistent || program_.RootOf(state.value) != state.value || pending_.contains(state.value)) continue;
     for (int64_t rank = 0; rank < ranks_; ++rank) (void)Allocate(rank, state.value);  // succeeded in Init
   }
 }
@@ -256,11 +263,11 @@ void Machine::SetInputs(int64_t micro_batch) {
   }
 }
 
-std::vector<double> Machine::Hyper(int32_t group) const {
+std::vector<double> Machine::Hyper(int32_t group, bool pending) const {
   std::vector<double> hyper = group < static_cast<int32_t>(options_.hyper.size())
                                   ? options_.hyper[group]
                                   : DefaultHyper(program_.groups[group].optimizer);
-  if (hyper.size() > kStepIndex) hyper[kStepIndex] = static_cast<double>(step_ + 1);
+  if (hyper.size() > kStepIndex) hyper[kStepIndex] = static_cast<double>(step_ + (pending ? 0 : 1));
   return hyper;
 }
 
@@ -356,6 +363,19 @@ Status Machine::RunPhase(const Phase& phase) {
     return MakeError("phase ", phase.name, " ends with %", flights_.begin()->first, " still in flight");
   given_ = std::move(next);
   return Ok{};
+}
+
+// As if another step began; what it begins with is all that runs.
+Status Machine::Flush() {
+  Phase phase{"flush", {}, {}, PendingOps(program_)};
+  if (phase.ops.empty()) return Ok{};
+  INTERLACE_TRY(BringBack());
+  BeginStep(step_ + 1);
+  given_.clear();
+  INTERLACE_ASSIGN(liveness_[&phase], ComputeLiveness(program_, phase));
+  const Status status = RunPhase(phase);
+  liveness_.erase(&phase);
+  return status;
 }
 
 }  // namespace interlace::testing

@@ -22,9 +22,10 @@ class Machine {
 
   int64_t ranks() const { return ranks_; }
   Status Init();                 // storage of parameters, buffers, constants and states, with their first values
-  void BeginStep(int64_t step);  // states of one step are forgotten
+  void BeginStep(int64_t step);  // states of one step are forgotten, but for what pending ops (ir/pending.h) use
   void SetInputs(int64_t micro_batch);
   Status RunPhase(const Phase& phase);
+  Status Flush();  // runs what the last step left pending
 
   Result<Dense> Read(int64_t rank, ValueId id) const;
   Status Write(int64_t rank, ValueId id, const Dense& x);
@@ -32,7 +33,7 @@ class Machine {
   Status BringBack();
   // First value of a parameter, as every rank gets it.
   Dense InitialParam(const Param& param) const;
-  std::vector<double> Hyper(int32_t group) const;  // with t of this step
+  std::vector<double> Hyper(int32_t group, bool pending = false) const;  // with t of this step, or of the one before
   // Parameters after the last step. Error: ranks disagree.
   Result<std::map<std::string, std::vector<double>>> FinalParams() const;
 
@@ -93,6 +94,7 @@ class Machine {
   };
   std::vector<Given> given_;  // by the last phase
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
+  std::unordered_map<ValueId, OpId> pending_;  // by root of a step state: the last pending op that uses it
 };
 
 }  // namespace interlace::testing

@@ -5,6 +5,7 @@
 
 #include "base/exact_sum.h"
 #include "ir/op_table.h"
+#include "ir/pending.h"
 #include "ir/testing/aten_kernels.h"
 #include "ir/testing/machine.h"
 #include "ir/testing/optimizers.h"
@@ -31,8 +32,13 @@ Status Machine::DefineResults(const Op& op) {
 }
 
 Status Machine::RunOp(const Op& op) {
-  if (FindOp(op.name) != nullptr) return RunOwnOp(op);
-  return RunLibraryOp(op);
+  if (!IsPending(op)) return FindOp(op.name) != nullptr ? RunOwnOp(op) : RunLibraryOp(op);
+  if (step_ == 0) return Ok{};  // nothing came before
+  INTERLACE_TRY(RunOwnOp(op));
+  for (const auto& [root, by] : pending_) {  // a gradient ends with its update
+    for (int64_t rank = 0; by == op.id && rank < ranks_; ++rank) INTERLACE_TRY(Allocate(rank, root));
+  }
+  return Ok{};
 }
 
 Status Machine::RunLibraryOp(const Op& op) {
@@ -296,7 +302,7 @@ Status Machine::Update(const Op& op) {
     for (size_t r = 0; r + 2 < ranges->list.size(); r += 3) {
       int64_t begin = std::max<int64_t>(ranges->list[r].integer.value - first, 0);
       int64_t end = std::min(ranges->list[r + 1].integer.value - first, count);
-      std::vector<double> hyper = Hyper(static_cast<int32_t>(ranges->list[r + 2].integer.value));
+      std::vector<double> hyper = Hyper(static_cast<int32_t>(ranges->list[r + 2].integer.value), IsPending(op));
       for (int64_t i = begin; i < end; ++i) {
         INTERLACE_TRY(StepElement(optimizer, hyper, flats[1].data[i] * factor, &flats[0].data[i],
                                   states > 0 ? &flats[2].data[i] : nullptr, states > 1 ? &flats[3].data[i] : nullptr));

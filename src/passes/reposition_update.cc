@@ -1,0 +1,222 @@
+#include "passes/reposition_update.h"
+
+#include <algorithm>
+#include <array>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "ir/pending.h"
+#include "ir/residency.h"
+#include "passes/phase_editor.h"
+
+namespace interlace {
+namespace {
+
+// The ops that bring one unit up to date: its update with the view of its part and, where other ranks have the rest, the gather.
+struct Moved {
+  std::vector<OpId> ops;  // up to gather.start
+  OpId wait = kNone;
+  int32_t first = 0;      // place of the first op of the micro-batch that needs it done
+};
+
+class Repositioner {
+ public:
+  Repositioner(Program& program, Phase& update, Phase& first, int64_t ahead)
+      : program_(program), update_(update), first_(first), ahead_(ahead) {}
+
+  Result<bool> Run() {
+    INTERLACE_TRY(Collect());
+    if (moved_.empty()) return false;
+    const std::unordered_map<ValueId, int32_t> touches = FirstTouches();
+    for (Moved& m : moved_) {
+      m.first = static_cast<int32_t>(first_.ops.size());
+      auto touch = [&](ValueId id) {
+        auto found = touches.find(program_.RootOf(id));
+        if (found != touches.end()) m.first = std::min(m.first, found->second);
+      };
+      for (OpId id : m.ops) {
+        ForEachOperand(std::as_const(program_).op(id), touch);
+        for (ValueId result : program_.op(id).results) touch(result);
+      }
+    }
+    KeepCoefficient();
+    Place();
+    std::erase_if(update_.ops, [&](OpId id) { return taken_.contains(id); });
+    return true;
+  }
+
+ private:
+  // Takes the updates out of the phase, in order. Error: one of them, or what belongs to it, cannot wait for the next step.
+  Status Collect() {
+    std::unordered_map<ValueId, OpId> views;           // of states, by result
+    std::unordered_map<ValueId, size_t> by_weights;    // updated part -> its place in moved_
+    std::unordered_map<ValueId, size_t> gathered;      // result of a gather -> likewise
+    for (OpId id : update_.ops) {
+      const Op& op = program_.op(id);
+      if (MoveOf(op) != nullptr) {
+        return MakeError("offload has planned its copies around the optimizer step where it is; run reposition_update before offload");
+      }
+      if (op.name == "view" && IsState(op.args[0].value)) {
+        views[op.results[0]] = id;
+      } else if (op.name.starts_with("update.")) {
+        INTERLACE_TRY(CheckOperands(op));
+        Moved& m = moved_.emplace_back();
+        const ValueId weights = op.args[0].value;
+        ForEachOperand(op, [&](ValueId operand) {
+          if (auto view = views.find(operand); view != views.end() && taken_.insert(view->second).second) m.ops.push_back(view->second);
+        });
+        Take(m, id);
+        by_weights[weights] = moved_.size() - 1;
+      } else if (op.name == "gather.start" && op.args.size() == 1 && by_weights.contains(op.args[0].value)) {
+        const size_t index = by_weights[op.args[0].value];
+        Take(moved_[index], id);
+        gathered[op.results[0]] = index;
+      } else if (op.name == "gather.wait" && op.args.size() == 1 && gathered.contains(op.args[0].value)) {
+        moved_[gathered[op.args[0].value]].wait = id;
+        taken_.insert(id);
+      } else {
+        INTERLACE_TRY(CheckStays(op));
+      }
+    }
+    return Ok{};
+  }
+
+  void Take(Moved& m, OpId id) {
+    m.ops.push_back(id);
+    taken_.insert(id);
+  }
+
+  bool IsState(ValueId id) const { return program_.value(program_.RootOf(id)).kind == ValueKind::kState; }
+
+  // What an update reads must be there in the next step: states, and the result of norm.coef, which becomes one.
+  Status CheckOperands(const Op& op) {
+    Status status = Ok{};
+    ForEachOperand(op, [&](ValueId id) {
+      if (IsState(id) || !status.ok()) return;
+      const OpId def = program_.value(id).def;
+      if (def != kNone && program_.op(def).name == "norm.coef" && (coef_ == kNone || coef_ == id)) {
+        coef_ = id;
+        return;
+      }
+      status = MakeError(op.name, " of u", op.units.empty() ? kNone : op.units[0], " reads %", id, ", which ends with the step");
+    });
+    return status;
+  }
+
+  // What stays runs at the end of its step: it must not look at parameters that are still to be updated.
+  Status CheckStays(const Op& op) {
+    Status status = Ok{};
+    auto check = [&](ValueId id) {
+      if (!status.ok() || !IsState(id)) return;
+      for (const Moved& m : moved_) {
+        const Op& update = program_.op(*std::find_if(m.ops.begin(), m.ops.end(), [&](OpId o) { return program_.op(o).name.starts_with("update."); }));
+        if (program_.RootOf(update.args[0].value) != program_.RootOf(id)) continue;
+        status = MakeError(op.name, " in the phase update uses %", program_.RootOf(id), " after its optimizer step, which would still be pending there");
+      }
+    };
+    ForEachOperand(op, check);
+    for (ValueId id : op.results) {
+      if (id != kNone) check(id);
+    }
+    return status;
+  }
+
+  // By storage: the place of the first op of the micro-batch that touches it.
+  std::unordered_map<ValueId, int32_t> FirstTouches() const {
+    std::unordered_map<ValueId, int32_t> out;
+    for (size_t i = 0; i < first_.ops.size(); ++i) {
+      const Op& op = program_.op(first_.ops[i]);
+      auto touch = [&](ValueId id) {
+        if (id != kNone) out.try_emplace(program_.RootOf(id), static_cast<int32_t>(i));
+      };
+      ForEachOperand(op, touch);
+      for (ValueId id : op.writes) touch(id);
+      for (ValueId id : op.results) touch(id);
+    }
+    return out;
+  }
+
+  void KeepCoefficient() {
+    if (coef_ == kNone) return;
+    const ValueId state = program_.AddState(kNone, "coef", program_.value(coef_).type, /*persistent=*/false);
+    Value& value = program_.value(coef_);
+    value.root = state;
+    value.placed = true;
+    value.offset = Dim(0);
+    for (const Moved& m : moved_) {
+      for (OpId id : m.ops) {
+        ForEachOperand(program_.op(id), [&](ValueId& operand) { operand = operand == coef_ ? state : operand; });
+      }
+    }
+  }
+
+  void Place() {
+    std::vector<int32_t> steps;  // places of first needs of what is gathered here
+    for (const Moved& m : moved_) {
+      if (m.wait != kNone) steps.push_back(m.first);
+    }
+    std::sort(steps.begin(), steps.end());
+    steps.erase(std::unique(steps.begin(), steps.end()), steps.end());
+    std::stable_sort(moved_.begin(), moved_.end(), [](const Moved& a, const Moved& b) { return a.first < b.first; });
+    PhaseEditor edit(program_, first_);
+    auto place = [&](int32_t at, OpId id) {
+      program_.op(id).SetAttr("pending", Arg::Bool(true));
+      if (at < edit.size()) {
+        edit.Before(at, id);
+      } else {
+        edit.AtEnd(id);  // the first micro-batch never touches it
+      }
+    };
+    for (const Moved& m : moved_) {
+      int32_t at = m.first;
+      if (m.wait != kNone) {
+        const auto step = std::lower_bound(steps.begin(), steps.end(), at) - steps.begin();
+        at = steps[static_cast<size_t>(step - std::min<int64_t>(ahead_, step))];
+      }
+      for (OpId id : m.ops) place(at, id);
+    }
+    for (const Moved& m : moved_) {
+      if (m.wait != kNone) place(m.first, m.wait);
+    }
+    edit.Finish();
+  }
+
+  Program& program_;
+  Phase& update_;
+  Phase& first_;
+  int64_t ahead_;
+  ValueId coef_ = kNone;
+  std::vector<Moved> moved_;
+  std::unordered_set<OpId> taken_;
+};
+
+}  // namespace
+
+Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const int64_t ahead, options.Int("ahead", 1, 0));
+  Phase* update = program.FindPhase("update");
+  const auto order = program.RunOrder();
+  if (program.level == Level::kCaptured || update == nullptr || order[0].first == update) {
+    return MakeError("the program has no optimizer step; run shard, replicate or zero1, and update, before reposition_update");
+  }
+  if (!PendingOps(program).empty()) return false;
+  for (const auto& [phase, count] : order) {
+    if (phase == update) continue;
+    if (count != 1 && phase == order[0].first) return MakeError("the first micro-batch is no phase of its own; run accumulate");
+    const bool overlapped = std::any_of(phase->ops.begin(), phase->ops.end(), [&](OpId id) { return program.op(id).name.starts_with("update."); });
+    if (overlapped) {
+      return MakeError("overlap_update has put optimizer steps into the phase ", phase->name,
+                       ", where their gradients are complete; use overlap_update or reposition_update");
+    }
+  }
+  return Repositioner(program, *update, *program.FindPhase(order[0].first->name), ahead).Run();
+}
+
+Status CheckRepositioned(const Program& program, std::string_view name) {
+  constexpr std::array<std::string_view, 5> kFine = {"reposition_update", "canonicalize", "offload", "offload_deepcompile", "offload_sync"};
+  if (std::find(kFine.begin(), kFine.end(), name) != kFine.end() || PendingOps(program).empty()) return Ok{};
+  return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ", name,
+                   " does not keep that order; run reposition_update after ", name);
+}
+
+}  // namespace interlace
