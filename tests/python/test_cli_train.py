@@ -198,3 +198,28 @@ def test_curve_falls_as_the_losses_do():
     assert curve([5.0, 4.0, 3.0, 2.0], width=4) == "█▆▃▁"
     assert curve([1.0, 1.0], width=4) == "▁▁" and curve([1.0]) == ""
     assert len(curve([float(i) for i in range(1000)], width=40)) == 40
+
+
+def test_loss_of_a_text_that_is_not_trained_on(folder: Path):
+    (folder / "other.py").write_bytes(b"".join(file.read_bytes() for file in find_text().files[12:16]))
+    options = ["--eval-text", "other.py", "--eval-every", "4", "--eval-sequences", "16", "--log", "eval.log"]
+    facts, err = train(folder, "--ranks", "2", *options, "--save", "watched")
+    alone, _ = train(folder, "--ranks", "2", "--save", "unwatched")
+    assert facts["losses"] == alone["losses"], "evaluation changes nothing"
+    assert list(facts["eval_losses"]) == ["4", "6"]
+    assert facts["eval_losses"]["6"] < facts["eval_losses"]["4"] < 6
+    assert re.search(r"^step 4 eval loss \d+\.\d{4} \(perplexity \d+\.\d\d\)$", err, flags=re.M)
+    logged = [json.loads(line) for line in (folder / "eval.log").read_text().splitlines()]
+    assert {r["step"]: r["eval_loss"] for r in logged if "eval_loss" in r} == {
+        4: facts["eval_losses"]["4"],
+        6: facts["eval_losses"]["6"],
+    }
+    one, _ = train(folder, "--ranks", "1", "--resume", "watched", "--steps", "7", "--eval-every", "7")
+    assert one["eval_losses"]["7"] < facts["eval_losses"]["6"], "the same sequences on another number of ranks"
+
+
+def test_a_short_text_to_evaluate_on_is_refused_before_anything_starts(folder: Path):
+    (folder / "short.txt").write_text("too short")
+    process = start(folder, "--eval-text", "short.txt")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0 and "--eval-text short.txt: the text has 10 tokens, too few" in err, err

@@ -61,6 +61,9 @@ class TrainSettings:
     save_every: int | None = None
     keep: int = 1
     max_restarts: int = 0
+    eval_text: str | None = None
+    eval_every: int = 50
+    eval_sequences: int = 64
     stop_at: int | None = None
     trace: str | None = None
     memory_limit: str | None = None
@@ -76,7 +79,18 @@ class TrainSettings:
 
     def check(self) -> None:
         """Everything that can be said without reading text or model. Errors name the option and what would do."""
-        for name in ("ranks", "steps", "batch", "seq", "accumulation", "log_every", "vocab", "keep"):
+        for name in (
+            "ranks",
+            "steps",
+            "batch",
+            "seq",
+            "accumulation",
+            "log_every",
+            "vocab",
+            "keep",
+            "eval_every",
+            "eval_sequences",
+        ):
             if getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         for name in ("warmup", "seed", "weight_decay", "max_restarts"):
@@ -157,6 +171,7 @@ class TrainSettings:
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
     *("accumulation", "accumulate_mode", "strategy", "clip", "seed", "dtype", "ranks"),
+    *("eval_text", "eval_every", "eval_sequences"),
 )
 
 

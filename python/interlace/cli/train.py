@@ -13,6 +13,7 @@ import typer
 from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, writable_folder
 from interlace.cli.settings import AUTO, TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_plan, with_resumed
+from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
 from interlace.launch import is_rank, run_ranks
@@ -31,6 +32,8 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
   interlace train --resume runs/book --steps 1000
 
   interlace train --save runs/long --save-every 50 --keep 3 --resume auto --max-restarts 5
+
+  interlace train --text book.txt --eval-text other-book.txt --eval-every 20
 
   interlace train --memory-limit 150MiB --program last.il && interlace explain last.il
 
@@ -92,6 +95,15 @@ def train(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="Start the ranks again when one fails, from the last checkpoint.")
     ] = D.max_restarts,
+    eval_text: Annotated[
+        str | None, typer.Option("--eval-text", help="A text or folder that is not trained on: its loss is shown, too.")
+    ] = D.eval_text,
+    eval_every: Annotated[
+        int, typer.Option("--eval-every", help="Steps between losses of --eval-text; also after the last.")
+    ] = D.eval_every,
+    eval_sequences: Annotated[
+        int, typer.Option("--eval-sequences", help="Sequences of --eval-text at most, the same each time.")
+    ] = D.eval_sequences,
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data order and dropout.")] = D.seed,
     dtype: Annotated[str, typer.Option("--dtype", help="Of the parameters: fp32, bf16 or fp64.")] = D.dtype,
     threads: Annotated[
@@ -176,6 +188,8 @@ def train(
     with Work() as work:
         tokens = prepare_text(settings, record, "text" in explicit, work)
     dataset(tokens, settings, record)
+    if settings.eval_text is not None:
+        Validation(settings, tokens)
     command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
     for left in range(settings.max_restarts, -1, -1):
         failure = run_ranks(command, settings.ranks, settings.threads_per_rank())

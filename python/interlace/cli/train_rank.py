@@ -22,6 +22,7 @@ from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
 from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
 from interlace.cli.train_view import TrainView, print_summary
+from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile
 from interlace.launch import Terminated
 from interlace.models import PRESETS
@@ -48,6 +49,7 @@ class Result:
     step_seconds: list[float]
     train_seconds: float
     stopped: bool = False  # by SIGTERM
+    eval_losses: dict[int, float] = dataclasses.field(default_factory=dict)  # by steps done
 
 
 class Stop:
@@ -123,6 +125,7 @@ def train_rank(
     start = time.monotonic()
     tokens = prepare_text(settings, record, other_text)
     data = dataset(tokens, settings, record)
+    validation = Validation(settings, tokens) if settings.eval_text is not None else None
     text_seconds = time.monotonic() - start
 
     start = time.monotonic()
@@ -145,7 +148,7 @@ def train_rank(
             view.say(f"compiled: {trainer.compile_table()}")
 
         saver = Saver(trainer, settings, lambda done: _run_files(settings, tokens, data, done), view)
-        result = _steps(trainer, optimizer, settings, data, first_step, view, saver, stop)
+        result = _steps(trainer, optimizer, settings, data, first_step, view, saver, stop, validation)
         if result.stopped:
             _stopped(settings, first_step + len(result.losses), rank)
         stats = {**trainer.stats(), "resident_bytes": resident_bytes(peak=True)}
@@ -200,9 +203,10 @@ def _steps(
     view: TrainView | None,
     save: Saver,
     stop: Stop,
+    validation: Validation | None,
 ) -> Result:
     rank, world = trainer.rank, trainer.world_size
-    losses, times = [], []
+    losses, times, evals = [], [], {}
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         if view is not None:
@@ -230,7 +234,13 @@ def _steps(
             save(step + 1, stopping or step + 1 == settings.end)
             if stopping:
                 return Result(losses, times, time.monotonic() - begin, stopped=True)
-    return Result(losses, times, time.monotonic() - begin)
+            if validation is not None and validation.due(step + 1, step + 1 == settings.end):
+                evals[step + 1] = validation.loss(trainer)
+                if view is not None:
+                    view.evaluated(step, evals[step + 1])
+                if log is not None:
+                    log.write(json.dumps({"step": step + 1, "eval_loss": evals[step + 1]}) + "\n")
+    return Result(losses, times, time.monotonic() - begin, eval_losses=evals)
 
 
 def _run_files(settings: TrainSettings, tokens: TokenFile, data: TokenDataset, done: int) -> dict[str, str | bytes]:
@@ -239,6 +249,8 @@ def _run_files(settings: TrainSettings, tokens: TokenFile, data: TokenDataset, d
     kept = {name: value for name, value in kept.items() if name in KEPT_ON_RESUME}
     if settings.text is not None:
         kept["text"] = str(Path(settings.text).resolve())
+    if settings.eval_text is not None:
+        kept["eval_text"] = str(Path(settings.eval_text).resolve())
     if settings.model not in PRESETS:
         kept["model"] = str(Path(settings.model).resolve())
     record = RunRecord(done, tokens.digest, kept, data.row(done), tokens.count)
@@ -265,6 +277,7 @@ def _facts(
         "first_loss": result.losses[0],
         "last_loss": result.losses[-1],
         "losses": result.losses,
+        "eval_losses": result.eval_losses,
         "tokens_per_second": tokens_per_step * len(times) / sum(times),
         "step_ms": statistics.median(times) * 1e3,
         "train_seconds": result.train_seconds,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from interlace.cli.console import count, err, print_facts, seconds
+from interlace.cli.validation import words
 from interlace.config import format_bytes
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -80,6 +81,10 @@ class TrainView:
         if done % self.log_every == 0 or step == self.first_step or done == self.steps:
             self.say(f"step {done} loss {loss:.4f}")
 
+    def evaluated(self, step: int, loss: float) -> None:
+        """The loss of --eval-text after step number `step`."""
+        self.say(f"step {step + 1} eval loss {words(loss)}")
+
 
 def curve(losses: Sequence[float], width: int = CURVE_WIDTH) -> str:
     """The losses as a line of blocks, each the mean of its part of the run."""
@@ -104,6 +109,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         "steps": f"{summary['steps']} (number {summary['first_step'] + 1} to {summary['last_step']}), "
         f"{summary['tokens_per_step']:,} tokens each, in {seconds(summary['train_seconds'])}",
         "loss": f"{first:.4f} → {last:.4f}  ({last / first:.2f} x)  {shown}",
+        **({"eval loss": words(list(summary["eval_losses"].values())[-1])} if summary["eval_losses"] else {}),
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s, median step {summary['step_ms']:.1f} ms",
         "before training": f"text {seconds(summary['text_seconds'])}, compile {seconds(summary['compile_seconds'])}",
         "peak memory": f"{format_bytes(summary['peak_bytes'])} by the allocator, "

@@ -1,0 +1,48 @@
+"""The loss of a text that is not trained on: the same sequences each time, an equal share of them on each rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.cli.settings import SettingError, TrainSettings
+from interlace.data import TokenDataset, TokenFile, find_text, prepare_tokens
+from interlace.data.text import DataError
+
+
+class Validation:
+    """Sequences of --eval-text in the order of a fixed seed, cut into batches as large as a micro-batch of training."""
+
+    def __init__(self, settings: TrainSettings, tokens: TokenFile) -> None:
+        from interlace.cli.train import cache_folder
+
+        assert settings.eval_text is not None
+        self.every = settings.eval_every
+        batch = settings.micro_batch * settings.ranks
+        try:
+            file = prepare_tokens(find_text(settings.eval_text), cache_folder(), tokenizer=tokens.tokenizer)
+            self.data = TokenDataset(file.open(), settings.seq, batch)
+        except DataError as e:
+            raise SettingError(f"--eval-text {settings.eval_text}: {e}") from None
+        self.batches = max(1, min(settings.eval_sequences, self.data.windows) // batch)
+
+    def due(self, done: int, last: bool) -> bool:
+        return last or done % self.every == 0
+
+    def loss(self, trainer: Any) -> float:
+        """Mean loss of a token. Every rank must call it."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(self.batches):
+            inputs, labels = self.data.batch_at(i, trainer.rank, trainer.world_size)
+            total += trainer.evaluate({"input_ids": inputs, "labels": labels})["loss"].double().cpu()
+        if trainer.world_size > 1:
+            dist.all_reduce(total)
+        return total.item() / (self.batches * trainer.world_size)
+
+
+def words(loss: float) -> str:
+    """ "2.3026 (perplexity 10.00)"."""
+    return f"{loss:.4f} (perplexity {math.exp(min(loss, 700)):.2f})"
