@@ -35,23 +35,15 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
     known = config.cluster is not None or device == "cpu"
     if not known or (ranks == 1 and not limited):
         return ()
-    if limited and config.tier is not None:  # what does not fit leaves memory
-        offload = "offload(cluster={cluster},limit={limit}"
-        if config.profile != "auto":
-            return ((0, ("overlap_update", offload + ",profile={profile})")),)
-        first = ("overlap_update", offload + ")")
-        return (
-            ((0, first), (AUTO_STEP, ("overlap_update", offload + ",profile={profile})")))
-            if device == "cpu"
-            else ((0, first),)
-        )
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
+    if limited and config.tier is not None:  # what does not fit may leave memory
+        search += ",offload=auto"
     if device != "cpu" and config.profile == "auto":  # measured on CPUs only
         return ((0, (search + ")",)),)
     if config.profile != "auto":
         return ((0, (search + ",profile={profile})",)),)
     start = (search + ")",) if limited else ()
-    if ranks == 1:
+    if ranks == 1 and config.tier is None:
         return ((0, start),)
     return ((0, start), (AUTO_STEP, (search + ",profile={profile})",)))
 

@@ -60,7 +60,7 @@ Result<bool> Offload(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::optional<int64_t> window, options.Bytes("window"));
 
   // How much room is left for copies under way decides between traffic and stalls: the simulator judges.
-  int64_t largest = 0, best_ps = 0;
+  int64_t largest = 0, best_ps = 0, least_ps = 0;
   std::vector<int64_t> windows;
   {
     INTERLACE_ASSIGN(CostModel model, costs.Model(program));
@@ -69,6 +69,7 @@ Result<bool> Offload(Program& program, const PassOptions& options) {
     for (const Movable& movable : line.movables) {
       if (movable.state) largest = std::max(largest, movable.bytes);
     }
+    INTERLACE_ASSIGN(least_ps, LeastStepPs(line, model, choice));
   }
   if (window) {
     windows = {*window};
@@ -94,7 +95,8 @@ Result<bool> Offload(Program& program, const PassOptions& options) {
     INTERLACE_ASSIGN(const Verdict verdict, Judge(next, costs));
     // More traffic for less than a hundredth of the time is worth nothing where copies are slower than planned.
     if (best && verdict.time_ps >= best_ps - best_ps / 100) continue;
-    next.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) + " bytes in");
+    next.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) + " bytes in, at least " +
+                                std::to_string(least_ps / 1000000) + " us a step");
     best = std::move(next);
     best_ps = verdict.time_ps;
   }

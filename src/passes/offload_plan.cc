@@ -172,4 +172,30 @@ Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line
   return Planner(program, line, model, choice).Run();
 }
 
+Result<int64_t> LeastStepPs(const StepLine& line, CostModel& model, const OffloadChoice& choice) {
+  const int32_t end = line.size();
+  // Bytes at each place of gaps that go over the step's end: what is out there may come back in the next step.
+  std::vector<int64_t> comes_next(end + 1, 0);
+  for (const Trip& gap : GapsOf(line)) {
+    const Movable& movable = line.movables[gap.movable];
+    if (!gap.wraps || std::find(choice.kinds.begin(), choice.kinds.end(), movable.kind) == choice.kinds.end()) continue;
+    comes_next[gap.after + 1] += movable.bytes;
+  }
+  auto copy_ps = [&](int64_t bytes) -> Result<int64_t> {
+    if (bytes <= 0) return int64_t{0};
+    INTERLACE_ASSIGN(const OpCost cost, model.CopyCost(Lane::kH2D, /*to_device=*/true, static_cast<double>(bytes)));
+    return cost.work_ps;
+  };
+  int64_t least = line.begin_ps[end], next = 0;
+  for (int32_t p = 0; p < end; ++p) {
+    next += comes_next[p];
+    const int64_t excess = line.bytes[p] - choice.limit;
+    if (excess <= 0) continue;
+    INTERLACE_ASSIGN(const int64_t here_ps, copy_ps(excess - next));
+    INTERLACE_ASSIGN(const int64_t all_ps, copy_ps(excess));
+    least = std::max({least, line.begin_ps[p] + here_ps, all_ps});
+  }
+  return least;
+}
+
 }  // namespace interlace
