@@ -133,14 +133,14 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
         traffic = max(out, back) / bandwidth
         bound = max(compute, traffic)
         theirs, ours = free.parameters(), run.parameters()
-        meta = run.trainer.program.meta()
-        least = re.search(r"at least (\d+) us", meta.get("offload", ""))
+        least = re.search(r'\nmeta offload ".*at least (\d+) us', run.trainer.program)
+        chosen = re.search(r'\nmeta search.chosen "([^|]*)', run.trainer.program)
         same = run.losses == free.losses and all(torch.equal(theirs[k], ours[k]) for k in theirs)
         row = {
             "run": name, "peak_bytes": run.peak(), "limit_bytes": budgets.get(name), "step_ms": seconds * 1e3, "bits": same,
             "bytes_out": out, "bytes_in": back, "bound_ms": bound * 1e3, "over_bound": seconds / bound,
             "compute_to_io": compute / traffic if traffic else None, "faster_than_sync": base / seconds,
-            "least_ms": int(least[1]) / 1e3 if least else None, "chosen": meta.get("search.chosen", "").split("|")[0],
+            "least_ms": int(least[1]) / 1e3 if least else None, "chosen": chosen[1] if chosen else "",
         }  # fmt: skip
         facts["rows"].append(row)
         limit_text = (

@@ -1,7 +1,7 @@
 """DeepCompile's offload figure in simulation: Llama-3-70B where it does not fit, batch 1, on 16 and on 8 H100.
 
 python bench/papers_offload.py                      # sequences 512, 1024 and 2048
-python bench/papers_offload.py --seq 1024 --ranks 16 --limit 65GiB --json out/papers_offload.json
+python bench/papers_offload.py --seq 1024 --ranks 16 --limit 68GiB --json out/papers_offload.json
 
 Rows: the optimizer on the CPU (ZeRO-Offload: its step and the parameters' way back are added to the simulated forward and backward),
 everything synchronous (weights, gradients and states out after each use and back before the next), Algorithm 2 of DeepCompile

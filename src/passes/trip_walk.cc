@@ -18,7 +18,6 @@ class Walker {
     for (int32_t p = 0; p < end_; ++p) {
       place_ = p;
       Advance(clock_ps_);
-      Fetch();
       // What the op uses must be here.
       for (int32_t t : needed_[p]) {
         if (at_[t] == At::kLeaving) Stay(t);
@@ -160,19 +159,26 @@ class Walker {
     Change(place_, trip.before, Bytes(t));
   }
 
+  // The copy out that ends next, of those that may be waited for here.
+  int32_t NextOut() const {
+    for (int32_t t : leaving_) {
+      if (MayMove(t, place_)) return t;
+    }
+    return -1;
+  }
+
   // Time passes with the compute lane at `place_`; what ends makes room for what comes.
   void Advance(int64_t until_ps) {
     for (;;) {
-      int32_t next = -1;
-      for (int32_t t : leaving_) {
-        if (!MayMove(t, place_)) continue;
-        next = t;
-        break;
+      int32_t next = NextOut();
+      // All that has ended is free before anything comes: bytes_ counts on it.
+      while (next >= 0 && ended_ps_[next] <= clock_ps_) {
+        Free(next);
+        next = NextOut();
       }
-      if (next < 0 || ended_ps_[next] > until_ps) break;
-      clock_ps_ = std::max(clock_ps_, ended_ps_[next]);
-      Free(next);
       Fetch();
+      if (next < 0 || ended_ps_[next] > until_ps) break;
+      clock_ps_ = ended_ps_[next];
     }
     clock_ps_ = std::max(clock_ps_, until_ps);
   }
@@ -195,13 +201,7 @@ class Walker {
   // Until the op fits: copies out are waited for.
   bool MakeRoom() {
     while (bytes_[place_] > options_.limit) {
-      int32_t next = -1;
-      for (int32_t t : leaving_) {
-        if (MayMove(t, place_) && trips_[t].before != place_) {
-          next = t;
-          break;
-        }
-      }
+      const int32_t next = NextOut();
       if (next < 0) return false;
       clock_ps_ = std::max(clock_ps_, done_ps_[next]);
       Free(next);
