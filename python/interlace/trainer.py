@@ -124,7 +124,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
 
             losses = [trainer.evaluate(b)["loss"].item() for b in validation]
         """
-        self._check_open()
+        self.flush()
         with self._peers.guard(), self._determinism():
             return self._evaluation.run(self, batch, loss_fn)
 

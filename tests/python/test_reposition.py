@@ -226,6 +226,23 @@ def inspected(schedule: list[tuple[int, list[str]]]) -> list[Any]:
         return [found, trainer.explain_nonfinite(batch), step(trainer, scheduler, "llama"), everything(trainer)]
 
 
+def evaluated(schedule: list[tuple[int, list[str]]], strategy: str) -> list[Any]:
+    """The loss of one batch in eval mode beside training, which goes on."""
+    trainer, scheduler = compiled("gpt2_dropout", schedule=schedule, strategy=strategy)
+    with trainer:
+        batch = parity.batch_of("gpt2_dropout", 9, trainer.rank, 1)
+        losses = []
+        for _ in range(4):
+            losses.append(step(trainer, scheduler, "gpt2_dropout"))
+            losses.append(float(trainer.evaluate(batch)["loss"]))
+        return [losses, everything(trainer)]
+
+
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_evaluation_sees_the_updated_parameters(strategy: str) -> None:
+    assert ranks.run(evaluated, 2, MOVED, strategy) == ranks.run(evaluated, 2, [], strategy)
+
+
 def test_a_look_at_a_batch_sees_the_updated_parameters() -> None:
     assert ranks.run(inspected, 2, MOVED) == ranks.run(inspected, 2, [])
 
