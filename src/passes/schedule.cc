@@ -237,11 +237,12 @@ Result<Schedule> ScheduleOf(Program& program, const Program& before) {
       buckets.push_back({gather.units, static_cast<int32_t>(need - at) + (before_all ? 1 : 0)});
     }
   }
-  for (size_t i = 0; i < transfers.reduces.size(); ++i) {
-    const Reduce& reduce = transfers.reduces[i];
+  INTERLACE_ASSIGN(const Transfers last, Transfers::Read(program, *phases.back()));
+  for (size_t i = 0; i < last.reduces.size(); ++i) {
+    const Reduce& reduce = last.reduces[i];
     int32_t late = 0;
-    for (size_t j = i + 1; j < transfers.reduces.size(); ++j) {
-      const Reduce& other = transfers.reduces[j];
+    for (size_t j = i + 1; j < last.reduces.size(); ++j) {
+      const Reduce& other = last.reduces[j];
       if (std::pair(other.at, other.order) < std::pair(reduce.wait, reduce.wait_order)) ++late;
     }
     // Just before the next start and after it are the same as far as the lanes are concerned: one later at most.

@@ -36,7 +36,7 @@ std::string PrintSchedule(const Schedule& schedule);
 // Error: a unit the program has not, one that is listed twice, bad syntax.
 Result<Schedule> ReadSchedule(const Program& program, const PassOptions& options);
 
-// What a program does now (its first micro-batch phase); kept units are those gathered once although `before`, the program
+// What a program does now (gathers of its first micro-batch phase, reductions of its last one); kept units are those gathered once although `before`, the program
 // before any such pass, gathers them more often.
 Result<Schedule> ScheduleOf(Program& program, const Program& before);
 

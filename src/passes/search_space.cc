@@ -92,7 +92,9 @@ Result<SearchSpace> SearchSpace::Of(const Program& base) {
       (gather.part == Part::kBackward ? first_backward : last_forward)[unit] = gather.need;
     }
   }
-  for (const Reduce& reduce : transfers.reduces) {
+  // Every micro-batch that reduces does it alike; the last one always does (reduce_last).
+  INTERLACE_ASSIGN(const Transfers last, Transfers::Read(program, *phases.back()));
+  for (const Reduce& reduce : last.reduces) {
     for (size_t i = 0; i < reduce.units.size(); ++i) {
       const UnitId unit = reduce.units[i];
       INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(reduce.flats[i]).type));

@@ -73,6 +73,19 @@ def test_with_accumulation(case: str, size: int, mode: str) -> None:
     check(case, size, 2, mode, [pipeline(size, 2, mode, after=after) for after in passes])
 
 
+@pytest.mark.parametrize(("case", "size"), [("llama", 2), ("gpt2_dropout", 4)])
+def test_micro_batches_side_by_side(case: str, size: int) -> None:
+    """Interleaved by 2 (two runs of a step) and by 4 (one), alone and with what else moves work; dropout is keyed by micro-batch."""
+    everything = ["unshard(units=all)", "prefetch", "overlap_update"]
+    others = [
+        pipeline(size, 4, "reduce_last", "interleave"),
+        pipeline(size, 4, "reduce_last", "interleave(micro_batches=4)", after=everything),
+        pipeline(size, 4, "reduce_last", "recompute,interleave", ahead=1, after=["reorder"]),
+        pipeline(size, 4, "reduce_last", after=["search(evaluations=80)"]),
+    ]
+    check(case, size, 4, "reduce_last", others)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_random_combinations(case: str) -> None:
     for (steps, mode), pipelines in combinations(case, 2, 6, seed=1).items():
