@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def run_rank(job_file: str) -> None:
             while True:
                 executor.set_trace("serial")
                 trainer.step(batch)
-                times.add(executor.record())
+                times.add(executor.record(), partial(trainer._peers.exchange, f"serial step {times.steps}"))
                 executor.set_trace("off")
                 for _ in range(3):
                     start = time.perf_counter()

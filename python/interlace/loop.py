@@ -87,7 +87,8 @@ class Loop:
         if not self.schedule:
             return
         if self._recording and self._profiler is not None:
-            self._profiler.add(self.trainer._executor, self.trainer.program)
+            with self.peers.guard():
+                self._profiler.add(self.trainer._executor, self.trainer.program, self.count)
             self.trainer._executor.set_trace("off")
         elif self._check_at >= 0 and self.trainer.program == self._planned:
             self._seconds.append(time.perf_counter() - self._begin)

@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ class Profiler:
     def steps(self) -> int:
         return sum(t.steps for t in self._times.values())
 
-    def add(self, executor: Any, text: str) -> None:
-        """The step that an executor of this program has just run with the trace "serial"."""
+    def add(self, executor: Any, text: str, number: int) -> None:
+        """The step of this number, which an executor of this program has just run with the trace "serial"."""
         if text not in self._times:
             self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores)
-        self._times[text].add(executor.record())
+        self._times[text].add(executor.record(), partial(self.peers.exchange, f"collectives of step {number}"))
 
     def finish(self, text: str, room: int, number: int) -> str:
         """The profile of all ranks on rank 0, "" elsewhere. `room`: bytes that this rank may take between steps."""

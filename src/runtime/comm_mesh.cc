@@ -1,11 +1,15 @@
 // The moving of data. Who is asked for what first, and what happens after a failure: comm_mesh_life.cc.
 #include "runtime/comm_mesh.h"
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <poll.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
+#include <limits>
 
 namespace interlace {
 
@@ -20,10 +24,20 @@ constexpr int64_t kBetweenOpsNs = 50'000;  // Progress looks at the sockets no m
 // (measured: a step of 118 short waits took 30 ms, and 16 ms with this).
 constexpr int64_t kSpinNs = 50'000;
 constexpr auto kHelperPause = std::chrono::milliseconds(1);
+constexpr double kMomentS = 1e-3;  // of sending that FirstToHold does not mind
 constexpr int kHelperQuiet = 50;  // pauses without any operation after which the helper sleeps for good
 
 int64_t NanosNow() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
+
+// Whether the kernel holds more than a moment's worth of bytes that this connection has not sent.
+bool SendsForLong(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof info;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  if (size < offsetof(tcp_info, tcpi_delivery_rate) + sizeof info.tcpi_delivery_rate) return false;
+  return info.tcpi_notsent_bytes > kMomentS * static_cast<double>(info.tcpi_delivery_rate);
 }
 
 }  // namespace
@@ -80,18 +94,41 @@ void SocketMesh::Progress() {
 // Rank r begins with r + 1, so that no rank is everybody's first.
 bool SocketMesh::Drive() {
   bool moved = false;
-  for (int d = 1; d < size_; ++d) moved |= Write(peers_[(rank_ + d) % size_]);
+  const uint64_t hold = FirstToHold();
+  for (int d = 1; d < size_; ++d) moved |= Write(peers_[(rank_ + d) % size_], hold);
   for (int d = 1; d < size_; ++d) moved |= Read(peers_[(rank_ + d) % size_]);
   driven_ns_ = NanosNow();
   return moved;
 }
 
+// The first operation that may not begin to be sent. All connections share one link: what goes to a peer that is ahead takes
+// its share from what another peer still waits for, and ranks once apart stay so, each idle in turn. So an operation begins
+// when every connection has sent, but for a moment's worth, what comes before it. Measured with four ranks at 250 Mbit/s, the
+// same gathers back to back: median 1.04 s, without this 1.08 s, and one in two of them beyond 1.2 s.
+uint64_t SocketMesh::FirstToHold() const {
+  constexpr uint64_t kNothing = std::numeric_limits<uint64_t>::max();
+  if (size_ == 2) return kNothing;
+  uint64_t next = kNothing;
+  for (const Peer& peer : peers_) {
+    if (!peer.out.empty()) next = std::min(next, peer.out.front().exchange->number);
+  }
+  if (next == kNothing) return kNothing;
+  for (const Peer& peer : peers_) {
+    if (!peer.out.empty() && peer.out.front().exchange->number == next && peer.out.front().at > 0) return next + 1;  // begun
+  }
+  for (const Peer& peer : peers_) {
+    if (!peer.out.empty() && peer.error < 0 && SendsForLong(peer.sockets.data.fd())) return next;
+  }
+  return next + 1;
+}
+
 // Pieces of the first frames, up to kBatch; gives their bytes.
-size_t SocketMesh::Collect(std::deque<Frame>& queue, iovec* batch, msghdr& message) {
+size_t SocketMesh::Collect(std::deque<Frame>& queue, uint64_t hold, iovec* batch, msghdr& message) {
   size_t bytes = 0;
   message = {};
   message.msg_iov = batch;
   for (Frame& frame : queue) {
+    if (frame.at == 0 && frame.exchange->number >= hold) break;
     for (size_t i = frame.at; i < frame.pieces.size() && message.msg_iovlen < kBatch; ++i) {
       batch[message.msg_iovlen++] = frame.pieces[i];
       bytes += frame.pieces[i].iov_len;
@@ -122,12 +159,14 @@ void SocketMesh::Close(std::deque<Frame>& queue) {
   --in_flight_;
 }
 
-bool SocketMesh::Write(Peer& peer) {
+bool SocketMesh::Write(Peer& peer, uint64_t hold) {
   bool moved = false;
   iovec batch[kBatch];
   msghdr message;
   while (!peer.out.empty() && peer.error < 0) {
-    const size_t wanted = Collect(peer.out, batch, message);
+    const size_t wanted = Collect(peer.out, hold, batch, message);
+    peer.held = wanted == 0;
+    if (peer.held) break;
     const ssize_t sent = sendmsg(peer.sockets.data.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
@@ -154,7 +193,7 @@ bool SocketMesh::Read(Peer& peer) {
   iovec batch[kBatch];
   msghdr message;
   while (!peer.in.empty() && peer.error < 0 && !peer.differs) {
-    const size_t wanted = Collect(peer.in, batch, message);
+    const size_t wanted = Collect(peer.in, std::numeric_limits<uint64_t>::max(), batch, message);
     const ssize_t got = recvmsg(peer.sockets.data.fd(), &message, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
@@ -214,16 +253,19 @@ Status SocketMesh::Finish(Exchange& exchange, double timeout_s) {
     const auto now = Clock::now();
     if (stop || now >= deadline) return Fail(exchange, std::chrono::duration<double>(now - begin).count());
     ready.clear();
+    bool held = false;
     for (const Peer& peer : peers_) {
-      const bool live = peer.error < 0 && !peer.differs;
-      const int events = live ? (peer.in.empty() ? 0 : POLLIN) | (peer.out.empty() ? 0 : POLLOUT) : 0;
+      const bool live = peer.error < 0 && !peer.differs, hold = !peer.out.empty() && peer.held;
+      const int events = live ? (peer.in.empty() ? 0 : POLLIN) | (peer.out.empty() || hold ? 0 : POLLOUT) : 0;
+      held |= live && hold;
       // poll leaves out what is negative.
       ready.push_back({events != 0 ? peer.sockets.data.fd() : -1, static_cast<short>(events), 0});
       ready.push_back({peer.witness.closed ? -1 : peer.sockets.control.fd(), POLLIN, 0});
     }
     lock.unlock();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now).count();
-    poll(ready.data(), ready.size(), static_cast<int>(std::min<int64_t>(left, 60'000)));
+    // No event says when what is held may go.
+    poll(ready.data(), ready.size(), static_cast<int>(std::min<int64_t>(left, held ? 1 : 60'000)));
     lock.lock();
     if (failure_) return *failure_;
     for (size_t i = 0; i < peers_.size(); ++i) {

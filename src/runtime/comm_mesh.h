@@ -85,6 +85,7 @@ class SocketMesh {
   struct Peer {
     PeerSockets sockets;
     std::deque<Frame> out, in;  // in the order of issue
+    bool held = false;          // its next frame may not begin yet: FirstToHold
     int error = -1;             // of the connection for data, errno or 0: it was closed; -1: none
     bool differs = false;       // the header that came is not the one expected
     Witness witness;
@@ -95,9 +96,10 @@ class SocketMesh {
   SocketMesh() = default;
   Header HeaderOf(const Exchange& exchange, const std::vector<iovec>& pieces) const;
   bool Drive();  // with the lock, as all below; whether anything moved
-  bool Write(Peer& peer);
+  uint64_t FirstToHold() const;
+  bool Write(Peer& peer, uint64_t hold);
   bool Read(Peer& peer);
-  static size_t Collect(std::deque<Frame>& queue, iovec* batch, msghdr& message);
+  static size_t Collect(std::deque<Frame>& queue, uint64_t hold, iovec* batch, msghdr& message);
   static size_t Take(Frame& frame, size_t bytes);
   void Close(std::deque<Frame>& queue);  // its first frame is done
   void ReadNote(Peer& peer);

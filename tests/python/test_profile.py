@@ -202,6 +202,19 @@ def test_times_of_one_signature_are_the_mean_of_its_places() -> None:
     }
 
 
+def test_a_collective_takes_until_the_last_rank_has_it() -> None:
+    times = StepTimes(ranks=2, threads=1, cores=2)
+    facts = {"key": "", "name": "reduce.start", "result_bytes": 0, "bytes": 1 << 20, "units": 1}
+    for mine, other in ((4.0, 6.0), (5.0, 3.0), (9.0, 70.0)):  # seconds of this rank and of the other, the data of both
+        times.add(
+            {"ops": {7: facts}, "transfers": [(7, 0, 1 << 20, mine - 1)], "samples": [(7, 0, mine, 0.5, 0, 0)]},
+            lambda own, other=other: [own, [other]],
+        )
+    (row,) = times.rows().values()
+    assert row["us"] == pytest.approx(6e6)  # the median of 6, 5 and 70
+    assert row["finish_us"] == pytest.approx(1e6) and row["core_us"] == pytest.approx(5e5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

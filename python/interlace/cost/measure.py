@@ -13,11 +13,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 Rows = dict[tuple[str, str], dict[str, float]]
+Exchange = Callable[[Any], list[Any]]  # every rank's value, by rank
 MIN_STEPS, MAX_STEPS = 3, 40
 POINT_S = 0.35  # spent on one size of a collective or copy
 MIN_CALLS, MAX_CALLS = 5, 60
@@ -27,7 +29,10 @@ SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 22, 24))  # bytes: 1 
 
 
 class StepTimes:
-    """Collects the records of serial steps (`Executor.record`) and says what each op and collective takes."""
+    """Collects the records of serial steps (`Executor.record`) and says what each op and collective takes.
+
+    A collective takes as long as on the rank that has it last: in a step, what follows it on the others soon waits for that one.
+    """
 
     def __init__(self, ranks: int, threads: int, cores: int) -> None:
         self.ranks = ranks
@@ -37,18 +42,26 @@ class StepTimes:
         self.ops: dict[int, dict[str, Any]] = {}
         self.times: dict[int, list[tuple[float, float]]] = defaultdict(list)  # op → wall, processor seconds
         self.transient: dict[int, int] = defaultdict(int)
-        self.transfers: dict[int, list[float]] = defaultdict(list)
+        self.collectives: dict[int, list[float]] = defaultdict(list)  # op → seconds until the last rank had it
+        self.finishes: dict[int, list[float]] = defaultdict(list)  # op → seconds after this rank's data had come
         self.steps = 0
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: dict[str, Any], exchange: Exchange | None = None) -> None:
+        """One step; `exchange` is called where there are collectives, on all ranks or on none."""
         self.steps += 1
         self.ops.update(record["ops"])
         for op, _, seconds, cpu, live, peak in record["samples"]:
             self.times[op].append((seconds, cpu))
             inside = peak - live - self.ops[op]["result_bytes"]
             self.transient[op] = max(self.transient[op], inside)
-        for op, _, _, seconds in record["transfers"]:
-            self.transfers[op].append(seconds)
+        walls = {(op, run): seconds for op, run, seconds, *_ in record["samples"]}
+        own = [(op, walls[op, run], seconds) for op, run, _, seconds in record["transfers"]]
+        everyone = [[wall for _, wall, _ in own]]
+        if exchange is not None and own:
+            everyone = exchange(everyone[0])
+        for (op, wall, moving), last in zip(own, map(max, zip(*everyone, strict=True)), strict=True):
+            self.collectives[op].append(last)
+            self.finishes[op].append(max(0.0, wall - moving))
 
     def rows(self) -> Rows:
         """Instances of one signature differ in place and caches: the median of each, and the mean of these."""
@@ -69,13 +82,15 @@ class StepTimes:
             }  # fmt: skip
         for (kind, size), places in collectives.items():
             # Small ones are measured better by themselves: in place, how far apart the ranks are decides.
-            if self.ranks < 2 or size < IN_PLACE or not any(self.transfers[op] for op in places):
+            moved = [op for op in places if self.collectives[op]]
+            if self.ranks < 2 or size < IN_PLACE or not moved:
                 continue
             units = self.ops[places[0]]["units"]
-            wall = statistics.fmean(statistics.median(w for w, _ in self.times[op]) for op in places) / units
-            core = statistics.fmean(statistics.median(c for _, c in self.times[op]) for op in places) / units
-            moving = statistics.fmean(statistics.median(self.transfers[op]) for op in places) / units
-            finish = max(0.0, wall - moving) if kind in ("reduce", "all_reduce") else 0.0
+            wall = statistics.fmean(statistics.median(self.collectives[op]) for op in moved) / units
+            core = statistics.fmean(statistics.median(c for _, c in self.times[op]) for op in moved) / units
+            finish = statistics.fmean(statistics.median(self.finishes[op]) for op in moved) / units
+            if kind not in ("reduce", "all_reduce"):
+                finish = 0.0
             found["collective", f"{kind} {self.ranks} {size}"] = {
                 "us": wall * 1e6, "core_us": core * 1e6, "finish_us": finish * 1e6, "steps": self.steps, "in_place": 1,
             }  # fmt: skip
@@ -122,9 +137,10 @@ def hyper_of(program: Any) -> list[list[float]]:
 
 
 def measure_program(
-    executor: Any, program: Any, inputs: list[torch.Tensor], times: StepTimes, steps: int, commit: Callable[[], None]
-) -> None:
-    """Serial steps; `commit` after each."""
+    executor: Any, program: Any, inputs: list[torch.Tensor], peers: Any, times: StepTimes, steps: int,
+    commit: Callable[[], None],
+) -> None:  # fmt: skip
+    """Serial steps; `commit` after each. Every rank must call it, once for each `steps`."""
     hyper = hyper_of(program)
     executor.set_trace("serial")
     try:
@@ -132,7 +148,7 @@ def measure_program(
             micro_batches = [list(inputs) for _ in range(program.accumulation)]
             executor.step(micro_batches, hyper, step)
             if step > 0 or steps == 1:  # the first step allocates what later ones reuse
-                times.add(executor.record())
+                times.add(executor.record(), partial(peers.exchange, f"collectives of step {step} of {steps}"))
                 commit()
     finally:
         executor.set_trace("off")
@@ -154,7 +170,8 @@ class Collectives:
         self.comm = testing.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["native"])
 
     def time(self, kind: str, size: int) -> dict[str, float]:
-        """Medians over repeated calls of `size` bytes, as the cost model counts them; ranks meet before each."""
+        """Medians over repeated calls of `size` bytes, as the cost model counts them, each until the last rank has it; ranks meet
+        before each."""
         run = self._call(kind, size)
         walls: list[float] = []
         cores: list[float] = []
@@ -175,7 +192,11 @@ class Collectives:
                 mean_s = slowest.item() / 1e6 / self.peers.size
                 calls = max(MIN_CALLS, min(MAX_CALLS, int(POINT_S / max(mean_s, 1e-6))))
             number += 1
-        return {"us": statistics.median(walls) * 1e6, "core_us": statistics.median(cores) * 1e6, "finish_us": 0.0}
+        own = torch.tensor(walls, dtype=torch.float64)
+        everyone = torch.empty(self.peers.size, len(walls), dtype=torch.float64)
+        self.comm.wait(self.comm.start_gather([own], [everyone.view(-1)], "times"))
+        last = everyone.amax(0).tolist()
+        return {"us": statistics.median(last) * 1e6, "core_us": statistics.median(cores) * 1e6, "finish_us": 0.0}
 
     def beside_compute(self, cores: int) -> Rows:
         """How much a matrix product is slowed by a gather that is under way, beyond what sharing the cores explains; and what

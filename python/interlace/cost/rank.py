@@ -71,7 +71,7 @@ def measure(
             fill_states(program, executor)
             times = StepTimes(machine.ranks, machine.threads, machine.cores)
             start = time.monotonic()
-            measure_program(executor, program, batch, StepTimes(1, 1, 1), 1, lambda: None)
+            measure_program(executor, program, batch, peers, StepTimes(1, 1, 1), 1, lambda: None)
             slowest = max(peers.exchange("a step takes", time.monotonic() - start))
             steps = steps_within(job["budget_s"], slowest)
 
@@ -80,7 +80,7 @@ def measure(
                 progress("ops in place", times.steps, steps - 1)
 
             progress("ops in place", 0, steps - 1)
-            measure_program(executor, program, batch, times, steps, commit)
+            measure_program(executor, program, batch, peers, times, steps, commit)
             keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
             del executor
         else:
