@@ -65,7 +65,10 @@ Timeline TimelineOf(const Program& program, const StepRecord& record, int32_t ra
                     int64_t origin_ns) {
   Timeline out;
   out.producer = "measured";
-  out.backend = "gloo";
+  out.backend = "tcp";  // only steps on CPUs are recorded
+  for (const TransferSample& sample : record.transfers) {
+    if (sample.comm != nullptr) out.backend = sample.comm->spec().backend;
+  }
   out.world_size = world_size;
   std::array<int64_t, kTraceLanes> lane_end{};
   std::map<std::pair<int32_t, OpId>, int32_t> event_of;  // run and op of a start → its event

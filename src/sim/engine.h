@@ -11,8 +11,9 @@
 // direction of the same link share it, copies share the host's bandwidth, ranks of a CPU host share its cores. On CPUs, where
 // collectives are point-to-point messages on one connection, they go out in the order of issue whatever their lane: the first
 // started is the first to end, and a transfer that waits behind another has its latency behind it. Starting one, and adding up
-// what a reduction has received, is work of the compute lane there (OpCost::issue_ps, finish_ps). Rates change only at events; between two events every running thing advances at its rate. Time is 64-bit picoseconds, rates fixed
-// point, ties go to the lower rank, then to the older transfer: the same bits each time.
+// what a reduction has received, is work of the compute lane there (OpCost::issue_ps, finish_ps). Rates change only at events;
+// between two events every running thing advances at its rate. Time is 64-bit picoseconds, rates fixed point, ties go to the
+// lower rank, then to the older transfer: the same bits each time.
 //
 // Identical ranks are folded into one, which then stands for all that share its host.
 #pragma once

@@ -127,7 +127,7 @@ Timeline SimulationTimeline(const Simulation& s) {
   const Program& program = *lowered.program;
   Timeline out;
   out.producer = "simulated on " + s.cluster.name;
-  out.backend = s.cluster.cpu ? "gloo" : "nccl";
+  out.backend = s.cluster.cpu ? "tcp" : "nccl";
   out.world_size = s.ranks;
   out.device_name = s.cluster.device_name;
   out.device_memory_bytes = s.cluster.MemoryLimitBytes();

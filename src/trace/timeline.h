@@ -57,7 +57,7 @@ struct TraceCounterTrack {
 
 struct Timeline {
   std::string producer;         // "simulated on h100-80gb-32", "measured"
-  std::string backend;          // "nccl", "gloo"
+  std::string backend;          // "nccl", "tcp"
   int64_t world_size = 1;
   std::string device_name;
   int64_t device_memory_bytes = 0;

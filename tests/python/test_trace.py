@@ -89,6 +89,7 @@ def test_file_is_a_trace_of_both_ranks(traced) -> None:
     _, trace, text = traced
     _core.check_chrome_trace(text)
     assert trace["producer"] == "measured" and trace["distributedInfo"]["world_size"] == 2
+    assert trace["distributedInfo"]["backend"] == "tcp"
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
     for rank in (0, 1):
         assert events(trace, rank, "compute")

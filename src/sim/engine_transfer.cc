@@ -1,0 +1,180 @@
+// Transfers: who meets whom in which, when each begins and ends, and what it uses meanwhile.
+#include "sim/engine_impl.h"
+
+#include "ir/text.h"
+
+namespace interlace::sim {
+
+void Engine::Group(int32_t r, int axis, std::vector<int32_t>& members, int64_t& number) const {
+  const std::vector<Axis>& mesh = ranks_[r].program->program->mesh;
+  int64_t stride = 1;
+  for (size_t i = mesh.size() - 1; i > static_cast<size_t>(axis); --i) stride *= mesh[i].size;
+  int64_t size = mesh[axis].size;
+  int64_t base = r - r / stride % size * stride;
+  number = base;
+  for (int64_t i = 0; i < size; ++i) members.push_back(static_cast<int32_t>(base + i * stride));
+}
+
+Status Engine::Issue(int32_t r, const LoweredOp& op) {
+  RankState& rank = ranks_[r];
+  int lane = QueueOf(r, op);
+  int32_t id;
+  std::vector<int32_t> members;
+  if (num_ranks() == 1 || (op.axis < 0 && op.peer < 0)) {
+    id = NewTransfer(rank, op, {r});
+  } else {
+    // What is counted is one sequence: of a lane of a group, or of the messages from one rank to another.
+    int64_t number = 0, mine = op.axis * kQueues + lane;
+    if (op.peer >= 0) {
+      members = {std::min(r, op.peer), std::max(r, op.peer)};
+      mine = -1 - (int64_t{2} * op.peer + op.receives);
+      number = -1 - (op.receives ? int64_t{op.peer} * num_ranks() + r : int64_t{r} * num_ranks() + op.peer);
+    } else {
+      Group(r, op.axis, members, number);
+    }
+    int64_t turn = rank_turn_[{r, mine}]++;
+    std::vector<int32_t>& sequence = sequences_[{number, op.peer >= 0 ? -1 : mine}];
+    if (turn < static_cast<int64_t>(sequence.size())) {
+      id = sequence[turn];
+      INTERLACE_TRY(SameCollective(r, op, id));
+    } else {
+      id = NewTransfer(rank, op, std::move(members));
+      sequence.push_back(id);
+    }
+  }
+  RankRecord& record = out_.ranks[r];
+  record.transfer_of[rank.instance] = id;
+  record.transfers.push_back(id);
+  const Op& started = rank.program->program->op(op.op);
+  for (ValueId result : started.results) {
+    if (result != kNone) rank.in_flight[result] = id;
+  }
+  if (started.results.empty()) {  // offload and reload: by storage
+    ForEachOperand(started, [&](ValueId operand) { rank.in_flight[operand] = id; });
+  }
+  out_.transfers[id].issued_ps = now_;
+  rank.lanes[lane].push_back(id);
+  if (rank.lanes[lane].front() == id) Arrive(r, id, rank.instance, -1);
+  return Ok{};
+}
+
+int Engine::QueueOf(int32_t r, const LoweredOp& op) const {
+  if (op.peer >= 0) return kLanes + 2 * (op.peer > r) + op.receives;
+  return static_cast<int>(cluster_.cpu && op.axis >= 0 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
+}
+
+int32_t Engine::NewTransfer(const RankState& rank, const LoweredOp& op, std::vector<int32_t> members) {
+  int32_t id = static_cast<int32_t>(transfers_.size());
+  transfers_.emplace_back().cost = &rank.program->costs[op.cost];
+  TransferRecord& record = out_.transfers.emplace_back();
+  record.op = &op;
+  record.members = std::move(members);
+  return id;
+}
+
+Status Engine::SameCollective(int32_t r, const LoweredOp& op, int32_t id) const {
+  const TransferRecord& record = out_.transfers[id];
+  const Program& mine = *ranks_[r].program->program;
+  const Program& theirs = *ranks_[record.members[0]].program->program;
+  const Op& a = mine.op(op.op);
+  const Op& b = theirs.op(record.op->op);
+  const OpCost& cost = ranks_[r].program->costs[op.cost];
+  if ((a.name == b.name || op.peer >= 0) && cost.bytes == transfers_[id].cost->bytes) return Ok{};
+  return MakeError("rank ", r, " meets the others of its group in another collective:\n  rank ", r, ": ", PrintOp(mine, a),
+                   "\n  others: ", PrintOp(theirs, b));
+}
+
+void Engine::Arrive(int32_t r, int32_t id, int64_t instance, int32_t before) {
+  Transfer& t = transfers_[id];
+  TransferRecord& record = out_.transfers[id];
+  if (++t.arrived < static_cast<int32_t>(record.members.size())) return;
+  record.start_ps = now_;
+  record.cause_rank = r;
+  record.cause_transfer = before;
+  record.cause_instance = instance;
+  t.since_ps = now_;
+  t.remaining_ps = t.cost->work_ps;
+  ++t.version;
+  int64_t latency = t.cost->latency_ps;
+  if (cluster_.cpu && before >= 0) latency -= std::min(latency, now_ - record.issued_ps);
+  events_.push({now_ + latency, num_ranks() + id, t.version});
+}
+
+Status Engine::TransferEvent(int32_t id) {
+  Transfer& t = transfers_[id];
+  if (!t.active && t.cost->work_ps > 0) {
+    t.active = true;
+    t.planned = false;
+    t.slow = kOne;
+    t.since_ps = now_;
+    for (int32_t r : out_.transfers[id].members) Use(r, id, +1);
+    return Ok{};
+  }
+  if (t.active) {
+    for (int32_t r : out_.transfers[id].members) Use(r, id, -1);
+  }
+  t.active = false;
+  t.finished = true;
+  ++t.version;
+  TransferRecord& record = out_.transfers[id];
+  record.end_ps = now_;
+  for (int32_t r : record.members) {
+    RankState& rank = ranks_[r];
+    // A message's record is the op of the rank that came first; its other end has the other direction.
+    int lane = QueueOf(r, *record.op);
+    if (record.op->peer >= 0 && record.members.size() == 2) {
+      bool first = record.op->peer != r;
+      bool receives = record.op->receives == first;
+      lane = kLanes + 2 * (record.members[record.members[0] == r] > r) + receives;
+    }
+    rank.lanes[lane].pop_front();
+    if (!rank.lanes[lane].empty()) {
+      Arrive(r, rank.lanes[lane].front(), -1, id);
+    }
+    Unblock(r, id);
+  }
+  // After all members have moved on, so that ties do not depend on who is first.
+  std::vector<int32_t> ranks;
+  ranks.swap(unblocked_);
+  for (int32_t r : ranks) INTERLACE_TRY(Proceed(r));
+  return Ok{};
+}
+
+void Engine::Use(int32_t r, int32_t id, int change) {
+  RankState& rank = ranks_[r];
+  const OpCost& cost = *transfers_[id].cost;
+  if (change > 0) {
+    rank.active.push_back(id);
+  } else {
+    rank.active.erase(std::find(rank.active.begin(), rank.active.end(), id));
+  }
+  MarkDirty(r);
+  if (cost.core_share > 0) ChangeDemand(r, change * FixedPointShare(cost.core_share));
+  NodeState& node = NodeOf(r);
+  switch (cost.resource) {
+    case Resource::kIntraLink:
+    case Resource::kInterLink: {
+      int level = cost.resource == Resource::kInterLink;
+      rank.sending[level] += cost.sends ? change : 0;
+      rank.receiving[level] += cost.receives ? change : 0;
+      rank.classes[1] += change;
+      break;
+    }
+    case Resource::kHostToDevice:
+    case Resource::kDeviceToHost: {
+      int direction = cost.resource == Resource::kDeviceToHost;
+      rank.classes[2 + direction] += change;
+      node.copies[direction] += change * in_.fold;
+      for (int32_t other : node.ranks) MarkDirty(other);
+      break;
+    }
+    case Resource::kFile:
+      node.files += change * in_.fold;
+      for (int32_t other : node.ranks) MarkDirty(other);
+      break;
+    default:
+      break;
+  }
+}
+
+}  // namespace interlace::sim
