@@ -23,7 +23,7 @@ def after_update(case: str) -> dict[str, list[str]]:
         "unshard": ["unshard(units=all)", "unshard(limit=64MiB)"],
         "bucket": [f"bucket(modules={modules})", "bucket(mode=greedy)", f"bucket(modules={modules},pack=copy)"],
         "place": ["prefetch", "prefetch(prefetch=20KB,alpha=1)", "reorder", "reorder(forward=after,backward=before)"],
-        "update": ["overlap_update"],
+        "update": ["overlap_update", "reposition_update"],
     }
 
 
