@@ -265,6 +265,22 @@ def test_programs_of_several_shapes(strategy: str) -> None:
     assert ranks.run(lengths, 2, MOVED, strategy) == ranks.run(lengths, 2, [], strategy)
 
 
+def frozen_in_between(schedule: list[tuple[int, list[str]]]) -> list[Any]:
+    """A parameter is frozen between two steps: what the step before left for it is made all the same."""
+    trainer, scheduler = compiled("llama", schedule=schedule, strategy="replicate")
+    with trainer:
+        parameter = dict(trainer._model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+        losses = []
+        for number in range(5):
+            parameter.requires_grad_(number < 2)
+            losses.append(step(trainer, scheduler, "llama"))
+        return [losses, everything(trainer)]
+
+
+def test_a_parameter_is_frozen_with_its_update_pending() -> None:
+    assert ranks.run(frozen_in_between, 2, MOVED) == ranks.run(frozen_in_between, 2, [])
+
+
 def test_with_states_out_of_memory(tmp_path: Path) -> None:
     schedule = [(0, ["reposition_update", "offload_sync(cluster={cluster},kinds=states)"])]
     changes = [{"schedule": schedule, "tier": str(tmp_path)}]
