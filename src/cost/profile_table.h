@@ -11,8 +11,10 @@
 //   issue us 12.5
 //   interference [1.1, ...]
 //
-// us: median microseconds, on CPUs on cores of its own (ranks that must share cores are the simulator's matter); bytes of an op: its results; transient: the peak inside the op beyond operands and results. Bytes
-// of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was too large to run.
+// us: median microseconds, on CPUs on cores of its own (ranks that must share cores are the simulator's matter), of a
+// collective until the last rank has it; bytes of an op: its results; transient: the peak inside the op beyond operands and
+// results. Bytes of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was too large
+// to run.
 // On CPUs, where a collective works on the cores that ranks compute on: `core` is the processor time one rank spends for it on
 // all its threads, `finish` what its own thread does after the data has come (both within `us`), `issue` what its thread takes
 // to start a transfer.

@@ -202,6 +202,27 @@ def test_times_of_one_signature_are_the_mean_of_its_places() -> None:
     }
 
 
+def test_ranks_that_a_launcher_started_measure_for_later_starts(tmp_path: Path) -> None:
+    options = ["--model", "llama-tiny", "--seq", "32", "--micro-batch", "1", "--budget", "0.2", "--json"]
+    options += ["--store", str(tmp_path / "p.sqlite")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched = subprocess.run(
+        [*torchrun, "-m", "interlace.cli", "profile", *options], capture_output=True, text=True, timeout=240
+    )
+    assert launched.returncode == 0, launched.stderr
+    facts = json.loads(launched.stdout)  # of rank 0 alone
+    assert facts["program_ops"] == facts["program_ops_known"] > 30 and facts["measured_now"] > 60
+    again, _ = profiled(*options[:-3], *options[-2:], "--ranks", "2")
+    assert again["measured_now"] == 0
+    refused = subprocess.run(
+        [*torchrun, "-m", "interlace.cli", "profile", *options, "--ranks", "3"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert refused.returncode != 0 and "--ranks 3, but the launcher started 2" in refused.stderr
+
+
 def test_a_collective_takes_until_the_last_rank_has_it() -> None:
     times = StepTimes(ranks=2, threads=1, cores=2)
     facts = {"key": "", "name": "reduce.start", "result_bytes": 0, "bytes": 1 << 20, "units": 1}

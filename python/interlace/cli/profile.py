@@ -9,8 +9,9 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
@@ -19,14 +20,15 @@ from safetensors.torch import save as save_tensors
 from interlace.cli.console import Work, err, print_facts, print_json, rows_table, seconds
 from interlace.cli.console import out as console_out
 from interlace.cli.program_file import FileError, read_program_text, write_text
-from interlace.cli.train import cache_folder
+from interlace.cli.train import cache_folder, ranks_of_launcher
 from interlace.config import Config, format_bytes
 from interlace.cost.machine import Machine
 from interlace.cost.measure import COPY_SIZES, sweep_sizes
 from interlace.cost.measurements import COPIES, Profile
 from interlace.cost.store import Store, StoreError
+from interlace.distributed import Peers
 from interlace.errors import InterlaceError
-from interlace.launch import run_ranks
+from interlace.launch import is_rank, run_ranks
 
 HELP = """Measure what ops, collectives and copies take here.
 
@@ -39,14 +41,21 @@ measurement under a fingerprint of the machine: a second start measures only wha
 
   interlace profile --program sharded.il --export here.profile
 
+  torchrun --nproc-per-node 2 -m interlace.cli profile --model llama-10m
+
   interlace profile show
 
   interlace profile show --export here.profile && interlace simulate sharded.il --cluster local-2 --profile here.profile
 """
 STORE_FILE = "profile.sqlite"
+DEFAULT_RANKS = 2
 LARGEST_SWEEP = 1 << 22  # bytes, when there is no program to say how large collectives are
 
-Ranks = Annotated[int, typer.Option("--ranks", help="Processes on this machine.")]
+Task: TypeAlias = tuple[dict[str, Any], str, bytes]  # what is to be measured, its program, its inputs
+
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", help="Processes on this machine.", show_default="2, or the launcher's")
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")
 ]
@@ -72,7 +81,7 @@ def profile(
     context: typer.Context,
     model: Annotated[str, typer.Option("--model", help="A preset, or a Hugging Face config.json.")] = "llama-10m",
     program: Annotated[str | None, typer.Option("--program", help="A sharded program file instead of a model.")] = None,
-    ranks: Ranks = 2,
+    ranks: Ranks = None,
     strategy: Annotated[str, typer.Option("--strategy", help="shard (ZeRO-3), zero1, or replicate (DDP).")] = "shard",
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences (or images) of a micro-batch.")] = 4,
     seq: Annotated[int | None, typer.Option("--seq", help="Tokens in a sequence.", show_default="the model's")] = None,
@@ -91,7 +100,7 @@ def profile(
     from interlace.cli.train import parse_clip
 
     for name, value in (
-        ("ranks", ranks),
+        ("ranks", 1 if ranks is None else ranks),
         ("micro-batch", micro_batch),
         ("accumulation", accumulation),
         ("threads", threads or 1),
@@ -101,24 +110,35 @@ def profile(
     if not budget > 0:
         raise InterlaceError(f"--budget must be a positive number of seconds, not {budget:g}")
     begin = time.monotonic()
-    machine = machine_here(ranks, threads, network)
-    with Work(as_json) as work:
-        work.update("capturing the program")
-        if program is not None:
-            text, inputs = read_program_text(program), b""
-            check_mesh(text, program, ranks)
-        else:
-            config = Config(strategy=strategy, accumulation=accumulation, clip_norm=parse_clip(clip))
-            text, inputs = program_of_model(model, config, ranks, micro_batch, seq)
+    group = group_size(ranks)
+    machine = machine_here(group, threads, network)
     path = store_path(store)
-    with Store(path) as kept:
-        for note in kept.notes:
-            err().print(f"warning: {note}")
-        job = missing(kept, machine, text, again)
+
+    def prepare() -> Task:
+        with Work(as_json) as work:
+            work.update("capturing the program")
+            if program is not None:
+                text, inputs = read_program_text(program), b""
+                check_mesh(text, program, group)
+            else:
+                config = Config(strategy=strategy, accumulation=accumulation, clip_norm=parse_clip(clip))
+                text, inputs = program_of_model(model, config, group, micro_batch, seq)
+        with Store(path) as kept:
+            for note in kept.notes:
+                err().print(f"warning: {note}")
+            job = missing(kept, machine, text, again)
+        return {**job, "budget_s": budget, "quiet": as_json, "store": str(path)}, text, inputs
+
+    if is_rank():
+        task = run_as_rank(prepare, machine)
+        if task is None:
+            return
+    else:
+        task = prepare()
+        if measures(task[0]):
+            run_job(*task, machine)
+    job, text, _ = task
     count = len(job["ops"]) + len(job["collectives"]) + len(job["copies"])
-    if count or job["slowdown"]:
-        job |= {"budget_s": budget, "quiet": as_json, "store": str(path)}
-        run_job(job, text, inputs, machine)
     with Store(path) as kept:
         found = kept.profile(machine.fingerprint)
     estimate_rest(found, text, machine)
@@ -129,7 +149,7 @@ def profile(
 
 
 def show(
-    ranks: Ranks = 2,
+    ranks: Ranks = None,
     threads: Threads = None,
     network: Network = None,
     machine: Annotated[str | None, typer.Option("--machine", help="A fingerprint instead of this machine's.")] = None,
@@ -141,7 +161,7 @@ def show(
     path = store_path(store)
     if not path.exists():
         raise StoreError(f"there is no {path}: nothing has been measured; run: interlace profile")
-    fingerprint = machine or machine_here(ranks, threads, network).fingerprint
+    fingerprint = machine or machine_here(ranks or DEFAULT_RANKS, threads, network).fingerprint
     with Store(path) as kept:
         for note in kept.notes:
             err().print(f"warning: {note}")
@@ -162,6 +182,20 @@ def machine_here(ranks: int, threads: int | None, network: str | None) -> Machin
     from interlace.cli.settings import cores
 
     return Machine.here(ranks, threads or max(1, cores() // ranks), network)
+
+
+def group_size(asked: int | None) -> int:
+    """How many ranks measure: as many as a launcher has started, or as asked for."""
+    if not is_rank():
+        return DEFAULT_RANKS if asked is None else asked
+    world = ranks_of_launcher(asked)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if here != world:
+        raise InterlaceError(
+            f"the launcher started {world} ranks, {here} of them on this host: a profile is of one host's ranks; "
+            "run it on one host (--nnodes 1). Training measures transfers between hosts itself (interlace train)"
+        )
+    return world
 
 
 def store_path(store: str | None) -> Path:
@@ -243,6 +277,31 @@ def available_bytes() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def measures(job: dict[str, Any]) -> bool:
+    return bool(job["ops"] or job["collectives"] or job["copies"] or job["slowdown"])
+
+
+def run_as_rank(prepare: Callable[[], Task], machine: Machine) -> Task | None:
+    """The same where a launcher has started the ranks: rank 0 prepares the task and all do it. None on the others."""
+    from interlace.cost.rank import TIMEOUT_S, take_part
+
+    torch.set_num_threads(machine.threads)
+    peers = Peers(torch.device("cpu"), TIMEOUT_S)
+    try:
+        with peers.guard():
+            job, text, inputs = prepare() if peers.rank == 0 else ({}, "", b"")
+            job = json.loads(peers.broadcast("job", json.dumps(job).encode()))
+            text = peers.broadcast("program", text.encode()).decode()
+            inputs = peers.broadcast("inputs", inputs)
+            if measures(job):
+                take_part(job, text, inputs, peers)
+            return (job, text, inputs) if peers.rank == 0 else None
+    finally:
+        peers.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def run_job(job: dict[str, Any], text: str, inputs: bytes, machine: Machine) -> None:

@@ -102,6 +102,17 @@ def measure(
     peers.exchange("profile done", True)
 
 
+def take_part(job: dict[str, Any], text: str, inputs: bytes, peers: Peers) -> None:
+    """This rank's part of the job; rank 0 keeps what is measured and shows how far it is."""
+    from interlace.cli.console import Work
+
+    if peers.rank != 0:
+        measure(job, text, inputs, peers, Keeper(None, ""))
+        return
+    with Store(job["store"]) as store, Work(job["quiet"]) as work:
+        measure(job, text, inputs, peers, Keeper(store, Machine(**job["machine"]).fingerprint), work.update)
+
+
 def run(folder: str | Path) -> None:
     folder = Path(folder)
     job = json.loads((folder / "job.json").read_text())
@@ -111,13 +122,7 @@ def run(folder: str | Path) -> None:
     inputs = (folder / "inputs.safetensors").read_bytes()
     try:
         with peers.guard():
-            if peers.rank != 0:
-                measure(job, text, inputs, peers, Keeper(None, ""))
-                return
-            from interlace.cli.console import Work
-
-            with Store(job["store"]) as store, Work(job["quiet"]) as work:
-                measure(job, text, inputs, peers, Keeper(store, Machine(**job["machine"]).fingerprint), work.update)
+            take_part(job, text, inputs, peers)
     finally:
         peers.close()
 
