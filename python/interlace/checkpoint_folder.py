@@ -36,7 +36,7 @@ class FolderLock:
         with saving(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 try:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -50,8 +50,13 @@ class FolderLock:
                         break
                 os.close(self._file)
             since = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+            # Through a descriptor of its own, soon closed: one that stays open for writing would keep the file system from being
+            # made read-only.
+            words = os.open(self.path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                os.write(words, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+            finally:
+                os.close(words)
         for left in final.parent.glob(f".{_glob(final.name)}.*.part"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
 

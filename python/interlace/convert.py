@@ -159,8 +159,10 @@ def write_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Tensor]], re
         for number, (name, tensors) in enumerate(files.items()):
             for key, t in tensors.items():
                 pieces.append((t.detach().contiguous(), 0, t.numel(), number, layouts[name].entries[key].offset))
-        found = _runtime.SnapshotWriter([str(staging.folder / n) for n in files], pieces).wait_durable()
-        staging.cover((f, o, c, f"{s:016x}") for f, o, c, s in found)
+        writer = _runtime.SnapshotWriter([str(staging.folder / n) for n in files])
+        writer.add(pieces)
+        writer.close()
+        staging.cover((f, o, c, f"{s:016x}") for f, o, c, s in writer.wait_durable())
         staging.add(PROGRAM, "")
         staging.add(TRAINER, json.dumps(record, indent=1) + "\n")
         staging.commit()

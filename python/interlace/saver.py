@@ -27,20 +27,19 @@ Piece = tuple[Tensor, int, int, int, int]  # tensor, first element, end, index o
 
 
 class Save:
-    """One checkpoint under way. Every rank makes one; then before_step() before each step, and finish()."""
+    """One checkpoint under way. Every rank makes one and gives it what it writes; then before_step() before each step, and finish()."""
 
     def __init__(
-        self, peers: Peers, name: str, final: Path, files: list[Path], pieces: list[Piece], staging_bytes: int,
-        staging: Staging | None, keep: int,
+        self, peers: Peers, name: str, final: Path, files: list[Path], staging_bytes: int, staging: Staging | None, keep: int
     ) -> None:  # fmt: skip
         from interlace import _runtime
 
         self._peers, self._name, self.final, self._staging, self._keep = peers, name, final, staging, keep
-        self._tensors = [p[0] for p in pieces]  # until the writer has copied them
-        self.bytes = sum((b - a) * t.element_size() for t, a, b, _, _ in pieces)
+        self._tensors: list[Tensor] = []  # until the writer has copied them
+        self.bytes = 0
         self._begin = time.monotonic()
         self.seconds = 0.0
-        self._writer = _runtime.SnapshotWriter([str(f) for f in files], pieces, CHUNK, max(0, staging_bytes))
+        self._writer = _runtime.SnapshotWriter([str(f) for f in files], CHUNK, max(0, staging_bytes))
         self._problem: str | None = None
         self._cancelled = False
         self._held: Any = None
@@ -48,6 +47,16 @@ class Save:
         self._thread.start()
 
     # ---- in the training thread ----
+
+    def add(self, pieces: list[Piece]) -> None:
+        """Pieces that this rank writes. Their tensors may change once they are staged."""
+        self._tensors += [p[0] for p in pieces]
+        self.bytes += sum((b - a) * t.element_size() for t, a, b, _, _ in pieces)
+        self._writer.add(pieces)
+
+    def close(self) -> None:
+        """All pieces have been given."""
+        self._writer.close()
 
     def before_step(self, executor: Any) -> None:
         """Has the executor's update wait for the copies, as long as there are any to be made."""

@@ -154,6 +154,15 @@ class States:
         flat = whole.detach().contiguous().view(-1)
         self.fill(name, role, lambda start, end: flat[start:end])
 
+    def moves(self, unit: Unit, role: str) -> bool:
+        """Whether this state is out of memory at times."""
+        return (unit.id, role) in self._moving
+
+    def put_back(self, unit: Unit, role: str) -> None:
+        """Like settle(), for one state that was read and not changed: nothing is written again."""
+        if (unit.id, role) in self._moving:
+            self.executor.put_back(self._moving[unit.id, role])
+
     def gather(self, unit: Unit, role: str, everywhere: bool = False) -> Tensor | None:
         """The whole flat buffer of a unit's role on rank 0 (or on all ranks), None elsewhere. All ranks must call it."""
         t, _ = self.local(unit, role)
@@ -182,7 +191,7 @@ class States:
                 flat = self.gather(unit, role, everywhere)
                 for p in unit.parameters:
                     yield p, None if flat is None else self.cut(p, flat)
-                self.settle(unit.id, role)
+                self.put_back(unit, role)
         if role == WEIGHT:
             for p in self.loose:
                 yield p, self._loose[p.name]

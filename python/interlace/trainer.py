@@ -203,6 +203,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
             found.append(self._programs.build(source, donor=self._executor))
             return lambda: self._use(found[0])
 
+        self._settle_save()
         self._agree(f"swap {self.swaps} at step {self.steps}", check, InterlaceError)()
         self._runner = self._executor
         self.swaps += 1

@@ -15,7 +15,7 @@ from interlace.checkpoint import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER
 from interlace.checkpoint_folder import Staging, check_place
 from interlace.hyper import kind_of, plain_hyper
 from interlace.saver import Piece, Save
-from interlace.states import WEIGHT
+from interlace.states import WEIGHT, Unit
 from interlace.tensor_file import CHUNK, CheckpointError, Entry, Layout
 from interlace.trainer_state import TrainerState
 
@@ -119,8 +119,8 @@ class TrainerSave(TrainerState):
         if "problem" in word:
             return word["problem"]
         paths = [Path(word["folder"]) / file for file in files]
-        pieces = self._pieces(files, roles, rng)
-        self._save = Save(self._peers, name, final, paths, pieces, self._staging_bytes(), staging, keep)
+        self._save = Save(self._peers, name, final, paths, self._staging_bytes(), staging, keep)
+        self._give_pieces(self._save, files, roles, rng)
         return None
 
     def _staging_bytes(self) -> int:
@@ -130,48 +130,66 @@ class TrainerSave(TrainerState):
             return 2**62
         return max(limit - self._executor.stats()["peak_bytes"], 2 * CHUNK)
 
-    def _pieces(self, files: dict[str, Layout], roles: list[str], rng: list[Tensor]) -> list[Piece]:
-        """What this rank writes: its shards, and of what all ranks have its share; the small rest is rank 0's."""
-        model, optimizer = files[MODEL].entries, files[OPTIMIZER].entries
+    def _give_pieces(self, save: Save, files: dict[str, Layout], roles: list[str], rng: list[Tensor]) -> None:
+        """What this rank writes: its shards, and of what all ranks have its share; the small rest is rank 0's.
+
+        States that are out of memory at times come in one by one, and go back when they are copied. So they come first: what stays
+        where it is may be copied later, beside the next step.
+        """
+        units = [
+            (role, unit) for role in (WEIGHT, *roles) for unit in self._states.units if self._states.has(unit, role)
+        ]
+        for role, unit in units:
+            if self._states.moves(unit, role):
+                save.add(self._unit_pieces(unit, role, files))
+                save.wait_staged()
+                self._states.put_back(unit, role)
+        for role, unit in units:
+            if not self._states.moves(unit, role):
+                save.add(self._unit_pieces(unit, role, files))
+        save.add(self._loose_pieces(files[MODEL].entries))
+        if self.rank == 0:
+            save.add(self._small_pieces(files[MODEL].entries, files[OPTIMIZER].entries, rng))
+        save.close()
+
+    def _share(self, count: int) -> tuple[int, int]:
+        """This rank's part of what every rank has."""
+        part = -(-count // self.world_size)
+        return min(self.rank * part, count), min((self.rank + 1) * part, count)
+
+    def _unit_pieces(self, unit: Unit, role: str, files: dict[str, Layout]) -> list[Piece]:
+        t, base = self._states.local(unit, role)
+        low, high = (base, base + t.numel()) if t.numel() < unit.numel else self._share(unit.numel)
+        t = t.detach()
+        if t.device.type != "cpu":
+            t, base = t[low - base : high - base].cpu(), low
         pieces: list[Piece] = []
-
-        def add(t: Tensor, begin: int, end: int, file: int, entry: Entry, first: int) -> None:
-            """Elements [begin, end) of a flat tensor, which are the entry's elements from `first` on."""
+        for p in unit.parameters:
+            begin, end = max(low, p.offset), min(high, p.offset + p.numel)
+            if role == WEIGHT:
+                entries = [files[MODEL].entries[place] for place in self._tensors.places(p.name)]
+            else:
+                entries = [files[OPTIMIZER].entries[f"{role}.{p.name}"]] if self._has_state(p) else []
             if begin < end:
-                pieces.append((t, begin, end, file, entry.offset + first * t.element_size()))
+                number = 0 if role == WEIGHT else 1
+                pieces += [_piece(t, begin - base, end - base, number, entry, begin - p.offset) for entry in entries]
+        return pieces
 
-        def share(count: int) -> tuple[int, int]:
-            part = -(-count // self.world_size)
-            return min(self.rank * part, count), min((self.rank + 1) * part, count)
-
-        for file, names in ((0, [WEIGHT]), (1, roles)):
-            for role in names:
-                for unit in self._states.units:
-                    if not self._states.has(unit, role):
-                        continue
-                    t, base = self._states.local(unit, role)
-                    low, high = (base, base + t.numel()) if t.numel() < unit.numel else share(unit.numel)
-                    host = t.detach() if t.device.type == "cpu" else t.detach()[low - base : high - base].cpu()
-                    origin = base if t.device.type == "cpu" else low
-                    for p in unit.parameters:
-                        begin, end = max(low, p.offset), min(high, p.offset + p.numel)
-                        if file == 0:
-                            for place in self._tensors.places(p.name):
-                                add(host, begin - origin, end - origin, 0, model[place], begin - p.offset)
-                        elif self._has_state(p):
-                            add(host, begin - origin, end - origin, 1, optimizer[f"{role}.{p.name}"], begin - p.offset)
+    def _loose_pieces(self, model: dict[str, Entry]) -> list[Piece]:
+        pieces: list[Piece] = []
         for p in self._states.loose:
             whole = next(self._states.parts(p, WEIGHT))[0].detach().cpu().contiguous()
-            low, high = share(p.numel)
-            for place in self._tensors.places(p.name):
-                add(whole, low, high, 0, model[place], low)
-        if self.rank == 0:
-            for entry, canonical, is_parameter in self._tensors.entries:
-                if not is_parameter:  # a forward changes buffers, so they are copied now
-                    copy = self._tensors.buffers[canonical].detach().to("cpu", copy=True).contiguous().view(-1)
-                    add(copy, 0, copy.numel(), 0, model[entry], 0)
-            for r, state in enumerate(rng):
-                add(state, 0, state.numel(), 1, optimizer[f"rng.{r}"], 0)
+            low, high = self._share(p.numel)
+            pieces += [_piece(whole, low, high, 0, model[place], low) for place in self._tensors.places(p.name)]
+        return pieces
+
+    def _small_pieces(self, model: dict[str, Entry], optimizer: dict[str, Entry], rng: list[Tensor]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for name, canonical, is_parameter in self._tensors.entries:
+            if not is_parameter:  # a forward changes buffers, so they are copied now
+                copy = self._tensors.buffers[canonical].detach().to("cpu", copy=True).contiguous().view(-1)
+                pieces.append(_piece(copy, 0, copy.numel(), 0, model[name], 0))
+        pieces += [_piece(state, 0, state.numel(), 1, optimizer[f"rng.{r}"], 0) for r, state in enumerate(rng)]
         return pieces
 
     def _file_lists(self, roles: list[str], rng: list[Tensor]) -> tuple[list[Any], list[Any]]:
@@ -222,3 +240,8 @@ class TrainerSave(TrainerState):
             "groups": groups, "seed": self.config.seed, "rng": self.config.rng, "world_size": self.world_size,
             "loss_scale": self._loss_scale.state(), "loop": self._loop.state(), "run": self._run_digest(),
         }  # fmt: skip
+
+
+def _piece(t: Tensor, begin: int, end: int, file: int, entry: Entry, first: int) -> Piece:
+    """Elements [begin, end) of a flat tensor, which are the entry's elements from `first` on."""
+    return t, begin, end, file, entry.offset + first * t.element_size()

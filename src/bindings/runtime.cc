@@ -205,6 +205,9 @@ PYBIND11_MODULE(_runtime, m) {
           "Runs the optimizer step that the last step left pending (pass reposition_update); whether there was one. Every rank must "
           "call it before parameters or states are read.")
       .def(
+          "put_back", [](Executor& self, ValueId id) { WithoutLock([&] { return Unwrap(self.PutBack(id)), 0; }); },
+          py::arg("value_id"), "Like settle(), for one state that tensor() gave and nobody has changed: it is not written again.")
+      .def(
           "step",
           [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
             return StepDict(WithoutLock([&] { return Unwrap(self.Step(std::move(micro_batches), hyper, step)); }));

@@ -46,17 +46,21 @@ std::vector<Piece> PiecesOf(const std::vector<PieceTuple>& tuples, size_t files)
 
 void BindSnapshot(py::module_& m, py::class_<Executor>& executor) {
   py::class_<SnapshotWriter, std::shared_ptr<SnapshotWriter>>(m, "SnapshotWriter")
-      .def(py::init([](std::vector<std::string> paths, const std::vector<PieceTuple>& pieces, int64_t chunk_bytes,
-                       int64_t staging_bytes) {
+      .def(py::init([](std::vector<std::string> paths, int64_t chunk_bytes, int64_t staging_bytes) {
              if (chunk_bytes < kBlock || chunk_bytes % kBlock != 0)
                throw py::value_error("chunk_bytes must be a multiple of " + std::to_string(kBlock));
-             const std::vector<Piece> list = PiecesOf(pieces, paths.size());
              return std::make_shared<SnapshotWriter>(
-                 std::move(paths), list,
+                 std::move(paths),
                  SnapshotWriter::Options{.chunk_bytes = chunk_bytes, .staging_bytes = staging_bytes});
            }),
-           py::arg("paths"), py::arg("pieces"), py::arg("chunk_bytes") = 4 << 20, py::arg("staging_bytes") = INT64_MAX,
-           "Begins to write; the caller keeps the tensors, and leaves them as they are until wait_staged().")
+           py::arg("paths"), py::arg("chunk_bytes") = 4 << 20, py::arg("staging_bytes") = INT64_MAX)
+      .def(
+          "add",
+          [](SnapshotWriter& self, const std::vector<PieceTuple>& pieces) {
+            self.Add(PiecesOf(pieces, self.files()));
+          },
+          py::arg("pieces"), "The caller keeps the tensors, and leaves them as they are until wait_staged().")
+      .def("close", &SnapshotWriter::Close, "Nothing more will be added.")
       .def("wait_staged", &SnapshotWriter::WaitStaged, py::call_guard<py::gil_scoped_release>())
       .def("staged", &SnapshotWriter::staged)
       .def(

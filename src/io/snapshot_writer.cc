@@ -24,8 +24,13 @@ double Seconds(clockid_t clock) {
 
 }  // namespace
 
-SnapshotWriter::SnapshotWriter(std::vector<std::string> paths, const std::vector<Piece>& pieces, Options options)
+SnapshotWriter::SnapshotWriter(std::vector<std::string> paths, Options options)
     : options_(options), paths_(std::move(paths)) {
+  thread_ = std::thread([this] { Run(); });
+}
+
+void SnapshotWriter::Add(const std::vector<Piece>& pieces) {
+  const std::lock_guard lock(mutex_);
   for (const Piece& piece : pieces) {
     for (int64_t done = 0; done < piece.bytes;) {
       const int64_t offset = piece.offset + done;
@@ -33,12 +38,17 @@ SnapshotWriter::SnapshotWriter(std::vector<std::string> paths, const std::vector
       const int64_t end = (offset / kBlock * kBlock) + options_.chunk_bytes;
       const int64_t bytes = std::min(piece.bytes - done, end - offset);
       chunks_.push_back({piece.data + done, bytes, piece.file, offset, State::kWaiting, nullptr});
+      ++unstaged_;
       done += bytes;
     }
   }
-  unstaged_ = chunks_.size();
-  sums_.reserve(chunks_.size());
-  thread_ = std::thread([this] { Run(); });
+  changed_.notify_all();
+}
+
+void SnapshotWriter::Close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
 }
 
 SnapshotWriter::~SnapshotWriter() {
@@ -84,9 +94,18 @@ void SnapshotWriter::WaitStaged() {
     stats_.staging_peak_bytes = std::max(stats_.staging_peak_bytes, held_bytes_ + options_.chunk_bytes);
     stats_.staged_bytes += chunk.bytes;
     lock.unlock();
-    chunk.copy = AllocateBlocks(chunk.bytes + kBlock);
-    std::memcpy(chunk.copy.get() + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
+    Blocks copy = AllocateBlocks(chunk.bytes + kBlock);
+    if (copy) std::memcpy(copy.get() + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
     lock.lock();
+    if (!copy) {  // no memory: the thread, which has its buffer, takes this one and all that follow
+      options_.staging_bytes = 0;
+      held_bytes_ -= chunk.bytes, stats_.staged_bytes -= chunk.bytes;
+      chunk.state = State::kWaiting;
+      --next_to_stage_;
+      changed_.notify_all();
+      continue;
+    }
+    chunk.copy = std::move(copy);
     chunk.state = State::kStaged;
     --unstaged_;
     changed_.notify_all();
@@ -94,15 +113,19 @@ void SnapshotWriter::WaitStaged() {
   stats_.stall_seconds += Seconds(CLOCK_MONOTONIC) - begin;
 }
 
-// Takes the chunk, from its copy or from the owner's memory; false: cancelled.
-bool SnapshotWriter::Copy(Chunk& chunk, char* buffer) {
+// Takes the chunk of that number once there is one, from its copy or from the owner's memory; nullptr: there are no more.
+// False: cancelled.
+bool SnapshotWriter::Copy(size_t index, char* buffer, Chunk*& chunk) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return cancelled_ || chunk.state != State::kCopying; });
+  changed_.wait(lock, [&] {
+    return cancelled_ || (index < chunks_.size() ? chunks_[index].state != State::kCopying : closed_);
+  });
   if (cancelled_) return false;
-  if (chunk.state == State::kStaged) return true;
-  chunk.state = State::kTaken;
+  chunk = index < chunks_.size() ? &chunks_[index] : nullptr;
+  if (chunk == nullptr || chunk->state == State::kStaged) return true;
+  chunk->state = State::kTaken;
   lock.unlock();
-  std::memcpy(buffer + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
+  std::memcpy(buffer + chunk->offset % kBlock, chunk->data, static_cast<size_t>(chunk->bytes));
   lock.lock();
   --unstaged_;
   changed_.notify_all();
@@ -115,16 +138,19 @@ FileFailure SnapshotWriter::WriteChunks() {
     if (FileFailure failure = files[i].Open(paths_[i])) return failure;
   }
   const Blocks buffer = AllocateBlocks(options_.chunk_bytes + kBlock);
-  for (Chunk& chunk : chunks_) {
-    if (!Copy(chunk, buffer.get())) return {ECANCELED, ""};
-    const char* from = chunk.copy ? chunk.copy.get() : buffer.get();
-    const uint64_t sum = Checksum(from + chunk.offset % kBlock, static_cast<size_t>(chunk.bytes));
-    sums_.push_back({chunk.file, chunk.offset, chunk.bytes, sum});
-    if (FileFailure failure = files[chunk.file].Write(from, chunk.bytes, chunk.offset)) return failure;
-    if (chunk.copy) {
-      chunk.copy.reset();
+  if (!buffer) return {ENOMEM, paths_.empty() ? "" : paths_[0]};
+  Chunk* chunk = nullptr;
+  for (size_t index = 0;; ++index) {
+    if (!Copy(index, buffer.get(), chunk)) return {ECANCELED, ""};
+    if (chunk == nullptr) break;
+    const char* from = chunk->copy ? chunk->copy.get() : buffer.get();
+    const uint64_t sum = Checksum(from + chunk->offset % kBlock, static_cast<size_t>(chunk->bytes));
+    sums_.push_back({chunk->file, chunk->offset, chunk->bytes, sum});
+    if (FileFailure failure = files[chunk->file].Write(from, chunk->bytes, chunk->offset)) return failure;
+    if (chunk->copy) {
+      chunk->copy.reset();
       const std::lock_guard lock(mutex_);
-      held_bytes_ -= chunk.bytes;
+      held_bytes_ -= chunk->bytes;
       changed_.notify_all();
     }
   }

@@ -9,10 +9,13 @@
 //   WaitStaged made
 //
 // With a disk that keeps up nothing is ever held twice, and WaitStaged returns at once.
+//
+// Memory may also come bit by bit: Add, WaitStaged, give the memory back, Add the next, and at last Close.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -51,18 +54,23 @@ class SnapshotWriter {
     double cpu_seconds = 0, seconds = 0;  // of the thread
   };
 
-  // The files exist and are long enough. The memory must stay until staged() or WaitStaged.
-  SnapshotWriter(std::vector<std::string> paths, const std::vector<Piece>& pieces, Options options);
+  // The files exist and are long enough.
+  SnapshotWriter(std::vector<std::string> paths, Options options);
   ~SnapshotWriter();  // cancels
-  // Returns when the memory is no longer needed. Any thread, any number of times.
+  // Goes on to these. The memory must stay until staged() or WaitStaged.
+  void Add(const std::vector<Piece>& pieces);
+  // Nothing more will be added.
+  void Close();
+  // Returns when the memory of what was added is no longer needed. Any thread, any number of times.
   void WaitStaged();
   bool staged();
-  // Returns when the disk has everything, or with what went wrong (ECANCELED after Cancel).
+  // After Close: returns when the disk has everything, or with what went wrong (ECANCELED after Cancel).
   FileFailure WaitDurable();
   void Cancel();
-  // After WaitDurable, by piece.
+  // After WaitDurable, in the order in which they were added.
   const std::vector<RangeSum>& sums() const { return sums_; }
   Stats stats();
+  size_t files() const { return paths_.size(); }
 
  private:
   enum class State : uint8_t { kWaiting, kCopying, kStaged, kTaken };
@@ -76,18 +84,18 @@ class SnapshotWriter {
   };
   void Run();
   FileFailure WriteChunks();
-  bool Copy(Chunk& chunk, char* buffer);
+  bool Copy(size_t index, char* buffer, Chunk*& chunk);
 
   Options options_;
   std::vector<std::string> paths_;
-  std::vector<Chunk> chunks_;
+  std::deque<Chunk> chunks_;  // stable addresses: a chunk is copied and written while others are added
   std::vector<RangeSum> sums_;
   std::mutex mutex_;
   std::condition_variable changed_;
   size_t unstaged_ = 0;       // chunks whose memory is still needed
   size_t next_to_stage_ = 0;  // chunks before it are no business of WaitStaged any more
   int64_t held_bytes_ = 0;
-  bool cancelled_ = false, done_ = false;
+  bool closed_ = false, cancelled_ = false, done_ = false;
   FileFailure failure_;
   Stats stats_;
   std::thread thread_;

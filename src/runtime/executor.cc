@@ -30,6 +30,8 @@ size_t HyperCount(const std::string& optimizer) {
 }  // namespace
 
 Status Executor::Settle() {
+  // States that move give up their memory before the update: what a snapshot has not copied of them is copied now.
+  if (!moving_.empty() && frame_.before_update) frame_.before_update();
   INTERLACE_TRY(bank_->Drain());
   for (const bool out : {true, false}) {  // room is made before it is taken
     for (const auto& [id, wanted_out] : moving_) {
@@ -37,6 +39,16 @@ Status Executor::Settle() {
       if (wanted_out != out || IsOut(storage, geometry_[id].end_bytes()) == out) continue;
       INTERLACE_TRY(out ? bank_->Out(id, storage) : bank_->In(id, storage));
     }
+  }
+  return Ok{};
+}
+
+Status Executor::PutBack(ValueId id) {
+  for (const auto& [state, out] : moving_) {
+    const c10::Storage& storage = fixed_[state].storage();
+    if (state != id || !out || IsOut(storage, geometry_[id].end_bytes())) continue;
+    bank_->StartOut(id, storage, /*clean=*/true);
+    return bank_->FinishOut(id, storage);
   }
   return Ok{};
 }
@@ -78,6 +90,7 @@ Result<bool> Executor::Flush() {
   }
   frame_.transfers.clear();
   frame_.pending.on = false;
+  if (status.ok() && !moving_.empty()) status = Settle();  // what came into memory was changed: the tier gets it
   if (status.ok()) return true;
   DropTemporaries();
   return status.error();

@@ -83,6 +83,8 @@ class Executor {
   Result<at::Tensor> TensorOf(ValueId id);
   // Every state goes where the program has it between steps. A step begins with this.
   Status Settle();
+  // A state that TensorOf brought into memory, and nobody has changed, goes back without being written anew.
+  Status PutBack(ValueId id);
   // micro_batches[i][j]: input j of micro-batch i. hyper[k]: numbers of optimizer group k (docs/architecture.md).
   // `step` counts the steps of the training run and keys the random streams.
   Result<StepResult> Step(std::vector<std::vector<at::Tensor>> micro_batches,
