@@ -148,23 +148,14 @@ class Staging:
                 os.rename(self.folder, self.final)
             else:
                 _exchange(self.folder, self.final)
-                if keep > 1:
-                    self._keep_old()
+                place = _own_name(self.folder, self.final)  # what was replaced, if it is a checkpoint
+                if keep > 1 and place is not None:
+                    shutil.rmtree(place, ignore_errors=True)
+                    os.rename(self.folder, place)
                 shutil.rmtree(self.folder, ignore_errors=True)
             for old in kept_checkpoints(self.final)[max(0, keep - 1) :] if keep > 1 else []:
                 shutil.rmtree(old, ignore_errors=True)
             _sync_folder(self.final.parent)
-
-    def _keep_old(self) -> None:
-        """What was replaced gets a name of its own, if it is a checkpoint."""
-        try:
-            step = int(json.loads((self.folder / TRAINER).read_bytes())["step"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return
-        place = self.final.with_name(f"{self.final.name}.step-{step}")
-        if place.exists():
-            shutil.rmtree(place, ignore_errors=True)
-        os.rename(self.folder, place)
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -227,20 +218,38 @@ def saving(where: Path) -> Iterator[None]:
         raise CheckpointError(f"cannot save to {where}: {reason}; an older checkpoint there is untouched") from e
 
 
+def _own_name(folder: Path, final: Path) -> Path | None:
+    """The name beside `final` that an older checkpoint gets; None: the folder holds none."""
+    try:
+        step = int(json.loads((folder / TRAINER).read_bytes())["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return final.with_name(f"{final.name}.step-{step}")
+
+
 def _exchange(a: Path, b: Path) -> None:
-    """Swaps two folders, at one blow where the system can, else by two renames."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-        if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
-            return
-        if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(b))
-    aside = b.with_name(f"{b.name}.old")
+    """Swaps two folders, at one blow where the system can. Else (NFS) by renames: a run that is killed between them leaves the old
+    checkpoint under the name of an older one, where --resume auto finds it."""
+    if _exchange_at_once(a, b):
+        return
+    aside = _own_name(b, b) or b.with_name(f"{b.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
     os.rename(b, aside)
     os.rename(a, b)
     os.rename(aside, a)
+
+
+def _exchange_at_once(a: Path, b: Path) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,5 +8,7 @@
 namespace interlace {
 
 uint64_t Checksum(const void* data, size_t size, uint64_t seed = 0);
+// Copies and gives Checksum(from, size), in one pass.
+uint64_t CopyAndChecksum(void* to, const void* from, size_t size);
 
 }  // namespace interlace

@@ -30,6 +30,11 @@ TEST(Checksum, IsXxh64) {
   EXPECT_EQ(Checksum("abc", 3), 0x44BC2CF5AD770999u);
   const std::string text = "Nobody inspects the spammish repetition";
   EXPECT_EQ(Checksum(text.data(), text.size()), 0xFBCEA83C8A378BF1u);
+  for (size_t size = 0; size <= text.size(); ++size) {
+    std::string copy(text.size(), '.');
+    EXPECT_EQ(CopyAndChecksum(copy.data(), text.data(), size), Checksum(text.data(), size));
+    EXPECT_EQ(copy, text.substr(0, size) + std::string(text.size() - size, '.'));
+  }
 }
 
 TEST(Checksum, SeesEveryBit) {

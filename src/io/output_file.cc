@@ -75,9 +75,13 @@ FileFailure CreateFile(const std::string& path, const std::string& head, int64_t
   const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (descriptor < 0) return {errno, path};
   FileFailure failure;
-  if (size > 0 && fallocate(descriptor, 0, 0, size) != 0) {
-    const bool cannot = errno == EOPNOTSUPP || errno == ENOSYS;
-    if (!cannot || ftruncate(descriptor, size) != 0) failure = {errno, path};
+  int refused = 0;
+  while (size > 0 && (refused = fallocate(descriptor, 0, 0, size) == 0 ? 0 : errno) == EINTR) {
+  }
+  if (refused != 0) {
+    const bool cannot = refused == EOPNOTSUPP || refused == ENOSYS;
+    if (!cannot) failure = {refused, path};
+    if (cannot && ftruncate(descriptor, size) != 0) failure = {errno, path};
   }
   for (size_t done = 0; !failure && done < head.size();) {
     const ssize_t written = pwrite(descriptor, head.data() + done, head.size() - done, static_cast<off_t>(done));

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "io/checksum.h"
 
@@ -37,7 +36,7 @@ void SnapshotWriter::Add(const std::vector<Piece>& pieces) {
       // Cuts inside a piece lie on block borders of the file.
       const int64_t end = (offset / kBlock * kBlock) + options_.chunk_bytes;
       const int64_t bytes = std::min(piece.bytes - done, end - offset);
-      chunks_.push_back({piece.data + done, bytes, piece.file, offset, State::kWaiting, nullptr});
+      chunks_.push_back({piece.data + done, bytes, piece.file, offset, State::kWaiting, 0, nullptr});
       ++unstaged_;
       done += bytes;
     }
@@ -95,7 +94,7 @@ void SnapshotWriter::WaitStaged() {
     stats_.staged_bytes += chunk.bytes;
     lock.unlock();
     Blocks copy = AllocateBlocks(chunk.bytes + kBlock);
-    if (copy) std::memcpy(copy.get() + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
+    if (copy) chunk.sum = CopyTo(copy.get(), chunk);
     lock.lock();
     if (!copy) {  // no memory: the thread, which has its buffer, takes this one and all that follow
       options_.staging_bytes = 0;
@@ -113,19 +112,23 @@ void SnapshotWriter::WaitStaged() {
   stats_.stall_seconds += Seconds(CLOCK_MONOTONIC) - begin;
 }
 
-// Takes the chunk of that number once there is one, from its copy or from the owner's memory; nullptr: there are no more.
-// False: cancelled.
+// Into a buffer of whole blocks, as far from its start as the place in the file is from a block's.
+uint64_t SnapshotWriter::CopyTo(char* buffer, const Chunk& chunk) {
+  return CopyAndChecksum(buffer + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
+}
+
+// Takes the chunk of that number once there is one, from its copy or from the owner's memory; nullptr: there are no
+// more. False: cancelled.
 bool SnapshotWriter::Copy(size_t index, char* buffer, Chunk*& chunk) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return cancelled_ || (index < chunks_.size() ? chunks_[index].state != State::kCopying : closed_);
-  });
+  changed_.wait(
+      lock, [&] { return cancelled_ || (index < chunks_.size() ? chunks_[index].state != State::kCopying : closed_); });
   if (cancelled_) return false;
   chunk = index < chunks_.size() ? &chunks_[index] : nullptr;
   if (chunk == nullptr || chunk->state == State::kStaged) return true;
   chunk->state = State::kTaken;
   lock.unlock();
-  std::memcpy(buffer + chunk->offset % kBlock, chunk->data, static_cast<size_t>(chunk->bytes));
+  chunk->sum = CopyTo(buffer, *chunk);
   lock.lock();
   --unstaged_;
   changed_.notify_all();
@@ -144,8 +147,7 @@ FileFailure SnapshotWriter::WriteChunks() {
     if (!Copy(index, buffer.get(), chunk)) return {ECANCELED, ""};
     if (chunk == nullptr) break;
     const char* from = chunk->copy ? chunk->copy.get() : buffer.get();
-    const uint64_t sum = Checksum(from + chunk->offset % kBlock, static_cast<size_t>(chunk->bytes));
-    sums_.push_back({chunk->file, chunk->offset, chunk->bytes, sum});
+    sums_.push_back({chunk->file, chunk->offset, chunk->bytes, chunk->sum});
     if (FileFailure failure = files[chunk->file].Write(from, chunk->bytes, chunk->offset)) return failure;
     if (chunk->copy) {
       chunk->copy.reset();

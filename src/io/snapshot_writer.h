@@ -80,10 +80,12 @@ class SnapshotWriter {
     int32_t file;
     int64_t offset;
     State state = State::kWaiting;
+    uint64_t sum = 0;  // once it was copied
     Blocks copy;
   };
   void Run();
   FileFailure WriteChunks();
+  static uint64_t CopyTo(char* buffer, const Chunk& chunk);
   bool Copy(size_t index, char* buffer, Chunk*& chunk);
 
   Options options_;

@@ -42,7 +42,8 @@ void TierBank::StartIn(ValueId root, const c10::Storage& storage) {
 }
 
 Status TierBank::FinishIn(ValueId root) {
-  return tier_->Wait(std::exchange(places_.at(root).ticket, 0));
+  const Tier::Ticket ticket = std::exchange(places_.at(root).ticket, 0);
+  return ticket == 0 ? Status(Ok{}) : tier_->Wait(ticket);  // 0: Drain has waited for it
 }
 
 Status TierBank::Out(ValueId root, const c10::Storage& storage) {

@@ -34,6 +34,7 @@ namespace {
 
 constexpr int64_t kAlign = 4096;
 constexpr int64_t kBlock = int64_t{1} << 20;
+constexpr int64_t kMostBytes = int64_t{1} << 60;  // of a tier's file: far from where sums of sizes overflow
 
 int64_t RoundUp(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
@@ -148,9 +149,8 @@ class Worker {
   Status Write(const Job& job, int64_t begin) {
     for (int64_t at = 0, block = 0; at < job.bytes; at += kBlock, ++block) {
       const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign);
-      std::memcpy(buffer_.get(), job.memory + at, static_cast<size_t>(bytes));
+      job.place->checksums[static_cast<size_t>(block)] = CopyAndChecksum(buffer_.get(), job.memory + at, static_cast<size_t>(bytes));
       std::memset(buffer_.get() + bytes, 0, static_cast<size_t>(padded - bytes));
-      job.place->checksums[static_cast<size_t>(block)] = Checksum(buffer_.get(), static_cast<size_t>(bytes));
       for (int64_t sent = 0; sent < padded;) {
         const ssize_t n = pwrite(shared_.file.fd, buffer_.get() + sent, static_cast<size_t>(padded - sent), job.place->offset + at + sent);
         if (n < 0 && errno == EINTR) continue;
@@ -181,13 +181,13 @@ class Worker {
         }
         got += n;
       }
-      const uint64_t wanted = job.place->checksums[static_cast<size_t>(block)], found = Checksum(buffer_.get(), static_cast<size_t>(bytes));
+      const uint64_t wanted = job.place->checksums[static_cast<size_t>(block)],
+                     found = CopyAndChecksum(job.memory + at, buffer_.get(), static_cast<size_t>(bytes));
       if (found != wanted) {
         return MakeError("the tier file ", shared_.path, " gives other bytes than were written, between ", offset, " and ", offset + bytes,
                          " (", job.place->name, "; XXH64 ", found, ", expected ", wanted,
                          "): the disk or another program changed them; start again from the last checkpoint");
       }
-      std::memcpy(job.memory + at, buffer_.get(), static_cast<size_t>(bytes));
       Forget(offset, padded);
       Pace(begin, bytes);
     }
@@ -226,8 +226,12 @@ class FileTier final : public Tier {
     }
     if (!S_ISDIR(info.st_mode)) return MakeError("the tier '", folder, "' is not a folder");
     const std::string base = folder + "/interlace-tier-" + std::to_string(options_.rank);
-    lock_ = File(open((base + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-    if (lock_.fd < 0) return MakeError("the tier folder '", folder, "' is not writable: ", std::strerror(errno));
+    // A link in a folder that others can write to must not lead us to truncate what it points at.
+    constexpr int kOpen = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW;
+    lock_ = File(open((base + ".lock").c_str(), kOpen, 0600));
+    if (lock_.fd < 0) {
+      return MakeError("the tier folder '", folder, "' is not writable: ", errno == ELOOP ? base + ".lock is a link" : std::strerror(errno));
+    }
     if (flock(lock_.fd, LOCK_EX | LOCK_NB) != 0) {
       char owner[64] = {};
       const ssize_t n = pread(lock_.fd, owner, sizeof(owner) - 1, 0);
@@ -239,15 +243,16 @@ class FileTier final : public Tier {
       return MakeError("the tier folder '", folder, "' cannot be written: ", std::strerror(errno),
                        errno == ENOSPC ? "; its disk is full" : "");
     }
-    shared_.path = base + ".data";
-    shared_.bytes_per_second = options_.bytes_per_second;
-    int fd = open(shared_.path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_DIRECT, 0600);
+    const std::string path = base + ".data";
+    int fd = open(path.c_str(), kOpen | O_TRUNC | O_DIRECT, 0600);
     if (fd < 0 && errno == EINVAL) {
       shared_.direct = false;
-      fd = open(shared_.path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+      fd = open(path.c_str(), kOpen | O_TRUNC, 0600);
     }
-    if (fd < 0) return MakeError("the tier file ", shared_.path, " cannot be made: ", std::strerror(errno));
+    if (fd < 0) return MakeError("the tier file ", path, " cannot be made: ", errno == ELOOP ? "it is a link" : std::strerror(errno));
     shared_.file = File(fd);
+    shared_.path = path;  // from here on it is ours to remove
+    shared_.bytes_per_second = options_.bytes_per_second;
     writer_ = std::make_unique<Worker>(shared_);
     reader_ = std::make_unique<Worker>(shared_);
     return Ok{};
@@ -263,8 +268,11 @@ class FileTier final : public Tier {
     for (size_t i = 0; i < places_.size(); ++i) {
       if (places_[i].name == name && places_[i].bytes == bytes) return static_cast<Region>(i);
     }
+    if (bytes < 0 || bytes > kMostBytes - end_) return MakeError(name, " of ", bytes, " bytes is more than a tier can hold");
     const int64_t padded = RoundUp(std::max<int64_t>(bytes, 1), kAlign);
-    const int code = posix_fallocate(shared_.file.fd, end_, padded);
+    int code;
+    do code = posix_fallocate(shared_.file.fd, end_, padded);
+    while (code == EINTR);
     if (code != 0 && code != EOPNOTSUPP && code != EINVAL) {
       struct statvfs disk {};
       const bool known = statvfs(options_.folder.c_str(), &disk) == 0;

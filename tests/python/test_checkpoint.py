@@ -18,6 +18,8 @@ import zoo
 from safetensors.torch import load_file
 
 import interlace
+from interlace import checkpoint_folder, convert
+from interlace.checkpoint import Checkpoint
 from interlace.tensor_file import CheckpointError, checksum_text, sums_of
 
 Tensor = torch.Tensor
@@ -144,6 +146,38 @@ def test_a_second_save_replaces_the_first_and_keeps_other_files(trainer: interla
     assert names(tmp_path) == ["c"], "something was left beside the checkpoint"
     trainer.close()
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_disk_that_cannot_swap_folders_at_one_blow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS: two renames instead; a run that ends between them leaves a checkpoint that --resume auto finds."""
+    folder = tmp_path / "c"
+    monkeypatch.setattr(checkpoint_folder, "_exchange_at_once", lambda a, b: False)
+
+    def save(step: int) -> None:
+        record = {"format": 2, "step": step, "kind": [], "groups": []}
+        files = {"model.safetensors": {"w": torch.full((3,), float(step))}, "optimizer.safetensors": {}}
+        convert.write_checkpoint(folder, files, record)
+
+    for step in (1, 2):
+        save(step)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    rename, calls = os.rename, []
+
+    def killed(a: Any, b: Any) -> None:
+        calls.append(a)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    with monkeypatch.context() as once:
+        once.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(3)
+    (found,) = checkpoint_folder.kept_checkpoints(folder)
+    with Checkpoint(found) as checkpoint:
+        assert checkpoint.record["step"] == 2 and checkpoint.verify() > 0
+    save(4)
+    assert load_file(folder / "model.safetensors")["w"].tolist() == [4.0, 4.0, 4.0]
 
 
 LIMITED = """

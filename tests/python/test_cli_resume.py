@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from test_cli_train import TINY, children, environment, folder, rank_of  # noqa: F401 (folder is a fixture)
 
+from interlace.cli import app
+
 ARGUMENTS = ["train", "--text", "text.py", *TINY, "--ranks", "2", "--save", "run", "--save-every", "2", "--keep", "2"]
 INTERLACE = [sys.executable, "-m", "interlace.cli"]
 
 
-def begin(where: Path, *arguments: str, command: list[str] = INTERLACE) -> subprocess.Popen:
+def begin(where: Path, *arguments: str, program: list[str] = INTERLACE) -> subprocess.Popen:
     return subprocess.Popen(
-        [*command, *ARGUMENTS, *arguments], cwd=where, env=environment(where), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*program, *ARGUMENTS, *arguments], cwd=where, env=environment(where), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def saved_step(checkpoint: Path) -> int:
 def whole(folder: Path) -> dict[int, float]:  # noqa: F811
     """An undisturbed run of 24 steps. The learning rate depends on the number of steps, so the others have as many."""
     process = subprocess.run(
-        [*INTERLACE, "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "24", "--log", "whole.jsonl"],
+        [*INTERLACE, "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "24", "--log", "whole.jsonl", "--save", "whole"],
         cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
@@ -90,18 +92,32 @@ def test_stopped_killed_and_damaged(folder: Path, whole: dict[int, float]) -> No
     assert "rank 1 failed (killed by SIGKILL)" in err and "starting again, 0 more restart(s) allowed" in err
     assert logged(folder / "run.jsonl") == whole
     assert saved_step(folder / "run") == 24
-    again = begin(folder, *run)
-    _, err = again.communicate(timeout=300)
-    assert again.returncode == 0 and err == "the run in run has made all of its 24 steps: nothing to do\n"
+
+
+def command(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:  # noqa: F811
+    """The launcher's part of the command in this process: for what ends before there are ranks."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", environment(folder)["XDG_CACHE_HOME"])
+    return app.run(list(arguments))
+
+
+def test_a_run_that_has_made_its_steps(
+    folder: Path,  # noqa: F811
+    whole: dict[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert command(folder, monkeypatch, *ARGUMENTS, "--save", "whole", "--steps", "24", "--resume", "auto") == 0
+    assert capfd.readouterr().err == "the run in whole has made all of its 24 steps: nothing to do\n"
 
 
 @pytest.mark.soak
 def test_torchrun_restarts_and_the_run_goes_on(folder: Path, whole: dict[int, float]) -> None:  # noqa: F811
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "interlace.cli"]
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "interlace.cli"]
     file = folder / "torchrun.jsonl"
     arguments = ["--steps", "24", "--log", file.name, "--resume", "auto", "--save", "torchrun"]
-    process = begin(folder, *arguments, command=command)
+    process = begin(folder, *arguments, program=program)
     until(process, 5)
     os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
     until(process, 12)
@@ -112,16 +128,15 @@ def test_torchrun_restarts_and_the_run_goes_on(folder: Path, whole: dict[int, fl
     assert len(file.read_text().splitlines()) > 24, "no step was made twice: it did not go on from a checkpoint"
 
 
-def test_a_text_that_ends_before_the_place(folder: Path, whole: dict[int, float]) -> None:  # noqa: F811
-    if not (folder / "run").exists():
-        pytest.skip("the run before failed")
+def test_a_text_that_ends_before_the_place(
+    folder: Path,  # noqa: F811
+    whole: dict[int, float],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     (folder / "short.py").write_text("x = 1\n" * 30)
-    process = subprocess.run(
-        [*INTERLACE, "train", "--resume", "run", "--steps", "30", "--text", "short.py"],
-        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.returncode == 1
-    assert process.stderr == (
-        "error: the run in run stands at token 6,144 of its text, but the text given has only 181 tokens: "
+    assert command(folder, monkeypatch, "train", "--resume", "whole", "--steps", "30", "--text", "short.py") == 1
+    assert capfd.readouterr().err == (
+        "error: the run in whole stands at token 6,144 of its text, but the text given has only 181 tokens: "
         "give a longer text, or begin a new run with --weights\n"
-    ), process.stderr
+    )

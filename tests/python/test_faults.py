@@ -1,4 +1,4 @@
-"""Faults injected for real: a stopped process, a full and a read-only file system, two runs and one folder."""
+"""Faults injected for real: a stopped process, a full and a read-only file system, damage in a tier, two runs and one folder."""
 
 from __future__ import annotations
 
@@ -74,13 +74,29 @@ def test_a_rank_that_stops_in_a_save_does_not_hang_the_others(tmp_path: Path) ->
     assert not (tmp_path / "c").exists()
 
 
+OFFLOAD = "overlap_update", "offload_sync(cluster={cluster},kinds=states)"  # every state goes to the tier and back
+
 SMALL_DISK = """
 import shutil, subprocess, sys, zoo, torch, interlace
 from pathlib import Path
+from test_faults import OFFLOAD
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1400k", "small", disk], check=True)
-model = zoo.build("vit")
-trainer = interlace.compile(model, torch.optim.AdamW(model.parameters()), zoo.class_loss, zoo.images(2, 0))
+
+def compiled(**config):
+    model = zoo.build("vit")
+    optimizer = torch.optim.AdamW(model.parameters())
+    return interlace.compile(model, optimizer, zoo.class_loss, zoo.images(2, 0), interlace.Config(**config))
+
+trainer = compiled()
+(disk / "tier").mkdir()
+
+def tier(label):
+    try:
+        compiled(tier=str(disk / "tier"), schedule=[(0, list(OFFLOAD))]).close()
+        print(label, "works")
+    except interlace.InterlaceError as e:
+        print(label, "error:", str(e).replace(chr(10), " "))
 
 def attempt(label):
     try:
@@ -95,12 +111,14 @@ trainer.step(zoo.images(2, 0))
 attempt("first")
 (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - 60_000))
 attempt("full")
+tier("full tier")
 trainer.load(disk / "c")
 print("step", trainer.steps)
 (disk / "other").unlink()
 attempt("room again")
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
 attempt("read-only")
+tier("read-only tier")
 trainer.load(disk / "c")
 print("step", trainer.steps, sorted(p.name for p in disk.iterdir() if not p.name.endswith(".lock")))
 """
@@ -124,11 +142,56 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
         r"\(nothing was written, an older checkpoint there is untouched\)",
         said[1],
     ), said[1]
-    assert said[2] == "step 1" and said[3] == "room again saved"
+    tier = re.escape(str(tmp_path / "tier"))
+    assert re.search(
+        rf"^full tier error: .*the tier folder '{tier}' has no room for state u\d+\.exp_avg\w* \(\d+ bytes after \d+ reserved, \d+ free\): "
+        r"No space left on device; give a folder on a larger disk, or a higher memory limit$",
+        said[2],
+    ), said[2]
+    assert said[3] == "step 1" and said[4] == "room again saved"
     assert (
-        said[4] == f"read-only error: cannot save to {tmp_path}/c: the file system is read-only; an older checkpoint there is untouched"
+        said[5] == f"read-only error: cannot save to {tmp_path}/c: the file system is read-only; an older checkpoint there is untouched"
     )  # fmt: skip
-    assert said[5] == "step 1 ['c']"
+    assert re.search(
+        rf"^read-only tier error: .*the tier folder '{tier}' is not writable: Read-only file system$", said[6]
+    ), said[6]
+    assert said[7] == "step 1 ['c', 'tier']"
+
+
+@pytest.mark.parametrize("name", ["lock", "data"])
+def test_a_link_in_a_tier_folder_is_not_followed(name: str, tmp_path: Path) -> None:
+    """Whoever can write to the folder could have the run empty a file of its user's."""
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    (tmp_path / "secret").write_text("mine")
+    link = tier / f"interlace-tier-0.{name}"
+    link.symlink_to(tmp_path / "secret")
+    with pytest.raises(interlace.InterlaceError, match=r"interlace-tier-0.* is a link"):
+        failing.make(tier=str(tier), schedule=[(0, list(OFFLOAD))])
+    assert (tmp_path / "secret").read_text() == "mine" and link.is_symlink()
+
+
+def damaged_tier(folder: str) -> tuple[float, str]:
+    """One bit of rank 1's tier file changes between two steps."""
+    trainer = failing.make(tier=folder, schedule=[(0, list(OFFLOAD))])
+    trainer.step(zoo.tokens(2, 0))
+    if dist.get_rank() == 1:
+        with open(Path(folder) / "interlace-tier-1.data", "r+b") as f:
+            f.seek(4096 + 17)
+            byte = f.read(1)[0]
+            f.seek(4096 + 17)
+            f.write(bytes([byte ^ 4]))
+            f.flush()
+            os.fsync(f.fileno())
+    dist.barrier()
+    return failing.observed(lambda: [trainer.step(zoo.tokens(2, i)) for i in range(3)])
+
+
+def test_damage_in_one_rank_s_tier_stops_all(tmp_path: Path) -> None:
+    (_, other), (_, own) = ranks.run(damaged_tier, 2, str(tmp_path))
+    said = rf"the tier file {tmp_path}/interlace-tier-1.data gives other bytes than were written, between \d+ and \d+ \(state u\d+\.exp_avg"
+    assert re.search(said, own), own
+    assert "rank 1 failed" in other and re.search(said, other), other
 
 
 HOLDER = """
