@@ -114,7 +114,8 @@ def test_a_run_that_has_made_its_steps(
 @pytest.mark.soak
 def test_torchrun_restarts_and_the_run_goes_on(folder: Path, whole: dict[int, float]) -> None:  # noqa: F811
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "interlace.cli"]
+    program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    program += ["-m", "--", "interlace.cli"]  # without "--", torchrun takes --log for a short form of its own options
     file = folder / "torchrun.jsonl"
     arguments = ["--steps", "24", "--log", file.name, "--resume", "auto", "--save", "torchrun"]
     process = begin(folder, *arguments, program=program)

@@ -43,7 +43,7 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
 
   interlace train --plan llama.plan --steps 50
 
-  torchrun --nproc-per-node 2 --max-restarts 3 -m interlace.cli train --save runs/x --save-every 50 --resume auto
+  torchrun --nproc-per-node 2 --max-restarts 3 -m -- interlace.cli train --save runs/x --save-every 50 --resume auto
 """
 D = TrainSettings()
 
