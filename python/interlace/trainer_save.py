@@ -120,7 +120,12 @@ class TrainerSave(TrainerState):
             return word["problem"]
         paths = [Path(word["folder"]) / file for file in files]
         self._save = Save(self._peers, name, final, paths, self._staging_bytes(), staging, keep)
-        self._give_pieces(self._save, files, roles, rng)
+        try:
+            self._give_pieces(self._save, files, roles, rng)
+        except BaseException:  # a tier that gives other bytes: nobody must wait for the rest of the pieces
+            self._save.cancel()
+            self._save = None
+            raise
         return None
 
     def _staging_bytes(self) -> int:
@@ -206,7 +211,7 @@ class TrainerSave(TrainerState):
         for role in roles:
             for unit in self._states.units:
                 if role in self._states.roles(unit):
-                    dtype = self._states.local(unit, role)[0].dtype
+                    dtype = self._states.dtype(unit, role)
                     optimizer += [(f"{role}.{p.name}", dtype, p.shape) for p in unit.parameters if self._has_state(p)]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]
         return model, optimizer

@@ -4,6 +4,15 @@
 
 namespace interlace {
 
+namespace {
+
+void TakeMemory(const c10::Storage& storage, c10::Device device) {
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device));
+  storage.set_nbytes(0);
+}
+
+}  // namespace
+
 c10::Storage EmptyStorage(c10::Device device) {
   return c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
                       /*resizable=*/false);
@@ -28,22 +37,29 @@ void TierBank::StartOut(ValueId root, const c10::Storage& storage, bool clean) {
 
 Status TierBank::FinishOut(ValueId root, const c10::Storage& storage) {
   Place& place = places_.at(root);
-  if (place.ticket != 0) INTERLACE_TRY(tier_->Wait(std::exchange(place.ticket, 0)));
-  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
-  storage.set_nbytes(0);
+  INTERLACE_TRY(Finish(place));
+  TakeMemory(storage, device_);
   return Ok{};
+}
+
+Status TierBank::Finish(Place& place) {
+  if (place.ticket == 0) return Ok{};  // Drain has waited for it
+  Status status = tier_->Wait(std::exchange(place.ticket, 0));
+  const c10::Storage coming = std::exchange(place.coming, {});
+  if (!status.ok() && coming) TakeMemory(coming, device_);
+  return status;
 }
 
 void TierBank::StartIn(ValueId root, const c10::Storage& storage) {
   Place& place = places_.at(root);
   storage.set_data_ptr_noswap(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
   storage.set_nbytes(static_cast<size_t>(place.bytes));
+  place.coming = storage;
   place.ticket = tier_->StartRead(place.region, storage.mutable_data(), place.bytes);
 }
 
 Status TierBank::FinishIn(ValueId root) {
-  const Tier::Ticket ticket = std::exchange(places_.at(root).ticket, 0);
-  return ticket == 0 ? Status(Ok{}) : tier_->Wait(ticket);  // 0: Drain has waited for it
+  return Finish(places_.at(root));
 }
 
 Status TierBank::Out(ValueId root, const c10::Storage& storage) {
@@ -59,8 +75,7 @@ Status TierBank::In(ValueId root, const c10::Storage& storage) {
 Status TierBank::Drain() {
   Status first = Ok{};
   for (auto& [root, place] : places_) {
-    if (place.ticket == 0) continue;
-    Status status = tier_->Wait(std::exchange(place.ticket, 0));
+    Status status = Finish(place);
     if (first.ok()) first = std::move(status);
   }
   return first;

@@ -1,5 +1,8 @@
 // tier_bank.h — the storages of one program that go out and come back, and what is under way.
 //
+// A read that fails leaves the storage out, so that what lay in it is missed again, and damage is never written back as if it were
+// sound.
+//
 // A storage that is out keeps its StorageImpl, without memory: every tensor over it, made before or after, sees the new
 // memory once it is back. So nothing else in the runtime knows that storages move.
 #pragma once
@@ -46,7 +49,9 @@ class TierBank {
     int64_t bytes = 0;
     Tier::Region region = -1;
     Tier::Ticket ticket = 0;  // under way, or 0
+    c10::Storage coming;      // of a read that is under way
   };
+  Status Finish(Place& place);
   std::shared_ptr<Tier> tier_;
   c10::Device device_;
   std::unordered_map<ValueId, Place> places_;

@@ -187,18 +187,39 @@ def test_a_link_in_a_tier_folder_is_not_followed(name: str, tmp_path: Path) -> N
     assert (tmp_path / "secret").read_text() == "mine" and link.is_symlink()
 
 
+def flip(file: Path) -> None:
+    with open(file, "r+b") as f:
+        f.seek(4096 + 17)
+        byte = f.read(1)[0]
+        f.seek(4096 + 17)
+        f.write(bytes([byte ^ 4]))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def test_damage_in_a_tier_stays_known(tmp_path: Path) -> None:
+    """Neither a save nor a step makes the damaged bytes into sound ones, and closing does not wait for the save that failed."""
+    trainer = failing.make(tier=str(tmp_path), schedule=[(0, list(OFFLOAD))])
+    trainer.step(zoo.tokens(2, 0))
+    flip(tmp_path / "interlace-tier-0.data")
+    for action in (
+        lambda: trainer.save(tmp_path / "c", wait=False),
+        lambda: trainer.step(zoo.tokens(2, 1)),
+        lambda: trainer.step(zoo.tokens(2, 1)),
+        lambda: trainer.save(tmp_path / "c"),
+    ):
+        with pytest.raises(interlace.InterlaceError, match="gives other bytes than were written"):
+            action()
+    trainer.close()
+    assert not [p.name for p in tmp_path.iterdir() if p.name != "interlace-tier-0.lock"]
+
+
 def damaged_tier(folder: str) -> tuple[float, str]:
     """One bit of rank 1's tier file changes between two steps."""
     trainer = failing.make(tier=folder, schedule=[(0, list(OFFLOAD))])
     trainer.step(zoo.tokens(2, 0))
     if dist.get_rank() == 1:
-        with open(Path(folder) / "interlace-tier-1.data", "r+b") as f:
-            f.seek(4096 + 17)
-            byte = f.read(1)[0]
-            f.seek(4096 + 17)
-            f.write(bytes([byte ^ 4]))
-            f.flush()
-            os.fsync(f.fileno())
+        flip(Path(folder) / "interlace-tier-1.data")
     dist.barrier()
     return failing.observed(lambda: [trainer.step(zoo.tokens(2, i)) for i in range(3)])
 
