@@ -171,7 +171,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert re.search(
         rf"^read-only tier error: .*the tier folder '{tier}' is not writable: Read-only file system$", said[7]
     ), said[7]
-    assert said[8] == "step 1 ['c', 'tier']"
+    assert said[8] == "step 2 ['c', 'tier']"
 
 
 @pytest.mark.parametrize("name", ["lock", "data"])
