@@ -14,7 +14,8 @@ void TakeMemory(const c10::Storage& storage, c10::Device device) {
 }  // namespace
 
 c10::Storage EmptyStorage(c10::Device device) {
-  return c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device), c10::GetAllocator(device.type()),
+  return c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
+                      c10::GetAllocator(device.type()),
                       /*resizable=*/false);
 }
 
