@@ -25,25 +25,6 @@ bool Meet(const ArenaBlock& a, const ArenaBlock& b) {
 int32_t First(const ArenaBlock& b) { return b.spans.front().first; }
 int32_t Last(const ArenaBlock& b) { return b.spans.back().last; }
 
-// The largest sum of live blocks, and when.
-void FindLive(const std::vector<ArenaBlock>& blocks, ArenaPacking& out) {
-  std::map<int32_t, int64_t> change;
-  for (const ArenaBlock& b : blocks) {
-    for (const LifeSpan& s : b.spans) {
-      change[s.first] += b.bytes;
-      change[s.last + 1] -= b.bytes;
-    }
-  }
-  int64_t live = 0;
-  for (const auto& [time, bytes] : change) {
-    live += bytes;
-    if (live > out.live) {
-      out.live = live;
-      out.live_at = time;
-    }
-  }
-}
-
 // Blocks that were placed, found again by time. The axis is cut into slices; a block is listed, in order of offset, in every
 // slice that it touches. A block within one slice looks at that list alone; a longer one collects from all that it touches.
 class Placed {
@@ -154,9 +135,29 @@ std::vector<Order> Orders(const std::vector<ArenaBlock>& blocks, int32_t live_at
 
 }  // namespace
 
+void LiveOf(const std::vector<ArenaBlock>& blocks, ArenaPacking& packing) {
+  std::map<int32_t, int64_t> change;
+  for (const ArenaBlock& b : blocks) {
+    for (const LifeSpan& s : b.spans) {
+      change[s.first] += b.bytes;
+      change[s.last + 1] -= b.bytes;
+    }
+  }
+  packing.live = 0;
+  packing.live_at = -1;
+  int64_t live = 0;
+  for (const auto& [time, bytes] : change) {
+    live += bytes;
+    if (live > packing.live) {
+      packing.live = live;
+      packing.live_at = time;
+    }
+  }
+}
+
 ArenaPacking PackArena(const std::vector<ArenaBlock>& blocks) {
   ArenaPacking best;
-  FindLive(blocks, best);
+  LiveOf(blocks, best);
   best.offsets.assign(blocks.size(), 0);
   if (blocks.empty()) return best;
   constexpr int64_t kWork = int64_t{200} << 20;  // neighbours looked at: about a second

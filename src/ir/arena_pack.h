@@ -37,6 +37,9 @@ struct ArenaPacking {
   int32_t live_at = -1;          // the first time of it
 };
 
+// Sets live and live_at: the largest sum of live blocks.
+void LiveOf(const std::vector<ArenaBlock>& blocks, ArenaPacking& packing);
+
 ArenaPacking PackArena(const std::vector<ArenaBlock>& blocks);
 
 // An independent referee: sweeps over time. Error: two blocks that live together overlap, one is not aligned or ends above `top`.

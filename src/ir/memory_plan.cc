@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "ir/liveness.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -39,8 +40,8 @@ class Planner {
     if (!Spans()) return std::optional<MemoryPlan>();
     INTERLACE_TRY(Total());
     if (!options_.pack) return std::optional<MemoryPlan>(std::move(plan_));
-    plan_.packing = PackArena(plan_.lives);
-    if (Status status = CheckPacking(plan_.lives, plan_.packing.offsets, plan_.packing.top); !status.ok()) {
+    Place();
+    if (Status status = CheckPacking(plan_.lives, plan_.packing.offsets, plan_.reserved_bytes); !status.ok()) {
       return MakeError("the memory plan is wrong, a bug: ", status.error().message);
     }
     return std::optional<MemoryPlan>(std::move(plan_));
@@ -81,13 +82,28 @@ class Planner {
   Status Collect(int32_t index) {
     PlanVariant& v = plan_.variants[index];
     const auto place_of_phase = static_cast<size_t>(v.phase - program_.phases.data());
+    const auto count = static_cast<int32_t>(v.phase->ops.size());
     for (const StorageLife& life : liveness_[place_of_phase].storages) {
       if (life.bytes == 0) continue;
-      int32_t& block = v.block_of[life.root];
-      if (block < 0) block = NewBlock({PlannedBlock::What::kStorage, life.root, kNone, life.bytes});
+      const bool comes_back = life.first >= 0 && MoveOf(program_.op(v.phase->ops[life.first])) != nullptr;
+      const bool state = program_.value(life.root).kind == ValueKind::kState;
+      int32_t block = -1;
+      if (state) {
+        int32_t& own = state_block_.emplace(life.root, -1).first->second;
+        block = own = own >= 0 ? own : NewBlock({PlannedBlock::What::kStorage, life.root, kNone, life.bytes});
+      } else if (comes_back) {
+        block = v.block_of[life.root];
+      } else {
+        block = NewBlock({PlannedBlock::What::kStorage, life.root, kNone, life.bytes});
+      }
+      if (comes_back) {
+        v.arrivals.push_back({life.first, life.root, block});
+      } else {
+        v.block_of[life.root] = block;
+      }
+      if (state || comes_back) moves_.insert(block);
       stays_.push_back({block, index, life.first, life.last});
     }
-    const auto count = static_cast<int32_t>(v.phase->ops.size());
     std::unordered_map<ValueId, int32_t> waited;  // place of the last wait
     for (int32_t i = 0; i < count; ++i) {
       const Op& op = program_.op(v.phase->ops[i]);
@@ -103,7 +119,7 @@ class Planner {
       if (!op.name.ends_with(".start")) continue;
       std::vector<int32_t> kept;  // blocks that stay until the wait
       ForEachOperand(op, [&](ValueId id) {
-        const int32_t block = v.block_of[program_.RootOf(id)];
+        const int32_t block = BlockOf(v, program_.RootOf(id));
         if (block >= 0) kept.push_back(block);
       });
       if (const int64_t bytes = options_.receive_buffers ? ReceiveBytes(program_, op) : 0; bytes > 0) {
@@ -129,6 +145,12 @@ class Planner {
     return block;
   }
 
+  // Of a root in this variant; of a state that moves, wherever it is in memory.
+  int32_t BlockOf(const PlanVariant& v, ValueId root) const {
+    const auto state = state_block_.find(root);
+    return state != state_block_.end() ? state->second : v.block_of[root];
+  }
+
   // What `from` gives and `to` takes is one storage.
   void HandOn(int32_t from, int32_t to) {
     const PlanVariant &a = plan_.variants[from], &b = plan_.variants[to];
@@ -136,6 +158,7 @@ class Planner {
       const ValueId give = a.phase->gives[i], take = b.phase->takes[i];
       const int32_t x = a.block_of[program_.RootOf(give)], y = b.block_of[program_.RootOf(take)];
       if (x < 0 || y < 0 || program_.RootOf(give) != give || program_.RootOf(take) != take) continue;  // copied, or persistent
+      if (program_.value(give).kind == ValueKind::kState) continue;
       const int32_t low = std::min(Find(x), Find(y)), high = std::max(Find(x), Find(y));
       parent_[high] = low;
       plan_.blocks[low].bytes = std::max(plan_.blocks[low].bytes, plan_.blocks[high].bytes);
@@ -157,6 +180,7 @@ class Planner {
       for (auto* list : {&v.block_of, &v.workspace, &v.receive}) {
         for (int32_t& block : *list) renumber(block);
       }
+      for (Arrival& arrival : v.arrivals) renumber(arrival.block);
     }
     for (Stay& stay : stays_) renumber(stay.block);
     for (auto& [variant, pending] : pending_) {
@@ -165,6 +189,9 @@ class Planner {
       }
     }
     plan_.blocks = std::move(blocks);
+    std::set<int32_t> moves;
+    for (int32_t block : moves_) moves.insert(number[Find(block)]);
+    moves_ = std::move(moves);
   }
 
   // A transfer that a later phase waits for keeps its sources and its receive buffer until there.
@@ -224,6 +251,39 @@ class Planner {
     return true;
   }
 
+  // What moves lies above the rest, each storage of pages of its own unless it is small.
+  void Place() {
+    if (moves_.empty()) {
+      plan_.packing = PackArena(plan_.lives);
+      plan_.reserved_bytes = plan_.packing.top;
+      return;
+    }
+    std::vector<ArenaBlock> rest = plan_.lives;
+    for (int32_t block : moves_) rest[static_cast<size_t>(block)].bytes = 0;
+    plan_.packing = PackArena(rest);
+    int64_t at = plan_.packing.top;
+    for (int32_t block : moves_) {
+      const int64_t bytes = plan_.lives[static_cast<size_t>(block)].bytes;
+      if (bytes >= kArenaPage) at = (at + kArenaPage - 1) / kArenaPage * kArenaPage;
+      plan_.packing.offsets[static_cast<size_t>(block)] = at;
+      at += bytes;
+    }
+    plan_.packing.top = plan_.reserved_bytes = at;
+    LiveOf(plan_.lives, plan_.packing);
+    std::vector<PageSlots> slots;
+    for (const PlanVariant& v : plan_.variants) slots.push_back({v.axis, static_cast<int32_t>(v.phase->ops.size())});
+    std::vector<int32_t> sequence;
+    size_t entry = 0;
+    for (const auto& [phase, count] : program_.RunOrder()) {
+      const int32_t turns = plan_.turns[entry], first = plan_.first_variant[entry];
+      // As many runs as there are, or a few rounds of all turns and the odd rest.
+      const int64_t runs = count <= 3 * turns ? count : 2 * turns + count % turns;
+      for (int64_t i = 0; i < runs; ++i) sequence.push_back(first + static_cast<int32_t>(i % turns));
+      ++entry;
+    }
+    plan_.pages = PlanPages(plan_.lives, plan_.packing.offsets, slots, sequence);
+  }
+
   Status Total() {
     std::map<int32_t, int64_t> change;
     double sum = 0;
@@ -247,6 +307,8 @@ class Planner {
   std::vector<std::pair<int32_t, int32_t>> edges_;  // variants that follow each other
   int32_t last_run_ = 0;
   std::vector<int32_t> parent_;  // of blocks that are one
+  std::unordered_map<ValueId, int32_t> state_block_;  // of states that move
+  std::set<int32_t> moves_;                           // blocks that go out and come back
   std::vector<Stay> stays_;
   std::map<int32_t, Pending> pending_;  // by variant: started there or before, and not waited for at its end
   std::set<std::pair<std::pair<int32_t, ValueId>, int32_t>> seen_;
@@ -256,6 +318,9 @@ class Planner {
 std::string NameOf(const Program& program, const PlannedBlock& block) {
   if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
   if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
+  for (const State& state : program.states) {
+    if (state.value == block.root) return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
+  }
   const OpId def = program.value(block.root).def;
   std::string name = "%" + std::to_string(block.root);
   if (def == kNone) return name;
@@ -309,6 +374,12 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
   out.precision(3);
   out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation " << 100 * plan.Fragmentation() << " % over "
       << mib(plan.packing.live) << " live at once\n";
+  if (plan.pages.page_bytes > 0) {
+    int64_t returned = 0;
+    for (const PageReturn& r : plan.pages.returns) returned += r.bytes;
+    out << "pages          of " << plan.pages.page_bytes << " bytes in " << mib(plan.reserved_bytes) << " of addresses; " << mib(returned)
+        << " of pages are given back in a step and taken again\n";
+  }
   const int32_t at = plan.packing.live_at;
   for (const PlanVariant& v : plan.variants) {
     const int32_t place = at - v.axis - 1;

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "ir/liveness.h"
+#include "ir/testing/arena_replay.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"
 
@@ -73,6 +74,7 @@ TEST(MemoryPlan, PeakIsTheLiveSumOfLiveness) {
     ASSERT_TRUE(plan.ok()) << ErrorOf(plan);
     const Result<PhaseLiveness> live = ComputeLiveness(program, program.phases[0]);
     EXPECT_EQ(plan->live_bytes, live->peak_bytes);
+    EXPECT_EQ(ErrorOf(testing::ReplayPlan(program, *plan)), "no error");
     for (const StorageLife& s : live->storages) {
       EXPECT_EQ(s.bytes > 0, plan->variants[0].block_of[s.root] >= 0);
     }
@@ -125,6 +127,74 @@ TEST(MemoryPlan, TransfersAcrossPhasesKeepTheirSourcesAndTakeTurns) {
   ASSERT_GE(even.receive[2], 0);
   EXPECT_EQ(plan->blocks[even.receive[2]].bytes, 128);
   EXPECT_EQ(plan->lives[even.receive[2]].spans[1].last, odd.axis + 1 + 3);
+}
+
+// %6 is in memory between steps and out while the micro-batch needs room; %7 is in memory only for its update; %11 goes out between
+// its uses.
+const char kMoves[] = R"(interlace 1 sharded
+mesh dp 1
+group 0 adamw
+unit u0 dp f32 numel 64 shard 64
+state %0: f32[64] u0.full persistent
+param %1: f32[64] in %0+0 "w" trainable group 0 unit u0+0
+input %2: f32[64] "x"
+state %6: f32[64] u0.exp_avg persistent
+state %7: f32[64] u0.exp_avg_sq persistent out
+phase micro_batch takes () gives (%13) {
+  offload.start(%6) {fwd}
+  %11: f32[64] = aten.mul.Tensor(%2, 2.0) {fwd}
+  offload.start(%11) {fwd}
+  offload.wait(%6) {fwd}
+  offload.wait(%11) {fwd}
+  %12: f32[128] = aten.cat([%2, %1]) {fwd}
+  release(%12) {fwd}
+  reload.start(%11, %6) {bwd}
+  reload.wait(%11, %6) {bwd}
+  %13: f32[64] = aten.mul.Tensor(%11, 2.0) {bwd}
+}
+phase update takes (%20: f32[64]) gives () {
+  reload.start(%7) {upd}
+  reload.wait(%7) {upd}
+  update.adamw(%0, %20, %6, %7) {upd units=[u0] scale=1.0 ranges=[0,64,0]}
+  offload.start(%7) {upd}
+  offload.wait(%7) {upd}
+}
+)";
+
+TEST(MemoryPlan, EveryStayInMemoryHasAPlace) {
+  const Program program = Parsed(kMoves);
+  const Result<MemoryPlan> plan = PlanMemory(program);
+  ASSERT_TRUE(plan.ok()) << ErrorOf(plan);
+  const PlanVariant &batch = plan->variants[0], &update = plan->variants[1];
+  EXPECT_GE(plan->BlockBetweenSteps(6), 0);
+  EXPECT_EQ(plan->BlockBetweenSteps(7), -1);
+  EXPECT_EQ(plan->BlockBetweenSteps(0), -1) << "what never moves is not in the arena";
+  ASSERT_EQ(batch.arrivals.size(), 2u);
+  EXPECT_EQ(batch.arrivals[0].block, batch.block_of[11]);
+  // What comes back in the micro-batch goes on through the update, and is what the next step begins with.
+  EXPECT_EQ(batch.arrivals[1].root, 6);
+  EXPECT_EQ(batch.arrivals[1].block, update.block_of[6]);
+  EXPECT_EQ(batch.arrivals[1].block, plan->BlockBetweenSteps(6));
+  const std::vector<LifeSpan>& spans = plan->lives[plan->BlockBetweenSteps(6)].spans;
+  ASSERT_EQ(spans.size(), 3u);
+  EXPECT_EQ(spans[0].first, 0);
+  EXPECT_EQ(spans[0].last, batch.axis + 1 + 3) << "until its offload.wait";
+  EXPECT_EQ(spans[1].first, batch.axis + 1 + 7) << "from its reload.start";
+  EXPECT_EQ(spans[2].last, update.axis + 1 + 5);
+  // At the cat nothing else is in memory; the peak is in the update: gradient and both states. All lies on one page.
+  EXPECT_EQ(plan->live_bytes, 3 * 256);
+  EXPECT_EQ(plan->top(), kArenaPage);
+  EXPECT_EQ(ErrorOf(testing::ReplayPlan(program, *plan)), "no error");
+}
+
+TEST(MemoryPlan, TheReplaySeesWhatIsWrong) {
+  const Program program = Parsed(kMoves);
+  Result<MemoryPlan> plan = PlanMemory(program);
+  ASSERT_TRUE(plan.ok()) << ErrorOf(plan);
+  // %7 comes back where %6 lies.
+  const int32_t wrong = plan->variants[1].arrivals[0].block;
+  plan->packing.offsets[wrong] = plan->OffsetOf(plan->BlockBetweenSteps(6));
+  EXPECT_NE(ErrorOf(testing::ReplayPlan(program, *plan)).find("bytes of %6 at "), std::string::npos);
 }
 
 TEST(MemoryPlan, WorkspacesTakeRoomWhileTheirOpRuns) {

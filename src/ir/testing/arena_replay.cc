@@ -1,0 +1,177 @@
+#include "ir/testing/arena_replay.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "ir/residency.h"
+#include "ir/text.h"
+
+namespace interlace::testing {
+namespace {
+
+struct Stay {
+  int64_t offset = -1, bytes = 0;
+  uint32_t mark = 0;
+};
+
+class Replay {
+ public:
+  Replay(const Program& program, const MemoryPlan& plan)
+      : program_(program), plan_(plan), cells_(static_cast<size_t>(plan.reserved_bytes / kArenaAlignment) + 1, 0),
+        touched_(plan.pages.page_bytes > 0 ? static_cast<size_t>(plan.reserved_bytes / plan.pages.page_bytes) + 1 : 0, 0) {}
+
+  Status Step() {
+    for (const State& state : program_.states) {
+      const int32_t block = plan_.BlockBetweenSteps(state.value);
+      if (block < 0) continue;
+      const auto found = now_.find(state.value);
+      if (found == now_.end()) {
+        now_[state.value] = Write(block);
+      } else if (found->second.offset != plan_.OffsetOf(block)) {
+        return MakeError("%", state.value, " lies at ", found->second.offset, " when the step begins, planned at ", plan_.OffsetOf(block));
+      }
+    }
+    size_t entry = 0;
+    for (const auto& [phase, count] : program_.RunOrder()) {
+      for (int64_t i = 0; i < count; ++i) {
+        INTERLACE_TRY(RunPhase(plan_.variants[static_cast<size_t>(plan_.first_variant[entry] + i % plan_.turns[entry])]));
+      }
+      ++entry;
+    }
+    return Ok{};
+  }
+
+ private:
+  Stay Write(int32_t block) {
+    const Stay stay{plan_.OffsetOf(block), plan_.blocks[static_cast<size_t>(block)].bytes, ++last_mark_};
+    for (int64_t at = stay.offset; at < stay.offset + stay.bytes; at += kArenaAlignment) {
+      cells_[static_cast<size_t>(at / kArenaAlignment)] = stay.mark;
+      if (touched_.empty()) continue;
+      char& page = touched_[static_cast<size_t>(at / plan_.pages.page_bytes)];
+      pages_ += page == 0;
+      page = 1;
+    }
+    return stay;
+  }
+
+  void GiveBack(int64_t from, int64_t bytes) {
+    for (int64_t at = from; at < from + bytes; at += plan_.pages.page_bytes) {
+      char& page = touched_[static_cast<size_t>(at / plan_.pages.page_bytes)];
+      pages_ -= page;
+      page = 0;
+    }
+    for (int64_t at = from; at < std::min(from + bytes, plan_.reserved_bytes); at += kArenaAlignment) cells_[static_cast<size_t>(at / kArenaAlignment)] = 0;
+  }
+
+  Status Read(const Stay& stay, const Op& op, std::string_view what) const {
+    for (int64_t at = stay.offset; at < stay.offset + stay.bytes; at += kArenaAlignment) {
+      if (cells_[static_cast<size_t>(at / kArenaAlignment)] != stay.mark) {
+        return MakeError(what, " at ", at, " were overwritten or given back before ", PrintOp(program_, op));
+      }
+    }
+    return Ok{};
+  }
+
+  Status RunPhase(const PlanVariant& v) {
+    const Phase& phase = *v.phase;
+    for (size_t i = 0; i < phase.takes.size(); ++i) {
+      const ValueId take = phase.takes[i];
+      const int32_t block = v.block_of[program_.RootOf(take)];
+      if (block < 0 || program_.RootOf(take) != take) continue;
+      // Nothing was given in the first step; what is given in another place is copied.
+      const bool here = i < given_.size() && given_[i].offset == plan_.OffsetOf(block);
+      if (i < given_.size() && given_root_[i] && !here) {
+        return MakeError("%", take, " is taken at ", plan_.OffsetOf(block), " but was given at ", given_[i].offset);
+      }
+      now_[take] = here ? given_[i] : Write(block);
+      if (i < given_flights_.size() && !given_flights_[i].empty()) flights_[take] = given_flights_[i];
+    }
+    for (size_t i = 0; i < phase.ops.size(); ++i) INTERLACE_TRY(RunOp(v, program_.op(phase.ops[i]), i));
+    given_.clear(), given_root_.clear(), given_flights_.clear();
+    for (ValueId give : phase.gives) {
+      const ValueId root = program_.RootOf(give);
+      given_.push_back(now_.contains(root) ? now_[root] : Stay{});
+      given_root_.push_back(root == give && program_.value(root).kind != ValueKind::kState && now_.contains(root));
+      given_flights_.push_back(flights_.contains(give) ? flights_[give] : std::vector<Stay>());
+    }
+    flights_.clear();
+    std::erase_if(now_, [&](const auto& item) { return program_.value(item.first).kind != ValueKind::kState; });
+    return Ok{};
+  }
+
+  Status RunOp(const PlanVariant& v, const Op& op, size_t place) {
+    const Move* move = MoveOf(op);
+    for (const PageReturn& back : plan_.pages.returns) {
+      if (&plan_.variants[static_cast<size_t>(back.variant)] == &v && back.place == static_cast<int32_t>(place)) GiveBack(back.from, back.bytes);
+    }
+    std::vector<ValueId> operands;
+    ForEachOperand(op, [&](ValueId id) { operands.push_back(id); });
+    if (move != nullptr && move->to == Place::kComing) {
+      for (const Arrival& a : v.arrivals) {
+        if (a.place == static_cast<int32_t>(place)) now_[a.root] = Write(a.block);
+      }
+    }
+    std::vector<Stay> flight;
+    for (ValueId id : operands) {
+      if (now_.contains(program_.RootOf(id))) flight.push_back(now_[program_.RootOf(id)]);
+    }
+    // What the op writes while it reads.
+    if (v.workspace[place] >= 0) Write(v.workspace[place]);
+    if (v.receive[place] >= 0) flight.push_back(Write(v.receive[place]));
+    for (ValueId id : op.results) {
+      if (id != kNone && program_.RootOf(id) == id && v.block_of[id] >= 0) now_[id] = Write(v.block_of[id]);
+    }
+    if (!touched_.empty() && pages_ * plan_.pages.page_bytes > plan_.pages.peak_bytes) {
+      return MakeError(pages_ * plan_.pages.page_bytes, " bytes of pages at ", PrintOp(program_, op), ", planned ", plan_.pages.peak_bytes);
+    }
+    if (op.name != "view") {
+      for (ValueId id : operands) INTERLACE_TRY(Touch(op, id));
+      for (ValueId id : op.writes) INTERLACE_TRY(Touch(op, id));
+      for (ValueId id : op.results) {
+        if (id != kNone) INTERLACE_TRY(Touch(op, id));
+      }
+    }
+    for (ValueId id : operands) {
+      const auto found = flights_.find(id);
+      if (!op.name.ends_with(".wait") || found == flights_.end()) continue;
+      for (const Stay& stay : found->second) INTERLACE_TRY(Read(stay, op, "sources or receive buffers of a transfer"));
+      flights_.erase(found);
+    }
+    if (op.name.ends_with(".start") && move == nullptr) {
+      for (ValueId id : op.results) {
+        if (id != kNone) flights_[id] = flight;
+      }
+    }
+    if (op.name == "release" || (move != nullptr && move->to == Place::kOut)) {
+      for (ValueId id : operands) now_.erase(program_.RootOf(id));
+    }
+    return Ok{};
+  }
+
+  Status Touch(const Op& op, ValueId id) const {
+    const auto found = now_.find(program_.RootOf(id));
+    return found == now_.end() ? Status(Ok{}) : Read(found->second, op, "bytes of %" + std::to_string(found->first));
+  }
+
+  const Program& program_;
+  const MemoryPlan& plan_;
+  std::vector<uint32_t> cells_;  // by offset / kArenaAlignment: mark of who wrote there last
+  std::vector<char> touched_;    // by page, when pages are given back
+  int64_t pages_ = 0;            // touched and not given back
+  uint32_t last_mark_ = 0;
+  std::unordered_map<ValueId, Stay> now_;                   // roots that are in the arena
+  std::unordered_map<ValueId, std::vector<Stay>> flights_;  // by result of a start: what must stay until its wait
+  std::vector<Stay> given_;
+  std::vector<char> given_root_;
+  std::vector<std::vector<Stay>> given_flights_;
+};
+
+}  // namespace
+
+Status ReplayPlan(const Program& program, const MemoryPlan& plan, int steps) {
+  Replay replay(program, plan);
+  for (int step = 0; step < steps; ++step) INTERLACE_TRY(replay.Step());
+  return Ok{};
+}
+
+}  // namespace interlace::testing
