@@ -2,9 +2,11 @@
 // aborts. CHECK is for our own bugs only.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
-#include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -41,12 +43,39 @@ class [[nodiscard]] Result {
 
 using Status = Result<Ok>;
 
-// Builds an Error from streamable parts.
+namespace internal {
+// One part of a message. Errors are built in hundreds of places, each with types of its own: only this view of a part is
+// compiled there, the text is put together in one place.
+struct MessagePart {
+  enum class Kind : uint8_t { kText, kSigned, kUnsigned, kReal };
+  Kind kind;
+  union {
+    const char* text;
+    int64_t integer;
+    uint64_t natural;
+    double real;
+  };
+  size_t size = 0;  // of the text
+  MessagePart(std::string_view part) : kind(Kind::kText), text(part.data()), size(part.size()) {}  // NOLINT: implicit on purpose
+  MessagePart(const std::string& part) : MessagePart(std::string_view(part)) {}                    // NOLINT
+  MessagePart(const char* part) : MessagePart(std::string_view(part)) {}                           // NOLINT
+  MessagePart(const char& part) : MessagePart(std::string_view(&part, 1)) {}                       // NOLINT
+  MessagePart(int part) : kind(Kind::kSigned), integer(part) {}                                    // NOLINT
+  MessagePart(long part) : kind(Kind::kSigned), integer(part) {}                                   // NOLINT
+  MessagePart(long long part) : kind(Kind::kSigned), integer(part) {}                              // NOLINT
+  MessagePart(unsigned part) : kind(Kind::kUnsigned), natural(part) {}                             // NOLINT
+  MessagePart(unsigned long part) : kind(Kind::kUnsigned), natural(part) {}                        // NOLINT
+  MessagePart(unsigned long long part) : kind(Kind::kUnsigned), natural(part) {}                   // NOLINT
+  MessagePart(double part) : kind(Kind::kReal), real(part) {}                                      // NOLINT
+};
+std::string JoinParts(const MessagePart* parts, size_t count);
+}  // namespace internal
+
+// Builds an Error from texts, characters and numbers (a real with six digits).
 template <typename... Parts>
 Error MakeError(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return Error{out.str(), {}};
+  const internal::MessagePart list[] = {parts...};
+  return Error{internal::JoinParts(list, sizeof...(parts)), {}};
 }
 
 // The message, for tests and for what is printed: "no error" of a Result that holds a value.

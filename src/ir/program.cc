@@ -4,7 +4,74 @@
 
 #include "base/check.h"
 
+template class std::vector<interlace::Arg>;
+template class std::vector<interlace::NamedArg>;
+
 namespace interlace {
+
+Arg::Arg() = default;
+Arg::Arg(const Arg&) = default;
+Arg::Arg(Arg&&) noexcept = default;
+Arg& Arg::operator=(const Arg&) = default;
+Arg& Arg::operator=(Arg&&) noexcept = default;
+Arg::~Arg() = default;
+Arg Arg::None() {
+  return {};
+}
+Arg Arg::Of(ValueId v) {
+  Arg a;
+  a.kind = Kind::kValue;
+  a.value = v;
+  return a;
+}
+Arg Arg::Int(Dim d) {
+  Arg a;
+  a.kind = Kind::kInt;
+  a.integer = d;
+  return a;
+}
+Arg Arg::Float(double d) {
+  Arg a;
+  a.kind = Kind::kFloat;
+  a.real = d;
+  return a;
+}
+Arg Arg::Bool(bool b) {
+  Arg a;
+  a.kind = Kind::kBool;
+  a.boolean = b;
+  return a;
+}
+Arg Arg::String(std::string s) {
+  Arg a;
+  a.kind = Kind::kString;
+  a.text = std::move(s);
+  return a;
+}
+Arg Arg::Word(std::string s) {
+  Arg a;
+  a.kind = Kind::kWord;
+  a.text = std::move(s);
+  return a;
+}
+Arg Arg::List(std::vector<Arg> l) {
+  Arg a;
+  a.kind = Kind::kList;
+  a.list = std::move(l);
+  return a;
+}
+
+Op::Op() = default;
+Op::Op(const Op&) = default;
+Op::Op(Op&&) noexcept = default;
+Op& Op::operator=(const Op&) = default;
+Op& Op::operator=(Op&&) noexcept = default;
+Op::~Op() = default;
+
+Program::Program() = default;
+Program::Program(Program&&) = default;
+Program& Program::operator=(Program&&) = default;
+Program::~Program() = default;
 
 const Arg* Op::Attr(std::string_view attr_name) const {
   for (const NamedArg& attr : attrs) {

@@ -63,14 +63,21 @@ struct Arg {
   double real = 0;
   std::string text;        // kString: unescaped; kWord: dtypes, memory formats (preserve, contiguous, channels_last)
   std::vector<Arg> list;
-  static Arg None() { return {}; }
-  static Arg Of(ValueId v) { Arg a; a.kind = Kind::kValue; a.value = v; return a; }
-  static Arg Int(Dim d) { Arg a; a.kind = Kind::kInt; a.integer = d; return a; }
-  static Arg Float(double d) { Arg a; a.kind = Kind::kFloat; a.real = d; return a; }
-  static Arg Bool(bool b) { Arg a; a.kind = Kind::kBool; a.boolean = b; return a; }
-  static Arg String(std::string s) { Arg a; a.kind = Kind::kString; a.text = std::move(s); return a; }
-  static Arg Word(std::string s) { Arg a; a.kind = Kind::kWord; a.text = std::move(s); return a; }
-  static Arg List(std::vector<Arg> l) { Arg a; a.kind = Kind::kList; a.list = std::move(l); return a; }
+
+  Arg();  // copied, moved and destroyed in so many places that the code is compiled once, in program.cc
+  Arg(const Arg&);
+  Arg(Arg&&) noexcept;
+  Arg& operator=(const Arg&);
+  Arg& operator=(Arg&&) noexcept;
+  ~Arg();
+  static Arg None();
+  static Arg Of(ValueId v);
+  static Arg Int(Dim d);
+  static Arg Float(double d);
+  static Arg Bool(bool b);
+  static Arg String(std::string s);
+  static Arg Word(std::string s);
+  static Arg List(std::vector<Arg> l);
   friend bool operator==(const Arg&, const Arg&) = default;
 };
 
@@ -96,6 +103,12 @@ struct Op {
   std::vector<ValueId> writes;      // operands an ATen op mutates
   std::vector<NamedArg> attrs;      // every other `name=literal` of the tail, in order
 
+  Op();  // like Arg's
+  Op(const Op&);
+  Op(Op&&) noexcept;
+  Op& operator=(const Op&);
+  Op& operator=(Op&&) noexcept;
+  ~Op();
   const Arg* Attr(std::string_view attr_name) const;       // nullptr when absent
   void SetAttr(std::string_view attr_name, Arg arg);       // adds or replaces
 };
@@ -157,9 +170,10 @@ class Program {
   std::vector<Phase> phases;        // in text order
   DimTable dims;
 
-  Program() = default;
-  Program(Program&&) = default;
-  Program& operator=(Program&&) = default;
+  Program();
+  Program(Program&&);
+  Program& operator=(Program&&);
+  ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
   Program Clone() const;
@@ -241,3 +255,7 @@ void ForEachOperand(const Op& op, F&& f) {
 }
 
 }  // namespace interlace
+
+// Compiled once, in program.cc.
+extern template class std::vector<interlace::Arg>;
+extern template class std::vector<interlace::NamedArg>;

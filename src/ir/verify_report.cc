@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/scan.h"
+#include "base/sort.h"
 #include "ir/verifier.h"
 #include "ir/verify_internal.h"
 
@@ -74,7 +75,7 @@ void VerifyReport::AtProgram(std::string what) {
 }
 
 std::vector<Error> VerifyReport::Take() {
-  std::stable_sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) { return a.line < b.line; });
+  StableSort(found_, [](const Found& a, const Found& b) { return a.line < b.line; });
   std::vector<Error> out;
   for (Found& found : found_) out.push_back(std::move(found.error));
   return out;

@@ -4,6 +4,7 @@
 #include <map>
 #include <tuple>
 
+#include "base/sort.h"
 #include "sim/bounds.h"
 #include "sim/engine.h"
 #include "sim/memory_curve.h"
@@ -37,7 +38,7 @@ std::vector<Stall> StallsOf(const Lowered& lowered, const EngineOutput& output) 
   }
   std::vector<Stall> stalls;
   for (const auto& [key, time] : held) stalls.push_back({std::get<0>(key), std::get<1>(key), std::get<2>(key), time});
-  std::stable_sort(stalls.begin(), stalls.end(), [](const Stall& a, const Stall& b) { return a.time_ps > b.time_ps; });
+  StableSort(stalls, [](const Stall& a, const Stall& b) { return a.time_ps > b.time_ps; });
   return stalls;
 }
 

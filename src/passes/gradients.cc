@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/sort.h"
 #include "ir/op_table.h"
 #include "passes/sharding.h"
 
@@ -66,8 +67,7 @@ class Placer {
       }
       gradients_.push_back(gradient);
     }
-    std::stable_sort(gradients_.begin(), gradients_.end(),
-                     [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
+    StableSort(gradients_, [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
   }
 
   // The op that defines the root can write into the flat buffer when nothing else decides where the root's storage is,

@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 
+#include "base/sort.h"
 #include "passes/evaluate.h"
 #include "passes/keep.h"
 #include "passes/overlap_update.h"
@@ -274,7 +275,7 @@ size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double 
 }
 
 std::vector<Candidate> FrontOf(std::vector<Candidate> all) {
-  std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) {
+  StableSort(all, [](const Candidate& a, const Candidate& b) {
     return std::pair(a.bytes, a.time_ps) < std::pair(b.bytes, b.time_ps);
   });
   std::vector<Candidate> front;

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "base/sort.h"
 #include "ir/op_table.h"
 
 namespace interlace {
@@ -87,8 +88,7 @@ class TransferReader {
       }
     }
     for (ValueId id : phase_.gives) Outlives(id);
-    std::stable_sort(out_.gathers.begin(), out_.gathers.end(),
-                     [](const Gather& a, const Gather& b) { return a.need < b.need; });
+    StableSort(out_.gathers, [](const Gather& a, const Gather& b) { return a.need < b.need; });
     return backward < 0 ? Here() : backward;
   }
 
@@ -275,8 +275,7 @@ Result<Transfers> Transfers::Read(Program& program, Phase& phase) {
     if (gather.need < 0) gather.need = out.size();
     if (gather.end < 0) gather.end = out.size();
   }
-  std::stable_sort(out.gathers.begin(), out.gathers.end(),
-                   [](const Gather& a, const Gather& b) { return a.need < b.need; });
+  StableSort(out.gathers, [](const Gather& a, const Gather& b) { return a.need < b.need; });
   for (Reduce& reduce : out.reduces) {
     if (reduce.wait < 0) reduce.wait = out.size();  // another phase waits for it
     if (reduce.latest < 0) reduce.latest = out.size();

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <unordered_map>
 
+#include "base/sort.h"
 #include "passes/cost_options.h"
 #include "passes/keep.h"
 #include "passes/phase_memory.h"
@@ -47,7 +48,7 @@ class UnshardPlan {
 
   // By time saved per byte held, while the peak stays under `limit`.
   std::vector<UnitId> Choose(int64_t limit) {
-    std::stable_sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) {
+    StableSort(candidates_, [](const Candidate& a, const Candidate& b) {
       return static_cast<double>(a.time_ps) / static_cast<double>(a.bytes) >
              static_cast<double>(b.time_ps) / static_cast<double>(b.bytes);
     });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/sort.h"
 #include "base/suggest.h"
 
 namespace interlace::plan {
@@ -123,7 +124,7 @@ Result<TuneResult> TuneBaseline(const Baseline& baseline, const LayerSource& lay
     all.pairs += one.pairs, all.pairs_solved += one.pairs_solved;
     all.frontiers += one.frontiers, all.points += one.points, all.checks += one.checks;
   }
-  std::stable_sort(all.plans.begin(), all.plans.end(), [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
+  StableSort(all.plans, [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
   if (static_cast<int32_t>(all.plans.size()) > options.top) all.plans.resize(static_cast<size_t>(options.top));
   for (Plan& plan : all.plans) plan.bound_us = std::min(plan.bound_us, std::min(all.bound_us, plan.step_us));
   return all;

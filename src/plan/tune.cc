@@ -9,6 +9,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "base/sort.h"
 #include "plan/recurrence.h"
 
 namespace interlace::plan {
@@ -522,7 +523,7 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
     INTERLACE_ASSIGN(plan, Reprice(plan, layers, cluster, stage));
     plan.bound_us = plan.step_us;
   }
-  std::stable_sort(result.plans.begin(), result.plans.end(), [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
+  StableSort(result.plans, [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
   return result;
 }
 

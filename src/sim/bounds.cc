@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 
+#include "base/sort.h"
 #include "ir/residency.h"
 
 namespace interlace {
@@ -165,7 +166,7 @@ std::vector<Bound> LowerBounds(const EngineInput& input, const CostModel& model)
     if (cluster.cpu) raise(cores, all(core_time / cluster.cores));
   }
   std::vector<Bound> out = {compute, lanes, intra, inter, host, files, cores, launches, path};
-  std::stable_sort(out.begin(), out.end(), [](const Bound& a, const Bound& b) { return a.time_ps > b.time_ps; });
+  StableSort(out, [](const Bound& a, const Bound& b) { return a.time_ps > b.time_ps; });
   return out;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/sort.h"
 #include "ir/op_table.h"
 
 namespace interlace {
@@ -131,7 +132,7 @@ std::vector<Blame> BlameModules(const EngineInput& input, const std::vector<Path
   }
   std::vector<Blame> out;
   for (auto& [key, blame] : sums) out.push_back(std::move(blame));
-  std::stable_sort(out.begin(), out.end(), [](const Blame& a, const Blame& b) { return a.time_ps > b.time_ps; });
+  StableSort(out, [](const Blame& a, const Blame& b) { return a.time_ps > b.time_ps; });
   return out;
 }
 

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <set>
 
+#include "base/sort.h"
 #include "ir/liveness.h"
 #include "ir/residency.h"
 #include "ir/text.h"
@@ -129,7 +130,7 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     if (receive > 0) out.holders.push_back({"receive buffers of reductions", "", receive});
     if (transient > 0) out.holders.push_back({"inside " + program.op(out.peak.op).name, ModuleOf(program, program.op(out.peak.op)), transient});
   }
-  std::stable_sort(out.holders.begin(), out.holders.end(), [](const MemoryHolder& a, const MemoryHolder& b) { return a.bytes > b.bytes; });
+  StableSort(out.holders, [](const MemoryHolder& a, const MemoryHolder& b) { return a.bytes > b.bytes; });
   return out;
 }
 

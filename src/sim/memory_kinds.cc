@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "base/sort.h"
 #include "ir/liveness.h"
 #include "ir/residency.h"
 #include "sim/critical_path.h"
@@ -140,8 +141,7 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
     if (at.transient_bytes > 0) hold(MemoryKind::kWorkspace, ModuleOf(program, program.op(at.op)), at.transient_bytes);
   }
   for (auto& [key, holder] : holders) out.at_peak.push_back(std::move(holder));
-  std::stable_sort(out.at_peak.begin(), out.at_peak.end(),
-                   [](const KindHolder& a, const KindHolder& b) { return a.bytes > b.bytes; });
+  StableSort(out.at_peak, [](const KindHolder& a, const KindHolder& b) { return a.bytes > b.bytes; });
   return out;
 }
 

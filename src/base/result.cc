@@ -1,0 +1,24 @@
+#include "base/result.h"
+
+#include <cstdio>
+
+namespace interlace::internal {
+
+std::string JoinParts(const MessagePart* parts, size_t count) {
+  std::string out;
+  for (const MessagePart* part = parts; part != parts + count; ++part) {
+    switch (part->kind) {
+      case MessagePart::Kind::kText: out.append(part->text, part->size); break;
+      case MessagePart::Kind::kSigned: out += std::to_string(part->integer); break;
+      case MessagePart::Kind::kUnsigned: out += std::to_string(part->natural); break;
+      case MessagePart::Kind::kReal: {
+        char digits[32];
+        out.append(digits, static_cast<size_t>(std::snprintf(digits, sizeof digits, "%g", part->real)));
+        break;
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace interlace::internal
