@@ -5,6 +5,7 @@
 #include <map>
 #include <random>
 #include <set>
+#include <sstream>
 
 #include "ir/liveness.h"
 #include "ir/testing/interpreter.h"
