@@ -1,8 +1,9 @@
 """The evaluation of Mist's paper, predicted: every system's space searched under one cost model.
 
-    python bench/mist.py                   # all sections, GPT only (minutes)
-    python bench/mist.py --families gpt,llama,falcon
-    python bench/mist.py --only ablation,depth --json out/mist.json
+    python bench/mist.py                                  # all sections, GPT, Llama and Falcon
+    python bench/mist.py --quick                          # the smallest case of each section
+    python bench/mist.py --only ablation,depth
+    python bench/mist.py --json out/mist.json             # keeps every tuning as it is done; a second start goes on from there
 
 Sections: speedup (Fig. 11, 12), ablation (Fig. 13), depth (Fig. 14), batch (Fig. 15), 40b (section 6.3), space (Fig. 5, 16) and
 motivating (Fig. 2, 3). The paper's own figures stand beside ours where its text has them. Times are predictions of the
@@ -12,10 +13,13 @@ planner's model: what is compared is what each space allows, not how well a syst
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,9 +44,69 @@ def text_of(model: str, flash: bool, blocks: int | None = None) -> str:
     return "\n".join(lines)
 
 
-@functools.cache
-def layers_of(model: str, flash: bool, cluster: str, sequence: int, blocks: int | None = None) -> _core.PlanLayers:
+@functools.lru_cache(maxsize=4)
+def core_layers(model: str, flash: bool, cluster: str, sequence: int, blocks: int | None) -> _core.PlanLayers:
     return _core.PlanLayers(text_of(model, flash, blocks), cluster, sequence)
+
+
+class Kept:
+    """Tunings by name, those of an earlier start among them: what was found is what will be found."""
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.found: dict[str, Tuned] = {}
+        self.done = 0
+        self.begin = time.monotonic()
+
+    def read(self, file: Path) -> None:
+        self.file = file
+        if file.exists():
+            self.found = json.loads(file.read_text()).get("tunings", {})
+
+    def write(self, results: dict[str, Any] | None = None) -> None:
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"results": results or {}, "tunings": self.found}, indent=1)
+            self.file.with_suffix(".tmp").write_text(text + "\n")
+            self.file.with_suffix(".tmp").replace(self.file)
+
+    def say(self, name: str) -> None:
+        self.done += 1
+        if sys.stderr.isatty():
+            print(
+                f"\r\x1b[K{self.done} tunings, {time.monotonic() - self.begin:.0f} s: {name}", end="\r", file=sys.stderr
+            )
+
+
+KEPT = Kept()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A model's layers on a cluster, read when something is to be tuned that is not kept."""
+
+    model: str
+    flash: bool
+    cluster: str
+    sequence: int
+    blocks: int | None = None
+
+    def core(self) -> _core.PlanLayers:
+        return core_layers(self.model, self.flash, self.cluster, self.sequence, self.blocks)
+
+    def tune(self, system: str, batch: int) -> Tuned:
+        attention = "flash" if self.flash else "plain"
+        blocks = f" of {self.blocks} blocks" if self.blocks else ""
+        name = f"{self.model}{blocks} {attention} on {self.cluster}, sequence {self.sequence}, batch {batch}, {system}"
+        KEPT.say(name)
+        if name not in KEPT.found:
+            KEPT.found[name] = self.core().tune(system, batch)
+            KEPT.write()
+        return KEPT.found[name]
+
+
+def layers_of(model: str, flash: bool, cluster: str, sequence: int, blocks: int | None = None) -> Layers:
+    return Layers(model, flash, cluster, sequence, blocks)
 
 
 def samples_per_s(tuned: Tuned) -> float:
@@ -88,8 +152,8 @@ def shape(tuned: Tuned) -> str:
 def speedup(families: list[str]) -> dict[str, Any]:
     """Fig. 11, 12: throughput by model, cluster and attention; what the full space gains over each other."""
     out: dict[str, Any] = {}
-    worse = 0
-    for flash in (True, False):
+    worse: list[str] = []
+    for flash in (True,) if QUICK else (True, False):
         for platform, (gpu, sequence) in PLATFORMS.items():
             gains: dict[str, list[float]] = {system: [] for system in SYSTEMS}
             print(
@@ -97,14 +161,15 @@ def speedup(families: list[str]) -> dict[str, Any]:
             )
             print(f"{'':12}{'devices':>8}{'samples/s':>11}" + "".join(f"{s:>14}" for s in SYSTEMS[1:]))
             for family in families:
-                for size, devices, batch in WORKLOADS:
+                for size, devices, batch in WORKLOADS[:2] if QUICK else WORKLOADS:
                     layers = layers_of(f"{family}-{size}", flash, f"{gpu}-{devices}", sequence)
                     tuned = {system: layers.tune(system, batch) for system in SYSTEMS}
                     rates = {system: samples_per_s(tuned[system]) for system in SYSTEMS}
                     row = {system: ratio(rates["full"], rates[system]) for system in SYSTEMS}
-                    worse += sum(value < 1 - 1e-9 for value in row.values()) + (
-                        rates["paper"] < rates["artifact"] * (1 - 1e-9)
-                    )
+                    case = f"{platform} {family}-{size} {'flash' if flash else 'plain'}"
+                    worse += [f"{case}: {system} beats full" for system, value in row.items() if value < 1 - 1e-9]
+                    if rates["paper"] < rates["artifact"] * (1 - 1e-9):
+                        worse.append(f"{case}: artifact beats paper")
                     for system in SYSTEMS:
                         gains[system].append(row[system])
                     print(
@@ -112,7 +177,7 @@ def speedup(families: list[str]) -> dict[str, Any]:
                         + "".join(f"{show(row[s]):>14}" for s in SYSTEMS[1:]),
                         flush=True,
                     )
-                    out[f"{platform} {family}-{size} {'flash' if flash else 'plain'}"] = rates
+                    out[case] = rates
             paper = {
                 ("l4", True): "paper: Mist over megatron 1.32x mean (GPT 1.22x), over deepspeed 1.51x",
                 ("a100", True): "paper: Mist over megatron 1.34x mean (GPT 1.20x)",
@@ -120,7 +185,9 @@ def speedup(families: list[str]) -> dict[str, Any]:
             for system in SYSTEMS[1:]:
                 print(f"  full over {system}: {mean_of(gains[system])}")
             print(f"  ({paper})")
-    print(f"\ncases in which a space beats the full one, or the artifact's the paper's: {worse}")
+    print(f"\ncases in which a space beats the full one, or the artifact's the paper's: {len(worse)} of {len(out)}")
+    for case in worse:
+        print(f"  {case}")
     out["worse"] = worse
     return out
 
@@ -130,8 +197,8 @@ def ablation(_: list[str]) -> dict[str, Any]:
     steps = ("grid", "grid+ckpt", "grid+offload", "grid+imbalance", "paper", "full")
     rows: dict[str, list[float]] = {step: [] for step in steps}
     print(f"\n{'over megatron':16}" + "".join(f"{step:>16}" for step in steps))
-    for flash in (True, False):
-        for size, devices, batch in WORKLOADS[2:]:
+    for flash in (True,) if QUICK else (True, False):
+        for size, devices, batch in WORKLOADS[2:3] if QUICK else WORKLOADS[2:]:
             layers = layers_of(f"gpt-{size}", flash, f"l4-24gb-{devices}", 2048)
             base = samples_per_s(layers.tune("megatron", batch))
             for step in steps:
@@ -148,13 +215,13 @@ def depth(_: list[str]) -> dict[str, Any]:
     """Fig. 14: GPT of 22B's width with 32 to 80 blocks on 32 L4."""
     out: dict[str, Any] = {}
     systems = ("megatron", "grid+ckpt", "paper", "full")
-    for flash in (False, True):
+    for flash in (True,) if QUICK else (False, True):
         print(
             f"\n{'flash' if flash else 'plain':8}{'blocks':>8}"
             + "".join(f"{s + ' /s':>14}" for s in systems)
             + f"{'full/megatron':>16}"
         )
-        for blocks in (32, 40, 48, 56, 64, 72, 80):
+        for blocks in (32, 80) if QUICK else (32, 40, 48, 56, 64, 72, 80):
             layers = layers_of("gpt-22b", flash, "l4-24gb-32", 2048, blocks)
             rates = {s: samples_per_s(layers.tune(s, 512)) for s in systems}
             out[f"{blocks} {'flash' if flash else 'plain'}"] = rates
@@ -170,7 +237,7 @@ def batch(_: list[str]) -> dict[str, Any]:
     systems = ("megatron", "grid+ckpt", "grid+offload", "grid+imbalance", "full")
     layers = layers_of("gpt-22b", True, "l4-24gb-32", 2048)
     print(f"\n{'batch':>8}" + "".join(f"{s + ' /s':>18}" for s in systems))
-    for size in (64, 128, 256, 512, 1024):
+    for size in (64, 512) if QUICK else (64, 128, 256, 512, 1024):
         rates = {s: samples_per_s(layers.tune(s, size)) for s in systems}
         out[str(size)] = rates
         print(f"{size:8}" + "".join(f"{rates[s]:18.3f}" for s in systems), flush=True)
@@ -228,11 +295,12 @@ def space(_: list[str]) -> dict[str, Any]:
     )
     out: dict[str, Any] = {}
     print("\nplans of GPT-22B on 32 L4, batch 512")
-    for name, weigh in dimensions:
+    for name, weigh in dimensions[:1] if QUICK else dimensions:
         size = count_plans(48, 32, 8, 512, weigh)
         out[name] = math.log10(size)
         print(f"  {name:36} 10^{math.log10(size):.1f}", flush=True)
-    layers = layers_of("gpt-22b", True, "l4-24gb-32", 2048)
+    # Times are of now: nothing here is kept.
+    layers = layers_of("gpt-22b", True, "l4-24gb-32", 2048).core()
     layers.tune("full", 512)  # layer costs are computed once
     print(
         f"\n{'tuning time':24}{'wall s':>8}{'cpu s':>8}{'pairs':>7}{'solved':>8}{'frontiers':>11}{'points':>9}{'checks':>9}"
@@ -263,7 +331,7 @@ def space(_: list[str]) -> dict[str, Any]:
         ("llama-3-70b", "h100-80gb-64", 8192, 1024, 30),
     )
     print("\nwhole tuning, full space, from the model's text")
-    for model, cluster, sequence, size, limit in promised:
+    for model, cluster, sequence, size, limit in promised[:1] if QUICK else promised:
         fresh = _core.PlanLayers(text_of(model, True), cluster, sequence)
         t = fresh.tune("full", size)
         out[f"{model} {cluster}"] = t["wall_s"]
@@ -294,6 +362,7 @@ def motivating(_: list[str]) -> dict[str, Any]:
     return out
 
 
+QUICK = False
 SECTIONS = {
     "speedup": speedup,
     "ablation": ablation,
@@ -306,22 +375,31 @@ SECTIONS = {
 
 
 def main() -> None:
+    global QUICK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default="gpt", help="gpt, llama, falcon, with commas between them")
+    parser.add_argument(
+        "--families", default="gpt,llama,falcon", help="of the speedup section, with commas between them"
+    )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
-    parser.add_argument("--json", type=Path, help="the figures as a file")
+    parser.add_argument("--quick", action="store_true", help="the smallest case of each section, GPT only: a minute")
+    parser.add_argument("--json", type=Path, help="the figures and every tuning; those in it are not made again")
     given = parser.parse_args()
     wanted = given.only.split(",")
     if unknown := [name for name in wanted if name not in SECTIONS]:
         parser.error(f"no section '{unknown[0]}'; there are {', '.join(SECTIONS)}")
+    QUICK = given.quick
+    families = ["gpt"] if QUICK else given.families.split(",")
+    if given.json:
+        KEPT.read(given.json)
     results = {}
     for name in wanted:
         section = SECTIONS[name]
         print(f"\n== {name}: {section.__doc__}")
-        results[name] = section(given.families.split(","))
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
+        results[name] = section(families)
+        KEPT.write(results)
+    print(
+        f"\n{KEPT.done} tunings in {time.monotonic() - KEPT.begin:.0f} s, {time.process_time():.0f} s of processor time"
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +72,7 @@ sequence {SEQ}
 flash_attention yes
 dtype "float32"
 memory_limit {2 << 30}
+template runtime
 accumulation {accumulation}
 space "by hand"
 
@@ -93,18 +92,16 @@ stage 0
 def run_rank(job_file: str) -> None:
     """Carries out plans one after the other; rank 0 prints a JSON line for each."""
     import torch
-    from prediction import busy_seconds
+    from prediction import Times, measured_steps
 
     import interlace
     from interlace import models
     from interlace.cost.machine import Machine
-    from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
-    from interlace.cost.measurements import from_rows
     from interlace.plan.execute import execution_of, read_plan
 
     torch.set_num_threads(1)
     job = json.loads(Path(job_file).read_text())
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    found: Times = {}
     machine = None
     for file in job["plans"]:
         how = execution_of(read_plan(file))
@@ -115,43 +112,11 @@ def run_rank(job_file: str) -> None:
             strategy=how.strategy, accumulation=how.accumulation, accumulate_mode=how.accumulate_mode, clip_norm=1.0,
             timeout_s=120, schedule=[(0, how.passes(built.model))], profile="off",
         )  # fmt: skip
-        batch = built.example_batch
-        with interlace.compile(built.model, optimizer, built.loss_fn, batch, config) as trainer:
-            ranks, executor = trainer.world_size, trainer._executor
-            machine = machine or Machine.here(ranks, 1, None)
-            for _ in range(2):
-                trainer.step(batch)
-            if ranks > 1 and ("issue", "start") not in found:
-                collectives = Collectives(trainer._peers, 120.0)
-                found |= collectives.beside_compute(machine.cores)
-                for kind in ("gather", "reduce", "all_reduce"):
-                    for size in sweep_sizes(1 << 20):
-                        found["collective", f"{kind} {ranks} {size}"] = collectives.time(kind, size)
-                del collectives
-            times = StepTimes(ranks, 1, machine.cores)
-            busy, ours, spent = busy_seconds(), time.process_time(), time.monotonic()
-            seconds: list[float] = []
-            while True:
-                executor.set_trace("serial")
-                trainer.step(batch)
-                times.add(executor.record(), partial(trainer._peers.exchange, f"serial step {times.steps}"))
-                executor.set_trace("off")
-                for _ in range(3):
-                    start = time.perf_counter()
-                    trainer.step(batch)
-                    seconds.append(time.perf_counter() - start)
-                over = trainer._peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > job["seconds"]
-                if (over and times.steps >= 3) or times.steps >= 15:
-                    break
-            used = sum(trainer._peers.exchange("processor time", time.process_time() - ours))
-            others = max(0.0, busy_seconds() - busy - used) / (machine.cores * (time.monotonic() - spent))
-            found |= times.rows()
-            peaks = trainer._peers.exchange("peaks", executor.stats()["peak_bytes"])
+        with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
+            machine = machine or Machine.here(trainer.world_size, 1, None)
+            record = measured_steps(trainer, built.example_batch, job["seconds"], machine, found)
             if trainer.rank == 0:
-                profile = from_rows(machine.fingerprint, found).text()
-                record = {"file": file, "seconds": seconds, "peak_bytes": max(peaks), "others": others,
-                          "profile": profile, "program": trainer.program}  # fmt: skip
-                print("ROW " + json.dumps(record), flush=True)
+                print("ROW " + json.dumps({"file": file} | record), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -6,9 +6,8 @@
 
 A row trains a small model for two steps (the default pipelines, no search) and takes the largest peak of a rank. With one
 rank a row is about layers alone; with two, transfers in flight have buffers too. The prediction is the stage model's, from
-layers captured one by one (interlace.plan.layers): no run, no profile, no correction. ZeRO 0 replicates, 1 adds up whole
-gradients of two micro-batches and reduces them once, 2 reduces each, 3 also shards the weights, with one bucket a block, as
-the planner's template has it.
+layers captured one by one (interlace.plan.layers) and cut by the trainer's passes: no run, no profile, no correction. ZeRO 0
+replicates, 1 adds up whole gradients of two micro-batches and reduces them once, 2 reduces each, 3 also shards the weights.
 """
 
 from __future__ import annotations
@@ -65,8 +64,6 @@ def run_rank(job_file: str) -> None:
         strategy, steps, reduce = ZERO[row["zero"]]
         built = models.build(row["model"], micro_batch=row["batch"] * steps, seq=SEQ, **MODELS[row["model"]])
         passes = [] if row["mode"] == "none" else [f"recompute(mode={row['mode']})"]
-        if strategy == "shard":
-            passes += bucket_passes(built.model)
         config = interlace.Config(
             strategy=strategy,
             accumulation=steps,
@@ -84,13 +81,6 @@ def run_rank(job_file: str) -> None:
                 print("ROW " + json.dumps(row | {"peak_bytes": max(peaks), "program": trainer.program}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def bucket_passes(model: Any) -> list[str]:
-    from interlace.plan.layers import find_blocks
-
-    path, _ = find_blocks(model, "the model")
-    return [f"bucket(modules={path}.*)"]
 
 
 def predict(row: dict[str, Any], texts: dict[str, str]) -> int:

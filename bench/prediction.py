@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+Times = dict[tuple[str, str], dict[str, float]]  # rows of a profile
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
@@ -71,12 +73,10 @@ def run_rank(job_file: str) -> None:
     import interlace
     from interlace import models
     from interlace.cost.machine import Machine
-    from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
-    from interlace.cost.measurements import from_rows
 
     torch.set_num_threads(1)
     job = json.loads(Path(job_file).read_text())
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    found: Times = {}
     machine = None
     for row in job["rows"]:
         spec = dict(MODELS[row["model"]])
@@ -89,51 +89,51 @@ def run_rank(job_file: str) -> None:
             strategy=row["strategy"], accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120, schedule=[]
         )
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
-            ranks = trainer.world_size
-            if machine is None:
-                machine = Machine.here(ranks, 1, f"{row['mbit']:g} Mbit/s" if row["mbit"] else None)
-            executor, batch = trainer._executor, built.example_batch
-            for _ in range(2):
-                trainer.step(batch)
-            if ranks > 1 and ("issue", "start") not in found:
-                collectives = Collectives(trainer._peers, 120.0)
-                found |= collectives.beside_compute(machine.cores)
-                for kind in ("gather", "reduce", "all_reduce"):
-                    for size in sweep_sizes(1 << 20):
-                        found["collective", f"{kind} {ranks} {size}"] = collectives.time(kind, size)
-                del collectives
-            times = StepTimes(ranks, 1, machine.cores)
-            busy, ours = busy_seconds(), time.process_time()
-            seconds: list[float] = []
-            spent = time.monotonic()
-            while True:
-                executor.set_trace("serial")
-                trainer.step(batch)
-                times.add(executor.record(), partial(trainer._peers.exchange, f"serial step {times.steps}"))
-                executor.set_trace("off")
-                for _ in range(3):
-                    start = time.perf_counter()
-                    trainer.step(batch)
-                    seconds.append(time.perf_counter() - start)
-                over = trainer._peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > job["seconds"]
-                if (over and times.steps >= 3) or times.steps >= 15:
-                    break
-            used = sum(trainer._peers.exchange("processor time", time.process_time() - ours))
-            others = max(0.0, busy_seconds() - busy - used) / (machine.cores * (time.monotonic() - spent))
-            found |= times.rows()
-            profile = from_rows(machine.fingerprint, found).text()
-            peaks = trainer._peers.exchange("peaks", executor.stats()["peak_bytes"])
+            network = f"{row['mbit']:g} Mbit/s" if row["mbit"] else None
+            machine = machine or Machine.here(trainer.world_size, 1, network)
+            record = measured_steps(trainer, built.example_batch, job["seconds"], machine, found)
             if trainer.rank == 0:
-                record = row | {
-                    "seconds": seconds,
-                    "peak_bytes": max(peaks),
-                    "others": others,
-                    "profile": profile,
-                    "program": trainer.program,
-                }
-                print("ROW " + json.dumps(record), flush=True)
+                print("ROW " + json.dumps(row | record), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found: Times) -> dict[str, Any]:
+    """Steps as `interlace profile` measures them and as they are, in turn; `found` keeps times from one program to the next."""
+    from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
+    from interlace.cost.measurements import from_rows
+
+    ranks, executor = trainer.world_size, trainer._executor
+    for _ in range(2):
+        trainer.step(batch)
+    if ranks > 1 and ("issue", "start") not in found:
+        collectives = Collectives(trainer._peers, 120.0)
+        found.update(collectives.beside_compute(machine.cores))
+        for kind in ("gather", "reduce", "all_reduce"):
+            for size in sweep_sizes(1 << 20):
+                found["collective", f"{kind} {ranks} {size}"] = collectives.time(kind, size)
+        del collectives
+    times = StepTimes(ranks, 1, machine.cores)
+    busy, ours, spent = busy_seconds(), time.process_time(), time.monotonic()
+    taken: list[float] = []
+    while True:
+        executor.set_trace("serial")
+        trainer.step(batch)
+        times.add(executor.record(), partial(trainer._peers.exchange, f"serial step {times.steps}"))
+        executor.set_trace("off")
+        for _ in range(3):
+            start = time.perf_counter()
+            trainer.step(batch)
+            taken.append(time.perf_counter() - start)
+        over = trainer._peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > seconds
+        if (over and times.steps >= 3) or times.steps >= 15:
+            break
+    used = sum(trainer._peers.exchange("processor time", time.process_time() - ours))
+    others = max(0.0, busy_seconds() - busy - used) / (machine.cores * (time.monotonic() - spent))
+    found.update(times.rows())
+    peaks = trainer._peers.exchange("peaks", executor.stats()["peak_bytes"])
+    profile = from_rows(machine.fingerprint, found).text()
+    return {"seconds": taken, "peak_bytes": max(peaks), "others": others, "profile": profile, "program": trainer.program}  # fmt: skip
 
 
 def busy_seconds() -> float:

@@ -42,13 +42,14 @@ struct StageMemory {
 
 // A model in one stage on dp devices.
 Result<StageMemory> OneStage(const std::string& model, const std::string& cluster_text, int64_t sequence, plan::Strategy strategy,
-                             int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes) {
+                             int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes, bool as_run) {
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, "cluster"));
   INTERLACE_ASSIGN(std::unique_ptr<plan::LayerSource> layers, Layers(model, cluster, sequence));
   plan::StageOptions options;
   options.global_batch = int64_t{strategy.micro_batch} * strategy.dp * strategy.micro_batches;
   options.device_bytes = cluster.MemoryLimitBytes();
   options.weight_bytes = weight_bytes, options.gradient_bytes = gradient_bytes, options.state_bytes = state_bytes;
+  options.as_run = as_run;
   options.micro_batches = {strategy.micro_batch};
   options.tensor_parallel = {strategy.tp};
   INTERLACE_ASSIGN(plan::StageModel stage, plan::StageModel::Create(*layers, cluster, options));
@@ -92,14 +93,14 @@ void AddLayers(py::module_& m) {
   m.def(
       "stage_memory",
       [](const std::string& model, const std::string& cluster, int64_t sequence, int32_t micro_batch, int32_t micro_batches, int32_t dp,
-         int32_t zero, int32_t full, int32_t selective, int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes) {
+         int32_t zero, int32_t full, int32_t selective, int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes, bool as_run) {
         plan::Strategy strategy;
         strategy.micro_batch = micro_batch, strategy.micro_batches = micro_batches, strategy.dp = dp, strategy.zero = zero;
         strategy.full = full, strategy.selective = selective;
         Result<StageMemory> memory = MakeError("not counted");
         {
           py::gil_scoped_release unlocked;
-          memory = OneStage(model, cluster, sequence, strategy, weight_bytes, gradient_bytes, state_bytes);
+          memory = OneStage(model, cluster, sequence, strategy, weight_bytes, gradient_bytes, state_bytes, as_run);
         }
         StageMemory found = Take(std::move(memory));
         py::dict bytes;
@@ -107,7 +108,7 @@ void AddLayers(py::module_& m) {
         return py::dict("peak_forward"_a = found.cost.peak_forward, "peak_backward"_a = found.cost.peak_backward, "bytes"_a = bytes);
       },
       "model"_a, "cluster"_a, "sequence"_a, py::kw_only(), "micro_batch"_a, "micro_batches"_a = 1, "dp"_a = 1, "zero"_a = 0,
-      "full"_a = 0, "selective"_a = 0, "weight_bytes"_a = 4, "gradient_bytes"_a = 4, "state_bytes"_a = 8,
+      "full"_a = 0, "selective"_a = 0, "weight_bytes"_a = 4, "gradient_bytes"_a = 4, "state_bytes"_a = 8, "as_run"_a = true,
       "Peaks of a device that trains a whole model in one stage, and where the larger one comes from.");
 }
 

@@ -68,6 +68,7 @@ struct ClusterSpec {
 
   double h2d_gb_per_s = 0, d2h_gb_per_s = 0;   // per device
   double host_gb_per_s = 0;                    // per node and direction, all devices together
+  double host_memory_gib = 0;                  // per node; 0: not known, no limit
   double copy_us = 0;                          // latency of a copy
   double file_read_gb_per_s = 0, file_write_gb_per_s = 0;  // per node
   double cores = 0;                            // of a host

@@ -16,6 +16,7 @@
 #include "passes/recompute.h"
 #include "plan/layer_memory.h"
 #include "plan/model_text.h"
+#include "plan/run_layer.h"
 #include "plan/tensor_parallel.h"
 
 namespace interlace::plan {
@@ -111,6 +112,22 @@ class Layer {
     return cost;
   }
 
+  // As the runtime trains it, by kind of recomputation: nothing, selective, full (only blocks have the last two).
+  struct AsRun {
+    RunHolds holds;
+    std::array<RunLayer, 3> kinds;
+    int count = 1;
+  };
+  Result<AsRun> RunOf(const RunSetting& setting, const std::string& tied) const {
+    AsRun out;
+    out.count = role_ == Role::kBlock ? 3 : 1;
+    INTERLACE_ASSIGN(out.holds, RunHoldsOf(kept_.program, role_, setting, tied));
+    const Variant* variants[] = {&kept_, &selective_, &full_};
+    for (int kind = 0; kind < out.count; ++kind) {
+      INTERLACE_ASSIGN(out.kinds[kind], RunLayerOf(variants[kind]->program, role_, setting, tied));
+    }
+    return out;
+  }
   // Of the inputs that all blocks share, by the most that any way of recomputing reads again.
   Result<int64_t> SharedBytes(const Binding& binding) const {
     int64_t most = 0;
@@ -158,6 +175,8 @@ class CapturedLayers : public LayerSource {
 
   Status Prepare(ModelText model) {
     blocks_ = model.blocks;
+    dtype_ = model.dtype;
+    tied_ = model.tied;
     largest_tp_ = static_cast<int32_t>(std::gcd<int64_t>(LargestTensorParallel(model), sequence_));
     for (int role = 0; role < kRoles; ++role) {
       Program& program = model.programs[role];
@@ -204,16 +223,73 @@ class CapturedLayers : public LayerSource {
     return cost;
   }
 
+  Result<RunCost> AsRun(Role role, int32_t micro_batch, const RunSetting& setting) const override {
+    std::array<LayerCost, kRoles> costs;
+    for (int i = 0; i < kRoles; ++i) {
+      INTERLACE_ASSIGN(costs[i], Cost(static_cast<Role>(i), micro_batch, 1));
+    }
+    const Binding binding{{"b", micro_batch}, {"s", sequence_}};
+    std::lock_guard lock(mutex_);
+    auto [at, added] = runs_.try_emplace(setting);
+    for (int i = 0; i < kRoles && added; ++i) {
+      Result<Layer::AsRun> run = layers_[i].RunOf(setting, tied_);
+      if (!run.ok()) {
+        runs_.erase(at);
+        return run.error();
+      }
+      at->second[i] = std::move(*run);
+    }
+    const auto& [embedding, block, head] = at->second;
+    auto most = [&](int64_t RunLayer::*member) {
+      return std::max({block.kinds[0].*member, block.kinds[1].*member, block.kinds[2].*member});
+    };
+    const Layer::AsRun& mine = at->second[static_cast<int>(role)];
+    const LayerCost& cost = costs[static_cast<int>(role)];
+    RunCost out{mine.holds.weights, mine.holds.gradients, mine.holds.states, mine.holds.units};
+    // Beside a layer: what the next one gathers ahead, and what the one before it in backward still reduces. A tied parameter is
+    // gathered from the embedding to the head, and its gradient waits from the head to the embedding.
+    const int64_t tied = costs[static_cast<int>(Role::kHead)].tied * DTypeBytes(dtype_);
+    const int64_t gathered = role == Role::kBlock && setting.zero == 3 && setting.dp > 1 ? tied : 0;
+    const int64_t ahead = role == Role::kEmbedding ? most(&RunLayer::first_forward)
+                          : role == Role::kBlock   ? std::max(block.kinds[0].first_forward, head.kinds[0].first_forward)
+                                                   : 0;
+    int64_t shared = 0;  // what the embedding makes for all blocks is saved, and not in its program
+    if (role == Role::kEmbedding) {
+      INTERLACE_ASSIGN(shared, layers_[static_cast<int>(Role::kBlock)].SharedBytes(binding));
+    }
+    INTERLACE_ASSIGN(int64_t forward, mine.kinds[0].Forward(binding, ahead));
+    out.work_forward = std::max<int64_t>(forward + shared - cost.saved_kept, 0) + gathered;
+    const int64_t saved[] = {cost.saved_kept - shared, cost.saved_selective - shared, cost.saved_full - shared};
+    int64_t* work[] = {&out.work_backward, &out.work_backward_selective, &out.work_backward_full};
+    for (int kind = 0; kind < mine.count; ++kind) {
+      const RunLayer& layer = mine.kinds[kind];
+      const int64_t gathering = role == Role::kHead ? most(&RunLayer::first_backward) : role == Role::kBlock ? layer.first_backward : 0;
+      const int64_t reducing = role == Role::kBlock       ? std::max(head.kinds[0].last_reduced, layer.last_reduced)
+                               : role == Role::kEmbedding ? most(&RunLayer::last_reduced)
+                                                          : 0;
+      INTERLACE_ASSIGN(int64_t peak, layer.Backward(binding, gathering, reducing));
+      *work[kind] = std::max<int64_t>(peak - saved[kind], 0) + (role == Role::kBlock ? tied : 0);
+    }
+    return out;
+  }
+
  private:
   ClusterSpec cluster_;
   int64_t sequence_;
   int32_t blocks_ = 0, largest_tp_ = 1;
+  DType dtype_ = DType::kF32;
+  std::string tied_;
   std::array<Layer, kRoles> layers_, cut_layers_;
   mutable std::mutex mutex_;
   mutable std::map<std::tuple<Role, int32_t, int32_t>, LayerCost> known_;
+  mutable std::map<RunSetting, std::array<Layer::AsRun, kRoles>> runs_;
 };
 
 }  // namespace
+
+Result<RunCost> LayerSource::AsRun(Role, int32_t, const RunSetting&) const {
+  return MakeError("these layers have no programs, so what the runtime makes of them cannot be counted");
+}
 
 Result<std::unique_ptr<LayerSource>> ReadLayers(std::string_view model_text, std::string_view file, const ClusterSpec& cluster,
                                                 int64_t sequence) {

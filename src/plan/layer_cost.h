@@ -3,6 +3,7 @@
 // Derived from the layer's captured program, whose dimensions are symbolic in b (micro-batch), s (sequence) and tp.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 
 #include "base/result.h"
@@ -26,6 +27,21 @@ struct LayerCost {
   int64_t boundary = 0;                              // bytes of the activation that enters (and leaves) the layer, one micro-batch
 };
 
+// How this runtime trains a whole model in one stage without tensor parallel.
+struct RunSetting {
+  int32_t dp = 1, zero = 0;
+  bool accumulates = false;                          // more than one micro-batch a step
+  bool receives = true;                              // reductions receive into memory that counts (CPU transports)
+  friend auto operator<=>(const RunSetting&, const RunSetting&) = default;
+};
+// What a layer takes of a device then (run_layer.h).
+struct RunCost {
+  int64_t weights = 0, gradients = 0, states = 0;    // elements that the rank holds
+  int64_t units = 0;                                 // transfers of each kind
+  int64_t work_forward = 0, work_backward = 0;       // as in LayerCost, with what moves beside the layer
+  int64_t work_backward_selective = 0, work_backward_full = 0;
+};
+
 // Where a stage's model takes its layers' costs from: a captured model, or a table in a test. A model's blocks are alike.
 class LayerSource {
  public:
@@ -35,6 +51,8 @@ class LayerSource {
   virtual int32_t largest_tp() const = 0;
   // Error: sizes that do not divide, a count beyond 64 bits.
   virtual Result<LayerCost> Cost(Role role, int32_t micro_batch, int32_t tp) const = 0;
+  // Error: as above; a source without programs.
+  virtual Result<RunCost> AsRun(Role role, int32_t micro_batch, const RunSetting& setting) const;
 };
 
 }  // namespace interlace::plan

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <limits>
 #include <string_view>
+#include <unordered_map>
 #include <unordered_set>
+
+#include "ir/memory_plan.h"
 
 namespace interlace::plan {
 namespace {
@@ -29,35 +32,28 @@ struct Life {
 
 class Counting {
  public:
-  explicit Counting(Program& program)
-      : program_(program), phase_(*program.FindPhase("micro_batch")), lives_(program.num_values()) {}
+  Counting(Program& program, const Phase& phase, bool receives)
+      : program_(program), phase_(phase), receives_(receives), lives_(program.num_values()) {}
 
-  Result<LayerMemory> Run() {
+  Result<LiveBytes> Run() {
     const auto end = static_cast<int32_t>(phase_.ops.size());
-    const int32_t middle = FirstBackward(program_, phase_);
-    if (middle == 0 || middle == end) return MakeError("a layer's program needs a forward and a backward part");
-    Find(middle);
-    Dim live = 0;
-    std::vector<std::vector<ValueId>> begins(end + 1), ends(end + 1);
-    LayerMemory out;
-    for (ValueId id = 0; id < program_.num_values(); ++id) {
-      const Life& life = lives_[id];
+    LiveBytes out;
+    out.middle = FirstBackward(program_, phase_);
+    if (out.middle == 0 || out.middle == end) return MakeError("a layer's program needs a forward and a backward part");
+    Find(out.middle);
+    std::vector<std::vector<Dim>> begins(end + 1), ends(end + 1);
+    for (const Life& life : lives_) {
       if (!life.counted) continue;
-      (life.first < 0 ? begins[0] : begins[life.first]).push_back(id);
-      ends[std::max(life.last, 0)].push_back(id);
-      if (life.first < middle && life.last >= middle) out.saved = program_.dims.Add(out.saved, life.bytes);
+      begins[std::max(life.first, 0)].push_back(life.bytes);
+      ends[std::max(life.last, 0)].push_back(life.bytes);
+      if (life.first < out.middle && life.last >= out.middle) out.saved = program_.dims.Add(out.saved, life.bytes);
     }
-    std::unordered_set<int64_t> seen;
+    Dim live = 0;
     for (int32_t i = 0; i < end; ++i) {
-      if (i == middle) {
-        // The activation that leaves has become the next layer's; what follows counts it only if this layer reads it again.
-        seen.clear();
-      }
-      for (ValueId id : begins[i]) live = program_.dims.Add(live, lives_[id].bytes);
-      Candidates& part = i < middle ? out.forward : out.backward;
+      for (Dim bytes : begins[i]) live = program_.dims.Add(live, bytes);
       if (live == Dim(kTooLarge)) return MakeError("the layer's memory overflows 64 bits or is too long an expression");
-      if (seen.insert(live.is_const() ? live.value : -1 - int64_t{live.expr}).second) part.push_back(live);
-      for (ValueId id : ends[i]) live = program_.dims.Sub(live, lives_[id].bytes);
+      out.at.push_back(live);
+      for (Dim bytes : ends[i]) live = program_.dims.Sub(live, bytes);
     }
     out.shared = shared_;
     out.boundary = boundary_;
@@ -68,7 +64,7 @@ class Counting {
   void Find(int32_t middle) {
     for (const Input& input : program_.inputs) {
       Life& life = lives_[input.value];
-      if (input.name == "hidden" || input.name == "hidden.grad") {
+      if (input.name == "hidden" || input.name.ends_with(".grad")) {
         life = {Bytes(program_, program_.value(input.value).type), input.name == "hidden" ? -1 : middle, -1, true};
         if (input.name == "hidden") boundary_ = life.bytes;
         life.last = std::max(life.first, 0);
@@ -96,6 +92,7 @@ class Counting {
       life.last = std::max(life.last, index);
     });
     for (ValueId id : op.writes) lives_[program_.RootOf(id)].last = std::max(lives_[program_.RootOf(id)].last, index);
+    if (op.name.ends_with(".start") || op.name.ends_with(".wait")) Transfer(op, index);
     if (op.name == "grad" && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
       lives_[program_.RootOf(op.args[1].value)].counted = false;  // written into the stage's gradients
     }
@@ -110,9 +107,28 @@ class Counting {
     }
   }
 
+  // What a transfer reads, and the memory that it receives into, live until it is waited for.
+  void Transfer(const Op& op, int32_t index) {
+    if (op.name.ends_with(".wait")) {
+      ForEachOperand(op, [&](ValueId id) {
+        for (auto [found, last] = in_flight_.equal_range(id); found != last; ++found) lives_[found->second].last = index;
+      });
+      return;
+    }
+    const int64_t bytes = receives_ ? ReceiveBytes(program_, op) : 0;
+    if (bytes > 0) lives_.push_back({Dim(bytes), index, index, true});
+    for (ValueId result : op.results) {
+      if (result == kNone) continue;
+      if (bytes > 0) in_flight_.emplace(result, static_cast<ValueId>(lives_.size()) - 1);
+      ForEachOperand(op, [&](ValueId id) { in_flight_.emplace(result, program_.RootOf(id)); });
+    }
+  }
+
   Program& program_;
   const Phase& phase_;
-  std::vector<Life> lives_;  // by root
+  const bool receives_;
+  std::vector<Life> lives_;  // by root, then what is received into
+  std::unordered_multimap<ValueId, ValueId> in_flight_;  // result of a start → lives that it keeps
   Dim shared_, boundary_;
 };
 
@@ -123,9 +139,22 @@ int32_t FirstBackward(const Program& program, const Phase& phase) {
   return static_cast<int32_t>(std::find_if(phase.ops.begin(), phase.ops.end(), is_backward) - phase.ops.begin());
 }
 
+Result<LiveBytes> CountLive(Program& program, const Phase& phase, bool receives) { return Counting(program, phase, receives).Run(); }
+
 Result<LayerMemory> MemoryOfLayer(Program& program) {
-  if (program.FindPhase("micro_batch") == nullptr) return MakeError("the layer's program has no phase micro_batch");
-  return Counting(program).Run();
+  const Phase* phase = program.FindPhase("micro_batch");
+  if (phase == nullptr) return MakeError("the layer's program has no phase micro_batch");
+  INTERLACE_ASSIGN(LiveBytes live, CountLive(program, *phase, false));
+  LayerMemory out{live.saved, live.shared, live.boundary, {}, {}};
+  std::unordered_set<int64_t> seen;
+  for (size_t i = 0; i < live.at.size(); ++i) {
+    // The activation that leaves has become the next layer's; what follows counts it only if this layer reads it again.
+    if (i == static_cast<size_t>(live.middle)) seen.clear();
+    const Dim at = live.at[i];
+    if (!seen.insert(at.is_const() ? at.value : -1 - int64_t{at.expr}).second) continue;
+    (i < static_cast<size_t>(live.middle) ? out.forward : out.backward).push_back(at);
+  }
+  return out;
 }
 
 Result<int64_t> Largest(const DimTable& dims, const Candidates& candidates, const Binding& binding) {

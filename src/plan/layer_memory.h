@@ -34,6 +34,15 @@ struct LayerMemory {
 // Adds expressions to program.dims. Error: an expression that overflows, no forward or backward part.
 Result<LayerMemory> MemoryOfLayer(Program& program);
 
+// Bytes alive at each op of a phase, its own results among them, of a captured layer or of one that passes have cut into units.
+struct LiveBytes {
+  std::vector<Dim> at;   // by place in the phase
+  int32_t middle = 0;    // first op of the backward part
+  Dim saved, shared, boundary;
+};
+// `receives`: what a reduction receives has memory until it is waited for (CPU transports). Error: as above.
+Result<LiveBytes> CountLive(Program& program, const Phase& phase, bool receives);
+
 // The largest candidate. Error: an unbound symbol, 64 bits.
 Result<int64_t> Largest(const DimTable& dims, const Candidates& candidates, const Binding& binding);
 

@@ -264,5 +264,48 @@ TEST(Layers, WrongTextsAreNamed) {
   for (size_t cut = 0; cut < good.size(); cut += 997) EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, cut), "m")), "no error");
 }
 
+// What the runtime holds of a layer (run_layer.h). That it is what the runtime's allocator shows is checked on ranks, by
+// tests/python/test_plan.py and bench/plan_memory.py.
+TEST(Layers, AsTheRuntimeTrainsThem) {
+  for (const char* name : {"llama.model", "gpt2.model"}) {
+    SCOPED_TRACE(name);
+    auto source = ReadLayers(FileText(name), name, ClusterOf("local-2"), 128);
+    ASSERT_EQ(ErrorOf(source), "no error");
+    const LayerSource& layers = **source;
+    for (Role role : {Role::kEmbedding, Role::kBlock, Role::kHead}) {
+      SCOPED_TRACE(RoleName(role));
+      const LayerCost cost = *layers.Cost(role, 2, 1);
+      const RunCost alone = *layers.AsRun(role, 2, {.dp = 1, .zero = 0});
+      const int64_t own = cost.parameters - cost.tied;
+      EXPECT_EQ(alone.weights, alone.gradients);
+      EXPECT_GE(alone.weights, own);  // parameters begin at multiples of 32
+      EXPECT_LE(alone.weights, own + 32 * alone.units);
+      EXPECT_GE(alone.work_backward, cost.work_backward);
+      for (int32_t dp : {2, 4}) {
+        for (bool accumulates : {false, true}) {
+          int64_t held[4], work[4];
+          for (int32_t zero = 0; zero <= 3; ++zero) {
+            const RunCost run = *layers.AsRun(role, 2, {dp, zero, accumulates});
+            const int64_t whole = run.weights * (zero == 3 ? dp : 1);
+            EXPECT_GE(whole, own);
+            EXPECT_LE(whole, own + 32 * dp * run.units);
+            EXPECT_EQ(run.states * (zero >= 1 ? dp : 1), whole);
+            // Replicated: sums and what is gathered of them. ZeRO 1 adds up whole gradients beside the reduced shard.
+            const int64_t shard = whole / dp;
+            EXPECT_EQ(run.gradients, zero == 0 ? (accumulates ? 2 : 1) * whole : zero == 1 && accumulates ? whole + shard : shard) << zero;
+            held[zero] = run.weights + run.gradients, work[zero] = run.work_backward;
+          }
+          EXPECT_LE(held[3], held[2]);
+          EXPECT_LE(held[2], held[1]);
+          if (accumulates) EXPECT_LE(held[1], held[0]);
+          // In flight: a gradient that is being made and one that is reduced and received, then parameters too.
+          EXPECT_GE(work[2], alone.work_backward);
+          EXPECT_GE(work[3], work[2]);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace interlace::plan

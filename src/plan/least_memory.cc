@@ -114,7 +114,7 @@ Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, co
   StageOptions stage = options.space.stage;
   stage.global_batch = options.global_batch;
   stage.device_bytes = std::numeric_limits<int64_t>::max() / 4;
-  if (options.host_bytes > 0) stage.host_bytes = options.host_bytes;
+  stage.host_bytes = HostBytesFor(cluster, options.host_bytes);
   // One micro-batch a layout is all that is asked for: the others need not be prepared.
   for (int32_t dp = 1; dp <= cluster.devices; ++dp) {
     int32_t b = SmallestMicroBatch(options.space, options.global_batch, dp);

@@ -37,6 +37,7 @@ void WritePlan(JsonWriter& out, const PlanFile& file) {
   out.Field("per_node", file.per_node).Field("blocks", file.blocks).Field("global_batch", plan.global_batch);
   out.Field("sequence", plan.sequence).Field("flash_attention", plan.flash_attention).Field("dtype", file.dtype);
   out.Field("memory_limit", file.memory_limit).Field("accumulation", plan.micro_batches()).Field("space", plan.space);
+  out.Field("template", file.as_run ? "runtime" : "overlap");
   out.Field("step_us", plan.step_us).Field("pipeline_us", plan.pipeline_us).Field("bound_us", plan.bound_us);
   out.Field("gap", plan.gap()).Field("samples_per_s", plan.samples_per_s()).Key("stages").BeginArray();
   for (size_t i = 0; i < plan.stages.size(); ++i) WriteStage(out.NewLine(), file, i);

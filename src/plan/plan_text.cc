@@ -50,6 +50,8 @@ class Printer {
     Line(std::string("flash_attention ") + (plan_.flash_attention ? "yes" : "no"));
     Quoted("dtype", file_.dtype);
     Line("memory_limit " + std::to_string(file_.memory_limit), Gib(file_.memory_limit) + " of a device");
+    Line(std::string("template ") + (file_.as_run ? "runtime" : "overlap"),
+         file_.as_run ? "predicted as interlace train carries it out" : "Mist's: whole layers move beside their neighbours' compute");
     Line("accumulation " + std::to_string(plan_.micro_batches()), "micro-batches of a step, the same on every rank");
     Quoted("space", plan_.space);
     Line("predicted step_us " + Shortest(plan_.step_us) + " pipeline_us " + Shortest(plan_.pipeline_us) + " bound_us " +
@@ -165,7 +167,7 @@ class PlanReader {
   Status HeadLine(std::string_view word) {
     Plan& plan = out_.plan;
     INTERLACE_TRY(Once(word, {"model", "cluster", "devices", "blocks", "global_batch", "sequence", "flash_attention",
-                              "memory_limit", "accumulation", "space", "dtype", "predicted"}));
+                              "memory_limit", "template", "accumulation", "space", "dtype", "predicted"}));
     if (word == "model") return Text(plan.model);
     if (word == "cluster") return Text(plan.cluster);
     if (word == "space") return Text(plan.space);
@@ -178,6 +180,11 @@ class PlanReader {
     if (word == "flash_attention") {
       plan.flash_attention = in_.EatWord("yes");
       if (!plan.flash_attention && !in_.EatWord("no")) return in_.ErrorHere("expected yes or no, found " + in_.Found());
+      return Ok{};
+    }
+    if (word == "template") {
+      out_.as_run = in_.EatWord("runtime");
+      if (!out_.as_run && !in_.EatWord("overlap")) return in_.ErrorHere("expected overlap or runtime, found " + in_.Found());
       return Ok{};
     }
     if (word == "devices") {

@@ -10,6 +10,7 @@
 //   flash_attention yes
 //   dtype "bfloat16"                   # of weights and gradients in forward and backward; bfloat16 has float32 masters
 //   memory_limit 23622320128           # bytes of a device
+//   template overlap                   # or runtime: predicted as this runtime trains it (one stage, tp 1); may be left out
 //   accumulation 64                    # micro-batches of a step, the same on every rank
 //   space "full"
 //   predicted step_us 41250000 pipeline_us 41100000 bound_us 41250000
@@ -46,6 +47,7 @@ struct PlanFile {
   int64_t blocks = 1;              // of the model
   int64_t devices = 1, per_node = 1;
   int64_t memory_limit = 0;        // bytes of one device
+  bool as_run = false;             // predicted as this runtime trains it, not by the overlap template (stage_model.h)
   struct Place {
     int32_t line = 0;              // of `stage`, from 1; 0: not read from a file
     int64_t last_device = 0;
@@ -68,7 +70,9 @@ Result<PlanFile> ParsePlan(std::string_view text, std::string_view file);
 //   recompute full + selective blocks are at most the stage's layers
 //   offload   shares are between 0 and 1
 //   dtype     bfloat16 or float32
+//   template  the runtime trains one stage without tensor parallel
 //   memory    predicted peaks are within the limit, and the limit within the cluster's device
+//   host      what a node holds on its host is within the cluster's memory_gib
 //   cluster   devices and nodes are those of the given cluster
 Status VerifyPlan(const PlanFile& file, const ClusterSpec* cluster = nullptr);
 

@@ -62,6 +62,7 @@ TEST(PlanText, PrintsAndParses) {
   EXPECT_EQ(last.first_block, 4);
   EXPECT_EQ(last.strategy.in_flight, 1);
   EXPECT_EQ(parsed->plan.stages[0].strategy.in_flight, 2);
+  EXPECT_FALSE(parsed->as_run);
   EXPECT_EQ(ErrorOf(VerifyPlan(*parsed)), "no error");
   EXPECT_EQ(ErrorOf(VerifyPlan(Example())), "no error");
 }
@@ -76,6 +77,7 @@ TEST(PlanText, LinesThatCannotBeRead) {
   EXPECT_NE(ParseError(Replaced(text, "  zero 0", "  zero 0\n  zero 1")).find("'zero' is given twice"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "stage 1", "stage 3")).find("this one must be 'stage 1'"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "dp 2", "dp 99999999999")).find("must be from 0 to 2147483647"), std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "template overlap", "template over")).find("expected overlap or runtime"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "weights 0", "weights nan")).find("expected a number"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "sequence 2048", "sequence 2048 x")).find("expected the end of the line"), std::string::npos);
 }
@@ -88,25 +90,27 @@ TEST(PlanText, BrokenRulesNameStageAndRule) {
     return line == std::string::npos ? said : said.substr(line + 1);
   };
   EXPECT_EQ(problem("micro_batch 2 dp 2 tp 2", "micro_batch 3 dp 2 tp 2"),
-            "stage 0 (line 16), rule batch: accumulation 16 * micro_batch 3 * dp 2 = 96, global_batch is 64");
+            "stage 0 (line 17), rule batch: accumulation 16 * micro_batch 3 * dp 2 = 96, global_batch is 64");
   EXPECT_EQ(problem("layers 4 embedding", "layers 5 embedding"), "rule layers: the stages hold 9 blocks, the model has 8");
-  EXPECT_EQ(problem("layers 4 embedding", "layers 4"), "stage 0 (line 16), rule layers: the first stage has to hold the embedding");
+  EXPECT_EQ(problem("layers 4 embedding", "layers 4"), "stage 0 (line 17), rule layers: the first stage has to hold the embedding");
   EXPECT_EQ(problem("\"bfloat16\"", "\"int8\""), "rule dtype: 'int8' is neither bfloat16 nor float32");
-  EXPECT_EQ(problem("  zero 1", "  zero 4"), "stage 1 (line 26), rule zero: zero 4 is not a level from 0 to 3");
+  EXPECT_EQ(problem("  zero 1", "  zero 4"), "stage 1 (line 27), rule zero: zero 4 is not a level from 0 to 3");
   EXPECT_EQ(problem("recompute full 3", "recompute full 5"),
-            "stage 0 (line 16), rule recompute: 5 blocks recomputed in full and 0 selectively are more than its 4 layers");
+            "stage 0 (line 17), rule recompute: 5 blocks recomputed in full and 0 selectively are more than its 4 layers");
   EXPECT_EQ(problem("activations 0", "activations 1.5"),
-            "stage 0 (line 16), rule offload: activations 1.5 is not a share from 0 to 1");
+            "stage 0 (line 17), rule offload: activations 1.5 is not a share from 0 to 1");
   EXPECT_EQ(problem("peak_forward 900", "peak_forward 1001"),
-            "stage 0 (line 16), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000");
-  EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"), "stage 0 (line 16), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");
+            "stage 0 (line 17), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000");
+  EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"), "stage 0 (line 17), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 16 per_node 4"), "rule devices: the stages end at device 7, the cluster at 15");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 3"), "rule devices: 8 devices do not fill nodes of 3");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 8"), "no error");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 2"), "no error");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 1"),
-            "stage 0 (line 16), rule mesh: tensor-parallel groups of 2 cross nodes of 1\n"
-            "stage 1 (line 26), rule mesh: tensor-parallel groups of 2 cross nodes of 1");
+            "stage 0 (line 17), rule mesh: tensor-parallel groups of 2 cross nodes of 1\n"
+            "stage 1 (line 27), rule mesh: tensor-parallel groups of 2 cross nodes of 1");
+  EXPECT_EQ(problem("template overlap", "template runtime"),
+            "rule template: the runtime trains plans of one stage without tensor parallel; write 'template overlap' for others");
   EXPECT_NE(Rules(Replaced(text, "dp 2", "dp 2147483647")).find("rule batch"), std::string::npos);
 }
 
@@ -118,6 +122,13 @@ TEST(PlanText, RulesOfACluster) {
   cluster.per_node = 4;
   cluster.memory_gib = 1;
   EXPECT_EQ(ErrorOf(VerifyPlan(file, &cluster)), "no error");
+  cluster.host_memory_gib = 1;
+  file.plan.stages[1].cost.host_bytes = int64_t{256} << 20;  // of each of a node's four
+  EXPECT_EQ(ErrorOf(VerifyPlan(file, &cluster)), "no error");
+  file.plan.stages[1].cost.host_bytes += 1;
+  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster)).find("rule host: with it node 1 holds 1073741828 bytes on its host; a node of here has 1 GiB"),
+            std::string::npos);
+  file.plan.stages[1].cost.host_bytes = 7;
   cluster.per_node = 8;
   EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster)).find("rule cluster: the plan is for 8 devices, 4 a node; here has 8, 8 a node"),
             std::string::npos);

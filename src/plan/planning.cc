@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -19,10 +20,14 @@ namespace interlace::plan {
 namespace {
 
 constexpr int64_t kMostDevices = 4096;  // looked at for what would fit
+constexpr double kSearchShare = 0.7;    // of a time limit; the rest is for comparisons
+constexpr double kTolerance = 0.01;     // of what plans are compared with: the best within so much
 
-Status SetBytes(StageOptions& stage, std::string_view dtype) {
+// `as_run`: as the runtime trains, whose gradients have the dtype of the master weights.
+Status SetBytes(StageOptions& stage, std::string_view dtype, bool as_run) {
+  stage.as_run = as_run;
   if (dtype == "bfloat16") {
-    stage.weight_bytes = 2, stage.gradient_bytes = 2, stage.state_bytes = 12;  // float32 master and two moments
+    stage.weight_bytes = 2, stage.gradient_bytes = as_run ? 4 : 2, stage.state_bytes = 12;  // float32 master and two moments
   } else if (dtype == "float32") {
     stage.weight_bytes = 4, stage.gradient_bytes = 4, stage.state_bytes = 8;
   } else {
@@ -36,18 +41,15 @@ Result<Baseline> SpacesOf(const PlanRequest& request, std::string_view name) {
   INTERLACE_ASSIGN(const Baseline* known, FindBaseline(name));
   Baseline out = *known;
   for (Space& space : out.spaces) {
-    INTERLACE_TRY(SetBytes(space.stage, request.dtype));
+    INTERLACE_TRY(SetBytes(space.stage, request.dtype, request.runnable));
     if (!request.runnable) continue;
     StageOptions& stage = space.stage;
     space.stages = {1};
     stage.tensor_parallel = {1};
-    stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
+    // What leaves a CPU's memory goes to a file: a plan by hand may say so, the search does not.
+    if (request.cluster.cpu) stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
   }
   return out;
-}
-
-int64_t MemoryFor(const ClusterSpec& cluster, int64_t limit) {
-  return limit > 0 ? limit : static_cast<int64_t>(static_cast<double>(cluster.MemoryLimitBytes()) * 0.9);
 }
 
 // What a person would try first: the same space without one of the things that the best plan does.
@@ -84,12 +86,13 @@ class Planning {
   Planning(const PlanRequest& request, const PlanProgress& progress) : r_(request), progress_(progress) {}
 
   Result<std::string> Run() {
-    auto begin = std::chrono::steady_clock::now();
+    begin_ = std::chrono::steady_clock::now();
     Say("reading the model", 0, 0, 0);
     INTERLACE_ASSIGN(layers_, ReadLayers(r_.model_text, "model", r_.cluster, r_.sequence));
     INTERLACE_ASSIGN(searched_, SpacesOf(r_, r_.space));
     INTERLACE_ASSIGN(TuneOptions options, Options());
     options.top = r_.top;
+    if (r_.why_not) options.time_limit_s *= kSearchShare;
     options.progress = [&](const TuneProgress& p) { Say("searching", p.done, p.total, p.best_us); };
     INTERLACE_ASSIGN(TuneResult found, TuneBaseline(searched_, *layers_, r_.cluster, options));
     options.progress = {};
@@ -108,7 +111,7 @@ class Planning {
     out.EndArray().NewLine().Field("complete", found.complete).Field("bound_us", found.bound_us);
     out.Field("memory_limit", options.device_bytes).Field("pairs", found.pairs).Field("pairs_solved", found.pairs_solved);
     out.Field("frontiers", found.frontiers).Field("points", found.points);
-    out.Field("seconds", std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    out.Field("seconds", Seconds());
     if (found.plans.empty()) {
       INTERLACE_TRY(NothingFits(out.Key("nothing_fits"), options, least));
     } else if (r_.why_not) {
@@ -119,6 +122,7 @@ class Planning {
   }
 
  private:
+  double Seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
   void Say(std::string_view what, int64_t done, int64_t total, double best_us) const {
     if (progress_) progress_(what, done, total, best_us);
   }
@@ -128,7 +132,7 @@ class Planning {
     options.model = r_.model;
     options.global_batch = r_.global_batch, options.sequence = r_.sequence;
     options.flash_attention = r_.flash_attention;
-    options.device_bytes = MemoryFor(r_.cluster, r_.memory_limit);
+    options.device_bytes = DeviceBytesFor(r_.cluster, r_.memory_limit);
     options.host_bytes = r_.host_limit;
     options.time_limit_s = r_.time_limit_s;
     options.threads = r_.threads;
@@ -154,9 +158,10 @@ class Planning {
     PlanFile file;
     file.plan = plan;
     file.dtype = r_.dtype;
+    file.as_run = r_.runnable;
     file.blocks = layers_->blocks();
     file.devices = r_.cluster.devices, file.per_node = r_.cluster.per_node;
-    file.memory_limit = MemoryFor(r_.cluster, r_.memory_limit);
+    file.memory_limit = DeviceBytesFor(r_.cluster, r_.memory_limit);
     return file;
   }
 
@@ -164,7 +169,7 @@ class Planning {
     PlanFile file = FileOf(plan);
     INTERLACE_TRY(VerifyPlan(file, r_.memory_limit > 0 ? nullptr : &r_.cluster));
     StageOptions stage;
-    INTERLACE_TRY(SetBytes(stage, r_.dtype));
+    INTERLACE_TRY(SetBytes(stage, r_.dtype, r_.runnable));
     stage.global_batch = r_.global_batch;
     stage.device_bytes = file.memory_limit;
     for (const PlanStage& each : plan.stages) {
@@ -197,6 +202,7 @@ class Planning {
 
   Status WhyNot(JsonWriter& out, TuneOptions options, const Plan& best) const {
     options.top = 1;
+    options.tolerance = kTolerance;
     std::vector<Baseline> all = AlternativesOf(searched_, best);
     for (std::string_view name : {"megatron", "deepspeed", "aceso"}) {
       if (r_.runnable || name == r_.space) continue;
@@ -208,6 +214,13 @@ class Planning {
     for (size_t i = 0; i < all.size(); ++i) {
       Say("comparing with: " + all[i].name, static_cast<int64_t>(i), static_cast<int64_t>(all.size()), best.step_us);
       out.NewLine().BeginObject().Field("name", all[i].name).Field("what", all[i].help);
+      if (r_.time_limit_s > 0) {
+        options.time_limit_s = (r_.time_limit_s - Seconds()) / static_cast<double>(all.size() - i);
+        if (options.time_limit_s <= 0) {
+          out.Field("skipped", true).EndObject();
+          continue;
+        }
+      }
       Result<TuneResult> found = TuneBaseline(all[i], *layers_, r_.cluster, options);
       if (!found.ok()) {
         out.Field("impossible", found.error().message).EndObject();
@@ -260,9 +273,9 @@ class Planning {
     }
     out.Field("least_bytes", least->device_bytes).Field("over_bytes", least->device_bytes - options.device_bytes);
     out.Field("host_bytes", least->host_bytes).Field("stages", static_cast<int64_t>(least->plan.stages.size()));
-    if (options.host_bytes > 0) {
+    if (HostBytesFor(r_.cluster, options.host_bytes) < std::numeric_limits<int64_t>::max()) {
       TuneOptions free = options;
-      free.host_bytes = 0;
+      free.host_bytes = std::numeric_limits<int64_t>::max();
       Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, r_.cluster, free);
       if (found.ok() && *found && (*found)->device_bytes <= options.device_bytes) out.Field("host_memory", (*found)->host_bytes);
     }
@@ -290,6 +303,7 @@ class Planning {
 
   const PlanRequest& r_;
   const PlanProgress& progress_;
+  std::chrono::steady_clock::time_point begin_;
   std::unique_ptr<LayerSource> layers_;
   Baseline searched_;
 };
@@ -306,7 +320,7 @@ Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, 
     return MakeError("rule layers: the plan is for ", file.blocks, " blocks, the model has ", layers->blocks());
   }
   StageOptions stage;
-  INTERLACE_TRY(SetBytes(stage, file.dtype));
+  INTERLACE_TRY(SetBytes(stage, file.dtype, file.as_run));
   stage.device_bytes = std::max<int64_t>(1, file.memory_limit);
   for (const PlanStage& each : file.plan.stages) {
     stage.micro_batches.push_back(each.strategy.micro_batch);
@@ -324,7 +338,7 @@ Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, 
     each.send_us = BoundaryUs(cluster, bytes, LayoutOf(each.strategy), LayoutOf(next.strategy), inside);
   }
   INTERLACE_ASSIGN(out.plan, Reprice(out.plan, *layers, cluster, stage));
-  INTERLACE_TRY(VerifyPlan(out));  // memory, now that it is known
+  INTERLACE_TRY(VerifyPlan(out, out.memory_limit > cluster.MemoryLimitBytes() ? nullptr : &cluster));  // memory, now that it is known
   return out;
 }
 

@@ -24,13 +24,13 @@ struct PlanRequest {
   std::string model;                 // name, for the plan
   ClusterSpec cluster;
   std::string space = "full";        // of Baselines()
-  bool runnable = false;             // only what the runtime can train: one stage, no tensor parallel, no offload
+  bool runnable = false;             // only what the runtime can train, predicted as it does: one stage, no tensor parallel
   bool flash_attention = true;
   std::string dtype = "bfloat16";    // of weights and gradients; float32 masters beside bfloat16
   int64_t global_batch = 1, sequence = 1;
   int64_t memory_limit = 0;          // bytes of a device; 0: what the cluster leaves a program, less a tenth
   int64_t host_limit = 0;            // bytes of a node's host; 0: none
-  double time_limit_s = 0;           // of the search, and of each alternative; 0: none
+  double time_limit_s = 0;           // of everything: the search and what it is compared with; 0: none
   int32_t top = 1;
   int32_t threads = 0;
   bool why_not = true;

@@ -30,6 +30,13 @@ int64_t BackwardWork(const LayerPart& part, Recomputed kind) {
                                     : part.cost.work_backward;
 }
 
+// Products of absurd sizes end at a size that nothing fits; sums of a few of them stay within 64 bits.
+int64_t Product(int64_t count, int64_t bytes) {
+  constexpr int64_t kMost = int64_t{1} << 59;
+  int64_t product = 0;
+  return __builtin_mul_overflow(count, bytes, &product) ? kMost : std::min(product, kMost);
+}
+
 // Most bytes that two neighbouring layers have together: buffers hold the layer at work and the next.
 template <typename Bytes>
 int64_t OfNeighbours(const std::vector<CountedLayer>& layers, Bytes bytes) {
@@ -83,11 +90,11 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
     };
     const LayerPart &embedding = parts.of(Role::kEmbedding), &head = parts.of(Role::kHead);
     const int64_t head_saved = s.head ? head.cost.saved_kept : 0;
-    consider(in_flight * saved - head_saved, backward ? block_backward : block_work);
+    consider(Product(in_flight, saved) - head_saved, backward ? block_backward : block_work);
     if (s.embedding) {
-      consider((in_flight - 1) * saved + embedding.cost.saved_kept, backward ? embedding.cost.work_backward : embedding.cost.work_forward);
+      consider(Product(in_flight - 1, saved) + embedding.cost.saved_kept, backward ? embedding.cost.work_backward : embedding.cost.work_forward);
     }
-    if (s.head) consider(in_flight * saved, backward ? head.cost.work_backward : head.cost.work_forward);
+    if (s.head) consider(Product(in_flight, saved), backward ? head.cost.work_backward : head.cost.work_forward);
     return worst;
   };
   const Peak first = peak_of(1, false), forward = peak_of(s.in_flight, false), backward = peak_of(s.in_flight, true);
@@ -95,7 +102,7 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
   StageBytes out;
   out.peak_forward = always + std::max(first.total + update, forward.total);
   out.peak_backward = always + backward.total + gathered_gradients + buffer_gradients;
-  out.host = host_weights + host_gradients + host_states + OnHost(s.in_flight * saved, s.activations_out);
+  out.host = host_weights + host_gradients + host_states + OnHost(Product(s.in_flight, saved), s.activations_out);
   if (explain == nullptr) return out;
 
   explain->peak_in_forward = out.peak_forward > out.peak_backward;
@@ -110,7 +117,7 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
       {"gathered gradients", explain->peak_in_forward ? 0 : gathered_gradients, 0},
       {"buffers of host copies",
        buffer_weights + (gradients_move ? buffer_gradients : 0) + (updating ? buffer_states : 0) + at.buffer, 0},
-      {"saved activations", at.saved - at.on_host, OnHost(s.in_flight * saved, s.activations_out)},
+      {"saved activations", at.saved - at.on_host, OnHost(Product(s.in_flight, saved), s.activations_out)},
       {"working peak of a layer", at.work, 0},
       {"buffers to neighbour stages", neighbours, 0},
   };

@@ -13,8 +13,8 @@ bool Allowed(const std::vector<int32_t>& list, int32_t value) {
   return list.empty() || std::find(list.begin(), list.end(), value) != list.end();
 }
 
-LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, int64_t bytes) {
-  CollectiveTime time = RingTime(cluster, group, kind, static_cast<double>(bytes), 1);
+LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, int64_t bytes, int64_t messages) {
+  CollectiveTime time = RingTime(cluster, group, kind, static_cast<double>(bytes), messages);
   LinkTime out{time.latency_us + time.transfer_us, 0};
   // On a cpu the thread that computes also moves the data.
   if (cluster.cpu) out.core_us = std::min(out.us, cluster.comm_core_us_per_mb * time.moved_bytes / 1e6);
@@ -23,18 +23,27 @@ LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveK
 
 // One layer under a sharding level; `group`: the data-parallel ranks.
 LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSpec& cluster, const StageOptions& options,
-                 const GroupShape& group) {
+                 const GroupShape& group, const RunCost* run) {
   LayerPart part;
   part.cost = cost;
+  const int64_t messages = run != nullptr ? run->units : 1;
   const int64_t shard = (cost.parameters + stage.dp - 1) / stage.dp;
   part.weights = options.weight_bytes * (stage.zero >= 3 ? shard : cost.parameters);
   part.gradients = options.gradient_bytes * (stage.zero >= 2 ? shard : cost.parameters);
   part.states = options.state_bytes * (stage.zero >= 1 ? shard : cost.parameters);
   part.gathered_weights = stage.zero >= 3 ? options.weight_bytes * cost.largest_unit : 0;
   part.gathered_gradients = stage.zero >= 2 ? options.gradient_bytes * cost.largest_unit : 0;
-  part.gather = TimeOf(cluster, group, CollectiveKind::kGather, options.weight_bytes * cost.parameters);
-  part.scatter = TimeOf(cluster, group, CollectiveKind::kReduce, options.gradient_bytes * cost.parameters);
-  part.all_reduce = TimeOf(cluster, group, CollectiveKind::kAllReduce, options.gradient_bytes * cost.parameters);
+  if (run != nullptr) {
+    part.weights = options.weight_bytes * run->weights;
+    part.gradients = options.gradient_bytes * run->gradients;
+    part.states = options.state_bytes * run->states;
+    part.gathered_weights = part.gathered_gradients = 0;  // within the work
+    part.cost.work_forward = run->work_forward, part.cost.work_backward = run->work_backward;
+    part.cost.work_backward_selective = run->work_backward_selective, part.cost.work_backward_full = run->work_backward_full;
+  }
+  part.gather = TimeOf(cluster, group, CollectiveKind::kGather, options.weight_bytes * cost.parameters, messages);
+  part.scatter = TimeOf(cluster, group, CollectiveKind::kReduce, options.gradient_bytes * cost.parameters, messages);
+  part.all_reduce = TimeOf(cluster, group, CollectiveKind::kAllReduce, options.gradient_bytes * cost.parameters, messages);
   // The update reads states and gradients and writes states and weights: bound by memory.
   const double updated = static_cast<double>(stage.zero >= 1 ? shard : cost.parameters);
   const double bytes_per_us = cluster.memory_gb_per_s * 1e3 * (cluster.memory_efficiency > 0 ? cluster.memory_efficiency : 1);
@@ -195,7 +204,15 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
         for (bool whole : {false, true}) {
           if (whole) OnceWhatIsTied(cost, options);
           for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
-            for (int role = 0; role < kRoles; ++role) stage.layer[role] = PartOf(cost[role], stage, cluster, options, group);
+            const bool runs = options.as_run && whole && tp == 1 && (dp > 1 || stage.zero == 0);
+            const RunSetting setting{stage.dp, stage.zero, options.global_batch / dp > b, cluster.cpu};
+            for (int role = 0; role < kRoles; ++role) {
+              RunCost run;
+              if (runs) {
+                INTERLACE_ASSIGN(run, layers.AsRun(static_cast<Role>(role), b, setting));
+              }
+              stage.layer[role] = PartOf(cost[role], stage, cluster, options, group, runs ? &run : nullptr);
+            }
             state->parts.push_back(stage);
           }
         }

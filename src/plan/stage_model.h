@@ -49,6 +49,8 @@ struct StageOptions {
   std::vector<int32_t> micro_batches = {};  // allowed b; empty: any that divides
   std::vector<int32_t> tensor_parallel = {};  // allowed tp; empty: any that divides
   std::vector<float> ratios = {};  // allowed offload ratios; empty: any, traced
+  bool as_run = false;            // memory and transfers as this runtime has them (run_layer.h), not the template's; only for a
+                                  // whole model in one stage without tensor parallel
   int32_t weights = 0;            // 0: the whole Pareto set; else what so many weights of t against d choose (Mist, equation 4)
 
   static StageOptions Paper();     // Mist's Table 2: full recomputation only

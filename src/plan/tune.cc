@@ -1,15 +1,13 @@
 #include "plan/tune.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <map>
 #include <queue>
-#include <thread>
-#include <unordered_map>
 
 #include "base/sort.h"
+#include "plan/frontiers.h"
 #include "plan/recurrence.h"
 
 namespace interlace::plan {
@@ -17,116 +15,6 @@ namespace {
 
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 constexpr double kCoarse = 1e-3;         // precision while some frontiers are still bounds
-
-struct KeyHash {
-  size_t operator()(const StageKey& k) const {
-    uint64_t h = static_cast<uint64_t>(k.layers) << 2 | static_cast<uint64_t>(k.embedding) << 1 | static_cast<uint64_t>(k.head);
-    for (int32_t v : {k.devices, k.micro_batches, k.in_flight}) h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15u, h ^= h >> 29;
-    return h;
-  }
-};
-
-// The frontiers of all keys, computed or bounded. One stage model a tensor-parallel degree: a frontier then keeps the best
-// of every layout, which matters where stages must be alike or boundaries cost time.
-class Frontiers {
- public:
-  static Result<Frontiers> Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options,
-                                  const TuneOptions& tune) {
-    Frontiers out;
-    out.average_ = !tune.space.imbalance_aware;
-    out.batch_ = options.global_batch;
-    out.threads_ = tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
-    std::optional<Error> error;
-    for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
-      if (layers.largest_tp() % tp != 0 || tp > cluster.per_node || cluster.per_node % tp != 0) continue;
-      const std::vector<int32_t>& wanted = options.tensor_parallel;
-      if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), tp) == wanted.end()) continue;
-      StageOptions mine = options;
-      mine.tensor_parallel = {tp};
-      Result<StageModel> model = StageModel::Create(layers, cluster, mine);
-      if (model.ok()) {
-        out.models_.push_back({tp, std::move(*model)});
-      } else if (!error) {
-        error = model.error();
-      }
-    }
-    if (!out.models_.empty()) return out;
-    return error ? *error : MakeError("no tensor-parallel degree of the space divides both the model and a node of ", cluster.per_node,
-                                      " devices; allow tp 1");
-  }
-
-  // Computed, else a bound for each layout; stays where it is.
-  const Frontier& Of(const StageKey& key) {
-    if (auto at = computed_.find(key); at != computed_.end()) return at->second;
-    StageKey alike = key;
-    alike.in_flight = 1;  // memory is left aside
-    auto [at, added] = bounds_.try_emplace(alike);
-    if (!added) return at->second;
-    for (const auto& [tp, model] : models_) {
-      int32_t dp = key.devices / tp;
-      if (dp * tp != key.devices || batch_ % (int64_t{key.micro_batches} * dp) != 0) continue;
-      StageModel::Bound bound = model.BoundOf(alike);
-      if (!std::isfinite(bound.total_us)) continue;
-      FrontierPoint& point = at->second.emplace_back();
-      point.strategy.layers = key.layers;
-      point.strategy.dp = dp, point.strategy.tp = tp, point.strategy.micro_batches = key.micro_batches;
-      point.strategy.micro_batch = static_cast<int32_t>(batch_ / (int64_t{key.micro_batches} * dp));
-      point.cost.stable_us = bound.stable_us;
-      point.cost.extra_us = bound.total_us - bound.stable_us;
-      Average(point);
-    }
-    return at->second;
-  }
-  bool Known(const StageKey& key) const { return computed_.contains(key); }
-
-  // Computes those not yet known, on all threads; `longest_us` is not below any t that can still be of use.
-  void Compute(std::vector<StageKey> keys, double longest_us) {
-    std::erase_if(keys, [&](const StageKey& key) { return Known(key); });
-    std::vector<Frontier> parts(keys.size() * models_.size());
-    std::atomic<size_t> next = 0;
-    auto work = [&] {
-      for (size_t i; (i = next++) < parts.size();) {
-        const StageKey& key = keys[i / models_.size()];
-        const auto& [tp, model] = models_[i % models_.size()];
-        if (key.devices % tp == 0) parts[i] = model.FrontierOf(key, longest_us);
-      }
-    };
-    std::vector<std::thread> helpers;
-    for (size_t t = 1; t < std::min<size_t>(static_cast<size_t>(threads_), parts.size()); ++t) helpers.emplace_back(work);
-    work();
-    for (std::thread& helper : helpers) helper.join();
-    for (size_t i = 0; i < parts.size(); ++i) {
-      Frontier& all = computed_[keys[i / models_.size()]];
-      for (FrontierPoint& point : parts[i]) Average(point);
-      all.insert(all.end(), parts[i].begin(), parts[i].end());
-      points_ += static_cast<int64_t>(parts[i].size());
-    }
-  }
-
-  const StageModel& ModelOf(int32_t tp) const {
-    return std::find_if(models_.begin(), models_.end(), [&](const auto& m) { return m.tp == tp; })->model;
-  }
-  int64_t computed() const { return static_cast<int64_t>(computed_.size()); }
-  int64_t points() const { return points_; }
-
- private:
-  struct Model {
-    int32_t tp;
-    StageModel model;
-  };
-  // Imbalance left aside: every micro-batch takes its share of what the first and the last take beyond it.
-  void Average(FrontierPoint& point) const {
-    if (!average_) return;
-    point.cost.stable_us += point.cost.extra_us / point.strategy.micro_batches;
-    point.cost.extra_us = 0;
-  }
-
-  std::vector<Model> models_;
-  std::unordered_map<StageKey, Frontier, KeyHash> computed_, bounds_;
-  int64_t batch_ = 1, points_ = 0;
-  int32_t threads_ = 1;
-  bool average_ = false;
-};
 
 struct Pair {
   int32_t micro_batches = 1, stages = 1;
@@ -164,9 +52,12 @@ class Tuner {
   bool Late() const {
     return o_.time_limit_s > 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > o_.time_limit_s;
   }
-  double Cutoff() const { return static_cast<int32_t>(best_.size()) < o_.top ? kUnbounded : best_.back().plan.cost_us; }
+  // What costs as much or more is of no use.
+  double Cutoff() const {
+    return static_cast<int32_t>(best_.size()) < o_.top ? kUnbounded : best_.back().plan.cost_us * (1 - o_.tolerance);
+  }
   double Bound() const {
-    double bound = best_.empty() ? kUnbounded : best_.front().plan.cost_us;
+    double bound = best_.empty() ? kUnbounded : best_.front().plan.cost_us * (1 - o_.tolerance);
     for (const Pair& pair : pairs_) {
       if (!pair.done) bound = std::min(bound, pair.bound_us);
     }
@@ -309,7 +200,8 @@ class Tuner {
           keys.push_back({l, i == 0, i == p.stages - 1, p.counts[0], p.micro_batches, std::min(p.stages - i, p.micro_batches)});
         }
       }
-      frontiers_.Compute(std::move(keys), Cutoff() / p.micro_batches);
+      frontiers_.Compute(std::move(keys), Cutoff() / p.micro_batches, [this] { return Late(); });
+      if (Late()) return Ok{};
     } else if (p.stages > 1) {
       // Boundaries left aside the problem is smaller, and most pairs end here.
       INTERLACE_ASSIGN(bool better, Narrow(pair, p, false));
@@ -345,7 +237,7 @@ class Tuner {
         }
       }
       if (!missing.empty()) {
-        frontiers_.Compute(std::move(missing), Cutoff() / p.micro_batches);
+        frontiers_.Compute(std::move(missing), Cutoff() / p.micro_batches, [this] { return Late(); });
         INTERLACE_TRY(TryShapes(p, result.plans.front()));
         if (Late()) return false;
         continue;
@@ -411,7 +303,8 @@ class Tuner {
       for (const PlanStage& stage : plan.stages) shapes.stages.emplace_back().point.strategy = stage.strategy;
       std::vector<StageKey> keys;
       for (int32_t i = 0; i < p.stages; ++i) keys.push_back(KeyOf(p, shapes, i));
-      frontiers_.Compute(std::move(keys), kUnbounded);
+      frontiers_.Compute(std::move(keys), kUnbounded, [this] { return Late(); });
+      if (Late()) return;
       Status tried = TryShapes(p, shapes);
       (void)tried.ok();  // a plan that no longer fits is no help, and no harm
       return;
@@ -452,51 +345,12 @@ class Tuner {
   int64_t done_ = 0;
 };
 
-int64_t MemoryFor(const ClusterSpec& cluster, const TuneOptions& options) {
-  if (options.device_bytes > 0) return options.device_bytes;
-  return static_cast<int64_t>(static_cast<double>(cluster.MemoryLimitBytes()) * 0.9);
-}
-
 Result<double> BytesOfSample(const LayerSource& layers) {
   INTERLACE_ASSIGN(LayerCost block, layers.Cost(Role::kBlock, 1, 1));
   return static_cast<double>(block.boundary);
 }
 
 }  // namespace
-
-Space FullSpace() { return {}; }
-
-Space PaperSpace() {
-  Space space;
-  space.name = "paper";
-  space.stage = StageOptions::Paper();
-  return space;
-}
-
-Space ArtifactSpace() {
-  Space space;
-  space.name = "artifact";
-  space.stage = StageOptions::Artifact();
-  space.free_devices = false;
-  space.one_layout = true;
-  space.layer_slack = 2;
-  space.powers_of_two = true;
-  return space;
-}
-
-double BoundaryUs(const ClusterSpec& cluster, double bytes, const Layout& from, const Layout& to, bool inside_node) {
-  // A device holds the samples of its data-parallel rank and the part of the sequence of its tensor-parallel rank.
-  auto parts = [](int32_t mine, int32_t theirs) { return std::max(1.0, std::ceil(static_cast<double>(theirs) / mine)); };
-  double sent = parts(from.dp, to.dp) * parts(from.tp, to.tp), received = parts(to.dp, from.dp) * parts(to.tp, from.tp);
-  const LinkSpec& link = inside_node ? cluster.intra : cluster.inter;
-  // Within a node each device has its link, between nodes all devices of a stage share their nodes' links.
-  auto ends = [&](const Layout& layout) {
-    if (inside_node) return static_cast<double>(layout.devices());
-    return std::max(1.0, static_cast<double>(layout.devices()) / static_cast<double>(cluster.per_node));
-  };
-  double share = bytes / std::min(ends(from), ends(to));
-  return 2 * (link.alpha_us * std::max(sent, received) + share / (link.gb_per_s * 1e3));
-}
 
 Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options) {
   if (cluster.per_node < 1 || cluster.devices % cluster.per_node != 0) {
@@ -512,8 +366,8 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   }
   StageOptions stage = options.space.stage;
   stage.global_batch = options.global_batch;
-  stage.device_bytes = MemoryFor(cluster, options);
-  if (options.host_bytes > 0) stage.host_bytes = options.host_bytes;
+  stage.device_bytes = DeviceBytesFor(cluster, options.device_bytes);
+  stage.host_bytes = HostBytesFor(cluster, options.host_bytes);
   INTERLACE_ASSIGN(Frontiers frontiers, Frontiers::Create(layers, cluster, stage, options));
   INTERLACE_ASSIGN(double sample_bytes, BytesOfSample(layers));
   INTERLACE_ASSIGN(TuneResult result, Tuner(layers, cluster, options, frontiers, sample_bytes).Run());

@@ -40,6 +40,10 @@ Space FullSpace();
 Space PaperSpace();                  // Mist, Table 2
 Space ArtifactSpace();               // what its artifact searches: ALGORITHMS "Choice within and between stages"
 
+// Bytes that a program may use of a device and of a node's host: what is given, or nine tenths of what the cluster has.
+int64_t DeviceBytesFor(const ClusterSpec& cluster, int64_t given);
+int64_t HostBytesFor(const ClusterSpec& cluster, int64_t given);
+
 struct TuneProgress {
   int64_t done = 0, total = 0;       // (G, S) pairs
   int64_t frontiers = 0;
@@ -52,10 +56,11 @@ struct TuneOptions {
   int64_t global_batch = 1, sequence = 1;
   bool flash_attention = true;
   int64_t device_bytes = 0;          // 0: what the cluster leaves a program, less a tenth
-  int64_t host_bytes = 0;            // of a node; 0: not limited
+  int64_t host_bytes = 0;            // of a node; 0: nine tenths of what the cluster says, no limit where it says nothing
   int32_t top = 1;                   // plans wanted, each of other shape
   int32_t threads = 0;               // 0: all cores
   double time_limit_s = 0;           // 0: none
+  double tolerance = 0;              // relative: a plan faster by less is not looked for
   const Plan* warm = nullptr;        // of before something changed: tried first
   std::function<void(const TuneProgress&)> progress = {};
 };

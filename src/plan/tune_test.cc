@@ -148,6 +148,22 @@ TEST(Tune, OutOfTimeGivesABound) {
   EXPECT_LE(none->bound_us, exact->plans[0].step_us);
 }
 
+TEST(Tune, ToleranceBoundsWhatIsGivenUp) {
+  testing::GptLayers layers(2048, 32, 24);
+  ClusterSpec cluster = Preset("l4-24gb-16");
+  auto exact = Tune(layers, cluster, Options(64));
+  TuneOptions options = Options(64);
+  options.tolerance = 0.05;
+  auto rough = Tune(layers, cluster, options);
+  ASSERT_TRUE(rough.ok());
+  ASSERT_FALSE(rough->plans.empty());
+  const double best = exact->plans[0].step_us;
+  EXPECT_GE(rough->plans[0].step_us, best * (1 - 1e-9));
+  EXPECT_LE(rough->plans[0].step_us * (1 - options.tolerance), best);
+  EXPECT_LE(rough->bound_us, best * (1 + 1e-9));
+  EXPECT_LE(rough->pairs_solved, exact->pairs_solved);
+}
+
 TEST(Tune, SaysWhatCannotBePlanned) {
   testing::GptLayers layers(1024, 16, 4);
   ClusterSpec cluster = Preset("l4-24gb-16");

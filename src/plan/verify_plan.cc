@@ -18,6 +18,9 @@ class Checker {
     if (file_.dtype != "bfloat16" && file_.dtype != "float32") {
       Say(-1, "dtype", InQuotes(file_.dtype), " is neither bfloat16 nor float32");
     }
+    if (file_.as_run && (plan_.stages.size() != 1 || plan_.stages[0].strategy.tp != 1)) {
+      Say(-1, "template", "the runtime trains plans of one stage without tensor parallel; write 'template overlap' for others");
+    }
     if (cluster_) Cluster();
     if (file_.per_node < 1 || file_.devices % file_.per_node != 0) {
       Say(-1, "devices", file_.devices, " devices do not fill nodes of ", file_.per_node);
@@ -31,6 +34,7 @@ class Checker {
       device = LastDevice(plan_.stages[i]) + 1;
     }
     if (blocks != file_.blocks) Say(-1, "layers", "the stages hold ", blocks, " blocks, the model has ", file_.blocks);
+    if (cluster_) Hosts();
     if (device != file_.devices) {
       Say(-1, "devices", "the stages end at device ", device - 1, ", the cluster at ", file_.devices - 1);
     }
@@ -65,6 +69,25 @@ class Checker {
     if (cluster_->memory_gib > 0 && file_.memory_limit > cluster_->MemoryLimitBytes()) {
       Say(-1, "memory", "memory_limit ", file_.memory_limit, " is above the ", cluster_->MemoryLimitBytes(),
           " bytes that a device of ", cluster_->name, " has for a program");
+    }
+  }
+
+  // What the stages of a node hold on its host together.
+  void Hosts() {
+    if (!(cluster_->host_memory_gib > 0)) return;
+    int64_t node = -1, held = 0;
+    for (const PlanStage& stage : plan_.stages) {
+      const int64_t count = LastDevice(stage) - stage.first_device + 1;
+      if (count < 1 || stage.cost.host_bytes <= 0) continue;
+      if (stage.first_device / file_.per_node != node) node = stage.first_device / file_.per_node, held = 0;
+      int64_t more = 0;
+      const bool over = __builtin_mul_overflow(stage.cost.host_bytes, std::min(count, file_.per_node), &more) ||
+                        __builtin_add_overflow(held, more, &held);
+      if (!over && static_cast<double>(held) <= cluster_->host_memory_gib * 1073741824.0) continue;
+      stage_ = static_cast<int>(&stage - plan_.stages.data());
+      Say(stage_, "host", "with it node ", node, " holds ", over ? "more than 64 bits of" : std::to_string(held), " bytes on its host; a node of ",
+          cluster_->name, " has ", static_cast<int64_t>(cluster_->host_memory_gib), " GiB");
+      return;
     }
   }
 

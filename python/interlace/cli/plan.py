@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from interlace.cli import simulation as sim
-from interlace.cli.console import Work, err, out, print_json, rows_table, seconds
+from interlace.cli.console import Work, err, print_json, seconds
+from interlace.cli.plan_tables import show
 from interlace.cli.program_file import FileError, write_text
 from interlace.config import did_you_mean, format_bytes, parse_bytes
 from interlace.errors import InterlaceError
@@ -58,7 +59,8 @@ def plan(
         ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option("--host-memory", help="Of a node, for what is offloaded.", show_default="no limit")
+        str | None,
+        typer.Option("--host-memory", help="Of a node, for what is offloaded.", show_default="0.9 of the cluster's"),
     ] = None,
     space: Annotated[
         str, typer.Option("--space", help="full, paper, artifact, or another system's: megatron, deepspeed, aceso.")
@@ -66,14 +68,15 @@ def plan(
     runnable: Annotated[
         bool,
         typer.Option(
-            "--runnable", help="Only what interlace train --plan runs: one stage, no tensor parallel, no offload."
+            "--runnable",
+            help="Only what interlace train --plan runs, predicted as it does: one stage, no tensor parallel.",
         ),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="Of weights and gradients: bfloat16 or float32.")] = "bfloat16",
     no_flash: Annotated[bool, typer.Option("--no-flash", help="Attention scores are written to memory.")] = False,
     time_limit: Annotated[
         float,
-        typer.Option("--time-limit", help="Seconds to search; then the best so far, with its gap. 0: to the end."),
+        typer.Option("--time-limit", help="Seconds for all; then the best so far, with its gap. 0: to the end."),
     ] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", help="So many plans of different shape.")] = 1,
     no_why: Annotated[bool, typer.Option("--no-why", help="Leave out the comparison with simpler plans.")] = False,
@@ -129,7 +132,7 @@ def plan(
     show(found)
     if output:
         one = found["plans"][0]["plan"]
-        can = len(one["stages"]) == 1 and one["stages"][0]["tp"] == 1 and not any(one["stages"][0]["offload"].values())
+        can = len(one["stages"]) == 1 and one["stages"][0]["tp"] == 1
         train = f"interlace train --plan {output}\n      " if can else ""
         print(f"next: {train}interlace report --plan {output}")
 
@@ -225,174 +228,3 @@ def nothing_fits(model: str, cluster: str, found: dict[str, Any]) -> str:
         f"  devices with {format_bytes(least)} for the program (--memory-limit {-(-least // 2**20)}MiB, if they have it)"
     )
     return "\n".join(lines)
-
-
-# ---- showing ----
-
-
-def show(found: dict[str, Any]) -> None:
-    console = out()
-    for number, each in enumerate(found["plans"], 1):
-        if len(found["plans"]) > 1:
-            console.print(f"\n[bold]Plan {number}[/bold]")
-        for line in headline(each["plan"], found):
-            console.print(line, markup=False, soft_wrap=True)
-        console.print()
-        console.print(stage_table(each["plan"]))
-        if each["explained"]:
-            console.print()
-            console.print(byte_table(each["plan"], each["explained"]))
-            console.print()
-            console.print(time_table(each["plan"], each["explained"]))
-    if found.get("why_not"):
-        console.print()
-        console.print(why_table(found["why_not"]))
-
-
-def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    tokens = plan["samples_per_s"] * plan["sequence"]
-    flash = "flash attention" if plan["flash_attention"] else "attention scores in memory"
-    lines = [
-        f"{plan['model']} on {plan['cluster']}: {plan['global_batch']} samples of {plan['sequence']} tokens, {plan['dtype']}, {flash}",
-        f"{seconds(plan['step_us'] / 1e6)} a step, {plan['samples_per_s']:.2f} samples/s, {tokens:,.0f} tokens/s; "
-        f"{plan['accumulation']} micro-batches in {len(plan['stages'])} stage(s)",
-    ]
-    if "checked" in found:
-        before = f", it said {seconds(found['before_us'] / 1e6)}" if found["before_us"] > 0 else ""
-        lines.append(f"{found['checked']} keeps its rules; predicted anew{before}")
-    elif found["complete"]:
-        gap = f"at most {100 * plan['gap']:.2f} % above the best" if plan["gap"] > 1e-6 else "no plan is faster"
-        looked = f"{found['points']:,} points of {found['frontiers']:,} stages"
-        lines.append(f"space {plan['space']}: {gap}; searched in {seconds(found['seconds'])} ({looked})")
-    else:
-        lines.append(
-            f"stopped after {seconds(found['seconds'])}: a plan up to {100 * plan['gap']:.1f} % faster may exist; give --time-limit more"
-        )
-    return lines
-
-
-def _alike(plan: dict[str, Any]) -> list[tuple[int, int]]:
-    """Runs of stages that differ in nothing but their place: (first, last)."""
-    keys = ("layers", "embedding", "head", "micro_batch", "dp", "tp", "zero", "full", "selective", "offload", "t_us",
-            "d_us", "peak_forward", "peak_backward")  # fmt: skip
-    runs: list[tuple[int, int]] = []
-    stages = plan["stages"]
-    for i, stage in enumerate(stages):
-        if runs and all(stages[runs[-1][0]][key] == stage[key] for key in keys):
-            runs[-1] = (runs[-1][0], i)
-        else:
-            runs.append((i, i))
-    return runs
-
-
-def _named(run: tuple[int, int]) -> str:
-    return str(run[0]) if run[0] == run[1] else f"{run[0]}-{run[1]}"
-
-
-def offload_text(offload: dict[str, float]) -> str:
-    """ "states 25 %, activations 100 %"; "" when nothing is."""
-    return ", ".join(f"{name} {100 * share:.3g} %" for name, share in offload.items() if share > 0)
-
-
-def stage_table(plan: dict[str, Any]) -> Any:
-    rows = []
-    for run in _alike(plan):
-        first, last = plan["stages"][run[0]], plan["stages"][run[1]]
-        held = "".join(" +emb" * stage["embedding"] + " +head" * stage["head"] for stage in (first,))
-        devices = f"{first['first_device']}-{last['first_device'] + last['devices'] - 1}"
-        kept = first["layers"] - first["full"] - first["selective"]
-        counts = ((first["full"], "full"), (first["selective"], "selective"), (kept, "kept"))
-        recompute = ", ".join(f"{count} {word}" for count, word in counts if count)
-        rows.append(
-            [_named(run), f"{first['layers']}{held}", devices, str(first["micro_batch"]), str(first["dp"]), str(first["tp"]),
-             str(first["zero"]), recompute, offload_text(first["offload"]) or "-", _ms(first["t_us"]), _ms(first["d_us"]),
-             format_bytes(first["peak_bytes"]), format_bytes(first["host_bytes"]) if first["host_bytes"] else "-"]
-        )  # fmt: skip
-    head = [
-        "stage",
-        "layers",
-        "devices",
-        "b",
-        "dp",
-        "tp",
-        "ZeRO",
-        "recomputed",
-        "offload",
-        "t ms",
-        "d ms",
-        "peak",
-        "host",
-    ]
-    return rows_table("Stages", head, rows, (0, 1, 2, 7, 8))
-
-
-def byte_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
-    """A row a stage, a column for each kind of bytes that there is, in GiB; what the host holds is beside."""
-    runs = _alike(plan)
-    names = [entry["name"] for entry in explained[0]["bytes"]]
-    power, unit = (30, "GiB") if max(stage["peak_bytes"] for stage in plan["stages"]) >= 2**30 else (20, "MiB")
-
-    def sized(count: int) -> str:
-        return f"{count / 2**power:.2f}" if count >= 2**power / 200 else "-" if count == 0 else "<0.01"
-
-    shown = [i for i in range(len(names)) if any(explained[run[0]]["bytes"][i]["device"] for run in runs)]
-    hosted = [i for i in range(len(names)) if any(explained[run[0]]["bytes"][i]["host"] for run in runs)]
-    rows = []
-    for run in runs:
-        entries = explained[run[0]]["bytes"]
-        cells = [sized(entries[i]["device"]) for i in shown] + [sized(plan["stages"][run[0]]["peak_bytes"])]
-        cells += [sized(entries[i]["host"]) for i in hosted]
-        rows.append([_named(run), "forward" if explained[run[0]]["peak_in_forward"] else "backward", *cells])
-    head = ["stage", "peak in", *(names[i] for i in shown), "peak", *(f"{names[i]} on the host" for i in hosted)]
-    title = f"{unit} of a device at its peak (limit {sized(plan['memory_limit'])})"
-    return rows_table(title, head, rows, (0, 1))
-
-
-def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
-    """What the phases of a micro-batch would take alone, and together; of the slowest stage where there are many."""
-    runs = _alike(plan)
-    if len(runs) > 2:
-        runs = [max(runs, key=lambda run: plan["stages"][run[0]]["t_us"])]
-    keys = ("compute_us", "device_us", "to_device_us", "to_host_us", "tensor_parallel_us", "exposed_us", "total_us")
-    rows = []
-    for run in runs:
-        for phase in explained[run[0]]["phases"]:
-            rows.append(
-                [_named(run), phase["name"].replace(" ", "\u00a0")]
-                + [_ms(phase[key]) if phase[key] else "-" for key in keys]
-            )
-    head = [
-        "stage",
-        "phase",
-        "compute",
-        "gather, reduce",
-        "from host",
-        "to host",
-        "tensor parallel",
-        "exposed at ends",
-        "together",
-    ]
-    which = "" if len(runs) == len(_alike(plan)) else ", the slowest stage"
-    return rows_table(f"Milliseconds of a micro-batch, each alone and together{which}", head, rows, (0, 1))
-
-
-def why_table(why_not: list[dict[str, Any]]) -> Any:
-    rows = []
-    for row in why_not:
-        if "step_us" in row:
-            limit = "" if row.get("complete", True) else ", or less with more time"
-            said = f"{seconds(row['step_us'] / 1e6)} a step"
-            more = f"{100 * row['slower']:+.1f} %{limit}"
-        elif "impossible" in row:
-            said, more = "cannot be", row["impossible"]
-        elif row["over_bytes"] > 0:
-            said = "does not fit"
-            more = f"needs {format_bytes(row['least_bytes'])} of a device at least, {format_bytes(row['over_bytes'])} too much"
-        else:
-            said, more = "not found", "in the time given"
-        rows.append([row["name"], row["what"], said, more])
-    return rows_table("Why not", ["", "", "predicted", ""], rows, (0, 1, 2, 3))
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:,.1f}" if us >= 100 else f"{us / 1e3:.3f}"

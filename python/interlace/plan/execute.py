@@ -6,6 +6,9 @@ how.passes(model)                    # ["recompute(mode=full,blocks=model.layers
 
 ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   zero1, reduced in every micro-batch
 ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
+
+Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
+how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ Plan = dict[str, Any]  # as `_core.read_plan` gives it
 
 # ZeRO level → strategy and accumulate_mode of Config
 _LEVELS = (("replicate", "reduce_last"), ("zero1", "reduce_last"), ("zero1", "reduce_each"), ("shard", "reduce_each"))
+
+
+# What a plan moves → what the pass `offload` calls it, in the order in which it leaves.
+_KINDS = {"states": "states", "gradients": "gradients", "weights": "master", "activations": "activations"}
 
 
 class PlanError(InterlaceError):
@@ -60,11 +67,23 @@ class Execution:
     blocks: int
     full: int
     selective: int
+    offload: dict[str, float]  # shares by kind
+    memory_limit: int
     step_us: float  # predicted; 0: not known
     peak_bytes: int
 
     def passes(self, model: nn.Module) -> list[str]:
-        """The passes beside strategy and accumulation. Recomputed blocks are spread evenly among the others."""
+        """The passes beside strategy and accumulation."""
+        return self._recompute(model) + self._offload()
+
+    def _offload(self) -> list[str]:
+        kinds = [name for kind, name in _KINDS.items() if self.offload[kind] > 0]
+        if not kinds:
+            return []
+        return ["overlap_update", f"offload(cluster={{cluster}},limit={self.memory_limit},kinds={'+'.join(kinds)})"]
+
+    def _recompute(self, model: nn.Module) -> list[str]:
+        """Recomputed blocks are spread evenly among the others."""
         if self.full + self.selective == 0:
             return []
         paths = block_paths(model, self.blocks)
@@ -87,7 +106,8 @@ def execution_of(plan: Plan) -> Execution:
         model=plan["model"], ranks=stage["dp"], batch=plan["global_batch"], micro_batch=stage["micro_batch"],
         accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
         param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"], full=stage["full"],
-        selective=stage["selective"], step_us=plan["step_us"], peak_bytes=stage["peak_bytes"],
+        selective=stage["selective"], offload=dict(stage["offload"]), memory_limit=plan["memory_limit"],
+        step_us=plan["step_us"], peak_bytes=stage["peak_bytes"],
     )  # fmt: skip
 
 
@@ -99,10 +119,6 @@ def _missing(plan: Plan) -> list[str]:
     widest = max(stage["tp"] for stage in stages)
     if widest > 1:
         out.append(f"tensor parallel {widest}, and the runtime has none")
-    moved = [name for name in ("weights", "gradients", "states", "activations")
-             if any(stage["offload"][name] > 0 for stage in stages)]  # fmt: skip
-    if moved:
-        out.append(f"offload of {', '.join(moved)} to the host, and the runtime keeps all on the device")
     if not plan["flash_attention"]:
         out.append("attention without the flash kernel, and the runtime trains with it")
     return out

@@ -28,8 +28,10 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
     "6.7b": (4096, 32, 32, 11008),
     "13b": (5120, 40, 40, 13824),
     "22b": (6144, 48, 64, 16384),
-    "40b": (8192, 48, 64, 22016),  # GPT only
+    "40b": (8192, 48, 64, 22016),
+    "175b": (12288, 96, 96, 32768),  # GPT-3's (Brown et al., Table 2.1)
 }
+_GPT_ONLY = ("40b", "175b")
 _ALIASES = {"llama-3-405b": "llama-3.1-405b", "mixtral": "mixtral-8x7b"}
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "tie_word_embeddings": False,
@@ -66,7 +68,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{family}-{size}": (make(*shape)[0], {**_COMMON, **make(*shape)[1]})
     for family, make in _FAMILIES.items()
     for size, shape in SIZES.items()
-    if family == "gpt" or size != "40b"
+    if family == "gpt" or size not in _GPT_ONLY
 }
 
 # Keys that published config.json files have and that say nothing about the shape of the network.

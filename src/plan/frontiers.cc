@@ -1,0 +1,84 @@
+#include "plan/frontiers.h"
+
+#include <atomic>
+#include <cmath>
+#include <optional>
+#include <thread>
+
+namespace interlace::plan {
+
+Result<Frontiers> Frontiers::Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options,
+                                    const TuneOptions& tune) {
+  Frontiers out;
+  out.average_ = !tune.space.imbalance_aware;
+  out.batch_ = options.global_batch;
+  out.threads_ = tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+  std::optional<Error> error;
+  for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
+    if (layers.largest_tp() % tp != 0 || tp > cluster.per_node || cluster.per_node % tp != 0) continue;
+    const std::vector<int32_t>& wanted = options.tensor_parallel;
+    if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), tp) == wanted.end()) continue;
+    StageOptions mine = options;
+    mine.tensor_parallel = {tp};
+    Result<StageModel> model = StageModel::Create(layers, cluster, mine);
+    if (model.ok()) {
+      out.models_.push_back({tp, std::move(*model)});
+    } else if (!error) {
+      error = model.error();
+    }
+  }
+  if (!out.models_.empty()) return out;
+  return error ? *error : MakeError("no tensor-parallel degree of the space divides both the model and a node of ", cluster.per_node,
+                                    " devices; allow tp 1");
+}
+
+const Frontier& Frontiers::Of(const StageKey& key) {
+  if (auto at = computed_.find(key); at != computed_.end()) return at->second;
+  StageKey alike = key;
+  alike.in_flight = 1;  // memory is left aside
+  auto [at, added] = bounds_.try_emplace(alike);
+  if (!added) return at->second;
+  for (const auto& [tp, model] : models_) {
+    int32_t dp = key.devices / tp;
+    if (dp * tp != key.devices || batch_ % (int64_t{key.micro_batches} * dp) != 0) continue;
+    StageModel::Bound bound = model.BoundOf(alike);
+    if (!std::isfinite(bound.total_us)) continue;
+    FrontierPoint& point = at->second.emplace_back();
+    point.strategy.layers = key.layers;
+    point.strategy.dp = dp, point.strategy.tp = tp, point.strategy.micro_batches = key.micro_batches;
+    point.strategy.micro_batch = static_cast<int32_t>(batch_ / (int64_t{key.micro_batches} * dp));
+    point.cost.stable_us = bound.stable_us;
+    point.cost.extra_us = bound.total_us - bound.stable_us;
+    Average(point);
+  }
+  return at->second;
+}
+
+void Frontiers::Compute(std::vector<StageKey> keys, double longest_us, const std::function<bool()>& late) {
+  std::erase_if(keys, [&](const StageKey& key) { return Known(key); });
+  std::vector<Frontier> parts(keys.size() * models_.size());
+  std::atomic<size_t> next = 0;
+  std::atomic<bool> stopped = false;
+  auto work = [&] {
+    for (size_t i; (i = next++) < parts.size();) {
+      if (late()) stopped = true;
+      if (stopped) return;
+      const StageKey& key = keys[i / models_.size()];
+      const auto& [tp, model] = models_[i % models_.size()];
+      if (key.devices % tp == 0) parts[i] = model.FrontierOf(key, longest_us);
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (size_t t = 1; t < std::min<size_t>(static_cast<size_t>(threads_), parts.size()); ++t) helpers.emplace_back(work);
+  work();
+  for (std::thread& helper : helpers) helper.join();
+  if (stopped) return;  // half a frontier is none
+  for (size_t i = 0; i < parts.size(); ++i) {
+    Frontier& all = computed_[keys[i / models_.size()]];
+    for (FrontierPoint& point : parts[i]) Average(point);
+    all.insert(all.end(), parts[i].begin(), parts[i].end());
+    points_ += static_cast<int64_t>(parts[i].size());
+  }
+}
+
+}  // namespace interlace::plan

@@ -1,0 +1,167 @@
+// What the solver between stages knows before any limit: points, devices that stages may share, and the least time before each.
+#include "plan/inter_stage_solver.h"
+
+namespace interlace::plan {
+
+void InterStageSolver::CollectPoints() {
+  struct Raw {
+    int32_t stage, layout, layers;
+    Corner point;
+  };
+  std::vector<Raw> raw;
+  for (int32_t i = 0; i < p_.stages; ++i) {
+    for (int32_t count : p_.counts) {
+      if (count > p_.devices) continue;
+      for (int32_t l = p_.fewest_layers; l <= most(); ++l) {
+        StageKey key{l, i == 0, i == p_.stages - 1, count, p_.micro_batches, std::min(p_.stages - i, p_.micro_batches)};
+        for (const FrontierPoint& f : p_.frontier(key)) {
+          double t = f.cost.stable_us, e = t + std::max(f.cost.extra_us, 0.0);
+          if (LayoutOf(f.strategy).devices() != count || !(t >= 0) || !std::isfinite(e)) continue;
+          raw.push_back({i, FindLayout(LayoutOf(f.strategy)), l, {t, e, &f}});
+        }
+      }
+    }
+  }
+  std::stable_sort(raw.begin(), raw.end(), [&](const Raw& a, const Raw& b) {
+    size_t x = CellIndex(a.stage, a.layout, a.layers), y = CellIndex(b.stage, b.layout, b.layers);
+    return x != y ? x < y : a.point.t != b.point.t ? a.point.t < b.point.t : a.point.e < b.point.e;
+  });
+  cells_.assign(static_cast<size_t>(p_.stages) * layouts_.size() * (p_.layers + 1), {});
+  for (const Raw& r : raw) {
+    Cell& cell = cells_[CellIndex(r.stage, r.layout, r.layers)];
+    uint32_t next = static_cast<uint32_t>(points_.size());
+    if (cell.begin == cell.end) cell = {next, next};
+    if (cell.end > cell.begin && points_[cell.end - 1].e <= r.point.e) continue;
+    points_.push_back(r.point);
+    cell.end = next + 1;
+  }
+  size_t n = layouts_.size();
+  for (int inside = 0; inside < 2; ++inside) {
+    boundary_[inside].assign(n * n, 0);
+    if (!p_.boundary_us) continue;
+    for (size_t x = 0; x < n; ++x) {
+      for (size_t y = 0; y < n; ++y) boundary_[inside][x * n + y] = p_.boundary_us(layouts_[x], layouts_[y], inside != 0);
+    }
+  }
+  allowed_.assign(cells_.size(), 1);
+}
+
+int32_t InterStageSolver::FindLayout(const Layout& layout) {
+  // Where boundaries cost nothing and layouts may differ, only the number of devices matters.
+  Layout seen = p_.boundary_us || p_.one_layout ? layout : Layout{1, layout.devices(), 1};
+  auto at = std::find(layouts_.begin(), layouts_.end(), seen);
+  if (at == layouts_.end()) at = layouts_.insert(layouts_.end(), seen);
+  return static_cast<int32_t>(at - layouts_.begin());
+}
+
+void InterStageSolver::ReachableDevices() {
+  size_t all = static_cast<size_t>(p_.devices) + 1;
+  std::vector<std::vector<char>> before(p_.stages + 1, std::vector<char>(all)), after = before;
+  before[0][p_.devices] = 1;
+  after[p_.stages][0] = 1;
+  for (int32_t i = 0; i < p_.stages; ++i) {
+    for (int32_t n = 0; n <= p_.devices; ++n) {
+      for (int32_t c : p_.counts) {
+        if (n >= c && before[i][n] && Fits(n, c)) before[i + 1][n - c] = 1;
+      }
+    }
+  }
+  for (int32_t i = p_.stages - 1; i >= 0; --i) {
+    for (int32_t n = 0; n <= p_.devices; ++n) {
+      for (int32_t c : p_.counts) {
+        if (n >= c && after[i + 1][n - c] && Fits(n, c)) after[i][n] = 1;
+      }
+    }
+  }
+  device_index_.assign(p_.stages + 1, std::vector<int32_t>(all, -1));
+  reachable_.resize(p_.stages + 1);
+  for (int32_t i = 0; i <= p_.stages; ++i) {
+    for (int32_t n = 0; n <= p_.devices; ++n) {
+      if (!before[i][n] || !after[i][n]) continue;
+      device_index_[i][n] = static_cast<int32_t>(reachable_[i].size());
+      reachable_[i].push_back(n);
+    }
+  }
+}
+
+void InterStageSolver::BestPrefixes() {
+  prefix_.resize(p_.stages);
+  rest_.resize(p_.stages);
+  for (int32_t i = 0; i < p_.stages; ++i) {
+    prefix_[i].assign(reachable_[i].size() * (p_.layers + 1), kNever);
+    rest_[i].assign(prefix_[i].size() * layouts_.size(), kNever);
+  }
+  longest_ = o_.cutoff_us / p_.micro_batches;  // the objective is at least G * max t
+  Windows(longest_);
+  prefix_[0][StateIndex(0, p_.devices, p_.layers)] = 0;
+  for (int32_t i = 0; i + 1 < p_.stages; ++i) {
+    for (int32_t c : p_.counts) {
+      std::vector<double> least(p_.layers + 1, kNever);  // t by layers
+      int32_t most = 0;
+      for (size_t x = 0; x < layouts_.size(); ++x) {
+        if (layouts_[x].devices() != c) continue;
+        for (int32_t k = 1; k <= most_[i * layouts_.size() + x]; ++k) {
+          const Cell& cell = cells_[CellIndex(i, static_cast<int32_t>(x), k)];
+          if (cell.end == cell.begin) continue;
+          least[k] = std::min(least[k], points_[cell.begin].t);
+          most = std::max(most, k);
+        }
+      }
+      for (int32_t n : reachable_[i]) {
+        if (most == 0 || n < c || device_index_[i + 1][n - c] < 0 || !Fits(n, c)) continue;
+        auto [low, high] = Window(i, device_index_[i][n]);
+        auto [low2, high2] = Window(i + 1, device_index_[i + 1][n - c]);
+        double* to = &prefix_[i + 1][StateIndex(i + 1, n - c, 0)];
+        for (int32_t l = low; l <= high; ++l) {
+          double sum = prefix_[i][StateIndex(i, n, l)];
+          if (sum == kNever) continue;
+          for (int32_t k = std::max(1, l - high2); k <= std::min(most, l - low2); ++k) to[l - k] = std::min(to[l - k], sum + least[k]);
+        }
+      }
+    }
+  }
+}
+
+void InterStageSolver::Windows(double limit) {
+  size_t n = layouts_.size();
+  most_.assign(p_.stages * n, 0);
+  for (int32_t i = 0; i < p_.stages; ++i) {
+    for (size_t x = 0; x < n; ++x) {
+      for (int32_t l = most(); l > 0; --l) {
+        size_t at = CellIndex(i, static_cast<int32_t>(x), l);
+        if (cells_[at].end == cells_[at].begin || !allowed_[at] || points_[cells_[at].begin].t > limit) continue;
+        most_[i * n + x] = l;
+        break;
+      }
+    }
+  }
+  hold_after_.assign(p_.stages + 1, {});
+  hold_before_.assign(p_.stages + 1, {});
+  for (int32_t i = 0; i <= p_.stages; ++i) {
+    hold_after_[i].assign(reachable_[i].size(), -1);
+    hold_before_[i].assign(reachable_[i].size(), -1);
+  }
+  hold_after_[p_.stages][0] = 0;
+  hold_before_[0][0] = 0;
+  auto each = [&](int32_t i, auto&& use) {
+    for (int32_t left : reachable_[i]) {
+      for (size_t x = 0; x < n; ++x) {
+        int32_t c = layouts_[x].devices();
+        if (most_[i * n + x] == 0 || left < c || device_index_[i + 1][left - c] < 0 || !Fits(left, c)) continue;
+        use(device_index_[i][left], device_index_[i + 1][left - c], most_[i * n + x]);
+      }
+    }
+  };
+  for (int32_t i = 0; i < p_.stages; ++i) {
+    each(i, [&](int32_t from, int32_t to, int32_t l) {
+      if (hold_before_[i][from] >= 0) hold_before_[i + 1][to] = std::max(hold_before_[i + 1][to], hold_before_[i][from] + l);
+    });
+  }
+  for (int32_t i = p_.stages - 1; i >= 0; --i) {
+    each(i, [&](int32_t from, int32_t to, int32_t l) {
+      if (hold_after_[i + 1][to] >= 0) hold_after_[i][from] = std::max(hold_after_[i][from], hold_after_[i + 1][to] + l);
+    });
+  }
+}
+
+}  // namespace interlace::plan
