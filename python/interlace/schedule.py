@@ -18,7 +18,7 @@ from interlace.config import Config, ConfigError, did_you_mean
 
 Schedule = tuple[tuple[int, tuple[str, ...]], ...]
 # These work on the captured program: they run after canonicalize, before parameters are sharded.
-CAPTURED_LEVEL = ("recompute", "precision")
+CAPTURED_LEVEL = ("recompute", "precision", "interleave")
 
 
 AUTO_STEP = 10  # the last steps before it are measured

@@ -308,6 +308,7 @@ PYBIND11_MODULE(_core, m) {
                                return out;
                              })
       .def_property_readonly("accumulation", [](const Program& p) { return p.accumulation; })
+      .def_property_readonly("width", [](const Program& p) { return p.width; })
       .def_property_readonly("accumulate_mode", [](const Program& p) { return p.accumulate_mode; })
       .def("meta", [](const Program& p) { return std::map<std::string, std::string>(p.meta.begin(), p.meta.end()); })
       .def("set_meta", &Program::SetMeta, py::arg("key"), py::arg("text"))

@@ -110,6 +110,13 @@ std::vector<ValueId> WrittenOperands(const Program&, const Op& op) {
   return out;
 }
 
+int64_t MicroBatchOf(const Op& op) {
+  const Arg* micro = op.Attr(kMicroBatch);
+  if (micro == nullptr) return 0;
+  const bool number = micro->kind == Arg::Kind::kInt && micro->integer.is_const();
+  return number && micro->integer.value >= 0 && micro->integer.value < (1 << 24) ? micro->integer.value : -1;
+}
+
 bool HasEffect(const Program& program, const Op& op) {
   const OpInfo* info = FindOp(op.name);
   if ((info != nullptr && info->has_effect) || !op.writes.empty()) return true;

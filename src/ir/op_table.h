@@ -23,6 +23,10 @@ std::string_view LaneName(Lane lane);
 std::optional<Lane> ParseLane(std::string_view name);
 // Operands whose storage the op writes: `writes`, and what its own semantics mutate (assign's dst, update's states).
 std::vector<ValueId> WrittenOperands(const Program& program, const Op& op);
+// Attribute of ops of a run of several micro-batches: which of them, counted from 0 (absent: 0).
+inline constexpr std::string_view kMicroBatch = "micro";
+// Its value; -1: it is not a small number.
+int64_t MicroBatchOf(const Op& op);
 // Whether dead-code elimination must keep the op: effects, writes, or placed results.
 bool HasEffect(const Program& program, const Op& op);
 

@@ -131,6 +131,16 @@ Status TextParser::Step() {
                 DidYouMean(mode, {"reduce_each", "reduce_last"}));
   }
   program_.accumulate_mode = std::string(mode);
+  scan_.SkipBlanks();
+  pos = scan_.pos();
+  if (scan_.Word() != "by") {
+    scan_.Seek(pos);
+    return EndLine();
+  }
+  INTERLACE_ASSIGN(program_.width, Int(1, program_.accumulation, "the micro-batches of one run"));
+  if (program_.accumulation % program_.width != 0) {
+    return Fail(pos, std::to_string(program_.accumulation) + " micro-batches cannot run by " + std::to_string(program_.width));
+  }
   return EndLine();
 }
 

@@ -266,6 +266,10 @@ class Printer {
     out_ += "step ";
     Int(program_.accumulation);
     out_ += " " + program_.accumulate_mode;
+    if (program_.width > 1) {
+      out_ += " by ";
+      Int(program_.width);
+    }
     EndLine();
     for (const Group& group : program_.groups) {
       out_ += "group ";

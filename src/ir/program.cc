@@ -97,6 +97,7 @@ Program Program::Clone() const {
   out.mesh = mesh;
   out.symbols = symbols;
   out.accumulation = accumulation;
+  out.width = width;
   out.accumulate_mode = accumulate_mode;
   out.groups = groups;
   out.modules = modules;
@@ -280,9 +281,9 @@ std::vector<std::pair<const Phase*, int64_t>> Program::RunOrder() const {
     const Phase* phase = FindPhase(name);
     if (phase != nullptr && count > 0) order.emplace_back(phase, count);
   };
-  add("micro_batch", accumulation);
+  add("micro_batch", Runs());
   add("micro_batch.first", 1);
-  add("micro_batch.middle", accumulation - 2);
+  add("micro_batch.middle", Runs() - 2);
   add("micro_batch.last", 1);
   add("update", 1);
   return order;

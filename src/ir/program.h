@@ -156,7 +156,8 @@ class Program {
   std::vector<std::pair<std::string, std::string>> meta;
   std::vector<Axis> mesh;
   std::vector<Symbol> symbols;
-  int64_t accumulation = 1;
+  int64_t accumulation = 1;         // micro-batches a step
+  int64_t width = 1;                // of them in one run of a micro-batch phase, side by side (pass interleave)
   std::string accumulate_mode = "reduce_each";
   std::vector<Group> groups;
   std::vector<Module> modules;      // index = id
@@ -214,7 +215,9 @@ class Program {
   // Bytes a storage of this type spans (from element 0 to the last reachable one). Error: symbolic or overflow.
   Result<int64_t> StorageBytes(const Type& type) const;
 
-  // Phases in the order a step runs them, with counts: {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
+  // How often a step runs a micro-batch phase.
+  int64_t Runs() const { return accumulation / width; }
+  // Phases in the order a step runs them, with counts, for G runs: {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
   std::vector<std::pair<const Phase*, int64_t>> RunOrder() const;
   // Drops ops in no phase and values nobody defines or uses, and renumbers ids densely in text order.
   void Compact();

@@ -27,25 +27,30 @@ class Whole {
                                                  "micro_batch.last", "update"};
     if (program_.phases.empty())
       report_.AtProgram("the program has no phase; if it came from a file, the file seems to be cut");
-    bool accumulates = program_.accumulation > 1;
+    bool accumulates = program_.Runs() > 1;
+    const std::string runs = std::to_string(program_.Runs()) + (program_.width > 1 ? " runs of micro-batches" : " micro-batches");
+    if (program_.inputs.size() % static_cast<size_t>(program_.width) != 0) {
+      report_.AtProgram("a run of " + std::to_string(program_.width) + " micro-batches has inputs for each of them, not " +
+                        std::to_string(program_.inputs.size()));
+    }
     for (const Phase& phase : program_.phases) {
       if (std::find(known.begin(), known.end(), phase.name) == known.end()) {
         report_.AtPhase(phase, "unknown phase " + InQuotes(phase.name) + DidYouMean(phase.name, known));
       } else if (program_.level == Level::kCaptured && phase.name != "micro_batch") {
         report_.AtPhase(phase, "a captured program has the phase micro_batch only, not " + InQuotes(phase.name));
       } else if (phase.name != "update" && (phase.name != "micro_batch") != accumulates) {
-        report_.AtPhase(phase, "with " + std::to_string(program_.accumulation) + " micro-batches a step, the phases are " +
+        report_.AtPhase(phase, "with " + runs + " a step, the phases are " +
                                    (accumulates ? "micro_batch.first, .middle, .last" : "micro_batch alone") +
                                    ", not " + InQuotes(phase.name));
       }
     }
     if (program_.FindPhase("micro_batch.first") == nullptr && program_.FindPhase("micro_batch.last") == nullptr) return;
     std::vector<std::string> needed = {"micro_batch.first", "micro_batch.last"};
-    if (program_.accumulation > 2) needed.push_back("micro_batch.middle");
+    if (program_.Runs() > 2) needed.push_back("micro_batch.middle");
     for (const std::string& name : needed) {
       if (program_.FindPhase(name) == nullptr) {
         report_.AtPhase(program_.phases[0], "phase " + InQuotes(name) + " is missing: a step has " +
-                                                std::to_string(program_.accumulation) + " micro-batches");
+                                                runs);
       }
     }
   }

@@ -1,5 +1,6 @@
 // Each op of our own by itself: operand counts, sizes, attributes, the level it belongs to.
 #include <algorithm>
+#include <map>
 #include <set>
 #include <unordered_map>
 
@@ -63,6 +64,7 @@ class Meaning {
       }
     }
     if (op.Attr("on_shard") != nullptr) OnShard(op);
+    if (op.Attr(kMicroBatch) != nullptr) OfMicroBatch(op);
     if (program_.level != Level::kCaptured) DirectUse(op);
   }
 
@@ -156,6 +158,13 @@ class Meaning {
       report_.AtOp(op, "the result of view must lie 'in' a storage", value.id);
   }
 
+  // Which of the micro-batches that run side by side an op belongs to.
+  void OfMicroBatch(const Op& op) {
+    if (MicroBatchOf(op) >= 0 && MicroBatchOf(op) < program_.width) return;
+    report_.AtOp(op, std::string(kMicroBatch) + "= must be a number below " + std::to_string(program_.width) +
+                         ", the micro-batches of one run");
+  }
+
   void Grad(const Op& op) {
     if (program_.level != Level::kCaptured) {
       report_.AtOp(op, "grad belongs to the captured level; sharding replaces it by a reduction");
@@ -168,7 +177,9 @@ class Meaning {
       report_.AtOp(op, "the first operand of grad must be a trainable parameter; %" + std::to_string(target) + " is none", target);
       return;
     }
-    if (!graded_.insert(target).second) report_.AtOp(op, "parameter '" + param->name + "' has two gradients", target);
+    if (++graded_[target] > program_.width) {
+      report_.AtOp(op, "parameter '" + param->name + "' has " + (program_.width == 1 ? "two" : "too many") + " gradients", target);
+    }
     const Type& of = TypeOf(target);
     const Type& given = TypeOf(value);
     bool narrower = IsFloating(given.dtype) && DTypeBytes(given.dtype) < DTypeBytes(of.dtype);
@@ -187,7 +198,9 @@ class Meaning {
       report_.AtOp(op, "output needs the attribute name=\"...\"");
       return;
     }
-    if (!outputs_.insert(name->text).second) report_.AtOp(op, "two outputs are named " + InQuotes(name->text));
+    if (++outputs_[name->text] > program_.width) {
+      report_.AtOp(op, (program_.width == 1 ? "two" : "too many") + std::string(" outputs are named ") + InQuotes(name->text));
+    }
     if (name->text == "loss") Elements(op, op.args[0].value, 1, "the loss is a scalar");
   }
 
@@ -368,8 +381,8 @@ class Meaning {
   const Program& program_;
   VerifyReport& report_;
   std::vector<const Param*> param_of_;  // by value
-  std::set<ValueId> graded_;            // parameters with a grad op
-  std::set<std::string> outputs_;
+  std::map<ValueId, int64_t> graded_;   // grad ops of a parameter, in this phase
+  std::map<std::string, int64_t> outputs_;
 };
 
 }  // namespace

@@ -24,6 +24,7 @@ struct Plan {
   std::unordered_map<ValueId, Landing> landings;   // by root
   std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
   std::unordered_set<ValueId> narrow_parts;        // reduced shards of narrow flat buffers
+  std::unordered_set<ValueId> sums;                // views of landings that further micro-batches of the run are added to
 };
 
 enum class Variant { kFirst, kMiddle, kLast };
@@ -237,7 +238,7 @@ class VariantWriter {
     to.root = Map(from.root);
     to.offset = from.offset;
     to.placed = from.placed;
-    if (from.placed || !Fresh(landing, from.root)) return Ok{};
+    if (from.placed || plan_.sums.count(old) > 0 || !Fresh(landing, from.root)) return Ok{};
     // A view of a gradient that has a storage of its own here.
     for (ValueId id : landing->contributions) {
       const Value& whole = program_.value(id);
@@ -286,6 +287,10 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
         if (landing != plan.landings.end() && landing->second.narrow) plan.narrow_parts.insert(op.results[i]);
       }
     }
+    if (program.width > 1 && op.name == "aten.add_.Tensor" && op.args[0].kind == Arg::Kind::kValue) {
+      plan.sums.insert(op.args[0].value);
+      plan.sums.insert(op.results.begin(), op.results.end());
+    }
     // A reduced shard is widened, and added up only when it is reduced in every micro-batch.
     if (reduce_last && op.name == "copy" && plan.narrow_parts.count(op.args[0].value) > 0) continue;
     if (IsCollective(op) || op.name == "grad.begin") continue;
@@ -319,7 +324,7 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   if (program.level == Level::kCaptured) {
     return MakeError("the program has no units; run shard, replicate or zero1 before accumulate");
   }
-  if (program.accumulation != 1) {
+  if (program.accumulation != program.width) {
     return MakeError("the program accumulates ", program.accumulation, " micro-batches already; run accumulate once");
   }
   if (program.FindPhase("update") != nullptr) {
@@ -327,19 +332,28 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   }
   const Phase* found = program.FindPhase("micro_batch");
   if (found == nullptr) return MakeError("the program has no phase micro_batch");
-  if (steps == 1) {
+  if (program.width > 1) {
+    if (mode != "reduce_last") {
+      return MakeError("micro-batches that run side by side are reduced together; use mode=reduce_last, or no interleave");
+    }
+    if (steps % program.width != 0) {
+      return MakeError("steps=", steps, " micro-batches cannot run by ", program.width, "; choose a multiple, or another interleave");
+    }
+  }
+  if (steps == program.width) {
     bool changed = program.accumulate_mode != mode;
     program.accumulate_mode = mode;
     return changed;
   }
   const Phase phase = *found;
+  const int64_t runs = steps / program.width;
   Plan plan = MakePlan(program, phase, mode == "reduce_last");
   int32_t old_values = program.num_values();
   std::vector<Phase> variants;
   for (auto [variant, name] :
        {std::pair{Variant::kFirst, "micro_batch.first"}, std::pair{Variant::kMiddle, "micro_batch.middle"},
         std::pair{Variant::kLast, "micro_batch.last"}}) {
-    if (variant == Variant::kMiddle && steps == 2) continue;
+    if (variant == Variant::kMiddle && runs == 2) continue;
     INTERLACE_ASSIGN(Phase written, VariantWriter(program, plan, variant, old_values).Write(phase, name));
     variants.push_back(std::move(written));
   }

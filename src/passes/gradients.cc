@@ -1,6 +1,7 @@
 // PlaceGradients: finds for each gradient whether the op that makes it can write it into the flat buffer, else adds a
 // copy, and issues the reductions in the order in which gradients become complete.
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 #include "base/sort.h"
@@ -10,10 +11,18 @@
 namespace interlace {
 namespace {
 
+// The gradient of a parameter in one more micro-batch of the run.
+struct MoreGradient {
+  ValueId value = kNone;
+  int32_t done = -1;  // it is complete after this op
+};
+
 struct Gradient {
   int32_t param = -1;         // index in Program::params
   int32_t marker = -1;        // index of the grad op
-  int32_t done = -1;          // the gradient is complete after this op
+  int32_t landed = -1;        // the (first) gradient is complete after this op
+  int32_t done = -1;          // what lies in the flat buffer is
+  std::vector<MoreGradient> more;
   int32_t last_use = -1;      // of the flat buffer, by ops of the old list
   ValueId owner = kNone;      // the value to place: the gradient itself or what it is a plain reshape of; kNone: copy
   DType dtype = DType::kF32;  // it is reduced in; narrower than the unit's when the program says so
@@ -40,6 +49,7 @@ class Placer {
     for (int32_t i = 0; i < edit_.size(); ++i) {
       ForEachOperand(std::as_const(edit_.op(i)), [&](ValueId id) { ++uses[id]; });
     }
+    std::unordered_map<int32_t, size_t> first_of;  // by parameter: its place in gradients_
     for (int32_t i = 0; i < edit_.size(); ++i) {
       const Op& op = edit_.op(i);
       if (op.name != "grad") continue;
@@ -47,6 +57,7 @@ class Placer {
       Gradient gradient;
       gradient.param = param_index[op.args[0].value];
       gradient.marker = i;
+      const auto first = first_of.find(gradient.param);
       ValueId value = op.args[1].value, root = program_.RootOf(value);
       gradient.dtype = program_.value(value).type.dtype;
       bool made_here = root < static_cast<ValueId>(facts_.def.size()) && facts_.def[root] >= 0;
@@ -56,7 +67,7 @@ class Placer {
           if (write < i) gradient.done = std::max(gradient.done, write);
         }
         if (facts_.def[value] > gradient.done) gradient.done = facts_.def[value];
-        if (CanPlace(gradient, value, root)) {
+        if (first == first_of.end() && CanPlace(gradient, value, root)) {
           gradient.owner = root;
           gradient.done = facts_.def[root];
           claimed_.resize(program_.num_values(), 0);
@@ -65,6 +76,14 @@ class Placer {
           if (value != root && uses[value] == 1) edit_.Remove(facts_.def[value]);
         }
       }
+      gradient.landed = gradient.done;
+      if (first != first_of.end()) {
+        Gradient& sum = gradients_[first->second];
+        sum.more.push_back({value, gradient.done});
+        sum.done = std::max(sum.done, gradient.done);
+        continue;
+      }
+      first_of[gradient.param] = gradients_.size();
       gradients_.push_back(gradient);
     }
     StableSort(gradients_, [](const Gradient& a, const Gradient& b) { return a.done < b.done; });
@@ -103,12 +122,12 @@ class Placer {
   void Land(Gradient& gradient) {
     const Param& param = ParamOf(gradient);
     const Unit& unit = UnitOf(gradient);
-    const Op& at = edit_.op(gradient.done);
+    const Op& at = edit_.op(gradient.landed);
     ValueId value = edit_.op(gradient.marker).args[1].value;
     // The value lies outside the phase, or in a gathered buffer that ends with the marker.
-    bool outside = gradient.owner == kNone && gradient.done == gradient.marker;
+    bool outside = gradient.owner == kNone && gradient.landed == gradient.marker;
     auto insert = [&](OpId op) {
-      gradient.owner != kNone || outside ? edit_.Before(gradient.done, op) : edit_.After(gradient.done, op);
+      gradient.owner != kNone || outside ? edit_.Before(gradient.landed, op) : edit_.After(gradient.landed, op);
     };
     gradient.state = program_.AddState(unit.id, "grad", FlatType(unit.dtype, whole_ ? unit.numel : unit.shard), false);
     gradient.flat = gradient.state;
@@ -127,7 +146,7 @@ class Placer {
       owner.root = gradient.flat;
       owner.offset = param.unit_offset;
       owner.placed = true;
-      gradient.last_use = gradient.done;
+      gradient.last_use = gradient.landed;
       for (int32_t use : facts_.uses[gradient.owner]) {
         if (edit_.op(use).name != "grad") gradient.last_use = std::max(gradient.last_use, use);
       }
@@ -138,8 +157,27 @@ class Placer {
       type.dtype = program_.value(gradient.flat).type.dtype;
       program_.AddPlaced(copy, std::move(type), gradient.flat, Dim(param.unit_offset));
       insert(copy.id);
-      gradient.last_use = gradient.done;
+      gradient.last_use = gradient.landed;
     }
+    for (const MoreGradient& more : gradient.more) Add(gradient, more);
+    gradient.last_use = std::max(gradient.last_use, gradient.done);
+  }
+
+  // Adds the gradient of one more micro-batch to what lies in the flat buffer.
+  void Add(const Gradient& gradient, const MoreGradient& more) {
+    const Param& param = ParamOf(gradient);
+    const Op& tags = edit_.op(more.done);
+    Type type = program_.value(param.value).type;
+    type.dtype = program_.value(gradient.flat).type.dtype;
+    Op& view = NewOp("view", tags, kNone);
+    view.args = {Arg::Of(gradient.flat)};
+    const ValueId part = program_.AddView(view, type, gradient.flat, Dim(param.unit_offset));
+    Op& add = NewOp("aten.add_.Tensor", tags, kNone);
+    add.args = {Arg::Of(part), Arg::Of(more.value)};
+    add.writes = {part};
+    program_.AddView(add, type, gradient.flat, Dim(param.unit_offset));
+    edit_.After(more.done, view.id);
+    edit_.After(more.done, add.id);
   }
 
   // Views of a gradient that has moved lie in the flat buffer too.

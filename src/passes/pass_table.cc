@@ -7,6 +7,7 @@
 #include "passes/canonicalize.h"
 #include "passes/cost_options.h"
 #include "passes/forward_only.h"
+#include "passes/interleave.h"
 #include "passes/offload.h"
 #include "passes/overlap_update.h"
 #include "passes/precision.h"
@@ -56,6 +57,10 @@ std::span<const PassInfo> PassTable() {
         {"bytes", kBytes, "none", "budget: what may be kept for the backward part"},
         {"cluster", kText, "local-1", "budget: preset whose kernel times count"}},
        Recompute},
+      {"interleave",
+       "several micro-batches run side by side, layer by layer: transfers hide behind all of them, for their activations' memory",
+       {{"micro_batches", kCount, "2", "that run side by side", {}, 1}},
+       Interleave},
       {"shard",
        "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
        {kAxis, kRanks, kWait, {"ahead", kCount, "1", "gathers in flight ahead of the one waited for", {}, 0}},
@@ -158,6 +163,7 @@ std::span<const PassInfo> PassTable() {
         kProfileOption,
         kLimitOption,
         {"recompute", kChoice, "auto", "also decide what runs again in the backward part, or leave that as it is", {"auto", "none"}},
+        {"interleave", kChoice, "auto", "also decide how many micro-batches run side by side, or leave that as it is", {"auto", "none"}},
         {"offload", kChoice, "none", "storages may leave memory where nothing else fits", {"none", "auto"}},
         {"evaluations", kCount, "0", "simulations at most; 0: by the size of the program", {}, 0},
         {"seconds", kNumber, "0", "stop after so long with the best until then; 0: no such stop"}},

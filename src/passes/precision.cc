@@ -158,6 +158,7 @@ Result<bool> Precision(Program& program, const PassOptions& options) {
     return MakeError(
         "the program has units already; precision runs before shard, replicate and zero1, which read what it marks");
   }
+  if (program.width > 1) return MakeError("micro-batches run side by side already; run precision before interleave");
   Phase* phase = program.FindPhase("micro_batch");
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   Narrower narrower(program, *phase);

@@ -63,17 +63,15 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   }
   std::vector<PassReport> reports;
   Program work = program.Clone();
-  // A search that also decides recomputation goes back to the captured program and the passes since.
+  // A search that also decides what runs again and side by side goes back to the captured program and the passes since.
   std::optional<Program> captured;
   size_t since = 0;
-  const auto recomputes = [](const PassCall& c) {
-    return c.pass->name == "search" && c.options.Text("recompute", "auto") == "auto";
-  };
-  const bool will_search = std::any_of(calls.begin(), calls.end(), recomputes);
+  const auto repeats = [](const PassCall& c) { return c.pass->name == "search" && RepeatsSearch(c.options); };
+  const bool will_search = std::any_of(calls.begin(), calls.end(), repeats);
   for (size_t i = 0; i < calls.size(); ++i) {
     const PassCall& call = calls[i];
     Program before = work.Clone();
-    if (will_search && work.level == Level::kCaptured && work.Meta("recompute") == nullptr) {
+    if (will_search && work.level == Level::kCaptured && work.width == 1) {
       captured = work.Clone();
       since = i;
     }
@@ -81,9 +79,9 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     Result<bool> changed = true;
     if (const Status fits = CheckRepositioned(work, call.pass->name); !fits.ok()) {
       changed = fits.error();
-    } else if (recomputes(call) && captured && work.level != Level::kCaptured) {
+    } else if (repeats(call) && captured && work.level != Level::kCaptured) {
       const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i));
-      Result<SearchResult> found = SearchRecomputation(*captured, between, call.options, work);
+      Result<SearchResult> found = SearchCaptured(*captured, between, call.options, work);
       if (!found.ok()) changed = found.error();
     } else {
       changed = call.pass->run(work, call.options);

@@ -31,7 +31,7 @@ struct SearchOptions {
 
 struct Candidate {
   std::string name;               // what it came from: "plain", "prefetch", "search", ...
-  std::string recompute;          // the pass to run before the strategy; empty: none
+  std::string captured;           // passes to run on the captured program, before the strategy: recompute, interleave
   std::string passes;             // what makes it of the program that was searched
   int64_t time_ps = 0;
   int64_t bytes = 0;              // peak of a rank
@@ -53,17 +53,20 @@ Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs
 // The chosen schedule, each time without one kind of decision: what that decision is worth.
 Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts& costs, const Candidate& chosen);
 
-// A search with recomputation as one more choice: `between` (shard, accumulate, update, ...) runs on the captured program
-// after no, selective, partial and full recomputation, and every one of these is searched. `program` becomes the chosen one.
-Result<SearchResult> SearchRecomputation(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
-                                         Program& program);
+// A search with the passes of the captured level as further choices: `between` (shard, accumulate, update, ...) runs on the captured
+// program after no, selective, partial and full recomputation (recompute=auto) and, where gradients are reduced once a step, with
+// several micro-batches side by side (interleave=auto); every one of these is searched. `program` becomes the chosen one.
+Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
+                                    Program& program);
+// Whether the options ask for that: recompute=auto, interleave=auto.
+bool RepeatsSearch(const PassOptions& options);
 
 // Those of them that no other beats in both, by rising memory.
 std::vector<Candidate> FrontOf(std::vector<Candidate> all);
 // The smallest candidate of the front within `slack` of the fastest that fits; the front's size when none fits.
 size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double slack);
 
-// The pass, recompute=none (the runner calls SearchRecomputation for recompute=auto). Options: cluster, profile, limit,
+// The pass with recompute=none,interleave=none (the runner calls SearchCaptured for the others). Options: cluster, profile, limit,
 // evaluations, seconds. Leaves its result in the program's meta lines. Error: not even the smallest schedule fits into the limit
 // (says what it needs, and what would lower it).
 Result<bool> Search(Program& program, const PassOptions& options);

@@ -1,5 +1,5 @@
-// The pass `search`: with recompute=none on a program that has been sharded, with recompute=auto on what the runner kept of the
-// captured one.
+// The pass `search`: with recompute=none and interleave=none on a program that has been sharded, else on what the runner kept of
+// the captured one.
 #include <limits>
 #include <set>
 
@@ -17,7 +17,7 @@ std::string Table(const std::vector<Candidate>& candidates, bool with_passes) {
   std::string text;
   for (const Candidate& c : candidates) {
     text += (text.empty() ? "" : "\n") + c.name + "|" + std::to_string(c.time_ps / 1'000'000) + "|" + std::to_string(c.bytes);
-    if (with_passes) text += "|" + c.recompute + "|" + c.passes;
+    if (with_passes) text += "|" + c.captured + "|" + c.passes;
   }
   return text;
 }
@@ -64,11 +64,13 @@ Result<SearchOptions> ReadOptions(const PassOptions& options) {
   return search;
 }
 
+using NamedPasses = std::vector<std::pair<std::string, std::string>>;
+
 // Recomputation passes from none to all, by rising time and falling memory.
-std::vector<std::pair<std::string, std::string>> Variants(const Program& captured) {
-  std::vector<std::pair<std::string, std::string>> variants = {{"", ""}};
+NamedPasses Recomputations(const Program& captured) {
+  NamedPasses variants = {{"", ""}};
   const std::vector<std::string> blocks = BlocksOf(captured);
-  if (blocks.empty()) return variants;
+  if (blocks.empty() || captured.Meta("recompute") != nullptr) return variants;
   variants.emplace_back("selective recomputation", "recompute(mode=selective)");
   std::set<size_t> counts;
   for (size_t quarter : {1, 2, 3, 4}) counts.insert(std::max<size_t>(blocks.size() * quarter / 4, 1));
@@ -81,7 +83,31 @@ std::vector<std::pair<std::string, std::string>> Variants(const Program& capture
   return variants;
 }
 
+// All recomputations, and what hides transfers behind several micro-batches: those without recomputation and, because it takes the
+// memory of their activations, with what takes least time to give it back and with all of it.
+NamedPasses Variants(const Program& captured, const Program& sharded, const PassOptions& options) {
+  NamedPasses variants = options.Text("recompute", "auto") == "auto" ? Recomputations(captured) : NamedPasses{{"", ""}};
+  const bool sums = sharded.accumulate_mode == "reduce_last" && sharded.width == 1;
+  if (options.Text("interleave", "auto") != "auto" || !sums) return variants;
+  const size_t recomputations = variants.size();
+  for (int64_t width : {2, 4}) {
+    if (sharded.accumulation % width != 0) continue;
+    const std::string name = std::to_string(width) + " micro-batches side by side",
+                      pass = "interleave(micro_batches=" + std::to_string(width) + ")";
+    variants.emplace_back(name, pass);
+    if (width > 2 || recomputations < 2) continue;
+    for (size_t i : {size_t{1}, recomputations - 1}) {
+      variants.emplace_back(name + ", " + variants[i].first, variants[i].second + "," + pass);
+    }
+  }
+  return variants;
+}
+
 }  // namespace
+
+bool RepeatsSearch(const PassOptions& options) {
+  return options.Text("recompute", "auto") == "auto" || options.Text("interleave", "auto") == "auto";
+}
 
 Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts& costs, const Candidate& chosen) {
   std::vector<Candidate> out;
@@ -114,7 +140,7 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
     INTERLACE_TRY(ApplySchedule(program, next));
     if (overlaps && !late_updates) INTERLACE_TRY(OverlapUpdate(program));
     INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs));
-    out.push_back({name, chosen.recompute, PrintSchedule(next), verdict.time_ps, verdict.bytes});
+    out.push_back({name, chosen.captured, PrintSchedule(next), verdict.time_ps, verdict.bytes});
     return Ok{};
   };
   // What was kept is then gathered for the backward part again, each unit by itself.
@@ -133,14 +159,14 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
   return out;
 }
 
-Result<SearchResult> SearchRecomputation(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
-                                         Program& program) {
+Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
+                                    Program& program) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
-  const std::vector<std::pair<std::string, std::string>> variants = Variants(captured);
+  const NamedPasses variants = Variants(captured, program, options);
   if (search.evaluations > 0) {
     search.evaluations = std::max<int64_t>(search.evaluations / static_cast<int64_t>(variants.size()), 1);
-  } else {
+  } else if (variants.size() > 1) {
     search.share = 1.5 / static_cast<double>(variants.size());
   }
   search.seconds /= static_cast<double>(variants.size());
@@ -148,18 +174,18 @@ Result<SearchResult> SearchRecomputation(const Program& captured, const std::vec
   std::vector<Candidate> candidates;
   RunOptions run;
   run.verify = false;
-  for (const auto& [name, recompute] : variants) {
+  for (const auto& [name, first] : variants) {
     Program base = captured.Clone();
-    if (!recompute.empty() && !RunText(base, recompute).ok()) continue;  // a model in which nothing can run again
+    if (!first.empty() && !RunText(base, first).ok()) continue;  // nothing can run again; micro-batches depend on one another
     Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
     if (!reports.ok()) return reports.error();
     INTERLACE_ASSIGN(SearchResult found, SearchSchedules(base, costs, search));
-    if (recompute.empty()) {
+    if (first.empty()) {
       all.heuristics = found.heuristics;
       all.lower_bound_ps = found.lower_bound_ps;
     }
     for (Candidate& c : found.front) {
-      c.recompute = recompute;
+      c.captured = first;
       if (!name.empty()) c.name += ", " + name;
       candidates.push_back(std::move(c));
     }
@@ -171,14 +197,15 @@ Result<SearchResult> SearchRecomputation(const Program& captured, const std::vec
   INTERLACE_TRY(CheckFits(all, costs, true));
   const Candidate& chosen = all.front[all.chosen];
   Program out = captured.Clone();
-  INTERLACE_TRY(RunText(out, chosen.recompute));
+  INTERLACE_TRY(RunText(out, chosen.captured));
   Result<std::vector<PassReport>> reports = RunPasses(out, between, run);
   if (!reports.ok()) return reports.error();
   INTERLACE_ASSIGN(all.without, WithoutEach(out, costs, chosen));
-  if (!chosen.recompute.empty()) {
+  for (auto [pass, without] : {std::pair{"recompute", "nothing recomputed"}, std::pair{"interleave", "one micro-batch after the other"}}) {
+    if (chosen.captured.find(pass) == std::string::npos) continue;
     for (auto c = all.front.rbegin(); c != all.front.rend(); ++c) {
-      if (!c->recompute.empty()) continue;
-      all.without.push_back({"nothing recomputed", "", "", c->time_ps, c->bytes});
+      if (c->captured.find(pass) != std::string::npos) continue;
+      all.without.push_back({without, "", "", c->time_ps, c->bytes});
       break;
     }
   }

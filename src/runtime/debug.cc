@@ -118,7 +118,7 @@ bool DebugObserver::AfterOp(int32_t index, OpId id, const std::vector<at::Tensor
     DebugRecord record;
     record.index = index;
     record.phase = phase_->name;
-    record.micro_batch = micro_batch_;
+    record.micro_batch = micro_batch_ + MicroBatchOf(op);
     record.name = op.name;
     record.text = PrintOp(program_, op);
     record.module = ModuleOf(program_, op);

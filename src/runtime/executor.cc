@@ -100,16 +100,17 @@ Status Executor::CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches
   if (static_cast<int64_t>(micro_batches.size()) != program_.accumulation) {
     return MakeError("the program takes ", program_.accumulation, " micro-batches a step, got ", micro_batches.size());
   }
+  const auto width = static_cast<size_t>(program_.width);
+  const size_t count = program_.inputs.size() / width;  // of one micro-batch
   for (size_t m = 0; m < micro_batches.size(); ++m) {
     std::vector<at::Tensor>& inputs = micro_batches[m];
-    if (inputs.size() != program_.inputs.size()) {
+    if (inputs.size() != count) {
       std::string names;
-      for (const Input& input : program_.inputs) names += (names.empty() ? "" : ", ") + input.name;
-      return MakeError("micro-batch ", m, " has ", inputs.size(), " inputs, the program takes ", program_.inputs.size(),
-                       ": ", names);
+      for (size_t i = 0; i < count; ++i) names += (names.empty() ? "" : ", ") + program_.inputs[i].name;
+      return MakeError("micro-batch ", m, " has ", inputs.size(), " inputs, the program takes ", count, ": ", names);
     }
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const Geometry& g = geometry_[program_.inputs[i].value];
+      const Geometry& g = geometry_[program_.inputs[m % width * count + i].value];
       at::Tensor& tensor = inputs[i];
       const bool defined = tensor.defined();
       if (!defined || !SameSizes(tensor, g) || tensor.device() != device_ || tensor.layout() != c10::Layout::Strided) {
@@ -263,6 +264,8 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
   frame_.has_norm = false;
   frame_.finite = true;
   frame_.coef = 1;
+  const auto width = static_cast<size_t>(program_.width);
+  const size_t inputs = program_.inputs.size() / width;
   size_t micro_batch = 0;
   const bool in_arena = arena_ && observer == nullptr;
   size_t entry = 0;
@@ -278,10 +281,10 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
       INTERLACE_TRY(EnterPhase(*phase, variant));
       if (random_) random_->SetPosition(static_cast<uint64_t>(step), micro_batch);
       if (takes_inputs) {
-        if (micro_batch >= micro_batches.size())
+        if (micro_batch + width > micro_batches.size())
           return MakeError("the program has more micro-batch phases than micro-batches");
         for (size_t j = 0; j < program_.inputs.size(); ++j)
-          frame_.slots[program_.inputs[j].value] = std::move(micro_batches[micro_batch][j]);
+          frame_.slots[program_.inputs[j].value] = std::move(micro_batches[micro_batch + j / inputs][j % inputs]);
       }
       for (ValueId id : plan.unused) frame_.slots[id].reset();
       if (observer) {
@@ -292,7 +295,7 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
         INTERLACE_TRY(record_.mode == TraceMode::kOff ? RunPhase(plan) : RunPhaseRecorded(plan));
       }
       LeavePhase(*phase, variant);
-      if (takes_inputs) ++micro_batch;
+      if (takes_inputs) micro_batch += width;
     }
   }
   return Ok{};

@@ -70,7 +70,7 @@ struct AtenKernel final : KernelData {
   bool checked = false;
   bool into_target = false;  // call is the `.out` form, its last push the target of results[0]
   std::optional<c10::OperatorHandle> functional;  // into_target: to be called once, as it shows the type of the result
-  int64_t rng = 0;
+  int64_t rng = 0, micro = 0;
   bool seeds_default = false;  // random, but without a generator argument
 
   void Run(Frame& frame) {
@@ -94,7 +94,7 @@ struct AtenKernel final : KernelData {
           stack.push_back(MakeList(call.lists[push.index], true, frame));
           break;
         case Push::Kind::kGenerator:
-          stack.emplace_back(frame.random->For(rng));
+          stack.emplace_back(frame.random->For(rng, micro));
           break;
         case Push::Kind::kTarget:
           target = results[0].target.Get(frame);
@@ -104,7 +104,7 @@ struct AtenKernel final : KernelData {
     }
     if (functional) CheckType(frame, target);
     if (seeds_default) {
-      KeyedRandom::DefaultScope scope(*frame.random, rng);
+      KeyedRandom::DefaultScope scope(*frame.random, rng, micro);
       call.op->redispatchBoxed(frame.keys, &stack);
     } else {
       call.op->redispatchBoxed(frame.keys, &stack);
@@ -368,6 +368,7 @@ Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op) {
     return OpError(context, op, "the operator gives only " + std::to_string(schema.returns().size()) + " results");
   }
   kernel->rng = op.rng.value_or(0);
+  kernel->micro = MicroBatchOf(op);
   kernel->seeds_default = op.rng && context.options.keyed_random && !kernel->call.takes_generator;
 
   if (any_placed && kernel->results.size() == 1) {

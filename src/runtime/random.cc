@@ -27,18 +27,17 @@ KeyedRandom::KeyedRandom(c10::Device device, uint64_t seed, uint64_t rank) : dev
       device.is_cpu() ? at::detail::createCPUGenerator(seed) : at::globalContext().defaultGenerator(device).clone();
 }
 
-const at::Generator& KeyedRandom::For(int64_t key) {
+const at::Generator& KeyedRandom::For(int64_t key, int64_t micro) {
   // No lock: the generator is ours alone, and one step runs at a time.
-  generator_.set_current_seed(MixKey(seed_, step_, micro_batch_, rank_, static_cast<uint64_t>(key)));
+  generator_.set_current_seed(Seed(key, micro));
   return generator_;
 }
 
-KeyedRandom::DefaultScope::DefaultScope(KeyedRandom& random, int64_t key)
+KeyedRandom::DefaultScope::DefaultScope(KeyedRandom& random, int64_t key, int64_t micro)
     : generator_(at::globalContext().defaultGenerator(random.device_)) {
   std::lock_guard<std::mutex> lock(generator_.mutex());
   saved_ = generator_.get_state();
-  generator_.set_current_seed(
-      MixKey(random.seed_, random.step_, random.micro_batch_, random.rank_, static_cast<uint64_t>(key)));
+  generator_.set_current_seed(random.Seed(key, micro));
 }
 
 KeyedRandom::DefaultScope::~DefaultScope() {

@@ -20,11 +20,12 @@ class KeyedRandom {
 
   void SetPosition(uint64_t step, uint64_t micro_batch) { step_ = step, micro_batch_ = micro_batch; }
   // Our own generator, seeded for this op. The same object every time: use it before the next call.
-  const at::Generator& For(int64_t key);
+  // `micro`: of several micro-batches that run side by side, the first of which the position is.
+  const at::Generator& For(int64_t key, int64_t micro = 0);
   // For ops without a generator argument: seeds the device's default generator and restores it when destroyed.
   class DefaultScope {
    public:
-    DefaultScope(KeyedRandom& random, int64_t key);
+    DefaultScope(KeyedRandom& random, int64_t key, int64_t micro = 0);
     ~DefaultScope();
     DefaultScope(const DefaultScope&) = delete;
     DefaultScope& operator=(const DefaultScope&) = delete;
@@ -35,6 +36,9 @@ class KeyedRandom {
   };
 
  private:
+  uint64_t Seed(int64_t key, int64_t micro) const {
+    return MixKey(seed_, step_, micro_batch_ + static_cast<uint64_t>(micro), rank_, static_cast<uint64_t>(key));
+  }
   c10::Device device_;
   uint64_t seed_, rank_, step_ = 0, micro_batch_ = 0;
   at::Generator generator_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "base/exact_sum.h"
 #include "ir/testing/machine.h"
@@ -134,7 +135,7 @@ Status RunSharded(const Program& program, const InterpretOptions& options, Machi
     int64_t micro_batch = 0;
     for (const auto& [phase, count] : program.RunOrder()) {
       for (int64_t i = 0; i < count; ++i) {
-        if (phase->name != "update") machine.SetInputs(micro_batch++);
+        if (phase->name != "update") machine.SetInputs(std::exchange(micro_batch, micro_batch + program.width));
         INTERLACE_TRY(machine.RunPhase(*phase));
         KeepOutputs(machine, result);
       }

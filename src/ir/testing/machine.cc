@@ -249,10 +249,13 @@ void Machine::BeginStep(int64_t step) {
 
 void Machine::SetInputs(int64_t micro_batch) {
   micro_batch_ = micro_batch;
-  for (const Input& input : program_.inputs) {
+  const size_t count = program_.inputs.size() / static_cast<size_t>(program_.width);
+  for (size_t at = 0; at < program_.inputs.size(); ++at) {
+    const Input& input = program_.inputs[at];
+    const int64_t own = micro_batch + static_cast<int64_t>(at / count);  // of those side by side
     bool integer = !IsFloating(program_.value(input.value).type.dtype);
     for (int64_t rank = 0; rank < ranks_; ++rank) {
-      uint64_t key = Mix(Mix(Mix(Mix(options_.seed, HashText(input.name)), step_), micro_batch), rank);
+      uint64_t key = Mix(Mix(Mix(Mix(options_.seed, HashText(input.name)), step_), own), rank);
       Dense x{Sizes(input.value), std::vector<double>(Count(Sizes(input.value)))};
       for (size_t i = 0; i < x.data.size(); ++i) {
         double drawn = Uniform(Mix(key, i));

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "base/exact_sum.h"
 #include "ir/op_table.h"
@@ -59,7 +60,7 @@ Status Machine::RunLibraryOp(const Op& op) {
                   {},
                   0};
     if (op.rng) {
-      uint64_t key = Mix(Mix(Mix(options_.seed, step_), micro_batch_), rank);
+      uint64_t key = Mix(Mix(Mix(options_.seed, step_), micro_batch_ + MicroBatchOf(op)), rank);
       call.random_key = Mix(key, static_cast<uint64_t>(*op.rng));
     }
     const std::vector<ValueId>& targets = op.writes.empty() ? op.results : op.writes;
@@ -100,7 +101,8 @@ Status Machine::RunOwnOp(const Op& op) {
       grads[op.args[0].value] = std::move(values);
     } else {
       const Arg* name = op.Attr("name");
-      outputs[name == nullptr ? "" : name->text] = std::move(values);
+      std::vector<Dense>& kept = outputs[name == nullptr ? "" : name->text];
+      std::move(values.begin(), values.end(), std::back_inserter(kept));
     }
     return Ok{};
   }

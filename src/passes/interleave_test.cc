@@ -1,0 +1,142 @@
+// Micro-batches side by side: one program by hand, bits of random programs against the textbook step, what is refused, and the search
+// that chooses it where links are slow.
+#include <random>
+
+#include "ir/testing/interpreter.h"
+#include "ir/testing/random_program.h"
+#include "passes/search.h"
+#include "passes/schedule_test_support.h"
+
+namespace interlace {
+namespace {
+
+TEST(Interleave, ReadsOfParametersCutTheOpsIntoPieces) {
+  EXPECT_EQ(Phases(RunText(std::string(kTwoLayers), "interleave")), R"(phase micro_batch takes () gives () {
+  %4: f32[64] = aten.mul.Tensor(%2, %0) {fwd m1}
+  %5: f32[64] = aten.mul.Tensor(%3, %0) {fwd m1 micro=1}
+  %6: f32[64] = aten.mul.Tensor(%4, %1) {fwd m2}
+  %7: f32[] = aten.sum(%6) {fwd}
+  output(%7) {fwd name="loss"}
+  %8: f32[64] = aten.mul.Tensor(%5, %1) {fwd m2 micro=1}
+  %9: f32[] = aten.sum(%8) {fwd micro=1}
+  output(%9) {fwd name="loss" micro=1}
+  %10: f32[64] = aten.mul.Tensor(%6, %4) {bwd m2}
+  grad(%1, %10) {bwd m2}
+  %11: f32[64] = aten.mul.Tensor(%8, %5) {bwd m2 micro=1}
+  grad(%1, %11) {bwd m2 micro=1}
+  %12: f32[64] = aten.mul.Tensor(%6, %1) {bwd m2}
+  %13: f32[64] = aten.mul.Tensor(%12, %2) {bwd m1}
+  grad(%0, %13) {bwd m1}
+  %14: f32[64] = aten.mul.Tensor(%8, %1) {bwd m2 micro=1}
+  %15: f32[64] = aten.mul.Tensor(%14, %3) {bwd m1 micro=1}
+  grad(%0, %15) {bwd m1 micro=1}
+  %16: f32[64] = aten.mul.Tensor(%12, %0) {bwd m1}
+  output(%16) {bwd name="dx"}
+  %17: f32[64] = aten.mul.Tensor(%14, %0) {bwd m1 micro=1}
+  output(%17) {bwd name="dx" micro=1}
+}
+)");
+}
+
+TEST(Interleave, GradientsAreAddedInOrderAndReducedOnce) {
+  const std::string text = RunText(std::string(kTwoLayers), "interleave,replicate(ranks=2),accumulate(steps=4,mode=reduce_last),update");
+  EXPECT_NE(text.find("\nstep 4 reduce_last by 2\n"), std::string::npos) << text;
+  const std::string last = text.substr(text.find("phase micro_batch.last"));
+  const auto count = [&](const std::string& what) {
+    size_t n = 0;
+    for (size_t at = last.find(what); at != std::string::npos; at = last.find(what, at + 1)) ++n;
+    return n;
+  };
+  EXPECT_EQ(count("aten.add_.Tensor"), 4U) << "two micro-batches, two parameters";
+  EXPECT_EQ(count("reduce.start"), 2U);
+  EXPECT_EQ(text.find("phase micro_batch.middle"), std::string::npos);
+}
+
+TEST(Interleave, SameBitsAsTheTextbookStep) {
+  int done = 0;
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    testing::RandomProgramOptions options;
+    options.seed = seed;
+    options.layers = 1 + static_cast<int>(seed % 6);
+    const Program captured = testing::RandomProgram(options);
+    const int64_t width = 2 + static_cast<int64_t>(random() % 2), runs = 1 + static_cast<int64_t>(random() % 4);
+    testing::InterpretOptions run;
+    run.steps = 2;
+    run.ranks = 1 + static_cast<int64_t>(seed % 3);
+    run.accumulation = width * runs;
+    run.accumulate_mode = "reduce_last";
+    if (random() % 2) run.clip = 0.05;
+    Result<testing::RunResult> expected = testing::Interpret(captured, run);
+    ASSERT_TRUE(expected.ok()) << expected.error().ToString();
+    for (const char* strategy : {"shard", "replicate", "zero1"}) {
+      const std::string pipeline = std::string(seed % 2 ? "canonicalize," : "") + "interleave(micro_batches=" + std::to_string(width) +
+                                   ")," + strategy + "(ranks=" + std::to_string(run.ranks) + "),accumulate(steps=" +
+                                   std::to_string(run.accumulation) + ",mode=reduce_last),update" +
+                                   (run.clip ? "(clip=0.05)" : "") + (seed % 3 ? ",canonicalize" : ",prefetch,unshard,overlap_update");
+      const std::string text = RunText(Print(captured), pipeline);
+      if (text.starts_with("error: pass 'interleave': the model changes")) break;
+      Result<Program> program = Parse(text);
+      ASSERT_TRUE(program.ok()) << pipeline << "\n" << text;
+      EXPECT_EQ(Print(*program), text);
+      Result<testing::RunResult> actual = testing::Interpret(*program, run);
+      ASSERT_TRUE(actual.ok()) << pipeline << "\n" << actual.error().ToString() << "\n" << text;
+      ASSERT_EQ(testing::FirstDifference(*expected, *actual), "") << pipeline << "\n" << text;
+      ++done;
+    }
+  }
+  EXPECT_GE(done, 60);
+}
+
+TEST(Interleave, SaysWhatItCannotDo) {
+  const std::string two(kTwoLayers);
+  EXPECT_EQ(RunText(two, "shard(ranks=2),interleave"),
+            "error: pass 'interleave': the program has units already; run interleave before shard, replicate and zero1");
+  EXPECT_EQ(RunText(two, "interleave,interleave"),
+            "error: pass 'interleave': the program runs 2 micro-batches side by side already; run interleave once");
+  EXPECT_EQ(RunText(two, "interleave,shard(ranks=2),accumulate(steps=4)"),
+            "error: pass 'accumulate': micro-batches that run side by side are reduced together; use mode=reduce_last, or no interleave");
+  EXPECT_EQ(RunText(two, "interleave,shard(ranks=2),accumulate(steps=3,mode=reduce_last)"),
+            "error: pass 'accumulate': steps=3 micro-batches cannot run by 2; choose a multiple, or another interleave");
+  EXPECT_EQ(RunText(two, "interleave,precision(reduce=bf16)"),
+            "error: pass 'precision': micro-batches run side by side already; run precision before interleave");
+  std::string changes = two;
+  changes.replace(changes.find("phase"), 0, "buffer %20: f32[64] \"seen\" plain\n");
+  changes.replace(changes.find("  output(%5)"), 0, "  assign(%20, %4) {fwd}\n");
+  EXPECT_EQ(RunText(changes, "interleave"),
+            "error: pass 'interleave': the model changes %20, which the next micro-batch reads: one must end before the next");
+}
+
+// What the search gives for the 6 layers of a random program, with gradients that are reduced once in four micro-batches.
+std::string Searched(uint64_t seed, const std::string& options) {
+  testing::RandomProgramOptions random;
+  random.seed = seed;
+  random.layers = 6;
+  random.max_width = 40;
+  return RunText(Print(testing::RandomProgram(random)),
+                 "canonicalize,shard(ranks=2,ahead=0),accumulate(steps=4,mode=reduce_last),update,search(evaluations=200" + options + ")");
+}
+
+double ChosenUs(const std::string& text) {
+  Result<Program> program = Parse(text);
+  if (!program.ok()) return -1;
+  const std::string row = *program->Meta("search.chosen");
+  return std::stod(row.substr(row.find('|') + 1));
+}
+
+TEST(Interleave, TheSearchChoosesItWhereTransfersHoldTheStepUp) {
+  int chosen = 0;
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    const std::string text = Searched(seed, ",recompute=none"), without = Searched(seed, ",recompute=none,interleave=none");
+    if (text.find("reduce_last by ") == std::string::npos) continue;
+    ++chosen;
+    EXPECT_LT(ChosenUs(text), ChosenUs(without));
+    EXPECT_NE(text.find("one micro-batch after the other"), std::string::npos);
+    EXPECT_EQ(Searched(seed, ",recompute=none"), text) << "deterministic";
+  }
+  EXPECT_GE(chosen, 1);
+}
+
+}  // namespace
+}  // namespace interlace
