@@ -82,7 +82,8 @@ def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str,
     frozen = "" if trainable == facts["param_elements"] else f", {count(trainable)} trainable"
     rows["parameters"] = f"{facts['params']} tensors, {count(facts['param_elements'])} elements{frozen}"
     if program.accumulation > 1:
-        rows["accumulation"] = f"{program.accumulation} micro-batches a step, {program.accumulate_mode}"
+        side = f", {program.width} side by side" if program.width > 1 else ""
+        rows["accumulation"] = f"{program.accumulation} micro-batches a step{side}, {program.accumulate_mode}"
     if units:
         gathered, reduced = format_bytes(facts["gathered_bytes"]), format_bytes(facts["reduced_bytes"])
         rows["received a step"] = f"{gathered} by gathers, {reduced} by reduces (each rank)"

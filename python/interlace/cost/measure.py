@@ -145,7 +145,7 @@ def measure_program(
     executor.set_trace("serial")
     try:
         for step in range(steps):
-            count = len(inputs) // program.width  # of one micro-batch
+            count = len(program.inputs()) // program.width  # of one micro-batch
             micro_batches = [list(inputs[:count]) for _ in range(program.accumulation)]
             executor.step(micro_batches, hyper, step)
             if step > 0 or steps == 1:  # the first step allocates what later ones reuse

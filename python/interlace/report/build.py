@@ -169,7 +169,8 @@ def _program_facts(program: Any) -> dict[str, str]:
     out["parameters"] = f"{summary['params']:,} tensors, {summary['param_elements']:,} elements"
     out["mesh"] = mesh or "one device"
     if program.accumulation > 1:
-        out["accumulation"] = f"{program.accumulation} micro-batches a step ({program.accumulate_mode})"
+        side = f", {program.width} side by side" if program.width > 1 else ""
+        out["accumulation"] = f"{program.accumulation} micro-batches a step{side} ({program.accumulate_mode})"
     out["inputs of a micro-batch"] = ", ".join(inputs) or "none"
     out["ops"] = f"{summary['ops']:,}"
     return out
