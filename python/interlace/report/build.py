@@ -162,7 +162,8 @@ def tokens_per_step(program: Any) -> int | None:
 def _program_facts(program: Any) -> dict[str, str]:
     summary, meta = program.summary(), program.meta()
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.items())
-    inputs = [f"{i['name']} {i['dtype']}[{', '.join(str(d) for d in i['shape'])}]" for i in program.inputs()]
+    own = program.inputs()[: len(program.inputs()) // program.width]
+    inputs = [f"{i['name']} {i['dtype']}[{', '.join(str(d) for d in i['shape'])}]" for i in own]
     out = {}
     if "model" in meta:
         out["model"] = meta["model"]
