@@ -8,6 +8,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "ir/op_table.h"
 #include "runtime/allocator.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
