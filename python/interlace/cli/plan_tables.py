@@ -160,7 +160,7 @@ def why_table(why_not: list[dict[str, Any]]) -> Any:
         if "step_us" in row:
             limit = "" if row.get("complete", True) else ", or less with more time"
             said = f"{seconds(row['step_us'] / 1e6)} a step"
-            more = f"{100 * row['slower']:+.1f} %{limit}"
+            more = f"{round(100 * row['slower'], 1) + 0.0:+.1f} %{limit}"  # no "-0.0"
         elif "skipped" in row:
             said, more = "not looked at", "the time was up: give --time-limit more"
         elif "impossible" in row:
