@@ -1,6 +1,5 @@
 #include "passes/canonicalize.h"
 
-#include <chrono>
 
 #include "passes/pass_test_support.h"
 
@@ -139,31 +138,6 @@ TEST(Canonicalize, DeadOpsGoEvenRandomOnesButEffectsStay) {
                   "  %6: f32[4,8] = torchvision.thing(%2) {fwd}\n"),
             "  %3: f32[4,8] in %1+0 = aten.add_.Tensor(%1, %2) {fwd writes=[%1]}\n"
             "  %4: f32[4,8] = torchvision.thing(%2) {fwd}\n");
-}
-
-TEST(Canonicalize, TimeIsLinear) {
-  auto seconds = [](int layers) {
-    std::string ops;
-    int id = 3;
-    std::string last = "%2";
-    for (int i = 0; i < layers; ++i) {
-      std::string t = "%" + std::to_string(id++), u = "%" + std::to_string(id++), sum = "%" + std::to_string(id++);
-      ops += "  " + t + ": f32[8,4]{1,8} in " + last + "+0 = aten.t(" + last + ") {fwd}\n";
-      ops += "  " + u + ": f32[4,8] in " + last + "+0 = aten.t(" + t + ") {fwd}\n";
-      ops += "  " + sum + ": f32[4,8] = aten.add.Tensor(" + u + ", %0) {fwd}\n";
-      last = sum;
-    }
-    Result<Program> program = Parse(With(ops + "  output(" + last + ") {fwd name=\"y\"}\n"));
-    EXPECT_TRUE(program.ok());
-    auto start = std::chrono::steady_clock::now();
-    EXPECT_TRUE(Canonicalize(*program).ok());
-    EXPECT_EQ(program->phases[0].ops.size(), static_cast<size_t>(layers) + 1);
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  seconds(1000);                                        // warms up
-  double small = seconds(1000), large = seconds(7000);  // 21,001 ops
-  EXPECT_LT(large, std::max(21 * small, 1.0)) << small;
-  EXPECT_LT(large, 5.0) << "a fraction of a second without sanitizers";
 }
 
 }  // namespace

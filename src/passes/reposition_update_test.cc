@@ -148,7 +148,7 @@ TEST(RepositionUpdate, TheVerifierKnowsWhatIsPending) {
 // Random programs, through schedule passes before and offload after.
 TEST(RepositionUpdate, SameBitsAsTheTextbookStep) {
   int moved = 0, offloaded = 0;
-  for (uint64_t seed = 0; seed < 60; ++seed) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
     std::mt19937_64 random(seed * 19 + 7);
     testing::RandomProgramOptions shape;
     shape.seed = seed + 7000;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <ctime>
 
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -214,95 +213,6 @@ TEST(RandomSteps, TracesHold) {
     ASSERT_TRUE(snapshot.ok()) << ErrorOf(snapshot) << Print(program);
     ASSERT_EQ(ErrorOf(CheckMemorySnapshot(*snapshot)), "no error") << Print(program);
   }
-}
-
-// A step of the shape of a model of `layers` blocks under ZeRO-3: one gather and release a layer each way, one reduce, 240 ops.
-Program LargeStep(int layers, int64_t ranks) {
-  Program p;
-  p.level = Level::kScheduled;
-  p.mesh.push_back({"dp", ranks});
-  p.modules.push_back({0, "", "Net"});
-  Type activation{DType::kBF16, {Dim(2048), Dim(1024)}, {Dim(1024), Dim(1)}};
-  ValueId x = p.AddValue(ValueKind::kInput, activation).id;
-  p.inputs.push_back({x, "x"});
-  std::vector<ValueId> shards, grads;
-  for (int i = 0; i < layers; ++i) {
-    int64_t shard = 32 * 20000;
-    p.units.push_back({i, "dp", DType::kBF16, shard * ranks, shard});
-    Type flat{DType::kBF16, {Dim(shard)}, {Dim(1)}};
-    shards.push_back(p.AddState(i, "shard", flat, true));
-    grads.push_back(p.AddState(i, "grad", flat, false));
-    p.modules.push_back({i + 1, "layers." + std::to_string(i), "Block"});
-  }
-  p.phases.push_back({"micro_batch", {}, {}, {}});
-  auto add = [&](const char* name, int layer, std::vector<ValueId> args) -> Op& {
-    Op& op = p.AddOp(name);
-    op.module = layer + 1;
-    for (ValueId id : args) op.args.push_back(Arg::Of(id));
-    p.phases.back().ops.push_back(op.id);
-    return op;
-  };
-  Type full{DType::kBF16, {Dim(p.units[0].numel)}, {Dim(1)}};
-  auto gather = [&](int layer) {
-    Op& op = add("gather.start", layer, {shards[layer]});
-    op.units.push_back(layer);
-    return p.AddResult(op, full);
-  };
-  ValueId pending_reduce = kNone;
-  ValueId next = gather(0);
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int i = 0; i < layers; ++i) {
-      int layer = pass == 0 ? i : layers - 1 - i;
-      ValueId here = next;
-      bool last = i + 1 == layers;
-      if (!last) next = gather(pass == 0 ? layer + 1 : layer - 1);
-      if (last && pass == 0) next = gather(layer);
-      add("gather.wait", layer, {here});
-      ValueId weight = p.AddView(add("view", layer, {here}), {DType::kBF16, {Dim(1024), Dim(1024)}, {Dim(1024), Dim(1)}}, here, Dim(0));
-      for (int op = 0; op < 100 + 20 * pass; ++op) {
-        x = op % 10 == 0 ? p.AddResult(add("aten.mm", layer, {x, weight}), activation) : p.AddResult(add("aten.relu", layer, {x}), activation);
-      }
-      add("release", layer, {here});
-      if (pass == 0) continue;
-      Op& begin = add("grad.begin", layer, {});
-      begin.units.push_back(layer);
-      ValueId flat = p.AddResult(begin, full);
-      if (pending_reduce != kNone) add("reduce.wait", layer, {pending_reduce});
-      Op& reduce = add("reduce.start", layer, {flat});
-      reduce.units.push_back(layer);
-      pending_reduce = p.AddPlaced(reduce, p.value(shards[layer]).type, grads[layer], Dim(0));
-    }
-  }
-  add("reduce.wait", 0, {pending_reduce});
-  p.phases.push_back({"update", {}, {}, {}});
-  for (int i = 0; i < layers; ++i) add("update.sgd", i, {shards[i], grads[i]}).units.push_back(i);
-  return p;
-}
-
-// Processor time, which other work on the machine does not stretch.
-double BestSeconds(int rounds, const auto& run) {
-  double best = 1e9;
-  for (int i = 0; i < rounds; ++i) {
-    std::clock_t begin = std::clock();
-    run();
-    best = std::min(best, static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC);
-  }
-  return best;
-}
-
-TEST(Speed, TwentyThousandOps) {
-  Program program = LargeStep(84, 32);
-  ClusterSpec cluster = *LoadCluster("h100-80gb-32", "c");
-  ASSERT_GT(program.phases[0].ops.size(), 19'000u);
-  double folded = BestSeconds(5, [&] { ASSERT_TRUE(Simulate(program, cluster, nullptr, {}).ok()); });
-  SimulateOptions uneven;
-  for (int r = 0; r < 32; ++r) uneven.slow.emplace_back(r, 1 + r / 100.0);
-  double all = BestSeconds(2, [&] { ASSERT_TRUE(Simulate(program, cluster, nullptr, uneven).ok()); });
-  std::printf("%zu ops: one of 32 equal ranks %.1f ms, 32 different ranks %.0f ms\n", program.phases[0].ops.size(), folded * 1e3, all * 1e3);
-#if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__)
-  EXPECT_LT(folded, 0.050);
-  EXPECT_LT(all, 1.0);
-#endif
 }
 
 }  // namespace
