@@ -76,7 +76,8 @@ class Peers:
             if device.type != "cpu":
                 torch.accelerator.set_device_index(device)
             backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_native_backend(device)}"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=max(timeout_s, 60.0)))
+            limit = datetime.timedelta(seconds=max(timeout_s, 60.0))
+            dist.init_process_group(backend, timeout=limit, **_store_of_restart(limit))
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()
@@ -333,6 +334,18 @@ class Peers:
     def on_close(self, hook: Callable[[], None]) -> None:
         """Runs before the groups go, also after a failure: the place to drop what holds them."""
         self._on_close.append(hook)
+
+
+def _store_of_restart(limit: datetime.timedelta) -> dict[str, Any]:
+    """Keys of their own for ranks that torchrun has started again: its store still has the addresses of those that ended."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit
+    )
+    return {"store": dist.PrefixStore(f"interlace/attempt {attempt}", store), "rank": rank, "world_size": size}
 
 
 def is_transfer_error(error: BaseException) -> bool:
