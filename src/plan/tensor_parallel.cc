@@ -6,19 +6,11 @@
 #include <utility>
 
 #include "ir/text.h"
+#include "plan/cut_values.h"
 
 namespace interlace::plan {
 namespace {
 
-// Sizes at which strides are compared: primes that no width of a model is made of.
-const Binding kSample = {{"b", 1009}, {"s", 65537}, {"tp", 1}};
-
-struct Cut {
-  enum class Kind : uint8_t { kWhole, kSequence, kParallel };
-  Kind kind = Kind::kWhole;
-  // kParallel: the cut dimension's stride and extent in elements of the storage at kSample.
-  int64_t stride = 0, extent = 0;
-};
 using Kind = Cut::Kind;
 
 bool IsProduct(std::string_view name) {
@@ -28,15 +20,10 @@ bool IsProduct(std::string_view name) {
 class Cutter {
  public:
   Cutter(Program& program, const std::vector<ParallelParameter>& plan)
-      : program_(program), phase_(*program.FindPhase("micro_batch")), plan_(plan), tp_(program.dims.Symbol("tp")) {}
+      : program_(program), phase_(*program.FindPhase("micro_batch")), plan_(plan), values_(program) {}
 
   Status Run() {
     const ValueId count = program_.num_values();
-    for (ValueId id = 0; id < count; ++id) {
-      types_.push_back(program_.HasValue(id) ? program_.value(id).type : Type{});
-      offsets_.push_back(program_.HasValue(id) ? program_.value(id).offset : Dim());
-    }
-    cuts_.resize(count);
     gathered_.assign(count, kNone);
     sum_.assign(count, kNone);
     partial_.assign(count, false);
@@ -67,104 +54,20 @@ class Cutter {
   }
 
  private:
-  // ---- what is cut ----
-
   Status Declared() {
     for (const Param& param : program_.params) {
       auto cut = std::find_if(plan_.begin(), plan_.end(), [&](const ParallelParameter& p) { return p.name == param.name; });
       if (cut == plan_.end()) continue;
-      const Type& type = types_[param.value];
+      const Type& type = values_.type(param.value);
       if (cut->dim >= static_cast<int32_t>(type.sizes.size())) {
         return MakeError("the plan cuts dimension ", cut->dim, " of '", param.name, "', which is ", PrintType(program_, type));
       }
-      CutAlong(param.value, cut->dim, Number(type.sizes[cut->dim]));
+      values_.CutAlong(param.value, cut->dim, values_.Number(type.sizes[cut->dim]));
     }
     for (const Input& input : program_.inputs) {
-      if (input.name == "hidden" || input.name == "hidden.grad") {
-        cuts_[input.value].kind = Kind::kSequence;
-        Apply(input.value);
-      }
+      if (input.name == "hidden" || input.name == "hidden.grad") values_.Set(input.value, Kind::kSequence);
     }
     return Ok{};
-  }
-
-  int64_t Number(Dim dim) const {
-    Result<int64_t> number = program_.dims.Evaluate(dim, kSample);
-    return number.ok() ? *number : 0;
-  }
-
-  // `period`: what is cut repeats after so many steps of the dimension (heads of every sample, where both are one dimension).
-  void CutAlong(ValueId root, size_t dim, int64_t period) {
-    int64_t stride = Number(types_[root].strides[dim]);
-    cuts_[root] = {Kind::kParallel, stride, stride * period};
-    Apply(root);
-  }
-
-  // Of the cut dimension `dim` of a value; a part of the storage (a split) may be shorter.
-  int64_t Period(ValueId id, int32_t dim) const {
-    const int64_t steps = cuts_[program_.RootOf(id)].extent / std::max<int64_t>(Number(types_[id].strides[dim]), 1);
-    return std::min(steps, Number(types_[id].sizes[dim]));
-  }
-
-  // The dimension of a value (by its type before the rewrite) that is cut, or -1: the outermost one that steps through the
-  // cut dimension of its storage, alone or joined with what lies within it.
-  int32_t CutDim(ValueId id) const {
-    const Cut& cut = cuts_[program_.RootOf(id)];
-    if (cut.kind != Kind::kParallel) return -1;
-    const Type& type = types_[id];
-    int32_t found = -1;
-    int64_t largest = 0;
-    for (size_t i = 0; i < type.sizes.size(); ++i) {
-      int64_t stride = Number(type.strides[i]);
-      if (stride < cut.extent && stride * Number(type.sizes[i]) > cut.stride && stride > largest) {
-        largest = stride;
-        found = static_cast<int32_t>(i);
-      }
-    }
-    return found;
-  }
-
-  Dim PerRank(Dim size) { return size == Dim(0) ? size : program_.dims.FloorDiv(size, tp_); }
-
-  // The expression with s//tp in place of s.
-  Dim Shorter(Dim dim) {
-    if (dim.is_const()) return dim;
-    std::string text = program_.dims.ToString(dim), out;
-    auto is_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; };
-    for (size_t i = 0; i < text.size();) {
-      size_t end = i;
-      while (end < text.size() && is_word(text[end])) ++end;
-      if (end == i) ++end;
-      std::string_view word(text.data() + i, end - i);
-      out += word == "s" ? "(s//tp)" : std::string(word);
-      i = end;
-    }
-    Result<Dim> parsed = program_.dims.Parse(out);
-    return parsed.ok() ? *parsed : dim;
-  }
-
-  // Gives a value the geometry that its storage's cut says.
-  void Apply(ValueId id) {
-    const Cut& cut = cuts_[program_.RootOf(id)];
-    Value& value = program_.value(id);
-    if (cut.kind == Kind::kSequence) {
-      for (Dim& size : value.type.sizes) size = Shorter(size);
-      for (Dim& stride : value.type.strides) stride = Shorter(stride);
-      value.offset = Shorter(value.offset);
-    } else if (cut.kind == Kind::kParallel) {
-      const Type& type = types_[id];
-      int32_t dim = CutDim(id);
-      for (size_t i = 0; i < type.sizes.size(); ++i) {
-        if (Number(type.strides[i]) >= cut.extent) value.type.strides[i] = PerRank(type.strides[i]);
-      }
-      if (dim < 0) return;
-      value.type.sizes[dim] = PerRank(type.sizes[dim]);
-      // Whole steps of the cut dimension shrink with it, what lies within a step stays.
-      if (offsets_[id].is_const() && type.strides[dim].is_const() && type.strides[dim].value > 0) {
-        int64_t rest = offsets_[id].value % type.strides[dim].value;
-        value.offset = program_.dims.Add(PerRank(offsets_[id].value - rest), rest);
-      }
-    }
   }
 
   // ---- ops ----
@@ -176,7 +79,7 @@ class Cutter {
     });
     if (views) {
       for (ValueId result : op.results) {
-        if (result != kNone) Apply(result);
+        if (result != kNone) values_.Apply(result);
       }
       phase_.ops.push_back(id);
       return Ok{};
@@ -192,7 +95,7 @@ class Cutter {
       return Ok{};
     }
     if (IsProduct(Base(op.name))) return Product(id);
-    if (Base(op.name) == "aten.embedding" && CutDim(op.args[0].value) == 0) {
+    if (Base(op.name) == "aten.embedding" && values_.CutDim(op.args[0].value) == 0) {
       phase_.ops.push_back(id);
       partial_[op.results[0]] = true;
       return Ok{};
@@ -207,8 +110,6 @@ class Cutter {
     return name.substr(0, first == std::string_view::npos ? first : name.find('.', first + 1));
   }
 
-  Cut::Kind KindOf(ValueId id) const { return cuts_[program_.RootOf(id)].kind; }
-
   // A whole copy of a storage that is cut along the sequence, seen as `id` sees it.
   ValueId Gather(ValueId id) {
     const ValueId root = program_.RootOf(id);
@@ -216,7 +117,7 @@ class Cutter {
       Op& gather = program_.AddOp("tp.all_gather");
       gather.part = part_;
       gather.args.push_back(Arg::Of(root));
-      gathered_[root] = AddedResult(gather, types_[root], {});
+      gathered_[root] = AddedResult(gather, values_.type(root), {});
       phase_.ops.push_back(gather.id);
     }
     return SeenIn(gathered_[root], id);
@@ -228,9 +129,9 @@ class Cutter {
     Op& view = program_.AddOp("view");
     view.part = part_;
     view.args.push_back(Arg::Of(root));
-    ValueId seen = program_.AddView(view, types_[id], root, offsets_[id]);
-    Known(seen, types_[id], offsets_[id], {});
-    Apply(seen);
+    ValueId seen = program_.AddView(view, values_.type(id), root, values_.offset(id));
+    Known(seen, values_.type(id), values_.offset(id), {});
+    values_.Apply(seen);
     phase_.ops.push_back(view.id);
     return seen;
   }
@@ -239,7 +140,7 @@ class Cutter {
     std::vector<ValueId> operands;
     ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) { operands.push_back(v); });
     for (ValueId operand : operands) {
-      if (KindOf(operand) != Kind::kSequence) continue;
+      if (values_.KindOf(operand) != Kind::kSequence) continue;
       ValueId whole = Gather(operand);
       ForEachOperand(program_.op(id), [&](ValueId& v) { v = v == operand ? whole : v; });
     }
@@ -253,43 +154,28 @@ class Cutter {
 
   void Known(ValueId id, Type type, Dim offset, Cut cut) {
     const auto size = static_cast<size_t>(id) + 1;
-    types_.resize(size);
-    offsets_.resize(size);
-    cuts_.resize(size);
+    values_.Add(id, std::move(type), offset, cut);
     gathered_.resize(size, kNone);
     sum_.resize(size, kNone);
     partial_.resize(size, false);
     gradient_of_.resize(size, kNone);
-    types_[id] = std::move(type);
-    offsets_[id] = offset;
-    cuts_[id] = cut;
   }
 
   Status Product(OpId id) {
     const bool biased = Base(program_.op(id).name) == "aten.addmm" || Base(program_.op(id).name) == "aten.baddbmm";
     const size_t first = biased ? 1 : 0;
     auto operand = [&](size_t i) { return program_.op(id).args[first + i].value; };
-    if (KindOf(operand(0)) == Kind::kParallel || KindOf(operand(1)) == Kind::kParallel) GatherOperands(id);
+    if (values_.KindOf(operand(0)) == Kind::kParallel || values_.KindOf(operand(1)) == Kind::kParallel) GatherOperands(id);
     const ValueId a = operand(0), b = operand(1), result = program_.op(id).results[0];
-    const auto rank = [&](ValueId v) { return static_cast<int32_t>(types_[v].sizes.size()); };
-    const int32_t cut_a = CutDim(a), cut_b = CutDim(b);
-    const bool inner_a = cut_a >= 0 && cut_a == rank(a) - 1, inner_b = cut_b >= 0 && cut_b == rank(b) - 2;
     phase_.ops.push_back(id);
-    if (inner_a != inner_b) return MakeError("the inner dimension of the product is cut for one operand only");
-    if (inner_a) {
+    INTERLACE_ASSIGN(ProductCut cut, values_.CutOfProduct(a, b, result));
+    if (cut.partial) {
       partial_[result] = true;
-      return Ok{};
+    } else if (cut.kind == Kind::kParallel) {
+      values_.CutAlong(result, cut.dim, cut.period);
+    } else {
+      values_.Set(result, cut.kind);
     }
-    if (cut_a < 0 && cut_b < 0) {
-      bool sequence = KindOf(a) == Kind::kSequence || KindOf(b) == Kind::kSequence;
-      cuts_[result].kind = sequence ? Kind::kSequence : Kind::kWhole;
-      Apply(result);
-      return Ok{};
-    }
-    const bool outer = (cut_a >= 0 && cut_a < rank(a) - 2) || (cut_b >= 0 && cut_b < rank(b) - 2);
-    if (outer && cut_a != cut_b) return MakeError("the batch of the product is cut for one operand only");
-    if (!outer && cut_a >= 0 && cut_b >= 0) return MakeError("both outer dimensions of the product are cut");
-    CutAlong(result, outer ? cut_a : rank(result) - (cut_a >= 0 ? 2 : 1), cut_a >= 0 ? Period(a, cut_a) : Period(b, cut_b));
     return Ok{};
   }
 
@@ -299,12 +185,12 @@ class Cutter {
     if (!partial_[partial]) return id;
     if (sum_[partial] == kNone) {
       bool scatters = false;
-      for (Dim size : types_[partial].sizes) scatters = scatters || Shorter(size) != size;
+      for (Dim size : values_.type(partial).sizes) scatters = scatters || values_.Shorter(size) != size;
       Op& sum = program_.AddOp(scatters ? "tp.reduce_scatter" : "tp.all_reduce");
       sum.part = part_;
       sum.args.push_back(Arg::Of(partial));
-      ValueId whole = AddedResult(sum, types_[partial], {scatters ? Kind::kSequence : Kind::kWhole, 0, 0});
-      Apply(whole);
+      ValueId whole = AddedResult(sum, values_.type(partial), {scatters ? Kind::kSequence : Kind::kWhole, 0, 0});
+      values_.Apply(whole);
       sum_[partial] = whole;
       phase_.ops.push_back(sum.id);
     }
@@ -315,8 +201,8 @@ class Cutter {
   Status Other(OpId id) {
     bool parallel = false, sequence = false;
     ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) {
-      parallel = parallel || KindOf(v) == Kind::kParallel;
-      sequence = sequence || KindOf(v) == Kind::kSequence;
+      parallel = parallel || values_.KindOf(v) == Kind::kParallel;
+      sequence = sequence || values_.KindOf(v) == Kind::kSequence;
     });
     // The gradient of a cut parameter is cut as it is, whatever it is made of.
     const std::vector<ValueId> results = program_.op(id).results;
@@ -329,12 +215,11 @@ class Cutter {
     for (ValueId result : results) {
       if (result == kNone) continue;
       if (program_.RootOf(result) != result) {
-        Apply(result);
+        values_.Apply(result);
       } else if (!parallel) {
-        cuts_[result].kind = sequence ? Kind::kSequence : Kind::kWhole;
-        Apply(result);
+        values_.Set(result, sequence ? Kind::kSequence : Kind::kWhole);
       } else if (auto [dim, period] = ResultCut(id, result); dim >= 0) {
-        CutAlong(result, dim, period);
+        values_.CutAlong(result, dim, period);
       }
     }
     return Ok{};
@@ -342,31 +227,17 @@ class Cutter {
 
   int32_t GradientCut(ValueId result) const {
     ValueId param = gradient_of_[result];
-    bool alike = param != kNone && types_[param].sizes == types_[result].sizes;
-    return alike ? CutDim(param) : -1;
+    bool alike = param != kNone && values_.type(param).sizes == values_.type(result).sizes;
+    return alike ? values_.CutDim(param) : -1;
   }
 
-  // The dimension of a result at the place of a cut operand's, counted from the front where sizes agree, else from the back,
-  // and its period; -1 where the cut dimension was reduced.
+  // The dimension of a result that is cut, and its period; -1 where the cut dimension was reduced.
   std::pair<int32_t, int64_t> ResultCut(OpId id, ValueId result) const {
-    const std::vector<Dim>& sizes = types_[result].sizes;
-    if (int32_t dim = GradientCut(result); dim >= 0) return {dim, Number(sizes[dim])};
-    std::pair<int32_t, int64_t> found{-1, 0};
-    bool exact = false;
-    ForEachOperand(program_.op(id), [&](ValueId v) {
-      const int32_t dim = CutDim(v);
-      if (dim < 0) return;
-      const std::vector<Dim>& from = types_[v].sizes;
-      const auto count = static_cast<int32_t>(sizes.size());
-      for (int32_t at : {dim, dim + count - static_cast<int32_t>(from.size())}) {
-        if (at < 0 || at >= count || exact) continue;
-        int64_t now = Number(sizes[at]), before = Number(from[dim]);
-        exact = now == before;
-        // Else joined from several (cat).
-        if (exact || (now > 1 && now % before == 0 && found.first < 0)) found = {at, Period(v, dim) * (now / before)};
-      }
-    });
-    return found;
+    const std::vector<Dim>& sizes = values_.type(result).sizes;
+    if (int32_t dim = GradientCut(result); dim >= 0) return {dim, values_.Number(sizes[dim])};
+    std::vector<ValueId> operands;
+    ForEachOperand(program_.op(id), [&](ValueId v) { operands.push_back(v); });
+    return values_.CutOfOperands(operands, result);
   }
 
   // A softmax over a cut dimension needs the largest and the sum of every row from all ranks.
@@ -377,11 +248,11 @@ class Cutter {
     const size_t at = backward ? 2 : 1;
     if (op.args.size() <= at || op.args[0].kind != Arg::Kind::kValue || op.args[at].kind != Arg::Kind::kInt) return;
     const ValueId x = op.args[0].value;
-    const auto rank = static_cast<int64_t>(types_[x].sizes.size());
+    const auto rank = static_cast<int64_t>(values_.type(x).sizes.size());
     int64_t dim = op.args[at].integer.value;
     if (dim < 0) dim += rank;
-    if (dim != CutDim(x)) return;
-    Type rows{DType::kF32, types_[x].sizes, {}};
+    if (dim != values_.CutDim(x)) return;
+    Type rows{DType::kF32, values_.type(x).sizes, {}};
     rows.sizes[dim] = backward ? 1 : 2;
     rows.strides = program_.ContiguousStrides(rows.sizes);
     Op& sum = program_.AddOp("tp.all_reduce");
@@ -412,11 +283,8 @@ class Cutter {
   Program& program_;
   Phase& phase_;
   const std::vector<ParallelParameter>& plan_;
-  const Dim tp_;
+  CutValues values_;
   Part part_ = Part::kForward;
-  std::vector<Type> types_;      // before the rewrite, by value
-  std::vector<Dim> offsets_;     // likewise
-  std::vector<Cut> cuts_;        // by root
   std::vector<ValueId> gathered_;  // by root: its whole copy in this part
   std::vector<bool> partial_;    // by root: a part of a sum over ranks
   std::vector<ValueId> sum_;     // by root: that sum
