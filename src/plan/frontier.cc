@@ -12,49 +12,13 @@
 #include <cmath>
 #include <map>
 
-#include "plan/simplex.h"
+#include "plan/offload_points.h"
+#include "plan/pareto.h"
 
 namespace interlace::plan {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-struct Point {
-  double stable_us, total_us;     // t, t + d
-  int32_t part, full, selective;
-  std::array<float, kKinds> ratios;
-};
-
-// Pareto set of (t, t + d), kept sorted by t.
-class Pareto {
- public:
-  explicit Pareto(double longest_us) : longest_us_(longest_us) {}
-  // Whether some point is at least as good in both.
-  bool Beats(double stable_us, double total_us) const {
-    if (stable_us > longest_us_) return true;
-    auto after = std::upper_bound(points_.begin(), points_.end(), stable_us, [](double t, const Point& p) { return t < p.stable_us; });
-    return after != points_.begin() && std::prev(after)->total_us <= total_us;
-  }
-  void Add(const Point& point) {
-    if (Beats(point.stable_us, point.total_us)) return;
-    auto at = std::lower_bound(points_.begin(), points_.end(), point.stable_us, [](const Point& p, double t) { return p.stable_us < t; });
-    auto end = at;
-    while (end != points_.end() && end->total_us >= point.total_us) ++end;
-    if (at != end) {
-      *at = point;
-      points_.erase(at + 1, end);
-    } else {
-      points_.insert(at, point);
-    }
-  }
-  const std::vector<Point>& points() const { return points_; }
-
- private:
-  double longest_us_;
-  std::vector<Point> points_;
-};
-
-struct Recompute { int32_t full, selective; };
 
 // Step 1 of the list above.
 std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, const StageOptions& options) {
@@ -132,104 +96,6 @@ void Trial::Flush() {
                 static_cast<float>(lanes_.ao[i])}});
   }
   lanes_.count = 0;
-}
-
-// Vertices of the region: all but one ratio 0 or 1.
-template <typename Visit>
-void Corners(const OffloadRegion& region, const Visit& visit) {
-  for (int fixed = 0; fixed < 1 << kKinds; ++fixed) {  // which are 1
-    Ratios x{};
-    bool allowed = true;
-    for (int k = 0; k < kKinds; ++k) {
-      x[k] = fixed >> k & 1;
-      allowed = allowed && (x[k] == 0 || region.allowed[k]);
-    }
-    for (int kind = 0; kind < kKinds && allowed; ++kind) {
-      if (!region.allowed[kind] || (fixed >> kind & 1) != 0) continue;
-      Ratios y = x;
-      y[kind] = region.Least(x, kind);
-      if (y[kind] >= 0) visit(y);
-    }
-  }
-}
-
-// Whether the points found so far beat all that the region has: its boxes of a third of each ratio's range, cut to what fits.
-bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& region, int32_t layers, Recompute counts) {
-  constexpr int kParts = 3;
-  Lanes lanes;
-  lanes.layers.fill(layers), lanes.full.fill(counts.full), lanes.selective.fill(counts.selective), lanes.in_flight.fill(1);
-  lanes.count = 0;
-  auto all_beaten = [&] {
-    if (lanes.count == 0) return true;
-    EvaluateLanes(sums, lanes, Wanted::kTimes);
-    for (int i = 0; i < lanes.count; ++i) {
-      if (!best.Beats(lanes.stable_us[i], lanes.total_us[i])) return false;
-    }
-    lanes.count = 0;
-    return true;
-  };
-  std::array<int, kKinds> at{}, parts;
-  for (int k = 0; k < kKinds; ++k) parts[k] = region.allowed[k] ? kParts : 1;
-  while (true) {
-    Ratios low{}, high{};
-    for (int k = 0; k < kKinds; ++k) {
-      if (region.allowed[k]) low[k] = static_cast<double>(at[k]) / kParts, high[k] = static_cast<double>(at[k] + 1) / kParts;
-    }
-    // Each ratio is at least what is lacking with the others at the box's top.
-    bool empty = false;
-    for (int k = 0; k < kKinds && !empty; ++k) {
-      for (const OffloadRegion::Row& row : region.rows) {
-        double lacking = row.need;
-        for (int other = 0; other < kKinds; ++other) lacking -= other == k ? 0 : row.save[other] * high[other];
-        if (lacking > row.save[k] * high[k] * (1 + 1e-12)) empty = true;
-        if (lacking > row.save[k] * low[k] && row.save[k] > 0) low[k] = lacking / row.save[k];
-      }
-    }
-    if (!empty) {
-      const int i = lanes.count++;
-      lanes.wo[i] = low[0], lanes.go[i] = low[1], lanes.oo[i] = low[2], lanes.ao[i] = low[3];
-      if (lanes.count == Lanes::kWidth && !all_beaten()) return false;
-    }
-    int k = 0;
-    while (k < kKinds && ++at[k] == parts[k]) at[k++] = 0;
-    if (k == kKinds) return all_beaten();
-  }
-}
-
-// Points along an edge, close enough that no part of it is more than kStep below the next point.
-template <typename Visit>
-void Along(const TradeOff& edge, const Visit& visit) {
-  constexpr double kStep = 0.0005;
-  const double t = std::abs(edge.stable_us[1] - edge.stable_us[0]) / edge.stable_us[0];
-  const double u = std::abs(edge.total_us[1] - edge.total_us[0]) / edge.total_us[0];
-  const int steps = std::clamp(static_cast<int>(std::ceil(std::min(t, u) / kStep)), 1, 128);
-  for (int i = 0; i <= (edge.from == edge.to ? 0 : steps); ++i) {
-    Ratios x;
-    for (int k = 0; k < kKinds; ++k) x[k] = edge.from[k] + (edge.to[k] - edge.from[k]) * i / steps;
-    visit(x);
-  }
-}
-
-// Allowed ratio tuples that fit and are not above others that do. As in Mist's artifact, weights leave only with gradients.
-template <typename Visit>
-void OnGrid(const std::vector<float>& ratios, const OffloadRegion& region, const Visit& visit) {
-  auto of = [&](int kind) { return region.allowed[kind] ? ratios : std::vector<float>{0}; };
-  const std::vector<float> weights = of(0), gradients = of(1), states = of(2), activations = of(3);
-  for (float wo : weights) {
-    for (float go : gradients) {
-      if (wo > 0 && go == 0 && region.allowed[1]) continue;
-      double last = 2;
-      for (float oo : states) {
-        Ratios x{wo, go, oo, 0};
-        const double least = region.Least(x, 3);
-        if (least < 0) continue;
-        auto at = std::find_if(activations.begin(), activations.end(), [&](float ao) { return ao >= least; });
-        if (at == activations.end() || *at >= last) continue;
-        last = x[3] = *at;
-        if (region.Holds(x)) visit(x);
-      }
-    }
-  }
 }
 
 // A (b, dp, tp, ZeRO) that a key allows, and its times with nothing recomputed or offloaded.
@@ -338,23 +204,23 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
   }
 
   // Sampled weights (Mist, equation 4): alpha * G * t + (1 - alpha) * d for evenly spaced alpha.
-  std::vector<Point> points = best.points();
+  std::vector<StagePoint> points = best.points();
   if (options.weights > 0 && !points.empty()) {
-    std::vector<Point> chosen;
+    std::vector<StagePoint> chosen;
     for (int i = 0; i < options.weights; ++i) {
       const double alpha = options.weights == 1 ? 0.5 : static_cast<double>(i) / (options.weights - 1);
-      auto cost = [&](const Point& p) { return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us); };
-      chosen.push_back(*std::min_element(points.begin(), points.end(), [&](const Point& a, const Point& b) { return cost(a) < cost(b); }));
+      auto cost = [&](const StagePoint& p) { return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us); };
+      chosen.push_back(*std::min_element(points.begin(), points.end(), [&](const StagePoint& a, const StagePoint& b) { return cost(a) < cost(b); }));
     }
-    auto by_time = [](const Point& a, const Point& b) { return a.stable_us < b.stable_us; };
+    auto by_time = [](const StagePoint& a, const StagePoint& b) { return a.stable_us < b.stable_us; };
     std::sort(chosen.begin(), chosen.end(), by_time);
     chosen.erase(std::unique(chosen.begin(), chosen.end(),
-                             [](const Point& a, const Point& b) { return a.stable_us == b.stable_us; }),
+                             [](const StagePoint& a, const StagePoint& b) { return a.stable_us == b.stable_us; }),
                  chosen.end());
     points = std::move(chosen);
   }
   Frontier out;
-  for (const Point& p : points) {
+  for (const StagePoint& p : points) {
     const StageParts& parts = state_->parts[p.part];
     Strategy s;
     s.layers = key.layers, s.embedding = key.embedding, s.head = key.head;

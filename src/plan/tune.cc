@@ -9,6 +9,7 @@
 #include "base/sort.h"
 #include "plan/frontiers.h"
 #include "plan/recurrence.h"
+#include "plan/tune_state.h"
 
 namespace interlace::plan {
 namespace {
@@ -16,27 +17,14 @@ namespace {
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 constexpr double kCoarse = 1e-3;         // precision while some frontiers are still bounds
 
-struct Pair {
-  int32_t micro_batches = 1, stages = 1;
-  std::vector<int32_t> counts;
-  double bound_us = 0;                    // no plan of it is faster
-  bool bounded = false;                   // by the choice between stages, not only by the work there is
-  bool done = false;
-};
-
-struct Found {                            // a plan of computed frontiers only
-  InterStagePlan plan;
-  int32_t micro_batches = 1;
-};
-
 class Tuner {
  public:
   Tuner(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options, Frontiers& frontiers, double sample_bytes)
       : layers_(layers), cluster_(cluster), o_(options), frontiers_(frontiers), sample_bytes_(sample_bytes),
-        begin_(std::chrono::steady_clock::now()) {}
+        begin_(std::chrono::steady_clock::now()), best_(options.top) {}
 
   Result<TuneResult> Run() {
-    MakePairs();
+    pairs_ = PairsOf(o_.space, layers_.blocks(), cluster_, o_.global_batch);
     out_.pairs = static_cast<int64_t>(pairs_.size());
     if (o_.warm != nullptr) Warm(*o_.warm);
     INTERLACE_TRY(Search());
@@ -44,7 +32,7 @@ class Tuner {
     out_.complete = std::all_of(pairs_.begin(), pairs_.end(), [](const Pair& p) { return p.done; });
     out_.frontiers = frontiers_.computed();
     out_.points = frontiers_.points();
-    for (const Found& found : best_) out_.plans.push_back(MakePlan(found));
+    for (const FoundPlan& found : best_.found()) out_.plans.push_back(MakePlan(found));
     return std::move(out_);
   }
 
@@ -53,11 +41,9 @@ class Tuner {
     return o_.time_limit_s > 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > o_.time_limit_s;
   }
   // What costs as much or more is of no use.
-  double Cutoff() const {
-    return static_cast<int32_t>(best_.size()) < o_.top ? kUnbounded : best_.back().plan.cost_us * (1 - o_.tolerance);
-  }
+  double Cutoff() const { return best_.Last() * (1 - o_.tolerance); }
   double Bound() const {
-    double bound = best_.empty() ? kUnbounded : best_.front().plan.cost_us * (1 - o_.tolerance);
+    double bound = best_.First() * (1 - o_.tolerance);
     for (const Pair& pair : pairs_) {
       if (!pair.done) bound = std::min(bound, pair.bound_us);
     }
@@ -65,38 +51,7 @@ class Tuner {
   }
   TuneProgress Progress() const {
     double bound = Bound();
-    return {done_, out_.pairs, frontiers_.computed(), best_.empty() ? 0 : best_.front().plan.cost_us, std::isfinite(bound) ? bound : 0};
-  }
-
-  void MakePairs() {
-    const Space& space = o_.space;
-    int32_t devices = static_cast<int32_t>(cluster_.devices), node = static_cast<int32_t>(cluster_.per_node);
-    // On large clusters uneven stages differ by a 64th of the devices at least; equal stages may be smaller.
-    std::vector<int32_t> free = FreeDeviceCounts(devices, node);
-    std::erase_if(free, [&](int32_t count) {
-      int32_t nodes = count / node;
-      return count < devices / 64 || (nodes > 8 && count != devices && (nodes & (nodes - 1)) != 0);
-    });
-    for (int64_t g = 1; g <= o_.global_batch; ++g) {
-      if (o_.global_batch % g != 0 || (space.powers_of_two && (g & (g - 1)) != 0)) continue;
-      for (int32_t s = 1; s <= std::min(layers_.blocks(), devices); ++s) {
-        if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), s) == space.stages.end()) continue;
-        if (space.equal_layers && layers_.blocks() % s != 0) continue;
-        Pair pair;
-        pair.micro_batches = static_cast<int32_t>(g), pair.stages = s;
-        bool divides = devices % s == 0 && (devices / s < node ? node % (devices / s) : devices / s % node) == 0;
-        if (space.free_devices) {
-          pair.counts = free;
-          std::erase_if(pair.counts, [&](int32_t count) { return count > devices - (s - 1) * free.front(); });
-          bool known = divides && std::find(free.begin(), free.end(), devices / s) != free.end();
-          if (!pair.counts.empty()) pairs_.push_back(pair);
-          if (known || !divides) continue;
-        }
-        pair.counts.clear();
-        if (divides) pair.counts = {devices / s};
-        if (!pair.counts.empty()) pairs_.push_back(std::move(pair));
-      }
-    }
+    return {done_, out_.pairs, frontiers_.computed(), best_.found().empty() ? 0 : best_.First(), std::isfinite(bound) ? bound : 0};
   }
 
   InterStageProblem Problem(const Pair& pair) {
@@ -140,9 +95,9 @@ class Tuner {
       open.push(i);
     }
     while (!open.empty() && !Late()) {
-      Pair& pair = pairs_[open.top()];
-      size_t index = open.top();
+      const size_t index = open.top();
       open.pop();
+      Pair& pair = pairs_[index];
       if (pair.bound_us < Cutoff() && !pair.bounded) {
         INTERLACE_TRY(BoundPair(pair));
         if (Cutoff() < kUnbounded && pair.bound_us < Cutoff()) {
@@ -247,7 +202,7 @@ class Tuner {
         precision = InterStageOptions{}.precision;
         continue;
       }
-      for (const InterStagePlan& plan : result.plans) Keep(plan, p.micro_batches);
+      for (const InterStagePlan& plan : result.plans) best_.Keep(plan, p.micro_batches);
       pair.done = true;
       return true;
     }
@@ -268,26 +223,8 @@ class Tuner {
     options.top = 1;
     INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(only, options));
     out_.checks += result.checks;
-    for (const InterStagePlan& plan : result.plans) Keep(plan, p.micro_batches);
+    for (const InterStagePlan& plan : result.plans) best_.Keep(plan, p.micro_batches);
     return Ok{};
-  }
-
-  void Keep(const InterStagePlan& plan, int32_t micro_batches) {
-    auto same = [&](const Found& found) {
-      if (found.micro_batches != micro_batches || found.plan.stages.size() != plan.stages.size()) return false;
-      for (size_t i = 0; i < plan.stages.size(); ++i) {
-        if (!(found.plan.stages[i].shape() == plan.stages[i].shape())) return false;
-      }
-      return true;
-    };
-    auto known = std::find_if(best_.begin(), best_.end(), same);
-    if (known != best_.end()) {
-      if (known->plan.cost_us <= plan.cost_us) return;
-      best_.erase(known);
-    }
-    auto at = std::upper_bound(best_.begin(), best_.end(), plan.cost_us, [](double c, const Found& f) { return c < f.plan.cost_us; });
-    best_.insert(at, {plan, micro_batches});
-    if (static_cast<int32_t>(best_.size()) > o_.top) best_.pop_back();
   }
 
   // A plan of before: its shapes with what their stages can do now, each micro-batch as large as it was.
@@ -311,7 +248,7 @@ class Tuner {
     }
   }
 
-  Plan MakePlan(const Found& found) const {
+  Plan MakePlan(const FoundPlan& found) const {
     Plan plan;
     plan.model = o_.model, plan.cluster = cluster_.name, plan.space = o_.space.name;
     plan.global_batch = o_.global_batch, plan.sequence = o_.sequence, plan.flash_attention = o_.flash_attention;
@@ -340,7 +277,7 @@ class Tuner {
   const std::chrono::steady_clock::time_point begin_;
   std::vector<Pair> pairs_;
   std::map<int32_t, double> work_;       // by G
-  std::vector<Found> best_;              // best first, at most `top`
+  BestPlans best_;
   TuneResult out_;
   int64_t done_ = 0;
 };
@@ -379,26 +316,6 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   }
   StableSort(result.plans, [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
   return result;
-}
-
-Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {
-  StageOptions stage_options = options;
-  stage_options.global_batch = plan.global_batch;
-  stage_options.tensor_parallel.clear();
-  for (const PlanStage& stage : plan.stages) stage_options.tensor_parallel.push_back(stage.strategy.tp);
-  INTERLACE_ASSIGN(StageModel model, StageModel::Create(layers, cluster, stage_options));
-  Plan out = plan;
-  std::vector<std::pair<double, double>> stages;
-  for (PlanStage& stage : out.stages) {
-    INTERLACE_TRY(model.Check(stage.strategy));
-    stage.cost = model.EvaluateOne(stage.strategy);
-    stage.passes = model.PassesOf(stage.strategy);
-    stages.emplace_back(stage.cost.stable_us + stage.send_us, stage.cost.extra_us);
-  }
-  out.step_us = PipelineObjective(out.micro_batches(), stages);
-  out.pipeline_us = static_cast<double>(RunPipeline(PipelineStages(out), out.micro_batches()).makespan_ps) / 1e6;
-  out.bound_us = std::min(out.bound_us, out.step_us);
-  return out;
 }
 
 }  // namespace interlace::plan
