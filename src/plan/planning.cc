@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/baselines.h"
+#include "plan/alternatives.h"
 #include "plan/captured_layers.h"
 #include "plan/least_memory.h"
 #include "plan/plan_json.h"
@@ -22,64 +22,7 @@ namespace {
 constexpr int64_t kMostDevices = 4096;  // looked at for what would fit
 constexpr double kSearchShare = 0.7;    // of a time limit; the rest is for comparisons
 constexpr double kTolerance = 0.01;     // of what plans are compared with: the best within so much
-
-// `as_run`: as the runtime trains, whose gradients have the dtype of the master weights.
-Status SetBytes(StageOptions& stage, std::string_view dtype, bool as_run) {
-  stage.as_run = as_run;
-  if (dtype == "bfloat16") {
-    stage.weight_bytes = 2, stage.gradient_bytes = as_run ? 4 : 2, stage.state_bytes = 12;  // float32 master and two moments
-  } else if (dtype == "float32") {
-    stage.weight_bytes = 4, stage.gradient_bytes = 4, stage.state_bytes = 8;
-  } else {
-    return MakeError("dtype '", dtype, "' is neither bfloat16 nor float32");
-  }
-  return Ok{};
-}
-
-// The spaces to search, with the request's dtype and what the runtime cannot do taken out.
-Result<Baseline> SpacesOf(const PlanRequest& request, std::string_view name) {
-  INTERLACE_ASSIGN(const Baseline* known, FindBaseline(name));
-  Baseline out = *known;
-  for (Space& space : out.spaces) {
-    INTERLACE_TRY(SetBytes(space.stage, request.dtype, request.runnable));
-    if (!request.runnable) continue;
-    StageOptions& stage = space.stage;
-    space.stages = {1};
-    stage.tensor_parallel = {1};
-    // What leaves a CPU's memory goes to a file: a plan by hand may say so, the search does not.
-    if (request.cluster.cpu) stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
-  }
-  return out;
-}
-
-// What a person would try first: the same space without one of the things that the best plan does.
-std::vector<Baseline> AlternativesOf(const Baseline& searched, const Plan& best) {
-  std::vector<Baseline> out;
-  auto add = [&](std::string name, std::string what, auto&& change) {
-    Baseline& one = out.emplace_back(Baseline{std::move(name), std::move(what), searched.spaces});
-    for (Space& space : one.spaces) change(space), space.name = one.name;
-  };
-  auto any = [&](auto&& is) {
-    return std::any_of(best.stages.begin(), best.stages.end(), [&](const PlanStage& stage) { return is(stage.strategy); });
-  };
-  if (best.stages.size() > 1) add("one stage", "no pipeline", [](Space& s) { s.stages = {1}; });
-  if (any([](const Strategy& s) { return s.tp > 1; })) add("no tensor parallel", "tp 1", [](Space& s) { s.stage.tensor_parallel = {1}; });
-  if (any([](const Strategy& s) { return s.weights_out + s.gradients_out + s.states_out + s.activations_out > 0; })) {
-    add("no offload", "everything stays on the device",
-        [](Space& s) { s.stage.weights_out = s.stage.gradients_out = s.stage.states_out = s.stage.activations_out = false; });
-  }
-  if (any([](const Strategy& s) { return s.full + s.selective > 0; })) {
-    add("no recomputation", "all activations kept", [](Space& s) { s.stage.full = s.stage.selective = false; });
-  }
-  if (any([](const Strategy& s) { return s.zero > 0; })) {
-    add("no ZeRO", "states, gradients and weights on every rank", [](Space& s) { s.stage.zero = {true, false, false, false}; });
-  }
-  if (any([](const Strategy& s) { return s.zero < 3; })) {
-    add("ZeRO 3", "weights sharded everywhere", [](Space& s) { s.stage.zero = {false, false, false, true}; });
-  }
-  if (best.stages.size() == 1 && searched.spaces.front().stages.empty()) add("two stages or more", "a pipeline", [](Space& s) { for (int i = 2; i <= 64; ++i) s.stages.push_back(i); });
-  return out;
-}
+constexpr double kCompareS = 10;        // for all comparisons where no limit is given, or as long as the search took
 
 class Planning {
  public:
@@ -89,7 +32,7 @@ class Planning {
     begin_ = std::chrono::steady_clock::now();
     Say("reading the model", 0, 0, 0);
     INTERLACE_ASSIGN(layers_, ReadLayers(r_.model_text, "model", r_.cluster, r_.sequence));
-    INTERLACE_ASSIGN(searched_, SpacesOf(r_, r_.space));
+    INTERLACE_ASSIGN(searched_, SpacesOf(r_.space, Trained()));
     INTERLACE_ASSIGN(TuneOptions options, Options());
     options.top = r_.top;
     if (r_.why_not) options.time_limit_s *= kSearchShare;
@@ -126,6 +69,8 @@ class Planning {
   void Say(std::string_view what, int64_t done, int64_t total, double best_us) const {
     if (progress_) progress_(what, done, total, best_us);
   }
+
+  Training Trained() const { return {r_.dtype, r_.runnable, r_.cluster.cpu}; }
 
   Result<TuneOptions> Options() const {
     TuneOptions options;
@@ -206,35 +151,39 @@ class Planning {
     std::vector<Baseline> all = AlternativesOf(searched_, best);
     for (std::string_view name : {"megatron", "deepspeed", "aceso"}) {
       if (r_.runnable || name == r_.space) continue;
-      INTERLACE_ASSIGN(Baseline one, SpacesOf(r_, name));
+      INTERLACE_ASSIGN(Baseline one, SpacesOf(name, Trained()));
       one.name = "like " + one.name;
       all.push_back(std::move(one));
     }
+    const double end = r_.time_limit_s > 0 ? r_.time_limit_s : Seconds() + std::max(kCompareS, Seconds());
     out.BeginArray();
     for (size_t i = 0; i < all.size(); ++i) {
       Say("comparing with: " + all[i].name, static_cast<int64_t>(i), static_cast<int64_t>(all.size()), best.step_us);
       out.NewLine().BeginObject().Field("name", all[i].name).Field("what", all[i].help);
-      if (r_.time_limit_s > 0) {
-        options.time_limit_s = (r_.time_limit_s - Seconds()) / static_cast<double>(all.size() - i);
-        if (options.time_limit_s <= 0) {
-          out.Field("skipped", true).EndObject();
-          continue;
-        }
-      }
-      Result<TuneResult> found = TuneBaseline(all[i], *layers_, r_.cluster, options);
-      if (!found.ok()) {
-        out.Field("impossible", found.error().message).EndObject();
+      // What those before leave of their share goes to those after.
+      options.time_limit_s = (end - Seconds()) / static_cast<double>(all.size() - i);
+      if (options.time_limit_s <= 0) {
+        out.Field("skipped", true).EndObject();
         continue;
       }
-      if (!found->plans.empty()) {
-        double us = found->plans.front().step_us;
-        out.Field("step_us", us).Field("slower", us / best.step_us - 1).Field("complete", found->complete).EndObject();
-        continue;
-      }
-      INTERLACE_TRY(WriteLeast(out, all[i], options));
+      INTERLACE_TRY(Compare(out, all[i], options, best));
       out.EndObject();
     }
     out.EndArray();
+    return Ok{};
+  }
+
+  // A search that was stopped says between which times its best is.
+  Status Compare(JsonWriter& out, const Baseline& other, const TuneOptions& options, const Plan& best) const {
+    Result<TuneResult> found = TuneBaseline(other, *layers_, r_.cluster, options);
+    if (!found.ok()) {
+      out.Field("impossible", found.error().message);
+      return Ok{};
+    }
+    if (!found->complete && found->bound_us > best.step_us) out.Field("at_least", found->bound_us / best.step_us - 1);
+    if (found->plans.empty()) return WriteLeast(out, other, options);
+    const double us = found->plans.front().step_us;
+    out.Field("step_us", us).Field("slower", us / best.step_us - 1).Field("complete", found->complete);
     return Ok{};
   }
 

@@ -3,7 +3,8 @@
 //
 //   {"plans": [{...plan_json.h..., "text": "interlace-plan 1...", "explained": [{"bytes": [...], "phases": [...]}]}],
 //    "complete": true, "bound_us": ..., "seconds": ..., "pairs": ..., "frontiers": ...,
-//    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31} | {"name": ..., "least_bytes": ..., "over_bytes": ...}],
+//    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31, "complete": true} |
+//                {"name": ..., "least_bytes": ..., "over_bytes": ...}],  // stopped: "at_least": 0.12, how much slower for certain
 //    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence": 1024}}
 #pragma once
 
@@ -30,7 +31,8 @@ struct PlanRequest {
   int64_t global_batch = 1, sequence = 1;
   int64_t memory_limit = 0;          // bytes of a device; 0: what the cluster leaves a program, less a tenth
   int64_t host_limit = 0;            // bytes of a node's host; 0: none
-  double time_limit_s = 0;           // of everything: the search and what it is compared with; 0: none
+  double time_limit_s = 0;           // of everything: the search and what it is compared with; 0: none for the search, and for
+                                     // comparisons as long as the search took, 10 s at least
   int32_t top = 1;
   int32_t threads = 0;
   bool why_not = true;

@@ -310,6 +310,7 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   INTERLACE_ASSIGN(TuneResult result, Tuner(layers, cluster, options, frontiers, sample_bytes).Run());
   if (stage.overlap && options.space.imbalance_aware) return result;
   stage.overlap = true;
+  if (!result.complete) result.bound_us = 0;  // it was of another model
   for (Plan& plan : result.plans) {
     INTERLACE_ASSIGN(plan, Reprice(plan, layers, cluster, stage));
     plan.bound_us = plan.step_us;

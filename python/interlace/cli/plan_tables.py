@@ -158,9 +158,8 @@ def why_table(why_not: list[dict[str, Any]]) -> Any:
     rows = []
     for row in why_not:
         if "step_us" in row:
-            limit = "" if row.get("complete", True) else ", or less with more time"
             said = f"{seconds(row['step_us'] / 1e6)} a step"
-            more = f"{round(100 * row['slower'], 1) + 0.0:+.1f} %{limit}"  # no "-0.0"
+            more = _slower(row)
         elif "skipped" in row:
             said, more = "not looked at", "the time was up: give --time-limit more"
         elif "impossible" in row:
@@ -169,9 +168,23 @@ def why_table(why_not: list[dict[str, Any]]) -> Any:
             said = "does not fit"
             more = f"needs {format_bytes(row['least_bytes'])} of a device at least, {format_bytes(row['over_bytes'])} too much"
         else:
-            said, more = "not found", "in the time given"
+            said = "not found"
+            more = f"in its time; at least {_percent(row['at_least'])}" if "at_least" in row else "in its time"
         rows.append([row["name"], row["what"], said, more])
     return rows_table("Why not", ["", "", "predicted", ""], rows, (0, 1, 2, 3))
+
+
+def _slower(row: dict[str, Any]) -> str:
+    """By how much; a search that was stopped knows it between two figures."""
+    if row.get("complete", True):
+        return _percent(row["slower"])
+    if "at_least" in row:
+        return f"{_percent(row['at_least'])} to {_percent(row['slower'])}"
+    return f"{_percent(row['slower'])}, or less with more time"
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # no "-0.0"
 
 
 def _ms(us: float) -> str:
