@@ -1,8 +1,7 @@
 """The planner's memory of a model in one stage against what the runtime's counting allocator shows, on CPU ranks.
 
-    python bench/plan_memory.py                        # every row: minutes
+    python bench/plan_memory.py --json out/memory.json  # every row; a second start goes on from the rows that the file has
     python bench/plan_memory.py --only 'gpt2.*ranks 2 zero 3'  # rows whose name matches
-    python bench/plan_memory.py --json out.json
 
 A row trains a small model for two steps (the default pipelines, no search) and takes the largest peak of a rank. With one
 rank a row is about layers alone; with two, transfers in flight have buffers too. The prediction is the stage model's, from
@@ -13,6 +12,7 @@ replicates, 1 adds up whole gradients of two micro-batches and reduces them once
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -104,13 +104,15 @@ def measure(wanted: list[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]
     if not wanted:
         return
     with tempfile.TemporaryDirectory() as folder:
+        # Rows that differ in passes alone share a capture.
+        cache = {"INTERLACE_CACHE": str(Path(folder) / "cache")}
         job = Path(folder) / "job.json"
         job.write_text(json.dumps(wanted))
         children = []
         for rank in range(ranks):
             environment = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000), **cache,
             }  # fmt: skip
             words = [sys.executable, str(Path(__file__).resolve()), "--rank", str(job)]
             children.append(
@@ -129,7 +131,7 @@ def measure(wanted: list[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name matches this expression")
-    parser.add_argument("--json", help="writes the rows here")
+    parser.add_argument("--json", type=Path, help="the rows, written as they are done; those in it are not run again")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -137,21 +139,42 @@ def main() -> int:
         return 0
     begin = time.monotonic()
     wanted = [row for row in rows() if re.search(args.only, row["row"])]
-    found: list[dict[str, Any]] = []
+    kept: dict[str, dict[str, Any]] = {}
+    if args.json and args.json.exists():
+        kept = {row["row"]: row for row in json.loads(args.json.read_text())}
+    left = [row for row in wanted if row["row"] not in kept]
     texts: dict[str, str] = {}
-    worst = 0.0
-    for row in itertools.chain(*(measure([r for r in wanted if r["ranks"] == ranks], ranks) for ranks in (1, RANKS))):
+    for row in itertools.chain(*(measure([r for r in left if r["ranks"] == ranks], ranks) for ranks in (1, RANKS))):
         row["predicted_bytes"] = predict(row, texts)
         row["error"] = row["predicted_bytes"] / row["peak_bytes"] - 1
-        worst = max(worst, 100 * abs(row["error"]))
-        found.append(row)
+        kept[row["row"]] = row
         sizes = f"measured {row['peak_bytes'] / 1e6:8.2f} MB  planned {row['predicted_bytes'] / 1e6:8.2f} MB"
         print(f"{row['row']:<42} {sizes}  {100 * row['error']:+6.2f} %", flush=True)
+        if args.json:
+            write(args.json, list(kept.values()))
+    found = [kept[row["row"]] for row in wanted if row["row"] in kept]
+    summary(found)
     within = sum(100 * abs(row["error"]) <= WANTED for row in found)
-    print(f"{within} of {len(found)} rows within {WANTED:g} %, worst {worst:.2f} % ({time.monotonic() - begin:.0f} s)")
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
-    return 0 if found and within == len(found) else 1
+    print(f"{len(wanted)} rows wanted, {len(left)} of them run in {time.monotonic() - begin:.0f} s")
+    return 0 if found and within == len(found) == len(wanted) else 1
+
+
+def summary(found: list[dict[str, Any]]) -> None:
+    """A line for each model, number of ranks and level of ZeRO."""
+    groups: dict[tuple[str, int, int], list[float]] = collections.defaultdict(list)
+    for row in found:
+        groups[row["model"], row["ranks"], row["zero"]].append(100 * abs(row["error"]))
+    print(f"\n{'model':12}{'ranks':>6}{'ZeRO':>6}{'rows':>6}{'within 1 %':>12}{'worst':>10}")
+    for (model, ranks, zero), errors in sorted(groups.items()):
+        within = sum(error <= WANTED for error in errors)
+        print(f"{model:12}{ranks:6}{zero:6}{len(errors):6}{within:12}{max(errors):8.3f} %")
+
+
+def write(file: Path, found: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".tmp")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.replace(file)
 
 
 if __name__ == "__main__":

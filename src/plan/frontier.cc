@@ -18,8 +18,6 @@
 namespace interlace::plan {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // Step 1 of the list above.
 std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, const StageOptions& options) {
   struct Choice { double compute, tp, saved, work, most; Recompute counts; };
@@ -98,55 +96,83 @@ void Trial::Flush() {
   lanes_.count = 0;
 }
 
-// A (b, dp, tp, ZeRO) that a key allows, and its times with nothing recomputed or offloaded.
+// The (b, dp, tp, ZeRO) that a key allows, as parts of the model's state.
+std::vector<int32_t> PartsOf(const StageModel::State& state, const StageKey& key) {
+  std::vector<int32_t> parts;
+  auto found = state.of_key.find({key.devices, key.micro_batches});
+  if (found == state.of_key.end() || key.in_flight < 1) return parts;
+  for (int32_t first : found->second) {
+    for (int32_t zero = 0; zero < (state.parts[first].dp == 1 ? 1 : 4); ++zero) {
+      const int32_t part = first + StageModel::State::Offset(zero, key.embedding, key.head);
+      if (state.parts[part].dp == 1 || state.options.zero[zero]) parts.push_back(part);
+    }
+  }
+  return parts;
+}
+
+// Whether something of so many blocks may fit, whatever is recomputed and offloaded. A block of some kind needs no less beside
+// blocks of other kinds than among its like, so all blocks alike is the least. More blocks need no less of anything.
+bool MayFit(const StageSums& sums, const StageModel::State& state, int32_t layers, int32_t in_flight) {
+  const StageOptions& options = state.options;
+  auto fits = [&](int32_t full, int32_t selective) {
+    const OffloadRegion region = RegionOf(sums, options, state.host_share, layers, full, selective, in_flight);
+    return std::all_of(region.rows.begin(), region.rows.end(), [](const OffloadRegion::Row& row) {
+      return row.save[0] + row.save[1] + row.save[2] + row.save[3] >= row.need;
+    });
+  };
+  return (!options.only_full && fits(0, 0)) || (options.full && fits(layers, 0)) || (options.selective && fits(0, layers));
+}
+
+// One of PartsOf that may fit, and its times with nothing offloaded and as little recomputed as the space allows.
 struct Unit {
   int32_t part;
   StageSums sums;
   double stable_us, total_us;
 };
 
-// Without those that cannot fit whatever is recomputed and offloaded. A block of some kind needs no less beside blocks of
-// other kinds than among its like, so all blocks alike is the least.
 std::vector<Unit> UnitsOf(const StageModel::State& state, const StageKey& key, double longest_us) {
   std::vector<Unit> units;
-  const StageOptions& options = state.options;
-  auto found = state.of_key.find({key.devices, key.micro_batches});
-  if (found == state.of_key.end() || key.layers < 1 || key.in_flight < 1) return units;
-  for (int32_t first : found->second) {
-    for (int32_t zero = 0; zero < (state.parts[first].dp == 1 ? 1 : 4); ++zero) {
-      const int32_t part = first + StageModel::State::Offset(zero, key.embedding, key.head);
-      const StageParts& parts = state.parts[part];
-      if (parts.dp > 1 && !options.zero[zero]) continue;
-      Unit unit{part, SumsOf(parts, key.embedding, key.head), 0, 0};
-      Lanes lanes;
-      lanes.count = 1;
-      lanes.layers[0] = key.layers, lanes.in_flight[0] = key.in_flight;
-      lanes.full[0] = lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
-      EvaluateLanes(unit.sums, lanes, Wanted::kTimes);
-      unit.stable_us = lanes.stable_us[0], unit.total_us = lanes.total_us[0];
-      if (unit.stable_us > longest_us) continue;
-      auto fits = [&](int32_t full, int32_t selective) {
-        const OffloadRegion region = RegionOf(unit.sums, options, state.host_share, key.layers, full, selective, key.in_flight);
-        return std::all_of(region.rows.begin(), region.rows.end(), [](const OffloadRegion::Row& row) {
-          return row.save[0] + row.save[1] + row.save[2] + row.save[3] >= row.need;
-        });
-      };
-      if (fits(0, 0) || (options.full && fits(key.layers, 0)) || (options.selective && fits(0, key.layers)))
-        units.push_back(std::move(unit));
-    }
+  if (key.layers < 1) return units;
+  Lanes lanes;
+  lanes.count = 1;
+  lanes.layers[0] = key.layers, lanes.in_flight[0] = key.in_flight;
+  lanes.full[0] = state.options.only_full ? key.layers : 0;
+  lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
+  for (int32_t part : PartsOf(state, key)) {
+    Unit unit{part, SumsOf(state.parts[part], key.embedding, key.head), 0, 0};
+    EvaluateLanes(unit.sums, lanes, Wanted::kTimes);
+    unit.stable_us = lanes.stable_us[0], unit.total_us = lanes.total_us[0];
+    if (unit.stable_us > longest_us || !MayFit(unit.sums, state, key.layers, key.in_flight)) continue;
+    units.push_back(std::move(unit));
   }
   return units;
 }
 
 }  // namespace
 
-StageModel::Bound StageModel::BoundOf(const StageKey& key) const {
-  Bound bound{kInfinity, kInfinity};
-  for (const Unit& unit : UnitsOf(*state_, key, kInfinity)) {
-    bound.stable_us = std::min(bound.stable_us, unit.stable_us);
-    bound.total_us = std::min(bound.total_us, unit.total_us);
+void StageModel::BoundsOf(const StageKey& key, std::span<Bound> bounds) const {
+  std::fill(bounds.begin(), bounds.end(), Bound{});
+  for (int32_t part : PartsOf(*state_, key)) {
+    const StageSums sums = SumsOf(state_->parts[part], key.embedding, key.head);
+    auto layers = [&](const Bound& bound) { return static_cast<int32_t>(&bound - bounds.data()) + 1; };
+    auto end = std::partition_point(bounds.begin(), bounds.end(),
+                                    [&](const Bound& bound) { return MayFit(sums, *state_, layers(bound), key.in_flight); });
+    Lanes lanes;
+    lanes.selective.fill(0), lanes.in_flight.fill(1);
+    lanes.full.fill(0), lanes.wo.fill(0), lanes.go.fill(0), lanes.oo.fill(0), lanes.ao.fill(0);
+    for (auto at = bounds.begin(); at < end; at += lanes.count) {
+      lanes.count = static_cast<int>(std::min<std::ptrdiff_t>(Lanes::kWidth, end - at));
+      for (int i = 0; i < lanes.count; ++i) {
+        lanes.layers[i] = layers(at[i]);
+        if (state_->options.only_full) lanes.full[i] = lanes.layers[i];
+      }
+      EvaluateLanes(sums, lanes, Wanted::kTimes);
+      for (int i = 0; i < lanes.count; ++i) {
+        at[i].stable_us = std::min(at[i].stable_us, lanes.stable_us[i]);
+        at[i].total_us = std::min(at[i].total_us, lanes.total_us[i]);
+      }
+    }
   }
-  return bound;
 }
 
 Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {

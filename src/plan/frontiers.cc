@@ -12,6 +12,7 @@ Result<Frontiers> Frontiers::Create(const LayerSource& layers, const ClusterSpec
   Frontiers out;
   out.average_ = !tune.space.imbalance_aware;
   out.batch_ = options.global_batch;
+  out.blocks_ = layers.blocks();
   out.threads_ = tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   std::optional<Error> error;
   for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
@@ -35,23 +36,33 @@ Result<Frontiers> Frontiers::Create(const LayerSource& layers, const ClusterSpec
 const Frontier& Frontiers::Of(const StageKey& key) {
   if (auto at = computed_.find(key); at != computed_.end()) return at->second;
   StageKey alike = key;
-  alike.in_flight = 1;  // memory is left aside
-  auto [at, added] = bounds_.try_emplace(alike);
-  if (!added) return at->second;
+  alike.in_flight = 1, alike.layers = 1;  // memory is left aside
+  if (last_ == nullptr || !(alike == last_key_)) {
+    auto [at, added] = bounds_.try_emplace(alike);
+    if (added) at->second = Bounds(alike);
+    last_ = &at->second, last_key_ = alike;
+  }
+  return (*last_)[static_cast<size_t>(key.layers) - 1];
+}
+
+std::vector<Frontier> Frontiers::Bounds(const StageKey& key) const {
+  std::vector<Frontier> out(static_cast<size_t>(blocks_));
+  std::vector<StageModel::Bound> bounds(out.size());
   for (const auto& [tp, model] : models_) {
     int32_t dp = key.devices / tp;
     if (dp * tp != key.devices || batch_ % (int64_t{key.micro_batches} * dp) != 0) continue;
-    StageModel::Bound bound = model.BoundOf(alike);
-    if (!std::isfinite(bound.total_us)) continue;
-    FrontierPoint& point = at->second.emplace_back();
-    point.strategy.layers = key.layers;
-    point.strategy.dp = dp, point.strategy.tp = tp, point.strategy.micro_batches = key.micro_batches;
-    point.strategy.micro_batch = static_cast<int32_t>(batch_ / (int64_t{key.micro_batches} * dp));
-    point.cost.stable_us = bound.stable_us;
-    point.cost.extra_us = bound.total_us - bound.stable_us;
-    Average(point);
+    model.BoundsOf(key, bounds);
+    for (size_t i = 0; i < out.size() && std::isfinite(bounds[i].total_us); ++i) {
+      FrontierPoint& point = out[i].emplace_back();
+      point.strategy.layers = static_cast<int32_t>(i) + 1;
+      point.strategy.dp = dp, point.strategy.tp = tp, point.strategy.micro_batches = key.micro_batches;
+      point.strategy.micro_batch = static_cast<int32_t>(batch_ / (int64_t{key.micro_batches} * dp));
+      point.cost.stable_us = bounds[i].stable_us;
+      point.cost.extra_us = bounds[i].total_us - bounds[i].stable_us;
+      Average(point);
+    }
   }
-  return at->second;
+  return out;
 }
 
 void Frontiers::Compute(std::vector<StageKey> keys, double longest_us, const std::function<bool()>& late) {

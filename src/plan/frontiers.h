@@ -45,6 +45,7 @@ class Frontiers {
     int32_t tp;
     StageModel model;
   };
+  std::vector<Frontier> Bounds(const StageKey& key) const;  // of 1, 2, ... layers
   // Imbalance left aside: every micro-batch takes its share of what the first and the last take beyond it.
   void Average(FrontierPoint& point) const {
     if (!average_) return;
@@ -53,7 +54,11 @@ class Frontiers {
   }
 
   std::vector<Model> models_;
-  std::unordered_map<StageKey, Frontier, KeyHash> computed_, bounds_;
+  std::unordered_map<StageKey, Frontier, KeyHash> computed_;
+  std::unordered_map<StageKey, std::vector<Frontier>, KeyHash> bounds_;  // of 1, 2, ... layers, by the rest of the key
+  const std::vector<Frontier>* last_ = nullptr;  // of bounds_: whoever asks, asks for one number of layers after the other
+  StageKey last_key_;
+  int32_t blocks_ = 1;
   int64_t batch_ = 1, points_ = 0;
   int32_t threads_ = 1;
   bool average_ = false;

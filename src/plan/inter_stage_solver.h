@@ -21,7 +21,7 @@ struct Corner {
   double t = 0, e = 0;
   const FrontierPoint* source = nullptr;
 };
-struct Cell {                             // the points of (stage, layout, layers), t rising, e falling
+struct Cell {                             // the points of (stage, layout, layers), t rising, e falling; stages may share them
   uint32_t begin = 0, end = 0;
 };
 struct Step {                             // one stage of a plan
@@ -60,6 +60,13 @@ class InterStageSolver {
   // ---- tables ----
 
   void CollectPoints();
+
+  struct LayoutCell {
+    int32_t layout = 0;
+    Cell points;
+  };
+  // Adds the points of a stage of so many devices, those of each layout one after another.
+  std::vector<LayoutCell> CellsOf(const Frontier& frontier, int32_t devices);
 
   int32_t FindLayout(const Layout& layout);
 

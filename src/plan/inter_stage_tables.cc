@@ -1,40 +1,35 @@
 // What the solver between stages knows before any limit: points, devices that stages may share, and the least time before each.
+#include <tuple>
+
 #include "plan/inter_stage_solver.h"
 
 namespace interlace::plan {
 
 void InterStageSolver::CollectPoints() {
-  struct Raw {
-    int32_t stage, layout, layers;
-    Corner point;
+  // Stages next to each other often have the same frontier, and then the same points.
+  struct Seen {
+    const Frontier* frontier = nullptr;
+    std::vector<LayoutCell> cells;
   };
-  std::vector<Raw> raw;
+  std::vector<Seen> seen(p_.counts.size() * (static_cast<size_t>(p_.layers) + 1));  // of the stage before, by count and layers
+  struct Placed {
+    int32_t stage, layers;
+    LayoutCell cell;
+  };
+  std::vector<Placed> placed;
   for (int32_t i = 0; i < p_.stages; ++i) {
-    for (int32_t count : p_.counts) {
-      if (count > p_.devices) continue;
+    for (size_t c = 0; c < p_.counts.size(); ++c) {
+      if (p_.counts[c] > p_.devices) continue;
       for (int32_t l = p_.fewest_layers; l <= most(); ++l) {
-        StageKey key{l, i == 0, i == p_.stages - 1, count, p_.micro_batches, std::min(p_.stages - i, p_.micro_batches)};
-        for (const FrontierPoint& f : p_.frontier(key)) {
-          double t = f.cost.stable_us, e = t + std::max(f.cost.extra_us, 0.0);
-          if (LayoutOf(f.strategy).devices() != count || !(t >= 0) || !std::isfinite(e)) continue;
-          raw.push_back({i, FindLayout(LayoutOf(f.strategy)), l, {t, e, &f}});
-        }
+        const Frontier& frontier = p_.frontier({l, i == 0, i == p_.stages - 1, p_.counts[c], p_.micro_batches, std::min(p_.stages - i, p_.micro_batches)});
+        Seen& before = seen[c * (static_cast<size_t>(p_.layers) + 1) + l];
+        if (before.frontier != &frontier) before = {&frontier, CellsOf(frontier, p_.counts[c])};
+        for (const LayoutCell& cell : before.cells) placed.push_back({i, l, cell});
       }
     }
   }
-  std::stable_sort(raw.begin(), raw.end(), [&](const Raw& a, const Raw& b) {
-    size_t x = CellIndex(a.stage, a.layout, a.layers), y = CellIndex(b.stage, b.layout, b.layers);
-    return x != y ? x < y : a.point.t != b.point.t ? a.point.t < b.point.t : a.point.e < b.point.e;
-  });
   cells_.assign(static_cast<size_t>(p_.stages) * layouts_.size() * (p_.layers + 1), {});
-  for (const Raw& r : raw) {
-    Cell& cell = cells_[CellIndex(r.stage, r.layout, r.layers)];
-    uint32_t next = static_cast<uint32_t>(points_.size());
-    if (cell.begin == cell.end) cell = {next, next};
-    if (cell.end > cell.begin && points_[cell.end - 1].e <= r.point.e) continue;
-    points_.push_back(r.point);
-    cell.end = next + 1;
-  }
+  for (const Placed& each : placed) cells_[CellIndex(each.stage, each.cell.layout, each.layers)] = each.cell.points;
   size_t n = layouts_.size();
   for (int inside = 0; inside < 2; ++inside) {
     boundary_[inside].assign(n * n, 0);
@@ -44,6 +39,34 @@ void InterStageSolver::CollectPoints() {
     }
   }
   allowed_.assign(cells_.size(), 1);
+}
+
+std::vector<InterStageSolver::LayoutCell> InterStageSolver::CellsOf(const Frontier& frontier, int32_t devices) {
+  struct Raw {
+    int32_t layout;
+    Corner point;
+  };
+  std::vector<Raw> raw;
+  for (const FrontierPoint& f : frontier) {
+    double t = f.cost.stable_us, e = t + std::max(f.cost.extra_us, 0.0);
+    if (LayoutOf(f.strategy).devices() != devices || !(t >= 0) || !std::isfinite(e)) continue;
+    raw.push_back({FindLayout(LayoutOf(f.strategy)), {t, e, &f}});
+  }
+  std::sort(raw.begin(), raw.end(), [](const Raw& a, const Raw& b) {
+    return std::tie(a.layout, a.point.t, a.point.e, a.point.source) < std::tie(b.layout, b.point.t, b.point.e, b.point.source);
+  });
+  std::vector<LayoutCell> cells;
+  for (const Raw& r : raw) {
+    const auto next = static_cast<uint32_t>(points_.size());
+    if (cells.empty() || cells.back().layout != r.layout) {
+      cells.push_back({r.layout, {next, next}});
+    } else if (points_.back().e <= r.point.e) {
+      continue;
+    }
+    points_.push_back(r.point);
+    cells.back().points.end = next + 1;
+  }
+  return cells;
 }
 
 int32_t InterStageSolver::FindLayout(const Layout& layout) {

@@ -181,22 +181,25 @@ class Planning {
       return Ok{};
     }
     if (!found->complete && found->bound_us > best.step_us) out.Field("at_least", found->bound_us / best.step_us - 1);
-    if (found->plans.empty()) return WriteLeast(out, other, options);
-    const double us = found->plans.front().step_us;
-    out.Field("step_us", us).Field("slower", us / best.step_us - 1).Field("complete", found->complete);
-    return Ok{};
-  }
-
-  Status WriteLeast(JsonWriter& out, const Baseline& spaces, const TuneOptions& options) const {
-    Result<std::optional<LeastMemory>> least = Least(spaces, *layers_, r_.cluster, options);
+    if (!found->plans.empty()) {
+      WriteSlower(out, found->plans.front(), best, found->complete);
+      return Ok{};
+    }
+    Result<std::optional<LeastMemory>> least = Least(other, *layers_, r_.cluster, options);
     if (!least.ok()) {
       out.Field("impossible", least.error().message);
     } else if (!*least) {
       out.Field("impossible", "no layout of this kind divides the batch");
+    } else if ((*least)->device_bytes <= options.device_bytes) {
+      WriteSlower(out, (*least)->plan, best, false);
     } else {
       out.Field("least_bytes", (*least)->device_bytes).Field("over_bytes", (*least)->device_bytes - options.device_bytes);
     }
     return Ok{};
+  }
+
+  static void WriteSlower(JsonWriter& out, const Plan& plan, const Plan& best, bool complete) {
+    out.Field("step_us", plan.step_us).Field("slower", plan.step_us / best.step_us - 1).Field("complete", complete);
   }
 
   // The same machines, more of them: a preset fills its nodes first, other clusters get more nodes.

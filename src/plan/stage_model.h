@@ -97,9 +97,12 @@ class StageModel {
   // t), grows with both and with nothing else, so this part of the Pareto set of (t, d) loses no plan. Empty: nothing fits.
   // Points with t above `longest_us` are left out (and cost no time to find).
   Frontier FrontierOf(const StageKey& key, double longest_us = std::numeric_limits<double>::infinity()) const;
-  // Least t and least t + d of what may fit in a key, with nothing recomputed or offloaded; infinite where nothing can fit.
-  struct Bound { double stable_us, total_us; };
-  Bound BoundOf(const StageKey& key) const;
+  // Least t and least t + d of what may fit in a key with 1, 2, ... layers, as if nothing needed to be offloaded or recomputed
+  // (but where the space always recomputes); infinite where nothing can fit.
+  struct Bound {
+    double stable_us = std::numeric_limits<double>::infinity(), total_us = std::numeric_limits<double>::infinity();
+  };
+  void BoundsOf(const StageKey& key, std::span<Bound> bounds) const;
 
  private:
   explicit StageModel(std::unique_ptr<const State> state);

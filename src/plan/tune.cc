@@ -91,7 +91,7 @@ class Tuner {
     };
     std::priority_queue<size_t, std::vector<size_t>, decltype(later)> open(later);
     for (size_t i = 0; i < pairs_.size(); ++i) {
-      pairs_[i].bound_us = WorkBound(pairs_[i].micro_batches);
+      pairs_[i].bound_us = WorkBound(pairs_[i]);
       open.push(i);
     }
     while (!open.empty() && !Late()) {
@@ -117,20 +117,27 @@ class Tuner {
     return Ok{};
   }
 
-  // All devices at the work of all blocks, each as fast as any stage of any size could be.
-  double WorkBound(int32_t micro_batches) {
-    auto [at, added] = work_.try_emplace(micro_batches, kUnbounded);
-    if (!added) return at->second;
-    int32_t devices = static_cast<int32_t>(cluster_.devices);
-    double least = kUnbounded;
-    for (int32_t count : FreeDeviceCounts(devices, static_cast<int32_t>(cluster_.per_node))) {
+  // All devices busy with the work of all blocks, each as fast as in any stage of any size: t_i n_i >= W l_i. So the longest t is
+  // at least W L / N, and the sum of them at least W L / n with n the most devices that a stage may have.
+  double WorkBound(const Pair& pair) {
+    double work = kUnbounded;
+    for (int32_t count : pair.counts) work = std::min(work, Work(pair.micro_batches, count));
+    const auto [least, most] = std::minmax_element(pair.counts.begin(), pair.counts.end());
+    const auto devices = static_cast<int32_t>(cluster_.devices);
+    const int32_t widest = std::min(*most, devices - (pair.stages - 1) * *least);
+    return work * layers_.blocks() * ((pair.micro_batches - 1.0) / devices + 1.0 / widest);
+  }
+  // W: of a block, device-microseconds.
+  double Work(int32_t micro_batches, int32_t devices) {
+    auto [at, added] = work_.try_emplace({micro_batches, devices}, kUnbounded);
+    for (int ends = 0; ends < 4 && added; ++ends) {
       for (int32_t l = 1; l <= layers_.blocks(); ++l) {
-        for (const FrontierPoint& point : frontiers_.Of({l, false, false, count, micro_batches, 1})) {
-          least = std::min(least, point.cost.stable_us * count / l);
+        for (const FrontierPoint& point : frontiers_.Of({l, (ends & 1) != 0, (ends & 2) != 0, devices, micro_batches, 1})) {
+          at->second = std::min(at->second, point.cost.stable_us * devices / l);
         }
       }
     }
-    return at->second = least * layers_.blocks() / devices * micro_batches;
+    return at->second;
   }
 
   // With bounds for all stages that nothing better is known of.
@@ -276,7 +283,7 @@ class Tuner {
   const double sample_bytes_;            // a sample's activation between two blocks
   const std::chrono::steady_clock::time_point begin_;
   std::vector<Pair> pairs_;
-  std::map<int32_t, double> work_;       // by G
+  std::map<std::pair<int32_t, int32_t>, double> work_;  // by G and devices
   BestPlans best_;
   TuneResult out_;
   int64_t done_ = 0;
