@@ -39,13 +39,14 @@ bool InterStageSolver::Check(double t_limit, double h_limit, Staircase& out) {
       auto [low2, high2] = last ? std::pair<int32_t, int32_t>{0, 0} : Window(i + 1, device_index_[i + 1][n2]);
       for (int32_t l2 = low2; l2 <= high2; ++l2) {
         if (!last && Dead(i + 1, n2, l2)) continue;
+        if (!p_.boundary_us) Links(i, l2, n2, 0, links);  // alike for every layout
         for (size_t x = 0; x < count; ++x) {
           int32_t n = n2 + layouts_[x].devices();
           if (most_[i * count + x] == 0 || n > p_.devices || device_index_[i][n] < 0 || !Fits(n, layouts_[x].devices())) continue;
           auto [low, high] = Window(i, device_index_[i][n]);
           int32_t from = std::max(low - l2, p_.fewest_layers), to = std::min(high - l2, most_[i * count + x]);
           if (from > to) continue;
-          Links(i, l2, n2, x, links);
+          if (p_.boundary_us) Links(i, l2, n2, x, links);
           for (int32_t k = from; k <= to; ++k) {
             size_t at = CellIndex(i, static_cast<int32_t>(x), k);
             const Cell& cell = cells_[at];

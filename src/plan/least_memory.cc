@@ -140,4 +140,15 @@ Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, co
   return found;
 }
 
+Result<std::optional<LeastMemory>> LeastMemoryOf(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster,
+                                                 TuneOptions options) {
+  std::optional<LeastMemory> best;
+  for (const Space& space : baseline.spaces) {
+    options.space = space;
+    INTERLACE_ASSIGN(std::optional<LeastMemory> found, FindLeastMemory(layers, cluster, options));
+    if (found && (!best || found->device_bytes < best->device_bytes)) best = std::move(found);
+  }
+  return best;
+}
+
 }  // namespace interlace::plan

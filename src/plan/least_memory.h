@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "base/result.h"
-#include "plan/tune.h"
+#include "plan/baselines.h"
 
 namespace interlace::plan {
 
@@ -22,5 +22,8 @@ struct LeastMemory {
 
 // Among equals in memory the fastest. nullopt: the batch has no micro-batch for any layout, or host memory is too small.
 Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options);
+// Over the spaces of a baseline; `options.space` is not looked at.
+Result<std::optional<LeastMemory>> LeastMemoryOf(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster,
+                                                 TuneOptions options);
 
 }  // namespace interlace::plan

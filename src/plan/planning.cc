@@ -10,6 +10,7 @@
 
 #include "plan/alternatives.h"
 #include "plan/captured_layers.h"
+#include "plan/comparisons.h"
 #include "plan/least_memory.h"
 #include "plan/plan_json.h"
 #include "plan/stage_program.h"
@@ -41,7 +42,7 @@ class Planning {
     options.progress = {};
     std::optional<LeastMemory> least;
     if (found.plans.empty()) {
-      INTERLACE_ASSIGN(least, Least(searched_, *layers_, r_.cluster, options));
+      INTERLACE_ASSIGN(least, LeastMemoryOf(searched_, *layers_, r_.cluster, options));
       // There was no time for a better one; or the limit is just this, where the search's rounded ratios all fail.
       if (least && least->device_bytes <= options.device_bytes) {
         least->plan.bound_us = std::min(found.bound_us, least->plan.step_us);
@@ -85,18 +86,6 @@ class Planning {
       return MakeError("a device of ", r_.cluster.name, " has ", r_.cluster.memory_gib, " GiB, all of it reserved; give a memory limit");
     }
     return options;
-  }
-
-  // Over the spaces of a baseline.
-  static Result<std::optional<LeastMemory>> Least(const Baseline& spaces, const LayerSource& layers, const ClusterSpec& cluster,
-                                                  TuneOptions options) {
-    std::optional<LeastMemory> best;
-    for (const Space& space : spaces.spaces) {
-      options.space = space;
-      INTERLACE_ASSIGN(std::optional<LeastMemory> found, FindLeastMemory(layers, cluster, options));
-      if (found && (!best || found->device_bytes < best->device_bytes)) best = std::move(found);
-    }
-    return best;
   }
 
   PlanFile FileOf(const Plan& plan) const {
@@ -148,58 +137,30 @@ class Planning {
   Status WhyNot(JsonWriter& out, TuneOptions options, const Plan& best) const {
     options.top = 1;
     options.tolerance = kTolerance;
-    std::vector<Baseline> all = AlternativesOf(searched_, best);
+    options.warm = &best;  // its shapes are a plan to beat in many a space
+    std::vector<Baseline> others = AlternativesOf(searched_, best);
     for (std::string_view name : {"megatron", "deepspeed", "aceso"}) {
       if (r_.runnable || name == r_.space) continue;
       INTERLACE_ASSIGN(Baseline one, SpacesOf(name, Trained()));
       one.name = "like " + one.name;
-      all.push_back(std::move(one));
+      others.push_back(std::move(one));
     }
-    const double end = r_.time_limit_s > 0 ? r_.time_limit_s : Seconds() + std::max(kCompareS, Seconds());
+    const double limit = r_.time_limit_s > 0 ? r_.time_limit_s - Seconds() : std::max(kCompareS, Seconds());
+    auto say = [&](size_t i) {
+      Say("comparing with: " + others[i].name, static_cast<int64_t>(i), static_cast<int64_t>(others.size()), best.step_us);
+    };
     out.BeginArray();
-    for (size_t i = 0; i < all.size(); ++i) {
-      Say("comparing with: " + all[i].name, static_cast<int64_t>(i), static_cast<int64_t>(all.size()), best.step_us);
-      out.NewLine().BeginObject().Field("name", all[i].name).Field("what", all[i].help);
-      // What those before leave of their share goes to those after.
-      options.time_limit_s = (end - Seconds()) / static_cast<double>(all.size() - i);
-      if (options.time_limit_s <= 0) {
-        out.Field("skipped", true).EndObject();
-        continue;
-      }
-      INTERLACE_TRY(Compare(out, all[i], options, best));
+    for (const Comparison& c : CompareAll(others, *layers_, r_.cluster, options, limit, say)) {
+      out.NewLine().BeginObject().Field("name", c.name).Field("what", c.what);
+      if (c.skipped) out.Field("skipped", true);
+      if (!c.impossible.empty()) out.Field("impossible", c.impossible);
+      if (c.bound_us > best.step_us) out.Field("at_least", c.bound_us / best.step_us - 1);
+      if (c.step_us > 0) out.Field("step_us", c.step_us).Field("slower", c.step_us / best.step_us - 1).Field("complete", c.complete);
+      if (c.least_bytes > 0) out.Field("least_bytes", c.least_bytes).Field("over_bytes", c.least_bytes - options.device_bytes);
       out.EndObject();
     }
     out.EndArray();
     return Ok{};
-  }
-
-  // A search that was stopped says between which times its best is.
-  Status Compare(JsonWriter& out, const Baseline& other, const TuneOptions& options, const Plan& best) const {
-    Result<TuneResult> found = TuneBaseline(other, *layers_, r_.cluster, options);
-    if (!found.ok()) {
-      out.Field("impossible", found.error().message);
-      return Ok{};
-    }
-    if (!found->complete && found->bound_us > best.step_us) out.Field("at_least", found->bound_us / best.step_us - 1);
-    if (!found->plans.empty()) {
-      WriteSlower(out, found->plans.front(), best, found->complete);
-      return Ok{};
-    }
-    Result<std::optional<LeastMemory>> least = Least(other, *layers_, r_.cluster, options);
-    if (!least.ok()) {
-      out.Field("impossible", least.error().message);
-    } else if (!*least) {
-      out.Field("impossible", "no layout of this kind divides the batch");
-    } else if ((*least)->device_bytes <= options.device_bytes) {
-      WriteSlower(out, (*least)->plan, best, false);
-    } else {
-      out.Field("least_bytes", (*least)->device_bytes).Field("over_bytes", (*least)->device_bytes - options.device_bytes);
-    }
-    return Ok{};
-  }
-
-  static void WriteSlower(JsonWriter& out, const Plan& plan, const Plan& best, bool complete) {
-    out.Field("step_us", plan.step_us).Field("slower", plan.step_us / best.step_us - 1).Field("complete", complete);
   }
 
   // The same machines, more of them: a preset fills its nodes first, other clusters get more nodes.
@@ -228,12 +189,12 @@ class Planning {
     if (HostBytesFor(r_.cluster, options.host_bytes) < std::numeric_limits<int64_t>::max()) {
       TuneOptions free = options;
       free.host_bytes = std::numeric_limits<int64_t>::max();
-      Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, r_.cluster, free);
+      Result<std::optional<LeastMemory>> found = LeastMemoryOf(searched_, *layers_, r_.cluster, free);
       if (found.ok() && *found && (*found)->device_bytes <= options.device_bytes) out.Field("host_memory", (*found)->host_bytes);
     }
     for (int64_t devices = r_.cluster.devices * 2; devices <= kMostDevices; devices *= 2) {
       Say("looking for what would fit: " + std::to_string(devices) + " devices", 0, 0, 0);
-      Result<std::optional<LeastMemory>> found = Least(searched_, *layers_, Larger(devices), options);
+      Result<std::optional<LeastMemory>> found = LeastMemoryOf(searched_, *layers_, Larger(devices), options);
       if (!found.ok() || !*found || (*found)->device_bytes > options.device_bytes) continue;
       out.Field("devices", devices);
       break;
@@ -242,7 +203,7 @@ class Planning {
       Say("looking for what would fit: sequences of " + std::to_string(sequence), 0, 0, 0);
       auto shorter = ReadLayers(r_.model_text, "model", r_.cluster, sequence);
       if (!shorter.ok()) break;
-      Result<std::optional<LeastMemory>> found = Least(searched_, **shorter, r_.cluster, options);
+      Result<std::optional<LeastMemory>> found = LeastMemoryOf(searched_, **shorter, r_.cluster, options);
       if (!found.ok() || !*found) break;
       if ((*found)->device_bytes <= options.device_bytes) {
         out.Field("sequence", sequence);
