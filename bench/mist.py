@@ -153,6 +153,7 @@ def speedup(families: list[str]) -> dict[str, Any]:
     """Fig. 11, 12: throughput by model, cluster and attention; what the full space gains over each other."""
     out: dict[str, Any] = {}
     worse: list[str] = []
+    over: dict[tuple[str, str], dict[str, list[float]]] = {}  # by (column, family): system → full over it
     for flash in (True,) if QUICK else (True, False):
         for platform, (gpu, sequence) in PLATFORMS.items():
             gains: dict[str, list[float]] = {system: [] for system in SYSTEMS}
@@ -170,8 +171,10 @@ def speedup(families: list[str]) -> dict[str, Any]:
                     worse += [f"{case}: {system} beats full" for system, value in row.items() if value < 1 - 1e-9]
                     if rates["paper"] < rates["artifact"] * (1 - 1e-9):
                         worse.append(f"{case}: artifact beats paper")
+                    column = over.setdefault((f"{platform.upper()}, {'flash' if flash else 'plain'}", family), {})
                     for system in SYSTEMS:
                         gains[system].append(row[system])
+                        column.setdefault(system, []).append(row[system])
                     print(
                         f"{family + '-' + size:12}{devices:8}{rates['full']:11.3f}"
                         + "".join(f"{show(row[s]):>14}" for s in SYSTEMS[1:]),
@@ -185,11 +188,27 @@ def speedup(families: list[str]) -> dict[str, Any]:
             for system in SYSTEMS[1:]:
                 print(f"  full over {system}: {mean_of(gains[system])}")
             print(f"  ({paper})")
+    summary(over, families)
     print(f"\ncases in which a space beats the full one, or the artifact's the paper's: {len(worse)} of {len(out)}")
     for case in worse:
         print(f"  {case}")
     out["worse"] = worse
     return out
+
+
+def summary(over: dict[tuple[str, str], dict[str, list[float]]], families: list[str]) -> None:
+    """A table for documents: what the full space gains over each other, mean (most)."""
+    columns = list(dict.fromkeys(column for column, _ in over))
+    print(f"\n| over | family | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}")
+    for system in SYSTEMS[1:]:
+        for family in families:
+            cells = []
+            for column in columns:
+                values = over.get((column, family), {}).get(system, [])
+                finite = [v for v in values if math.isfinite(v)]
+                beside = f", {len(values) - len(finite)} do not fit" if len(finite) < len(values) else ""
+                cells.append(f"{statistics.mean(finite):.2f} ({max(finite):.2f}{beside})" if finite else "none fits")
+            print(f"| {system} | {family} | {' | '.join(cells)} |")
 
 
 def ablation(_: list[str]) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def why_table(why_not: list[dict[str, Any]]) -> Any:
             said, more = "not looked at", "the time was up: give --time-limit more"
         elif "impossible" in row:
             said, more = "cannot be", row["impossible"]
-        elif row["over_bytes"] > 0:
+        elif row.get("over_bytes", 0) > 0:
             said = "does not fit"
             more = f"needs {format_bytes(row['least_bytes'])} of a device at least, {format_bytes(row['over_bytes'])} too much"
         else:
@@ -180,7 +180,7 @@ def _slower(row: dict[str, Any]) -> str:
         return _percent(row["slower"])
     if "at_least" in row:
         return f"{_percent(row['at_least'])} to {_percent(row['slower'])}"
-    return f"{_percent(row['slower'])}, or less with more time"
+    return f"{_percent(row['slower'])}, or less (--time-limit)"
 
 
 def _percent(share: float) -> str:
