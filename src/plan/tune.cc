@@ -8,6 +8,7 @@
 
 #include "base/sort.h"
 #include "plan/frontiers.h"
+#include "plan/pair_bound.h"
 #include "plan/recurrence.h"
 #include "plan/tune_state.h"
 
@@ -99,7 +100,11 @@ class Tuner {
       open.pop();
       Pair& pair = pairs_[index];
       if (pair.bound_us < Cutoff() && !pair.bounded) {
-        INTERLACE_TRY(BoundPair(pair));
+        if (NoneBeats(pair)) {
+          pair.bound_us = Cutoff();
+        } else {
+          INTERLACE_TRY(BoundPair(pair));
+        }
         if (Cutoff() < kUnbounded && pair.bound_us < Cutoff()) {
           open.push(index);
           continue;
@@ -120,14 +125,17 @@ class Tuner {
   // All devices busy with the work of all blocks, each as fast as in any stage of any size: t_i n_i >= W l_i. So the longest t is
   // at least W L / N, and the sum of them at least W L / n with n the most devices that a stage may have.
   double WorkBound(const Pair& pair) {
-    double work = kUnbounded;
-    for (int32_t count : pair.counts) work = std::min(work, Work(pair.micro_batches, count));
     const auto [least, most] = std::minmax_element(pair.counts.begin(), pair.counts.end());
     const auto devices = static_cast<int32_t>(cluster_.devices);
     const int32_t widest = std::min(*most, devices - (pair.stages - 1) * *least);
-    return work * layers_.blocks() * ((pair.micro_batches - 1.0) / devices + 1.0 / widest);
+    return Work(pair) * layers_.blocks() * ((pair.micro_batches - 1.0) / devices + 1.0 / widest);
   }
   // W: of a block, device-microseconds.
+  double Work(const Pair& pair) {
+    double work = kUnbounded;
+    for (int32_t count : pair.counts) work = std::min(work, Work(pair.micro_batches, count));
+    return work;
+  }
   double Work(int32_t micro_batches, int32_t devices) {
     auto [at, added] = work_.try_emplace({micro_batches, devices}, kUnbounded);
     for (int ends = 0; ends < 4 && added; ++ends) {
@@ -138,6 +146,26 @@ class Tuner {
       }
     }
     return at->second;
+  }
+
+  // Whether no plan of it can be faster than the best, by prices instead of a choice.
+  bool NoneBeats(const Pair& pair) {
+    if (pair.stages < 2 || Cutoff() == kUnbounded) return false;
+    const InterStageProblem p = Problem(pair);
+    PairBound bound(pair.micro_batches, pair.stages);
+    for (int which = 0; which < PairBound::kClasses; ++which) {
+      const bool first = which == PairBound::kFirst, last = which == PairBound::kLast;
+      for (int32_t count : pair.counts) {
+        for (int32_t l = p.fewest_layers; l <= std::min(p.most_layers, p.layers - (p.stages - 1) * p.fewest_layers); ++l) {
+          double us = kUnbounded;
+          for (const FrontierPoint& point : frontiers_.Of({l, first, last, count, pair.micro_batches, 1})) {
+            us = std::min(us, point.cost.stable_us);
+          }
+          if (us < kUnbounded) bound.Add(static_cast<PairBound::Class>(which), {us, static_cast<double>(l) / p.layers, static_cast<double>(count) / p.devices});
+        }
+      }
+    }
+    return bound.NoneBeats(Cutoff(), Work(pair) * p.layers / p.devices);
   }
 
   // With bounds for all stages that nothing better is known of.
