@@ -22,7 +22,7 @@ class Tuner {
  public:
   Tuner(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options, Frontiers& frontiers, double sample_bytes)
       : layers_(layers), cluster_(cluster), o_(options), frontiers_(frontiers), sample_bytes_(sample_bytes),
-        begin_(std::chrono::steady_clock::now()), best_(options.top) {}
+        begin_(std::chrono::steady_clock::now()), bounds_(frontiers), best_(options.top) {}
 
   Result<TuneResult> Run() {
     pairs_ = PairsOf(o_.space, layers_.blocks(), cluster_, o_.global_batch);
@@ -92,7 +92,7 @@ class Tuner {
     };
     std::priority_queue<size_t, std::vector<size_t>, decltype(later)> open(later);
     for (size_t i = 0; i < pairs_.size(); ++i) {
-      pairs_[i].bound_us = WorkBound(pairs_[i]);
+      pairs_[i].bound_us = bounds_.LeastUs(Problem(pairs_[i]));
       open.push(i);
     }
     while (!open.empty() && !Late()) {
@@ -100,7 +100,7 @@ class Tuner {
       open.pop();
       Pair& pair = pairs_[index];
       if (pair.bound_us < Cutoff() && !pair.bounded) {
-        if (NoneBeats(pair)) {
+        if (bounds_.NoneBeats(Problem(pair), Cutoff())) {
           pair.bound_us = Cutoff();
         } else {
           INTERLACE_TRY(BoundPair(pair));
@@ -120,52 +120,6 @@ class Tuner {
       if (o_.progress) o_.progress(Progress());
     }
     return Ok{};
-  }
-
-  // All devices busy with the work of all blocks, each as fast as in any stage of any size: t_i n_i >= W l_i. So the longest t is
-  // at least W L / N, and the sum of them at least W L / n with n the most devices that a stage may have.
-  double WorkBound(const Pair& pair) {
-    const auto [least, most] = std::minmax_element(pair.counts.begin(), pair.counts.end());
-    const auto devices = static_cast<int32_t>(cluster_.devices);
-    const int32_t widest = std::min(*most, devices - (pair.stages - 1) * *least);
-    return Work(pair) * layers_.blocks() * ((pair.micro_batches - 1.0) / devices + 1.0 / widest);
-  }
-  // W: of a block, device-microseconds.
-  double Work(const Pair& pair) {
-    double work = kUnbounded;
-    for (int32_t count : pair.counts) work = std::min(work, Work(pair.micro_batches, count));
-    return work;
-  }
-  double Work(int32_t micro_batches, int32_t devices) {
-    auto [at, added] = work_.try_emplace({micro_batches, devices}, kUnbounded);
-    for (int ends = 0; ends < 4 && added; ++ends) {
-      for (int32_t l = 1; l <= layers_.blocks(); ++l) {
-        for (const FrontierPoint& point : frontiers_.Of({l, (ends & 1) != 0, (ends & 2) != 0, devices, micro_batches, 1})) {
-          at->second = std::min(at->second, point.cost.stable_us * devices / l);
-        }
-      }
-    }
-    return at->second;
-  }
-
-  // Whether no plan of it can be faster than the best, by prices instead of a choice.
-  bool NoneBeats(const Pair& pair) {
-    if (pair.stages < 2 || Cutoff() == kUnbounded) return false;
-    const InterStageProblem p = Problem(pair);
-    PairBound bound(pair.micro_batches, pair.stages);
-    for (int which = 0; which < PairBound::kClasses; ++which) {
-      const bool first = which == PairBound::kFirst, last = which == PairBound::kLast;
-      for (int32_t count : pair.counts) {
-        for (int32_t l = p.fewest_layers; l <= std::min(p.most_layers, p.layers - (p.stages - 1) * p.fewest_layers); ++l) {
-          double us = kUnbounded;
-          for (const FrontierPoint& point : frontiers_.Of({l, first, last, count, pair.micro_batches, 1})) {
-            us = std::min(us, point.cost.stable_us);
-          }
-          if (us < kUnbounded) bound.Add(static_cast<PairBound::Class>(which), {us, static_cast<double>(l) / p.layers, static_cast<double>(count) / p.devices});
-        }
-      }
-    }
-    return bound.NoneBeats(Cutoff(), Work(pair) * p.layers / p.devices);
   }
 
   // With bounds for all stages that nothing better is known of.
@@ -311,7 +265,7 @@ class Tuner {
   const double sample_bytes_;            // a sample's activation between two blocks
   const std::chrono::steady_clock::time_point begin_;
   std::vector<Pair> pairs_;
-  std::map<std::pair<int32_t, int32_t>, double> work_;  // by G and devices
+  PairBounds bounds_;
   BestPlans best_;
   TuneResult out_;
   int64_t done_ = 0;
