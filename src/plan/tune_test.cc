@@ -5,9 +5,12 @@
 #include <map>
 
 #include "plan/baselines.h"
+#include "plan/frontiers.h"
+#include "plan/pair_bound.h"
 #include "plan/plan_text.h"
 #include "plan/recurrence.h"
 #include "plan/testing/table_layers.h"
+#include "plan/tune_state.h"
 
 namespace interlace::plan {
 namespace {
@@ -58,6 +61,32 @@ double Exhaustive(const LayerSource& layers, const ClusterSpec& cluster, const T
     }
   }
   return best;
+}
+
+// What is priced out has no plan that fast by the exact choice; the bounds are of some use.
+TEST(Tune, PricesLeaveNoPlanOut) {
+  testing::GptLayers layers(1024, 16, 12);
+  ClusterSpec cluster = Preset("l4-24gb-16");
+  cluster.per_node = 4;
+  TuneOptions options = Options(48, int64_t{6000} << 20);
+  StageOptions stage;
+  stage.global_batch = options.global_batch, stage.device_bytes = options.device_bytes;
+  Frontiers frontiers = std::move(*Frontiers::Create(layers, cluster, stage, options));
+  PairBounds bounds(frontiers);
+  int solved = 0, sharp = 0;
+  for (const Pair& pair : PairsOf(options.space, layers.blocks(), cluster, options.global_batch)) {
+    InterStageProblem p;
+    p.stages = pair.stages, p.layers = layers.blocks(), p.micro_batches = pair.micro_batches, p.counts = pair.counts;
+    p.devices = static_cast<int32_t>(cluster.devices), p.per_node = static_cast<int32_t>(cluster.per_node);
+    p.frontier = [&](const StageKey& key) -> const Frontier& { return frontiers.Of(key); };
+    InterStageResult best = *SolveInterStage(p);
+    if (best.plans.empty()) continue;
+    const double us = best.plans[0].cost_us;
+    EXPECT_LE(bounds.LeastUs(p), us * (1 + 1e-9)) << pair.micro_batches << " " << pair.stages;
+    EXPECT_FALSE(bounds.NoneBeats(p, us * (1 + 1e-6))) << pair.micro_batches << " " << pair.stages;
+    ++solved, sharp += bounds.NoneBeats(p, us * 0.7);
+  }
+  EXPECT_GT(sharp, solved / 2) << "of " << solved;
 }
 
 TEST(Tune, EqualsTheSearchWithAllFrontiers) {
