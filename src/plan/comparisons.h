@@ -11,9 +11,9 @@
 namespace interlace::plan {
 
 struct Comparison {
-  std::string name, what;
+  std::string name = {}, what = {};
   bool skipped = false;          // the time was up
-  std::string impossible;        // why there can be no such plan; empty: there may be one
+  std::string impossible = {};   // why there can be no such plan; empty: there may be one
   double step_us = 0;            // of the best found; 0: none
   bool complete = false;         // none of the space is faster by more than the tolerance
   double bound_us = 0;           // none is faster than this; 0: nothing is known
