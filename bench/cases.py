@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 MATMUL_BOUND = {"hidden": 512, "layers": 6, "heads": 8, "inter": 1376, "vocab": 512, "tokens": 512}  # 19.5 M parameters
+GPT2_MATMUL_BOUND = {"family": "gpt2", "hidden": 512, "layers": 6, "heads": 8, "vocab": 512, "tokens": 512}  # 19.7 M
 OVERHEAD_BOUND = {"hidden": 64, "layers": 12, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64}
 
 
-def llama(case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+def llama(case: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
     """A Hugging Face Llama of the given case, attention through scaled_dot_product_attention, tied weights off."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +32,7 @@ def llama(case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def gpt2(
-    case: dict[str, int], dtype: torch.dtype = torch.float32, seed: int = 0, dropout: float = 0.0
+    case: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0, dropout: float = 0.0
 ) -> torch.nn.Module:
     """A Hugging Face GPT-2 with the case's width and depth; its head is tied to the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -51,7 +52,17 @@ def gpt2(
     return GPT2LMHeadModel(config).to(dtype)
 
 
-def token_batch(case: dict[str, int], rows: int = 1, seed: int = 0, rank: int = 0) -> dict[str, torch.Tensor]:
+def causal_model(case: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+    """The model of a case: a Llama unless its `family` says "gpt2"."""
+    return (gpt2 if case.get("family") == "gpt2" else llama)(case, dtype, seed)
+
+
+def blocks_of(model: Any) -> Any:
+    """The list of a causal model's layers."""
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def token_batch(case: dict[str, Any], rows: int = 1, seed: int = 0, rank: int = 0) -> dict[str, torch.Tensor]:
     """`rows` sequences of the case's length; labels equal inputs, as Hugging Face shifts them itself."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     ids = torch.randint(0, case["vocab"], (rows, case["tokens"]), generator=generator)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import causal_loss, llama, token_batch
+from cases import blocks_of, causal_loss, causal_model, token_batch
 from torch import nn
 
 Batch = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ LEARNING_RATE = 1e-3
 class Settings:
     """What all methods share."""
 
-    case: dict[str, int]
+    case: dict[str, Any]
     accumulation: int = 1
     mode: str = "reduce_last"  # of sharded methods: gradients reduced after the last micro-batch, or after each
 
@@ -64,7 +64,7 @@ def accumulated(model: Any, batches: list[Batch], before: Callable[[bool], None]
 
 
 def eager(settings: Settings) -> Step:
-    model = llama(settings.case)
+    model = causal_model(settings.case)
     optimizer = adamw(model.parameters())
 
     def step(batches: list[Batch]) -> float:
@@ -81,9 +81,9 @@ def fsdp2(settings: Settings, gathered: bool = False, compiled: bool = False) ->
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = llama(settings.case)
+    model: Any = causal_model(settings.case)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    blocks = model.model.layers
+    blocks = blocks_of(model)
     for i in range(len(blocks)):
         if compiled:
             blocks[i] = torch.compile(blocks[i])  # inside fully_shard, whose hooks then stay out of the compiled graph
@@ -111,7 +111,7 @@ def ddp(settings: Settings, zero: bool = False) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(llama(settings.case), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(causal_model(settings.case), gradient_as_bucket_view=True)
     optimizer: Any = adamw(model.parameters())
     if zero:
         optimizer = ZeroRedundancyOptimizer(
@@ -138,12 +138,12 @@ def deepspeed(settings: Settings, stage: int) -> Step:
     import deepspeed as ds
 
     ds.init_distributed(dist_backend="gloo", verbose=False)
-    model: nn.Module = llama(settings.case)
+    model: nn.Module = causal_model(settings.case)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         # By default it keeps up to 1e9 parameters gathered, which for a small model is all of them; sharded means one block at a time.
         # Its linear layer that saves memory replaces torch's in the whole process and is not needed here.
-        block = sum(p.numel() for p in model.model.layers[0].parameters())  # type: ignore[union-attr, index]
+        block = sum(p.numel() for p in blocks_of(model)[0].parameters())
         zero |= {
             "stage3_max_live_parameters": block,
             "stage3_max_reuse_distance": 0,
@@ -179,7 +179,7 @@ def deepspeed(settings: Settings, stage: int) -> Step:
 def interlace_step(settings: Settings, strategy: str) -> Step:
     import interlace
 
-    model = llama(settings.case)
+    model = causal_model(settings.case)
     example = [
         {name: torch.zeros(1, settings.case["tokens"], dtype=torch.long) for name in ("input_ids", "labels")}
         for _ in range(settings.accumulation)
@@ -219,7 +219,7 @@ def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
     limit = fsdp2_peak(settings) if as_fsdp2 else None
     common: dict[str, Any] = {"accumulation": settings.accumulation, "accumulate_mode": settings.mode}
     example = _whole(_some_batches(settings, 1)[0])
-    model = llama(settings.case)
+    model = causal_model(settings.case)
     search = "search(cluster={cluster},profile={profile},limit={limit})"
     trainer = interlace.compile(
         model, adamw(model.parameters()), causal_loss, example,
@@ -232,7 +232,7 @@ def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
     if dist.get_rank() == 0:
         print(f"memory limit {limit}\n{program.explain()}\n{recompute} {passes}", file=sys.stderr, flush=True)
     trainer.close()
-    model = llama(settings.case)
+    model = causal_model(settings.case)
     config = interlace.Config(**common)
     pipeline = schedule.pipeline(config.pipeline(dist.get_world_size()), [p for p in (recompute, passes) if p])
     trainer = interlace.compile(

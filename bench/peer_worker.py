@@ -73,11 +73,11 @@ class Worker:
         return self.run(message["method"], int(message["first"]), int(message["count"]))
 
     def build(self, name: str) -> dict[str, Any]:
-        from cases import llama
+        from cases import causal_model
         from peer_methods import ALONE, METHODS
 
         self.steps[name] = (METHODS | ALONE)[name].build(self.settings)
-        parameters = llama(self.settings.case).parameters() if self.rank == 0 else []
+        parameters = causal_model(self.settings.case).parameters() if self.rank == 0 else []
         return {"parameter_bytes": sum(p.numel() * p.element_size() for p in parameters)}
 
     def batches(self, step: int) -> list[Any]:

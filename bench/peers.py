@@ -29,17 +29,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cases import MATMUL_BOUND
+from cases import GPT2_MATMUL_BOUND, MATMUL_BOUND
 from common import machine, quartiles, write_json
 from network import Network, NetworkError, free_port
 from peer_methods import ALONE, METHODS, Method, absent
 from peer_table import ACCUMULATE_MODES, LOSS_TOLERANCE, Row, disagreeing, figures, lines, verdicts
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
     "5m": {"hidden": 256, "layers": 6, "heads": 4, "inter": 688, "vocab": 512, "tokens": 512},
     "20m": MATMUL_BOUND,
     "50m": {"hidden": 768, "layers": 7, "heads": 12, "inter": 2048, "vocab": 512, "tokens": 512},
+    "gpt2-20m": GPT2_MATMUL_BOUND,
 }
 BASELINE = "fsdp2"
 WARM_UP_STEPS = 2
@@ -253,9 +254,10 @@ class Bench:
     def print(self) -> bool:
         """The table and the verdicts. False: losses disagree or a method of ours failed."""
         a, rows = self.args, self.compared()
+        family = "GPT-2" if MODELS[a.model_size].get("family") == "gpt2" else "Llama"
         network = "unshaped loopback" if a.mbit is None else f"{a.mbit:g} Mbit/s a rank"
         print(
-            f"{a.ranks} ranks, {network}, Llama of {self.parameter_bytes / 4e6:.1f} M parameters, fp32, "
+            f"{a.ranks} ranks, {network}, {family} of {self.parameter_bytes / 4e6:.1f} M parameters, fp32, "
             f"{MODELS[a.model_size]['tokens']} tokens a rank and micro-batch, accumulation {a.accumulation}, "
             f"{a.threads} thread{'s' if a.threads > 1 else ''} a rank; {len(self.compute_s())} rounds of {a.block} steps"
         )
@@ -326,7 +328,9 @@ def main() -> None:
     parser.add_argument(
         "--accumulate-mode", choices=ACCUMULATE_MODES, default="reduce_last", help="of FSDP2 eager, compiled and ours"
     )
-    parser.add_argument("--model-size", choices=MODELS, default="20m")
+    parser.add_argument(
+        "--model-size", choices=MODELS, default="20m", help="a Llama, or gpt2-20m (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=_at_least(1), default=1, help="of each rank")
     parser.add_argument("--only", metavar="NAMES", help=f"some of {', '.join(METHODS)}")
     parser.add_argument("--rounds", type=_at_least(1), default=7)
