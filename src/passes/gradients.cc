@@ -1,8 +1,10 @@
 // PlaceGradients: finds for each gradient whether the op that makes it can write it into the flat buffer, else adds a
 // copy, and issues the reductions in the order in which gradients become complete.
 #include <algorithm>
+#include <deque>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/sort.h"
 #include "ir/op_table.h"
@@ -211,28 +213,46 @@ class Placer {
         if (source.owner != kNone && source.flat == root) source.last_use = std::max(source.last_use, gradient.done);
       }
     }
-    Started pending;
-    ValueId gathering = kNone;
+    std::deque<Started> pending;
+    std::vector<ValueId> gathers;
+    const int64_t limit = options_.wait_next ? InFlightLimit() : 0;
+    int64_t in_flight = 0;  // bytes of the flat buffers of `pending`
     for (const Gradient& gradient : gradients_) {
       auto here = [&](OpId op) { edit_.After(gradient.done, op); };
-      if (pending.gradient != nullptr) FinishReduce(pending, gradient.done, here);
+      std::vector<Started> ended;
+      for (; !pending.empty() && in_flight + FlatBytes(gradient) > limit; pending.pop_front()) {
+        in_flight -= FlatBytes(*pending.front().gradient);
+        FinishReduce(ended.emplace_back(pending.front()), gradient.done, here);
+      }
       Started started = StartReduce(gradient, here);
-      if (pending.gradient != nullptr && whole_) gathering = Gather(pending, gathering, gradient.done, here);
-      pending = started;
-      if (options_.wait_next) continue;
-      FinishReduce(pending, gradient.done, here);
-      if (whole_) gathering = Gather(pending, gathering, gradient.done, here);
-      pending = {};
+      for (const Started& one : ended) {
+        if (whole_) gathers.push_back(Gather(one, here));
+      }
+      if (options_.wait_next) {
+        pending.push_back(started);
+        in_flight += FlatBytes(gradient);
+        continue;
+      }
+      FinishReduce(started, gradient.done, here);
+      if (whole_) WaitGather(Gather(started, here), edit_.op(gradient.done), here);
     }
-    if (gradients_.empty()) return;
-    int32_t end = edit_.size();
     auto at_end = [&](OpId op) { edit_.AtEnd(op); };
-    const Op& tags = edit_.op(gradients_.back().done);
-    if (pending.gradient != nullptr) {
-      FinishReduce(pending, end, at_end);
-      if (whole_) gathering = Gather(pending, gathering, gradients_.back().done, at_end);
+    for (Started& started : pending) {
+      FinishReduce(started, edit_.size(), at_end);
+      if (whole_) gathers.push_back(Gather(started, at_end));
     }
-    if (gathering != kNone) WaitGather(gathering, tags, at_end);
+    for (ValueId full : gathers) WaitGather(full, edit_.op(gradients_.back().done), at_end);
+  }
+
+  int64_t FlatBytes(const Gradient& gradient) const { return UnitOf(gradient).numel * DTypeBytes(gradient.dtype); }
+
+  // Bytes of the gradients that are reduced at one time: the largest, and an eighth for what is small. So at most two large
+  // ones are held, the second while it is made, and the reduction of a bias does not wait for the one of its weight, which
+  // then would have nothing to hide behind.
+  int64_t InFlightLimit() const {
+    int64_t largest = 0;
+    for (const Gradient& gradient : gradients_) largest = std::max(largest, FlatBytes(gradient));
+    return largest + largest / 8;
   }
 
   template <typename F>
@@ -271,11 +291,10 @@ class Placer {
     here(widen.id);
   }
 
-  // Starts to gather the summed gradient in place, after the gather before it has ended.
+  // Starts to gather the summed gradient in place.
   template <typename F>
-  ValueId Gather(const Started& started, ValueId before, int32_t now, F&& here) {
+  ValueId Gather(const Started& started, F&& here) {
     const Unit& unit = UnitOf(*started.gradient);
-    if (before != kNone) WaitGather(before, edit_.op(now), here);
     Op& op = NewOp("gather.start", edit_.op(started.gradient->done), unit.id);
     op.args.push_back(Arg::Of(started.part));
     ValueId full = program_.AddPlaced(op, FlatType(unit.dtype, unit.numel), started.gradient->state, Dim(0));

@@ -32,7 +32,7 @@ std::span<const PassInfo> PassTable() {
   static const OptionInfo kWait = {"wait",
                                    kChoice,
                                    "next",
-                                   "wait for a reduce-scatter just before the next one starts, or at once",
+                                   "wait for reduce-scatters before what is under way exceeds the largest by an eighth, or at once",
                                    {"next", "now"}};
   static const std::vector<PassInfo> table = {
       {"canonicalize",

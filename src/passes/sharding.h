@@ -4,7 +4,7 @@
 //   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]}   (zeroes
 //   padding) %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...) %r:
 //   f32[shard] into %grad+0 = reduce.start(%g)
-//   ... until just before the next reduce.start ...
+//   ... until the reductions under way would exceed the largest one by more than an eighth ...
 //   reduce.wait(%r)    release(%g)
 // A gradient that is narrower than its parameter (see precision.h) is reduced as it is and widened into the state:
 //   %r: bf16[shard] = reduce.start(%g)   ...   reduce.wait(%r)   release(%g)   %p: f32[shard] into %grad+0 = copy(%r)
@@ -29,7 +29,7 @@ bool SameGeometry(const Type& a, const Type& b);
 struct ShardingOptions {
   std::string axis = "dp";
   int64_t ranks = 1;
-  bool wait_next = true;  // wait for a reduce just before the next one starts, else at once
+  bool wait_next = true;  // wait for a reduce when a later one needs its place (gradients.cc), else at once
 };
 
 // Error: a bad option.
