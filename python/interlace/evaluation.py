@@ -106,13 +106,7 @@ class Evaluation:
             return Source(program.print(), reports, constants, text)
 
         source = programs.share(f"program of evaluation {self._calls}", make)
-        programs.compare_digests(source)
-        built = programs.build(source, donor=trainer._executor)
-        running = {b["name"] for b in trainer._ir.buffers()}
-        for buffer in built.ir.buffers():
-            if buffer["name"] not in running:  # a tensor of this trace alone
-                built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
-        return built
+        return programs.build_beside(source, trainer._executor, trainer._ir)
 
     def _run_eager(
         self, trainer: Trainer, runner: EagerRunner, batch: Any, loss_fn: LossFn | None

@@ -125,6 +125,16 @@ class Programs:
         with self.timed("executor"):
             return self._build(source, donor)
 
+    def build_beside(self, source: Source, executor: Any, ir: Any) -> Built:
+        """An executor of a program that takes turns with the one that runs, on its states and buffers."""
+        self.compare_digests(source)
+        built = self.build(source, executor)
+        running = {b["name"] for b in ir.buffers()}
+        for buffer in built.ir.buffers():
+            if buffer["name"] not in running:  # a tensor of this trace alone
+                built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
+        return built
+
     def _build(self, source: Source, donor: Any) -> Built:
         from interlace import _core, _runtime
 

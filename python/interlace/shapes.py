@@ -97,13 +97,7 @@ class Shapes:
 
         log.info("step %d: compiling for %s", trainer.steps, bucket.describe())
         source = programs.share(f"program for {bucket.describe()}", make)
-        programs.compare_digests(source)
-        built = programs.build(source, donor=trainer._executor)
-        running = {b["name"] for b in trainer._ir.buffers()}
-        for buffer in built.ir.buffers():
-            if buffer["name"] not in running:  # a tensor of this trace alone
-                built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
-        return built
+        return programs.build_beside(source, trainer._executor, trainer._ir)
 
     def forget(self) -> None:
         """All programs are out of date: each shape is compiled again when it is next met."""
