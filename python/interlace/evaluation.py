@@ -4,6 +4,10 @@
 
 A program is made for each shape of batch and loss function when it is first met, and shares parameters and buffers with the one that
 trains (programs.py: donor); one of the two has memory for activations at a time.
+
+States that lie in the tier between steps stay there while forward does not need them, so a memory limit holds here as in training:
+
+    within the limit?   what is out stays out  →  all optimizer states are out  →  parameters come when they are needed, and leave
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from interlace.capture.inputs import InputSpec
 from interlace.captures import Captures
 from interlace.distributed import PeerError, ranks_text
 from interlace.eager import EagerRunner, default_loss, named_outputs
-from interlace.programs import Built, Programs, Source
+from interlace.errors import InterlaceError
+from interlace.programs import Built, ProgramError, Programs, Source, state_name, step_states
 from interlace.schedule import items, pass_name
 
 if TYPE_CHECKING:
@@ -51,29 +56,32 @@ class Evaluation:
 
     def __init__(self, captures: Captures, standard: str) -> None:
         self.captures = captures
-        kept = [text for text in items(standard) if pass_name(text) in STRUCTURE]
-        self.pipeline = ",".join([*kept, "forward_only", "reorder"])
-        self._built: dict[Any, tuple[Built, InputSpec, LossFn | None]] = {}
+        self.structure = [text for text in items(standard) if pass_name(text) in STRUCTURE]
+        self._built: dict[Any, tuple[_Ready, InputSpec, LossFn | None]] = {}
         self._calls = 0
 
-    def run(self, trainer: Trainer, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
-        """The outputs of the loss function by name, the loss first. Every rank must call it with a batch of the same shape."""
+    def run(self, trainer: Trainer, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor] | str:
+        """The outputs of the loss function by name, the loss first; or why memory does not suffice, the same on every rank. Every rank
+        must call it with a batch of the same shape."""
         loss_fn = loss_fn or self.captures.loss_fn
         if isinstance(trainer._runner, EagerRunner):
             return self._run_eager(trainer, trainer._runner, batch, loss_fn)
         spec = InputSpec.of(batch)
         self._agree(trainer, spec)
         trainable = tuple(p.requires_grad for p in trainer._model.parameters())
-        key = (id(loss_fn), trainable, *((t.name, t.dtype, t.shape) for t in spec.tensors), repr(dict(spec.constants)))
+        out = tuple(state_name(s) for s in trainer._ir.states() if s["out"])
+        key = (id(loss_fn), trainable, out, *((t.name, t.dtype, t.shape) for t in spec.tensors), repr(dict(spec.constants)))
         if key not in self._built:
-            self._built[key] = (
-                self._build(trainer, batch, loss_fn),
-                spec,
-                loss_fn,
-            )  # with it, so that its id stays its own
-        built, spec, _ = self._built[key]
+            made = self._build(trainer, batch, loss_fn, out)
+            if isinstance(made, str):
+                return made
+            self._built[key] = (made, spec, loss_fn)  # with it, so that its id stays its own
+        ready, spec, _ = self._built[key]
         inputs = batches.flatten_parts(spec, [batch], trainer._peers.device)
-        result = built.executor.step(inputs, trainer._hyper.values(), trainer.steps)
+        if ready.moves:
+            trainer._settle_save()  # what a save has not copied yet must not leave memory
+        result = ready.built.executor.step(inputs, trainer._hyper.values(), trainer.steps)
+        ready.bring_back(trainer._ir)
         return {name: values[0] for name, values in result["outputs"].items()}
 
     def forget(self) -> None:
@@ -93,7 +101,7 @@ class Evaluation:
                 wrong[0],
             )
 
-    def _build(self, trainer: Trainer, batch: Any, loss_fn: LossFn | None) -> Built:
+    def _build(self, trainer: Trainer, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
         programs: Programs = trainer._programs
         captures = self.captures
         if loss_fn is not captures.loss_fn:
@@ -102,11 +110,33 @@ class Evaluation:
         def make() -> Source:
             with in_eval_mode(trainer._model):
                 text, constants = captures.text(batch)
-            program, reports = programs.run_passes(text, self.pipeline, micro_batches=1)
+            program, reports = self._within_limit(trainer, programs, text, out)
             return Source(program.print(), reports, constants, text)
 
         source = programs.share(f"program of evaluation {self._calls}", make)
-        return programs.build_beside(source, trainer._executor, trainer._ir)
+        problem = programs.over_limit(programs.parse(source), trainer._ir)
+        if problem is not None:
+            return f"evaluate: {problem}, or evaluate on a smaller batch"
+        return _Ready(programs.build_beside(source, trainer._executor, trainer._ir))
+
+    def _within_limit(self, trainer: Trainer, programs: Programs, text: str, out: tuple[str, ...]) -> tuple[Any, Any]:
+        """The program that moves least among those that the limit allows; else the one that needs least."""
+
+        def made(idle: str, *more: str) -> tuple[Any, Any]:
+            passes = [*self.structure, f"forward_only(out={idle})", "reorder", *more]
+            return programs.run_passes(text, ",".join(passes), micro_batches=1)
+
+        found = made("+".join(out) or "none")
+        if programs.over_limit(found[0], trainer._ir) is None or not programs.has_tier:
+            return found
+        found = made("all")
+        if programs.over_limit(found[0], trainer._ir) is None:
+            return found
+        limit = (programs.config.memory_limit_bytes or 0) - sum(step_states(trainer._ir).values())
+        stream = f"offload(limit={limit},kinds=master+activations,cluster={{cluster}})"
+        with contextlib.suppress(ProgramError):  # not even so: what the limit lacks is said of the program before
+            found = made("all", *trainer._loop.planner.filled([stream]))
+        return found
 
     def _run_eager(
         self, trainer: Trainer, runner: EagerRunner, batch: Any, loss_fn: LossFn | None
@@ -114,3 +144,19 @@ class Evaluation:
         with runner.installed(), in_eval_mode(trainer._model), torch.no_grad():
             result = (loss_fn or default_loss)(trainer._model, batches.to_device(batch, trainer._peers.device))
             return {name: value.detach().clone() for name, value in named_outputs(result).items()}
+
+
+class _Ready:
+    """An evaluating program on the states of one that trains."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self.left_out = {state_name(s): s["value"] for s in built.ir.states() if s["out"]}
+        self.moves = any(s["moves"] for s in built.ir.states())
+
+    def bring_back(self, running: Any) -> None:
+        """States that only this program leaves out: the one that trains does not look for them in the tier."""
+        if self.left_out:
+            for state in running.states():
+                if not state["moves"] and state_name(state) in self.left_out:
+                    self.built.executor.tensor(self.left_out[state_name(state)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Planner:
             self.programs.cached.append("passes")
             self.profile = found[0]["profile"] or self.profile
             return Source(text, found[0]["reports"], constants, captured)
-        whole = pipeline(self.standard, fill(passes, self._values(passes, limit)))
+        whole = pipeline(self.standard, self.filled(passes, limit))
         program, reports = self.programs.run_passes(captured, whole)
         text = program.print()
         template, left = take_out(text)
@@ -56,6 +57,10 @@ class Planner:
             profile = self.profile if needs_profile(passes) else ""
             self.programs.cache.put("plan", key, {"text": template, "reports": reports, "profile": profile})
         return Source(text, reports, constants, captured)
+
+    def filled(self, passes: Sequence[str], limit: int | None = None) -> list[str]:
+        """Pass texts with their placeholders replaced."""
+        return fill(passes, self._values(passes, limit))
 
     def has(self, captured: str, passes: tuple[str, ...], limit: int | None = None) -> bool:
         """Whether source() would take this plan from the cache."""
@@ -94,7 +99,7 @@ class Planner:
         )
         return Prediction(simulation.step_us, simulation.peak_bytes)
 
-    def _values(self, passes: tuple[str, ...], limit: int | None) -> dict[str, Any]:
+    def _values(self, passes: Sequence[str], limit: int | None) -> dict[str, Any]:
         values: dict[str, Any] = {"ranks": self.ranks, "limit": "none", "profile": "none"}
         limits = [n for n in (limit, self.config.memory_limit_bytes) if n is not None]
         if limits:

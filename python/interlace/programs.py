@@ -24,7 +24,7 @@ from interlace.cache import Cache
 from interlace.config import Config, format_bytes
 from interlace.distributed import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
-from interlace.states import States
+from interlace.states import DTYPES, States
 
 log = logging.getLogger("interlace")
 
@@ -120,29 +120,37 @@ class Programs:
                 raise ProgramError(str(e)) from e
         return program, reports
 
-    def build(self, source: Source, donor: Any = None) -> Built:
-        """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states."""
+    def build(self, source: Source, donor: Any = None, beside: Any = None) -> Built:
+        """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states. `beside`: the donor's
+        program, when it goes on as well."""
         with self.timed("executor"):
-            return self._build(source, donor)
+            return self._build(source, donor, beside)
 
     def build_beside(self, source: Source, executor: Any, ir: Any) -> Built:
         """An executor of a program that takes turns with the one that runs, on its states and buffers."""
         self.compare_digests(source)
-        built = self.build(source, executor)
+        built = self.build(source, executor, ir)
         running = {b["name"] for b in ir.buffers()}
         for buffer in built.ir.buffers():
             if buffer["name"] not in running:  # a tensor of this trace alone
                 built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
         return built
 
-    def _build(self, source: Source, donor: Any) -> Built:
-        from interlace import _core, _runtime
+    def parse(self, source: Source) -> Any:
+        from interlace import _core
 
         try:
-            program = _core.Program.parse(source.text, "program")
+            return _core.Program.parse(source.text, "program")
         except _core.Error as e:
             raise ProgramError(str(e)) from e
-        self.check_memory(program)
+
+    def _build(self, source: Source, donor: Any, beside: Any) -> Built:
+        from interlace import _runtime
+
+        program = self.parse(source)
+        problem = self.over_limit(program, beside)
+        if problem is not None:
+            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
         options = {
             "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
@@ -175,20 +183,43 @@ class Programs:
                 wrong[0],
             )
 
-    def check_memory(self, program: Any) -> None:
+    def over_limit(self, program: Any, beside: Any = None) -> str | None:
+        """What a rank needs, where that is more than it may have. `beside`: the program that has left its own memory of a step there."""
         limit = self.config.memory_limit_bytes
         if limit is None:
-            return
+            return None
         summary = program.summary()
         need = predicted_peak_bytes(summary)
         if self.config.arena and self.peers.device.type == "cpu":
             need = summary["persistent_bytes"] + summary["step_bytes"] + program.memory_plan()["top_bytes"]
-        if need > limit:
-            raise InterlaceError(
-                f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "
-                f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB, use "
-                "more ranks, or a smaller micro-batch with more accumulation"
-            )
+        if beside is not None:
+            own = step_states(program)
+            need += sum(size for name, size in step_states(beside).items() if name not in own)
+        if need <= limit:
+            return None
+        return (
+            f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "
+            f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB"
+        )
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is a place for what leaves memory."""
+        return self.config.tier is not None or self.peers.device.type != "cpu"
+
+
+def state_name(state: dict[str, Any]) -> str:
+    """As texts have it: "u3.exp_avg"."""
+    return state["role"] if state["unit"] is None else f"u{state['unit']}.{state['role']}"
+
+
+def step_states(program: Any) -> dict[str, int]:
+    """Bytes of the states of one step, which have their memory between steps too."""
+    return {
+        state_name(s): math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize
+        for s in program.states()
+        if not s["persistent"]
+    }
 
 
 def predicted_peak_bytes(summary: dict[str, Any]) -> int:

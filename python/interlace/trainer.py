@@ -120,13 +120,17 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
 
         Gives what `loss_fn` gives, by name, "loss" first; by default the loss function of training. The batch is one part, not cut into
         micro-batches, of any shape: each is compiled when first met. Parameters are gathered as in training: no rank holds the whole
-        model. Every rank must call it with the same shape.
+        model. States that an offload keeps out of memory stay there. Every rank must call it with the same shape. Error, after which
+        training can go on: the batch needs more than memory_limit.
 
             losses = [trainer.evaluate(b)["loss"].item() for b in validation]
         """
         self.flush()
         with self._peers.guard(), self._determinism():
-            return self._evaluation.run(self, batch, loss_fn)
+            found = self._evaluation.run(self, batch, loss_fn)
+        if isinstance(found, str):
+            raise InterlaceError(found)
+        return found
 
     def trace(self, batch: Any, file: str | Path) -> Tensor:
         """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory (docs: traces).

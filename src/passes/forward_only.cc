@@ -1,15 +1,47 @@
 #include "passes/forward_only.h"
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
+#include "base/suggest.h"
 #include "ir/op_table.h"
 #include "ir/program.h"
 #include "passes/transfers.h"
 
 namespace interlace {
+namespace {
 
-Result<bool> ForwardOnly(Program& program, const PassOptions&) {
+std::string NameOf(const State& state) {
+  return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
+}
+
+// States that `names` (joined by +, or all) lists, without those in `used`, are out between steps.
+Result<bool> LeaveOut(Program& program, const std::string& names, const std::vector<char>& used) {
+  if (names == "none") return false;
+  std::vector<std::string> all, wanted;
+  for (const State& state : program.states) all.push_back(NameOf(state));
+  for (size_t at = 0; names != "all" && at <= names.size();) {
+    const size_t plus = std::min(names.find('+', at), names.size());
+    wanted.push_back(names.substr(at, plus - at));
+    at = plus + 1;
+    if (std::find(all.begin(), all.end(), wanted.back()) != all.end()) continue;
+    return MakeError("the program has no state '", wanted.back(), "'", DidYouMean(wanted.back(), {all.begin(), all.end()}));
+  }
+  std::sort(wanted.begin(), wanted.end());
+  bool changed = false;
+  for (size_t i = 0; i < all.size(); ++i) {
+    State& state = program.states[i];
+    if (!state.persistent || state.unit == kNone || state.out || program.RootOf(state.value) != state.value || used[state.value] != 0) continue;
+    if (names != "all" && !std::binary_search(wanted.begin(), wanted.end(), all[i])) continue;
+    state.out = changed = true;
+  }
+  return changed;
+}
+
+}  // namespace
+
+Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   const std::vector<Phase*> micro_batches = MicroBatches(program);
   if (micro_batches.size() != 1 || micro_batches[0]->name != "micro_batch") {
     return MakeError("forward_only runs before accumulate: the program has ", micro_batches.size(), " micro-batch phases");
@@ -48,7 +80,10 @@ Result<bool> ForwardOnly(Program& program, const PassOptions&) {
     update->gives.clear();
     update->ops.clear();
   }
-  return changed;
+  INTERLACE_ASSIGN(const bool out, LeaveOut(program, options.Text("out", "none"), used));
+  // Gradients and what else lasts for one step: nothing of it is left to be used.
+  const auto gone = std::erase_if(program.states, [&](const State& state) { return !state.persistent && !is_used(state.value); });
+  return changed || out || gone > 0;
 }
 
 }  // namespace interlace

@@ -20,7 +20,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Golden{"mlp.canonicalize.il", "canonicalize"}, Golden{"mlp.shard1.il", "canonicalize,shard(ranks=1),update"},
         Golden{"mlp.shard2.il", "canonicalize,shard(ranks=2),update(clip=1.0)"},
-        Golden{"mlp.shard2_forward.il", "canonicalize,shard(ranks=2),update(clip=1.0),forward_only"},
+        Golden{"mlp.shard2_forward.il", "canonicalize,shard(ranks=2),update(clip=1.0),forward_only(out=u0.exp_avg+u2.exp_avg_sq+u0.shard)"},
         Golden{"mlp.shard2_plain.il", "canonicalize,shard(ranks=2,ahead=0,wait=now),update(norm=always)"},
         Golden{"mlp.replicate2.il", "canonicalize,replicate(ranks=2),update(clip=0.5)"},
         Golden{"mlp.zero1.il", "canonicalize,zero1(ranks=3),update(clip=0.5,momentum=false)"},
@@ -33,6 +33,15 @@ INSTANTIATE_TEST_SUITE_P(
       for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
       return name;
     });
+
+TEST(ForwardOnly, StatesThatStayOutAreNamed) {
+  EXPECT_EQ(RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2),update,forward_only(out=u0.exp_avg+u2.exp_av)"),
+            "error: pass 'forward_only': the program has no state 'u2.exp_av', did you mean 'u2.exp_avg'?");
+  const std::string text = RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2),update,forward_only(out=all)");
+  EXPECT_NE(text.find("u1.momentum persistent out\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("u3.shard persistent out\n"), std::string::npos) << "no op reads it";
+  EXPECT_NE(text.find("u0.shard persistent\n"), std::string::npos) << "forward gathers it";
+}
 
 }  // namespace
 }  // namespace interlace

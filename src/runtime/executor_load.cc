@@ -73,8 +73,9 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
 Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
   INTERLACE_ASSIGN(Program parsed, Parse(text));
   INTERLACE_TRY(Verify(parsed));
-  int64_t rank = 0;
+  int64_t rank = 0, ranks = 1;
   for (const Axis& axis : parsed.mesh) {
+    ranks *= axis.size;
     const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == axis.name; });
     if (spec == axes.end()) {
       if (axis.size > 1)
@@ -117,7 +118,7 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   }
   if (bank_ == nullptr) {
     INTERLACE_ASSIGN(std::shared_ptr<Tier> tier,
-                     MakeTier({.folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank}, device_));
+                     MakeTier({.folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank, .ranks = ranks}, device_));
     bank_ = std::make_unique<TierBank>(std::move(tier), device_);
   }
   try {

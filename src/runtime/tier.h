@@ -23,7 +23,7 @@ namespace interlace {
 struct TierOptions {
   std::string folder;            // of a file tier; empty: none
   double bytes_per_second = 0;   // at most, in each direction; 0: as fast as it goes
-  int64_t rank = 0;              // names the rank's own files
+  int64_t rank = 0, ranks = 1;   // the rank names its own files; those that a killed run left for higher ones are removed
 };
 
 struct TierStats {

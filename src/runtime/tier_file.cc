@@ -4,7 +4,8 @@
 //   StartWrite ─► queue ─► writer: copy and checksum a block ─► pwrite ─► pause until the bandwidth allows it
 //   StartRead  ─► queue ─► reader: pread a block ─► checksum, copy ─► pause
 //
-// The checksums stay in memory: a tier means nothing after its process, a checkpoint is what lasts.
+// The checksums stay in memory: a tier means nothing after its process, a checkpoint is what lasts. A run that is killed leaves its
+// files; the next one takes the place of those with its own ranks' names, and removes the others.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -19,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -213,6 +215,35 @@ class Worker {
   std::thread thread_;
 };
 
+constexpr std::string_view kPrefix = "interlace-tier-", kOwner = "process ";
+
+// What a killed run with more ranks has left. Removed are a lock that nobody holds and the file beside it, if they are surely a tier's:
+// by name, plain files of this user's with one name, and our note in the lock. All else stays, whatever is wrong with it.
+void RemoveLeftBehind(const std::string& folder, int64_t ranks) {
+  const auto plain = [](const struct stat& info) { return S_ISREG(info.st_mode) && info.st_uid == geteuid() && info.st_nlink == 1; };
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename().string();
+    constexpr std::string_view kLock = ".lock";
+    if (!name.starts_with(kPrefix) || !name.ends_with(kLock) || name.size() <= kPrefix.size() + kLock.size()) continue;
+    const std::string digits = name.substr(kPrefix.size(), name.size() - kPrefix.size() - kLock.size());
+    if (digits.size() > 9 || digits.find_first_not_of("0123456789") != std::string::npos) continue;
+    const int64_t rank = std::stoll(digits);
+    if (rank < ranks || std::to_string(rank) != digits) continue;
+    const std::string base = folder + "/" + name.substr(0, name.size() - kLock.size()), lock_path = base + ".lock";
+    const File lock(open(lock_path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    struct stat held {}, named {}, data {};
+    char note[kOwner.size()] = {};
+    if (lock.fd < 0 || fstat(lock.fd, &held) != 0 || !plain(held)) continue;
+    if (pread(lock.fd, note, sizeof(note), 0) != sizeof(note) || std::string_view(note, sizeof(note)) != kOwner) continue;
+    if (flock(lock.fd, LOCK_EX | LOCK_NB) != 0) continue;  // its run is alive
+    if (lstat(lock_path.c_str(), &named) != 0 || named.st_ino != held.st_ino || named.st_dev != held.st_dev) continue;
+    const std::string path = base + ".data";
+    if (lstat(path.c_str(), &data) == 0 && (!plain(data) || unlink(path.c_str()) != 0)) continue;
+    unlink(lock_path.c_str());
+  }
+}
+
 class FileTier final : public Tier {
  public:
   explicit FileTier(const TierOptions& options) : options_(options) {}
@@ -225,7 +256,7 @@ class FileTier final : public Tier {
                        errno == ENOENT ? "; make it first, on a fast local disk" : "");
     }
     if (!S_ISDIR(info.st_mode)) return MakeError("the tier '", folder, "' is not a folder");
-    const std::string base = folder + "/interlace-tier-" + std::to_string(options_.rank);
+    const std::string base = folder + "/" + std::string(kPrefix) + std::to_string(options_.rank);
     // A link in a folder that others can write to must not lead us to truncate what it points at.
     constexpr int kOpen = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW;
     lock_ = File(open((base + ".lock").c_str(), kOpen, 0600));
@@ -238,7 +269,7 @@ class FileTier final : public Tier {
       return MakeError("the tier folder '", folder, "' is in use by another run (", n > 0 ? owner : "an unknown process",
                        "); give each run a folder of its own");
     }
-    const std::string owner = "process " + std::to_string(getpid());
+    const std::string owner = std::string(kOwner) + std::to_string(getpid());
     if (ftruncate(lock_.fd, 0) != 0 || pwrite(lock_.fd, owner.data(), owner.size(), 0) < 0) {
       return MakeError("the tier folder '", folder, "' cannot be written: ", std::strerror(errno),
                        errno == ENOSPC ? "; its disk is full" : "");
@@ -253,6 +284,7 @@ class FileTier final : public Tier {
     shared_.file = File(fd);
     shared_.path = path;  // from here on it is ours to remove
     shared_.bytes_per_second = options_.bytes_per_second;
+    RemoveLeftBehind(folder, options_.ranks);
     writer_ = std::make_unique<Worker>(shared_);
     reader_ = std::make_unique<Worker>(shared_);
     return Ok{};

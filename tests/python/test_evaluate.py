@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -9,6 +10,8 @@ import pytest
 import ranks
 import torch
 import zoo
+from test_offload import batch as small_batch
+from test_offload import compiled
 from test_trainer_bits import digest
 from torch import nn
 
@@ -69,10 +72,16 @@ def compare(case: str, **config: Any) -> list[dict[str, Any]]:
         (2, "vit", {"strategy": "zero1"}),
         (2, "llama", {"schedule": [(0, ["unshard(units=all)"]), (3, ["reorder"])]}),
         (2, "gpt2_dropout", {"mode": "eager"}),
+        (2, "llama", {"schedule": [(0, ["offload_sync(cluster={cluster})"])], "tier": "tier"}),
+        (2, "llama", {"schedule": [(0, ["reposition_update", "offload_sync(cluster={cluster},kinds=states)"])], "tier": "tier"}),
     ],
-    ids=["one", "dropout", "replicate", "zero1", "schedule", "eager"],
+    ids=["one", "dropout", "replicate", "zero1", "schedule", "eager", "tier", "pending-tier"],
 )
-def test_same_loss_as_pytorch_and_training_goes_on(size: int, case: str, config: dict[str, Any]) -> None:
+def test_same_loss_as_pytorch_and_training_goes_on(
+    size: int, case: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    if "tier" in config:
+        config = {**config, "tier": str(tmp_path)}
     for rank, (alone, beside) in enumerate(ranks.run(compare, size, case, **{"strategy": "shard", **config})):
         assert beside["steps"] == alone["steps"] == STEPS
         assert len(beside["pairs"]) == 9
@@ -134,3 +143,67 @@ def test_ranks_with_different_batches_are_named() -> None:
             "evaluate: rank 1 gave another batch than rank 0: 'input_ids' is int64[3, 12] there and int64[2, 12] on rank 0"
             in text
         )
+
+
+def beside(trainer: interlace.Trainer, rows: int = 2) -> tuple[list[tuple[float, float]], int, int]:
+    """Losses of steps and evaluations in turns; the highest peak of an evaluation; bytes that evaluations brought in from the tier."""
+    losses, came = [], 0
+    for _ in range(3):
+        step = float(trainer.step(small_batch()))
+        before = trainer.stats()["tier_bytes_in"]
+        losses.append((step, float(trainer.evaluate({k: v[:rows] for k, v in small_batch().items()})["loss"])))
+        came += trainer.stats()["tier_bytes_in"] - before
+    peaks = [ready.built.executor.stats()["peak_bytes"] for ready, _, _ in trainer._evaluation._built.values()]
+    return losses, max(peaks), came
+
+
+@pytest.mark.parametrize("percent", [75, 50, 40])
+def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, percent: int) -> None:
+    with compiled(["overlap_update"]) as plain:
+        expected, _, _ = beside(plain)
+        weights, peak = digest(dict(plain.state_dict())), int(plain.stats()["peak_bytes"])
+    limit = peak * percent // 100
+    passes = ["overlap_update", f"offload(cluster={{cluster}},limit={limit - 65536})"]
+    with compiled(passes, tmp_path, memory_limit=limit) as trainer:
+        found, highest, came = beside(trainer)
+        assert found == expected
+        assert max(highest, trainer.stats()["peak_bytes"]) <= limit
+        out = [s for s in trainer._ir.states() if s["out"]]
+        weights_out = sum(s["role"] == "shard" for s in out)
+        assert len(out) > weights_out
+        assert came == 0 or weights_out > 0, "forward reads no optimizer state"
+        # Too much for the limit whatever moves: said, and training goes on.
+        large = {k: v.repeat(200, 8) for k, v in small_batch().items()}
+        with pytest.raises(
+            interlace.InterlaceError,
+            match=r"evaluate: a rank needs .* memory_limit is .*; raise it to \d+MiB, or evaluate on a smaller batch",
+        ):
+            trainer.evaluate(large)
+        assert digest(dict(trainer.state_dict())) == weights
+        trainer.step(small_batch())
+
+
+def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) -> None:
+    """Training fits in the limit with its states in memory; a large batch of evaluation fits only without them, and unit by unit."""
+    rows = 24
+    with compiled([]) as plain:
+        plain.step(small_batch())
+        wide = {k: v.repeat(rows, 1) for k, v in small_batch().items()}
+        expected = float(plain.evaluate(wide)["loss"])
+        second, third = (float(plain.step(small_batch())) for _ in range(2))
+        limit = int(plain.stats()["peak_bytes"]) + 65536
+        needs = next(iter(plain._evaluation._built.values()))[0].built.executor.stats()["peak_bytes"]
+    assert needs > limit
+    with compiled([], tmp_path, memory_limit=limit) as trainer:
+        trainer.step(small_batch())
+        trainer.save(tmp_path / "saved", wait=False)
+        assert float(trainer.evaluate(wide)["loss"]) == expected
+        assert all(not s["moves"] for s in trainer._ir.states())
+        assert trainer.stats()["tier_bytes_in"] > 0
+        peaks = [ready.built.executor.stats()["peak_bytes"] for ready, _, _ in trainer._evaluation._built.values()]
+        assert max(peaks) <= limit
+        assert float(trainer.step(small_batch())) == second
+        trainer.finish_save()
+    with compiled([], tmp_path, memory_limit=limit) as again:
+        again.load(tmp_path / "saved")
+        assert [float(again.step(small_batch())) for _ in range(2)] == [second, third]

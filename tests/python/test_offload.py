@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import subprocess
@@ -173,6 +174,36 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         compiled(passes, tmp_path)
     first.close()
     compiled(passes, tmp_path).close()
+
+
+def test_what_a_killed_run_with_more_ranks_left_is_removed(tmp_path: Path) -> None:
+    passes = ["offload_sync(cluster={cluster},kinds=states)"]
+    tier, outside = tmp_path / "tier", tmp_path / "outside"
+    tier.mkdir()
+    outside.write_text("process 1")
+    first = compiled(passes, tier)
+    files = {kind: (tier / f"interlace-tier-0.{kind}").read_bytes() for kind in ("lock", "data")}
+    first.close()
+    assert files["data"]
+    for name in ("1", "12", "2", "4", "05", "6x"):
+        for kind, content in files.items():
+            (tier / f"interlace-tier-{name}.{kind}").write_bytes(content)
+    (tier / "interlace-tier-3.lock").symlink_to(outside)
+    (tier / "interlace-tier-3.data").write_text("beside a link")
+    (tier / "interlace-tier-4.lock").write_text("notes of somebody")
+    (tier / "interlace-tier-7.data").write_text("without a lock")
+    os.link(outside, tier / "interlace-tier-8.lock")
+    os.mkfifo(tier / "interlace-tier-9.lock")
+    expected = {p.name for p in tier.iterdir()} - {f"interlace-tier-{n}.{k}" for n in (1, 12) for k in files}
+    with open(tier / "interlace-tier-2.lock", "r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # a run that is alive
+        second = compiled(passes, tier)
+        found = {p.name for p in tier.iterdir()}
+        second.close()
+    assert found == expected | {"interlace-tier-0.data"}
+    assert outside.read_text() == "process 1"
+    compiled(passes, tier).close()
+    assert not (tier / "interlace-tier-2.data").exists(), "its run has ended"
 
 
 def test_a_limit_that_cannot_be_met_says_the_least(tmp_path: Path) -> None:
