@@ -315,7 +315,9 @@ class Planner {
   std::vector<std::unordered_map<ValueId, int32_t>> waits_;  // by variant
 };
 
-std::string NameOf(const Program& program, const PlannedBlock& block) {
+}  // namespace
+
+std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
   if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
   if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
   for (const State& state : program.states) {
@@ -331,8 +333,6 @@ std::string NameOf(const Program& program, const PlannedBlock& block) {
   }
   return name;
 }
-
-}  // namespace
 
 int64_t ReceiveBytes(const Program& program, const Op& op) {
   if (op.name != "reduce.start" && op.name != "all_reduce.start") return 0;
@@ -407,7 +407,7 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
       const OpId op = block.op != kNone ? block.op : program.value(block.root).def;
       const int32_t m = op == kNone ? kNone : program.op(op).module;
       const std::string module = m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
-      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOf(program, block) << (module.empty() ? "" : "  ") << module << "\n";
+      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOfBlock(program, block) << (module.empty() ? "" : "  ") << module << "\n";
     }
     if (rest > 0) out << "  " << mib(rest) << " in " << ids.size() - static_cast<size_t>(limit) << " more\n";
   };

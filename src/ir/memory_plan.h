@@ -85,6 +85,9 @@ int64_t ReceiveBytes(const Program& program, const Op& op);
 // Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.
 Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& options = {});
 
+// "u3.exp_avg", "%12 aten.mm", "inside aten.mm".
+std::string NameOfBlock(const Program& program, const PlannedBlock& block);
+
 // The text of `interlace inspect --memory`: top, live sum, fragmentation, what lives at the peak, the largest blocks.
 std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit = 12);
 

@@ -134,24 +134,37 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   return out;
 }
 
+void SetSource(const Program& program, OpId op, MemoryEvent& event) {
+  const int32_t source = op == kNone ? kNone : program.op(op).source;
+  if (source < 0 || source >= static_cast<int32_t>(program.sources.size())) return;
+  const std::string& place = program.sources[source].place;
+  const size_t colon = place.rfind(':');
+  event.file = place.substr(0, colon);
+  if (colon != std::string::npos) std::from_chars(place.data() + colon + 1, place.data() + place.size(), event.line);
+}
+
+Result<std::vector<MemoryEvent>> PersistentEvents(const Lowered& lowered, int32_t rank) {
+  const Program& program = *lowered.program;
+  std::vector<MemoryEvent> out;
+  for (Declared& d : Persistent(program, ComputeResidency(program))) {
+    INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(d.value).type));
+    MemoryEvent& e = out.emplace_back();
+    e.rank = rank, e.storage = static_cast<int64_t>(out.size()) - 1, e.bytes = bytes, e.name = std::move(d.name);
+  }
+  return out;
+}
+
 Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std::vector<int64_t>& start_ps,
                                               const std::vector<int64_t>& end_ps, int32_t rank) {
   const Program& program = *lowered.program;
-  std::vector<MemoryEvent> out;
-  int64_t next_storage = 0;
+  INTERLACE_ASSIGN(std::vector<MemoryEvent> out, PersistentEvents(lowered, rank));
+  auto next_storage = static_cast<int64_t>(out.size());
   std::vector<int64_t> storage(program.num_values(), -1);  // of a root that lives now
   auto begin = [&](ValueId root, int64_t time_ps, int64_t bytes, std::string name, std::string module) {
     MemoryEvent& e = out.emplace_back();
     e.rank = rank, e.time_ns = time_ps / 1000, e.storage = storage[root] = next_storage++, e.bytes = bytes;
     e.name = std::move(name), e.module = std::move(module);
-    const Value& value = program.value(root);
-    if (value.def == kNone) return;
-    int32_t source = program.op(value.def).source;
-    if (source < 0 || source >= static_cast<int32_t>(program.sources.size())) return;
-    const std::string& place = program.sources[source].place;
-    size_t colon = place.rfind(':');
-    e.file = place.substr(0, colon);
-    if (colon != std::string::npos) std::from_chars(place.data() + colon + 1, place.data() + place.size(), e.line);
+    SetSource(program, program.value(root).def, e);
   };
   auto end = [&](ValueId root, int64_t time_ps) {
     if (storage[root] < 0) return;
@@ -160,10 +173,6 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
     storage[root] = -1;
   };
   const Residency residency = ComputeResidency(program);
-  for (const Declared& d : Persistent(program, residency)) {
-    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
-    begin(d.value, 0, bytes, d.name, "");
-  }
   for (size_t i = 0; i < residency.states.size() && !lowered.phases.empty(); ++i) {
     const ValueId id = residency.states[i];
     if (residency.at_begin.at(lowered.phases[0])[i] == Place::kOut) continue;

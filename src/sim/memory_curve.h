@@ -41,6 +41,11 @@ struct MemoryCurve {
 // Error: a symbolic size, or a sum beyond 64 bits.
 Result<MemoryCurve> ComputeMemory(const Lowered& program);
 
+// What is allocated for the whole step: each begins at 0 and does not end. Storages are numbered from 0.
+Result<std::vector<MemoryEvent>> PersistentEvents(const Lowered& program, int32_t rank);
+// The place in the user's source that made the op, if it is known.
+void SetSource(const Program& program, OpId op, MemoryEvent& event);
+
 // Beginnings and ends of storages at the times of a simulated rank.
 Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& program, const std::vector<int64_t>& start_ps,
                                               const std::vector<int64_t>& end_ps, int32_t rank);

@@ -25,37 +25,6 @@ MemoryKind KindOfResult(const Op& op) {
   return op.part == Part::kForward ? MemoryKind::kActivations : MemoryKind::kTemporaries;
 }
 
-// By value; meaningful for roots.
-std::vector<MemoryKind> KindsOfRoots(const Lowered& lowered) {
-  const Program& program = *lowered.program;
-  std::vector<MemoryKind> kinds(program.num_values(), MemoryKind::kTemporaries);
-  for (const Param& p : program.params) kinds[p.value] = MemoryKind::kParameters;
-  for (const Buffer& b : program.buffers) kinds[b.value] = MemoryKind::kBuffers;
-  for (const Const& c : program.consts) kinds[c.value] = MemoryKind::kBuffers;
-  for (const State& s : program.states) kinds[s.value] = KindOfState(s.role);
-  for (const Phase* phase : lowered.phases) {
-    for (OpId id : phase->ops) {
-      const Op& op = program.op(id);
-      for (ValueId result : op.results) {
-        if (result != kNone) kinds[result] = KindOfResult(op);
-      }
-      if (op.name == "grad" && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
-        kinds[program.RootOf(op.args[1].value)] = MemoryKind::kGradients;
-      }
-    }
-  }
-  // A take is what the phase before it gave; twice round, as the first phase takes from the last.
-  const std::vector<int32_t>& run = lowered.run;
-  for (size_t i = 1; i < 2 * run.size() + 1; ++i) {
-    const Phase& from = *lowered.phases[run[(i - 1) % run.size()]];
-    const Phase& to = *lowered.phases[run[i % run.size()]];
-    for (size_t t = 0; t < std::min(from.gives.size(), to.takes.size()); ++t) {
-      if (program.RootOf(to.takes[t]) == to.takes[t]) kinds[to.takes[t]] = kinds[program.RootOf(from.gives[t])];
-    }
-  }
-  return kinds;
-}
-
 // The module a unit's states are for.
 std::vector<std::string> ModulesOfUnits(const Program& program) {
   std::vector<std::string> out(program.units.size());
@@ -93,6 +62,36 @@ std::vector<PersistentRoot> PersistentRoots(const Program& program) {
 }
 
 }  // namespace
+
+std::vector<MemoryKind> KindsOfRoots(const Lowered& lowered) {
+  const Program& program = *lowered.program;
+  std::vector<MemoryKind> kinds(program.num_values(), MemoryKind::kTemporaries);
+  for (const Param& p : program.params) kinds[p.value] = MemoryKind::kParameters;
+  for (const Buffer& b : program.buffers) kinds[b.value] = MemoryKind::kBuffers;
+  for (const Const& c : program.consts) kinds[c.value] = MemoryKind::kBuffers;
+  for (const State& s : program.states) kinds[s.value] = KindOfState(s.role);
+  for (const Phase* phase : lowered.phases) {
+    for (OpId id : phase->ops) {
+      const Op& op = program.op(id);
+      for (ValueId result : op.results) {
+        if (result != kNone) kinds[result] = KindOfResult(op);
+      }
+      if (op.name == "grad" && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
+        kinds[program.RootOf(op.args[1].value)] = MemoryKind::kGradients;
+      }
+    }
+  }
+  // A take is what the phase before it gave; twice round, as the first phase takes from the last.
+  const std::vector<int32_t>& run = lowered.run;
+  for (size_t i = 1; i < 2 * run.size() + 1; ++i) {
+    const Phase& from = *lowered.phases[run[(i - 1) % run.size()]];
+    const Phase& to = *lowered.phases[run[i % run.size()]];
+    for (size_t t = 0; t < std::min(from.gives.size(), to.takes.size()); ++t) {
+      if (program.RootOf(to.takes[t]) == to.takes[t]) kinds[to.takes[t]] = kinds[program.RootOf(from.gives[t])];
+    }
+  }
+  return kinds;
+}
 
 Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve& curve) {
   const Program& program = *lowered.program;

@@ -45,6 +45,9 @@ struct MemoryKinds {
   std::vector<KindHolder> at_peak;
 };
 
+// By value; meaningful for roots.
+std::vector<MemoryKind> KindsOfRoots(const Lowered& program);
+
 // `curve` is that of the same program: its errors are the only ones.
 Result<MemoryKinds> ComputeMemoryKinds(const Lowered& program, const MemoryCurve& curve);
 

@@ -1,7 +1,9 @@
 #include "sim/report_data.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <unordered_map>
 #include <vector>
 
 #include "ir/op_table.h"
@@ -12,6 +14,7 @@ namespace interlace {
 namespace {
 
 constexpr size_t kMostSamples = 3000;  // more than a screen has pixels across
+constexpr size_t kMostPieces = 5000;
 
 struct Sample {
   int64_t time_ps;
@@ -77,6 +80,44 @@ void WriteMemory(JsonWriter& w, const Simulation& s, const MemoryKinds& kinds, c
   w.EndArray().EndObject();
 }
 
+// The pieces with the largest areas in the picture, in their order.
+void WriteArena(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
+  w.Key("arena");
+  Result<ArenaPicture> arena = PictureOf(s, rank);
+  if (!arena.ok()) {
+    w.Null();
+    return;
+  }
+  std::vector<ArenaPiece>& pieces = arena->pieces;
+  const size_t all = pieces.size();
+  if (all > kMostPieces) {
+    const auto area = [](const ArenaPiece& p) { return static_cast<double>(p.bytes) * static_cast<double>(p.end_ps - p.start_ps + 1); };
+    std::vector<double> areas;
+    for (const ArenaPiece& piece : pieces) areas.push_back(area(piece));
+    std::nth_element(areas.begin(), areas.begin() + kMostPieces - 1, areas.end(), std::greater<>());
+    const double least = areas[kMostPieces - 1];
+    std::erase_if(pieces, [&](const ArenaPiece& p) { return area(p) < least; });
+    if (pieces.size() > kMostPieces) pieces.resize(kMostPieces);  // many alike
+  }
+  std::vector<std::string_view> names;
+  std::unordered_map<std::string_view, int64_t> place;
+  const auto number = [&](std::string_view name) {
+    const auto [found, fresh] = place.try_emplace(name, static_cast<int64_t>(names.size()));
+    if (fresh) names.push_back(name);
+    return found->second;
+  };
+  w.BeginObject().Field("top_bytes", arena->top_bytes).Field("reserved_bytes", arena->reserved_bytes);
+  w.Field("live_bytes", arena->live_bytes).Field("fragmentation", arena->fragmentation);
+  w.Field("left_out", static_cast<int64_t>(all - pieces.size())).Key("pieces").BeginArray();
+  for (const ArenaPiece& p : pieces) {
+    w.BeginArray().Int(p.offset).Int(p.bytes).Number(Microseconds(p.start_ps)).Number(Microseconds(p.end_ps));
+    w.Int(static_cast<int64_t>(p.kind)).Int(number(p.name)).Int(number(p.module)).EndArray();
+  }
+  w.EndArray().Key("names").BeginArray();
+  for (std::string_view name : names) w.String(name);
+  w.EndArray().EndObject();
+}
+
 // Neighbours on one lane are one piece.
 void WritePath(JsonWriter& w, const Simulation& s) {
   w.Key("path").BeginArray();
@@ -108,6 +149,7 @@ Result<std::string> ReportData(const Simulation& s) {
   WritePhases(w, s, rank);
   WriteMemory(w, s, kinds, rank);
   WritePath(w, s);
+  WriteArena(w, s, rank);
   w.EndObject();
   return w.Take();
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -212,6 +213,19 @@ TEST(RandomSteps, TracesHold) {
     Result<std::string> snapshot = SimulationSnapshot(*s);
     ASSERT_TRUE(snapshot.ok()) << ErrorOf(snapshot) << Print(program);
     ASSERT_EQ(ErrorOf(CheckMemorySnapshot(*snapshot)), "no error") << Print(program);
+    Result<ArenaPicture> arena = PictureOf(*s, s->output.ranks[0]);
+    ASSERT_EQ(arena.ok(), s->cluster.cpu) << ErrorOf(arena);
+    if (!arena.ok()) continue;
+    std::map<int64_t, int64_t> change;  // by slot
+    for (const ArenaPiece& piece : arena->pieces) {
+      ASSERT_LE(piece.start_ps, piece.end_ps) << piece.name << "\n" << Print(program);
+      ASSERT_LE(piece.offset + piece.bytes, arena->reserved_bytes);
+      change[piece.first] += piece.bytes;
+      change[piece.last + 1] -= piece.bytes;
+    }
+    int64_t live = 0, most = 0;
+    for (const auto& [slot, bytes] : change) most = std::max(most, live += bytes);
+    EXPECT_EQ(most, arena->live_bytes) << Print(program);
   }
 }
 

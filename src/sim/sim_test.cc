@@ -320,6 +320,39 @@ TEST(Simulate, ProfileOfAnotherMachine) {
   EXPECT_NE(SimulationSummary(*s).find("ANOTHER MACHINE"), std::string::npos);
 }
 
+TEST(ArenaPicture, PlacesOfASmallStep) {
+  Program program = Step(kOverlap);
+  ClusterSpec cluster = RoundCluster(2, 2);
+  Simulation accelerator = Simulated(program, cluster);
+  EXPECT_EQ(ErrorOf(PictureOf(accelerator, accelerator.output.ranks[0])), "only CPUs have an arena");
+  cluster.cpu = true;
+  Simulation s = Simulated(program, cluster);
+  const RankRecord& rank = s.output.ranks[0];
+  Result<ArenaPicture> arena = PictureOf(s, rank);
+  ASSERT_TRUE(arena.ok()) << ErrorOf(arena);
+  EXPECT_EQ(arena->live_bytes, 8192 + 4000);
+  EXPECT_EQ(arena->top_bytes, 8192 + 4032) << "rounded up to 64";
+  EXPECT_EQ(arena->reserved_bytes, arena->top_bytes);
+  ASSERT_EQ(arena->pieces.size(), 3u);
+  const ArenaPiece &gathered = arena->pieces[0], &first = arena->pieces[1], &second = arena->pieces[2];
+  EXPECT_EQ(gathered.name, "%10 gather.start u0");
+  EXPECT_EQ(gathered.kind, MemoryKind::kGathered);
+  EXPECT_EQ(first.name, "%11 aten.relu");
+  EXPECT_EQ(first.kind, MemoryKind::kActivations);
+  EXPECT_EQ(second.bytes, 4000);
+  EXPECT_EQ((std::vector<int64_t>{gathered.first, gathered.last, first.first, first.last, second.first, second.last}),
+            (std::vector<int64_t>{1, 3, 2, 4, 4, 4}))
+      << "op i is in slot i + 1";
+  EXPECT_EQ(gathered.start_ps, rank.start_ps[0]);
+  EXPECT_EQ(gathered.end_ps, rank.end_ps[2]);
+  EXPECT_EQ(first.end_ps, rank.end_ps[3]);
+  Result<std::string> snapshot = SimulationSnapshot(s);
+  ASSERT_TRUE(snapshot.ok()) << ErrorOf(snapshot);
+  EXPECT_EQ(ErrorOf(CheckMemorySnapshot(*snapshot)), "no error");
+  const Json json = *ParseJson(*snapshot);
+  EXPECT_EQ(json.Find("segments")->items[0].Find("total_size")->number, static_cast<double>(arena->top_bytes));
+}
+
 TEST(SimulateText, OutputsAreWellFormed) {
   std::string program = Print(Step(kOverlap));
   Result<std::string> json = SimulateText(program, "h100-80gb-2", "", "json", {});

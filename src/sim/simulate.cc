@@ -212,6 +212,11 @@ Timeline SimulationTimeline(const Simulation& s) {
   return out;
 }
 
+Result<ArenaPicture> PictureOf(const Simulation& s, const RankRecord& rank) {
+  if (!s.cluster.cpu) return MakeError("only CPUs have an arena");
+  return DrawArena(*s.lowered, rank.start_ps, rank.end_ps);
+}
+
 std::string SimulationTrace(const Simulation& simulation, int32_t rank) {
   return WriteChromeTrace(SimulationTimeline(simulation), rank);
 }
@@ -219,8 +224,14 @@ std::string SimulationTrace(const Simulation& simulation, int32_t rank) {
 Result<std::string> SimulationSnapshot(const Simulation& s) {
   std::vector<MemoryEvent> all;
   for (size_t r = 0; r < s.output.ranks.size(); ++r) {
-    INTERLACE_ASSIGN(std::vector<MemoryEvent> events, MemoryEvents(*s.lowered, s.output.ranks[r].start_ps, s.output.ranks[r].end_ps,
-                                                                  static_cast<int32_t>(r)));
+    const RankRecord& at = s.output.ranks[r];
+    const auto rank = static_cast<int32_t>(r);
+    std::vector<MemoryEvent> events;
+    if (Result<ArenaPicture> arena = PictureOf(s, at); arena.ok()) {
+      INTERLACE_ASSIGN(events, ArenaEvents(*s.lowered, *arena, rank));
+    } else {  // what an allocator would do
+      INTERLACE_ASSIGN(events, MemoryEvents(*s.lowered, at.start_ps, at.end_ps, rank));
+    }
     all.insert(all.end(), std::make_move_iterator(events.begin()), std::make_move_iterator(events.end()));
   }
   return WriteMemorySnapshot(all);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cost/cost_model.h"
+#include "sim/arena_picture.h"
 #include "sim/bounds.h"
 #include "sim/critical_path.h"
 #include "sim/engine.h"
@@ -69,7 +70,10 @@ std::string SimulationJson(const Simulation& simulation);
 // What a person wants to know, about 40 lines.
 std::string SimulationSummary(const Simulation& simulation);
 Timeline SimulationTimeline(const Simulation& simulation);
-// The trace and the memory snapshot as files (trace/chrome_trace.h, trace/memory_snapshot.h).
+// Where everything lies on a simulated rank. Error: accelerators have no arena, or the program no plan.
+Result<ArenaPicture> PictureOf(const Simulation& simulation, const RankRecord& rank);
+// The trace and the memory snapshot as files (trace/chrome_trace.h, trace/memory_snapshot.h). On CPUs the snapshot has the planned
+// addresses, elsewhere those that an allocator would give.
 std::string SimulationTrace(const Simulation& simulation, int32_t rank = -1);
 Result<std::string> SimulationSnapshot(const Simulation& simulation);
 

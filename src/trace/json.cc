@@ -284,6 +284,12 @@ JsonWriter& JsonWriter::Bool(bool value) {
   return *this;
 }
 
+JsonWriter& JsonWriter::Null() {
+  Separate();
+  out_.append("null");
+  return *this;
+}
+
 JsonWriter& JsonWriter::Micros(int64_t nanoseconds) {
   Separate();
   if (nanoseconds < 0) out_.push_back('-');

@@ -30,6 +30,7 @@ class JsonWriter {
   JsonWriter& Int(int64_t value);
   JsonWriter& Number(double value);
   JsonWriter& Bool(bool value);
+  JsonWriter& Null();
   // Nanoseconds as microseconds with three decimals, exactly.
   JsonWriter& Micros(int64_t nanoseconds);
   // Key and value in one call.

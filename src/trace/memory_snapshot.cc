@@ -12,10 +12,13 @@ namespace {
 
 constexpr int64_t kBase = int64_t{1} << 32;    // first address of a device, as a driver would give
 constexpr int64_t kAlign = 512;                // of PyTorch's caching allocator
+constexpr int64_t kArenaAlign = 64;            // of planned addresses
+constexpr int64_t kSegment = 2 << 20;          // where the second segment of a device may begin
 
 // Best fit with merging of neighbours over one address range that grows at its end.
 class Addresses {
  public:
+  explicit Addresses(int64_t base) : base_(base), top_(base) {}
   Result<int64_t> Take(int64_t bytes) {
     auto fit = by_size_.lower_bound({bytes, 0});
     if (fit != by_size_.end()) {
@@ -42,6 +45,7 @@ class Addresses {
     }
     Insert(address, bytes);
   }
+  int64_t base() const { return base_; }
   int64_t top() const { return top_; }
 
  private:
@@ -54,7 +58,7 @@ class Addresses {
     by_size_.erase({found->second, address});
     free_.erase(found);
   }
-  int64_t top_ = kBase;
+  int64_t base_, top_;
   std::map<int64_t, int64_t> free_;                   // address → bytes
   std::set<std::pair<int64_t, int64_t>> by_size_;     // (bytes, address)
 };
@@ -64,7 +68,29 @@ struct Placed {
   const MemoryEvent* event = nullptr;
 };
 
-int64_t RoundUp(int64_t bytes) { return std::max((bytes + kAlign - 1) / kAlign * kAlign, kAlign); }
+int64_t SizeOf(const MemoryEvent& e) {
+  const int64_t align = e.address < 0 ? kAlign : kArenaAlign;
+  return std::max((e.bytes + align - 1) / align * align, align);
+}
+
+// What lives in the arena now, by address: storages there never overlap.
+class Arena {
+ public:
+  Status Take(const MemoryEvent& e) {
+    const int64_t end = e.address + SizeOf(e);
+    auto after = live_.lower_bound(e.address);
+    const bool meets = after != live_.end() && after->first < end;
+    if (meets || (after != live_.begin() && std::prev(after)->second > e.address)) {
+      return MakeError("'", e.name, "' is at ", e.address, " in the arena, where another storage lives");
+    }
+    live_[e.address] = end;
+    return Ok{};
+  }
+  void Give(int64_t address) { live_.erase(address); }
+
+ private:
+  std::map<int64_t, int64_t> live_;
+};
 
 void WriteFrames(JsonWriter& w, const MemoryEvent& e) {
   w.Key("frames").BeginArray();
@@ -84,36 +110,85 @@ void WriteTraceEntry(JsonWriter& w, const char* action, int64_t address, int64_t
 
 }  // namespace
 
+namespace {
+
+// One segment with the blocks in it that live at the end.
+void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end, const std::map<int64_t, const MemoryEvent*>& blocks,
+                  const char* name) {
+  if (begin == end) return;
+  int64_t used = 0;
+  for (const auto& [address, event] : blocks) used += SizeOf(*event);
+  w.BeginObject().Field("device", rank).Field("address", begin).Field("total_size", end - begin).Field("allocated_size", used);
+  w.Field("active_size", used).Field("requested_size", used).Field("stream", 0).Field("segment_type", "large");
+  w.Key("segment_pool_id").BeginArray().Int(0).Int(0).EndArray().Field("is_expandable", false).Key("frames").BeginArray();
+  w.BeginObject().Field("name", name).Field("filename", "program").Field("line", int64_t{0}).EndObject().EndArray();
+  w.Key("blocks").BeginArray();
+  int64_t at = begin;
+  auto gap = [&](int64_t until) {
+    if (until <= at) return;
+    w.NewLine().BeginObject().Field("address", at).Field("size", until - at).Field("requested_size", int64_t{0});
+    w.Field("state", "inactive").Key("frames").BeginArray().EndArray().EndObject();
+  };
+  for (const auto& [address, event] : blocks) {
+    gap(address);
+    w.NewLine().BeginObject().Field("address", address).Field("size", SizeOf(*event)).Field("requested_size", event->bytes);
+    w.Field("state", "active_allocated");
+    WriteFrames(w, *event);
+    w.EndObject();
+    at = address + SizeOf(*event);
+  }
+  gap(end);
+  w.EndArray().EndObject();
+}
+
+}  // namespace
+
 Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) {
   int32_t ranks = 0;
   for (const MemoryEvent& e : events) {
     if (e.rank < 0 || e.rank > 1 << 20) return MakeError("rank ", e.rank, " of a memory event is out of range");
     if (e.allocate && (e.bytes < 0 || e.bytes > INT64_MAX - kAlign)) return MakeError("'", e.name, "' allocates ", e.bytes, " bytes");
+    if (e.allocate && e.address > INT64_MAX / 4 - SizeOf(e)) return MakeError("'", e.name, "' is at ", e.address, ", beyond 64 bits of address");
     ranks = std::max(ranks, e.rank + 1);
   }
-  std::vector<Addresses> space(ranks);
+  std::vector<int64_t> arena_end(ranks, kBase);
+  for (const MemoryEvent& e : events) {
+    if (e.allocate && e.address >= 0) arena_end[e.rank] = std::max(arena_end[e.rank], kBase + e.address + SizeOf(e));
+  }
+  std::vector<Addresses> space;
+  for (int64_t end : arena_end) space.emplace_back((end + kSegment - 1) / kSegment * kSegment);
   std::vector<std::unordered_map<int64_t, Placed>> live(ranks);
   JsonWriter traces;
   traces.BeginArray();
   for (int32_t rank = 0; rank < ranks; ++rank) {
+    Arena arena;
     traces.BeginArray();
     for (const MemoryEvent& e : events) {
       if (e.rank != rank) continue;
       if (e.allocate) {
-        INTERLACE_ASSIGN(int64_t address, space[rank].Take(RoundUp(e.bytes)));
+        int64_t address = kBase + e.address;
+        if (e.address >= 0) {
+          INTERLACE_TRY(arena.Take(e));
+        } else {
+          INTERLACE_ASSIGN(address, space[rank].Take(SizeOf(e)));
+        }
         if (!live[rank].emplace(e.storage, Placed{address, &e}).second) {
           return MakeError("storage ", e.storage, " ('", e.name, "') begins twice on rank ", rank);
         }
-        WriteTraceEntry(traces, "alloc", address, RoundUp(e.bytes), e);
+        WriteTraceEntry(traces, "alloc", address, SizeOf(e), e);
       } else {
         auto found = live[rank].find(e.storage);
         if (found == live[rank].end()) return MakeError("storage ", e.storage, " ('", e.name, "') ends before it begins on rank ", rank);
-        Placed placed = found->second;
+        const Placed placed = found->second;
         live[rank].erase(found);
-        int64_t bytes = RoundUp(placed.event->bytes);
+        const int64_t bytes = SizeOf(*placed.event);
         WriteTraceEntry(traces, "free_requested", placed.address, bytes, e);
         WriteTraceEntry(traces, "free_completed", placed.address, bytes, e);
-        space[rank].Give(placed.address, bytes);
+        if (placed.event->address >= 0) {
+          arena.Give(placed.event->address);
+        } else {
+          space[rank].Give(placed.address, bytes);
+        }
       }
     }
     traces.EndArray();
@@ -123,34 +198,10 @@ Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) 
   JsonWriter w;
   w.BeginObject().Key("segments").BeginArray();
   for (int32_t rank = 0; rank < ranks; ++rank) {
-    int64_t total = space[rank].top() - kBase;
-    if (total == 0) continue;
-    std::map<int64_t, const MemoryEvent*> blocks;
-    int64_t used = 0;
-    for (const auto& [id, placed] : live[rank]) {
-      blocks[placed.address] = placed.event;
-      used += RoundUp(placed.event->bytes);
-    }
-    w.BeginObject().Field("device", rank).Field("address", kBase).Field("total_size", total).Field("allocated_size", used);
-    w.Field("active_size", used).Field("requested_size", used).Field("stream", 0).Field("segment_type", "large");
-    w.Key("segment_pool_id").BeginArray().Int(0).Int(0).EndArray().Field("is_expandable", false).Key("frames").BeginArray().EndArray();
-    w.Key("blocks").BeginArray();
-    int64_t at = kBase;
-    auto gap = [&](int64_t end) {
-      if (end <= at) return;
-      w.NewLine().BeginObject().Field("address", at).Field("size", end - at).Field("requested_size", int64_t{0});
-      w.Field("state", "inactive").Key("frames").BeginArray().EndArray().EndObject();
-    };
-    for (const auto& [address, event] : blocks) {
-      gap(address);
-      w.NewLine().BeginObject().Field("address", address).Field("size", RoundUp(event->bytes)).Field("requested_size", event->bytes);
-      w.Field("state", "active_allocated");
-      WriteFrames(w, *event);
-      w.EndObject();
-      at = address + RoundUp(event->bytes);
-    }
-    gap(space[rank].top());
-    w.EndArray().EndObject();
+    std::map<int64_t, const MemoryEvent*> planned, others;
+    for (const auto& [id, placed] : live[rank]) (placed.event->address >= 0 ? planned : others)[placed.address] = placed.event;
+    WriteSegment(w, rank, kBase, arena_end[rank], planned, "arena of a step");
+    WriteSegment(w, rank, space[rank].base(), space[rank].top(), others, "outside of the arena");
   }
   w.EndArray();
   std::string out = w.Take();

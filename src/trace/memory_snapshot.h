@@ -1,8 +1,9 @@
 // memory_snapshot.h — memory events as the dictionary of torch.cuda.memory._snapshot(), in JSON.
 //
-// Python pickles the loaded dictionary and torch.cuda._memory_viz (or pytorch.org/memory_viz) shows it. Storages get
-// addresses by best fit in one segment per rank, as an allocator would; each is a device_trace entry "alloc" and later
-// "free_requested" and "free_completed", with one frame that names op, module and source line.
+// Python pickles the loaded dictionary and torch.cuda._memory_viz (or pytorch.org/memory_viz) shows it. Each rank has up to two
+// segments: one for the arena, whose storages have the planned addresses, and one for all others, which get theirs by best fit as
+// an allocator would give them. A storage is a device_trace entry "alloc" and later "free_requested" and "free_completed", with
+// one frame that names op, module and source line.
 #pragma once
 
 #include <string>
@@ -14,7 +15,8 @@
 
 namespace interlace {
 
-// `events` in the order they happened. Error: an end without a beginning, a storage that begins twice, addresses beyond 64 bits.
+// `events` in the order they happened. Error: an end without a beginning, a storage that begins twice, one in the arena where another
+// lives, addresses beyond 64 bits.
 Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events);
 
 // Valid JSON with the fields above; live blocks of a device never overlap; every end matches a beginning; the blocks of the

@@ -73,6 +73,7 @@ struct MemoryEvent {
   bool allocate = true;
   int64_t storage = 0;          // joins an allocation with its end; free for reuse afterwards
   int64_t bytes = 0;
+  int64_t address = -1;         // from the start of the arena; -1: wherever there is room outside of it
   std::string name;             // of the op that does it, or what the storage holds ("u0.exp_avg")
   std::string module;
   std::string file;             // source of the op, "model.py", and its line

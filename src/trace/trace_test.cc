@@ -170,6 +170,35 @@ TEST(MemorySnapshot, FreedMemoryIsUsedAgain) {
   EXPECT_EQ(trace.items[0].Find("frames")->items.at(0).Find("name")->text, "aten.mm");
 }
 
+TEST(MemorySnapshot, PlannedAddressesAreKept) {
+  const auto at = [](MemoryEvent e, int64_t address) {
+    e.address = address;
+    return e;
+  };
+  const std::vector<MemoryEvent> events = {Allocate(0, 1, 700), at(Allocate(0, 2, 100), 0), at(Allocate(1000, 3, 64), 192), Free(2000, 2),
+                                           at(Allocate(3000, 4, 130), 0), Free(4000, 3)};
+  Result<std::string> text = WriteMemorySnapshot(events);
+  ASSERT_TRUE(text.ok()) << text.error().ToString();
+  ASSERT_TRUE(CheckMemorySnapshot(*text).ok()) << CheckMemorySnapshot(*text).error().ToString();
+  const Json json = *ParseJson(*text);
+  const std::vector<Json>& segments = json.Find("segments")->items;
+  ASSERT_EQ(segments.size(), 2u) << "the arena, and the rest";
+  const double arena = segments[0].Find("address")->number;
+  EXPECT_EQ(segments[0].Find("total_size")->number, 256);
+  EXPECT_EQ(segments[0].Find("blocks")->items[0].Find("size")->number, 192) << "130 bytes, rounded up to 64";
+  EXPECT_EQ(segments[1].Find("address")->number, arena + (2 << 20));
+  EXPECT_EQ(segments[1].Find("total_size")->number, 1024) << "700 bytes, rounded up to 512";
+  std::vector<double> addresses;
+  for (const Json& entry : json.Find("device_traces")->items[0].items) {
+    if (entry.Find("action")->text == "alloc") addresses.push_back(entry.Find("addr")->number - arena);
+  }
+  EXPECT_EQ(addresses, (std::vector<double>{2 << 20, 0, 192, 0}));
+  EXPECT_EQ(WriteMemorySnapshot({events[1], at(Allocate(0, 5, 1), 64)}).error().ToString(),
+            "'aten.mm' is at 64 in the arena, where another storage lives");
+  EXPECT_EQ(WriteMemorySnapshot({at(Allocate(0, 5, 1), INT64_MAX / 2)}).error().ToString(),
+            "'aten.mm' is at 4611686018427387903, beyond 64 bits of address");
+}
+
 TEST(MemorySnapshot, RandomHistoriesHold) {
   std::mt19937 random(3);
   for (int round = 0; round < 200; ++round) {

@@ -117,6 +117,25 @@ def test_memory_by_kind_adds_up(accumulation):
     assert first["parameters"] == sum(state["shape"][0] * size[state["dtype"]] for state in shards)
 
 
+def test_the_arena_is_shown_where_there_is_one():
+    text = sharded(2, 3)
+    assert report_of(text).details["arena"] is None and 'id="arena"' not in render(report_of(text))
+    report = report_of(text, "local-2")
+    arena, plan = report.details["arena"], _core.Program.parse(text).memory_plan()
+    assert (arena["top_bytes"], arena["live_bytes"]) == (plan["top_bytes"], plan["live_bytes"])
+    assert arena["left_out"] == 0 and arena["fragmentation"] == plan["fragmentation"]
+    kinds = report.details["memory"]["kinds"]
+    span = report.forecast["step_us"]
+    seen = set()
+    for offset, size, start, end, kind, name, module in arena["pieces"]:
+        assert 0 <= offset < offset + size <= arena["reserved_bytes"] and 0 <= start <= end <= span * 1.000001
+        seen.add((kinds[kind], arena["names"][name].split()[-1], arena["names"][module]))
+    assert {"gathered", "activations", "gradients", "temporaries"} <= {kind for kind, _, _ in seen}
+    assert ("activations", "aten.mm", "layers.0") in seen and ("gathered", "u1", "layers.1") in seen
+    text = visible(render(report))
+    assert bytes_text(plan["top_bytes"]) in text and "planned place in one arena" in text
+
+
 def test_adam_states_are_the_optimizers():
     report = report_of(sharded(2))
     first = dict(zip(report.details["memory"]["kinds"], report.details["memory"]["bytes"][0], strict=True))
@@ -360,6 +379,17 @@ window.addEventListener("load", () => setTimeout(function start(waits = 0) {
       if (!node.hidden && node.textContent.includes("aten.mm")) { tip = node.textContent; break; }
     }
   said.push("tip " + tip);
+  const arena = document.getElementById("arena");
+  if (arena) {
+    const place = arena.getBoundingClientRect(), found = new Set();
+    for (let x = 90; x < place.width; x += 7)
+      for (let y = 30; y < place.height; y += 9) {
+        arena.dispatchEvent(new PointerEvent("pointermove", {clientX: place.left + x, clientY: place.top + y, bubbles: true}));
+        const node = document.getElementById("tip");
+        if (!node.hidden) found.add(node.textContent);
+      }
+    said.push("boxes " + found.size, "arena colors " + colors(arena), "arena tip " + [...found].find((text) => text.includes("gather.start")));
+  }
   const before = canvas.toDataURL();
   document.querySelector('[data-zoom="in"]').click();
   const button = document.querySelector("#modules button.twist"), rows = () => document.querySelectorAll("#modules tr:not([hidden])").length;
@@ -381,11 +411,11 @@ window.addEventListener("load", () => setTimeout(function start(waits = 0) {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 @pytest.mark.parametrize("size", ["1440,900", "420,900"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_browser_draws_it(tmp_path, size, theme):
+@pytest.mark.parametrize(("theme", "cluster"), [("light", CLUSTER), ("dark", CLUSTER), ("light", "local-2")])
+def test_a_browser_draws_it(tmp_path, size, theme, cluster):
     program = _core.Program.parse(STEP.read_text())
-    measured = read_trace(_core.Simulation(program, CLUSTER, what_if=[("compute", 1.2)]).trace(), "m")
-    page = render(report_of(STEP.read_text(), measured=measured))
+    measured = read_trace(_core.Simulation(program, cluster, what_if=[("compute", 1.2)]).trace(), "m")
+    page = render(report_of(STEP.read_text(), cluster, measured=measured))
     (tmp_path / "page.html").write_text(page.replace("<main>", PROBE + "<main>", 1))
     done = browse(tmp_path, tmp_path / "page.html", f"#{theme}", "--dump-dom", f"--window-size={size}")
     said = html.unescape(re.search(r'<pre id="said">(.*?)</pre>', done.stdout, flags=re.S)[1]).split("\n")
@@ -393,6 +423,11 @@ def test_a_browser_draws_it(tmp_path, size, theme):
     assert not [line for line in said if line.startswith("error")] and "CONSOLE" not in done.stderr
     assert int(said[0].rsplit(" ", 1)[1]) >= 6 and int(said[1].rsplit(" ", 1)[1]) >= 5, said
     assert "aten.mm" in facts["tip"] and "fc" in facts["tip"] and "net.py:12" in facts["tip"]
+    if cluster != CLUSTER:
+        facts |= {line.rsplit(" ", 1)[0]: line.rsplit(" ", 1)[1] for line in said if line.startswith(("boxes", "arena colors"))}
+        assert int(facts["boxes"]) >= 4 and int(facts["arena colors"]) >= 4, said
+        tip = next(line for line in said if line.startswith("arena tip"))
+        assert "gathered" in tip and "at address " in tip
     opened, shut = map(int, facts["rows"].split())
     assert shut < opened, "the first row shuts all below it"
     assert facts["zoomed"] == "true"

@@ -159,6 +159,31 @@ def test_torch_reads_the_memory_snapshot(cli, tmp_path):
     assert peak == _core.Simulation(step_program(), "a100-40gb-2").peak_bytes, "all sizes here are multiples of 512"
 
 
+def test_the_snapshot_of_a_cpu_has_the_planned_addresses(cli, tmp_path):
+    from torch.cuda import _memory_viz as viz
+
+    assert cli(STEP, "--cluster", "local-2", "--snapshot", "m.pickle")[0] == 0
+    snapshot = pickle.loads((tmp_path / "m.pickle").read_bytes())
+    arena, others = snapshot["segments"]
+    plan = step_program().memory_plan()
+    assert arena["frames"][0]["name"] == "arena of a step" and arena["total_size"] == plan["top_bytes"]
+    states = sum(4 * s["shape"][0] for s in step_program().states())
+    assert others["allocated_size"] == others["total_size"] == states
+    entries = [e for e in snapshot["device_traces"][0] if e["addr"] < arena["address"] + arena["total_size"]]
+    live: dict[int, int] = {}
+    most = 0
+    for entry in entries:
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = entry["size"]
+        elif entry["action"] == "free_completed":
+            assert live.pop(entry["addr"]) == entry["size"]
+        most = max(most, sum(live.values()))
+    assert most == plan["live_bytes"], "all sizes here are multiples of 64"
+    assert any("gather.start" in e["frames"][0]["name"] for e in entries)
+    assert "total_reserved" in viz.segsum(snapshot)
+    assert "<html>" in viz.trace_plot(snapshot) and "<html>" in viz.segment_plot(snapshot)
+
+
 @pytest.mark.skipif(
     "TRACE_PROCESSOR" not in os.environ, reason="TRACE_PROCESSOR names Perfetto's trace_processor_shell"
 )

@@ -43,6 +43,7 @@ def render(report: Report) -> str:
         "phases": report.details["phases"],
         "path": report.details["path"],
         "memory": report.details["memory"],
+        "arena": report.details["arena"],
         "limit_bytes": report.forecast["memory"]["limit_bytes"],
     }
     return (
@@ -239,7 +240,25 @@ def _memory(report: Report) -> str:
     return (
         f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
         f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
-        f"<h3>What fills the peak</h3>{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
+        f"{_arena(report)}<h3>What fills the peak</h3>{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
+    )
+
+
+def _arena(report: Report) -> str:
+    """The picture of planned addresses; nothing where there is no arena."""
+    arena = report.details["arena"]
+    if arena is None:
+        return ""
+    top, live, reserved = (bytes_text(arena[f"{what}_bytes"]) for what in ("top", "live", "reserved"))
+    lost = percent_text(arena["fragmentation"])
+    words = f"All that comes and goes in a step has a planned place in one arena of {top}: at most {live} live at once, {lost} is lost between."
+    if arena["reserved_bytes"] > arena["top_bytes"]:
+        words += f" It has {reserved} of addresses; pages that nothing lives on are given back."
+    if arena["left_out"]:
+        words += f" {arena['left_out']:,} small storages are not drawn."
+    return (
+        f'<h3>Arena</h3><p class="quiet">{words}</p>'
+        '<canvas id="arena" tabindex="0" aria-label="Planned addresses over time"></canvas>'
     )
 
 

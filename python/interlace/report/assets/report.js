@@ -75,7 +75,8 @@ const LANE = 24, TITLE = 22, AXIS = 34, GAP = 10;
 
 const timeline = document.getElementById("timeline");
 const memory = document.getElementById("memory");  // null on the page of a plan
-const canvases = [timeline, memory].filter(Boolean);
+const arena = document.getElementById("arena");  // null without one
+const canvases = [timeline, memory, arena].filter(Boolean);
 const gutter = () => (timeline.clientWidth < 560 ? 58 : 84);
 
 function rowsOf() {
@@ -347,6 +348,53 @@ function drawMemory() {
   g.restore();
 }
 
+// ---- the arena: each storage a box, address over the same stretch of time ----
+const PIECE = {offset: 0, bytes: 1, start: 2, end: 3, kind: 4, name: 5, module: 6};
+const ARENA_HEIGHT = 280;
+const pieces = data.arena ? data.arena.pieces : [];
+const arenaTop = data.arena ? Math.max(1, data.arena.reserved_bytes) : 1;
+function arenaPlace(width) {
+  const left = gutter(), bottom = ARENA_HEIGHT - 2, top = AXIS_ROOM + 4;
+  return {left, bottom, top, scale: (width - left) / (view.to - view.from), up: (bottom - top) / arenaTop};
+}
+function drawArena() {
+  const {g, width} = prepare(arena, ARENA_HEIGHT);
+  const {left, bottom, top, scale, up} = arenaPlace(width);
+  drawAxis(g, left, width, 0, bottom, true);
+  const step = niceBytes(arenaTop);
+  for (let b = 0; b <= arenaTop; b += step) {
+    const y = Math.round(bottom - b * up) + 0.5;
+    g.strokeStyle = colors.line;
+    g.beginPath();
+    g.moveTo(left, y);
+    g.lineTo(width, y);
+    g.stroke();
+    g.fillStyle = colors.quiet;
+    if (b > 0) g.fillText(bytesText(b), 0, Math.max(y, top));
+  }
+  g.save();
+  g.beginPath();
+  g.rect(left, 0, width - left, ARENA_HEIGHT);
+  g.clip();
+  g.font = "11px system-ui, sans-serif";
+  for (const p of pieces) {
+    const x0 = left + Math.max(0, (p[PIECE.start] * 1e3 - view.from) * scale), x1 = left + Math.min(width - left, (p[PIECE.end] * 1e3 - view.from) * scale);
+    if (x1 <= left || x0 >= width || x1 < x0) continue;
+    const y1 = bottom - p[PIECE.offset] * up, y0 = bottom - (p[PIECE.offset] + p[PIECE.bytes]) * up;
+    const wide = Math.max(x1 - x0, 0.75), high = Math.max(y1 - y0, 0.75);
+    g.fillStyle = colors[KINDS[p[PIECE.kind]]];
+    g.fillRect(x0, y0, wide, high);
+    if (wide < 5 || high < 5) continue;
+    g.strokeStyle = colors.card;
+    g.strokeRect(x0 + 0.5, y0 + 0.5, wide - 1, high - 1);
+    const text = data.arena.names[p[PIECE.name]];
+    if (high < 14 || g.measureText(text).width > wide - 10) continue;
+    g.fillStyle = "#fff";
+    g.fillText(text, x0 + 5, (y0 + y1) / 2 + 0.5);
+  }
+  g.restore();
+}
+
 let waiting = false;
 function draw() {
   if (waiting) return;
@@ -356,6 +404,7 @@ function draw() {
     if (timeline.clientWidth <= gutter()) return;  // not shown
     drawTimeline();
     if (memory) drawMemory();
+    if (arena) drawArena();
   });
 }
 
@@ -484,6 +533,29 @@ memory?.addEventListener("pointermove", (event) => {
   const cells = kindsShown.filter((k) => row[k] > 0).sort((a, b) => row[b] - row[a])
     .map((k) => `<tr><td><i class="dot k-${KINDS[k]}"></i>${KINDS[k]}</td><td>${bytesText(row[k])}</td></tr>`);
   showTip(`<b>${bytesText(row.reduce((a, b) => a + b, 0))}</b> at ${timeText(time)}<table>${cells.join("")}</table>`, event.clientX, event.clientY);
+});
+arena?.addEventListener("pointermove", (event) => {
+  if (arena.classList.contains("drag")) return;
+  const box = arena.getBoundingClientRect(), {left, bottom, up} = arenaPlace(box.width);
+  if (event.clientX - box.left < left) return hideTip();
+  const near = 2 * (view.to - view.from) / (box.width - left) / 1e3, time = timeAt(arena, event.clientX) / 1e3;
+  const address = (bottom - (event.clientY - box.top)) / up, close = 1 / up;
+  let found = null, away = Infinity;
+  for (const p of pieces) {
+    const late = Math.max(p[PIECE.start] - time, time - p[PIECE.end], 0) / near, high = Math.max(p[PIECE.offset] - address, address - p[PIECE.offset] - p[PIECE.bytes], 0) / close;
+    if (late <= 1 && high <= 1 && late + high < away) {
+      found = p;
+      away = late + high;
+    }
+  }
+  if (!found) return hideTip();
+  const module = data.arena.names[found[PIECE.module]], lives = (found[PIECE.end] - found[PIECE.start]) * 1e3;
+  const lines = [`<b>${escapeText(data.arena.names[found[PIECE.name]])}</b>`];
+  if (module) lines.push(`<div>${escapeText(module)}</div>`);
+  lines.push(`<div><i class="dot k-${KINDS[found[PIECE.kind]]}"></i>${KINDS[found[PIECE.kind]]}, ${bytesText(found[PIECE.bytes])}</div>`);
+  lines.push(`<div>at address ${found[PIECE.offset].toLocaleString("en-US")}</div>`);
+  lines.push(`<div>${timeText(lives)} from ${timeText(found[PIECE.start] * 1e3)}</div>`);
+  showTip(lines.join(""), event.clientX, event.clientY);
 });
 for (const canvas of canvases) canvas.addEventListener("pointerleave", hideTip);
 window.addEventListener("scroll", hideTip, {passive: true});
