@@ -63,6 +63,8 @@ class Save:
         if self._writer.staged():
             self.release()
         elif hasattr(executor, "set_snapshot"):
+            if self._held is not None and self._held is not executor:  # another shape's program
+                self._held.set_snapshot(None)
             executor.set_snapshot(self._writer)
             self._held = executor
         else:  # steps in Python

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_map>
 
 #include "base/suggest.h"
 #include "ir/text.h"
@@ -67,33 +68,68 @@ Result<at::Tensor> Executor::TensorOf(ValueId id) {
 
 Result<bool> Executor::Flush() {
   if (!frame_.pending.on) return false;
-  for (OpId id : pending_phase_.ops) {
-    Status status = Ok{};
-    ForEachOperand(std::as_const(program_).op(id), [&](ValueId operand) {
-      if (!status.ok()) return;
-      if (Result<at::Tensor> in_memory = TensorOf(operand); !in_memory.ok()) status = in_memory.error();
-    });
-    INTERLACE_TRY(status);
-  }
   StepScope scope(device_);
   MemoryScope memory;
+  const int64_t live_before = MemoryScope::Use().live_bytes;
   Status status = Ok{};
   try {
     if (!pending_plan_) {
       INTERLACE_ASSIGN(pending_plan_, BuildPhase(pending_phase_, fixed_, /*keep_operands=*/false, nullptr));
     }
-    const bool learning = std::exchange(learning_, false);  // not a phase of the step
-    status = RunPhase(*pending_plan_);
-    learning_ = learning;
+    status = RunPending(*pending_plan_);
   } catch (const std::exception& error) {
     status = MakeError("cannot prepare the pending optimizer step: ", MessageOf(error));
   }
   frame_.transfers.clear();
   frame_.pending.on = false;
   if (status.ok() && !moving_.empty()) status = Settle();  // what came into memory was changed: the tier gets it
+  peak_extra_ = std::max(peak_extra_, MemoryScope::Use().peak_bytes - live_before - (arena_ ? arena_->plan().top() : 0));
   if (status.ok()) return true;
   DropTemporaries();
   return status.error();
+}
+
+// By itself, without the program's reloads and offloads: a state that lies out comes in for the ops that touch it and leaves behind
+// the last of them, so that there are never more of them in memory than a step has.
+Status Executor::RunPending(const Plan& plan) {
+  std::unordered_map<ValueId, OpId> last;  // by root: the op behind which it may leave; kNone: a transfer may still read it
+  const auto touched = [&](OpId id, const auto& visit) {
+    const Op& op = std::as_const(program_).op(id);
+    ForEachOperand(op, visit);
+    for (ValueId result : op.results) {
+      if (result != kNone && fixed_[result].defined()) visit(result);
+    }
+  };
+  for (const Instruction& at : plan.instructions) {
+    const bool starts = program_.op(at.op).name.ends_with(".start");
+    touched(at.op, [&](ValueId id) {
+      OpId& op = last.try_emplace(program_.RootOf(id), at.op).first->second;
+      op = starts || op == kNone ? kNone : at.op;
+    });
+  }
+  for (const Instruction& at : plan.instructions) {
+    Status status = Ok{};
+    touched(at.op, [&](ValueId id) {
+      if (!status.ok() || !fixed_[id].defined()) return;
+      if (Result<at::Tensor> in_memory = TensorOf(id); !in_memory.ok()) status = in_memory.error();
+    });
+    INTERLACE_TRY(status);
+    try {
+      AtOp(at.op);
+      at.run(at.data, frame_);
+    } catch (const std::exception& error) {
+      return OpFailure(at.op, MessageOf(error));
+    }
+    for (int32_t i = at.free_begin; i < at.free_end; ++i) frame_.slots[plan.frees[i]].reset();
+    MoveTransfers();
+    for (const auto& [id, out] : moving_) {
+      const auto found = last.find(id);
+      if (!out || found == last.end() || found->second != at.op) continue;
+      INTERLACE_TRY(bank_->Out(id, fixed_[id].storage()));
+    }
+  }
+  frame_.counters.ops += static_cast<int64_t>(plan.instructions.size());
+  return Ok{};
 }
 
 Status Executor::CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const {

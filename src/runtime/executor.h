@@ -150,6 +150,7 @@ class Executor {
   Status CheckInputs(std::vector<std::vector<at::Tensor>>& micro_batches) const;
   Status CheckHyper(const std::vector<std::vector<double>>& hyper) const;
   Status RunPhase(const Plan& plan);
+  Status RunPending(const Plan& plan);
   Status RunPhaseRecorded(const Plan& plan);
   struct ArenaLive {
     std::vector<std::pair<int64_t, int64_t>> at;  // by place: bytes before the op, and while it runs; empty: no arena

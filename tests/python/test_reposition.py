@@ -8,6 +8,7 @@ from typing import Any
 import parity
 import pytest
 import ranks
+import test_offload as offload
 import torch
 import zoo
 from test_shapes import PAD, SHAPES, batch_of, loss
@@ -286,6 +287,73 @@ def test_with_states_out_of_memory(tmp_path: Path) -> None:
     changes = [{"schedule": schedule, "tier": str(tmp_path)}]
     for plain, moved in ranks.run(compare, 2, "llama", changes, read=True):
         assert moved["moved"] and moved["seen"] == plain["seen"]
+
+
+def flushed(trainer: interlace.Trainer) -> list[Any]:
+    """Steps with somebody between them who has the pending update made."""
+    out: list[Any] = []
+    for number in range(4):
+        out.append(float(trainer.step(offload.batch())))
+        if number == 1:
+            trainer.flush()
+        elif number == 2:
+            out.append(float(trainer.evaluate(offload.batch())["loss"]))
+    return [*out, *everything(trainer)]
+
+
+@pytest.mark.parametrize("percent", [75, 50])
+def test_a_flush_keeps_to_the_limit(tmp_path: Path, percent: int) -> None:
+    with offload.compiled(MOVED[0][1]) as plain:
+        expected, peak = flushed(plain), int(plain.stats()["peak_bytes"])
+    limit = peak * percent // 100
+    passes = ["reposition_update", f"offload(cluster={{cluster}},limit={limit - 65536})"]
+    with offload.compiled(passes, tmp_path) as trainer:
+        assert flushed(trainer) == expected
+        assert any(s["out"] for s in trainer._ir.states())
+        assert trainer.stats()["peak_bytes"] <= limit
+
+
+def together(folder: str, schedule: list[tuple[int, list[str]]], tier: str | None, strategy: str) -> list[Any]:
+    """Saves, evaluations, swaps and reads in turns, and a second trainer that goes on from the middle of it."""
+    case, config = "gpt2_dropout", {"strategy": strategy, "accumulation": 2, "tier": tier, "schedule": schedule}
+    trainer, scheduler = compiled(case, **config)
+    batch = parity.batch_of(case, 9, trainer.rank, 1)
+    seen: list[Any] = []
+    with trainer:
+        for number in range(9):
+            seen.append(step(trainer, scheduler, case))
+            if number in (1, 4):
+                trainer.save(folder, wait=False)  # the steps after it go on while it is written
+            if number in (1, 3, 4):
+                seen.append(float(trainer.evaluate(batch)["loss"]))
+            if number == 4:
+                lr, at = scheduler.state_dict(), len(seen)
+            if number == 6:
+                seen.append(everything(trainer))
+        trainer.finish_save()
+        seen.append(everything(trainer))
+    other, scheduler = compiled(case, **config)
+    with other:
+        step(other, scheduler, case)
+        other.load(folder)
+        scheduler.load_state_dict(lr)
+        again: list[Any] = []
+        for number in range(5, 9):
+            again.append(step(other, scheduler, case))
+            if number == 6:
+                again.append(everything(other))
+        assert [*again, everything(other)] == seen[at:]
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_saves_evaluations_swaps_and_a_resume_together(strategy: str, tmp_path: Path) -> None:
+    out = "offload_sync(cluster={cluster},kinds=states)"
+    schedule = [(0, ["reposition_update"]), (2, ["prefetch", "reposition_update"]), (3, []), (4, ["reposition_update", out]),
+                (7, ["reposition_update"])]  # fmt: skip
+    (tmp_path / "tier").mkdir()
+    plain = ranks.run(together, 2, str(tmp_path / "plain"), [], None, strategy)
+    assert ranks.run(together, 2, str(tmp_path / "moved"), schedule, str(tmp_path / "tier"), strategy) == plain
 
 
 def test_what_it_cannot_be_combined_with() -> None:
