@@ -8,6 +8,9 @@ step. The figure is the extra time of such a block in steps: a save costs it onc
 Blocks differ by more than that on a machine with neighbours, so it is printed three ways: by the clock, by the processor time of all the
 process's threads (of the slowest rank), and by the parts that can be told apart: the call itself, the wait before an update, and the
 writer's own processor time.
+
+Every step has another batch: on one batch repeated the loss falls to nearly nothing, gradients with it, and then the optimizer's moments
+become subnormal numbers, on which this processor's arithmetic takes several times as long. The last line says how many there were.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,11 +33,12 @@ from common import machine, quartiles, write_json
 
 import interlace
 
+DIFFERENT_BATCHES = 64
 Pair = tuple[float, float]  # seconds by the clock, and of the processor
 
 
 def blocks_of(
-    trainer: interlace.Trainer, batch: Any, args: argparse.Namespace, folder: str, steps: int, saving: bool
+    trainer: interlace.Trainer, batches: Iterator[Any], folder: str, steps: int, saving: bool
 ) -> Pair:
     """One block: the slowest rank's seconds."""
     if dist.is_initialized():
@@ -42,7 +47,7 @@ def blocks_of(
     if saving:
         trainer.save(f"{folder}/checkpoint", wait=False)
     for _ in range(steps):
-        trainer.step(batch)
+        trainer.step(next(batches))
     times = torch.tensor([time.perf_counter() - begin, time.process_time() - cpu], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -55,19 +60,19 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     if args.ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
     begin = time.perf_counter()
-    batch = token_batch(MATMUL_BOUND, rows=args.rows, rank=rank)
+    batches = itertools.cycle([token_batch(MATMUL_BOUND, args.rows, seed, rank) for seed in range(DIFFERENT_BATCHES)])
     model = llama(MATMUL_BOUND)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    trainer = interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(strategy=args.strategy))
+    trainer = interlace.compile(model, optimizer, causal_loss, next(batches), interlace.Config(strategy=args.strategy))
     say = print if rank == 0 else lambda *_, **__: None
     for _ in range(2):
-        trainer.step(batch)
+        trainer.step(next(batches))
     # One save alone, to know how long a block must be; the file system has its room after it.
-    step = blocks_of(trainer, batch, args, folder, 1, False)[0]
+    step = blocks_of(trainer, batches, folder, 1, False)[0]
     trainer.save(f"{folder}/checkpoint", wait=False)
     during = 0
     while not all_saved(trainer):
-        trainer.step(batch)
+        trainer.step(next(batches))
         during += 1
     trainer.finish_save()
     steps = max(2, during + 1)
@@ -78,7 +83,7 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     while go_on(args, begin, blocks):
         number = len(blocks[True])
         for saving in (False, True) if number % 2 == 0 else (True, False):
-            blocks[saving].append(blocks_of(trainer, batch, args, folder, steps, saving))
+            blocks[saving].append(blocks_of(trainer, batches, folder, steps, saving))
             if saving:
                 late = not trainer.saved()
                 trainer.finish_save()
@@ -88,11 +93,21 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         say(f"  pair {number + 1:3d}: {plain[0]:7.3f} s without, {saved[0]:7.3f} s with a save: "
             f"{100 * (saved[0] - plain[0]) / (plain[0] / steps):6.1f} % of a step, "
             f"by the processor {100 * (saved[1] - plain[1]) / (plain[1] / steps):6.1f} %", flush=True)  # fmt: skip
+    small, numbers = subnormal(trainer)
     if rank == 0:
         tell(args, blocks, parts, steps)
+        print(f"  subnormal numbers       {small:9,} of {numbers:,} in the optimizer's moments")
     trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def subnormal(trainer: interlace.Trainer) -> tuple[int, int]:
+    """How many of the moments are subnormal, and how many there are; on rank 0."""
+    state = trainer.optimizer_state_dict().get("state", {})
+    moments = [t for entry in state.values() for role, t in entry.items() if role != "step"]
+    tiny = torch.finfo(torch.float32).tiny
+    return sum(int(((m != 0) & (m.abs() < tiny)).sum()) for m in moments), sum(m.numel() for m in moments)
 
 
 def all_saved(trainer: interlace.Trainer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,61 @@ def test_a_swap_changes_no_bit(case: str, config: dict[str, Any]) -> None:
         for what in ("losses", "weights", "moments", "model"):
             assert swapped[what] == plain[what], what
         assert max(swapped["memory"]) <= 1.02 * max(plain["memory"])
+
+
+def side_by_side(case: str, schedule: Any, **config: Any) -> dict[str, Any]:
+    """Eight steps of four micro-batches with dropout or without; how many ran side by side in each, and what came out."""
+    rank, _ = parity.rank_and_size()
+    model = zoo.build(case, torch.float32)
+    opt = parity.make_optimizer("adamw", model)
+    settings = interlace.Config(
+        accumulation=4, accumulate_mode="reduce_last", clip_norm=0.3, timeout_s=60, schedule=schedule, profile="off", **config
+    )  # fmt: skip
+    seen: dict[str, list[Any]] = {"losses": [], "norms": [], "width": [], "accumulation": []}
+    with interlace.compile(model, opt, zoo.CASES[case].loss, parity.batch_of(case, 0, rank, 4), settings) as trainer:
+        scheduler = parity.schedule(opt, 8)
+        for number in range(8):
+            trainer.step(parity.batch_of(case, number, rank, 4))
+            scheduler.step()
+            seen["losses"].append([float(loss) for loss in trainer.outputs["loss"]])
+            seen["norms"].append(trainer.norm)
+            seen["width"].append(trainer._ir.width)
+            seen["accumulation"].append(trainer._ir.accumulation)
+            if number == 4:
+                seen["evaluated"] = [float(trainer.evaluate(parity.batch_of(case, 9, rank, 1))["loss"])]
+        state = trainer.optimizer_state_dict(all_ranks=True)
+        moments = {f"{i}.{role}": t for i, entry in state["state"].items() for role, t in entry.items()}
+        return {**seen, "weights": digest(trainer.state_dict(all_ranks=True)), "moments": digest(moments),
+                "swaps": trainer.swaps}  # fmt: skip
+
+
+def compare_widths(case: str, schedule: Any, **config: Any) -> list[dict[str, Any]]:
+    return [side_by_side(case, [], **config), side_by_side(case, schedule, **config)]
+
+
+@pytest.mark.parametrize(("case", "strategy"), [("gpt2_dropout", "shard"), ("llama", "zero1")])
+def test_swaps_to_micro_batches_side_by_side_and_back(case: str, strategy: str) -> None:
+    schedule = [(0, []), (2, ["interleave"]), (4, ["interleave(micro_batches=4)", "reorder"]),
+                (5, ["interleave", "reposition_update"]), (7, ["prefetch"])]  # fmt: skip
+    for plain, swapped in ranks.run(compare_widths, 2, case, schedule, strategy=strategy):
+        assert plain["width"] == [1] * 8 and swapped["width"] == [1, 1, 2, 2, 4, 2, 2, 1] and swapped["swaps"] >= 4
+        assert plain["accumulation"] == swapped["accumulation"] == [4] * 8
+        assert all(len(losses) == 4 for losses in swapped["losses"])
+        for what in ("losses", "norms", "evaluated", "weights", "moments"):
+            assert swapped[what] == plain[what], what
+
+
+def test_the_search_swaps_to_micro_batches_side_by_side(tmp_path: Path) -> None:
+    # Links as slow as this small model's computing: several micro-batches hide what one cannot.
+    cluster = re.sub(r"bandwidth_gb_per_s = [^\n]*", "bandwidth_gb_per_s = 0.02", _core.preset_cluster("local-2"))
+    (tmp_path / "slow.toml").write_text(cluster)
+    schedule = [(0, []), (3, ["search(cluster={cluster},recompute=none,evaluations=60)"]), (6, [])]
+    config = {"strategy": "shard", "cluster": str(tmp_path / "slow.toml")}
+    for plain, swapped in ranks.run(compare_widths, 2, "gpt2_dropout", schedule, **config):
+        assert swapped["width"][:3] == [1] * 3 and swapped["width"][3] > 1 and swapped["width"][6:] == [1, 1]
+        assert swapped["swaps"] == 2
+        for what in ("losses", "norms", "evaluated", "weights", "moments"):
+            assert swapped[what] == plain[what], what
 
 
 def refused(kind: str) -> list[str]:
