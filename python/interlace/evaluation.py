@@ -85,7 +85,7 @@ class Evaluation:
         return {name: values[0] for name, values in result["outputs"].items()}
 
     def forget(self) -> None:
-        """The executors hold the connections of the ranks."""
+        """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
         self._built.clear()
 
     def _agree(self, trainer: Trainer, spec: InputSpec) -> None:

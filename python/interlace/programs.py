@@ -120,11 +120,11 @@ class Programs:
                 raise ProgramError(str(e)) from e
         return program, reports
 
-    def build(self, source: Source, donor: Any = None, beside: Any = None) -> Built:
-        """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states. `beside`: the donor's
-        program, when it goes on as well."""
+    def build(self, source: Source, donor: Any = None, beside: Any = None, take_states: bool = True) -> Built:
+        """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states, or with its tier alone.
+        `beside`: the donor's program, when it goes on as well."""
         with self.timed("executor"):
-            return self._build(source, donor, beside)
+            return self._build(source, donor, beside, take_states)
 
     def build_beside(self, source: Source, executor: Any, ir: Any) -> Built:
         """An executor of a program that takes turns with the one that runs, on its states and buffers."""
@@ -144,7 +144,7 @@ class Programs:
         except _core.Error as e:
             raise ProgramError(str(e)) from e
 
-    def _build(self, source: Source, donor: Any, beside: Any) -> Built:
+    def _build(self, source: Source, donor: Any, beside: Any, take_states: bool) -> Built:
         from interlace import _runtime
 
         program = self.parse(source)
@@ -160,7 +160,7 @@ class Programs:
         axes = self.peers.axes(list(program.mesh.items()))
         try:
             executor = _runtime.Executor(
-                source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor
+                source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states
             )
         except _runtime.Error as e:
             raise ProgramError(str(e)) from e

@@ -82,10 +82,11 @@ class Frozen:
         source = programs.share(f"program of other trainable parameters at step {trainer.steps}", make)
         programs.compare_digests(source)
         trainer._flush()
-        built = programs.build(source)
+        built = programs.build(source, trainer._executor, take_states=False)
         self._copy(trainer, built)
         if trainer._shapes is not None:
             trainer._shapes.forget()
+        trainer._evaluation.forget()  # its programs are on the states of before
         trainer._use(built)
         trainer._runner = built.executor
         trainer.shape_stage(loop.stage)

@@ -69,6 +69,7 @@ class TrainerBase:
     _shapes: Shapes | None
     _loss_scale: LossScale
     _loop: Any
+    _evaluation: Any
     program: str
     last_save: dict[str, Any] | None  # of the last save that ended: bytes, seconds of its parts
     _save: Save | None

@@ -180,18 +180,19 @@ PYBIND11_MODULE(_runtime, m) {
   py::class_<Executor> executor(m, "Executor");
   executor
       .def(py::init([](const std::string& text, const std::string& device, const std::vector<py::dict>& axes,
-                       double timeout_s, const py::dict& options, const Executor* donor) {
+                       double timeout_s, const py::dict& options, const Executor* donor, bool take_states) {
              std::vector<AxisSpec> specs;
              for (const py::dict& axis : axes) specs.push_back(AxisOf(axis));
              RuntimeOptions parsed = OptionsOf(options);
              return WithoutLock([&] {
-               return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed), donor));
+               return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed), donor, take_states));
              });
            }),
            py::arg("text"), py::arg("device") = "cpu", py::arg("axes") = std::vector<py::dict>(),
            py::arg("timeout_s") = 300.0, py::arg("options") = py::dict(),
-           py::arg("donor").none(true) = static_cast<Executor*>(nullptr),
-           "donor: an executor between two steps, whose states, parameters, buffers and connections this one shares.")
+           py::arg("donor").none(true) = static_cast<Executor*>(nullptr), py::arg("take_states") = true,
+           "donor: an executor between two steps, whose states, parameters, buffers and connections this one shares; without "
+           "take_states its tier only.")
       .def(
           "tensor", [](Executor& self, ValueId id) { return WithoutLock([&] { return Unwrap(self.TensorOf(id)); }); },
           py::arg("value_id"),

@@ -72,11 +72,13 @@ class Executor {
  public:
   // With a donor, between two of its steps, the new executor shares the donor's states, parameters, buffers and
   // connections instead of making its own: nothing is copied, and either can run the next step (not both at once).
+  // Without `take_states` it shares the donor's tier only, and has states of its own.
   // Error: the text does not parse, a symbol is unbound, an op cannot be run, a process group is missing, or the
   // program's units and states are not the donor's.
   static Result<std::unique_ptr<Executor>> Create(std::string_view text, c10::Device device,
                                                   const std::vector<AxisSpec>& axes, double timeout_s,
-                                                  RuntimeOptions options, const Executor* donor = nullptr);
+                                                  RuntimeOptions options, const Executor* donor = nullptr,
+                                                  bool take_states = true);
 
   // The storage of a state, parameter, buffer or constant: shared, not copied. What lies in the tier comes into memory
   // and stays there until the next step begins, or until Settle.

@@ -48,7 +48,7 @@ std::string StateKey(const State& state) {
 
 Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device,
                                                    const std::vector<AxisSpec>& axes, double timeout_s,
-                                                   RuntimeOptions options, const Executor* donor) {
+                                                   RuntimeOptions options, const Executor* donor, bool take_states) {
   InstallCountingAllocator();
   if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   std::unique_ptr<Executor> executor(new Executor(device));
@@ -57,14 +57,18 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
     if (donor->device_ != device) {
       return MakeError("the running program is on ", donor->device_.str(), ", the new one is for ", device.str());
     }
-    if (!donor->handed_on_.empty()) return MakeError("the running program has transfers under way between its steps");
-    if (donor->frame_.pending.on) {
+    if (take_states && !donor->handed_on_.empty()) return MakeError("the running program has transfers under way between its steps");
+    if (take_states && donor->frame_.pending.on) {
       return MakeError("the running program has left its optimizer step pending; flush it before another program takes the states");
     }
-    executor->store_.TakeOver(donor->store_);
-    executor->comms_ = donor->comms_;
-    executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device);
-    executor->floor_ = donor->floor_;
+    // States of its own have places of their own: those of the donor are still read.
+    const std::string& prefix = donor->bank_->prefix();
+    executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device, take_states ? prefix : prefix.empty() ? "new " : "");
+    if (take_states) {
+      executor->store_.TakeOver(donor->store_);
+      executor->comms_ = donor->comms_;
+      executor->floor_ = donor->floor_;
+    }
   }
   INTERLACE_TRY(executor->Load(text, axes, timeout_s));
   return executor;

@@ -27,7 +27,7 @@ Status TierBank::Add(ValueId root, const std::string& name, int64_t bytes) {
   Place& place = places_[root];
   place.name = name;
   place.bytes = bytes;
-  INTERLACE_ASSIGN(place.region, tier_->Reserve(name, bytes));
+  INTERLACE_ASSIGN(place.region, tier_->Reserve(prefix_ + name, bytes));
   return Ok{};
 }
 

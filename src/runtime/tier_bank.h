@@ -20,8 +20,9 @@ namespace interlace {
 
 class TierBank {
  public:
-  // `tier` may be nullptr: then Add is an error.
-  TierBank(std::shared_ptr<Tier> tier, c10::Device device) : tier_(std::move(tier)), device_(device) {}
+  // `tier` may be nullptr: then Add is an error. Banks of one tier with the same `prefix` share the places of equal names.
+  TierBank(std::shared_ptr<Tier> tier, c10::Device device, std::string prefix = {})
+      : tier_(std::move(tier)), device_(device), prefix_(std::move(prefix)) {}
   ~TierBank() { (void)Drain(); }
   TierBank(const TierBank&) = delete;
   TierBank& operator=(const TierBank&) = delete;
@@ -42,6 +43,7 @@ class TierBank {
   Status Drain();
 
   const std::shared_ptr<Tier>& tier() const { return tier_; }
+  const std::string& prefix() const { return prefix_; }
 
  private:
   struct Place {
@@ -54,6 +56,7 @@ class TierBank {
   Status Finish(Place& place);
   std::shared_ptr<Tier> tier_;
   c10::Device device_;
+  std::string prefix_;
   std::unordered_map<ValueId, Place> places_;
 };
 

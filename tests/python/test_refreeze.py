@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -87,6 +88,21 @@ def bits(**config: Any) -> list[Any]:
 def test_strategies_agree_on_two_ranks() -> None:
     for first, second in ranks.run(bits, 2):
         assert first == second
+
+
+@pytest.mark.parametrize("schedule", [[], [(0, ["offload_sync(cluster={cluster},kinds=states)"])]], ids=["memory", "tier"])
+def test_evaluation_follows_a_parameter_that_is_frozen_and_unfrozen(schedule: Any, tmp_path: Path) -> None:
+    model, theirs = zoo.build("llama", torch.float32), zoo.build("llama", torch.float32)
+    settings = interlace.Config(schedule=schedule, tier=str(tmp_path))
+    with interlace.compile(model, optimizer_of(model), zoo.causal_loss, zoo.tokens(2, 0), settings) as trainer:
+        for number in range(6):
+            model.lm_head.weight.requires_grad_(number not in (2, 3))
+            trainer.step(zoo.tokens(2, 10 * number))
+            ours = float(trainer.evaluate(zoo.tokens(2, 7))["loss"])
+            theirs.load_state_dict(trainer.state_dict())
+            with torch.no_grad():
+                assert ours == pytest.approx(float(zoo.causal_loss(theirs.eval(), zoo.tokens(2, 7))), rel=1e-6)
+    assert not list(tmp_path.glob("*.data"))
 
 
 def unequal() -> str:
