@@ -37,9 +37,7 @@ DIFFERENT_BATCHES = 64
 Pair = tuple[float, float]  # seconds by the clock, and of the processor
 
 
-def blocks_of(
-    trainer: interlace.Trainer, batches: Iterator[Any], folder: str, steps: int, saving: bool
-) -> Pair:
+def blocks_of(trainer: interlace.Trainer, batches: Iterator[Any], folder: str, steps: int, saving: bool) -> Pair:
     """One block: the slowest rank's seconds."""
     if dist.is_initialized():
         dist.barrier()

@@ -25,7 +25,6 @@ from interlace.capture.inputs import InputSpec
 from interlace.captures import Captures
 from interlace.distributed import PeerError, ranks_text
 from interlace.eager import EagerRunner, default_loss, named_outputs
-from interlace.errors import InterlaceError
 from interlace.programs import Built, ProgramError, Programs, Source, state_name, step_states
 from interlace.schedule import items, pass_name
 
@@ -70,7 +69,13 @@ class Evaluation:
         self._agree(trainer, spec)
         trainable = tuple(p.requires_grad for p in trainer._model.parameters())
         out = tuple(state_name(s) for s in trainer._ir.states() if s["out"])
-        key = (id(loss_fn), trainable, out, *((t.name, t.dtype, t.shape) for t in spec.tensors), repr(dict(spec.constants)))
+        key = (
+            id(loss_fn),
+            trainable,
+            out,
+            *((t.name, t.dtype, t.shape) for t in spec.tensors),
+            repr(dict(spec.constants)),
+        )
         if key not in self._built:
             made = self._build(trainer, batch, loss_fn, out)
             if isinstance(made, str):

@@ -73,7 +73,11 @@ def compare(case: str, **config: Any) -> list[dict[str, Any]]:
         (2, "llama", {"schedule": [(0, ["unshard(units=all)"]), (3, ["reorder"])]}),
         (2, "gpt2_dropout", {"mode": "eager"}),
         (2, "llama", {"schedule": [(0, ["offload_sync(cluster={cluster})"])], "tier": "tier"}),
-        (2, "llama", {"schedule": [(0, ["reposition_update", "offload_sync(cluster={cluster},kinds=states)"])], "tier": "tier"}),
+        (
+            2,
+            "llama",
+            {"schedule": [(0, ["reposition_update", "offload_sync(cluster={cluster},kinds=states)"])], "tier": "tier"},
+        ),
     ],
     ids=["one", "dropout", "replicate", "zero1", "schedule", "eager", "tier", "pending-tier"],
 )

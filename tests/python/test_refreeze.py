@@ -90,7 +90,9 @@ def test_strategies_agree_on_two_ranks() -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("schedule", [[], [(0, ["offload_sync(cluster={cluster},kinds=states)"])]], ids=["memory", "tier"])
+@pytest.mark.parametrize(
+    "schedule", [[], [(0, ["offload_sync(cluster={cluster},kinds=states)"])]], ids=["memory", "tier"]
+)
 def test_evaluation_follows_a_parameter_that_is_frozen_and_unfrozen(schedule: Any, tmp_path: Path) -> None:
     model, theirs = zoo.build("llama", torch.float32), zoo.build("llama", torch.float32)
     settings = interlace.Config(schedule=schedule, tier=str(tmp_path))

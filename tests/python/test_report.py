@@ -388,7 +388,8 @@ window.addEventListener("load", () => setTimeout(function start(waits = 0) {
         const node = document.getElementById("tip");
         if (!node.hidden) found.add(node.textContent);
       }
-    said.push("boxes " + found.size, "arena colors " + colors(arena), "arena tip " + [...found].find((text) => text.includes("gather.start")));
+    said.push("boxes " + found.size, "arena colors " + colors(arena));
+    said.push("arena tip " + [...found].find((text) => text.includes("gather.start")));
   }
   const before = canvas.toDataURL();
   document.querySelector('[data-zoom="in"]').click();
@@ -424,7 +425,11 @@ def test_a_browser_draws_it(tmp_path, size, theme, cluster):
     assert int(said[0].rsplit(" ", 1)[1]) >= 6 and int(said[1].rsplit(" ", 1)[1]) >= 5, said
     assert "aten.mm" in facts["tip"] and "fc" in facts["tip"] and "net.py:12" in facts["tip"]
     if cluster != CLUSTER:
-        facts |= {line.rsplit(" ", 1)[0]: line.rsplit(" ", 1)[1] for line in said if line.startswith(("boxes", "arena colors"))}
+        facts |= {
+            line.rsplit(" ", 1)[0]: line.rsplit(" ", 1)[1]
+            for line in said
+            if line.startswith(("boxes", "arena colors"))
+        }
         assert int(facts["boxes"]) >= 4 and int(facts["arena colors"]) >= 4, said
         tip = next(line for line in said if line.startswith("arena tip"))
         assert "gathered" in tip and "at address " in tip

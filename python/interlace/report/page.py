@@ -240,7 +240,8 @@ def _memory(report: Report) -> str:
     return (
         f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
         f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
-        f"{_arena(report)}<h3>What fills the peak</h3>{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
+        f"{_arena(report)}<h3>What fills the peak</h3>"
+        f"{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
     )
 
 
@@ -251,7 +252,8 @@ def _arena(report: Report) -> str:
         return ""
     top, live, reserved = (bytes_text(arena[f"{what}_bytes"]) for what in ("top", "live", "reserved"))
     lost = percent_text(arena["fragmentation"])
-    words = f"All that comes and goes in a step has a planned place in one arena of {top}: at most {live} live at once, {lost} is lost between."
+    words = f"All that comes and goes in a step has a planned place in one arena of {top}: at most {live} live at once"
+    words += f", {lost} is lost between."
     if arena["reserved_bytes"] > arena["top_bytes"]:
         words += f" It has {reserved} of addresses; pages that nothing lives on are given back."
     if arena["left_out"]:
