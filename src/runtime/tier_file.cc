@@ -235,7 +235,7 @@ void RemoveLeftBehind(const std::string& folder, int64_t ranks) {
     struct stat held {}, named {}, data {};
     char note[kOwner.size()] = {};
     if (lock.fd < 0 || fstat(lock.fd, &held) != 0 || !plain(held)) continue;
-    if (pread(lock.fd, note, sizeof(note), 0) != sizeof(note) || std::string_view(note, sizeof(note)) != kOwner) continue;
+    if (pread(lock.fd, note, sizeof(note), 0) != static_cast<ssize_t>(sizeof(note)) || std::string_view(note, sizeof(note)) != kOwner) continue;
     if (flock(lock.fd, LOCK_EX | LOCK_NB) != 0) continue;  // its run is alive
     if (lstat(lock_path.c_str(), &named) != 0 || named.st_ino != held.st_ino || named.st_dev != held.st_dev) continue;
     const std::string path = base + ".data";
