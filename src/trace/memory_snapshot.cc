@@ -148,7 +148,9 @@ Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) 
   for (const MemoryEvent& e : events) {
     if (e.rank < 0 || e.rank > 1 << 20) return MakeError("rank ", e.rank, " of a memory event is out of range");
     if (e.allocate && (e.bytes < 0 || e.bytes > INT64_MAX - kAlign)) return MakeError("'", e.name, "' allocates ", e.bytes, " bytes");
-    if (e.allocate && e.address > INT64_MAX / 4 - SizeOf(e)) return MakeError("'", e.name, "' is at ", e.address, ", beyond 64 bits of address");
+    if (e.allocate && e.address >= 0 && (e.bytes > INT64_MAX / 4 || e.address > INT64_MAX / 2 - e.bytes)) {
+      return MakeError("'", e.name, "' is at ", e.address, ", beyond 64 bits of address");
+    }
     ranks = std::max(ranks, e.rank + 1);
   }
   std::vector<int64_t> arena_end(ranks, kBase);

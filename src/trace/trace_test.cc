@@ -195,7 +195,7 @@ TEST(MemorySnapshot, PlannedAddressesAreKept) {
   EXPECT_EQ(addresses, (std::vector<double>{2 << 20, 0, 192, 0}));
   EXPECT_EQ(WriteMemorySnapshot({events[1], at(Allocate(0, 5, 1), 64)}).error().ToString(),
             "'aten.mm' is at 64 in the arena, where another storage lives");
-  EXPECT_EQ(WriteMemorySnapshot({at(Allocate(0, 5, 1), INT64_MAX / 2)}).error().ToString(),
+  EXPECT_EQ(WriteMemorySnapshot({at(Allocate(0, 5, 2), INT64_MAX / 2)}).error().ToString(),
             "'aten.mm' is at 4611686018427387903, beyond 64 bits of address");
 }
 
