@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from interlace.capture.model_tensors import RELEASED
 from interlace.errors import InterlaceError
 from interlace.tensor_file import CheckedTensors
 
@@ -333,6 +334,7 @@ def release(parameter: Tensor) -> None:
     empty = torch.empty_like(parameter, device="meta")
     if isinstance(parameter, nn.Parameter):
         empty = nn.Parameter(empty, parameter.requires_grad)
+    setattr(empty, RELEASED, True)
     try:
         torch.utils.swap_tensors(parameter, empty)
     except RuntimeError:  # somebody holds a C++ reference, an autograd graph for instance

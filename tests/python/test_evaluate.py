@@ -113,7 +113,7 @@ def other_function() -> tuple[float, float, float]:
         reference.load_state_dict(trainer.state_dict(all_ranks=True))
         with torch.no_grad():
             logits = reference.eval()(input_ids=batch["input_ids"]).logits
-        peak = trainer._evaluation._built.popitem()[1][0].executor.stats()["peak_bytes"]
+        peak = trainer._evaluation._built.popitem()[1][0].built.executor.stats()["peak_bytes"]
         return float((found["logits"] - logits).abs().max()), peak, trainer.stats()["peak_bytes"]
 
 
@@ -172,10 +172,14 @@ def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, perc
         found, highest, came = beside(trainer)
         assert found == expected
         assert max(highest, trainer.stats()["peak_bytes"]) <= limit
-        out = [s for s in trainer._ir.states() if s["out"]]
-        weights_out = sum(s["role"] == "shard" for s in out)
-        assert len(out) > weights_out
-        assert came == 0 or weights_out > 0, "forward reads no optimizer state"
+        out = [4 * s["shape"][0] for s in trainer._ir.states() if s["out"] and s["role"] != "shard"]
+        assert sum(out) > 0
+        if percent == 75:
+            assert came == 0, "forward reads no optimizer state, and has room beside those in memory"
+        else:
+            assert came < sum(out), (
+                "three evaluations: what lies out stays there; some of the rest makes room and is back afterwards"
+            )
         # Too much for the limit whatever moves: said, and training goes on.
         large = {k: v.repeat(200, 8) for k, v in small_batch().items()}
         with pytest.raises(
@@ -189,7 +193,7 @@ def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, perc
 
 def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) -> None:
     """Training fits in the limit with its states in memory; a large batch of evaluation fits only without them, and unit by unit."""
-    rows = 24
+    rows = 64
     with compiled([]) as plain:
         plain.step(small_batch())
         wide = {k: v.repeat(rows, 1) for k, v in small_batch().items()}

@@ -79,6 +79,10 @@ def _plain_tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
     return []
 
 
+# Marks parameters of a model in training whose memory is the trainer's: the model is captured again beside others that it shows.
+RELEASED = "_interlace_released"
+
+
 def check_parameters(tensors: list[ModelTensor]) -> None:
     """Every parameter must own dense, contiguous memory that no other tensor of the model shares, all on one device."""
     params = [t for t in tensors if t.kind == "param"]
@@ -86,7 +90,7 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
         raise CaptureError("the model has no parameters")
     if not any(p.real.requires_grad for p in params):
         raise CaptureError("the model has no trainable parameter: every one has requires_grad=False")
-    first = params[0]
+    first = next((p for p in params if not hasattr(p.real, RELEASED)), params[0])
     owners: dict[int, ModelTensor] = {}
     for p in params:
         t = p.real
@@ -96,7 +100,7 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             raise CaptureError(f"parameter '{p.name}' is a {type(t).__name__}; pass the model with plain parameters")
         if t.layout != torch.strided:
             raise CaptureError(f"parameter '{p.name}' is a {t.layout} tensor; only dense parameters can be trained")
-        if t.device != first.real.device:
+        if t.device != first.real.device and not (t.is_meta and hasattr(t, RELEASED)):
             raise CaptureError(
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
                 "move the model to one device"
