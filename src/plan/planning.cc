@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kMostDevices = 4096;  // looked at for what would fit
 constexpr double kSearchShare = 0.7;    // of a time limit; the rest is for comparisons
 constexpr double kTolerance = 0.01;     // of what plans are compared with: the best within so much
-constexpr double kCompareS = 10;        // for all comparisons where no limit is given, or as long as the search took
+constexpr double kCompareS = 20;        // for all comparisons where no limit is given, or as long as the search took
 
 class Planning {
  public:

@@ -32,7 +32,7 @@ struct PlanRequest {
   int64_t memory_limit = 0;          // bytes of a device; 0: what the cluster leaves a program, less a tenth
   int64_t host_limit = 0;            // bytes of a node's host; 0: none
   double time_limit_s = 0;           // of everything: the search and what it is compared with; 0: none for the search, and for
-                                     // comparisons as long as the search took, 10 s at least
+                                     // comparisons as long as the search took, 20 s at least
   int32_t top = 1;
   int32_t threads = 0;
   bool why_not = true;

@@ -15,6 +15,7 @@ namespace interlace::plan {
 namespace {
 
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
+constexpr size_t kSeeds = 48;            // plans tried before the search
 constexpr double kCoarse = 1e-3;         // precision while some frontiers are still bounds
 
 class Tuner {
@@ -27,6 +28,7 @@ class Tuner {
     pairs_ = PairsOf(o_.space, layers_.blocks(), cluster_, o_.global_batch);
     out_.pairs = static_cast<int64_t>(pairs_.size());
     if (o_.warm != nullptr) Warm(*o_.warm);
+    if (best_.found().empty()) INTERLACE_TRY(Seed());
     INTERLACE_TRY(Search());
     out_.bound_us = Bound();
     out_.complete = std::all_of(pairs_.begin(), pairs_.end(), [](const Pair& p) { return p.done; });
@@ -212,6 +214,33 @@ class Tuner {
     INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(only, options));
     out_.checks += result.checks;
     for (const InterStagePlan& plan : result.plans) best_.Keep(plan, p.micro_batches);
+    return Ok{};
+  }
+
+  // Stages of equal devices and layers, those that may be fastest first: quickly found, and something to beat.
+  Status Seed() {
+    std::vector<std::pair<double, size_t>> order;
+    for (size_t i = 0; i < pairs_.size(); ++i) {
+      InterStageProblem p = Problem(pairs_[i]);
+      if (p.devices % p.stages != 0 || std::find(p.counts.begin(), p.counts.end(), p.devices / p.stages) == p.counts.end()) continue;
+      p.counts = {p.devices / p.stages};
+      order.emplace_back(bounds_.LeastUs(p), i);
+    }
+    std::sort(order.begin(), order.end());
+    if (order.size() > kSeeds) order.resize(kSeeds);
+    for (const auto& [least_us, i] : order) {
+      if (least_us >= Cutoff() || Late()) break;
+      const InterStageProblem p = Problem(pairs_[i]);
+      InterStagePlan shapes;
+      std::vector<StageKey> keys;
+      for (int32_t k = 0; k < p.stages; ++k) {
+        Strategy& s = shapes.stages.emplace_back().point.strategy;
+        s.layers = p.layers / p.stages + (k >= p.stages - p.layers % p.stages), s.dp = p.devices / p.stages;
+      }
+      for (int32_t k = 0; k < p.stages; ++k) keys.push_back(KeyOf(p, shapes, k));
+      frontiers_.Compute(std::move(keys), Cutoff() / p.micro_batches, [this] { return Late(); });
+      if (!Late()) INTERLACE_TRY(TryShapes(p, shapes));
+    }
     return Ok{};
   }
 
