@@ -9,8 +9,9 @@ Blocks differ by more than that on a machine with neighbours, so it is printed t
 process's threads (of the slowest rank), and by the parts that can be told apart: the call itself, the wait before an update, and the
 writer's own processor time.
 
-Every step has another batch: on one batch repeated the loss falls to nearly nothing, gradients with it, and then the optimizer's moments
-become subnormal numbers, on which this processor's arithmetic takes several times as long. The last line says how many there were.
+Every step has another batch, as in training. The last line says how many of the optimizer's moments are subnormal numbers, on which an
+update takes 2.5 times as long (torch's too): none, unless gradients vanish for hundreds of steps. What makes some steps take longer by
+the processor's time as well is something else.
 """
 
 from __future__ import annotations
