@@ -10,7 +10,7 @@ process's threads (of the slowest rank), and by the parts that can be told apart
 writer's own processor time.
 
 Every step has another batch, as in training. The last line says how many of the optimizer's moments are subnormal numbers, on which an
-update takes 2.5 times as long (torch's too): none, unless gradients vanish for hundreds of steps. What makes some steps take longer by
+update takes twice as long: none, unless gradients vanish for hundreds of steps. What makes some steps take longer by
 the processor's time as well is something else.
 """
 
