@@ -1,12 +1,15 @@
-"""The same training run four ways on each rank: by interlace, FSDP2, DDP, and one process with the global batch; and how far they lie apart.
+"""The same training run four ways: by interlace, FSDP2, DDP, and one process with the global batch; and how far they lie apart.
 
-Every function here runs on all ranks of tests/python/ranks.py.
+Every function here runs on all ranks of tests/python/ranks.py. compare() takes many settings of interlace and runs each peer once for all
+of them: FSDP2 knows no strategy, DDP and one process neither that nor when gradients are reduced.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +25,38 @@ import interlace
 Tensor = torch.Tensor
 Losses = list[float]
 Weights = dict[str, Tensor]
+Run = tuple[Losses, Weights]
 ROWS = 2  # of a micro-batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What interlace is asked for; its peers depend on the first two, FSDP2 on the mode too."""
+
+    accumulation: int = 1
+    clip: float | None = None
+    strategy: str = "shard"
+    mode: str = "reduce_each"
+
+    def __str__(self) -> str:
+        mode = "" if self.accumulation == 1 else f"x{self.accumulation}-{self.mode}"
+        return f"{self.strategy}{mode}{'-clip' if self.clip else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """Relative distances of two runs; infinite where a number is not finite."""
+
+    loss: float
+    weights: float
+    other: tuple[str, ...] = ()  # integer buffers that are not equal
+
+    def within(self, bound: float) -> bool:
+        return self.loss <= bound and self.weights <= bound and not self.other
+
+    def __str__(self) -> str:
+        other = f", {', '.join(self.other)} differ" if self.other else ""
+        return f"loss {self.loss:.1e}, weights {self.weights:.1e}{other}"
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -138,15 +172,15 @@ def by_ddp(
 def by_one_process(
     case: str, model: nn.Module, optimizer: str, steps: int, clip: float | None, accumulation: int
 ) -> tuple[Losses, Weights]:
-    """Every rank's micro-batches one after the other, here; BatchNorm's statistics see this rank's micro-batches only."""
-    rank, size = rank_and_size()
+    """Every rank's micro-batches one after the other; BatchNorm's statistics see those of rank 0, whose buffers a state has."""
+    _, size = rank_and_size()
     opt = make_optimizer(optimizer, model)
     scheduler = schedule(opt, steps)
     losses = []
     for step in range(steps):
         total = 0.0
         for r in range(size):
-            kept = None if r == rank else [(b, b.clone()) for b in model.buffers()]
+            kept = None if r == 0 else [(b, b.clone()) for b in model.buffers()]
             for part in pieces(batch_of(case, step, r, accumulation), accumulation):
                 loss = zoo.CASES[case].loss(model, part)
                 (loss / (accumulation * size)).backward()
@@ -164,7 +198,8 @@ def by_one_process(
 
 def loss_distance(a: Losses, b: Losses) -> float:
     """Largest relative difference of a step's loss."""
-    return max(abs(x - y) / max(abs(y), 1e-12) for x, y in zip(a, b, strict=True))
+    far = [abs(x - y) / max(abs(y), 1e-12) for x, y in zip(a, b, strict=True)]
+    return max(far) if all(map(math.isfinite, far)) else math.inf
 
 
 def weight_distance(a: Weights, b: Weights) -> float:
@@ -172,39 +207,64 @@ def weight_distance(a: Weights, b: Weights) -> float:
     names = [n for n in b if b[n].is_floating_point()]
     assert list(a) == list(b), f"names differ: {set(a) ^ set(b)}"
     far = sum(float((a[n].double() - b[n].double()).square().sum()) for n in names) ** 0.5
-    return far / sum(float(b[n].double().square().sum()) for n in names) ** 0.5
+    far /= sum(float(b[n].double().square().sum()) for n in names) ** 0.5
+    return far if math.isfinite(far) else math.inf
+
+
+def distance(a: Run, b: Run) -> Distance:
+    other = tuple(n for n, v in b[1].items() if not v.is_floating_point() and not torch.equal(v, a[1][n]))
+    return Distance(loss_distance(a[0], b[0]), weight_distance(a[1], b[1]), other)
+
+
+def one_process_runs(keys: list[tuple[int, float | None]], run: Callable[..., Run]) -> dict[Any, Run]:
+    """run(accumulation, clip) for each key, shared out over the ranks; all of them on rank 0."""
+    rank, size = rank_and_size()
+    mine = {key: run(*key) for key in keys[rank::size]}
+    if size == 1:
+        return mine
+    every: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(mine, every)
+    return {key: value for some in every or () for key, value in some.items()}
 
 
 def compare(
-    case: str, dtype: str, optimizer: str, steps: int, clip: float | None, accumulation: int, strategy: str, mode: str = "reduce_each",
-    peers: tuple[str, ...] = ("one", "fsdp2", "ddp"),
-) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """(loss, weight) distance of interlace to each peer; "fsdp2-ddp" is the peers' own distance. Asserts exact integer buffers."""
-    _, size = rank_and_size()
+    case: str, dtype: str, optimizer: str, steps: int, settings: Sequence[Setting], peers: Sequence[str] = ("one", "fsdp2", "ddp"),
+    cache: str = "off",
+) -> list[dict[str, Distance]]:  # fmt: skip
+    """On rank 0: for each setting the distance of interlace to each peer; "fsdp2-ddp" is that of the peers. With a cache folder the
+    model is captured once."""
+    rank, size = rank_and_size()
     first = zoo.build(case, getattr(torch, dtype))
-    runs: dict[str, tuple[Losses, Weights]] = {}
-    args = (optimizer, steps, clip)
-    ours = by_interlace(
-        case, copy.deepcopy(first), *args, accumulation=accumulation, strategy=strategy, accumulate_mode=mode
-    )
+    known: dict[Any, Run] = {}
+
+    def once(key: Any, train: Callable[..., Run], clip: float | None, *args: Any) -> Run:
+        if key not in known:
+            known[key] = train(case, copy.deepcopy(first), optimizer, steps, clip, *args)
+        return known[key]
+
+    def one_process(accumulation: int, clip: float | None) -> Run:
+        return by_one_process(case, copy.deepcopy(first), optimizer, steps, clip, accumulation)
+
+    ones: dict[Any, Run] = {}
     if "one" in peers:
-        runs["one"] = by_one_process(case, copy.deepcopy(first), *args, accumulation)
-    if size > 1 and "fsdp2" in peers:
-        runs["fsdp2"] = by_fsdp2(case, copy.deepcopy(first), *args, accumulation, mode)
-    if size > 1 and "ddp" in peers:
-        runs["ddp"] = by_ddp(case, copy.deepcopy(first), *args, accumulation)
-    found = {}
-    rank, _ = rank_and_size()
-    for name, (losses, weights) in runs.items():
-        assert losses[-1] == losses[-1], f"{name} gave NaN"
-        if rank == 0:  # state_dict has rank 0's buffers
-            for key, value in weights.items():
-                if not value.is_floating_point():
-                    assert torch.equal(value, ours[1][key]), f"{key} differs from {name}"
-            found[name] = (loss_distance(ours[0], losses), weight_distance(ours[1], weights))
-    if "fsdp2" in runs and "ddp" in runs and rank == 0:
-        found["fsdp2-ddp"] = (
-            loss_distance(runs["fsdp2"][0], runs["ddp"][0]),
-            weight_distance(runs["fsdp2"][1], runs["ddp"][1]),
-        )
+        ones = one_process_runs(list(dict.fromkeys((s.accumulation, s.clip) for s in settings)), one_process)
+    found = []
+    for s in settings:
+        try:
+            ours = by_interlace(
+                case, copy.deepcopy(first), optimizer, steps, s.clip, accumulation=s.accumulation, strategy=s.strategy,
+                accumulate_mode=s.mode, cache=cache,
+            )  # fmt: skip
+            runs = {"one": ones[s.accumulation, s.clip]} if "one" in peers and rank == 0 else {}
+            if size > 1 and "fsdp2" in peers:
+                mode = s.mode if s.accumulation > 1 else "reduce_each"
+                runs["fsdp2"] = once(("fsdp2", s.accumulation, s.clip, mode), by_fsdp2, s.clip, s.accumulation, mode)
+            if size > 1 and "ddp" in peers:
+                runs["ddp"] = once(("ddp", s.accumulation, s.clip), by_ddp, s.clip, s.accumulation)
+        except Exception as e:
+            raise RuntimeError(f"{case} {dtype} {optimizer} {s} on rank {rank} of {size}: {e}") from e
+        if rank == 0:  # its buffers are those of a state
+            found.append({name: distance(ours, run) for name, run in runs.items()})
+            if "fsdp2" in runs and "ddp" in runs:
+                found[-1]["fsdp2-ddp"] = distance(runs["fsdp2"], runs["ddp"])
     return found

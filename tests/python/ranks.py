@@ -119,6 +119,8 @@ class Pool:
                     failed |= found[rank].error is not None  # type: ignore[union-attr]
                 except EOFError:
                     failed = True
+            if failed:  # the others may wait for it
+                deadline = min(deadline, time.monotonic() + TIMEOUT_S)
         if failed:
             self.stop()  # whatever a failure left behind must not reach the next program
         return found
