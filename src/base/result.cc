@@ -1,8 +1,20 @@
 #include "base/result.h"
 
 #include <cstdio>
+#include <cstdlib>
+
+#include "base/check.h"
 
 namespace interlace::internal {
+
+const Error* Keep(Error error) { return new Error(std::move(error)); }
+
+void Drop(const Error* error) { delete error; }
+
+void NoValue(const Error* error) {
+  CHECK(error == nullptr) << "the value of a failure was asked for: " << error->ToString();
+  std::abort();
+}
 
 std::string JoinParts(const MessagePart* parts, size_t count) {
   std::string out;

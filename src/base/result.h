@@ -1,14 +1,14 @@
 // result.h — errors as values. A Result<T> holds a T or an Error; user and input problems travel this way, never as
-// aborts. CHECK is for our own bugs only.
+// aborts or exceptions. CHECK is for our own bugs only.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <variant>
 
 namespace interlace {
 
@@ -22,23 +22,53 @@ struct Error {
 
 struct Ok {};
 
+namespace internal {
+const Error* Keep(Error error);
+void Drop(const Error* error);
+[[noreturn]] void NoValue(const Error* error);  // a bug of ours: the value of a failure was asked for
+}  // namespace internal
+
+// A T, or else an error; errors are rare and stand apart. (Much lighter to compile than a std::variant, for there are hundreds.)
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::move(value)) {}          // NOLINT: implicit on purpose
-  Result(Error error) : state_(std::move(error)) {}      // NOLINT: implicit on purpose
-  bool ok() const { return state_.index() == 0; }
+  Result(T value) : value_(std::move(value)) {}                            // NOLINT: implicit on purpose
+  Result(Error error) : error_(internal::Keep(std::move(error))) {}        // NOLINT: implicit on purpose
+  Result(const Result& other) : error_(other.ok() ? nullptr : internal::Keep(*other.error_)) {
+    if (ok()) new (&value_) T(other.value_);
+  }
+  Result(Result&& other) noexcept : error_(other.ok() ? nullptr : internal::Keep(*other.error_)) {
+    if (ok()) new (&value_) T(std::move(other.value_));
+  }
+  Result& operator=(Result other) noexcept {
+    this->~Result();
+    return *new (this) Result(std::move(other));
+  }
+  ~Result() {
+    if (ok()) {
+      value_.~T();
+    } else {
+      internal::Drop(error_);
+    }
+  }
+  bool ok() const { return error_ == nullptr; }
   explicit operator bool() const = delete;  // ambiguous for Result<bool>; use ok()
-  T& value() { return std::get<0>(state_); }
-  const T& value() const { return std::get<0>(state_); }
+  T& value() {
+    if (!ok()) internal::NoValue(error_);
+    return value_;
+  }
+  const T& value() const { return const_cast<Result*>(this)->value(); }
   T& operator*() { return value(); }
   const T& operator*() const { return value(); }
   T* operator->() { return &value(); }
   const T* operator->() const { return &value(); }
-  const Error& error() const { return std::get<1>(state_); }
+  const Error& error() const { return *error_; }
 
  private:
-  std::variant<T, Error> state_;
+  const Error* error_ = nullptr;
+  union {
+    T value_;  // alive without an error
+  };
 };
 
 using Status = Result<Ok>;

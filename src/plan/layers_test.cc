@@ -297,7 +297,9 @@ TEST(Layers, AsTheRuntimeTrainsThem) {
           }
           EXPECT_LE(held[3], held[2]);
           EXPECT_LE(held[2], held[1]);
-          if (accumulates) EXPECT_LE(held[1], held[0]);
+          if (accumulates) {
+            EXPECT_LE(held[1], held[0]);
+          }
           // In flight: a gradient that is being made and one that is reduced and received, then parameters too.
           EXPECT_GE(work[2], alone.work_backward);
           EXPECT_GE(work[3], work[2]);
