@@ -69,7 +69,7 @@ def run_rank(job_file: str) -> None:
             accumulation=steps,
             accumulate_mode=reduce,
             schedule=[(0, passes)] if passes else [],
-            timeout_s=120,
+            timeout_s=900,
         )
         optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-5)
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
@@ -125,7 +125,7 @@ def measure(wanted: list[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]
             if line.startswith("ROW "):
                 yield json.loads(line[4:])
         if any([child.wait() for child in children]):
-            print("a rank failed", file=sys.stderr)
+            print("a rank failed; with --json a second start goes on from here", file=sys.stderr)
 
 
 def main() -> int:
@@ -155,7 +155,8 @@ def main() -> int:
     found = [kept[row["row"]] for row in wanted if row["row"] in kept]
     summary(found)
     within = sum(100 * abs(row["error"]) <= WANTED for row in found)
-    print(f"{len(wanted)} rows wanted, {len(left)} of them run in {time.monotonic() - begin:.0f} s")
+    run = len(found) + len(left) - len(wanted)
+    print(f"{len(found)} of {len(wanted)} rows, {run} of them run now, in {time.monotonic() - begin:.0f} s")
     return 0 if found and within == len(found) == len(wanted) else 1
 
 

@@ -21,24 +21,33 @@ int32_t SmallestMicroBatch(const Space& space, int64_t batch, int32_t dp) {
   return 0;
 }
 
+// Visits (stages, dp, tp) of equal stages.
+template <typename Visit>
+Status ForEachMesh(const Space& space, int32_t blocks, int32_t largest_tp, const ClusterSpec& cluster, const Visit& visit) {
+  const auto most = static_cast<int32_t>(std::min<int64_t>(blocks, cluster.devices));
+  for (int32_t stages = 1; stages <= most; ++stages) {
+    if (cluster.devices % stages != 0 || (space.equal_layers && blocks % stages != 0)) continue;
+    if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), stages) == space.stages.end()) continue;
+    const int64_t devices = cluster.devices / stages;
+    if (devices < cluster.per_node ? cluster.per_node % devices != 0 : devices % cluster.per_node != 0) continue;
+    for (int32_t tp = 1; tp <= largest_tp && tp <= devices; ++tp) {
+      if (largest_tp % tp != 0 || devices % tp != 0 || cluster.per_node % tp != 0) continue;
+      const std::vector<int32_t>& allowed = space.stage.tensor_parallel;
+      if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), tp) == allowed.end()) continue;
+      INTERLACE_TRY(visit(stages, static_cast<int32_t>(devices / tp), tp));
+    }
+  }
+  return Ok{};
+}
+
 class Finder {
  public:
   Finder(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options, const StageModel& model)
       : blocks_(layers.blocks()), largest_tp_(layers.largest_tp()), cluster_(cluster), o_(options), model_(model) {}
 
   Result<std::optional<LeastMemory>> Run() {
-    int32_t most = static_cast<int32_t>(std::min<int64_t>(blocks_, cluster_.devices));
-    for (int32_t stages = 1; stages <= most; ++stages) {
-      const std::vector<int32_t>& wanted = o_.space.stages;
-      if (cluster_.devices % stages != 0 || (o_.space.equal_layers && blocks_ % stages != 0)) continue;
-      if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), stages) == wanted.end()) continue;
-      int64_t devices = cluster_.devices / stages;
-      if (devices < cluster_.per_node ? cluster_.per_node % devices != 0 : devices % cluster_.per_node != 0) continue;
-      for (int32_t tp = 1; tp <= largest_tp_ && tp <= devices; ++tp) {
-        if (largest_tp_ % tp != 0 || devices % tp != 0 || cluster_.per_node % tp != 0) continue;
-        INTERLACE_TRY(Layouts(stages, static_cast<int32_t>(devices / tp), tp));
-      }
-    }
+    INTERLACE_TRY(ForEachMesh(o_.space, blocks_, largest_tp_, cluster_,
+                              [&](int32_t stages, int32_t dp, int32_t tp) { return Layouts(stages, dp, tp); }));
     return best_;
   }
 
@@ -149,6 +158,21 @@ Result<std::optional<LeastMemory>> LeastMemoryOf(const Baseline& baseline, const
     if (found && (!best || found->device_bytes < best->device_bytes)) best = std::move(found);
   }
   return best;
+}
+
+int64_t DivisibleBatch(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster, int64_t batch) {
+  constexpr int64_t kSoon = 4096;
+  for (int64_t b = batch; b <= batch + kSoon; ++b) {
+    for (const Space& space : baseline.spaces) {
+      bool divides = false;
+      const Status visited = ForEachMesh(space, layers.blocks(), layers.largest_tp(), cluster, [&](int32_t, int32_t dp, int32_t) -> Status {
+        divides = divides || SmallestMicroBatch(space, b, dp) > 0;
+        return Ok{};
+      });
+      if (visited.ok() && divides) return b;
+    }
+  }
+  return 0;
 }
 
 }  // namespace interlace::plan

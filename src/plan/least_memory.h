@@ -26,4 +26,7 @@ Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, co
 Result<std::optional<LeastMemory>> LeastMemoryOf(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster,
                                                  TuneOptions options);
 
+// The least batch from this one on that some accumulation, micro-batch and data parallelism of the baseline divide; 0: none soon.
+int64_t DivisibleBatch(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster, int64_t batch);
+
 }  // namespace interlace::plan

@@ -177,11 +177,26 @@ class Planning {
     return larger;
   }
 
+  // Why there is no plan at all, whatever memory a device has.
+  std::string Impossible(TuneOptions options) const {
+    const int64_t batch = DivisibleBatch(searched_, *layers_, r_.cluster, r_.global_batch);
+    if (batch != r_.global_batch) {
+      return MakeError("no accumulation, micro-batch and data parallelism of the space '", r_.space, "' divide a batch of ", r_.global_batch,
+                       " on ", r_.cluster.devices, " devices; take ",
+                       batch > 0 ? MakeError("a batch of ", batch).message : std::string("a batch with more divisors"))
+          .message;
+    }
+    options.host_bytes = std::numeric_limits<int64_t>::max();
+    Result<std::optional<LeastMemory>> found = LeastMemoryOf(searched_, *layers_, r_.cluster, options);
+    const std::string needed = found.ok() && *found ? MakeError("; ", (*found)->host_bytes >> 20, " MiB would do (--host-memory)").message : "";
+    return "a node's host memory is too small for every layout" + needed;
+  }
+
   // By how much, and what would do: more devices of the same kind, a shorter sequence.
   Status NothingFits(JsonWriter& out, const TuneOptions& options, const std::optional<LeastMemory>& least) const {
     out.BeginObject();
     if (!least) {
-      out.Field("impossible", "no layout divides the batch, or host memory is too small").EndObject();
+      out.Field("impossible", Impossible(options)).EndObject();
       return Ok{};
     }
     out.Field("least_bytes", least->device_bytes).Field("over_bytes", least->device_bytes - options.device_bytes);
