@@ -6,6 +6,7 @@
 
 #include "plan/baselines.h"
 #include "plan/frontiers.h"
+#include "plan/least_memory.h"
 #include "plan/pair_bound.h"
 #include "plan/plan_text.h"
 #include "plan/recurrence.h"
@@ -138,6 +139,19 @@ TEST(Tune, PlansKeepTheRulesAndCostWhatTheySay) {
   ASSERT_TRUE(cold.ok() && warm.ok());
   EXPECT_NEAR(warm->plans[0].step_us, cold->plans[0].step_us, 1e-8 * cold->plans[0].step_us);
   EXPECT_LE(warm->checks, cold->checks);
+}
+
+TEST(Tune, LeastMemoryIsOfTheSpace) {
+  testing::GptLayers layers(1024, 16, 6);
+  TuneOptions options = Options(16);
+  options.space.stage.tensor_parallel = {1};
+  auto least = FindLeastMemory(layers, Preset("l4-24gb-8"), options);
+  ASSERT_TRUE(least.ok()) << ErrorOf(least);
+  ASSERT_TRUE(least->has_value());
+  for (const PlanStage& stage : (*least)->plan.stages) EXPECT_EQ(stage.strategy.tp, 1);
+  Baseline one_stage{"one stage", "", {options.space}};
+  one_stage.spaces[0].stages = {1};
+  EXPECT_EQ(DivisibleBatch(one_stage, layers, Preset("l4-24gb-8"), 17), 24);
 }
 
 TEST(Tune, NoBaselineIsFasterThanTheFullSpace) {
