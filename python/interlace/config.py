@@ -64,7 +64,9 @@ class Config:
     rng              "keyed" streams (independent of order), or "compat": one generator in program order, as eager has
     passes           a whole pipeline that replaces the standard one (strategy, accumulation and clipping included)
     memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes)
-    tier             a folder on a local disk for what leaves memory when memory_limit asks for it; of this run alone
+    tier             where what leaves memory goes when memory_limit asks for it: a folder on a local disk, of this run alone, or
+                     "host", the host's memory (which an accelerator always has; on CPUs the limit then counts the rest), where
+                     optimizer steps may be made as well
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
     arena            CPUs: what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
     dump_ir          a folder that gets the program before and after every pass

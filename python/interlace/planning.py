@@ -122,7 +122,7 @@ class Planner:
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
                 preset = _core.preset_cluster(f"local-{self.ranks}")
                 text = re.sub(r"\ncores = \d+", f"\ncores = {cores}", preset).rstrip("\n") + "\n"
-                self._cluster = tier_speed(text, self.config) if self.config.tier else text
+                self._cluster = tier_speed(text, self.config) if self.config.tier not in (None, "host") else text
             else:
                 path = Path(given)
                 if path.suffix == ".toml" or "/" in given:

@@ -37,7 +37,7 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
         return ()
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
     if limited and config.tier is not None:  # what does not fit may leave memory
-        search += ",offload=auto"
+        search += ",offload=host" if config.tier == "host" else ",offload=auto"
     if device != "cpu" and config.profile == "auto":  # measured on CPUs only
         return ((0, (search + ")",)),)
     if config.profile != "auto":

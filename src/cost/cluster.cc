@@ -42,6 +42,7 @@ constexpr NumberKey kNumbers[] = {
     {"host", "h2d_gb_per_s", &ClusterSpec::h2d_gb_per_s, Rule::kPositive, true},
     {"host", "d2h_gb_per_s", &ClusterSpec::d2h_gb_per_s, Rule::kPositive, true},
     {"host", "host_gb_per_s", &ClusterSpec::host_gb_per_s, Rule::kPositive, true},
+    {"host", "memory_gb_per_s", &ClusterSpec::host_memory_gb_per_s, Rule::kPositive, false},
     {"host", "memory_gib", &ClusterSpec::host_memory_gib, Rule::kPositive, false},
     {"host", "copy_us", &ClusterSpec::copy_us, Rule::kNotNegative, true},
     {"host", "file_read_gb_per_s", &ClusterSpec::file_read_gb_per_s, Rule::kPositive, true},

@@ -68,6 +68,7 @@ struct ClusterSpec {
 
   double h2d_gb_per_s = 0, d2h_gb_per_s = 0;   // per device
   double host_gb_per_s = 0;                    // per node and direction, all devices together
+  double host_memory_gb_per_s = 0;             // per node, that its cores read and write together; 0: host_gb_per_s
   double host_memory_gib = 0;                  // per node; 0: not known, no limit
   double copy_us = 0;                          // latency of a copy
   double file_read_gb_per_s = 0, file_write_gb_per_s = 0;  // per node
@@ -81,6 +82,7 @@ struct ClusterSpec {
   std::string interference;        // "l4", "a100", "none"
   std::vector<double> interference_factors;    // 28, instead of a table
 
+  double HostMemoryGbPerS() const { return host_memory_gb_per_s > 0 ? host_memory_gb_per_s : host_gb_per_s; }
   // The device's memory left for a program.
   int64_t MemoryLimitBytes() const { return static_cast<int64_t>((memory_gib - reserve_gib) * 1073741824.0); }
 };

@@ -65,7 +65,9 @@ Result<OpCost> CostModel::Cost(const Op& op) {
   if (std::optional<CollectiveKind> kind = KindOf(op.name)) {
     cost = Collective(op, *kind);
   } else if (op.name == "offload.start" || op.name == "reload.start") {
-    if (!IsClean(op)) cost = Copy(op, op.name == "reload.start");
+    if (!IsClean(op) && !IsFresh(op)) cost = Copy(op, op.name == "reload.start");
+  } else if (StepsOnHost(op)) {
+    cost = HostStep(op);
   } else {
     cost = Compute(op);
   }
@@ -195,6 +197,23 @@ Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view a
 Result<OpCost> CostModel::Copy(const Op& op, bool to_device) {
   INTERLACE_ASSIGN(double bytes, OperandBytes(op, /*results=*/false));
   return CopyCost(LaneOf(op), to_device, bytes);
+}
+
+// On CPUs the host's cores are the device's: the same kernel, on a core beside the compute lane.
+Result<OpCost> CostModel::HostStep(const Op& op) {
+  OpCost cost;
+  if (cluster_.cpu) {
+    INTERLACE_ASSIGN(cost, Compute(op));
+    cost.core_share = 1;
+  }
+  INTERLACE_ASSIGN(const KernelWork work, WorkOf(*program_, op));
+  if (!cluster_.cpu) {
+    INTERLACE_ASSIGN(cost.work_ps, Picoseconds(work.bytes / (cluster_.HostMemoryGbPerS() * 1e3)));
+    cost.source = OpCost::Source::kEstimated;
+  }
+  cost.resource = Resource::kHostMemory;
+  cost.bytes = static_cast<int64_t>(std::min(work.bytes, 9e18));
+  return cost;
 }
 
 Result<OpCost> CostModel::CopyCost(Lane lane, bool to_device, double bytes) {

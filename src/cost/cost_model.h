@@ -17,7 +17,7 @@
 
 namespace interlace {
 
-enum class Resource : uint8_t { kNone, kCompute, kIntraLink, kInterLink, kHostToDevice, kDeviceToHost, kFile };
+enum class Resource : uint8_t { kNone, kCompute, kIntraLink, kInterLink, kHostToDevice, kDeviceToHost, kFile, kHostMemory };
 
 struct OpCost {
   enum class Source : uint8_t { kFree, kMeasured, kEstimated };
@@ -73,6 +73,7 @@ class CostModel {
   Result<OpCost> Compute(const Op& op);
   Result<OpCost> Collective(const Op& op, CollectiveKind kind);
   Result<OpCost> Copy(const Op& op, bool to_device);
+  Result<OpCost> HostStep(const Op& op);
   Result<double> OperandBytes(const Op& op, bool results) const;
 
   const Program* program_;

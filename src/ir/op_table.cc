@@ -38,7 +38,7 @@ constexpr OpInfo kOps[] = {
     {"all_to_all.wait", Lane::kP2P, true, "the exchanged value may be read from here"},
 };
 
-constexpr std::array<std::string_view, 7> kLanes = {"compute", "gather", "reduce", "h2d", "d2h", "file", "p2p"};
+constexpr std::array<std::string_view, kLaneCount> kLanes = {"compute", "gather", "reduce", "h2d", "d2h", "file", "p2p", "host"};
 
 const Arg* ValueArg(const Op& op, size_t index) {
   return index < op.args.size() && op.args[index].kind == Arg::Kind::kValue ? &op.args[index] : nullptr;
@@ -87,6 +87,16 @@ std::optional<Lane> ParseLane(std::string_view name) {
     if (kLanes[i] == name) return static_cast<Lane>(i);
   }
   return std::nullopt;
+}
+
+bool StepsOnHost(const Op& op) {
+  return op.lane == Lane::kHost && op.name.starts_with("update.");
+}
+
+size_t FlatOperands(const Op& op) {
+  if (op.name != "update.sgd") return 4;
+  const Arg* momentum = op.Attr("momentum");
+  return momentum != nullptr && momentum->boolean ? 3 : 2;
 }
 
 std::vector<ValueId> WrittenOperands(const Program&, const Op& op) {

@@ -30,7 +30,8 @@ inline constexpr int32_t kMaxValues = 1 << 28;
 inline constexpr int64_t kNormLimbs = 68;      // int64 words of the exact norm accumulator
 
 enum class Level : uint8_t { kCaptured, kSharded, kScheduled };
-enum class Lane : uint8_t { kCompute, kGather, kReduce, kH2D, kD2H, kFile, kP2P };
+enum class Lane : uint8_t { kCompute, kGather, kReduce, kH2D, kD2H, kFile, kP2P, kHost };
+inline constexpr int kLaneCount = 8;
 enum class Part : uint8_t { kNone, kForward, kBackward, kUpdate };  // tags fwd, bwd, upd
 
 struct Type {

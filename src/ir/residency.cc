@@ -26,6 +26,11 @@ bool IsClean(const Op& op) {
   return clean != nullptr && clean->boolean;
 }
 
+bool IsFresh(const Op& op) {
+  const Arg* fresh = op.Attr("fresh");
+  return fresh != nullptr && fresh->boolean;
+}
+
 Residency ComputeResidency(const Program& program) {
   Residency out;
   std::vector<char> moves(program.num_values(), 0);

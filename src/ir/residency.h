@@ -31,6 +31,8 @@ struct Move {
 const Move* MoveOf(const Op& op);  // nullptr: not an offload or reload
 // offload.start with clean=true: the tier still has these bytes, so nothing is copied.
 bool IsClean(const Op& op);
+// reload.start with fresh=true: memory is taken, nothing is copied into it; it is written before it is read.
+bool IsFresh(const Op& op);
 
 struct Residency {
   std::vector<ValueId> states;  // that move, or lie out between steps; in program order

@@ -103,6 +103,58 @@ TEST(Residency, TheVerifierNamesWhatIsWrong) {
   }
 }
 
+// The step on the host: weights come for their use, the gradient takes memory from its first write to its way out. `from` is
+// replaced by `to` in the text.
+std::string HostText(const std::string& from = "", const std::string& to = "") {
+  std::string text = Text(" out", "  reload.start(%4) {fwd}\n  reload.wait(%4) {fwd}\n", "  offload.wait(%5) {upd}\n", "");
+  const auto replace = [&](const std::string& what, const std::string& with) {
+    const size_t at = text.find(what);
+    ASSERT_NE(at, std::string::npos) << what;
+    text.replace(at, what.size(), with);
+  };
+  replace("u0.shard persistent", "u0.shard persistent out");
+  replace("u0.grad step", "u0.grad step out");
+  replace("u0.exp_avg_sq persistent", "u0.exp_avg_sq persistent out");
+  replace("  %14: f32[64] into", "  reload.start(%5) {bwd fresh=true}\n  reload.wait(%5) {bwd}\n  %14: f32[64] into");
+  replace("  release(%12) {bwd}\n", "  release(%12) {bwd}\n  offload.start(%5) {bwd}\n  offload.start(%4) {bwd clean=true}\n  offload.wait(%4) {bwd}\n");
+  replace("{upd units=[u0]", "{upd lane=host units=[u0]");
+  if (!from.empty()) replace(from, to);
+  return text;
+}
+
+TEST(Residency, AStepOnTheHostWorksOnWhatIsOut) {
+  Program program = ParsedText(HostText());
+  ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
+  Result<PhaseLiveness> update = ComputeLiveness(program, *program.FindPhase("update"));
+  ASSERT_TRUE(forward.ok() && update.ok());
+  EXPECT_EQ(forward->persistent_bytes, 0);
+  EXPECT_EQ(forward->live_before.front(), 0);
+  EXPECT_EQ(update->live_before, (std::vector<int64_t>{256, 0, 0})) << "the gradient, until it has gone";
+  Result<testing::RunResult> plain = testing::Interpret(ParsedText(Text("", "", "", "")), {.steps = 3});
+  Result<testing::RunResult> host = testing::Interpret(program, {.steps = 3});
+  ASSERT_TRUE(host.ok()) << host.error().ToString();
+  EXPECT_EQ(testing::FirstDifference(*plain, *host), "");
+}
+
+TEST(Residency, TheVerifierKnowsWhatAStepOnTheHostNeeds) {
+  const std::vector<std::pair<std::pair<std::string, std::string>, std::string>> cases = {
+      {{"  offload.wait(%5) {upd}\n", ""}, "a step on the host works on storages that are out; %5 is on its way out; offload it and wait first"},
+      {{"u0.exp_avg_sq persistent out", "u0.exp_avg_sq persistent"}, "a step on the host works on storages that are out; %7 is in memory"},
+      {{"{upd lane=host", "{upd"}, "%4 is used while its storage is out; reload it and wait first"},
+      {{"reload.start(%4) {fwd}", "reload.start(%4) {fwd fresh=true}"}, "fresh= is for reload.start of a state of one step, which has nothing to keep"},
+      {{"  offload.start(%5) {bwd}\n", ""}, "%5 is in memory here; offload.wait needs it on its way out"},
+      {{"  %14: f32[64] into", "  offload.start(%5) {bwd}\n  %14: f32[64] into"}, "%5 goes out before anything is written to it"},
+      {{"  %14: f32[64] into", "  %20: f32[64] = aten.neg(%5) {bwd}\n  %14: f32[64] into"}, "%5 is read before anything is written to it"},
+      {{"aten.mul.Tensor(%10, %2) {fwd}", "aten.mul.Tensor(%10, %2) {fwd lane=host}"}, "lane=host is for optimizer steps (update.*) on storages that are out"},
+  };
+  for (const auto& [change, message] : cases) {
+    std::string all;
+    for (const Error& error : VerifyAll(ParsedText(HostText(change.first, change.second)))) all += error.message + "\n";
+    EXPECT_NE(all.find(message), std::string::npos) << "wanted: " << message << "\ngot: " << all;
+  }
+}
+
 TEST(Residency, AValueComesBackBeforeItsPhaseEnds) {
   std::string text = Text("", "", "", "");
   const std::string at = "  %12: f32[64] = grad.begin";

@@ -63,6 +63,9 @@ class Meaning {
         report_.AtOp(op, op.name + " belongs to the sharded level, but this program is captured");
       }
     }
+    if (op.lane == Lane::kHost && !StepsOnHost(op)) {
+      report_.AtOp(op, "lane=host is for optimizer steps (update.*) on storages that are out; " + op.name + " runs on the device");
+    }
     if (op.Attr("on_shard") != nullptr) OnShard(op);
     if (op.Attr(kMicroBatch) != nullptr) OfMicroBatch(op);
     if (program_.level != Level::kCaptured) DirectUse(op);

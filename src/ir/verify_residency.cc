@@ -1,5 +1,6 @@
 // What is out of memory is not used and comes back before it is; what moves is not written on its way. The run order
 // is walked once, with a repeated micro-batch twice, and must end as it began.
+#include <algorithm>
 #include <set>
 #include <unordered_map>
 
@@ -19,14 +20,13 @@ class Walk {
     for (const State& state : program_.states) {
       if (!state.out) continue;
       any = true;
-      if (!state.persistent) report_.AtValue(state.value, "a state of one step is made anew in each step; it cannot be 'out' between steps");
       if (program_.RootOf(state.value) != state.value) report_.AtValue(state.value, "only a state that owns its storage can be 'out'");
       place_[state.value] = Place::kOut;
     }
     for (const Phase& phase : program_.phases) {
       for (OpId id : phase.ops) any = any || MoveOf(program_.op(id)) != nullptr;
     }
-    if (!any) return;
+    if (!any && !AnyOnHost()) return;
     const Phase* last = nullptr;
     for (const auto& [phase, count] : program_.RunOrder()) {
       for (int64_t i = 0; i < std::min<int64_t>(count, 2); ++i) RunPhase(*phase);
@@ -42,6 +42,15 @@ class Walk {
   }
 
  private:
+  bool AnyOnHost() const {
+    for (const Phase& phase : program_.phases) {
+      for (OpId id : phase.ops) {
+        if (StepsOnHost(program_.op(id))) return true;
+      }
+    }
+    return false;
+  }
+
   Place PlaceOf(ValueId root) const {
     auto found = place_.find(root);
     return found == place_.end() ? Place::kIn : found->second;
@@ -66,7 +75,8 @@ class Walk {
         ++it;
         continue;
       }
-      if (it->second != Place::kIn) {
+      // What a step on the host has used up ends where it lies.
+      if (it->second != Place::kIn && !(it->second == Place::kOut && used_up_.contains(it->first))) {
         Report(program_.op(moved_by_[it->first]),
                "%" + std::to_string(it->first) + " is " + std::string(PlaceName(it->second)) + " when phase '" + phase.name +
                    "' ends; only states stay out over phases",
@@ -94,12 +104,19 @@ class Walk {
     if (move.to == Place::kLeaving && IsClean(op) && !clean_.contains(id)) {
       Report(op, "%" + std::to_string(id) + " was written since it came back, or never was in the tier; leave out clean=true", id);
     }
-    if (move.to == Place::kIn) clean_.insert(id);
+    if (const Arg* fresh = op.Attr("fresh"); fresh != nullptr) {
+      const bool step = value.kind == ValueKind::kState && !Persistent(id);
+      if (move.to != Place::kComing || !step) Report(op, "fresh= is for reload.start of a state of one step, which has nothing to keep", id);
+      if (IsFresh(op)) blank_.insert(id);
+    }
+    if (move.to == Place::kLeaving && blank_.contains(id)) Report(op, "%" + std::to_string(id) + " goes out before anything is written to it", id);
+    if (move.to == Place::kIn && !blank_.contains(id)) clean_.insert(id);
     place_[id] = move.to;
     moved_by_[id] = op.id;
   }
 
   void Touches(const Op& op) {
+    if (StepsOnHost(op)) return Steps(op);
     if ((place_.empty() && clean_.empty()) || op.name == "view") return;
     auto touch = [&](ValueId id) {
       const Place now = PlaceOf(program_.RootOf(id));
@@ -108,10 +125,15 @@ class Walk {
     };
     auto write = [&](ValueId id, const char* verb) {
       clean_.erase(program_.RootOf(id));
+      blank_.erase(program_.RootOf(id));
       if (PlaceOf(program_.RootOf(id)) == Place::kLeaving)
         Report(op, "%" + std::to_string(id) + " is " + verb + " while its storage is on its way out; wait for the offload first", id);
     };
-    ForEachOperand(op, touch);
+    ForEachOperand(op, [&](ValueId id) {
+      touch(id);
+      if (!blank_.contains(program_.RootOf(id)) || op.name == "release") return;
+      Report(op, "%" + std::to_string(id) + " is read before anything is written to it: its memory came with fresh=true", id);
+    });
     for (ValueId id : op.writes) touch(id);
     for (ValueId id : op.results) {
       if (id == kNone || !program_.value(id).placed) continue;
@@ -124,11 +146,38 @@ class Walk {
     }
   }
 
+  // An optimizer step on the host: everything but the coefficient lies in the tier, and is changed there.
+  void Steps(const Op& op) {
+    for (size_t i = 0; i < op.args.size(); ++i) {
+      if (op.args[i].kind != Arg::Kind::kValue) continue;  // reported elsewhere
+      const ValueId id = op.args[i].value;
+      const Place now = PlaceOf(program_.RootOf(id));
+      if (i >= FlatOperands(op)) {
+        if (now != Place::kIn) Report(op, "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) + "; reload it and wait first", id);
+        continue;
+      }
+      if (program_.RootOf(id) != id) {
+        Report(op, "a step on the host works on whole storages; %" + std::to_string(id) + " is a part of %" + std::to_string(program_.RootOf(id)), id);
+      } else if (now != Place::kOut) {
+        Report(op, "a step on the host works on storages that are out; %" + std::to_string(id) + " is " + std::string(PlaceName(now)) +
+                       "; offload it and wait first", id);
+      }
+      if (program_.value(id).kind == ValueKind::kResult) used_up_.insert(id);
+    }
+    for (ValueId id : WrittenOperands(program_, op)) clean_.erase(id);
+  }
+
+  bool Persistent(ValueId id) const {
+    return std::any_of(program_.states.begin(), program_.states.end(), [&](const State& s) { return s.value == id && s.persistent; });
+  }
+
   const Program& program_;
   VerifyReport& report_;
   std::unordered_map<ValueId, Place> place_;  // what is not here is in memory
   std::unordered_map<ValueId, OpId> moved_by_;
   std::set<ValueId> clean_;  // in memory, and the same in the tier
+  std::set<ValueId> blank_;  // in memory that came with fresh=true, and not written since
+  std::set<ValueId> used_up_;  // results that a step on the host took
   std::set<std::pair<OpId, ValueId>> reported_;
 };
 

@@ -131,6 +131,8 @@ std::string Decisions(const Program& program, const Row& chosen) {
            : chosen.passes.ends_with(",overlap_update") ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
   const std::string* recompute = program.Meta("recompute");
   text += "  recomputed             " + (recompute == nullptr ? std::string("nothing") : *recompute) + "\n";
+  if (const std::string* offload = program.Meta("offload")) text += "  out of memory          " + *offload + "\n";
+  if (const std::string* host = program.Meta("host_update")) text += "  steps on the host      " + *host + "\n";
   return text;
 }
 

@@ -20,6 +20,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Golden{"mlp.canonicalize.il", "canonicalize"}, Golden{"mlp.shard1.il", "canonicalize,shard(ranks=1),update"},
         Golden{"mlp.shard2.il", "canonicalize,shard(ranks=2),update(clip=1.0)"},
+        Golden{"mlp.host2.il", "canonicalize,shard(ranks=2),update(clip=1.0),host_update(units=u0+u2)"},
+        Golden{"mlp.host2_pending.il", "canonicalize,shard(ranks=2),update(clip=1.0),reposition_update,host_update"},
         Golden{"mlp.shard2_forward.il", "canonicalize,shard(ranks=2),update(clip=1.0),forward_only(out=u0.exp_avg+u2.exp_avg_sq+u0.shard)"},
         Golden{"mlp.shard2_plain.il", "canonicalize,shard(ranks=2,ahead=0,wait=now),update(norm=always)"},
         Golden{"mlp.replicate2.il", "canonicalize,replicate(ranks=2),update(clip=0.5)"},

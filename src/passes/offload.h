@@ -2,6 +2,7 @@
 //
 //   offload(limit=2GiB)        only the excess: optimizer states first, then gradients, weights, activations; copies run
 //                              beside the compute lane, each as late as it can and as early as the memory allows
+//                              (host=auto: the optimizer steps of some units are made on the host instead, host_update.h)
 //   offload_deepcompile(...)   DeepCompile, Algorithm 2: optimizer states in fragments, out from the head of forward
 //   offload_sync(...)          everything out after each use and back before the next, waited for at once: the baseline
 //
@@ -14,7 +15,7 @@
 
 namespace interlace {
 
-// Options: limit, kinds, window, slack, cluster, profile. Error: a limit that cannot be met; it says the least that can.
+// Options: limit, kinds, window, slack, host, cluster, profile. Error: a limit that cannot be met; it says the least that can.
 Result<bool> Offload(Program& program, const PassOptions& options);
 // Options: limit, fragment, cluster, profile. Error: as above (the loop in the paper does not end then).
 Result<bool> OffloadDeepCompile(Program& program, const PassOptions& options);

@@ -7,6 +7,7 @@
 #include "passes/canonicalize.h"
 #include "passes/cost_options.h"
 #include "passes/forward_only.h"
+#include "passes/host_update.h"
 #include "passes/interleave.h"
 #include "passes/offload.h"
 #include "passes/overlap_update.h"
@@ -141,12 +142,18 @@ std::span<const PassInfo> PassTable() {
        "the optimizer step of a unit runs in the next step, just before the unit is first needed there (Mist)",
        {{"ahead", kCount, "1", "zero1: first uses between the start of a gather and its wait", {}, 0}},
        RepositionUpdate},
+      {"host_update",
+       "the optimizer steps of units are made on the host, where their states lie; gradients go there, weights come back",
+       {{"units", kText, "all", "all that can, or those of a list u0+u3"},
+        {"share", kNumber, "1", "with all: of their bytes, those that a step needs last"}},
+       HostUpdate},
       {"offload",
        "storages leave memory where the limit asks for it, and are back in time; copies run beside the compute lane",
        {kLimitOption,
         {"kinds", kText, "states+gradients+master", "what may leave, in order: states, gradients, master, activations"},
         {"window", kBytes, "none", "room that is kept for copies under way; none: tried by simulation"},
         {"slack", kNumber, "1.2", "times a copy's own time between its start and its wait"},
+        {"host", kChoice, "never", "steps made on the host: none, as many as make the step shortest by simulation, all", {"never", "auto", "always"}},
         kClusterOption,
         kProfileOption},
        Offload},
@@ -167,7 +174,7 @@ std::span<const PassInfo> PassTable() {
         kLimitOption,
         {"recompute", kChoice, "auto", "also decide what runs again in the backward part, or leave that as it is", {"auto", "none"}},
         {"interleave", kChoice, "auto", "also decide how many micro-batches run side by side, or leave that as it is", {"auto", "none"}},
-        {"offload", kChoice, "none", "storages may leave memory where nothing else fits", {"none", "auto"}},
+        {"offload", kChoice, "none", "storages may leave memory where nothing else fits; host: and steps be made there", {"none", "auto", "host"}},
         {"evaluations", kCount, "0", "simulations at most; 0: by the size of the program", {}, 0},
         {"seconds", kNumber, "0", "stop after so long with the best until then; 0: no such stop"}},
        Search},

@@ -213,7 +213,7 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
 }
 
 Status CheckRepositioned(const Program& program, std::string_view name) {
-  constexpr std::array<std::string_view, 5> kFine = {"reposition_update", "canonicalize", "offload", "offload_deepcompile", "offload_sync"};
+  constexpr std::array<std::string_view, 6> kFine = {"reposition_update", "canonicalize", "host_update", "offload", "offload_deepcompile", "offload_sync"};
   if (std::find(kFine.begin(), kFine.end(), name) != kFine.end() || PendingOps(program).empty()) return Ok{};
   return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ", name,
                    " does not keep that order; run reposition_update after ", name);

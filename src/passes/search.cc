@@ -100,7 +100,7 @@ class Searcher {
       last = at;
       std::string passes = over[at].passes.empty() ? "" : over[at].passes + ",";
       if (passes.find("overlap_update") == std::string::npos) passes += "overlap_update,";
-      INTERLACE_TRY(Heuristic(over[at].name + ", offload", passes + With("offload", "", limit), i == 0));
+      INTERLACE_TRY(Heuristic(over[at].name + ", offload", passes + With("offload", options_.host ? "host=auto" : "", limit), i == 0));
     }
     return Ok{};
   }

@@ -54,9 +54,10 @@ Result<SearchOptions> ReadOptions(const PassOptions& options) {
   SearchOptions search;
   INTERLACE_ASSIGN(search.evaluations, options.Int("evaluations", 0, 0));
   INTERLACE_ASSIGN(search.seconds, options.Number("seconds", 0));
-  Result<std::string> offload = options.Choice("offload", {"none", "auto"});
+  Result<std::string> offload = options.Choice("offload", {"none", "auto", "host"});
   if (!offload.ok()) return offload.error();
-  search.offload = *offload == "auto";
+  search.host = *offload == "host";
+  search.offload = search.host || *offload == "auto";
   for (const char* name : {"cluster", "profile"}) {
     const std::string* text = options.Find(name);
     if (text != nullptr) search.costs_text += (search.costs_text.empty() ? "" : ",") + std::string(name) + "=" + *text;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "ir/op_table.h"
 #include "ir/residency.h"
@@ -73,13 +74,17 @@ class StepLineReader {
         if (id != kNone) sources[id] = read;
       }
     }
+    for (OpId id : phase.ops) {  // what host_update moves keeps its places
+      if (MoveOf(program_.op(id)) == nullptr) continue;
+      ForEachOperand(program_.op(id), [&](ValueId operand) { moves_.insert(operand); });
+    }
     for (ValueId id : phase.takes) pinned_[program_.RootOf(id)] = true;
     for (ValueId id : phase.gives) pinned_[program_.RootOf(id)] = true;
   }
 
   Result<StepLine> Finish() {
     for (const State& state : program_.states) {
-      if (program_.RootOf(state.value) != state.value || state.unit == kNone) continue;
+      if (program_.RootOf(state.value) != state.value || state.unit == kNone || state.out || moves_.contains(state.value)) continue;
       const bool weights = state.role == "shard" || state.role == "full";
       const OffloadKind kind = !state.persistent ? OffloadKind::kGradients : weights ? OffloadKind::kMaster : OffloadKind::kStates;
       INTERLACE_TRY(Add(state.value, kind, state.unit, state.persistent));
@@ -87,7 +92,7 @@ class StepLineReader {
     std::vector<std::pair<int32_t, ValueId>> results;
     for (const auto& [root, uses] : uses_) {
       const Value& value = program_.value(root);
-      if (value.kind != ValueKind::kResult || pinned_.contains(root) || uses.size() < 2) continue;
+      if (value.kind != ValueKind::kResult || pinned_.contains(root) || moves_.contains(root) || uses.size() < 2) continue;
       const Op& def = program_.op(value.def);
       // Gathered and flat buffers are short-lived; what a release names could be out there.
       if (def.name == "gather.start" || def.name == "grad.begin") continue;
@@ -129,6 +134,7 @@ class StepLineReader {
   int64_t now_ps_ = 0;
   std::unordered_map<ValueId, std::vector<Use>> uses_;  // by root
   std::unordered_map<ValueId, bool> pinned_, repeated_;
+  std::unordered_set<ValueId> moves_;
 };
 
 }  // namespace

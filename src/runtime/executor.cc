@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "base/suggest.h"
+#include "ir/op_table.h"
 #include "ir/text.h"
 #include "runtime/allocator.h"
 #include "runtime/step_scope.h"
@@ -48,7 +49,7 @@ Status Executor::PutBack(ValueId id) {
   for (const auto& [state, out] : moving_) {
     const c10::Storage& storage = fixed_[state].storage();
     if (state != id || !out || IsOut(storage, geometry_[id].end_bytes())) continue;
-    bank_->StartOut(id, storage, /*clean=*/true);
+    INTERLACE_TRY(bank_->StartOut(id, storage, /*clean=*/true));
     return bank_->FinishOut(id, storage);
   }
   return Ok{};
@@ -95,7 +96,8 @@ Status Executor::RunPending(const Plan& plan) {
   std::unordered_map<ValueId, OpId> last;  // by root: the op behind which it may leave; kNone: a transfer may still read it
   const auto touched = [&](OpId id, const auto& visit) {
     const Op& op = std::as_const(program_).op(id);
-    ForEachOperand(op, visit);
+    size_t lying = StepsOnHost(op) ? FlatOperands(op) : 0;  // what is stepped where it lies stays there
+    ForEachOperand(op, [&](ValueId operand) { lying > 0 ? static_cast<void>(--lying) : visit(operand); });
     for (ValueId result : op.results) {
       if (result != kNone && fixed_[result].defined()) visit(result);
     }
@@ -372,6 +374,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
     frame_.pending.on = false;  // some of it was made
     return status.error();
   }
+  INTERLACE_TRY(bank_->Drain());  // steps on the host that nothing has waited for
   ++frame_.counters.steps;
   frame_.transfers.clear();
   if (!pending_phase_.ops.empty()) {

@@ -11,20 +11,20 @@ struct MoveKernel final : KernelData {
   TierBank* bank;
   std::vector<ValueId> roots;
   Place to;
-  bool clean;
+  bool clean, fresh;
   void Run(Frame& frame) {
     for (ValueId root : roots) {
       const c10::Storage& storage = frame.slots[root].storage();
       Status status = Ok{};
       switch (to) {
         case Place::kLeaving:
-          bank->StartOut(root, storage, clean);
+          status = bank->StartOut(root, storage, clean);
           break;
         case Place::kOut:
           status = bank->FinishOut(root, storage);
           break;
         case Place::kComing:
-          bank->StartIn(root, storage);
+          status = bank->StartIn(root, storage, fresh);
           break;
         case Place::kIn:
           status = bank->FinishIn(root);
@@ -51,6 +51,7 @@ Result<Kernel> BuildMoveKernel(const BuildContext& context, const Op& op) {
   kernel->roots = std::move(operands);
   kernel->to = MoveOf(op)->to;
   kernel->clean = IsClean(op);
+  kernel->fresh = IsFresh(op);
   return MakeKernel(std::move(kernel));
 }
 

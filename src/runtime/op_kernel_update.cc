@@ -1,11 +1,16 @@
 // Kernels of the exact norm and of the optimizers.
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
+#include <memory>
 
+#include "ir/op_table.h"
 #include "ir/pending.h"
 #include "runtime/kernels.h"
 #include "runtime/op_kernel.h"
+#include "runtime/tier_bank.h"
 
 namespace interlace {
 
@@ -63,11 +68,13 @@ struct UpdateKernel final : KernelData {
     int32_t group;                   // index into the hyper-parameters
     std::vector<at::Tensor> sliced;  // per operand, when it is fixed
   };
+  using Operands = std::array<at::Tensor, 4>;  // w, g, states; undefined where there are fewer
   Optimizer optimizer;
-  std::vector<ValueId> operands;  // w, g, states
+  std::vector<ValueId> operands;
   bool clipped = false, pending = false;
   double scale = 1;
-  std::vector<Range> ranges;
+  std::shared_ptr<std::vector<Range>> ranges;  // of plans that are made anew, while a step on the host still runs
+  TierBank* bank = nullptr;                    // of a step on the host
 
   at::Tensor Operand(Frame& frame, const Range& range, size_t i) const {
     if (i >= operands.size()) return {};
@@ -80,31 +87,45 @@ struct UpdateKernel final : KernelData {
     if (!pending && frame.has_norm && !frame.finite && frame.options->skip_nonfinite) return;
     const double grad_scale = clipped ? scale * (pending ? frame.pending.coef : frame.coef) : scale;
     const std::vector<std::vector<double>>& hyper = pending ? frame.pending.hyper : *frame.hyper;
-    for (const Range& range : ranges) {
-      const std::vector<double>& h = hyper[range.group];
-      const at::Tensor w = Operand(frame, range, 0), g = Operand(frame, range, 1), first = Operand(frame, range, 2);
-      if (optimizer == Optimizer::kSgd) {
-        SgdStep(w, g, first,
-                SgdArgs{.lr = h[0],
-                        .momentum = h[1],
-                        .dampening = h[2],
-                        .weight_decay = h[3],
+    if (bank != nullptr) {  // the numbers of this step go along: the job may still run when the next one has begun
+      bank->StartStep(operands, [ranges = ranges, hyper, optimizer = optimizer, grad_scale] {
+        for (const Range& range : *ranges) {
+          Operands x;
+          std::copy(range.sliced.begin(), range.sliced.end(), x.begin());
+          Step(optimizer, x, hyper[range.group], grad_scale);
+        }
+      });
+      return;
+    }
+    for (const Range& range : *ranges) {
+      const Operands x = {Operand(frame, range, 0), Operand(frame, range, 1), Operand(frame, range, 2), Operand(frame, range, 3)};
+      Step(optimizer, x, hyper[range.group], grad_scale);
+    }
+  }
+
+  static void Step(Optimizer optimizer, const Operands& x, const std::vector<double>& h, double grad_scale) {
+    const auto& [w, g, first, second] = x;
+    if (optimizer == Optimizer::kSgd) {
+      SgdStep(w, g, first,
+              SgdArgs{.lr = h[0],
+                      .momentum = h[1],
+                      .dampening = h[2],
+                      .weight_decay = h[3],
+                      .t = h[5],
+                      .nesterov = h[4] != 0,
+                      .maximize = h[6] != 0,
+                      .grad_scale = grad_scale});
+    } else {
+      AdamStep(w, g, first, second,
+               AdamArgs{.lr = h[0],
+                        .beta1 = h[1],
+                        .beta2 = h[2],
+                        .eps = h[3],
+                        .weight_decay = h[4],
                         .t = h[5],
-                        .nesterov = h[4] != 0,
                         .maximize = h[6] != 0,
+                        .decoupled = optimizer == Optimizer::kAdamW,
                         .grad_scale = grad_scale});
-      } else {
-        AdamStep(w, g, first, Operand(frame, range, 3),
-                 AdamArgs{.lr = h[0],
-                          .beta1 = h[1],
-                          .beta2 = h[2],
-                          .eps = h[3],
-                          .weight_decay = h[4],
-                          .t = h[5],
-                          .maximize = h[6] != 0,
-                          .decoupled = optimizer == Optimizer::kAdamW,
-                          .grad_scale = grad_scale});
-      }
     }
   }
 };
@@ -149,6 +170,24 @@ Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, c
     ranges.push_back({begin, end - begin, position->second, {}});
   }
   return ranges;
+}
+
+// The operands of each range where they lie in the tier.
+Status OnHost(const BuildContext& context, const Op& op, const std::vector<ValueId>& operands,
+              std::vector<UpdateKernel::Range>& ranges) {
+  for (ValueId id : operands) {
+    if (!context.bank->Has(id)) return OpError(context, op, "%" + std::to_string(id) + " never goes out of memory");
+    const Geometry& g = context.geometry[id];
+    auto* const memory = static_cast<std::byte*>(context.bank->Memory(id));
+    if (memory == nullptr) {
+      return OpError(context, op, "an optimizer step on the host needs its states in host memory, and the tier is a folder; give tier=host");
+    }
+    const auto size = static_cast<int64_t>(c10::elementSize(g.dtype));
+    for (UpdateKernel::Range& range : ranges) {
+      range.sliced.push_back(at::from_blob(memory + range.begin * size, {range.length}, at::TensorOptions().dtype(g.dtype)));
+    }
+  }
+  return Ok{};
 }
 
 }  // namespace
@@ -216,9 +255,16 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     const auto rank = context.ranks.find("rank_" + unit.axis);
     base = rank == context.ranks.end() ? 0 : rank->second * unit.shard;
   }
-  INTERLACE_ASSIGN(kernel->ranges, RangesOf(context, op, base, w.elements));
-  for (UpdateKernel::Range& range : kernel->ranges) {
+  INTERLACE_ASSIGN(std::vector<UpdateKernel::Range> ranges, RangesOf(context, op, base, w.elements));
+  kernel->ranges = std::make_shared<std::vector<UpdateKernel::Range>>(std::move(ranges));
+  const bool on_host = StepsOnHost(op);
+  if (on_host) {
+    INTERLACE_TRY(OnHost(context, op, operands, *kernel->ranges));
+    kernel->bank = context.bank;
+  }
+  for (UpdateKernel::Range& range : *kernel->ranges) {
     for (ValueId id : operands) {
+      if (on_host) break;
       range.sliced.push_back(context.is_fixed(id) ? Slice(context.fixed[id], range.begin, range.length) : at::Tensor());
     }
   }

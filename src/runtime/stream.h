@@ -41,7 +41,7 @@ class LaneStreams {
  private:
   c10::Device device_;
   c10::impl::VirtualGuardImpl guard_;
-  std::array<std::optional<c10::Stream>, 7> streams_;  // by lane
+  std::array<std::optional<c10::Stream>, kLaneCount> streams_;  // by lane
 };
 
 // Runs `kernel` on its lane's stream after everything the compute stream and the lanes `after` were given; `touched`

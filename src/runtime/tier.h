@@ -1,4 +1,4 @@
-// tier.h — where storages lie that are not in memory: files, or pinned host memory beside an accelerator.
+// tier.h — where storages lie that are not in memory: files, or host memory (pinned beside an accelerator).
 //
 // A tier holds regions, one for each storage that ever goes out, reserved before the first step so that a full disk is
 // found then. Transfers are asynchronous and go one after another in each direction; a ticket is waited for once.
@@ -21,7 +21,7 @@
 namespace interlace {
 
 struct TierOptions {
-  std::string folder;            // of a file tier; empty: none
+  std::string folder;            // of a file tier; "host": host memory; empty: none
   double bytes_per_second = 0;   // at most, in each direction; 0: as fast as it goes
   int64_t rank = 0, ranks = 1;   // the rank names its own files; those that a killed run left for higher ones are removed
 };
@@ -46,6 +46,10 @@ class Tier {
   virtual Ticket StartRead(Region region, void* memory, int64_t bytes) = 0;
   // Error: the write or read failed, or the bits are not those that were written; it names file, offset and region.
   virtual Status Wait(Ticket ticket) = 0;
+  // The region's bytes, where an optimizer step can be made on them; nullptr: no memory.
+  virtual void* Memory(Region) { return nullptr; }
+  // Until what was started with StartWrite lies in the region; from any thread.
+  virtual void AwaitWrites(Region) {}
   virtual TierStats stats() const = 0;
   // What makes it less than its best on this machine, "" when nothing does.
   virtual std::string note() const { return {}; }
@@ -54,9 +58,10 @@ class Tier {
 // Files in `options.folder`: direct I/O, a checksum (XXH64) of each block kept in memory, one thread for each
 // direction. The folder is the run's own: a lock refuses another one. Error: no such folder, not writable, locked.
 Result<std::unique_ptr<Tier>> MakeFileTier(const TierOptions& options);
-// Pinned host memory for a device that is no CPU; copies run on the stream that is current when they start.
+// Host memory: pinned beside an accelerator, where copies run on the stream that is current when they start. Beside a CPU it is
+// memory that no limit counts, and the thread that starts a copy makes it.
 Result<std::unique_ptr<Tier>> MakeHostTier(c10::Device device);
-// The file tier where a folder is given, else the host's memory on an accelerator; nullptr when there is neither.
+// Host memory where "host" is given, and on an accelerator; the file tier where a folder is given; nullptr when there is neither.
 Result<std::unique_ptr<Tier>> MakeTier(const TierOptions& options, c10::Device device);
 
 }  // namespace interlace

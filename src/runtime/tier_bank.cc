@@ -31,9 +31,12 @@ Status TierBank::Add(ValueId root, const std::string& name, int64_t bytes) {
   return Ok{};
 }
 
-void TierBank::StartOut(ValueId root, const c10::Storage& storage, bool clean) {
+Status TierBank::StartOut(ValueId root, const c10::Storage& storage, bool clean) {
   Place& place = places_.at(root);
-  if (!clean) place.ticket = tier_->StartWrite(place.region, storage.data(), place.bytes);
+  if (clean) return Ok{};
+  INTERLACE_TRY(host_.Wait(place.step));
+  place.ticket = tier_->StartWrite(place.region, storage.data(), place.bytes);
+  return Ok{};
 }
 
 Status TierBank::FinishOut(ValueId root, const c10::Storage& storage) {
@@ -51,12 +54,25 @@ Status TierBank::Finish(Place& place) {
   return status;
 }
 
-void TierBank::StartIn(ValueId root, const c10::Storage& storage) {
+Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) {
   Place& place = places_.at(root);
+  if (!fresh) INTERLACE_TRY(host_.Wait(place.step));
   storage.set_data_ptr_noswap(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
   storage.set_nbytes(static_cast<size_t>(place.bytes));
+  if (fresh) return Ok{};
   place.coming = storage;
   place.ticket = tier_->StartRead(place.region, storage.mutable_data(), place.bytes);
+  return Ok{};
+}
+
+void TierBank::StartStep(const std::vector<ValueId>& roots, std::function<void()> job) {
+  std::vector<Tier::Region> regions;
+  for (ValueId root : roots) regions.push_back(places_.at(root).region);
+  const HostLane::Ticket ticket = host_.Start([tier = tier_, regions = std::move(regions), job = std::move(job)] {
+    for (Tier::Region region : regions) tier->AwaitWrites(region);
+    job();
+  });
+  for (ValueId root : roots) places_.at(root).step = ticket;
 }
 
 Status TierBank::FinishIn(ValueId root) {
@@ -64,17 +80,17 @@ Status TierBank::FinishIn(ValueId root) {
 }
 
 Status TierBank::Out(ValueId root, const c10::Storage& storage) {
-  StartOut(root, storage, /*clean=*/false);
+  INTERLACE_TRY(StartOut(root, storage, /*clean=*/false));
   return FinishOut(root, storage);
 }
 
 Status TierBank::In(ValueId root, const c10::Storage& storage) {
-  StartIn(root, storage);
+  INTERLACE_TRY(StartIn(root, storage));
   return FinishIn(root);
 }
 
 Status TierBank::Drain() {
-  Status first = Ok{};
+  Status first = host_.WaitAll();
   for (auto& [root, place] : places_) {
     Status status = Finish(place);
     if (first.ok()) first = std::move(status);

@@ -9,11 +9,14 @@
 
 #include <c10/core/Storage.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "ir/program.h"
+#include "runtime/host_lane.h"
 #include "runtime/tier.h"
 
 namespace interlace {
@@ -32,13 +35,17 @@ class TierBank {
   bool Has(ValueId root) const { return places_.contains(root); }
 
   // The four ops. `storage` is the root's; it may be freed or used only as docs/ir.md says.
-  void StartOut(ValueId root, const c10::Storage& storage, bool clean);  // clean: the tier has these bytes
+  Status StartOut(ValueId root, const c10::Storage& storage, bool clean);  // clean: the tier has these bytes
   Status FinishOut(ValueId root, const c10::Storage& storage);
-  void StartIn(ValueId root, const c10::Storage& storage);
+  Status StartIn(ValueId root, const c10::Storage& storage, bool fresh = false);  // fresh: memory alone, no bytes
   Status FinishIn(ValueId root);
   // Whole moves at once, for those who come between steps.
   Status Out(ValueId root, const c10::Storage& storage);
   Status In(ValueId root, const c10::Storage& storage);
+  // The bytes of a storage that is out; nullptr: the tier is no memory.
+  void* Memory(ValueId root) { return tier_->Memory(places_.at(root).region); }
+  // Runs on the host lane, once what goes out of these roots has arrived; moves of them wait for it.
+  void StartStep(const std::vector<ValueId>& roots, std::function<void()> job);
   // Waits for all that is under way; the first failure.
   Status Drain();
 
@@ -51,6 +58,7 @@ class TierBank {
     int64_t bytes = 0;
     Tier::Region region = -1;
     Tier::Ticket ticket = 0;  // under way, or 0
+    HostLane::Ticket step = 0;  // the last on the host that changes its bytes
     c10::Storage coming;      // of a read that is under way
   };
   Status Finish(Place& place);
@@ -58,6 +66,7 @@ class TierBank {
   c10::Device device_;
   std::string prefix_;
   std::unordered_map<ValueId, Place> places_;
+  HostLane host_;  // last: its jobs end before what they work on
 };
 
 // A storage of `bytes` that is out: it has no memory.

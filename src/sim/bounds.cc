@@ -19,9 +19,9 @@ int64_t Share(int64_t time, double factor) {
 
 struct Totals {
   int64_t compute = 0;
-  std::array<int64_t, 7> lanes{};
+  std::array<int64_t, kLaneCount> lanes{};
   int64_t send[2] = {0, 0}, receive[2] = {0, 0};  // within a node, between nodes
-  int64_t copies[2] = {0, 0}, files = 0;
+  int64_t copies[2] = {0, 0}, files = 0, steps = 0;
   double core_time = 0;
 };
 
@@ -46,6 +46,7 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
         }
         if (c.resource == Resource::kHostToDevice) t.copies[0] = Sum(t.copies[0], c.work_ps);
         if (c.resource == Resource::kDeviceToHost) t.copies[1] = Sum(t.copies[1], c.work_ps);
+        if (c.resource == Resource::kHostMemory) t.steps = Sum(t.steps, c.work_ps);
         if (c.resource == Resource::kFile) t.files = Sum(t.files, c.work_ps);
         // As the engine counts it: in fixed point, rounded down.
         double share = std::floor(c.core_share * static_cast<double>(kOne)) / static_cast<double>(kOne);
@@ -61,6 +62,7 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
     for (size_t i = 0; i < all.lanes.size(); ++i) add(all.lanes[i], t.lanes[i]);
     for (int i = 0; i < 2; ++i) add(all.send[i], t.send[i]), add(all.receive[i], t.receive[i]), add(all.copies[i], t.copies[i]);
     add(all.files, t.files);
+    add(all.steps, t.steps);
     all.core_time += t.core_time;
   }
   return all;
@@ -132,7 +134,7 @@ int64_t DependencyPath(const Lowered& lowered, int64_t slow) {
 std::vector<Bound> LowerBounds(const EngineInput& input, const CostModel& model) {
   const ClusterSpec& cluster = model.cluster();
   Bound compute{"compute"}, lanes{"one lane"}, intra{"links within a node"}, inter{"links between nodes"};
-  Bound host{"host bandwidth"}, files{"file store"}, cores{"cores of a host"}, launches{"launches"}, path{"data dependencies"};
+  Bound host{"host bandwidth"}, memory{"host memory"}, files{"file store"}, cores{"cores of a host"}, launches{"launches"}, path{"data dependencies"};
   auto raise = [](Bound& bound, int64_t time) { bound.time_ps = std::max(bound.time_ps, time); };
   int64_t per_node = model.ranks_per_node();
   std::vector<Totals> totals;
@@ -153,19 +155,21 @@ std::vector<Bound> LowerBounds(const EngineInput& input, const CostModel& model)
     if (cluster.issue_us > 0) raise(launches, Share(program.instances() - 1, cluster.issue_us * 1e6));
   }
   for (size_t begin = 0; begin < totals.size(); begin += static_cast<size_t>(per_node)) {
-    double copies[2] = {0, 0}, file_time = 0, core_time = 0;
+    double copies[2] = {0, 0}, file_time = 0, step_time = 0, core_time = 0;
     for (size_t r = begin; r < std::min(totals.size(), begin + static_cast<size_t>(per_node)); ++r) {
       for (int i = 0; i < 2; ++i) copies[i] += static_cast<double>(totals[r].copies[i]);
       file_time += static_cast<double>(totals[r].files);
+      step_time += static_cast<double>(totals[r].steps);
       core_time += totals[r].core_time;
     }
     auto all = [&](double time) { return Share(1, std::min(time * static_cast<double>(input.fold), 4e18)); };
     raise(host, all(copies[0] * std::min(1.0, cluster.h2d_gb_per_s / cluster.host_gb_per_s)));
     raise(host, all(copies[1] * std::min(1.0, cluster.d2h_gb_per_s / cluster.host_gb_per_s)));
     raise(files, all(file_time));
+    if (!cluster.cpu) raise(memory, all(step_time));
     if (cluster.cpu) raise(cores, all(core_time / cluster.cores));
   }
-  std::vector<Bound> out = {compute, lanes, intra, inter, host, files, cores, launches, path};
+  std::vector<Bound> out = {compute, lanes, intra, inter, host, memory, files, cores, launches, path};
   StableSort(out, [](const Bound& a, const Bound& b) { return a.time_ps > b.time_ps; });
   return out;
 }

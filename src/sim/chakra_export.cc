@@ -16,6 +16,7 @@ ChakraNodeType NodeTypeOf(const LoweredOp& lop, const Op& op) {
   if (op.name == "recv") return ChakraNodeType::kCommRecv;
   if (op.name == "offload.start") return ChakraNodeType::kMemStore;
   if (op.name == "reload.start") return ChakraNodeType::kMemLoad;
+  if (lop.lane == Lane::kHost) return ChakraNodeType::kComp;
   return ChakraNodeType::kCommColl;
 }
 
@@ -109,13 +110,13 @@ class Exporter {
 
   void Attributes(const LoweredOp& lop, const Op& op, ChakraNode& node) const {
     auto add = [&](const char* name, auto value) { node.attributes.push_back({name, value}); };
-    add("is_cpu_op", false);
+    add("is_cpu_op", lop.kind == LoweredOp::Kind::kStart && lop.lane == Lane::kHost);
     add("duration_ns", node.duration_ns);
     if (std::string module = ModuleOf(program_, op); !module.empty()) add("module", module);
     if (op.source >= 0 && op.source < static_cast<int32_t>(program_.sources.size()))
       add("source", program_.sources[op.source].place);
     add("lane", std::string(LaneName(lop.kind == LoweredOp::Kind::kStart ? lop.lane : Lane::kCompute)));
-    if (lop.kind != LoweredOp::Kind::kStart) return;
+    if (lop.kind != LoweredOp::Kind::kStart || lop.lane == Lane::kHost) return;
     int64_t in = 0, out = 0;
     auto sum = [&](ValueId id, int64_t& bytes) {
       if (id != kNone) bytes += *program_.StorageBytes(program_.value(id).type);  // the cost model has read these sizes
@@ -156,7 +157,7 @@ class Exporter {
   std::vector<Ids> given_;    // by the last phase's gives
   Ids waited_;                // transfers that were waited for since the last compute node
   int64_t last_compute_ = -1;
-  int64_t last_on_lane_[7] = {-1, -1, -1, -1, -1, -1, -1};
+  int64_t last_on_lane_[kLaneCount] = {-1, -1, -1, -1, -1, -1, -1, -1};
   uint64_t next_id_ = 1;
   std::vector<ChakraNode> nodes_;
 };

@@ -95,6 +95,14 @@ int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
       double share = static_cast<double>(node.copies[direction]) * copy_share_[direction];
       return Mul(FixedPoint(std::max(share, 1.0)), factor_[set][2 + direction]);
     }
+    case Resource::kHostMemory: {
+      if (cluster_.cpu) return CoreSlow(r);
+      // Steps share what copies leave of the host's memory, and at least half of it.
+      double copies = 0;
+      for (int d = 0; d < 2; ++d) copies += cluster_.host_gb_per_s * std::min(1.0, static_cast<double>(node.copies[d]) * copy_share_[d]);
+      const double all = cluster_.HostMemoryGbPerS(), left = std::max(all - copies, all / 2);
+      return FixedPoint(static_cast<double>(std::max<int64_t>(node.steps, 1)) * all / left);
+    }
     case Resource::kFile:
       return std::max<int64_t>(node.files, 1) * kOne;
     default:

@@ -18,7 +18,7 @@
 
 namespace interlace::sim {
 
-inline constexpr int kLanes = 7;
+inline constexpr int kLanes = kLaneCount;
 inline constexpr int kQueues = kLanes + 4;  // and messages sent to and received from lower and higher ranks
 inline constexpr int kHorizon = 256;  // ops looked ahead when the next event of a compute lane is computed
 
@@ -37,6 +37,8 @@ struct Transfer {
   int64_t since_ps = 0;          // remaining_ps is as of this time
   int64_t slow = kOne;
   uint32_t version = 0;
+  int32_t after = 0;                 // steps on the host that had not ended when it was issued
+  std::vector<int32_t> followers;    // of a step on the host: transfers that wait for it
 };
 
 struct RankState {
@@ -69,6 +71,7 @@ struct RankState {
 struct NodeState {
   int64_t copies[2] = {0, 0};    // h2d, d2h, counted per device
   int64_t files = 0;
+  int64_t steps = 0;             // optimizer steps on the host, per device
   int64_t demand = 0;            // of cores, fixed point
   std::vector<int32_t> ranks;
 };

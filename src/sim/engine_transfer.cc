@@ -49,8 +49,15 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
   for (ValueId result : started.results) {
     if (result != kNone) rank.in_flight[result] = id;
   }
-  if (started.results.empty()) {  // offload and reload: by storage
-    ForEachOperand(started, [&](ValueId operand) { rank.in_flight[operand] = id; });
+  if (started.results.empty()) {  // offload, reload, a step on the host: by storage
+    ForEachOperand(started, [&](ValueId operand) {
+      const int32_t before = rank.in_flight[operand];
+      if (before >= 0 && !transfers_[before].finished && out_.transfers[before].op->lane == Lane::kHost && op.lane != Lane::kCompute) {
+        ++transfers_[id].after;
+        transfers_[before].followers.push_back(id);
+      }
+      rank.in_flight[operand] = id;
+    });
   }
   out_.transfers[id].issued_ps = now_;
   rank.lanes[lane].push_back(id);
@@ -87,7 +94,7 @@ Status Engine::SameCollective(int32_t r, const LoweredOp& op, int32_t id) const 
 void Engine::Arrive(int32_t r, int32_t id, int64_t instance, int32_t before) {
   Transfer& t = transfers_[id];
   TransferRecord& record = out_.transfers[id];
-  if (++t.arrived < static_cast<int32_t>(record.members.size())) return;
+  if (++t.arrived < static_cast<int32_t>(record.members.size()) + t.after) return;
   record.start_ps = now_;
   record.cause_rank = r;
   record.cause_transfer = before;
@@ -131,6 +138,7 @@ Status Engine::TransferEvent(int32_t id) {
     if (!rank.lanes[lane].empty()) {
       Arrive(r, rank.lanes[lane].front(), -1, id);
     }
+    for (int32_t follower : std::exchange(transfers_[id].followers, {})) Arrive(r, follower, -1, id);
     Unblock(r, id);
   }
   // After all members have moved on, so that ties do not depend on who is first.
@@ -168,6 +176,10 @@ void Engine::Use(int32_t r, int32_t id, int change) {
       for (int32_t other : node.ranks) MarkDirty(other);
       break;
     }
+    case Resource::kHostMemory:
+      node.steps += change * in_.fold;
+      for (int32_t other : node.ranks) MarkDirty(other);
+      break;
     case Resource::kFile:
       node.files += change * in_.fold;
       for (int32_t other : node.ranks) MarkDirty(other);

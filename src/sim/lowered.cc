@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 
+#include "ir/residency.h"
 #include "sim/receive_buffers.h"
 
 namespace interlace {
@@ -19,7 +20,9 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
     return out;
   }
   INTERLACE_ASSIGN(OpCost cost, model.Cost(op));
-  if (op.name.ends_with(".start") || op.name == "send" || op.name == "recv") {
+  if (op.name.ends_with(".start") || op.name == "send" || op.name == "recv" || StepsOnHost(op)) {
+    // What copies nothing (clean, fresh) waits for no copy before it.
+    if (MoveOf(op) != nullptr && cost.resource == Resource::kNone) out.lane = Lane::kCompute;
     out.kind = LoweredOp::Kind::kStart;
     out.blocking = op.name == "recv";
     if (cost.group_ranks > 1 && !out.blocking && op.name != "send") {

@@ -132,6 +132,27 @@ TEST(Simulate, CopiesShareTheHost) {
   EXPECT_EQ(Simulated(program, cluster).bounds.front().name, "host bandwidth");
 }
 
+TEST(Simulate, AStepOnTheHostRunsBesideComputeAndHoldsUpItsReload) {
+  // 28 bytes of each of 1024 elements at 2 GB/s: 14.336 us; the reload of 4096 bytes comes after it.
+  Program program = Step(
+      "  update.adamw(%1, %3, %4, %5) {upd lane=host units=[u0] scale=1.0 ranges=[0, 1024, 0]}\n"
+      "  reload.start(%1) {fwd}\n"
+      "  %10: f32[1000] = aten.relu(%0) {fwd}\n"
+      "  reload.wait(%1) {fwd}\n"
+      "  %11: f32[1000] = aten.relu(%10) {fwd}\n",
+      "", "state %3: f32[1024] u0.grad step out\nstate %4: f32[1024] u0.exp_avg persistent out\nstate %5: f32[1024] u0.exp_avg_sq persistent out\n");
+  ClusterSpec cluster = RoundCluster(2, 1);
+  cluster.host_memory_gb_per_s = 2;
+  Simulation s = Simulated(program, cluster);
+  EXPECT_EQ(s.output.transfers[0].end_ps, 14'336'000);
+  EXPECT_EQ(s.output.transfers[1].start_ps, 14'336'000);
+  EXPECT_EQ(s.makespan_ps(), 14'336'000 + 4'096'000 + 8 * kUs);
+  EXPECT_EQ(s.bounds.front().time_ps, s.makespan_ps()) << "data dependencies: the weights, then the second relu";
+  cluster.per_node = 2;  // two devices of a node share its memory
+  EXPECT_EQ(Simulated(program, cluster).makespan_ps(), 2 * 14'336'000 + 4'096'000 + 8 * kUs);
+  EXPECT_EQ(Simulated(program, cluster, {.every_rank = true}).makespan_ps(), 2 * 14'336'000 + 4'096'000 + 8 * kUs);
+}
+
 TEST(Simulate, FilesShareTheStore) {
   Program program = Step(
       "  offload.start(%0) {fwd lane=file}\n"

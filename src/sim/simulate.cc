@@ -51,8 +51,8 @@ RankUse UseOf(const Lowered& program, const EngineOutput& output, size_t rank) {
       }
     }
   }
-  std::vector<std::pair<int64_t, int64_t>> intervals[7];
-  LaneUse lanes[7];
+  std::vector<std::pair<int64_t, int64_t>> intervals[kLaneCount];
+  LaneUse lanes[kLaneCount];
   for (int32_t id : r.transfers) {
     const TransferRecord& t = output.transfers[id];
     size_t lane = static_cast<size_t>(t.op->lane);
@@ -62,7 +62,7 @@ RankUse UseOf(const Lowered& program, const EngineOutput& output, size_t rank) {
     intervals[lane].emplace_back(t.start_ps, t.end_ps);
     use.end_ps = std::max(use.end_ps, t.end_ps);
   }
-  for (size_t lane = 0; lane < 7; ++lane) {
+  for (size_t lane = 1; lane < kLaneCount; ++lane) {  // what moves nothing is on no lane of its own
     if (lanes[lane].transfers == 0) continue;
     lanes[lane].lane = std::string(LaneName(static_cast<Lane>(lane)));
     lanes[lane].exposed_ps = Uncovered(intervals[lane], busy);

@@ -58,7 +58,7 @@ std::string_view Category(const TraceEvent& event) {
   if (event.wait) return "cuda_sync";
   switch (event.lane) {
     case TraceLane::kHost:
-      return "cuda_runtime";
+      return event.op.starts_with("update.") ? "cpu_op" : "cuda_runtime";
     case TraceLane::kH2D:
     case TraceLane::kD2H:
     case TraceLane::kFile:
@@ -72,7 +72,7 @@ std::string EventName(const TraceEvent& event) {
   if (event.wait) return "Stream Wait Event";
   switch (event.lane) {
     case TraceLane::kHost:
-      return "cudaLaunchKernel";
+      return event.op.starts_with("update.") ? OperatorName(event.op) : "cudaLaunchKernel";
     case TraceLane::kH2D:
       return "Memcpy HtoD (Pinned -> Device)";
     case TraceLane::kD2H:

@@ -113,8 +113,8 @@ class TrainSettings:
             parse_bytes(self.tier_bandwidth)
             if self.tier is None:
                 raise SettingError("--tier-bandwidth needs --tier FOLDER")
-        if self.tier is not None and not os.path.isdir(self.tier):
-            raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk")
+        if self.tier not in (None, "host") and not os.path.isdir(self.tier):
+            raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk, or give host")
         self.schedule_entries()
         _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         _one_of("strategy", self.strategy, STRATEGIES)

@@ -127,7 +127,7 @@ def train(
     ] = D.memory_limit,
     tier: Annotated[
         str | None,
-        typer.Option("--tier", help="A folder on a local disk for what --memory-limit sends out of memory."),
+        typer.Option("--tier", help="Where --memory-limit sends what does not fit: a folder on a local disk, or host."),
     ] = D.tier,
     tier_bandwidth: Annotated[
         str | None,

@@ -243,7 +243,12 @@ void Machine::BeginStep(int64_t step) {
   norm = -1;
   for (const State& state : program_.states) {
     if (state.persistent || program_.RootOf(state.value) != state.value || pending_.contains(state.value)) continue;
-    for (int64_t rank = 0; rank < ranks_; ++rank) (void)Allocate(rank, state.value);  // succeeded in Init
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      (void)Allocate(rank, state.value);  // succeeded in Init
+      if (!state.out) continue;
+      away_[state.value][rank] = *ReadBytes(rank, state.value);
+      storage_[rank][state.value] = {};
+    }
   }
 }
 

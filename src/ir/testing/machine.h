@@ -75,6 +75,7 @@ class Machine {
   Status NormPartial(const Op& op);
   Status NormCoef(const Op& op);
   Status Update(const Op& op);
+  Status UpdateOnHost(const Op& op);  // of storages that are out
   Result<Bytes> AddInRankOrder(const std::vector<Bytes>& parts, DType dtype) const;
   std::vector<int64_t> Peers(int64_t rank, std::string_view axis) const;  // ranks along an axis, this one among them
   int64_t Coordinate(int64_t rank, std::string_view axis) const;

@@ -87,6 +87,7 @@ Status Machine::RunOwnOp(const Op& op) {
   if (op.name == "grad.begin") return GradBegin(op);
   if (op.name == "norm.partial") return NormPartial(op);
   if (op.name == "norm.coef") return NormCoef(op);
+  if (StepsOnHost(op)) return UpdateOnHost(op);
   if (op.name.starts_with("update.")) return Update(op);
   if (const Move* move = MoveOf(op)) return Relocate(op, *move);
   if (op.name.ends_with(".start")) return Start(op);
@@ -209,7 +210,7 @@ Status Machine::Wait(const Op& op) {
 Status Machine::Relocate(const Op& op, const Move& move) {
   for (const Arg& arg : op.args) {
     const ValueId id = arg.value;
-    if (move.to == Place::kLeaving && !IsClean(op)) away_[id].resize(ranks_);
+    if ((move.to == Place::kLeaving && !IsClean(op)) || IsFresh(op)) away_[id].resize(ranks_);
     if (!away_.contains(id)) return MakeError("%", id, " is not in the tier");
     for (int64_t rank = 0; rank < ranks_; ++rank) {
       if (move.to == Place::kLeaving) {
@@ -219,6 +220,7 @@ Status Machine::Relocate(const Op& op, const Move& move) {
         storage_[rank][id] = {};
       } else if (move.to == Place::kComing) {
         INTERLACE_TRY(Allocate(rank, id));
+        if (IsFresh(op)) away_[id][rank] = *ReadBytes(rank, id);  // what comes is the poison of new memory
       } else {
         INTERLACE_TRY(WriteBytes(rank, id, away_[id][rank]));
       }
@@ -312,6 +314,26 @@ Status Machine::Update(const Op& op) {
     }
     INTERLACE_TRY(Write(rank, op.args[0].value, flats[0]));
     for (size_t i = 2; i < 2 + states; ++i) INTERLACE_TRY(Write(rank, op.args[i].value, flats[i]));
+  }
+  return Ok{};
+}
+
+Status Machine::UpdateOnHost(const Op& op) {
+  std::vector<std::pair<int64_t, ValueId>> lifted;
+  for (size_t i = 0; i < FlatOperands(op); ++i) {
+    const ValueId id = op.args[i].value;
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (storage_[rank][id].bytes != nullptr) continue;  // a flush, which brings everything back
+      if (!away_.contains(id)) return MakeError("%", id, " is not in the tier");
+      INTERLACE_TRY(Allocate(rank, id));
+      INTERLACE_TRY(WriteBytes(rank, id, away_[id][rank]));
+      lifted.emplace_back(rank, id);
+    }
+  }
+  INTERLACE_TRY(Update(op));
+  for (const auto& [rank, id] : lifted) {
+    INTERLACE_ASSIGN(away_[id][rank], ReadBytes(rank, id));
+    storage_[rank][id] = {};
   }
   return Ok{};
 }

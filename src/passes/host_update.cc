@@ -1,0 +1,354 @@
+#include "passes/host_update.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "ir/op_table.h"
+#include "ir/pending.h"
+#include "ir/residency.h"
+#include "passes/phase_editor.h"
+
+namespace interlace {
+namespace {
+
+// An op of the step: `line` counts over all phases in run order.
+struct Spot {
+  int32_t phase = -1, index = -1, line = -1;
+};
+
+struct Uses {
+  std::optional<Spot> first, last, last_write;  // of all but the update; a transfer uses its source, and writes its result, until its wait
+  bool filled = false;                          // the first of them writes all of it, and reads nothing
+  bool restless = false;                        // a transfer of it goes on into another phase
+};
+
+struct Candidate {
+  OpId update = kNone;
+  UnitId unit = kNone;
+  Spot spot;
+  ValueId weights = kNone, grad = kNone;
+  std::vector<ValueId> states;
+  std::string why_not;  // empty: it can be made on the host
+};
+
+class HostSteps {
+ public:
+  explicit HostSteps(const Program& program) : program_(program) {
+    for (const auto& [phase, count] : program.RunOrder()) {
+      phases_.push_back(phase);
+      repeated_.push_back(count > 1);
+    }
+    for (const State& state : program.states) states_[state.value] = &state;
+    ReadUses();
+    for (Candidate& c : candidates_) c.why_not = WhyNot(c);
+  }
+
+  const std::vector<Candidate>& all() const { return candidates_; }
+  const Uses& UsesOf(ValueId root) const {
+    static const Uses none;
+    const auto found = uses_.find(root);
+    return found == uses_.end() ? none : found->second;
+  }
+  const Phase& phase(int32_t index) const { return *phases_[static_cast<size_t>(index)]; }
+  int32_t num_phases() const { return static_cast<int32_t>(phases_.size()); }
+
+ private:
+  void ReadUses() {
+    int32_t line = 0;
+    for (int32_t p = 0; p < num_phases(); ++p) {
+      const Phase& phase = *phases_[static_cast<size_t>(p)];
+      std::unordered_map<ValueId, std::vector<ValueId>> sources;  // by result of a transfer under way
+      for (int32_t i = 0; i < static_cast<int32_t>(phase.ops.size()); ++i, ++line) {
+        const Op& op = program_.op(phase.ops[static_cast<size_t>(i)]);
+        const Spot here{p, i, line};
+        if (op.name == "view") continue;
+        if (op.name.starts_with("update.")) {
+          candidates_.push_back({op.id, op.units.empty() ? kNone : op.units[0], here, kNone, kNone, {}, {}});
+          continue;
+        }
+        if (MoveOf(op) != nullptr) {
+          ForEachOperand(op, [&](ValueId id) { moves_.insert(id); });
+          continue;
+        }
+        std::vector<ValueId> read;
+        ForEachOperand(op, [&](ValueId id) {
+          const ValueId root = program_.RootOf(id);
+          Touch(root, here);
+          read.push_back(root);
+          if (!op.name.ends_with(".wait")) return;
+          if (program_.value(id).placed || root == id) uses_[root].last_write = here;  // what the transfer brings is complete
+          const auto started = sources.find(id);
+          if (started == sources.end()) return;
+          for (ValueId source : started->second) Touch(source, here);
+          sources.erase(started);
+        });
+        for (ValueId id : WrittenOperands(program_, op)) Write(program_.RootOf(id), here);
+        for (ValueId id : op.results) {
+          if (id == kNone) continue;
+          const Value& value = program_.value(id);
+          if (value.root != id && !value.placed) continue;
+          const bool whole = value.root == id || (value.offset == Dim(0) && value.type == program_.value(value.root).type);
+          if (whole && !uses_[value.root].first) uses_[value.root].filled = true;
+          Write(value.root, here);
+          if (op.name.ends_with(".start")) sources[id] = read;
+        }
+      }
+      for (const auto& [result, roots] : sources) {
+        uses_[program_.RootOf(result)].restless = true;
+        for (ValueId root : roots) uses_[root].restless = true;
+      }
+      for (const std::vector<ValueId>* handed : {&phase.takes, &phase.gives}) {
+        for (ValueId id : *handed) uses_[program_.RootOf(id)].restless = true;
+      }
+    }
+  }
+
+  void Touch(ValueId root, Spot here) {
+    Uses& uses = uses_[root];
+    if (!uses.first) uses.first = here;
+    uses.last = here;
+  }
+  void Write(ValueId root, Spot here) {
+    Touch(root, here);
+    uses_[root].last_write = here;
+  }
+
+  bool Repeated(const std::optional<Spot>& spot) const { return spot && repeated_[static_cast<size_t>(spot->phase)]; }
+
+  std::string WhyNot(Candidate& c) {
+    const Op& op = program_.op(c.update);
+    const bool pending = IsPending(op);
+    if (StepsOnHost(op)) return "it is made on the host already";
+    if (op.args.size() < FlatOperands(op) || c.unit == kNone) return "its op is not complete";
+    if (Repeated(c.spot)) return "it runs more than once";
+    const auto name = [](ValueId id) { return "%" + std::to_string(id); };
+    for (size_t i = 0; i < FlatOperands(op); ++i) {
+      const ValueId id = op.args[i].value;
+      if (program_.RootOf(id) != id) return name(id) + " is a part of a larger storage";
+      if (moves_.contains(id)) return name(id) + " leaves memory in this program already";
+      const auto state = states_.find(id);
+      const Uses& uses = UsesOf(id);
+      if (uses.restless) return name(id) + " is in a transfer, or handed on, from one phase to the next";
+      if (Repeated(uses.first) || Repeated(uses.last_write) || Repeated(uses.last)) return name(id) + " is first or last used in a phase that repeats";
+      const bool later = uses.last && uses.last->line > c.spot.line;
+      if (!pending && later) return name(id) + " is used after the optimizer step";
+      if (i == 1) {
+        c.grad = id;
+        if (state != states_.end() && state->second->persistent) return "its gradient lasts from step to step";
+        if (state == states_.end() && (pending || program_.value(id).kind != ValueKind::kResult)) return "its gradient is no state of the step";
+        if (!uses.first || !uses.last_write || !uses.filled) return "nothing fills its gradient at once";
+        continue;
+      }
+      if (state == states_.end() || !state->second->persistent || state->second->out) return name(id) + " is no state that lies in memory";
+      if (i == 0) {
+        c.weights = id;
+      } else {
+        c.states.push_back(id);
+        if (uses.first) return name(id) + " is used by more than the optimizer step";
+      }
+    }
+    return "";
+  }
+
+  const Program& program_;
+  std::vector<const Phase*> phases_;
+  std::vector<bool> repeated_;
+  std::unordered_map<ValueId, const State*> states_;
+  std::unordered_map<ValueId, Uses> uses_;
+  std::unordered_set<ValueId> moves_;
+  std::vector<Candidate> candidates_;
+};
+
+// Ops that go in, phase by phase.
+class Inserter {
+ public:
+  Inserter(Program& program, const HostSteps& steps) : program_(program), steps_(steps) {}
+
+  PhaseEditor& Of(int32_t phase) {
+    auto found = editors_.find(phase);
+    if (found == editors_.end()) found = editors_.try_emplace(phase, program_, *program_.FindPhase(steps_.phase(phase).name)).first;
+    return found->second;
+  }
+  OpId Move(const char* name, ValueId root, UnitId unit, Part part, const char* how = nullptr) {
+    Op& op = program_.AddOp(name);
+    op.args = {Arg::Of(root)};
+    op.units = {unit};
+    op.part = part;
+    if (how != nullptr) op.SetAttr(how, Arg::Bool(true));
+    return op.id;
+  }
+  Part PartAt(Spot spot) { return Of(spot.phase).op(spot.index).part; }
+  void Finish() {
+    for (auto& [phase, editor] : editors_) editor.Finish();
+  }
+
+ private:
+  Program& program_;
+  const HostSteps& steps_;
+  std::map<int32_t, PhaseEditor> editors_;
+};
+
+Status Apply(Program& program, const HostSteps& steps, std::vector<const Candidate*> chosen) {
+  Inserter in(program, steps);
+  // The updates: pending ones at the head of the step, in the order of need; the others wait for their gradient, and in a
+  // micro-batch stand where the next one was, so that the copy has time.
+  const auto need = [&](const Candidate* c) {
+    const Uses& uses = steps.UsesOf(c->weights);
+    return uses.first ? uses.first->line : INT32_MAX;
+  };
+  std::map<int32_t, std::vector<const Candidate*>> by_phase;
+  for (const Candidate* c : chosen) by_phase[c->spot.phase].push_back(c);
+  for (auto& [phase, list] : by_phase) {
+    PhaseEditor& editor = in.Of(phase);
+    const bool pending = IsPending(program.op(list[0]->update));
+    std::stable_sort(list.begin(), list.end(), [&](const Candidate* a, const Candidate* b) {
+      return pending ? need(a) < need(b) : a->spot.line < b->spot.line;
+    });
+    const bool streams = !pending && steps.phase(phase).name != "update";
+    for (size_t k = 0; k < list.size(); ++k) {
+      const Candidate& c = *list[k];
+      program.op(c.update).lane = Lane::kHost;
+      std::vector<OpId> ops;
+      if (!pending) ops.push_back(in.Move("offload.wait", c.grad, c.unit, Part::kUpdate));
+      ops.push_back(c.update);
+      editor.Remove(c.spot.index);
+      for (OpId id : ops) {
+        if (pending) {
+          editor.Before(0, id);
+        } else if (!streams) {
+          editor.Before(c.spot.index, id);
+        } else if (k + 1 < list.size()) {
+          editor.Before(list[k + 1]->spot.index, id);
+        } else {
+          editor.AtEnd(id);
+        }
+      }
+    }
+  }
+  // The weights: here from before their first use to their last. The copy starts one unit ahead.
+  std::stable_sort(chosen.begin(), chosen.end(), [&](const Candidate* a, const Candidate* b) { return need(a) < need(b); });
+  std::optional<Spot> before;
+  for (const Candidate* c : chosen) {
+    const Uses& uses = steps.UsesOf(c->weights);
+    if (!uses.first) continue;
+    const bool same = before && before->phase == uses.first->phase;
+    const Spot start{uses.first->phase, same ? before->index : 0, 0};
+    in.Of(start.phase).Before(start.index, in.Move("reload.start", c->weights, c->unit, in.PartAt(*uses.first)));
+    before = uses.first;
+  }
+  for (const Candidate* c : chosen) {
+    const Uses& uses = steps.UsesOf(c->weights);
+    if (!uses.first) continue;
+    in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.wait", c->weights, c->unit, in.PartAt(*uses.first)));
+    PhaseEditor& editor = in.Of(uses.last->phase);
+    editor.After(uses.last->index, in.Move("offload.start", c->weights, c->unit, in.PartAt(*uses.last), "clean"));
+    editor.After(uses.last->index, in.Move("offload.wait", c->weights, c->unit, in.PartAt(*uses.last)));
+  }
+  // The gradients: memory from their first write on; out as soon as they are whole.
+  for (const Candidate* c : chosen) {
+    const Uses& uses = steps.UsesOf(c->grad);
+    if (program.value(c->grad).kind == ValueKind::kState) {
+      const Part part = in.PartAt(*uses.first);
+      in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.start", c->grad, c->unit, part, "fresh"));
+      in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.wait", c->grad, c->unit, part));
+    }
+    in.Of(uses.last_write->phase).After(uses.last_write->index, in.Move("offload.start", c->grad, c->unit, in.PartAt(*uses.last_write)));
+    if (!IsPending(program.op(c->update))) continue;
+    in.Of(steps.num_phases() - 1).AtEnd(in.Move("offload.wait", c->grad, c->unit, Part::kUpdate));
+  }
+  in.Finish();
+  for (State& state : program.states) {
+    for (const Candidate* c : chosen) {
+      const bool its = state.value == c->weights || state.value == c->grad || std::find(c->states.begin(), c->states.end(), state.value) != c->states.end();
+      state.out = state.out || its;
+    }
+  }
+  return Ok{};
+}
+
+Status CheckLevel(const Program& program) {
+  if (program.level == Level::kCaptured) return MakeError("the program has no units; run shard, accumulate and update before host_update");
+  if (program.level == Level::kSharded) return MakeError("the program has sizes that are not numbers; bind them before host_update");
+  return Ok{};
+}
+
+}  // namespace
+
+Result<std::vector<HostUnit>> HostUnits(const Program& program) {
+  INTERLACE_TRY(CheckLevel(program));
+  const HostSteps steps(program);
+  std::vector<std::pair<int32_t, HostUnit>> found;
+  for (const Candidate& c : steps.all()) {
+    if (!c.why_not.empty()) continue;
+    HostUnit unit{c.unit, 0};
+    for (ValueId id : c.states) {
+      INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(id).type));
+      unit.bytes += bytes;
+    }
+    INTERLACE_ASSIGN(const int64_t weights, program.StorageBytes(program.value(c.weights).type));
+    unit.bytes += weights;
+    const Uses& uses = steps.UsesOf(c.weights);
+    found.emplace_back(uses.first ? uses.first->line : INT32_MAX, unit);
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<HostUnit> units;
+  for (const auto& [need, unit] : found) units.push_back(unit);
+  return units;
+}
+
+std::vector<UnitId> LastUnits(const std::vector<HostUnit>& units, double share) {
+  double all = 0, sum = 0;
+  for (const HostUnit& unit : units) all += static_cast<double>(unit.bytes);
+  std::vector<UnitId> out;
+  for (size_t i = units.size(); i-- > 0;) {
+    const auto bytes = static_cast<double>(units[i].bytes);
+    if (sum + bytes / 2 > share * all) break;
+    sum += bytes;
+    out.push_back(units[i].unit);
+  }
+  return out;
+}
+
+Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
+  INTERLACE_TRY(CheckLevel(program));
+  const HostSteps steps(program);
+  std::vector<const Candidate*> chosen;
+  for (UnitId unit : units) {
+    const auto found = std::find_if(steps.all().begin(), steps.all().end(), [&](const Candidate& c) { return c.unit == unit; });
+    if (found == steps.all().end()) return MakeError("u", unit, " has no optimizer step");
+    if (!found->why_not.empty()) return MakeError("the optimizer step of u", unit, " cannot be made on the host: ", found->why_not);
+    chosen.push_back(&*found);
+  }
+  INTERLACE_TRY(Apply(program, steps, chosen));
+  std::string text = std::to_string(chosen.size()) + " of " + std::to_string(steps.all().size()) + " units:";
+  for (const Candidate* c : chosen) text += " u" + std::to_string(c->unit);
+  program.SetMeta("host_update", text);
+  return Ok{};
+}
+
+Result<bool> HostUpdate(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const std::vector<HostUnit> able, HostUnits(program));
+  INTERLACE_ASSIGN(const double share, options.Number("share", 1.0));
+  if (share > 1) return MakeError("option share: ", share, " is more than all; give 0 to 1");
+  const std::string list = options.Text("units", "all");
+  std::vector<UnitId> units = LastUnits(able, share);
+  if (list != "all") {
+    units.clear();
+    for (size_t at = 0; at <= list.size();) {
+      const size_t plus = std::min(list.find('+', at), list.size());
+      const std::string name = list.substr(at, plus - at);
+      const auto unit = std::find_if(program.units.begin(), program.units.end(), [&](const Unit& u) { return "u" + std::to_string(u.id) == name; });
+      if (unit == program.units.end()) return MakeError("option units: the program has no unit '", name, "'; expected all, or a list u0+u3");
+      units.push_back(unit->id);
+      at = plus + 1;
+    }
+  }
+  if (units.empty()) return false;
+  INTERLACE_TRY(StepOnHost(program, units));
+  return true;
+}
+
+}  // namespace interlace
