@@ -138,7 +138,7 @@ def measure(program: Any, case: Case, pipeline: str) -> dict[str, Any]:
     return {
         "pipeline": pipeline, "step_ms": result["step_us"] / 1e3, "bound_ms": result["lower_bound_us"] / 1e3,
         "peak_bytes": result["memory"]["peak_bytes"], "seconds": time.perf_counter() - start,
-        "chosen": meta.get("search.chosen", "").split("|")[0],
+        "chosen": meta.get("search.chosen", "").split("|")[0], "on_host": meta.get("host_update", "").split(":")[0],
     }  # fmt: skip
 
 

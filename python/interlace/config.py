@@ -136,7 +136,7 @@ class Config:
             object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit))
         if self.tier_bandwidth is not None:
             object.__setattr__(self, "tier_bandwidth", parse_bytes(self.tier_bandwidth))
-            if self.tier is None:
+            if self.tier in (None, "host"):
                 raise ConfigError("tier_bandwidth limits the tier: give tier=FOLDER as well")
         self._dtype("param_dtype", (*NARROW, "autocast"))
         self._dtype("reduce_dtype", (*NARROW, "float32"))

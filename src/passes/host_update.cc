@@ -48,7 +48,7 @@ class HostSteps {
 
   const std::vector<Candidate>& all() const { return candidates_; }
   const Uses& UsesOf(ValueId root) const {
-    static const Uses none;
+    static const Uses none{};
     const auto found = uses_.find(root);
     return found == uses_.end() ? none : found->second;
   }

@@ -111,7 +111,7 @@ class TrainSettings:
             parse_bytes(self.memory_limit)
         if self.tier_bandwidth is not None:
             parse_bytes(self.tier_bandwidth)
-            if self.tier is None:
+            if self.tier in (None, "host"):
                 raise SettingError("--tier-bandwidth needs --tier FOLDER")
         if self.tier not in (None, "host") and not os.path.isdir(self.tier):
             raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk, or give host")
