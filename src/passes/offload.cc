@@ -43,7 +43,8 @@ bool Moves(const Program& program) {
 Status CheckFresh(const Program& program) {
   if (program.level == Level::kCaptured) return MakeError("the program has no units; run shard, accumulate and update before offload");
   if (program.level == Level::kSharded) return MakeError("the program has sizes that are not numbers; bind them before offload");
-  if (Moves(program)) return MakeError("storages leave memory in this program already; one offload pass is enough");
+  const bool moves = program.Meta("host_update") == nullptr ? Moves(program) : program.Meta("offload") != nullptr;
+  if (moves) return MakeError("storages leave memory in this program already; one offload pass is enough");
   return Ok{};
 }
 

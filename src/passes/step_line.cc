@@ -43,7 +43,7 @@ class StepLineReader {
     for (size_t i = 0; i < phase.ops.size(); ++i) {
       const Op& op = program_.op(phase.ops[i]);
       const int32_t here = first + static_cast<int32_t>(i);
-      if (op.name == "view") continue;
+      if (op.name == "view" || MoveOf(op) != nullptr || StepsOnHost(op)) continue;
       auto touch = [&](ValueId id, bool writes) {
         const ValueId root = program_.RootOf(id);
         std::vector<Use>& uses = uses_[root];
@@ -84,10 +84,13 @@ class StepLineReader {
 
   Result<StepLine> Finish() {
     for (const State& state : program_.states) {
-      if (program_.RootOf(state.value) != state.value || state.unit == kNone || state.out || moves_.contains(state.value)) continue;
+      if (program_.RootOf(state.value) != state.value || state.unit == kNone) continue;
       const bool weights = state.role == "shard" || state.role == "full";
+      const bool comes = state.out && state.persistent && weights && moves_.contains(state.value);  // of a step on the host
+      if ((state.out || moves_.contains(state.value)) && !comes) continue;
       const OffloadKind kind = !state.persistent ? OffloadKind::kGradients : weights ? OffloadKind::kMaster : OffloadKind::kStates;
       INTERLACE_TRY(Add(state.value, kind, state.unit, state.persistent));
+      if (comes && !line_.movables.empty() && line_.movables.back().root == state.value) line_.movables.back().comes = true;
     }
     std::vector<std::pair<int32_t, ValueId>> results;
     for (const auto& [root, uses] : uses_) {

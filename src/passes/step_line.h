@@ -28,6 +28,7 @@ struct Movable {
   UnitId unit = kNone;
   int64_t bytes = 0;
   bool state = false;      // lives from step to step
+  bool comes = false;      // it lies in the tier, and the program has it come for its uses: gaps are those between them
   std::vector<Use> uses;   // ascending, apart
 };
 

@@ -18,7 +18,7 @@ std::vector<Trip> GapsOf(const StepLine& line) {
       Trip trip;
       trip.movable = static_cast<int32_t>(m);
       trip.wraps = i + 1 == uses.size();
-      if (trip.wraps && !movable.state) continue;
+      if (trip.wraps && (!movable.state || movable.comes)) continue;
       trip.after = uses[i].end;
       trip.before = uses[trip.wraps ? 0 : i + 1].begin;
       // In a phase that runs several times both ends must be in it, or neither.
@@ -79,6 +79,7 @@ void FindClean(const StepLine& line, std::vector<Trip>& trips) {
           trip->clean = !(*found == trip && trip->next_step);  // else it would leave before it has come back once
           break;
         }
+        trip->clean = use == 0 && line.movables[m].comes;  // the program's own reload
         if (use == 0) break;
         --use;
       }
