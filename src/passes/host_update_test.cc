@@ -35,14 +35,14 @@ PassCosts CostsOn(const Program& program, const std::string& cluster) {
 
 TEST(HostUpdate, WhatItCannotMove) {
   const std::string mlp = GoldenInput("mlp.il");
-  EXPECT_EQ(RunText(mlp, "canonicalize,zero1(ranks=2),update,host_update(units=u0)").substr(0, 80),
-            "error: the optimizer step of u0 cannot be made on the host: %20 is a part of a larger storage");
+  EXPECT_EQ(RunText(mlp, "canonicalize,zero1(ranks=2),update,host_update(units=u0)").substr(0, 114),
+            "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: %20 is a part of a larger storage");
   EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u9)"),
-            "error: option units: the program has no unit 'u9'; expected all, or a list u0+u3");
-  EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u4)"), "error: u4 has no optimizer step");
+            "error: pass 'host_update': option units: the program has no unit 'u9'; expected all, or a list u0+u3");
+  EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u4)"), "error: pass 'host_update': u4 has no optimizer step");
   EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update,host_update(units=u0)"),
-            "error: the optimizer step of u0 cannot be made on the host: it is made on the host already");
-  EXPECT_EQ(RunText(mlp, "canonicalize,host_update"), "error: the program has no units; run shard, accumulate and update before host_update");
+            "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: it is made on the host already");
+  EXPECT_EQ(RunText(mlp, "canonicalize,host_update"), "error: pass 'host_update': the program has no units; run shard, accumulate and update before host_update");
 }
 
 TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
