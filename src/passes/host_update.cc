@@ -21,7 +21,8 @@ struct Spot {
 
 struct Uses {
   std::optional<Spot> first, last, last_write;  // of all but the update; a transfer uses its source, and writes its result, until its wait
-  bool filled = false;                          // the first of them writes all of it, and reads nothing
+  bool placed = false;                          // the first of them writes there, and reads nothing
+  bool filled = false;                          // and it writes all of it
   bool restless = false;                        // a transfer of it goes on into another phase
 };
 
@@ -31,6 +32,7 @@ struct Candidate {
   Spot spot;
   ValueId weights = kNone, grad = kNone;
   std::vector<ValueId> states;
+  bool begin = false;   // several results fill the gradient: padding between them must become zero
   std::string why_not;  // empty: it can be made on the host
 };
 
@@ -66,7 +68,7 @@ class HostSteps {
         const Spot here{p, i, line};
         if (op.name == "view") continue;
         if (op.name.starts_with("update.")) {
-          candidates_.push_back({op.id, op.units.empty() ? kNone : op.units[0], here, kNone, kNone, {}, {}});
+          candidates_.push_back({op.id, op.units.empty() ? kNone : op.units[0], here, kNone, kNone, {}, false, {}});
           continue;
         }
         if (MoveOf(op) != nullptr) {
@@ -91,7 +93,10 @@ class HostSteps {
           const Value& value = program_.value(id);
           if (value.root != id && !value.placed) continue;
           const bool whole = value.root == id || (value.offset == Dim(0) && value.type == program_.value(value.root).type);
-          if (whole && !uses_[value.root].first) uses_[value.root].filled = true;
+          if (!uses_[value.root].first) {
+            uses_[value.root].placed = true;
+            uses_[value.root].filled = whole;
+          }
           Write(value.root, here);
           if (op.name.ends_with(".start")) sources[id] = read;
         }
@@ -139,7 +144,10 @@ class HostSteps {
         c.grad = id;
         if (state != states_.end() && state->second->persistent) return "its gradient lasts from step to step";
         if (state == states_.end() && (pending || program_.value(id).kind != ValueKind::kResult)) return "its gradient is no state of the step";
-        if (!uses.first || !uses.last_write || !uses.filled) return "nothing fills its gradient at once";
+        if (!uses.first || !uses.last_write || !uses.placed) return "its gradient is read before it is written";
+        const Type& type = program_.value(id).type;
+        c.begin = !uses.filled;
+        if (c.begin && !(type == FlatType(type.dtype, program_.units[static_cast<size_t>(c.unit)].numel))) return "its gradient is made in parts";
         continue;
       }
       if (state == states_.end() || !state->second->persistent || state->second->out) return name(id) + " is no state that lies in memory";
@@ -254,6 +262,13 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
       const Part part = in.PartAt(*uses.first);
       in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.start", c->grad, c->unit, part, "fresh"));
       in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.wait", c->grad, c->unit, part));
+      if (c->begin) {
+        Op& begin = program.AddOp("grad.begin");
+        begin.units = {c->unit};
+        begin.part = part;
+        program.AddPlaced(begin, program.value(c->grad).type, c->grad, Dim(0));
+        in.Of(uses.first->phase).Before(uses.first->index, begin.id);
+      }
     }
     in.Of(uses.last_write->phase).After(uses.last_write->index, in.Move("offload.start", c->grad, c->unit, in.PartAt(*uses.last_write)));
     if (!IsPending(program.op(c->update))) continue;

@@ -113,7 +113,7 @@ class StepLineReader {
   Status Add(ValueId root, OffloadKind kind, UnitId unit, bool state) {
     auto found = uses_.find(root);
     if (found == uses_.end()) return Ok{};
-    Movable movable{root, kind, unit, 0, state, {}};
+    Movable movable{root, kind, unit, 0, state, false, {}};
     INTERLACE_ASSIGN(movable.bytes, program_.StorageBytes(program_.value(root).type));
     if (movable.bytes == 0) return Ok{};
     // Uses that overlap or touch are one.
