@@ -115,6 +115,11 @@ Status Executor::RunPending(const Plan& plan) {
       if (!status.ok() || !fixed_[id].defined()) return;
       if (Result<at::Tensor> in_memory = TensorOf(id); !in_memory.ok()) status = in_memory.error();
     });
+    const Op& op = std::as_const(program_).op(at.op);
+    for (size_t i = 0; StepsOnHost(op) && i < FlatOperands(op) && status.ok(); ++i) {
+      const c10::Storage& storage = fixed_[op.args[i].value].storage();
+      if (!IsOut(storage, geometry_[op.args[i].value].end_bytes())) status = bank_->Out(op.args[i].value, storage);
+    }
     INTERLACE_TRY(status);
     try {
       AtOp(at.op);
