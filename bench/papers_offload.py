@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import time
-import tomllib
 from typing import Any
 
 from common import machine, write_json
@@ -53,11 +53,18 @@ def captured(case: Case) -> Any:
     return _core.Program.parse(text)
 
 
-def numbers(cluster: str) -> dict[str, Any]:
-    """A preset's tables."""
+def numbers(cluster: str) -> dict[str, dict[str, float]]:
+    """A preset's numbers by table; "" is the top of the file."""
     from interlace import _core
 
-    return tomllib.loads(_core.preset_cluster(cluster))
+    tables: dict[str, dict[str, float]] = {"": {}}
+    table = tables[""]
+    for line in _core.preset_cluster(cluster).splitlines():
+        if header := re.match(r"\[(\w+)\]", line):
+            table = tables.setdefault(header[1], {})
+        elif entry := re.match(r"(\w+) = ([0-9.e+-]+)", line):
+            table[entry[1]] = float(entry[2])
+    return tables
 
 
 def methods(case: Case, limit: int) -> dict[str, str]:
@@ -76,7 +83,7 @@ def methods(case: Case, limit: int) -> dict[str, str]:
 def on_cpu(free: dict[str, Any], parameters: int, case: Case) -> dict[str, Any]:
     """The step with the optimizer on the hosts: after the backward part their memory is read and written, then shards go back."""
     tables = numbers(case.cluster)
-    per_host = min(case.ranks, int(tables["per_node"]))
+    per_host = min(case.ranks, int(tables[""]["per_node"]))
     shard = parameters / case.ranks
     adam = shard * per_host * ADAM_BYTES / (tables["host"]["memory_gb_per_s"] * 1e9)
     back = shard * 4 / (tables["host"]["h2d_gb_per_s"] * 1e9)
@@ -100,7 +107,7 @@ def main() -> None:
         program = None
         for cluster in args.clusters.split(","):
             tables = numbers(cluster)
-            case = Machines("llama-3-70b", int(tables["devices"]), 1, seq, name=cluster)
+            case = Machines("llama-3-70b", int(tables[""]["devices"]), 1, seq, name=cluster)
             room = int((tables["device"]["memory_gib"] - tables["device"]["reserve_gib"]) * GIB)
             limit = parse_bytes(args.limit) if args.limit else room
             if program is None:
