@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from interlace.capture import capture
+from interlace.capture import capture, check_ops
 from interlace.capture.check_ops import verdicts
 from interlace.errors import CaptureError
 from interlace.models import build
@@ -93,3 +94,13 @@ def test_operators_of_models_are_checked(name):
     used = {line.partition(" = ")[2].partition("(")[0] for line in c.text.splitlines() if " = aten." in line}
     found = verdicts()
     assert len(used) > 15 and not {n for n in used if found.get(n) != "right"}
+
+
+def test_rows_padded_where_sizes_are_not_aligned_are_no_fault(monkeypatch):
+    """Products of groups have padded rows in the fake implementation alone, for sizes that are not a multiple of 16 bytes."""
+    monkeypatch.setattr(check_ops, "_verdicts", {})
+    with FakeTensorMode():
+        rows, weights = (torch.empty(*size, dtype=torch.bfloat16) for size in ((1024, 4096), (8, 28672, 4096)))
+        ends = torch.empty(8, dtype=torch.int32)
+    check_ops.check_op_kinds([(torch.ops.aten._grouped_mm.default, (rows, weights.transpose(1, 2), ends), {})])
+    assert verdicts()["aten._grouped_mm"] == "right"
