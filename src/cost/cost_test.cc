@@ -53,11 +53,11 @@ TEST(Cluster, PresetErrors) {
 
 TEST(Cluster, FileErrorsShowTheLine) {
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "copy_us = 2", "copy_uss = 2"), "c.toml")),
-            "c.toml:35:1: unknown key 'copy_uss' in [host], did you mean 'copy_us'?\n  copy_uss = 2\n  ^");
+            "c.toml:36:1: unknown key 'copy_uss' in [host], did you mean 'copy_us'?\n  copy_uss = 2\n  ^");
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "[intra]", "[inner]"), "c.toml")).substr(0, 54),
-            "c.toml:43:1: unknown table [inner], did you mean 'inte");
+            "c.toml:44:1: unknown table [inner], did you mean 'inte");
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "gb_per_s = 1.0 ", "gb_per_s = 0.0 "), "c.toml")).substr(0, 47),
-            "c.toml:44:12: 'gb_per_s' must be above zero\n  g");
+            "c.toml:45:12: 'gb_per_s' must be above zero\n  g");
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 30", "alpha_us = -1"), "c")).find("must not be negative"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = \"2\""), "c")).find("expected a number"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = 2\ncores = 3"), "c")).find("the key 'cores' is given twice"), std::string::npos);

@@ -16,12 +16,6 @@ using testing::Interpret;
 using testing::InterpretOptions;
 using testing::RunResult;
 
-Status Apply(Program& program, const std::string& pipeline) {
-  Result<std::vector<PassReport>> reports = RunPasses(program, *ParsePipeline(pipeline));
-  if (!reports.ok()) return reports.error();
-  return Ok{};
-}
-
 int64_t PeakOf(const Program& program, const PassCosts& costs) {
   Result<CostModel> model = costs.Model(program);
   int64_t peak = 0;

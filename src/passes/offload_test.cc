@@ -46,12 +46,6 @@ Program Small() {
   return std::move(*program);
 }
 
-Status Apply(Program& program, const std::string& pipeline) {
-  Result<std::vector<PassReport>> reports = RunPasses(program, *ParsePipeline(pipeline));
-  if (!reports.ok()) return reports.error();
-  return Ok{};
-}
-
 // Names and first operands of a phase's ops: "offload.start 7".
 std::vector<std::string> Ops(const Program& program, const char* phase) {
   std::vector<std::string> out;

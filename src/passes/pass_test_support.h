@@ -24,6 +24,13 @@ inline std::string RunText(const std::string& text, const std::string& pipeline)
   return reports.ok() ? Print(*program) : fail(reports.error());
 }
 
+// Runs a pipeline that is written rightly on a program in memory.
+inline Status Apply(Program& program, const std::string& pipeline) {
+  Result<std::vector<PassReport>> reports = RunPasses(program, *ParsePipeline(pipeline));
+  if (!reports.ok()) return reports.error();
+  return Ok{};
+}
+
 // The lines of the phases only, without what declares things.
 inline std::string Phases(const std::string& text) {
   size_t at = text.find("\nphase ");
