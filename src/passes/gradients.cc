@@ -2,6 +2,7 @@
 // copy, and issues the reductions in the order in which gradients become complete.
 #include <algorithm>
 #include <deque>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -215,12 +216,11 @@ class Placer {
     }
     std::deque<Started> pending;
     std::vector<ValueId> gathers;
-    const int64_t limit = options_.wait_next ? InFlightLimit() : 0;
     int64_t in_flight = 0;  // bytes of the flat buffers of `pending`
     for (const Gradient& gradient : gradients_) {
       auto here = [&](OpId op) { edit_.After(gradient.done, op); };
       std::vector<Started> ended;
-      for (; !pending.empty() && in_flight + FlatBytes(gradient) > limit; pending.pop_front()) {
+      for (; !pending.empty() && !RidesAlong(gradient, *pending.front().gradient, in_flight); pending.pop_front()) {
         in_flight -= FlatBytes(*pending.front().gradient);
         FinishReduce(ended.emplace_back(pending.front()), gradient.done, here);
       }
@@ -246,13 +246,16 @@ class Placer {
 
   int64_t FlatBytes(const Gradient& gradient) const { return UnitOf(gradient).numel * DTypeBytes(gradient.dtype); }
 
-  // Bytes of the gradients that are reduced at one time: the largest, and an eighth for what is small. So at most two large
-  // ones are held, the second while it is made, and the reduction of a bias does not wait for the one of its weight, which
-  // then would have nothing to hide behind.
-  int64_t InFlightLimit() const {
-    int64_t largest = 0;
-    for (const Gradient& gradient : gradients_) largest = std::max(largest, FlatBytes(gradient));
-    return largest + largest / 8;
+  // Whether the reduction may start while others are under way: those of small parameters of the same module, together at most
+  // an eighth of the first. So one large gradient is held while the next is made, and the reduction of a bias does not wait
+  // for the one of its weight, which then would have nothing to hide behind.
+  bool RidesAlong(const Gradient& gradient, const Gradient& first, int64_t in_flight) const {
+    const auto module = [&](const Gradient& of) {
+      const std::string_view name = ParamOf(of).name;
+      return name.substr(0, std::min(name.rfind('.'), name.size()));
+    };
+    const int64_t bytes = FlatBytes(first);
+    return module(gradient) == module(first) && in_flight + FlatBytes(gradient) <= bytes + bytes / 8;
   }
 
   template <typename F>

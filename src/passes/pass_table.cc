@@ -33,7 +33,7 @@ std::span<const PassInfo> PassTable() {
   static const OptionInfo kWait = {"wait",
                                    kChoice,
                                    "next",
-                                   "wait for reduce-scatters before what is under way exceeds the largest by an eighth, or at once",
+                                   "wait for a reduce-scatter before the next one starts (a bias rides along with its weight), or at once",
                                    {"next", "now"}};
   static const std::vector<PassInfo> table = {
       {"canonicalize",
