@@ -240,7 +240,7 @@ class CapturedLayers : public LayerSource {
       at->second[i] = std::move(*run);
     }
     const auto& [embedding, block, head] = at->second;
-    auto most = [&](int64_t RunLayer::*member) {
+    auto most = [&block = block](int64_t RunLayer::*member) {
       return std::max({block.kinds[0].*member, block.kinds[1].*member, block.kinds[2].*member});
     };
     const Layer::AsRun& mine = at->second[static_cast<int>(role)];
