@@ -29,7 +29,8 @@ struct Move {
   Place from, to;
 };
 const Move* MoveOf(const Op& op);  // nullptr: not an offload or reload
-// offload.start with clean=true: the tier still has these bytes, so nothing is copied.
+// offload.start with clean=true: nothing is copied, because the tier still has these bytes, or because nothing needs them again (a state
+// of one step whose memory comes back with fresh=true).
 bool IsClean(const Op& op);
 // reload.start with fresh=true: memory is taken, nothing is copied into it; it is written before it is read.
 bool IsFresh(const Op& op);

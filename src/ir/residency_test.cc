@@ -137,6 +137,23 @@ TEST(Residency, AStepOnTheHostWorksOnWhatIsOut) {
   EXPECT_EQ(testing::FirstDifference(*plain, *host), "");
 }
 
+TEST(Residency, WhatNobodyNeedsAgainGoesWithoutACopy) {
+  std::string text = Text("", "", "", "  offload.start(%5) {upd clean=true}\n  offload.wait(%5) {upd}\n");
+  const auto replace = [&](const std::string& what, const std::string& with) { text.replace(text.find(what), what.size(), with); };
+  replace("u0.grad step", "u0.grad step out");
+  replace("  %14: f32[64] into", "  reload.start(%5) {bwd fresh=true}\n  reload.wait(%5) {bwd}\n  %14: f32[64] into");
+  Program program = ParsedText(text);
+  ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  Result<PhaseLiveness> forward = ComputeLiveness(program, *program.FindPhase("micro_batch"));
+  EXPECT_EQ(forward->persistent_bytes, 768) << "weights and moments; the gradient begins in the backward part";
+  Result<testing::RunResult> plain = testing::Interpret(ParsedText(Text("", "", "", "")), {.steps = 3});
+  Result<testing::RunResult> moved = testing::Interpret(program, {.steps = 3});
+  ASSERT_TRUE(moved.ok()) << moved.error().ToString();
+  EXPECT_EQ(testing::FirstDifference(*plain, *moved), "");
+  replace("{bwd fresh=true}", "{bwd}");
+  EXPECT_NE(Verify(ParsedText(text)).error().message.find("is needed again; leave out clean=true"), std::string::npos);
+}
+
 TEST(Residency, TheVerifierKnowsWhatAStepOnTheHostNeeds) {
   const std::vector<std::pair<std::pair<std::string, std::string>, std::string>> cases = {
       {{"  offload.wait(%5) {upd}\n", ""}, "a step on the host works on storages that are out; %5 is on its way out; offload it and wait first"},
@@ -145,6 +162,7 @@ TEST(Residency, TheVerifierKnowsWhatAStepOnTheHostNeeds) {
       {{"reload.start(%4) {fwd}", "reload.start(%4) {fwd fresh=true}"}, "fresh= is for reload.start of a state of one step, which has nothing to keep"},
       {{"  offload.start(%5) {bwd}\n", ""}, "%5 is in memory here; offload.wait needs it on its way out"},
       {{"  %14: f32[64] into", "  offload.start(%5) {bwd}\n  %14: f32[64] into"}, "%5 goes out before anything is written to it"},
+      {{"  offload.start(%5) {bwd}\n", "  offload.start(%5) {bwd clean=true}\n"}, "%5 was written since it came back, and is needed again; leave out clean=true"},
       {{"  %14: f32[64] into", "  %20: f32[64] = aten.neg(%5) {bwd}\n  %14: f32[64] into"}, "%5 is read before anything is written to it"},
       {{"aten.mul.Tensor(%10, %2) {fwd}", "aten.mul.Tensor(%10, %2) {fwd lane=host}"}, "lane=host is for optimizer steps (update.*) on storages that are out"},
   };

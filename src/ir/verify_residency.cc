@@ -102,12 +102,21 @@ class Walk {
              id);
     }
     if (move.to == Place::kLeaving && IsClean(op) && !clean_.contains(id)) {
-      Report(op, "%" + std::to_string(id) + " was written since it came back, or never was in the tier; leave out clean=true", id);
+      // What ends with the step may be given up: then only fresh memory may come.
+      if (value.kind != ValueKind::kState || Persistent(id)) {
+        Report(op, "%" + std::to_string(id) + " was written since it came back, or never was in the tier; leave out clean=true", id);
+      }
+      lost_.emplace(id, op.id);
     }
+    if (move.to == Place::kLeaving && !IsClean(op)) lost_.erase(id);
+    if (move.to == Place::kComing && !IsFresh(op)) Needs(id);
     if (const Arg* fresh = op.Attr("fresh"); fresh != nullptr) {
       const bool step = value.kind == ValueKind::kState && !Persistent(id);
       if (move.to != Place::kComing || !step) Report(op, "fresh= is for reload.start of a state of one step, which has nothing to keep", id);
-      if (IsFresh(op)) blank_.insert(id);
+      if (IsFresh(op)) {
+        blank_.insert(id);
+        lost_.erase(id);
+      }
     }
     if (move.to == Place::kLeaving && blank_.contains(id)) Report(op, "%" + std::to_string(id) + " goes out before anything is written to it", id);
     if (move.to == Place::kIn && !blank_.contains(id)) clean_.insert(id);
@@ -146,6 +155,13 @@ class Walk {
     }
   }
 
+  // Bytes in the tier are wanted back, or used there.
+  void Needs(ValueId id) {
+    auto lost = lost_.find(id);
+    if (lost == lost_.end()) return;
+    Report(program_.op(lost->second), "%" + std::to_string(id) + " was written since it came back, and is needed again; leave out clean=true", id);
+  }
+
   // An optimizer step on the host: everything but the coefficient lies in the tier, and is changed there.
   void Steps(const Op& op) {
     for (size_t i = 0; i < op.args.size(); ++i) {
@@ -162,6 +178,7 @@ class Walk {
         Report(op, "a step on the host works on storages that are out; %" + std::to_string(id) + " is " + std::string(PlaceName(now)) +
                        "; offload it and wait first", id);
       }
+      Needs(id);
       if (program_.value(id).kind == ValueKind::kResult) used_up_.insert(id);
     }
     for (ValueId id : WrittenOperands(program_, op)) clean_.erase(id);
@@ -177,6 +194,7 @@ class Walk {
   std::unordered_map<ValueId, OpId> moved_by_;
   std::set<ValueId> clean_;  // in memory, and the same in the tier
   std::set<ValueId> blank_;  // in memory that came with fresh=true, and not written since
+  std::unordered_map<ValueId, OpId> lost_;  // out, without what was written last: the op that gave it up
   std::set<ValueId> used_up_;  // results that a step on the host took
   std::set<std::pair<OpId, ValueId>> reported_;
 };

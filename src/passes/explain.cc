@@ -98,8 +98,17 @@ std::string OptionOf(const std::string& passes, const std::string& name) {
 
 std::string Decisions(const Program& program, const Row& chosen) {
   std::string text;
-  const bool repositioned = !PendingOps(program).empty();
-  const std::string next_step = "of each unit in the next step, before its first use";
+  int64_t pending = 0, updates = 0;
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      if (!program.op(id).name.starts_with("update.")) continue;
+      ++updates;
+      pending += IsPending(program.op(id)) ? 1 : 0;
+    }
+  }
+  const bool repositioned = pending > 0;
+  const std::string next_step = (pending == updates ? "of each unit" : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units") +
+                                " in the next step, before its first use";
   if (!chosen.passes.starts_with("schedule")) {
     return "  the passes of a heuristic: " + (chosen.passes.empty() ? std::string("none") : chosen.passes) + "\n" +
            (repositioned ? "  optimizer step         " + next_step + "\n" : "");
@@ -128,7 +137,7 @@ std::string Decisions(const Program& program, const Row& chosen) {
   }
   text += std::string("  optimizer step         ") +
           (repositioned ? next_step
-           : chosen.passes.ends_with(",overlap_update") ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
+           : chosen.passes.find(",overlap_update") != std::string::npos ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
   const std::string* recompute = program.Meta("recompute");
   text += "  recomputed             " + (recompute == nullptr ? std::string("nothing") : *recompute) + "\n";
   if (const std::string* offload = program.Meta("offload")) text += "  out of memory          " + *offload + "\n";

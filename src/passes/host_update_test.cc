@@ -1,19 +1,14 @@
 #include "passes/host_update.h"
 
-#include <random>
-
-#include "ir/testing/interpreter.h"
-#include "ir/testing/random_program.h"
 #include "passes/evaluate.h"
-#include "passes/pass_test_support.h"
 #include "passes/phase_memory.h"
+#include "passes/training_case.h"
 
 namespace interlace {
 namespace {
 
 using testing::FirstDifference;
 using testing::Interpret;
-using testing::InterpretOptions;
 using testing::RunResult;
 
 int64_t PeakOf(const Program& program, const PassCosts& costs) {
@@ -43,22 +38,10 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
   int stepped = 0;
   for (uint64_t seed = 0; seed < 40; ++seed) {
     std::mt19937_64 random(seed * 13 + 5);
-    testing::RandomProgramOptions shape;
-    shape.seed = seed + 4000;
-    shape.layers = 2 + static_cast<int>(random() % 4);
-    shape.max_width = 24;
-    InterpretOptions run;
-    run.steps = 3;
-    run.ranks = 1 + static_cast<int64_t>(seed % 3);
-    run.accumulation = seed % 4 == 3 ? 3 : 1;
-    const bool clip = seed % 5 > 2;
-    if (clip) run.clip = 0.5;
-    Result<RunResult> expected = Interpret(testing::RandomProgram(shape), run);
-    ASSERT_TRUE(expected.ok());
-    const std::string start = "canonicalize,shard(ranks=" + std::to_string(run.ranks) + "),accumulate(steps=" + std::to_string(run.accumulation) +
-                              "),update(clip=" + (clip ? "0.5" : "none") + ")" +
-                              (seed % 3 == 0 ? ",reposition_update" : seed % 3 == 1 ? ",overlap_update" : "");
-    Program base = testing::RandomProgram(shape);
+    const TrainingCase training = MakeTrainingCase(seed + 3100, 2, random);
+    const RunResult expected = training.Expected();
+    const std::string start = training.start + (seed % 3 == 0 ? ",reposition_update" : seed % 3 == 1 ? ",overlap_update" : "");
+    Program base = training.Captured();
     ASSERT_TRUE(Apply(base, start).ok()) << start;
     const PassCosts costs = CostsOn(base, "l4-24gb-4");
     const int64_t peak = PeakOf(base, costs), limit = peak * static_cast<int64_t>(40 + random() % 50) / 100;
@@ -66,7 +49,7 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
     for (const std::string& pass : {std::string("host_update"), std::string("host_update(share=0.5)"), "offload(host=always," + limited + ")",
                                     "offload(host=auto," + limited + ")"}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + " " + start + "," + pass);
-      Program program = testing::RandomProgram(shape);
+      Program program = training.Captured();
       const Status status = Apply(program, start + "," + pass);  // the verifier runs after every pass
       if (!status.ok()) {
         ASSERT_NE(status.error().message.find("cannot be met"), std::string::npos) << status.error().ToString();
@@ -74,9 +57,9 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
       }
       const std::string text = Print(program);
       EXPECT_EQ(Print(*Parse(text)), text);
-      Result<RunResult> actual = Interpret(program, run);
+      Result<RunResult> actual = Interpret(program, training.run);
       ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << text;
-      ASSERT_EQ(FirstDifference(*expected, *actual), "") << text;
+      ASSERT_EQ(FirstDifference(expected, *actual), "") << text;
       if (pass.starts_with("offload")) { EXPECT_LE(PeakOf(program, costs), limit) << text; }
       if (pass == "host_update" && program.Meta("host_update") != nullptr) {
         ++stepped;

@@ -132,6 +132,7 @@ Result<bool> Offload(Program& program, const PassOptions& options) {
     INTERLACE_ASSIGN(StepLine line, ReadStepLine(program, model));
     if (*std::max_element(line.bytes.begin(), line.bytes.end()) <= costs.limit) return freed;
   }
+  BeginGradients(program);
   // How much room is left for copies under way decides between traffic and stalls, and how many units step on the host between copies
   // and the host's memory: the simulator judges.
   std::vector<int64_t> windows = {0};

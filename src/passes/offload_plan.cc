@@ -11,6 +11,15 @@
 namespace interlace {
 namespace {
 
+// They cost nothing, so all of them are made.
+std::vector<Trip> BlankTripsOf(const StepLine& line, const OffloadChoice& choice) {
+  std::vector<Trip> trips = BlankTrips(line);
+  std::erase_if(trips, [&](const Trip& trip) {
+    return std::find(choice.kinds.begin(), choice.kinds.end(), line.movables[trip.movable].kind) == choice.kinds.end();
+  });
+  return trips;
+}
+
 class Planner {
  public:
   Planner(const Program& program, const StepLine& line, CostModel& model, const OffloadChoice& choice)
@@ -21,8 +30,12 @@ class Planner {
       const OffloadKind kind = line_.movables[gap.movable].kind;
       if (std::find(choice_.kinds.begin(), choice_.kinds.end(), kind) != choice_.kinds.end()) gaps_.push_back(gap);
     }
+    for (const Trip& blank : BlankTripsOf(line_, choice_)) {
+      std::erase_if(gaps_, [&](const Trip& gap) { return gap.movable == blank.movable && gap.after == blank.after; });
+      trips_.push_back(blank);
+    }
     taken_.assign(gaps_.size(), false);
-    ideal_ = line_.bytes;
+    ideal_ = BytesWith(line_, trips_);
     INTERLACE_TRY(Choose(choice_.limit - choice_.window, /*must=*/false));
     INTERLACE_TRY(Choose(choice_.limit, /*must=*/true));
     // An op that copies on their way leave no room for needs more trips; each round adds some, so it ends.
@@ -69,7 +82,9 @@ class Planner {
       std::vector<size_t> candidates;
       int64_t total = 0;
       std::set<int32_t> moved;
-      for (const Trip& trip : trips_) moved.insert(trip.movable);
+      for (const Trip& trip : trips_) {
+        if (!trip.blank) moved.insert(trip.movable);
+      }
       for (size_t g = 0; g < gaps_.size(); ++g) {
         if (taken_[g] || line_.movables[gaps_[g].movable].kind != kind || !Covers(gaps_[g], place)) continue;
         candidates.push_back(g);
@@ -186,10 +201,11 @@ Result<int64_t> LeastStepPs(const StepLine& line, CostModel& model, const Offloa
     INTERLACE_ASSIGN(const OpCost cost, model.CopyCost(Lane::kH2D, /*to_device=*/true, static_cast<double>(bytes)));
     return cost.work_ps;
   };
+  const std::vector<int64_t> bytes = BytesWith(line, BlankTripsOf(line, choice));
   int64_t least = line.begin_ps[end], next = 0;
   for (int32_t p = 0; p < end; ++p) {
     next += comes_next[p];
-    const int64_t excess = line.bytes[p] - choice.limit;
+    const int64_t excess = bytes[p] - choice.limit;
     if (excess <= 0) continue;
     INTERLACE_ASSIGN(const int64_t here_ps, copy_ps(excess - next));
     INTERLACE_ASSIGN(const int64_t all_ps, copy_ps(excess));

@@ -2,19 +2,14 @@
 
 #include <gtest/gtest.h>
 
-#include <random>
-
-#include "ir/testing/interpreter.h"
-#include "ir/testing/random_program.h"
 #include "passes/offload_plan.h"
-#include "passes/pass_test_support.h"
+#include "passes/training_case.h"
 
 namespace interlace {
 namespace {
 
 using testing::FirstDifference;
 using testing::Interpret;
-using testing::InterpretOptions;
 using testing::RunResult;
 
 // Two units of 256 bytes: weights and gradients 1024 bytes, optimizer states M_opt = 1024. P at the ops of micro_batch is
@@ -117,6 +112,20 @@ TEST(Offload, StreamsTheUpdate) {
   EXPECT_EQ(FirstDifference(*before, *after), "");
 }
 
+TEST(Offload, AGradientHasNoMemoryUntilItIsMadeAnew) {
+  // From the update to the next step's backward part; nothing is copied for it.
+  Program program = Small();
+  ASSERT_TRUE(Apply(program, "offload(limit=1536,cluster=l4-24gb-4)").ok());
+  const std::string text = Print(program);
+  for (const char* line : {"state %5: f32[64] u0.grad step out\n", "reload.start(%5) {bwd units=[u0] fresh=true}\n",
+                           "reload.start(%6) {bwd units=[u1] fresh=true}\n", "offload.start(%6) {upd units=[u1] clean=true}\n"}) {
+    EXPECT_NE(text.find(line), std::string::npos) << line << text;
+  }
+  Result<RunResult> before = Interpret(Small()), after = Interpret(program);
+  ASSERT_TRUE(after.ok()) << after.error().ToString() << text;
+  EXPECT_EQ(FirstDifference(*before, *after), "");
+}
+
 int64_t PeakOf(Program& program) {
   Result<ClusterSpec> cluster = LoadCluster("l4-24gb-4", "cluster");
   Result<CostModel> model = CostModel::Create(program, *cluster, nullptr);
@@ -126,26 +135,16 @@ int64_t PeakOf(Program& program) {
 }
 
 TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
-  int fitted = 0, cases = 0;
+  int fitted = 0, cases = 0, blank = 0;
   for (uint64_t seed = 0; seed < 60; ++seed) {
     std::mt19937_64 random(seed * 17 + 3);
-    testing::RandomProgramOptions shape;
-    shape.seed = seed + 900;
-    shape.layers = 2 + static_cast<int>(random() % 5);
-    shape.max_width = 24;
-    InterpretOptions run;
-    run.steps = 3;
-    run.ranks = 1 + static_cast<int64_t>(seed % 3);
-    run.accumulation = seed % 4 == 3 ? 3 : 1;
-    const bool clip = seed % 5 == 4;
-    if (clip) run.clip = 0.5;
-    const Program captured = testing::RandomProgram(shape);
-    Result<RunResult> expected = Interpret(captured, run);
-    ASSERT_TRUE(expected.ok());
-    std::string start = "canonicalize,shard(ranks=" + std::to_string(run.ranks) + "),accumulate(steps=" + std::to_string(run.accumulation) +
-                        "),update(clip=" + (clip ? "0.5" : "none") + ")" + (seed % 2 ? ",overlap_update" : "") +
-                        (seed % 3 == 0 ? ",prefetch(cluster=l4-24gb-4),unshard(cluster=l4-24gb-4)" : "");
-    Program base = testing::RandomProgram(shape);
+    const TrainingCase training = MakeTrainingCase(seed, 1, random);
+    const RunResult expected = training.Expected();
+    // The optimizer step after the backward part, in it, or some of it in the next step and the rest after or in the backward part.
+    const std::string order = seed % 2 ? ",overlap_update" : seed % 8 == 0 ? ",reposition_update(share=0.5),overlap_update"
+                              : seed % 8 == 2 ? ",reposition_update(share=0.3)" : seed % 8 == 4 ? ",reposition_update" : "";
+    const std::string start = training.start + (seed % 3 == 0 ? ",prefetch(cluster=l4-24gb-4),unshard(cluster=l4-24gb-4)" : "") + order;
+    Program base = training.Captured();
     ASSERT_TRUE(Apply(base, start).ok()) << start;
     const int64_t peak = PeakOf(base);
     const int64_t limit = peak * static_cast<int64_t>(35 + random() % 60) / 100;
@@ -155,7 +154,7 @@ TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
     for (const std::string& pass : {"offload(" + costs + ",kinds=states+gradients+master+activations)", "offload_deepcompile(fragment=100," + costs + ")",
                                     "offload_sync(" + cluster + ")"}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + " " + start + "," + pass);
-      Program program = testing::RandomProgram(shape);
+      Program program = training.Captured();
       const Status status = Apply(program, start + "," + pass);  // the verifier runs after every pass
       if (!status.ok()) {
         ASSERT_NE(status.error().message.find("cannot be met"), std::string::npos) << status.error().ToString();
@@ -164,9 +163,10 @@ TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
       }
       const std::string text = Print(program);
       EXPECT_EQ(Print(*Parse(text)), text);
-      Result<RunResult> actual = Interpret(program, run);
+      Result<RunResult> actual = Interpret(program, training.run);
       ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << text;
-      ASSERT_EQ(FirstDifference(*expected, *actual), "") << text;
+      ASSERT_EQ(FirstDifference(expected, *actual), "") << text;
+      blank += text.find("fresh=true") != std::string::npos;
       if (pass.starts_with("offload_sync")) continue;
       EXPECT_LE(PeakOf(program), limit) << text;
       if (pass.starts_with("offload(")) ++cases, ++fitted;
@@ -174,6 +174,7 @@ TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
     if (HasFailure()) return;
   }
   EXPECT_GE(fitted * 2, cases) << "most of these limits can be met";
+  EXPECT_GT(blank, 10) << "gradients give up their memory until they are made anew";
 }
 
 }  // namespace

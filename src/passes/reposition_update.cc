@@ -21,13 +21,13 @@ struct Moved {
 
 class Repositioner {
  public:
-  Repositioner(Program& program, Phase& update, Phase& first, int64_t ahead)
-      : program_(program), update_(update), first_(first), ahead_(ahead) {}
+  Repositioner(Program& program, Phase& update, Phase& first, int64_t ahead, double share)
+      : program_(program), update_(update), first_(first), ahead_(ahead), share_(share) {}
 
   Result<bool> Run() {
-    INTERLACE_TRY(Collect());
-    if (moved_.empty()) return false;
     const std::unordered_map<ValueId, int32_t> touches = FirstTouches();
+    INTERLACE_TRY(Collect(ChosenUpdates(touches)));
+    if (moved_.empty()) return false;
     for (Moved& m : moved_) {
       m.first = static_cast<int32_t>(first_.ops.size());
       auto touch = [&](ValueId id) {
@@ -46,8 +46,37 @@ class Repositioner {
   }
 
  private:
+  // Evenly over the order in which the next step needs them, so that what streams for them comes at an even rate.
+  std::unordered_set<OpId> ChosenUpdates(const std::unordered_map<ValueId, int32_t>& touches) const {
+    struct Candidate {
+      int32_t first;
+      OpId id;
+      double bytes;
+    };
+    std::vector<Candidate> all;
+    for (OpId id : update_.ops) {
+      const Op& op = std::as_const(program_).op(id);
+      if (!op.name.starts_with("update.")) continue;
+      Candidate& c = all.emplace_back(Candidate{static_cast<int32_t>(first_.ops.size()), id, 0});
+      ForEachOperand(op, [&](ValueId operand) {
+        if (auto found = touches.find(program_.RootOf(operand)); found != touches.end()) c.first = std::min(c.first, found->second);
+      });
+      if (!op.units.empty()) c.bytes = static_cast<double>(program_.units[static_cast<size_t>(op.units[0])].numel);
+    }
+    std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.first < b.first; });
+    std::unordered_set<OpId> chosen;
+    double owed = 0;
+    for (const Candidate& c : all) {
+      owed += share_ * c.bytes;
+      if (share_ < 1 && owed < 0.5 * c.bytes) continue;
+      owed -= c.bytes;
+      chosen.insert(c.id);
+    }
+    return chosen;
+  }
+
   // Takes the updates out of the phase, in order. Error: one of them, or what belongs to it, cannot wait for the next step.
-  Status Collect() {
+  Status Collect(const std::unordered_set<OpId>& chosen) {
     std::unordered_map<ValueId, OpId> views;           // of states, by result
     std::unordered_map<ValueId, size_t> by_weights;    // updated part -> its place in moved_
     std::unordered_map<ValueId, size_t> gathered;      // result of a gather -> likewise
@@ -58,7 +87,7 @@ class Repositioner {
       }
       if (op.name == "view" && IsState(op.args[0].value)) {
         views[op.results[0]] = id;
-      } else if (op.name.starts_with("update.")) {
+      } else if (op.name.starts_with("update.") && chosen.contains(id)) {
         INTERLACE_TRY(CheckOperands(op));
         Moved& m = moved_.emplace_back();
         const ValueId weights = op.args[0].value;
@@ -185,6 +214,7 @@ class Repositioner {
   Phase& update_;
   Phase& first_;
   int64_t ahead_;
+  double share_;
   ValueId coef_ = kNone;
   std::vector<Moved> moved_;
   std::unordered_set<OpId> taken_;
@@ -194,6 +224,8 @@ class Repositioner {
 
 Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const int64_t ahead, options.Int("ahead", 1, 0));
+  INTERLACE_ASSIGN(const double share, options.Number("share", 1));
+  if (share > 1) return MakeError("option share: ", share, " is more than all; give 0 to 1");
   Phase* update = program.FindPhase("update");
   const auto order = program.RunOrder();
   if (program.level == Level::kCaptured || update == nullptr || order[0].first == update) {
@@ -209,11 +241,11 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
                        ", where their gradients are complete; use overlap_update or reposition_update");
     }
   }
-  return Repositioner(program, *update, *program.FindPhase(order[0].first->name), ahead).Run();
+  return Repositioner(program, *update, *program.FindPhase(order[0].first->name), ahead, share).Run();
 }
 
 Status CheckRepositioned(const Program& program, std::string_view name) {
-  constexpr std::array<std::string_view, 6> kFine = {"reposition_update", "canonicalize", "host_update", "offload", "offload_deepcompile", "offload_sync"};
+  constexpr std::array<std::string_view, 7> kFine = {"reposition_update", "canonicalize", "overlap_update", "host_update", "offload", "offload_deepcompile", "offload_sync"};
   if (std::find(kFine.begin(), kFine.end(), name) != kFine.end() || PendingOps(program).empty()) return Ok{};
   return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ", name,
                    " does not keep that order; run reposition_update after ", name);

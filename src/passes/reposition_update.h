@@ -25,7 +25,11 @@
 
 namespace interlace {
 
-// True when updates moved; a second run moves none. Options: ahead (1). Runs after update and the schedule passes, before offload.
+// With `share` below 1 only some units' updates move, evenly over their first uses; overlap_update may put the others beside the
+// backward part then. So with offload states stream through the whole step, and not through one half of it.
+//
+// True when updates moved; a second run moves none. Options: ahead (1), share (1: of the bytes of the parameters). Runs after update and
+// the schedule passes, before overlap_update and offload.
 // Error: no optimizer step; overlap_update or offload ran before; an operand that does not last until the next step.
 Result<bool> RepositionUpdate(Program& program, const PassOptions& options = {});
 

@@ -47,6 +47,19 @@ TEST(RepositionUpdate, ShardsAreUpdatedJustBeforeTheirGather) {
       << "without gathers ahead each unit has its turn just before its layer";
 }
 
+TEST(RepositionUpdate, AShareOfTheUpdatesIsSpreadOverTheUnits) {
+  const std::string half = "shard(ranks=2),update,reposition_update(share=0.5)";
+  EXPECT_EQ(Head(After(half)),
+            "[update.sgd:u0] gather.start:u0 gather.start:u1 gather.wait mul.Tensor release gather.wait mul.Tensor release sum");
+  EXPECT_EQ(Head(After(half), "update"), "update.sgd:u1");
+  const std::string both = After(half + ",overlap_update");
+  EXPECT_EQ(Head(both, "update"), "") << "the other one stands where its gradient is complete";
+  EXPECT_EQ(Head(both), Head(After(half)));
+  EXPECT_EQ(After("shard(ranks=2),update,reposition_update(share=1.5)"),
+            "error: pass 'reposition_update': option share: 1.5 is more than all; give 0 to 1");
+  EXPECT_EQ(After("shard(ranks=2),update,reposition_update(share=0)"), After("shard(ranks=2),update"));
+}
+
 TEST(RepositionUpdate, WholeParametersAreGatheredAfterTheirPartWasUpdated) {
   const std::string before = "zero1(ranks=2),update,reposition_update";
   EXPECT_EQ(Head(After(before)),
@@ -112,7 +125,7 @@ TEST(RepositionUpdate, WhatItCannotBeCombinedWithSaysWhy) {
   EXPECT_EQ(After("shard(ranks=2),update,offload_sync(kinds=states,cluster=local-2),reposition_update"),
             "error: pass 'reposition_update': offload has planned its copies around the optimizer step where it is; run reposition_update "
             "before offload");
-  for (const std::string pass : {"prefetch", "reorder", "unshard", "overlap_update", "search"}) {
+  for (const std::string pass : {"prefetch", "reorder", "unshard", "search"}) {
     EXPECT_EQ(After("shard(ranks=2),update,reposition_update," + pass),
               "error: pass '" + pass +
                   "': the optimizer step of each unit stands just before the unit's first use (reposition_update), and " + pass +

@@ -94,15 +94,42 @@ class Searcher {
     }
     constexpr size_t kTried = 6;
     size_t last = over.size();
+    const size_t before = all_.size();
     for (size_t i = 0; i < std::min(kTried, over.size()); ++i) {
       const size_t at = over.size() <= kTried ? i : (over.size() - 1) * i / (kTried - 1);
       if (at == last) continue;
       last = at;
-      std::string passes = over[at].passes.empty() ? "" : over[at].passes + ",";
-      if (passes.find("overlap_update") == std::string::npos) passes += "overlap_update,";
-      INTERLACE_TRY(Heuristic(over[at].name + ", offload", passes + With("offload", options_.host ? "host=auto" : "", limit), i == 0));
+      INTERLACE_TRY(Heuristic(over[at].name + kOffloaded, OffloadPasses(over[at].passes, 0, limit), i == 0));
+    }
+    return LeaveToTheNextStep(before, limit);
+  }
+
+  // Copies come back in the backward part, where the optimizer steps are. Of the best of those that were judged since `before`, some
+  // units' steps in the next forward part: then copies run there as well.
+  Status LeaveToTheNextStep(size_t before, int64_t limit) {
+    for (const State& state : base_.states) {
+      // Parameters that are whole on every rank are the model's own, and may be looked at between two steps.
+      if (state.role == "full") return Ok{};
+    }
+    const Candidate* best = nullptr;
+    for (size_t i = before; i < all_.size(); ++i) {
+      if (all_[i].bytes <= limit && (best == nullptr || all_[i].time_ps < best->time_ps)) best = &all_[i];
+    }
+    if (best == nullptr) return Ok{};
+    const std::string name = best->name.substr(0, best->name.size() - kOffloaded.size()), passes = best->passes.substr(0, best->passes.find(",offload("));
+    for (const auto& [share, text] : {std::pair{0.125, "an eighth"}, std::pair{0.25, "a quarter"}, std::pair{0.375, "three eighths"}, std::pair{0.5, "half"}}) {
+      INTERLACE_TRY(Heuristic(name + ", " + text + " of the updates in the next step" + kOffloaded, OffloadPasses(passes, share, limit), false));
     }
     return Ok{};
+  }
+
+  // Of a schedule's passes, those that make it fit.
+  std::string OffloadPasses(std::string passes, double share, int64_t limit) const {
+    constexpr std::string_view kOverlap = "overlap_update";
+    if (passes.ends_with(kOverlap)) passes.erase(passes.size() - kOverlap.size());
+    if (!passes.empty() && !passes.ends_with(',')) passes += ",";
+    if (share > 0) passes += "reposition_update(share=" + std::to_string(share) + "),";
+    return passes + std::string(kOverlap) + "," + With("offload", options_.host ? "host=auto" : "", limit);
   }
 
   std::string With(const std::string& pass, const std::string& own, int64_t limit) const {
@@ -247,6 +274,8 @@ class Searcher {
   }
 
   std::vector<Candidate> Front() const { return FrontOf(all_); }
+
+  static inline const std::string kOffloaded = ", offload";
 
   const Program& base_;
   const PassCosts& costs_;

@@ -5,11 +5,17 @@
 #include <unordered_set>
 
 #include "ir/op_table.h"
+#include "ir/pending.h"
 #include "ir/residency.h"
 #include "passes/phase_editor.h"
 
 namespace interlace {
 namespace {
+
+// Of a result with a place: whether it takes the whole storage.
+bool FillsRoot(const Program& program, const Value& value) {
+  return value.placed && value.offset == Dim(0) && value.type == program.value(value.root).type;
+}
 
 class StepLineReader {
  public:
@@ -44,14 +50,14 @@ class StepLineReader {
       const Op& op = program_.op(phase.ops[i]);
       const int32_t here = first + static_cast<int32_t>(i);
       if (op.name == "view" || MoveOf(op) != nullptr || StepsOnHost(op)) continue;
-      auto touch = [&](ValueId id, bool writes) {
+      auto touch = [&](ValueId id, bool writes, bool fills = false) {
         const ValueId root = program_.RootOf(id);
         std::vector<Use>& uses = uses_[root];
         if (repeated) repeated_[root] = true;
         if (!uses.empty() && uses.back().end == here) {
           uses.back().writes = uses.back().writes || writes;
         } else {
-          uses.push_back({here, here, writes});
+          uses.push_back({here, here, writes, fills});
         }
         return std::pair(root, uses.size() - 1);
       };
@@ -65,9 +71,10 @@ class StepLineReader {
       for (ValueId id : WrittenOperands(program_, op)) touch(id, true);
       for (ValueId id : op.results) {
         if (id == kNone) continue;
-        const bool fresh = program_.RootOf(id) == id;
-        if (!fresh && !program_.value(id).placed) continue;  // a view
-        read.push_back(touch(id, true));
+        const Value& value = program_.value(id);
+        const bool fresh = value.root == id;
+        if (!fresh && !value.placed) continue;  // a view
+        read.push_back(touch(id, true, fresh || FillsRoot(program_, value)));
       }
       if (!op.name.ends_with(".start")) continue;
       for (ValueId id : op.results) {
@@ -90,6 +97,7 @@ class StepLineReader {
       if ((state.out || moves_.contains(state.value)) && !comes) continue;
       const OffloadKind kind = !state.persistent ? OffloadKind::kGradients : weights ? OffloadKind::kMaster : OffloadKind::kStates;
       INTERLACE_TRY(Add(state.value, kind, state.unit, state.persistent));
+      if (!line_.movables.empty() && line_.movables.back().root == state.value) line_.movables.back().ends = !state.persistent;
       if (comes && !line_.movables.empty() && line_.movables.back().root == state.value) line_.movables.back().comes = true;
     }
     std::vector<std::pair<int32_t, ValueId>> results;
@@ -113,7 +121,7 @@ class StepLineReader {
   Status Add(ValueId root, OffloadKind kind, UnitId unit, bool state) {
     auto found = uses_.find(root);
     if (found == uses_.end()) return Ok{};
-    Movable movable{root, kind, unit, 0, state, false, {}};
+    Movable movable{root, kind, unit, 0, state, false, false, {}};
     INTERLACE_ASSIGN(movable.bytes, program_.StorageBytes(program_.value(root).type));
     if (movable.bytes == 0) return Ok{};
     // Uses that overlap or touch are one.
@@ -144,6 +152,49 @@ class StepLineReader {
 
 Result<StepLine> ReadStepLine(Program& program, CostModel& model) {
   return StepLineReader(program, model).Run();
+}
+
+bool BeginGradients(Program& program) {
+  std::unordered_set<ValueId> open;  // states that no op but one of the step before has touched so far
+  for (const State& state : program.states) {
+    if (state.persistent || state.out || state.unit == kNone || program.RootOf(state.value) != state.value) continue;
+    const Type& type = program.value(state.value).type;
+    if (type == FlatType(type.dtype, program.units[state.unit].numel)) open.insert(state.value);
+  }
+  bool any = false;
+  for (const auto& [run, count] : program.RunOrder()) {
+    if (open.empty()) break;
+    Phase& phase = *program.FindPhase(run->name);
+    PhaseEditor editor(program, phase);
+    for (int32_t i = 0; i < editor.size(); ++i) {
+      const OpId id = phase.ops[i];
+      if (IsPending(program.op(id))) continue;
+      std::vector<ValueId> begins;
+      const auto touch = [&](ValueId value, bool placed) {
+        const ValueId root = program.RootOf(value);
+        if (open.erase(root) > 0 && placed && count == 1 && !FillsRoot(program, program.value(value))) begins.push_back(root);
+      };
+      const Op& op = program.op(id);
+      ForEachOperand(op, [&](ValueId value) { touch(value, false); });
+      for (ValueId value : op.writes) touch(value, false);
+      for (ValueId value : op.results) {
+        if (value != kNone) touch(value, program.value(value).placed);
+      }
+      for (ValueId root : begins) {
+        const Type type = program.value(root).type;
+        Op& begin = program.AddOp("grad.begin");
+        for (const State& state : program.states) {
+          if (state.value == root) begin.units = {state.unit};
+        }
+        CopyTags(program.op(id), begin);
+        program.AddPlaced(begin, type, root, Dim(0));
+        editor.Before(i, begin.id);
+        any = true;
+      }
+    }
+    editor.Finish();
+  }
+  return any;
 }
 
 bool FreeGradients(Program& program) {

@@ -69,7 +69,7 @@ class Walker {
       } else {
         at_[t] = At::kOut;
         Change(0, trip.before, -Bytes(t));
-        waiting_.insert({trip.before, t});
+        if (!trip.blank) waiting_.insert({trip.before, t});
       }
     }
     std::stable_sort(head.begin(), head.end(), [&](int32_t a, int32_t b) { return trips_[a].after < trips_[b].after; });
@@ -127,7 +127,7 @@ class Walker {
 
   void Gone(int32_t t) {
     at_[t] = At::kOut;
-    if (!tail_[t]) waiting_.insert({trips_[t].before, t});
+    if (!tail_[t] && !trips_[t].blank) waiting_.insert({trips_[t].before, t});
   }
 
   // The copy out has ended: its memory is free from `place_` on.
@@ -153,8 +153,8 @@ class Walker {
     trip.back = place_;
     trip.order[2] = ++order_;
     at_[t] = At::kComing;
-    Run(in_ps_, in_costs_[t]);
-    done_ps_[t] = in_ps_;
+    if (!trip.blank) Run(in_ps_, in_costs_[t]);
+    done_ps_[t] = trip.blank ? clock_ps_ : in_ps_;  // memory alone is there at once
     waiting_.erase({trip.before, t});
     Change(place_, trip.before, Bytes(t));
   }

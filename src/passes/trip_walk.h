@@ -4,6 +4,7 @@
 //   d2h         [--- u3.exp_avg ---][--- u3.exp_avg_sq ---]      leaves as soon as its use ends
 //   h2d      [--- u2.exp_avg ---][--- u2.exp_avg_sq ---]         in order of need, as soon as there is room until then
 //
+// A blank trip copies nothing: its memory goes behind the one use and comes before the next.
 // A copy out is waited for where it has ended, or where its room is needed; a copy in where its storage is used. While the compute
 // lane is held, copies that end make room for others, which start then. What is out when an op runs is known exactly, so no op is
 // ever above the limit.

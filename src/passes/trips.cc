@@ -9,7 +9,9 @@
 
 namespace interlace {
 
-std::vector<Trip> GapsOf(const StepLine& line) {
+namespace {
+
+std::vector<Trip> Gaps(const StepLine& line, bool blank) {
   std::vector<Trip> gaps;
   for (size_t m = 0; m < line.movables.size(); ++m) {
     const Movable& movable = line.movables[m];
@@ -18,9 +20,11 @@ std::vector<Trip> GapsOf(const StepLine& line) {
       Trip trip;
       trip.movable = static_cast<int32_t>(m);
       trip.wraps = i + 1 == uses.size();
-      if (trip.wraps && (!movable.state || movable.comes)) continue;
+      const Use& next = uses[trip.wraps ? 0 : i + 1];
+      trip.blank = blank;
+      if (blank ? !movable.ends || !next.fills : trip.wraps && (!movable.state || movable.comes)) continue;
       trip.after = uses[i].end;
-      trip.before = uses[trip.wraps ? 0 : i + 1].begin;
+      trip.before = next.begin;
       // In a phase that runs several times both ends must be in it, or neither.
       const StepLine::Place &from = line.ops[trip.after], &to = line.ops[trip.before];
       const bool same = from.phase == to.phase && !trip.wraps;
@@ -30,6 +34,22 @@ std::vector<Trip> GapsOf(const StepLine& line) {
     }
   }
   return gaps;
+}
+
+}  // namespace
+
+std::vector<Trip> GapsOf(const StepLine& line) {
+  return Gaps(line, /*blank=*/false);
+}
+
+std::vector<Trip> BlankTrips(const StepLine& line) {
+  std::vector<Trip> trips = Gaps(line, /*blank=*/true);
+  for (Trip& trip : trips) {
+    trip.clean = true;
+    trip.leave = trip.free = trip.after + 1;
+    trip.back = trip.need = trip.before;
+  }
+  return trips;
 }
 
 bool IsOutAt(const Trip& trip, int32_t place) {
@@ -68,13 +88,14 @@ void FindClean(const StepLine& line, std::vector<Trip>& trips) {
     const std::vector<Use>& uses = line.movables[m].uses;
     const size_t count = uses.size();
     for (Trip* trip : list) {
-      trip->clean = false;
+      trip->clean = trip->blank;
+      if (trip->blank) continue;
       // Back from the gap, over uses that only read, to the gap before: a trip there brought the same bytes in.
       size_t use = 0;
       while (uses[use].end != trip->after) ++use;
       for (size_t back = 0; back < count && !uses[use].writes; ++back) {
         const int32_t begin = uses[use].begin;
-        auto found = std::find_if(list.begin(), list.end(), [&](const Trip* t) { return t->before == begin; });
+        auto found = std::find_if(list.begin(), list.end(), [&](const Trip* t) { return t->before == begin && !t->blank; });
         if (found != list.end()) {
           trip->clean = !(*found == trip && trip->next_step);  // else it would leave before it has come back once
           break;
@@ -91,7 +112,7 @@ Traffic TrafficOf(const StepLine& line, const std::vector<Trip>& trips) {
   Traffic traffic;
   for (const Trip& trip : trips) {
     const int64_t bytes = line.movables[trip.movable].bytes;
-    traffic.in += bytes;
+    if (!trip.blank) traffic.in += bytes;
     if (!trip.clean) traffic.out += bytes;
   }
   return traffic;
@@ -121,6 +142,7 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
     op.args = {Arg::Of(movable.root)};
     if (movable.unit != kNone) op.units = {movable.unit};
     if (kind == kLeave && trip.clean) op.SetAttr("clean", Arg::Bool(true));
+    if (kind == kBack && trip.blank) op.SetAttr("fresh", Arg::Bool(true));
     // Leaving goes right after the use, which may be the last op of its phase; the rest before the op that comes next.
     const bool after_use = kind == kLeave && place == trip.after + 1;
     const bool at_end = place >= line.size();

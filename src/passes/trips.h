@@ -19,6 +19,7 @@ struct Trip {
   int32_t after = 0, before = 0;  // the gap: places of the last op of one use and the first of the next
   bool wraps = false;          // the gap goes over the end of the step
   bool clean = false;          // nothing was written since it came back: no copy out
+  bool blank = false;          // the next use fills it anew: no copy out, none back, and memory only from then on
   // Places before whose op the four ops go. In a gap that wraps, leave and free are in this step, or, with `next_step`,
   // both at its beginning; back and need are in the next one, counted from its beginning.
   int32_t leave = 0, free = 0, back = 0, need = 0;
@@ -29,6 +30,8 @@ struct Trip {
 
 // Every gap of every movable that a trip could fill. `clean` is not decided yet.
 std::vector<Trip> GapsOf(const StepLine& line);
+// Those gaps, of states that end with their step, that need no copy at all: trips with all their places.
+std::vector<Trip> BlankTrips(const StepLine& line);
 // Whether the storage is out while the op at `place` runs.
 bool IsOutAt(const Trip& trip, int32_t place);
 // Bytes at each op with these trips.

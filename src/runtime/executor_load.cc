@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "ir/pending.h"
 #include "ir/residency.h"
@@ -190,12 +191,20 @@ Status Executor::AllocateFixed() {
 // States that the program moves, and those that a donor's program left in the tier.
 Status Executor::AddToBank() {
   const Residency residency = ComputeResidency(program_);
+  std::unordered_set<ValueId> copied;
+  for (const Phase& phase : program_.phases) {
+    for (OpId id : phase.ops) {
+      const Op& op = program_.op(id);
+      if (op.name != "offload.start" || IsClean(op)) continue;
+      ForEachOperand(op, [&](ValueId operand) { copied.insert(operand); });
+    }
+  }
   for (const State& state : program_.states) {
     if (program_.RootOf(state.value) != state.value) continue;
     const bool moves = std::find(residency.states.begin(), residency.states.end(), state.value) != residency.states.end();
     const int64_t bytes = geometry_[state.value].end_bytes();
     if (!moves && !IsOut(fixed_[state.value].storage(), bytes)) continue;
-    INTERLACE_TRY(bank_->Add(state.value, StateKey(state), bytes));
+    INTERLACE_TRY(bank_->Add(state.value, StateKey(state), bytes, state.persistent || copied.contains(state.value)));
     moving_.emplace_back(state.value, state.out);
   }
   return Ok{};

@@ -2,6 +2,8 @@
 
 #include <c10/core/Allocator.h>
 
+#include <cstring>
+
 namespace interlace {
 
 namespace {
@@ -19,21 +21,22 @@ c10::Storage EmptyStorage(c10::Device device) {
                       /*resizable=*/false);
 }
 
-Status TierBank::Add(ValueId root, const std::string& name, int64_t bytes) {
-  if (tier_ == nullptr) {
+Status TierBank::Add(ValueId root, const std::string& name, int64_t bytes, bool copied) {
+  if (copied && tier_ == nullptr) {
     return MakeError(name, " goes out of memory in this program, but there is no tier to hold it; give a folder on a ",
                      "local disk with tier=");
   }
   Place& place = places_[root];
   place.name = name;
   place.bytes = bytes;
+  if (!copied) return Ok{};
   INTERLACE_ASSIGN(place.region, tier_->Reserve(prefix_ + name, bytes));
   return Ok{};
 }
 
 Status TierBank::StartOut(ValueId root, const c10::Storage& storage, bool clean) {
   Place& place = places_.at(root);
-  if (clean) return Ok{};
+  if (clean || place.region < 0) return Ok{};
   INTERLACE_TRY(host_.Wait(place.step));
   place.ticket = tier_->StartWrite(place.region, storage.data(), place.bytes);
   return Ok{};
@@ -60,6 +63,10 @@ Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) 
   storage.set_data_ptr_noswap(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
   storage.set_nbytes(static_cast<size_t>(place.bytes));
   if (fresh) return Ok{};
+  if (place.region < 0) {
+    std::memset(storage.mutable_data(), 0, static_cast<size_t>(place.bytes));
+    return Ok{};
+  }
   place.coming = storage;
   place.ticket = tier_->StartRead(place.region, storage.mutable_data(), place.bytes);
   return Ok{};

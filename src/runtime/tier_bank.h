@@ -30,8 +30,9 @@ class TierBank {
   TierBank(const TierBank&) = delete;
   TierBank& operator=(const TierBank&) = delete;
 
-  // Reserves a place for the storage of a root. Error: there is no tier, or no room in it.
-  Status Add(ValueId root, const std::string& name, int64_t bytes);
+  // Reserves a place for the storage of a root. `copied`: its bytes go there; else its memory only goes and comes, and what comes is
+  // zeros. Error: there is no tier, or no room in it.
+  Status Add(ValueId root, const std::string& name, int64_t bytes, bool copied = true);
   bool Has(ValueId root) const { return places_.contains(root); }
 
   // The four ops. `storage` is the root's; it may be freed or used only as docs/ir.md says.
@@ -56,7 +57,7 @@ class TierBank {
   struct Place {
     std::string name;
     int64_t bytes = 0;
-    Tier::Region region = -1;
+    Tier::Region region = -1;   // -1: no bytes are kept
     Tier::Ticket ticket = 0;  // under way, or 0
     HostLane::Ticket step = 0;  // the last on the host that changes its bytes
     c10::Storage coming;      // of a read that is under way
