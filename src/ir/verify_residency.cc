@@ -1,6 +1,7 @@
 // What is out of memory is not used and comes back before it is; what moves is not written on its way. The run order
 // is walked once, with a repeated micro-batch twice, and must end as it began.
 #include <algorithm>
+#include <map>
 #include <set>
 #include <unordered_map>
 
@@ -33,6 +34,9 @@ class Walk {
       last = phase;
     }
     if (last == nullptr) return;
+    for (const auto& [id, fresh] : first_fresh_) {  // what was given up in this step must not be wanted by the next one
+      if (!fresh) Needs(id);
+    }
     for (const State& state : program_.states) {
       const Place now = PlaceOf(state.value), first = state.out ? Place::kOut : Place::kIn;
       if (now == first) continue;
@@ -109,7 +113,10 @@ class Walk {
       lost_.emplace(id, op.id);
     }
     if (move.to == Place::kLeaving && !IsClean(op)) lost_.erase(id);
-    if (move.to == Place::kComing && !IsFresh(op)) Needs(id);
+    if (move.to == Place::kComing) {
+      first_fresh_.try_emplace(id, IsFresh(op));
+      if (!IsFresh(op)) Needs(id);
+    }
     if (const Arg* fresh = op.Attr("fresh"); fresh != nullptr) {
       const bool step = value.kind == ValueKind::kState && !Persistent(id);
       if (move.to != Place::kComing || !step) Report(op, "fresh= is for reload.start of a state of one step, which has nothing to keep", id);
@@ -195,6 +202,7 @@ class Walk {
   std::set<ValueId> clean_;  // in memory, and the same in the tier
   std::set<ValueId> blank_;  // in memory that came with fresh=true, and not written since
   std::unordered_map<ValueId, OpId> lost_;  // out, without what was written last: the op that gave it up
+  std::map<ValueId, bool> first_fresh_;     // whether the first reload of the step was of fresh memory
   std::set<ValueId> used_up_;  // results that a step on the host took
   std::set<std::pair<OpId, ValueId>> reported_;
 };
