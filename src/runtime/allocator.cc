@@ -37,6 +37,15 @@ int64_t BlockBytes(void* pointer) {
   return static_cast<int64_t>(malloc_usable_size(pointer));
 }
 
+void Count(int64_t bytes) {
+  const int64_t now = live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  if (now > tls.recent_peak) tls.recent_peak = now;
+  if (now > tls.peak) {
+    tls.peak = now;
+    tls.peak_op = tls.op;
+  }
+}
+
 void NoteReturn(const void* pointer) {
   if (arena.log == nullptr) return;
   for (auto it = arena.log->rbegin(); it != arena.log->rend(); ++it) {
@@ -106,12 +115,7 @@ class CountingAllocator final : public c10::Allocator {
     if (!tls.on || data.get() == nullptr || data.get_deleter() != base_delete) return data;
     void* pointer = data.release_context();
     if (arena.serving && arena.log != nullptr) arena.log->push_back({static_cast<int64_t>(bytes), pointer, arena.clock++});
-    const int64_t now = live.fetch_add(BlockBytes(pointer), std::memory_order_relaxed) + BlockBytes(pointer);
-    if (now > tls.recent_peak) tls.recent_peak = now;
-    if (now > tls.peak) {
-      tls.peak = now;
-      tls.peak_op = tls.op;
-    }
+    Count(BlockBytes(pointer));
     return {pointer, pointer, &CountedDelete, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &RawDelete; }
@@ -140,6 +144,15 @@ MemoryScope::MemoryScope() : was_on_(tls.on) {
 
 MemoryScope::~MemoryScope() {
   if (!was_on_) tls.on = false;
+}
+
+bool MemoryScope::Add(int64_t bytes) {
+  if (tls.on) Count(bytes);
+  return tls.on;
+}
+
+void MemoryScope::Subtract(int64_t bytes) {
+  live.fetch_sub(bytes, std::memory_order_relaxed);
 }
 
 void MemoryScope::SetCurrentOp(int32_t op) {

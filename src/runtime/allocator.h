@@ -32,6 +32,9 @@ class MemoryScope {
   ~MemoryScope();
   MemoryScope(const MemoryScope&) = delete;
   MemoryScope& operator=(const MemoryScope&) = delete;
+  // Counts memory that did not come from the allocator as if it had; whether it was counted, and must be subtracted when it goes.
+  static bool Add(int64_t bytes);
+  static void Subtract(int64_t bytes);  // from any thread
   // What allocations are attributed to from now on.
   static void SetCurrentOp(int32_t op);
   static MemoryUse Use();

@@ -60,7 +60,9 @@ Status TierBank::Finish(Place& place) {
 Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) {
   Place& place = places_.at(root);
   if (!fresh) INTERLACE_TRY(host_.Wait(place.step));
-  storage.set_data_ptr_noswap(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
+  const bool paged = device_.is_cpu() && place.bytes >= PageBlocks::kLeast;
+  storage.set_data_ptr_noswap(paged ? pages_.Allocate(place.bytes)
+                                    : c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
   storage.set_nbytes(static_cast<size_t>(place.bytes));
   if (fresh) return Ok{};
   if (place.region < 0) {

@@ -1,8 +1,9 @@
 // The file tier. One file a rank, laid out in blocks of kBlock bytes; each direction has a thread with a buffer that
-// direct I/O can use (aligned to 4096), through which blocks go one by one:
+// direct I/O can use (aligned to 4096). Blocks go one by one, whole ones of memory that is aligned itself (page_blocks.h) from and to
+// where they lie, others through the buffer:
 //
-//   StartWrite ─► queue ─► writer: copy and checksum a block ─► pwrite ─► pause until the bandwidth allows it
-//   StartRead  ─► queue ─► reader: pread a block ─► checksum, copy ─► pause
+//   StartWrite ─► queue ─► writer: (copy and) checksum a block ─► pwrite ─► pause until the bandwidth allows it
+//   StartRead  ─► queue ─► reader: pread a block ─► checksum (, copy) ─► pause
 //
 // The checksums stay in memory: a tier means nothing after its process, a checkpoint is what lasts. A run that is killed leaves its
 // files; the next one takes the place of those with its own ranks' names, and removes the others.
@@ -73,6 +74,7 @@ struct Job {
   char* memory = nullptr;
   int64_t bytes = 0;
   bool write = false;
+  int64_t given_ns = 0;  // when it was started
 };
 
 // What both directions share.
@@ -129,7 +131,7 @@ class Worker {
       queue_.pop_front();
       lock.unlock();
       const int64_t begin = NanosOf(CLOCK_MONOTONIC);
-      Status status = job.write ? Write(job, begin) : Read(job, begin);
+      Status status = job.write ? Write(job) : Read(job);
       busy_ns_ += NanosOf(CLOCK_MONOTONIC) - begin;
       if (status.ok()) bytes_ += job.bytes;
       {
@@ -141,40 +143,53 @@ class Worker {
     }
   }
 
-  // Not before the bytes so far could have gone at the bandwidth that was asked for.
-  void Pace(int64_t begin, int64_t bytes) {
+  // Not before the bytes so far could have gone at the bandwidth that was asked for, back to back from when they were given.
+  void Pace(const Job& job, int64_t bytes) {
     if (shared_.bytes_per_second <= 0) return;
-    free_ns_ = std::max(free_ns_, begin) + static_cast<int64_t>(static_cast<double>(bytes) / shared_.bytes_per_second * 1e9);
+    free_ns_ = std::max(free_ns_, job.given_ns) + static_cast<int64_t>(static_cast<double>(bytes) / shared_.bytes_per_second * 1e9);
     SleepUntil(free_ns_);
   }
 
-  Status Write(const Job& job, int64_t begin) {
+  static bool InPlace(const char* memory, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(memory) % kAlign == 0 && bytes % kAlign == 0;
+  }
+
+  Status Write(const Job& job) {
     for (int64_t at = 0, block = 0; at < job.bytes; at += kBlock, ++block) {
       const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign);
-      job.place->checksums[static_cast<size_t>(block)] = CopyAndChecksum(buffer_.get(), job.memory + at, static_cast<size_t>(bytes));
-      std::memset(buffer_.get() + bytes, 0, static_cast<size_t>(padded - bytes));
+      const bool in_place = InPlace(job.memory + at, bytes);
+      const char* const from = in_place ? job.memory + at : buffer_.get();
+      uint64_t& sum = job.place->checksums[static_cast<size_t>(block)];
+      if (in_place) {
+        sum = Checksum(from, static_cast<size_t>(bytes));
+      } else {
+        sum = CopyAndChecksum(buffer_.get(), job.memory + at, static_cast<size_t>(bytes));
+        std::memset(buffer_.get() + bytes, 0, static_cast<size_t>(padded - bytes));
+      }
       for (int64_t sent = 0; sent < padded;) {
-        const ssize_t n = pwrite(shared_.file.fd, buffer_.get() + sent, static_cast<size_t>(padded - sent), job.place->offset + at + sent);
+        const ssize_t n = pwrite(shared_.file.fd, from + sent, static_cast<size_t>(padded - sent), job.place->offset + at + sent);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return IoError(shared_, job, job.place->offset + at + sent, "cannot write", n < 0 ? errno : ENOSPC);
         sent += n;
       }
       Forget(job.place->offset + at, padded);
-      Pace(begin, bytes);
+      Pace(job, bytes);
     }
     job.place->written = true;
     return Ok{};
   }
 
-  Status Read(const Job& job, int64_t begin) {
+  Status Read(const Job& job) {
     if (!job.place->written) {
       std::memset(job.memory, 0, static_cast<size_t>(job.bytes));
       return Ok{};
     }
     for (int64_t at = 0, block = 0; at < job.bytes; at += kBlock, ++block) {
       const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign), offset = job.place->offset + at;
+      const bool in_place = InPlace(job.memory + at, bytes);
+      char* const to = in_place ? job.memory + at : buffer_.get();
       for (int64_t got = 0; got < padded;) {
-        const ssize_t n = pread(shared_.file.fd, buffer_.get() + got, static_cast<size_t>(padded - got), offset + got);
+        const ssize_t n = pread(shared_.file.fd, to + got, static_cast<size_t>(padded - got), offset + got);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return IoError(shared_, job, offset + got, "cannot read", errno);
         if (n == 0) {
@@ -184,14 +199,15 @@ class Worker {
         got += n;
       }
       const uint64_t wanted = job.place->checksums[static_cast<size_t>(block)],
-                     found = CopyAndChecksum(job.memory + at, buffer_.get(), static_cast<size_t>(bytes));
+                     found = in_place ? Checksum(to, static_cast<size_t>(bytes))
+                                      : CopyAndChecksum(job.memory + at, buffer_.get(), static_cast<size_t>(bytes));
       if (found != wanted) {
         return MakeError("the tier file ", shared_.path, " gives other bytes than were written, between ", offset, " and ", offset + bytes,
                          " (", job.place->name, "; XXH64 ", found, ", expected ", wanted,
                          "): the disk or another program changed them; start again from the last checkpoint");
       }
       Forget(offset, padded);
-      Pace(begin, bytes);
+      Pace(job, bytes);
     }
     return Ok{};
   }
@@ -322,11 +338,11 @@ class FileTier final : public Tier {
   }
 
   Ticket StartWrite(Region region, const void* memory, int64_t bytes) override {
-    writer_->Give({++last_, &places_[region], static_cast<char*>(const_cast<void*>(memory)), bytes, true});
+    writer_->Give({++last_, &places_[region], static_cast<char*>(const_cast<void*>(memory)), bytes, true, NanosOf(CLOCK_MONOTONIC)});
     return last_;
   }
   Ticket StartRead(Region region, void* memory, int64_t bytes) override {
-    reader_->Give({++last_, &places_[region], static_cast<char*>(memory), bytes, false});
+    reader_->Give({++last_, &places_[region], static_cast<char*>(memory), bytes, false, NanosOf(CLOCK_MONOTONIC)});
     return last_;
   }
   Status Wait(Ticket ticket) override {
