@@ -82,7 +82,7 @@ class Planning {
         continue;
       }
       fits = true;
-      std::erase_if(*trips, [](const Trip& t) { return (!t.wraps || t.next_step) && t.free >= t.back; });
+      std::erase_if(*trips, [](const Trip& t) { return (!t.wraps || t.next_step) && StaysIn(t); });
       FindClean(line, *trips);
       WriteTrips(next, line, *trips);
       const Traffic traffic = TrafficOf(line, *trips);

@@ -144,6 +144,7 @@ class Walker {
   void Stay(int32_t t) {
     Trip& trip = trips_[t];
     trip.free = trip.back = trip.need = place_;
+    trip.order[1] = trip.order[2] = trip.order[3] = order_;
     at_[t] = At::kIn;
     leaving_.erase(std::find(leaving_.begin(), leaving_.end(), t));
   }

@@ -57,6 +57,10 @@ bool IsOutAt(const Trip& trip, int32_t place) {
   return place >= trip.free || place < trip.back;
 }
 
+bool StaysIn(const Trip& trip) {
+  return trip.free > trip.back || (trip.free == trip.back && trip.order[1] >= trip.order[2]);
+}
+
 std::vector<int64_t> BytesWith(const StepLine& line, const std::vector<Trip>& trips) {
   std::vector<int64_t> change(line.bytes.size() + 1, 0);
   const int32_t end = line.size();

@@ -34,6 +34,8 @@ std::vector<Trip> GapsOf(const StepLine& line);
 std::vector<Trip> BlankTrips(const StepLine& line);
 // Whether the storage is out while the op at `place` runs.
 bool IsOutAt(const Trip& trip, int32_t place);
+// Whether it never is: it was used before it had gone. (One that goes and comes before one op makes room for what comes between.)
+bool StaysIn(const Trip& trip);
 // Bytes at each op with these trips.
 std::vector<int64_t> BytesWith(const StepLine& line, const std::vector<Trip>& trips);
 // Which trips copy nothing out: those of a storage that came back unchanged on an earlier trip of the step.
