@@ -108,7 +108,7 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
         costs = "cluster={cluster},limit=" + str(limit)
         runs[f"{percent} %"] = Run(
             ["overlap_update", f"offload({costs})"], own(str(percent)), bandwidth,
-            [f"search({costs},profile={{profile}},recompute=auto,offload=auto)"],
+            [f"search({costs},profile={{profile}},recompute=auto,offload=auto,reposition=auto)"],
         )  # fmt: skip
     tail = steps // 2
     for number in range(steps):  # in turn, so that what else the machine does falls on all of them
@@ -134,13 +134,14 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
         bound = max(compute, traffic)
         theirs, ours = free.parameters(), run.parameters()
         least = re.search(r'\nmeta offload ".*at least (\d+) us', run.trainer.program)
-        chosen = re.search(r'\nmeta search.chosen "([^|]*)', run.trainer.program)
+        chosen = re.search(r'\nmeta search.chosen "([^|]*)\|(\d+)', run.trainer.program)
         same = run.losses == free.losses and all(torch.equal(theirs[k], ours[k]) for k in theirs)
         row = {
             "run": name, "peak_bytes": run.peak(), "limit_bytes": budgets.get(name), "step_ms": seconds * 1e3, "bits": same,
             "bytes_out": out, "bytes_in": back, "bound_ms": bound * 1e3, "over_bound": seconds / bound,
             "compute_to_io": compute / traffic if traffic else None, "faster_than_sync": base / seconds,
             "least_ms": int(least[1]) / 1e3 if least else None, "chosen": chosen[1] if chosen else "",
+            "simulated_ms": int(chosen[2]) / 1e3 if chosen else None,
         }  # fmt: skip
         facts["rows"].append(row)
         limit_text = (
@@ -157,7 +158,7 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
                 if least
                 else ""
             )
-            + (f"; {row['chosen']}" if row["chosen"] else "")
+            + (f"; simulated {row['simulated_ms']:.1f} ms, {row['chosen']}" if row["chosen"] else "")
         )
     for run in runs.values():
         run.trainer.close()

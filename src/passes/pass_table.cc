@@ -176,6 +176,7 @@ std::span<const PassInfo> PassTable() {
         {"recompute", kChoice, "auto", "also decide what runs again in the backward part, or leave that as it is", {"auto", "none"}},
         {"interleave", kChoice, "auto", "also decide how many micro-batches run side by side, or leave that as it is", {"auto", "none"}},
         {"offload", kChoice, "none", "storages may leave memory where nothing else fits; host: and steps be made there", {"none", "auto", "host"}},
+        {"reposition", kChoice, "none", "with offload: some updates may be left to the next step", {"none", "auto"}},
         {"evaluations", kCount, "0", "simulations at most; 0: by the size of the program", {}, 0},
         {"seconds", kNumber, "0", "stop after so long with the best until then; 0: no such stop"}},
        Search},

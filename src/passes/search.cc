@@ -107,19 +107,23 @@ class Searcher {
   // Copies come back in the backward part, where the optimizer steps are. Of the best of those that were judged since `before`, some
   // units' steps in the next forward part: then copies run there as well.
   Status LeaveToTheNextStep(size_t before, int64_t limit) {
-    for (const State& state : base_.states) {
-      // Parameters that are whole on every rank are the model's own, and may be looked at between two steps.
-      if (state.role == "full") return Ok{};
-    }
+    if (!options_.reposition) return Ok{};
     const Candidate* best = nullptr;
     for (size_t i = before; i < all_.size(); ++i) {
       if (all_[i].bytes <= limit && (best == nullptr || all_[i].time_ps < best->time_ps)) best = &all_[i];
     }
     if (best == nullptr) return Ok{};
     const std::string name = best->name.substr(0, best->name.size() - kOffloaded.size()), passes = best->passes.substr(0, best->passes.find(",offload("));
-    for (const auto& [share, text] : {std::pair{0.125, "an eighth"}, std::pair{0.25, "a quarter"}, std::pair{0.375, "three eighths"}, std::pair{0.5, "half"}}) {
+    const int64_t none_ps = best->time_ps;
+    // A quarter first; more where that helped, then less.
+    const auto attempt = [&](double share, const char* text) -> Result<int64_t> {
+      const size_t tried = all_.size();
       INTERLACE_TRY(Heuristic(name + ", " + text + " of the updates in the next step" + kOffloaded, OffloadPasses(passes, share, limit), false));
-    }
+      return all_.size() > tried ? all_.back().time_ps : std::numeric_limits<int64_t>::max();
+    };
+    INTERLACE_ASSIGN(const int64_t quarter_ps, attempt(0.25, "a quarter"));
+    INTERLACE_TRY(attempt(0.125, "an eighth"));
+    if (quarter_ps < none_ps) INTERLACE_TRY(attempt(0.375, "three eighths"));
     return Ok{};
   }
 

@@ -26,6 +26,7 @@ struct SearchOptions {
   double share = 1;               // of the simulations that the program's size gives
   double slack = 0.01;            // of the best time that is given up for less memory
   bool offload = false;           // storages may leave memory where nothing else fits (offload.h)
+  bool reposition = false;        // and some updates be left to the next step there (reposition_update.h)
   bool host = false;              // and optimizer steps be made where states lie (host_update.h)
   std::string costs_text;         // `cluster=...,profile=...` for the heuristics' options; may be empty
 };

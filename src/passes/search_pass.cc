@@ -1,5 +1,6 @@
 // The pass `search`: with recompute=none and interleave=none on a program that has been sharded, else on what the runner kept of
 // the captured one.
+#include <algorithm>
 #include <limits>
 #include <set>
 
@@ -58,6 +59,9 @@ Result<SearchOptions> ReadOptions(const PassOptions& options) {
   if (!offload.ok()) return offload.error();
   search.host = *offload == "host";
   search.offload = search.host || *offload == "auto";
+  Result<std::string> reposition = options.Choice("reposition", {"none", "auto"});
+  if (!reposition.ok()) return reposition.error();
+  search.reposition = *reposition == "auto";
   for (const char* name : {"cluster", "profile"}) {
     const std::string* text = options.Find(name);
     if (text != nullptr) search.costs_text += (search.costs_text.empty() ? "" : ",") + std::string(name) + "=" + *text;
@@ -67,6 +71,30 @@ Result<SearchOptions> ReadOptions(const PassOptions& options) {
 
 using NamedPasses = std::vector<std::pair<std::string, std::string>>;
 
+std::pair<std::string, std::string> RecomputationOf(const std::vector<std::string>& blocks, size_t count) {
+  std::string text;
+  for (size_t i = 0; i < count; ++i) text += (i ? "+" : "") + blocks[i];
+  return {"recomputation of " + std::to_string(count) + " of " + std::to_string(blocks.size()) + " blocks",
+          "recompute(mode=full,blocks=" + text + ")"};
+}
+
+// An eighth more and an eighth less recomputation than `chosen`, where that is a number of blocks.
+void AddNeighbours(const Program& captured, const std::string& chosen, NamedPasses& variants) {
+  const std::vector<std::string> blocks = BlocksOf(captured);
+  const size_t step = std::max<size_t>(blocks.size() / 8, 1);
+  for (size_t count = 0; count <= blocks.size(); ++count) {
+    const std::string here = count == 0 ? "" : RecomputationOf(blocks, count).second;
+    if (here != chosen) continue;
+    for (size_t next : {count >= step ? count - step : 0, count + step}) {
+      if (next == 0 || next > blocks.size()) continue;
+      auto variant = RecomputationOf(blocks, next);
+      const auto known = [&](const auto& v) { return v.second == variant.second; };
+      if (std::none_of(variants.begin(), variants.end(), known)) variants.push_back(std::move(variant));
+    }
+    return;
+  }
+}
+
 // Recomputation passes from none to all, by rising time and falling memory.
 NamedPasses Recomputations(const Program& captured) {
   NamedPasses variants = {{"", ""}};
@@ -75,12 +103,7 @@ NamedPasses Recomputations(const Program& captured) {
   variants.emplace_back("selective recomputation", "recompute(mode=selective)");
   std::set<size_t> counts;
   for (size_t quarter : {1, 2, 3, 4}) counts.insert(std::max<size_t>(blocks.size() * quarter / 4, 1));
-  for (size_t count : counts) {
-    std::string text;
-    for (size_t i = 0; i < count; ++i) text += (i ? "+" : "") + blocks[i];
-    variants.emplace_back("recomputation of " + std::to_string(count) + " of " + std::to_string(blocks.size()) + " blocks",
-                          "recompute(mode=full,blocks=" + text + ")");
-  }
+  for (size_t count : counts) variants.push_back(RecomputationOf(blocks, count));
   return variants;
 }
 
@@ -164,7 +187,7 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
                                     Program& program) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
-  const NamedPasses variants = Variants(captured, program, options);
+  NamedPasses variants = Variants(captured, program, options);
   if (search.evaluations > 0) {
     search.evaluations = std::max<int64_t>(search.evaluations / static_cast<int64_t>(variants.size()), 1);
   } else if (variants.size() > 1) {
@@ -175,7 +198,17 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
   std::vector<Candidate> candidates;
   RunOptions run;
   run.verify = false;
-  for (const auto& [name, first] : variants) {
+  // With offload the best amount lies between the quarters: what is next to the best of them is tried as well.
+  const bool between_quarters = search.offload && options.Text("recompute", "auto") == "auto";
+  const size_t coarse = variants.size();
+  for (size_t v = 0; v < variants.size() || (v == coarse && between_quarters); ++v) {
+    if (v == coarse) {
+      const std::vector<Candidate> front = FrontOf(candidates);
+      const size_t best = PickFromFront(front, costs.limit, search.slack);
+      if (best < front.size()) AddNeighbours(captured, front[best].captured, variants);
+      if (v == variants.size()) break;
+    }
+    const std::string name = variants[v].first, first = variants[v].second;
     Program base = captured.Clone();
     if (!first.empty() && !RunText(base, first).ok()) continue;  // nothing can run again; micro-batches depend on one another
     Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
