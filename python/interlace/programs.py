@@ -179,7 +179,8 @@ class Programs:
         wrong = [r for r, d in enumerate(digests) if d != digests[0]]
         if wrong:
             raise PeerError(
-                f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]})",
+                f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]}, rank 0's is "
+                f"{digests[0][:12]}): what goes through the run's store is damaged on the way; start the run again",
                 wrong[0],
             )
 

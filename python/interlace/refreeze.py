@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.capture.model_tensors import collect
-from interlace.distributed import ranks_text
+from interlace.distributed import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.materialize import point_at, release
 from interlace.programs import Built, Source
@@ -45,7 +45,11 @@ class Frozen:
             if now != before
         }
         peers = trainer._peers
-        everyone = peers.exchange(f"frozen and unfrozen parameters at step {trainer.steps}", changed)
+        try:
+            everyone = peers.exchange(f"frozen and unfrozen parameters at step {trainer.steps}", changed)
+        except PeerError as e:
+            why = f"rank {peers.rank} asked because {_listed(changed)}; every rank must freeze and unfreeze the same"
+            raise PeerError(f"{e}; {why}", e.rank) from e
         other = [r for r, theirs in enumerate(everyone) if theirs != everyone[0]]
         if other:
             raise InterlaceError(

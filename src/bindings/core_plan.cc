@@ -22,12 +22,19 @@ Status CheckPlan(const plan::PlanFile& file, const std::string& cluster_text, co
   return plan::VerifyPlan(file, &cluster);
 }
 
-Result<std::string> ReadPlan(const std::string& text, const std::string& file, const std::string& cluster_text,
-                             const std::string& cluster_file) {
+// A plan that keeps its rules, by itself and on a cluster if there is one.
+Result<plan::PlanFile> CheckedPlan(const std::string& text, const std::string& file, const std::string& cluster_text,
+                                   const std::string& cluster_file) {
   INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
   Status status = CheckPlan(parsed, cluster_text, cluster_file);
   if (!status.ok()) return Error{status.error().message, file};
-  return plan::PlanJson(parsed);
+  return parsed;
+}
+
+Result<std::string> ReadPlan(const std::string& text, const std::string& file, const std::string& cluster_text,
+                             const std::string& cluster_file) {
+  INTERLACE_ASSIGN(plan::PlanFile plan, CheckedPlan(text, file, cluster_text, cluster_file));
+  return plan::PlanJson(plan);
 }
 
 using Progress = std::function<void(const std::string& what, int64_t done, int64_t total, double best_us)>;
@@ -76,17 +83,20 @@ void AddPlanner(py::module_& m) {
       "make_plans",
       [](const std::string& model_text, const std::string& cluster, int64_t global_batch, int64_t sequence, const std::string& model,
          const std::string& space, const std::string& dtype, bool flash, bool runnable, int64_t memory_limit, int64_t host_limit,
-         double time_limit_s, int32_t top, int32_t threads, bool why_not, const std::string& cluster_file, const Progress& progress) {
+         double time_limit_s, int32_t top, int32_t threads, bool why_not, const std::string& before, const std::string& before_file,
+         const std::string& cluster_file, const Progress& progress) {
         plan::PlanRequest r;
         r.model_text = model_text, r.model = model, r.space = space, r.runnable = runnable, r.flash_attention = flash, r.dtype = dtype;
         r.global_batch = global_batch, r.sequence = sequence, r.memory_limit = memory_limit, r.host_limit = host_limit;
         r.time_limit_s = time_limit_s, r.top = top, r.threads = threads, r.why_not = why_not;
+        if (!before.empty()) r.before = Take(CheckedPlan(before, before_file, "", "")).plan;
         return FindPlans(std::move(r), cluster, cluster_file, progress);
       },
       py::arg("model_text"), py::arg("cluster"), py::arg("global_batch"), py::arg("sequence"), py::arg("model") = "model",
       py::arg("space") = "full", py::arg("dtype") = "bfloat16", py::arg("flash") = true, py::arg("runnable") = false,
       py::arg("memory_limit") = 0, py::arg("host_limit") = 0, py::arg("time_limit_s") = 0.0, py::arg("top") = 1, py::arg("threads") = 0,
-      py::arg("why_not") = true, py::arg("cluster_file") = "cluster", py::arg("progress") = Progress{},
+      py::arg("why_not") = true, py::arg("before") = "", py::arg("before_file") = "plan", py::arg("cluster_file") = "cluster",
+      py::arg("progress") = Progress{},
       "The best plans, explained, as JSON (src/plan/planning.h). `progress(what, done, total, best_us)` is called now and then.");
   m.def(
       "predict_plan",

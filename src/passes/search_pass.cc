@@ -43,12 +43,16 @@ Status RunText(Program& program, const std::string& passes) {
   return Ok{};
 }
 
-Status CheckFits(const SearchResult& found, const PassCosts& costs, bool recomputes) {
+Status CheckFits(const SearchResult& found, const PassCosts& costs, const PassOptions& options) {
   if (found.chosen < found.front.size()) return Ok{};
+  const bool recomputes = options.Text("recompute", "auto") == "auto", offloads = options.Text("offload", "none") != "none";
+  const std::string let = recomputes && offloads ? ""
+                          : recomputes           ? "let it send storages out of memory (offload=auto; in training: a tier), "
+                          : offloads             ? "let it recompute activations (recompute=auto), "
+                                                 : "let it recompute activations (recompute=auto) or send storages out of memory (offload=auto; in training: a tier), ";
   return MakeError("nothing fits into the limit of ", costs.limit, " bytes: the smallest schedule that was found needs ",
-                   found.front.front().bytes, "; raise it to ", (found.front.front().bytes + 1048575) / 1048576, "MiB, use more ranks, ",
-                   recomputes ? "" : "let it recompute activations (recompute=auto), ",
-                   "or a smaller micro-batch with more accumulation");
+                   found.front.front().bytes, "; raise it to ", (found.front.front().bytes + 1048575) / 1048576, "MiB, use more ranks, ", let,
+                   "or take a smaller micro-batch with more accumulation");
 }
 
 Result<SearchOptions> ReadOptions(const PassOptions& options) {
@@ -228,7 +232,7 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
   }
   all.front = FrontOf(std::move(candidates));
   all.chosen = PickFromFront(all.front, costs.limit, search.slack);
-  INTERLACE_TRY(CheckFits(all, costs, true));
+  INTERLACE_TRY(CheckFits(all, costs, options));
   const Candidate& chosen = all.front[all.chosen];
   Program out = captured.Clone();
   INTERLACE_TRY(RunText(out, chosen.captured));
@@ -256,7 +260,7 @@ Result<bool> Search(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
-  INTERLACE_TRY(CheckFits(found, costs, false));
+  INTERLACE_TRY(CheckFits(found, costs, options));
   INTERLACE_ASSIGN(found.without, WithoutEach(program, costs, found.front[found.chosen]));
   INTERLACE_TRY(RunText(program, found.front[found.chosen].passes));
   WriteMeta(program, found, costs);

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
+#include <random>
 
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
@@ -169,14 +171,81 @@ TEST(Search, TheSameEveryTime) {
   EXPECT_NE(first.find("meta search.chosen"), std::string::npos);
 }
 
-TEST(Search, ALimitThatNothingFitsNamesTheLeast) {
-  testing::RandomProgramOptions options;
-  Program program = testing::RandomProgram(options);
-  Result<std::vector<PassCall>> calls = ParsePipeline("shard(ranks=2),update,search(limit=64,recompute=none,evaluations=10)");
-  ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
-  const std::string error = ErrorOf(RunPasses(program, *calls));
-  EXPECT_NE(error.find("nothing fits into the limit of 64 bytes: the smallest schedule that was found needs"), std::string::npos)
+TEST(Search, OutOfTimeKeepsWhatItHas) {
+  Program base = Base(3, 2);
+  PassCosts costs = Costs(base);
+  SearchOptions hurried;
+  hurried.seconds = 1e-9;
+  Result<SearchResult> found = SearchSchedules(base, costs, hurried), whole = SearchSchedules(base, costs, Few());
+  ASSERT_TRUE(found.ok() && whole.ok());
+  ASSERT_LT(found->chosen, found->front.size());
+  EXPECT_LT(found->evaluations, whole->evaluations / 2);
+  EXPECT_EQ(found->lower_bound_ps, whole->lower_bound_ps);
+  for (const Candidate& c : found->heuristics) EXPECT_LE(found->front.back().time_ps, c.time_ps) << c.name;
+}
+
+// Of random schedules, some need least: where one of them is 5 % under the fastest heuristic, the search is too.
+TEST(Search, MeetsALimitThatSomeScheduleMeets) {
+  int tight = 0;
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Program base = Base(seed, 1 + static_cast<int64_t>(seed % 2));
+    Result<SearchResult> free = SearchSchedules(base, Costs(base), Few());
+    ASSERT_TRUE(free.ok()) << ErrorOf(free);
+    const auto by_time = [](const Candidate& a, const Candidate& b) { return a.time_ps < b.time_ps; };
+    const int64_t peak = std::min_element(free->heuristics.begin(), free->heuristics.end(), by_time)->bytes;
+    std::mt19937_64 random(seed);
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (int round = 0; round < 60; ++round) {
+      Schedule schedule;
+      for (UnitId unit : KeepableUnits(base)) {
+        if (random() % 4 == 0) schedule.keep.push_back(unit);
+      }
+      for (UnitId unit = 0; unit < static_cast<UnitId>(base.units.size()); ++unit) {
+        for (auto* transfers : {&schedule.forward, &schedule.backward, &schedule.reduce}) {
+          transfers->push_back({{unit}, static_cast<int32_t>(random() % 4)});
+        }
+      }
+      Program program = base.Clone();
+      if (!ApplySchedule(program, schedule).ok()) continue;
+      Result<Verdict> verdict = Judge(program, Costs(base));
+      ASSERT_TRUE(verdict.ok()) << ErrorOf(verdict);
+      least = std::min(least, verdict->bytes);
+    }
+    const int64_t limit = peak * 95 / 100;
+    if (least > limit) continue;
+    for (int64_t each : {limit, least}) {
+      Result<SearchResult> found = SearchSchedules(base, Costs(base, each), Few());
+      ASSERT_TRUE(found.ok()) << ErrorOf(found);
+      ASSERT_LT(found->chosen, found->front.size()) << "limit " << each;
+      EXPECT_LE(found->front[found->chosen].bytes, each);
+    }
+    ++tight;
+  }
+  EXPECT_GE(tight, 3);
+}
+
+TEST(Search, ALimitThatNothingFitsNamesTheLeastAndWhatWouldLowerIt) {
+  const Program captured = testing::RandomProgram({});
+  const auto search = [&](int64_t limit, const std::string& options) {
+    Program program = captured.Clone();
+    Result<std::vector<PassCall>> calls =
+        ParsePipeline("shard(ranks=2),update,search(evaluations=10,limit=" + std::to_string(limit) + options + ")");
+    EXPECT_TRUE(calls.ok()) << ErrorOf(calls);
+    return ErrorOf(RunPasses(program, *calls));
+  };
+  const std::string error = search(64, ",recompute=none"),
+                    begin = "nothing fits into the limit of 64 bytes: the smallest schedule that was found needs ";
+  ASSERT_NE(error.find(begin), std::string::npos) << error;
+  EXPECT_NE(error.find("; raise it to 1MiB, use more ranks, let it recompute activations (recompute=auto) or send storages out of memory "
+                       "(offload=auto; in training: a tier), or take a smaller micro-batch with more accumulation"),
+            std::string::npos)
       << error;
+  const int64_t least = std::stoll(error.substr(error.find(begin) + begin.size()));
+  EXPECT_EQ(search(least, ",recompute=none"), "no error") << "what is named does fit";
+  EXPECT_NE(search(least - 1, ",recompute=none").find(" needs " + std::to_string(least)), std::string::npos);
+  EXPECT_EQ(search(64, "").find("recompute=auto"), std::string::npos) << "it does that already";
+  EXPECT_EQ(search(64, ",offload=auto").find("offload=auto"), std::string::npos);
 }
 
 TEST(Search, KeepsTheBits) {

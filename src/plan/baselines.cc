@@ -123,6 +123,7 @@ Result<TuneResult> TuneBaseline(const Baseline& baseline, const LayerSource& lay
     all.complete = all.complete && one.complete;
     all.pairs += one.pairs, all.pairs_solved += one.pairs_solved;
     all.frontiers += one.frontiers, all.points += one.points, all.checks += one.checks;
+    if (one.warm_us > 0 && (all.warm_us == 0 || one.warm_us < all.warm_us)) all.warm_us = one.warm_us;
   }
   StableSort(all.plans, [](const Plan& a, const Plan& b) { return a.step_us < b.step_us; });
   if (static_cast<int32_t>(all.plans.size()) > options.top) all.plans.resize(static_cast<size_t>(options.top));

@@ -37,9 +37,11 @@ class Planning {
     INTERLACE_ASSIGN(TuneOptions options, Options());
     options.top = r_.top;
     if (r_.why_not) options.time_limit_s *= kSearchShare;
+    options.warm = r_.before ? &*r_.before : nullptr;
     options.progress = [&](const TuneProgress& p) { Say("searching", p.done, p.total, p.best_us); };
     INTERLACE_ASSIGN(TuneResult found, TuneBaseline(searched_, *layers_, r_.cluster, options));
     options.progress = {};
+    options.warm = nullptr;
     std::optional<LeastMemory> least;
     if (found.plans.empty()) {
       INTERLACE_ASSIGN(least, LeastMemoryOf(searched_, *layers_, r_.cluster, options));
@@ -55,6 +57,7 @@ class Planning {
     out.EndArray().NewLine().Field("complete", found.complete).Field("bound_us", found.bound_us);
     out.Field("memory_limit", options.device_bytes).Field("pairs", found.pairs).Field("pairs_solved", found.pairs_solved);
     out.Field("frontiers", found.frontiers).Field("points", found.points);
+    if (r_.before) out.Field("from_us", found.warm_us);
     out.Field("seconds", Seconds());
     if (found.plans.empty()) {
       INTERLACE_TRY(NothingFits(out.Key("nothing_fits"), options, least));

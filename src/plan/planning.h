@@ -5,11 +5,13 @@
 //    "complete": true, "bound_us": ..., "seconds": ..., "pairs": ..., "frontiers": ...,
 //    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31, "complete": true} |
 //                {"name": ..., "least_bytes": ..., "over_bytes": ...}],  // stopped: "at_least": 0.12, how much slower for certain
+//    "from_us": ...,                                    // with `before`: the best step on its stages, 0 where they are no help
 //    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence": 1024}}
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -36,6 +38,7 @@ struct PlanRequest {
   int32_t top = 1;
   int32_t threads = 0;
   bool why_not = true;
+  std::optional<Plan> before;        // of before something changed, a plan that keeps its rules: the search begins with its stages
 };
 
 // (what is being done, done, total, best step so far in us or 0)

@@ -27,7 +27,7 @@ class Tuner {
   Result<TuneResult> Run() {
     pairs_ = PairsOf(o_.space, layers_.blocks(), cluster_, o_.global_batch);
     out_.pairs = static_cast<int64_t>(pairs_.size());
-    if (o_.warm != nullptr) Warm(*o_.warm);
+    if (o_.warm != nullptr) INTERLACE_TRY(Warm(*o_.warm));
     if (best_.found().empty()) INTERLACE_TRY(Seed());
     INTERLACE_TRY(Search());
     out_.bound_us = Bound();
@@ -244,25 +244,39 @@ class Tuner {
     return Ok{};
   }
 
-  // A plan of before: its shapes with what their stages can do now, each micro-batch as large as it was.
-  void Warm(const Plan& plan) {
-    if (plan.stages.empty()) return;
-    const Strategy& first = plan.stages[0].strategy;
-    int64_t samples = std::max<int64_t>(int64_t{first.micro_batch} * first.dp, 1);
-    int64_t micro_batches = o_.global_batch % samples == 0 ? o_.global_batch / samples : plan.micro_batches();
-    for (const Pair& pair : pairs_) {
-      if (pair.micro_batches != micro_batches || pair.stages != static_cast<int32_t>(plan.stages.size())) continue;
-      InterStageProblem p = Problem(pair);
-      InterStagePlan shapes;
-      for (const PlanStage& stage : plan.stages) shapes.stages.emplace_back().point.strategy = stage.strategy;
-      std::vector<StageKey> keys;
-      for (int32_t i = 0; i < p.stages; ++i) keys.push_back(KeyOf(p, shapes, i));
-      frontiers_.Compute(std::move(keys), kUnbounded, [this] { return Late(); });
-      if (Late()) return;
-      Status tried = TryShapes(p, shapes);
-      (void)tried.ok();  // a plan that no longer fits is no help, and no harm
-      return;
+  // A plan of before: its shapes with what their stages can do now. Micro-batches are as large as they were, or as many; on a cluster of
+  // other size every stage has its share of the devices. A plan that no longer fits is no help, and no harm.
+  Status Warm(const Plan& plan) {
+    int64_t blocks = 0, devices = 0;
+    for (const PlanStage& stage : plan.stages) {
+      blocks += stage.strategy.layers, devices += int64_t{stage.strategy.dp} * stage.strategy.tp;
     }
+    if (blocks != layers_.blocks()) return Ok{};
+    InterStagePlan shapes;
+    for (const PlanStage& stage : plan.stages) {
+      Strategy& s = shapes.stages.emplace_back().point.strategy;
+      const int64_t mine = int64_t{stage.strategy.dp} * stage.strategy.tp * cluster_.devices;
+      if (mine % devices != 0 || stage.strategy.layers < 1) return Ok{};
+      s.layers = stage.strategy.layers, s.dp = static_cast<int32_t>(mine / devices);
+    }
+    const Strategy& first = plan.stages[0].strategy;
+    const int64_t samples = int64_t{first.micro_batch} * first.dp * cluster_.devices;  // of a micro-batch, times the devices of before
+    const int64_t whole = o_.global_batch * devices;
+    for (int64_t micro_batches : {whole % samples == 0 ? whole / samples : 0, int64_t{plan.micro_batches()}}) {
+      for (const Pair& pair : pairs_) {
+        if (pair.micro_batches != micro_batches || pair.stages != static_cast<int32_t>(plan.stages.size())) continue;
+        const InterStageProblem p = Problem(pair);
+        std::vector<StageKey> keys;
+        for (int32_t i = 0; i < p.stages; ++i) keys.push_back(KeyOf(p, shapes, i));
+        frontiers_.Compute(std::move(keys), kUnbounded, [this] { return Late(); });
+        if (Late()) return Ok{};
+        INTERLACE_TRY(TryShapes(p, shapes));
+        if (best_.found().empty()) continue;
+        out_.warm_us = best_.First();
+        return Ok{};
+      }
+    }
+    return Ok{};
   }
 
   Plan MakePlan(const FoundPlan& found) const {
@@ -318,6 +332,7 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   if (options.global_batch < 1 || options.global_batch > 1 << 20) {
     return MakeError("a global batch of ", options.global_batch, " samples cannot be planned; it must be from 1 to 1048576");
   }
+  if (options.top < 1) return MakeError(options.top, " plans are none; ask for 1 or more");
   StageOptions stage = options.space.stage;
   stage.global_batch = options.global_batch;
   stage.device_bytes = DeviceBytesFor(cluster, options.device_bytes);
@@ -328,6 +343,7 @@ Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, c
   if (stage.overlap && options.space.imbalance_aware) return result;
   stage.overlap = true;
   if (!result.complete) result.bound_us = 0;  // it was of another model
+  result.warm_us = 0;
   for (Plan& plan : result.plans) {
     INTERLACE_ASSIGN(plan, Reprice(plan, layers, cluster, stage));
     plan.bound_us = plan.step_us;

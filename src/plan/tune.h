@@ -61,7 +61,7 @@ struct TuneOptions {
   int32_t threads = 0;               // 0: all cores
   double time_limit_s = 0;           // 0: none
   double tolerance = 0;              // relative: a plan faster by less is not looked for
-  const Plan* warm = nullptr;        // of before something changed: tried first
+  const Plan* warm = nullptr;        // of before something changed, a plan that keeps its rules: tried first
   std::function<void(const TuneProgress&)> progress = {};
 };
 
@@ -71,9 +71,10 @@ struct TuneResult {
   bool complete = true;              // false: out of time
   int64_t pairs = 0, pairs_solved = 0;  // (G, S): in all, and not left out by their bound
   int64_t frontiers = 0, points = 0, checks = 0;
+  double warm_us = 0;                // the best on the stages of `warm`; 0: there are none here, or it was not looked at
 };
 
-// Error: a batch that no accumulation, micro-batch and data parallelism divide; a cluster of uneven nodes; layer costs.
+// Error: a batch that no accumulation, micro-batch and data parallelism divide; a cluster of uneven nodes; layer costs; no plans wanted.
 Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options);
 
 // The times and memory of a plan's strategies under other options (another model of overlap, another memory limit), and its

@@ -131,14 +131,40 @@ TEST(Tune, PlansKeepTheRulesAndCostWhatTheySay) {
       EXPECT_NEAR(s.passes.forward_us + s.passes.backward_us, s.cost.stable_us, 1e-6 * s.cost.stable_us);
     }
   }
-  // A plan of before, tried first, ends in the same place with less work; so does half the batch from it.
-  options.top = 1;
-  auto cold = Tune(layers, cluster, options);
-  options.warm = &tuned->plans[0];
-  auto warm = Tune(layers, cluster, options);
-  ASSERT_TRUE(cold.ok() && warm.ok());
-  EXPECT_NEAR(warm->plans[0].step_us, cold->plans[0].step_us, 1e-8 * cold->plans[0].step_us);
-  EXPECT_LE(warm->checks, cold->checks);
+}
+
+// The same place with less work, whatever changed: from a plan of before its stages are tried first.
+TEST(Tune, APlanOfBeforeShortensTheSearchAfterAChange) {
+  testing::GptLayers layers(2048, 32, 24);
+  auto before = Tune(layers, Preset("l4-24gb-16"), Options(64));
+  ASSERT_TRUE(before.ok()) << ErrorOf(before);
+  int64_t peak = 0;
+  for (const PlanStage& s : before->plans[0].stages) peak = std::max({peak, s.cost.peak_forward, s.cost.peak_backward});
+  struct Change {
+    const char* cluster;
+    int64_t batch, device_bytes;
+  };
+  int64_t cold_checks = 0, warm_checks = 0;
+  for (const Change& c : {Change{"l4-24gb-16", 64, 0}, Change{"l4-24gb-16", 32, 0}, Change{"l4-24gb-16", 64, peak * 97 / 100},
+                          Change{"l4-24gb-8", 64, 0}, Change{"l4-24gb-32", 64, 0}}) {
+    SCOPED_TRACE(std::string(c.cluster) + ", batch " + std::to_string(c.batch) + ", limit " + std::to_string(c.device_bytes));
+    TuneOptions options = Options(c.batch, c.device_bytes);
+    auto cold = Tune(layers, Preset(c.cluster), options);
+    options.warm = &before->plans[0];
+    auto warm = Tune(layers, Preset(c.cluster), options);
+    ASSERT_TRUE(cold.ok() && warm.ok());
+    const double best = cold->plans[0].step_us;
+    EXPECT_NEAR(warm->plans[0].step_us, best, 1e-8 * best);
+    EXPECT_EQ(cold->warm_us, 0);
+    EXPECT_GE(warm->warm_us, best * (1 - 1e-8)) << "its stages can be had here";
+    cold_checks += cold->checks, warm_checks += warm->checks;
+  }
+  EXPECT_LT(warm_checks, cold_checks);
+  TuneOptions options = Options(64);
+  options.warm = &before->plans[0];
+  auto other = Tune(testing::GptLayers(2048, 32, 20), Preset("l4-24gb-16"), options);
+  ASSERT_TRUE(other.ok());
+  EXPECT_EQ(other->warm_us, 0) << "a plan for other blocks is no help";
 }
 
 TEST(Tune, LeastMemoryIsOfTheSpace) {
@@ -213,6 +239,9 @@ TEST(Tune, SaysWhatCannotBePlanned) {
   cluster.devices = 12;
   EXPECT_EQ(ErrorOf(Tune(layers, cluster, Options(16))),
             "the cluster 'l4-24gb-16' has uneven nodes: 12 devices, 8 a node; plan for whole nodes");
+  TuneOptions none = Options(16);
+  none.top = 0;
+  EXPECT_EQ(ErrorOf(Tune(layers, Preset("l4-24gb-2"), none)), "0 plans are none; ask for 1 or more");
   EXPECT_EQ(ErrorOf(FindBaseline("megatrn")), "there is no space 'megatrn', did you mean 'megatron'?");
   auto small = Tune(layers, Preset("l4-24gb-2"), Options(16, 1 << 20));
   ASSERT_TRUE(small.ok());

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import interlace
 from interlace import _core
 from interlace.cache import Cache, versions
+from interlace.distributed import PeerError, Peers
 from interlace.dropout import changed, put_back, take_out
 from interlace.fingerprint import Fingerprint, Unsure
 
@@ -65,15 +67,42 @@ def test_a_second_start_leaves_out_capture_and_passes(tmp_path: Path) -> None:
     assert "(cached)" in second[0]["table"] and "total" in second[0]["table"]
 
 
-def test_ranks_with_other_caches_get_the_text_of_rank_0(tmp_path: Path) -> None:
-    start(str(tmp_path / "0"))
-    (tmp_path / "1").mkdir()
-    for found in ranks.run(start_of_rank, 2, str(tmp_path)):
-        assert found["notes"] == []
+def test_a_rank_whose_cache_differs_gets_the_text_of_rank_0(tmp_path: Path) -> None:
+    fresh = ranks.run(start, 2, str(tmp_path / "0"))
+    ranks.run(start, 2, str(tmp_path / "other"), strategy="zero1")
+    # Rank 1 has sound files under the same keys, but of another strategy.
+    mine = tmp_path / "1" / "programs"
+    mine.mkdir(parents=True)
+    for file in (tmp_path / "0" / "programs").iterdir():
+        kind = file.name.partition("-")[0]
+        (other,) = (tmp_path / "other" / "programs").glob(f"{kind}-*")
+        (mine / file.name).write_bytes(other.read_bytes())
+    found = ranks.run(start_of_rank, 2, str(tmp_path))
+    assert [f["cached"] for f in found] == [BOTH, []] and [f["notes"] for f in found] == [[], []]
+    for key in ("program", "losses", "weights"):
+        assert [f[key] for f in found] == [f[key] for f in fresh], key
 
 
 def start_of_rank(folder: str) -> dict[str, Any]:
     return start(f"{folder}/{parity.rank_and_size()[0]}")
+
+
+def damaged_on_the_way() -> str:
+    """A start in which what rank 1 takes from the store has one word changed."""
+    whole = Peers.broadcast
+
+    def changed(self: Peers, what: str, data: bytes, patience_s: float | None = None) -> bytes:
+        found = whole(self, what, data, patience_s)
+        return found.replace(b"aten.silu", b"aten.relu", 1) if self.rank == 1 else found
+
+    with mock.patch.object(Peers, "broadcast", changed), pytest.raises(PeerError) as error:
+        start("off")
+    return str(error.value)
+
+
+def test_a_rank_with_another_program_is_named_on_all_ranks() -> None:
+    for said in ranks.run(damaged_on_the_way, 2):
+        assert "rank 1 received another program than rank 0 sent (digest " in said and "start the run again" in said
 
 
 @pytest.mark.parametrize(

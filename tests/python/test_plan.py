@@ -118,6 +118,33 @@ def test_a_plan_file_is_predicted_anew(cli, tmp_path):
     assert second["step_us"] == pytest.approx(first["step_us"])
 
 
+def test_a_plan_of_before_begins_the_search(cli, tmp_path):
+    file = tmp_path / "before.plan"
+    words = ["plan", *SMALL, "--cluster", "l4-24gb-4", "--no-why", "--global-batch"]
+    assert cli(*words, "16", "-o", str(file))[0] == 0
+    cold = json.loads(cli(*words, "8", "--json")[1])
+    warm = json.loads(cli(*words, "8", "--json", "--from", str(file))[1])
+    best = cold["plans"][0]["plan"]["step_us"]
+    assert warm["plans"][0]["plan"]["step_us"] == pytest.approx(best, rel=1e-8)
+    assert warm["from_us"] >= best * (1 - 1e-8) and "from_us" not in cold
+    assert f"begun with {file}: the best on its stages takes" in cli(*words, "8", "--from", str(file))[1]
+    bad = edited(file, tmp_path, ("global_batch 16", "global_batch 17"))
+    code, _, said = cli(*words, "8", "--from", str(bad))
+    assert code == 1 and "stage 0 (line 17), rule batch: " in said
+    code, _, said = cli("plan", str(file), "--from", str(file))
+    assert code == 1 and "is a plan, and --from belong to a model" in said
+
+
+def test_a_config_json_is_planned(cli, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"frobnicate": 1}))
+    words = ["--cluster", "local-2", "--global-batch", "8", "--seq", "64", "--dtype", "float32", "--no-why", "--json"]
+    code, text, _ = cli("plan", str(tmp_path), *words, "--ignore-key", "frobnicate")
+    named = json.loads(cli("plan", *SMALL, *words[:4], "--no-why", "--json")[1])["plans"][0]["plan"]
+    plan = json.loads(text)["plans"][0]["plan"]
+    assert code == 0 and (plan["blocks"], plan["model"]) == (4, str(tmp_path))
+    assert plan["stages"] == named["stages"]  # the preset has the same sizes
+
+
 # ---- bad input ----
 
 
@@ -131,7 +158,11 @@ def test_uneven_nodes_are_refused_by_name(cli, tmp_path):
     file = tmp_path / "uneven.toml"
     file.write_text(re.sub(r"devices = \d+", "devices = 12", text, count=1))
     code, _, said = cli("plan", *SMALL, "--cluster", str(file), "--global-batch", "8")
-    assert code == 1 and "uneven.toml" in said and "12" in said and "8" in said
+    assert code == 1 and re.search(
+        r"uneven\.toml:\d+:\d+: devices must fill whole nodes: not a multiple of per_node = 8", said
+    )
+    code, _, said = cli("plan", *SMALL, "--cluster", "l4-24gb-12", "--global-batch", "8")
+    assert code == 1 and "'l4-24gb-12' does not fill nodes of 8 devices; take a multiple of 8" in said
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(cli):

@@ -126,6 +126,28 @@ def test_ranks_that_freeze_other_parameters_are_named() -> None:
         assert "rank 1 changed requires_grad of other parameters than rank 0 before step 1" in said
 
 
+def alone() -> str:
+    """Rank 1 freezes a parameter, rank 0 does not and makes its step."""
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    with interlace.compile(
+        model, parity.make_optimizer("sgd", model), zoo.causal_loss, zoo.tokens(2, 0), interlace.Config(timeout_s=6)
+    ) as trainer:
+        trainer.step(zoo.tokens(2, 1))
+        if rank == 1:
+            model.lm_head.weight.requires_grad_(False)
+        with pytest.raises(interlace.InterlaceError) as error:
+            for step in range(2):
+                trainer.step(zoo.tokens(2, 2 + step))
+        return str(error.value)
+
+
+def test_a_rank_that_freezes_alone_is_named() -> None:
+    first, second = ranks.run(alone, 2)
+    assert "rank 1 asked because 'lm_head.weight' became frozen; every rank must freeze and unfreeze the same" in second
+    assert "rank 1" in first
+
+
 def test_a_parameter_that_joins_a_group_late_is_refused() -> None:
     model = zoo.build("llama", torch.float32)
     model.lm_head.weight.requires_grad_(False)

@@ -307,6 +307,35 @@ def test_measured_steps_take_no_more_memory() -> None:
         assert found[-1] <= 1.001 * found[4], found  # the steps from the fifth on were measured
 
 
+def peaks_of_a_search(limit: int | None) -> list[int]:
+    """Peaks after each step of a run that measures, searches and swaps before step 9."""
+    rank, _ = parity.rank_and_size()
+    model = zoo.build("llama", torch.float32)
+    searching = "search(cluster={cluster},limit={limit},recompute=none,evaluations=60,profile={profile})"
+    found = []
+    with interlace.compile(
+        model, parity.make_optimizer("adamw", model), zoo.causal_loss, parity.batch_of("llama", 0, rank, 1),
+        Config(schedule=[(0, []), (9, [searching])], memory_limit=limit),
+    ) as trainer:  # fmt: skip
+        for step in range(14):
+            trainer.step(parity.batch_of("llama", step, rank, 1))
+            found.append(trainer.stats()["peak_bytes"])
+        assert trainer.plans[0]["step"] == 9
+        return [max(step) for step in zip(*trainer._peers.exchange("peaks of this run", found), strict=True)]
+
+
+def free_and_limited() -> tuple[list[int], int, list[int]]:
+    free = peaks_of_a_search(None)
+    limit = int(1.01 * max(free[:9]))  # what the plain program needs
+    return free, limit, peaks_of_a_search(limit)
+
+
+def test_measuring_and_planning_keep_to_the_limit() -> None:
+    free, limit, found = ranks.run(free_and_limited, 2)[0]
+    assert max(free[9:]) > limit, "without a limit it keeps parameters gathered, which takes more"
+    assert max(found) <= limit
+
+
 def test_the_default_schedule_searches_when_there_is_something_to_decide() -> None:
     def passes(ranks: int, device: str = "cpu", **config: Any) -> list[tuple[int, tuple[str, ...]]]:
         return list(default_schedule(interlace.Config(**config), ranks, device))

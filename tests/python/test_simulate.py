@@ -12,7 +12,8 @@ import subprocess
 import pytest
 from simulation_support import PROFILE, STEP, captured, sharded
 
-from interlace import _core
+from interlace import _core, models
+from interlace.capture import capture
 from interlace.cli import app
 
 
@@ -366,6 +367,26 @@ def test_a_profile_that_is_not_text(error, tmp_path):
         error(STEP, "--cluster", "local-2", "--profile", "p.profile")
         == "p.profile is not a profile: it is not UTF-8 text"
     )
+
+
+def test_buckets_with_copies_lose_on_one_node_and_win_on_eight():
+    """The sign of SimpleFSDP's Table 5, Llama-3.1-8B on 8 and 64 H100, on four of its layers; bench/papers.py has them all."""
+    built = models.build("llama-3-8b", seq=2048, num_hidden_layers=4)
+    text = capture(built.model, built.loss_fn, built.example_batch).text
+
+    def step_us(ranks: int, after: str) -> float:
+        program = _core.Program.parse(text)
+        program.run_passes(f"canonicalize,shard(ranks={ranks},ahead=0),update(clip=1.0){after}")
+        return _core.Simulator(program).run(f"h100-80gb-{ranks}").step_us
+
+    bucket = ",bucket(modules=model.layers.*,pack={})"
+    for reorder in ("", ",reorder"):
+        plain, copies, flat = (
+            {ranks: step_us(ranks, form + reorder) for ranks in (8, 64)}
+            for form in ("", bucket.format("copy"), bucket.format("flat"))
+        )
+        assert copies[8] > plain[8] and copies[64] < plain[64]
+        assert flat[8] <= plain[8] and flat[64] <= plain[64]
 
 
 def test_sizes_beyond_64_bits(error, tmp_path):

@@ -29,6 +29,8 @@ checked, and predicted anew on its own cluster or on --cluster.
 
   interlace plan path/to/config.json --cluster mine.toml --global-batch 64 --seq 4096 --memory-limit 30GiB
 
+  interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 256 --seq 2048 --from gpt.plan -o half.plan
+
   interlace plan gpt.plan --export torchtitan settings/
 
   interlace plan llama-10m --cluster local-2 --global-batch 8 --seq 256 --dtype float32 --runnable -o here.plan
@@ -50,8 +52,8 @@ def register(app: typer.Typer) -> None:
 def plan(
     model: Annotated[str, typer.Argument(help="A preset, a config.json, or a plan file.")],
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
-    global_batch: Annotated[int | None, typer.Option("--global-batch", help="Samples of a step.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens of a sample.")] = None,
+    global_batch: Annotated[int | None, typer.Option("--global-batch", min=1, help="Samples of a step.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sample.")] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(
@@ -76,9 +78,15 @@ def plan(
     no_flash: Annotated[bool, typer.Option("--no-flash", help="Attention scores are written to memory.")] = False,
     time_limit: Annotated[
         float,
-        typer.Option("--time-limit", help="Seconds for all; then the best so far, with its gap. 0: to the end."),
+        typer.Option("--time-limit", min=0, help="Seconds for all; then the best so far, with its gap. 0: to the end."),
     ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="So many plans of different shape.")] = 1,
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="So many plans of different shape.")] = 1,
+    begin_with: Annotated[
+        str | None,
+        typer.Option(
+            "--from", help="A plan of before something changed; the search begins with its stages and is shorter."
+        ),
+    ] = None,
     no_why: Annotated[bool, typer.Option("--no-why", help="Leave out the comparison with simpler plans.")] = False,
     ignore_key: Annotated[
         list[str] | None, typer.Option("--ignore-key", help="A key of config.json that may be unknown.")
@@ -98,10 +106,11 @@ def plan(
         raise FileError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
     ignore = tuple(ignore_key or ())
     if _is_plan(model):
-        given = [name for name, value in (("--global-batch", global_batch), ("--seq", seq)) if value is not None]
+        options = (("--global-batch", global_batch), ("--seq", seq), ("--from", begin_with))
+        given = [name for name, value in options if value is not None]
         if given:
             raise FileError(
-                f"{model} is a plan and says its own {' and '.join(given)}: leave them out, or name the model"
+                f"{model} is a plan, and {' and '.join(given)} belong to a model: leave them out, or name the model"
             )
         found = check_plan(model, cluster, ignore)
     else:
@@ -110,6 +119,7 @@ def plan(
             int(_needed("--seq", seq, "2048")), ignore, space=space, dtype=dtype, flash=not no_flash, runnable=runnable,
             memory_limit=parse_bytes(memory_limit) if memory_limit else 0,
             host_limit=parse_bytes(host_memory) if host_memory else 0, time_limit_s=time_limit, top=top_k, why_not=not no_why,
+            before=begin_with,
         )  # fmt: skip
     if not found["plans"]:
         if as_json:
@@ -166,11 +176,16 @@ def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tup
 
 
 def make_plan(
-    model: str, cluster: str, global_batch: int, seq: int, ignore: tuple[str, ...] = (), **options: Any
-) -> dict[str, Any]:
-    """What `_core.make_plans` found (src/plan/planning.h), with progress on stderr."""
+    model: str, cluster: str, global_batch: int, seq: int, ignore: tuple[str, ...] = (), before: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `_core.make_plans` found (src/plan/planning.h), with progress on stderr. `before`: a plan file to begin with."""
     from interlace import _core
+    from interlace.plan.execute import plan_text, read_plan
 
+    if before is not None:  # a wrong one is said before the model is traced
+        read_plan(before)
+        options |= {"before": plan_text(before), "before_file": before}
     text, cluster_file = sim.read_cluster(cluster)
     _core.cluster_devices(text, cluster_file)  # a wrong cluster is said before the model is traced
     with Work() as work:
@@ -178,7 +193,7 @@ def make_plan(
         found = _core.make_plans(
             layers, text, global_batch, seq, model=model, cluster_file=cluster_file, progress=_progress(work), **options
         )
-    return json.loads(found)
+    return json.loads(found) | ({"from": before} if before is not None else {})
 
 
 def _progress(work: Work) -> Callable[[str, int, int, float], None]:

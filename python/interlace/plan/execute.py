@@ -36,19 +36,23 @@ class PlanError(InterlaceError):
     """A plan that cannot be read or carried out."""
 
 
-def read_plan(file: str) -> Plan:
-    """A plan file, checked. Error: no such file, what cannot be read, or the rules that the plan breaks."""
-    from interlace import _core
-
+def plan_text(file: str) -> str:
+    """What is in a plan file, not yet read. Error: no such file, or no text."""
     try:
-        text = Path(file).read_text()
+        return Path(file).read_text()
     except FileNotFoundError:
         raise PlanError(f"no such plan: {file}") from None
     except UnicodeDecodeError:
         raise PlanError(f"{file} is not a plan: it is not UTF-8 text") from None
     except OSError as error:
         raise PlanError(f"cannot read {file}: {error.strerror}") from None
-    return json.loads(_core.read_plan(text, file))
+
+
+def read_plan(file: str) -> Plan:
+    """A plan file, checked. Error: no such file, what cannot be read, or the rules that the plan breaks."""
+    from interlace import _core
+
+    return json.loads(_core.read_plan(plan_text(file), file))
 
 
 @dataclasses.dataclass(frozen=True)
