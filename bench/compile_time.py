@@ -18,7 +18,6 @@ import time
 
 from common import machine, write_json
 
-
 RANKS = {"llama-3-8b": 8, "llama-3-70b": 32, "llama-3.1-405b": 512}
 SHARDED = "canonicalize,shard(axis=dp,ranks={ranks}),update(clip=1.0)"
 
