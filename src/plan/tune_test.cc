@@ -215,6 +215,19 @@ TEST(Tune, OutOfTimeGivesABound) {
   EXPECT_TRUE(none->plans.empty());
   EXPECT_GT(none->bound_us, 0);
   EXPECT_LE(none->bound_us, exact->plans[0].step_us);
+  // Wherever it is stopped, the best of all lies between the bound and the best so far.
+  const double best = exact->plans[0].step_us;
+  for (double seconds : {1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1}) {
+    options.time_limit_s = seconds;
+    auto some = Tune(layers, cluster, options);
+    ASSERT_TRUE(some.ok());
+    EXPECT_LE(some->bound_us, best * (1 + 1e-9)) << seconds;
+    if (some->plans.empty()) continue;
+    const Plan& plan = some->plans[0];
+    EXPECT_GE(plan.step_us, best * (1 - 1e-9)) << seconds;
+    EXPECT_NEAR(plan.step_us * (1 - plan.gap()), some->bound_us, 1e-6 * best) << seconds;
+    EXPECT_TRUE(!some->complete || plan.gap() < 1e-9) << seconds;
+  }
 }
 
 TEST(Tune, ToleranceBoundsWhatIsGivenUp) {

@@ -177,6 +177,22 @@ def test_a_plan_is_made_again_when_memory_becomes_scarce(monkeypatch: pytest.Mon
     assert plans[1]["reason"].startswith(f"only {free[0]} bytes are free on a rank, the program needs ")
 
 
+def test_a_plan_that_was_mispredicted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TOLERANCE", -1.0)  # whatever is measured is off
+    model = zoo.build("llama", torch.float32)
+    schedule = [(0, []), (6, ["prefetch(profile={profile},cluster={cluster})"])]
+    with interlace.compile(
+        model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule)
+    ) as trainer:
+        for step in range(50):
+            trainer.step(zoo.tokens(2, step))
+        plans = trainer.plans
+    again = 1 + loop.TIMED_STEPS + loop.PROFILE_STEPS
+    assert [p["step"] for p in plans] == [6 + again * i for i in range(len(plans))]
+    assert 2 <= len(plans) <= 1 + loop.REPLANS
+    assert all("and was predicted to" in p["reason"] for p in plans[1:])
+
+
 def searched(folder: str) -> dict[str, Any]:
     schedule = [(0, []), (6, ["search(limit={limit},cluster={cluster},profile={profile})"])]
     return train("llama", steps=12, schedule=schedule, cache=folder)
