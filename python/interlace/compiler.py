@@ -172,7 +172,9 @@ class _Build:
         def make() -> Source:
             captured, constants = self._capture(used)
             stage = stage_at(self.config.schedule, 0)
-            return self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
+            source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
+            self.planner.rehearse(captured, self.config.schedule[stage + 1 :])
+            return source
 
         return self.programs.share("program" if used is None else "program of the used parameters", make)
 

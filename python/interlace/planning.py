@@ -16,8 +16,8 @@ from interlace.config import Config, ConfigError
 from interlace.cost.machine import Machine
 from interlace.dropout import put_back, take_out
 from interlace.profiling import Scratch
-from interlace.programs import Programs, Source
-from interlace.schedule import fill, needs_profile, pipeline
+from interlace.programs import ProgramError, Programs, Source
+from interlace.schedule import Schedule, fill, needs_profile, pass_name, pipeline
 
 
 @dataclasses.dataclass
@@ -57,6 +57,18 @@ class Planner:
             profile = self.profile if needs_profile(passes) else ""
             self.programs.cache.put("plan", key, {"text": template, "reports": reports, "profile": profile})
         return Source(text, reports, constants, captured)
+
+    def rehearse(self, captured: str, later: Schedule) -> None:
+        """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its
+        step fails at the start. What they make is in the cache then. Error: what a pass refuses, with the entry's step."""
+        for step, passes in later:
+            searches = any(pass_name(text) == "search" for text in passes)
+            if not passes or searches or needs_profile(passes) or self.has(captured, passes):
+                continue
+            try:
+                self.source(captured, passes, {})
+            except ProgramError as e:
+                raise ProgramError(f"schedule, step {step}: {e}") from e
 
     def filled(self, passes: Sequence[str], limit: int | None = None) -> list[str]:
         """Pass texts with their placeholders replaced."""

@@ -5,6 +5,7 @@
 #include <set>
 #include <string_view>
 
+#include "base/sort.h"
 #include "base/suggest.h"
 #include "passes/transfers.h"
 
@@ -67,8 +68,7 @@ class ModuleBuckets {
     }
     for (size_t i = 0; i < entries_.size(); ++i) {
       if (used[i]) continue;
-      const std::vector<std::string_view> known = KnownModules();
-      return MakeError("option modules: '", entries_[i], "' owns no parameter", DidYouMean(entries_[i], known));
+      return MakeError("option modules: '", entries_[i], "' owns no parameter", Suggestion(i));
     }
     return bucket_of;
   }
@@ -97,15 +97,26 @@ class ModuleBuckets {
     return owner;
   }
 
-  // Every path that owns a parameter, for "did you mean".
-  std::vector<std::string_view> KnownModules() const {
-    std::set<std::string_view> known;
+  // The path nearest to an entry, with the entry's stars; where none is near, the shortest ones that own a parameter.
+  std::string Suggestion(size_t entry) const {
+    std::set<std::string> paths;
     for (const Param& param : program_.params) {
-      for (size_t dot = param.name.find('.'); dot != std::string::npos; dot = param.name.find('.', dot + 1)) {
-        known.insert(std::string_view(param.name).substr(0, dot));
+      const std::vector<std::string_view> parts = SplitPath(param.name, '.');
+      std::string path;
+      for (size_t i = 0; i + 1 < parts.size(); ++i) {
+        const bool star = i < patterns_[entry].size() && patterns_[entry][i] == "*";
+        path += (i > 0 ? "." : "") + std::string(star ? "*" : parts[i]);
+        paths.insert(path);
       }
     }
-    return {known.begin(), known.end()};
+    std::vector<std::string_view> known(paths.begin(), paths.end());
+    const std::string nearest = DidYouMean(entries_[entry], known);
+    if (!nearest.empty() || known.empty()) return nearest;
+    StableSort(known, [](std::string_view a, std::string_view b) { return a.size() < b.size(); });
+    constexpr size_t kShown = 3;
+    std::string text;
+    for (size_t i = 0; i < std::min(kShown, known.size()); ++i) text += (i > 0 ? ", '" : "; for example '") + std::string(known[i]) + "'";
+    return text + (known.size() > 1 ? " do" : " does");
   }
 
   const Program& program_;

@@ -261,7 +261,7 @@ def test_files_that_are_not_there_are_refused_at_the_start(values: dict[str, Any
 def fails_at_its_step() -> tuple[str, int]:
     rank, _ = parity.rank_and_size()
     model = zoo.build("llama", torch.float32)
-    settings = interlace.Config(timeout_s=30, schedule=[(3, ["unshard(units=u99)"])])
+    settings = interlace.Config(timeout_s=30, schedule=[(3, ["unshard(units=u99,profile={profile})"])])
     with interlace.compile(
         model, parity.make_optimizer("sgd", model), zoo.causal_loss, parity.batch_of("llama", 0, rank, 1), settings
     ) as trainer:
@@ -274,6 +274,23 @@ def fails_at_its_step() -> tuple[str, int]:
 def test_a_pass_that_fails_at_its_step_is_told_to_all_ranks() -> None:
     for said, steps in ranks.run(fails_at_its_step, 2):
         assert steps == 3 and "u99" in said
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (["bucket(modules=model.layer.*)"], "'model.layer.*' owns no parameter, did you mean 'model.layers.*'?"),
+        (["bucket(modules=model.layers.*+model.layers.1)"], "'model.layers.*' and 'model.layers.1' overlap: both own"),
+        (["reposition_update", "prefetch"], "pass 'prefetch': "),
+    ],
+    ids=["nothing", "overlap", "order"],
+)
+def test_passes_of_a_late_step_are_tried_at_the_start(passes: list[str], message: str) -> None:
+    model = zoo.build("llama", torch.float32)
+    opt = parity.make_optimizer("sgd", model)
+    with pytest.raises(interlace.InterlaceError, match=r"^schedule, step 5000: ") as error:
+        interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=[(0, []), (5000, passes)]))
+    assert message in str(error.value)
 
 
 def with_accumulation(mode: str) -> list[dict[str, Any]]:
