@@ -62,6 +62,13 @@ Result<std::string> Predicted(const std::string& text, const std::string& file, 
   return plan::PrintPlan(*predicted);
 }
 
+Result<std::string> Explained(const std::string& text, const std::string& model, const std::string& cluster_text,
+                              const std::string& cluster_file) {
+  INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, "plan"));
+  INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
+  return plan::ExplainPlan(parsed, model, cluster);
+}
+
 Result<std::string> Trace(const std::string& text, const std::string& file) {
   INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
   INTERLACE_TRY(plan::VerifyPlan(parsed));
@@ -104,6 +111,13 @@ void AddPlanner(py::module_& m) {
          const std::string& cluster_file) { return Take(Predicted(text, file, model_text, cluster, cluster_file)); },
       py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("file") = "plan", py::arg("cluster_file") = "cluster", Unlocked(),
       "A plan file with its predictions made anew. Error: rules that it breaks, memory included.");
+  m.def(
+      "explain_plan",
+      [](const std::string& text, const std::string& model_text, const std::string& cluster, const std::string& cluster_file) {
+        return Take(Explained(text, model_text, cluster, cluster_file));
+      },
+      py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("cluster_file") = "cluster", Unlocked(),
+      "Where the bytes and times of a predicted plan's stages go, as the JSON list that make_plans calls \"explained\".");
   m.def(
       "plan_trace", [](const std::string& text, const std::string& file) { return Take(Trace(text, file)); }, py::arg("text"),
       py::arg("file") = "plan", Unlocked(), "The pipeline of a plan as a Chrome trace whose ranks are stages.");

@@ -25,6 +25,44 @@ constexpr double kSearchShare = 0.7;    // of a time limit; the rest is for comp
 constexpr double kTolerance = 0.01;     // of what plans are compared with: the best within so much
 constexpr double kCompareS = 20;        // for all comparisons where no limit is given, or as long as the search took
 
+// What a plan's stages may be, for the stage model: their bytes, limits, micro-batches and tensor parallelism.
+Result<StageOptions> StageOptionsOf(const PlanFile& file) {
+  StageOptions stage;
+  INTERLACE_TRY(SetBytes(stage, file.dtype, file.as_run));
+  stage.global_batch = file.plan.global_batch;
+  stage.device_bytes = std::max<int64_t>(1, file.memory_limit);
+  for (const PlanStage& each : file.plan.stages) {
+    stage.micro_batches.push_back(each.strategy.micro_batch);
+    stage.tensor_parallel.push_back(each.strategy.tp);
+  }
+  return stage;
+}
+
+void WriteExplanation(JsonWriter& out, const Explanation& e) {
+  out.BeginObject().Field("peak_in_forward", e.peak_in_forward).Key("bytes").BeginArray();
+  for (const Explanation::Bytes& bytes : e.bytes) {
+    out.BeginObject().Field("name", bytes.name).Field("device", bytes.device).Field("host", bytes.host).EndObject();
+  }
+  out.EndArray().Key("phases").BeginArray();
+  for (const Explanation::Phase& phase : e.phases) {
+    out.BeginObject().Field("name", phase.name).Field("compute_us", phase.alone_us[0]).Field("device_us", phase.alone_us[1]);
+    out.Field("to_device_us", phase.alone_us[2]).Field("to_host_us", phase.alone_us[3]);
+    out.Field("tensor_parallel_us", phase.tensor_parallel_us).Field("exposed_us", phase.exposed_us);
+    out.Field("total_us", phase.total_us).EndObject();
+  }
+  out.EndArray().EndObject();
+}
+
+// An explanation of each stage, as a list.
+Status WriteExplanations(JsonWriter& out, const PlanFile& file, const LayerSource& layers, const ClusterSpec& cluster) {
+  INTERLACE_ASSIGN(StageOptions stage, StageOptionsOf(file));
+  INTERLACE_ASSIGN(StageModel model, StageModel::Create(layers, cluster, stage));
+  out.BeginArray();
+  for (const PlanStage& each : file.plan.stages) WriteExplanation(out.NewLine(), model.Explain(each.strategy));
+  out.EndArray();
+  return Ok{};
+}
+
 class Planning {
  public:
   Planning(const PlanRequest& request, const PlanProgress& progress) : r_(request), progress_(progress) {}
@@ -105,36 +143,12 @@ class Planning {
   Status WriteFound(JsonWriter& out, const Plan& plan) const {
     PlanFile file = FileOf(plan);
     INTERLACE_TRY(VerifyPlan(file, r_.memory_limit > 0 ? nullptr : &r_.cluster));
-    StageOptions stage;
-    INTERLACE_TRY(SetBytes(stage, r_.dtype, r_.runnable));
-    stage.global_batch = r_.global_batch;
-    stage.device_bytes = file.memory_limit;
-    for (const PlanStage& each : plan.stages) {
-      stage.micro_batches.push_back(each.strategy.micro_batch);
-      stage.tensor_parallel.push_back(each.strategy.tp);
-    }
-    INTERLACE_ASSIGN(StageModel model, StageModel::Create(*layers_, r_.cluster, stage));
     out.BeginObject().Key("plan");
     WritePlan(out, file);
-    out.NewLine().Field("text", PrintPlan(file)).Key("explained").BeginArray();
-    for (const PlanStage& each : plan.stages) WriteExplanation(out.NewLine(), model.Explain(each.strategy));
-    out.EndArray().EndObject();
+    out.NewLine().Field("text", PrintPlan(file)).Key("explained");
+    INTERLACE_TRY(WriteExplanations(out, file, *layers_, r_.cluster));
+    out.EndObject();
     return Ok{};
-  }
-
-  static void WriteExplanation(JsonWriter& out, const Explanation& e) {
-    out.BeginObject().Field("peak_in_forward", e.peak_in_forward).Key("bytes").BeginArray();
-    for (const Explanation::Bytes& bytes : e.bytes) {
-      out.BeginObject().Field("name", bytes.name).Field("device", bytes.device).Field("host", bytes.host).EndObject();
-    }
-    out.EndArray().Key("phases").BeginArray();
-    for (const Explanation::Phase& phase : e.phases) {
-      out.BeginObject().Field("name", phase.name).Field("compute_us", phase.alone_us[0]).Field("device_us", phase.alone_us[1]);
-      out.Field("to_device_us", phase.alone_us[2]).Field("to_host_us", phase.alone_us[3]);
-      out.Field("tensor_parallel_us", phase.tensor_parallel_us).Field("exposed_us", phase.exposed_us);
-      out.Field("total_us", phase.total_us).EndObject();
-    }
-    out.EndArray().EndObject();
   }
 
   Status WhyNot(JsonWriter& out, TuneOptions options, const Plan& best) const {
@@ -251,13 +265,7 @@ Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, 
   if (layers->blocks() != file.blocks) {
     return MakeError("rule layers: the plan is for ", file.blocks, " blocks, the model has ", layers->blocks());
   }
-  StageOptions stage;
-  INTERLACE_TRY(SetBytes(stage, file.dtype, file.as_run));
-  stage.device_bytes = std::max<int64_t>(1, file.memory_limit);
-  for (const PlanStage& each : file.plan.stages) {
-    stage.micro_batches.push_back(each.strategy.micro_batch);
-    stage.tensor_parallel.push_back(each.strategy.tp);
-  }
+  INTERLACE_ASSIGN(StageOptions stage, StageOptionsOf(file));
   INTERLACE_ASSIGN(LayerCost block, layers->Cost(Role::kBlock, 1, 1));
   for (size_t i = 0; i < out.plan.stages.size(); ++i) {
     PlanStage& each = out.plan.stages[i];
@@ -272,6 +280,13 @@ Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, 
   INTERLACE_ASSIGN(out.plan, Reprice(out.plan, *layers, cluster, stage));
   INTERLACE_TRY(VerifyPlan(out, out.memory_limit > cluster.MemoryLimitBytes() ? nullptr : &cluster));  // memory, now that it is known
   return out;
+}
+
+Result<std::string> ExplainPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster) {
+  INTERLACE_ASSIGN(std::unique_ptr<LayerSource> layers, ReadLayers(model_text, "model", cluster, file.plan.sequence));
+  JsonWriter out;
+  INTERLACE_TRY(WriteExplanations(out, file, *layers, cluster));
+  return out.Take() + "\n";
 }
 
 Result<std::string> PlanTrace(const PlanFile& file) {

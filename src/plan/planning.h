@@ -51,6 +51,9 @@ Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& pr
 // VerifyPlan says of it, memory included; strategies that the model's sizes do not allow.
 Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);
 
+// Where the bytes and times of a predicted plan's stages go: the list that MakePlans calls "explained".
+Result<std::string> ExplainPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);
+
 // The pipeline of a plan as a Chrome trace: a rank is a stage.
 Result<std::string> PlanTrace(const PlanFile& file);
 

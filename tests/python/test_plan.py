@@ -112,10 +112,13 @@ def test_a_plan_file_is_predicted_anew(cli, tmp_path):
     assert code == 0
     again = tmp_path / "again.plan"
     code, text, _ = cli("plan", str(file), "-o", str(again))
-    assert code == 0 and "keeps its rules" in text
+    assert code == 0 and "keeps its rules" in text and "MiB of a device at its peak" in text
     first, second = read_plan(str(file)), read_plan(str(again))
     assert second["stages"] == first["stages"]
     assert second["step_us"] == pytest.approx(first["step_us"])
+    explained = json.loads(cli("plan", str(file), "--json")[1])["plans"][0]["explained"]
+    for stage, why in zip(second["stages"], explained, strict=True):
+        assert sum(entry["device"] for entry in why["bytes"]) == stage["peak_bytes"]
 
 
 def test_a_plan_of_before_begins_the_search(cli, tmp_path):

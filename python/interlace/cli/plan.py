@@ -214,8 +214,9 @@ def check_plan(file: str, cluster: str | None, ignore: tuple[str, ...] = ()) -> 
     with Work() as work:
         layers = traced(work, plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
         predicted = _core.predict_plan(Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file)
+        explained = json.loads(_core.explain_plan(predicted, layers, text, cluster_file=cluster_file))
     again = json.loads(_core.read_plan(predicted, file))
-    return {"plans": [{"plan": again, "text": predicted, "explained": []}], "complete": True, "checked": file,
+    return {"plans": [{"plan": again, "text": predicted, "explained": explained}], "complete": True, "checked": file,
             "before_us": plan["step_us"]}  # fmt: skip
 
 

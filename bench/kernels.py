@@ -1,0 +1,141 @@
+"""Where a step's time goes, kernel by kernel: ours, PyTorch eager and torch.compile, one rank, one thread, the same model.
+
+python bench/kernels.py                      # the Llama that peers.py trains
+python bench/kernels.py --model gpt2 --top 8 --json out/kernels.json
+
+Steps are timed in turn; then some of each side are recorded, ours by the executor, theirs by torch's profiler (self time of each
+kernel). `between kernels` is what the steps of the same recording took beyond their kernels: dispatch, autograd, guards, Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from cases import GPT2_MATMUL_BOUND, MATMUL_BOUND, causal_loss, causal_model, token_batch
+from common import paired, report
+
+import interlace
+
+CASES = {"llama": MATMUL_BOUND, "gpt2": GPT2_MATMUL_BOUND}
+# kind → what is in the names of its kernels, the first that fits; kernels that torch.compile generates have no name of their own
+KINDS = {
+    "optimizer": ("adam", "update."),
+    "attention": ("flash", "scaled_dot_product", "attention"),
+    "products": ("mm", "linear", "matmul"),
+    "between kernels": (
+        "autograd::",
+        "optimizer.",
+        "profilerstep",
+        "torchdynamo",
+        "pregraph",
+        "aotdispatcher",
+        "accumulategrad",
+    ),
+}
+REST = "norms, elementwise, copies"
+BETWEEN = "between kernels"
+
+Kernels = dict[str, float]  # name → ms of a step
+
+
+def kind_of(name: str) -> str:
+    low = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), REST)
+
+
+def sides(case: dict) -> tuple[dict[str, Callable[[], object]], interlace.Trainer]:
+    batch = token_batch(case)
+
+    def by_torch(compiled: bool) -> Callable[[], object]:
+        model = causal_model(case)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        run = torch.compile(model) if compiled else model
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            causal_loss(run, batch).backward()
+            optimizer.step()
+
+        return step
+
+    ours = causal_model(case)
+    trainer = interlace.compile(ours, torch.optim.AdamW(ours.parameters(), lr=1e-4, fused=True), causal_loss, batch)
+    return {
+        "torch.compile": by_torch(True), "eager": by_torch(False), "interlace": lambda: trainer.step(batch)
+    }, trainer  # fmt: skip
+
+
+def kernels_of_torch(step: Callable[[], object], steps: int) -> Kernels:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        whole = (time.perf_counter() - begin) * 1e3 / steps
+    found = {e.key: e.self_cpu_time_total / 1e3 / steps for e in profile.key_averages()}
+    named = sum(ms for name, ms in found.items() if kind_of(name) != BETWEEN)
+    return {name: ms for name, ms in found.items() if kind_of(name) != BETWEEN} | {BETWEEN: whole - named}
+
+
+def kernels_of_ours(trainer: interlace.Trainer, step: Callable[[], object], steps: int) -> Kernels:
+    executor = trainer._executor
+    executor.set_trace("on")
+    found: defaultdict[str, float] = defaultdict(float)
+    for _ in range(steps):
+        step()
+        record = executor.record()
+        seconds = 0.0
+        for op, _, wall, *_ in record["samples"]:
+            found[record["ops"][op]["name"]] += wall * 1e3 / steps
+            seconds += wall
+        found[BETWEEN] += (record["seconds"] - seconds) * 1e3 / steps
+    executor.set_trace("off")
+    return dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=CASES, default="llama")
+    parser.add_argument("--rounds", type=int, default=9, help="paired rounds of the step times")
+    parser.add_argument("--steps", type=int, default=4, help="recorded steps of each side")
+    parser.add_argument("--top", type=int, default=0, help="also list so many kernels of each side")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    steps, trainer = sides(CASES[args.model])
+    times = paired(steps, args.rounds, warmup=3)
+    found = {
+        name: kernels_of_ours(trainer, step, args.steps) if name == "interlace" else kernels_of_torch(step, args.steps)
+        for name, step in steps.items()
+    }
+    table: dict[str, dict[str, float]] = {}
+    for side, kernels in found.items():
+        for name, ms in kernels.items():
+            row = table.setdefault(kind_of(name), dict.fromkeys(found, 0.0))
+            row[side] += ms
+    report(f"{args.model}, one rank, one thread", times, "torch.compile", args.json, kernels=found, kinds=table)
+    print(f"\n{'ms of a recorded step':<30}" + "".join(f"{side:>16}" for side in found) + f"{'ours - compiled':>18}")
+    total = dict.fromkeys(found, 0.0)
+    for kind, row in sorted(table.items(), key=lambda item: -item[1]["interlace"]):
+        print(
+            f"{kind:<30}"
+            + "".join(f"{row[side]:16.1f}" for side in found)
+            + f"{row['interlace'] - row['torch.compile']:18.1f}"
+        )
+        total = {side: total[side] + row[side] for side in found}
+    print(
+        f"{'in all':<30}"
+        + "".join(f"{total[side]:16.1f}" for side in found)
+        + f"{total['interlace'] - total['torch.compile']:18.1f}"
+    )
+    for side, kernels in found.items() if args.top else ():
+        print(f"\n{side}")
+        for name, ms in sorted(kernels.items(), key=lambda item: -item[1])[: args.top]:
+            print(f"  {ms:9.2f} ms  {name}")
+
+
+if __name__ == "__main__":
+    main()
