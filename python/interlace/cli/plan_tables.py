@@ -17,11 +17,10 @@ def show(found: dict[str, Any]) -> None:
             console.print(line, markup=False, soft_wrap=True)
         console.print()
         console.print(stage_table(each["plan"]))
-        if each["explained"]:
-            console.print()
-            console.print(byte_table(each["plan"], each["explained"]))
-            console.print()
-            console.print(time_table(each["plan"], each["explained"]))
+        console.print()
+        console.print(byte_table(each["plan"], each["explained"]))
+        console.print()
+        console.print(time_table(each["plan"], each["explained"]))
     if found.get("why_not"):
         console.print()
         console.print(why_table(found["why_not"]))
