@@ -49,6 +49,11 @@ Error WithRepro(Error error, const Program& before, const std::vector<PassCall>&
 
 }  // namespace
 
+// What a captured program does not have yet.
+static bool MovesTransfers(std::string_view pass) {
+  return pass == "bucket" || pass == "prefetch" || pass == "unshard" || pass == "reorder" || pass == "overlap_update";
+}
+
 Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls,
                                           const RunOptions& options) {
   if (options.verify) {
@@ -79,6 +84,8 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     Result<bool> changed = true;
     if (const Status fits = CheckRepositioned(work, call.pass->name); !fits.ok()) {
       changed = fits.error();
+    } else if (work.level == Level::kCaptured && MovesTransfers(call.pass->name)) {
+      changed = MakeError("the program has no units; run shard, replicate or zero1 before ", call.pass->name);
     } else if (repeats(call) && captured && work.level != Level::kCaptured) {
       const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i));
       Result<SearchResult> found = SearchCaptured(*captured, between, call.options, work);

@@ -39,6 +39,11 @@ TEST(Sharding, OrderOfPassesIsExplained) {
             "error: pass 'update': the program has no units; run shard, replicate or zero1 before update");
   EXPECT_EQ(RunText(text, "accumulate(steps=2)"),
             "error: pass 'accumulate': the program has no units; run shard, replicate or zero1 before accumulate");
+  for (std::string pass : {"bucket(modules=layers)", "prefetch", "unshard", "reorder", "overlap_update"}) {
+    const std::string name = pass.substr(0, pass.find('('));
+    EXPECT_EQ(RunText(text, "canonicalize," + pass),
+              "error: pass '" + name + "': the program has no units; run shard, replicate or zero1 before " + name);
+  }
   EXPECT_EQ(RunText(text, "shard(ranks=2),zero1(ranks=2)"),
             "error: pass 'zero1': the program has units already; shard, replicate and zero1 start from a captured "
             "program and exclude "

@@ -260,7 +260,7 @@ Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& pr
 
 Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster) {
   PlanFile out = file;
-  INTERLACE_TRY(VerifyPlan(out, out.memory_limit > cluster.MemoryLimitBytes() ? nullptr : &cluster));
+  INTERLACE_TRY(VerifyPlan(out, &cluster));
   INTERLACE_ASSIGN(std::unique_ptr<LayerSource> layers, ReadLayers(model_text, "model", cluster, file.plan.sequence));
   if (layers->blocks() != file.blocks) {
     return MakeError("rule layers: the plan is for ", file.blocks, " blocks, the model has ", layers->blocks());
@@ -278,7 +278,7 @@ Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, 
     each.send_us = BoundaryUs(cluster, bytes, LayoutOf(each.strategy), LayoutOf(next.strategy), inside);
   }
   INTERLACE_ASSIGN(out.plan, Reprice(out.plan, *layers, cluster, stage));
-  INTERLACE_TRY(VerifyPlan(out, out.memory_limit > cluster.MemoryLimitBytes() ? nullptr : &cluster));  // memory, now that it is known
+  INTERLACE_TRY(VerifyPlan(out, &cluster));  // memory, now that it is known
   return out;
 }
 

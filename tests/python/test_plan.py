@@ -77,6 +77,13 @@ def test_unknown_models_and_keys_are_named(tmp_path, cli):
     code, _, said = cli("plan", str(file), "--cluster", "local-2", "--global-batch", "8", "--seq", "64")
     assert code == 1 and "--ignore-key num_hidden_layer --ignore-key frobnicate" in said
     assert config_of(str(file), ignore=("num_hidden_layer", "frobnicate")).num_hidden_layers == 4
+    for change, words in (
+        ({"hidden_size": "big"}, "expected int, got str"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+    ):
+        file.write_text(json.dumps(LLAMA | change))
+        with pytest.raises(InterlaceError, match=f"transformers refuses this llama config: .*{words}"):
+            config_of(str(file))
     for words in ("{", "[1]", '{"model_type": "lama"}', '{"model_type": "vit"}'):
         file.write_text(words)
         with pytest.raises(InterlaceError, match=r"config|model type"):
@@ -135,7 +142,7 @@ def test_a_plan_of_before_begins_the_search(cli, tmp_path):
     code, _, said = cli(*words, "8", "--from", str(bad))
     assert code == 1 and "stage 0 (line 17), rule batch: " in said
     code, _, said = cli("plan", str(file), "--from", str(file))
-    assert code == 1 and "is a plan, and --from belong to a model" in said
+    assert code == 1 and "is a plan: leave --from out, or name the model" in said
 
 
 def test_a_config_json_is_planned(cli, tmp_path):
@@ -219,6 +226,18 @@ def test_an_edited_plan_names_the_stage_and_the_rule(cli, planned, tmp_path):
         (("devices 0..1", "devices 0..2"), "stage 0 (line 17), rule devices: "),
         (("blocks 4", "blocks 4\nnonsense 1"), "unknown line 'nonsense'"),
         (('cluster "local-2"', 'cluster "local-2"\ncluster "x"'), "'cluster' is given twice"),
+        (
+            ('cluster "local-2"', 'cluster "local-4"'),
+            "rule cluster: the plan is for 2 devices, 2 a node; local-4 has 4",
+        ),
+        (('model ".*"', 'model "llama-tini"'), "did you mean llama-tiny"),
+        (("sequence \\d+", "sequence 1099511627776"), "the model takes sequences of 2 to "),
+        (("(?s)blocks 4(.*)layers 4", "blocks 40\\1layers 40"), "the plan is for 40 blocks, the model has 4"),
+        (
+            ('(?s)cluster "local-2"(.*)memory_limit \\d+', f'cluster "l4-24gb-2"\\1memory_limit {1 << 50}'),
+            "rule memory: memory_limit 1125899906842624 is above the ",
+        ),
+        (("interlace-plan 1", "interlace-plam 1"), "not a plan: the first line must be 'interlace-plan 1'"),
     ]
     for change, expected in cases:
         code, _, said = cli("plan", str(edited(planned, tmp_path, change)))

@@ -109,9 +109,7 @@ def plan(
         options = (("--global-batch", global_batch), ("--seq", seq), ("--from", begin_with))
         given = [name for name, value in options if value is not None]
         if given:
-            raise FileError(
-                f"{model} is a plan, and {' and '.join(given)} belong to a model: leave them out, or name the model"
-            )
+            raise FileError(f"{model} is a plan: leave {' and '.join(given)} out, or name the model")
         found = check_plan(model, cluster, ignore)
     else:
         found = make_plan(
@@ -158,7 +156,7 @@ def _is_plan(name: str) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(14) == b"interlace-plan"
+        return path.suffix == ".plan" or file.read(14) == b"interlace-plan"
 
 
 # ---- finding ----

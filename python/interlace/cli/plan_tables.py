@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from interlace.cli.console import out, rows_table, seconds
+from interlace.cli.console import out, rows_table
+from interlace.cli.console import seconds as time_of
 from interlace.config import format_bytes
+
+
+def seconds(value: float) -> str:
+    """A time, steps of tiny models in milliseconds."""
+    return time_of(value) if value >= 0.1 else f"{1e3 * value:.3g} ms"
 
 
 def show(found: dict[str, Any]) -> None:
