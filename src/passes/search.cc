@@ -73,7 +73,11 @@ class Searcher {
     Program program = base_.Clone();
     RunOptions run;
     run.verify = false;
-    if (!RunPasses(program, calls, run).ok()) return Ok{};
+    Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
+    if (!reports.ok()) {
+      refusal_ = reports.error().message;
+      return Ok{};
+    }
     ++evaluations_;
     INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs_));
     Candidate candidate{name, "", passes, verdict.time_ps, verdict.bytes};
@@ -99,7 +103,9 @@ class Searcher {
       const size_t at = over.size() <= kTried ? i : (over.size() - 1) * i / (kTried - 1);
       if (at == last) continue;
       last = at;
+      refusal_.clear();
       INTERLACE_TRY(Heuristic(over[at].name + kOffloaded, OffloadPasses(over[at].passes, 0, limit), i == 0));
+      if (i == 0) result_.refused = refusal_;
     }
     return LeaveToTheNextStep(before, limit);
   }
@@ -287,6 +293,7 @@ class Searcher {
   const std::chrono::steady_clock::time_point begin_;
   SearchSpace space_;
   int64_t budget_ = 0, evaluations_ = 0;
+  std::string refusal_;      // of the last heuristic that a pass refused
   int64_t kept_bytes_ = 0;  // peak with every unit kept
   std::map<std::string, Point> points_;  // by the schedule's text
   std::vector<Candidate> all_;

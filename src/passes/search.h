@@ -47,6 +47,7 @@ struct SearchResult {
   int64_t lower_bound_ps = 0;         // no schedule is faster
   int64_t evaluations = 0;
   double seconds = 0;
+  std::string refused;                // what the pass `offload` said of the smallest schedule, where that does not fit either
 };
 
 // `base`: a program after shard, accumulate and update in which nothing has been moved, merged or kept.

@@ -52,7 +52,8 @@ Status CheckFits(const SearchResult& found, const PassCosts& costs, const PassOp
                                                  : "let it recompute activations (recompute=auto) or send storages out of memory (offload=auto; in training: a tier), ";
   return MakeError("nothing fits into the limit of ", costs.limit, " bytes: the smallest schedule that was found needs ",
                    found.front.front().bytes, "; raise it to ", (found.front.front().bytes + 1048575) / 1048576, "MiB, use more ranks, ", let,
-                   "or take a smaller micro-batch with more accumulation");
+                   "or take a smaller micro-batch with more accumulation",
+                   found.refused.empty() ? "" : "; out of memory less is enough, but: " + found.refused);
 }
 
 Result<SearchOptions> ReadOptions(const PassOptions& options) {
@@ -227,6 +228,7 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
       if (!name.empty()) c.name += ", " + name;
       candidates.push_back(std::move(c));
     }
+    if (!found.refused.empty()) all.refused = found.refused;  // those that recompute most come last
     all.evaluations += found.evaluations;
     all.seconds += found.seconds;
   }
