@@ -78,7 +78,7 @@ def main() -> None:
         print(
             f"{name}: {row['ops']} lines, capture {row['capture_s']:.2f} s, parse {row['parse_s']:.2f} s, "
             f"print {row['print_s']:.2f} s, passes {row['passes_s']:.2f} s ({row['passes']}), "
-            f"search {row['search_s']:.2f} s ({row['chosen']}), "
+            f"search {row['search_s']:.2f} s ({row['chosen']}; processor {row['search_cpu_s']:.1f} s), "
             f"in all {row['total_s']:.2f} s ({row['wall_s']:.2f} s the whole process), resident {row['resident_gb']:.2f} GB",
             flush=True,
         )
