@@ -289,9 +289,13 @@ def build(
         model, config = _make(preset, merged, getattr(torch, dtype or preset.dtype))
     model.train()
     loss_fn = {"seq2seq": seq2seq_loss}.get(preset.kind, hf_loss if config is not None else classifier_loss)
-    return Built(
-        preset.name, preset.kind, model, loss_fn, _batch(preset, merged, config, micro_batch, seq, seed), config
-    )
+    try:
+        batch = _batch(preset, merged, config, micro_batch, seq, seed)
+    except (RuntimeError, TypeError, OverflowError) as e:  # no such memory, or sizes beyond 64 bits
+        raise InterlaceError(
+            f"an example batch of {micro_batch} rows, {seq} long, cannot be made: take fewer rows or a shorter sequence"
+        ) from e
+    return Built(preset.name, preset.kind, model, loss_fn, batch, config)
 
 
 def _make(preset: Preset, options: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -304,8 +308,8 @@ def _make(preset: Preset, options: dict[str, Any], dtype: torch.dtype) -> tuple[
     try:
         config = CONFIG_MAPPING[preset.model_type](**options)
         model = maker.from_config(config, dtype=dtype)
-    except (TypeError, ValueError, KeyError, RuntimeError) as e:
-        raise InterlaceError(f"model '{preset.name}' cannot be built from its config: {e}") from e
+    except Exception as e:  # a config is a file of anybody's, and transformers says so in many ways
+        raise InterlaceError(f"model '{preset.name}' cannot be built from its config ({type(e).__name__}: {e})") from e
     return model, config
 
 

@@ -109,6 +109,8 @@ class Profiler:
             return {}
         try:
             with Store(self.folder / STORE_FILE) as store:
+                for note in store.notes:
+                    log.warning("%s", note)
                 return store.rows(self.machine.fingerprint)
         except StoreError as e:
             log.warning("times of transfers are measured again: %s", e)

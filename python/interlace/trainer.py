@@ -135,7 +135,8 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
     def trace(self, batch: Any, file: str | Path) -> Tensor:
         """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory (docs: traces).
 
-        Opens in Perfetto or chrome://tracing beside a predicted one (`interlace simulate --trace`). Every rank must call it.
+        Opens in Perfetto or chrome://tracing beside a predicted one (`interlace simulate --trace`). Every rank must call it. Error:
+        the file cannot be written; `steps` says whether the step was made (a disk that got full), and training can go on.
         """
         self._check_open()
         if self.config.mode == "eager":
@@ -148,11 +149,13 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         try:
             loss = self.step(batch)
             with self._peers.guard():
-                write_trace(self._executor, self._peers, file)
+                problem = write_trace(self._executor, self._peers, file)
         finally:
             self._traced = False
             if self._executor is not None:  # gone when a rank has failed
                 self._executor.set_trace("off")
+        if problem is not None:
+            raise TraceError(problem)
         return loss
 
     def _inputs(self, batch: Any) -> Any:

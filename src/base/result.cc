@@ -16,6 +16,11 @@ void NoValue(const Error* error) {
   std::abort();
 }
 
+void NoError() {
+  CHECK(false) << "the error of a success was asked for";
+  std::abort();
+}
+
 std::string JoinParts(const MessagePart* parts, size_t count) {
   std::string out;
   for (const MessagePart* part = parts; part != parts + count; ++part) {

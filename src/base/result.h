@@ -26,6 +26,7 @@ namespace internal {
 const Error* Keep(Error error);
 void Drop(const Error* error);
 [[noreturn]] void NoValue(const Error* error);  // a bug of ours: the value of a failure was asked for
+[[noreturn]] void NoError();                    // likewise: the error of a success
 }  // namespace internal
 
 // A T, or else an error; errors are rare and stand apart. (Much lighter to compile than a std::variant, for there are hundreds.)
@@ -62,7 +63,10 @@ class [[nodiscard]] Result {
   const T& operator*() const { return value(); }
   T* operator->() { return &value(); }
   const T* operator->() const { return &value(); }
-  const Error& error() const { return *error_; }
+  const Error& error() const {
+    if (ok()) internal::NoError();
+    return *error_;
+  }
 
  private:
   const Error* error_ = nullptr;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "base/result.h"
 #include "base/suggest.h"
 
 namespace interlace {
@@ -49,6 +50,14 @@ TEST(Suggest, NearestName) {
   EXPECT_EQ(DidYouMean("shrad", {"share", "shard", "zero1"}), ", did you mean 'shard'?");
   EXPECT_EQ(DidYouMean("prefetch", {"shard", "zero1"}), "");
   EXPECT_EQ(DidYouMean("", {"shard"}), "");
+}
+
+TEST(Result, AsksOfTheOtherKindAreBugsThatSaySo) {
+  Result<int> good = 3, bad = MakeError("no ", 3);
+  EXPECT_EQ(good.value(), 3);
+  EXPECT_EQ(bad.error().ToString(), "no 3");
+  EXPECT_DEATH((void)good.error(), "the error of a success was asked for");
+  EXPECT_DEATH((void)bad.value(), "the value of a failure was asked for: no 3");
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "cost/kernel_model.h"
 #include "cost/profile_table.h"
 #include "cost/signature.h"
+#include "ir/testing/golden.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -42,6 +43,8 @@ TEST(Cluster, EveryPresetReads) {
   EXPECT_EQ(Preset("local-4").per_node, 4);
   EXPECT_TRUE(Preset("local-2").cpu);
 }
+
+TEST(Cluster, TextIsAsReviewed) { interlace::testing::ExpectGolden("sim/a100-40gb-2.toml", *PresetCluster("a100-40gb-2")); }
 
 TEST(Cluster, PresetErrors) {
   EXPECT_EQ(ErrorOf(LoadCluster("h10-80gb-8", "c")),

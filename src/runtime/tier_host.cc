@@ -1,5 +1,5 @@
-// Host memory as a tier. On an accelerator it is pinned, and copies run on the lane's own stream (stream.h), and so do the frees and uses that come
-// after them: the order of the streams is the wait.
+// Host memory as a tier. On an accelerator it is pinned, and copies run on the lane's own stream (stream.h), and so do
+// the frees and uses that come after them: the order of the streams is the wait.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Event.h>

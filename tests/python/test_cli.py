@@ -125,6 +125,46 @@ def test_train_settings(cli, arguments, said):
     assert error_of(cli, "train", *arguments) == said
 
 
+@pytest.mark.parametrize("option", ["--log", "--program", "--trace"])
+def test_train_files_that_cannot_be_written_are_told_before_the_work(cli, tmp_path, option):
+    assert error_of(cli, "train", option, "none/x").endswith("none/x: there is no folder none")
+    assert error_of(cli, "train", option, ".").endswith(".: it is a folder")
+    (tmp_path / "file").write_text("")
+    assert error_of(cli, "train", option, "file/x").startswith("cannot write ")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "no output file: name one with -o FILE (examples: interlace capture --help)"),
+        (["-o", "none/x.il"], "cannot write none/x.il: there is no folder none"),
+        (["-o", "."], "cannot write .: it is a folder"),
+        (["-o", "x.il", "--micro-batch", "99999999999999999999"], "an example batch of 99999999999999999999 rows, 256 long"),
+        (["-o", "x.il", "--seq", "4611686018427387904", "--micro-batch", "4"], "an example batch of 4 rows, 4611686018427387904"),
+    ],
+)  # fmt: skip
+def test_capture_wrong_input(cli, tmp_path, arguments, said):
+    assert error_of(cli, "capture", *arguments).startswith(said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_capture_unknown_model(cli):
+    assert "did you mean llama-10m" in error_of(cli, "capture", "--model", "lama-10m", "-o", "x.il")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": -64}, {"hidden_size": 10**30}, {"num_attention_heads": 0}, {"num_hidden_layers": "two"}, {"vocab_size": None}],
+    ids=str,
+)  # fmt: skip
+def test_capture_of_a_config_that_cannot_be(cli, tmp_path, changes):
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64} | changes))
+    assert error_of(cli, "capture", "--model", "config.json", "-o", "x.il").startswith(
+        "model 'config.json' cannot be built from its config ("
+    )
+
+
 def test_train_unknown_model(cli):
     said = error_of(cli, "train", "--model", "llama-10n")
     assert said.startswith("unknown model 'llama-10n'") and "did you mean llama-10m" in said
@@ -262,6 +302,11 @@ def test_opt_lists_passes(cli):
             "--json and the program would both go to stdout: give the program a file with -o FILE",
         ),
         (["small.il", "--bind", "b"], "--bind 'b': 'b' is not NAME=NUMBER, for example b=4,s=128"),
+        (["small.il", "--bind", "b=\u00b2"], "--bind 'b=\u00b2': 'b=\u00b2' is not NAME=NUMBER, for example b=4,s=128"),
+        (
+            ["small.il", "--bind", "b=99999999999999999999"],
+            "--bind 'b=99999999999999999999': a size of 20 digits does not fit in 64 bits",
+        ),
         (["small.il", "-o", "no/such/out.il"], "cannot write no/such/out.il: there is no folder no/such"),
         (["small.il", "-o", "."], "cannot write .: it is a folder"),
     ],

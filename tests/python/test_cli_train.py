@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -63,6 +65,25 @@ def test_lines_summary_and_progress(two_ranks):
     assert facts["ranks"] == 2 and facts["steps"] == 6 and facts["tokens_per_step"] == 256
     assert facts["bytes_per_step"] > 0 and facts["peak_bytes"] > facts["largest_unit"]["bytes"] > 0
     assert facts["resident_bytes"] > facts["peak_bytes"] and facts["tokens_per_second"] > 0
+
+
+def test_a_bar_on_a_terminal(folder):
+    """A real terminal (a pseudo one): a bar with the loss, the rate and the time left in place of lines."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "interlace.cli", "train", "--text", "text.py", *TINY, "--ranks", "2"]
+    environ = {**environment(folder), "TERM": "xterm-256color", "COLUMNS": "150"}
+    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the last process that had it open has ended
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    out, _ = process.communicate(timeout=300)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert process.returncode == 0, text
+    assert re.search(r"training \S+ 6/6 +loss \d+\.\d{3} [\d,]+ tokens/s 0:00:00 left", text), text
+    assert "step 6 loss" not in text and b"tokens/s, median step" in out
 
 
 def test_hugging_face_reads_the_result(two_ranks, folder):

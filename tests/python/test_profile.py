@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,104 @@ def test_corrupt_store_is_set_aside(program: str, tmp_path: Path) -> None:
     assert aside.read_bytes() == garbage
     assert str(aside) in err and "was moved" in err
     assert sqlite3.connect(file).execute("select count(*) from measurements").fetchone()[0] > 4
+
+
+def rows_of(file: Path, kind: str) -> dict[str, str]:
+    try:
+        found = sqlite3.connect(f"file:{file}?mode=ro", uri=True).execute("select key, value from measurements where kind = ?", (kind,))
+        return dict(found.fetchall())
+    except sqlite3.OperationalError:  # not there yet
+        return {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_ended_goes_on_at_the_next_start(number: int, program: str, tmp_path: Path) -> None:
+    store = tmp_path / "p.sqlite"
+    options = ["--program", program, "--ranks", "1", "--threads", "1", "--store", str(store)]
+    words = [sys.executable, "-m", "interlace.cli", "profile", *options, "--budget", "60"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while len(rows_of(store, "op")) < 3:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+        os.killpg(process.pid, number)  # as Ctrl-C does: to the command and to its ranks
+        _, err = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in err, err
+        assert err.endswith("what has been measured is kept: the same command goes on from there\nerror: interrupted\n"), err
+    before = rows_of(store, "op")
+    facts, err = profiled(*options, "--budget", "60")
+    assert "was moved" not in err and facts["program_ops_known"] == 3
+    assert facts["measured_now"] == len(facts["copies"]) and facts["seconds"] < 60, "ops were measured again"
+    assert rows_of(store, "op") == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "pages", "not a database"])
+def test_a_damaged_store_is_kept_beside_the_new_one(damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.sqlite"
+    with Store(file) as store:
+        store.put("m", {("op", f"key {i}"): {"us": 1.0, "bytes": 1, "transient": 0} for i in range(3000)})
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        del data[len(data) // 2 :]
+    elif damage == "pages":
+        data[3 * 4096 : 40 * 4096] = os.urandom(37 * 4096)
+    else:
+        data[:20] = b"something else at all"[:20]
+    file.write_bytes(data)
+    with Store(file) as store:
+        (note,) = store.notes
+        (aside,) = tmp_path.glob("p.sqlite.corrupt-*")
+        assert note.startswith(f"{file} cannot be read (") and note.endswith(f"it was moved to {aside} and a new one begun")
+        assert aside.read_bytes() == data and store.rows("m") == {}
+        store.put("m", {("op", "x"): {"us": 1.0, "bytes": 1, "transient": 0}})
+
+
+@pytest.mark.parametrize("value", ["nonsense", "[1]", '{"us": "fast"}', '{"us": NaN}', "{}", None])
+def test_an_edited_measurement_is_named(value: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "p.sqlite"
+    with Store(file) as store:
+        store.put("m", {("op", "x"): {"us": 1.0, "bytes": 1, "transient": 0}})
+    with sqlite3.connect(file) as db:
+        db.execute("update measurements set value = ?", (value or "null",))
+    with Store(file) as store, pytest.raises(StoreError, match="the op 'x' is no measurement; move the file away"):
+        store.profile("m")
+
+
+def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mail.sqlite"
+    with sqlite3.connect(file) as db:
+        db.execute("create table letters (text)")
+    before = file.read_bytes()
+    with pytest.raises(StoreError, match=r"a database of something else \(it has the table 'letters'\): name another file"):
+        Store(file)
+    assert file.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["mail.sqlite"]
+
+
+FILL = """
+import resource, sys
+from interlace.cost import Store, StoreError
+row = {"us": 1.0, "bytes": 1, "transient": 0}
+with Store(sys.argv[1]) as store:
+    store.put("m", {("op", "first"): row})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        for i in range(1000):
+            store.put("m", {("op", f"{i} {j}"): row for j in range(100)})
+    except StoreError as e:
+        print("error:", e)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    store.put("m", {("op", "last"): row})
+"""
+
+
+def test_no_room_for_measurements_loses_none(tmp_path: Path) -> None:
+    file = tmp_path / "p"
+    done = subprocess.run([sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"error: cannot use {file}: ") and done.stdout.endswith("what was measured before is kept\n")
+    with Store(file) as store:
+        assert not store.notes and {("op", "first"), ("op", "last")} <= store.rows("m").keys()
+        assert len(store.rows("m")) % 100 == 2, "half of a block of measurements"
 
 
 def _write(path: str, writer: int, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,33 @@ def untraced(strategy: str) -> list[float]:
     trainer, batch = compiled(strategy, 2)
     with trainer:
         return [trainer.step(batch).item() for _ in range(3)]
+
+
+def on_a_full_disk(file: str) -> tuple[str, int, list[float]]:
+    """A file-size limit on rank 0 alone stands for its full disk."""
+    trainer, batch = compiled("shard", 1)
+    with trainer:
+        if trainer.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+        text = ""
+        try:
+            trainer.trace(batch, file)
+        except InterlaceError as e:
+            text = str(e)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        steps = trainer.steps
+        trainer.step(batch)
+        trainer.trace(batch, file)
+        return text, steps, [t.item() for t in trainer.outputs["loss"]]
+
+
+def test_a_trace_on_a_full_disk_costs_the_trace_alone(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    for text, steps, losses in ranks.run(on_a_full_disk, 2, str(file)):
+        assert text == f"cannot write the trace {file}: File too large" and steps == 1 and losses[0] > 0
+    assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
+    _core.check_chrome_trace(file.read_text())
 
 
 def test_a_file_that_cannot_be_written_is_named_before_the_step(tmp_path: Path) -> None:

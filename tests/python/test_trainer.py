@@ -163,6 +163,51 @@ def test_the_default_loss_and_named_outputs() -> None:
     assert sum(int(t) for t in trainer.outputs["right"]) == expected and len(trainer.outputs["right"]) == 2
 
 
+class Branches(nn.Module):
+    """Reads values and counts its calls: what no program can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.line(x)
+        return y.square() if y.sum().item() > 0 else y.abs()
+
+
+def test_eager_mode_runs_the_users_own_python() -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    theirs = copy.deepcopy(model)
+    make = lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)  # noqa: E731
+    opt, their_opt = make(model), make(theirs)
+    loss = lambda m, b: m(b).mean()  # noqa: E731
+    batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    with pytest.raises(interlace.InterlaceError, match="a program cannot branch on data"):
+        interlace.compile(copy.deepcopy(model), make(copy.deepcopy(model)), loss, batches[0])
+    trainer = interlace.compile(model, opt, loss, batches[0], interlace.Config(mode="eager"))
+    calls = model.calls
+    ours = [trainer.step(b).item() for b in batches]
+    assert ours == pytest.approx(torch_steps(theirs, their_opt, loss, batches), rel=1e-6)
+    assert model.calls == calls + len(batches)
+    close(trainer.state_dict(), dict(theirs.state_dict()))
+
+
+def both_modes(strategy: str) -> list[parity.Run]:
+    return [
+        parity.by_interlace("llama", zoo.build("llama"), "adamw", 5, 0.3, accumulation=2, strategy=strategy, mode=mode)
+        for mode in ("compiled", "eager")
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["shard", "zero1"])
+def test_eager_mode_trains_what_the_program_trains(strategy: str) -> None:
+    for compiled, eager in ranks.run(both_modes, 2, strategy):
+        assert parity.distance(eager, compiled).within(1e-5)
+
+
 def test_two_trainers_in_one_process_share_nothing() -> None:
     def losses(*trainers: interlace.Trainer) -> list[list[float]]:
         return [[t.step(zoo.tokens(2, i)).item() for t in trainers] for i in range(3)]

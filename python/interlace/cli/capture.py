@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from interlace.cli.console import PLAIN_EVERY_S, Work, count, err, out, print_facts, print_json, resident_bytes, seconds
-from interlace.cli.program_file import FileError, write_text
+from interlace.cli.program_file import FileError, check_output, write_text
 from interlace.config import format_bytes
 
 HELP = """Capture the training step of a model as program text.
@@ -50,7 +50,7 @@ def capture_command(
         return
     if output is None:
         raise FileError("no output file: name one with -o FILE (examples: interlace capture --help)")
-    write_check(output)
+    check_output(output)
     facts = _capture(model, output, micro_batch, seq, symbolic)
     if as_json:
         print_json(facts)
@@ -63,21 +63,6 @@ def capture_command(
         "memory": f"{format_bytes(facts['resident_bytes'])} resident at the peak",
     }
     print_facts(rows)
-
-
-def write_check(output: str) -> None:
-    """Finds out that a file cannot be written before the work, not after it."""
-    from pathlib import Path
-
-    from interlace.cli.program_file import writable_folder
-
-    path = Path(output)
-    if path.is_dir():
-        raise FileError(f"cannot write {output}: it is a folder")
-    if not path.parent.is_dir():
-        raise FileError(f"cannot write {output}: there is no folder {path.parent}")
-    if not path.exists() or path.is_file():
-        writable_folder(path.parent)
 
 
 def _capture(model: str, output: str, micro_batch: int, seq: int | None, symbolic: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ HELP = """Run passes on a program: text in, text out.
 
   interlace opt --passes='zero1(axis=dp,ranks=4)' --dump-ir steps/ model.il -o sharded.il --json
 """
+
+LONGEST_SIZE = 18  # digits that surely fit in 64 bits
 
 
 def register(app: typer.Typer) -> None:
@@ -71,9 +74,12 @@ def parse_binding(text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if not name.strip() or not number.strip().isdigit():
+        name, number = name.strip(), number.strip()
+        if not name or not re.fullmatch("[0-9]+", number):
             raise FileError(f"--bind '{text}': '{part}' is not NAME=NUMBER, for example b=4,s=128")
-        sizes[name.strip()] = int(number)
+        if len(number) > LONGEST_SIZE:
+            raise FileError(f"--bind '{text}': a size of {len(number)} digits does not fit in 64 bits")
+        sizes[name] = int(number)
     return sizes
 
 

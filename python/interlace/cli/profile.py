@@ -28,7 +28,7 @@ from interlace.cost.measurements import COPIES, Profile
 from interlace.cost.store import Store, StoreError
 from interlace.distributed import Peers
 from interlace.errors import InterlaceError
-from interlace.launch import is_rank, run_ranks
+from interlace.launch import Terminated, is_rank, run_ranks
 
 HELP = """Measure what ops, collectives and copies take here.
 
@@ -136,7 +136,11 @@ def profile(
     else:
         task = prepare()
         if measures(task[0]):
-            run_job(*task, machine)
+            try:
+                run_job(*task, machine)
+            except (KeyboardInterrupt, Terminated):
+                err().print("what has been measured is kept: the same command goes on from there", soft_wrap=True)
+                raise
     job, text, _ = task
     count = len(job["ops"]) + len(job["collectives"]) + len(job["copies"])
     with Store(path) as kept:

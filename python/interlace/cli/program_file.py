@@ -57,6 +57,17 @@ def write_text(file: str, text: str) -> None:
         raise FileError(f"cannot write {file}: {error.strerror}") from None
 
 
+def check_output(file: str) -> None:
+    """Finds out that a file cannot be written before the work, not after it."""
+    path = Path(file)
+    if path.is_dir():
+        raise FileError(f"cannot write {file}: it is a folder")
+    if not path.parent.is_dir():
+        raise FileError(f"cannot write {file}: there is no folder {path.parent}")
+    if not path.exists() or path.is_file():
+        writable_folder(path.parent)
+
+
 def writable_folder(folder: str | os.PathLike[str]) -> Path:
     """Makes a folder and makes sure that files can be written in it, before hours of work rely on it."""
     path = Path(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,9 @@ from interlace.cli.program_file import FileError, read_program
 PROGRAM_HELP = "A program file; - reads stdin."
 CLUSTER_HELP = "A cluster file (TOML), or a preset with a number of devices: h100-80gb-32, local-2."
 PROFILE_HELP = "Times measured on the real machine; what is not in it is estimated."
-MACHINE_HELP = "The fingerprint that the profile must have."
+MACHINE_HELP = "The fingerprint that the profile must have; by default local-N takes profiles of this machine."
 FOREIGN_HELP = "Use a profile of another machine, and say so in the result."
+LOCAL = "local-"  # presets of the machine that this runs on
 SLOW_HELP = "RANK=FACTOR: this rank computes FACTOR times slower; may be given several times."
 EVERY_RANK_HELP = "Simulate every rank although they are alike."
 
@@ -74,6 +77,8 @@ def simulator(
     text, cluster_file = read_cluster(cluster)
     _one_rank_of_many(program, file, cluster, text, cluster_file)
     profile_text = read_profile(profile) if profile else ""
+    if profile and not machine and text.startswith(LOCAL):
+        machine = machine_here_unless_of(profile_text)
     prepared = _core.Simulator(program)
 
     def run(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
@@ -90,6 +95,19 @@ def simulator(
         )
 
     return run
+
+
+def machine_here_unless_of(profile_text: str) -> str:
+    """This machine, for a profile of another one; "" when the profile was measured here, whatever its ranks and threads."""
+    from interlace.cost.machine import Machine
+
+    here = Machine.here(1, 1).host
+    found = re.search(r"(?m)^fingerprint (\".*\")\s*$", profile_text)
+    try:
+        measured_on = str(json.loads(found[1])) if found else ""
+    except ValueError:  # not one that a profile of ours has
+        measured_on = ""
+    return "" if measured_on.startswith(f"{here}, ") else here
 
 
 def _one_rank_of_many(program: Any, file: str, cluster: str, text: str, cluster_file: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from interlace.cli.console import Work, err
-from interlace.cli.program_file import FileError, writable_folder
+from interlace.cli.program_file import FileError, check_output, writable_folder
 from interlace.cli.settings import AUTO, TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_plan, with_resumed
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
@@ -185,6 +185,9 @@ def train(
         writable_folder(settings.save)
     if settings.trace and (problem := check_writable(settings.trace)) is not None:
         raise FileError(problem)
+    for file in (settings.log, settings.program):
+        if file:
+            check_output(file)
     with Work() as work:
         tokens = prepare_text(settings, record, "text" in explicit, work)
     dataset(tokens, settings, record)

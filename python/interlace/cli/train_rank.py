@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import interlace
 from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
+from interlace.cli.program_file import FileError, write_text
 from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
@@ -27,6 +28,7 @@ from interlace.data import TokenDataset, TokenFile
 from interlace.launch import Terminated
 from interlace.models import PRESETS
 from interlace.plan.execute import Execution
+from interlace.step_trace import TraceError
 from interlace.tensor_file import CheckpointError, DamageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -62,6 +64,45 @@ class Stop:
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Log:
+    """--log: lines of JSON. What the system refuses is said once and costs the log, not the run."""
+
+    def __init__(self, file: str, view: TrainView) -> None:
+        self.file, self.view = file, view
+        self.out: IO[str] | None = None
+        self._try(self._open)
+
+    def write(self, **facts: Any) -> None:
+        if self.out is not None:
+            self._try(lambda: self.out.write(json.dumps(facts) + "\n"))  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        if self.out is not None:
+            self._try(self.out.close)
+
+    def _open(self) -> None:
+        self.out = open(self.file, "a", buffering=1)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except OSError as e:
+            self.out = None
+            self.view.say(f"warning: cannot write {self.file}: {e.strerror}; training goes on without it")
+
+
+def _traced(trainer: Any, batch: dict[str, torch.Tensor], file: str, view: TrainView | None) -> torch.Tensor:
+    """A step that is recorded. A trace that cannot be written costs the trace, not the run."""
+    before = trainer.steps
+    try:
+        loss: torch.Tensor = trainer.trace(batch, file)
+    except TraceError as e:
+        if view is not None:
+            view.say(f"warning: {e}; training goes on without it")
+        loss = trainer.step(batch) if trainer.steps == before else torch.stack(trainer.outputs["loss"]).mean()
+    return loss
 
 
 class Saver:
@@ -158,8 +199,11 @@ def train_rank(
             dist.all_gather_object(everyone, stats)
         summary = trainer.summary()
         plans = [{k: v for k, v in plan.items() if k != "program_reports"} for plan in trainer.plans]
-        if rank == 0 and settings.program:
-            Path(settings.program).write_text(trainer.program)
+        if view is not None and settings.program:
+            try:
+                write_text(settings.program, trainer.program)
+            except FileError as e:
+                view.say(f"warning: {e}")
     if rank == 0:
         facts = _facts(settings, result, everyone, summary, first_step)
         facts |= {"parameters": parameters, "text_seconds": text_seconds, "compile_seconds": compile_seconds}
@@ -205,20 +249,24 @@ def _steps(
     stop: Stop,
     validation: Validation | None,
 ) -> Result:
-    rank, world = trainer.rank, trainer.world_size
+    world = trainer.world_size
     losses, times, evals = [], [], {}
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         if view is not None:
             stack.enter_context(view)
-        log = stack.enter_context(open(settings.log, "a", buffering=1)) if settings.log and rank == 0 else None
+        log = None
+        if view is not None and settings.log:
+            log = stack.enter_context(contextlib.closing(Log(settings.log, view)))
         for step in range(first_step, settings.end):
             start = time.monotonic()
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
             batch = _batch(data, step, rank, world)
-            traced = settings.trace is not None and step == settings.end - 1
-            loss = trainer.trace(batch, settings.trace) if traced else trainer.step(batch)
+            if settings.trace is not None and step == settings.end - 1:
+                loss = _traced(trainer, batch, settings.trace, view)
+            else:
+                loss = trainer.step(batch)
             # The ranks stop at the same step, whichever of them was asked.
             both = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
             if world > 1:
@@ -230,7 +278,7 @@ def _steps(
                 view.plans(trainer.plans)
                 view.step(step, losses[-1], times[-1])
             if log is not None:
-                log.write(json.dumps({"step": step + 1, "loss": losses[-1], "seconds": round(times[-1], 6)}) + "\n")
+                log.write(step=step + 1, loss=losses[-1], seconds=round(times[-1], 6))
             save(step + 1, stopping or step + 1 == settings.end)
             if stopping:
                 return Result(losses, times, time.monotonic() - begin, stopped=True)
@@ -239,7 +287,7 @@ def _steps(
                 if view is not None:
                     view.evaluated(step, evals[step + 1])
                 if log is not None:
-                    log.write(json.dumps({"step": step + 1, "eval_loss": evals[step + 1]}) + "\n")
+                    log.write(step=step + 1, eval_loss=evals[step + 1])
     return Result(losses, times, time.monotonic() - begin, eval_losses=evals)
 
 

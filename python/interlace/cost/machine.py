@@ -29,13 +29,17 @@ class Machine:
         return cls(processor_name(), cores, torch.__version__, threads, ranks, network or network_name())
 
     @property
+    def host(self) -> str:
+        """The part of the fingerprint that no option changes: "AMD EPYC 7B13, 2 cores, torch 2.13.0"."""
+        return f"{self.cpu}, {self.cores} core{'' if self.cores == 1 else 's'}, torch {self.torch}"
+
+    @property
     def fingerprint(self) -> str:
         """ "AMD EPYC 7B13, 2 cores, torch 2.13.0, 1 thread, 2 ranks, loopback"."""
-        one = "" if self.cores == 1 else "s"
         threads, ranks = (
             f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank"))
         )
-        text = f"{self.cpu}, {self.cores} core{one}, torch {self.torch}, {threads}, {ranks}"
+        text = f"{self.host}, {threads}, {ranks}"
         return text if self.ranks == 1 else f"{text}, {self.network}"
 
 

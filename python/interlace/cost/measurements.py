@@ -43,6 +43,24 @@ class Profile:
     slowdown: float | None = None  # of compute while a transfer is under way, beyond what sharing cores explains
     issue_us: float | None = None  # of a rank's thread to start one transfer
 
+    def add(self, kind: str, key: str, values: Mapping[str, float]) -> None:
+        """Takes a stored measurement in. Error (KeyError, ValueError): values or parts of the key are missing."""
+        if kind == "op":
+            measured = bool(values.get("measured", 1))
+            self.ops[key] = OpTime(values["us"], int(values["bytes"]), int(values["transient"]), measured)
+        elif kind == "collective":
+            name, ranks, size = key.split()
+            self.collectives[name, int(ranks), int(size)] = CollectiveTime(
+                values["us"], values["core_us"], values["finish_us"]
+            )
+        elif kind == "copy":
+            name, size = key.split()
+            self.copies[name, int(size)] = values["us"]
+        elif kind == "slowdown":
+            self.slowdown = values["factor"]
+        elif kind == "issue":
+            self.issue_us = values["us"]
+
     def text(self) -> str:
         """The file that the cost model reads."""
         lines = ["interlace-profile 1", f"fingerprint {quoted(self.fingerprint)}"]
@@ -80,21 +98,6 @@ def quoted(text: str) -> str:
 def from_rows(fingerprint: str, rows: Mapping[tuple[str, str], Mapping[str, float]]) -> Profile:
     """A profile from stored rows: (kind, key) → values."""
     profile = Profile(fingerprint)
-    for (kind, key), value in rows.items():
-        if kind == "op":
-            profile.ops[key] = OpTime(
-                value["us"], int(value["bytes"]), int(value["transient"]), bool(value.get("measured", 1))
-            )
-        elif kind == "collective":
-            name, ranks, size = key.split()
-            profile.collectives[name, int(ranks), int(size)] = CollectiveTime(
-                value["us"], value["core_us"], value["finish_us"]
-            )
-        elif kind == "copy":
-            name, size = key.split()
-            profile.copies[name, int(size)] = value["us"]
-        elif kind == "slowdown":
-            profile.slowdown = value["factor"]
-        elif kind == "issue":
-            profile.issue_us = value["us"]
+    for (kind, key), values in rows.items():
+        profile.add(kind, key, values)
     return profile

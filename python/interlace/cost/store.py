@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import shlex
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from interlace.cost.measurements import Profile, from_rows
+from interlace.cost.measurements import Profile
 from interlace.errors import InterlaceError
 
 FORMAT = 1
@@ -50,6 +52,7 @@ class Store:
     def _open(self) -> None:
         self._db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         try:
+            self._refuse_another()
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = normal")
             with self._transaction():
@@ -71,6 +74,14 @@ class Store:
             self._db.close()
             raise
 
+    def _refuse_another(self) -> None:
+        """Error: a database of something else, which is not to be written into."""
+        tables = [name for (name,) in self._db.execute("select name from sqlite_master where type = 'table'")]
+        if tables and "measurements" not in tables:
+            raise StoreError(
+                f"{self.path} is a database of something else (it has the table {tables[0]!r}): name another file with --store"
+            )
+
     def _set_aside(self, error: sqlite3.DatabaseError) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         aside = self.path.with_name(f"{self.path.name}.corrupt-{stamp}")
@@ -90,32 +101,68 @@ class Store:
         self._db.execute("begin immediate")
         try:
             yield
+            self._db.execute("commit")
         except BaseException:
-            self._db.execute("rollback")
+            if self._db.in_transaction:  # a full disk has ended it already
+                self._db.execute("rollback")
             raise
-        self._db.execute("commit")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What SQLite or the system refuses as one message that says what to do."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if _is_corrupt(error):
+                raise StoreError(
+                    f"{self.path} was damaged while it was in use ({error}): run the same command again; "
+                    "the file is set aside then, and a new one begun"
+                ) from None
+            raise StoreError(f"cannot use {self.path}: {error}; what was measured before is kept") from None
 
     def put(self, machine: str, rows: Mapping[tuple[str, str], Row]) -> None:
         """Writes measurements, (kind, key) → values, at once; what was there under the same key is replaced."""
         now = time.time()
         values = [(machine, kind, key, json.dumps(dict(value)), now) for (kind, key), value in rows.items()]
-        with self._transaction():
+        with self._told(), self._transaction():
             self._db.executemany("insert or replace into measurements values (?, ?, ?, ?, ?)", values)
 
     def rows(self, machine: str) -> dict[tuple[str, str], dict[str, float]]:
-        found = self._db.execute("select kind, key, value from measurements where machine = ?", (machine,))
-        return {(kind, key): json.loads(value) for kind, key, value in found}
+        with self._told():
+            found = self._db.execute(
+                "select kind, key, value from measurements where machine = ?", (machine,)
+            ).fetchall()
+        return {(kind, key): self._values(kind, key, value) for kind, key, value in found}
+
+    def _values(self, kind: str, key: str, text: str) -> dict[str, float]:
+        """One measurement. Error: not what was written."""
+        try:
+            values = json.loads(text)
+            if isinstance(values, dict) and all(
+                isinstance(value, int | float) and math.isfinite(value) for value in values.values()
+            ):
+                return values
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise self._edited(kind, key)
+
+    def _edited(self, kind: str, key: str) -> StoreError:
+        return StoreError(
+            f"{self.path} was edited: the {kind} '{key}' is no measurement; "
+            f"move the file away (mv {shlex.quote(str(self.path))} aside.sqlite) and measure again: interlace profile"
+        )
 
     def machines(self) -> dict[str, tuple[int, float]]:
         """Fingerprint → number of measurements, time of the last (seconds since the epoch)."""
-        found = self._db.execute(
-            "select machine, count(*), max(at) from measurements group by machine order by max(at) desc"
-        )
+        with self._told():
+            found = self._db.execute(
+                "select machine, count(*), max(at) from measurements group by machine order by max(at) desc"
+            ).fetchall()
         return {machine: (count, at) for machine, count, at in found}
 
     def forget(self, machine: str) -> int:
         """Deletes a machine's measurements; gives their number."""
-        with self._transaction():
+        with self._told(), self._transaction():
             return self._db.execute("delete from measurements where machine = ?", (machine,)).rowcount
 
     def profile(self, machine: str) -> Profile:
@@ -127,7 +174,13 @@ class Store:
                 f"{self.path} holds no profile of this machine ({machine}); run: interlace profile"
                 + (f"\nprofiles in it:{known}" if known else "")
             )
-        return from_rows(machine, rows)
+        profile = Profile(machine)
+        for (kind, key), values in rows.items():
+            try:
+                profile.add(kind, key, values)
+            except (KeyError, ValueError):
+                raise self._edited(kind, key) from None
+        return profile
 
     def close(self) -> None:
         self._db.close()
