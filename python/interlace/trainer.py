@@ -29,7 +29,7 @@ from interlace.programs import Built, Source
 from interlace.refreeze import Frozen
 from interlace.saver import Locks
 from interlace.shapes import Shapes
-from interlace.step_trace import TraceError, check_writable, write_trace
+from interlace.step_trace import TraceError, TraceFiles, write_trace
 from interlace.trainer_base import NonFiniteError, Runner, Tensors
 from interlace.trainer_diagnosis import TrainerDiagnosis
 from interlace.trainer_load import TrainerLoad
@@ -132,24 +132,33 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
             raise InterlaceError(found)
         return found
 
-    def trace(self, batch: Any, file: str | Path) -> Tensor:
-        """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory (docs: traces).
+    def trace(
+        self,
+        batch: Any,
+        file: str | Path | None = None,
+        *,
+        chakra: str | Path | None = None,
+        snapshot: str | Path | None = None,
+    ) -> Tensor:
+        """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory to `file`, Chakra
+        execution traces into the folder `chakra`, the memory history of torch.cuda._memory_viz to `snapshot` (docs/cost_model.md).
 
-        Opens in Perfetto or chrome://tracing beside a predicted one (`interlace simulate --trace`). Every rank must call it. Error:
-        the file cannot be written; `steps` says whether the step was made (a disk that got full), and training can go on.
+        They open beside the predicted ones of `interlace simulate`. Every rank must call it. Error: a file cannot be written; `steps`
+        says whether the step was made (a disk that got full), and training can go on.
         """
         self._check_open()
         if self.config.mode == "eager":
             raise InterlaceError('a trace shows the compiled program; mode="eager" has none: use torch.profiler')
+        files = TraceFiles(file, chakra, snapshot)
         with self._peers.guard():
-            problem = self._peers.exchange("trace file", check_writable(file) if self.rank == 0 else None)[0]
+            problem = self._peers.exchange("trace file", files.check() if self.rank == 0 else None)[0]
         if problem is not None:
             raise TraceError(problem)
         self._traced = True
         try:
             loss = self.step(batch)
             with self._peers.guard():
-                problem = write_trace(self._executor, self._peers, file)
+                problem = write_trace(self._executor, self._peers, self.program, files)
         finally:
             self._traced = False
             if self._executor is not None:  # gone when a rank has failed

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "bindings/core.h"
 #include "ir/verifier.h"
 #include "sim/chakra_export.h"
+#include "sim/measured.h"
 #include "sim/report_data.h"
 #include "sim/simulate.h"
 #include "trace/chrome_trace.h"
@@ -33,6 +35,19 @@ struct PySimulation {
   std::shared_ptr<const Program> program;
   Simulation simulation;
 };
+
+struct PyMeasured {
+  std::shared_ptr<const Program> program;
+  Simulation simulation;
+};
+
+using Times = std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>>;  // run, op, begin and end in nanoseconds
+
+std::vector<MeasuredTime> ReadTimes(const Times& times) {
+  std::vector<MeasuredTime> out;
+  for (const auto& [run, op, begin, end] : times) out.push_back({run, op, begin, end});
+  return out;
+}
 
 using Factors = std::vector<std::pair<std::string, double>>;
 
@@ -78,11 +93,31 @@ Result<PySimulation> Run(const PySimulator& simulator, const std::string& cluste
   return out;
 }
 
+Result<PyMeasured> MakeMeasured(const Program& program, const std::vector<std::pair<Times, Times>>& ranks) {
+  INTERLACE_ASSIGN(PySimulator verified, MakeSimulator(program));
+  std::vector<MeasuredRank> records;
+  for (const auto& [ops, transfers] : ranks) records.push_back({ReadTimes(ops), ReadTimes(transfers)});
+  PyMeasured out;
+  out.program = verified.program;
+  INTERLACE_ASSIGN(out.simulation, Measured(*out.program, records));
+  return out;
+}
+
 void CheckRank(const Simulation& s, int32_t rank) {
   if (rank < 0 || rank >= static_cast<int32_t>(s.output.ranks.size())) {
     throw PythonError(Error{
         "rank " + std::to_string(rank) + " was not simulated; " + std::to_string(s.output.ranks.size()) + " were", {}});
   }
+}
+
+py::bytes ChakraOf(const Simulation& s, int32_t rank) {
+  CheckRank(s, rank);
+  std::string bytes;
+  {
+    py::gil_scoped_release unlocked;
+    bytes = SimulationChakra(s, rank);
+  }
+  return py::bytes(bytes);
 }
 
 }  // namespace
@@ -145,16 +180,20 @@ void AddSimulation(py::module_& m) {
           "The dictionary of torch.cuda.memory._snapshot() as JSON.")
       .def(
           "chakra",
-          [](const PySimulation& s, int32_t rank) {
-            CheckRank(s.simulation, rank);
-            std::string bytes;
-            {
-              py::gil_scoped_release unlocked;
-              bytes = SimulationChakra(s.simulation, rank);
-            }
-            return py::bytes(bytes);
-          },
-          py::arg("rank") = 0, "The Chakra execution trace of a simulated rank.");
+          [](const PySimulation& s, int32_t rank) { return ChakraOf(s.simulation, rank); }, py::arg("rank") = 0,
+          "The Chakra execution trace of a simulated rank.");
+  py::class_<PyMeasured>(m, "Measured", "A step that ran, for the formats of a simulated one (sim/measured.h).")
+      .def(py::init([](const Program& program, const std::vector<std::pair<Times, Times>>& ranks) {
+             return Take(MakeMeasured(program, ranks));
+           }),
+           py::arg("program"), py::arg("ranks"), Unlocked(),
+           "ranks: what Executor.times() gave on each, from one origin. Error: times of another program.")
+      .def(
+          "snapshot", [](const PyMeasured& s) { return Take(SimulationSnapshot(s.simulation)); }, Unlocked(),
+          "The dictionary of torch.cuda.memory._snapshot() as JSON: storages at their planned addresses, at the measured times.")
+      .def(
+          "chakra", [](const PyMeasured& s, int32_t rank) { return ChakraOf(s.simulation, rank); }, py::arg("rank") = 0,
+          "The Chakra execution trace of a rank.");
   m.def(
       "preset_cluster", [](const std::string& name) { return Take(PresetCluster(name)); }, py::arg("name"), Unlocked(),
       "The cluster file of a preset such as h100-80gb-32.");

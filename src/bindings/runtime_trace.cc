@@ -140,6 +140,19 @@ py::dict RecordDict(const Executor& self) {
                   py::arg("begin_ns") = record.begin_ns, py::arg("persistent_bytes") = record.persistent_bytes);
 }
 
+// (run, op, begin, end) of every op of the last recorded step, and of every transfer; nanoseconds from `origin_ns` on the clock.
+py::tuple TimesOf(const Executor& self, int64_t origin_ns) {
+  const StepRecord& record = self.record();
+  if (record.mode == TraceMode::kOff)
+    throw std::invalid_argument("no step was recorded: call set_trace(\"on\") before step()");
+  const auto since = [origin_ns](int64_t ns) { return std::max<int64_t>(ns - origin_ns, 0); };
+  py::list ops, transfers;
+  for (const OpSample& s : record.samples) ops.append(py::make_tuple(s.run, s.op, since(s.begin_ns), since(s.end_ns)));
+  for (const TransferSample& t : record.transfers)
+    transfers.append(py::make_tuple(t.run, t.op, since(t.times.begin_ns), since(t.times.end_ns)));
+  return py::make_tuple(ops, transfers);
+}
+
 }  // namespace
 
 // Called by the module's own initialization (runtime.cc).
@@ -152,6 +165,7 @@ void BindTrace(py::module_& module, py::class_<Executor>& executor) {
            py::arg("origin_ns") = 0,
            "The last recorded step as a Chrome trace, or as JSON for merge_traces. origin_ns: the clock's reading that "
            "becomes zero; 0 is the begin of the step.")
+      .def("times", &TimesOf, py::arg("origin_ns"), "Begins and ends of the last recorded step, for _core.Measured.")
       .def("record", &RecordDict, "The raw times of the last recorded step, for profiles.")
       .def(
           "memory_trace",

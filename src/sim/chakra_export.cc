@@ -50,9 +50,9 @@ class Exporter {
       for (ValueId id : phase.gives) given_.push_back(writers_[program_.RootOf(id)]);
     }
     std::vector<ChakraAttribute> metadata = {
-        {"producer", "interlace, simulated on " + s_.cluster.name},
+        {"producer", s_.measured ? "interlace, measured" : "interlace, simulated on " + s_.cluster.name},
         {"world_size", s_.ranks},
-        {"ranks_are_alike", record_.start_ps.size() > 0 && s_.output.ranks.size() == 1}};
+        {"ranks_are_alike", record_.start_ps.size() > 0 && s_.output.ranks.size() == 1 && !s_.measured}};
     return WriteChakra(nodes_, metadata);
   }
 

@@ -57,6 +57,7 @@ struct Simulation {
   CostModel::Coverage coverage;
   std::string fingerprint;     // of the profile
   bool foreign = false;
+  bool measured = false;       // the times are of a step that ran (measured.h)
   int64_t makespan_ps() const { return output.makespan_ps; }
   int64_t lower_bound_ps() const { return bounds.front().time_ps; }
 };

@@ -125,12 +125,19 @@ def test_train_settings(cli, arguments, said):
     assert error_of(cli, "train", *arguments) == said
 
 
-@pytest.mark.parametrize("option", ["--log", "--program", "--trace"])
+@pytest.mark.parametrize("option", ["--log", "--program", "--trace", "--trace-snapshot"])
 def test_train_files_that_cannot_be_written_are_told_before_the_work(cli, tmp_path, option):
     assert error_of(cli, "train", option, "none/x").endswith("none/x: there is no folder none")
     assert error_of(cli, "train", option, ".").endswith(".: it is a folder")
     (tmp_path / "file").write_text("")
     assert error_of(cli, "train", option, "file/x").startswith("cannot write ")
+
+
+def test_train_a_folder_of_traces_that_cannot_be_written(cli, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert error_of(cli, "train", "--trace-chakra", "file") == "cannot write traces to file: it is a file, not a folder"
+    assert error_of(cli, "train", "--trace-chakra", "file/x") == "cannot write traces to file/x: Not a directory"
+    assert error_of(cli, "train", "--trace", "/dev/full") == "cannot write the trace /dev/full: it is no file"
 
 
 @pytest.mark.parametrize(

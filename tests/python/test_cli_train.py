@@ -13,8 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+import chakra_decoder
 import pytest
 
+from interlace import _core
 from interlace.cli.settings import TrainSettings
 from interlace.cli.train_view import curve
 from interlace.data import find_text
@@ -52,7 +54,8 @@ def train(folder: Path, *arguments: str, command: list[str] | None = None) -> tu
 
 @pytest.fixture(scope="module")
 def two_ranks(folder) -> tuple[dict, str]:
-    return train(folder, "--ranks", "2", "--dtype", "fp64", "--save", "two")
+    traces = ["--trace", "step.json", "--trace-chakra", "traces", "--trace-snapshot", "memory.json"]
+    return train(folder, "--ranks", "2", "--dtype", "fp64", "--save", "two", *traces)
 
 
 def test_lines_summary_and_progress(two_ranks):
@@ -65,6 +68,16 @@ def test_lines_summary_and_progress(two_ranks):
     assert facts["ranks"] == 2 and facts["steps"] == 6 and facts["tokens_per_step"] == 256
     assert facts["bytes_per_step"] > 0 and facts["peak_bytes"] > facts["largest_unit"]["bytes"] > 0
     assert facts["resident_bytes"] > facts["peak_bytes"] and facts["tokens_per_second"] > 0
+
+
+def test_the_last_step_in_the_formats_of_a_predicted_one(two_ranks, folder):
+    trace = (folder / "step.json").read_text()
+    _core.check_chrome_trace(trace)
+    _core.check_memory_snapshot((folder / "memory.json").read_text())
+    assert json.loads(trace)["distributedInfo"]["world_size"] == 2
+    for rank in range(2):
+        _, nodes = chakra_decoder.read((folder / "traces" / f"step.{rank}.et").read_bytes())
+        assert sum(node["type"] == "COMM_COLL_NODE" for node in nodes) >= 2
 
 
 def test_a_bar_on_a_terminal(folder):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import chakra_decoder
 import pytest
 import ranks
 import torch
@@ -41,11 +43,11 @@ def two_ranks(file: str, strategy: str) -> dict[str, Any]:
     trainer, batch = compiled(strategy, 2)
     with trainer:
         before = trainer.step(batch).item()
-        traced = trainer.trace(batch, file).item()
+        traced = trainer.trace(batch, file, chakra=f"{file}.et", snapshot=f"{file}.pickle").item()
         after = trainer.step(batch).item()
         stats = trainer.stats()
         return {
-            "losses": [before, traced, after], "program": trainer.program, "steps": stats["steps"],
+            "file": file, "losses": [before, traced, after], "program": trainer.program, "steps": stats["steps"],
             "received": stats["bytes_received"], "peak": stats["peak_bytes"], "transfers": len(trainer._executor.record()["transfers"]),
         }  # fmt: skip
 
@@ -117,6 +119,44 @@ def test_collectives_are_on_their_lanes_with_their_sizes(traced) -> None:
             assert arguments["Group size"] == 2 and arguments["dtype"] in ("Float", "Long")
         moved = sum(e["args"].get("bytes", 0) for e in gathers + reduces)
         assert moved * found[rank]["steps"] == found[rank]["received"]
+
+
+def test_chakra_traces_have_the_measured_times(traced) -> None:
+    found, trace, _ = traced
+    for rank in (0, 1):
+        metadata, nodes = chakra_decoder.read(Path(f"{found[0]['file']}.et/step.{rank}.et").read_bytes())
+        assert metadata["attr"]["producer"] == ("string_val", "interlace, measured")
+        assert metadata["attr"]["world_size"] == ("int64_val", 2)
+        assert metadata["attr"]["ranks_are_alike"] == ("bool_val", False)
+        seen = Counter((n["name"].split()[0], n["attr"]["duration_ns"][1]) for n in nodes)
+        for lane in ("compute", "gather", "reduce"):
+            for event in events(trace, rank, lane):
+                op = event["args"]["op"]
+                if op.startswith(("aten.mm", "gather.start", "reduce.start", "update.")):
+                    seen[op, round(event["dur"] * 1e3)] -= 1
+        left = {name for (name, _), count in seen.items() if count and name.startswith(("aten.mm", "gather.", "reduce.", "update."))}
+        assert not left, "not in both traces"
+        ids = {n["id"]: n for n in nodes}
+        for node in nodes:
+            assert all(before in ids and before < node["id"] for before in [*node["data_deps"], *node["ctrl_deps"]])
+
+
+def test_the_memory_snapshot_is_read_by_torch(traced) -> None:
+    from torch.cuda import _memory_viz as viz
+
+    found, _, _ = traced
+    snapshot = pickle.loads(Path(f"{found[0]['file']}.pickle").read_bytes())
+    _core.check_memory_snapshot(json.dumps(snapshot))
+    assert "<html>" in viz.trace_plot(snapshot) and "total_reserved" in viz.segsum(snapshot)
+    for rank in (0, 1):
+        live = peak = 0
+        times = []
+        for entry in snapshot["device_traces"][rank]:
+            live += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
+            peak = max(peak, live)
+            times.append(entry["time_us"])
+        assert times == sorted(times) and times[-1] > 0
+        assert 0.9 * found[rank]["peak"] <= peak <= 1.1 * found[rank]["peak"]
 
 
 def test_waits_follow_their_transfers(traced) -> None:

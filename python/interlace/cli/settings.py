@@ -15,6 +15,7 @@ from interlace.checkpoint_folder import kept_checkpoints
 from interlace.config import STRATEGIES, did_you_mean, parse_bytes
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
+from interlace.step_trace import TraceFiles
 from interlace.tensor_file import CheckpointError
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class TrainSettings:
     eval_sequences: int = 64
     stop_at: int | None = None
     trace: str | None = None
+    trace_chakra: str | None = None
+    trace_snapshot: str | None = None
     memory_limit: str | None = None
     tier: str | None = None
     tier_bandwidth: str | None = None
@@ -123,6 +126,11 @@ class TrainSettings:
         if self.batch % parts:
             why = f"{self.ranks} ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
             raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
+
+    def trace_files(self) -> TraceFiles | None:
+        """Where the last step is recorded, if it is."""
+        files = TraceFiles(self.trace, self.trace_chakra, self.trace_snapshot)
+        return None if files == TraceFiles() else files
 
     def schedule_entries(self) -> Any:
         """--schedule as Config takes it: "auto", or entries of "STEP: PASS,PASS; STEP: ..."."""

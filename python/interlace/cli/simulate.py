@@ -80,20 +80,17 @@ def simulate(
 
 
 def write_snapshot(file: str, text: str) -> None:
-    """JSON, or what torch.cuda.memory._dump_snapshot writes and pytorch.org/memory_viz opens."""
-    if Path(file).suffix not in (".pickle", ".pkl"):
-        write_text(file, text)
-        return
-    import json
-    import pickle
-
     from interlace.data.tokens import write_atomically
+    from interlace.step_trace import PICKLED, snapshot_bytes
 
     path = Path(file)
+    if path.suffix not in PICKLED:
+        write_text(file, text)
+        return
     if not path.parent.is_dir():
         raise FileError(f"cannot write {file}: there is no folder {path.parent}")
     try:
-        write_atomically(path, pickle.dumps(json.loads(text)))
+        write_atomically(path, snapshot_bytes(path, text))
     except OSError as error:
         raise FileError(f"cannot write {file}: {error.strerror}") from None
 

@@ -17,7 +17,6 @@ from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
 from interlace.launch import is_rank, run_ranks
-from interlace.step_trace import check_writable
 
 HELP = """Train a language model on text, on one or more ranks.
 
@@ -121,6 +120,13 @@ def train(
     trace: Annotated[
         str | None, typer.Option("--trace", help="Write the last step of all ranks as a Chrome trace.")
     ] = D.trace,
+    trace_chakra: Annotated[
+        str | None, typer.Option("--trace-chakra", help="Likewise a folder for Chakra execution traces, one a rank.")
+    ] = D.trace_chakra,
+    trace_snapshot: Annotated[
+        str | None,
+        typer.Option("--trace-snapshot", help="Likewise the memory history: pickled for .pickle and .pkl, else JSON."),
+    ] = D.trace_snapshot,
     memory_limit: Annotated[
         str | None,
         typer.Option("--memory-limit", help="What a rank may use, for example 2GiB; the schedule is chosen to fit."),
@@ -183,7 +189,7 @@ def train(
     check_model(settings)
     if settings.save:
         writable_folder(settings.save)
-    if settings.trace and (problem := check_writable(settings.trace)) is not None:
+    if (traces := settings.trace_files()) is not None and (problem := traces.check()) is not None:
         raise FileError(problem)
     for file in (settings.log, settings.program):
         if file:

@@ -28,7 +28,7 @@ from interlace.data import TokenDataset, TokenFile
 from interlace.launch import Terminated
 from interlace.models import PRESETS
 from interlace.plan.execute import Execution
-from interlace.step_trace import TraceError
+from interlace.step_trace import TraceError, TraceFiles
 from interlace.tensor_file import CheckpointError, DamageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -93,11 +93,11 @@ class Log:
             self.view.say(f"warning: cannot write {self.file}: {e.strerror}; training goes on without it")
 
 
-def _traced(trainer: Any, batch: dict[str, torch.Tensor], file: str, view: TrainView | None) -> torch.Tensor:
+def _traced(trainer: Any, batch: dict[str, torch.Tensor], to: TraceFiles, view: TrainView | None) -> torch.Tensor:
     """A step that is recorded. A trace that cannot be written costs the trace, not the run."""
     before = trainer.steps
     try:
-        loss: torch.Tensor = trainer.trace(batch, file)
+        loss: torch.Tensor = trainer.trace(batch, to.chrome, chakra=to.chakra, snapshot=to.snapshot)
     except TraceError as e:
         if view is not None:
             view.say(f"warning: {e}; training goes on without it")
@@ -249,7 +249,7 @@ def _steps(
     stop: Stop,
     validation: Validation | None,
 ) -> Result:
-    world = trainer.world_size
+    world, traces = trainer.world_size, settings.trace_files()
     losses, times, evals = [], [], {}
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -263,8 +263,8 @@ def _steps(
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
             batch = _batch(data, step, rank, world)
-            if settings.trace is not None and step == settings.end - 1:
-                loss = _traced(trainer, batch, settings.trace, view)
+            if traces is not None and step == settings.end - 1:
+                loss = _traced(trainer, batch, traces, view)
             else:
                 loss = trainer.step(batch)
             # The ranks stop at the same step, whichever of them was asked.
