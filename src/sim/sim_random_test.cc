@@ -8,6 +8,8 @@
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "sim/memory_kinds.h"
+#include "sim/chakra_export.h"
+#include "sim/measured.h"
 #include "sim/simulate.h"
 #include "sim/testing/random_step.h"
 #include "trace/chrome_trace.h"
@@ -201,6 +203,69 @@ TEST(RandomSteps, MemoryIsABruteForceCount) {
     for (const KindHolder& holder : kinds->at_peak) held += holder.bytes;
     EXPECT_EQ(held, peak) << i << "\n" << Print(program);
   }
+}
+
+// What a recorder would have written down of a simulated step.
+MeasuredRank RecordOf(const Simulation& s, const RankRecord& r) {
+  MeasuredRank out;
+  for (int64_t i = 0; i < s.lowered->instances(); ++i) {
+    size_t run = 0;
+    const LoweredOp& op = s.lowered->At(i, run);
+    if (op.kind == LoweredOp::Kind::kFree) continue;
+    const auto number = static_cast<int32_t>(run);
+    out.ops.push_back({number, op.op, r.start_ps[i] / 1000, r.end_ps[i] / 1000});
+    if (op.kind != LoweredOp::Kind::kStart) continue;
+    const TransferRecord& t = s.output.transfers[r.transfer_of[i]];
+    out.transfers.push_back({number, op.op, t.start_ps / 1000, t.end_ps / 1000});
+  }
+  return out;
+}
+
+TEST(RandomSteps, AStepThatIsRecordedIsTheStepThatRan) {
+  std::mt19937 random(7);
+  for (int i = 0; i < 150; ++i) {
+    Program program = RandomStep(random);
+    Result<ClusterSpec> cluster = LoadCluster("local-" + std::to_string(program.mesh[0].size), "here");
+    Result<Simulation> s = Simulate(program, *cluster, nullptr, {.slow = {{0, 1.5}}});
+    ASSERT_TRUE(s.ok()) << ErrorOf(s);
+    std::vector<MeasuredRank> records;
+    for (const RankRecord& r : s->output.ranks) records.push_back(RecordOf(*s, r));
+    Result<Simulation> measured = Measured(program, records);
+    ASSERT_TRUE(measured.ok()) << ErrorOf(measured) << "\n" << Print(program);
+    for (size_t r = 0; r < records.size(); ++r) {
+      MeasuredRank again = RecordOf(*measured, measured->output.ranks[r]);
+      ASSERT_EQ(again.ops.size(), records[r].ops.size());
+      for (size_t k = 0; k < again.ops.size(); ++k) {
+        ASSERT_EQ(again.ops[k].begin_ns, records[r].ops[k].begin_ns) << i << "\n" << Print(program);
+        ASSERT_EQ(again.ops[k].end_ns, records[r].ops[k].end_ns);
+      }
+      for (size_t k = 0; k < again.transfers.size(); ++k) ASSERT_EQ(again.transfers[k].end_ns, records[r].transfers[k].end_ns) << i << "\n" << Print(program);
+      EXPECT_EQ(SimulationChakra(*measured, static_cast<int32_t>(r)).empty(), false);
+    }
+    Result<std::string> a = SimulationSnapshot(*s), b = SimulationSnapshot(*measured);
+    ASSERT_TRUE(a.ok() && b.ok()) << ErrorOf(a) << ErrorOf(b);
+    EXPECT_EQ(ErrorOf(CheckMemorySnapshot(*b)), "no error");
+  }
+}
+
+TEST(Measured, WhatIsNotOfTheProgramIsNamed) {
+  std::mt19937 random(8);
+  Program program = RandomStep(random);
+  const auto ranks = static_cast<size_t>(program.mesh[0].size);
+  const OpId first = program.phases[0].ops[0];
+  auto error = [&](MeasuredTime time) {
+    std::vector<MeasuredRank> records(ranks);
+    records.back().ops.push_back(time);
+    return ErrorOf(Measured(program, records));
+  };
+  EXPECT_EQ(error({0, first, 5, 9}), "no error");
+  EXPECT_NE(error({0, first, 9, 5}).find("was recorded from 9 to 5 ns"), std::string::npos);
+  EXPECT_NE(error({0, first, -1, 5}).find("was recorded from -1"), std::string::npos);
+  EXPECT_NE(error({0, first, 1, INT64_MAX}).find("was recorded from 1"), std::string::npos);
+  for (MeasuredTime time : {MeasuredTime{0, -1, 1, 2}, {0, 1 << 30, 1, 2}, {-1, first, 1, 2}, {1 << 30, first, 1, 2}}) {
+    EXPECT_NE(error(time).find("where the program does not have it"), std::string::npos);
+  }
+  EXPECT_NE(ErrorOf(Measured(program, {})).find("rank"), std::string::npos);
 }
 
 TEST(RandomSteps, TracesHold) {
