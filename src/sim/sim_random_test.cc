@@ -7,9 +7,9 @@
 
 #include "ir/text.h"
 #include "ir/verifier.h"
-#include "sim/memory_kinds.h"
 #include "sim/chakra_export.h"
 #include "sim/measured.h"
+#include "sim/memory_kinds.h"
 #include "sim/simulate.h"
 #include "sim/testing/random_step.h"
 #include "trace/chrome_trace.h"

@@ -165,7 +165,13 @@ def test_capture_unknown_model(cli):
     ids=str,
 )  # fmt: skip
 def test_capture_of_a_config_that_cannot_be(cli, tmp_path, changes):
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64} | changes))
     assert error_of(cli, "capture", "--model", "config.json", "-o", "x.il").startswith(
         "model 'config.json' cannot be built from its config ("

@@ -129,7 +129,9 @@ def test_corrupt_store_is_set_aside(program: str, tmp_path: Path) -> None:
 
 def rows_of(file: Path, kind: str) -> dict[str, str]:
     try:
-        found = sqlite3.connect(f"file:{file}?mode=ro", uri=True).execute("select key, value from measurements where kind = ?", (kind,))
+        found = sqlite3.connect(f"file:{file}?mode=ro", uri=True).execute(
+            "select key, value from measurements where kind = ?", (kind,)
+        )
         return dict(found.fetchall())
     except sqlite3.OperationalError:  # not there yet
         return {}
@@ -148,7 +150,9 @@ def test_a_command_that_is_ended_goes_on_at_the_next_start(number: int, program:
         _, err = process.communicate(timeout=60)
     if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in err, err
-        assert err.endswith("what has been measured is kept: the same command goes on from there\nerror: interrupted\n"), err
+        assert err.endswith(
+            "what has been measured is kept: the same command goes on from there\nerror: interrupted\n"
+        ), err
     before = rows_of(store, "op")
     facts, err = profiled(*options, "--budget", "60")
     assert "was moved" not in err and facts["program_ops_known"] == 3
@@ -172,7 +176,9 @@ def test_a_damaged_store_is_kept_beside_the_new_one(damage: str, tmp_path: Path)
     with Store(file) as store:
         (note,) = store.notes
         (aside,) = tmp_path.glob("p.sqlite.corrupt-*")
-        assert note.startswith(f"{file} cannot be read (") and note.endswith(f"it was moved to {aside} and a new one begun")
+        assert note.startswith(f"{file} cannot be read (") and note.endswith(
+            f"it was moved to {aside} and a new one begun"
+        )
         assert aside.read_bytes() == data and store.rows("m") == {}
         store.put("m", {("op", "x"): {"us": 1.0, "bytes": 1, "transient": 0}})
 
@@ -193,7 +199,9 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(file) as db:
         db.execute("create table letters (text)")
     before = file.read_bytes()
-    with pytest.raises(StoreError, match=r"a database of something else \(it has the table 'letters'\): name another file"):
+    with pytest.raises(
+        StoreError, match=r"a database of something else \(it has the table 'letters'\): name another file"
+    ):
         Store(file)
     assert file.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["mail.sqlite"]
 
@@ -217,9 +225,13 @@ with Store(sys.argv[1]) as store:
 
 def test_no_room_for_measurements_loses_none(tmp_path: Path) -> None:
     file = tmp_path / "p"
-    done = subprocess.run([sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FILL, str(file)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"error: cannot use {file}: ") and done.stdout.endswith("what was measured before is kept\n")
+    assert done.stdout.startswith(f"error: cannot use {file}: ") and done.stdout.endswith(
+        "what was measured before is kept\n"
+    )
     with Store(file) as store:
         assert not store.notes and {("op", "first"), ("op", "last")} <= store.rows("m").keys()
         assert len(store.rows("m")) % 100 == 2, "half of a block of measurements"

@@ -134,7 +134,11 @@ def test_chakra_traces_have_the_measured_times(traced) -> None:
                 op = event["args"]["op"]
                 if op.startswith(("aten.mm", "gather.start", "reduce.start", "update.")):
                     seen[op, round(event["dur"] * 1e3)] -= 1
-        left = {name for (name, _), count in seen.items() if count and name.startswith(("aten.mm", "gather.", "reduce.", "update."))}
+        left = {
+            name
+            for (name, _), count in seen.items()
+            if count and name.startswith(("aten.mm", "gather.", "reduce.", "update."))
+        }
         assert not left, "not in both traces"
         ids = {n["id"]: n for n in nodes}
         for node in nodes:

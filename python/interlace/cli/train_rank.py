@@ -83,7 +83,7 @@ class Log:
             self._try(self.out.close)
 
     def _open(self) -> None:
-        self.out = open(self.file, "a", buffering=1)
+        self.out = open(self.file, "a", buffering=1)  # noqa: SIM115 (kept open, and closed by close)
 
     def _try(self, action: Callable[[], Any]) -> None:
         try:
@@ -249,7 +249,8 @@ def _steps(
     stop: Stop,
     validation: Validation | None,
 ) -> Result:
-    world, traces = trainer.world_size, settings.trace_files()
+    rank, world = trainer.rank, trainer.world_size
+    traces = settings.trace_files()
     losses, times, evals = [], [], {}
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -263,10 +264,8 @@ def _steps(
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
             batch = _batch(data, step, rank, world)
-            if traces is not None and step == settings.end - 1:
-                loss = _traced(trainer, batch, traces, view)
-            else:
-                loss = trainer.step(batch)
+            last = step == settings.end - 1
+            loss = _traced(trainer, batch, traces, view) if last and traces is not None else trainer.step(batch)
             # The ranks stop at the same step, whichever of them was asked.
             both = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
             if world > 1:
