@@ -262,7 +262,7 @@ TEST(Measured, WhatIsNotOfTheProgramIsNamed) {
   EXPECT_NE(error({0, first, 9, 5}).find("was recorded from 9 to 5 ns"), std::string::npos);
   EXPECT_NE(error({0, first, -1, 5}).find("was recorded from -1"), std::string::npos);
   EXPECT_NE(error({0, first, 1, INT64_MAX}).find("was recorded from 1"), std::string::npos);
-  for (MeasuredTime time : {MeasuredTime{0, -1, 1, 2}, {0, 1 << 30, 1, 2}, {-1, first, 1, 2}, {1 << 30, first, 1, 2}}) {
+  for (MeasuredTime time : std::vector<MeasuredTime>{{0, -1, 1, 2}, {0, 1 << 30, 1, 2}, {-1, first, 1, 2}, {1 << 30, first, 1, 2}}) {
     EXPECT_NE(error(time).find("where the program does not have it"), std::string::npos);
   }
   EXPECT_NE(ErrorOf(Measured(program, {})).find("rank"), std::string::npos);
