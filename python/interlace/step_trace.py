@@ -110,7 +110,11 @@ def write_trace(executor: Any, peers: Peers, text: str, files: TraceFiles) -> st
     offset = clock_offset(peers)
     begins = peers.exchange("trace begins", executor.record()["begin_ns"] + offset)
     origin = min(begins) - offset  # the earliest begin, read on this rank's own clock, is zero
-    record = {"json": executor.trace("json", peers.rank, peers.size, origin), "times": executor.times(origin)}
+    record: dict[str, Any] = {}
+    if files.chrome is not None:
+        record["json"] = executor.trace("json", peers.rank, peers.size, origin)
+    if files.chakra is not None or files.snapshot is not None:
+        record["times"] = executor.times(origin)
     records: list[dict[str, Any]] | None = [record]
     if peers.size > 1:
         records = [{}] * peers.size if peers.rank == 0 else None
