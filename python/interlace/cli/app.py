@@ -18,6 +18,8 @@ from interlace.config import did_you_mean
 from interlace.errors import InterlaceError
 from interlace.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="interlace",
     help="Compiles the training step of a PyTorch model into one scheduled program, and trains it.",
@@ -66,10 +68,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         _load_commands()
         code = typer.main.get_command(app).main(args=arguments, prog_name="interlace", standalone_mode=False)
+        if code == INTERRUPTED:  # typer makes this of a KeyboardInterrupt, and says nothing
+            raise KeyboardInterrupt
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130, debug)
+        return _fail("interrupted", INTERRUPTED, debug)
     except Terminated:
         return _fail("stopped by SIGTERM", TERMINATED, debug) if not is_rank() else TERMINATED
     except BrokenPipeError:  # the reader of our output has gone: nothing is wrong

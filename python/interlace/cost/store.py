@@ -52,30 +52,30 @@ class Store:
     def _open(self) -> None:
         self._db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         try:
-            self._refuse_another()
+            self._refuse_another()  # before anything is written
+            (found,) = self._db.execute("pragma quick_check").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(f"file is not a database: {found}")
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = normal")
             with self._transaction():
-                (version,) = self._db.execute("pragma user_version").fetchone()
-                if version > FORMAT:
-                    raise StoreError(
-                        f"{self.path} was written by a newer version (format {version}, this one writes {FORMAT}); "
-                        "update interlace, or name another file with --store"
-                    )
                 self._db.execute(
                     "create table if not exists measurements (machine text not null, kind text not null, "
                     "key text not null, value text not null, at real not null, primary key (machine, kind, key))"
                 )
                 self._db.execute(f"pragma user_version = {FORMAT}")
-            row = self._db.execute("pragma quick_check").fetchone()
-            if row[0] != "ok":
-                raise sqlite3.DatabaseError(f"file is not a database: {row[0]}")
         except BaseException:
             self._db.close()
             raise
 
     def _refuse_another(self) -> None:
-        """Error: a database of something else, which is not to be written into."""
+        """Error: a database of something else or of a newer version, which is not to be written into."""
+        (version,) = self._db.execute("pragma user_version").fetchone()
+        if version > FORMAT:
+            raise StoreError(
+                f"{self.path} was written by a newer version (format {version}, this one writes {FORMAT}); "
+                "update interlace, or name another file with --store"
+            )
         tables = [name for (name,) in self._db.execute("select name from sqlite_master where type = 'table'")]
         if tables and "measurements" not in tables:
             raise StoreError(
