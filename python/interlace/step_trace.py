@@ -82,8 +82,11 @@ class TraceFiles:
         def measured() -> Any:
             return _core.Measured(_core.Program.parse(text, "program"), [r["times"] for r in records])
 
+        def chakra(rank: int) -> bytes:
+            return bytes(measured().chakra(rank))
+
         for rank in range(len(records) if self.chakra is not None else 0):
-            wanted.append((Path(str(self.chakra)) / f"step.{rank}.et", lambda rank=rank: measured().chakra(rank)))
+            wanted.append((Path(str(self.chakra)) / f"step.{rank}.et", functools.partial(chakra, rank)))
         if self.snapshot is not None:
             snapshot = Path(self.snapshot)
             wanted.append((snapshot, lambda: snapshot_bytes(snapshot, measured().snapshot())))
