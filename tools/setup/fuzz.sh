@@ -12,7 +12,7 @@ for target in $targets; do
   corpus="build/fuzz/corpus-$name"
   mkdir -p "$corpus"
   seeds=""
-  for folder in tests/golden tests/regress; do [ -d "$folder" ] && seeds="$seeds $folder"; done
+  for folder in tests/golden tests/models tests/regress; do [ -d "$folder" ] && seeds="$seeds $folder"; done
   echo "» fuzzing with $name for $share s"
   # shellcheck disable=SC2086 # a list of folders on purpose
   "$target" -max_total_time="$share" -rss_limit_mb=1024 -timeout=10 -max_len=65536 -print_final_stats=1 \
