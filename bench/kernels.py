@@ -43,6 +43,8 @@ Kernels = dict[str, float]  # name → ms of a step
 
 
 def kind_of(name: str) -> str:
+    if name == BETWEEN:
+        return BETWEEN
     low = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), REST)
 
