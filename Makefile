@@ -29,7 +29,7 @@ train: build  ## the main job: train a Llama on two ranks on this machine
 test: core-test  ## all tests
 	@sh tools/setup/system.sh headers
 	@$(SETUP) test
-	@$(PY) -m pytest -m "not soak" $(ARGS)
+	@$(PY) -m pytest -m "not soak" -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 
 core-test:  ## build and test the C++ rooms that need no torch
 	@sh tools/setup/system.sh python cxx venv gtest
