@@ -38,7 +38,9 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
     if limited and config.tier is not None:  # what does not fit may leave memory
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
-        if config.strategy == "shard":  # elsewhere the model's own parameters are whole, and looked at between steps
+        if (
+            config.strategy == "shard" and ranks > 1
+        ):  # else the model's own parameters are whole, and looked at between steps
             search += ",reposition=auto"
     if device != "cpu" and config.profile == "auto":  # measured on CPUs only
         return ((0, (search + ")",)),)

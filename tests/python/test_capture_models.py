@@ -18,6 +18,13 @@ def test_preset(name):
         assert c.text.count("  assign(") == 6  # mean, variance and number of batches of two norms
 
 
+def test_experts_in_float32():
+    """PyTorch's sizes of a grouped product are for bfloat16 alone; its kernel takes float32 too, and so does capture."""
+    built = build("mixtral-tiny", micro_batch=2, seq=24)
+    text = check(built.model.float(), built.loss_fn, built.example_batch, seed=7).text
+    assert ": f32[" in next(line for line in text.splitlines() if "aten._grouped_mm(" in line)
+
+
 def test_preset_in_evaluation_mode():
     built = build("convnet-tiny", micro_batch=2)
     text = check(built.model.eval(), built.loss_fn, built.example_batch).text

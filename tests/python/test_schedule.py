@@ -380,6 +380,10 @@ def test_the_default_schedule_searches_when_there_is_something_to_decide() -> No
     assert passes(1, memory_limit="1GiB") == [(0, ("search(cluster={cluster},limit={limit},recompute=auto)",))]
     both = passes(4, memory_limit="1GiB")
     assert [step for step, _ in both] == [0, 10] and both[1][1][0].endswith("recompute=auto,profile={profile})")
+    out = {"memory_limit": "1GiB", "tier": "tier"}
+    assert passes(2, **out)[0][1][0].endswith("offload=auto,reposition=auto)")
+    for size, strategy in ((1, "shard"), (2, "zero1")):  # a script may look at the model's parameters after any step
+        assert passes(size, strategy=strategy, **out)[0][1][0].endswith("recompute=auto,offload=auto)")
     assert passes(8, "cuda") == []
     assert passes(8, "cuda", cluster="h100-80gb-8") == [
         (0, ("search(cluster={cluster},limit={limit},recompute=none)",))

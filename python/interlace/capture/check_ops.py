@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from interlace.capture import functional
 from interlace.capture.functional import op_name
 from interlace.capture.tracing import without_log
 from interlace.errors import CaptureError
@@ -156,7 +157,9 @@ def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int
                 return known[id(x)]
             return [fake(item) for item in x] if isinstance(x, (list, tuple)) else x
 
-        promised = _tensors(func(*fake(real_args), **{k: fake(v) for k, v in real_kwargs.items()}))
+        promised = _tensors(
+            functional.promised(func, tuple(fake(real_args)), {k: fake(v) for k, v in real_kwargs.items()})
+        )
         promised_operands = [fake(t) for t in operands]
     with no_dispatch(), torch.random.fork_rng(devices=[]), torch.no_grad():
         results = _tensors(func(*real_args, **real_kwargs))

@@ -28,7 +28,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from interlace.capture.constants import Constants, NotConstant
-from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
+from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info, promised
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
         if info.mutated:
             return self._mutate(func, info, args, kwargs)
         text = self._arguments(args, kwargs)
-        results = func(*args, **kwargs)
+        results = promised(func, args, kwargs)
         self._emit(func, info, args, kwargs, text, results)
         return results
 
