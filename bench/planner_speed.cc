@@ -1,8 +1,8 @@
-// planner_speed.cc — how many strategies a second the planner's evaluator computes, and how long the frontiers of a whole
-// model take. Build and run: cmake --build build/core --target planner_speed && build/core/planner_speed
+// planner_speed.cc — how many strategies a second the planner's evaluator computes, and how long the frontiers of a
+// whole model take. Build and run: cmake --build build/core --target planner_speed && build/core/planner_speed
 //
-// Layer costs come from closed formulas (plan/testing/table_layers.h), so only the planner's own time is measured. Times are
-// wall clock and processor time of all threads; on a busy machine divide by the second.
+// Layer costs come from closed formulas (plan/testing/table_layers.h), so only the planner's own time is measured.
+// Times are wall clock and processor time of all threads; on a busy machine divide by the second.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -43,7 +43,8 @@ void Points(const StageModel& model, bool ends, bool shuffled) {
       for (int32_t full = 0; full <= layers; full += 2) {
         for (int code = 0; code < 6 * 6 * 6 * 6; ++code) {
           Strategy s;
-          s.layers = layers, s.full = full, s.zero = zero, s.dp = 4, s.tp = 2, s.micro_batch = 2, s.micro_batches = 64, s.in_flight = 4;
+          s.layers = layers, s.full = full, s.zero = zero, s.dp = 4, s.tp = 2, s.micro_batch = 2, s.micro_batches = 64,
+          s.in_flight = 4;
           s.embedding = s.head = ends;
           s.weights_out = static_cast<float>(code % 6) / 5, s.gradients_out = static_cast<float>(code / 6 % 6) / 5;
           s.states_out = static_cast<float>(code / 36 % 6) / 5, s.activations_out = static_cast<float>(code / 216) / 5;
@@ -68,7 +69,8 @@ void Points(const StageModel& model, bool ends, bool shuffled) {
               cores * static_cast<double>(points) / watch.Cpu() / 1e6, cores);
 }
 
-// Exact frontiers of keys spread over all that a pipeline over equal devices can ask for; a search computes only what it needs.
+// Exact frontiers of keys spread over all that a pipeline over equal devices can ask for; a search computes only what
+// it needs.
 void Frontiers(const char* name, const StageModel& model, int32_t blocks, int32_t devices, int64_t batch) {
   std::vector<StageKey> keys;
   for (int32_t n = 1; n <= devices; n *= 2) {
@@ -109,8 +111,9 @@ void Frontiers(const char* name, const StageModel& model, int32_t blocks, int32_
   for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
   for (std::thread& t : threads) t.join();
   std::printf(
-      "frontiers  %-22s %6zu keys of %zu, %zu with a plan, %zu points (at most %zu): %.2f s, %.2f s of processor time\n", name,
-      keys.size(), all, filled.load(), points.load(), most.load(), watch.Wall(), watch.Cpu());
+      "frontiers  %-22s %6zu keys of %zu, %zu with a plan, %zu points (at most %zu): %.2f s, %.2f s of processor "
+      "time\n",
+      name, keys.size(), all, filled.load(), points.load(), most.load(), watch.Wall(), watch.Cpu());
 }
 
 // The whole search, full space.

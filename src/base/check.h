@@ -24,5 +24,7 @@ class CheckFailure {
 
 }  // namespace interlace::internal
 
-#define CHECK(condition) \
-  if (condition) [[likely]] {} else ::interlace::internal::CheckFailure(__FILE__, __LINE__, #condition).stream()
+#define CHECK(condition)      \
+  if (condition) [[likely]] { \
+  } else                      \
+    ::interlace::internal::CheckFailure(__FILE__, __LINE__, #condition).stream()

@@ -29,12 +29,13 @@ void Drop(const Error* error);
 [[noreturn]] void NoError();                    // likewise: the error of a success
 }  // namespace internal
 
-// A T, or else an error; errors are rare and stand apart. (Much lighter to compile than a std::variant, for there are hundreds.)
+// A T, or else an error; errors are rare and stand apart. (Much lighter to compile than a std::variant, for there are
+// hundreds.)
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                            // NOLINT: implicit on purpose
-  Result(Error error) : error_(internal::Keep(std::move(error))) {}        // NOLINT: implicit on purpose
+  Result(T value) : value_(std::move(value)) {}                      // NOLINT: implicit on purpose
+  Result(Error error) : error_(internal::Keep(std::move(error))) {}  // NOLINT: implicit on purpose
   Result(const Result& other) : error_(other.ok() ? nullptr : internal::Keep(*other.error_)) {
     if (ok()) new (&value_) T(other.value_);
   }
@@ -78,8 +79,8 @@ class [[nodiscard]] Result {
 using Status = Result<Ok>;
 
 namespace internal {
-// One part of a message. Errors are built in hundreds of places, each with types of its own: only this view of a part is
-// compiled there, the text is put together in one place.
+// One part of a message. Errors are built in hundreds of places, each with types of its own: only this view of a part
+// is compiled there, the text is put together in one place.
 struct MessagePart {
   enum class Kind : uint8_t { kText, kSigned, kUnsigned, kReal };
   Kind kind;
@@ -90,17 +91,18 @@ struct MessagePart {
     double real;
   };
   size_t size = 0;  // of the text
-  MessagePart(std::string_view part) : kind(Kind::kText), text(part.data()), size(part.size()) {}  // NOLINT: implicit on purpose
-  MessagePart(const std::string& part) : MessagePart(std::string_view(part)) {}                    // NOLINT
-  MessagePart(const char* part) : MessagePart(std::string_view(part)) {}                           // NOLINT
-  MessagePart(const char& part) : MessagePart(std::string_view(&part, 1)) {}                       // NOLINT
-  MessagePart(int part) : kind(Kind::kSigned), integer(part) {}                                    // NOLINT
-  MessagePart(long part) : kind(Kind::kSigned), integer(part) {}                                   // NOLINT
-  MessagePart(long long part) : kind(Kind::kSigned), integer(part) {}                              // NOLINT
-  MessagePart(unsigned part) : kind(Kind::kUnsigned), natural(part) {}                             // NOLINT
-  MessagePart(unsigned long part) : kind(Kind::kUnsigned), natural(part) {}                        // NOLINT
-  MessagePart(unsigned long long part) : kind(Kind::kUnsigned), natural(part) {}                   // NOLINT
-  MessagePart(double part) : kind(Kind::kReal), real(part) {}                                      // NOLINT
+  MessagePart(std::string_view part)
+      : kind(Kind::kText), text(part.data()), size(part.size()) {}                // NOLINT: implicit on purpose
+  MessagePart(const std::string& part) : MessagePart(std::string_view(part)) {}   // NOLINT
+  MessagePart(const char* part) : MessagePart(std::string_view(part)) {}          // NOLINT
+  MessagePart(const char& part) : MessagePart(std::string_view(&part, 1)) {}      // NOLINT
+  MessagePart(int part) : kind(Kind::kSigned), integer(part) {}                   // NOLINT
+  MessagePart(long part) : kind(Kind::kSigned), integer(part) {}                  // NOLINT
+  MessagePart(long long part) : kind(Kind::kSigned), integer(part) {}             // NOLINT
+  MessagePart(unsigned part) : kind(Kind::kUnsigned), natural(part) {}            // NOLINT
+  MessagePart(unsigned long part) : kind(Kind::kUnsigned), natural(part) {}       // NOLINT
+  MessagePart(unsigned long long part) : kind(Kind::kUnsigned), natural(part) {}  // NOLINT
+  MessagePart(double part) : kind(Kind::kReal), real(part) {}                     // NOLINT
 };
 std::string JoinParts(const MessagePart* parts, size_t count);
 }  // namespace internal
@@ -119,9 +121,9 @@ std::string ErrorOf(const Outcome& result) {
 }
 
 // Returns the error of a Result-valued expression from the enclosing function.
-#define INTERLACE_TRY(expr)                         \
-  do {                                              \
-    auto interlace_try_result = (expr);             \
+#define INTERLACE_TRY(expr)                                              \
+  do {                                                                   \
+    auto interlace_try_result = (expr);                                  \
     if (!interlace_try_result.ok()) return interlace_try_result.error(); \
   } while (false)
 

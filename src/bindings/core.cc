@@ -1,8 +1,10 @@
-// core.cc — the Python module `_core`: programs, passes, digests, simulation (core_sim.cc); knows nothing of torch (docs/architecture.md lists
-// it).
+// core.cc — the Python module `_core`: programs, passes, digests, simulation (core_sim.cc); knows nothing of torch
+// (docs/architecture.md lists it).
 //
 // Parsing, printing, verifying and passes run with the interpreter lock released. A Program object belongs to one
 // thread at a time.
+#include "bindings/core.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,7 +13,6 @@
 #include <set>
 #include <string>
 
-#include "bindings/core.h"
 #include "io/checksum.h"
 #include "ir/memory_plan.h"
 #include "ir/program.h"
@@ -322,8 +323,10 @@ PYBIND11_MODULE(_core, m) {
       .def("symbols", &Symbols)
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
-      .def("memory_plan", &MemoryPlanDict, py::arg("workspaces") = std::vector<std::vector<int64_t>>(), py::arg("limit") = 12,
-           "The arena of a step (ir/memory_plan.h): top, live sum, fragmentation, and a text. workspaces: bytes that kernels take "
+      .def("memory_plan", &MemoryPlanDict, py::arg("workspaces") = std::vector<std::vector<int64_t>>(),
+           py::arg("limit") = 12,
+           "The arena of a step (ir/memory_plan.h): top, live sum, fragmentation, and a text. workspaces: bytes that "
+           "kernels take "
            "inside, by phase and op, as Executor.workspaces() gives them.")
       .def(
           "explain", [](const Program& p) { return Take(Explain(p)); }, "What a search decided, with its numbers.")

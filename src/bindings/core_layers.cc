@@ -18,12 +18,13 @@ namespace {
 
 using plan::LayerCost;
 
-Result<std::unique_ptr<plan::LayerSource>> Layers(const std::string& model, const ClusterSpec& cluster, int64_t sequence) {
+Result<std::unique_ptr<plan::LayerSource>> Layers(const std::string& model, const ClusterSpec& cluster,
+                                                  int64_t sequence) {
   return plan::ReadLayers(model, "model", cluster, sequence);
 }
 
-Result<std::map<std::string, LayerCost>> Costs(const std::string& model, const std::string& cluster_text, int64_t sequence,
-                                               int32_t micro_batch, int32_t tp) {
+Result<std::map<std::string, LayerCost>> Costs(const std::string& model, const std::string& cluster_text,
+                                               int64_t sequence, int32_t micro_batch, int32_t tp) {
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, "cluster"));
   INTERLACE_ASSIGN(std::unique_ptr<plan::LayerSource> layers, Layers(model, cluster, sequence));
   std::map<std::string, LayerCost> out;
@@ -41,8 +42,9 @@ struct StageMemory {
 };
 
 // A model in one stage on dp devices.
-Result<StageMemory> OneStage(const std::string& model, const std::string& cluster_text, int64_t sequence, plan::Strategy strategy,
-                             int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes, bool as_run) {
+Result<StageMemory> OneStage(const std::string& model, const std::string& cluster_text, int64_t sequence,
+                             plan::Strategy strategy, int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes,
+                             bool as_run) {
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, "cluster"));
   INTERLACE_ASSIGN(std::unique_ptr<plan::LayerSource> layers, Layers(model, cluster, sequence));
   plan::StageOptions options;
@@ -89,13 +91,16 @@ void AddLayers(py::module_& m) {
         return out;
       },
       "model"_a, "cluster"_a, "sequence"_a, "micro_batch"_a = 1, "tp"_a = 1,
-      "What the embedding, a block and the head of a model text (interlace.plan.layers) cost on a cluster: microseconds and bytes by role.");
+      "What the embedding, a block and the head of a model text (interlace.plan.layers) cost on a cluster: "
+      "microseconds and bytes by role.");
   m.def(
       "stage_memory",
-      [](const std::string& model, const std::string& cluster, int64_t sequence, int32_t micro_batch, int32_t micro_batches, int32_t dp,
-         int32_t zero, int32_t full, int32_t selective, int32_t weight_bytes, int32_t gradient_bytes, int32_t state_bytes, bool as_run) {
+      [](const std::string& model, const std::string& cluster, int64_t sequence, int32_t micro_batch,
+         int32_t micro_batches, int32_t dp, int32_t zero, int32_t full, int32_t selective, int32_t weight_bytes,
+         int32_t gradient_bytes, int32_t state_bytes, bool as_run) {
         plan::Strategy strategy;
-        strategy.micro_batch = micro_batch, strategy.micro_batches = micro_batches, strategy.dp = dp, strategy.zero = zero;
+        strategy.micro_batch = micro_batch, strategy.micro_batches = micro_batches, strategy.dp = dp,
+        strategy.zero = zero;
         strategy.full = full, strategy.selective = selective;
         Result<StageMemory> memory = MakeError("not counted");
         {
@@ -105,10 +110,12 @@ void AddLayers(py::module_& m) {
         StageMemory found = Take(std::move(memory));
         py::dict bytes;
         for (const auto& part : found.explanation.bytes) bytes[part.name.c_str()] = part.device;
-        return py::dict("peak_forward"_a = found.cost.peak_forward, "peak_backward"_a = found.cost.peak_backward, "bytes"_a = bytes);
+        return py::dict("peak_forward"_a = found.cost.peak_forward, "peak_backward"_a = found.cost.peak_backward,
+                        "bytes"_a = bytes);
       },
-      "model"_a, "cluster"_a, "sequence"_a, py::kw_only(), "micro_batch"_a, "micro_batches"_a = 1, "dp"_a = 1, "zero"_a = 0,
-      "full"_a = 0, "selective"_a = 0, "weight_bytes"_a = 4, "gradient_bytes"_a = 4, "state_bytes"_a = 8, "as_run"_a = true,
+      "model"_a, "cluster"_a, "sequence"_a, py::kw_only(), "micro_batch"_a, "micro_batches"_a = 1, "dp"_a = 1,
+      "zero"_a = 0, "full"_a = 0, "selective"_a = 0, "weight_bytes"_a = 4, "gradient_bytes"_a = 4, "state_bytes"_a = 8,
+      "as_run"_a = true,
       "Peaks of a device that trains a whole model in one stage, and where the larger one comes from.");
 }
 

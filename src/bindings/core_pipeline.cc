@@ -1,5 +1,6 @@
-// core_pipeline.cc — the planner's parts for tests and benchmarks: `_core.solve_stages`, the choice between stages on frontiers
-// given as numbers, and `_core.PlanLayers`, a model's layers on a cluster, tuned in any space (src/plan/baselines.h).
+// core_pipeline.cc — the planner's parts for tests and benchmarks: `_core.solve_stages`, the choice between stages on
+// frontiers given as numbers, and `_core.PlanLayers`, a model's layers on a cluster, tuned in any space
+// (src/plan/baselines.h).
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,10 +8,9 @@
 #include <chrono>
 #include <ctime>
 #include <map>
-#include <tuple>
-
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "bindings/core.h"
 #include "plan/baselines.h"
@@ -25,11 +25,13 @@ namespace {
 using plan::Frontier;
 using plan::StageKey;
 
-using GivenFrontiers = std::function<std::vector<std::tuple<double, double, int32_t, int32_t>>(int32_t layers, bool embedding, bool head,
-                                                                                            int32_t devices, int32_t in_flight)>;
-using GivenBoundary = std::function<double(std::pair<int32_t, int32_t> from, std::pair<int32_t, int32_t> to, bool inside)>;
+using GivenFrontiers = std::function<std::vector<std::tuple<double, double, int32_t, int32_t>>(
+    int32_t layers, bool embedding, bool head, int32_t devices, int32_t in_flight)>;
+using GivenBoundary =
+    std::function<double(std::pair<int32_t, int32_t> from, std::pair<int32_t, int32_t> to, bool inside)>;
 
-py::dict SolveStages(plan::InterStageProblem problem, const GivenFrontiers& given, const GivenBoundary& boundary, int32_t top) {
+py::dict SolveStages(plan::InterStageProblem problem, const GivenFrontiers& given, const GivenBoundary& boundary,
+                     int32_t top) {
   using Key = std::tuple<int32_t, bool, bool, int32_t, int32_t>;
   std::map<Key, Frontier> known;
   // Python is asked before the clock starts: the solver asks for the same keys.
@@ -47,7 +49,8 @@ py::dict SolveStages(plan::InterStageProblem problem, const GivenFrontiers& give
   for (int32_t i = 0; i <= last; ++i) {
     for (int32_t count : problem.counts) {
       for (int32_t l = 1; l <= problem.layers - last; ++l) {
-        frontier({l, i == 0, i == last, count, problem.micro_batches, std::min(problem.stages - i, problem.micro_batches)});
+        frontier(
+            {l, i == 0, i == last, count, problem.micro_batches, std::min(problem.stages - i, problem.micro_batches)});
       }
     }
   }
@@ -70,9 +73,10 @@ py::dict SolveStages(plan::InterStageProblem problem, const GivenFrontiers& give
     py::list stages;
     for (const plan::StageChoice& s : p.stages) {
       const plan::StageShape shape = s.shape();
-      stages.append(py::dict(py::arg("layers") = shape.layers, py::arg("dp") = shape.layout.dp, py::arg("tp") = shape.layout.tp,
-                             py::arg("first_device") = s.first_device, py::arg("stable_us") = s.point.cost.stable_us,
-                             py::arg("extra_us") = s.point.cost.extra_us, py::arg("boundary_us") = s.boundary_us));
+      stages.append(py::dict(py::arg("layers") = shape.layers, py::arg("dp") = shape.layout.dp,
+                             py::arg("tp") = shape.layout.tp, py::arg("first_device") = s.first_device,
+                             py::arg("stable_us") = s.point.cost.stable_us, py::arg("extra_us") = s.point.cost.extra_us,
+                             py::arg("boundary_us") = s.boundary_us));
     }
     plans.append(py::dict(py::arg("cost_us") = p.cost_us, py::arg("stages") = stages));
   }
@@ -84,7 +88,7 @@ struct PlanLayers {
   std::unique_ptr<plan::LayerSource> layers;
   ClusterSpec cluster;
   int64_t sequence = 1;
-  plan::Plan last;                // found last: where a search after a change may start
+  plan::Plan last;  // found last: where a search after a change may start
 };
 
 Result<PlanLayers> ReadPlanLayers(const std::string& model, const std::string& cluster, int64_t sequence) {
@@ -121,7 +125,8 @@ py::dict StageDict(const plan::PlanStage& stage) {
   d["weights_out"] = s.weights_out, d["gradients_out"] = s.gradients_out;
   d["states_out"] = s.states_out, d["activations_out"] = s.activations_out;
   d["stable_us"] = stage.cost.stable_us, d["extra_us"] = stage.cost.extra_us, d["send_us"] = stage.send_us;
-  d["peak_bytes"] = std::max(stage.cost.peak_forward, stage.cost.peak_backward), d["host_bytes"] = stage.cost.host_bytes;
+  d["peak_bytes"] = std::max(stage.cost.peak_forward, stage.cost.peak_backward),
+  d["host_bytes"] = stage.cost.host_bytes;
   return d;
 }
 
@@ -155,8 +160,8 @@ void AddPipeline(py::module_& m) {
            py::arg("model_text"), py::arg("cluster"), py::arg("sequence"))
       .def(
           "tune",
-          [](PlanLayers& of, const std::string& space, int64_t global_batch, int64_t device_bytes, int32_t top, double limit_s,
-             bool from_last) {
+          [](PlanLayers& of, const std::string& space, int64_t global_batch, int64_t device_bytes, int32_t top,
+             double limit_s, bool from_last) {
             plan::TuneOptions options;
             plan::Plan last = of.last;
             if (from_last && !last.stages.empty()) options.warm = &last;
@@ -170,9 +175,10 @@ void AddPipeline(py::module_& m) {
             if (!tuned.result.plans.empty()) of.last = tuned.result.plans.front();
             return TunedDict(tuned);
           },
-          py::arg("space"), py::arg("global_batch"), py::arg("device_bytes") = 0, py::arg("top") = 1, py::arg("limit_s") = 0.0,
-          py::arg("from_last") = false,
-          "The best plans of a space by name (plan_spaces()); none: nothing fits. from_last: after a change of batch or memory,\n"
+          py::arg("space"), py::arg("global_batch"), py::arg("device_bytes") = 0, py::arg("top") = 1,
+          py::arg("limit_s") = 0.0, py::arg("from_last") = false,
+          "The best plans of a space by name (plan_spaces()); none: nothing fits. from_last: after a change of batch "
+          "or memory,\n"
           "starts from the plan found last.");
   m.def(
       "plan_spaces",
@@ -184,17 +190,20 @@ void AddPipeline(py::module_& m) {
       "Names and meanings of the spaces that a plan can be searched in.");
   m.def(
       "solve_stages",
-      [](int32_t stages, int32_t layers, int32_t micro_batches, const GivenFrontiers& frontier, int32_t devices, int32_t per_node,
-         std::vector<int32_t> counts, const GivenBoundary& boundary, int32_t top) {
+      [](int32_t stages, int32_t layers, int32_t micro_batches, const GivenFrontiers& frontier, int32_t devices,
+         int32_t per_node, std::vector<int32_t> counts, const GivenBoundary& boundary, int32_t top) {
         plan::InterStageProblem p;
-        p.stages = stages, p.layers = layers, p.micro_batches = micro_batches, p.devices = devices, p.per_node = per_node;
+        p.stages = stages, p.layers = layers, p.micro_batches = micro_batches, p.devices = devices,
+        p.per_node = per_node;
         p.counts = counts.empty() ? plan::FreeDeviceCounts(devices, per_node) : std::move(counts);
         return SolveStages(std::move(p), frontier, boundary, top);
       },
-      py::arg("stages"), py::arg("layers"), py::arg("micro_batches"), py::arg("frontier"), py::arg("devices"), py::arg("per_node"),
-      py::arg("counts") = std::vector<int32_t>{}, py::arg("boundary") = GivenBoundary{}, py::arg("top") = 1,
+      py::arg("stages"), py::arg("layers"), py::arg("micro_batches"), py::arg("frontier"), py::arg("devices"),
+      py::arg("per_node"), py::arg("counts") = std::vector<int32_t>{}, py::arg("boundary") = GivenBoundary{},
+      py::arg("top") = 1,
       "The best cut of `layers` into `stages`; `frontier(layers, embedding, head, devices, in_flight)` gives a list of "
-      "(stable_us, extra_us, dp, tp), `boundary((dp, tp), (dp, tp), inside_node)` microseconds. No counts: all that fit nodes.");
+      "(stable_us, extra_us, dp, tp), `boundary((dp, tp), (dp, tp), inside_node)` microseconds. No counts: all that "
+      "fit nodes.");
 }
 
 }  // namespace interlace

@@ -39,7 +39,8 @@ Result<std::string> ReadPlan(const std::string& text, const std::string& file, c
 
 using Progress = std::function<void(const std::string& what, int64_t done, int64_t total, double best_us)>;
 
-std::string FindPlans(plan::PlanRequest request, const std::string& cluster, const std::string& cluster_file, const Progress& progress) {
+std::string FindPlans(plan::PlanRequest request, const std::string& cluster, const std::string& cluster_file,
+                      const Progress& progress) {
   py::gil_scoped_release unlocked;
   request.cluster = Take(LoadCluster(cluster, cluster_file));
   plan::PlanProgress say;
@@ -53,8 +54,8 @@ std::string FindPlans(plan::PlanRequest request, const std::string& cluster, con
   return Take(plan::MakePlans(request, say));
 }
 
-Result<std::string> Predicted(const std::string& text, const std::string& file, const std::string& model, const std::string& cluster_text,
-                              const std::string& cluster_file) {
+Result<std::string> Predicted(const std::string& text, const std::string& file, const std::string& model,
+                              const std::string& cluster_text, const std::string& cluster_file) {
   INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
   Result<plan::PlanFile> predicted = plan::PredictPlan(parsed, model, cluster);
@@ -81,46 +82,53 @@ void AddPlanner(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def(
       "read_plan",
-      [](const std::string& text, const std::string& file, const std::string& cluster, const std::string& cluster_file) {
-        return Take(ReadPlan(text, file, cluster, cluster_file));
-      },
-      py::arg("text"), py::arg("file") = "plan", py::arg("cluster") = "", py::arg("cluster_file") = "cluster", Unlocked(),
-      "A plan file as JSON. Error: what cannot be read, or the rules that the plan breaks, by itself and on a cluster.");
+      [](const std::string& text, const std::string& file, const std::string& cluster,
+         const std::string& cluster_file) { return Take(ReadPlan(text, file, cluster, cluster_file)); },
+      py::arg("text"), py::arg("file") = "plan", py::arg("cluster") = "", py::arg("cluster_file") = "cluster",
+      Unlocked(),
+      "A plan file as JSON. Error: what cannot be read, or the rules that the plan breaks, by itself and on a "
+      "cluster.");
   m.def(
       "make_plans",
-      [](const std::string& model_text, const std::string& cluster, int64_t global_batch, int64_t sequence, const std::string& model,
-         const std::string& space, const std::string& dtype, bool flash, bool runnable, int64_t memory_limit, int64_t host_limit,
-         double time_limit_s, int32_t top, int32_t threads, bool why_not, const std::string& before, const std::string& before_file,
-         const std::string& cluster_file, const Progress& progress) {
+      [](const std::string& model_text, const std::string& cluster, int64_t global_batch, int64_t sequence,
+         const std::string& model, const std::string& space, const std::string& dtype, bool flash, bool runnable,
+         int64_t memory_limit, int64_t host_limit, double time_limit_s, int32_t top, int32_t threads, bool why_not,
+         const std::string& before, const std::string& before_file, const std::string& cluster_file,
+         const Progress& progress) {
         plan::PlanRequest r;
-        r.model_text = model_text, r.model = model, r.space = space, r.runnable = runnable, r.flash_attention = flash, r.dtype = dtype;
+        r.model_text = model_text, r.model = model, r.space = space, r.runnable = runnable, r.flash_attention = flash,
+        r.dtype = dtype;
         r.global_batch = global_batch, r.sequence = sequence, r.memory_limit = memory_limit, r.host_limit = host_limit;
         r.time_limit_s = time_limit_s, r.top = top, r.threads = threads, r.why_not = why_not;
         if (!before.empty()) r.before = Take(CheckedPlan(before, before_file, "", "")).plan;
         return FindPlans(std::move(r), cluster, cluster_file, progress);
       },
-      py::arg("model_text"), py::arg("cluster"), py::arg("global_batch"), py::arg("sequence"), py::arg("model") = "model",
-      py::arg("space") = "full", py::arg("dtype") = "bfloat16", py::arg("flash") = true, py::arg("runnable") = false,
-      py::arg("memory_limit") = 0, py::arg("host_limit") = 0, py::arg("time_limit_s") = 0.0, py::arg("top") = 1, py::arg("threads") = 0,
-      py::arg("why_not") = true, py::arg("before") = "", py::arg("before_file") = "plan", py::arg("cluster_file") = "cluster",
+      py::arg("model_text"), py::arg("cluster"), py::arg("global_batch"), py::arg("sequence"),
+      py::arg("model") = "model", py::arg("space") = "full", py::arg("dtype") = "bfloat16", py::arg("flash") = true,
+      py::arg("runnable") = false, py::arg("memory_limit") = 0, py::arg("host_limit") = 0,
+      py::arg("time_limit_s") = 0.0, py::arg("top") = 1, py::arg("threads") = 0, py::arg("why_not") = true,
+      py::arg("before") = "", py::arg("before_file") = "plan", py::arg("cluster_file") = "cluster",
       py::arg("progress") = Progress{},
-      "The best plans, explained, as JSON (src/plan/planning.h). `progress(what, done, total, best_us)` is called now and then.");
+      "The best plans, explained, as JSON (src/plan/planning.h). `progress(what, done, total, best_us)` is called now "
+      "and then.");
   m.def(
       "predict_plan",
       [](const std::string& text, const std::string& model_text, const std::string& cluster, const std::string& file,
          const std::string& cluster_file) { return Take(Predicted(text, file, model_text, cluster, cluster_file)); },
-      py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("file") = "plan", py::arg("cluster_file") = "cluster", Unlocked(),
+      py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("file") = "plan",
+      py::arg("cluster_file") = "cluster", Unlocked(),
       "A plan file with its predictions made anew. Error: rules that it breaks, memory included.");
   m.def(
       "explain_plan",
-      [](const std::string& text, const std::string& model_text, const std::string& cluster, const std::string& cluster_file) {
-        return Take(Explained(text, model_text, cluster, cluster_file));
-      },
+      [](const std::string& text, const std::string& model_text, const std::string& cluster,
+         const std::string& cluster_file) { return Take(Explained(text, model_text, cluster, cluster_file)); },
       py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("cluster_file") = "cluster", Unlocked(),
-      "Where the bytes and times of a predicted plan's stages go, as the JSON list that make_plans calls \"explained\".");
+      "Where the bytes and times of a predicted plan's stages go, as the JSON list that make_plans calls "
+      "\"explained\".");
   m.def(
-      "plan_trace", [](const std::string& text, const std::string& file) { return Take(Trace(text, file)); }, py::arg("text"),
-      py::arg("file") = "plan", Unlocked(), "The pipeline of a plan as a Chrome trace whose ranks are stages.");
+      "plan_trace", [](const std::string& text, const std::string& file) { return Take(Trace(text, file)); },
+      py::arg("text"), py::arg("file") = "plan", Unlocked(),
+      "The pipeline of a plan as a Chrome trace whose ranks are stages.");
 }
 
 }  // namespace interlace

@@ -179,9 +179,8 @@ void AddSimulation(py::module_& m) {
           "snapshot", [](const PySimulation& s) { return Take(SimulationSnapshot(s.simulation)); }, Unlocked(),
           "The dictionary of torch.cuda.memory._snapshot() as JSON.")
       .def(
-          "chakra",
-          [](const PySimulation& s, int32_t rank) { return ChakraOf(s.simulation, rank); }, py::arg("rank") = 0,
-          "The Chakra execution trace of a simulated rank.");
+          "chakra", [](const PySimulation& s, int32_t rank) { return ChakraOf(s.simulation, rank); },
+          py::arg("rank") = 0, "The Chakra execution trace of a simulated rank.");
   py::class_<PyMeasured>(m, "Measured", "A step that ran, for the formats of a simulated one (sim/measured.h).")
       .def(py::init([](const Program& program, const std::vector<std::pair<Times, Times>>& ranks) {
              return Take(MakeMeasured(program, ranks));
@@ -190,7 +189,8 @@ void AddSimulation(py::module_& m) {
            "ranks: what Executor.times() gave on each, from one origin. Error: times of another program.")
       .def(
           "snapshot", [](const PyMeasured& s) { return Take(SimulationSnapshot(s.simulation)); }, Unlocked(),
-          "The dictionary of torch.cuda.memory._snapshot() as JSON: storages at their planned addresses, at the measured times.")
+          "The dictionary of torch.cuda.memory._snapshot() as JSON: storages at their planned addresses, at the "
+          "measured times.")
       .def(
           "chakra", [](const PyMeasured& s, int32_t rank) { return ChakraOf(s.simulation, rank); }, py::arg("rank") = 0,
           "The Chakra execution trace of a rank.");

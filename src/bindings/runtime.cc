@@ -50,9 +50,8 @@ std::shared_ptr<py::object> Shared(py::object object) {
 RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
-    static const std::vector<std::string_view> known = {"rng",          "seed",  "debug", "skip_nonfinite",
-                                                        "trace_memory", "opaque", "tier", "arena",
-                                                        "tier_bandwidth"};
+    static const std::vector<std::string_view> known = {"rng",    "seed", "debug", "skip_nonfinite", "trace_memory",
+                                                        "opaque", "tier", "arena", "tier_bandwidth"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -137,7 +136,8 @@ py::dict StatsDict(const ExecutorStats& stats) {
 py::dict ArenaDict(const ArenaStats& stats) {
   const auto requests = [](const std::vector<ArenaStats::Request>& list) {
     py::list out;
-    for (const auto& r : list) out.append(py::dict(py::arg("op") = r.op, py::arg("bytes") = r.bytes, py::arg("times") = r.times));
+    for (const auto& r : list)
+      out.append(py::dict(py::arg("op") = r.op, py::arg("bytes") = r.bytes, py::arg("times") = r.times));
     return out;
   };
   py::dict dict;
@@ -167,9 +167,9 @@ auto WithoutLock(F&& f) {
 
 }  // namespace
 
-void BindTesting(py::module_& module);  // runtime_testing.cc
+void BindTesting(py::module_& module);                                   // runtime_testing.cc
 void BindSnapshot(py::module_& module, py::class_<Executor>& executor);  // runtime_snapshot.cc
-void BindTrace(py::module_& module, py::class_<Executor>& executor);  // runtime_trace.cc
+void BindTrace(py::module_& module, py::class_<Executor>& executor);     // runtime_trace.cc
 
 }  // namespace interlace
 
@@ -185,13 +185,15 @@ PYBIND11_MODULE(_runtime, m) {
              for (const py::dict& axis : axes) specs.push_back(AxisOf(axis));
              RuntimeOptions parsed = OptionsOf(options);
              return WithoutLock([&] {
-               return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed), donor, take_states));
+               return Unwrap(Executor::Create(text, c10::Device(device), specs, timeout_s, std::move(parsed), donor,
+                                              take_states));
              });
            }),
            py::arg("text"), py::arg("device") = "cpu", py::arg("axes") = std::vector<py::dict>(),
            py::arg("timeout_s") = 300.0, py::arg("options") = py::dict(),
            py::arg("donor").none(true) = static_cast<Executor*>(nullptr), py::arg("take_states") = true,
-           "donor: an executor between two steps, whose states, parameters, buffers and connections this one shares; without "
+           "donor: an executor between two steps, whose states, parameters, buffers and connections this one shares; "
+           "without "
            "take_states its tier only.")
       .def(
           "tensor", [](Executor& self, ValueId id) { return WithoutLock([&] { return Unwrap(self.TensorOf(id)); }); },
@@ -200,14 +202,17 @@ PYBIND11_MODULE(_runtime, m) {
           "memory until the next step or settle().")
       .def(
           "settle", [](Executor& self) { WithoutLock([&] { return Unwrap(self.Settle()), 0; }); },
-          "Sends every state that lies in the tier between steps back there; tensors over it must not be read until tensor().")
+          "Sends every state that lies in the tier between steps back there; tensors over it must not be read until "
+          "tensor().")
       .def(
           "flush", [](Executor& self) { return WithoutLock([&] { return Unwrap(self.Flush()); }); },
-          "Runs the optimizer step that the last step left pending (pass reposition_update); whether there was one. Every rank must "
+          "Runs the optimizer step that the last step left pending (pass reposition_update); whether there was one. "
+          "Every rank must "
           "call it before parameters or states are read.")
       .def(
           "put_back", [](Executor& self, ValueId id) { WithoutLock([&] { return Unwrap(self.PutBack(id)), 0; }); },
-          py::arg("value_id"), "Like settle(), for one state that tensor() gave and nobody has changed: it is not written again.")
+          py::arg("value_id"),
+          "Like settle(), for one state that tensor() gave and nobody has changed: it is not written again.")
       .def(
           "step",
           [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
@@ -236,15 +241,27 @@ PYBIND11_MODULE(_runtime, m) {
           [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
           py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
       .def(
-          "leave", [](Executor& self) { WithoutLock([&] { self.Leave(); return 0; }); },
+          "leave",
+          [](Executor& self) {
+            WithoutLock([&] {
+              self.Leave();
+              return 0;
+            });
+          },
           "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
-      .def("arena_stats", [](const Executor& self) { return ArenaDict(self.ArenaStatistics()); },
-           "What the arena of a step is, and what did not go through it.")
-      .def("workspaces", &Executor::Workspaces, "By phase and place of the op: bytes that its kernel takes inside, as learned.")
-      .def("memory_plan", [](const Executor& self) {
-             const MemoryPlan* plan = self.memory_plan();
-             return plan == nullptr ? py::object(py::none()) : py::object(py::str(DescribeMemoryPlan(self.program(), *plan)));
-           }, "The plan of the arena as text; None without one.")
+      .def(
+          "arena_stats", [](const Executor& self) { return ArenaDict(self.ArenaStatistics()); },
+          "What the arena of a step is, and what did not go through it.")
+      .def("workspaces", &Executor::Workspaces,
+           "By phase and place of the op: bytes that its kernel takes inside, as learned.")
+      .def(
+          "memory_plan",
+          [](const Executor& self) {
+            const MemoryPlan* plan = self.memory_plan();
+            return plan == nullptr ? py::object(py::none())
+                                   : py::object(py::str(DescribeMemoryPlan(self.program(), *plan)));
+          },
+          "The plan of the arena as text; None without one.")
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
   BindSnapshot(m, executor);
   BindTrace(m, executor);

@@ -50,15 +50,12 @@ void BindSnapshot(py::module_& m, py::class_<Executor>& executor) {
              if (chunk_bytes < kBlock || chunk_bytes % kBlock != 0)
                throw py::value_error("chunk_bytes must be a multiple of " + std::to_string(kBlock));
              return std::make_shared<SnapshotWriter>(
-                 std::move(paths),
-                 SnapshotWriter::Options{.chunk_bytes = chunk_bytes, .staging_bytes = staging_bytes});
+                 std::move(paths), SnapshotWriter::Options{.chunk_bytes = chunk_bytes, .staging_bytes = staging_bytes});
            }),
            py::arg("paths"), py::arg("chunk_bytes") = 4 << 20, py::arg("staging_bytes") = INT64_MAX)
       .def(
           "add",
-          [](SnapshotWriter& self, const std::vector<PieceTuple>& pieces) {
-            self.Add(PiecesOf(pieces, self.files()));
-          },
+          [](SnapshotWriter& self, const std::vector<PieceTuple>& pieces) { self.Add(PiecesOf(pieces, self.files())); },
           py::arg("pieces"), "The caller keeps the tensors, and leaves them as they are until wait_staged().")
       .def("close", &SnapshotWriter::Close, "Nothing more will be added.")
       .def("wait_staged", &SnapshotWriter::WaitStaged, py::call_guard<py::gil_scoped_release>())

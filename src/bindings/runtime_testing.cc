@@ -83,7 +83,8 @@ void BindTesting(py::module_& module) {
         return out;
       });
 
-  // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates, any library's.
+  // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates,
+  // any library's.
   struct CountMemory {
     std::unique_ptr<MemoryScope> scope;
     MemoryUse use;
@@ -93,12 +94,13 @@ void BindTesting(py::module_& module) {
         InstallCountingAllocator();
         return CountMemory{};
       }))
-      .def("__enter__",
-           [](CountMemory& c) -> CountMemory& {
-             c.scope = std::make_unique<MemoryScope>();
-             return c;
-           },
-           py::return_value_policy::reference)
+      .def(
+          "__enter__",
+          [](CountMemory& c) -> CountMemory& {
+            c.scope = std::make_unique<MemoryScope>();
+            return c;
+          },
+          py::return_value_policy::reference)
       .def("__exit__",
            [](CountMemory& c, const py::args&) {
              c.use = MemoryScope::Use();

@@ -14,8 +14,8 @@
 #include "ir/op_table.h"
 #include "ir/text.h"
 #include "runtime/executor.h"
-#include "trace/chrome_trace.h"
 #include "runtime/timeline_json.h"
+#include "trace/chrome_trace.h"
 
 namespace py = pybind11;
 
@@ -132,15 +132,16 @@ py::dict RecordDict(const Executor& self) {
     ops[id] = FactsOf(program, program.op(s.op));
   }
   for (const TransferSample& t : record.transfers) {
-    transfers.append(py::make_tuple(t.op, t.run, t.times.bytes,
-                                    static_cast<double>(t.times.end_ns - t.times.begin_ns) / 1e9));
+    transfers.append(
+        py::make_tuple(t.op, t.run, t.times.bytes, static_cast<double>(t.times.end_ns - t.times.begin_ns) / 1e9));
   }
   return py::dict(py::arg("samples") = samples, py::arg("ops") = ops, py::arg("transfers") = transfers,
                   py::arg("seconds") = static_cast<double>(record.end_ns - record.begin_ns) / 1e9,
                   py::arg("begin_ns") = record.begin_ns, py::arg("persistent_bytes") = record.persistent_bytes);
 }
 
-// (run, op, begin, end) of every op of the last recorded step, and of every transfer; nanoseconds from `origin_ns` on the clock.
+// (run, op, begin, end) of every op of the last recorded step, and of every transfer; nanoseconds from `origin_ns` on
+// the clock.
 py::tuple TimesOf(const Executor& self, int64_t origin_ns) {
   const StepRecord& record = self.record();
   if (record.mode == TraceMode::kOff)
@@ -184,7 +185,8 @@ void BindTrace(py::module_& module, py::class_<Executor>& executor) {
   module.def("profile_plan", &PlanDict, py::arg("text"), "What `record` says of ops, for every op of a program text.");
   module.def("estimate_ops", &Estimates, py::arg("text"), py::arg("profile"), py::arg("cluster"),
              "Microseconds by profile key of the ops that a profile lacks.");
-  module.def("clock_ns", [] { return NanosOf(CLOCK_MONOTONIC); }, "The clock of recorded steps.");
+  module.def(
+      "clock_ns", [] { return NanosOf(CLOCK_MONOTONIC); }, "The clock of recorded steps.");
 }
 
 }  // namespace interlace

@@ -38,7 +38,8 @@ constexpr NumberKey kNumbers[] = {
     {"kernels", "attention_efficiency", &ClusterSpec::attention_efficiency, Rule::kShare, true},
     {"kernels", "attention_half_sequence", &ClusterSpec::attention_half_sequence, Rule::kNotNegative, true},
     {"kernels", "attention_backward_efficiency", &ClusterSpec::attention_backward_efficiency, Rule::kShare, true},
-    {"kernels", "attention_backward_half_sequence", &ClusterSpec::attention_backward_half_sequence, Rule::kNotNegative, true},
+    {"kernels", "attention_backward_half_sequence", &ClusterSpec::attention_backward_half_sequence, Rule::kNotNegative,
+     true},
     {"host", "h2d_gb_per_s", &ClusterSpec::h2d_gb_per_s, Rule::kPositive, true},
     {"host", "d2h_gb_per_s", &ClusterSpec::d2h_gb_per_s, Rule::kPositive, true},
     {"host", "host_gb_per_s", &ClusterSpec::host_gb_per_s, Rule::kPositive, true},
@@ -67,10 +68,10 @@ constexpr LinkKey kLinks[] = {
 
 // Every other key. The table "" is the top of the file.
 constexpr std::pair<std::string_view, std::string_view> kOthers[] = {
-    {"", "name"},      {"", "devices"},     {"", "per_node"},        {"device", "name"},
+    {"", "name"},       {"", "devices"},       {"", "per_node"},          {"device", "name"},
     {"device", "kind"}, {"intra", "coalesce"}, {"interference", "table"}, {"interference", "factors"}};
 
-constexpr double kLargest = 1e12;   // of any number in a cluster file
+constexpr double kLargest = 1e12;  // of any number in a cluster file
 constexpr int64_t kMostDevices = int64_t{1} << 20;
 
 class ClusterReader {
@@ -87,10 +88,13 @@ class ClusterReader {
     for (std::string_view key : {"devices", "per_node"}) INTERLACE_TRY(Need("", key, true));
     INTERLACE_TRY(Need("device", "kind", true));
     if (spec_.devices > spec_.per_node && spec_.devices % spec_.per_node != 0) {
-      return Bad("", "devices", "devices must fill whole nodes: not a multiple of per_node = " + std::to_string(spec_.per_node));
+      return Bad("", "devices",
+                 "devices must fill whole nodes: not a multiple of per_node = " + std::to_string(spec_.per_node));
     }
-    if (spec_.reserve_gib >= spec_.memory_gib) return Bad("device", "reserve_gib", "reserve_gib leaves no memory of memory_gib");
-    if (spec_.cache_mib > 0 && spec_.cache_gb_per_s <= 0) return Bad("device", "cache_mib", "cache_mib needs cache_gb_per_s");
+    if (spec_.reserve_gib >= spec_.memory_gib)
+      return Bad("device", "reserve_gib", "reserve_gib leaves no memory of memory_gib");
+    if (spec_.cache_mib > 0 && spec_.cache_gb_per_s <= 0)
+      return Bad("device", "cache_mib", "cache_mib needs cache_gb_per_s");
     if (spec_.name.empty()) spec_.name = std::string(file_);
     return std::move(spec_);
   }
@@ -153,7 +157,8 @@ class ClusterReader {
   }
 
   Status Number(const TomlEntry& e, Rule rule, double& out) const {
-    if (e.value.kind != TomlValue::Kind::kInt && e.value.kind != TomlValue::Kind::kFloat) return At(e, "expected a number");
+    if (e.value.kind != TomlValue::Kind::kInt && e.value.kind != TomlValue::Kind::kFloat)
+      return At(e, "expected a number");
     out = e.value.number;
     if (rule == Rule::kPositive && !(out > 0)) return At(e, "'" + e.key + "' must be above zero");
     if (rule == Rule::kNotNegative && !(out >= 0)) return At(e, "'" + e.key + "' must not be negative");
@@ -164,7 +169,8 @@ class ClusterReader {
   Status Count(const TomlEntry& e, int64_t& out) const {
     if (e.value.kind != TomlValue::Kind::kInt) return At(e, "expected an integer");
     out = e.value.integer;
-    if (out < 1 || out > kMostDevices) return At(e, "'" + e.key + "' must be from 1 to " + std::to_string(kMostDevices));
+    if (out < 1 || out > kMostDevices)
+      return At(e, "'" + e.key + "' must be from 1 to " + std::to_string(kMostDevices));
     return Ok{};
   }
   Status Text(const TomlEntry& e, std::string& out) const {
@@ -173,7 +179,8 @@ class ClusterReader {
     return Ok{};
   }
   Status Factors(const TomlEntry& e) {
-    if (e.value.kind != TomlValue::Kind::kList || e.value.list.size() != 28) return At(e, "expected a list of 28 factors");
+    if (e.value.kind != TomlValue::Kind::kList || e.value.list.size() != 28)
+      return At(e, "expected a list of 28 factors");
     for (const TomlValue& v : e.value.list) {
       bool number = v.kind == TomlValue::Kind::kInt || v.kind == TomlValue::Kind::kFloat;
       if (!number || !(v.number >= 1 && v.number <= 1000)) return At(e, "a factor is a number from 1 to 1000");
@@ -204,10 +211,13 @@ class ClusterReader {
 
 }  // namespace
 
-Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file) { return ClusterReader(text, file).Run(); }
+Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file) {
+  return ClusterReader(text, file).Run();
+}
 
 Result<ClusterSpec> LoadCluster(std::string_view text, std::string_view file) {
-  if (text.find('=') != std::string_view::npos || text.find('\n') != std::string_view::npos) return ParseCluster(text, file);
+  if (text.find('=') != std::string_view::npos || text.find('\n') != std::string_view::npos)
+    return ParseCluster(text, file);
   INTERLACE_ASSIGN(std::string preset, PresetCluster(text));
   return ParseCluster(preset, text);
 }

@@ -23,13 +23,16 @@ GroupShape GroupOf(const std::vector<Axis>& mesh, std::string_view axis, int64_t
   return group;
 }
 
-CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, double bytes, int64_t messages) {
+CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, double bytes,
+                        int64_t messages) {
   CollectiveTime out;
   if (group.ranks <= 1) return out;
   double n = static_cast<double>(group.ranks);
   bool all_reduce = kind == CollectiveKind::kAllReduce;
   const LinkSpec& link = group.within_node() ? cluster.intra : cluster.inter;
-  auto rate = [&](const LinkSpec& l) { return (all_reduce && l.all_reduce_gb_per_s > 0 ? l.all_reduce_gb_per_s : l.gb_per_s) * 1e3; };
+  auto rate = [&](const LinkSpec& l) {
+    return (all_reduce && l.all_reduce_gb_per_s > 0 ? l.all_reduce_gb_per_s : l.gb_per_s) * 1e3;
+  };
   double alpha = all_reduce && link.all_reduce_alpha_us > 0 ? link.all_reduce_alpha_us : link.alpha_us;
   double bytes_per_us = rate(link);
   if (!group.within_node()) {

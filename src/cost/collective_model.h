@@ -1,9 +1,11 @@
 // collective_model.h — time of a collective over the ranks of one mesh axis, per level of the links.
 //
 // Ranks are laid out with the last mesh axis innermost; a group along an axis lies within a node or spans nodes:
-//   mesh dp 4, tp 2 on nodes of 4:  tp groups {0,1} {2,3} ...  within a node;  dp groups {0,2,4,6} {1,3,5,7} span two nodes
-// A ring over n ranks: alpha * (n - 1) + bytes * (n - 1) / n / bandwidth; bandwidth between nodes is the share of the node's
-// that the group's members in it have. An all-reduce is two rings. Source: NCCL's rings; fitted by bench/fit_collectives.py.
+//   mesh dp 4, tp 2 on nodes of 4:  tp groups {0,1} {2,3} ...  within a node;  dp groups {0,2,4,6} {1,3,5,7} span two
+//   nodes
+// A ring over n ranks: alpha * (n - 1) + bytes * (n - 1) / n / bandwidth; bandwidth between nodes is the share of the
+// node's that the group's members in it have. An all-reduce is two rings. Source: NCCL's rings; fitted by
+// bench/fit_collectives.py.
 #pragma once
 
 #include <cstdint>
@@ -23,17 +25,18 @@ struct GroupShape {
   int64_t ranks = 1;
   int64_t members_per_node = 1;
   int64_t nodes = 1;
-  int64_t stride = 1;              // between neighbours of the group
+  int64_t stride = 1;  // between neighbours of the group
   bool within_node() const { return nodes == 1; }
 };
 GroupShape GroupOf(const std::vector<Axis>& mesh, std::string_view axis, int64_t per_node);
 
 struct CollectiveTime {
-  double latency_us = 0;           // not slowed by what else uses the link
+  double latency_us = 0;  // not slowed by what else uses the link
   double transfer_us = 0;
-  double moved_bytes = 0;          // sent by one rank
+  double moved_bytes = 0;  // sent by one rank
 };
 // `bytes`: the whole buffer of a rank (a gather's result, a reduce's source); `messages`: latencies to pay.
-CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, double bytes, int64_t messages);
+CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, double bytes,
+                        int64_t messages);
 
 }  // namespace interlace

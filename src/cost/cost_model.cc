@@ -14,9 +14,9 @@ namespace {
 
 std::optional<CollectiveKind> KindOf(std::string_view name) {
   static constexpr std::pair<std::string_view, CollectiveKind> kKinds[] = {
-      {"gather.start", CollectiveKind::kGather},         {"reduce.start", CollectiveKind::kReduce},
-      {"all_reduce.start", CollectiveKind::kAllReduce},  {"broadcast.start", CollectiveKind::kBroadcast},
-      {"all_to_all.start", CollectiveKind::kAllToAll},   {"send", CollectiveKind::kPointToPoint},
+      {"gather.start", CollectiveKind::kGather},        {"reduce.start", CollectiveKind::kReduce},
+      {"all_reduce.start", CollectiveKind::kAllReduce}, {"broadcast.start", CollectiveKind::kBroadcast},
+      {"all_to_all.start", CollectiveKind::kAllToAll},  {"send", CollectiveKind::kPointToPoint},
       {"recv", CollectiveKind::kPointToPoint}};
   for (auto [known, kind] : kKinds) {
     if (known == name) return kind;
@@ -33,7 +33,8 @@ Error AtOp(const Program& program, const Op& op, Error error) {
 
 Result<int64_t> Picoseconds(double us) {
   double ps = std::ceil(us * 1e6);
-  if (!(ps >= 0 && ps < static_cast<double>(kMaxOpPicoseconds))) return MakeError("one op takes ", us, " us, which does not fit in 64 bits");
+  if (!(ps >= 0 && ps < static_cast<double>(kMaxOpPicoseconds)))
+    return MakeError("one op takes ", us, " us, which does not fit in 64 bits");
   return static_cast<int64_t>(ps);
 }
 
@@ -45,10 +46,12 @@ Result<CostModel> CostModel::Create(const Program& program, const ClusterSpec& c
     }
   }
   if (model.ranks_ > cluster.devices) {
-    return MakeError("the program's mesh has ", model.ranks_, " ranks, the cluster '", cluster.name, "' has ", cluster.devices,
-                     cluster.devices == 1 ? " device" : " devices", "; take a larger cluster or a smaller mesh");
+    return MakeError("the program's mesh has ", model.ranks_, " ranks, the cluster '", cluster.name, "' has ",
+                     cluster.devices, cluster.devices == 1 ? " device" : " devices",
+                     "; take a larger cluster or a smaller mesh");
   }
-  const std::vector<double>& given = profile != nullptr && !profile->interference.empty() ? profile->interference : cluster.interference_factors;
+  const std::vector<double>& given =
+      profile != nullptr && !profile->interference.empty() ? profile->interference : cluster.interference_factors;
   if (given.size() == 28) {
     std::array<double, 28> factors;
     std::copy(given.begin(), given.end(), factors.begin());
@@ -164,8 +167,8 @@ Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view a
       return sweep == sweeps.end() ? std::nullopt : sweep->second.Us(where);
     };
     if (std::optional<double> total = at(profile_->collectives, size)) {
-      // In a profile a collective's time holds all three: the latency of the smallest, the transfer, and what the rank's own
-      // thread does when the data has come.
+      // In a profile a collective's time holds all three: the latency of the smallest, the transfer, and what the
+      // rank's own thread does when the data has come.
       double finish = std::min(at(profile_->finish, size).value_or(0), *total);
       double moving = *total - finish;
       double least = std::min(moving, *at(profile_->collectives, 0));
@@ -184,8 +187,8 @@ Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view a
   cost.bytes = static_cast<int64_t>(std::min(time.moved_bytes, 9e18));
   double total_us = time.latency_us + time.transfer_us;
   if (cluster_.cpu && total_us > 0) {
-    // All ranks of a host transfer at once, and the time measured so holds what they take from one another: a transfer that runs
-    // beside nothing else must come out as measured.
+    // All ranks of a host transfer at once, and the time measured so holds what they take from one another: a transfer
+    // that runs beside nothing else must come out as measured.
     double fair = std::max(cluster_.cores / static_cast<double>(ranks_per_node()), 1e-3);
     cost.core_share = std::min(fair, core_us / total_us);
     if (cost.source != OpCost::Source::kMeasured) cost.core_share = std::min(cost.core_share, 1.0);
@@ -229,7 +232,8 @@ Result<OpCost> CostModel::CopyCost(Lane lane, bool to_device, double bytes) {
     kind = to_device ? "h2d" : "d2h";
     gb_per_s = to_device ? cluster_.h2d_gb_per_s : cluster_.d2h_gb_per_s;
   } else {
-    return MakeError("'", to_device ? "reload.start" : "offload.start", "' cannot run on the lane '", LaneName(lane), "'");
+    return MakeError("'", to_device ? "reload.start" : "offload.start", "' cannot run on the lane '", LaneName(lane),
+                     "'");
   }
   double latency_us = cluster_.copy_us, transfer_us = bytes / (gb_per_s * 1e3);
   cost.source = OpCost::Source::kEstimated;

@@ -1,7 +1,7 @@
 // cost_model.h — what every op of a program costs on a cluster: measured where a profile has it, else estimated.
 //
-// Times are picoseconds in 64-bit integers (a step may take 100 days), so that sums and the simulator on top of them give the
-// same bits everywhere.
+// Times are picoseconds in 64-bit integers (a step may take 100 days), so that sums and the simulator on top of them
+// give the same bits everywhere.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,16 @@
 
 namespace interlace {
 
-enum class Resource : uint8_t { kNone, kCompute, kIntraLink, kInterLink, kHostToDevice, kDeviceToHost, kFile, kHostMemory };
+enum class Resource : uint8_t {
+  kNone,
+  kCompute,
+  kIntraLink,
+  kInterLink,
+  kHostToDevice,
+  kDeviceToHost,
+  kFile,
+  kHostMemory
+};
 
 struct OpCost {
   enum class Source : uint8_t { kFree, kMeasured, kEstimated };
@@ -28,11 +37,11 @@ struct OpCost {
   int64_t work_ps = 0;                   // alone
   int64_t bytes = 0;                     // moved by one rank
   int64_t transient_bytes = 0;           // inside the op, beyond operands and results
-  // On CPUs: processors that a transfer takes on each rank while it runs; time of the rank's own thread to start it, and after
-  // the data has come (the sum of a reduction, in the op that waits). Measured ones only.
+  // On CPUs: processors that a transfer takes on each rank while it runs; time of the rank's own thread to start it,
+  // and after the data has come (the sum of a reduction, in the op that waits). Measured ones only.
   double core_share = 0;
   int64_t issue_ps = 0, finish_ps = 0;
-  int64_t group_ranks = 1;               // of a collective
+  int64_t group_ranks = 1;  // of a collective
 };
 
 // Largest time of one op: sums of 2^40 of them still fit.
@@ -45,7 +54,8 @@ inline double Microseconds(int64_t ps) {
 
 class CostModel {
  public:
-  // `program` and `profile` (may be nullptr) must outlive the model. Error: the mesh has more ranks than the cluster devices.
+  // `program` and `profile` (may be nullptr) must outlive the model. Error: the mesh has more ranks than the cluster
+  // devices.
   static Result<CostModel> Create(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile);
 
   // Error: a size that is not yet a number, a time beyond 64 bits, a lane that the op cannot run on.
@@ -82,7 +92,7 @@ class CostModel {
   Interference interference_;
   int64_t ranks_ = 1;
   Coverage coverage_;
-  std::string key_;                                       // reused by every look-up
+  std::string key_;  // reused by every look-up
   std::unordered_map<std::string, OpCost, StringHash, std::equal_to<>> known_;
 };
 

@@ -44,14 +44,20 @@ TEST(Cluster, EveryPresetReads) {
   EXPECT_TRUE(Preset("local-2").cpu);
 }
 
-TEST(Cluster, TextIsAsReviewed) { interlace::testing::ExpectGolden("sim/a100-40gb-2.toml", *PresetCluster("a100-40gb-2")); }
+TEST(Cluster, TextIsAsReviewed) {
+  interlace::testing::ExpectGolden("sim/a100-40gb-2.toml", *PresetCluster("a100-40gb-2"));
+}
 
 TEST(Cluster, PresetErrors) {
   EXPECT_EQ(ErrorOf(LoadCluster("h10-80gb-8", "c")),
-            "there is no cluster file or preset 'h10-80gb-8', did you mean 'h100-80gb'? presets: h100-80gb-N, a100-40gb-N, l4-24gb-N, local-N");
-  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb", "c")), "the preset 'h100-80gb' needs a number of devices, for example 'h100-80gb-8'");
-  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-0", "c")), "the number of devices in 'h100-80gb-0' must be from 1 to 1048576");
-  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-12", "c")), "'h100-80gb-12' does not fill nodes of 8 devices; take a multiple of 8");
+            "there is no cluster file or preset 'h10-80gb-8', did you mean 'h100-80gb'? presets: h100-80gb-N, "
+            "a100-40gb-N, l4-24gb-N, local-N");
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb", "c")),
+            "the preset 'h100-80gb' needs a number of devices, for example 'h100-80gb-8'");
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-0", "c")),
+            "the number of devices in 'h100-80gb-0' must be from 1 to 1048576");
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-12", "c")),
+            "'h100-80gb-12' does not fill nodes of 8 devices; take a multiple of 8");
 }
 
 TEST(Cluster, FileErrorsShowTheLine) {
@@ -61,14 +67,26 @@ TEST(Cluster, FileErrorsShowTheLine) {
             "c.toml:44:1: unknown table [inner], did you mean 'inte");
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "gb_per_s = 1.0 ", "gb_per_s = 0.0 "), "c.toml")).substr(0, 47),
             "c.toml:45:12: 'gb_per_s' must be above zero\n  g");
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 30", "alpha_us = -1"), "c")).find("must not be negative"), std::string::npos);
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = \"2\""), "c")).find("expected a number"), std::string::npos);
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = 2\ncores = 3"), "c")).find("the key 'cores' is given twice"), std::string::npos);
-  EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "cores = 2\n", "\n"), "c")), "c: the key 'cores' in [host] is missing");
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "devices = 2", "devices = 3"), "c")).find("must fill whole nodes"), std::string::npos);
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "mm_efficiency = 0.95", "mm_efficiency = 1.5"), "c")).find("at most 1"), std::string::npos);
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "\"none\"", "\"h200\""), "c")).find("the fitted tables are"), std::string::npos);
-  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "devices = 2", "devices = 99999999999999999999"), "c")).find("64 bits"), std::string::npos);
+  EXPECT_NE(
+      ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 30", "alpha_us = -1"), "c")).find("must not be negative"),
+      std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = \"2\""), "c")).find("expected a number"),
+            std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = 2\ncores = 3"), "c"))
+                .find("the key 'cores' is given twice"),
+            std::string::npos);
+  EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "cores = 2\n", "\n"), "c")),
+            "c: the key 'cores' in [host] is missing");
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "devices = 2", "devices = 3"), "c")).find("must fill whole nodes"),
+            std::string::npos);
+  EXPECT_NE(
+      ErrorOf(ParseCluster(Edited("local-2", "mm_efficiency = 0.95", "mm_efficiency = 1.5"), "c")).find("at most 1"),
+      std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "\"none\"", "\"h200\""), "c")).find("the fitted tables are"),
+            std::string::npos);
+  EXPECT_NE(
+      ErrorOf(ParseCluster(Edited("local-2", "devices = 2", "devices = 99999999999999999999"), "c")).find("64 bits"),
+      std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster("a = [1, [2]]\n", "c")).find("a list in a list"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster("a = \n", "c")).find("found the end of the line"), std::string::npos);
 }
@@ -201,7 +219,8 @@ TEST(CostModel, MeasuredTimesComeFirst) {
   Program program = ParseOrDie(kProgram);
   Result<std::string> key = OpSignature(program, program.op(program.phases[0].ops[5]));
   EXPECT_EQ(*key, "aten.mm(f32[512,256],f32[256,256]{1,256})->f32[512,256]");
-  std::string text = "interlace-profile 1\nfingerprint \"me\"\nop \"" + *key + "\" us 12.5 bytes 524288 transient 64 measured\n" +
+  std::string text = "interlace-profile 1\nfingerprint \"me\"\nop \"" + *key +
+                     "\" us 12.5 bytes 524288 transient 64 measured\n" +
                      "collective gather ranks 2 bytes 0 us 5\ncollective gather ranks 2 bytes 1048576 us 105\n";
   Result<ProfileTable> table = ParseProfile(text, "p");
   ASSERT_TRUE(table.ok()) << ErrorOf(table);
@@ -217,10 +236,12 @@ TEST(CostModel, MeasuredTimesComeFirst) {
 
 TEST(CostModel, ProgramAndClusterMustMatch) {
   Program program = ParseOrDie(kProgram);
-  EXPECT_EQ(ErrorOf(CostModel::Create(program, Preset("local-1"), nullptr)),
-            "the program's mesh has 2 ranks, the cluster 'local-1' has 1 device; take a larger cluster or a smaller mesh");
+  EXPECT_EQ(
+      ErrorOf(CostModel::Create(program, Preset("local-1"), nullptr)),
+      "the program's mesh has 2 ranks, the cluster 'local-1' has 1 device; take a larger cluster or a smaller mesh");
   program.mesh.assign(4, Axis{"x", int64_t{1} << 40});
-  EXPECT_EQ(ErrorOf(CostModel::Create(program, Preset("local-1"), nullptr)), "the mesh has more ranks than fit in 64 bits");
+  EXPECT_EQ(ErrorOf(CostModel::Create(program, Preset("local-1"), nullptr)),
+            "the mesh has more ranks than fit in 64 bits");
   EXPECT_FALSE(Picoseconds(1e13).ok());
 }
 
@@ -233,7 +254,8 @@ phase micro_batch takes () gives () {
 }
 )");
   Result<CostModel> model = CostModel::Create(program, Preset("local-1"), nullptr);
-  EXPECT_EQ(ErrorOf(model->Cost(program.op(0))), "%1: f32[b,32] = aten.relu(%0) {fwd}: a size is not yet a number; bind the symbols first");
+  EXPECT_EQ(ErrorOf(model->Cost(program.op(0))),
+            "%1: f32[b,32] = aten.relu(%0) {fwd}: a size is not yet a number; bind the symbols first");
 }
 
 TEST(Profile, PrintsAndReadsBack) {
@@ -287,8 +309,11 @@ TEST(Profile, SweepsAreLines) {
 TEST(Profile, Errors) {
   auto error = [](std::string line) { return ErrorOf(ParseProfile("interlace-profile 1\n" + line + "\n", "p")); };
   EXPECT_EQ(error("opp 1"), "p:2:1: unknown line 'opp', did you mean 'op'?\n  opp 1\n  ^");
-  EXPECT_EQ(error("op \"x\" us 0 bytes 1 transient 0 measured"), "p:2:11: a time must be above zero and below 1e12 us\n  op \"x\" us 0 bytes 1 transient 0 measured\n            ^");
-  EXPECT_NE(error("op \"x\" us 1 bytes 1 transient 0 maybe").find("expected 'measured' or 'estimated', found 'maybe'"), std::string::npos);
+  EXPECT_EQ(error("op \"x\" us 0 bytes 1 transient 0 measured"),
+            "p:2:11: a time must be above zero and below 1e12 us\n  op \"x\" us 0 bytes 1 transient 0 measured\n       "
+            "     ^");
+  EXPECT_NE(error("op \"x\" us 1 bytes 1 transient 0 maybe").find("expected 'measured' or 'estimated', found 'maybe'"),
+            std::string::npos);
   EXPECT_NE(error("collective gathr ranks 2 bytes 1 us 1").find("did you mean 'gather'?"), std::string::npos);
   EXPECT_NE(error("copy h2d bytes -1 us 1").find("at least 0"), std::string::npos);
   EXPECT_NE(error("copy h2d bytes 1 us 1\ncopy h2d bytes 1 us 2").find("given twice"), std::string::npos);

@@ -14,7 +14,7 @@ struct Shape {
   std::vector<int64_t> strides;
   DType dtype = DType::kF32;
   double elements = 1;
-  double bytes = 0;          // touched: a dimension of stride 0 counts once
+  double bytes = 0;  // touched: a dimension of stride 0 counts once
   double At(int from_end) const {
     size_t n = sizes.size();
     return static_cast<size_t>(from_end) <= n ? static_cast<double>(sizes[n - from_end]) : 1.0;
@@ -28,7 +28,8 @@ Result<Shape> ShapeOf(const Program& program, ValueId id) {
   double touched = 1;
   for (size_t i = 0; i < type.sizes.size(); ++i) {
     if (!type.sizes[i].is_const() || !type.strides[i].is_const()) {
-      return MakeError("%", id, ": ", PrintType(program, type), " has sizes that are not yet numbers; bind the symbols first");
+      return MakeError("%", id, ": ", PrintType(program, type),
+                       " has sizes that are not yet numbers; bind the symbols first");
     }
     out.sizes.push_back(type.sizes[i].value);
     out.strides.push_back(type.strides[i].value);
@@ -64,7 +65,8 @@ class Worker {
  private:
   bool Free() const {
     std::string_view n = op_.name;
-    if (n == "view" || n == "release" || n == "grad" || n == "output" || n.ends_with(".wait") || n.ends_with(".start")) return true;
+    if (n == "view" || n == "release" || n == "grad" || n == "output" || n.ends_with(".wait") || n.ends_with(".start"))
+      return true;
     if (n == "grad.begin") {
       const Arg* zero = op_.Attr("zero");
       return zero == nullptr || !zero->boolean;
@@ -100,7 +102,8 @@ class Worker {
   // Adds bias operands apart, the two factors are the last two operands (mm, bmm) or those after the bias (addmm).
   bool Product() {
     bool biased = name_ == "aten.addmm" || name_ == "aten.baddbmm";
-    if (!biased && name_ != "aten.mm" && name_ != "aten.bmm" && name_ != "aten.linear" && name_ != "aten._grouped_mm") return false;
+    if (!biased && name_ != "aten.mm" && name_ != "aten.bmm" && name_ != "aten.linear" && name_ != "aten._grouped_mm")
+      return false;
     size_t first = biased ? 1 : 0;
     if (shapes_.size() < first + 2 || results_.empty()) return false;
     const Shape& a = shapes_[first];
@@ -108,7 +111,8 @@ class Worker {
     work_.kind = KernelWork::Kind::kProduct;
     work_.k = a.At(1);
     // Gradients of experts: their rows are the inner dimension, each expert has its share of them.
-    if (name_ == "aten._grouped_mm" && a.sizes.size() == 2 && results_[0].sizes.size() == 3) work_.k /= std::max(results_[0].At(3), 1.0);
+    if (name_ == "aten._grouped_mm" && a.sizes.size() == 2 && results_[0].sizes.size() == 3)
+      work_.k /= std::max(results_[0].At(3), 1.0);
     work_.n = results_[0].At(1);
     work_.m = results_[0].At(2);
     work_.batch = results_[0].elements / std::max(work_.m * work_.n, 1.0);
@@ -155,7 +159,8 @@ class Worker {
   void MemoryBytes() {
     work_.kind = KernelWork::Kind::kMemory;
     if (!results_.empty() && shapes_.empty()) work_.dtype = results_[0].dtype;
-    bool picks = name_ == "aten.embedding" || name_ == "aten.index" || name_ == "aten.gather" || name_ == "aten.index_select";
+    bool picks =
+        name_ == "aten.embedding" || name_ == "aten.index" || name_ == "aten.gather" || name_ == "aten.index_select";
     if (picks && !results_.empty()) {  // reads what it picks, not the whole table
       work_.bytes = 2 * results_[0].bytes;
       return;
@@ -179,7 +184,9 @@ class Worker {
   KernelWork work_;
 };
 
-double FarUs(const ClusterSpec& c, double bytes) { return bytes / (c.memory_gb_per_s * 1e3 * c.memory_efficiency); }
+double FarUs(const ClusterSpec& c, double bytes) {
+  return bytes / (c.memory_gb_per_s * 1e3 * c.memory_efficiency);
+}
 
 // Of an op that reads what the op before it wrote, as elementwise ops do.
 double NearUs(const ClusterSpec& c, double bytes) {

@@ -1,6 +1,7 @@
 // kernel_model.h — time of a kernel that nobody has measured: a roofline whose efficiency depends on the size.
 //
-// Matrix product (batch of m x n x k):  t0 + flops / (peak * efficiency) * waves^q * (1 + k0 / k), or the time of its bytes
+// Matrix product (batch of m x n x k):  t0 + flops / (peak * efficiency) * waves^q * (1 + k0 / k), or the time of its
+// bytes
 //   if that is longer; waves is what the last, partly filled wave of output tiles costs over all processors.
 // Flash attention:  t0 + flops / (peak * e / (1 + s0 / sequence)).
 // All else moves bytes:  t0 + bytes / bandwidth, faster for what fits into the last cache.
@@ -17,13 +18,13 @@ namespace interlace {
 struct KernelWork {
   enum class Kind : uint8_t { kFree, kMemory, kProduct, kAttention };
   Kind kind = Kind::kMemory;
-  bool transposed = false;   // product: the second operand is read along its columns
-  bool backward = false;     // attention
+  bool transposed = false;  // product: the second operand is read along its columns
+  bool backward = false;    // attention
   DType dtype = DType::kF32;
   double batch = 1, m = 0, n = 0, k = 0;
   double sequence = 0;
   double flops = 0;
-  double bytes = 0;          // read and written
+  double bytes = 0;  // read and written
 };
 
 // What an op does. Error: a size that is not yet a number (bind first).

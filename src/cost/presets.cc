@@ -9,7 +9,7 @@ namespace {
 
 struct Preset {
   std::string_view name;
-  int64_t per_node;      // 0: all devices on one host
+  int64_t per_node;  // 0: all devices on one host
   std::string_view text;
 };
 
@@ -226,7 +226,8 @@ gb_per_s = 0.06            # 500 Mbit/s: 2.5 MB in 42.1 ms
 table = "none"             # cores are shared instead
 )";
 
-constexpr Preset kPresets[] = {{"h100-80gb", 8, kH100}, {"a100-40gb", 8, kA100}, {"l4-24gb", 8, kL4}, {"local", 0, kLocal}};
+constexpr Preset kPresets[] = {
+    {"h100-80gb", 8, kH100}, {"a100-40gb", 8, kA100}, {"l4-24gb", 8, kL4}, {"local", 0, kLocal}};
 
 }  // namespace
 
@@ -254,18 +255,20 @@ Result<std::string> PresetCluster(std::string_view name) {
     if (base.size() == name.size()) {
       return MakeError("the preset '", base, "' needs a number of devices, for example '", base, "-8'");
     }
-    if (count < 1 || count > 1 << 20) return MakeError("the number of devices in '", name, "' must be from 1 to 1048576");
+    if (count < 1 || count > 1 << 20)
+      return MakeError("the number of devices in '", name, "' must be from 1 to 1048576");
     int64_t per_node = p.per_node == 0 || count < p.per_node ? count : p.per_node;
     if (count % per_node != 0) {
       return MakeError("'", name, "' does not fill nodes of ", per_node, " devices; take a multiple of ", per_node);
     }
-    return "name = \"" + std::string(name) + "\"\ndevices = " + std::to_string(count) + "\nper_node = " + std::to_string(per_node) +
-           "\n" + std::string(p.text);
+    return "name = \"" + std::string(name) + "\"\ndevices = " + std::to_string(count) +
+           "\nper_node = " + std::to_string(per_node) + "\n" + std::string(p.text);
   }
   std::string list;
   for (const Preset& p : kPresets) list += (list.empty() ? "" : ", ") + std::string(p.name) + "-N";
   std::string hint = DidYouMean(base, PresetNames());
-  return MakeError("there is no cluster file or preset '", name, "'", hint, hint.empty() ? "; " : " ", "presets: ", list);
+  return MakeError("there is no cluster file or preset '", name, "'", hint, hint.empty() ? "; " : " ",
+                   "presets: ", list);
 }
 
 }  // namespace interlace

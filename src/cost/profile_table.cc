@@ -27,7 +27,8 @@ class ProfileReader {
     in_.SkipBlanks();
     INTERLACE_ASSIGN(int64_t version, in_.Int());
     if (version != kVersion) {
-      return in_.ErrorHere("the profile has version " + std::to_string(version) + ", this program reads 1; measure again");
+      return in_.ErrorHere("the profile has version " + std::to_string(version) +
+                           ", this program reads 1; measure again");
     }
     INTERLACE_TRY(LineEnd());
     for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
@@ -61,7 +62,8 @@ class ProfileReader {
     if (word == "copy") return CopyLine();
     if (word == "interference") return InterferenceLine();
     return in_.ErrorAt(begin, "unknown line '" + std::string(word) + "'" +
-                                  DidYouMean(word, {"fingerprint", "op", "collective", "core", "finish", "copy", "issue", "interference"}));
+                                  DidYouMean(word, {"fingerprint", "op", "collective", "core", "finish", "copy",
+                                                    "issue", "interference"}));
   }
 
   Status OpLine() {
@@ -123,7 +125,8 @@ class ProfileReader {
       in_.SkipBlanks();
     } while (in_.Eat(','));
     if (!in_.Eat(']')) return in_.ErrorHere("expected ',' or ']', found " + in_.Found());
-    if (out_.interference.size() != 28) return in_.ErrorAt(begin, "expected 28 factors, found " + std::to_string(out_.interference.size()));
+    if (out_.interference.size() != 28)
+      return in_.ErrorAt(begin, "expected 28 factors, found " + std::to_string(out_.interference.size()));
     return Ok{};
   }
 
@@ -137,7 +140,8 @@ class ProfileReader {
     INTERLACE_TRY(Expect(word));
     size_t begin = in_.pos();
     INTERLACE_ASSIGN(int64_t value, in_.Int());
-    if (value < least) return in_.ErrorAt(begin, "'" + std::string(word) + "' must be at least " + std::to_string(least));
+    if (value < least)
+      return in_.ErrorAt(begin, "'" + std::string(word) + "' must be at least " + std::to_string(least));
     return value;
   }
   Result<double> Micros() {
@@ -198,7 +202,9 @@ std::optional<double> Sweep::Us(double bytes) const {
   return std::max(us, std::min(before->second, after->second));
 }
 
-Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) { return ProfileReader(text, file).Run(); }
+Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) {
+  return ProfileReader(text, file).Run();
+}
 
 std::string PrintProfile(const ProfileTable& table) {
   std::string out = "interlace-profile 1\nfingerprint ";

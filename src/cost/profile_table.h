@@ -12,13 +12,12 @@
 //   interference [1.1, ...]
 //
 // us: median microseconds, on CPUs on cores of its own (ranks that must share cores are the simulator's matter), of a
-// collective until the last rank has it; bytes of an op: its results; transient: the peak inside the op beyond operands and
-// results. Bytes of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was too large
-// to run.
-// On CPUs, where a collective works on the cores that ranks compute on: `core` is the processor time one rank spends for it on
-// all its threads, `finish` what its own thread does after the data has come (both within `us`), `issue` what its thread takes
-// to start a transfer.
-// Collectives: gather, reduce, all_reduce, broadcast, all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
+// collective until the last rank has it; bytes of an op: its results; transient: the peak inside the op beyond operands
+// and results. Bytes of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was
+// too large to run. On CPUs, where a collective works on the cores that ranks compute on: `core` is the processor time
+// one rank spends for it on all its threads, `finish` what its own thread does after the data has come (both within
+// `us`), `issue` what its thread takes to start a transfer. Collectives: gather, reduce, all_reduce, broadcast,
+// all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
 #pragma once
 
 #include <cstdint>
@@ -66,10 +65,11 @@ struct ProfileTable {
   Sweeps collectives, core, finish;
   std::map<std::string, Sweep> copies;
   std::optional<double> issue_us;
-  std::vector<double> interference;                                 // 28, or empty
+  std::vector<double> interference;  // 28, or empty
 };
 
-// Error: "file:line:col" with the line and a caret: unknown words (did you mean), times that are not positive, duplicates.
+// Error: "file:line:col" with the line and a caret: unknown words (did you mean), times that are not positive,
+// duplicates.
 Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file);
 // Sorted by key; ParseProfile reads it back.
 std::string PrintProfile(const ProfileTable& table);

@@ -112,7 +112,8 @@ class TomlReader {
       in_.Advance();
     }
     const char* end = digits.data() + digits.size();
-    if (digits.empty()) return in_.ErrorAt(begin, "expected a string, a number, true, false or a list, found " + in_.Found());
+    if (digits.empty())
+      return in_.ErrorAt(begin, "expected a string, a number, true, false or a list, found " + in_.Found());
     out.kind = real ? TomlValue::Kind::kFloat : TomlValue::Kind::kInt;
     if (!real) {
       auto [stop, error] = std::from_chars(digits.data(), end, out.integer);
@@ -134,6 +135,8 @@ class TomlReader {
 
 }  // namespace
 
-Result<std::vector<TomlEntry>> ParseToml(std::string_view text, std::string_view file) { return TomlReader(text, file).Run(); }
+Result<std::vector<TomlEntry>> ParseToml(std::string_view text, std::string_view file) {
+  return TomlReader(text, file).Run();
+}
 
 }  // namespace interlace

@@ -1,6 +1,7 @@
 // toml.h — the part of TOML that cluster files use: tables, and keys with strings, numbers, booleans and flat lists.
 //
-// What it refuses (nested lists, dates, inline tables, multi-line strings) it names. Keys keep their place for messages.
+// What it refuses (nested lists, dates, inline tables, multi-line strings) it names. Keys keep their place for
+// messages.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +18,13 @@ struct TomlValue {
   Kind kind = Kind::kInt;
   std::string text;
   int64_t integer = 0;
-  double number = 0;               // of integers too
+  double number = 0;  // of integers too
   bool boolean = false;
   std::vector<TomlValue> list;
 };
 
 struct TomlEntry {
-  std::string table;               // "" at the top, "device", "a.b"
+  std::string table;  // "" at the top, "device", "a.b"
   std::string key;
   TomlValue value;
   size_t key_pos = 0, value_pos = 0;  // byte offsets in the text

@@ -22,11 +22,16 @@ bool Meet(const ArenaBlock& a, const ArenaBlock& b) {
   return false;
 }
 
-int32_t First(const ArenaBlock& b) { return b.spans.front().first; }
-int32_t Last(const ArenaBlock& b) { return b.spans.back().last; }
+int32_t First(const ArenaBlock& b) {
+  return b.spans.front().first;
+}
+int32_t Last(const ArenaBlock& b) {
+  return b.spans.back().last;
+}
 
-// Blocks that were placed, found again by time. The axis is cut into slices; a block is listed, in order of offset, in every
-// slice that it touches. A block within one slice looks at that list alone; a longer one collects from all that it touches.
+// Blocks that were placed, found again by time. The axis is cut into slices; a block is listed, in order of offset, in
+// every slice that it touches. A block within one slice looks at that list alone; a longer one collects from all that
+// it touches.
 class Placed {
  public:
   explicit Placed(const std::vector<ArenaBlock>& blocks) : blocks_(blocks), seen_(blocks.size(), -1) {
@@ -93,11 +98,11 @@ class Placed {
 
 using Order = std::vector<int32_t>;
 
-// Places in this order. Gives up at the first block that ends at or above `limit`, where another order has already got to, and
-// returns it; kNobody when all ended below.
+// Places in this order. Gives up at the first block that ends at or above `limit`, where another order has already got
+// to, and returns it; kNobody when all ended below.
 constexpr int32_t kNobody = -1;
-int32_t PlaceAll(const std::vector<ArenaBlock>& blocks, const Order& order, int64_t limit, std::vector<int64_t>& offsets,
-                 int64_t& work) {
+int32_t PlaceAll(const std::vector<ArenaBlock>& blocks, const Order& order, int64_t limit,
+                 std::vector<int64_t>& offsets, int64_t& work) {
   Placed placed(blocks);
   for (int32_t id : order) {
     offsets[id] = placed.Place(id, work);
@@ -114,16 +119,22 @@ std::vector<Order> Orders(const std::vector<ArenaBlock>& blocks, int32_t live_at
   std::vector<Order> orders(4, base);
   // Long lives at the bottom: saved for the backward part first, as they nest, then what comes and goes between them.
   std::sort(orders[0].begin(), orders[0].end(), [&](int32_t a, int32_t b) {
-    return life(a) != life(b) ? life(a) > life(b) : blocks[a].bytes != blocks[b].bytes ? blocks[a].bytes > blocks[b].bytes : a < b;
+    return life(a) != life(b)                   ? life(a) > life(b)
+           : blocks[a].bytes != blocks[b].bytes ? blocks[a].bytes > blocks[b].bytes
+                                                : a < b;
   });
   // What makes the peak, without a gap, then the rest by size.
   std::sort(orders[1].begin(), orders[1].end(), [&](int32_t a, int32_t b) {
     if (at_peak(a) != at_peak(b)) return at_peak(a);
     if (at_peak(a)) return life(a) != life(b) ? life(a) > life(b) : a < b;
-    return blocks[a].bytes != blocks[b].bytes ? blocks[a].bytes > blocks[b].bytes : life(a) != life(b) ? life(a) > life(b) : a < b;
+    return blocks[a].bytes != blocks[b].bytes ? blocks[a].bytes > blocks[b].bytes
+           : life(a) != life(b)               ? life(a) > life(b)
+                                              : a < b;
   });
   std::sort(orders[2].begin(), orders[2].end(), [&](int32_t a, int32_t b) {
-    return blocks[a].bytes != blocks[b].bytes ? blocks[a].bytes > blocks[b].bytes : life(a) != life(b) ? life(a) > life(b) : a < b;
+    return blocks[a].bytes != blocks[b].bytes ? blocks[a].bytes > blocks[b].bytes
+           : life(a) != life(b)               ? life(a) > life(b)
+                                              : a < b;
   });
   // Bytes times life.
   std::sort(orders[3].begin(), orders[3].end(), [&](int32_t a, int32_t b) {
@@ -191,7 +202,8 @@ ArenaPacking PackArena(const std::vector<ArenaBlock>& blocks) {
 }
 
 Status CheckPacking(const std::vector<ArenaBlock>& blocks, const std::vector<int64_t>& offsets, int64_t top) {
-  if (offsets.size() != blocks.size()) return MakeError("there are ", blocks.size(), " blocks and ", offsets.size(), " offsets");
+  if (offsets.size() != blocks.size())
+    return MakeError("there are ", blocks.size(), " blocks and ", offsets.size(), " offsets");
   struct Event {
     int32_t time;
     bool begin;
@@ -222,7 +234,8 @@ Status CheckPacking(const std::vector<ArenaBlock>& blocks, const std::vector<int
     }
     const auto [it, fresh] = live.emplace(offsets[e.id], e.id);
     int32_t other = fresh ? -1 : it->second;
-    if (const auto next = std::next(it); fresh && next != live.end() && next->first < offsets[e.id] + blocks[e.id].bytes) {
+    if (const auto next = std::next(it);
+        fresh && next != live.end() && next->first < offsets[e.id] + blocks[e.id].bytes) {
       other = next->second;
     }
     if (fresh && it != live.begin()) {

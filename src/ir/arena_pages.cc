@@ -11,8 +11,8 @@ constexpr int kMostRounds = 8;
 
 class Simulation {
  public:
-  Simulation(const std::vector<ArenaBlock>& blocks, const std::vector<int64_t>& offsets, const std::vector<PageSlots>& variants,
-             const std::vector<int32_t>& sequence)
+  Simulation(const std::vector<ArenaBlock>& blocks, const std::vector<int64_t>& offsets,
+             const std::vector<PageSlots>& variants, const std::vector<int32_t>& sequence)
       : blocks_(blocks), offsets_(offsets), variants_(variants), sequence_(sequence) {
     int64_t events = 0, end = 0;
     for (size_t b = 0; b < blocks.size(); ++b) {
@@ -59,14 +59,16 @@ class Simulation {
     out.page_bytes = page_;
     out.peak_bytes = static_cast<int64_t>(most_) * page_;
     for (size_t v = 0; v < variants_.size(); ++v) {
-      if (variants_[v].axis <= peak_at_) out.peak_variant = static_cast<int32_t>(v), out.peak_place = std::max(0, peak_at_ - variants_[v].axis - 1);
+      if (variants_[v].axis <= peak_at_)
+        out.peak_variant = static_cast<int32_t>(v), out.peak_place = std::max(0, peak_at_ - variants_[v].axis - 1);
       for (int32_t t = variants_[v].axis; t < variants_[v].axis + variants_[v].ops + 2; ++t) {
         const std::set<int32_t>& pages = returns_[static_cast<size_t>(t)];
         for (auto it = pages.begin(); it != pages.end();) {
           const int32_t first = *it;
           int32_t next = first;
           while (it != pages.end() && *it == next) ++it, ++next;
-          out.returns.push_back({static_cast<int32_t>(v), std::max(0, t - variants_[v].axis - 1), first * page_, (next - first) * page_});
+          out.returns.push_back(
+              {static_cast<int32_t>(v), std::max(0, t - variants_[v].axis - 1), first * page_, (next - first) * page_});
         }
       }
     }
@@ -152,8 +154,8 @@ class Simulation {
   std::vector<std::vector<int32_t>> uses_;         // by page: slots where a block on it begins to live
   std::vector<int32_t> lives_;                     // by page: blocks on it that live
   std::vector<char> resident_;
-  std::vector<int64_t> key_;                        // by page that idles: when it is used again
-  std::set<std::pair<int64_t, int32_t>> idle_;      // of resident pages
+  std::vector<int64_t> key_;                             // by page that idles: when it is used again
+  std::set<std::pair<int64_t, int32_t>> idle_;           // of resident pages
   size_t living_ = 0, peak_ = 0, count_ = 0, most_ = 0;  // pages; most_ 0: as many as there are
   int32_t peak_at_ = 0;
   int64_t now_ = 0;
@@ -163,8 +165,8 @@ class Simulation {
 
 }  // namespace
 
-ArenaPages PlanPages(const std::vector<ArenaBlock>& blocks, const std::vector<int64_t>& offsets, const std::vector<PageSlots>& variants,
-                     const std::vector<int32_t>& sequence) {
+ArenaPages PlanPages(const std::vector<ArenaBlock>& blocks, const std::vector<int64_t>& offsets,
+                     const std::vector<PageSlots>& variants, const std::vector<int32_t>& sequence) {
   return Simulation(blocks, offsets, variants, sequence).Run();
 }
 

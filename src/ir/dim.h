@@ -1,8 +1,9 @@
 // dim.h — a size, stride, offset or integer argument: a 64-bit integer or a symbolic expression.
 //
 // Expressions are interned in a DimTable owned by the Program, so equal expressions have equal ids and Dim compares by
-// value. Canonical form: a sum of products, terms sorted, constants folded; floor division, modulo, max and min are opaque
-// factors whose operands are canonical. Worked example: (s*2+b*s) and (b*s+2*s) are the same Dim and print as "b*s+2*s".
+// value. Canonical form: a sum of products, terms sorted, constants folded; floor division, modulo, max and min are
+// opaque factors whose operands are canonical. Worked example: (s*2+b*s) and (b*s+2*s) are the same Dim and print as
+// "b*s+2*s".
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,8 @@
 namespace interlace {
 
 struct Dim {
-  int64_t value = 0;   // the number, when expr < 0
-  int32_t expr = -1;   // index into the DimTable, or -1
+  int64_t value = 0;  // the number, when expr < 0
+  int32_t expr = -1;  // index into the DimTable, or -1
   Dim() = default;
   Dim(int64_t v) : value(v) {}  // NOLINT: implicit on purpose
   bool is_const() const { return expr < 0; }

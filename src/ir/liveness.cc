@@ -151,7 +151,7 @@ class Analysis {
   PhaseLiveness out_;
   std::vector<int32_t> storage_of_;  // by value id (roots): index in storages, or -1
   std::vector<bool> released_;
-  std::unordered_set<ValueId> moving_;  // states that are not persistent
+  std::unordered_set<ValueId> moving_;                           // states that are not persistent
   std::unordered_map<ValueId, std::vector<ValueId>> in_flight_;  // result of a start → its sources
 };
 

@@ -2,7 +2,8 @@
 //
 // Storages of results and takes come and go; parameters, buffers, states and constants are persistent, inputs belong to
 // the caller. What goes out to the tier (residency.h) is alive until its offload.wait, and again from its reload.start:
-// one StorageLife for each such stretch, of states too, which are not persistent then. The sources of a `.start` live until its `.wait` (to the end of the phase when it is waited for later).
+// one StorageLife for each such stretch, of states too, which are not persistent then. The sources of a `.start` live
+// until its `.wait` (to the end of the phase when it is waited for later).
 #pragma once
 
 #include <vector>
@@ -19,11 +20,11 @@ struct StorageLife {
 };
 
 struct PhaseLiveness {
-  std::vector<StorageLife> storages;              // of roots defined in, or taken or given by, the phase
-  std::vector<int64_t> live_before;               // bytes before op i, by storage; size = ops + 1
-  std::vector<std::vector<ValueId>> dies_after;   // roots to free after op i
-  int64_t persistent_bytes = 0;                   // params that own storage, buffers, states that never move, consts
-  int64_t peak_bytes = 0;                         // of live_before plus the results of the op, persistent not included
+  std::vector<StorageLife> storages;             // of roots defined in, or taken or given by, the phase
+  std::vector<int64_t> live_before;              // bytes before op i, by storage; size = ops + 1
+  std::vector<std::vector<ValueId>> dies_after;  // roots to free after op i
+  int64_t persistent_bytes = 0;                  // params that own storage, buffers, states that never move, consts
+  int64_t peak_bytes = 0;                        // of live_before plus the results of the op, persistent not included
 };
 
 // Error: a symbolic size (bind first).

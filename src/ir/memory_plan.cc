@@ -109,7 +109,8 @@ class Planner {
       const Op& op = program_.op(v.phase->ops[i]);
       if (op.name.ends_with(".wait")) ForEachOperand(op, [&](ValueId id) { waited[id] = i; });
     }
-    const auto workspace = place_of_phase < options_.workspace.size() ? options_.workspace[place_of_phase] : std::vector<int64_t>();
+    const auto workspace =
+        place_of_phase < options_.workspace.size() ? options_.workspace[place_of_phase] : std::vector<int64_t>();
     for (int32_t i = 0; i < count; ++i) {
       const Op& op = program_.op(v.phase->ops[i]);
       if (i < static_cast<int32_t>(workspace.size()) && workspace[i] > 0) {
@@ -157,7 +158,8 @@ class Planner {
     for (size_t i = 0; i < a.phase->gives.size() && i < b.phase->takes.size(); ++i) {
       const ValueId give = a.phase->gives[i], take = b.phase->takes[i];
       const int32_t x = a.block_of[program_.RootOf(give)], y = b.block_of[program_.RootOf(take)];
-      if (x < 0 || y < 0 || program_.RootOf(give) != give || program_.RootOf(take) != take) continue;  // copied, or persistent
+      if (x < 0 || y < 0 || program_.RootOf(give) != give || program_.RootOf(take) != take)
+        continue;  // copied, or persistent
       if (program_.value(give).kind == ValueKind::kState) continue;
       const int32_t low = std::min(Find(x), Find(y)), high = std::max(Find(x), Find(y));
       parent_[high] = low;
@@ -235,7 +237,9 @@ class Planner {
     for (size_t i = 0; i < plan_.blocks.size(); ++i) plan_.lives[i].bytes = ArenaBytes(plan_.blocks[i].bytes);
     // What begins while something of the same place is still alive is another storage.
     std::sort(stays_.begin(), stays_.end(), [](const Stay& a, const Stay& b) {
-      return a.block != b.block ? a.block < b.block : a.variant != b.variant ? a.variant < b.variant : a.first < b.first;
+      return a.block != b.block       ? a.block < b.block
+             : a.variant != b.variant ? a.variant < b.variant
+                                      : a.first < b.first;
     });
     for (const Stay& stay : stays_) {
       const int32_t axis = plan_.variants[stay.variant].axis + 1;
@@ -306,7 +310,7 @@ class Planner {
   MemoryPlan plan_;
   std::vector<std::pair<int32_t, int32_t>> edges_;  // variants that follow each other
   int32_t last_run_ = 0;
-  std::vector<int32_t> parent_;  // of blocks that are one
+  std::vector<int32_t> parent_;                       // of blocks that are one
   std::unordered_map<ValueId, int32_t> state_block_;  // of states that move
   std::set<int32_t> moves_;                           // blocks that go out and come back
   std::vector<Stay> stays_;
@@ -321,7 +325,8 @@ std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
   if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
   if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
   for (const State& state : program.states) {
-    if (state.value == block.root) return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
+    if (state.value == block.root)
+      return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
   }
   const OpId def = program.value(block.root).def;
   std::string name = "%" + std::to_string(block.root);
@@ -329,7 +334,9 @@ std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
   name += " " + program.op(def).name;
   const std::vector<UnitId>& units = program.op(def).units;
   if (!units.empty()) {
-    name += " u" + std::to_string(units[std::min<size_t>(static_cast<size_t>(program.value(block.root).result_index), units.size() - 1)]);
+    name += " u" +
+            std::to_string(
+                units[std::min<size_t>(static_cast<size_t>(program.value(block.root).result_index), units.size() - 1)]);
   }
   return name;
 }
@@ -359,7 +366,8 @@ Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& o
     INTERLACE_ASSIGN(std::optional<MemoryPlan> plan, Planner(program, options, liveness).Run(turns));
     if (plan) return std::move(*plan);
   }
-  return MakeError("more than ", kMostTurns, " micro-batches or steps hold the same handed-on value at once; wait for transfers sooner");
+  return MakeError("more than ", kMostTurns,
+                   " micro-batches or steps hold the same handed-on value at once; wait for transfers sooner");
 }
 
 std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit) {
@@ -372,30 +380,33 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
     return text.str();
   };
   out.precision(3);
-  out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation " << 100 * plan.Fragmentation() << " % over "
-      << mib(plan.packing.live) << " live at once\n";
+  out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation "
+      << 100 * plan.Fragmentation() << " % over " << mib(plan.packing.live) << " live at once\n";
   if (plan.pages.page_bytes > 0) {
     int64_t returned = 0;
     for (const PageReturn& r : plan.pages.returns) returned += r.bytes;
-    out << "pages          of " << plan.pages.page_bytes << " bytes in " << mib(plan.reserved_bytes) << " of addresses; " << mib(returned)
-        << " of pages are given back in a step and taken again\n";
+    out << "pages          of " << plan.pages.page_bytes << " bytes in " << mib(plan.reserved_bytes)
+        << " of addresses; " << mib(returned) << " of pages are given back in a step and taken again\n";
   }
   const int32_t at = plan.packing.live_at;
   for (const PlanVariant& v : plan.variants) {
     const int32_t place = at - v.axis - 1;
     if (place < -1 || place > static_cast<int32_t>(v.phase->ops.size())) continue;
     out << "peak           in " << v.phase->name;
-    if (place >= 0 && place < static_cast<int32_t>(v.phase->ops.size())) out << " at " << PrintOp(program, program.op(v.phase->ops[place]));
+    if (place >= 0 && place < static_cast<int32_t>(v.phase->ops.size()))
+      out << " at " << PrintOp(program, program.op(v.phase->ops[place]));
     out << "\n";
   }
   const auto list = [&](const char* title, bool at_peak) {
     std::vector<int32_t> ids;
     for (int32_t i = 0; i < static_cast<int32_t>(plan.blocks.size()); ++i) {
       const auto& spans = plan.lives[i].spans;
-      const bool lives = std::any_of(spans.begin(), spans.end(), [&](const LifeSpan& s) { return s.first <= at && at <= s.last; });
+      const bool lives =
+          std::any_of(spans.begin(), spans.end(), [&](const LifeSpan& s) { return s.first <= at && at <= s.last; });
       if (lives || !at_peak) ids.push_back(i);
     }
-    std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return plan.blocks[a].bytes > plan.blocks[b].bytes; });
+    std::stable_sort(ids.begin(), ids.end(),
+                     [&](int32_t a, int32_t b) { return plan.blocks[a].bytes > plan.blocks[b].bytes; });
     out << title << " (" << ids.size() << ")\n";
     int64_t rest = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
@@ -406,8 +417,10 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
       }
       const OpId op = block.op != kNone ? block.op : program.value(block.root).def;
       const int32_t m = op == kNone ? kNone : program.op(op).module;
-      const std::string module = m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
-      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOfBlock(program, block) << (module.empty() ? "" : "  ") << module << "\n";
+      const std::string module =
+          m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
+      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOfBlock(program, block)
+          << (module.empty() ? "" : "  ") << module << "\n";
     }
     if (rest > 0) out << "  " << mib(rest) << " in " << ids.size() - static_cast<size_t>(limit) << " more\n";
   };

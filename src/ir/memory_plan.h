@@ -1,19 +1,21 @@
-// memory_plan.h — a place in one arena for everything that comes and goes in a training step: results of ops, what phases hand on,
-// receive buffers of reductions, and what kernels take inside (workspaces), when it is known.
+// memory_plan.h — a place in one arena for everything that comes and goes in a training step: results of ops, what
+// phases hand on, receive buffers of reductions, and what kernels take inside (workspaces), when it is known.
 //
 // The time axis is made of the distinct phases in run order, each with a slot for its beginning, its ops and its end:
 //
 //   | b op op ... op e | b op op ... op e | b op ... e |          micro_batch.first, micro_batch.middle, update
 //
-// A storage is alive in one span, or in several when phases hand it on: what a phase gives is what the next takes, in the same
-// place. A phase that repeats runs with the same places every time; if it takes one storage and gives another for it while the
-// first is still alive (a transfer that is under way across micro-batches), it gets two or more variants that take turns.
-// The sources and the receive buffer of a transfer live until it is waited for, in whichever phase.
+// A storage is alive in one span, or in several when phases hand it on: what a phase gives is what the next takes, in
+// the same place. A phase that repeats runs with the same places every time; if it takes one storage and gives another
+// for it while the first is still alive (a transfer that is under way across micro-batches), it gets two or more
+// variants that take turns. The sources and the receive buffer of a transfer live until it is waited for, in whichever
+// phase.
 //
-// What goes out to the tier (residency.h) has a place above the rest, and lives in the spans of its stays in memory, each from its
-// reload.start to its offload.wait. So a state that moves is in the arena whenever it is in memory, between steps as well, and the
-// arena is larger than what is in memory at once: pages that nothing lives on are given back when others are needed
-// (arena_pages.h). Other persistent storages (states, parameters, buffers, constants) and inputs are not in the arena.
+// What goes out to the tier (residency.h) has a place above the rest, and lives in the spans of its stays in memory,
+// each from its reload.start to its offload.wait. So a state that moves is in the arena whenever it is in memory,
+// between steps as well, and the arena is larger than what is in memory at once: pages that nothing lives on are given
+// back when others are needed (arena_pages.h). Other persistent storages (states, parameters, buffers, constants) and
+// inputs are not in the arena.
 #pragma once
 
 #include <cstdint>
@@ -45,30 +47,34 @@ struct Arrival {
 struct PlanVariant {
   const Phase* phase = nullptr;
   int32_t turn = 0;
-  int32_t axis = 0;                 // of the slot of its beginning; op i is at axis + 1 + i
-  std::vector<int32_t> block_of;    // by value id: block of a root that lives here, or -1; of a state: when the phase begins
-  std::vector<Arrival> arrivals;    // in program order
-  std::vector<int32_t> workspace;   // by place of the op: block, or -1
-  std::vector<int32_t> receive;     // likewise
+  int32_t axis = 0;  // of the slot of its beginning; op i is at axis + 1 + i
+  std::vector<int32_t>
+      block_of;  // by value id: block of a root that lives here, or -1; of a state: when the phase begins
+  std::vector<Arrival> arrivals;   // in program order
+  std::vector<int32_t> workspace;  // by place of the op: block, or -1
+  std::vector<int32_t> receive;    // likewise
 };
 
 struct MemoryPlan {
   std::vector<PlannedBlock> blocks;
-  std::vector<ArenaBlock> lives;    // of each block
+  std::vector<ArenaBlock> lives;  // of each block
   ArenaPacking packing;
   std::vector<PlanVariant> variants;
   std::vector<int32_t> first_variant, turns;  // by entry of Program::RunOrder: variants of run i are first + i % turns
-  int64_t live_bytes = 0;           // largest sum of live blocks, not rounded up
-  int64_t reserved_bytes = 0;       // of addresses: where the last block ends
-  ArenaPages pages;                 // when something moves
+  int64_t live_bytes = 0;                     // largest sum of live blocks, not rounded up
+  int64_t reserved_bytes = 0;                 // of addresses: where the last block ends
+  ArenaPages pages;                           // when something moves
 
   // The most memory that the arena has at once.
   int64_t top() const { return pages.page_bytes > 0 ? pages.peak_bytes : packing.top; }
-  // Where the storage of a state that moves lies when a step begins, and so when one ends; -1: out, or not in the arena.
+  // Where the storage of a state that moves lies when a step begins, and so when one ends; -1: out, or not in the
+  // arena.
   int32_t BlockBetweenSteps(ValueId state) const { return variants.empty() ? -1 : variants[0].block_of[state]; }
   int64_t OffsetOf(int32_t block) const { return packing.offsets[block]; }
   // Top / live - 1, of the sum rounded up to the alignment.
-  double Fragmentation() const { return packing.live == 0 ? 0 : static_cast<double>(top()) / static_cast<double>(packing.live) - 1; }
+  double Fragmentation() const {
+    return packing.live == 0 ? 0 : static_cast<double>(top()) / static_cast<double>(packing.live) - 1;
+  }
 };
 
 struct MemoryPlanOptions {

@@ -57,7 +57,9 @@ TEST(ArenaPack, NestedLivesLoseNothing) {
 
 TEST(ArenaPack, TheRefereeSeesEveryFault) {
   const std::vector<ArenaBlock> blocks = {{128, {{0, 5}}}, {64, {{5, 9}, {20, 21}}}, {64, {{6, 8}}}};
-  const auto error = [&](std::vector<int64_t> offsets, int64_t top) { return ErrorOf(CheckPacking(blocks, offsets, top)); };
+  const auto error = [&](std::vector<int64_t> offsets, int64_t top) {
+    return ErrorOf(CheckPacking(blocks, offsets, top));
+  };
   EXPECT_EQ(error({0, 128, 0}, 192), "no error");
   EXPECT_EQ(error({0, 64, 0}, 192), "blocks 0 and 1 overlap at time 5");
   EXPECT_EQ(error({64, 64, 0}, 192), "blocks 0 and 1 overlap at time 5");
@@ -129,8 +131,8 @@ TEST(MemoryPlan, TransfersAcrossPhasesKeepTheirSourcesAndTakeTurns) {
   EXPECT_EQ(plan->lives[even.receive[2]].spans[1].last, odd.axis + 1 + 3);
 }
 
-// %6 is in memory between steps and out while the micro-batch needs room; %7 is in memory only for its update; %11 goes out between
-// its uses.
+// %6 is in memory between steps and out while the micro-batch needs room; %7 is in memory only for its update; %11 goes
+// out between its uses.
 const char kMoves[] = R"(interlace 1 sharded
 mesh dp 1
 group 0 adamw
@@ -209,7 +211,8 @@ TEST(MemoryPlan, WorkspacesTakeRoomWhileTheirOpRuns) {
   EXPECT_EQ(plan->lives[block].spans[0].first, plan->lives[block].spans[0].last);
   const std::string text = DescribeMemoryPlan(program, *plan);
   EXPECT_NE(text.find("inside aten.mul.Tensor"), std::string::npos) << text;
-  EXPECT_NE(text.find("peak           in micro_batch at %9: f32[64] = aten.mul.Tensor(%4, 4.0)"), std::string::npos) << text;
+  EXPECT_NE(text.find("peak           in micro_batch at %9: f32[64] = aten.mul.Tensor(%4, 4.0)"), std::string::npos)
+      << text;
 }
 
 }  // namespace

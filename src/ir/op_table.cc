@@ -38,7 +38,8 @@ constexpr OpInfo kOps[] = {
     {"all_to_all.wait", Lane::kP2P, true, "the exchanged value may be read from here"},
 };
 
-constexpr std::array<std::string_view, kLaneCount> kLanes = {"compute", "gather", "reduce", "h2d", "d2h", "file", "p2p", "host"};
+constexpr std::array<std::string_view, kLaneCount> kLanes = {"compute", "gather", "reduce", "h2d",
+                                                             "d2h",     "file",   "p2p",    "host"};
 
 const Arg* ValueArg(const Op& op, size_t index) {
   return index < op.args.size() && op.args[index].kind == Arg::Kind::kValue ? &op.args[index] : nullptr;

@@ -11,17 +11,19 @@ namespace interlace {
 struct OpInfo {
   std::string_view name;
   Lane lane = Lane::kCompute;
-  bool has_effect = false;      // must stay although nobody uses its results
+  bool has_effect = false;  // must stay although nobody uses its results
   std::string_view help;
 };
 
 std::span<const OpInfo> OpTable();
-const OpInfo* FindOp(std::string_view name);          // nullptr: an ATen or library op
-bool IsOwnOp(std::string_view name);                  // no "ns." of an operator library
-Lane LaneOf(const Op& op);                            // explicit or the table's default
-// An optimizer step with lane=host: it works on storages that are out, where they lie, beside all other lanes (docs/ir.md).
+const OpInfo* FindOp(std::string_view name);  // nullptr: an ATen or library op
+bool IsOwnOp(std::string_view name);          // no "ns." of an operator library
+Lane LaneOf(const Op& op);                    // explicit or the table's default
+// An optimizer step with lane=host: it works on storages that are out, where they lie, beside all other lanes
+// (docs/ir.md).
 bool StepsOnHost(const Op& op);
-// Of an update: how many of its first operands are flat shards (weights, gradient, states); what follows is the coefficient.
+// Of an update: how many of its first operands are flat shards (weights, gradient, states); what follows is the
+// coefficient.
 size_t FlatOperands(const Op& op);
 std::string_view LaneName(Lane lane);
 std::optional<Lane> ParseLane(std::string_view name);

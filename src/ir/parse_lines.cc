@@ -139,7 +139,8 @@ Status TextParser::Step() {
   }
   INTERLACE_ASSIGN(program_.width, Int(1, program_.accumulation, "the micro-batches of one run"));
   if (program_.accumulation % program_.width != 0) {
-    return Fail(pos, std::to_string(program_.accumulation) + " micro-batches cannot run by " + std::to_string(program_.width));
+    return Fail(
+        pos, std::to_string(program_.accumulation) + " micro-batches cannot run by " + std::to_string(program_.width));
   }
   return EndLine();
 }

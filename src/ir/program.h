@@ -27,7 +27,7 @@ inline constexpr int32_t kNone = -1;
 
 inline constexpr int64_t kUnitAlignment = 32;  // elements; parameters and shards start at multiples of it
 inline constexpr int32_t kMaxValues = 1 << 28;
-inline constexpr int64_t kNormLimbs = 68;      // int64 words of the exact norm accumulator
+inline constexpr int64_t kNormLimbs = 68;  // int64 words of the exact norm accumulator
 
 enum class Level : uint8_t { kCaptured, kSharded, kScheduled };
 enum class Lane : uint8_t { kCompute, kGather, kReduce, kH2D, kD2H, kFile, kP2P, kHost };
@@ -62,7 +62,7 @@ struct Arg {
   ValueId value = kNone;
   Dim integer;
   double real = 0;
-  std::string text;        // kString: unescaped; kWord: dtypes, memory formats (preserve, contiguous, channels_last)
+  std::string text;  // kString: unescaped; kWord: dtypes, memory formats (preserve, contiguous, channels_last)
   std::vector<Arg> list;
 
   Arg();  // copied, moved and destroyed in so many places that the code is compiled once, in program.cc
@@ -90,19 +90,19 @@ struct NamedArg {
 
 struct Op {
   OpId id = kNone;
-  std::string name;                 // "aten.mm", "gather.start", ...
-  std::vector<ValueId> results;     // kNone for "_"
-  std::vector<Arg> args;            // positional
-  std::vector<NamedArg> named;      // keyword arguments of the operator
+  std::string name;              // "aten.mm", "gather.start", ...
+  std::vector<ValueId> results;  // kNone for "_"
+  std::vector<Arg> args;         // positional
+  std::vector<NamedArg> named;   // keyword arguments of the operator
   // tail
   Part part = Part::kNone;
   int32_t module = kNone;
   int32_t source = kNone;
-  std::optional<Lane> lane;         // explicit; LaneOf(op) in op_table.h gives the effective one
+  std::optional<Lane> lane;  // explicit; LaneOf(op) in op_table.h gives the effective one
   std::vector<UnitId> units;
-  std::optional<int64_t> rng;       // random stream key
-  std::vector<ValueId> writes;      // operands an ATen op mutates
-  std::vector<NamedArg> attrs;      // every other `name=literal` of the tail, in order
+  std::optional<int64_t> rng;   // random stream key
+  std::vector<ValueId> writes;  // operands an ATen op mutates
+  std::vector<NamedArg> attrs;  // every other `name=literal` of the tail, in order
 
   Op();  // like Arg's
   Op(const Op&);
@@ -110,46 +110,72 @@ struct Op {
   Op& operator=(const Op&);
   Op& operator=(Op&&) noexcept;
   ~Op();
-  const Arg* Attr(std::string_view attr_name) const;       // nullptr when absent
-  void SetAttr(std::string_view attr_name, Arg arg);       // adds or replaces
+  const Arg* Attr(std::string_view attr_name) const;  // nullptr when absent
+  void SetAttr(std::string_view attr_name, Arg arg);  // adds or replaces
 };
 
 struct Param {
   ValueId value = kNone;
   std::string name;
   bool trainable = true;
-  int32_t group = kNone;            // optimizer parameter group
+  int32_t group = kNone;  // optimizer parameter group
   UnitId unit = kNone;
-  int64_t unit_offset = 0;          // elements
-  std::vector<std::string> aliases; // other names of a tied parameter
+  int64_t unit_offset = 0;           // elements
+  std::vector<std::string> aliases;  // other names of a tied parameter
 };
-struct Buffer { ValueId value = kNone; std::string name; bool persistent = true; };
-struct Input { ValueId value = kNone; std::string name; };
-struct Const { ValueId value = kNone; std::string name; Arg data; };  // data: row-major list of numbers
+struct Buffer {
+  ValueId value = kNone;
+  std::string name;
+  bool persistent = true;
+};
+struct Input {
+  ValueId value = kNone;
+  std::string name;
+};
+struct Const {
+  ValueId value = kNone;
+  std::string name;
+  Arg data;
+};  // data: row-major list of numbers
 struct State {
   ValueId value = kNone;
-  std::string role;                 // "shard", "full", "grad", "exp_avg", ...
-  UnitId unit = kNone;              // printed as "u0.role" when set
-  bool persistent = true;           // else it lives within one step
-  bool out = false;                 // between steps it lies in the tier, not in memory (residency.h)
+  std::string role;        // "shard", "full", "grad", "exp_avg", ...
+  UnitId unit = kNone;     // printed as "u0.role" when set
+  bool persistent = true;  // else it lives within one step
+  bool out = false;        // between steps it lies in the tier, not in memory (residency.h)
 };
 struct Unit {
   UnitId id = kNone;
   std::string axis;
   DType dtype = DType::kF32;
-  int64_t numel = 0;                // padded, of the full buffer
-  int64_t shard = 0;                // numel / axis size
+  int64_t numel = 0;  // padded, of the full buffer
+  int64_t shard = 0;  // numel / axis size
 };
 struct Phase {
   std::string name;
   std::vector<ValueId> takes, gives;
   std::vector<OpId> ops;
 };
-struct Axis { std::string name; int64_t size = 1; };
-struct Symbol { std::string name; int64_t min = 0, max = 0; };
-struct Group { int32_t id = 0; std::string optimizer; };
-struct Module { int32_t id = 0; std::string path, class_name; };
-struct Source { int32_t id = 0; std::string place; };
+struct Axis {
+  std::string name;
+  int64_t size = 1;
+};
+struct Symbol {
+  std::string name;
+  int64_t min = 0, max = 0;
+};
+struct Group {
+  int32_t id = 0;
+  std::string optimizer;
+};
+struct Module {
+  int32_t id = 0;
+  std::string path, class_name;
+};
+struct Source {
+  int32_t id = 0;
+  std::string place;
+};
 
 class Program {
  public:
@@ -157,19 +183,19 @@ class Program {
   std::vector<std::pair<std::string, std::string>> meta;
   std::vector<Axis> mesh;
   std::vector<Symbol> symbols;
-  int64_t accumulation = 1;         // micro-batches a step
-  int64_t width = 1;                // of them in one run of a micro-batch phase, side by side (pass interleave)
+  int64_t accumulation = 1;  // micro-batches a step
+  int64_t width = 1;         // of them in one run of a micro-batch phase, side by side (pass interleave)
   std::string accumulate_mode = "reduce_each";
   std::vector<Group> groups;
-  std::vector<Module> modules;      // index = id
-  std::vector<Source> sources;      // index = id
-  std::vector<Unit> units;          // index = id
+  std::vector<Module> modules;  // index = id
+  std::vector<Source> sources;  // index = id
+  std::vector<Unit> units;      // index = id
   std::vector<Param> params;
   std::vector<Buffer> buffers;
   std::vector<Input> inputs;
   std::vector<Const> consts;
   std::vector<State> states;
-  std::vector<Phase> phases;        // in text order
+  std::vector<Phase> phases;  // in text order
   DimTable dims;
 
   Program();
@@ -201,12 +227,12 @@ class Program {
   ValueId AddPlaced(Op& op, Type type, ValueId root, Dim offset);
 
   ValueId RootOf(ValueId id) const { return values_[id].root; }
-  int64_t AxisSize(std::string_view axis) const;            // 1 when there is no such axis
+  int64_t AxisSize(std::string_view axis) const;  // 1 when there is no such axis
   const std::string* Meta(std::string_view key) const;
   void SetMeta(std::string_view key, std::string text);
   Phase* FindPhase(std::string_view name);
   const Phase* FindPhase(std::string_view name) const;
-  const Param* ParamOf(ValueId id) const;                   // nullptr when the value is no parameter
+  const Param* ParamOf(ValueId id) const;                       // nullptr when the value is no parameter
   ValueId FindState(UnitId unit, std::string_view role) const;  // kNone when absent
   ValueId AddState(UnitId unit, std::string role, Type type, bool persistent);
   // Contiguous row-major strides of sizes.
@@ -218,7 +244,8 @@ class Program {
 
   // How often a step runs a micro-batch phase.
   int64_t Runs() const { return accumulation / width; }
-  // Phases in the order a step runs them, with counts, for G runs: {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
+  // Phases in the order a step runs them, with counts, for G runs:
+  // {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
   std::vector<std::pair<const Phase*, int64_t>> RunOrder() const;
   // Drops ops in no phase and values nobody defines or uses, and renumbers ids densely in text order.
   void Compact();

@@ -16,8 +16,10 @@ const Move* MoveOf(const Op& op) {
                                     {Place::kComing, Place::kIn}};
   // Called for every op of a program: most names differ in their first letters.
   const std::string& name = op.name;
-  if (name.starts_with("offload.")) return name == "offload.start" ? &kMoves[0] : name == "offload.wait" ? &kMoves[1] : nullptr;
-  if (name.starts_with("reload.")) return name == "reload.start" ? &kMoves[2] : name == "reload.wait" ? &kMoves[3] : nullptr;
+  if (name.starts_with("offload."))
+    return name == "offload.start" ? &kMoves[0] : name == "offload.wait" ? &kMoves[1] : nullptr;
+  if (name.starts_with("reload."))
+    return name == "reload.start" ? &kMoves[2] : name == "reload.wait" ? &kMoves[3] : nullptr;
   return nullptr;
 }
 

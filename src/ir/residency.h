@@ -1,4 +1,5 @@
-// residency.h — where the bytes of a storage are while a step runs: in memory, or out in the tier (docs/ir.md, "Out of memory").
+// residency.h — where the bytes of a storage are while a step runs: in memory, or out in the tier (docs/ir.md, "Out of
+// memory").
 //
 //   state %6: f32[512] u0.exp_avg persistent out       lies in the tier between steps
 //
@@ -29,8 +30,8 @@ struct Move {
   Place from, to;
 };
 const Move* MoveOf(const Op& op);  // nullptr: not an offload or reload
-// offload.start with clean=true: nothing is copied, because the tier still has these bytes, or because nothing needs them again (a state
-// of one step whose memory comes back with fresh=true).
+// offload.start with clean=true: nothing is copied, because the tier still has these bytes, or because nothing needs
+// them again (a state of one step whose memory comes back with fresh=true).
 bool IsClean(const Op& op);
 // reload.start with fresh=true: memory is taken, nothing is copied into it; it is written before it is read.
 bool IsFresh(const Op& op);

@@ -28,10 +28,11 @@ class Whole {
     if (program_.phases.empty())
       report_.AtProgram("the program has no phase; if it came from a file, the file seems to be cut");
     bool accumulates = program_.Runs() > 1;
-    const std::string runs = std::to_string(program_.Runs()) + (program_.width > 1 ? " runs of micro-batches" : " micro-batches");
+    const std::string runs =
+        std::to_string(program_.Runs()) + (program_.width > 1 ? " runs of micro-batches" : " micro-batches");
     if (program_.inputs.size() % static_cast<size_t>(program_.width) != 0) {
-      report_.AtProgram("a run of " + std::to_string(program_.width) + " micro-batches has inputs for each of them, not " +
-                        std::to_string(program_.inputs.size()));
+      report_.AtProgram("a run of " + std::to_string(program_.width) +
+                        " micro-batches has inputs for each of them, not " + std::to_string(program_.inputs.size()));
     }
     for (const Phase& phase : program_.phases) {
       if (std::find(known.begin(), known.end(), phase.name) == known.end()) {
@@ -49,8 +50,7 @@ class Whole {
     if (program_.Runs() > 2) needed.push_back("micro_batch.middle");
     for (const std::string& name : needed) {
       if (program_.FindPhase(name) == nullptr) {
-        report_.AtPhase(program_.phases[0], "phase " + InQuotes(name) + " is missing: a step has " +
-                                                runs);
+        report_.AtPhase(program_.phases[0], "phase " + InQuotes(name) + " is missing: a step has " + runs);
       }
     }
   }
@@ -124,8 +124,9 @@ class Whole {
                                     " elements, must be a multiple of " + std::to_string(kUnitAlignment));
       }
       if (__builtin_mul_overflow(unit.shard, axis, &total) || total != unit.numel) {
-        report_.AtUnit(unit.id, "numel of u" + std::to_string(unit.id) + " must be shard times the size of " + unit.axis + ", " +
-                                    std::to_string(unit.shard) + " * " + std::to_string(axis) + ", not " + std::to_string(unit.numel));
+        report_.AtUnit(unit.id, "numel of u" + std::to_string(unit.id) + " must be shard times the size of " +
+                                    unit.axis + ", " + std::to_string(unit.shard) + " * " + std::to_string(axis) +
+                                    ", not " + std::to_string(unit.numel));
       }
     }
     std::map<UnitId, std::vector<const Param*>> layout;
@@ -138,8 +139,9 @@ class Whole {
       const Unit& unit = program_.units[state.unit];
       auto count = NumericElements(program_.value(state.value).type);
       if (count && *count != unit.shard && *count != unit.numel) {
-        report_.AtValue(state.value, "a state of u" + std::to_string(unit.id) + " has " + std::to_string(unit.shard) + " (its shard) or " +
-                                         std::to_string(unit.numel) + " elements, not " + std::to_string(*count));
+        report_.AtValue(state.value, "a state of u" + std::to_string(unit.id) + " has " + std::to_string(unit.shard) +
+                                         " (its shard) or " + std::to_string(unit.numel) + " elements, not " +
+                                         std::to_string(*count));
       }
     }
   }
@@ -154,8 +156,9 @@ class Whole {
       std::string name = "parameter '" + param->name + "'";
       if (type.dtype != unit.dtype) report_.AtValue(param->value, name + " has another dtype than its unit");
       if (param->unit_offset % kUnitAlignment != 0 || param->unit_offset < 0) {
-        report_.AtValue(param->value, name + " starts at element " + std::to_string(param->unit_offset) + " of u" + std::to_string(unit.id) +
-                                          "; it must be a multiple of " + std::to_string(kUnitAlignment));
+        report_.AtValue(param->value, name + " starts at element " + std::to_string(param->unit_offset) + " of u" +
+                                          std::to_string(unit.id) + "; it must be a multiple of " +
+                                          std::to_string(kUnitAlignment));
       }
       auto count = NumericElements(type);
       if (!count) {
@@ -167,8 +170,8 @@ class Whole {
       }
       int64_t end = 0;
       if (__builtin_add_overflow(param->unit_offset, *count, &end) || end > unit.numel) {
-        report_.AtValue(param->value,
-                        name + " ends beyond u" + std::to_string(unit.id) + ", which has " + std::to_string(unit.numel) + " elements");
+        report_.AtValue(param->value, name + " ends beyond u" + std::to_string(unit.id) + ", which has " +
+                                          std::to_string(unit.numel) + " elements");
         continue;
       }
       if (end > used) {

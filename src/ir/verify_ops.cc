@@ -64,7 +64,8 @@ class Meaning {
       }
     }
     if (op.lane == Lane::kHost && !StepsOnHost(op)) {
-      report_.AtOp(op, "lane=host is for optimizer steps (update.*) on storages that are out; " + op.name + " runs on the device");
+      report_.AtOp(op, "lane=host is for optimizer steps (update.*) on storages that are out; " + op.name +
+                           " runs on the device");
     }
     if (op.Attr("on_shard") != nullptr) OnShard(op);
     if (op.Attr(kMicroBatch) != nullptr) OfMicroBatch(op);
@@ -104,8 +105,8 @@ class Meaning {
       const Param* param = param_of_[program_.RootOf(id)];
       if (param == nullptr || param->unit == kNone) return;
       report_.AtOp(op,
-                   "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" + std::to_string(param->unit) +
-                       " and use a view of it",
+                   "parameter '" + param->name + "' is sharded and cannot be used directly; gather u" +
+                       std::to_string(param->unit) + " and use a view of it",
                    id);
     });
   }
@@ -126,10 +127,11 @@ class Meaning {
   bool Shape(const Op& op, size_t min_args, size_t max_args, size_t results) {
     if (!ValueOperands(op)) return false;
     if (op.args.size() < min_args || op.args.size() > max_args) {
-      std::string range = min_args == max_args
-                              ? std::to_string(static_cast<int64_t>(min_args))
-                              : std::to_string(static_cast<int64_t>(min_args)) + " to " + std::to_string(static_cast<int64_t>(max_args));
-      report_.AtOp(op, op.name + " takes " + range + " operands, not " + std::to_string(static_cast<int64_t>(op.args.size())));
+      std::string range = min_args == max_args ? std::to_string(static_cast<int64_t>(min_args))
+                                               : std::to_string(static_cast<int64_t>(min_args)) + " to " +
+                                                     std::to_string(static_cast<int64_t>(max_args));
+      report_.AtOp(
+          op, op.name + " takes " + range + " operands, not " + std::to_string(static_cast<int64_t>(op.args.size())));
       return false;
     }
     bool skipped = std::find(op.results.begin(), op.results.end(), kNone) != op.results.end();
@@ -141,8 +143,10 @@ class Meaning {
   void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
     auto count = NumericElements(TypeOf(id));
     if (count && *count == wanted) return;
-    report_.AtOp(
-        op, "%" + std::to_string(id) + " must have " + std::to_string(wanted) + (wanted == 1 ? " element (" : " elements (") + meaning + ")", id);
+    report_.AtOp(op,
+                 "%" + std::to_string(id) + " must have " + std::to_string(wanted) +
+                     (wanted == 1 ? " element (" : " elements (") + meaning + ")",
+                 id);
   }
   bool IsNumber(const Arg& arg) const {
     return arg.kind == Arg::Kind::kFloat || (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
@@ -177,11 +181,15 @@ class Meaning {
     ValueId target = op.args[0].value, value = op.args[1].value;
     const Param* param = param_of_[target];
     if (param == nullptr || !param->trainable) {
-      report_.AtOp(op, "the first operand of grad must be a trainable parameter; %" + std::to_string(target) + " is none", target);
+      report_.AtOp(op,
+                   "the first operand of grad must be a trainable parameter; %" + std::to_string(target) + " is none",
+                   target);
       return;
     }
     if (++graded_[target] > program_.width) {
-      report_.AtOp(op, "parameter '" + param->name + "' has " + (program_.width == 1 ? "two" : "too many") + " gradients", target);
+      report_.AtOp(op,
+                   "parameter '" + param->name + "' has " + (program_.width == 1 ? "two" : "too many") + " gradients",
+                   target);
     }
     const Type& of = TypeOf(target);
     const Type& given = TypeOf(value);
@@ -202,7 +210,8 @@ class Meaning {
       return;
     }
     if (++outputs_[name->text] > program_.width) {
-      report_.AtOp(op, (program_.width == 1 ? "two" : "too many") + std::string(" outputs are named ") + InQuotes(name->text));
+      report_.AtOp(
+          op, (program_.width == 1 ? "two" : "too many") + std::string(" outputs are named ") + InQuotes(name->text));
     }
     if (name->text == "loss") Elements(op, op.args[0].value, 1, "the loss is a scalar");
   }
@@ -216,8 +225,8 @@ class Meaning {
     }
     if (TypeOf(dst).sizes != TypeOf(src).sizes) {
       report_.AtOp(op,
-                   "assign needs equal sizes; %" + std::to_string(dst) + " is " + PrintType(program_, TypeOf(dst)) + " and %" +
-                       std::to_string(src) + " is " + PrintType(program_, TypeOf(src)),
+                   "assign needs equal sizes; %" + std::to_string(dst) + " is " + PrintType(program_, TypeOf(dst)) +
+                       " and %" + std::to_string(src) + " is " + PrintType(program_, TypeOf(src)),
                    src);
     }
   }
@@ -338,8 +347,9 @@ class Meaning {
     auto flat = NumericElements(TypeOf(op.args[0].value));
     int64_t count = flat && *flat == unit.numel ? unit.numel : unit.shard;
     for (size_t i = 0; i < 2 + states; ++i) {
-      Elements(op, op.args[i].value, count,
-               count == unit.shard ? "the shard of u" + std::to_string(unit.id) : "numel of u" + std::to_string(unit.id));
+      Elements(
+          op, op.args[i].value, count,
+          count == unit.shard ? "the shard of u" + std::to_string(unit.id) : "numel of u" + std::to_string(unit.id));
     }
     if (op.args.size() == 3 + states && !IsType(op.args.back().value, DType::kF64, 3)) {
       report_.AtOp(op, "the last operand of " + op.name + " is the f64[3] of norm.coef", op.args.back().value);
@@ -360,12 +370,14 @@ class Meaning {
       int64_t start = ranges->list[i].integer.value, end = ranges->list[i + 1].integer.value;
       int64_t group = ranges->list[i + 2].integer.value;
       if (start < before || end < start || end > unit.numel) {
-        report_.AtOp(op, "range " + std::to_string(start) + " to " + std::to_string(end) + " must follow the one before it and lie within u" +
-                             std::to_string(unit.id) + " (" + std::to_string(unit.numel) + " elements)");
+        report_.AtOp(op, "range " + std::to_string(start) + " to " + std::to_string(end) +
+                             " must follow the one before it and lie within u" + std::to_string(unit.id) + " (" +
+                             std::to_string(unit.numel) + " elements)");
         return;
       }
       if (group < 0 || group >= static_cast<int64_t>(program_.groups.size())) {
-        report_.AtOp(op, "group " + std::to_string(group) + " of range " + std::to_string(start) + " to " + std::to_string(end) + " is not declared");
+        report_.AtOp(op, "group " + std::to_string(group) + " of range " + std::to_string(start) + " to " +
+                             std::to_string(end) + " is not declared");
         return;
       }
       before = end;

@@ -1,5 +1,5 @@
-// Ops of the step before (pending.h): they stand where a step begins, work on states only, and nothing looks at a storage before
-// the pending ops are done with it.
+// Ops of the step before (pending.h): they stand where a step begins, work on states only, and nothing looks at a
+// storage before the pending ops are done with it.
 #include <unordered_map>
 
 #include "ir/pending.h"
@@ -34,22 +34,26 @@ void VerifyPending(const Program& program, VerifyReport& report) {
       const Arg* attr = op.Attr("pending");
       if (attr == nullptr) continue;
       if (!IsPending(op) || !MayBePending(op)) {
-        report.AtOp(op, "pending=true marks view, update.*, gather.start and gather.wait of the optimizer step, tagged upd");
+        report.AtOp(
+            op, "pending=true marks view, update.*, gather.start and gather.wait of the optimizer step, tagged upd");
         continue;
       }
       if (order.empty() || &phase != order[0].first || order[0].second != 1 || phase.name == "update") {
-        report.AtOp(op, "pending ops stand in the one micro-batch that a step begins with, not in phase '" + phase.name + "'");
+        report.AtOp(
+            op, "pending ops stand in the one micro-batch that a step begins with, not in phase '" + phase.name + "'");
         continue;
       }
       ForEachTouched(program, op, [&](ValueId id) {
         const ValueId root = program.RootOf(id);
         last[root] = static_cast<int32_t>(i);
         if (program.value(root).kind == ValueKind::kState) return;
-        report.AtOp(op, "%" + std::to_string(id) + " does not last from the step before; pending ops work on states only", id);
+        report.AtOp(
+            op, "%" + std::to_string(id) + " does not last from the step before; pending ops work on states only", id);
       });
       for (ValueId id : op.results) {
         if (id != kNone && program.RootOf(id) == id)
-          report.AtOp(op, "the result of a pending op lies in a state: elsewhere a step that has nothing pending lacks it", id);
+          report.AtOp(
+              op, "the result of a pending op lies in a state: elsewhere a step that has nothing pending lacks it", id);
       }
     }
     if (last.empty()) continue;

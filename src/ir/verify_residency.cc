@@ -21,7 +21,8 @@ class Walk {
     for (const State& state : program_.states) {
       if (!state.out) continue;
       any = true;
-      if (program_.RootOf(state.value) != state.value) report_.AtValue(state.value, "only a state that owns its storage can be 'out'");
+      if (program_.RootOf(state.value) != state.value)
+        report_.AtValue(state.value, "only a state that owns its storage can be 'out'");
       place_[state.value] = Place::kOut;
     }
     for (const Phase& phase : program_.phases) {
@@ -40,8 +41,10 @@ class Walk {
     for (const State& state : program_.states) {
       const Place now = PlaceOf(state.value), first = state.out ? Place::kOut : Place::kIn;
       if (now == first) continue;
-      report_.AtValue(state.value, "the state is " + std::string(PlaceName(now)) + " when the step ends, but the next step begins with it " +
-                                       std::string(PlaceName(first)) + (state.out ? "; offload it" : "; reload it, or declare it 'out'"));
+      report_.AtValue(state.value, "the state is " + std::string(PlaceName(now)) +
+                                       " when the step ends, but the next step begins with it " +
+                                       std::string(PlaceName(first)) +
+                                       (state.out ? "; offload it" : "; reload it, or declare it 'out'"));
     }
   }
 
@@ -82,8 +85,8 @@ class Walk {
       // What a step on the host has used up ends where it lies.
       if (it->second != Place::kIn && !(it->second == Place::kOut && used_up_.contains(it->first))) {
         Report(program_.op(moved_by_[it->first]),
-               "%" + std::to_string(it->first) + " is " + std::string(PlaceName(it->second)) + " when phase '" + phase.name +
-                   "' ends; only states stay out over phases",
+               "%" + std::to_string(it->first) + " is " + std::string(PlaceName(it->second)) + " when phase '" +
+                   phase.name + "' ends; only states stay out over phases",
                it->first);
       }
       clean_.erase(it->first);
@@ -93,22 +96,28 @@ class Walk {
 
   void Moved(const Op& op, const Move& move, ValueId id) {
     const Value& value = program_.value(id);
-    const bool may = value.kind == ValueKind::kState || value.kind == ValueKind::kResult || value.kind == ValueKind::kTake;
+    const bool may =
+        value.kind == ValueKind::kState || value.kind == ValueKind::kResult || value.kind == ValueKind::kTake;
     if (!may || value.root != id) {
-      return Report(op, op.name + " moves whole storages of states and results; %" + std::to_string(id) + " is " +
-                            (value.root != id ? "a view of %" + std::to_string(value.root) : "neither"),
+      return Report(op,
+                    op.name + " moves whole storages of states and results; %" + std::to_string(id) + " is " +
+                        (value.root != id ? "a view of %" + std::to_string(value.root) : "neither"),
                     id);
     }
     const Place now = PlaceOf(id);
     if (now != move.from) {
-      Report(op, "%" + std::to_string(id) + " is " + std::string(PlaceName(now)) + " here; " + op.name + " needs it " +
-                     std::string(PlaceName(move.from)),
+      Report(op,
+             "%" + std::to_string(id) + " is " + std::string(PlaceName(now)) + " here; " + op.name + " needs it " +
+                 std::string(PlaceName(move.from)),
              id);
     }
     if (move.to == Place::kLeaving && IsClean(op) && !clean_.contains(id)) {
       // What ends with the step may be given up: then only fresh memory may come.
       if (value.kind != ValueKind::kState || Persistent(id)) {
-        Report(op, "%" + std::to_string(id) + " was written since it came back, or never was in the tier; leave out clean=true", id);
+        Report(op,
+               "%" + std::to_string(id) +
+                   " was written since it came back, or never was in the tier; leave out clean=true",
+               id);
       }
       lost_.emplace(id, op.id);
     }
@@ -119,13 +128,15 @@ class Walk {
     }
     if (const Arg* fresh = op.Attr("fresh"); fresh != nullptr) {
       const bool step = value.kind == ValueKind::kState && !Persistent(id);
-      if (move.to != Place::kComing || !step) Report(op, "fresh= is for reload.start of a state of one step, which has nothing to keep", id);
+      if (move.to != Place::kComing || !step)
+        Report(op, "fresh= is for reload.start of a state of one step, which has nothing to keep", id);
       if (IsFresh(op)) {
         blank_.insert(id);
         lost_.erase(id);
       }
     }
-    if (move.to == Place::kLeaving && blank_.contains(id)) Report(op, "%" + std::to_string(id) + " goes out before anything is written to it", id);
+    if (move.to == Place::kLeaving && blank_.contains(id))
+      Report(op, "%" + std::to_string(id) + " goes out before anything is written to it", id);
     if (move.to == Place::kIn && !blank_.contains(id)) clean_.insert(id);
     place_[id] = move.to;
     moved_by_[id] = op.id;
@@ -137,18 +148,26 @@ class Walk {
     auto touch = [&](ValueId id) {
       const Place now = PlaceOf(program_.RootOf(id));
       if (now == Place::kOut || now == Place::kComing)
-        Report(op, "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) + "; reload it and wait first", id);
+        Report(op,
+               "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) +
+                   "; reload it and wait first",
+               id);
     };
     auto write = [&](ValueId id, const char* verb) {
       clean_.erase(program_.RootOf(id));
       blank_.erase(program_.RootOf(id));
       if (PlaceOf(program_.RootOf(id)) == Place::kLeaving)
-        Report(op, "%" + std::to_string(id) + " is " + verb + " while its storage is on its way out; wait for the offload first", id);
+        Report(op,
+               "%" + std::to_string(id) + " is " + verb +
+                   " while its storage is on its way out; wait for the offload first",
+               id);
     };
     ForEachOperand(op, [&](ValueId id) {
       touch(id);
       if (!blank_.contains(program_.RootOf(id)) || op.name == "release") return;
-      Report(op, "%" + std::to_string(id) + " is read before anything is written to it: its memory came with fresh=true", id);
+      Report(op,
+             "%" + std::to_string(id) + " is read before anything is written to it: its memory came with fresh=true",
+             id);
     });
     for (ValueId id : op.writes) touch(id);
     for (ValueId id : op.results) {
@@ -166,7 +185,8 @@ class Walk {
   void Needs(ValueId id) {
     auto lost = lost_.find(id);
     if (lost == lost_.end()) return;
-    Report(program_.op(lost->second), "%" + std::to_string(id) + " was written since it came back, and is needed again; leave out clean=true", id);
+    Report(program_.op(lost->second),
+           "%" + std::to_string(id) + " was written since it came back, and is needed again; leave out clean=true", id);
   }
 
   // An optimizer step on the host: everything but the coefficient lies in the tier, and is changed there.
@@ -176,14 +196,23 @@ class Walk {
       const ValueId id = op.args[i].value;
       const Place now = PlaceOf(program_.RootOf(id));
       if (i >= FlatOperands(op)) {
-        if (now != Place::kIn) Report(op, "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) + "; reload it and wait first", id);
+        if (now != Place::kIn)
+          Report(op,
+                 "%" + std::to_string(id) + " is used while its storage is " + std::string(PlaceName(now)) +
+                     "; reload it and wait first",
+                 id);
         continue;
       }
       if (program_.RootOf(id) != id) {
-        Report(op, "a step on the host works on whole storages; %" + std::to_string(id) + " is a part of %" + std::to_string(program_.RootOf(id)), id);
+        Report(op,
+               "a step on the host works on whole storages; %" + std::to_string(id) + " is a part of %" +
+                   std::to_string(program_.RootOf(id)),
+               id);
       } else if (now != Place::kOut) {
-        Report(op, "a step on the host works on storages that are out; %" + std::to_string(id) + " is " + std::string(PlaceName(now)) +
-                       "; offload it and wait first", id);
+        Report(op,
+               "a step on the host works on storages that are out; %" + std::to_string(id) + " is " +
+                   std::string(PlaceName(now)) + "; offload it and wait first",
+               id);
       }
       Needs(id);
       if (program_.value(id).kind == ValueKind::kResult) used_up_.insert(id);
@@ -192,18 +221,19 @@ class Walk {
   }
 
   bool Persistent(ValueId id) const {
-    return std::any_of(program_.states.begin(), program_.states.end(), [&](const State& s) { return s.value == id && s.persistent; });
+    return std::any_of(program_.states.begin(), program_.states.end(),
+                       [&](const State& s) { return s.value == id && s.persistent; });
   }
 
   const Program& program_;
   VerifyReport& report_;
   std::unordered_map<ValueId, Place> place_;  // what is not here is in memory
   std::unordered_map<ValueId, OpId> moved_by_;
-  std::set<ValueId> clean_;  // in memory, and the same in the tier
-  std::set<ValueId> blank_;  // in memory that came with fresh=true, and not written since
+  std::set<ValueId> clean_;                 // in memory, and the same in the tier
+  std::set<ValueId> blank_;                 // in memory that came with fresh=true, and not written since
   std::unordered_map<ValueId, OpId> lost_;  // out, without what was written last: the op that gave it up
   std::map<ValueId, bool> first_fresh_;     // whether the first reload of the step was of fresh memory
-  std::set<ValueId> used_up_;  // results that a step on the host took
+  std::set<ValueId> used_up_;               // results that a step on the host took
   std::set<std::pair<OpId, ValueId>> reported_;
 };
 

@@ -24,7 +24,7 @@ struct Plan {
   std::unordered_map<ValueId, Landing> landings;   // by root
   std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
   std::unordered_set<ValueId> narrow_parts;        // reduced shards of narrow flat buffers
-  std::unordered_set<ValueId> sums;                // views of landings that further micro-batches of the run are added to
+  std::unordered_set<ValueId> sums;  // views of landings that further micro-batches of the run are added to
 };
 
 enum class Variant { kFirst, kMiddle, kLast };
@@ -334,10 +334,12 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   if (found == nullptr) return MakeError("the program has no phase micro_batch");
   if (program.width > 1) {
     if (mode != "reduce_last") {
-      return MakeError("micro-batches that run side by side are reduced together; use mode=reduce_last, or no interleave");
+      return MakeError(
+          "micro-batches that run side by side are reduced together; use mode=reduce_last, or no interleave");
     }
     if (steps % program.width != 0) {
-      return MakeError("steps=", steps, " micro-batches cannot run by ", program.width, "; choose a multiple, or another interleave");
+      return MakeError("steps=", steps, " micro-batches cannot run by ", program.width,
+                       "; choose a multiple, or another interleave");
     }
   }
   if (steps == program.width) {

@@ -115,7 +115,8 @@ class ModuleBuckets {
     StableSort(known, [](std::string_view a, std::string_view b) { return a.size() < b.size(); });
     constexpr size_t kShown = 3;
     std::string text;
-    for (size_t i = 0; i < std::min(kShown, known.size()); ++i) text += (i > 0 ? ", '" : "; for example '") + std::string(known[i]) + "'";
+    for (size_t i = 0; i < std::min(kShown, known.size()); ++i)
+      text += (i > 0 ? ", '" : "; for example '") + std::string(known[i]) + "'";
     return text + (known.size() > 1 ? " do" : " does");
   }
 

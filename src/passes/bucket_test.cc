@@ -85,8 +85,9 @@ TEST(BucketManual, Errors) {
             "error: pass 'bucket': option modules: 'layer.0' owns no parameter, did you mean 'layers.0'?");
   EXPECT_EQ(Bucketed("modules=layer.*"),
             "error: pass 'bucket': option modules: 'layer.*' owns no parameter, did you mean 'layers.*'?");
-  EXPECT_EQ(Bucketed("modules=layers.0+zzz"),
-            "error: pass 'bucket': option modules: 'zzz' owns no parameter; for example 'head', 'layers', 'layers.0' do");
+  EXPECT_EQ(
+      Bucketed("modules=layers.0+zzz"),
+      "error: pass 'bucket': option modules: 'zzz' owns no parameter; for example 'head', 'layers', 'layers.0' do");
   EXPECT_EQ(Bucketed("modules=layers.*+layers.1"),
             "error: pass 'bucket': option modules: 'layers.*' and 'layers.1' overlap: both own 'layers.1.up.w'");
   EXPECT_EQ(Bucketed("modules=head+head"),

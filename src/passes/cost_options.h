@@ -2,8 +2,8 @@
 //
 //   prefetch(cluster=h100-80gb-32,profile=run.profile,limit=60GiB)
 //
-// `cluster` is a preset's name or the path of a TOML file (default: local-<ranks of the program>), `profile` the path of a
-// profile's text, `limit` the bytes a rank may use (default: what the cluster's device has; none on CPUs).
+// `cluster` is a preset's name or the path of a TOML file (default: local-<ranks of the program>), `profile` the path
+// of a profile's text, `limit` the bytes a rank may use (default: what the cluster's device has; none on CPUs).
 #pragma once
 
 #include <memory>
@@ -23,9 +23,7 @@ struct PassCosts {
   int64_t limit = 0;                      // bytes of a rank; INT64_MAX: no limit
 
   // A model over the program as it is now; it keeps pointers to the program and to this.
-  Result<CostModel> Model(const Program& program) const {
-    return CostModel::Create(program, cluster, profile.get());
-  }
+  Result<CostModel> Model(const Program& program) const { return CostModel::Create(program, cluster, profile.get()); }
 };
 
 // Error: an unknown preset, a file that cannot be read or parsed, a bad limit.

@@ -15,14 +15,14 @@ namespace interlace {
 struct Stall {
   bool reduce = false;
   Part part = Part::kNone;
-  UnitId unit = kNone;       // the first of the call
+  UnitId unit = kNone;  // the first of the call
   int64_t time_ps = 0;
 };
 
 struct Verdict {
-  int64_t time_ps = 0;       // of a step
-  int64_t bytes = 0;         // peak of a rank
-  std::vector<Stall> stalls; // longest first
+  int64_t time_ps = 0;        // of a step
+  int64_t bytes = 0;          // peak of a rank
+  std::vector<Stall> stalls;  // longest first
 };
 
 // Error: of the cost model, the engine, the memory curve. `with_stalls` costs a walk over the step.

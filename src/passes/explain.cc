@@ -58,7 +58,9 @@ std::string Format(const char* format, double a) {
   return text;
 }
 
-std::string Ms(double us) { return Format(us < 1e5 ? "%.2f ms" : "%.0f ms", us / 1e3); }
+std::string Ms(double us) {
+  return Format(us < 1e5 ? "%.2f ms" : "%.0f ms", us / 1e3);
+}
 
 std::string Bytes(double bytes) {
   const double size = std::fabs(bytes);
@@ -75,7 +77,9 @@ std::string Padded(std::string text, size_t width) {
 // "12 % slower, 1.20 GiB less" beside the chosen one.
 std::string Against(const Row& row, const Row& chosen) {
   const double percent = 100 * (row.us / std::max(chosen.us, 1e-9) - 1);
-  std::string text = std::fabs(percent) < 0.05 ? "as fast" : Format("%.1f %% ", std::fabs(percent)) + (percent > 0 ? "slower" : "faster");
+  std::string text = std::fabs(percent) < 0.05
+                         ? "as fast"
+                         : Format("%.1f %% ", std::fabs(percent)) + (percent > 0 ? "slower" : "faster");
   const double more = row.bytes - chosen.bytes;
   text += ", ";
   text += std::fabs(more) < 1024 ? "same memory" : Bytes(std::fabs(more)) + (more > 0 ? " more" : " less");
@@ -86,7 +90,9 @@ std::string Line(const std::string& name, const Row& row, const std::string& rem
   return "  " + Padded(name, 56) + Padded(Ms(row.us), 13) + Padded(Bytes(row.bytes), 13) + remark + "\n";
 }
 
-size_t Count(std::string_view text, char c) { return static_cast<size_t>(std::count(text.begin(), text.end(), c)); }
+size_t Count(std::string_view text, char c) {
+  return static_cast<size_t>(std::count(text.begin(), text.end(), c));
+}
 
 // The value of one option of `schedule(...)`; empty when it is not given.
 std::string OptionOf(const std::string& passes, const std::string& name) {
@@ -107,18 +113,22 @@ std::string Decisions(const Program& program, const Row& chosen) {
     }
   }
   const bool repositioned = pending > 0;
-  const std::string next_step = (pending == updates ? "of each unit" : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units") +
-                                " in the next step, before its first use";
+  const std::string next_step =
+      (pending == updates ? "of each unit"
+                          : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units") +
+      " in the next step, before its first use";
   if (!chosen.passes.starts_with("schedule")) {
     return "  the passes of a heuristic: " + (chosen.passes.empty() ? std::string("none") : chosen.passes) + "\n" +
            (repositioned ? "  optimizer step         " + next_step + "\n" : "");
   }
   const std::string keep = OptionOf(chosen.passes, "keep");
   const size_t kept = keep.empty() ? 0 : Count(keep, '+') + 1;
-  text += "  kept gathered          " + std::to_string(kept) + " of " + std::to_string(program.units.size()) + " units\n";
-  for (auto [name, title, what] : {std::tuple{"forward", "gathers of forward     ", "steps ahead"},
-                                   std::tuple{"backward", "gathers of backward    ", "steps ahead"},
-                                   std::tuple{"reduce", "reductions             ", "later ones start before the wait"}}) {
+  text +=
+      "  kept gathered          " + std::to_string(kept) + " of " + std::to_string(program.units.size()) + " units\n";
+  for (auto [name, title, what] :
+       {std::tuple{"forward", "gathers of forward     ", "steps ahead"},
+        std::tuple{"backward", "gathers of backward    ", "steps ahead"},
+        std::tuple{"reduce", "reductions             ", "later ones start before the wait"}}) {
     const std::string list = OptionOf(chosen.passes, name);
     if (list.empty()) continue;
     double least = 1e9, most = 0;
@@ -132,12 +142,14 @@ std::string Decisions(const Program& program, const Row& chosen) {
       most = std::max(most, steps);
     }
     const auto show = [](double n) { return n >= 1e6 ? std::string("as early as possible") : Format("%.0f", n); };
-    text += std::string("  ") + title + std::to_string(Count(list, ';') + 1) + " calls of " + std::to_string(units) + " units, " +
-            show(least) + (most > least ? " to " + show(most) : "") + " " + what + "\n";
+    text += std::string("  ") + title + std::to_string(Count(list, ';') + 1) + " calls of " + std::to_string(units) +
+            " units, " + show(least) + (most > least ? " to " + show(most) : "") + " " + what + "\n";
   }
   text += std::string("  optimizer step         ") +
-          (repositioned ? next_step
-           : chosen.passes.find(",overlap_update") != std::string::npos ? "of each unit when its gradient is complete" : "after the last micro-batch") + "\n";
+          (repositioned                                                 ? next_step
+           : chosen.passes.find(",overlap_update") != std::string::npos ? "of each unit when its gradient is complete"
+                                                                        : "after the last micro-batch") +
+          "\n";
   const std::string* recompute = program.Meta("recompute");
   text += "  recomputed             " + (recompute == nullptr ? std::string("nothing") : *recompute) + "\n";
   if (const std::string* offload = program.Meta("offload")) text += "  out of memory          " + *offload + "\n";
@@ -150,7 +162,8 @@ std::string Decisions(const Program& program, const Row& chosen) {
 Result<std::string> Explain(const Program& program) {
   const std::vector<Row> chosen_rows = Table(program, "search.chosen");
   if (chosen_rows.empty()) {
-    return MakeError("the program was not made by a search; run the pass search on it (after shard, accumulate and update)");
+    return MakeError(
+        "the program was not made by a search; run the pass search on it (after shard, accumulate and update)");
   }
   const Row& chosen = chosen_rows[0];
   const std::string* limit_text = program.Meta("search.limit");
@@ -158,10 +171,11 @@ Result<std::string> Explain(const Program& program) {
   if (limit_text != nullptr && *limit_text != "none") limit = Number(*limit_text);
   const std::string* bound = program.Meta("search.bound_us");
   const std::string* evaluations = program.Meta("search.evaluations");
-  std::string out = "step " + Ms(chosen.us) + ", peak " + Bytes(chosen.bytes) + (limit ? " of " + Bytes(*limit) + " allowed" : "") + "\n";
+  std::string out = "step " + Ms(chosen.us) + ", peak " + Bytes(chosen.bytes) +
+                    (limit ? " of " + Bytes(*limit) + " allowed" : "") + "\n";
   if (bound != nullptr && Number(*bound) > 0) {
-    out += "no schedule is faster than " + Ms(Number(*bound)) + ": the gap is " + Format("%.1f", 100 * (chosen.us / Number(*bound) - 1)) +
-           " %\n";
+    out += "no schedule is faster than " + Ms(Number(*bound)) + ": the gap is " +
+           Format("%.1f", 100 * (chosen.us / Number(*bound) - 1)) + " %\n";
   }
   if (evaluations != nullptr) out += *evaluations + " schedules were simulated\n";
   out += "\ndecided (" + chosen.name + ")\n" + Decisions(program, chosen);
@@ -172,7 +186,9 @@ Result<std::string> Explain(const Program& program) {
   }
   out += "\nrejected\n";
   for (const Row& row : Table(program, "search.heuristics")) {
-    out += Line(row.name, row, limit && row.bytes > *limit ? "does not fit: " + Bytes(row.bytes - *limit) + " too much" : Against(row, chosen));
+    out += Line(row.name, row,
+                limit && row.bytes > *limit ? "does not fit: " + Bytes(row.bytes - *limit) + " too much"
+                                            : Against(row, chosen));
   }
   out += "\nmemory against time: the best that was found\n";
   const std::vector<Row> front = Table(program, "search.front");
@@ -181,7 +197,9 @@ Result<std::string> Explain(const Program& program) {
     const bool is_chosen = front[i].us == chosen.us && front[i].bytes == chosen.bytes;
     const size_t every = (front.size() + kShown - 1) / kShown;
     if (!is_chosen && i % every != 0 && i + 1 != front.size()) continue;
-    std::string remark = is_chosen ? "chosen" : limit && front[i].bytes > *limit ? "does not fit" : Against(front[i], chosen);
+    std::string remark = is_chosen                          ? "chosen"
+                         : limit && front[i].bytes > *limit ? "does not fit"
+                                                            : Against(front[i], chosen);
     out += Line(front[i].name, front[i], remark);
   }
   return out;

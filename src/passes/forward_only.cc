@@ -26,13 +26,16 @@ Result<bool> LeaveOut(Program& program, const std::string& names, const std::vec
     wanted.push_back(names.substr(at, plus - at));
     at = plus + 1;
     if (std::find(all.begin(), all.end(), wanted.back()) != all.end()) continue;
-    return MakeError("the program has no state '", wanted.back(), "'", DidYouMean(wanted.back(), {all.begin(), all.end()}));
+    return MakeError("the program has no state '", wanted.back(), "'",
+                     DidYouMean(wanted.back(), {all.begin(), all.end()}));
   }
   std::sort(wanted.begin(), wanted.end());
   bool changed = false;
   for (size_t i = 0; i < all.size(); ++i) {
     State& state = program.states[i];
-    if (!state.persistent || state.unit == kNone || state.out || program.RootOf(state.value) != state.value || used[state.value] != 0) continue;
+    if (!state.persistent || state.unit == kNone || state.out || program.RootOf(state.value) != state.value ||
+        used[state.value] != 0)
+      continue;
     if (names != "all" && !std::binary_search(wanted.begin(), wanted.end(), all[i])) continue;
     state.out = changed = true;
   }
@@ -44,7 +47,8 @@ Result<bool> LeaveOut(Program& program, const std::string& names, const std::vec
 Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   const std::vector<Phase*> micro_batches = MicroBatches(program);
   if (micro_batches.size() != 1 || micro_batches[0]->name != "micro_batch") {
-    return MakeError("forward_only runs before accumulate: the program has ", micro_batches.size(), " micro-batch phases");
+    return MakeError("forward_only runs before accumulate: the program has ", micro_batches.size(),
+                     " micro-batch phases");
   }
   Phase& phase = *micro_batches[0];
   if (!phase.takes.empty()) {
@@ -82,7 +86,8 @@ Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   }
   INTERLACE_ASSIGN(const bool out, LeaveOut(program, options.Text("out", "none"), used));
   // Gradients and what else lasts for one step: nothing of it is left to be used.
-  const auto gone = std::erase_if(program.states, [&](const State& state) { return !state.persistent && !is_used(state.value); });
+  const auto gone =
+      std::erase_if(program.states, [&](const State& state) { return !state.persistent && !is_used(state.value); });
   return changed || out || gone > 0;
 }
 

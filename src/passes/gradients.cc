@@ -21,10 +21,10 @@ struct MoreGradient {
 };
 
 struct Gradient {
-  int32_t param = -1;         // index in Program::params
-  int32_t marker = -1;        // index of the grad op
-  int32_t landed = -1;        // the (first) gradient is complete after this op
-  int32_t done = -1;          // what lies in the flat buffer is
+  int32_t param = -1;   // index in Program::params
+  int32_t marker = -1;  // index of the grad op
+  int32_t landed = -1;  // the (first) gradient is complete after this op
+  int32_t done = -1;    // what lies in the flat buffer is
   std::vector<MoreGradient> more;
   int32_t last_use = -1;      // of the flat buffer, by ops of the old list
   ValueId owner = kNone;      // the value to place: the gradient itself or what it is a plain reshape of; kNone: copy
@@ -246,9 +246,9 @@ class Placer {
 
   int64_t FlatBytes(const Gradient& gradient) const { return UnitOf(gradient).numel * DTypeBytes(gradient.dtype); }
 
-  // Whether the reduction may start while others are under way: those of small parameters of the same module, together at most
-  // an eighth of the first. So one large gradient is held while the next is made, and the reduction of a bias does not wait
-  // for the one of its weight, which then would have nothing to hide behind.
+  // Whether the reduction may start while others are under way: those of small parameters of the same module, together
+  // at most an eighth of the first. So one large gradient is held while the next is made, and the reduction of a bias
+  // does not wait for the one of its weight, which then would have nothing to hide behind.
   bool RidesAlong(const Gradient& gradient, const Gradient& first, int64_t in_flight) const {
     const auto module = [&](const Gradient& of) {
       const std::string_view name = ParamOf(of).name;

@@ -20,10 +20,11 @@ struct Spot {
 };
 
 struct Uses {
-  std::optional<Spot> first, last, last_write;  // of all but the update; a transfer uses its source, and writes its result, until its wait
-  bool placed = false;                          // the first of them writes there, and reads nothing
-  bool filled = false;                          // and it writes all of it
-  bool restless = false;                        // a transfer of it goes on into another phase
+  std::optional<Spot> first, last,
+      last_write;         // of all but the update; a transfer uses its source, and writes its result, until its wait
+  bool placed = false;    // the first of them writes there, and reads nothing
+  bool filled = false;    // and it writes all of it
+  bool restless = false;  // a transfer of it goes on into another phase
 };
 
 struct Candidate {
@@ -81,7 +82,8 @@ class HostSteps {
           Touch(root, here);
           read.push_back(root);
           if (!op.name.ends_with(".wait")) return;
-          if (program_.value(id).placed || root == id) uses_[root].last_write = here;  // what the transfer brings is complete
+          if (program_.value(id).placed || root == id)
+            uses_[root].last_write = here;  // what the transfer brings is complete
           const auto started = sources.find(id);
           if (started == sources.end()) return;
           for (ValueId source : started->second) Touch(source, here);
@@ -92,7 +94,8 @@ class HostSteps {
           if (id == kNone) continue;
           const Value& value = program_.value(id);
           if (value.root != id && !value.placed) continue;
-          const bool whole = value.root == id || (value.offset == Dim(0) && value.type == program_.value(value.root).type);
+          const bool whole =
+              value.root == id || (value.offset == Dim(0) && value.type == program_.value(value.root).type);
           if (!uses_[value.root].first) {
             uses_[value.root].placed = true;
             uses_[value.root].filled = whole;
@@ -137,20 +140,24 @@ class HostSteps {
       const auto state = states_.find(id);
       const Uses& uses = UsesOf(id);
       if (uses.restless) return name(id) + " is in a transfer, or handed on, from one phase to the next";
-      if (Repeated(uses.first) || Repeated(uses.last_write) || Repeated(uses.last)) return name(id) + " is first or last used in a phase that repeats";
+      if (Repeated(uses.first) || Repeated(uses.last_write) || Repeated(uses.last))
+        return name(id) + " is first or last used in a phase that repeats";
       const bool later = uses.last && uses.last->line > c.spot.line;
       if (!pending && later) return name(id) + " is used after the optimizer step";
       if (i == 1) {
         c.grad = id;
         if (state != states_.end() && state->second->persistent) return "its gradient lasts from step to step";
-        if (state == states_.end() && (pending || program_.value(id).kind != ValueKind::kResult)) return "its gradient is no state of the step";
+        if (state == states_.end() && (pending || program_.value(id).kind != ValueKind::kResult))
+          return "its gradient is no state of the step";
         if (!uses.first || !uses.last_write || !uses.placed) return "its gradient is read before it is written";
         const Type& type = program_.value(id).type;
         c.begin = !uses.filled;
-        if (c.begin && !(type == FlatType(type.dtype, program_.units[static_cast<size_t>(c.unit)].numel))) return "its gradient is made in parts";
+        if (c.begin && !(type == FlatType(type.dtype, program_.units[static_cast<size_t>(c.unit)].numel)))
+          return "its gradient is made in parts";
         continue;
       }
-      if (state == states_.end() || !state->second->persistent || state->second->out) return name(id) + " is no state that lies in memory";
+      if (state == states_.end() || !state->second->persistent || state->second->out)
+        return name(id) + " is no state that lies in memory";
       if (i == 0) {
         c.weights = id;
       } else {
@@ -177,7 +184,8 @@ class Inserter {
 
   PhaseEditor& Of(int32_t phase) {
     auto found = editors_.find(phase);
-    if (found == editors_.end()) found = editors_.try_emplace(phase, program_, *program_.FindPhase(steps_.phase(phase).name)).first;
+    if (found == editors_.end())
+      found = editors_.try_emplace(phase, program_, *program_.FindPhase(steps_.phase(phase).name)).first;
     return found->second;
   }
   OpId Move(const char* name, ValueId root, UnitId unit, Part part, const char* how = nullptr) {
@@ -201,8 +209,8 @@ class Inserter {
 
 Status Apply(Program& program, const HostSteps& steps, std::vector<const Candidate*> chosen) {
   Inserter in(program, steps);
-  // The updates: pending ones at the head of the step, in the order of need; the others wait for their gradient, and in a
-  // micro-batch stand where the next one was, so that the copy has time.
+  // The updates: pending ones at the head of the step, in the order of need; the others wait for their gradient, and in
+  // a micro-batch stand where the next one was, so that the copy has time.
   const auto need = [&](const Candidate* c) {
     const Uses& uses = steps.UsesOf(c->weights);
     return uses.first ? uses.first->line : INT32_MAX;
@@ -237,7 +245,8 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
     }
   }
   // The weights: here from before their first use to their last. The copy starts one unit ahead.
-  std::stable_sort(chosen.begin(), chosen.end(), [&](const Candidate* a, const Candidate* b) { return need(a) < need(b); });
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [&](const Candidate* a, const Candidate* b) { return need(a) < need(b); });
   std::optional<Spot> before;
   for (const Candidate* c : chosen) {
     const Uses& uses = steps.UsesOf(c->weights);
@@ -250,7 +259,8 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
   for (const Candidate* c : chosen) {
     const Uses& uses = steps.UsesOf(c->weights);
     if (!uses.first) continue;
-    in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.wait", c->weights, c->unit, in.PartAt(*uses.first)));
+    in.Of(uses.first->phase)
+        .Before(uses.first->index, in.Move("reload.wait", c->weights, c->unit, in.PartAt(*uses.first)));
     PhaseEditor& editor = in.Of(uses.last->phase);
     editor.After(uses.last->index, in.Move("offload.start", c->weights, c->unit, in.PartAt(*uses.last), "clean"));
     editor.After(uses.last->index, in.Move("offload.wait", c->weights, c->unit, in.PartAt(*uses.last)));
@@ -270,14 +280,16 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
         in.Of(uses.first->phase).Before(uses.first->index, begin.id);
       }
     }
-    in.Of(uses.last_write->phase).After(uses.last_write->index, in.Move("offload.start", c->grad, c->unit, in.PartAt(*uses.last_write)));
+    in.Of(uses.last_write->phase)
+        .After(uses.last_write->index, in.Move("offload.start", c->grad, c->unit, in.PartAt(*uses.last_write)));
     if (!IsPending(program.op(c->update))) continue;
     in.Of(steps.num_phases() - 1).AtEnd(in.Move("offload.wait", c->grad, c->unit, Part::kUpdate));
   }
   in.Finish();
   for (State& state : program.states) {
     for (const Candidate* c : chosen) {
-      const bool its = state.value == c->weights || state.value == c->grad || std::find(c->states.begin(), c->states.end(), state.value) != c->states.end();
+      const bool its = state.value == c->weights || state.value == c->grad ||
+                       std::find(c->states.begin(), c->states.end(), state.value) != c->states.end();
       state.out = state.out || its;
     }
   }
@@ -285,8 +297,10 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
 }
 
 Status CheckLevel(const Program& program) {
-  if (program.level == Level::kCaptured) return MakeError("the program has no units; run shard, accumulate and update before host_update");
-  if (program.level == Level::kSharded) return MakeError("the program has sizes that are not numbers; bind them before host_update");
+  if (program.level == Level::kCaptured)
+    return MakeError("the program has no units; run shard, accumulate and update before host_update");
+  if (program.level == Level::kSharded)
+    return MakeError("the program has sizes that are not numbers; bind them before host_update");
   return Ok{};
 }
 
@@ -332,9 +346,11 @@ Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
   const HostSteps steps(program);
   std::vector<const Candidate*> chosen;
   for (UnitId unit : units) {
-    const auto found = std::find_if(steps.all().begin(), steps.all().end(), [&](const Candidate& c) { return c.unit == unit; });
+    const auto found =
+        std::find_if(steps.all().begin(), steps.all().end(), [&](const Candidate& c) { return c.unit == unit; });
     if (found == steps.all().end()) return MakeError("u", unit, " has no optimizer step");
-    if (!found->why_not.empty()) return MakeError("the optimizer step of u", unit, " cannot be made on the host: ", found->why_not);
+    if (!found->why_not.empty())
+      return MakeError("the optimizer step of u", unit, " cannot be made on the host: ", found->why_not);
     chosen.push_back(&*found);
   }
   INTERLACE_TRY(Apply(program, steps, chosen));
@@ -355,8 +371,10 @@ Result<bool> HostUpdate(Program& program, const PassOptions& options) {
     for (size_t at = 0; at <= list.size();) {
       const size_t plus = std::min(list.find('+', at), list.size());
       const std::string name = list.substr(at, plus - at);
-      const auto unit = std::find_if(program.units.begin(), program.units.end(), [&](const Unit& u) { return "u" + std::to_string(u.id) == name; });
-      if (unit == program.units.end()) return MakeError("option units: the program has no unit '", name, "'; expected all, or a list u0+u3");
+      const auto unit = std::find_if(program.units.begin(), program.units.end(),
+                                     [&](const Unit& u) { return "u" + std::to_string(u.id) == name; });
+      if (unit == program.units.end())
+        return MakeError("option units: the program has no unit '", name, "'; expected all, or a list u0+u3");
       units.push_back(unit->id);
       at = plus + 1;
     }

@@ -25,13 +25,17 @@ PassCosts CostsOn(const Program& program, const std::string& cluster) {
 TEST(HostUpdate, WhatItCannotMove) {
   const std::string mlp = GoldenInput("mlp.il");
   EXPECT_EQ(RunText(mlp, "canonicalize,zero1(ranks=2),update,host_update(units=u0)").substr(0, 114),
-            "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: %39 is a part of a larger storage");
+            "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: %39 is a part of a larger "
+            "storage");
   EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u9)"),
             "error: pass 'host_update': option units: the program has no unit 'u9'; expected all, or a list u0+u3");
-  EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u4)"), "error: pass 'host_update': u4 has no optimizer step");
-  EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update,host_update(units=u0)"),
-            "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: it is made on the host already");
-  EXPECT_EQ(RunText(mlp, "canonicalize,host_update"), "error: pass 'host_update': the program has no units; run shard, accumulate and update before host_update");
+  EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u4)"),
+            "error: pass 'host_update': u4 has no optimizer step");
+  EXPECT_EQ(
+      RunText(mlp, "canonicalize,shard(ranks=2),update,host_update,host_update(units=u0)"),
+      "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: it is made on the host already");
+  EXPECT_EQ(RunText(mlp, "canonicalize,host_update"),
+            "error: pass 'host_update': the program has no units; run shard, accumulate and update before host_update");
 }
 
 TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
@@ -40,14 +44,17 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
     std::mt19937_64 random(seed * 13 + 5);
     const TrainingCase training = MakeTrainingCase(seed + 3100, 2, random);
     const RunResult expected = training.Expected();
-    const std::string start = training.start + (seed % 3 == 0 ? ",reposition_update" : seed % 3 == 1 ? ",overlap_update" : "");
+    const std::string start = training.start + (seed % 3 == 0   ? ",reposition_update"
+                                                : seed % 3 == 1 ? ",overlap_update"
+                                                                : "");
     Program base = training.Captured();
     ASSERT_TRUE(Apply(base, start).ok()) << start;
     const PassCosts costs = CostsOn(base, "l4-24gb-4");
     const int64_t peak = PeakOf(base, costs), limit = peak * static_cast<int64_t>(40 + random() % 50) / 100;
-    const std::string limited = "limit=" + std::to_string(limit) + ",cluster=l4-24gb-4,kinds=states+gradients+master+activations";
-    for (const std::string& pass : {std::string("host_update"), std::string("host_update(share=0.5)"), "offload(host=always," + limited + ")",
-                                    "offload(host=auto," + limited + ")"}) {
+    const std::string limited =
+        "limit=" + std::to_string(limit) + ",cluster=l4-24gb-4,kinds=states+gradients+master+activations";
+    for (const std::string& pass : {std::string("host_update"), std::string("host_update(share=0.5)"),
+                                    "offload(host=always," + limited + ")", "offload(host=auto," + limited + ")"}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + " " + start + "," + pass);
       Program program = training.Captured();
       const Status status = Apply(program, start + "," + pass);  // the verifier runs after every pass
@@ -60,7 +67,9 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
       Result<RunResult> actual = Interpret(program, training.run);
       ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << text;
       ASSERT_EQ(FirstDifference(expected, *actual), "") << text;
-      if (pass.starts_with("offload")) { EXPECT_LE(PeakOf(program, costs), limit) << text; }
+      if (pass.starts_with("offload")) {
+        EXPECT_LE(PeakOf(program, costs), limit) << text;
+      }
       if (pass == "host_update" && program.Meta("host_update") != nullptr) {
         ++stepped;
         EXPECT_LT(PeakOf(program, costs), peak) << text;
@@ -71,7 +80,8 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
   EXPECT_GE(stepped, 20) << "nearly all of these can step on the host";
 }
 
-// Copies to and from the host at 0.5 GB/s, its own memory at 100: moving states is the worse way. The other way round it is the better.
+// Copies to and from the host at 0.5 GB/s, its own memory at 100: moving states is the worse way. The other way round
+// it is the better.
 std::string Cluster(double link, double memory) {
   std::string text = *PresetCluster("l4-24gb-4");
   const auto set = [&](const std::string& key, double value) {

@@ -115,7 +115,8 @@ ProgramSummary Summarize(const Program& program) {
   const Residency residency = ComputeResidency(program);
   const std::set<ValueId> moving(residency.states.begin(), residency.states.end());  // among the storages of each phase
   for (const State& state : program.states) {
-    if (!moving.contains(state.value)) (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
+    if (!moving.contains(state.value))
+      (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
   }
   out.units = static_cast<int64_t>(program.units.size());
   UnitId largest = kNone;

@@ -28,16 +28,20 @@ Status CheckIndependent(const Program& program, const Phase& phase) {
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
     const auto refuse = [&](const std::string& why) { return Error{why, PrintOp(program, op)}; };
-    if (op.name == "call.python") return refuse("a module that runs in Python keeps what its backward needs for one micro-batch only");
-    if (op.rng && in_order) return refuse("random numbers come in the order of the program (rng=compat); use rng=keyed");
+    if (op.name == "call.python")
+      return refuse("a module that runs in Python keeps what its backward needs for one micro-batch only");
+    if (op.rng && in_order)
+      return refuse("random numbers come in the order of the program (rng=compat); use rng=keyed");
     for (ValueId written : WrittenOperands(program, op)) {
       if (program.value(program.RootOf(written)).kind == ValueKind::kResult) continue;
-      return refuse("the model changes %" + std::to_string(written) + ", which the next micro-batch reads: one must end before the next");
+      return refuse("the model changes %" + std::to_string(written) +
+                    ", which the next micro-batch reads: one must end before the next");
     }
     if (op.name != "grad") continue;
     const Type &of = program.value(op.args[0].value).type, &given = program.value(op.args[1].value).type;
     if (of.dtype != given.dtype) {
-      return refuse("gradients are narrower than their parameters; they are added up wide by accumulate, after each micro-batch");
+      return refuse(
+          "gradients are narrower than their parameters; they are added up wide by accumulate, after each micro-batch");
     }
   }
   return Ok{};
@@ -46,7 +50,11 @@ Status CheckIndependent(const Program& program, const Phase& phase) {
 class Interleaver {
  public:
   Interleaver(Program& program, Phase& phase, int64_t count)
-      : program_(program), phase_(phase), count_(count), same_(program.num_values(), 0), weight_(program.num_values(), 0) {}
+      : program_(program),
+        phase_(phase),
+        count_(count),
+        same_(program.num_values(), 0),
+        weight_(program.num_values(), 0) {}
 
   void Run() {
     FindSame();
@@ -74,7 +82,8 @@ class Interleaver {
   }
 
  private:
-  // Ops whose results are the same in every micro-batch: of parameters, buffers and constants alone, and written by nobody.
+  // Ops whose results are the same in every micro-batch: of parameters, buffers and constants alone, and written by
+  // nobody.
   void FindSame() {
     std::vector<char> own(program_.num_values(), 0);  // by root: a storage that belongs to one micro-batch
     for (OpId id : phase_.ops) {
@@ -157,9 +166,10 @@ class Interleaver {
   Program& program_;
   Phase& phase_;
   const int64_t count_;
-  std::vector<char> same_, weight_;         // by value: the same in every micro-batch; a parameter, or made of parameters alone
-  std::vector<char> same_op_;               // by op
-  std::vector<std::vector<ValueId>> new_;   // by micro-batch and old value
+  std::vector<char> same_,
+      weight_;                 // by value: the same in every micro-batch; a parameter, or made of parameters alone
+  std::vector<char> same_op_;  // by op
+  std::vector<std::vector<ValueId>> new_;  // by micro-batch and old value
 };
 
 }  // namespace

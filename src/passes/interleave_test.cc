@@ -1,11 +1,11 @@
-// Micro-batches side by side: one program by hand, bits of random programs against the textbook step, what is refused, and the search
-// that chooses it where links are slow.
+// Micro-batches side by side: one program by hand, bits of random programs against the textbook step, what is refused,
+// and the search that chooses it where links are slow.
 #include <random>
 
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
-#include "passes/search.h"
 #include "passes/schedule_test_support.h"
+#include "passes/search.h"
 
 namespace interlace {
 namespace {
@@ -39,7 +39,8 @@ TEST(Interleave, ReadsOfParametersCutTheOpsIntoPieces) {
 }
 
 TEST(Interleave, GradientsAreAddedInOrderAndReducedOnce) {
-  const std::string text = RunText(std::string(kTwoLayers), "interleave,replicate(ranks=2),accumulate(steps=4,mode=reduce_last),update");
+  const std::string text =
+      RunText(std::string(kTwoLayers), "interleave,replicate(ranks=2),accumulate(steps=4,mode=reduce_last),update");
   EXPECT_NE(text.find("\nstep 4 reduce_last by 2\n"), std::string::npos) << text;
   const std::string last = text.substr(text.find("phase micro_batch.last"));
   const auto count = [&](const std::string& what) {
@@ -71,10 +72,11 @@ TEST(Interleave, SameBitsAsTheTextbookStep) {
     Result<testing::RunResult> expected = testing::Interpret(captured, run);
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     for (const char* strategy : {"shard", "replicate", "zero1"}) {
-      const std::string pipeline = std::string(seed % 2 ? "canonicalize," : "") + "interleave(micro_batches=" + std::to_string(width) +
-                                   ")," + strategy + "(ranks=" + std::to_string(run.ranks) + "),accumulate(steps=" +
-                                   std::to_string(run.accumulation) + ",mode=reduce_last),update" +
-                                   (run.clip ? "(clip=0.05)" : "") + (seed % 3 ? ",canonicalize" : ",prefetch,unshard,overlap_update");
+      const std::string pipeline =
+          std::string(seed % 2 ? "canonicalize," : "") + "interleave(micro_batches=" + std::to_string(width) + ")," +
+          strategy + "(ranks=" + std::to_string(run.ranks) + "),accumulate(steps=" + std::to_string(run.accumulation) +
+          ",mode=reduce_last),update" + (run.clip ? "(clip=0.05)" : "") +
+          (seed % 3 ? ",canonicalize" : ",prefetch,unshard,overlap_update");
       const std::string text = RunText(Print(captured), pipeline);
       if (text.starts_with("error: pass 'interleave': the model changes")) break;
       Result<Program> program = Parse(text);
@@ -91,31 +93,38 @@ TEST(Interleave, SameBitsAsTheTextbookStep) {
 
 TEST(Interleave, SaysWhatItCannotDo) {
   const std::string two(kTwoLayers);
-  EXPECT_EQ(RunText(two, "shard(ranks=2),interleave"),
-            "error: pass 'interleave': the program has units already; run interleave before shard, replicate and zero1");
+  EXPECT_EQ(
+      RunText(two, "shard(ranks=2),interleave"),
+      "error: pass 'interleave': the program has units already; run interleave before shard, replicate and zero1");
   EXPECT_EQ(RunText(two, "interleave,interleave"),
             "error: pass 'interleave': the program runs 2 micro-batches side by side already; run interleave once");
   EXPECT_EQ(RunText(two, "interleave,shard(ranks=2),accumulate(steps=4)"),
-            "error: pass 'accumulate': micro-batches that run side by side are reduced together; use mode=reduce_last, or no interleave");
-  EXPECT_EQ(RunText(two, "interleave,shard(ranks=2),accumulate(steps=3,mode=reduce_last)"),
-            "error: pass 'accumulate': steps=3 micro-batches cannot run by 2; choose a multiple, or another interleave");
+            "error: pass 'accumulate': micro-batches that run side by side are reduced together; use mode=reduce_last, "
+            "or no interleave");
+  EXPECT_EQ(
+      RunText(two, "interleave,shard(ranks=2),accumulate(steps=3,mode=reduce_last)"),
+      "error: pass 'accumulate': steps=3 micro-batches cannot run by 2; choose a multiple, or another interleave");
   EXPECT_EQ(RunText(two, "interleave,precision(reduce=bf16)"),
             "error: pass 'precision': micro-batches run side by side already; run precision before interleave");
   std::string changes = two;
   changes.replace(changes.find("phase"), 0, "buffer %20: f32[64] \"seen\" plain\n");
   changes.replace(changes.find("  output(%5)"), 0, "  assign(%20, %4) {fwd}\n");
   EXPECT_EQ(RunText(changes, "interleave"),
-            "error: pass 'interleave': the model changes %20, which the next micro-batch reads: one must end before the next");
+            "error: pass 'interleave': the model changes %20, which the next micro-batch reads: one must end before "
+            "the next");
 }
 
-// What the search gives for the 6 layers of a random program, with gradients that are reduced once in four micro-batches.
+// What the search gives for the 6 layers of a random program, with gradients that are reduced once in four
+// micro-batches.
 std::string Searched(uint64_t seed, const std::string& options) {
   testing::RandomProgramOptions random;
   random.seed = seed;
   random.layers = 6;
   random.max_width = 40;
-  return RunText(Print(testing::RandomProgram(random)),
-                 "canonicalize,shard(ranks=2,ahead=0),accumulate(steps=4,mode=reduce_last),update,search(evaluations=200" + options + ")");
+  return RunText(
+      Print(testing::RandomProgram(random)),
+      "canonicalize,shard(ranks=2,ahead=0),accumulate(steps=4,mode=reduce_last),update,search(evaluations=200" +
+          options + ")");
 }
 
 double ChosenUs(const std::string& text) {
@@ -128,7 +137,8 @@ double ChosenUs(const std::string& text) {
 TEST(Interleave, TheSearchChoosesItWhereTransfersHoldTheStepUp) {
   int chosen = 0;
   for (uint64_t seed = 1; seed <= 6 && chosen == 0; ++seed) {
-    const std::string text = Searched(seed, ",recompute=none"), without = Searched(seed, ",recompute=none,interleave=none");
+    const std::string text = Searched(seed, ",recompute=none"),
+                      without = Searched(seed, ",recompute=none,interleave=none");
     if (text.find("reduce_last by ") == std::string::npos) continue;
     ++chosen;
     EXPECT_LT(ChosenUs(text), ChosenUs(without));

@@ -12,7 +12,8 @@
 namespace interlace {
 namespace {
 
-constexpr std::array<std::string_view, 4> kKindNames = {"states", "master", "gradients", "activations"};  // by OffloadKind
+constexpr std::array<std::string_view, 4> kKindNames = {"states", "master", "gradients",
+                                                        "activations"};  // by OffloadKind
 
 Result<std::vector<OffloadKind>> ReadKinds(const PassOptions& options, const std::string& otherwise) {
   std::vector<OffloadKind> kinds;
@@ -22,7 +23,8 @@ Result<std::vector<OffloadKind>> ReadKinds(const PassOptions& options, const std
     const std::string name = text.substr(at, plus - at);
     const auto found = std::find(kKindNames.begin(), kKindNames.end(), name);
     if (found == kKindNames.end()) {
-      return MakeError("nothing called '", name, "' can leave memory", DidYouMean(name, {kKindNames.begin(), kKindNames.end()}),
+      return MakeError("nothing called '", name, "' can leave memory",
+                       DidYouMean(name, {kKindNames.begin(), kKindNames.end()}),
                        "; kinds are joined by +: states, gradients, master, activations");
     }
     kinds.push_back(static_cast<OffloadKind>(found - kKindNames.begin()));
@@ -41,8 +43,10 @@ bool Moves(const Program& program) {
 }
 
 Status CheckFresh(const Program& program) {
-  if (program.level == Level::kCaptured) return MakeError("the program has no units; run shard, accumulate and update before offload");
-  if (program.level == Level::kSharded) return MakeError("the program has sizes that are not numbers; bind them before offload");
+  if (program.level == Level::kCaptured)
+    return MakeError("the program has no units; run shard, accumulate and update before offload");
+  if (program.level == Level::kSharded)
+    return MakeError("the program has sizes that are not numbers; bind them before offload");
   const bool moves = program.Meta("host_update") == nullptr ? Moves(program) : program.Meta("offload") != nullptr;
   if (moves) return MakeError("storages leave memory in this program already; one offload pass is enough");
   return Ok{};
@@ -55,10 +59,13 @@ namespace {
 // Plans of one program with one set of units that step on the host, and the best of all so far.
 class Planning {
  public:
-  Planning(const Program& program, const PassCosts& costs, OffloadChoice choice) : program_(program), costs_(costs), choice_(std::move(choice)) {}
+  Planning(const Program& program, const PassCosts& costs, OffloadChoice choice)
+      : program_(program), costs_(costs), choice_(std::move(choice)) {}
 
-  // A program with these units on the host, for each window; whether one of them fits. `windows`: times the largest state.
-  Result<bool> Try(const std::vector<UnitId>& on_host, const std::vector<int64_t>& windows, std::optional<int64_t> window) {
+  // A program with these units on the host, for each window; whether one of them fits. `windows`: times the largest
+  // state.
+  Result<bool> Try(const std::vector<UnitId>& on_host, const std::vector<int64_t>& windows,
+                   std::optional<int64_t> window) {
     Program base = program_.Clone();
     if (!on_host.empty()) INTERLACE_TRY(StepOnHost(base, on_host));
     int64_t largest = 0, least_ps = 0;
@@ -89,8 +96,8 @@ class Planning {
       INTERLACE_ASSIGN(const Verdict verdict, Judge(next, costs_));
       // More traffic for less than a hundredth of the time is worth nothing where copies are slower than planned.
       if (best_ && verdict.time_ps >= best_ps_ - best_ps_ / 100) continue;
-      next.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) + " bytes in, at least " +
-                                  std::to_string(least_ps / 1000000) + " us a step");
+      next.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) +
+                                  " bytes in, at least " + std::to_string(least_ps / 1000000) + " us a step");
       best_ = std::move(next);
       best_ps_ = verdict.time_ps;
       best_times_ = times;
@@ -133,8 +140,8 @@ Result<bool> Offload(Program& program, const PassOptions& options) {
     if (*std::max_element(line.bytes.begin(), line.bytes.end()) <= costs.limit) return freed;
   }
   BeginGradients(program);
-  // How much room is left for copies under way decides between traffic and stalls, and how many units step on the host between copies
-  // and the host's memory: the simulator judges.
+  // How much room is left for copies under way decides between traffic and stalls, and how many units step on the host
+  // between copies and the host's memory: the simulator judges.
   std::vector<int64_t> windows = {0};
   if (!window) windows = {0, 2, 4, 8, 16};
   Planning planning(program, costs, std::move(choice));
@@ -222,8 +229,9 @@ Result<bool> OffloadDeepCompile(Program& program, const PassOptions& options) {
     return from < to ? *std::max_element(without.begin() + from, without.begin() + to) : 0;
   };
   const auto refuse = [&](int64_t least) {
-    return MakeError("the limit of ", limit, " bytes cannot be met with all optimizer states out: the step needs ", least,
-                     " bytes; raise the limit to ", (least + 1048575) / 1048576, "MiB, or use `offload`, which also streams the update");
+    return MakeError("the limit of ", limit, " bytes cannot be met with all optimizer states out: the step needs ",
+                     least, " bytes; raise the limit to ", (least + 1048575) / 1048576,
+                     "MiB, or use `offload`, which also streams the update");
   };
   if (largest(update, end) + all > limit) return refuse(std::max(largest(0, update), largest(update, end) + all));
 

@@ -1,5 +1,6 @@
-// Two parts. Choose: at the op that is furthest above the limit, gaps that cover it, evenly over the step (so that copies come at an
-// even rate), until every op fits if whatever leaves were gone for its whole gap. Place: a walk over the step (trip_walk.h).
+// Two parts. Choose: at the op that is furthest above the limit, gaps that cover it, evenly over the step (so that
+// copies come at an even rate), until every op fits if whatever leaves were gone for its whole gap. Place: a walk over
+// the step (trip_walk.h).
 #include "passes/offload_plan.h"
 
 #include <algorithm>
@@ -57,8 +58,9 @@ class Planner {
   Error Infeasible(int32_t place, int64_t least) const {
     const StepLine::Place& at = line_.ops[place];
     const Op& op = program_.op(at.phase->ops[at.index]);
-    return Error{"the limit of " + std::to_string(choice_.limit) + " bytes cannot be met with everything out that may leave: this op needs " +
-                     std::to_string(least) + " bytes; raise the limit to " + std::to_string((least + 1048575) / 1048576) +
+    return Error{"the limit of " + std::to_string(choice_.limit) +
+                     " bytes cannot be met with everything out that may leave: this op needs " + std::to_string(least) +
+                     " bytes; raise the limit to " + std::to_string((least + 1048575) / 1048576) +
                      "MiB, let more kinds leave, or recompute activations",
                  PrintOp(program_, op)};
   }
@@ -134,8 +136,8 @@ class Planner {
     }
   }
 
-  // Copies out that do not end with the step may begin with the next one: which, is what walks find that start where the one before
-  // ended. The place of an op that does not fit, or -1.
+  // Copies out that do not end with the step may begin with the next one: which, is what walks find that start where
+  // the one before ended. The place of an op that does not fit, or -1.
   Result<int32_t> Place() {
     FindClean(line_, trips_);
     std::vector<WalkCosts> out, in;
@@ -183,7 +185,8 @@ class Planner {
 
 }  // namespace
 
-Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model, const OffloadChoice& choice) {
+Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model,
+                                    const OffloadChoice& choice) {
   return Planner(program, line, model, choice).Run();
 }
 

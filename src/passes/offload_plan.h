@@ -1,5 +1,5 @@
-// offload_plan.h — which storages leave memory, and when: the memory of every op stays within a limit, copies run beside
-// the compute lane.
+// offload_plan.h — which storages leave memory, and when: the memory of every op stays within a limit, copies run
+// beside the compute lane.
 #pragma once
 
 #include "passes/trips.h"
@@ -14,10 +14,11 @@ struct OffloadChoice {
 };
 
 // Trips with all their places. Error: the limit cannot be met; it names the op and says the least that can.
-Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model, const OffloadChoice& choice);
+Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model,
+                                    const OffloadChoice& choice);
 
-// No order of the copies makes the step shorter, its ops in the order they have: what is above the limit at an op comes back after it,
-// all but what is not used again before the next step; the ops before it take their time first.
+// No order of the copies makes the step shorter, its ops in the order they have: what is above the limit at an op comes
+// back after it, all but what is not used again before the next step; the ops before it take their time first.
 Result<int64_t> LeastStepPs(const StepLine& line, CostModel& model, const OffloadChoice& choice);
 
 }  // namespace interlace

@@ -12,8 +12,8 @@ using testing::FirstDifference;
 using testing::Interpret;
 using testing::RunResult;
 
-// Two units of 256 bytes: weights and gradients 1024 bytes, optimizer states M_opt = 1024. P at the ops of micro_batch is
-// 1280, 1536, 1792, 1280, 1280, in the update 1024.
+// Two units of 256 bytes: weights and gradients 1024 bytes, optimizer states M_opt = 1024. P at the ops of micro_batch
+// is 1280, 1536, 1792, 1280, 1280, in the update 1024.
 const char* kSmall =
     "interlace 1 scheduled\nmesh dp 1\nstep 1 reduce_each\ngroup 0 adamw\n"
     "unit u0 dp f32 numel 64 shard 64\nunit u1 dp f32 numel 64 shard 64\n"
@@ -56,21 +56,24 @@ std::string DeepCompile(int64_t limit) {
 }
 
 TEST(OffloadDeepCompile, ByHand) {
-  // 2816 at the third op, the limit is 512 below: two fragments. The second op fits when the first is gone (2560 - 256),
-  // the third when both are (2816 - 512). From the fourth on P is 1280, and 1280 + 1024 is just the limit: both come back.
+  // 2816 at the third op, the limit is 512 below: two fragments. The second op fits when the first is gone (2560 -
+  // 256), the third when both are (2816 - 512). From the fourth on P is 1280, and 1280 + 1024 is just the limit: both
+  // come back.
   Program program = Small();
   ASSERT_TRUE(Apply(program, DeepCompile(2304)).ok()) << Apply(program, DeepCompile(2304)).error().ToString();
   EXPECT_EQ(Ops(program, "micro_batch"),
-            (std::vector<std::string>{"offload.start 7", "offload.start 8", "o", "offload.wait 7", "o", "offload.wait 8", "o",
-                                      "reload.start 7", "reload.start 8", "o", "o"}));
-  EXPECT_EQ(Ops(program, "update"), (std::vector<std::string>{"reload.wait 7", "reload.wait 8", "update.adamw 3", "update.adamw 4"}));
+            (std::vector<std::string>{"offload.start 7", "offload.start 8", "o", "offload.wait 7", "o",
+                                      "offload.wait 8", "o", "reload.start 7", "reload.start 8", "o", "o"}));
+  EXPECT_EQ(Ops(program, "update"),
+            (std::vector<std::string>{"reload.wait 7", "reload.wait 8", "update.adamw 3", "update.adamw 4"}));
 }
 
 TEST(OffloadDeepCompile, OneByteLessNeedsAThirdFragment) {
   Program program = Small();
   ASSERT_TRUE(Apply(program, DeepCompile(2303)).ok());
   const std::vector<std::string> ops = Ops(program, "micro_batch");
-  EXPECT_EQ(std::count_if(ops.begin(), ops.end(), [](const std::string& op) { return op.starts_with("offload.start"); }), 3);
+  EXPECT_EQ(
+      std::count_if(ops.begin(), ops.end(), [](const std::string& op) { return op.starts_with("offload.start"); }), 3);
   EXPECT_EQ(ops[3], "offload.wait 7") << "the first op is above the limit already";
 }
 
@@ -84,7 +87,8 @@ TEST(OffloadDeepCompile, SaysTheLeastLimit) {
   Program program = Small();
   const Status status = Apply(program, DeepCompile(2047));
   ASSERT_FALSE(status.ok());
-  EXPECT_NE(status.error().message.find("the limit of 2047 bytes cannot be met with all optimizer states out: the step needs 2048 bytes"),
+  EXPECT_NE(status.error().message.find(
+                "the limit of 2047 bytes cannot be met with all optimizer states out: the step needs 2048 bytes"),
             std::string::npos)
       << status.error().message;
 }
@@ -93,7 +97,8 @@ TEST(Offload, SaysTheLeastLimitAndTheOp) {
   Program program = Small();
   const Status status = Apply(program, "offload(limit=1000,kinds=states,cluster=l4-24gb-4)");
   ASSERT_FALSE(status.ok());
-  EXPECT_NE(status.error().message.find("the limit of 1000 bytes cannot be met with everything out that may leave: this op needs 1792 bytes"),
+  EXPECT_NE(status.error().message.find(
+                "the limit of 1000 bytes cannot be met with everything out that may leave: this op needs 1792 bytes"),
             std::string::npos)
       << status.error().message;
   const Status kinds = Apply(program, "offload(limit=1000,kinds=state)");
@@ -104,7 +109,8 @@ TEST(Offload, SaysTheLeastLimitAndTheOp) {
 }
 
 TEST(Offload, StreamsTheUpdate) {
-  // 1792 at the third op without states: all of them are out then, and in the update only what a unit's step needs is in memory.
+  // 1792 at the third op without states: all of them are out then, and in the update only what a unit's step needs is
+  // in memory.
   Program program = Small();
   ASSERT_TRUE(Apply(program, "offload(limit=1792,cluster=l4-24gb-4)").ok());
   Result<RunResult> before = Interpret(Small()), after = Interpret(program);
@@ -117,8 +123,9 @@ TEST(Offload, AGradientHasNoMemoryUntilItIsMadeAnew) {
   Program program = Small();
   ASSERT_TRUE(Apply(program, "offload(limit=1536,cluster=l4-24gb-4)").ok());
   const std::string text = Print(program);
-  for (const char* line : {"state %5: f32[64] u0.grad step out\n", "reload.start(%5) {bwd units=[u0] fresh=true}\n",
-                           "reload.start(%6) {bwd units=[u1] fresh=true}\n", "offload.start(%6) {upd units=[u1] clean=true}\n"}) {
+  for (const char* line :
+       {"state %5: f32[64] u0.grad step out\n", "reload.start(%5) {bwd units=[u0] fresh=true}\n",
+        "reload.start(%6) {bwd units=[u1] fresh=true}\n", "offload.start(%6) {upd units=[u1] clean=true}\n"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << text;
   }
   Result<RunResult> before = Interpret(Small()), after = Interpret(program);
@@ -140,10 +147,15 @@ TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
     std::mt19937_64 random(seed * 17 + 3);
     const TrainingCase training = MakeTrainingCase(seed, 1, random);
     const RunResult expected = training.Expected();
-    // The optimizer step after the backward part, in it, or some of it in the next step and the rest after or in the backward part.
-    const std::string order = seed % 2 ? ",overlap_update" : seed % 8 == 0 ? ",reposition_update(share=0.5),overlap_update"
-                              : seed % 8 == 2 ? ",reposition_update(share=0.3)" : seed % 8 == 4 ? ",reposition_update" : "";
-    const std::string start = training.start + (seed % 3 == 0 ? ",prefetch(cluster=l4-24gb-4),unshard(cluster=l4-24gb-4)" : "") + order;
+    // The optimizer step after the backward part, in it, or some of it in the next step and the rest after or in the
+    // backward part.
+    const std::string order = seed % 2        ? ",overlap_update"
+                              : seed % 8 == 0 ? ",reposition_update(share=0.5),overlap_update"
+                              : seed % 8 == 2 ? ",reposition_update(share=0.3)"
+                              : seed % 8 == 4 ? ",reposition_update"
+                                              : "";
+    const std::string start =
+        training.start + (seed % 3 == 0 ? ",prefetch(cluster=l4-24gb-4),unshard(cluster=l4-24gb-4)" : "") + order;
     Program base = training.Captured();
     ASSERT_TRUE(Apply(base, start).ok()) << start;
     const int64_t peak = PeakOf(base);
@@ -151,8 +163,9 @@ TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
     // Copies that are quick beside the ops, and ones that are slow.
     const std::string cluster = seed % 2 ? "cluster=l4-24gb-4" : "cluster=local-4";
     const std::string costs = "limit=" + std::to_string(limit) + "," + cluster;
-    for (const std::string& pass : {"offload(" + costs + ",kinds=states+gradients+master+activations)", "offload_deepcompile(fragment=100," + costs + ")",
-                                    "offload_sync(" + cluster + ")"}) {
+    for (const std::string& pass :
+         {"offload(" + costs + ",kinds=states+gradients+master+activations)",
+          "offload_deepcompile(fragment=100," + costs + ")", "offload_sync(" + cluster + ")"}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + " " + start + "," + pass);
       Program program = training.Captured();
       const Status status = Apply(program, start + "," + pass);  // the verifier runs after every pass

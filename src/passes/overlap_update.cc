@@ -9,8 +9,8 @@
 namespace interlace {
 namespace {
 
-// The place behind which nothing of the phase reads or writes a state any more, for every state it touches: a transfer reads its
-// source until its wait.
+// The place behind which nothing of the phase reads or writes a state any more, for every state it touches: a transfer
+// reads its source until its wait.
 std::unordered_map<ValueId, int32_t> LastTouches(const Program& program, const Phase& phase) {
   std::unordered_map<ValueId, int32_t> last;
   std::unordered_map<ValueId, std::vector<ValueId>> sources;  // by result of a transfer under way
@@ -41,7 +41,8 @@ Result<bool> OverlapUpdate(Program& program, const PassOptions&) {
   const std::vector<Phase*> micro_batches = MicroBatches(program);
   if (update == nullptr || micro_batches.empty()) return false;
   for (OpId id : update->ops) {
-    if (!program.op(id).name.starts_with("update.")) return false;  // a norm, or parameters that are gathered afterwards
+    if (!program.op(id).name.starts_with("update."))
+      return false;  // a norm, or parameters that are gathered afterwards
   }
   Phase& phase = *micro_batches.back();
   const std::unordered_map<ValueId, int32_t> last = LastTouches(program, phase);

@@ -75,14 +75,23 @@ Result<std::optional<int64_t>> PassOptions::Bytes(std::string_view name) const {
   double number = 0;
   auto [end, code] = std::from_chars(text->data(), text->data() + text->size(), number);
   std::string_view unit(end, static_cast<size_t>(text->data() + text->size() - end));
-  static constexpr std::pair<std::string_view, double> kUnits[] = {
-      {"", 1},         {"B", 1},           {"kB", 1e3},          {"KB", 1e3},           {"MB", 1e6},  {"GB", 1e9},
-      {"TB", 1e12},    {"KiB", 1024.0},    {"MiB", 1048576.0},   {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
+  static constexpr std::pair<std::string_view, double> kUnits[] = {{"", 1},
+                                                                   {"B", 1},
+                                                                   {"kB", 1e3},
+                                                                   {"KB", 1e3},
+                                                                   {"MB", 1e6},
+                                                                   {"GB", 1e9},
+                                                                   {"TB", 1e12},
+                                                                   {"KiB", 1024.0},
+                                                                   {"MiB", 1048576.0},
+                                                                   {"GiB", 1073741824.0},
+                                                                   {"TiB", 1099511627776.0}};
   for (auto [name_of, factor] : kUnits) {
     if (code != std::errc() || unit != name_of || !(number * factor >= 1) || number * factor > 9e18) continue;
     return std::optional<int64_t>(static_cast<int64_t>(number * factor));
   }
-  return MakeError("option ", name, "=", *text, ": expected a number of bytes such as 20GiB, 512MB or 1000000, or none");
+  return MakeError("option ", name, "=", *text,
+                   ": expected a number of bytes such as 20GiB, 512MB or 1000000, or none");
 }
 
 Result<double> PassOptions::Number(std::string_view name, double missing) const {

@@ -35,7 +35,8 @@ class PassOptions {
   Result<std::string> Name(std::string_view name, std::string_view missing) const;
   // Any text without "," and parentheses; `missing` when it is not given.
   std::string Text(std::string_view name, std::string_view missing) const;
-  // Bytes of "20GiB", "512MB" (powers of 1000) or a plain number; nullopt for "none" and when missing. Error: anything else.
+  // Bytes of "20GiB", "512MB" (powers of 1000) or a plain number; nullopt for "none" and when missing. Error: anything
+  // else.
   Result<std::optional<int64_t>> Bytes(std::string_view name) const;
   // A finite number of at least 0. Error: anything else.
   Result<double> Number(std::string_view name, double missing) const;

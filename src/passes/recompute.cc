@@ -14,7 +14,8 @@ namespace {
 
 // Matrix products, convolutions and attention: what a kernel's time is spent on.
 constexpr std::string_view kExpensive =
-    "aten.mm+aten.addmm+aten.bmm+aten.baddbmm+aten._grouped_mm+aten.convolution+aten._scaled_dot_product_flash_attention+"
+    "aten.mm+aten.addmm+aten.bmm+aten.baddbmm+aten._grouped_mm+aten.convolution+aten._scaled_dot_product_flash_"
+    "attention+"
     "aten._scaled_dot_product_flash_attention_for_cpu+aten._scaled_dot_product_efficient_attention+"
     "aten._scaled_dot_product_cudnn_attention";
 

@@ -24,10 +24,11 @@ namespace interlace {
 class Program;
 
 // Options: mode=full: everything inside blocks; selective: all but the results of the ops in `save` (names joined by
-// "+"), and everything inside the blocks in `whole`; budget: as little time as possible, until what is kept for the backward part has at most `bytes` (times by the
-// kernel model of `cluster`). `blocks`: paths of modules joined by "+" instead of the elements of lists, each a block.
-// Error: the program has units or was recomputed already, no such module, blocks that overlap, a budget below the least
-// possible (which it says), budget with sizes that are not numbers.
+// "+"), and everything inside the blocks in `whole`; budget: as little time as possible, until what is kept for the
+// backward part has at most `bytes` (times by the kernel model of `cluster`). `blocks`: paths of modules joined by "+"
+// instead of the elements of lists, each a block. Error: the program has units or was recomputed already, no such
+// module, blocks that overlap, a budget below the least possible (which it says), budget with sizes that are not
+// numbers.
 Result<bool> Recompute(Program& program, const PassOptions& options = {});
 
 }  // namespace interlace

@@ -60,7 +60,7 @@ class RecomputeChoice {
   const Phase& phase_;
   PhaseFacts facts_;
   int32_t first_backward_ = 0, last_backward_ = -1;
-  std::vector<std::string> blocks_;        // their paths
+  std::vector<std::string> blocks_;  // their paths
   std::vector<int32_t> block_of_module_;
   std::vector<char> droppable_, dropped_;  // by root
   std::vector<char> again_;                // by index: listed by Needed

@@ -164,9 +164,9 @@ TEST(Recompute, SmallBeforeAndAfter) {
       "  %6: f32[] = aten.sum(%5) {fwd m0}\n"
       "  output(%6) {fwd m0 name=\"loss\"}\n";
   EXPECT_EQ(Phases(RunText(WithBlocks(forward + "  %7: f32[4,8] = aten.mul.Tensor(%4, 2) {bwd m1}\n"
-                                          "  %8: f32[4,8] = aten.threshold_backward(%7, %4, 0) {bwd m1}\n"
-                                          "  %9: f32[4,8] = aten.mul.Tensor(%8, %2) {bwd m1}\n"
-                                          "  grad(%0, %9) {bwd m1}\n"),
+                                                "  %8: f32[4,8] = aten.threshold_backward(%7, %4, 0) {bwd m1}\n"
+                                                "  %9: f32[4,8] = aten.mul.Tensor(%8, %2) {bwd m1}\n"
+                                                "  grad(%0, %9) {bwd m1}\n"),
                            "recompute")),
             "phase micro_batch takes () gives () {\n" + forward +
                 "  %7: f32[4,8] = aten.mul.Tensor(%2, %0) {bwd m1}\n"
@@ -186,8 +186,8 @@ TEST(Recompute, ViewsFollowTheStorageThatIsMadeAgain) {
       "  %6: f32[] = aten.sum(%5) {fwd m1}\n"
       "  output(%6) {fwd m1 name=\"loss\"}\n";
   EXPECT_EQ(Phases(RunText(WithBlocks(forward + "  %7: f32[4]{8} in %3+2 = aten.select.int(%5, 0, 0) {bwd m1}\n"
-                                          "  %8: f32[4,8] = aten.mul.Tensor(%4, %7) {bwd m1}\n"
-                                          "  grad(%0, %8) {bwd m1}\n"),
+                                                "  %8: f32[4,8] = aten.mul.Tensor(%4, %7) {bwd m1}\n"
+                                                "  grad(%0, %8) {bwd m1}\n"),
                            "recompute")),
             "phase micro_batch takes () gives () {\n" + forward +
                 "  %7: f32[4,8] = aten.mul.Tensor(%2, %0) {bwd m1}\n"
@@ -201,19 +201,19 @@ TEST(Recompute, ViewsFollowTheStorageThatIsMadeAgain) {
 TEST(Recompute, AnOpOfSeveralResultsRunsAgainAsAWholeAndItsKeptResultsStay) {
   // As with BatchNorm: %5 is assigned to the buffer after the backward part and is kept, %3 and %4 are not.
   std::string text = RunText(WithBlocks("  %3: f32[4,8], %4: f32[8], %5: f32[4,8] = aten.norm(%2, %0, %1) {fwd m1}\n"
-                                  "  %6: f32[] = aten.sum(%3) {fwd m0}\n"
-                                  "  output(%4) {fwd m1 name=\"loss\"}\n"
-                                  "  %7: f32[4,8] = aten.norm_backward(%4, %5, %2) {bwd m1}\n"
-                                  "  grad(%0, %7) {bwd m1}\n"
-                                  "  assign(%1, %5) {fwd}\n"),
+                                        "  %6: f32[] = aten.sum(%3) {fwd m0}\n"
+                                        "  output(%4) {fwd m1 name=\"loss\"}\n"
+                                        "  %7: f32[4,8] = aten.norm_backward(%4, %5, %2) {bwd m1}\n"
+                                        "  grad(%0, %7) {bwd m1}\n"
+                                        "  assign(%1, %5) {fwd}\n"),
                              "recompute");
   EXPECT_EQ(text.find("meta recompute"), std::string::npos) << "all that the backward part reads is kept anyway";
   text = RunText(WithBlocks("  %3: f32[4,8], %4: f32[8], %5: f32[4,8] = aten.norm(%2, %0, %1) {fwd m1}\n"
-                      "  %6: f32[] = aten.sum(%3) {fwd m1}\n"
-                      "  output(%6) {fwd m1 name=\"loss\"}\n"
-                      "  %7: f32[4,8] = aten.norm_backward(%4, %5, %2) {bwd m1}\n"
-                      "  grad(%0, %7) {bwd m1}\n"
-                      "  assign(%1, %5) {fwd}\n"),
+                            "  %6: f32[] = aten.sum(%3) {fwd m1}\n"
+                            "  output(%6) {fwd m1 name=\"loss\"}\n"
+                            "  %7: f32[4,8] = aten.norm_backward(%4, %5, %2) {bwd m1}\n"
+                            "  grad(%0, %7) {bwd m1}\n"
+                            "  assign(%1, %5) {fwd}\n"),
                  "recompute");
   EXPECT_NE(text.find("  %7: f32[4,8], %8: f32[8], %9: f32[4,8] = aten.norm(%2, %0, %1) {bwd m1}\n"
                       "  %10: f32[4,8] = aten.norm_backward(%8, %5, %2) {bwd m1}\n"),
@@ -228,11 +228,11 @@ TEST(Recompute, RandomAndWritingAndUnknownOpsRunOnce) {
        {"aten.bernoulli.p(%2, 0.5) {fwd m1 rng=0}", "call.python(%2) {fwd m1 module=\"h.0\" part=\"forward\"}",
         "torchvision.thing(%2) {fwd m1}"}) {
     std::string text = WithBlocks(std::string("  %3: f32[4,8] = ") + op +
-                            "\n  %4: f32[4,8] = aten.tanh(%3) {fwd m1}\n"
-                            "  %5: f32[] = aten.sum(%4) {fwd m1}\n"
-                            "  output(%5) {fwd m1 name=\"loss\"}\n"
-                            "  %6: f32[4,8] = aten.mul.Tensor(%4, %3) {bwd m1}\n"
-                            "  grad(%0, %6) {bwd m1}\n");
+                                  "\n  %4: f32[4,8] = aten.tanh(%3) {fwd m1}\n"
+                                  "  %5: f32[] = aten.sum(%4) {fwd m1}\n"
+                                  "  output(%5) {fwd m1 name=\"loss\"}\n"
+                                  "  %6: f32[4,8] = aten.mul.Tensor(%4, %3) {bwd m1}\n"
+                                  "  grad(%0, %6) {bwd m1}\n");
     std::string out = RunText(text, "recompute");
     EXPECT_NE(out.find("  %6: f32[4,8] = aten.tanh(%3) {bwd m1}\n  %7: f32[4,8] = aten.mul.Tensor(%6, %3) {bwd m1}\n"),
               std::string::npos)
@@ -243,15 +243,15 @@ TEST(Recompute, RandomAndWritingAndUnknownOpsRunOnce) {
 TEST(Recompute, WhatIsWrittenInPlaceIsKeptAndReadersOfWhatChangesRunOnce) {
   // %3 is written after it is made; %5 reads the buffer before it changes, %7 after.
   std::string out = RunText(WithBlocks("  %3: f32[4,8] = aten.tanh(%2) {fwd m1}\n"
-                                 "  %4: f32[4,8] in %3+0 = aten.add_.Tensor(%3, %0) {fwd m1 writes=[%3]}\n"
-                                 "  %5: f32[4,8] = aten.mul.Tensor(%1, %0) {fwd m1}\n"
-                                 "  %6: f32[4,8] in %1+0 = aten.add_.Tensor(%1, %2) {fwd m1 writes=[%1]}\n"
-                                 "  %7: f32[4,8] = aten.mul.Tensor(%1, %0) {fwd m1}\n"
-                                 "  %8: f32[] = aten.sum(%7) {fwd m1}\n"
-                                 "  output(%8) {fwd m1 name=\"loss\"}\n"
-                                 "  %9: f32[4,8] = aten.mul.Tensor(%3, %5) {bwd m1}\n"
-                                 "  %10: f32[4,8] = aten.mul.Tensor(%9, %7) {bwd m1}\n"
-                                 "  grad(%0, %10) {bwd m1}\n"),
+                                       "  %4: f32[4,8] in %3+0 = aten.add_.Tensor(%3, %0) {fwd m1 writes=[%3]}\n"
+                                       "  %5: f32[4,8] = aten.mul.Tensor(%1, %0) {fwd m1}\n"
+                                       "  %6: f32[4,8] in %1+0 = aten.add_.Tensor(%1, %2) {fwd m1 writes=[%1]}\n"
+                                       "  %7: f32[4,8] = aten.mul.Tensor(%1, %0) {fwd m1}\n"
+                                       "  %8: f32[] = aten.sum(%7) {fwd m1}\n"
+                                       "  output(%8) {fwd m1 name=\"loss\"}\n"
+                                       "  %9: f32[4,8] = aten.mul.Tensor(%3, %5) {bwd m1}\n"
+                                       "  %10: f32[4,8] = aten.mul.Tensor(%9, %7) {bwd m1}\n"
+                                       "  grad(%0, %10) {bwd m1}\n"),
                             "recompute");
   EXPECT_EQ(MetaOf(out), "\"full: 1 ops run again; kept for backward 256 B instead of 384 B\"");
   EXPECT_NE(out.find("  %9: f32[4,8] = aten.mul.Tensor(%3, %5) {bwd m1}\n"
@@ -266,7 +266,7 @@ TEST(Recompute, WhatLeavesABlockIsKept) {
   for (const char* leaves : {"  %5: f32[] = aten.sum(%3) {fwd m0}\n  output(%5) {fwd m0 name=\"loss\"}\n",
                              "  output(%3) {fwd m1 name=\"y\"}\n", "  assign(%1, %3) {fwd m1}\n"}) {
     std::string text = WithBlocks("  %3: f32[4,8] = aten.tanh(%2) {fwd m1}\n" + std::string(leaves) +
-                            "  %6: f32[4,8] = aten.mul.Tensor(%3, %2) {bwd m1}\n  grad(%0, %6) {bwd m1}\n");
+                                  "  %6: f32[4,8] = aten.mul.Tensor(%3, %2) {bwd m1}\n  grad(%0, %6) {bwd m1}\n");
     bool assigned = text.find("assign") != std::string::npos;  // within the block: only the buffer is changed by it
     EXPECT_EQ(RunText(text, "recompute").find("meta recompute") != std::string::npos, assigned) << text;
   }
@@ -457,7 +457,8 @@ TEST(Recompute, BadInputIsExplained) {
             pass + "option save needs mode=selective; mode=full does not read it");
   EXPECT_EQ(RunText(text, "recompute(mode=selective,whole=blocks.9)"),
             pass + "option whole: no block 'blocks.9', did you mean 'blocks.0'?");
-  EXPECT_EQ(RunText(text, "recompute(whole=blocks.1)"), pass + "option whole needs mode=selective; mode=full does not read it");
+  EXPECT_EQ(RunText(text, "recompute(whole=blocks.1)"),
+            pass + "option whole needs mode=selective; mode=full does not read it");
   EXPECT_EQ(RunText(text, "recompute(bytes=10)"), pass + "option bytes needs mode=budget; mode=full does not read it");
   EXPECT_EQ(RunText(text, "recompute(mode=budget)"),
             pass + "mode=budget needs bytes=N: what may be kept for the backward part");
@@ -502,7 +503,8 @@ TEST_P(RecomputeProperty, SameBitsInEveryMode) {
     Result<RunResult> expected = Interpret(RandomProgram(options), run);
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     // Blocks of one layer keep almost everything; larger ones are made by cutting the list.
-    for (const char* mode : {"full", "selective", "selective,save=aten.mul.Tensor", "selective,whole=cut.0", "budget,bytes="}) {
+    for (const char* mode :
+         {"full", "selective", "selective,save=aten.mul.Tensor", "selective,whole=cut.0", "budget,bytes="}) {
       std::string text = Print(RandomProgram(options));
       int64_t width = 1 + static_cast<int64_t>(random() % 4);
       for (int layer = 0; layer < options.layers; ++layer) {

@@ -12,11 +12,12 @@
 namespace interlace {
 namespace {
 
-// The ops that bring one unit up to date: its update with the view of its part and, where other ranks have the rest, the gather.
+// The ops that bring one unit up to date: its update with the view of its part and, where other ranks have the rest,
+// the gather.
 struct Moved {
   std::vector<OpId> ops;  // up to gather.start
   OpId wait = kNone;
-  int32_t first = 0;      // place of the first op of the micro-batch that needs it done
+  int32_t first = 0;  // place of the first op of the micro-batch that needs it done
 };
 
 class Repositioner {
@@ -59,7 +60,8 @@ class Repositioner {
       if (!op.name.starts_with("update.")) continue;
       Candidate& c = all.emplace_back(Candidate{static_cast<int32_t>(first_.ops.size()), id, 0});
       ForEachOperand(op, [&](ValueId operand) {
-        if (auto found = touches.find(program_.RootOf(operand)); found != touches.end()) c.first = std::min(c.first, found->second);
+        if (auto found = touches.find(program_.RootOf(operand)); found != touches.end())
+          c.first = std::min(c.first, found->second);
       });
       if (!op.units.empty()) c.bytes = static_cast<double>(program_.units[static_cast<size_t>(op.units[0])].numel);
     }
@@ -75,15 +77,18 @@ class Repositioner {
     return chosen;
   }
 
-  // Takes the updates out of the phase, in order. Error: one of them, or what belongs to it, cannot wait for the next step.
+  // Takes the updates out of the phase, in order. Error: one of them, or what belongs to it, cannot wait for the next
+  // step.
   Status Collect(const std::unordered_set<OpId>& chosen) {
-    std::unordered_map<ValueId, OpId> views;           // of states, by result
-    std::unordered_map<ValueId, size_t> by_weights;    // updated part -> its place in moved_
-    std::unordered_map<ValueId, size_t> gathered;      // result of a gather -> likewise
+    std::unordered_map<ValueId, OpId> views;         // of states, by result
+    std::unordered_map<ValueId, size_t> by_weights;  // updated part -> its place in moved_
+    std::unordered_map<ValueId, size_t> gathered;    // result of a gather -> likewise
     for (OpId id : update_.ops) {
       const Op& op = program_.op(id);
       if (MoveOf(op) != nullptr) {
-        return MakeError("offload has planned its copies around the optimizer step where it is; run reposition_update before offload");
+        return MakeError(
+            "offload has planned its copies around the optimizer step where it is; run reposition_update before "
+            "offload");
       }
       if (op.name == "view" && IsState(op.args[0].value)) {
         views[op.results[0]] = id;
@@ -92,7 +97,8 @@ class Repositioner {
         Moved& m = moved_.emplace_back();
         const ValueId weights = op.args[0].value;
         ForEachOperand(op, [&](ValueId operand) {
-          if (auto view = views.find(operand); view != views.end() && taken_.insert(view->second).second) m.ops.push_back(view->second);
+          if (auto view = views.find(operand); view != views.end() && taken_.insert(view->second).second)
+            m.ops.push_back(view->second);
         });
         Take(m, id);
         by_weights[weights] = moved_.size() - 1;
@@ -127,7 +133,8 @@ class Repositioner {
         coef_ = id;
         return;
       }
-      status = MakeError(op.name, " of u", op.units.empty() ? kNone : op.units[0], " reads %", id, ", which ends with the step");
+      status = MakeError(op.name, " of u", op.units.empty() ? kNone : op.units[0], " reads %", id,
+                         ", which ends with the step");
     });
     return status;
   }
@@ -138,9 +145,11 @@ class Repositioner {
     auto check = [&](ValueId id) {
       if (!status.ok() || !IsState(id)) return;
       for (const Moved& m : moved_) {
-        const Op& update = program_.op(*std::find_if(m.ops.begin(), m.ops.end(), [&](OpId o) { return program_.op(o).name.starts_with("update."); }));
+        const Op& update = program_.op(*std::find_if(
+            m.ops.begin(), m.ops.end(), [&](OpId o) { return program_.op(o).name.starts_with("update."); }));
         if (program_.RootOf(update.args[0].value) != program_.RootOf(id)) continue;
-        status = MakeError(op.name, " in the phase update uses %", program_.RootOf(id), " after its optimizer step, which would still be pending there");
+        status = MakeError(op.name, " in the phase update uses %", program_.RootOf(id),
+                           " after its optimizer step, which would still be pending there");
       }
     };
     ForEachOperand(op, check);
@@ -229,13 +238,16 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
   Phase* update = program.FindPhase("update");
   const auto order = program.RunOrder();
   if (program.level == Level::kCaptured || update == nullptr || order[0].first == update) {
-    return MakeError("the program has no optimizer step; run shard, replicate or zero1, and update, before reposition_update");
+    return MakeError(
+        "the program has no optimizer step; run shard, replicate or zero1, and update, before reposition_update");
   }
   if (!PendingOps(program).empty()) return false;
   for (const auto& [phase, count] : order) {
     if (phase == update) continue;
-    if (count != 1 && phase == order[0].first) return MakeError("the first micro-batch is no phase of its own; run accumulate");
-    const bool overlapped = std::any_of(phase->ops.begin(), phase->ops.end(), [&](OpId id) { return program.op(id).name.starts_with("update."); });
+    if (count != 1 && phase == order[0].first)
+      return MakeError("the first micro-batch is no phase of its own; run accumulate");
+    const bool overlapped = std::any_of(phase->ops.begin(), phase->ops.end(),
+                                        [&](OpId id) { return program.op(id).name.starts_with("update."); });
     if (overlapped) {
       return MakeError("overlap_update has put optimizer steps into the phase ", phase->name,
                        ", where their gradients are complete; use overlap_update or reposition_update");
@@ -245,10 +257,12 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
 }
 
 Status CheckRepositioned(const Program& program, std::string_view name) {
-  constexpr std::array<std::string_view, 7> kFine = {"reposition_update", "canonicalize", "overlap_update", "host_update", "offload", "offload_deepcompile", "offload_sync"};
+  constexpr std::array<std::string_view, 7> kFine = {"reposition_update", "canonicalize", "overlap_update",
+                                                     "host_update",       "offload",      "offload_deepcompile",
+                                                     "offload_sync"};
   if (std::find(kFine.begin(), kFine.end(), name) != kFine.end() || PendingOps(program).empty()) return Ok{};
-  return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ", name,
-                   " does not keep that order; run reposition_update after ", name);
+  return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ",
+                   name, " does not keep that order; run reposition_update after ", name);
 }
 
 }  // namespace interlace

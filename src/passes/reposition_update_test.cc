@@ -15,7 +15,9 @@ using testing::RandomProgram;
 using testing::RunResult;
 
 // kTwoLayers after the passes.
-std::string After(const std::string& passes) { return RunText(std::string(kTwoLayers), passes); }
+std::string After(const std::string& passes) {
+  return RunText(std::string(kTwoLayers), passes);
+}
 
 // The ops of a phase up to its first backward op, those of the step before in brackets; views left out.
 std::string Head(const std::string& text, const std::string& phase_name = "") {
@@ -28,7 +30,8 @@ std::string Head(const std::string& text, const std::string& phase_name = "") {
     if (op.part == Part::kBackward) break;
     if (op.name == "view" || op.name == "output") continue;
     const bool pending = op.Attr("pending") != nullptr;
-    out += (out.empty() ? "" : " ") + std::string(pending ? "[" : "") + op.name.substr(op.name.starts_with("aten.") ? 5 : 0);
+    out += (out.empty() ? "" : " ") + std::string(pending ? "[" : "") +
+           op.name.substr(op.name.starts_with("aten.") ? 5 : 0);
     for (UnitId unit : op.units) out += ":u" + std::to_string(unit);
     out += pending ? "]" : "";
   }
@@ -38,11 +41,14 @@ std::string Head(const std::string& text, const std::string& phase_name = "") {
 TEST(RepositionUpdate, ShardsAreUpdatedJustBeforeTheirGather) {
   const std::string text = After("shard(ranks=2),update(clip=1.0),reposition_update");
   EXPECT_EQ(Head(text),
-            "[update.sgd:u0] gather.start:u0 [update.sgd:u1] gather.start:u1 gather.wait mul.Tensor release gather.wait mul.Tensor "
+            "[update.sgd:u0] gather.start:u0 [update.sgd:u1] gather.start:u1 gather.wait mul.Tensor release "
+            "gather.wait mul.Tensor "
             "release sum");
-  EXPECT_EQ(Head(text, "update"), "norm.partial:u0:u1 all_reduce.start all_reduce.wait norm.coef") << "the norm is of the step that ends";
+  EXPECT_EQ(Head(text, "update"), "norm.partial:u0:u1 all_reduce.start all_reduce.wait norm.coef")
+      << "the norm is of the step that ends";
   EXPECT_EQ(Head(After("shard(ranks=2,ahead=0),update,reposition_update")),
-            "[update.sgd:u0] gather.start:u0 gather.wait mul.Tensor release [update.sgd:u1] gather.start:u1 gather.wait mul.Tensor "
+            "[update.sgd:u0] gather.start:u0 gather.wait mul.Tensor release [update.sgd:u1] gather.start:u1 "
+            "gather.wait mul.Tensor "
             "release sum")
       << "without gathers ahead each unit has its turn just before its layer";
 }
@@ -50,7 +56,8 @@ TEST(RepositionUpdate, ShardsAreUpdatedJustBeforeTheirGather) {
 TEST(RepositionUpdate, AShareOfTheUpdatesIsSpreadOverTheUnits) {
   const std::string half = "shard(ranks=2),update,reposition_update(share=0.5)";
   EXPECT_EQ(Head(After(half)),
-            "[update.sgd:u0] gather.start:u0 gather.start:u1 gather.wait mul.Tensor release gather.wait mul.Tensor release sum");
+            "[update.sgd:u0] gather.start:u0 gather.start:u1 gather.wait mul.Tensor release gather.wait mul.Tensor "
+            "release sum");
   EXPECT_EQ(Head(After(half), "update"), "update.sgd:u1");
   const std::string both = After(half + ",overlap_update");
   EXPECT_EQ(Head(both, "update"), "") << "the other one stands where its gradient is complete";
@@ -63,10 +70,13 @@ TEST(RepositionUpdate, AShareOfTheUpdatesIsSpreadOverTheUnits) {
 TEST(RepositionUpdate, WholeParametersAreGatheredAfterTheirPartWasUpdated) {
   const std::string before = "zero1(ranks=2),update,reposition_update";
   EXPECT_EQ(Head(After(before)),
-            "[update.sgd:u0] [gather.start:u0] [update.sgd:u1] [gather.start:u1] [gather.wait] mul.Tensor [gather.wait] mul.Tensor sum");
+            "[update.sgd:u0] [gather.start:u0] [update.sgd:u1] [gather.start:u1] [gather.wait] mul.Tensor "
+            "[gather.wait] mul.Tensor sum");
   EXPECT_EQ(Head(After(before + "(ahead=0)")),
-            "[update.sgd:u0] [gather.start:u0] [gather.wait] mul.Tensor [update.sgd:u1] [gather.start:u1] [gather.wait] mul.Tensor sum");
-  EXPECT_EQ(Head(After("replicate(ranks=2),update,reposition_update")), "[update.sgd:u0] mul.Tensor [update.sgd:u1] mul.Tensor sum");
+            "[update.sgd:u0] [gather.start:u0] [gather.wait] mul.Tensor [update.sgd:u1] [gather.start:u1] "
+            "[gather.wait] mul.Tensor sum");
+  EXPECT_EQ(Head(After("replicate(ranks=2),update,reposition_update")),
+            "[update.sgd:u0] mul.Tensor [update.sgd:u1] mul.Tensor sum");
 }
 
 TEST(RepositionUpdate, OnlyTheFirstMicroBatchChanges) {
@@ -117,19 +127,23 @@ phase update takes () gives () {
 
 TEST(RepositionUpdate, WhatItCannotBeCombinedWithSaysWhy) {
   EXPECT_EQ(After("reposition_update"),
-            "error: pass 'reposition_update': the program has no optimizer step; run shard, replicate or zero1, and update, before "
+            "error: pass 'reposition_update': the program has no optimizer step; run shard, replicate or zero1, and "
+            "update, before "
             "reposition_update");
   EXPECT_EQ(After("shard(ranks=2),update,overlap_update,reposition_update"),
-            "error: pass 'reposition_update': overlap_update has put optimizer steps into the phase micro_batch, where their gradients are "
+            "error: pass 'reposition_update': overlap_update has put optimizer steps into the phase micro_batch, where "
+            "their gradients are "
             "complete; use overlap_update or reposition_update");
   EXPECT_EQ(After("shard(ranks=2),update,offload_sync(kinds=states,cluster=local-2),reposition_update"),
-            "error: pass 'reposition_update': offload has planned its copies around the optimizer step where it is; run reposition_update "
+            "error: pass 'reposition_update': offload has planned its copies around the optimizer step where it is; "
+            "run reposition_update "
             "before offload");
   for (const std::string pass : {"prefetch", "reorder", "unshard", "search"}) {
-    EXPECT_EQ(After("shard(ranks=2),update,reposition_update," + pass),
-              "error: pass '" + pass +
-                  "': the optimizer step of each unit stands just before the unit's first use (reposition_update), and " + pass +
-                  " does not keep that order; run reposition_update after " + pass);
+    EXPECT_EQ(
+        After("shard(ranks=2),update,reposition_update," + pass),
+        "error: pass '" + pass +
+            "': the optimizer step of each unit stands just before the unit's first use (reposition_update), and " +
+            pass + " does not keep that order; run reposition_update after " + pass);
   }
 }
 
@@ -143,19 +157,23 @@ std::string Violation(const std::string& passes, const std::string& from, const 
 }
 
 TEST(RepositionUpdate, TheVerifierKnowsWhatIsPending) {
-  const std::string update = "  update.sgd(%3, %6, %7, %9) {upd units=[u0] momentum=true scale=0.5 ranges=[0, 64, 0] pending=true}\n";
+  const std::string update =
+      "  update.sgd(%3, %6, %7, %9) {upd units=[u0] momentum=true scale=0.5 ranges=[0, 64, 0] pending=true}\n";
   const std::string gather = "  %10: f32[64] = gather.start(%3) {fwd m1 units=[u0]}\n";
   const std::string invalid = "error: the input is not valid: ";
   EXPECT_EQ(Violation("shard(ranks=2)", update + gather, gather + update),
             invalid + "%3 is touched before update.sgd of the step before is done with %3");
-  EXPECT_EQ(Violation("shard(ranks=2)", "%29: i64[68] = norm.partial(%6, %5) {upd units=[u0, u1]}",
-                      "%29: i64[68] = norm.partial(%6, %5) {upd units=[u0, u1] pending=true}"),
-            invalid + "pending=true marks view, update.*, gather.start and gather.wait of the optimizer step, tagged upd");
-  EXPECT_EQ(Violation("shard(ranks=2)", "gather.start(%3) {fwd m1 units=[u0]}", "gather.start(%3) {upd m1 units=[u0] pending=true}"),
+  EXPECT_EQ(
+      Violation("shard(ranks=2)", "%29: i64[68] = norm.partial(%6, %5) {upd units=[u0, u1]}",
+                "%29: i64[68] = norm.partial(%6, %5) {upd units=[u0, u1] pending=true}"),
+      invalid + "pending=true marks view, update.*, gather.start and gather.wait of the optimizer step, tagged upd");
+  EXPECT_EQ(Violation("shard(ranks=2)", "gather.start(%3) {fwd m1 units=[u0]}",
+                      "gather.start(%3) {upd m1 units=[u0] pending=true}"),
             invalid + "the result of a pending op lies in a state: elsewhere a step that has nothing pending lacks it");
   std::string late = update;
-  EXPECT_EQ(Violation("shard(ranks=2)", "phase update takes () gives () {\n", "phase update takes () gives () {\n" + late),
-            invalid + "pending ops stand in the one micro-batch that a step begins with, not in phase 'update'");
+  EXPECT_EQ(
+      Violation("shard(ranks=2)", "phase update takes () gives () {\n", "phase update takes () gives () {\n" + late),
+      invalid + "pending ops stand in the one micro-batch that a step begins with, not in phase 'update'");
 }
 
 // Random programs, through schedule passes before and offload after.
@@ -182,7 +200,8 @@ TEST(RepositionUpdate, SameBitsAsTheTextbookStep) {
       if (shard) passes += ",ahead=" + std::to_string(random() % 3);
       passes += "),accumulate(steps=" + std::to_string(run.accumulation) + ",mode=" + run.accumulate_mode + "),update";
       if (run.clip) passes += "(clip=0.05)";
-      if (random() % 3 == 0) passes += ",bucket(mode=greedy,pack=" + std::string(random() % 2 ? "flat" : "copy") + ",cluster=l4-24gb-4)";
+      if (random() % 3 == 0)
+        passes += ",bucket(mode=greedy,pack=" + std::string(random() % 2 ? "flat" : "copy") + ",cluster=l4-24gb-4)";
       if (random() % 3 == 0) passes += ",unshard(units=all)";
       if (random() % 3 == 0) passes += ",prefetch(cluster=l4-24gb-4)";
       if (random() % 3 == 0) passes += ",reorder";

@@ -87,7 +87,8 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     } else if (work.level == Level::kCaptured && MovesTransfers(call.pass->name)) {
       changed = MakeError("the program has no units; run shard, replicate or zero1 before ", call.pass->name);
     } else if (repeats(call) && captured && work.level != Level::kCaptured) {
-      const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i));
+      const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since),
+                                          calls.begin() + static_cast<ptrdiff_t>(i));
       Result<SearchResult> found = SearchCaptured(*captured, between, call.options, work);
       if (!found.ok()) changed = found.error();
     } else {

@@ -29,7 +29,8 @@ TEST(Runner, DumpsTheTextBeforeAndAfterEveryPass) {
   std::string dir = folder.path + "/a/b", text = GoldenInput("mlp.il");
   Result<Program> program = Parse(text);
   ASSERT_TRUE(program.ok());
-  Result<std::vector<PassReport>> reports = RunPasses(*program, ParsedCalls("canonicalize,shard(ranks=2)"), {true, dir, ""});
+  Result<std::vector<PassReport>> reports =
+      RunPasses(*program, ParsedCalls("canonicalize,shard(ranks=2)"), {true, dir, ""});
   ASSERT_TRUE(reports.ok()) << reports.error().ToString();
   ASSERT_EQ(reports->size(), 2u);
   EXPECT_EQ((*reports)[1].pass, "shard(ranks=2)");

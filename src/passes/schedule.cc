@@ -22,7 +22,8 @@ std::vector<int32_t> StepsOf(const Transfers& transfers, Part part) {
 }
 
 // Merges the gathers of each bucket and issues them so many steps ahead.
-void PlaceGathers(const Program& program, Transfers& transfers, Part part, const std::vector<Schedule::Bucket>& buckets) {
+void PlaceGathers(const Program& program, Transfers& transfers, Part part,
+                  const std::vector<Schedule::Bucket>& buckets) {
   const std::vector<int32_t> steps = StepsOf(transfers, part);
   if (steps.empty()) return;
   std::map<UnitId, size_t> bucket_of;

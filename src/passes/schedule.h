@@ -3,10 +3,10 @@
 //
 //   schedule(keep=u0+u7,forward=u1+u2:1;u3:2,backward=u3+u2:1;u1,reduce=u3:1;u1+u2)
 //
-// keep: units that stay gathered through the step (keep.h). forward, backward: coalesced gathers, one after the other as they
-// are needed, each with the number of steps it is issued ahead (none: 0); a step is an op that first needs something gathered.
-// reduce: coalesced reductions; the number says how many later reductions start before it is waited for. A unit that is not
-// listed travels alone, `ahead` steps ahead (option; the reductions `late`).
+// keep: units that stay gathered through the step (keep.h). forward, backward: coalesced gathers, one after the other
+// as they are needed, each with the number of steps it is issued ahead (none: 0); a step is an op that first needs
+// something gathered. reduce: coalesced reductions; the number says how many later reductions start before it is waited
+// for. A unit that is not listed travels alone, `ahead` steps ahead (option; the reductions `late`).
 #pragma once
 
 #include <string>
@@ -26,7 +26,7 @@ struct Schedule {
     int32_t ahead = 0;
     friend bool operator==(const Bucket&, const Bucket&) = default;
   };
-  std::vector<UnitId> keep;                     // ascending
+  std::vector<UnitId> keep;  // ascending
   std::vector<Bucket> forward, backward, reduce;
   friend bool operator==(const Schedule&, const Schedule&) = default;
 };
@@ -36,8 +36,8 @@ std::string PrintSchedule(const Schedule& schedule);
 // Error: a unit the program has not, one that is listed twice, bad syntax.
 Result<Schedule> ReadSchedule(const Program& program, const PassOptions& options);
 
-// What a program does now (gathers of its first micro-batch phase, reductions of its last one); kept units are those gathered once although `before`, the program
-// before any such pass, gathers them more often.
+// What a program does now (gathers of its first micro-batch phase, reductions of its last one); kept units are those
+// gathered once although `before`, the program before any such pass, gathers them more often.
 Result<Schedule> ScheduleOf(Program& program, const Program& before);
 
 // Carries it out on a program after shard, accumulate and update (in which nothing has been moved or merged before).

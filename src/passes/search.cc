@@ -25,11 +25,14 @@ class Searcher {
     INTERLACE_ASSIGN(space_, SearchSpace::Of(base_));
     int64_t ops = 0;
     for (const Phase& phase : base_.phases) ops += static_cast<int64_t>(phase.ops.size());
-    budget_ = options_.evaluations > 0 ? options_.evaluations : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(6'000'000 / std::max<int64_t>(ops, 1), 60, 1200)));
+    budget_ = options_.evaluations > 0
+                  ? options_.evaluations
+                  : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(
+                                                              6'000'000 / std::max<int64_t>(ops, 1), 60, 1200)));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
-    // The limit has no part in the next three lines, so that a higher one finds what a lower one found, but for what the lower one's
-    // own heuristics and journeys gave.
+    // The limit has no part in the next three lines, so that a higher one finds what a lower one found, but for what
+    // the lower one's own heuristics and journeys gave.
     INTERLACE_TRY(Heuristics());
     INTERLACE_TRY(Grid());
     INTERLACE_TRY(Refine());
@@ -44,7 +47,9 @@ class Searcher {
 
  private:
   double Elapsed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
-  bool Spent(int64_t budget) const { return evaluations_ >= budget || (options_.seconds > 0 && Elapsed() > options_.seconds); }
+  bool Spent(int64_t budget) const {
+    return evaluations_ >= budget || (options_.seconds > 0 && Elapsed() > options_.seconds);
+  }
 
   // The bound of the program with least traffic: everything that can be is gathered once.
   Status Bound() {
@@ -89,7 +94,8 @@ class Searcher {
     return Ok{};
   }
 
-  // Schedules of the front that need more than there is, with their excess out of memory: from the smallest to the fastest.
+  // Schedules of the front that need more than there is, with their excess out of memory: from the smallest to the
+  // fastest.
   Status OffloadWithin(int64_t limit) {
     if (!options_.offload || limit == std::numeric_limits<int64_t>::max()) return Ok{};
     std::vector<Candidate> over;
@@ -110,8 +116,8 @@ class Searcher {
     return LeaveToTheNextStep(before, limit);
   }
 
-  // Copies come back in the backward part, where the optimizer steps are. Of the best of those that were judged since `before`, some
-  // units' steps in the next forward part: then copies run there as well.
+  // Copies come back in the backward part, where the optimizer steps are. Of the best of those that were judged since
+  // `before`, some units' steps in the next forward part: then copies run there as well.
   Status LeaveToTheNextStep(size_t before, int64_t limit) {
     if (!options_.reposition) return Ok{};
     const Candidate* best = nullptr;
@@ -119,12 +125,14 @@ class Searcher {
       if (all_[i].bytes <= limit && (best == nullptr || all_[i].time_ps < best->time_ps)) best = &all_[i];
     }
     if (best == nullptr) return Ok{};
-    const std::string name = best->name.substr(0, best->name.size() - kOffloaded.size()), passes = best->passes.substr(0, best->passes.find(",offload("));
+    const std::string name = best->name.substr(0, best->name.size() - kOffloaded.size()),
+                      passes = best->passes.substr(0, best->passes.find(",offload("));
     const int64_t none_ps = best->time_ps;
     // A quarter first; more where that helped, then less.
     const auto attempt = [&](double share, const char* text) -> Result<int64_t> {
       const size_t tried = all_.size();
-      INTERLACE_TRY(Heuristic(name + ", " + text + " of the updates in the next step" + kOffloaded, OffloadPasses(passes, share, limit), false));
+      INTERLACE_TRY(Heuristic(name + ", " + text + " of the updates in the next step" + kOffloaded,
+                              OffloadPasses(passes, share, limit), false));
       return all_.size() > tried ? all_.back().time_ps : std::numeric_limits<int64_t>::max();
     };
     INTERLACE_ASSIGN(const int64_t quarter_ps, attempt(0.25, "a quarter"));
@@ -198,8 +206,8 @@ class Searcher {
     return Ok{};
   }
 
-  // Starts over the whole space, then from the best with nothing and with everything kept one coordinate after the other; a change
-  // stays when it makes the step faster.
+  // Starts over the whole space, then from the best with nothing and with everything kept one coordinate after the
+  // other; a change stays when it makes the step faster.
   Status Grid() {
     const int64_t budget = evaluations_ + (budget_ - evaluations_) / 2;
     std::map<int32_t, std::pair<int64_t, SearchSpace::Settings>> best;  // by the share that is kept
@@ -232,7 +240,8 @@ class Searcher {
     return Ok{};
   }
 
-  // From points of the front, moves on what holds the compute lane longest, within the memory of the point; again while it helps.
+  // From points of the front, moves on what holds the compute lane longest, within the memory of the point; again while
+  // it helps.
   Status Refine() {
     for (size_t judged = 0; judged != points_.size() && !Spent(budget_);) {
       judged = points_.size();
@@ -293,8 +302,8 @@ class Searcher {
   const std::chrono::steady_clock::time_point begin_;
   SearchSpace space_;
   int64_t budget_ = 0, evaluations_ = 0;
-  std::string refusal_;      // of the last heuristic that a pass refused
-  int64_t kept_bytes_ = 0;  // peak with every unit kept
+  std::string refusal_;                  // of the last heuristic that a pass refused
+  int64_t kept_bytes_ = 0;               // peak with every unit kept
   std::map<std::string, Point> points_;  // by the schedule's text
   std::vector<Candidate> all_;
   SearchResult result_;

@@ -1,5 +1,5 @@
-// The pass `search`: with recompute=none and interleave=none on a program that has been sharded, else on what the runner kept of
-// the captured one.
+// The pass `search`: with recompute=none and interleave=none on a program that has been sharded, else on what the
+// runner kept of the captured one.
 #include <algorithm>
 #include <limits>
 #include <set>
@@ -17,7 +17,8 @@ namespace {
 std::string Table(const std::vector<Candidate>& candidates, bool with_passes) {
   std::string text;
   for (const Candidate& c : candidates) {
-    text += (text.empty() ? "" : "\n") + c.name + "|" + std::to_string(c.time_ps / 1'000'000) + "|" + std::to_string(c.bytes);
+    text += (text.empty() ? "" : "\n") + c.name + "|" + std::to_string(c.time_ps / 1'000'000) + "|" +
+            std::to_string(c.bytes);
     if (with_passes) text += "|" + c.captured + "|" + c.passes;
   }
   return text;
@@ -30,7 +31,8 @@ void WriteMeta(Program& program, const SearchResult& found, const PassCosts& cos
   program.SetMeta("search.without", Table(found.without, false));
   program.SetMeta("search.bound_us", std::to_string(found.lower_bound_ps / 1'000'000));
   program.SetMeta("search.evaluations", std::to_string(found.evaluations));
-  program.SetMeta("search.limit", costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
+  program.SetMeta("search.limit",
+                  costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
 }
 
 Status RunText(Program& program, const std::string& passes) {
@@ -45,13 +47,16 @@ Status RunText(Program& program, const std::string& passes) {
 
 Status CheckFits(const SearchResult& found, const PassCosts& costs, const PassOptions& options) {
   if (found.chosen < found.front.size()) return Ok{};
-  const bool recomputes = options.Text("recompute", "auto") == "auto", offloads = options.Text("offload", "none") != "none";
+  const bool recomputes = options.Text("recompute", "auto") == "auto",
+             offloads = options.Text("offload", "none") != "none";
   const std::string let = recomputes && offloads ? ""
-                          : recomputes           ? "let it send storages out of memory (offload=auto; in training: a tier), "
-                          : offloads             ? "let it recompute activations (recompute=auto), "
-                                                 : "let it recompute activations (recompute=auto) or send storages out of memory (offload=auto; in training: a tier), ";
-  return MakeError("nothing fits into the limit of ", costs.limit, " bytes: the smallest schedule that was found needs ",
-                   found.front.front().bytes, "; raise it to ", (found.front.front().bytes + 1048575) / 1048576, "MiB, use more ranks, ", let,
+                          : recomputes ? "let it send storages out of memory (offload=auto; in training: a tier), "
+                          : offloads   ? "let it recompute activations (recompute=auto), "
+                                       : "let it recompute activations (recompute=auto) or send storages out of memory "
+                                         "(offload=auto; in training: a tier), ";
+  return MakeError("nothing fits into the limit of ", costs.limit,
+                   " bytes: the smallest schedule that was found needs ", found.front.front().bytes, "; raise it to ",
+                   (found.front.front().bytes + 1048575) / 1048576, "MiB, use more ranks, ", let,
                    "or take a smaller micro-batch with more accumulation",
                    found.refused.empty() ? "" : "; out of memory less is enough, but: " + found.refused);
 }
@@ -112,8 +117,8 @@ NamedPasses Recomputations(const Program& captured) {
   return variants;
 }
 
-// All recomputations, and what hides transfers behind several micro-batches: those without recomputation and, because it takes the
-// memory of their activations, with what takes least time to give it back and with all of it.
+// All recomputations, and what hides transfers behind several micro-batches: those without recomputation and, because
+// it takes the memory of their activations, with what takes least time to give it back and with all of it.
 NamedPasses Variants(const Program& captured, const Program& sharded, const PassOptions& options) {
   NamedPasses variants = options.Text("recompute", "auto") == "auto" ? Recomputations(captured) : NamedPasses{{"", ""}};
   const bool sums = sharded.accumulate_mode == "reduce_last" && sharded.width == 1;
@@ -184,12 +189,14 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
     at_once(s.backward, 0);
   }));
   INTERLACE_TRY(add("every reduction waited for at once", [&](Schedule& s) { at_once(s.reduce, 0); }));
-  if (overlaps) INTERLACE_TRY(add("updates after the last micro-batch", [](Schedule&) {}, true));
+  if (overlaps)
+    INTERLACE_TRY(add(
+        "updates after the last micro-batch", [](Schedule&) {}, true));
   return out;
 }
 
-Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<PassCall>& between, const PassOptions& options,
-                                    Program& program) {
+Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<PassCall>& between,
+                                    const PassOptions& options, Program& program) {
   INTERLACE_ASSIGN(SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));
   NamedPasses variants = Variants(captured, program, options);
@@ -215,7 +222,8 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
     }
     const std::string name = variants[v].first, first = variants[v].second;
     Program base = captured.Clone();
-    if (!first.empty() && !RunText(base, first).ok()) continue;  // nothing can run again; micro-batches depend on one another
+    if (!first.empty() && !RunText(base, first).ok())
+      continue;  // nothing can run again; micro-batches depend on one another
     Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
     if (!reports.ok()) return reports.error();
     INTERLACE_ASSIGN(SearchResult found, SearchSchedules(base, costs, search));
@@ -241,7 +249,8 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
   Result<std::vector<PassReport>> reports = RunPasses(out, between, run);
   if (!reports.ok()) return reports.error();
   INTERLACE_ASSIGN(all.without, WithoutEach(out, costs, chosen));
-  for (auto [pass, without] : {std::pair{"recompute", "nothing recomputed"}, std::pair{"interleave", "one micro-batch after the other"}}) {
+  for (auto [pass, without] :
+       {std::pair{"recompute", "nothing recomputed"}, std::pair{"interleave", "one micro-batch after the other"}}) {
     if (chosen.captured.find(pass) == std::string::npos) continue;
     for (auto c = all.front.rbegin(); c != all.front.rend(); ++c) {
       if (c->captured.find(pass) != std::string::npos) continue;

@@ -133,7 +133,8 @@ std::vector<Schedule::Bucket> SearchSpace::Buckets(const std::vector<Item>& item
   const std::string* block = nullptr;
   for (const Item& item : items) {
     if (left_out[item.unit]) continue;
-    const bool joins = most == kByBlock ? block != nullptr && !block->empty() && *block == item.block : bytes + item.bytes <= most;
+    const bool joins =
+        most == kByBlock ? block != nullptr && !block->empty() && *block == item.block : bytes + item.bytes <= most;
     if (buckets.empty() || !joins) {
       buckets.push_back({{}, ahead});
       bytes = 0;

@@ -36,7 +36,8 @@ class SearchSpace {
   // Where walks through the grid begin, and one step further in every direction.
   std::vector<Settings> Starts() const;
   std::vector<Settings> Neighbours(const Settings& settings) const;
-  // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising first.
+  // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising
+  // first.
   std::vector<Schedule> Moves(const Point& point) const;
   // "model.layers.0+model.layers.1": BlocksOf; empty when there are none.
   const std::string& blocks() const { return blocks_; }
@@ -45,7 +46,7 @@ class SearchSpace {
   struct Item {
     UnitId unit = kNone;
     int64_t bytes = 0;
-    std::string block;   // path of the outermost module list element it belongs to
+    std::string block;  // path of the outermost module list element it belongs to
   };
   std::vector<Schedule::Bucket> Buckets(const std::vector<Item>& items, int32_t size, int32_t ahead,
                                         const std::vector<char>& left_out) const;
@@ -53,9 +54,9 @@ class SearchSpace {
   void MoveGather(const Schedule& from, Part part, UnitId unit, std::vector<Schedule>& moves) const;
   void MoveReduce(const Schedule& from, UnitId unit, std::vector<Schedule>& moves) const;
 
-  std::vector<Item> forward_, backward_, reduce_;   // in the order of need, of issue
-  std::vector<UnitId> by_size_, by_distance_;       // units that can be kept
-  std::vector<int64_t> bytes_;                      // by unit
+  std::vector<Item> forward_, backward_, reduce_;  // in the order of need, of issue
+  std::vector<UnitId> by_size_, by_distance_;      // units that can be kept
+  std::vector<int64_t> bytes_;                     // by unit
   std::string blocks_;
 };
 

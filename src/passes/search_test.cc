@@ -1,5 +1,5 @@
-// The search on random programs whose links are slow: never worse than what it starts from, the limit is obeyed, a higher limit
-// never gives a slower step, the same result every time, and the same bits as the plain program.
+// The search on random programs whose links are slow: never worse than what it starts from, the limit is obeyed, a
+// higher limit never gives a slower step, the same result every time, and the same bits as the plain program.
 #include "passes/search.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +26,8 @@ Program Base(uint64_t seed, int64_t steps, const std::string& more = "", const s
   options.max_width = 40;
   Program program = testing::RandomProgram(options);
   Result<std::vector<PassCall>> calls =
-      ParsePipeline("canonicalize,shard(ranks=2,ahead=0),accumulate(steps=" + std::to_string(steps) + ",mode=" + mode + "),update" + more);
+      ParsePipeline("canonicalize,shard(ranks=2,ahead=0),accumulate(steps=" + std::to_string(steps) + ",mode=" + mode +
+                    "),update" + more);
   EXPECT_TRUE(calls.ok()) << ErrorOf(calls);
   Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
   EXPECT_TRUE(reports.ok()) << ErrorOf(reports);
@@ -236,7 +237,8 @@ TEST(Search, ALimitThatNothingFitsNamesTheLeastAndWhatWouldLowerIt) {
   const std::string error = search(64, ",recompute=none"),
                     begin = "nothing fits into the limit of 64 bytes: the smallest schedule that was found needs ";
   ASSERT_NE(error.find(begin), std::string::npos) << error;
-  EXPECT_NE(error.find("; raise it to 1MiB, use more ranks, let it recompute activations (recompute=auto) or send storages out of memory "
+  EXPECT_NE(error.find("; raise it to 1MiB, use more ranks, let it recompute activations (recompute=auto) or send "
+                       "storages out of memory "
                        "(offload=auto; in training: a tier), or take a smaller micro-batch with more accumulation"),
             std::string::npos)
       << error;
@@ -246,7 +248,9 @@ TEST(Search, ALimitThatNothingFitsNamesTheLeastAndWhatWouldLowerIt) {
   EXPECT_EQ(search(64, "").find("recompute=auto"), std::string::npos) << "it does that already";
   const std::string out = search(64, ",offload=auto,recompute=none");
   EXPECT_EQ(out.find("offload=auto"), std::string::npos);
-  EXPECT_NE(out.find("pass 'offload': the limit of 64 bytes cannot be met with everything out that may leave"), std::string::npos) << out;
+  EXPECT_NE(out.find("pass 'offload': the limit of 64 bytes cannot be met with everything out that may leave"),
+            std::string::npos)
+      << out;
 }
 
 TEST(Search, KeepsTheBits) {
@@ -264,8 +268,8 @@ TEST(Search, KeepsTheBits) {
     Result<testing::RunResult> expected = testing::Interpret(program, run);
     ASSERT_TRUE(expected.ok()) << ErrorOf(expected);
     const std::string pipeline = "canonicalize,shard(ranks=" + std::to_string(run.ranks) +
-                                 "),accumulate(steps=" + std::to_string(run.accumulation) + ",mode=" + run.accumulate_mode +
-                                 "),update,search(evaluations=60)";
+                                 "),accumulate(steps=" + std::to_string(run.accumulation) +
+                                 ",mode=" + run.accumulate_mode + "),update,search(evaluations=60)";
     Result<std::vector<PassCall>> calls = ParsePipeline(pipeline);
     ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
     Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
@@ -297,7 +301,8 @@ TEST(OverlapUpdate, EveryUpdateFollowsItsGradient) {
 }
 
 TEST(PickFromFront, TheSmallestWithinOnePercentOfTheFastestThatFits) {
-  const std::vector<Candidate> front = {{"a", "", "", 1000, 10}, {"b", "", "", 905, 20}, {"c", "", "", 900, 30}, {"d", "", "", 800, 40}};
+  const std::vector<Candidate> front = {
+      {"a", "", "", 1000, 10}, {"b", "", "", 905, 20}, {"c", "", "", 900, 30}, {"d", "", "", 800, 40}};
   EXPECT_EQ(PickFromFront(front, 9, 0.01), 4U) << "nothing fits";
   EXPECT_EQ(PickFromFront(front, 10, 0.01), 0U);
   EXPECT_EQ(PickFromFront(front, 30, 0.01), 1U) << "905 <= 909";

@@ -20,7 +20,8 @@
 
 namespace interlace {
 
-// Attribute of a cast of a parameter at the captured level (set by `precision`): make it on the shard, and gather its result.
+// Attribute of a cast of a parameter at the captured level (set by `precision`): make it on the shard, and gather its
+// result.
 inline constexpr std::string_view kOnShard = "on_shard";
 
 // Equal sizes and equal steps through memory, whatever the dtypes (the stride of a dimension of size 1 is never taken).

@@ -45,7 +45,8 @@ class StepLineReader {
 
  private:
   void Uses(const Phase& phase, int32_t first, bool repeated) {
-    std::unordered_map<ValueId, std::vector<std::pair<ValueId, size_t>>> sources;  // by result of a transfer: storage, its use
+    std::unordered_map<ValueId, std::vector<std::pair<ValueId, size_t>>>
+        sources;  // by result of a transfer: storage, its use
     for (size_t i = 0; i < phase.ops.size(); ++i) {
       const Op& op = program_.op(phase.ops[i]);
       const int32_t here = first + static_cast<int32_t>(i);
@@ -93,17 +94,23 @@ class StepLineReader {
     for (const State& state : program_.states) {
       if (program_.RootOf(state.value) != state.value || state.unit == kNone) continue;
       const bool weights = state.role == "shard" || state.role == "full";
-      const bool comes = state.out && state.persistent && weights && moves_.contains(state.value);  // of a step on the host
+      const bool comes =
+          state.out && state.persistent && weights && moves_.contains(state.value);  // of a step on the host
       if ((state.out || moves_.contains(state.value)) && !comes) continue;
-      const OffloadKind kind = !state.persistent ? OffloadKind::kGradients : weights ? OffloadKind::kMaster : OffloadKind::kStates;
+      const OffloadKind kind = !state.persistent ? OffloadKind::kGradients
+                               : weights         ? OffloadKind::kMaster
+                                                 : OffloadKind::kStates;
       INTERLACE_TRY(Add(state.value, kind, state.unit, state.persistent));
-      if (!line_.movables.empty() && line_.movables.back().root == state.value) line_.movables.back().ends = !state.persistent;
-      if (comes && !line_.movables.empty() && line_.movables.back().root == state.value) line_.movables.back().comes = true;
+      if (!line_.movables.empty() && line_.movables.back().root == state.value)
+        line_.movables.back().ends = !state.persistent;
+      if (comes && !line_.movables.empty() && line_.movables.back().root == state.value)
+        line_.movables.back().comes = true;
     }
     std::vector<std::pair<int32_t, ValueId>> results;
     for (const auto& [root, uses] : uses_) {
       const Value& value = program_.value(root);
-      if (value.kind != ValueKind::kResult || pinned_.contains(root) || moves_.contains(root) || uses.size() < 2) continue;
+      if (value.kind != ValueKind::kResult || pinned_.contains(root) || moves_.contains(root) || uses.size() < 2)
+        continue;
       const Op& def = program_.op(value.def);
       // Gathered and flat buffers are short-lived; what a release names could be out there.
       if (def.name == "gather.start" || def.name == "grad.begin") continue;
@@ -113,7 +120,8 @@ class StepLineReader {
     for (const auto& [first, root] : results) {
       const Op& def = program_.op(program_.value(root).def);
       const bool gradient = def.name == "reduce.start";
-      INTERLACE_TRY(Add(root, gradient ? OffloadKind::kGradients : OffloadKind::kActivations, gradient ? def.units[0] : kNone, false));
+      INTERLACE_TRY(Add(root, gradient ? OffloadKind::kGradients : OffloadKind::kActivations,
+                        gradient ? def.units[0] : kNone, false));
     }
     return std::move(line_);
   }
@@ -172,7 +180,8 @@ bool BeginGradients(Program& program) {
       std::vector<ValueId> begins;
       const auto touch = [&](ValueId value, bool placed) {
         const ValueId root = program.RootOf(value);
-        if (open.erase(root) > 0 && placed && count == 1 && !FillsRoot(program, program.value(value))) begins.push_back(root);
+        if (open.erase(root) > 0 && placed && count == 1 && !FillsRoot(program, program.value(value)))
+          begins.push_back(root);
       };
       const Op& op = program.op(id);
       ForEachOperand(op, [&](ValueId value) { touch(value, false); });
@@ -207,7 +216,8 @@ bool FreeGradients(Program& program) {
   };
   std::unordered_map<ValueId, Facts> facts;
   for (const State& state : program.states) {
-    if (!state.persistent && !state.out && state.unit != kNone && program.RootOf(state.value) == state.value) facts[state.value];
+    if (!state.persistent && !state.out && state.unit != kNone && program.RootOf(state.value) == state.value)
+      facts[state.value];
   }
   if (facts.empty()) return false;
   for (Phase& phase : program.phases) {
@@ -245,7 +255,8 @@ bool FreeGradients(Program& program) {
       program.value(f.whole).root = f.whole;
       program.value(f.whole).placed = false;
     } else {
-      if (!(program.value(state.value).type == FlatType(program.value(state.value).type.dtype, unit.numel))) return false;
+      if (!(program.value(state.value).type == FlatType(program.value(state.value).type.dtype, unit.numel)))
+        return false;
       Op& begin = program.AddOp("grad.begin");
       begin.units = {state.unit};
       CopyTags(program.op(f.phase->ops[f.first]), begin);
@@ -253,7 +264,8 @@ bool FreeGradients(Program& program) {
       editors.try_emplace(f.phase, program, *f.phase).first->second.Before(static_cast<int32_t>(f.first), begin.id);
     }
     for (ValueId id = 0; id < program.num_values(); ++id) {
-      if (program.HasValue(id) && id != state.value && program.value(id).root == state.value) program.value(id).root = f.whole;
+      if (program.HasValue(id) && id != state.value && program.value(id).root == state.value)
+        program.value(id).root = f.whole;
     }
     ReplaceUses(program, *f.phase, state.value, f.whole);
     return true;

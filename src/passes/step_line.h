@@ -1,9 +1,9 @@
 // step_line.h — the ops of one step in the order they run, with the memory and the time of each: what passes that send
 // storages out of memory look at. A micro-batch that is repeated stands there once.
 //
-//   op         0      1      2    ...   n-1 | 0 ...        `update` of the last step comes before `micro_batch` of the next
-//   bytes      P(0)   P(1)   P(2)
-//   uses of a storage:  [2,4]     [9,9]                     from the op that first touches it to the last in a row
+//   op         0      1      2    ...   n-1 | 0 ...        `update` of the last step comes before `micro_batch` of the
+//   next bytes      P(0)   P(1)   P(2) uses of a storage:  [2,4]     [9,9]                     from the op that first
+//   touches it to the last in a row
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@ namespace interlace {
 struct Use {
   int32_t begin = 0, end = 0;  // places in the line
   bool writes = false;
-  bool fills = false;          // its first op writes the whole storage and reads nothing of it
+  bool fills = false;  // its first op writes the whole storage and reads nothing of it
 };
 
 enum class OffloadKind : uint8_t { kStates, kMaster, kGradients, kActivations };
@@ -28,10 +28,10 @@ struct Movable {
   OffloadKind kind = OffloadKind::kStates;
   UnitId unit = kNone;
   int64_t bytes = 0;
-  bool state = false;      // lives from step to step
-  bool ends = false;       // a state that ends with its step: what it holds is of no use once it is filled anew
-  bool comes = false;      // it lies in the tier, and the program has it come for its uses: gaps are those between them
-  std::vector<Use> uses;   // ascending, apart
+  bool state = false;     // lives from step to step
+  bool ends = false;      // a state that ends with its step: what it holds is of no use once it is filled anew
+  bool comes = false;     // it lies in the tier, and the program has it come for its uses: gaps are those between them
+  std::vector<Use> uses;  // ascending, apart
 };
 
 struct StepLine {
@@ -50,12 +50,12 @@ struct StepLine {
 // The program must outlive it and keep its op lists. Error: a symbolic size, an op without a cost.
 Result<StepLine> ReadStepLine(Program& program, CostModel& model);
 
-// Gradients that are written in parts begin with an op that fills them whole (grad.begin), where a step first writes them: what they
-// held before is of no use then, and needs no memory. True when any did.
+// Gradients that are written in parts begin with an op that fills them whole (grad.begin), where a step first writes
+// them: what they held before is of no use then, and needs no memory. True when any did.
 bool BeginGradients(Program& program);
 
-// Gradients that are made and used up in one phase (overlap_update) become values that live from the first write to the last
-// use, instead of states that take memory through the step. True when any did.
+// Gradients that are made and used up in one phase (overlap_update) become values that live from the first write to the
+// last use, instead of states that take memory through the step. True when any did.
 bool FreeGradients(Program& program);
 
 }  // namespace interlace

@@ -1,5 +1,5 @@
-// training_case.h — random programs with what a step of them is: ranks, accumulation, clipping, and the passes up to the optimizer's. For
-// tests only.
+// training_case.h — random programs with what a step of them is: ranks, accumulation, clipping, and the passes up to
+// the optimizer's. For tests only.
 #pragma once
 
 #include <random>
@@ -25,7 +25,8 @@ struct TrainingCase {
   }
 };
 
-// One to three ranks; every fourth accumulates over three micro-batches, `clips` of five clip. `random` gives the number of layers.
+// One to three ranks; every fourth accumulates over three micro-batches, `clips` of five clip. `random` gives the
+// number of layers.
 inline TrainingCase MakeTrainingCase(uint64_t seed, uint64_t clips, std::mt19937_64& random) {
   TrainingCase out;
   out.shape.seed = seed + 900;
@@ -36,7 +37,8 @@ inline TrainingCase MakeTrainingCase(uint64_t seed, uint64_t clips, std::mt19937
   out.run.accumulation = seed % 4 == 3 ? 3 : 1;
   const bool clip = seed % 5 >= 5 - clips;
   if (clip) out.run.clip = 0.5;
-  out.start = "canonicalize,shard(ranks=" + std::to_string(out.run.ranks) + "),accumulate(steps=" + std::to_string(out.run.accumulation) +
+  out.start = "canonicalize,shard(ranks=" + std::to_string(out.run.ranks) +
+              "),accumulate(steps=" + std::to_string(out.run.accumulation) +
               "),update(clip=" + (clip ? "0.5" : "none") + ")";
   return out;
 }

@@ -9,8 +9,8 @@ namespace {
 
 class Walker {
  public:
-  Walker(const StepLine& line, const std::vector<WalkCosts>& out, const std::vector<WalkCosts>& in, const WalkOptions& options,
-         std::vector<Trip>& trips)
+  Walker(const StepLine& line, const std::vector<WalkCosts>& out, const std::vector<WalkCosts>& in,
+         const WalkOptions& options, std::vector<Trip>& trips)
       : line_(line), out_costs_(out), in_costs_(in), options_(options), trips_(trips), end_(line.size()) {}
 
   WalkResult Run() {
@@ -83,8 +83,8 @@ class Walker {
     blocked_ = -1;
   }
 
-  // Journeys over phases do not stop over in one that runs several times; what goes before its first op goes to the end of the
-  // phase before.
+  // Journeys over phases do not stop over in one that runs several times; what goes before its first op goes to the end
+  // of the phase before.
   bool MayMove(int32_t t, int32_t place) const {
     if (place >= end_ || !line_.ops[place].repeated) return true;
     return line_.ops[trips_[t].after].phase == line_.ops[place].phase || line_.ops[place].index == 0;
@@ -92,7 +92,8 @@ class Walker {
 
   int64_t Run(int64_t& lane_ps, const WalkCosts& cost) {
     const int64_t start = std::max(lane_ps, clock_ps_);
-    const int64_t latency = options_.overlap ? std::max<int64_t>(cost.latency_ps - (start - clock_ps_), 0) : cost.latency_ps;
+    const int64_t latency =
+        options_.overlap ? std::max<int64_t>(cost.latency_ps - (start - clock_ps_), 0) : cost.latency_ps;
     lane_ps = start + latency + cost.work_ps;
     return start;
   }
@@ -112,7 +113,8 @@ class Walker {
     start_ps_[t] = Run(out_ps_, out_costs_[t]);
     done_ps_[t] = out_ps_;
     ended_ps_[t] = last_ended_ps_ =
-        std::max(last_ended_ps_, out_ps_ + static_cast<int64_t>((options_.slack - 1) * static_cast<double>(out_costs_[t].work_ps)));
+        std::max(last_ended_ps_,
+                 out_ps_ + static_cast<int64_t>((options_.slack - 1) * static_cast<double>(out_costs_[t].work_ps)));
     // Where it will be gone if the compute lane is not held from here on: later holds only make that earlier.
     const int64_t shift = clock_ps_ - line_.begin_ps[place];
     const auto begin = line_.begin_ps.begin();
@@ -210,8 +212,8 @@ class Walker {
     return true;
   }
 
-  // The step ends with nothing on its way: copies that would have to be waited for longer than they have run, and those behind
-  // them, go at the head of the next step instead.
+  // The step ends with nothing on its way: copies that would have to be waited for longer than they have run, and those
+  // behind them, go at the head of the next step instead.
   WalkResult End() {
     place_ = end_;
     const int64_t end_ps = clock_ps_;
@@ -241,10 +243,10 @@ class Walker {
   std::vector<int64_t> bytes_;  // at each op, if what is out now stays out until it is needed and nothing else leaves
   std::vector<At> at_;
   std::vector<int64_t> start_ps_, done_ps_;  // of the last copy
-  std::vector<int64_t> ended_ps_;            // from when a copy out counts as ended where nothing waits for it; in their order
-  std::vector<int32_t> freed_;               // place from which bytes_ counts it as gone
-  std::vector<bool> tail_;                   // it left after this step's use
-  std::vector<bool> later_;                  // it leaves in the next step
+  std::vector<int64_t> ended_ps_;  // from when a copy out counts as ended where nothing waits for it; in their order
+  std::vector<int32_t> freed_;     // place from which bytes_ counts it as gone
+  std::vector<bool> tail_;         // it left after this step's use
+  std::vector<bool> later_;        // it leaves in the next step
   std::vector<std::vector<int32_t>> needed_, used_;
   std::set<std::pair<int32_t, int32_t>> waiting_;  // out and needed in this step: place, trip
   std::deque<int32_t> leaving_;

@@ -5,9 +5,9 @@
 //   h2d      [--- u2.exp_avg ---][--- u2.exp_avg_sq ---]         in order of need, as soon as there is room until then
 //
 // A blank trip copies nothing: its memory goes behind the one use and comes before the next.
-// A copy out is waited for where it has ended, or where its room is needed; a copy in where its storage is used. While the compute
-// lane is held, copies that end make room for others, which start then. What is out when an op runs is known exactly, so no op is
-// ever above the limit.
+// A copy out is waited for where it has ended, or where its room is needed; a copy in where its storage is used. While
+// the compute lane is held, copies that end make room for others, which start then. What is out when an op runs is
+// known exactly, so no op is ever above the limit.
 #pragma once
 
 #include "passes/trips.h"
@@ -20,15 +20,16 @@ struct WalkCosts {
 
 struct WalkOptions {
   int64_t limit = 0;
-  double slack = 1.2;     // times its own work after which a copy out counts as ended where nothing waits for it
-  bool overlap = false;   // a copy that waits behind another has its latency behind it (CPUs)
-  bool next_step = false; // input: Trip::next_step stays as it is; else the walk decides which copies out wait for the next step
+  double slack = 1.2;    // times its own work after which a copy out counts as ended where nothing waits for it
+  bool overlap = false;  // a copy that waits behind another has its latency behind it (CPUs)
+  bool next_step =
+      false;  // input: Trip::next_step stays as it is; else the walk decides which copies out wait for the next step
 };
 
 struct WalkResult {
   int64_t time_ps = 0;
-  int32_t over = -1;      // the place of an op that does not fit, or -1
-  int64_t bytes = 0;      // that it would need
+  int32_t over = -1;  // the place of an op that does not fit, or -1
+  int64_t bytes = 0;  // that it would need
 };
 
 // Sets leave, free, back, need, order and next_step of every trip. `out` and `in` by trip.

@@ -99,7 +99,8 @@ void FindClean(const StepLine& line, std::vector<Trip>& trips) {
       while (uses[use].end != trip->after) ++use;
       for (size_t back = 0; back < count && !uses[use].writes; ++back) {
         const int32_t begin = uses[use].begin;
-        auto found = std::find_if(list.begin(), list.end(), [&](const Trip* t) { return t->before == begin && !t->blank; });
+        auto found =
+            std::find_if(list.begin(), list.end(), [&](const Trip* t) { return t->before == begin && !t->blank; });
         if (found != list.end()) {
           trip->clean = !(*found == trip && trip->next_step);  // else it would leave before it has come back once
           break;
@@ -129,7 +130,8 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
   for (size_t i = 0; i < trips.size(); ++i) {
     const Trip& trip = trips[i];
     const int32_t places[] = {trip.leave, trip.free, trip.back, trip.need};
-    for (int32_t kind = kLeave; kind <= kNeed; ++kind) events.emplace_back(places[kind], trip.order[kind], kind, static_cast<int32_t>(i));
+    for (int32_t kind = kLeave; kind <= kNeed; ++kind)
+      events.emplace_back(places[kind], trip.order[kind], kind, static_cast<int32_t>(i));
   }
   std::sort(events.begin(), events.end());
   constexpr const char* kNames[] = {"offload.start", "offload.wait", "reload.start", "reload.wait"};

@@ -15,16 +15,17 @@
 namespace interlace {
 
 struct Trip {
-  int32_t movable = 0;         // index in StepLine::movables
+  int32_t movable = 0;            // index in StepLine::movables
   int32_t after = 0, before = 0;  // the gap: places of the last op of one use and the first of the next
-  bool wraps = false;          // the gap goes over the end of the step
-  bool clean = false;          // nothing was written since it came back: no copy out
-  bool blank = false;          // the next use fills it anew: no copy out, none back, and memory only from then on
+  bool wraps = false;             // the gap goes over the end of the step
+  bool clean = false;             // nothing was written since it came back: no copy out
+  bool blank = false;             // the next use fills it anew: no copy out, none back, and memory only from then on
   // Places before whose op the four ops go. In a gap that wraps, leave and free are in this step, or, with `next_step`,
   // both at its beginning; back and need are in the next one, counted from its beginning.
   int32_t leave = 0, free = 0, back = 0, need = 0;
   bool next_step = false;
-  // Of the four ops among all that go before one op: ascending; equal ones by kind (out of memory first, then into it), then by trip.
+  // Of the four ops among all that go before one op: ascending; equal ones by kind (out of memory first, then into it),
+  // then by trip.
   int32_t order[4] = {0, 0, 0, 0};
 };
 
@@ -34,7 +35,8 @@ std::vector<Trip> GapsOf(const StepLine& line);
 std::vector<Trip> BlankTrips(const StepLine& line);
 // Whether the storage is out while the op at `place` runs.
 bool IsOutAt(const Trip& trip, int32_t place);
-// Whether it never is: it was used before it had gone. (One that goes and comes before one op makes room for what comes between.)
+// Whether it never is: it was used before it had gone. (One that goes and comes before one op makes room for what comes
+// between.)
 bool StaysIn(const Trip& trip);
 // Bytes at each op with these trips.
 std::vector<int64_t> BytesWith(const StepLine& line, const std::vector<Trip>& trips);

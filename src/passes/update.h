@@ -9,9 +9,9 @@
 //             %11: f64[3] = norm.coef(%10) {upd max_norm=1.0 scale=0.5}
 //             update.adamw(%shard, %grad, %8, %7, %11) {upd units=[u0] scale=0.5 ranges=[0,1000,0]}
 //           }
-// A program with the buffer "interlace.loss_scale" has gradients that are so many times too large: norm.coef takes it too.
-// scale = 1 / (ranks * micro-batches) makes the mean of the summed gradients. After zero1 each rank updates its own
-// part of u0.full and the parts are gathered in place. Runs after accumulate; a program without open symbols is
+// A program with the buffer "interlace.loss_scale" has gradients that are so many times too large: norm.coef takes it
+// too. scale = 1 / (ranks * micro-batches) makes the mean of the summed gradients. After zero1 each rank updates its
+// own part of u0.full and the parts are gathered in place. Runs after accumulate; a program without open symbols is
 // scheduled then.
 #pragma once
 

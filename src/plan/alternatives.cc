@@ -8,7 +8,8 @@ namespace interlace::plan {
 Status SetBytes(StageOptions& stage, std::string_view dtype, bool as_run) {
   stage.as_run = as_run;
   if (dtype == "bfloat16") {
-    stage.weight_bytes = 2, stage.gradient_bytes = as_run ? 4 : 2, stage.state_bytes = 12;  // float32 master and two moments
+    stage.weight_bytes = 2, stage.gradient_bytes = as_run ? 4 : 2,
+    stage.state_bytes = 12;  // float32 master and two moments
   } else if (dtype == "float32") {
     stage.weight_bytes = 4, stage.gradient_bytes = 4, stage.state_bytes = 8;
   } else {
@@ -39,19 +40,24 @@ std::vector<Baseline> AlternativesOf(const Baseline& searched, const Plan& best)
     for (Space& space : one.spaces) change(space), space.name = one.name;
   };
   auto any = [&](auto&& is) {
-    return std::any_of(best.stages.begin(), best.stages.end(), [&](const PlanStage& stage) { return is(stage.strategy); });
+    return std::any_of(best.stages.begin(), best.stages.end(),
+                       [&](const PlanStage& stage) { return is(stage.strategy); });
   };
   if (best.stages.size() > 1) add("one stage", "no pipeline", [](Space& s) { s.stages = {1}; });
-  if (any([](const Strategy& s) { return s.tp > 1; })) add("no tensor parallel", "tp 1", [](Space& s) { s.stage.tensor_parallel = {1}; });
+  if (any([](const Strategy& s) { return s.tp > 1; }))
+    add("no tensor parallel", "tp 1", [](Space& s) { s.stage.tensor_parallel = {1}; });
   if (any([](const Strategy& s) { return s.weights_out + s.gradients_out + s.states_out + s.activations_out > 0; })) {
-    add("no offload", "everything stays on the device",
-        [](Space& s) { s.stage.weights_out = s.stage.gradients_out = s.stage.states_out = s.stage.activations_out = false; });
+    add("no offload", "everything stays on the device", [](Space& s) {
+      s.stage.weights_out = s.stage.gradients_out = s.stage.states_out = s.stage.activations_out = false;
+    });
   }
   if (any([](const Strategy& s) { return s.full + s.selective > 0; })) {
     add("no recomputation", "all activations kept", [](Space& s) { s.stage.full = s.stage.selective = false; });
   }
   if (any([](const Strategy& s) { return s.zero > 0; })) {
-    add("no ZeRO", "states, gradients and weights on every rank", [](Space& s) { s.stage.zero = {true, false, false, false}; });
+    add("no ZeRO", "states, gradients and weights on every rank", [](Space& s) {
+      s.stage.zero = {true, false, false, false};
+    });
   }
   if (any([](const Strategy& s) { return s.dp > 1 && s.zero < 3; })) {
     add("ZeRO 3", "weights sharded everywhere", [](Space& s) { s.stage.zero = {false, false, false, true}; });

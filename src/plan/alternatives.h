@@ -1,4 +1,5 @@
-// alternatives.h — the spaces that a request for a plan searches, and what the plan found is compared with. Inside the room only.
+// alternatives.h — the spaces that a request for a plan searches, and what the plan found is compared with. Inside the
+// room only.
 #pragma once
 
 #include <string>
@@ -16,10 +17,12 @@ struct Training {
   bool cpu = false;                // on CPUs
 };
 
-// Bytes of a parameter. `as_run`: as the runtime trains, whose gradients have the dtype of the master weights. Error: dtype.
+// Bytes of a parameter. `as_run`: as the runtime trains, whose gradients have the dtype of the master weights. Error:
+// dtype.
 Status SetBytes(StageOptions& stage, std::string_view dtype, bool as_run);
 
-// The spaces of a baseline, with the dtype and what the runtime cannot do taken out. Error: unknown name or dtype (did you mean).
+// The spaces of a baseline, with the dtype and what the runtime cannot do taken out. Error: unknown name or dtype (did
+// you mean).
 Result<Baseline> SpacesOf(std::string_view name, const Training& training);
 
 // What a person would try first: the same space without one of the things that the best plan does.

@@ -8,7 +8,9 @@
 namespace interlace::plan {
 namespace {
 
-void NoOffload(StageOptions& stage) { stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false; }
+void NoOffload(StageOptions& stage) {
+  stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
+}
 
 // Stages of the same devices and blocks, one layout; every block recomputed or none.
 Space Grid(std::string name, bool recompute) {
@@ -27,7 +29,8 @@ Space Grid(std::string name, bool recompute) {
 }
 
 Baseline Deepspeed() {
-  Baseline out{"deepspeed", "one stage: ZeRO 0 to 3, each kind of state on the host or not, all blocks recomputed or none", {}};
+  Baseline out{
+      "deepspeed", "one stage: ZeRO 0 to 3, each kind of state on the host or not, all blocks recomputed or none", {}};
   for (bool recompute : {false, true}) {
     Space space = Grid(out.name, recompute);
     space.stages = {1};
@@ -46,7 +49,8 @@ Baseline Aceso() {
   NoOffload(space.stage);
   space.stage.overlap = false;
   space.imbalance_aware = false;
-  return {space.name, "uneven stages and recomputed blocks; no ZeRO, no offload; chosen as if nothing overlapped", {space}};
+  return {
+      space.name, "uneven stages and recomputed blocks; no ZeRO, no offload; chosen as if nothing overlapped", {space}};
 }
 
 std::vector<Baseline> Steps() {
@@ -56,7 +60,8 @@ std::vector<Baseline> Steps() {
   Space zero = full, offload = full, all = ckpt;
   zero.name = "zero", zero.stage.zero = {true, true, true, true};
   offload.name = "offload";
-  offload.stage.weights_out = offload.stage.gradients_out = offload.stage.states_out = offload.stage.activations_out = true;
+  offload.stage.weights_out = offload.stage.gradients_out = offload.stage.states_out = offload.stage.activations_out =
+      true;
   all.name = "all", all.stage = PaperSpace().stage;
   out.push_back({"parallel", "parallelism and ZeRO-1 alone, equal stages, no memory saved", {parallel}});
   out.push_back({"full-ckpt", "parallelism, all blocks recomputed", {full}});
@@ -92,7 +97,8 @@ const std::vector<Baseline>& Baselines() {
     std::vector<Baseline> all = {{"full", "everything", {FullSpace()}},
                                  {"paper", "Mist, Table 2: no selective recomputation", {PaperSpace()}},
                                  {"artifact", "what Mist's artifact searches", {ArtifactSpace()}},
-                                 {"megatron", "equal stages, one layout, ZeRO-1, all blocks recomputed or none",
+                                 {"megatron",
+                                  "equal stages, one layout, ZeRO-1, all blocks recomputed or none",
                                   {Grid("megatron", true), Grid("megatron", false)}},
                                  Deepspeed(),
                                  Aceso()};
@@ -111,7 +117,8 @@ Result<const Baseline*> FindBaseline(std::string_view name) {
   return MakeError("there is no space '", name, "'", DidYouMean(name, names));
 }
 
-Result<TuneResult> TuneBaseline(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster, TuneOptions options) {
+Result<TuneResult> TuneBaseline(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster,
+                                TuneOptions options) {
   TuneResult all;
   all.bound_us = std::numeric_limits<double>::infinity();
   options.time_limit_s /= static_cast<double>(baseline.spaces.size());

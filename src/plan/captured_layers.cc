@@ -36,10 +36,13 @@ struct LayerTimes {
 Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterSpec& cluster, int64_t tp) {
   // The whole of what is gathered, scattered or summed.
   bool gathers = op.name == "tp.all_gather";
-  CollectiveKind kind = gathers ? CollectiveKind::kGather : op.name == "tp.reduce_scatter" ? CollectiveKind::kReduce : CollectiveKind::kAllReduce;
+  CollectiveKind kind = gathers                          ? CollectiveKind::kGather
+                        : op.name == "tp.reduce_scatter" ? CollectiveKind::kReduce
+                                                         : CollectiveKind::kAllReduce;
   ValueId whole = kind == CollectiveKind::kReduce ? op.args[0].value : op.results[0];
   INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(whole).type));
-  CollectiveTime time = RingTime(cluster, GroupOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
+  CollectiveTime time =
+      RingTime(cluster, GroupOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
   return time.latency_us + time.transfer_us;
 }
 
@@ -64,7 +67,8 @@ Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const
 class Layer {
  public:
   // `cut`: how tensor parallel cuts parameters; `tied`: the head's parameter that is the embedding's.
-  static Result<Layer> Of(const Program& captured, Role role, const std::vector<ParallelParameter>* cut, const std::string& tied) {
+  static Result<Layer> Of(const Program& captured, Role role, const std::vector<ParallelParameter>* cut,
+                          const std::string& tied) {
     Layer layer;
     layer.role_ = role;
     INTERLACE_ASSIGN(layer.kept_, Make(captured, "", cut));
@@ -140,7 +144,8 @@ class Layer {
 
  private:
   // `mode` of the pass recompute, "" for none. It runs first: what is run again is cut, gathered and summed again.
-  static Result<Variant> Make(const Program& captured, const std::string& mode, const std::vector<ParallelParameter>* cut) {
+  static Result<Variant> Make(const Program& captured, const std::string& mode,
+                              const std::vector<ParallelParameter>* cut) {
     Variant out;
     out.program = captured.Clone();
     if (!mode.empty()) INTERLACE_TRY(Recompute(out.program, {{"mode", mode}}));
@@ -201,7 +206,8 @@ class CapturedLayers : public LayerSource {
   Result<LayerCost> Cost(Role role, int32_t micro_batch, int32_t tp) const override {
     if (micro_batch < 1) return MakeError("a micro-batch of ", micro_batch, " has no samples");
     if (tp < 1 || largest_tp_ % tp != 0) {
-      return MakeError("tensor parallel over ", tp, " devices does not divide the model's heads and widths and the sequence of ", sequence_,
+      return MakeError("tensor parallel over ", tp,
+                       " devices does not divide the model's heads and widths and the sequence of ", sequence_,
                        "; divisors of ", largest_tp_, " do");
     }
     auto key = std::tuple(role, micro_batch, tp);
@@ -246,8 +252,8 @@ class CapturedLayers : public LayerSource {
     const Layer::AsRun& mine = at->second[static_cast<int>(role)];
     const LayerCost& cost = costs[static_cast<int>(role)];
     RunCost out{mine.holds.weights, mine.holds.gradients, mine.holds.states, mine.holds.units};
-    // Beside a layer: what the next one gathers ahead, and what the one before it in backward still reduces. A tied parameter is
-    // gathered from the embedding to the head, and its gradient waits from the head to the embedding.
+    // Beside a layer: what the next one gathers ahead, and what the one before it in backward still reduces. A tied
+    // parameter is gathered from the embedding to the head, and its gradient waits from the head to the embedding.
     const int64_t tied = costs[static_cast<int>(Role::kHead)].tied * DTypeBytes(dtype_);
     const int64_t gathered = role == Role::kBlock && setting.zero == 3 && setting.dp > 1 ? tied : 0;
     const int64_t ahead = role == Role::kEmbedding ? most(&RunLayer::first_forward)
@@ -263,7 +269,9 @@ class CapturedLayers : public LayerSource {
     int64_t* work[] = {&out.work_backward, &out.work_backward_selective, &out.work_backward_full};
     for (int kind = 0; kind < mine.count; ++kind) {
       const RunLayer& layer = mine.kinds[kind];
-      const int64_t gathering = role == Role::kHead ? most(&RunLayer::first_backward) : role == Role::kBlock ? layer.first_backward : 0;
+      const int64_t gathering = role == Role::kHead    ? most(&RunLayer::first_backward)
+                                : role == Role::kBlock ? layer.first_backward
+                                                       : 0;
       const int64_t reducing = role == Role::kBlock       ? std::max(head.kinds[0].last_reduced, layer.last_reduced)
                                : role == Role::kEmbedding ? most(&RunLayer::last_reduced)
                                                           : 0;
@@ -291,8 +299,8 @@ Result<RunCost> LayerSource::AsRun(Role, int32_t, const RunSetting&) const {
   return MakeError("these layers have no programs, so what the runtime makes of them cannot be counted");
 }
 
-Result<std::unique_ptr<LayerSource>> ReadLayers(std::string_view model_text, std::string_view file, const ClusterSpec& cluster,
-                                                int64_t sequence) {
+Result<std::unique_ptr<LayerSource>> ReadLayers(std::string_view model_text, std::string_view file,
+                                                const ClusterSpec& cluster, int64_t sequence) {
   INTERLACE_ASSIGN(ModelText model, ReadModelText(model_text, file));
   auto layers = std::make_unique<CapturedLayers>(cluster, sequence);
   INTERLACE_TRY(layers->Prepare(std::move(model)));

@@ -11,7 +11,8 @@
 namespace interlace::plan {
 namespace {
 
-Comparison CompareWith(const Baseline& other, const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options) {
+Comparison CompareWith(const Baseline& other, const LayerSource& layers, const ClusterSpec& cluster,
+                       const TuneOptions& options) {
   Comparison out{.name = other.name, .what = other.help};
   Result<TuneResult> found = TuneBaseline(other, layers, cluster, options);
   if (!found.ok()) {
@@ -39,10 +40,12 @@ Comparison CompareWith(const Baseline& other, const LayerSource& layers, const C
 
 }  // namespace
 
-std::vector<Comparison> CompareAll(const std::vector<Baseline>& others, const LayerSource& layers, const ClusterSpec& cluster,
-                                   const TuneOptions& options, double seconds, const std::function<void(size_t)>& begun) {
+std::vector<Comparison> CompareAll(const std::vector<Baseline>& others, const LayerSource& layers,
+                                   const ClusterSpec& cluster, const TuneOptions& options, double seconds,
+                                   const std::function<void(size_t)>& begun) {
   const auto begin = std::chrono::steady_clock::now();
-  const size_t cores = options.threads > 0 ? static_cast<size_t>(options.threads) : std::max(1u, std::thread::hardware_concurrency());
+  const size_t cores =
+      options.threads > 0 ? static_cast<size_t>(options.threads) : std::max(1u, std::thread::hardware_concurrency());
   const size_t workers = std::min(cores, others.size());
   std::vector<Comparison> out(others.size());
   std::atomic<size_t> next = 0;

@@ -70,7 +70,9 @@ void CutValues::Set(ValueId root, Cut::Kind kind) {
   Apply(root);
 }
 
-Dim CutValues::PerRank(Dim size) { return size == Dim(0) ? size : program_.dims.FloorDiv(size, tp_); }
+Dim CutValues::PerRank(Dim size) {
+  return size == Dim(0) ? size : program_.dims.FloorDiv(size, tp_);
+}
 
 Dim CutValues::Shorter(Dim dim) {
   if (dim.is_const()) return dim;

@@ -28,7 +28,8 @@ struct Places {
       place_ = found == state_.index.end() ? -1 : found->second;
     }
     if (place_ < 0 || s.zero < 0 || s.zero > 3) return -1;
-    return (place_ + StageModel::State::Offset(s.zero, s.embedding, s.head)) * 4 + (s.embedding ? 2 : 0) + (s.head ? 1 : 0);
+    return (place_ + StageModel::State::Offset(s.zero, s.embedding, s.head)) * 4 + (s.embedding ? 2 : 0) +
+           (s.head ? 1 : 0);
   }
 
  private:
@@ -39,8 +40,8 @@ struct Places {
 bool Sound(const Strategy& s) {
   auto ratio = [](float r) { return r >= 0 && r <= 1; };
   return s.layers >= 1 && s.layers <= 1 << 20 && s.full >= 0 && s.selective >= 0 && s.full <= s.layers - s.selective &&
-         s.in_flight >= 1 && s.in_flight <= 1 << 20 && ratio(s.weights_out) && ratio(s.gradients_out) && ratio(s.states_out) &&
-         ratio(s.activations_out);
+         s.in_flight >= 1 && s.in_flight <= 1 << 20 && ratio(s.weights_out) && ratio(s.gradients_out) &&
+         ratio(s.states_out) && ratio(s.activations_out);
 }
 
 void Run(Batch& batch) {
@@ -49,7 +50,8 @@ void Run(Batch& batch) {
   std::vector<int32_t> seen;  // places of this chunk, and how many strategies each has
   std::vector<int32_t> count(batch.state.parts.size() * 4, 0);
   Lanes lanes;
-  for (size_t begin = batch.next.fetch_add(kChunk); begin < batch.strategies.size(); begin = batch.next.fetch_add(kChunk)) {
+  for (size_t begin = batch.next.fetch_add(kChunk); begin < batch.strategies.size();
+       begin = batch.next.fetch_add(kChunk)) {
     const size_t size = std::min(kChunk, batch.strategies.size() - begin);
     seen.clear();
     for (size_t i = 0; i < size; ++i) {
@@ -81,14 +83,16 @@ void Run(Batch& batch) {
         lanes.count = std::min<int32_t>(Lanes::kWidth, to - from);
         for (int i = 0; i < lanes.count; ++i) {
           const Strategy& s = batch.strategies[begin + order[from + i]];
-          lanes.layers[i] = s.layers, lanes.full[i] = s.full, lanes.selective[i] = s.selective, lanes.in_flight[i] = s.in_flight;
-          lanes.wo[i] = s.weights_out, lanes.go[i] = s.gradients_out, lanes.oo[i] = s.states_out, lanes.ao[i] = s.activations_out;
+          lanes.layers[i] = s.layers, lanes.full[i] = s.full, lanes.selective[i] = s.selective,
+          lanes.in_flight[i] = s.in_flight;
+          lanes.wo[i] = s.weights_out, lanes.go[i] = s.gradients_out, lanes.oo[i] = s.states_out,
+          lanes.ao[i] = s.activations_out;
         }
         EvaluateLanes(sums, lanes);
         for (int i = 0; i < lanes.count; ++i) {
-          batch.costs[begin + order[from + i]] = {lanes.stable_us[i], lanes.total_us[i] - lanes.stable_us[i],
-                                                  static_cast<int64_t>(lanes.peak_forward[i]),
-                                                  static_cast<int64_t>(lanes.peak_backward[i]), static_cast<int64_t>(lanes.host[i])};
+          batch.costs[begin + order[from + i]] = {
+              lanes.stable_us[i], lanes.total_us[i] - lanes.stable_us[i], static_cast<int64_t>(lanes.peak_forward[i]),
+              static_cast<int64_t>(lanes.peak_backward[i]), static_cast<int64_t>(lanes.host[i])};
         }
       }
     }

@@ -1,8 +1,9 @@
 // The vector code: several strategies at a time without branches. Each formula is the sum over equal layers of what
 // stage_count.cc adds one by one; times agree to rounding, bytes exactly, whatever the instruction set.
 //
-// Vectors are those of GCC and clang, so that nothing depends on what a compiler manages to vectorize by itself. GCC 12 takes
-// such vectors apart before it clones a function for other targets, so the code is included once for each instead.
+// Vectors are those of GCC and clang, so that nothing depends on what a compiler manages to vectorize by itself. GCC 12
+// takes such vectors apart before it clones a function for other targets, so the code is included once for each
+// instead.
 #include <algorithm>
 
 #include "plan/stage_sums.h"

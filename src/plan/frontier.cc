@@ -1,13 +1,14 @@
 // The strategies of a stage that no other beats in both t and t + d.
 //
-// For a key, G fixes b * dp, and the devices fix dp * tp, so a handful of (b, dp, tp) remain, with four levels of ZeRO each.
-// Under one of those the choices are how many blocks are recomputed and which shares are offloaded:
-//   1. Recomputation: (full, selective) pairs in order of the compute they add. A pair that adds more compute and saves no more
+// For a key, G fixes b * dp, and the devices fix dp * tp, so a handful of (b, dp, tp) remain, with four levels of ZeRO
+// each. Under one of those the choices are how many blocks are recomputed and which shares are offloaded:
+//   1. Recomputation: (full, selective) pairs in order of the compute they add. A pair that adds more compute and saves
+//   no more
 //      memory than another is never better, whatever is offloaded; what is left is a list from "nothing" to "all".
 //   2. The first of the list that fits without offload beats all after it.
 //   3. Each before it must offload; its trade-off between t and t + d is traced exactly (simplex.h).
-// First all get a few ratios each, which gives good points early; then what cannot beat the points found so far is skipped:
-// time grows with every ratio, so the lower corners of a few boxes that cover the region bound all of it.
+// First all get a few ratios each, which gives good points early; then what cannot beat the points found so far is
+// skipped: time grows with every ratio, so the lower corners of a few boxes that cover the region bound all of it.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -20,18 +21,25 @@ namespace {
 
 // Step 1 of the list above.
 std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, const StageOptions& options) {
-  struct Choice { double compute, tp, saved, work, most; Recompute counts; };
+  struct Choice {
+    double compute, tp, saved, work, most;
+    Recompute counts;
+  };
   std::vector<Choice> choices;
   const int32_t step = options.uniform_recompute ? layers : 1;
   for (int32_t full = options.only_full ? layers : 0; full <= (options.full ? layers : 0); full += step) {
     for (int32_t selective = 0; selective <= (options.selective ? layers - full : 0); selective += step) {
       const int32_t kept = layers - full - selective;
-      Choice c{full * block.recompute_full_us + selective * block.recompute_selective_us,
-               full * block.tp_recompute_full_us + selective * block.tp_recompute_selective_us,
-               static_cast<double>(kept * block.saved_kept + selective * block.saved_selective + full * block.saved_full),
-               0, 0, {full, selective}};
+      Choice c{
+          full * block.recompute_full_us + selective * block.recompute_selective_us,
+          full * block.tp_recompute_full_us + selective * block.tp_recompute_selective_us,
+          static_cast<double>(kept * block.saved_kept + selective * block.saved_selective + full * block.saved_full),
+          0,
+          0,
+          {full, selective}};
       auto kind = [&](int32_t count, int64_t saved, int64_t work) {
-        if (count > 0) c.most = std::max(c.most, static_cast<double>(saved)), c.work = std::max(c.work, static_cast<double>(work));
+        if (count > 0)
+          c.most = std::max(c.most, static_cast<double>(saved)), c.work = std::max(c.work, static_cast<double>(work));
       };
       kind(kept, block.saved_kept, block.work_backward);
       kind(selective, block.saved_selective, block.work_backward_selective);
@@ -59,7 +67,8 @@ std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, 
 // Strategies of one (b, dp, tp, ZeRO), evaluated together as soon as a block is full.
 class Trial {
  public:
-  Trial(const StageSums& sums, const StageKey& key, int32_t part, Pareto& best) : sums_(sums), key_(key), part_(part), best_(best) {}
+  Trial(const StageSums& sums, const StageKey& key, int32_t part, Pareto& best)
+      : sums_(sums), key_(key), part_(part), best_(best) {}
   void Try(Recompute counts, const Ratios& x) {
     const int i = lanes_.count++;
     lanes_.layers[i] = key_.layers, lanes_.full[i] = counts.full, lanes_.selective[i] = counts.selective;
@@ -68,7 +77,8 @@ class Trial {
       float f = static_cast<float>(v);
       return std::min(f < v ? std::nextafter(f, 2.0f) : f, 1.0f);
     };
-    lanes_.wo[i] = round_up(x[0]), lanes_.go[i] = round_up(x[1]), lanes_.oo[i] = round_up(x[2]), lanes_.ao[i] = round_up(x[3]);
+    lanes_.wo[i] = round_up(x[0]), lanes_.go[i] = round_up(x[1]), lanes_.oo[i] = round_up(x[2]),
+    lanes_.ao[i] = round_up(x[3]);
     if (lanes_.count == Lanes::kWidth) Flush();
   }
   void Flush();
@@ -88,7 +98,10 @@ void Trial::Flush() {
   for (int i = 0; i < lanes_.count; ++i) {
     if (std::max(lanes_.peak_forward[i], lanes_.peak_backward[i]) > static_cast<double>(limit)) continue;
     if (lanes_.host[i] > static_cast<double>(host)) continue;
-    best_.Add({lanes_.stable_us[i], lanes_.total_us[i], part_, static_cast<int32_t>(lanes_.full[i]),
+    best_.Add({lanes_.stable_us[i],
+               lanes_.total_us[i],
+               part_,
+               static_cast<int32_t>(lanes_.full[i]),
                static_cast<int32_t>(lanes_.selective[i]),
                {static_cast<float>(lanes_.wo[i]), static_cast<float>(lanes_.go[i]), static_cast<float>(lanes_.oo[i]),
                 static_cast<float>(lanes_.ao[i])}});
@@ -110,8 +123,9 @@ std::vector<int32_t> PartsOf(const StageModel::State& state, const StageKey& key
   return parts;
 }
 
-// Whether something of so many blocks may fit, whatever is recomputed and offloaded. A block of some kind needs no less beside
-// blocks of other kinds than among its like, so all blocks alike is the least. More blocks need no less of anything.
+// Whether something of so many blocks may fit, whatever is recomputed and offloaded. A block of some kind needs no less
+// beside blocks of other kinds than among its like, so all blocks alike is the least. More blocks need no less of
+// anything.
 bool MayFit(const StageSums& sums, const StageModel::State& state, int32_t layers, int32_t in_flight) {
   const StageOptions& options = state.options;
   auto fits = [&](int32_t full, int32_t selective) {
@@ -120,7 +134,8 @@ bool MayFit(const StageSums& sums, const StageModel::State& state, int32_t layer
       return row.save[0] + row.save[1] + row.save[2] + row.save[3] >= row.need;
     });
   };
-  return (!options.only_full && fits(0, 0)) || (options.full && fits(layers, 0)) || (options.selective && fits(0, layers));
+  return (!options.only_full && fits(0, 0)) || (options.full && fits(layers, 0)) ||
+         (options.selective && fits(0, layers));
 }
 
 // One of PartsOf that may fit, and its times with nothing offloaded and as little recomputed as the space allows.
@@ -155,8 +170,9 @@ void StageModel::BoundsOf(const StageKey& key, std::span<Bound> bounds) const {
   for (int32_t part : PartsOf(*state_, key)) {
     const StageSums sums = SumsOf(state_->parts[part], key.embedding, key.head);
     auto layers = [&](const Bound& bound) { return static_cast<int32_t>(&bound - bounds.data()) + 1; };
-    auto end = std::partition_point(bounds.begin(), bounds.end(),
-                                    [&](const Bound& bound) { return MayFit(sums, *state_, layers(bound), key.in_flight); });
+    auto end = std::partition_point(bounds.begin(), bounds.end(), [&](const Bound& bound) {
+      return MayFit(sums, *state_, layers(bound), key.in_flight);
+    });
     Lanes lanes;
     lanes.selective.fill(0), lanes.in_flight.fill(1);
     lanes.full.fill(0), lanes.wo.fill(0), lanes.go.fill(0), lanes.oo.fill(0), lanes.ao.fill(0);
@@ -185,7 +201,11 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
   });
 
   Pareto best(longest_us);
-  struct Later { const Unit* unit; Recompute counts; OffloadRegion region; };
+  struct Later {
+    const Unit* unit;
+    Recompute counts;
+    OffloadRegion region;
+  };
   std::vector<Later> later;
   std::map<std::pair<int32_t, int32_t>, std::vector<Recompute>> choices;  // by (b, tp)
   for (const Unit& unit : units) {
@@ -223,7 +243,8 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
     if (Beaten(best, l.unit->sums, l.region, key.layers, l.counts)) continue;
     Trial trial(l.unit->sums, key, l.unit->part, best);
     trial.limit = options.device_bytes, trial.host = state_->host_share;
-    for (const TradeOff& edge : TraceOffload(l.unit->sums, l.region, key.layers, l.counts.full, l.counts.selective, beaten)) {
+    for (const TradeOff& edge :
+         TraceOffload(l.unit->sums, l.region, key.layers, l.counts.full, l.counts.selective, beaten)) {
       Along(edge, [&](const Ratios& x) { trial.Try(l.counts, x); });
     }
     trial.Flush();
@@ -235,8 +256,11 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
     std::vector<StagePoint> chosen;
     for (int i = 0; i < options.weights; ++i) {
       const double alpha = options.weights == 1 ? 0.5 : static_cast<double>(i) / (options.weights - 1);
-      auto cost = [&](const StagePoint& p) { return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us); };
-      chosen.push_back(*std::min_element(points.begin(), points.end(), [&](const StagePoint& a, const StagePoint& b) { return cost(a) < cost(b); }));
+      auto cost = [&](const StagePoint& p) {
+        return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us);
+      };
+      chosen.push_back(*std::min_element(points.begin(), points.end(),
+                                         [&](const StagePoint& a, const StagePoint& b) { return cost(a) < cost(b); }));
     }
     auto by_time = [](const StagePoint& a, const StagePoint& b) { return a.stable_us < b.stable_us; };
     std::sort(chosen.begin(), chosen.end(), by_time);
@@ -253,7 +277,8 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
     s.micro_batch = parts.micro_batch, s.dp = parts.dp, s.tp = parts.tp, s.zero = parts.zero;
     s.micro_batches = key.micro_batches, s.in_flight = key.in_flight;
     s.full = p.full, s.selective = p.selective;
-    s.weights_out = p.ratios[0], s.gradients_out = p.ratios[1], s.states_out = p.ratios[2], s.activations_out = p.ratios[3];
+    s.weights_out = p.ratios[0], s.gradients_out = p.ratios[1], s.states_out = p.ratios[2],
+    s.activations_out = p.ratios[3];
     out.push_back({s, EvaluateOne(s)});
   }
   return out;

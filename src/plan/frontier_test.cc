@@ -1,9 +1,8 @@
 #include <gtest/gtest.h>
 
-#include <random>
-
 #include <chrono>
 #include <cstring>
+#include <random>
 
 #include "plan/simplex.h"
 #include "plan/stage_model.h"
@@ -12,9 +11,12 @@
 namespace interlace::plan {
 namespace {
 
-ClusterSpec Cluster(const char* preset) { return *ParseCluster(*PresetCluster(preset), preset); }
+ClusterSpec Cluster(const char* preset) {
+  return *ParseCluster(*PresetCluster(preset), preset);
+}
 
-// How much the best that the frontier offers is above a point: least over its points of the larger excess in t and t + d.
+// How much the best that the frontier offers is above a point: least over its points of the larger excess in t and t +
+// d.
 double Excess(const Frontier& frontier, const StageCost& cost) {
   const double t = cost.stable_us, u = cost.stable_us + cost.extra_us;
   double least = std::numeric_limits<double>::infinity();
@@ -89,7 +91,8 @@ TEST(Frontier, NoStrategyOnAGridIsBetter) {
   }
   EXPECT_GE(filled, 20);
   EXPECT_LT(worst, 0.0006);  // edges are cut into steps of 0.05 %
-  std::printf("frontier: at most %.4f %% above a strategy of the grid, %d keys of 72 with a plan\n", 100 * worst, filled);
+  std::printf("frontier: at most %.4f %% above a strategy of the grid, %d keys of 72 with a plan\n", 100 * worst,
+              filled);
 }
 
 // Mist's Table 2 has all that its artifact has, and the full space all that Table 2 has.
@@ -160,7 +163,8 @@ TEST(Lanes, InstructionSetsGiveTheSameBits) {
     const StageSums sums = SumsOf(RandomParts(random, factors), pick(0, 1) == 1, pick(0, 1) == 1);
     plain.count = pick(1, Lanes::kWidth);
     for (int i = 0; i < plain.count; ++i) {
-      plain.layers[i] = pick(1, 9), plain.full[i] = pick(0, static_cast<int>(plain.layers[i])), plain.in_flight[i] = pick(1, 5);
+      plain.layers[i] = pick(1, 9), plain.full[i] = pick(0, static_cast<int>(plain.layers[i])),
+      plain.in_flight[i] = pick(1, 5);
       plain.selective[i] = pick(0, static_cast<int>(plain.layers[i] - plain.full[i]));
       plain.wo[i] = ratio(), plain.go[i] = ratio(), plain.oo[i] = ratio(), plain.ao[i] = ratio();
     }
@@ -211,11 +215,13 @@ TEST(OffloadSimplex, TraceEqualsAGrid) {
   while (cases < kCases) {
     Interference factors;
     const StageSums sums = SumsOf(RandomParts(random, factors), pick(0, 2) == 0, pick(0, 2) == 0);
-    const int32_t layers = pick(1, 6), full = pick(0, layers), selective = pick(0, layers - full), in_flight = pick(1, 4);
+    const int32_t layers = pick(1, 6), full = pick(0, layers), selective = pick(0, layers - full),
+                  in_flight = pick(1, 4);
     // All four kinds in every fortieth case: a grid of 274,625 points each. Else two or three.
     const int kinds = cases % 40 == 0 ? 4 : pick(2, 3);
     StageOptions options;
-    std::array<bool*, 4> all{&options.weights_out, &options.gradients_out, &options.states_out, &options.activations_out};
+    std::array<bool*, 4> all{&options.weights_out, &options.gradients_out, &options.states_out,
+                             &options.activations_out};
     std::shuffle(all.begin(), all.end(), random);
     for (int k = kinds; k < 4; ++k) *all[k] = false;
     // A limit between what fits with everything on the host and what fits as it is.
@@ -246,7 +252,9 @@ TEST(OffloadSimplex, TraceEqualsAGrid) {
       lanes.wo[0] = edge.from[0], lanes.go[0] = edge.from[1], lanes.oo[0] = edge.from[2], lanes.ao[0] = edge.from[3];
       EvaluateLanes(sums, lanes);
       // To a byte in a billion: ratios are not rounded up here.
-      ASSERT_LE(std::max(lanes.peak_forward[0], lanes.peak_backward[0]), static_cast<double>(options.device_bytes) * (1 + 1e-7)) << cases;
+      ASSERT_LE(std::max(lanes.peak_forward[0], lanes.peak_backward[0]),
+                static_cast<double>(options.device_bytes) * (1 + 1e-7))
+          << cases;
       ASSERT_LE(lanes.host[0], static_cast<double>(host_share) * (1 + 1e-7)) << cases;
       ASSERT_NEAR(lanes.stable_us[0], edge.stable_us[0], 1e-9 * lanes.stable_us[0]);
     }
@@ -281,7 +289,8 @@ TEST(OffloadSimplex, TraceEqualsAGrid) {
     for (int64_t code = 0; code < count && uncovered <= 10; ++code) {
       Ratios x{};
       int64_t rest = code;
-      for (int k = 0; k + 1 < kinds; ++k, rest /= kSteps + 1) x[free[k]] = static_cast<double>(rest % (kSteps + 1)) / kSteps;
+      for (int k = 0; k + 1 < kinds; ++k, rest /= kSteps + 1)
+        x[free[k]] = static_cast<double>(rest % (kSteps + 1)) / kSteps;
       const double last = region.Least(x, free.back());
       if (last < 0) continue;
       x[free.back()] = last;
@@ -298,9 +307,11 @@ TEST(OffloadSimplex, TraceEqualsAGrid) {
       for (double d : nearest) farthest = std::max(farthest, d);
     }
   }
-  std::printf("offload simplex: %zu grid points in %d cases, %d better than the trace; a grid point lies within %.2f %% of every end; "
-              "%.3f ms a trace, %.1f edges (at most %zu)\n",
-              points, cases, uncovered, 100 * farthest, 1e3 * trace_s / cases, static_cast<double>(edges) / cases, most_edges);
+  std::printf(
+      "offload simplex: %zu grid points in %d cases, %d better than the trace; a grid point lies within %.2f %% of "
+      "every end; "
+      "%.3f ms a trace, %.1f edges (at most %zu)\n",
+      points, cases, uncovered, 100 * farthest, 1e3 * trace_s / cases, static_cast<double>(edges) / cases, most_edges);
   EXPECT_LT(farthest, 0.1);
 }
 

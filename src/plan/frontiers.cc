@@ -13,7 +13,8 @@ Result<Frontiers> Frontiers::Create(const LayerSource& layers, const ClusterSpec
   out.average_ = !tune.space.imbalance_aware;
   out.batch_ = options.global_batch;
   out.blocks_ = layers.blocks();
-  out.threads_ = tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+  out.threads_ =
+      tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   std::optional<Error> error;
   for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
     if (layers.largest_tp() % tp != 0 || tp > cluster.per_node || cluster.per_node % tp != 0) continue;
@@ -29,8 +30,9 @@ Result<Frontiers> Frontiers::Create(const LayerSource& layers, const ClusterSpec
     }
   }
   if (!out.models_.empty()) return out;
-  return error ? *error : MakeError("no tensor-parallel degree of the space divides both the model and a node of ", cluster.per_node,
-                                    " devices; allow tp 1");
+  return error ? *error
+               : MakeError("no tensor-parallel degree of the space divides both the model and a node of ",
+                           cluster.per_node, " devices; allow tp 1");
 }
 
 const Frontier& Frontiers::Of(const StageKey& key) {

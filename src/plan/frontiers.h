@@ -1,5 +1,5 @@
-// frontiers.h — the frontiers of all stages that a search may ask for: computed, or bounded as long as nobody needs more.
-// Inside the room only.
+// frontiers.h — the frontiers of all stages that a search may ask for: computed, or bounded as long as nobody needs
+// more. Inside the room only.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,16 @@ namespace interlace::plan {
 
 struct KeyHash {
   size_t operator()(const StageKey& k) const {
-    uint64_t h = static_cast<uint64_t>(k.layers) << 2 | static_cast<uint64_t>(k.embedding) << 1 | static_cast<uint64_t>(k.head);
-    for (int32_t v : {k.devices, k.micro_batches, k.in_flight}) h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15u, h ^= h >> 29;
+    uint64_t h =
+        static_cast<uint64_t>(k.layers) << 2 | static_cast<uint64_t>(k.embedding) << 1 | static_cast<uint64_t>(k.head);
+    for (int32_t v : {k.devices, k.micro_batches, k.in_flight})
+      h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15u, h ^= h >> 29;
     return h;
   }
 };
 
-// The frontiers of all keys, computed or bounded. One stage model a tensor-parallel degree: a frontier then keeps the best
-// of every layout, which matters where stages must be alike or boundaries cost time.
+// The frontiers of all keys, computed or bounded. One stage model a tensor-parallel degree: a frontier then keeps the
+// best of every layout, which matters where stages must be alike or boundaries cost time.
 class Frontiers {
  public:
   static Result<Frontiers> Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options,
@@ -31,7 +33,8 @@ class Frontiers {
   const Frontier& Of(const StageKey& key);
   bool Known(const StageKey& key) const { return computed_.contains(key); }
 
-  // Computes those not yet known, on all threads, until `late`; `longest_us` is not below any t that can still be of use.
+  // Computes those not yet known, on all threads, until `late`; `longest_us` is not below any t that can still be of
+  // use.
   void Compute(std::vector<StageKey> keys, double longest_us, const std::function<bool()>& late);
 
   const StageModel& ModelOf(int32_t tp) const {
@@ -56,7 +59,8 @@ class Frontiers {
   std::vector<Model> models_;
   std::unordered_map<StageKey, Frontier, KeyHash> computed_;
   std::unordered_map<StageKey, std::vector<Frontier>, KeyHash> bounds_;  // of 1, 2, ... layers, by the rest of the key
-  const std::vector<Frontier>* last_ = nullptr;  // of bounds_: whoever asks, asks for one number of layers after the other
+  const std::vector<Frontier>* last_ =
+      nullptr;  // of bounds_: whoever asks, asks for one number of layers after the other
   StageKey last_key_;
   int32_t blocks_ = 1;
   int64_t batch_ = 1, points_ = 0;

@@ -119,7 +119,8 @@ void InterStageSolver::AllowOnly(int32_t layout) {
 
 void InterStageSolver::Fix(int32_t stage, const Step& step) {
   size_t run = layouts_.size() * (p_.layers + 1);
-  std::fill(allowed_.begin() + static_cast<int64_t>(stage * run), allowed_.begin() + static_cast<int64_t>((stage + 1) * run), 0);
+  std::fill(allowed_.begin() + static_cast<int64_t>(stage * run),
+            allowed_.begin() + static_cast<int64_t>((stage + 1) * run), 0);
   allowed_[CellIndex(stage, step.layout, step.layers)] = 1;
 }
 
@@ -201,7 +202,8 @@ Result<InterStageResult> SolveInterStage(const InterStageProblem& p, const Inter
     return MakeError("a pipeline needs at least one stage, micro-batch, device and layer");
   }
   if (p.layers < static_cast<int64_t>(p.stages) * p.fewest_layers) {
-    return MakeError(p.layers, " layers are too few for ", p.stages, " stages; take at most ", p.layers / p.fewest_layers, " stages");
+    return MakeError(p.layers, " layers are too few for ", p.stages, " stages; take at most ",
+                     p.layers / p.fewest_layers, " stages");
   }
   for (int32_t count : p.counts) {
     if (count < 1 || (count < p.per_node ? p.per_node % count : count % p.per_node) != 0) {

@@ -1,4 +1,5 @@
-// Whether a plan exists with every t <= T and E <= H, and which: one number per (stage, blocks left, devices left, layout).
+// Whether a plan exists with every t <= T and E <= H, and which: one number per (stage, blocks left, devices left,
+// layout).
 #include "plan/inter_stage_solver.h"
 
 namespace interlace::plan {
@@ -42,7 +43,8 @@ bool InterStageSolver::Check(double t_limit, double h_limit, Staircase& out) {
         if (!p_.boundary_us) Links(i, l2, n2, 0, links);  // alike for every layout
         for (size_t x = 0; x < count; ++x) {
           int32_t n = n2 + layouts_[x].devices();
-          if (most_[i * count + x] == 0 || n > p_.devices || device_index_[i][n] < 0 || !Fits(n, layouts_[x].devices())) continue;
+          if (most_[i * count + x] == 0 || n > p_.devices || device_index_[i][n] < 0 || !Fits(n, layouts_[x].devices()))
+            continue;
           auto [low, high] = Window(i, device_index_[i][n]);
           int32_t from = std::max(low - l2, p_.fewest_layers), to = std::min(high - l2, most_[i * count + x]);
           if (from > to) continue;

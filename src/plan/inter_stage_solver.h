@@ -1,6 +1,6 @@
-// inter_stage_solver.h — the solver behind inter_stage.h, in three parts: what does not depend on limits (inter_stage_tables.cc),
-// whether a plan exists within limits T and H (inter_stage_check.cc), and the search over them (inter_stage.cc). Inside the
-// room only.
+// inter_stage_solver.h — the solver behind inter_stage.h, in three parts: what does not depend on limits
+// (inter_stage_tables.cc), whether a plan exists within limits T and H (inter_stage_check.cc), and the search over them
+// (inter_stage.cc). Inside the room only.
 #pragma once
 
 #include <algorithm>
@@ -15,16 +15,16 @@ namespace interlace::plan {
 
 inline constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// One point of a stage's frontier: t, and e = t + d. Of two points with t <= t' and e <= e' the second is never needed: the
-// objective sees a stage only through t and e + A.
+// One point of a stage's frontier: t, and e = t + d. Of two points with t <= t' and e <= e' the second is never needed:
+// the objective sees a stage only through t and e + A.
 struct Corner {
   double t = 0, e = 0;
   const FrontierPoint* source = nullptr;
 };
-struct Cell {                             // the points of (stage, layout, layers), t rising, e falling; stages may share them
+struct Cell {  // the points of (stage, layout, layers), t rising, e falling; stages may share them
   uint32_t begin = 0, end = 0;
 };
-struct Step {                             // one stage of a plan
+struct Step {  // one stage of a plan
   int32_t layout = 0, layers = 0;
   uint32_t point = 0;
   double boundary = 0;
@@ -33,8 +33,8 @@ struct Staircase {
   std::vector<Step> steps;
   double largest = 0, end = 0, cost = kNever;  // max t, E, objective
 };
-struct Link {                             // a suffix seen across a boundary
-  double boundary = 0, rest = 0;          // rest = A of the suffix + boundary
+struct Link {                     // a suffix seen across a boundary
+  double boundary = 0, rest = 0;  // rest = A of the suffix + boundary
 };
 // What the best of a set of plans is known to lie in: largest t in (t_lo, t_hi], E above h_lo.
 struct Box {
@@ -44,7 +44,8 @@ struct Box {
 
 class InterStageSolver {
  public:
-  InterStageSolver(const InterStageProblem& problem, const InterStageOptions& options) : p_(problem), o_(options), weight_(problem.micro_batches - 1) {}
+  InterStageSolver(const InterStageProblem& problem, const InterStageOptions& options)
+      : p_(problem), o_(options), weight_(problem.micro_batches - 1) {}
 
   InterStageResult Run();
 
@@ -94,7 +95,8 @@ class InterStageSolver {
   std::pair<int32_t, int32_t> Window(int32_t i, int32_t index) const {
     int32_t before = hold_before_[i][index], after = hold_after_[i][index];
     if (before < 0 || after < 0) return {1, 0};
-    return {std::max(p_.layers - before, (p_.stages - i) * p_.fewest_layers), std::min(after, p_.layers - i * p_.fewest_layers)};
+    return {std::max(p_.layers - before, (p_.stages - i) * p_.fewest_layers),
+            std::min(after, p_.layers - i * p_.fewest_layers)};
   }
 
   // What stage i with layout x sees of the suffix (l, n) behind it: pairs with rising rest and falling boundary.
@@ -122,10 +124,10 @@ class InterStageSolver {
   void Push(Box& box, std::priority_queue<Box, std::vector<Box>, std::greater<>>& open) const;
   double SumOf(const Staircase& plan) const;
 
-  struct Branch {                         // plans that begin as `plan` does for `fixed` stages and then avoid `without`
+  struct Branch {  // plans that begin as `plan` does for `fixed` stages and then avoid `without`
     Staircase plan;
     int32_t fixed = 0;
-    std::vector<size_t> without;          // cells of stage `fixed`
+    std::vector<size_t> without;  // cells of stage `fixed`
     bool operator>(const Branch& o) const { return plan.cost > o.plan.cost; }
   };
 
@@ -141,18 +143,18 @@ class InterStageSolver {
 
   const InterStageProblem& p_;
   const InterStageOptions& o_;
-  const double weight_;                   // G - 1
+  const double weight_;  // G - 1
   std::vector<Layout> layouts_;
   std::vector<Corner> points_;
-  std::vector<Cell> cells_;               // by stage, layout, layers
-  std::vector<char> allowed_;             // the same
-  std::vector<double> boundary_[2];       // between nodes, inside one; by layout, layout
+  std::vector<Cell> cells_;                                     // by stage, layout, layers
+  std::vector<char> allowed_;                                   // the same
+  std::vector<double> boundary_[2];                             // between nodes, inside one; by layout, layout
   std::vector<std::vector<int32_t>> device_index_, reachable_;  // by stage: of devices left; the devices left
   std::vector<std::vector<double>> prefix_;                     // by stage: [devices left, layers left]
-  std::vector<std::vector<double>> rest_;                       // by stage: [devices left, layers left, layout]: A, or infinity
-  std::vector<int32_t> most_;                                   // by stage, layout
+  std::vector<std::vector<double>> rest_;  // by stage: [devices left, layers left, layout]: A, or infinity
+  std::vector<int32_t> most_;              // by stage, layout
   std::vector<std::vector<int32_t>> hold_before_, hold_after_;  // by stage, devices left
-  double longest_ = kNever;            // t of use
+  double longest_ = kNever;                                     // t of use
   int64_t checks_ = 0;
   bool stopped_ = false;
 };

@@ -1,4 +1,5 @@
-// What the solver between stages knows before any limit: points, devices that stages may share, and the least time before each.
+// What the solver between stages knows before any limit: points, devices that stages may share, and the least time
+// before each.
 #include <tuple>
 
 #include "plan/inter_stage_solver.h"
@@ -11,7 +12,8 @@ void InterStageSolver::CollectPoints() {
     const Frontier* frontier = nullptr;
     std::vector<LayoutCell> cells;
   };
-  std::vector<Seen> seen(p_.counts.size() * (static_cast<size_t>(p_.layers) + 1));  // of the stage before, by count and layers
+  std::vector<Seen> seen(p_.counts.size() *
+                         (static_cast<size_t>(p_.layers) + 1));  // of the stage before, by count and layers
   struct Placed {
     int32_t stage, layers;
     LayoutCell cell;
@@ -21,7 +23,8 @@ void InterStageSolver::CollectPoints() {
     for (size_t c = 0; c < p_.counts.size(); ++c) {
       if (p_.counts[c] > p_.devices) continue;
       for (int32_t l = p_.fewest_layers; l <= most(); ++l) {
-        const Frontier& frontier = p_.frontier({l, i == 0, i == p_.stages - 1, p_.counts[c], p_.micro_batches, std::min(p_.stages - i, p_.micro_batches)});
+        const Frontier& frontier = p_.frontier(
+            {l, i == 0, i == p_.stages - 1, p_.counts[c], p_.micro_batches, std::min(p_.stages - i, p_.micro_batches)});
         Seen& before = seen[c * (static_cast<size_t>(p_.layers) + 1) + l];
         if (before.frontier != &frontier) before = {&frontier, CellsOf(frontier, p_.counts[c])};
         for (const LayoutCell& cell : before.cells) placed.push_back({i, l, cell});
@@ -35,7 +38,8 @@ void InterStageSolver::CollectPoints() {
     boundary_[inside].assign(n * n, 0);
     if (!p_.boundary_us) continue;
     for (size_t x = 0; x < n; ++x) {
-      for (size_t y = 0; y < n; ++y) boundary_[inside][x * n + y] = p_.boundary_us(layouts_[x], layouts_[y], inside != 0);
+      for (size_t y = 0; y < n; ++y)
+        boundary_[inside][x * n + y] = p_.boundary_us(layouts_[x], layouts_[y], inside != 0);
     }
   }
   allowed_.assign(cells_.size(), 1);
@@ -53,7 +57,8 @@ std::vector<InterStageSolver::LayoutCell> InterStageSolver::CellsOf(const Fronti
     raw.push_back({FindLayout(LayoutOf(f.strategy)), {t, e, &f}});
   }
   std::sort(raw.begin(), raw.end(), [](const Raw& a, const Raw& b) {
-    return std::tie(a.layout, a.point.t, a.point.e, a.point.source) < std::tie(b.layout, b.point.t, b.point.e, b.point.source);
+    return std::tie(a.layout, a.point.t, a.point.e, a.point.source) <
+           std::tie(b.layout, b.point.t, b.point.e, b.point.source);
   });
   std::vector<LayoutCell> cells;
   for (const Raw& r : raw) {
@@ -138,7 +143,8 @@ void InterStageSolver::BestPrefixes() {
         for (int32_t l = low; l <= high; ++l) {
           double sum = prefix_[i][StateIndex(i, n, l)];
           if (sum == kNever) continue;
-          for (int32_t k = std::max(1, l - high2); k <= std::min(most, l - low2); ++k) to[l - k] = std::min(to[l - k], sum + least[k]);
+          for (int32_t k = std::max(1, l - high2); k <= std::min(most, l - low2); ++k)
+            to[l - k] = std::min(to[l - k], sum + least[k]);
         }
       }
     }
@@ -177,12 +183,14 @@ void InterStageSolver::Windows(double limit) {
   };
   for (int32_t i = 0; i < p_.stages; ++i) {
     each(i, [&](int32_t from, int32_t to, int32_t l) {
-      if (hold_before_[i][from] >= 0) hold_before_[i + 1][to] = std::max(hold_before_[i + 1][to], hold_before_[i][from] + l);
+      if (hold_before_[i][from] >= 0)
+        hold_before_[i + 1][to] = std::max(hold_before_[i + 1][to], hold_before_[i][from] + l);
     });
   }
   for (int32_t i = p_.stages - 1; i >= 0; --i) {
     each(i, [&](int32_t from, int32_t to, int32_t l) {
-      if (hold_after_[i + 1][to] >= 0) hold_after_[i][from] = std::max(hold_after_[i][from], hold_after_[i + 1][to] + l);
+      if (hold_after_[i + 1][to] >= 0)
+        hold_after_[i][from] = std::max(hold_after_[i][from], hold_after_[i + 1][to] + l);
     });
   }
 }

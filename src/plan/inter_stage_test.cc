@@ -12,7 +12,8 @@ namespace {
 // Random frontiers: about `layers / devices` of time, several layouts, memory-like trade between t and d.
 class RandomStages {
  public:
-  RandomStages(uint32_t seed, int32_t points, int32_t micro_batches) : random_(seed), points_(points), g_(micro_batches) {}
+  RandomStages(uint32_t seed, int32_t points, int32_t micro_batches)
+      : random_(seed), points_(points), g_(micro_batches) {}
 
   const Frontier& Of(const StageKey& key) {
     auto [at, isnew] = known_.try_emplace({key.layers, key.embedding, key.head, key.devices, key.in_flight});
@@ -63,7 +64,8 @@ struct Enumerate {
       int32_t begin = (p.devices - left) % p.per_node;
       if (c > left || (begin != 0 && begin + c > p.per_node)) continue;
       for (int32_t l = p.fewest_layers; l <= std::min(layers, p.most_layers); ++l) {
-        StageKey key{l, stage == 0, stage == p.stages - 1, c, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
+        StageKey key{l, stage == 0,      stage == p.stages - 1,
+                     c, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
         for (const FrontierPoint& point : p.frontier(key)) {
           if (p.one_layout && stage > 0 && !(LayoutOf(point.strategy) == LayoutOf(chosen[0]->strategy))) continue;
           chosen.push_back(&point);
@@ -87,7 +89,8 @@ struct Enumerate {
         t += p.boundary_us(LayoutOf(s), LayoutOf(next), inside);
       }
       stages.emplace_back(t, chosen[i]->cost.extra_us);
-      shape.insert(shape.end(), {s.layers, p.boundary_us || p.one_layout ? s.dp : 0, p.boundary_us || p.one_layout ? s.tp : s.dp * s.tp});
+      shape.insert(shape.end(), {s.layers, p.boundary_us || p.one_layout ? s.dp : 0,
+                                 p.boundary_us || p.one_layout ? s.tp : s.dp * s.tp});
     }
     double cost = PipelineObjective(p.micro_batches, stages);
     best = std::min(best, cost);

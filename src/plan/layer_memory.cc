@@ -13,7 +13,8 @@ namespace {
 
 constexpr int64_t kTooLarge = std::numeric_limits<int64_t>::max();
 
-// 1 + sum of (size - 1) * stride elements: from the first to the last reachable one (Program::StorageBytes, with symbols).
+// 1 + sum of (size - 1) * stride elements: from the first to the last reachable one (Program::StorageBytes, with
+// symbols).
 Dim Bytes(Program& program, const Type& type) {
   DimTable& dims = program.dims;
   Dim last = 0;
@@ -111,7 +112,8 @@ class Counting {
   void Transfer(const Op& op, int32_t index) {
     if (op.name.ends_with(".wait")) {
       ForEachOperand(op, [&](ValueId id) {
-        for (auto [found, last] = in_flight_.equal_range(id); found != last; ++found) lives_[found->second].last = index;
+        for (auto [found, last] = in_flight_.equal_range(id); found != last; ++found)
+          lives_[found->second].last = index;
       });
       return;
     }
@@ -127,7 +129,7 @@ class Counting {
   Program& program_;
   const Phase& phase_;
   const bool receives_;
-  std::vector<Life> lives_;  // by root, then what is received into
+  std::vector<Life> lives_;                              // by root, then what is received into
   std::unordered_multimap<ValueId, ValueId> in_flight_;  // result of a start → lives that it keeps
   Dim shared_, boundary_;
 };
@@ -139,7 +141,9 @@ int32_t FirstBackward(const Program& program, const Phase& phase) {
   return static_cast<int32_t>(std::find_if(phase.ops.begin(), phase.ops.end(), is_backward) - phase.ops.begin());
 }
 
-Result<LiveBytes> CountLive(Program& program, const Phase& phase, bool receives) { return Counting(program, phase, receives).Run(); }
+Result<LiveBytes> CountLive(Program& program, const Phase& phase, bool receives) {
+  return Counting(program, phase, receives).Run();
+}
 
 Result<LayerMemory> MemoryOfLayer(Program& program) {
   const Phase* phase = program.FindPhase("micro_batch");

@@ -1,11 +1,11 @@
 // The layers of captured models: reading their texts, and expressions of memory against counting one by one.
+#include <gtest/gtest.h>
+
 #include <fstream>
 #include <map>
 #include <random>
 #include <set>
 #include <sstream>
-
-#include <gtest/gtest.h>
 
 #include "cost/collective_model.h"
 #include "ir/text.h"
@@ -142,7 +142,8 @@ std::vector<OpBytes> BytesOfOps(const Program& program, const Binding& binding) 
     for (ValueId result : op.results) {
       if (result == kNone) continue;
       entry.bytes += *bound->StorageBytes(bound->value(result).type);
-      entry.cut_sequence = entry.cut_sequence || PrintType(program, program.value(result).type).find("s//tp") != std::string::npos;
+      entry.cut_sequence =
+          entry.cut_sequence || PrintType(program, program.value(result).type).find("s//tp") != std::string::npos;
     }
     out.push_back(entry);
   }
@@ -150,7 +151,8 @@ std::vector<OpBytes> BytesOfOps(const Program& program, const Binding& binding) 
 }
 
 TEST(Layers, CutForTwoRanksIsTheModelOfHalfTheHeadsAndWidths) {
-  for (auto [whole_file, half_file] : {std::pair("llama.model", "llama-half.model"), {"llama-eager.model", "llama-eager-half.model"},
+  for (auto [whole_file, half_file] : {std::pair("llama.model", "llama-half.model"),
+                                       {"llama-eager.model", "llama-eager-half.model"},
                                        {"mixtral.model", "mixtral-half.model"}}) {
     ModelText whole = ModelOf(whole_file), half = ModelOf(half_file);
     EXPECT_EQ(LargestTensorParallel(whole), 4);
@@ -159,7 +161,8 @@ TEST(Layers, CutForTwoRanksIsTheModelOfHalfTheHeadsAndWidths) {
       Program& cut = whole.programs[role];
       ASSERT_TRUE(Canonicalize(cut).ok() && Canonicalize(half.programs[role]).ok());
       ASSERT_EQ(ErrorOf(CutForTensorParallel(cut, whole.parallel)), "no error");
-      auto found = BytesOfOps(cut, {{"b", 4}, {"s", 96}, {"tp", 2}}), wanted = BytesOfOps(half.programs[role], {{"b", 4}, {"s", 96}});
+      auto found = BytesOfOps(cut, {{"b", 4}, {"s", 96}, {"tp", 2}}),
+           wanted = BytesOfOps(half.programs[role], {{"b", 4}, {"s", 96}});
       ASSERT_EQ(found.size(), wanted.size());
       int whole_sequence = 0;
       for (size_t i = 0; i < found.size(); ++i) {
@@ -203,7 +206,8 @@ TEST(Layers, TensorParallelDividesWhatABlockSavesAndGathersWhatItNeeds) {
   EXPECT_EQ((*layers)->Cost(Role::kHead, 2, 1)->tied, 512 * 96);
   EXPECT_EQ((*layers)->Cost(Role::kHead, 2, 4)->tied, 512 * 96 / 4);
   EXPECT_EQ(four.saved_kept * 4, one.saved_kept);
-  EXPECT_EQ(four.parameters, 12 * 96 * 96 / 4 + 7 * 96 / 4 + 6 * 96);  // weights; biases of columns; norms, biases of rows
+  EXPECT_EQ(four.parameters,
+            12 * 96 * 96 / 4 + 7 * 96 / 4 + 6 * 96);  // weights; biases of columns; norms, biases of rows
 }
 
 TEST(Layers, UnevenTensorParallelIsNamed) {
@@ -211,7 +215,8 @@ TEST(Layers, UnevenTensorParallelIsNamed) {
   ASSERT_EQ(ErrorOf(layers), "no error");
   EXPECT_EQ((*layers)->largest_tp(), 2);
   EXPECT_EQ(ErrorOf((*layers)->Cost(Role::kBlock, 2, 4)),
-            "tensor parallel over 4 devices does not divide the model's heads and widths and the sequence of 66; divisors of 2 do");
+            "tensor parallel over 4 devices does not divide the model's heads and widths and the sequence of 66; "
+            "divisors of 2 do");
 }
 
 // Llama in miniature: hidden 128, 8 heads of 16, 4 of keys and values, MLP 344, float32, flash attention.
@@ -225,8 +230,8 @@ TEST(Layers, SavedBytesOfABlockByHand) {
   EXPECT_EQ(block.saved_full, block.boundary);
   EXPECT_EQ(block.parameters, 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 344 + 2 * 128);
   EXPECT_EQ(block.largest_unit, block.parameters);
-  // Two norms: their input, its inverse root and both products; q, k after rotation, v; attention and its sums; MLP: gate,
-  // silu, up and product.
+  // Two norms: their input, its inverse root and both products; q, k after rotation, v; attention and its sums; MLP:
+  // gate, silu, up and product.
   const int64_t norm = 128 + 1 + 128 + 128;
   EXPECT_EQ(block.saved_kept, rows * 4 * (2 * norm + (128 + 64 + 64) + (128 + 8) + 4 * 344));
   EXPECT_LT(block.saved_selective, block.saved_kept);
@@ -253,19 +258,26 @@ TEST(Layers, WrongTextsAreNamed) {
     return ErrorOf(ReadModelText(text, "m"));
   };
   EXPECT_EQ(with("interlace-model 1", "interlace-model 2"),
-            "m:1:18: a newer form than this reader knows (1); read it with a newer release\n  interlace-model 2\n                   ^");
+            "m:1:18: a newer form than this reader knows (1); read it with a newer release\n  interlace-model 2\n      "
+            "             ^");
   EXPECT_EQ(with("blocks 4", "block 4"), "m:4:1: unknown key 'block', did you mean 'blocks'?\n  block 4\n  ^");
   EXPECT_EQ(with("blocks 4", "blocks 0"), "m:4:8: expected a number from 1 to 100000\n  blocks 0\n         ^");
   EXPECT_EQ(with("heads 8", "hidden 8"), "m:7:1: 'hidden' is given twice\n  hidden 8\n  ^");
-  EXPECT_EQ(with("parallel column", "parallel columns"), "m:13:10: expected column, row or vocabulary\n  parallel columns 0 \"model.layers.0.self_attn.q_proj.weight\"\n           ^");
-  EXPECT_NE(with(",128] \"hidden\"", ",128] \"hiden\"").find("no input \"hidden\", the activation that enters the layer"), std::string::npos);
-  EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, good.size() - 30), "m")).find("the file ends after "), std::string::npos);
+  EXPECT_EQ(with("parallel column", "parallel columns"),
+            "m:13:10: expected column, row or vocabulary\n  parallel columns 0 "
+            "\"model.layers.0.self_attn.q_proj.weight\"\n           ^");
+  EXPECT_NE(
+      with(",128] \"hidden\"", ",128] \"hiden\"").find("no input \"hidden\", the activation that enters the layer"),
+      std::string::npos);
+  EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, good.size() - 30), "m")).find("the file ends after "),
+            std::string::npos);
   // Cut anywhere, a text is refused and nothing worse.
-  for (size_t cut = 0; cut < good.size(); cut += 997) EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, cut), "m")), "no error");
+  for (size_t cut = 0; cut < good.size(); cut += 997)
+    EXPECT_NE(ErrorOf(ReadModelText(good.substr(0, cut), "m")), "no error");
 }
 
-// What the runtime holds of a layer (run_layer.h). That it is what the runtime's allocator shows is checked on ranks, by
-// tests/python/test_plan.py and bench/plan_memory.py.
+// What the runtime holds of a layer (run_layer.h). That it is what the runtime's allocator shows is checked on ranks,
+// by tests/python/test_plan.py and bench/plan_memory.py.
 TEST(Layers, AsTheRuntimeTrainsThem) {
   for (const char* name : {"llama.model", "gpt2.model"}) {
     SCOPED_TRACE(name);
@@ -292,7 +304,10 @@ TEST(Layers, AsTheRuntimeTrainsThem) {
             EXPECT_EQ(run.states * (zero >= 1 ? dp : 1), whole);
             // Replicated: sums and what is gathered of them. ZeRO 1 adds up whole gradients beside the reduced shard.
             const int64_t shard = whole / dp;
-            EXPECT_EQ(run.gradients, zero == 0 ? (accumulates ? 2 : 1) * whole : zero == 1 && accumulates ? whole + shard : shard) << zero;
+            EXPECT_EQ(run.gradients, zero == 0                  ? (accumulates ? 2 : 1) * whole
+                                     : zero == 1 && accumulates ? whole + shard
+                                                                : shard)
+                << zero;
             held[zero] = run.weights + run.gradients, work[zero] = run.work_backward;
           }
           EXPECT_LE(held[3], held[2]);

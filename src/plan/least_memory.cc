@@ -23,11 +23,13 @@ int32_t SmallestMicroBatch(const Space& space, int64_t batch, int32_t dp) {
 
 // Visits (stages, dp, tp) of equal stages.
 template <typename Visit>
-Status ForEachMesh(const Space& space, int32_t blocks, int32_t largest_tp, const ClusterSpec& cluster, const Visit& visit) {
+Status ForEachMesh(const Space& space, int32_t blocks, int32_t largest_tp, const ClusterSpec& cluster,
+                   const Visit& visit) {
   const auto most = static_cast<int32_t>(std::min<int64_t>(blocks, cluster.devices));
   for (int32_t stages = 1; stages <= most; ++stages) {
     if (cluster.devices % stages != 0 || (space.equal_layers && blocks % stages != 0)) continue;
-    if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), stages) == space.stages.end()) continue;
+    if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), stages) == space.stages.end())
+      continue;
     const int64_t devices = cluster.devices / stages;
     if (devices < cluster.per_node ? cluster.per_node % devices != 0 : devices % cluster.per_node != 0) continue;
     for (int32_t tp = 1; tp <= largest_tp && tp <= devices; ++tp) {
@@ -60,9 +62,12 @@ class Finder {
     for (int32_t zero = 0; zero <= 3; ++zero) {
       if (dp > 1 ? !s.zero[zero] : zero > 0) continue;
       for (int32_t out = 0; out < 16; ++out) {
-        if ((out & 1 && !s.weights_out) || (out & 2 && !s.gradients_out) || (out & 4 && !s.states_out) || (out & 8 && !s.activations_out)) continue;
+        if ((out & 1 && !s.weights_out) || (out & 2 && !s.gradients_out) || (out & 4 && !s.states_out) ||
+            (out & 8 && !s.activations_out))
+          continue;
         for (int32_t recompute = 0; recompute < 3; ++recompute) {
-          if ((recompute == 1 && !s.selective) || (recompute == 2 && !s.full) || (recompute != 2 && s.only_full)) continue;
+          if ((recompute == 1 && !s.selective) || (recompute == 2 && !s.full) || (recompute != 2 && s.only_full))
+            continue;
           Strategy each{.micro_batch = b, .dp = dp, .tp = tp, .zero = zero};
           each.micro_batches = static_cast<int32_t>(o_.global_batch / (int64_t{b} * dp));
           each.selective = recompute == 1, each.full = recompute == 2;  // a mark; Try multiplies it by the layers
@@ -119,7 +124,8 @@ class Finder {
 
 }  // namespace
 
-Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options) {
+Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, const ClusterSpec& cluster,
+                                                   const TuneOptions& options) {
   StageOptions stage = options.space.stage;
   stage.global_batch = options.global_batch;
   stage.device_bytes = std::numeric_limits<int64_t>::max() / 4;
@@ -130,27 +136,30 @@ Result<std::optional<LeastMemory>> FindLeastMemory(const LayerSource& layers, co
     if (cluster.devices % dp == 0 && b > 0) stage.micro_batches.push_back(b);
   }
   std::sort(stage.micro_batches.begin(), stage.micro_batches.end());
-  stage.micro_batches.erase(std::unique(stage.micro_batches.begin(), stage.micro_batches.end()), stage.micro_batches.end());
+  stage.micro_batches.erase(std::unique(stage.micro_batches.begin(), stage.micro_batches.end()),
+                            stage.micro_batches.end());
   INTERLACE_ASSIGN(StageModel model, StageModel::Create(layers, cluster, stage));
   INTERLACE_ASSIGN(std::optional<LeastMemory> found, Finder(layers, cluster, options, model).Run());
   if (!found) return found;
   Plan& plan = found->plan;
   plan.model = options.model, plan.cluster = cluster.name, plan.space = options.space.name;
-  plan.global_batch = options.global_batch, plan.sequence = options.sequence, plan.flash_attention = options.flash_attention;
+  plan.global_batch = options.global_batch, plan.sequence = options.sequence,
+  plan.flash_attention = options.flash_attention;
   INTERLACE_ASSIGN(LayerCost block, layers.Cost(Role::kBlock, 1, 1));
   for (size_t i = 0; i + 1 < plan.stages.size(); ++i) {
     const Strategy& s = plan.stages[i].strategy;
     Layout layout = LayoutOf(s);
     bool inside = plan.stages[i].first_device / cluster.per_node == plan.stages[i + 1].first_device / cluster.per_node;
-    plan.stages[i].send_us = BoundaryUs(cluster, static_cast<double>(block.boundary) * s.micro_batch * s.dp, layout, layout, inside);
+    plan.stages[i].send_us =
+        BoundaryUs(cluster, static_cast<double>(block.boundary) * s.micro_batch * s.dp, layout, layout, inside);
   }
   INTERLACE_ASSIGN(plan, Reprice(plan, layers, cluster, stage));
   plan.bound_us = 0;
   return found;
 }
 
-Result<std::optional<LeastMemory>> LeastMemoryOf(const Baseline& baseline, const LayerSource& layers, const ClusterSpec& cluster,
-                                                 TuneOptions options) {
+Result<std::optional<LeastMemory>> LeastMemoryOf(const Baseline& baseline, const LayerSource& layers,
+                                                 const ClusterSpec& cluster, TuneOptions options) {
   std::optional<LeastMemory> best;
   for (const Space& space : baseline.spaces) {
     options.space = space;
@@ -165,10 +174,11 @@ int64_t DivisibleBatch(const Baseline& baseline, const LayerSource& layers, cons
   for (int64_t b = batch; b <= batch + kSoon; ++b) {
     for (const Space& space : baseline.spaces) {
       bool divides = false;
-      const Status visited = ForEachMesh(space, layers.blocks(), layers.largest_tp(), cluster, [&](int32_t, int32_t dp, int32_t) -> Status {
-        divides = divides || SmallestMicroBatch(space, b, dp) > 0;
-        return Ok{};
-      });
+      const Status visited = ForEachMesh(space, layers.blocks(), layers.largest_tp(), cluster,
+                                         [&](int32_t, int32_t dp, int32_t) -> Status {
+                                           divides = divides || SmallestMicroBatch(space, b, dp) > 0;
+                                           return Ok{};
+                                         });
       if (visited.ok() && divides) return b;
     }
   }

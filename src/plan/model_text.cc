@@ -61,10 +61,12 @@ class ModelReader {
     scan_.SkipBlanks();
     if (key == "program") return ProgramLines(at);
     if (key == "parallel") return Parallel();
-    static const std::vector<std::string_view> kKeys = {"name", "family", "blocks", "dtype", "hidden", "heads", "kv_heads", "vocab",
-                                                        "sequence", "flash", "tied", "parallel", "program"};
+    static const std::vector<std::string_view> kKeys = {"name",  "family",   "blocks", "dtype",    "hidden",
+                                                        "heads", "kv_heads", "vocab",  "sequence", "flash",
+                                                        "tied",  "parallel", "program"};
     auto found = std::find(kKeys.begin(), kKeys.end(), key);
-    if (found == kKeys.end()) return scan_.ErrorAt(at, "unknown key '" + std::string(key) + "'" + DidYouMean(key, kKeys));
+    if (found == kKeys.end())
+      return scan_.ErrorAt(at, "unknown key '" + std::string(key) + "'" + DidYouMean(key, kKeys));
     uint32_t bit = 1u << (found - kKeys.begin());
     if (seen_ & bit) return scan_.ErrorAt(at, "'" + std::string(key) + "' is given twice");
     seen_ |= bit;
@@ -167,10 +169,13 @@ class ModelReader {
     auto needs = [&](std::string_view input) {
       return std::any_of(program.inputs.begin(), program.inputs.end(), [&](const Input& i) { return i.name == input; });
     };
-    if (role != Role::kEmbedding && !needs("hidden")) return Error{"no input \"hidden\", the activation that enters the layer", part};
-    if (role != Role::kHead && !needs("hidden.grad")) return Error{"no input \"hidden.grad\", the gradient that enters the layer", part};
+    if (role != Role::kEmbedding && !needs("hidden"))
+      return Error{"no input \"hidden\", the activation that enters the layer", part};
+    if (role != Role::kHead && !needs("hidden.grad"))
+      return Error{"no input \"hidden.grad\", the gradient that enters the layer", part};
     for (const Symbol& symbol : program.symbols) {
-      if (symbol.name != "b" && symbol.name != "s") return Error{"the symbol " + symbol.name + " is neither b nor s", part};
+      if (symbol.name != "b" && symbol.name != "s")
+        return Error{"the symbol " + symbol.name + " is neither b nor s", part};
     }
     return Ok{};
   }
@@ -179,8 +184,9 @@ class ModelReader {
     for (int role = 0; role < kRoles; ++role) {
       if (!has_program_[role]) return scan_.ErrorHere("no program " + std::string(RoleName(static_cast<Role>(role))));
     }
-    const std::pair<int64_t, const char*> needed[] = {{model_.blocks, "blocks"}, {model_.hidden, "hidden"}, {model_.heads, "heads"},
-                                                      {model_.kv_heads, "kv_heads"}, {model_.vocab, "vocab"}, {model_.sequence, "sequence"}};
+    const std::pair<int64_t, const char*> needed[] = {{model_.blocks, "blocks"}, {model_.hidden, "hidden"},
+                                                      {model_.heads, "heads"},   {model_.kv_heads, "kv_heads"},
+                                                      {model_.vocab, "vocab"},   {model_.sequence, "sequence"}};
     for (const auto& [number, key] : needed) {
       if (number == 0) return scan_.ErrorHere("no line '" + std::string(key) + "'");
     }
@@ -196,9 +202,12 @@ class ModelReader {
 
 std::string_view KindName(ParallelParameter::Kind kind) {
   switch (kind) {
-    case ParallelParameter::Kind::kColumn: return "column";
-    case ParallelParameter::Kind::kRow: return "row";
-    case ParallelParameter::Kind::kVocabulary: return "vocabulary";
+    case ParallelParameter::Kind::kColumn:
+      return "column";
+    case ParallelParameter::Kind::kRow:
+      return "row";
+    case ParallelParameter::Kind::kVocabulary:
+      return "vocabulary";
   }
   return "";
 }
@@ -207,9 +216,12 @@ std::string_view KindName(ParallelParameter::Kind kind) {
 
 std::string_view RoleName(Role role) {
   switch (role) {
-    case Role::kEmbedding: return "embedding";
-    case Role::kBlock: return "block";
-    case Role::kHead: return "head";
+    case Role::kEmbedding:
+      return "embedding";
+    case Role::kBlock:
+      return "block";
+    case Role::kHead:
+      return "head";
   }
   return "";
 }

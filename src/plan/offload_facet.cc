@@ -5,7 +5,8 @@
 
 namespace interlace::plan {
 
-OffloadFacet::OffloadFacet(const OffloadRegion& region, size_t row) : region_(region), tight_{-region.rows[row].need, region.rows[row].save} {
+OffloadFacet::OffloadFacet(const OffloadRegion& region, size_t row)
+    : region_(region), tight_{-region.rows[row].need, region.rows[row].save} {
   for (int k = 0; k < kKinds; ++k) {
     if (region.allowed[k]) free_.push_back(k);
   }
@@ -157,7 +158,9 @@ void OffloadFacet::Lines(std::vector<Ratios>& points, std::vector<size_t>& ends)
       if (Inside(x)) points.push_back(x), ends.push_back(1);
       break;
     }
-    case 2: Follow(nullptr, nullptr, points, ends); break;
+    case 2:
+      Follow(nullptr, nullptr, points, ends);
+      break;
     case 3:
       for (size_t i = 0; i < count; ++i) Follow(&planes_[i], nullptr, points, ends);
       break;
@@ -166,7 +169,8 @@ void OffloadFacet::Lines(std::vector<Ratios>& points, std::vector<size_t>& ends)
         for (size_t j = i + 1; j < count; ++j) Follow(&planes_[i], &planes_[j], points, ends);
       }
       break;
-    default: break;
+    default:
+      break;
   }
 }
 

@@ -18,8 +18,9 @@ std::vector<Overlapped> OverlapsOf(const StageSums& s, int32_t layers, int32_t f
       const double early = count - (opens ? 1 : 0), late = count - (closes ? 1 : 0);
       double saved = static_cast<double>(cost.saved_kept);
       if (role == 1) {
-        saved = (static_cast<double>(layers - full - selective) * saved + selective * static_cast<double>(cost.saved_selective) +
-                 full * static_cast<double>(cost.saved_full)) / n;
+        saved = (static_cast<double>(layers - full - selective) * saved +
+                 selective * static_cast<double>(cost.saved_selective) + full * static_cast<double>(cost.saved_full)) /
+                n;
       }
       Affine coming, going;
       if (backward) {
@@ -32,11 +33,13 @@ std::vector<Overlapped> OverlapsOf(const StageSums& s, int32_t layers, int32_t f
         coming.a = {part.weights_in_us, 0, 0, 0};
         going.a = {0, 0, 0, saved * s.out_us_per_byte};
       }
-      double compute = count * (backward ? cost.backward_us : cost.forward_us + (phase == kForwardFirst ? part.update_us : 0));
+      double compute =
+          count * (backward ? cost.backward_us : cost.forward_us + (phase == kForwardFirst ? part.update_us : 0));
       if (backward && role == 1) compute += full * cost.recompute_full_us + selective * cost.recompute_selective_us;
       const LinkTime &gather = s.gather[p][role], &reduce = s.reduce[p][role];
       compute += early * gather.core_us + late * reduce.core_us;
-      out.push_back({Affine{compute, {}}, Affine{early * gather.us + late * reduce.us, {}}, early * coming, late * going});
+      out.push_back(
+          {Affine{compute, {}}, Affine{early * gather.us + late * reduce.us, {}}, early * coming, late * going});
     }
   }
   return out;

@@ -1,7 +1,7 @@
 // offload_kinks.h — where t and t + d bend over the offload ratios. Inside the room only (simplex.h).
 //
-// What overlaps in a phase is linear in the ratios; Mist's Algorithm 1 makes a piecewise linear time of it, by which class of
-// work is done first, second and so on. Two classes done at once: there a piece ends.
+// What overlaps in a phase is linear in the ratios; Mist's Algorithm 1 makes a piecewise linear time of it, by which
+// class of work is done first, second and so on. Two classes done at once: there a piece ends.
 #pragma once
 
 #include <array>

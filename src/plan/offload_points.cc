@@ -5,7 +5,8 @@ namespace interlace::plan {
 bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& region, int32_t layers, Recompute counts) {
   constexpr int kParts = 3;
   Lanes lanes;
-  lanes.layers.fill(layers), lanes.full.fill(counts.full), lanes.selective.fill(counts.selective), lanes.in_flight.fill(1);
+  lanes.layers.fill(layers), lanes.full.fill(counts.full), lanes.selective.fill(counts.selective),
+      lanes.in_flight.fill(1);
   lanes.count = 0;
   auto all_beaten = [&] {
     if (lanes.count == 0) return true;
@@ -21,7 +22,8 @@ bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& regi
   while (true) {
     Ratios low{}, high{};
     for (int k = 0; k < kKinds; ++k) {
-      if (region.allowed[k]) low[k] = static_cast<double>(at[k]) / kParts, high[k] = static_cast<double>(at[k] + 1) / kParts;
+      if (region.allowed[k])
+        low[k] = static_cast<double>(at[k]) / kParts, high[k] = static_cast<double>(at[k] + 1) / kParts;
     }
     // Each ratio is at least what is lacking with the others at the box's top.
     bool empty = false;

@@ -1,5 +1,5 @@
-// offload_points.h — which offload ratios are tried: vertices, points along traced edges, or a given grid; and when none needs
-// to be. Inside the room only (frontier.cc).
+// offload_points.h — which offload ratios are tried: vertices, points along traced edges, or a given grid; and when
+// none needs to be. Inside the room only (frontier.cc).
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,12 @@
 
 namespace interlace::plan {
 
-struct Recompute { int32_t full, selective; };  // blocks
+struct Recompute {
+  int32_t full, selective;
+};  // blocks
 
-// Whether the points found so far beat all that the region has: its boxes of a third of each ratio's range, cut to what fits.
+// Whether the points found so far beat all that the region has: its boxes of a third of each ratio's range, cut to what
+// fits.
 bool Beaten(const Pareto& best, const StageSums& sums, const OffloadRegion& region, int32_t layers, Recompute counts);
 
 // Vertices of the region: all but one ratio 0 or 1.
@@ -49,7 +52,8 @@ void Along(const TradeOff& edge, const Visit& visit) {
   }
 }
 
-// Allowed ratio tuples that fit and are not above others that do. As in Mist's artifact, weights leave only with gradients.
+// Allowed ratio tuples that fit and are not above others that do. As in Mist's artifact, weights leave only with
+// gradients.
 template <typename Visit>
 void OnGrid(const std::vector<float>& ratios, const OffloadRegion& region, const Visit& visit) {
   auto of = [&](int kind) { return region.allowed[kind] ? ratios : std::vector<float>{0}; };

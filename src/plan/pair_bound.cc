@@ -14,8 +14,8 @@ constexpr double kWidth = 0.01;  // of an interval of limits
 
 enum StageClass { kFirst, kMiddle, kLast, kStageClasses };
 struct Item {
-  double us;                     // t
-  double blocks, devices;        // shares of all
+  double us;               // t
+  double blocks, devices;  // shares of all
 };
 
 // What stages cost that choose for themselves.
@@ -66,7 +66,7 @@ class Prices {
 
   std::array<std::vector<Item>, kStageClasses> items_;
   const double middle_;
-  double x_, y_ = 0;             // kept from limit to limit
+  double x_, y_ = 0;  // kept from limit to limit
 };
 
 }  // namespace
@@ -86,10 +86,12 @@ bool PairBounds::NoneBeats(const InterStageProblem& p, double cutoff_us) {
     for (int32_t count : p.counts) {
       for (int32_t l = p.fewest_layers; l <= most; ++l) {
         double us = kNone;
-        for (const FrontierPoint& point : frontiers_.Of({l, which == kFirst, which == kLast, count, p.micro_batches, 1})) {
+        for (const FrontierPoint& point :
+             frontiers_.Of({l, which == kFirst, which == kLast, count, p.micro_batches, 1})) {
           us = std::min(us, point.cost.stable_us);
         }
-        if (us < kNone) items[which].push_back({us, static_cast<double>(l) / p.layers, static_cast<double>(count) / p.devices});
+        if (us < kNone)
+          items[which].push_back({us, static_cast<double>(l) / p.layers, static_cast<double>(count) / p.devices});
       }
     }
   }
@@ -112,7 +114,8 @@ double PairBounds::Work(int32_t blocks, int32_t micro_batches, int32_t devices) 
   auto [at, added] = work_.try_emplace({micro_batches, devices}, kNone);
   for (int ends = 0; ends < 4 && added; ++ends) {
     for (int32_t l = 1; l <= blocks; ++l) {
-      for (const FrontierPoint& point : frontiers_.Of({l, (ends & 1) != 0, (ends & 2) != 0, devices, micro_batches, 1})) {
+      for (const FrontierPoint& point :
+           frontiers_.Of({l, (ends & 1) != 0, (ends & 2) != 0, devices, micro_batches, 1})) {
         at->second = std::min(at->second, point.cost.stable_us * devices / l);
       }
     }

@@ -11,7 +11,7 @@
 namespace interlace::plan {
 
 struct StagePoint {
-  double stable_us, total_us;     // t, t + d
+  double stable_us, total_us;  // t, t + d
   int32_t part, full, selective;
   std::array<float, kKinds> ratios;
 };
@@ -23,12 +23,14 @@ class Pareto {
   // Whether some point is at least as good in both.
   bool Beats(double stable_us, double total_us) const {
     if (stable_us > longest_us_) return true;
-    auto after = std::upper_bound(points_.begin(), points_.end(), stable_us, [](double t, const StagePoint& p) { return t < p.stable_us; });
+    auto after = std::upper_bound(points_.begin(), points_.end(), stable_us,
+                                  [](double t, const StagePoint& p) { return t < p.stable_us; });
     return after != points_.begin() && std::prev(after)->total_us <= total_us;
   }
   void Add(const StagePoint& point) {
     if (Beats(point.stable_us, point.total_us)) return;
-    auto at = std::lower_bound(points_.begin(), points_.end(), point.stable_us, [](const StagePoint& p, double t) { return p.stable_us < t; });
+    auto at = std::lower_bound(points_.begin(), points_.end(), point.stable_us,
+                               [](const StagePoint& p, double t) { return p.stable_us < t; });
     auto end = at;
     while (end != points_.end() && end->total_us >= point.total_us) ++end;
     if (at != end) {

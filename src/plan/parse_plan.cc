@@ -81,7 +81,8 @@ class PlanReader {
     }
     if (word == "template") {
       out_.as_run = in_.EatWord("runtime");
-      if (!out_.as_run && !in_.EatWord("overlap")) return in_.ErrorHere("expected overlap or runtime, found " + in_.Found());
+      if (!out_.as_run && !in_.EatWord("overlap"))
+        return in_.ErrorHere("expected overlap or runtime, found " + in_.Found());
       return Ok{};
     }
     if (word == "devices") {
@@ -145,7 +146,8 @@ class PlanReader {
       return Numbers({{.name = "dp", .count = &s.dp}, {.name = "tp", .count = &s.tp}});
     }
     if (word == "zero") return Whole(s.zero, 0, kMostCount - 1);
-    if (word == "recompute") return Numbers({{.name = "full", .count = &s.full}, {.name = "selective", .count = &s.selective}});
+    if (word == "recompute")
+      return Numbers({{.name = "full", .count = &s.full}, {.name = "selective", .count = &s.selective}});
     return Numbers({{.name = "weights", .share = &s.weights_out},
                     {.name = "gradients", .share = &s.gradients_out},
                     {.name = "states", .share = &s.states_out},
@@ -176,7 +178,8 @@ class PlanReader {
     return Ok{};
   }
 
-  // Error: a line that the part that ends here does not have. Predictions of a stage may be left out by hand-written plans.
+  // Error: a line that the part that ends here does not have. Predictions of a stage may be left out by hand-written
+  // plans.
   Status Missing() {
     std::vector<std::string_view> needed = {"layers", "devices", "micro_batch", "zero", "recompute", "offload"};
     if (stages_ == 0) {
@@ -216,7 +219,8 @@ class PlanReader {
   Status Numbers(const std::vector<Number>& expected) {
     for (const Number& each : expected) {
       in_.SkipBlanks();
-      if (!in_.EatWord(each.name)) return in_.ErrorHere("expected '" + std::string(each.name) + "', found " + in_.Found());
+      if (!in_.EatWord(each.name))
+        return in_.ErrorHere("expected '" + std::string(each.name) + "', found " + in_.Found());
       in_.SkipBlanks();
       if (each.count) INTERLACE_TRY(Whole(*each.count, 0, kMostCount - 1));
       if (each.size) INTERLACE_TRY(Whole(*each.size, 0, int64_t{1} << 62));
@@ -258,6 +262,8 @@ class PlanReader {
 
 }  // namespace
 
-Result<PlanFile> ParsePlan(std::string_view text, std::string_view file) { return PlanReader(text, file).Run(); }
+Result<PlanFile> ParsePlan(std::string_view text, std::string_view file) {
+  return PlanReader(text, file).Run();
+}
 
 }  // namespace interlace::plan

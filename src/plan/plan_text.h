@@ -10,10 +10,9 @@
 //   flash_attention yes
 //   dtype "bfloat16"                   # of weights and gradients in forward and backward; bfloat16 has float32 masters
 //   memory_limit 23622320128           # bytes of a device
-//   template overlap                   # or runtime: predicted as this runtime trains it (one stage, tp 1); may be left out
-//   accumulation 64                    # micro-batches of a step, the same on every rank
-//   space "full"
-//   predicted step_us 41250000 pipeline_us 41100000 bound_us 41250000
+//   template overlap                   # or runtime: predicted as this runtime trains it (one stage, tp 1); may be left
+//   out accumulation 64                    # micro-batches of a step, the same on every rank space "full" predicted
+//   step_us 41250000 pipeline_us 41100000 bound_us 41250000
 //
 //   stage 0
 //     layers 12 embedding              # blocks 0 to 11
@@ -25,8 +24,8 @@
 //     predicted t_us 512.5 d_us 20.5 forward_us 170 backward_us 342.5 first_us 12.5 last_us 8 send_us 3.5
 //     predicted peak_forward 20123456789 peak_backward 21123456789 host 1048576
 //
-// What runs is everything but the `predicted` lines, which are what the planner said of it. Lines stand in any order within
-// their part; '#' begins a comment. Micro-batches in flight follow from the stage's place and are not written.
+// What runs is everything but the `predicted` lines, which are what the planner said of it. Lines stand in any order
+// within their part; '#' begins a comment. Micro-batches in flight follow from the stage's place and are not written.
 #pragma once
 
 #include <cstdint>
@@ -49,21 +48,23 @@ struct PlanFile {
   std::string dtype = "bfloat16";  // or "float32"
   int64_t blocks = 1;              // of the model
   int64_t devices = 1, per_node = 1;
-  int64_t memory_limit = 0;        // bytes of one device
-  bool as_run = false;             // predicted as this runtime trains it, not by the overlap template (stage_model.h)
+  int64_t memory_limit = 0;  // bytes of one device
+  bool as_run = false;       // predicted as this runtime trains it, not by the overlap template (stage_model.h)
   struct Place {
-    int32_t line = 0;              // of `stage`, from 1; 0: not read from a file
+    int32_t line = 0;  // of `stage`, from 1; 0: not read from a file
     int64_t last_device = 0;
   };
-  std::vector<Place> places;       // one a stage; empty: not read from a file
+  std::vector<Place> places;  // one a stage; empty: not read from a file
 };
 
 // The file of a plan, with comments. ParsePlan of it gives the same plan, and its print the same text.
 std::string PrintPlan(const PlanFile& file);
-// Error: another version, unknown or missing or repeated lines (did you mean), numbers out of range. Keeps no rule of VerifyPlan.
+// Error: another version, unknown or missing or repeated lines (did you mean), numbers out of range. Keeps no rule of
+// VerifyPlan.
 Result<PlanFile> ParsePlan(std::string_view text, std::string_view file);
 
-// Every rule a plan keeps by itself and, given a cluster, there: error with up to eight broken ones, each with its stage and name.
+// Every rule a plan keeps by itself and, given a cluster, there: error with up to eight broken ones, each with its
+// stage and name.
 //
 //   layers    stages hold all blocks; the first alone has the embedding, the last alone the head
 //   devices   dp * tp is the stage's range; ranges follow one another and use all devices of the cluster

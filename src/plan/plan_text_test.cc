@@ -29,7 +29,14 @@ PlanFile Example() {
     stage.first_block = 4 * i;
     stage.first_device = 4 * i;
     Strategy& s = stage.strategy;
-    s = {.layers = 4, .embedding = i == 0, .head = i == 1, .micro_batch = 2, .dp = 2, .tp = 2, .micro_batches = 16, .in_flight = 2 - i};
+    s = {.layers = 4,
+         .embedding = i == 0,
+         .head = i == 1,
+         .micro_batch = 2,
+         .dp = 2,
+         .tp = 2,
+         .micro_batches = 16,
+         .in_flight = 2 - i};
     s.zero = i;
     s.full = 3;
     s.states_out = 1.0f / 3;
@@ -45,7 +52,9 @@ std::string Replaced(std::string text, const std::string& from, const std::strin
   return text.replace(at, from.size(), to);
 }
 
-std::string ParseError(const std::string& text) { return ErrorOf(ParsePlan(text, "p")); }
+std::string ParseError(const std::string& text) {
+  return ErrorOf(ParsePlan(text, "p"));
+}
 std::string Rules(const std::string& text) {
   auto parsed = ParsePlan(text, "p");
   return parsed.ok() ? ErrorOf(VerifyPlan(*parsed)) : ErrorOf(parsed);
@@ -70,16 +79,22 @@ TEST(PlanText, PrintsAndParses) {
 TEST(PlanText, LinesThatCannotBeRead) {
   std::string text = PrintPlan(Example());
   EXPECT_EQ(ParseError(""), "p:1:1: not a plan: the first line must be 'interlace-plan 1'\n  \n  ^");
-  EXPECT_NE(ParseError(Replaced(text, "plan 1", "plan 2")).find("has version 2, this program reads 1"), std::string::npos);
-  EXPECT_NE(ParseError(Replaced(text, "  zero", "  zer0")).find("unknown line 'zer0', did you mean 'zero'?"), std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "plan 1", "plan 2")).find("has version 2, this program reads 1"),
+            std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "  zero", "  zer0")).find("unknown line 'zer0', did you mean 'zero'?"),
+            std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "  zero 0\n", "")).find("stage 0 has no line 'zero'"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "blocks 8\n", "")).find("the plan has no line 'blocks'"), std::string::npos);
-  EXPECT_NE(ParseError(Replaced(text, "  zero 0", "  zero 0\n  zero 1")).find("'zero' is given twice"), std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "  zero 0", "  zero 0\n  zero 1")).find("'zero' is given twice"),
+            std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "stage 1", "stage 3")).find("this one must be 'stage 1'"), std::string::npos);
-  EXPECT_NE(ParseError(Replaced(text, "dp 2", "dp 99999999999")).find("must be from 0 to 2147483647"), std::string::npos);
-  EXPECT_NE(ParseError(Replaced(text, "template overlap", "template over")).find("expected overlap or runtime"), std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "dp 2", "dp 99999999999")).find("must be from 0 to 2147483647"),
+            std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "template overlap", "template over")).find("expected overlap or runtime"),
+            std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "weights 0", "weights nan")).find("expected a number"), std::string::npos);
-  EXPECT_NE(ParseError(Replaced(text, "sequence 2048", "sequence 2048 x")).find("expected the end of the line"), std::string::npos);
+  EXPECT_NE(ParseError(Replaced(text, "sequence 2048", "sequence 2048 x")).find("expected the end of the line"),
+            std::string::npos);
 }
 
 TEST(PlanText, BrokenRulesNameStageAndRule) {
@@ -91,18 +106,23 @@ TEST(PlanText, BrokenRulesNameStageAndRule) {
   };
   EXPECT_EQ(problem("micro_batch 2 dp 2 tp 2", "micro_batch 3 dp 2 tp 2"),
             "stage 0 (line 17), rule batch: accumulation 16 * micro_batch 3 * dp 2 = 96, global_batch is 64");
-  EXPECT_EQ(problem("layers 4 embedding", "layers 5 embedding"), "rule layers: the stages hold 9 blocks, the model has 8");
-  EXPECT_EQ(problem("layers 4 embedding", "layers 4"), "stage 0 (line 17), rule layers: the first stage has to hold the embedding");
+  EXPECT_EQ(problem("layers 4 embedding", "layers 5 embedding"),
+            "rule layers: the stages hold 9 blocks, the model has 8");
+  EXPECT_EQ(problem("layers 4 embedding", "layers 4"),
+            "stage 0 (line 17), rule layers: the first stage has to hold the embedding");
   EXPECT_EQ(problem("\"bfloat16\"", "\"int8\""), "rule dtype: 'int8' is neither bfloat16 nor float32");
   EXPECT_EQ(problem("  zero 1", "  zero 4"), "stage 1 (line 27), rule zero: zero 4 is not a level from 0 to 3");
-  EXPECT_EQ(problem("recompute full 3", "recompute full 5"),
-            "stage 0 (line 17), rule recompute: 5 blocks recomputed in full and 0 selectively are more than its 4 layers");
+  EXPECT_EQ(
+      problem("recompute full 3", "recompute full 5"),
+      "stage 0 (line 17), rule recompute: 5 blocks recomputed in full and 0 selectively are more than its 4 layers");
   EXPECT_EQ(problem("activations 0", "activations 1.5"),
             "stage 0 (line 17), rule offload: activations 1.5 is not a share from 0 to 1");
   EXPECT_EQ(problem("peak_forward 900", "peak_forward 1001"),
             "stage 0 (line 17), rule memory: its predicted peak of 1001 bytes is above memory_limit 1000");
-  EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"), "stage 0 (line 17), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");
-  EXPECT_EQ(problem("devices 8 per_node 4", "devices 16 per_node 4"), "rule devices: the stages end at device 7, the cluster at 15");
+  EXPECT_EQ(problem("dp 2 tp 2", "dp 2 tp 4"),
+            "stage 0 (line 17), rule devices: dp 2 * tp 4 = 8, its range 0..3 has 4");
+  EXPECT_EQ(problem("devices 8 per_node 4", "devices 16 per_node 4"),
+            "rule devices: the stages end at device 7, the cluster at 15");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 3"), "rule devices: 8 devices do not fill nodes of 3");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 8"), "no error");
   EXPECT_EQ(problem("devices 8 per_node 4", "devices 8 per_node 2"), "no error");
@@ -110,7 +130,8 @@ TEST(PlanText, BrokenRulesNameStageAndRule) {
             "stage 0 (line 17), rule mesh: tensor-parallel groups of 2 cross nodes of 1\n"
             "stage 1 (line 27), rule mesh: tensor-parallel groups of 2 cross nodes of 1");
   EXPECT_EQ(problem("template overlap", "template runtime"),
-            "rule template: the runtime trains plans of one stage without tensor parallel; write 'template overlap' for others");
+            "rule template: the runtime trains plans of one stage without tensor parallel; write 'template overlap' "
+            "for others");
   EXPECT_NE(Rules(Replaced(text, "dp 2", "dp 2147483647")).find("rule batch"), std::string::npos);
 }
 
@@ -126,14 +147,17 @@ TEST(PlanText, RulesOfACluster) {
   file.plan.stages[1].cost.host_bytes = int64_t{256} << 20;  // of each of a node's four
   EXPECT_EQ(ErrorOf(VerifyPlan(file, &cluster)), "no error");
   file.plan.stages[1].cost.host_bytes += 1;
-  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster)).find("rule host: with it node 1 holds 1073741828 bytes on its host; a node of here has 1 GiB"),
+  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster))
+                .find("rule host: with it node 1 holds 1073741828 bytes on its host; a node of here has 1 GiB"),
             std::string::npos);
   file.plan.stages[1].cost.host_bytes = 7;
   cluster.per_node = 8;
-  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster)).find("rule cluster: the plan is for 8 devices, 4 a node; here has 8, 8 a node"),
+  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster))
+                .find("rule cluster: the plan is for 8 devices, 4 a node; here has 8, 8 a node"),
             std::string::npos);
   file.memory_limit = int64_t{2} << 30;
-  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster)).find("rule memory: memory_limit 2147483648 is above"), std::string::npos);
+  EXPECT_NE(ErrorOf(VerifyPlan(file, &cluster)).find("rule memory: memory_limit 2147483648 is above"),
+            std::string::npos);
 }
 
 // Whatever is in the file, reading and checking it ends with a plan or an error.
@@ -146,9 +170,15 @@ TEST(PlanText, DamagedFiles) {
     for (int n = 1 + static_cast<int>(random() % 3); n > 0; --n) {
       size_t at = random() % damaged.size();
       switch (random() % 3) {
-        case 0: damaged[at] = static_cast<char>(random() % 256); break;
-        case 1: damaged.erase(at, 1 + random() % 20); break;
-        default: damaged.insert(at, std::to_string(random())); break;
+        case 0:
+          damaged[at] = static_cast<char>(random() % 256);
+          break;
+        case 1:
+          damaged.erase(at, 1 + random() % 20);
+          break;
+        default:
+          damaged.insert(at, std::to_string(random()));
+          break;
       }
     }
     auto parsed = ParsePlan(damaged, "p");

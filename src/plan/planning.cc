@@ -45,7 +45,10 @@ void WriteExplanation(JsonWriter& out, const Explanation& e) {
   }
   out.EndArray().Key("phases").BeginArray();
   for (const Explanation::Phase& phase : e.phases) {
-    out.BeginObject().Field("name", phase.name).Field("compute_us", phase.alone_us[0]).Field("device_us", phase.alone_us[1]);
+    out.BeginObject()
+        .Field("name", phase.name)
+        .Field("compute_us", phase.alone_us[0])
+        .Field("device_us", phase.alone_us[1]);
     out.Field("to_device_us", phase.alone_us[2]).Field("to_host_us", phase.alone_us[3]);
     out.Field("tensor_parallel_us", phase.tensor_parallel_us).Field("exposed_us", phase.exposed_us);
     out.Field("total_us", phase.total_us).EndObject();
@@ -93,7 +96,9 @@ class Planning {
     out.BeginObject().Key("plans").BeginArray();
     for (const Plan& plan : found.plans) INTERLACE_TRY(WriteFound(out.NewLine(), plan));
     out.EndArray().NewLine().Field("complete", found.complete).Field("bound_us", found.bound_us);
-    out.Field("memory_limit", options.device_bytes).Field("pairs", found.pairs).Field("pairs_solved", found.pairs_solved);
+    out.Field("memory_limit", options.device_bytes)
+        .Field("pairs", found.pairs)
+        .Field("pairs_solved", found.pairs_solved);
     out.Field("frontiers", found.frontiers).Field("points", found.points);
     if (r_.before) out.Field("from_us", found.warm_us);
     out.Field("seconds", Seconds());
@@ -124,7 +129,8 @@ class Planning {
     options.time_limit_s = r_.time_limit_s;
     options.threads = r_.threads;
     if (options.device_bytes < 1) {
-      return MakeError("a device of ", r_.cluster.name, " has ", r_.cluster.memory_gib, " GiB, all of it reserved; give a memory limit");
+      return MakeError("a device of ", r_.cluster.name, " has ", r_.cluster.memory_gib,
+                       " GiB, all of it reserved; give a memory limit");
     }
     return options;
   }
@@ -164,7 +170,8 @@ class Planning {
     }
     const double limit = r_.time_limit_s > 0 ? r_.time_limit_s - Seconds() : std::max(kCompareS, Seconds());
     auto say = [&](size_t i) {
-      Say("comparing with: " + others[i].name, static_cast<int64_t>(i), static_cast<int64_t>(others.size()), best.step_us);
+      Say("comparing with: " + others[i].name, static_cast<int64_t>(i), static_cast<int64_t>(others.size()),
+          best.step_us);
     };
     out.BeginArray();
     for (const Comparison& c : CompareAll(others, *layers_, r_.cluster, options, limit, say)) {
@@ -172,8 +179,10 @@ class Planning {
       if (c.skipped) out.Field("skipped", true);
       if (!c.impossible.empty()) out.Field("impossible", c.impossible);
       if (c.bound_us > best.step_us) out.Field("at_least", c.bound_us / best.step_us - 1);
-      if (c.step_us > 0) out.Field("step_us", c.step_us).Field("slower", c.step_us / best.step_us - 1).Field("complete", c.complete);
-      if (c.least_bytes > 0) out.Field("least_bytes", c.least_bytes).Field("over_bytes", c.least_bytes - options.device_bytes);
+      if (c.step_us > 0)
+        out.Field("step_us", c.step_us).Field("slower", c.step_us / best.step_us - 1).Field("complete", c.complete);
+      if (c.least_bytes > 0)
+        out.Field("least_bytes", c.least_bytes).Field("over_bytes", c.least_bytes - options.device_bytes);
       out.EndObject();
     }
     out.EndArray();
@@ -185,7 +194,8 @@ class Planning {
     const std::string& name = r_.cluster.name;
     std::string count = "-" + std::to_string(r_.cluster.devices);
     if (name.ends_with(count)) {
-      Result<std::string> preset = PresetCluster(name.substr(0, name.size() - count.size() + 1) + std::to_string(devices));
+      Result<std::string> preset =
+          PresetCluster(name.substr(0, name.size() - count.size() + 1) + std::to_string(devices));
       Result<ClusterSpec> larger = preset.ok() ? LoadCluster(*preset, "preset") : Result<ClusterSpec>(preset.error());
       if (larger.ok()) return *larger;
     }
@@ -199,14 +209,16 @@ class Planning {
     const int64_t batch = DivisibleBatch(searched_, *layers_, r_.cluster, r_.global_batch);
     if (batch != r_.global_batch) {
       return MakeError("no accumulation, micro-batch and data parallelism ",
-                       r_.runnable ? "of one stage without tensor parallel" : "of the space '" + r_.space + "'", " divide a batch of ",
-                       r_.global_batch, " on ", r_.cluster.devices, " devices; take ",
+                       r_.runnable ? "of one stage without tensor parallel" : "of the space '" + r_.space + "'",
+                       " divide a batch of ", r_.global_batch, " on ", r_.cluster.devices, " devices; take ",
                        batch > 0 ? MakeError("a batch of ", batch).message : std::string("a batch with more divisors"))
           .message;
     }
     options.host_bytes = std::numeric_limits<int64_t>::max();
     Result<std::optional<LeastMemory>> found = LeastMemoryOf(searched_, *layers_, r_.cluster, options);
-    const std::string needed = found.ok() && *found ? MakeError("; ", (*found)->host_bytes >> 20, " MiB would do (--host-memory)").message : "";
+    const std::string needed =
+        found.ok() && *found ? MakeError("; ", (*found)->host_bytes >> 20, " MiB would do (--host-memory)").message
+                             : "";
     return "a node's host memory is too small for every layout" + needed;
   }
 
@@ -223,7 +235,8 @@ class Planning {
       TuneOptions free = options;
       free.host_bytes = std::numeric_limits<int64_t>::max();
       Result<std::optional<LeastMemory>> found = LeastMemoryOf(searched_, *layers_, r_.cluster, free);
-      if (found.ok() && *found && (*found)->device_bytes <= options.device_bytes) out.Field("host_memory", (*found)->host_bytes);
+      if (found.ok() && *found && (*found)->device_bytes <= options.device_bytes)
+        out.Field("host_memory", (*found)->host_bytes);
     }
     for (int64_t devices = r_.cluster.devices * 2; devices <= kMostDevices; devices *= 2) {
       Say("looking for what would fit: " + std::to_string(devices) + " devices", 0, 0, 0);
@@ -256,7 +269,9 @@ class Planning {
 
 }  // namespace
 
-Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& progress) { return Planning(request, progress).Run(); }
+Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& progress) {
+  return Planning(request, progress).Run();
+}
 
 Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster) {
   PlanFile out = file;

@@ -1,12 +1,14 @@
-// planning.h — `interlace plan` as one function from a request to JSON: the plans, where their bytes and times go, why not
-// the obvious alternatives, and what to change when nothing fits.
+// planning.h — `interlace plan` as one function from a request to JSON: the plans, where their bytes and times go, why
+// not the obvious alternatives, and what to change when nothing fits.
 //
 //   {"plans": [{...plan_json.h..., "text": "interlace-plan 1...", "explained": [{"bytes": [...], "phases": [...]}]}],
 //    "complete": true, "bound_us": ..., "seconds": ..., "pairs": ..., "frontiers": ...,
 //    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31, "complete": true} |
-//                {"name": ..., "least_bytes": ..., "over_bytes": ...}],  // stopped: "at_least": 0.12, how much slower for certain
-//    "from_us": ...,                                    // with `before`: the best step on its stages, 0 where they are no help
-//    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence": 1024}}
+//                {"name": ..., "least_bytes": ..., "over_bytes": ...}],  // stopped: "at_least": 0.12, how much slower
+//                for certain
+//    "from_us": ...,                                    // with `before`: the best step on its stages, 0 where they are
+//    no help "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence":
+//    1024}}
 #pragma once
 
 #include <cstdint>
@@ -23,22 +25,23 @@
 namespace interlace::plan {
 
 struct PlanRequest {
-  std::string model_text;            // model_text.h
-  std::string model;                 // name, for the plan
+  std::string model_text;  // model_text.h
+  std::string model;       // name, for the plan
   ClusterSpec cluster;
-  std::string space = "full";        // of Baselines()
-  bool runnable = false;             // only what the runtime can train, predicted as it does: one stage, no tensor parallel
+  std::string space = "full";  // of Baselines()
+  bool runnable = false;       // only what the runtime can train, predicted as it does: one stage, no tensor parallel
   bool flash_attention = true;
-  std::string dtype = "bfloat16";    // of weights and gradients; float32 masters beside bfloat16
+  std::string dtype = "bfloat16";  // of weights and gradients; float32 masters beside bfloat16
   int64_t global_batch = 1, sequence = 1;
-  int64_t memory_limit = 0;          // bytes of a device; 0: what the cluster leaves a program, less a tenth
-  int64_t host_limit = 0;            // bytes of a node's host; 0: none
-  double time_limit_s = 0;           // of everything: the search and what it is compared with; 0: none for the search, and for
-                                     // comparisons as long as the search took, 20 s at least
+  int64_t memory_limit = 0;  // bytes of a device; 0: what the cluster leaves a program, less a tenth
+  int64_t host_limit = 0;    // bytes of a node's host; 0: none
+  double time_limit_s = 0;   // of everything: the search and what it is compared with; 0: none for the search, and for
+                             // comparisons as long as the search took, 20 s at least
   int32_t top = 1;
   int32_t threads = 0;
   bool why_not = true;
-  std::optional<Plan> before;        // of before something changed, a plan that keeps its rules: the search begins with its stages
+  std::optional<Plan>
+      before;  // of before something changed, a plan that keeps its rules: the search begins with its stages
 };
 
 // (what is being done, done, total, best step so far in us or 0)
@@ -47,8 +50,8 @@ using PlanProgress = std::function<void(std::string_view, int64_t, int64_t, doub
 // Error: what Tune refuses (a batch that nothing divides, uneven nodes), an unknown space or dtype (did you mean).
 Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& progress = {});
 
-// A plan file with its predictions made anew on a model and cluster, those of stages, boundaries and the whole. Error: what
-// VerifyPlan says of it, memory included; strategies that the model's sizes do not allow.
+// A plan file with its predictions made anew on a model and cluster, those of stages, boundaries and the whole. Error:
+// what VerifyPlan says of it, memory included; strategies that the model's sizes do not allow.
 Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);
 
 // Where the bytes and times of a predicted plan's stages go: the list that MakePlans calls "explained".

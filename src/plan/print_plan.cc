@@ -23,7 +23,9 @@ std::string Fixed(double value, int digits) {
   auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), value, std::chars_format::fixed, digits).ptr;
   return {buffer.data(), end};
 }
-std::string Gib(int64_t bytes) { return Fixed(static_cast<double>(bytes) / 1073741824.0, 2) + " GiB"; }
+std::string Gib(int64_t bytes) {
+  return Fixed(static_cast<double>(bytes) / 1073741824.0, 2) + " GiB";
+}
 
 class Printer {
  public:
@@ -42,7 +44,8 @@ class Printer {
     Quoted("dtype", file_.dtype);
     Line("memory_limit " + std::to_string(file_.memory_limit), Gib(file_.memory_limit) + " of a device");
     Line(std::string("template ") + (file_.as_run ? "runtime" : "overlap"),
-         file_.as_run ? "predicted as interlace train carries it out" : "Mist's: whole layers move beside their neighbours' compute");
+         file_.as_run ? "predicted as interlace train carries it out"
+                      : "Mist's: whole layers move beside their neighbours' compute");
     Line("accumulation " + std::to_string(plan_.micro_batches()), "micro-batches of a step, the same on every rank");
     Quoted("space", plan_.space);
     Line("predicted step_us " + Shortest(plan_.step_us) + " pipeline_us " + Shortest(plan_.pipeline_us) + " bound_us " +
@@ -68,8 +71,8 @@ class Printer {
   }
 
   void Summary() {
-    std::string text = "# " + Fixed(plan_.step_us / 1e6, 3) + " s a step predicted, " + Fixed(plan_.samples_per_s(), 2) +
-                       " samples/s; ";
+    std::string text = "# " + Fixed(plan_.step_us / 1e6, 3) + " s a step predicted, " +
+                       Fixed(plan_.samples_per_s(), 2) + " samples/s; ";
     text += plan_.gap() > 0 ? "no plan of the space is more than " + Fixed(100 * plan_.gap(), 1) + " % faster"
                             : std::string("the best of the space");
     Line(std::move(text));
@@ -86,9 +89,11 @@ class Printer {
          s.layers == 0 ? std::string("no block")
                        : "blocks " + std::to_string(stage.first_block) + " to " + std::to_string(last));
     int64_t devices = int64_t{s.dp} * s.tp;
-    int64_t last_device = index < file_.places.size() ? file_.places[index].last_device : stage.first_device + devices - 1;
+    int64_t last_device =
+        index < file_.places.size() ? file_.places[index].last_device : stage.first_device + devices - 1;
     Line("  devices " + std::to_string(stage.first_device) + ".." + std::to_string(last_device));
-    Line("  micro_batch " + std::to_string(s.micro_batch) + " dp " + std::to_string(s.dp) + " tp " + std::to_string(s.tp));
+    Line("  micro_batch " + std::to_string(s.micro_batch) + " dp " + std::to_string(s.dp) + " tp " +
+         std::to_string(s.tp));
     Line("  zero " + std::to_string(s.zero));
     Line("  recompute full " + std::to_string(s.full) + " selective " + std::to_string(s.selective),
          std::to_string(int64_t{s.layers} - s.full - s.selective) + " kept");
@@ -97,8 +102,8 @@ class Printer {
     Line("  predicted t_us " + Shortest(c.stable_us) + " d_us " + Shortest(c.extra_us) + " forward_us " +
          Shortest(p.forward_us) + " backward_us " + Shortest(p.backward_us) + " first_us " + Shortest(p.first_us) +
          " last_us " + Shortest(p.last_us) + " send_us " + Shortest(stage.send_us));
-    Line("  predicted peak_forward " + std::to_string(c.peak_forward) + " peak_backward " + std::to_string(c.peak_backward) +
-             " host " + std::to_string(c.host_bytes),
+    Line("  predicted peak_forward " + std::to_string(c.peak_forward) + " peak_backward " +
+             std::to_string(c.peak_backward) + " host " + std::to_string(c.host_bytes),
          Gib(std::max(c.peak_forward, c.peak_backward)) + " of a device");
   }
 
@@ -109,6 +114,8 @@ class Printer {
 
 }  // namespace
 
-std::string PrintPlan(const PlanFile& file) { return Printer(file).Run(); }
+std::string PrintPlan(const PlanFile& file) {
+  return Printer(file).Run();
+}
 
 }  // namespace interlace::plan

@@ -29,14 +29,17 @@ PipelineTimes RunPipeline(const std::vector<PipelineStage>& stages, int32_t micr
   PipelineTimes out;
   out.forward_end_ps.resize(count);
   out.backward_end_ps.resize(count);
-  std::vector<int64_t> free(count), sent(count, 0), sent_back(count, 0);  // when a stage, a direction of its boundary is free
+  std::vector<int64_t> free(count), sent(count, 0),
+      sent_back(count, 0);  // when a stage, a direction of its boundary is free
   std::vector<size_t> next(count, 0);
-  std::vector<std::vector<int64_t>> arrived(count), arrived_back(count);  // of the forward from before, the backward from behind
+  std::vector<std::vector<int64_t>> arrived(count),
+      arrived_back(count);  // of the forward from before, the backward from behind
   std::vector<std::vector<int32_t>> order;
   for (size_t i = 0; i < count; ++i) {
     free[i] = stages[i].first_ps;
     order.push_back(StageOrder(static_cast<int32_t>(i), static_cast<int32_t>(count), micro_batches));
-    for (auto* list : {&out.forward_end_ps[i], &out.backward_end_ps[i], &arrived[i], &arrived_back[i]}) list->reserve(batches);
+    for (auto* list : {&out.forward_end_ps[i], &out.backward_end_ps[i], &arrived[i], &arrived_back[i]})
+      list->reserve(batches);
   }
   // A wave down and up the stages; each goes on until what it needs has not yet been computed.
   auto advance = [&](size_t i) {
@@ -77,8 +80,8 @@ std::vector<PipelineStage> PipelineStages(const Plan& plan) {
   std::vector<PipelineStage> out;
   for (const PlanStage& s : plan.stages) {
     int64_t send = FromMicroseconds(s.send_us / 2);
-    out.push_back({FromMicroseconds(s.passes.forward_us), FromMicroseconds(s.passes.backward_us), FromMicroseconds(s.passes.first_us),
-                   FromMicroseconds(s.passes.last_us), send, send});
+    out.push_back({FromMicroseconds(s.passes.forward_us), FromMicroseconds(s.passes.backward_us),
+                   FromMicroseconds(s.passes.first_us), FromMicroseconds(s.passes.last_us), send, send});
   }
   return out;
 }

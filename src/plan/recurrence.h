@@ -1,15 +1,16 @@
 // recurrence.h — the step time of a pipeline as an exact recurrence of its schedule, forward and backward apart.
 //
-// 1F1B: stage i of S runs w = min(S - 1 - i, G) forwards, then forward and backward in turn, then the backwards left. What a
-// stage does first (states in, update, gather) needs nobody and fills the time before its first micro-batch; what it does
-// last (reduce, copies out) follows its last backward. Boundaries carry one micro-batch at a time in each direction.
+// 1F1B: stage i of S runs w = min(S - 1 - i, G) forwards, then forward and backward in turn, then the backwards left.
+// What a stage does first (states in, update, gather) needs nobody and fills the time before its first micro-batch;
+// what it does last (reduce, copies out) follows its last backward. Boundaries carry one micro-batch at a time in each
+// direction.
 //
 //   S = 3, G = 4      stage 0   p F1 F2 F3 ...... B1 F4 B2 .. B3 .. B4 q
 //   p first, q last   stage 1   p .. F1 F2 .. B1 F3 B2 F4 B3 .. B4 q
 //                     stage 2   p ..... F1 B1 F2 B2 F3 B3 F4 B4 q
 //
-//   F(i, m) starts when stage i is free and F(i-1, m) has arrived; it arrives at max(its end, the one before it arrived) + send
-//   B(i, m) the same from stage i + 1.  The step ends when the last stage has finished its q.
+//   F(i, m) starts when stage i is free and F(i-1, m) has arrived; it arrives at max(its end, the one before it
+//   arrived) + send B(i, m) the same from stage i + 1.  The step ends when the last stage has finished its q.
 //
 // The closed form of inter_stage.h has the same terms without the order of forward and backward.
 #pragma once

@@ -17,9 +17,10 @@ TEST(Recurrence, EqualsTheSimulatorOnRandomStages) {
   for (int round = 0; round < 1000; ++round) {
     std::vector<PipelineStage> stages(static_cast<size_t>(1 + pick(8)));
     int32_t micro_batches = static_cast<int32_t>(1 + pick(20));
-    int64_t scale = pick(4) == 0 ? 10 : 1000000007;           // small numbers make ties
+    int64_t scale = pick(4) == 0 ? 10 : 1000000007;  // small numbers make ties
     int64_t send = pick(3) == 0 ? 1 : scale / (1 + pick(10)) + 1;
-    for (PipelineStage& s : stages) s = {pick(scale), pick(2 * scale), pick(3 * scale), pick(3 * scale), pick(send), pick(send)};
+    for (PipelineStage& s : stages)
+      s = {pick(scale), pick(2 * scale), pick(3 * scale), pick(3 * scale), pick(send), pick(send)};
     PipelineTimes times = RunPipeline(stages, micro_batches);
     StagePrograms programs = MakeStagePrograms(stages, micro_batches);
     auto simulated = SimulateStages(programs);
@@ -63,7 +64,9 @@ TEST(Recurrence, IsNotAboveTheClosedForm) {
       double send = static_cast<double>(&s == &stages.back() ? 0 : s.send_ps + s.send_back_ps);
       closed.emplace_back(static_cast<double>(s.forward_ps + s.backward_ps) + send, 0);
     }
-    EXPECT_LE(static_cast<double>(RunPipeline(stages, micro_batches).makespan_ps), PipelineObjective(micro_batches, closed)) << round;
+    EXPECT_LE(static_cast<double>(RunPipeline(stages, micro_batches).makespan_ps),
+              PipelineObjective(micro_batches, closed))
+        << round;
   }
 }
 

@@ -8,7 +8,8 @@
 
 namespace interlace::plan {
 
-Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {
+Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterSpec& cluster,
+                     const StageOptions& options) {
   StageOptions stage_options = options;
   stage_options.global_batch = plan.global_batch;
   stage_options.tensor_parallel.clear();

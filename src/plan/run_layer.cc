@@ -15,14 +15,15 @@
 namespace interlace::plan {
 namespace {
 
-// The head's gradient of a tied parameter waits for the embedding's: it leaves the head like an activation's, and enters the
-// embedding as an input, to which the embedding's own is added.
+// The head's gradient of a tied parameter waits for the embedding's: it leaves the head like an activation's, and
+// enters the embedding as an input, to which the embedding's own is added.
 Status LeaveTied(Program& program, Role role, const std::string& tied) {
   Phase& phase = *program.FindPhase("micro_batch");
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     Op& op = program.op(phase.ops[i]);
     if (op.name != "grad") continue;
-    auto param = std::find_if(program.params.begin(), program.params.end(), [&](const Param& p) { return p.value == op.args[0].value; });
+    auto param = std::find_if(program.params.begin(), program.params.end(),
+                              [&](const Param& p) { return p.value == op.args[0].value; });
     if (param == program.params.end() || param->name != tied) continue;
     if (role == Role::kHead) {
       op.name = "output";
@@ -52,9 +53,12 @@ Result<Program> CutAsTrained(const Program& layer, Role role, const RunSetting& 
   Program program = layer.Clone();
   if (!tied.empty() && role != Role::kBlock) INTERLACE_TRY(LeaveTied(program, role, tied));
   const PassOptions ranks{{"ranks", std::to_string(setting.dp)}};
-  INTERLACE_TRY(setting.zero == 0 ? Replicate(program, ranks) : setting.zero == 3 ? Shard(program, ranks) : Zero1(program, ranks));
+  INTERLACE_TRY(setting.zero == 0   ? Replicate(program, ranks)
+                : setting.zero == 3 ? Shard(program, ranks)
+                                    : Zero1(program, ranks));
   // All micro-batches after the first take the same memory.
-  if (setting.accumulates) INTERLACE_TRY(Accumulate(program, {{"steps", "2"}, {"mode", setting.zero >= 2 ? "reduce_each" : "reduce_last"}}));
+  if (setting.accumulates)
+    INTERLACE_TRY(Accumulate(program, {{"steps", "2"}, {"mode", setting.zero >= 2 ? "reduce_each" : "reduce_last"}}));
   return program;
 }
 
@@ -87,7 +91,8 @@ Status AddPhase(Program& program, const Phase& phase, bool receives, RunLayer& o
   int32_t last_step[2] = {end, end}, first_reduce = -1, last_reduce = -1;
   for (int32_t i = 0; i < end; ++i) {
     const Op& op = program.op(phase.ops[i]);
-    if (op.name == "gather.wait" && program.value(program.RootOf(op.args[0].value)).kind != ValueKind::kState) last_step[i >= live.middle] = i;
+    if (op.name == "gather.wait" && program.value(program.RootOf(op.args[0].value)).kind != ValueKind::kState)
+      last_step[i >= live.middle] = i;
     if (op.name != "reduce.start") continue;
     if (first_reduce < 0) first_reduce = i;
     last_reduce = i;
@@ -95,7 +100,8 @@ Status AddPhase(Program& program, const Phase& phase, bool receives, RunLayer& o
   std::array<std::unordered_set<int64_t>, 8> seen;
   for (int32_t i = 0; i < end; ++i) {
     const bool backward = i >= live.middle;
-    const int beside = (i >= last_step[backward] ? RunLayer::kGathering : 0) | (backward && i < first_reduce ? RunLayer::kReducing : 0);
+    const int beside = (i >= last_step[backward] ? RunLayer::kGathering : 0) |
+                       (backward && i < first_reduce ? RunLayer::kReducing : 0);
     const Dim at = live.at[i];
     if (!seen[beside + 4 * backward].insert(at.is_const() ? at.value : -1 - int64_t{at.expr}).second) continue;
     (backward ? out.backward[beside] : out.forward[beside]).push_back(at);

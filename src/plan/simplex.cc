@@ -28,8 +28,8 @@ double OffloadRegion::Least(const Ratios& x, int kind) const {
   return use > host_room ? -1 : least;
 }
 
-OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t host_share, int32_t layers, int32_t full,
-                       int32_t selective, int32_t in_flight) {
+OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t host_share, int32_t layers,
+                       int32_t full, int32_t selective, int32_t in_flight) {
   const LayerPart &e = s.layer[0], &b = s.layer[1], &h = s.layer[2];
   const int32_t kept = layers - full - selective, many = layers > 1;
   auto total_of = [&](int64_t LayerPart::*member) {
@@ -40,11 +40,13 @@ OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t 
   const LayerCost& c = b.cost;
   const double e_saved = s.embedding ? static_cast<double>(e.cost.saved_kept) : 0;
   const double h_saved = s.head ? static_cast<double>(h.cost.saved_kept) : 0;
-  const double saved = static_cast<double>(kept * c.saved_kept + selective * c.saved_selective + full * c.saved_full) + e_saved + h_saved;
+  const double saved = static_cast<double>(kept * c.saved_kept + selective * c.saved_selective + full * c.saved_full) +
+                       e_saved + h_saved;
   double most = 0, work_backward = 0;
   auto kind = [&](int32_t count, int64_t bytes, int64_t work) {
     if (count == 0) return;
-    most = std::max(most, static_cast<double>(bytes)), work_backward = std::max(work_backward, static_cast<double>(work));
+    most = std::max(most, static_cast<double>(bytes)),
+    work_backward = std::max(work_backward, static_cast<double>(work));
   };
   kind(kept, c.saved_kept, c.work_backward);
   kind(selective, c.saved_selective, c.work_backward_selective);
@@ -82,7 +84,9 @@ OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t 
   for (StagePhase phase : {kBackward, kForward, kForwardFirst}) {
     const bool backward = phase == kBackward;
     const double count = phase == kForwardFirst ? 1 : p;
-    auto work = [&](const LayerPart& part) { return static_cast<double>(backward ? part.cost.work_backward : part.cost.work_forward); };
+    auto work = [&](const LayerPart& part) {
+      return static_cast<double>(backward ? part.cost.work_backward : part.cost.work_forward);
+    };
     add(count * saved - h_saved, backward ? work_backward : work(b), phase);
     if (s.embedding) add((count - 1) * saved + e_saved, work(e), phase);
     if (s.head) add(count * saved, work(h), phase);

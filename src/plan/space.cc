@@ -16,7 +16,9 @@ int64_t HostBytesFor(const ClusterSpec& cluster, int64_t given) {
   return static_cast<int64_t>(std::min(cluster.host_memory_gib * 1073741824.0 * 0.9, 9e18));
 }
 
-Space FullSpace() { return {}; }
+Space FullSpace() {
+  return {};
+}
 
 Space PaperSpace() {
   Space space;
@@ -38,7 +40,9 @@ Space ArtifactSpace() {
 
 double BoundaryUs(const ClusterSpec& cluster, double bytes, const Layout& from, const Layout& to, bool inside_node) {
   // A device holds the samples of its data-parallel rank and the part of the sequence of its tensor-parallel rank.
-  auto parts = [](int32_t mine, int32_t theirs) { return std::max(1.0, std::ceil(static_cast<double>(theirs) / mine)); };
+  auto parts = [](int32_t mine, int32_t theirs) {
+    return std::max(1.0, std::ceil(static_cast<double>(theirs) / mine));
+  };
   double sent = parts(from.dp, to.dp) * parts(from.tp, to.tp), received = parts(to.dp, from.dp) * parts(to.tp, from.tp);
   const LinkSpec& link = inside_node ? cluster.intra : cluster.inter;
   // Within a node each device has its link, between nodes all devices of a stage share their nodes' links.

@@ -7,27 +7,35 @@ namespace interlace::plan {
 namespace {
 
 enum class Recomputed : uint8_t { kKept, kSelective, kFull };
-struct CountedLayer { Role role; Recomputed kind; };
+struct CountedLayer {
+  Role role;
+  Recomputed kind;
+};
 
-// The layers of a stage in forward order. Recomputed blocks are spread evenly, so their order among blocks says nothing.
+// The layers of a stage in forward order. Recomputed blocks are spread evenly, so their order among blocks says
+// nothing.
 std::vector<CountedLayer> LayersOf(const Strategy& s) {
   std::vector<CountedLayer> layers;
   if (s.embedding) layers.push_back({Role::kEmbedding, Recomputed::kKept});
   for (int32_t i = 0; i < s.layers; ++i) {
-    layers.push_back({Role::kBlock, i < s.full ? Recomputed::kFull : i < s.full + s.selective ? Recomputed::kSelective : Recomputed::kKept});
+    layers.push_back({Role::kBlock, i < s.full                 ? Recomputed::kFull
+                                    : i < s.full + s.selective ? Recomputed::kSelective
+                                                               : Recomputed::kKept});
   }
   if (s.head) layers.push_back({Role::kHead, Recomputed::kKept});
   return layers;
 }
 
 int64_t SavedOf(const LayerPart& part, Recomputed kind) {
-  return kind == Recomputed::kFull ? part.cost.saved_full : kind == Recomputed::kSelective ? part.cost.saved_selective : part.cost.saved_kept;
+  return kind == Recomputed::kFull        ? part.cost.saved_full
+         : kind == Recomputed::kSelective ? part.cost.saved_selective
+                                          : part.cost.saved_kept;
 }
 
 int64_t BackwardWork(const LayerPart& part, Recomputed kind) {
   return kind == Recomputed::kFull        ? part.cost.work_backward_full
          : kind == Recomputed::kSelective ? part.cost.work_backward_selective
-                                    : part.cost.work_backward;
+                                          : part.cost.work_backward;
 }
 
 // Products of absurd sizes end at a size that nothing fits; sums of a few of them stay within 64 bits.
@@ -49,7 +57,7 @@ int64_t OfNeighbours(const std::vector<CountedLayer>& layers, Bytes bytes) {
 
 StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* explain) {
   const std::vector<CountedLayer> layers = LayersOf(s);
-  int64_t weights = 0, gradients = 0, states = 0, saved = 0;  // saved: by one micro-batch
+  int64_t weights = 0, gradients = 0, states = 0, saved = 0;    // saved: by one micro-batch
   int64_t block_saved = 0, block_work = 0, block_backward = 0;  // the largest of the kinds that occur
   for (const CountedLayer& layer : layers) {
     const LayerPart& part = parts.of(layer.role);
@@ -79,8 +87,11 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
   const int64_t always = (weights - host_weights) + (gradients - host_gradients) + (states - host_states) +
                          gathered_weights + buffer_weights + neighbours;
 
-  // A peak is reached at the embedding, at the last block or at the head: what is saved there, and the layer's own work.
-  struct Peak { int64_t saved = 0, on_host = 0, buffer = 0, work = 0, total = 0; };
+  // A peak is reached at the embedding, at the last block or at the head: what is saved there, and the layer's own
+  // work.
+  struct Peak {
+    int64_t saved = 0, on_host = 0, buffer = 0, work = 0, total = 0;
+  };
   auto peak_of = [&](int64_t in_flight, bool backward) {
     Peak worst;
     auto consider = [&](int64_t live, int64_t work) {
@@ -92,7 +103,8 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
     const int64_t head_saved = s.head ? head.cost.saved_kept : 0;
     consider(Product(in_flight, saved) - head_saved, backward ? block_backward : block_work);
     if (s.embedding) {
-      consider(Product(in_flight - 1, saved) + embedding.cost.saved_kept, backward ? embedding.cost.work_backward : embedding.cost.work_forward);
+      consider(Product(in_flight - 1, saved) + embedding.cost.saved_kept,
+               backward ? embedding.cost.work_backward : embedding.cost.work_forward);
     }
     if (s.head) consider(Product(in_flight, saved), backward ? head.cost.work_backward : head.cost.work_forward);
     return worst;
@@ -127,7 +139,8 @@ StageBytes CountBytes(const StageParts& parts, const Strategy& s, Explanation* e
 std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& s, Explanation* explain) {
   const std::vector<CountedLayer> layers = LayersOf(s);
   const double wo = s.weights_out, go = s.gradients_out, oo = s.states_out, ao = s.activations_out;
-  double block_saved = 0;  // mean over the blocks: what the opening and the closing block have, as kinds are spread evenly
+  double block_saved =
+      0;  // mean over the blocks: what the opening and the closing block have, as kinds are spread evenly
   for (const CountedLayer& layer : layers) {
     if (layer.role == Role::kBlock) block_saved += static_cast<double>(SavedOf(parts.of(Role::kBlock), layer.kind));
   }
@@ -143,7 +156,8 @@ std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& 
     for (size_t i = 0; i < layers.size(); ++i) {
       const auto [role, kind] = layers[i];
       const LayerPart& part = parts.of(role);
-      const bool opens = backward ? i + 1 == layers.size() : i == 0, closes = backward ? i == 0 : i + 1 == layers.size();
+      const bool opens = backward ? i + 1 == layers.size() : i == 0,
+                 closes = backward ? i == 0 : i + 1 == layers.size();
       const double saved = ao * (role == Role::kBlock ? block_saved : static_cast<double>(part.cost.saved_kept));
       auto& [compute, link, in, out] = alone[static_cast<int>(role)];
       compute += backward ? part.cost.backward_us : part.cost.forward_us;
@@ -186,7 +200,8 @@ std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& 
     double sum = exposed + tensor_parallel;
     Explanation::Phase row{kNames[p], {}, tensor_parallel, exposed, 0};
     for (const auto& amounts : alone) {
-      sum += parts.interference != nullptr ? parts.interference->Together(amounts) : amounts[0] + amounts[1] + amounts[2] + amounts[3];
+      sum += parts.interference != nullptr ? parts.interference->Together(amounts)
+                                           : amounts[0] + amounts[1] + amounts[2] + amounts[3];
       for (int c = 0; c < 4; ++c) row.alone_us[c] += amounts[c];
     }
     row.total_us = total[p] = sum;

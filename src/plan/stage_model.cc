@@ -13,7 +13,8 @@ bool Allowed(const std::vector<int32_t>& list, int32_t value) {
   return list.empty() || std::find(list.begin(), list.end(), value) != list.end();
 }
 
-LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, int64_t bytes, int64_t messages) {
+LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, int64_t bytes,
+                int64_t messages) {
   CollectiveTime time = RingTime(cluster, group, kind, static_cast<double>(bytes), messages);
   LinkTime out{time.latency_us + time.transfer_us, 0};
   // On a cpu the thread that computes also moves the data.
@@ -22,8 +23,8 @@ LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveK
 }
 
 // One layer under a sharding level; `group`: the data-parallel ranks.
-LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSpec& cluster, const StageOptions& options,
-                 const GroupShape& group, const RunCost* run) {
+LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSpec& cluster,
+                 const StageOptions& options, const GroupShape& group, const RunCost* run) {
   LayerPart part;
   part.cost = cost;
   const int64_t messages = run != nullptr ? run->units : 1;
@@ -39,14 +40,17 @@ LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSp
     part.states = options.state_bytes * run->states;
     part.gathered_weights = part.gathered_gradients = 0;  // within the work
     part.cost.work_forward = run->work_forward, part.cost.work_backward = run->work_backward;
-    part.cost.work_backward_selective = run->work_backward_selective, part.cost.work_backward_full = run->work_backward_full;
+    part.cost.work_backward_selective = run->work_backward_selective,
+    part.cost.work_backward_full = run->work_backward_full;
   }
   part.gather = TimeOf(cluster, group, CollectiveKind::kGather, options.weight_bytes * cost.parameters, messages);
   part.scatter = TimeOf(cluster, group, CollectiveKind::kReduce, options.gradient_bytes * cost.parameters, messages);
-  part.all_reduce = TimeOf(cluster, group, CollectiveKind::kAllReduce, options.gradient_bytes * cost.parameters, messages);
+  part.all_reduce =
+      TimeOf(cluster, group, CollectiveKind::kAllReduce, options.gradient_bytes * cost.parameters, messages);
   // The update reads states and gradients and writes states and weights: bound by memory.
   const double updated = static_cast<double>(stage.zero >= 1 ? shard : cost.parameters);
-  const double bytes_per_us = cluster.memory_gb_per_s * 1e3 * (cluster.memory_efficiency > 0 ? cluster.memory_efficiency : 1);
+  const double bytes_per_us =
+      cluster.memory_gb_per_s * 1e3 * (cluster.memory_efficiency > 0 ? cluster.memory_efficiency : 1);
   part.update_us = updated * (2 * options.state_bytes + options.gradient_bytes + options.weight_bytes) / bytes_per_us;
   part.weights_in_us = static_cast<double>(part.weights) * stage.in_us_per_byte;
   part.weights_out_us = static_cast<double>(part.weights) * stage.out_us_per_byte;
@@ -57,9 +61,10 @@ LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSp
   return part;
 }
 
-// Factors that never fall when a class joins a set. Then no amount of work added makes anything end earlier (at any moment each
-// class has at least as much left, and none goes faster), which the search rests on. Fitted factors are so already; given ones
-// are moved to the middle, by ratio, of the least factors above them and the greatest below that are.
+// Factors that never fall when a class joins a set. Then no amount of work added makes anything end earlier (at any
+// moment each class has at least as much left, and none goes faster), which the search rests on. Fitted factors are so
+// already; given ones are moved to the middle, by ratio, of the least factors above them and the greatest below that
+// are.
 Interference Ordered(const Interference& given) {
   Interference out;
   for (int set = 1; set < 16; ++set) {
@@ -77,27 +82,42 @@ Interference Ordered(const Interference& given) {
   return out;
 }
 
-// The costs of layers whose embedding and head are in one stage: parameters that both use are there once, and the gradient
-// that the head made of them waits through the backward part, where the embedding's is made beside it and added.
+// The costs of layers whose embedding and head are in one stage: parameters that both use are there once, and the
+// gradient that the head made of them waits through the backward part, where the embedding's is made beside it and
+// added.
 void OnceWhatIsTied(std::array<LayerCost, kRoles>& cost, const StageOptions& options) {
   LayerCost &embedding = cost[0], &block = cost[1], &head = cost[2];
   const int64_t waits = head.tied * options.gradient_bytes;
   head.parameters -= head.tied;
   embedding.work_backward += 2 * waits;
-  for (int64_t* work : {&block.work_backward, &block.work_backward_selective, &block.work_backward_full}) *work += waits;
+  for (int64_t* work : {&block.work_backward, &block.work_backward_selective, &block.work_backward_full})
+    *work += waits;
 }
 
 Status CheckCost(const LayerCost& c, Role role, int32_t b, int32_t tp) {
-  const double us[] = {c.forward_us, c.backward_us, c.tp_forward_us, c.tp_backward_us, c.recompute_full_us,
-                       c.recompute_selective_us, c.tp_recompute_full_us, c.tp_recompute_selective_us};
-  const int64_t counts[] = {c.parameters, c.tied, c.largest_unit, c.saved_kept, c.saved_selective, c.saved_full, c.work_forward,
-                            c.work_backward, c.work_backward_selective, c.work_backward_full, c.boundary};
+  const double us[] = {c.forward_us,           c.backward_us,
+                       c.tp_forward_us,        c.tp_backward_us,
+                       c.recompute_full_us,    c.recompute_selective_us,
+                       c.tp_recompute_full_us, c.tp_recompute_selective_us};
+  const int64_t counts[] = {c.parameters,
+                            c.tied,
+                            c.largest_unit,
+                            c.saved_kept,
+                            c.saved_selective,
+                            c.saved_full,
+                            c.work_forward,
+                            c.work_backward,
+                            c.work_backward_selective,
+                            c.work_backward_full,
+                            c.boundary};
   static constexpr const char* kNames[] = {"embedding", "block", "head"};
-  bool good = c.tied <= c.parameters && std::all_of(std::begin(us), std::end(us), [](double v) { return std::isfinite(v) && v >= 0; }) &&
-              std::all_of(std::begin(counts), std::end(counts), [](int64_t v) { return v >= 0 && v < int64_t{1} << 46; });
+  bool good =
+      c.tied <= c.parameters &&
+      std::all_of(std::begin(us), std::end(us), [](double v) { return std::isfinite(v) && v >= 0; }) &&
+      std::all_of(std::begin(counts), std::end(counts), [](int64_t v) { return v >= 0 && v < int64_t{1} << 46; });
   if (good) return Ok{};
-  return MakeError("the cost of the ", kNames[static_cast<int>(role)], " at micro-batch ", b, " and tensor parallel ", tp,
-                   " has a time or size that is negative, not finite or beyond 64 TB");
+  return MakeError("the cost of the ", kNames[static_cast<int>(role)], " at micro-batch ", b, " and tensor parallel ",
+                   tp, " has a time or size that is negative, not finite or beyond 64 TB");
 }
 
 }  // namespace
@@ -121,15 +141,21 @@ StageModel::StageModel(std::unique_ptr<const State> state) : state_(std::move(st
 StageModel::StageModel(StageModel&&) noexcept = default;
 StageModel& StageModel::operator=(StageModel&&) noexcept = default;
 StageModel::~StageModel() = default;
-const StageOptions& StageModel::options() const { return state_->options; }
-
-bool StageModel::Fits(const StageCost& cost) const {
-  return std::max(cost.peak_forward, cost.peak_backward) <= state_->options.device_bytes && cost.host_bytes <= state_->host_share;
+const StageOptions& StageModel::options() const {
+  return state_->options;
 }
 
-Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSpec& cluster, const StageOptions& options) {
-  if (options.global_batch < 1) return MakeError("the global batch is ", options.global_batch, "; it must be at least 1");
-  if (options.device_bytes < 1) return MakeError("a device has ", options.device_bytes, " bytes left; set a larger memory limit");
+bool StageModel::Fits(const StageCost& cost) const {
+  return std::max(cost.peak_forward, cost.peak_backward) <= state_->options.device_bytes &&
+         cost.host_bytes <= state_->host_share;
+}
+
+Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSpec& cluster,
+                                      const StageOptions& options) {
+  if (options.global_batch < 1)
+    return MakeError("the global batch is ", options.global_batch, "; it must be at least 1");
+  if (options.device_bytes < 1)
+    return MakeError("a device has ", options.device_bytes, " bytes left; set a larger memory limit");
   for (float ratio : options.ratios) {
     if (!(ratio >= 0 && ratio <= 1)) return MakeError("an offload ratio is ", ratio, "; ratios lie between 0 and 1");
   }
@@ -235,9 +261,11 @@ Status StageModel::Check(const Strategy& s) const {
   }
   if (s.layers < 1 || s.layers > 1 << 20) return MakeError("a stage of ", s.layers, " blocks; it needs at least 1");
   if (s.full < 0 || s.selective < 0 || s.full > s.layers - s.selective) {
-    return MakeError("a stage of ", s.layers, " blocks cannot recompute ", s.full, " wholly and ", s.selective, " selectively");
+    return MakeError("a stage of ", s.layers, " blocks cannot recompute ", s.full, " wholly and ", s.selective,
+                     " selectively");
   }
-  if (s.in_flight < 1 || s.in_flight > 1 << 20) return MakeError(s.in_flight, " micro-batches in flight; it must be at least 1");
+  if (s.in_flight < 1 || s.in_flight > 1 << 20)
+    return MakeError(s.in_flight, " micro-batches in flight; it must be at least 1");
   for (float ratio : {s.weights_out, s.gradients_out, s.states_out, s.activations_out}) {
     if (!(ratio >= 0 && ratio <= 1)) return MakeError("an offload ratio is ", ratio, "; ratios lie between 0 and 1");
   }

@@ -70,7 +70,8 @@ TEST(StageModel, MoreWorkNeverTakesLessTime) {
   for (int round = 0; round < 8; ++round) {
     cluster.interference_factors.clear();
     if (round > 0) {  // made-up factors, in no order
-      for (int i = 0; i < 28; ++i) cluster.interference_factors.push_back(std::uniform_real_distribution<double>(1, 6)(random));
+      for (int i = 0; i < 28; ++i)
+        cluster.interference_factors.push_back(std::uniform_real_distribution<double>(1, 6)(random));
     }
     auto model = StageModel::Create(layers, cluster, {.global_batch = 64, .device_bytes = int64_t{20} << 30});
     ASSERT_TRUE(model.ok());
@@ -120,7 +121,8 @@ TEST(StageModel, RefusesWhatItCannotCount) {
   EXPECT_EQ(error([](Strategy&) {}), "no error");
   EXPECT_EQ(error([](Strategy& s) { s.full = 1, s.selective = 1; }),
             "strategy 1: a stage of 1 blocks cannot recompute 1 wholly and 1 selectively");
-  EXPECT_EQ(error([](Strategy& s) { s.states_out = 1.5f; }), "strategy 1: an offload ratio is 1.5; ratios lie between 0 and 1");
+  EXPECT_EQ(error([](Strategy& s) { s.states_out = 1.5f; }),
+            "strategy 1: an offload ratio is 1.5; ratios lie between 0 and 1");
   EXPECT_EQ(error([](Strategy& s) { s.zero = 4; }), "strategy 1: ZeRO level 4 is not one of 0, 1, 2, 3");
   EXPECT_EQ(error([](Strategy& s) { s.dp = 3; }),
             "strategy 1: micro-batch 1 with data parallel 3 and tensor parallel 1 is not in the space: the three must "

@@ -25,18 +25,18 @@ struct LayerPart {
   LayerCost cost;
   LinkTime gather, scatter, all_reduce;  // of the whole layer; scatter is a reduce-scatter
   double update_us = 0;
-  double weights_in_us = 0, weights_out_us = 0;      // the device's whole share over the host link
+  double weights_in_us = 0, weights_out_us = 0;  // the device's whole share over the host link
   double gradients_in_us = 0, gradients_out_us = 0;
   double states_in_us = 0, states_out_us = 0;
-  int64_t weights = 0, gradients = 0, states = 0;    // the device's share, in bytes
+  int64_t weights = 0, gradients = 0, states = 0;        // the device's share, in bytes
   int64_t gathered_weights = 0, gathered_gradients = 0;  // of the largest unit while whole; 0 where nothing is gathered
 };
 
 struct StageParts {
   int32_t micro_batch = 1, dp = 1, tp = 1, zero = 0;
   std::array<LayerPart, kRoles> layer;
-  const Interference* interference = nullptr;        // nullptr: times add up
-  double in_us_per_byte = 0, out_us_per_byte = 0;    // the device's share of the host link
+  const Interference* interference = nullptr;      // nullptr: times add up
+  double in_us_per_byte = 0, out_us_per_byte = 0;  // the device's share of the host link
 
   const LayerPart& of(Role role) const { return layer[static_cast<int>(role)]; }
   // What is gathered before a phase's compute, and reduced after it.
@@ -52,10 +52,10 @@ struct StageModel::State {
   StageOptions options;
   ClusterSpec cluster;
   int32_t blocks = 0;
-  int64_t host_share = 0;         // host bytes of one device
+  int64_t host_share = 0;                 // host bytes of one device
   std::deque<Interference> interference;  // by number of devices
   std::vector<StageParts> parts;  // by (b, dp, tp), then ZeRO 0 to 3, then 0 to 3 of a stage with embedding and head
-  std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> index;  // of the ZeRO-0 entry
+  std::map<std::tuple<int32_t, int32_t, int32_t>, int32_t> index;      // of the ZeRO-0 entry
   std::map<std::pair<int32_t, int64_t>, std::vector<int32_t>> of_key;  // the same by (devices, G)
 
   // Beyond the ZeRO-0 entry.
@@ -67,10 +67,14 @@ struct StageModel::State {
 };
 
 // Bytes of `bytes` that a ratio leaves on the host: whole bytes, the rest stays.
-inline int64_t OnHost(int64_t bytes, float ratio) { return static_cast<int64_t>(static_cast<double>(bytes) * static_cast<double>(ratio)); }
+inline int64_t OnHost(int64_t bytes, float ratio) {
+  return static_cast<int64_t>(static_cast<double>(bytes) * static_cast<double>(ratio));
+}
 
 // The plain count (stage_count.cc).
-struct StageBytes { int64_t peak_forward = 0, peak_backward = 0, host = 0; };
+struct StageBytes {
+  int64_t peak_forward = 0, peak_backward = 0, host = 0;
+};
 StageBytes CountBytes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
 std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
 

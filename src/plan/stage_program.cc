@@ -9,7 +9,8 @@ namespace {
 // Builds one stage's program and its lowered form side by side.
 class Maker {
  public:
-  Maker(int32_t stage, int32_t stages, int32_t micro_batches) : stage_(stage), stages_(stages), batches_(micro_batches) {
+  Maker(int32_t stage, int32_t stages, int32_t micro_batches)
+      : stage_(stage), stages_(stages), batches_(micro_batches) {
     program_ = std::make_unique<Program>();
     program_->level = Level::kScheduled;
     program_->mesh.push_back({"stage", stages});
@@ -25,11 +26,14 @@ class Maker {
     const PipelineStage& mine = stages[stage_];
     bool before = stage_ > 0, behind = stage_ + 1 < stages_;
     // One cost a boundary and direction.
-    int32_t from_before = before ? Cost(stages[stage_ - 1].send_ps) : -1, to_before = before ? Cost(stages[stage_ - 1].send_back_ps) : -1;
+    int32_t from_before = before ? Cost(stages[stage_ - 1].send_ps) : -1,
+            to_before = before ? Cost(stages[stage_ - 1].send_back_ps) : -1;
     int32_t from_behind = behind ? Cost(mine.send_back_ps) : -1, to_behind = behind ? Cost(mine.send_ps) : -1;
     std::vector<ValueId> forward, backward;
-    for (int32_t m = 0; m < batches_ && before; ++m) forward.push_back(Receive(Part::kForward, stage_ - 1, from_before));
-    for (int32_t m = 0; m < batches_ && behind; ++m) backward.push_back(Receive(Part::kBackward, stage_ + 1, from_behind));
+    for (int32_t m = 0; m < batches_ && before; ++m)
+      forward.push_back(Receive(Part::kForward, stage_ - 1, from_before));
+    for (int32_t m = 0; m < batches_ && behind; ++m)
+      backward.push_back(Receive(Part::kBackward, stage_ + 1, from_behind));
     Compute("stage.first", Part::kUpdate, mine.first_ps, kNone);
     for (int32_t what : StageOrder(stage_, stages_, batches_)) {
       size_t m = static_cast<size_t>(std::abs(what)) - 1;
@@ -37,7 +41,8 @@ class Maker {
       Part part = is_forward ? Part::kForward : Part::kBackward;
       ValueId needs = is_forward ? (before ? forward[m] : kNone) : (behind ? backward[m] : kNone);
       if (needs != kNone) Add("recv.wait", part, LoweredOp::Kind::kWait, needs);
-      Compute(is_forward ? "stage.forward" : "stage.backward", part, is_forward ? mine.forward_ps : mine.backward_ps, needs);
+      Compute(is_forward ? "stage.forward" : "stage.backward", part, is_forward ? mine.forward_ps : mine.backward_ps,
+              needs);
       if (is_forward && behind) Message("send", part, stage_ + 1, to_behind, false);
       if (!is_forward && before) Message("send", part, stage_ - 1, to_before, false);
     }
@@ -69,7 +74,9 @@ class Maker {
     lowered.lane = op.lane.value_or(Lane::kCompute);
     return lowered;
   }
-  void Compute(const char* name, Part part, int64_t ps, ValueId operand) { Add(name, part, LoweredOp::Kind::kCompute, operand).work_ps = ps; }
+  void Compute(const char* name, Part part, int64_t ps, ValueId operand) {
+    Add(name, part, LoweredOp::Kind::kCompute, operand).work_ps = ps;
+  }
   OpId Message(const char* name, Part part, int32_t peer, int32_t cost, bool receives) {
     LoweredOp& op = Add(name, part, LoweredOp::Kind::kStart, kNone);
     op.peer = peer;

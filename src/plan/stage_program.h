@@ -1,9 +1,9 @@
-// stage_program.h — a pipeline as one synthetic program a stage, for the simulator: ops for the forward and the backward of
-// each micro-batch, for what a stage does first and last, and messages between neighbours.
+// stage_program.h — a pipeline as one synthetic program a stage, for the simulator: ops for the forward and the
+// backward of each micro-batch, for what a stage does first and last, and messages between neighbours.
 //
-// Synthetic: the ops stand for whole passes with the times of a plan; a `meta synthetic` line says so. They are not in the
-// vocabulary of docs/ir.md, so the texts can be read but not compiled. Receives are posted ahead, so that a message moves as
-// soon as it is sent and the one before it has come through.
+// Synthetic: the ops stand for whole passes with the times of a plan; a `meta synthetic` line says so. They are not in
+// the vocabulary of docs/ir.md, so the texts can be read but not compiled. Receives are posted ahead, so that a message
+// moves as soon as it is sent and the one before it has come through.
 //
 //   %0: f32[1] = recv.start() {fwd lane=p2p}        # one for each message, all at the beginning
 //   stage.first() {upd}

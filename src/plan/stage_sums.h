@@ -1,5 +1,5 @@
-// stage_sums.h — the stage model as closed sums over equal layers, evaluated for many strategies that differ only in counts,
-// micro-batches in flight and ratios. Inside the room only; equal to stage_count.cc to the byte.
+// stage_sums.h — the stage model as closed sums over equal layers, evaluated for many strategies that differ only in
+// counts, micro-batches in flight and ratios. Inside the room only; equal to stage_count.cc to the byte.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace interlace::plan {
 
 // Algorithm 1's factors laid out for branch-free code. Class order: compute, device-device, in, out.
 struct OverlapFactors {
-  bool overlap = false;           // false: times add up
+  bool overlap = false;  // false: times add up
   std::array<double, 4> all{}, all_inverse{};
   // [zero class][class]: factors of the set without that class; [class][partner]: of a pair.
   std::array<std::array<double, 4>, 4> without{}, without_inverse{}, pair{}, pair_inverse{};
@@ -26,8 +26,9 @@ struct StageSums {
   double in_us_per_byte = 0, out_us_per_byte = 0;
   std::array<std::array<LinkTime, kRoles>, kPhases> gather, reduce;  // zero where a phase has none
   // Two neighbours' bytes, by "more than one block".
-  std::array<double, 2> pair_weights{}, pair_gradients{}, pair_states{}, pair_gathered_weights{}, pair_gathered_gradients{};
-  double neighbours = 0;          // buffers to the stages before and after
+  std::array<double, 2> pair_weights{}, pair_gradients{}, pair_states{}, pair_gathered_weights{},
+      pair_gathered_gradients{};
+  double neighbours = 0;  // buffers to the stages before and after
 };
 StageSums SumsOf(const StageParts& parts, bool embedding, bool head);
 
@@ -41,10 +42,12 @@ struct Lanes {
   // Out.
   alignas(64) Row stable_us, total_us, peak_forward, peak_backward, host;  // total = t + d
 };
-// Fills the outputs of the first `count` lanes (and may write beyond them). Times alone: the three sizes are left as they are.
+// Fills the outputs of the first `count` lanes (and may write beyond them). Times alone: the three sizes are left as
+// they are.
 enum class Wanted : uint8_t { kAll, kTimes };
 void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted = Wanted::kAll);
-// The same code for each instruction set that this machine has, plainest first. All give the same bits; the last is used.
+// The same code for each instruction set that this machine has, plainest first. All give the same bits; the last is
+// used.
 using LanesFunction = void (*)(const StageSums&, Lanes&, Wanted);
 std::span<const LanesFunction> LanesFunctions();
 

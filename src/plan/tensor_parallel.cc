@@ -14,7 +14,8 @@ namespace {
 using Kind = Cut::Kind;
 
 bool IsProduct(std::string_view name) {
-  return name == "aten.mm" || name == "aten.addmm" || name == "aten.bmm" || name == "aten.baddbmm" || name == "aten._grouped_mm";
+  return name == "aten.mm" || name == "aten.addmm" || name == "aten.bmm" || name == "aten.baddbmm" ||
+         name == "aten._grouped_mm";
 }
 
 class Cutter {
@@ -56,11 +57,13 @@ class Cutter {
  private:
   Status Declared() {
     for (const Param& param : program_.params) {
-      auto cut = std::find_if(plan_.begin(), plan_.end(), [&](const ParallelParameter& p) { return p.name == param.name; });
+      auto cut =
+          std::find_if(plan_.begin(), plan_.end(), [&](const ParallelParameter& p) { return p.name == param.name; });
       if (cut == plan_.end()) continue;
       const Type& type = values_.type(param.value);
       if (cut->dim >= static_cast<int32_t>(type.sizes.size())) {
-        return MakeError("the plan cuts dimension ", cut->dim, " of '", param.name, "', which is ", PrintType(program_, type));
+        return MakeError("the plan cuts dimension ", cut->dim, " of '", param.name, "', which is ",
+                         PrintType(program_, type));
       }
       values_.CutAlong(param.value, cut->dim, values_.Number(type.sizes[cut->dim]));
     }
@@ -74,9 +77,8 @@ class Cutter {
 
   Status Visit(OpId id) {
     Op& op = program_.op(id);
-    bool views = !op.results.empty() && std::all_of(op.results.begin(), op.results.end(), [&](ValueId r) {
-      return r == kNone || program_.RootOf(r) != r;
-    });
+    bool views = !op.results.empty() && std::all_of(op.results.begin(), op.results.end(),
+                                                    [&](ValueId r) { return r == kNone || program_.RootOf(r) != r; });
     if (views) {
       for (ValueId result : op.results) {
         if (result != kNone) values_.Apply(result);
@@ -84,7 +86,8 @@ class Cutter {
       phase_.ops.push_back(id);
       return Ok{};
     }
-    if (op.name == "aten.add.Tensor" && op.named.empty() && op.args.size() == 2 && IsPartial(op.args[0]) && IsPartial(op.args[1])) {
+    if (op.name == "aten.add.Tensor" && op.named.empty() && op.args.size() == 2 && IsPartial(op.args[0]) &&
+        IsPartial(op.args[1])) {
       partial_[op.results[0]] = true;  // one sum over ranks for both
       phase_.ops.push_back(id);
       return Ok{};
@@ -165,7 +168,8 @@ class Cutter {
     const bool biased = Base(program_.op(id).name) == "aten.addmm" || Base(program_.op(id).name) == "aten.baddbmm";
     const size_t first = biased ? 1 : 0;
     auto operand = [&](size_t i) { return program_.op(id).args[first + i].value; };
-    if (values_.KindOf(operand(0)) == Kind::kParallel || values_.KindOf(operand(1)) == Kind::kParallel) GatherOperands(id);
+    if (values_.KindOf(operand(0)) == Kind::kParallel || values_.KindOf(operand(1)) == Kind::kParallel)
+      GatherOperands(id);
     const ValueId a = operand(0), b = operand(1), result = program_.op(id).results[0];
     phase_.ops.push_back(id);
     INTERLACE_ASSIGN(ProductCut cut, values_.CutOfProduct(a, b, result));
@@ -267,7 +271,8 @@ class Cutter {
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
       if (op.name != "grad") continue;
-      Result<int64_t> want = program_.dims.Evaluate(program_.NumElements(program_.value(op.args[0].value).type), kCheck);
+      Result<int64_t> want =
+          program_.dims.Evaluate(program_.NumElements(program_.value(op.args[0].value).type), kCheck);
       Result<int64_t> got = program_.dims.Evaluate(program_.NumElements(program_.value(op.args[1].value).type), kCheck);
       if (!want.ok() || !got.ok() || *want != *got) {
         const Param* param = program_.ParamOf(op.args[0].value);
@@ -285,9 +290,9 @@ class Cutter {
   const std::vector<ParallelParameter>& plan_;
   CutValues values_;
   Part part_ = Part::kForward;
-  std::vector<ValueId> gathered_;  // by root: its whole copy in this part
-  std::vector<bool> partial_;    // by root: a part of a sum over ranks
-  std::vector<ValueId> sum_;     // by root: that sum
+  std::vector<ValueId> gathered_;     // by root: its whole copy in this part
+  std::vector<bool> partial_;         // by root: a part of a sum over ranks
+  std::vector<ValueId> sum_;          // by root: that sum
   std::vector<ValueId> gradient_of_;  // by root: the parameter
 };
 

@@ -14,7 +14,12 @@ class Tracer {
  public:
   Tracer(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective,
          const IsBeaten& beaten)
-      : sums_(sums), region_(region), beaten_(beaten), overlaps_(OverlapsOf(sums, layers, full, selective)), layers_(layers), full_(full),
+      : sums_(sums),
+        region_(region),
+        beaten_(beaten),
+        overlaps_(OverlapsOf(sums, layers, full, selective)),
+        layers_(layers),
+        full_(full),
         selective_(selective) {}
 
   std::vector<TradeOff> Run() {
@@ -64,7 +69,8 @@ class Tracer {
       Prune(begin);
       const size_t known = facet.planes();
       for (const auto& [from, to] : Bent(begin)) {
-        for (double share : {0.1, 0.3, 0.5, 0.7, 0.9}) ask(Between(Between(from, to, share), centre, 1e-3)), ask(Between(from, to, share));
+        for (double share : {0.1, 0.3, 0.5, 0.7, 0.9})
+          ask(Between(Between(from, to, share), centre, 1e-3)), ask(Between(from, to, share));
       }
       if (facet.planes() == known) break;
     }
@@ -93,7 +99,8 @@ class Tracer {
     constexpr double kShares[] = {0.5, 0.31};
     for (size_t i = begin; i < out_.size(); i += Lanes::kWidth / 2) {
       const size_t edges = std::min<size_t>(Lanes::kWidth / 2, out_.size() - i);
-      for (size_t e = 0; e < 2 * edges; ++e) Put(lanes, e, Between(out_[i + e / 2].from, out_[i + e / 2].to, kShares[e % 2]));
+      for (size_t e = 0; e < 2 * edges; ++e)
+        Put(lanes, e, Between(out_[i + e / 2].from, out_[i + e / 2].to, kShares[e % 2]));
       lanes.count = static_cast<int>(2 * edges);
       EvaluateLanes(sums_, lanes, Wanted::kTimes);
       for (size_t e = 0; e < 2 * edges; ++e) {
@@ -101,7 +108,8 @@ class Tracer {
         auto off = [&](const std::array<double, 2>& ends, double value) {
           return std::abs(ends[0] + kShares[e % 2] * (ends[1] - ends[0]) - value) > 1e-8 * value;
         };
-        if (off(edge.stable_us, lanes.stable_us[e]) || off(edge.total_us, lanes.total_us[e])) bent.emplace_back(edge.from, edge.to);
+        if (off(edge.stable_us, lanes.stable_us[e]) || off(edge.total_us, lanes.total_us[e]))
+          bent.emplace_back(edge.from, edge.to);
       }
     }
     return bent;
@@ -129,8 +137,10 @@ class Tracer {
     for (size_t to : lines_) {
       for (size_t i = from; i + 1 < to || i == from; ++i) {
         const size_t j = i + 1 < to ? i + 1 : i;
-        const TradeOff edge{points_[i], points_[j], {values_[i].first, values_[j].first}, {values_[i].second, values_[j].second}};
-        if (!beaten_ || !beaten_(std::min(edge.stable_us[0], edge.stable_us[1]), std::min(edge.total_us[0], edge.total_us[1]))) {
+        const TradeOff edge{
+            points_[i], points_[j], {values_[i].first, values_[j].first}, {values_[i].second, values_[j].second}};
+        if (!beaten_ ||
+            !beaten_(std::min(edge.stable_us[0], edge.stable_us[1]), std::min(edge.total_us[0], edge.total_us[1]))) {
           out_.push_back(edge);
         }
       }
@@ -151,8 +161,10 @@ class Tracer {
     }
     std::vector<std::pair<double, double>> seen;
     auto end = std::remove_if(out_.begin() + static_cast<int64_t>(begin), out_.end(), [&](const TradeOff& edge) {
-      const std::pair<double, double> corner{std::min(edge.stable_us[0], edge.stable_us[1]), std::min(edge.total_us[0], edge.total_us[1])};
-      auto after = std::upper_bound(best.begin(), best.end(), corner, [](const auto& a, const auto& b) { return a.first < b.first; });
+      const std::pair<double, double> corner{std::min(edge.stable_us[0], edge.stable_us[1]),
+                                             std::min(edge.total_us[0], edge.total_us[1])};
+      auto after = std::upper_bound(best.begin(), best.end(), corner,
+                                    [](const auto& a, const auto& b) { return a.first < b.first; });
       if (after == best.begin()) return false;
       const auto& other = *std::prev(after);
       const bool single = edge.stable_us[0] == edge.stable_us[1] && edge.total_us[0] == edge.total_us[1];
@@ -172,16 +184,16 @@ class Tracer {
   const std::vector<Overlapped> overlaps_;
   const int32_t layers_, full_, selective_;
   std::vector<Affine> kinks_;
-  std::vector<Ratios> points_;           // of all lines, one after another
+  std::vector<Ratios> points_;                     // of all lines, one after another
   std::vector<std::pair<double, double>> values_;  // t and t + d there
-  std::vector<size_t> lines_;            // where each line's points end
+  std::vector<size_t> lines_;                      // where each line's points end
   std::vector<TradeOff> out_;
 };
 
 }  // namespace
 
-std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full, int32_t selective,
-                                   const IsBeaten& beaten) {
+std::vector<TradeOff> TraceOffload(const StageSums& sums, const OffloadRegion& region, int32_t layers, int32_t full,
+                                   int32_t selective, const IsBeaten& beaten) {
   return Tracer(sums, region, layers, full, selective, beaten).Run();
 }
 

@@ -15,14 +15,21 @@ namespace interlace::plan {
 namespace {
 
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
-constexpr size_t kSeeds = 48;            // plans tried before the search
-constexpr double kCoarse = 1e-3;         // precision while some frontiers are still bounds
+constexpr size_t kSeeds = 48;     // plans tried before the search
+constexpr double kCoarse = 1e-3;  // precision while some frontiers are still bounds
 
 class Tuner {
  public:
-  Tuner(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options, Frontiers& frontiers, double sample_bytes)
-      : layers_(layers), cluster_(cluster), o_(options), frontiers_(frontiers), sample_bytes_(sample_bytes),
-        begin_(std::chrono::steady_clock::now()), bounds_(frontiers), best_(options.top) {}
+  Tuner(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options, Frontiers& frontiers,
+        double sample_bytes)
+      : layers_(layers),
+        cluster_(cluster),
+        o_(options),
+        frontiers_(frontiers),
+        sample_bytes_(sample_bytes),
+        begin_(std::chrono::steady_clock::now()),
+        bounds_(frontiers),
+        best_(options.top) {}
 
   Result<TuneResult> Run() {
     pairs_ = PairsOf(o_.space, layers_.blocks(), cluster_, o_.global_batch);
@@ -40,7 +47,8 @@ class Tuner {
 
  private:
   bool Late() const {
-    return o_.time_limit_s > 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > o_.time_limit_s;
+    return o_.time_limit_s > 0 &&
+           std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count() > o_.time_limit_s;
   }
   // What costs as much or more is of no use.
   double Cutoff() const { return best_.Last() * (1 - o_.tolerance); }
@@ -53,7 +61,8 @@ class Tuner {
   }
   TuneProgress Progress() const {
     double bound = Bound();
-    return {done_, out_.pairs, frontiers_.computed(), best_.found().empty() ? 0 : best_.First(), std::isfinite(bound) ? bound : 0};
+    return {done_, out_.pairs, frontiers_.computed(), best_.found().empty() ? 0 : best_.First(),
+            std::isfinite(bound) ? bound : 0};
   }
 
   InterStageProblem Problem(const Pair& pair) {
@@ -82,11 +91,12 @@ class Tuner {
   }
   static StageKey KeyOf(const InterStageProblem& p, const InterStagePlan& plan, int32_t stage) {
     const Strategy& s = plan.stages[stage].point.strategy;
-    return {s.layers, stage == 0, stage == p.stages - 1, s.dp * s.tp, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
+    return {s.layers,    stage == 0,      stage == p.stages - 1,
+            s.dp * s.tp, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
   }
 
-  // Always the pair of the least bound: its bound is made better, then it is solved. While there is no plan at all, a pair is
-  // solved at once, so that what follows has something to beat.
+  // Always the pair of the least bound: its bound is made better, then it is solved. While there is no plan at all, a
+  // pair is solved at once, so that what follows has something to beat.
   Status Search() {
     auto later = [&](size_t a, size_t b) {
       return pairs_[a].bound_us != pairs_[b].bound_us ? pairs_[a].bound_us > pairs_[b].bound_us : a > b;
@@ -141,8 +151,10 @@ class Tuner {
     if (p.one_layout) {
       std::vector<StageKey> keys;
       for (int32_t i = 0; i < p.stages; ++i) {
-        for (int32_t l = p.fewest_layers; l <= std::min(p.most_layers, p.layers - (p.stages - 1) * p.fewest_layers); ++l) {
-          keys.push_back({l, i == 0, i == p.stages - 1, p.counts[0], p.micro_batches, std::min(p.stages - i, p.micro_batches)});
+        for (int32_t l = p.fewest_layers; l <= std::min(p.most_layers, p.layers - (p.stages - 1) * p.fewest_layers);
+             ++l) {
+          keys.push_back(
+              {l, i == 0, i == p.stages - 1, p.counts[0], p.micro_batches, std::min(p.stages - i, p.micro_batches)});
         }
       }
       frontiers_.Compute(std::move(keys), Cutoff() / p.micro_batches, [this] { return Late(); });
@@ -157,8 +169,8 @@ class Tuner {
     return Ok{};
   }
 
-  // Computes what the best plans use until they use nothing else; then keeps them if they are `final`. False: none is better
-  // than what there is, or time is up.
+  // Computes what the best plans use until they use nothing else; then keeps them if they are `final`. False: none is
+  // better than what there is, or time is up.
   Result<bool> Narrow(Pair& pair, const InterStageProblem& p, bool final) {
     double precision = kCoarse;
     while (true) {
@@ -178,7 +190,8 @@ class Tuner {
       for (const InterStagePlan& plan : result.plans) {
         for (int32_t i = 0; i < p.stages; ++i) {
           StageKey key = KeyOf(p, plan, i);
-          if (!frontiers_.Known(key) && std::find(missing.begin(), missing.end(), key) == missing.end()) missing.push_back(key);
+          if (!frontiers_.Known(key) && std::find(missing.begin(), missing.end(), key) == missing.end())
+            missing.push_back(key);
         }
       }
       if (!missing.empty()) {
@@ -222,7 +235,9 @@ class Tuner {
     std::vector<std::pair<double, size_t>> order;
     for (size_t i = 0; i < pairs_.size(); ++i) {
       InterStageProblem p = Problem(pairs_[i]);
-      if (p.devices % p.stages != 0 || std::find(p.counts.begin(), p.counts.end(), p.devices / p.stages) == p.counts.end()) continue;
+      if (p.devices % p.stages != 0 ||
+          std::find(p.counts.begin(), p.counts.end(), p.devices / p.stages) == p.counts.end())
+        continue;
       p.counts = {p.devices / p.stages};
       order.emplace_back(bounds_.LeastUs(p), i);
     }
@@ -244,8 +259,9 @@ class Tuner {
     return Ok{};
   }
 
-  // A plan of before: its shapes with what their stages can do now. Micro-batches are as large as they were, or as many; on a cluster of
-  // other size every stage has its share of the devices. A plan that no longer fits is no help, and no harm.
+  // A plan of before: its shapes with what their stages can do now. Micro-batches are as large as they were, or as
+  // many; on a cluster of other size every stage has its share of the devices. A plan that no longer fits is no help,
+  // and no harm.
   Status Warm(const Plan& plan) {
     int64_t blocks = 0, devices = 0;
     for (const PlanStage& stage : plan.stages) {
@@ -260,7 +276,8 @@ class Tuner {
       s.layers = stage.strategy.layers, s.dp = static_cast<int32_t>(mine / devices);
     }
     const Strategy& first = plan.stages[0].strategy;
-    const int64_t samples = int64_t{first.micro_batch} * first.dp * cluster_.devices;  // of a micro-batch, times the devices of before
+    const int64_t samples =
+        int64_t{first.micro_batch} * first.dp * cluster_.devices;  // of a micro-batch, times the devices of before
     const int64_t whole = o_.global_batch * devices;
     for (int64_t micro_batches : {whole % samples == 0 ? whole / samples : 0, int64_t{plan.micro_batches()}}) {
       for (const Pair& pair : pairs_) {
@@ -304,7 +321,7 @@ class Tuner {
   const ClusterSpec& cluster_;
   const TuneOptions& o_;
   Frontiers& frontiers_;
-  const double sample_bytes_;            // a sample's activation between two blocks
+  const double sample_bytes_;  // a sample's activation between two blocks
   const std::chrono::steady_clock::time_point begin_;
   std::vector<Pair> pairs_;
   PairBounds bounds_;
@@ -322,15 +339,16 @@ Result<double> BytesOfSample(const LayerSource& layers) {
 
 Result<TuneResult> Tune(const LayerSource& layers, const ClusterSpec& cluster, const TuneOptions& options) {
   if (cluster.per_node < 1 || cluster.devices % cluster.per_node != 0) {
-    return MakeError("the cluster '", cluster.name, "' has uneven nodes: ", cluster.devices, " devices, ", cluster.per_node,
-                     " a node; plan for whole nodes");
+    return MakeError("the cluster '", cluster.name, "' has uneven nodes: ", cluster.devices, " devices, ",
+                     cluster.per_node, " a node; plan for whole nodes");
   }
   if (layers.blocks() < 1 || layers.blocks() > 4096 || cluster.devices > 1 << 16) {
     return MakeError("a model of ", layers.blocks(), " blocks on ", cluster.devices,
                      " devices cannot be planned; there may be 1 to 4096 blocks and 65536 devices");
   }
   if (options.global_batch < 1 || options.global_batch > 1 << 20) {
-    return MakeError("a global batch of ", options.global_batch, " samples cannot be planned; it must be from 1 to 1048576");
+    return MakeError("a global batch of ", options.global_batch,
+                     " samples cannot be planned; it must be from 1 to 1048576");
   }
   if (options.top < 1) return MakeError(options.top, " plans are none; ask for 1 or more");
   StageOptions stage = options.space.stage;

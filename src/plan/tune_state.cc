@@ -16,7 +16,8 @@ std::vector<Pair> PairsOf(const Space& space, int32_t blocks, const ClusterSpec&
   for (int64_t g = 1; g <= global_batch; ++g) {
     if (global_batch % g != 0 || (space.powers_of_two && (g & (g - 1)) != 0)) continue;
     for (int32_t s = 1; s <= std::min(blocks, devices); ++s) {
-      if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), s) == space.stages.end()) continue;
+      if (!space.stages.empty() && std::find(space.stages.begin(), space.stages.end(), s) == space.stages.end())
+        continue;
       if (space.equal_layers && blocks % s != 0) continue;
       Pair pair;
       pair.micro_batches = static_cast<int32_t>(g), pair.stages = s;
@@ -49,7 +50,8 @@ void BestPlans::Keep(const InterStagePlan& plan, int32_t micro_batches) {
     if (known->plan.cost_us <= plan.cost_us) return;
     found_.erase(known);
   }
-  auto at = std::upper_bound(found_.begin(), found_.end(), plan.cost_us, [](double c, const FoundPlan& f) { return c < f.plan.cost_us; });
+  auto at = std::upper_bound(found_.begin(), found_.end(), plan.cost_us,
+                             [](double c, const FoundPlan& f) { return c < f.plan.cost_us; });
   found_.insert(at, {plan, micro_batches});
   if (static_cast<int32_t>(found_.size()) > top_) found_.pop_back();
 }

@@ -14,15 +14,15 @@ namespace interlace::plan {
 struct Pair {
   int32_t micro_batches = 1, stages = 1;
   std::vector<int32_t> counts;
-  double bound_us = 0;                    // no plan of it is faster
-  bool bounded = false;                   // by the choice between stages, not only by the work there is
+  double bound_us = 0;   // no plan of it is faster
+  bool bounded = false;  // by the choice between stages, not only by the work there is
   bool done = false;
 };
 
 // All of a space. The same G and S occur twice where equal stages need device counts that uneven ones do not have.
 std::vector<Pair> PairsOf(const Space& space, int32_t blocks, const ClusterSpec& cluster, int64_t global_batch);
 
-struct FoundPlan {                        // of computed frontiers only
+struct FoundPlan {  // of computed frontiers only
   InterStagePlan plan;
   int32_t micro_batches = 1;
 };

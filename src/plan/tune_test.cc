@@ -16,7 +16,9 @@
 namespace interlace::plan {
 namespace {
 
-ClusterSpec Preset(std::string_view name) { return std::move(*LoadCluster(name, "cluster")); }
+ClusterSpec Preset(std::string_view name) {
+  return std::move(*LoadCluster(name, "cluster"));
+}
 
 TuneOptions Options(int64_t batch, int64_t device_bytes = 0) {
   TuneOptions options;
@@ -56,7 +58,9 @@ double Exhaustive(const LayerSource& layers, const ClusterSpec& cluster, const T
         return at->second;
       };
       double bytes = static_cast<double>(sample_bytes * o.global_batch / g);
-      p.boundary_us = [&](const Layout& a, const Layout& b, bool inside) { return BoundaryUs(cluster, bytes, a, b, inside); };
+      p.boundary_us = [&](const Layout& a, const Layout& b, bool inside) {
+        return BoundaryUs(cluster, bytes, a, b, inside);
+      };
       InterStageResult result = *SolveInterStage(p);
       if (!result.plans.empty()) best = std::min(best, result.plans[0].cost_us);
     }
@@ -145,9 +149,11 @@ TEST(Tune, APlanOfBeforeShortensTheSearchAfterAChange) {
     int64_t batch, device_bytes;
   };
   int64_t cold_checks = 0, warm_checks = 0;
-  for (const Change& c : {Change{"l4-24gb-16", 64, 0}, Change{"l4-24gb-16", 32, 0}, Change{"l4-24gb-16", 64, peak * 97 / 100},
-                          Change{"l4-24gb-8", 64, 0}, Change{"l4-24gb-32", 64, 0}}) {
-    SCOPED_TRACE(std::string(c.cluster) + ", batch " + std::to_string(c.batch) + ", limit " + std::to_string(c.device_bytes));
+  for (const Change& c :
+       {Change{"l4-24gb-16", 64, 0}, Change{"l4-24gb-16", 32, 0}, Change{"l4-24gb-16", 64, peak * 97 / 100},
+        Change{"l4-24gb-8", 64, 0}, Change{"l4-24gb-32", 64, 0}}) {
+    SCOPED_TRACE(std::string(c.cluster) + ", batch " + std::to_string(c.batch) + ", limit " +
+                 std::to_string(c.device_bytes));
     TuneOptions options = Options(c.batch, c.device_bytes);
     auto cold = Tune(layers, Preset(c.cluster), options);
     options.warm = &before->plans[0];
@@ -186,7 +192,8 @@ TEST(Tune, NoBaselineIsFasterThanTheFullSpace) {
     const char* cluster;
     int64_t batch;
   };
-  for (const Case& c : {Case{2048, 32, 24, "l4-24gb-2", 32}, Case{2560, 32, 32, "l4-24gb-4", 64}, Case{4096, 32, 16, "l4-24gb-8", 32}}) {
+  for (const Case& c : {Case{2048, 32, 24, "l4-24gb-2", 32}, Case{2560, 32, 32, "l4-24gb-4", 64},
+                        Case{4096, 32, 16, "l4-24gb-8", 32}}) {
     testing::GptLayers layers(c.hidden, c.heads, c.layers);
     ClusterSpec cluster = Preset(c.cluster);
     std::map<std::string, double> step;

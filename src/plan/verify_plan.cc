@@ -19,7 +19,8 @@ class Checker {
       Say(-1, "dtype", InQuotes(file_.dtype), " is neither bfloat16 nor float32");
     }
     if (file_.as_run && (plan_.stages.size() != 1 || plan_.stages[0].strategy.tp != 1)) {
-      Say(-1, "template", "the runtime trains plans of one stage without tensor parallel; write 'template overlap' for others");
+      Say(-1, "template",
+          "the runtime trains plans of one stage without tensor parallel; write 'template overlap' for others");
     }
     if (cluster_) Cluster();
     if (file_.per_node < 1 || file_.devices % file_.per_node != 0) {
@@ -52,7 +53,8 @@ class Checker {
       if (line > 0) text += " (line " + std::to_string(line) + ")";
       text += ", ";
     }
-    problems_ += (problems_.empty() ? "" : "\n") + text + "rule " + std::string(rule) + ": " + MakeError(parts...).message;
+    problems_ +=
+        (problems_.empty() ? "" : "\n") + text + "rule " + std::string(rule) + ": " + MakeError(parts...).message;
   }
 
   Status Result() {
@@ -63,8 +65,8 @@ class Checker {
 
   void Cluster() {
     if (file_.devices != cluster_->devices || file_.per_node != cluster_->per_node) {
-      Say(-1, "cluster", "the plan is for ", file_.devices, " devices, ", file_.per_node, " a node; ", cluster_->name, " has ",
-          cluster_->devices, ", ", cluster_->per_node, " a node");
+      Say(-1, "cluster", "the plan is for ", file_.devices, " devices, ", file_.per_node, " a node; ", cluster_->name,
+          " has ", cluster_->devices, ", ", cluster_->per_node, " a node");
     }
     if (cluster_->memory_gib > 0 && file_.memory_limit > cluster_->MemoryLimitBytes()) {
       Say(-1, "memory", "memory_limit ", file_.memory_limit, " is above the ", cluster_->MemoryLimitBytes(),
@@ -85,8 +87,9 @@ class Checker {
                         __builtin_add_overflow(held, more, &held);
       if (!over && static_cast<double>(held) <= cluster_->host_memory_gib * 1073741824.0) continue;
       stage_ = static_cast<int>(&stage - plan_.stages.data());
-      Say(stage_, "host", "with it node ", node, " holds ", over ? "more than 64 bits of" : std::to_string(held), " bytes on its host; a node of ",
-          cluster_->name, " has ", static_cast<int64_t>(cluster_->host_memory_gib), " GiB");
+      Say(stage_, "host", "with it node ", node, " holds ", over ? "more than 64 bits of" : std::to_string(held),
+          " bytes on its host; a node of ", cluster_->name, " has ", static_cast<int64_t>(cluster_->host_memory_gib),
+          " GiB");
       return;
     }
   }
@@ -102,7 +105,8 @@ class Checker {
     bool first = stage_ == 0, last = static_cast<size_t>(stage_) + 1 == plan_.stages.size();
     if (s.layers < 1 && !(s.embedding || s.head)) Say(stage_, "layers", "it holds nothing");
     if (s.embedding != first) {
-      Say(stage_, "layers", first ? "the first stage has to hold the embedding" : "only the first stage holds the embedding");
+      Say(stage_, "layers",
+          first ? "the first stage has to hold the embedding" : "only the first stage holds the embedding");
     }
     if (s.head != last) {
       Say(stage_, "layers", last ? "the last stage has to hold the head" : "only the last stage holds the head");
@@ -112,8 +116,8 @@ class Checker {
     if (s.zero < 0 || s.zero > 3) Say(stage_, "zero", "zero ", s.zero, " is not a level from 0 to 3");
     int64_t recomputed = int64_t{s.full} + s.selective;
     if (s.full < 0 || s.selective < 0 || recomputed > s.layers) {
-      Say(stage_, "recompute", s.full, " blocks recomputed in full and ", s.selective, " selectively are more than its ", s.layers,
-          " layers");
+      Say(stage_, "recompute", s.full, " blocks recomputed in full and ", s.selective,
+          " selectively are more than its ", s.layers, " layers");
     }
     Share("weights", s.weights_out);
     Share("gradients", s.gradients_out);
@@ -127,17 +131,18 @@ class Checker {
     int64_t count = LastDevice(stage) - stage.first_device + 1;
     if (s.dp < 1 || s.tp < 1) return Say(stage_, "devices", "dp ", s.dp, " and tp ", s.tp, " must be at least 1");
     if (int64_t{s.dp} * s.tp != count) {
-      return Say(stage_, "devices", "dp ", s.dp, " * tp ", s.tp, " = ", int64_t{s.dp} * s.tp, ", its range ", stage.first_device, "..",
-                 LastDevice(stage), " has ", count);
+      return Say(stage_, "devices", "dp ", s.dp, " * tp ", s.tp, " = ", int64_t{s.dp} * s.tp, ", its range ",
+                 stage.first_device, "..", LastDevice(stage), " has ", count);
     }
     if (stage.first_device != next_device) {
-      return Say(stage_, "devices", "it begins at device ", stage.first_device, ", the stages before it end at ", next_device - 1);
+      return Say(stage_, "devices", "it begins at device ", stage.first_device, ", the stages before it end at ",
+                 next_device - 1);
     }
     int64_t node = file_.per_node, begin = stage.first_device % node;
     bool within = begin + count <= node, whole = begin == 0 && count % node == 0;
     if (!within && !whole) {
-      return Say(stage_, "mesh", "devices ", stage.first_device, "..", LastDevice(stage), " are neither within a node of ", node,
-                 " nor whole nodes");
+      return Say(stage_, "mesh", "devices ", stage.first_device, "..", LastDevice(stage),
+                 " are neither within a node of ", node, " nor whole nodes");
     }
     if (!within && node % s.tp != 0) {
       Say(stage_, "mesh", "tensor-parallel groups of ", s.tp, " cross nodes of ", node);
@@ -174,6 +179,8 @@ class Checker {
 
 }  // namespace
 
-Status VerifyPlan(const PlanFile& file, const ClusterSpec* cluster) { return Checker(file, cluster).Run(); }
+Status VerifyPlan(const PlanFile& file, const ClusterSpec* cluster) {
+  return Checker(file, cluster).Run();
+}
 
 }  // namespace interlace::plan

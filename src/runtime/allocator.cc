@@ -23,7 +23,7 @@ struct ThreadArena {
   bool serving = false;
   const ExpectedBlock *next = nullptr, *end = nullptr;
   std::vector<std::pair<const char*, int64_t>> served;  // and not returned
-  int32_t clock = 0;  // requests and returns of the current op
+  int32_t clock = 0;                                    // requests and returns of the current op
   std::vector<AskedBlock>* log = nullptr;
   std::vector<UnforeseenBlock> unforeseen;
 };
@@ -63,7 +63,8 @@ void CountedDelete(void* pointer) {
 }
 
 void ArenaDelete(void* pointer) {
-  const auto found = std::find_if(arena.served.begin(), arena.served.end(), [&](const auto& s) { return s.first == pointer; });
+  const auto found =
+      std::find_if(arena.served.begin(), arena.served.end(), [&](const auto& s) { return s.first == pointer; });
   if (found != arena.served.end()) arena.served.erase(found);
   NoteReturn(pointer);
 }
@@ -74,14 +75,16 @@ void RawDelete(void* pointer) {
   tls.on ? CountedDelete(pointer) : base_delete(pointer);
 }
 
-// Whether nothing that was served and not returned lies there: places of requests that did not overlap in time are shared.
+// Whether nothing that was served and not returned lies there: places of requests that did not overlap in time are
+// shared.
 bool Free(const char* place, int64_t bytes) {
-  return std::none_of(arena.served.begin(), arena.served.end(),
-                      [&](const auto& other) { return other.first < place + bytes && place < other.first + other.second; });
+  return std::none_of(arena.served.begin(), arena.served.end(), [&](const auto& other) {
+    return other.first < place + bytes && place < other.first + other.second;
+  });
 }
 
-// The place of a request, or nullptr. Requests come in the order that was learned; one that is missing is skipped. Sizes that
-// depend on data may be smaller than those that were learned.
+// The place of a request, or nullptr. Requests come in the order that was learned; one that is missing is skipped.
+// Sizes that depend on data may be smaller than those that were learned.
 char* PlaceOf(int64_t bytes) {
   for (const bool exact : {true, false}) {
     for (const ExpectedBlock* at = arena.next; at != arena.end; ++at) {
@@ -92,7 +95,8 @@ char* PlaceOf(int64_t bytes) {
     }
   }
   auto& list = arena.unforeseen;
-  const auto found = std::find_if(list.begin(), list.end(), [&](const UnforeseenBlock& u) { return u.op == tls.op && u.bytes == bytes; });
+  const auto found = std::find_if(list.begin(), list.end(),
+                                  [&](const UnforeseenBlock& u) { return u.op == tls.op && u.bytes == bytes; });
   if (found != list.end()) {
     ++found->times;
   } else if (list.size() < 256) {
@@ -114,7 +118,8 @@ class CountingAllocator final : public c10::Allocator {
     c10::DataPtr data = base->allocate(bytes);
     if (!tls.on || data.get() == nullptr || data.get_deleter() != base_delete) return data;
     void* pointer = data.release_context();
-    if (arena.serving && arena.log != nullptr) arena.log->push_back({static_cast<int64_t>(bytes), pointer, arena.clock++});
+    if (arena.serving && arena.log != nullptr)
+      arena.log->push_back({static_cast<int64_t>(bytes), pointer, arena.clock++});
     Count(BlockBytes(pointer));
     return {pointer, pointer, &CountedDelete, c10::Device(c10::kCPU)};
   }

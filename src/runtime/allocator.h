@@ -1,14 +1,14 @@
-// allocator.h — stands in front of torch's CPU allocator: counts what a step takes, serves kernels from the step's arena, and
-// notes what they ask for.
+// allocator.h — stands in front of torch's CPU allocator: counts what a step takes, serves kernels from the step's
+// arena, and notes what they ask for.
 //
-// torch has one CPU allocator per process, so ours is installed once and passes everything to the one before it. It is switched
-// on per thread (MemoryScope); elsewhere a call costs one thread-local test. A counted block is marked by its deleter, so it is
-// subtracted wherever it is freed; only blocks that a library takes through the raw interface (oneDNN's scratch) are subtracted
-// by the thread that frees them. Sizes are what malloc really set aside.
+// torch has one CPU allocator per process, so ours is installed once and passes everything to the one before it. It is
+// switched on per thread (MemoryScope); elsewhere a call costs one thread-local test. A counted block is marked by its
+// deleter, so it is subtracted wherever it is freed; only blocks that a library takes through the raw interface
+// (oneDNN's scratch) are subtracted by the thread that frees them. Sizes are what malloc really set aside.
 //
-// Arena (arena.h): before an op runs, the executor says what it is expected to ask for and where that lies. A request of that
-// size gets that place; any other goes to torch's allocator and is counted as unforeseen. Nothing of what was served may be
-// alive when the op has ended.
+// Arena (arena.h): before an op runs, the executor says what it is expected to ask for and where that lies. A request
+// of that size gets that place; any other goes to torch's allocator and is counted as unforeseen. Nothing of what was
+// served may be alive when the op has ended.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@ class MemoryScope {
   ~MemoryScope();
   MemoryScope(const MemoryScope&) = delete;
   MemoryScope& operator=(const MemoryScope&) = delete;
-  // Counts memory that did not come from the allocator as if it had; whether it was counted, and must be subtracted when it goes.
+  // Counts memory that did not come from the allocator as if it had; whether it was counted, and must be subtracted
+  // when it goes.
   static bool Add(int64_t bytes);
   static void Subtract(int64_t bytes);  // from any thread
   // What allocations are attributed to from now on.
@@ -69,7 +70,8 @@ struct UnforeseenBlock {
 // The arena's side of the hook, of this thread.
 class ArenaHook {
  public:
-  // Requests are served (within a MemoryScope) until End. `log`: filled with the requests of the current op; may be nullptr.
+  // Requests are served (within a MemoryScope) until End. `log`: filled with the requests of the current op; may be
+  // nullptr.
   static void Begin(std::vector<AskedBlock>* log);
   static void End();
   // The op that runs from now on and what it is expected to ask for.

@@ -21,9 +21,11 @@ Result<std::unique_ptr<StepArena>> StepArena::Create(const Program& program, con
 
 c10::Storage StepArena::StorageAt(int32_t block, int64_t bytes) const {
   auto* const keep = new std::shared_ptr<ArenaMemory>(memory_);
-  c10::DataPtr data(memory_->data() + plan_.OffsetOf(block), keep,
-                    [](void* kept) { delete static_cast<std::shared_ptr<ArenaMemory>*>(kept); }, c10::Device(c10::kCPU));
-  return c10::Storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), std::move(data), /*allocator=*/nullptr,
+  c10::DataPtr data(
+      memory_->data() + plan_.OffsetOf(block), keep,
+      [](void* kept) { delete static_cast<std::shared_ptr<ArenaMemory>*>(kept); }, c10::Device(c10::kCPU));
+  return c10::Storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), std::move(data),
+                      /*allocator=*/nullptr,
                       /*resizable=*/false);
 }
 

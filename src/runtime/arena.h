@@ -1,12 +1,13 @@
 // arena.h — the memory of a step in one piece, as ir/memory_plan.h lays it out, and the tensors in it.
 //
-// All that comes and goes in a step has its place before it runs, so tensors are made once: results and their views are always
-// in their slots, operators write into them (`.out`), and what a kernel still asks torch for is served at planned places by the
-// hook (allocator.h): a result without an `.out` form at its own place, scratch in the op's workspace.
+// All that comes and goes in a step has its place before it runs, so tensors are made once: results and their views are
+// always in their slots, operators write into them (`.out`), and what a kernel still asks torch for is served at
+// planned places by the hook (allocator.h): a result without an `.out` form at its own place, scratch in the op's
+// workspace.
 //
-// What a kernel asks for inside is learned: the first steps note every request of every op. A request that turns out to be a
-// result, or that is returned before the op ends, gets a place in the next plan; what a library keeps is left to torch's
-// allocator. When a step has made no other request than the plan foresaw, nothing is noted any more.
+// What a kernel asks for inside is learned: the first steps note every request of every op. A request that turns out to
+// be a result, or that is returned before the op ends, gets a place in the next plan; what a library keeps is left to
+// torch's allocator. When a step has made no other request than the plan foresaw, nothing is noted any more.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,12 +28,12 @@ struct OpNeeds {
   struct Block {
     int64_t bytes = 0;
     enum class Where : uint8_t { kResult, kInside, kElsewhere } where = Where::kElsewhere;
-    ValueId root = kNone;    // of a result
-    int64_t offset = 0;      // inside: from the start of the workspace
+    ValueId root = kNone;  // of a result
+    int64_t offset = 0;    // inside: from the start of the workspace
     friend bool operator==(const Block&, const Block&) = default;
   };
   std::vector<Block> blocks;
-  int64_t workspace = 0;     // bytes
+  int64_t workspace = 0;  // bytes
   friend bool operator==(const OpNeeds&, const OpNeeds&) = default;
 };
 
@@ -48,7 +49,8 @@ class StepArena {
   const MemoryPlan& plan() const { return plan_; }
   const ArenaMemory& memory() const { return *memory_; }
   const std::shared_ptr<ArenaMemory>& shared_memory() const { return memory_; }
-  // Adds to `tensors` (by value id) what lives in the arena in this variant: roots, views of them, results placed in them.
+  // Adds to `tensors` (by value id) what lives in the arena in this variant: roots, views of them, results placed in
+  // them.
   void AddTensors(int32_t variant, std::vector<at::Tensor>& tensors) const;
   // Where the op at this place receives into; undefined when it is no reduction between ranks.
   at::Tensor ReceiveBuffer(int32_t variant, int32_t place) const;

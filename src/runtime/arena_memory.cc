@@ -23,7 +23,8 @@ std::vector<const ArenaMemory*> all;
 Result<std::unique_ptr<ArenaMemory>> ArenaMemory::Create(int64_t bytes) {
   const int64_t rounded = std::max<int64_t>((bytes + kLargePage - 1) / kLargePage, 1) * kLargePage;
   // One large page more, so that the arena can begin at a multiple of it.
-  void* raw = mmap(nullptr, rounded + kLargePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* raw =
+      mmap(nullptr, rounded + kLargePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return MakeError("no room for an arena of ", bytes, " bytes: ", std::strerror(errno));
   char* const begin = static_cast<char*>(raw);
   const int64_t skip = (kLargePage - reinterpret_cast<intptr_t>(begin) % kLargePage) % kLargePage;
@@ -60,7 +61,8 @@ int64_t ArenaMemory::ResidentBytes() const {
 bool ArenaMemory::Holds(const void* pointer) {
   std::shared_lock lock(mutex);
   const char* at = static_cast<const char*>(pointer);
-  return std::any_of(all.begin(), all.end(), [&](const ArenaMemory* a) { return at >= a->data_ && at < a->data_ + a->bytes_; });
+  return std::any_of(all.begin(), all.end(),
+                     [&](const ArenaMemory* a) { return at >= a->data_ && at < a->data_ + a->bytes_; });
 }
 
 }  // namespace interlace

@@ -1,4 +1,5 @@
-// arena_memory.h — the pages of one arena: reserved at once, given by the system when first touched, in large pages where it can.
+// arena_memory.h — the pages of one arena: reserved at once, given by the system when first touched, in large pages
+// where it can.
 #pragma once
 
 #include <cstdint>

@@ -248,9 +248,8 @@ Result<std::unique_ptr<Comm>> Comm::Create(const AxisSpec& spec, double timeout_
   if (spec.size == 1) return MakeLocalComm(spec);
   if (spec.backend == "tcp") return MakeSocketComm(spec, timeout_s);
   if (spec.backend == "nccl" || spec.backend == "native") return MakeNativeComm(spec, timeout_s);
-  return MakeError(
-      "axis ", spec.name, ": backend \"", spec.backend, "\" is not supported for ", spec.size,
-      " ranks; use tcp (CPU), nccl (CUDA), or native (the process group's own collectives on any device)");
+  return MakeError("axis ", spec.name, ": backend \"", spec.backend, "\" is not supported for ", spec.size,
+                   " ranks; use tcp (CPU), nccl (CUDA), or native (the process group's own collectives on any device)");
 }
 
 }  // namespace interlace

@@ -1,9 +1,10 @@
-// comm.h — collectives of one mesh axis. On the CPU, gather and reduce-scatter are transfers between each two ranks over sockets
-// of our own, summed locally in rank order: near wire speed in both directions, half the traffic of gloo's reduce-scatter, and a
-// result that depends on nothing but the ranks' data. The calling thread moves the data (comm_mesh.h says why). On NCCL the native
-// collectives are used. Every wait works against one deadline; a lost or stuck peer is an Error that names its rank and the op.
-// Tensors given to Start* are kept until waited for; nobody may write the sources or touch the results meanwhile. Every rank must
-// start the same operations on an axis in the same order; waits may come in any order. After a failure every call gives that Error.
+// comm.h — collectives of one mesh axis. On the CPU, gather and reduce-scatter are transfers between each two ranks
+// over sockets of our own, summed locally in rank order: near wire speed in both directions, half the traffic of gloo's
+// reduce-scatter, and a result that depends on nothing but the ranks' data. The calling thread moves the data
+// (comm_mesh.h says why). On NCCL the native collectives are used. Every wait works against one deadline; a lost or
+// stuck peer is an Error that names its rank and the op. Tensors given to Start* are kept until waited for; nobody may
+// write the sources or touch the results meanwhile. Every rank must start the same operations on an axis in the same
+// order; waits may come in any order. After a failure every call gives that Error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +19,7 @@
 namespace interlace {
 
 struct AxisSpec {
-  std::string name;     // "dp"
+  std::string name;  // "dp"
   int64_t rank = 0, size = 1;
   std::string backend;  // "tcp" (CPU) | "nccl" | "native" (any group's own collectives) | "none" (size 1)
   // The process group's name for c10d::resolve_process_group. "tcp" only exchanges addresses through it, once a group.
@@ -31,29 +32,37 @@ using Ticket = int64_t;
 class Comm {
  public:
   virtual ~Comm() = default;
-  // Full i is [size * shard_i] and receives shard r at r * shard_i; shard i may already lie at its own place in full i (no copy then).
-  virtual Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls, std::string label) = 0;
-  // shard i = sum over ranks, in rank order, of their flat i at [rank * shard_i]; shard i may be the own part of flat i. 16-bit floats
-  // are added in float32 and rounded once (tcp).
-  virtual Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, std::string label) = 0;
+  // Full i is [size * shard_i] and receives shard r at r * shard_i; shard i may already lie at its own place in full i
+  // (no copy then).
+  virtual Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
+                                     std::string label) = 0;
+  // shard i = sum over ranks, in rank order, of their flat i at [rank * shard_i]; shard i may be the own part of flat
+  // i. 16-bit floats are added in float32 and rounded once (tcp).
+  virtual Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
+                                     std::string label) = 0;
   // In-place sum of a small tensor (integers: exact in any order; floats: in rank order on tcp).
   virtual Result<Ticket> StartAllReduce(at::Tensor value, std::string label) = 0;
   virtual Status Wait(Ticket ticket) = 0;
-  // The next StartReduce or StartAllReduce receives into this, until it is waited for, and not into a buffer of the transport's own.
-  // Bytes: ReceiveBytes (ir/memory_plan.h). Transports without such a buffer have no use for it.
+  // The next StartReduce or StartAllReduce receives into this, until it is waited for, and not into a buffer of the
+  // transport's own. Bytes: ReceiveBytes (ir/memory_plan.h). Transports without such a buffer have no use for it.
   virtual void OfferReceiveBuffer(at::Tensor /*bytes*/) {}
-  // Moves what can be moved without waiting. Costs nothing when nothing is under way; to be called between the ops of a step.
+  // Moves what can be moved without waiting. Costs nothing when nothing is under way; to be called between the ops of a
+  // step.
   virtual void Progress() {}
   // Ends this rank's part for good: its connections close, so that ranks that wait for it hear of it at once.
   virtual void Leave() {}
 
-  struct Stats { int64_t bytes_sent = 0, bytes_received = 0, receive_buffer_peak_bytes = 0, calls = 0; };
+  struct Stats {
+    int64_t bytes_sent = 0, bytes_received = 0, receive_buffer_peak_bytes = 0, calls = 0;
+  };
   virtual Stats stats() const = 0;
   virtual const AxisSpec& spec() const = 0;
 
-  // When an operation was issued, when its first byte was handed over, when its data had come and gone (before the sum of
-  // a reduction); steady clock, nanoseconds. `bytes`: received by this rank.
-  struct Times { int64_t queued_ns = 0, begin_ns = 0, end_ns = 0, bytes = 0; };
+  // When an operation was issued, when its first byte was handed over, when its data had come and gone (before the sum
+  // of a reduction); steady clock, nanoseconds. `bytes`: received by this rank.
+  struct Times {
+    int64_t queued_ns = 0, begin_ns = 0, end_ns = 0, bytes = 0;
+  };
   // Operations started while recording is on are remembered until their times are taken.
   virtual void SetRecording(bool /*on*/) {}
   // Times of an operation that was waited for; zeros when it was not recorded.

@@ -25,7 +25,7 @@ constexpr int64_t kBetweenOpsNs = 50'000;  // Progress looks at the sockets no m
 constexpr int64_t kSpinNs = 50'000;
 constexpr auto kHelperPause = std::chrono::milliseconds(1);
 constexpr double kMomentS = 1e-3;  // of sending that FirstToHold does not mind
-constexpr int kHelperQuiet = 50;  // pauses without any operation after which the helper sleeps for good
+constexpr int kHelperQuiet = 50;   // pauses without any operation after which the helper sleeps for good
 
 int64_t NanosNow() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
@@ -101,11 +101,11 @@ bool SocketMesh::Drive() {
   return moved;
 }
 
-// The first operation that may not begin to be sent. All connections share one link: what goes to a peer that is ahead takes
-// its share from what another peer still waits for, and ranks once apart stay so, each idle in turn. So an operation begins
-// when every connection has sent, but for a moment's worth, what comes before it. Measured with four ranks at 250 Mbit/s and
-// TCP's bbr, the same gathers back to back, twelve times each: median 1.04 s and two beyond 1.2 s; without this 1.08 s and
-// five. With cubic 0.97 s either way.
+// The first operation that may not begin to be sent. All connections share one link: what goes to a peer that is ahead
+// takes its share from what another peer still waits for, and ranks once apart stay so, each idle in turn. So an
+// operation begins when every connection has sent, but for a moment's worth, what comes before it. Measured with four
+// ranks at 250 Mbit/s and TCP's bbr, the same gathers back to back, twelve times each: median 1.04 s and two beyond 1.2
+// s; without this 1.08 s and five. With cubic 0.97 s either way.
 uint64_t SocketMesh::FirstToHold() const {
   constexpr uint64_t kNothing = std::numeric_limits<uint64_t>::max();
   if (size_ == 2) return kNothing;
@@ -115,7 +115,8 @@ uint64_t SocketMesh::FirstToHold() const {
   }
   if (next == kNothing) return kNothing;
   for (const Peer& peer : peers_) {
-    if (!peer.out.empty() && peer.out.front().exchange->number == next && peer.out.front().at > 0) return next + 1;  // begun
+    if (!peer.out.empty() && peer.out.front().exchange->number == next && peer.out.front().at > 0)
+      return next + 1;  // begun
   }
   for (const Peer& peer : peers_) {
     if (!peer.out.empty() && peer.error < 0 && SendsForLong(peer.sockets.data.fd())) return next;

@@ -85,7 +85,7 @@ class SocketComm final : public Comm {
   struct Op {
     CollectiveKind kind;
     std::vector<at::Tensor> inputs, outputs;
-    at::Tensor scratch;  // of reductions: for each tensor, the pieces of all peers, in peer order
+    at::Tensor scratch;    // of reductions: for each tensor, the pieces of all peers, in peer order
     bool offered = false;  // the scratch is the caller's
     Exchange exchange;
     bool recorded = false;

@@ -20,7 +20,8 @@ namespace {
 std::string PeakOpOf(const Program& program, const MemoryPlan& plan) {
   for (const PlanVariant& v : plan.variants) {
     const int64_t place = int64_t{plan.packing.live_at} - v.axis - 1;
-    if (place >= 0 && place < static_cast<int64_t>(v.phase->ops.size())) return PrintOp(program, program.op(v.phase->ops[place]));
+    if (place >= 0 && place < static_cast<int64_t>(v.phase->ops.size()))
+      return PrintOp(program, program.op(v.phase->ops[place]));
   }
   return "";
 }
@@ -84,16 +85,18 @@ Result<bool> Executor::Flush() {
   frame_.transfers.clear();
   frame_.pending.on = false;
   if (status.ok() && !moving_.empty()) status = Settle();  // what came into memory was changed: the tier gets it
-  peak_extra_ = std::max(peak_extra_, MemoryScope::Use().peak_bytes - live_before - (arena_ ? arena_->plan().top() : 0));
+  peak_extra_ =
+      std::max(peak_extra_, MemoryScope::Use().peak_bytes - live_before - (arena_ ? arena_->plan().top() : 0));
   if (status.ok()) return true;
   DropTemporaries();
   return status.error();
 }
 
-// By itself, without the program's reloads and offloads: a state that lies out comes in for the ops that touch it and leaves behind
-// the last of them, so that there are never more of them in memory than a step has.
+// By itself, without the program's reloads and offloads: a state that lies out comes in for the ops that touch it and
+// leaves behind the last of them, so that there are never more of them in memory than a step has.
 Status Executor::RunPending(const Plan& plan) {
-  std::unordered_map<ValueId, OpId> last;  // by root: the op behind which it may leave; kNone: a transfer may still read it
+  std::unordered_map<ValueId, OpId>
+      last;  // by root: the op behind which it may leave; kNone: a transfer may still read it
   const auto touched = [&](OpId id, const auto& visit) {
     const Op& op = std::as_const(program_).op(id);
     size_t lying = StepsOnHost(op) ? FlatOperands(op) : 0;  // what is stepped where it lies stays there
@@ -214,8 +217,10 @@ Executor::Place Executor::Where() const {
 }
 
 Error Executor::KeptBlock(OpId id) const {
-  return OpFailure(id, "it keeps memory that it gave back in the steps that the memory plan was made from; train without the arena "
-                       "(arena=False)");
+  return OpFailure(
+      id,
+      "it keeps memory that it gave back in the steps that the memory plan was made from; train without the arena "
+      "(arena=False)");
 }
 
 Status Executor::RunPhase(const Plan& plan) {
@@ -463,8 +468,7 @@ Result<at::Tensor> Executor::GatherUnit(UnitId id) {
   g.elements = g.span = unit.numel;
   g.offset = 0;
   at::Tensor out = Allocate(g, device_, false);
-  INTERLACE_ASSIGN(const Ticket ticket,
-                   comm->second->StartGather({own}, {out}, "gather_unit u" + std::to_string(id)));
+  INTERLACE_ASSIGN(const Ticket ticket, comm->second->StartGather({own}, {out}, "gather_unit u" + std::to_string(id)));
   INTERLACE_TRY(comm->second->Wait(ticket));
   return out;
 }
@@ -482,7 +486,8 @@ ExecutorStats Executor::stats() const {
     stats.peak_bytes = stats.persistent_bytes + peak_extra_ + (arena_ ? arena_->plan().top() : 0);
     if (arena_) {
       stats.peak_op = PeakOpOf(program_, arena_->plan());
-    } else if (peak_op_ != kNone) stats.peak_op = PrintOp(program_, program_.op(peak_op_));
+    } else if (peak_op_ != kNone)
+      stats.peak_op = PrintOp(program_, program_.op(peak_op_));
   } else {
     const auto device =
         c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);

@@ -39,30 +39,30 @@ struct StepResult {
 // What the arena is, and what did not go through it.
 struct ArenaStats {
   struct Request {
-    std::string op;                 // text
+    std::string op;  // text
     int64_t bytes = 0, times = 0;
   };
-  bool on = false, settled = false; // settled: the last plan foresaw every request of the step it was made for
-  std::string why_not;              // not on although it was asked for
-  int64_t planned_bytes = 0;        // top of the plan
-  int64_t top_bytes = 0;            // highest byte that any tensor of the step has
-  int64_t live_bytes = 0;           // largest live sum of the plan
-  double fragmentation = 0;         // planned over live, rounded up to 64 bytes a block, less 1
-  int64_t resident_bytes = 0;       // of its pages, in memory now
-  int64_t first_peak_bytes = 0;     // while it learned: arena and what was outside of it
-  int64_t outside_peak_bytes = 0;   // tensor data outside of it since then, results of the step included
-  std::vector<Request> kept;        // what kernels keep beyond their op, left to torch's allocator
-  std::vector<Request> unforeseen;  // since it settled
+  bool on = false, settled = false;  // settled: the last plan foresaw every request of the step it was made for
+  std::string why_not;               // not on although it was asked for
+  int64_t planned_bytes = 0;         // top of the plan
+  int64_t top_bytes = 0;             // highest byte that any tensor of the step has
+  int64_t live_bytes = 0;            // largest live sum of the plan
+  double fragmentation = 0;          // planned over live, rounded up to 64 bytes a block, less 1
+  int64_t resident_bytes = 0;        // of its pages, in memory now
+  int64_t first_peak_bytes = 0;      // while it learned: arena and what was outside of it
+  int64_t outside_peak_bytes = 0;    // tensor data outside of it since then, results of the step included
+  std::vector<Request> kept;         // what kernels keep beyond their op, left to torch's allocator
+  std::vector<Request> unforeseen;   // since it settled
 };
 
 struct ExecutorStats {
   Counters counters;
-  int64_t persistent_bytes = 0;                            // states, parameters, buffers, constants
-  int64_t live_bytes = 0;                                  // persistent and what the last step left alive
-  int64_t peak_bytes = 0;                                  // highest of any step, persistent included
-  std::string peak_op;                                     // text of the op that reached it
-  int64_t instructions = 0;                                // of all plans
-  Comm::Stats comm;                                        // sum over axes
+  int64_t persistent_bytes = 0;  // states, parameters, buffers, constants
+  int64_t live_bytes = 0;        // persistent and what the last step left alive
+  int64_t peak_bytes = 0;        // highest of any step, persistent included
+  std::string peak_op;           // text of the op that reached it
+  int64_t instructions = 0;      // of all plans
+  Comm::Stats comm;              // sum over axes
   TierStats tier;
   std::string tier_note;
   std::vector<std::pair<std::string, int64_t>> op_counts;  // by op name, of one pass over each phase
@@ -91,8 +91,9 @@ class Executor {
   // `step` counts the steps of the training run and keys the random streams.
   Result<StepResult> Step(std::vector<std::vector<at::Tensor>> micro_batches,
                           const std::vector<std::vector<double>>& hyper, int64_t step);
-  // Runs what the last step left pending (ir/pending.h): parameters and optimizer states are then those after that step. Every
-  // rank must call it, before it reads them, or before another executor takes them. Whether there was anything.
+  // Runs what the last step left pending (ir/pending.h): parameters and optimizer states are then those after that
+  // step. Every rank must call it, before it reads them, or before another executor takes them. Whether there was
+  // anything.
   Result<bool> Flush();
   // Runs the micro-batch phases op by op and describes every floating result, then puts the buffers back; no update.
   // Stops after the last forward op of the module `stop_at` in the first micro-batch, if it is not empty. All ranks
@@ -200,15 +201,16 @@ class Executor {
   int64_t first_peak_bytes_ = 0;
   std::vector<AskedBlock> log_;
   std::vector<UnforeseenBlock> unforeseen_;
-  std::vector<std::vector<at::Tensor>> slots_of_turn_, parked_slots_;  // what is fixed for a turn; slots of those not running
+  std::vector<std::vector<at::Tensor>> slots_of_turn_,
+      parked_slots_;  // what is fixed for a turn; slots of those not running
   int32_t turn_ = 0;
   // Of the executors that share states: the arena whose pages are in use.
   std::shared_ptr<std::weak_ptr<ArenaMemory>> floor_ = std::make_shared<std::weak_ptr<ArenaMemory>>();
   std::unique_ptr<KeyedRandom> random_;
   Frame frame_;
   std::unique_ptr<TierBank> bank_;  // after store_ and frame_: what is under way ends before their memory does
-  std::vector<std::pair<ValueId, bool>> moving_;  // states that may be out, and whether they are between steps
-  int64_t settled_bytes_ = 0;                     // of states, when the last step began
+  std::vector<std::pair<ValueId, bool>> moving_;           // states that may be out, and whether they are between steps
+  int64_t settled_bytes_ = 0;                              // of states, when the last step began
   std::vector<std::pair<at::Tensor, int32_t>> handed_on_;  // gives of the last phase, with their transfers
   int64_t const_bytes_ = 0;
   int64_t peak_extra_ = 0, live_extra_ = 0;

@@ -30,7 +30,8 @@ Status Executor::BuildArena() {
     std::vector<at::Tensor> receive;
     for (size_t i = 0; i < variant.phase->ops.size(); ++i)
       receive.push_back(arena_->ReceiveBuffer(static_cast<int32_t>(v), static_cast<int32_t>(i)));
-    INTERLACE_ASSIGN(Plan built, BuildPhase(*variant.phase, slots_of_turn_[variant.turn], /*keep_operands=*/false, &receive));
+    INTERLACE_ASSIGN(Plan built,
+                     BuildPhase(*variant.phase, slots_of_turn_[variant.turn], /*keep_operands=*/false, &receive));
     const auto& needs = needs_[variant.phase - program_.phases.data()];
     for (Instruction& at : built.instructions) {
       at.expect_begin = static_cast<int32_t>(built.expected.size());

@@ -58,13 +58,18 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
     if (donor->device_ != device) {
       return MakeError("the running program is on ", donor->device_.str(), ", the new one is for ", device.str());
     }
-    if (take_states && !donor->handed_on_.empty()) return MakeError("the running program has transfers under way between its steps");
+    if (take_states && !donor->handed_on_.empty())
+      return MakeError("the running program has transfers under way between its steps");
     if (take_states && donor->frame_.pending.on) {
-      return MakeError("the running program has left its optimizer step pending; flush it before another program takes the states");
+      return MakeError(
+          "the running program has left its optimizer step pending; flush it before another program takes the states");
     }
     // States of its own have places of their own: those of the donor are still read.
     const std::string& prefix = donor->bank_->prefix();
-    executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device, take_states ? prefix : prefix.empty() ? "new " : "");
+    executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device,
+                                                 take_states      ? prefix
+                                                 : prefix.empty() ? "new "
+                                                                  : "");
     if (take_states) {
       executor->store_.TakeOver(donor->store_);
       executor->comms_ = donor->comms_;
@@ -122,8 +127,10 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
     frame_.random = random_.get();
   }
   if (bank_ == nullptr) {
-    INTERLACE_ASSIGN(std::shared_ptr<Tier> tier,
-                     MakeTier({.folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank, .ranks = ranks}, device_));
+    INTERLACE_ASSIGN(
+        std::shared_ptr<Tier> tier,
+        MakeTier({.folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank, .ranks = ranks},
+                 device_));
     bank_ = std::make_unique<TierBank>(std::move(tier), device_);
   }
   try {
@@ -131,9 +138,11 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
     MemoryScope counted;  // what leaves memory in a step was counted when it came
     INTERLACE_TRY(AllocateFixed());
     INTERLACE_TRY(AddToBank());
-    const bool moves = !moving_.empty() || std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
-      return std::any_of(phase.ops.begin(), phase.ops.end(), [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
-    });
+    const bool moves =
+        !moving_.empty() || std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
+          return std::any_of(phase.ops.begin(), phase.ops.end(),
+                             [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
+        });
     if (moves) arena_off_ = "the program moves storages to a tier";
     if (options_.arena && device_.is_cpu() && !options_.debug && !moves) {
       needs_.clear();
@@ -201,7 +210,8 @@ Status Executor::AddToBank() {
   }
   for (const State& state : program_.states) {
     if (program_.RootOf(state.value) != state.value) continue;
-    const bool moves = std::find(residency.states.begin(), residency.states.end(), state.value) != residency.states.end();
+    const bool moves =
+        std::find(residency.states.begin(), residency.states.end(), state.value) != residency.states.end();
     const int64_t bytes = geometry_[state.value].end_bytes();
     if (!moves && !IsOut(fixed_[state.value].storage(), bytes)) continue;
     INTERLACE_TRY(bank_->Add(state.value, StateKey(state), bytes, state.persistent || copied.contains(state.value)));

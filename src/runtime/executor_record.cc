@@ -19,7 +19,8 @@ void Executor::BeginRecord() {
   size_t instructions = 0;
   size_t entry = 0;
   for (const auto& [phase, count] : program_.RunOrder())
-    instructions += plans_[PlanIndex(phase, entry++, 0, arena_ != nullptr)].instructions.size() * static_cast<size_t>(count);
+    instructions +=
+        plans_[PlanIndex(phase, entry++, 0, arena_ != nullptr)].instructions.size() * static_cast<size_t>(count);
   record_.samples.reserve(instructions);
   record_.persistent_bytes = store_.bytes() + const_bytes_;
   for (const auto& [name, comm] : comms_) comm->SetRecording(true);
@@ -71,7 +72,8 @@ Executor::ArenaLive Executor::LiveInArena(const Plan& plan) const {
   if (!arena_) return out;
   const Result<PhaseLiveness> liveness = ComputeLiveness(program_, *plan.phase);
   if (!liveness.ok()) return out;
-  for (size_t i = 0; i < plan.phase->ops.size(); ++i) out.at.emplace_back(liveness->live_before[i], liveness->live_before[i]);
+  for (size_t i = 0; i < plan.phase->ops.size(); ++i)
+    out.at.emplace_back(liveness->live_before[i], liveness->live_before[i]);
   for (const StorageLife& life : liveness->storages) {
     if (life.first >= 0) out.at[life.first].second += life.bytes;
   }

@@ -1,5 +1,5 @@
-// host_lane.h — the lane `host`: one thread beside the step that makes optimizer steps on storages that are out, where they lie
-// (docs/ir.md, "Steps on the host"). Jobs run one after another, in the order in which they were started.
+// host_lane.h — the lane `host`: one thread beside the step that makes optimizer steps on storages that are out, where
+// they lie (docs/ir.md, "Steps on the host"). Jobs run one after another, in the order in which they were started.
 //
 //   step thread   ──Start(u0)──Start(u1)────── backward, forward ... ──Wait(u0)── reload u0 ──
 //   host lane          [== u0 ==][== u1 ==][== u2 ==]

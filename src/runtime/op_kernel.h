@@ -98,7 +98,7 @@ struct Kernel {
 struct BuildContext {
   const Program& program;
   const Phase& phase;
-  const std::vector<Geometry>& geometry;             // by value id
+  const std::vector<Geometry>& geometry;  // by value id
   // By value id; undefined when the value is not fixed. What has its place in the arena is fixed, too.
   const std::vector<at::Tensor>& fixed;
   const std::map<std::string, Comm*>& comms;         // axes of more than one rank
@@ -108,13 +108,11 @@ struct BuildContext {
   c10::Device device;
   TierBank* bank = nullptr;                // storages that go out of memory
   std::function<bool(ValueId)> dies_here;  // this op is the last to use the value, and its slot may be moved from
-  bool types_checked = false;               // a step has shown that operators give the types that the program says
-  at::Tensor receive_buffer;                // of this op, a reduction; undefined: the transport has its own
+  bool types_checked = false;              // a step has shown that operators give the types that the program says
+  at::Tensor receive_buffer;               // of this op, a reduction; undefined: the transport has its own
   bool is_fixed(ValueId id) const { return fixed[id].defined(); }
   // The op writes to a place that is there already: `into` another value, or the value's own in the arena.
-  bool has_place(ValueId id) const {
-    return program.value(id).placed || (program.RootOf(id) == id && is_fixed(id));
-  }
+  bool has_place(ValueId id) const { return program.value(id).placed || (program.RootOf(id) == id && is_fixed(id)); }
 };
 
 // A place to write to: a fixed tensor, or a geometry over a root that lives in a slot.

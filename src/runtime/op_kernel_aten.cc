@@ -21,9 +21,9 @@ namespace {
 struct ResultSlot {
   ValueId value = kNone;
   const Geometry* geometry = nullptr;
-  bool owned = true;  // it must be fresh memory in the declared layout: programs compute views from it
-  bool placed = false;   // there is a place to write to
-  bool into = false;     // that of another value; else its own, in the arena
+  bool owned = true;        // it must be fresh memory in the declared layout: programs compute views from it
+  bool placed = false;      // there is a place to write to
+  bool into = false;        // that of another value; else its own, in the arena
   bool fix_layout = false;  // the kernel's layout is not the declared one: copy (found in the first run)
   Target target;
 };
@@ -69,7 +69,7 @@ struct AtenKernel final : KernelData {
   std::vector<ResultSlot> results;
   bool list_result = false;
   bool checked = false;
-  bool into_target = false;  // call is the `.out` form, its last push the target of results[0]
+  bool into_target = false;                       // call is the `.out` form, its last push the target of results[0]
   std::optional<c10::OperatorHandle> functional;  // into_target: to be called once, as it shows the type of the result
   int64_t rng = 0, micro = 0;
   bool seeds_default = false;  // random, but without a generator argument
@@ -159,9 +159,9 @@ struct AtenKernel final : KernelData {
     }
   }
 
-  // The `.out` form would convert to whatever the program says; the plain one, run once, says what the operator gives. (Meta
-  // kernels would say so without computing, but Python replaces them.)
-  // Some `.out` forms resize their output on the way (mse_loss, to the size before the mean): the plain form stays.
+  // The `.out` form would convert to whatever the program says; the plain one, run once, says what the operator gives.
+  // (Meta kernels would say so without computing, but Python replaces them.) Some `.out` forms resize their output on
+  // the way (mse_loss, to the size before the mean): the plain form stays.
   void CheckType(Frame& frame, const at::Tensor& target) {
     ArenaHook::Outside once;
     torch::jit::Stack stack(frame.stack.begin(), frame.stack.end() - 1);

@@ -98,7 +98,8 @@ struct UpdateKernel final : KernelData {
       return;
     }
     for (const Range& range : *ranges) {
-      const Operands x = {Operand(frame, range, 0), Operand(frame, range, 1), Operand(frame, range, 2), Operand(frame, range, 3)};
+      const Operands x = {Operand(frame, range, 0), Operand(frame, range, 1), Operand(frame, range, 2),
+                          Operand(frame, range, 3)};
       Step(optimizer, x, hyper[range.group], grad_scale);
     }
   }
@@ -180,11 +181,14 @@ Status OnHost(const BuildContext& context, const Op& op, const std::vector<Value
     const Geometry& g = context.geometry[id];
     auto* const memory = static_cast<std::byte*>(context.bank->Memory(id));
     if (memory == nullptr) {
-      return OpError(context, op, "an optimizer step on the host needs its states in host memory, and the tier is a folder; give tier=host");
+      return OpError(
+          context, op,
+          "an optimizer step on the host needs its states in host memory, and the tier is a folder; give tier=host");
     }
     const auto size = static_cast<int64_t>(c10::elementSize(g.dtype));
     for (UpdateKernel::Range& range : ranges) {
-      range.sliced.push_back(at::from_blob(memory + range.begin * size, {range.length}, at::TensorOptions().dtype(g.dtype)));
+      range.sliced.push_back(
+          at::from_blob(memory + range.begin * size, {range.length}, at::TensorOptions().dtype(g.dtype)));
     }
   }
   return Ok{};

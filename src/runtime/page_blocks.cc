@@ -53,7 +53,8 @@ c10::DataPtr PageBlocks::Allocate(int64_t bytes) {
   }
   if (block->memory == nullptr) {
     block->memory = mmap(nullptr, block->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK(block->memory != MAP_FAILED, "no memory for a storage of ", bytes, " bytes that comes back: ", std::strerror(errno));
+    TORCH_CHECK(block->memory != MAP_FAILED, "no memory for a storage of ", bytes,
+                " bytes that comes back: ", std::strerror(errno));
   }
   block->counted = MemoryScope::Add(static_cast<int64_t>(block->bytes));
   void* const memory = block->memory;

@@ -1,8 +1,8 @@
-// page_blocks.h — memory of storages that leave a CPU's memory and come back: whole pages, so that direct I/O works on them in place, and
-// pages that are kept, so that what comes back every step does not fault every page in again.
+// page_blocks.h — memory of storages that leave a CPU's memory and come back: whole pages, so that direct I/O works on
+// them in place, and pages that are kept, so that what comes back every step does not fault every page in again.
 //
-// What is given back stays mapped, but the system may take it whenever it needs memory (MADV_FREE); it is counted as given back
-// (allocator.h). The next block of that size is it. From any thread.
+// What is given back stays mapped, but the system may take it whenever it needs memory (MADV_FREE); it is counted as
+// given back (allocator.h). The next block of that size is it. From any thread.
 #pragma once
 
 #include <c10/core/Allocator.h>

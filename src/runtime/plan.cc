@@ -91,7 +91,9 @@ Kernel Wrap(Kernel kernel) {
   return MakeKernel(std::move(data));
 }
 
-bool Updates(const Phase& phase, const Op& op) { return phase.name == "update" || op.part == Part::kUpdate; }
+bool Updates(const Phase& phase, const Op& op) {
+  return phase.name == "update" || op.part == Part::kUpdate;
+}
 
 }  // namespace
 

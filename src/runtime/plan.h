@@ -15,8 +15,8 @@ struct Instruction {
   Kernel::Run run = nullptr;
   void* data = nullptr;
   OpId op = kNone;
-  int32_t index = 0;                     // of the op in its phase
-  int32_t free_begin = 0, free_end = 0;  // range of Plan::frees: values whose last use this was
+  int32_t index = 0;                         // of the op in its phase
+  int32_t free_begin = 0, free_end = 0;      // range of Plan::frees: values whose last use this was
   int32_t expect_begin = 0, expect_end = 0;  // range of Plan::expected: what it asks the allocator for
 };
 

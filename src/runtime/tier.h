@@ -21,16 +21,17 @@
 namespace interlace {
 
 struct TierOptions {
-  std::string folder;            // of a file tier; "host": host memory; empty: none
-  double bytes_per_second = 0;   // at most, in each direction; 0: as fast as it goes
-  int64_t rank = 0, ranks = 1;   // the rank names its own files; those that a killed run left for higher ones are removed
+  std::string folder;           // of a file tier; "host": host memory; empty: none
+  double bytes_per_second = 0;  // at most, in each direction; 0: as fast as it goes
+  int64_t rank = 0,
+          ranks = 1;  // the rank names its own files; those that a killed run left for higher ones are removed
 };
 
 struct TierStats {
   int64_t bytes_out = 0, bytes_in = 0, reserved_bytes = 0;
-  int64_t out_ns = 0, in_ns = 0;   // that its workers were busy, pauses of a limited bandwidth included
-  int64_t buffer_bytes = 0;        // memory of its own, beside the storages
-  bool direct = true;              // past the page cache
+  int64_t out_ns = 0, in_ns = 0;  // that its workers were busy, pauses of a limited bandwidth included
+  int64_t buffer_bytes = 0;       // memory of its own, beside the storages
+  bool direct = true;             // past the page cache
 };
 
 class Tier {
@@ -58,10 +59,11 @@ class Tier {
 // Files in `options.folder`: direct I/O, a checksum (XXH64) of each block kept in memory, one thread for each
 // direction. The folder is the run's own: a lock refuses another one. Error: no such folder, not writable, locked.
 Result<std::unique_ptr<Tier>> MakeFileTier(const TierOptions& options);
-// Host memory: pinned beside an accelerator, where copies run on the stream that is current when they start. Beside a CPU it is
-// memory that no limit counts, and the thread that starts a copy makes it.
+// Host memory: pinned beside an accelerator, where copies run on the stream that is current when they start. Beside a
+// CPU it is memory that no limit counts, and the thread that starts a copy makes it.
 Result<std::unique_ptr<Tier>> MakeHostTier(c10::Device device);
-// Host memory where "host" is given, and on an accelerator; the file tier where a folder is given; nullptr when there is neither.
+// Host memory where "host" is given, and on an accelerator; the file tier where a folder is given; nullptr when there
+// is neither.
 Result<std::unique_ptr<Tier>> MakeTier(const TierOptions& options, c10::Device device);
 
 }  // namespace interlace

@@ -1,7 +1,7 @@
 // tier_bank.h — the storages of one program that go out and come back, and what is under way.
 //
-// A read that fails leaves the storage out, so that what lay in it is missed again, and damage is never written back as if it were
-// sound.
+// A read that fails leaves the storage out, so that what lay in it is missed again, and damage is never written back as
+// if it were sound.
 //
 // A storage that is out keeps its StorageImpl, without memory: every tensor over it, made before or after, sees the new
 // memory once it is back. So nothing else in the runtime knows that storages move.
@@ -24,15 +24,16 @@ namespace interlace {
 
 class TierBank {
  public:
-  // `tier` may be nullptr: then Add is an error. Banks of one tier with the same `prefix` share the places of equal names.
+  // `tier` may be nullptr: then Add is an error. Banks of one tier with the same `prefix` share the places of equal
+  // names.
   TierBank(std::shared_ptr<Tier> tier, c10::Device device, std::string prefix = {})
       : tier_(std::move(tier)), device_(device), prefix_(std::move(prefix)) {}
   ~TierBank() { (void)Drain(); }
   TierBank(const TierBank&) = delete;
   TierBank& operator=(const TierBank&) = delete;
 
-  // Reserves a place for the storage of a root. `copied`: its bytes go there; else its memory only goes and comes, and what comes is
-  // zeros. Error: there is no tier, or no room in it.
+  // Reserves a place for the storage of a root. `copied`: its bytes go there; else its memory only goes and comes, and
+  // what comes is zeros. Error: there is no tier, or no room in it.
   Status Add(ValueId root, const std::string& name, int64_t bytes, bool copied = true);
   bool Has(ValueId root) const { return places_.contains(root); }
 
@@ -59,9 +60,9 @@ class TierBank {
     std::string name;
     int64_t bytes = 0;
     Tier::Region region = -1;   // -1: no bytes are kept
-    Tier::Ticket ticket = 0;  // under way, or 0
+    Tier::Ticket ticket = 0;    // under way, or 0
     HostLane::Ticket step = 0;  // the last on the host that changes its bytes
-    c10::Storage coming;      // of a read that is under way
+    c10::Storage coming;        // of a read that is under way
   };
   Status Finish(Place& place);
   std::shared_ptr<Tier> tier_;
@@ -74,6 +75,8 @@ class TierBank {
 
 // A storage of `bytes` that is out: it has no memory.
 c10::Storage EmptyStorage(c10::Device device);
-inline bool IsOut(const c10::Storage& storage, int64_t bytes) { return bytes > 0 && storage.nbytes() == 0; }
+inline bool IsOut(const c10::Storage& storage, int64_t bytes) {
+  return bytes > 0 && storage.nbytes() == 0;
+}
 
 }  // namespace interlace

@@ -1,12 +1,12 @@
 // The file tier. One file a rank, laid out in blocks of kBlock bytes; each direction has a thread with a buffer that
-// direct I/O can use (aligned to 4096). Blocks go one by one, whole ones of memory that is aligned itself (page_blocks.h) from and to
-// where they lie, others through the buffer:
+// direct I/O can use (aligned to 4096). Blocks go one by one, whole ones of memory that is aligned itself
+// (page_blocks.h) from and to where they lie, others through the buffer:
 //
 //   StartWrite ─► queue ─► writer: (copy and) checksum a block ─► pwrite ─► pause until the bandwidth allows it
 //   StartRead  ─► queue ─► reader: pread a block ─► checksum (, copy) ─► pause
 //
-// The checksums stay in memory: a tier means nothing after its process, a checkpoint is what lasts. A run that is killed leaves its
-// files; the next one takes the place of those with its own ranks' names, and removes the others.
+// The checksums stay in memory: a tier means nothing after its process, a checkpoint is what lasts. A run that is
+// killed leaves its files; the next one takes the place of those with its own ranks' names, and removes the others.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -39,7 +39,9 @@ constexpr int64_t kAlign = 4096;
 constexpr int64_t kBlock = int64_t{1} << 20;
 constexpr int64_t kMostBytes = int64_t{1} << 60;  // of a tier's file: far from where sums of sizes overflow
 
-int64_t RoundUp(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+int64_t RoundUp(int64_t bytes, int64_t to) {
+  return (bytes + to - 1) / to * to;
+}
 
 // Closes on destruction.
 struct File {
@@ -63,7 +65,7 @@ void SleepUntil(int64_t ns) {
 
 struct Place {
   std::string name;
-  int64_t offset = 0, bytes = 0;   // in the file
+  int64_t offset = 0, bytes = 0;  // in the file
   bool written = false;
   std::vector<uint64_t> checksums;  // by block
 };
@@ -143,10 +145,12 @@ class Worker {
     }
   }
 
-  // Not before the bytes so far could have gone at the bandwidth that was asked for, back to back from when they were given.
+  // Not before the bytes so far could have gone at the bandwidth that was asked for, back to back from when they were
+  // given.
   void Pace(const Job& job, int64_t bytes) {
     if (shared_.bytes_per_second <= 0) return;
-    free_ns_ = std::max(free_ns_, job.given_ns) + static_cast<int64_t>(static_cast<double>(bytes) / shared_.bytes_per_second * 1e9);
+    free_ns_ = std::max(free_ns_, job.given_ns) +
+               static_cast<int64_t>(static_cast<double>(bytes) / shared_.bytes_per_second * 1e9);
     SleepUntil(free_ns_);
   }
 
@@ -167,7 +171,8 @@ class Worker {
         std::memset(buffer_.get() + bytes, 0, static_cast<size_t>(padded - bytes));
       }
       for (int64_t sent = 0; sent < padded;) {
-        const ssize_t n = pwrite(shared_.file.fd, from + sent, static_cast<size_t>(padded - sent), job.place->offset + at + sent);
+        const ssize_t n =
+            pwrite(shared_.file.fd, from + sent, static_cast<size_t>(padded - sent), job.place->offset + at + sent);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return IoError(shared_, job, job.place->offset + at + sent, "cannot write", n < 0 ? errno : ENOSPC);
         sent += n;
@@ -185,7 +190,8 @@ class Worker {
       return Ok{};
     }
     for (int64_t at = 0, block = 0; at < job.bytes; at += kBlock, ++block) {
-      const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign), offset = job.place->offset + at;
+      const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign),
+                    offset = job.place->offset + at;
       const bool in_place = InPlace(job.memory + at, bytes);
       char* const to = in_place ? job.memory + at : buffer_.get();
       for (int64_t got = 0; got < padded;) {
@@ -202,8 +208,8 @@ class Worker {
                      found = in_place ? Checksum(to, static_cast<size_t>(bytes))
                                       : CopyAndChecksum(job.memory + at, buffer_.get(), static_cast<size_t>(bytes));
       if (found != wanted) {
-        return MakeError("the tier file ", shared_.path, " gives other bytes than were written, between ", offset, " and ", offset + bytes,
-                         " (", job.place->name, "; XXH64 ", found, ", expected ", wanted,
+        return MakeError("the tier file ", shared_.path, " gives other bytes than were written, between ", offset,
+                         " and ", offset + bytes, " (", job.place->name, "; XXH64 ", found, ", expected ", wanted,
                          "): the disk or another program changed them; start again from the last checkpoint");
       }
       Forget(offset, padded);
@@ -233,10 +239,13 @@ class Worker {
 
 constexpr std::string_view kPrefix = "interlace-tier-", kOwner = "process ";
 
-// What a killed run with more ranks has left. Removed are a lock that nobody holds and the file beside it, if they are surely a tier's:
-// by name, plain files of this user's with one name, and our note in the lock. All else stays, whatever is wrong with it.
+// What a killed run with more ranks has left. Removed are a lock that nobody holds and the file beside it, if they are
+// surely a tier's: by name, plain files of this user's with one name, and our note in the lock. All else stays,
+// whatever is wrong with it.
 void RemoveLeftBehind(const std::string& folder, int64_t ranks) {
-  const auto plain = [](const struct stat& info) { return S_ISREG(info.st_mode) && info.st_uid == geteuid() && info.st_nlink == 1; };
+  const auto plain = [](const struct stat& info) {
+    return S_ISREG(info.st_mode) && info.st_uid == geteuid() && info.st_nlink == 1;
+  };
   std::error_code error;
   for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
     const std::string name = at->path().filename().string();
@@ -248,10 +257,13 @@ void RemoveLeftBehind(const std::string& folder, int64_t ranks) {
     if (rank < ranks || std::to_string(rank) != digits) continue;
     const std::string base = folder + "/" + name.substr(0, name.size() - kLock.size()), lock_path = base + ".lock";
     const File lock(open(lock_path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-    struct stat held {}, named {}, data {};
+    struct stat held {
+    }, named{}, data{};
     char note[kOwner.size()] = {};
     if (lock.fd < 0 || fstat(lock.fd, &held) != 0 || !plain(held)) continue;
-    if (pread(lock.fd, note, sizeof(note), 0) != static_cast<ssize_t>(sizeof(note)) || std::string_view(note, sizeof(note)) != kOwner) continue;
+    if (pread(lock.fd, note, sizeof(note), 0) != static_cast<ssize_t>(sizeof(note)) ||
+        std::string_view(note, sizeof(note)) != kOwner)
+      continue;
     if (flock(lock.fd, LOCK_EX | LOCK_NB) != 0) continue;  // its run is alive
     if (lstat(lock_path.c_str(), &named) != 0 || named.st_ino != held.st_ino || named.st_dev != held.st_dev) continue;
     const std::string path = base + ".data";
@@ -277,13 +289,14 @@ class FileTier final : public Tier {
     constexpr int kOpen = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW;
     lock_ = File(open((base + ".lock").c_str(), kOpen, 0600));
     if (lock_.fd < 0) {
-      return MakeError("the tier folder '", folder, "' is not writable: ", errno == ELOOP ? base + ".lock is a link" : std::strerror(errno));
+      return MakeError("the tier folder '", folder,
+                       "' is not writable: ", errno == ELOOP ? base + ".lock is a link" : std::strerror(errno));
     }
     if (flock(lock_.fd, LOCK_EX | LOCK_NB) != 0) {
       char owner[64] = {};
       const ssize_t n = pread(lock_.fd, owner, sizeof(owner) - 1, 0);
-      return MakeError("the tier folder '", folder, "' is in use by another run (", n > 0 ? owner : "an unknown process",
-                       "); give each run a folder of its own");
+      return MakeError("the tier folder '", folder, "' is in use by another run (",
+                       n > 0 ? owner : "an unknown process", "); give each run a folder of its own");
     }
     const std::string owner = std::string(kOwner) + std::to_string(getpid());
     if (ftruncate(lock_.fd, 0) != 0 || pwrite(lock_.fd, owner.data(), owner.size(), 0) < 0) {
@@ -296,7 +309,9 @@ class FileTier final : public Tier {
       shared_.direct = false;
       fd = open(path.c_str(), kOpen | O_TRUNC, 0600);
     }
-    if (fd < 0) return MakeError("the tier file ", path, " cannot be made: ", errno == ELOOP ? "it is a link" : std::strerror(errno));
+    if (fd < 0)
+      return MakeError("the tier file ", path,
+                       " cannot be made: ", errno == ELOOP ? "it is a link" : std::strerror(errno));
     shared_.file = File(fd);
     shared_.path = path;  // from here on it is ours to remove
     shared_.bytes_per_second = options_.bytes_per_second;
@@ -316,7 +331,8 @@ class FileTier final : public Tier {
     for (size_t i = 0; i < places_.size(); ++i) {
       if (places_[i].name == name && places_[i].bytes == bytes) return static_cast<Region>(i);
     }
-    if (bytes < 0 || bytes > kMostBytes - end_) return MakeError(name, " of ", bytes, " bytes is more than a tier can hold");
+    if (bytes < 0 || bytes > kMostBytes - end_)
+      return MakeError(name, " of ", bytes, " bytes is more than a tier can hold");
     const int64_t padded = RoundUp(std::max<int64_t>(bytes, 1), kAlign);
     int code;
     do code = posix_fallocate(shared_.file.fd, end_, padded);
@@ -324,9 +340,10 @@ class FileTier final : public Tier {
     if (code != 0 && code != EOPNOTSUPP && code != EINVAL) {
       struct statvfs disk {};
       const bool known = statvfs(options_.folder.c_str(), &disk) == 0;
-      return MakeError("the tier folder '", options_.folder, "' has no room for ", name, " (", bytes, " bytes after ", end_,
-                       " reserved", known ? ", " + std::to_string(disk.f_bavail * disk.f_frsize) + " free" : std::string(), "): ",
-                       std::strerror(code), "; give a folder on a larger disk, or a higher memory limit");
+      return MakeError("the tier folder '", options_.folder, "' has no room for ", name, " (", bytes, " bytes after ",
+                       end_, " reserved",
+                       known ? ", " + std::to_string(disk.f_bavail * disk.f_frsize) + " free" : std::string(),
+                       "): ", std::strerror(code), "; give a folder on a larger disk, or a higher memory limit");
     }
     Place& place = places_.emplace_back();
     place.name = name;
@@ -338,7 +355,8 @@ class FileTier final : public Tier {
   }
 
   Ticket StartWrite(Region region, const void* memory, int64_t bytes) override {
-    writer_->Give({++last_, &places_[region], static_cast<char*>(const_cast<void*>(memory)), bytes, true, NanosOf(CLOCK_MONOTONIC)});
+    writer_->Give({++last_, &places_[region], static_cast<char*>(const_cast<void*>(memory)), bytes, true,
+                   NanosOf(CLOCK_MONOTONIC)});
     return last_;
   }
   Ticket StartRead(Region region, void* memory, int64_t bytes) override {
@@ -353,12 +371,18 @@ class FileTier final : public Tier {
   }
 
   TierStats stats() const override {
-    return {.bytes_out = writer_->bytes(), .bytes_in = reader_->bytes(), .reserved_bytes = end_, .out_ns = writer_->busy_ns(),
-            .in_ns = reader_->busy_ns(), .buffer_bytes = 2 * kBlock, .direct = shared_.direct};
+    return {.bytes_out = writer_->bytes(),
+            .bytes_in = reader_->bytes(),
+            .reserved_bytes = end_,
+            .out_ns = writer_->busy_ns(),
+            .in_ns = reader_->busy_ns(),
+            .buffer_bytes = 2 * kBlock,
+            .direct = shared_.direct};
   }
   std::string note() const override {
     if (shared_.direct) return {};
-    return "the tier folder '" + options_.folder + "' has no direct I/O: its bytes pass through the page cache, which is asked to drop them" +
+    return "the tier folder '" + options_.folder +
+           "' has no direct I/O: its bytes pass through the page cache, which is asked to drop them" +
            (options_.bytes_per_second > 0 ? "" : "; limit it with tier_bandwidth to count it as a disk");
   }
 

@@ -19,10 +19,12 @@ namespace {
 
 // Zeros that torch's allocator, and so the count of a step's memory, knows nothing of.
 at::Tensor Pages(int64_t bytes) {
-  void* const memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const memory =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(memory != MAP_FAILED, std::strerror(errno));
-  return at::from_blob(memory, {bytes}, [bytes](void* pages) { munmap(pages, static_cast<size_t>(bytes)); },
-                       at::TensorOptions().dtype(at::kByte));
+  return at::from_blob(
+      memory, {bytes}, [bytes](void* pages) { munmap(pages, static_cast<size_t>(bytes)); },
+      at::TensorOptions().dtype(at::kByte));
 }
 
 class HostTier final : public Tier {
@@ -31,7 +33,8 @@ class HostTier final : public Tier {
 
   Result<Region> Reserve(const std::string& name, int64_t bytes) override {
     for (size_t i = 0; i < places_.size(); ++i) {
-      if (places_[i].name == name && places_[i].memory.nbytes() == static_cast<size_t>(bytes)) return static_cast<Region>(i);
+      if (places_[i].name == name && places_[i].memory.nbytes() == static_cast<size_t>(bytes))
+        return static_cast<Region>(i);
     }
     try {
       Place& place = places_.emplace_back();
@@ -44,7 +47,8 @@ class HostTier final : public Tier {
       }
     } catch (const std::exception& error) {
       places_.pop_back();
-      return MakeError("the host has no memory for ", name, " (", bytes, " bytes after ", reserved_, "): ", error.what());
+      return MakeError("the host has no memory for ", name, " (", bytes, " bytes after ", reserved_,
+                       "): ", error.what());
     }
     reserved_ += bytes;
     return static_cast<Region>(places_.size() - 1);

@@ -1,4 +1,5 @@
-// timeline_json.h — a timeline as JSON that keeps every field, so that ranks can send theirs to the one that writes the file.
+// timeline_json.h — a timeline as JSON that keeps every field, so that ranks can send theirs to the one that writes the
+// file.
 #pragma once
 
 #include <string>

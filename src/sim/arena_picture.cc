@@ -16,8 +16,14 @@ struct Stay {
 
 class Drawing {
  public:
-  Drawing(const Lowered& lowered, const MemoryPlan& plan, const std::vector<int64_t>& start_ps, const std::vector<int64_t>& end_ps)
-      : lowered_(lowered), program_(*lowered.program), plan_(plan), start_ps_(start_ps), end_ps_(end_ps), kinds_(KindsOfRoots(lowered)) {}
+  Drawing(const Lowered& lowered, const MemoryPlan& plan, const std::vector<int64_t>& start_ps,
+          const std::vector<int64_t>& end_ps)
+      : lowered_(lowered),
+        program_(*lowered.program),
+        plan_(plan),
+        start_ps_(start_ps),
+        end_ps_(end_ps),
+        kinds_(KindsOfRoots(lowered)) {}
 
   ArenaPicture Run() {
     ArenaPicture out;
@@ -26,7 +32,8 @@ class Drawing {
     out.live_bytes = plan_.live_bytes;
     out.fragmentation = plan_.Fragmentation();
     const std::vector<std::vector<Stay>> stays = StaysOfVariants();
-    std::vector<int64_t> open(plan_.blocks.size(), -1), goes_on;  // by block: its piece, when the run before ended with it
+    std::vector<int64_t> open(plan_.blocks.size(), -1),
+        goes_on;  // by block: its piece, when the run before ended with it
     size_t run = 0, entry = 0;
     for (const auto& [phase, count] : program_.RunOrder()) {
       for (int64_t i = 0; i < count; ++i, ++run) {
@@ -48,7 +55,8 @@ class Drawing {
       }
       ++entry;
     }
-    std::stable_sort(out.pieces.begin(), out.pieces.end(), [](const ArenaPiece& a, const ArenaPiece& b) { return a.first < b.first; });
+    std::stable_sort(out.pieces.begin(), out.pieces.end(),
+                     [](const ArenaPiece& a, const ArenaPiece& b) { return a.first < b.first; });
     return out;
   }
 
@@ -68,7 +76,9 @@ class Drawing {
     return out;
   }
 
-  int64_t Slot(size_t run, int32_t place) const { return lowered_.first[run] + 2 * static_cast<int64_t>(run) + place + 1; }
+  int64_t Slot(size_t run, int32_t place) const {
+    return lowered_.first[run] + 2 * static_cast<int64_t>(run) + place + 1;
+  }
 
   int64_t TimeOf(size_t run, int32_t place, bool end) const {
     const int64_t first = lowered_.first[run], behind = lowered_.first[run + 1];
@@ -102,7 +112,8 @@ class Drawing {
 
 }  // namespace
 
-Result<ArenaPicture> DrawArena(const Lowered& lowered, const std::vector<int64_t>& start_ps, const std::vector<int64_t>& end_ps) {
+Result<ArenaPicture> DrawArena(const Lowered& lowered, const std::vector<int64_t>& start_ps,
+                               const std::vector<int64_t>& end_ps) {
   const Program& program = *lowered.program;
   MemoryPlanOptions options;
   for (const Phase& phase : program.phases) options.workspace.emplace_back(phase.ops.size(), 0);

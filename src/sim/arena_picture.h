@@ -1,9 +1,9 @@
-// arena_picture.h — what lies where in the arena of a step, and when: the blocks of its memory plan (ir/memory_plan.h) at the times of a
-// simulated rank's ops.
+// arena_picture.h — what lies where in the arena of a step, and when: the blocks of its memory plan (ir/memory_plan.h)
+// at the times of a simulated rank's ops.
 //
 //   address
-//   ▲  ┌──u1 gathered──┐  ┌─%40─┐        a piece: one block from the op that makes it to the last that touches it; what phases hand
-//   │  ┌─────%12───────┴──┐              on is one piece, and so is what begins before the step
+//   ▲  ┌──u1 gathered──┐  ┌─%40─┐        a piece: one block from the op that makes it to the last that touches it; what
+//   phases hand │  ┌─────%12───────┴──┐              on is one piece, and so is what begins before the step
 //   └──┴──────────────────┴─────► time
 //
 // Kernels' workspaces are in it as far as the profile knows them. Only CPUs have an arena.
@@ -22,10 +22,11 @@ namespace interlace {
 struct ArenaPiece {
   int64_t offset = 0, bytes = 0;
   int64_t start_ps = 0, end_ps = 0;
-  int64_t first = 0, last = 0;  // slots of the step in program order: a piece ends behind what begins in the slots before
+  int64_t first = 0,
+          last = 0;  // slots of the step in program order: a piece ends behind what begins in the slots before
   MemoryKind kind = MemoryKind::kTemporaries;
-  OpId op = kNone;              // that makes it, or that it is inside of; kNone: handed on, a state
-  std::string name;             // "%12 aten.mm", "u3.exp_avg", "inside aten.mm"
+  OpId op = kNone;   // that makes it, or that it is inside of; kNone: handed on, a state
+  std::string name;  // "%12 aten.mm", "u3.exp_avg", "inside aten.mm"
   std::string module;
 };
 
@@ -38,7 +39,8 @@ struct ArenaPicture {
 };
 
 // Error: the program has no plan (ir/memory_plan.h).
-Result<ArenaPicture> DrawArena(const Lowered& program, const std::vector<int64_t>& start_ps, const std::vector<int64_t>& end_ps);
+Result<ArenaPicture> DrawArena(const Lowered& program, const std::vector<int64_t>& start_ps,
+                               const std::vector<int64_t>& end_ps);
 
 // Beginnings and ends of what is persistent, and of the pieces at their addresses.
 Result<std::vector<MemoryEvent>> ArenaEvents(const Lowered& program, const ArenaPicture& picture, int32_t rank);

@@ -10,7 +10,9 @@
 namespace interlace {
 namespace {
 
-int64_t Sum(int64_t a, int64_t b) { return a > kLatest - b ? kLatest : a + b; }
+int64_t Sum(int64_t a, int64_t b) {
+  return a > kLatest - b ? kLatest : a + b;
+}
 // A real factor below one, rounded so that the product is not above the true one.
 int64_t Share(int64_t time, double factor) {
   double scaled = static_cast<double>(time) * factor * (1 - 1e-12);
@@ -60,7 +62,8 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
     const Totals& t = by_phase[phase];
     add(all.compute, t.compute);
     for (size_t i = 0; i < all.lanes.size(); ++i) add(all.lanes[i], t.lanes[i]);
-    for (int i = 0; i < 2; ++i) add(all.send[i], t.send[i]), add(all.receive[i], t.receive[i]), add(all.copies[i], t.copies[i]);
+    for (int i = 0; i < 2; ++i)
+      add(all.send[i], t.send[i]), add(all.receive[i], t.receive[i]), add(all.copies[i], t.copies[i]);
     add(all.files, t.files);
     add(all.steps, t.steps);
     all.core_time += t.core_time;
@@ -68,8 +71,8 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
   return all;
 }
 
-// Longest chain at full rate: an op begins after the last writers of the storages it reads; what a transfer writes counts
-// from its end, for those that come after its wait.
+// Longest chain at full rate: an op begins after the last writers of the storages it reads; what a transfer writes
+// counts from its end, for those that come after its wait.
 int64_t DependencyPath(const Lowered& lowered, int64_t slow) {
   constexpr int64_t kMostOps = 4'000'000;  // a bound over part of a long step is still a bound
   const Program& program = *lowered.program;
@@ -134,13 +137,15 @@ int64_t DependencyPath(const Lowered& lowered, int64_t slow) {
 std::vector<Bound> LowerBounds(const EngineInput& input, const CostModel& model) {
   const ClusterSpec& cluster = model.cluster();
   Bound compute{"compute"}, lanes{"one lane"}, intra{"links within a node"}, inter{"links between nodes"};
-  Bound host{"host bandwidth"}, memory{"host memory"}, files{"file store"}, cores{"cores of a host"}, launches{"launches"}, path{"data dependencies"};
+  Bound host{"host bandwidth"}, memory{"host memory"}, files{"file store"}, cores{"cores of a host"},
+      launches{"launches"}, path{"data dependencies"};
   auto raise = [](Bound& bound, int64_t time) { bound.time_ps = std::max(bound.time_ps, time); };
   int64_t per_node = model.ranks_per_node();
   std::vector<Totals> totals;
   for (size_t r = 0; r < input.programs.size(); ++r) {
     // Folded or equal ranks have equal totals.
-    bool same = r > 0 && input.programs[r] == input.programs[r - 1] && input.compute_slow[r] == input.compute_slow[r - 1];
+    bool same =
+        r > 0 && input.programs[r] == input.programs[r - 1] && input.compute_slow[r] == input.compute_slow[r - 1];
     if (same) {
       totals.push_back(totals.back());
       continue;

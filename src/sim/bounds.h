@@ -1,7 +1,7 @@
 // bounds.h — times that no execution of a program's ops can beat on these machines, in whatever order they are issued.
 //
-// Each is a sum or a path at full rate: compute of a rank, each lane, each direction of a link, host bandwidth, file store,
-// cores, launches, and the longest chain of data dependencies. The largest is the lower bound of the step.
+// Each is a sum or a path at full rate: compute of a rank, each lane, each direction of a link, host bandwidth, file
+// store, cores, launches, and the longest chain of data dependencies. The largest is the lower bound of the step.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace interlace {
 
 struct Bound {
-  std::string_view name;    // "compute", "links between nodes", "data dependencies", ...
+  std::string_view name;  // "compute", "links between nodes", "data dependencies", ...
   int64_t time_ps = 0;
 };
 

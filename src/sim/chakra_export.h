@@ -1,4 +1,5 @@
-// chakra_export.h — a simulated step, or one that ran (measured.h), as Chakra execution traces (trace/chakra.h), one file a rank.
+// chakra_export.h — a simulated step, or one that ran (measured.h), as Chakra execution traces (trace/chakra.h), one
+// file a rank.
 //
 // Every op that takes time or moves bytes is a node; views, releases and waits are not. A wait becomes a control
 // dependency of the next compute node on the transfer; a transfer depends on the compute op before it, which issued it,

@@ -9,7 +9,8 @@
 namespace interlace {
 namespace {
 
-// Walks from the end of the step to its start. Where it stands: a rank's compute lane just before an instance, or a transfer.
+// Walks from the end of the step to its start. Where it stands: a rank's compute lane just before an instance, or a
+// transfer.
 class Tracer {
  public:
   Tracer(const EngineInput& in, const EngineOutput& out) : in_(in), out_(out) {}
@@ -97,7 +98,8 @@ std::string_view PartName(Part part) {
 }  // namespace
 
 std::string ModuleOf(const Program& program, const Op& op) {
-  if (op.module >= 0 && op.module < static_cast<int32_t>(program.modules.size())) return program.modules[op.module].path;
+  if (op.module >= 0 && op.module < static_cast<int32_t>(program.modules.size()))
+    return program.modules[op.module].path;
   if (op.units.empty()) return "";
   for (const Param& param : program.params) {
     if (param.unit != op.units[0]) continue;
@@ -107,7 +109,9 @@ std::string ModuleOf(const Program& program, const Op& op) {
   return "";
 }
 
-std::vector<PathPiece> CriticalPath(const EngineInput& input, const EngineOutput& output) { return Tracer(input, output).Run(); }
+std::vector<PathPiece> CriticalPath(const EngineInput& input, const EngineOutput& output) {
+  return Tracer(input, output).Run();
+}
 
 std::vector<Blame> BlameModules(const EngineInput& input, const std::vector<PathPiece>& path) {
   // By op first: names are made once for each.

@@ -1,5 +1,5 @@
-// critical_path.h — what the step time is made of: a chain of ops and transfers, each begun when the one before it ended,
-// from the end of the step back to its start; and the blame of each module for its part of that chain.
+// critical_path.h — what the step time is made of: a chain of ops and transfers, each begun when the one before it
+// ended, from the end of the step back to its start; and the blame of each module for its part of that chain.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ struct PathPiece {
   enum class Kind : uint8_t { kCompute, kTransfer, kLaunch };  // kLaunch: the device waits for the host
   Kind kind = Kind::kCompute;
   int32_t rank = 0;
-  OpId op = kNone;           // in the rank's program
+  OpId op = kNone;  // in the rank's program
   Lane lane = Lane::kCompute;
   int64_t start_ps = 0, end_ps = 0;
-  int64_t slowed_ps = 0;     // beyond its time alone: sharing and interference
+  int64_t slowed_ps = 0;  // beyond its time alone: sharing and interference
 };
 
 struct Blame {
-  std::string module;        // path, "" for what belongs to none
-  std::string lane;          // "compute" with its part ("compute fwd"), a lane, or "launch"
+  std::string module;  // path, "" for what belongs to none
+  std::string lane;    // "compute" with its part ("compute fwd"), a lane, or "launch"
   int64_t time_ps = 0;
   int64_t slowed_ps = 0;
 };

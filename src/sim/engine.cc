@@ -1,6 +1,5 @@
-#include "sim/engine_impl.h"
-
 #include "ir/text.h"
+#include "sim/engine_impl.h"
 
 namespace interlace::sim {
 
@@ -85,7 +84,8 @@ int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
     case Resource::kIntraLink:
     case Resource::kInterLink: {
       int level = cost.resource == Resource::kInterLink;
-      int64_t share = std::max<int64_t>(cost.sends ? rank.sending[level] : 1, cost.receives ? rank.receiving[level] : 1);
+      int64_t share =
+          std::max<int64_t>(cost.sends ? rank.sending[level] : 1, cost.receives ? rank.receiving[level] : 1);
       int64_t slow = Mul(share * kOne, factor_[set][1]);
       return cost.core_share > 0 ? Mul(slow, CoreSlow(r)) : slow;
     }
@@ -99,7 +99,8 @@ int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
       if (cluster_.cpu) return CoreSlow(r);
       // Steps share what copies leave of the host's memory, and at least half of it.
       double copies = 0;
-      for (int d = 0; d < 2; ++d) copies += cluster_.host_gb_per_s * std::min(1.0, static_cast<double>(node.copies[d]) * copy_share_[d]);
+      for (int d = 0; d < 2; ++d)
+        copies += cluster_.host_gb_per_s * std::min(1.0, static_cast<double>(node.copies[d]) * copy_share_[d]);
       const double all = cluster_.HostMemoryGbPerS(), left = std::max(all - copies, all / 2);
       return FixedPoint(static_cast<double>(std::max<int64_t>(node.steps, 1)) * all / left);
     }
@@ -152,7 +153,8 @@ Error Engine::Deadlock(int32_t r) const {
   std::string missing;
   for (int32_t member : record.members) {
     const std::vector<int32_t>& theirs = out_.ranks[member].transfers;
-    if (std::find(theirs.begin(), theirs.end(), rank.blocked_on) == theirs.end()) missing += " " + std::to_string(member);
+    if (std::find(theirs.begin(), theirs.end(), rank.blocked_on) == theirs.end())
+      missing += " " + std::to_string(member);
   }
   return MakeError("rank ", r, " waits for ever at '", PrintOp(program, program.op(wait.op)), "': ",
                    missing.empty() ? "an earlier transfer on that lane never begins" : "not started by rank" + missing);
@@ -162,6 +164,8 @@ Error Engine::Deadlock(int32_t r) const {
 
 namespace interlace {
 
-Result<EngineOutput> RunEngine(const EngineInput& input, const CostModel& model) { return sim::Engine(input, model).Run(); }
+Result<EngineOutput> RunEngine(const EngineInput& input, const CostModel& model) {
+  return sim::Engine(input, model).Run();
+}
 
 }  // namespace interlace

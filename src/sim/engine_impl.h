@@ -20,7 +20,7 @@ namespace interlace::sim {
 
 inline constexpr int kLanes = kLaneCount;
 inline constexpr int kQueues = kLanes + 4;  // and messages sent to and received from lower and higher ranks
-inline constexpr int kHorizon = 256;  // ops looked ahead when the next event of a compute lane is computed
+inline constexpr int kHorizon = 256;        // ops looked ahead when the next event of a compute lane is computed
 
 inline int64_t Mul(int64_t a, int64_t b) {
   if (b == kOne) return a;
@@ -30,31 +30,31 @@ inline int64_t Mul(int64_t a, int64_t b) {
 struct Transfer {
   const OpCost* cost = nullptr;
   int32_t arrived = 0;
-  bool active = false;           // past its latency: uses links, interferes
-  bool planned = false;          // its end is in the queue, at the rate `slow`
+  bool active = false;   // past its latency: uses links, interferes
+  bool planned = false;  // its end is in the queue, at the rate `slow`
   bool finished = false;
   int64_t remaining_ps = 0;
-  int64_t since_ps = 0;          // remaining_ps is as of this time
+  int64_t since_ps = 0;  // remaining_ps is as of this time
   int64_t slow = kOne;
   uint32_t version = 0;
-  int32_t after = 0;                 // steps on the host that had not ended when it was issued
-  std::vector<int32_t> followers;    // of a step on the host: transfers that wait for it
+  int32_t after = 0;               // steps on the host that had not ended when it was issued
+  std::vector<int32_t> followers;  // of a step on the host: transfers that wait for it
 };
 
 struct RankState {
   // Compute lane.
   const Lowered* program = nullptr;
   size_t run_index = 0;
-  int64_t place = 0;             // in the phase
+  int64_t place = 0;  // in the phase
   int64_t instance = 0;
-  int64_t remaining_ps = 0;      // of the op in hand
-  bool begun = false;            // it has a start time
-  bool tending = false;          // the op in hand is a start or a wait, whose own work on the thread is under way
+  int64_t remaining_ps = 0;  // of the op in hand
+  bool begun = false;        // it has a start time
+  bool tending = false;      // the op in hand is a start or a wait, whose own work on the thread is under way
   int64_t since_ps = 0;
-  bool running = true;           // not held by a wait, not at the end
+  bool running = true;  // not held by a wait, not at the end
   bool finished = false;
-  int32_t blocked_on = -1;       // transfer
-  int64_t own_slow = kOne;       // of this rank's device
+  int32_t blocked_on = -1;  // transfer
+  int64_t own_slow = kOne;  // of this rank's device
   int64_t slow = kOne;
   uint32_t version = 0;
   bool dirty = false;
@@ -63,22 +63,24 @@ struct RankState {
   std::vector<int32_t> active;
   int32_t sending[2] = {0, 0}, receiving[2] = {0, 0};  // transfers on the links within a node and between nodes
   int32_t classes[4] = {0, 0, 0, 0};
-  std::vector<int32_t> in_flight;                      // by value id: the transfer that makes it
-  std::set<int32_t> tended;                            // transfers with a finish_ps, whose finish is done
-  int ClassSet() const { return (classes[0] > 0) | (classes[1] > 0) << 1 | (classes[2] > 0) << 2 | (classes[3] > 0) << 3; }
+  std::vector<int32_t> in_flight;  // by value id: the transfer that makes it
+  std::set<int32_t> tended;        // transfers with a finish_ps, whose finish is done
+  int ClassSet() const {
+    return (classes[0] > 0) | (classes[1] > 0) << 1 | (classes[2] > 0) << 2 | (classes[3] > 0) << 3;
+  }
 };
 
 struct NodeState {
-  int64_t copies[2] = {0, 0};    // h2d, d2h, counted per device
+  int64_t copies[2] = {0, 0};  // h2d, d2h, counted per device
   int64_t files = 0;
-  int64_t steps = 0;             // optimizer steps on the host, per device
-  int64_t demand = 0;            // of cores, fixed point
+  int64_t steps = 0;   // optimizer steps on the host, per device
+  int64_t demand = 0;  // of cores, fixed point
   std::vector<int32_t> ranks;
 };
 
 struct Event {
   int64_t time;
-  int32_t id;                    // a rank's compute lane, or ranks + transfer
+  int32_t id;  // a rank's compute lane, or ranks + transfer
   uint32_t version;
   bool operator>(const Event& o) const { return time != o.time ? time > o.time : id > o.id; }
 };
@@ -87,7 +89,8 @@ class Engine {
  public:
   Engine(const EngineInput& in, const CostModel& model) : in_(in), model_(model), cluster_(model.cluster()) {
     for (int set = 0; set < 16; ++set) {
-      for (int member = 0; member < 4; ++member) factor_[set][member] = FixedPoint(model.interference().factor[set][member]);
+      for (int member = 0; member < 4; ++member)
+        factor_[set][member] = FixedPoint(model.interference().factor[set][member]);
     }
     issue_ps_ = static_cast<int64_t>(cluster_.issue_us * 1e6);
     cores_ = FixedPoint(cluster_.cores);
@@ -103,7 +106,9 @@ class Engine {
   Status SetUp();
   int32_t num_ranks() const { return static_cast<int32_t>(in_.programs.size()); }
   NodeState& NodeOf(int32_t r) { return nodes_[static_cast<size_t>(r / model_.ranks_per_node())]; }
-  const std::vector<LoweredOp>& PhaseOps(const RankState& rank) const { return rank.program->ops[rank.program->run[rank.run_index]]; }
+  const std::vector<LoweredOp>& PhaseOps(const RankState& rank) const {
+    return rank.program->ops[rank.program->run[rank.run_index]];
+  }
   int64_t Launched(int64_t instance) const { return issue_ps_ * instance; }
   void MarkDirty(int32_t r) {
     if (ranks_[r].dirty) return;
@@ -113,7 +118,9 @@ class Engine {
 
   // ---- the compute lane: engine_compute.cc ----
 
-  static bool IsWork(const LoweredOp& op) { return op.kind == LoweredOp::Kind::kCompute || op.kind == LoweredOp::Kind::kFree; }
+  static bool IsWork(const LoweredOp& op) {
+    return op.kind == LoweredOp::Kind::kCompute || op.kind == LoweredOp::Kind::kFree;
+  }
   // Lets the compute lane do its ops until `until`; stops at a start, a wait or the end of the phase.
   void Walk(int32_t r, int64_t until);
   // When Walk will next have to stop, at most kHorizon ops ahead.
@@ -142,7 +149,8 @@ class Engine {
   // Rank r's place along an axis and the others of its group. The last axis is innermost.
   void Group(int32_t r, int axis, std::vector<int32_t>& members, int64_t& number) const;
   Status Issue(int32_t r, const LoweredOp& op);
-  // The queue of a transfer: its lane, or on CPUs that of all collectives; messages do not hold up those of another direction.
+  // The queue of a transfer: its lane, or on CPUs that of all collectives; messages do not hold up those of another
+  // direction.
   int QueueOf(int32_t r, const LoweredOp& op) const;
   int32_t NewTransfer(const RankState& rank, const LoweredOp& op, std::vector<int32_t> members);
   Status SameCollective(int32_t r, const LoweredOp& op, int32_t id) const;

@@ -1,7 +1,6 @@
 // Transfers: who meets whom in which, when each begins and ends, and what it uses meanwhile.
-#include "sim/engine_impl.h"
-
 #include "ir/text.h"
+#include "sim/engine_impl.h"
 
 namespace interlace::sim {
 
@@ -52,7 +51,8 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
   if (started.results.empty()) {  // offload, reload, a step on the host: by storage
     ForEachOperand(started, [&](ValueId operand) {
       const int32_t before = rank.in_flight[operand];
-      if (before >= 0 && !transfers_[before].finished && out_.transfers[before].op->lane == Lane::kHost && op.lane != Lane::kCompute) {
+      if (before >= 0 && !transfers_[before].finished && out_.transfers[before].op->lane == Lane::kHost &&
+          op.lane != Lane::kCompute) {
         ++transfers_[id].after;
         transfers_[before].followers.push_back(id);
       }
@@ -87,8 +87,8 @@ Status Engine::SameCollective(int32_t r, const LoweredOp& op, int32_t id) const 
   const Op& b = theirs.op(record.op->op);
   const OpCost& cost = ranks_[r].program->costs[op.cost];
   if ((a.name == b.name || op.peer >= 0) && cost.bytes == transfers_[id].cost->bytes) return Ok{};
-  return MakeError("rank ", r, " meets the others of its group in another collective:\n  rank ", r, ": ", PrintOp(mine, a),
-                   "\n  others: ", PrintOp(theirs, b));
+  return MakeError("rank ", r, " meets the others of its group in another collective:\n  rank ", r, ": ",
+                   PrintOp(mine, a), "\n  others: ", PrintOp(theirs, b));
 }
 
 void Engine::Arrive(int32_t r, int32_t id, int64_t instance, int32_t before) {

@@ -30,7 +30,8 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
       if (!op.units.empty()) axis = program.units[op.units[0]].axis;
       if (const Arg* given = op.Attr("axis")) axis = given->text;
       for (size_t i = 0; i < program.mesh.size(); ++i) {
-        if (program.mesh[i].name == axis || (axis.empty() && program.mesh.size() == 1)) out.axis = static_cast<int8_t>(i);
+        if (program.mesh[i].name == axis || (axis.empty() && program.mesh.size() == 1))
+          out.axis = static_cast<int8_t>(i);
       }
     }
     out.cost = static_cast<int32_t>(costs.size());

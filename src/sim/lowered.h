@@ -12,27 +12,30 @@ namespace interlace {
 struct LoweredOp {
   enum class Kind : uint8_t { kFree, kCompute, kStart, kWait };
   Kind kind = Kind::kFree;
-  Lane lane = Lane::kCompute;      // of a transfer
-  bool blocking = false;           // a start that the compute lane waits for at once (recv)
-  int8_t axis = -1;                // index in the mesh of a collective; -1: the rank alone, or with `peer`
-  int32_t peer = -1;               // the other rank of a message; the k-th one sent to it is the k-th that it receives from here
-  bool receives = false;           // of a message
+  Lane lane = Lane::kCompute;  // of a transfer
+  bool blocking = false;       // a start that the compute lane waits for at once (recv)
+  int8_t axis = -1;            // index in the mesh of a collective; -1: the rank alone, or with `peer`
+  int32_t peer = -1;      // the other rank of a message; the k-th one sent to it is the k-th that it receives from here
+  bool receives = false;  // of a message
   OpId op = kNone;
-  int32_t cost = -1;               // of a start: index in Lowered::costs
-  int64_t work_ps = 0;             // of compute, alone on its cores
+  int32_t cost = -1;    // of a start: index in Lowered::costs
+  int64_t work_ps = 0;  // of compute, alone on its cores
   int64_t transient_bytes = 0;
 };
 
 struct Lowered {
   const Program* program = nullptr;
-  std::vector<const Phase*> phases;              // distinct
-  std::vector<std::vector<LoweredOp>> ops;       // by distinct phase
-  std::vector<int32_t> run;                      // distinct phase of each run of a phase, in order
-  std::vector<int64_t> first;                    // instance number of its first op; one more entry at the end
+  std::vector<const Phase*> phases;         // distinct
+  std::vector<std::vector<LoweredOp>> ops;  // by distinct phase
+  std::vector<int32_t> run;                 // distinct phase of each run of a phase, in order
+  std::vector<int64_t> first;               // instance number of its first op; one more entry at the end
   std::vector<OpCost> costs;
-  // By distinct phase and place: what reductions under way receive into while the op runs (cpu), or empty: receive_buffers.h
+  // By distinct phase and place: what reductions under way receive into while the op runs (cpu), or empty:
+  // receive_buffers.h
   std::vector<std::vector<int64_t>> receive_bytes;
-  int64_t ReceiveAt(size_t phase, size_t place) const { return receive_bytes.empty() ? 0 : receive_bytes[phase][place]; }
+  int64_t ReceiveAt(size_t phase, size_t place) const {
+    return receive_bytes.empty() ? 0 : receive_bytes[phase][place];
+  }
   int64_t instances() const { return first.back(); }
   // Phase, place in it, and op of an instance.
   const LoweredOp& At(int64_t instance, size_t& run_index) const;

@@ -13,9 +13,11 @@ constexpr int64_t kLatestNs = kLatest / 1000;
 // Puts the recorded times of one rank at the instances of the program's ops.
 class Placing {
  public:
-  Placing(Simulation& s, int32_t rank) : s_(s), lowered_(*s.lowered), rank_(rank), place_(lowered_.program->num_ops(), {-1, 0}) {
+  Placing(Simulation& s, int32_t rank)
+      : s_(s), lowered_(*s.lowered), rank_(rank), place_(lowered_.program->num_ops(), {-1, 0}) {
     for (size_t p = 0; p < lowered_.phases.size(); ++p) {
-      for (size_t i = 0; i < lowered_.ops[p].size(); ++i) place_[lowered_.ops[p][i].op] = {static_cast<int32_t>(p), static_cast<int64_t>(i)};
+      for (size_t i = 0; i < lowered_.ops[p].size(); ++i)
+        place_[lowered_.ops[p][i].op] = {static_cast<int32_t>(p), static_cast<int64_t>(i)};
     }
   }
 
@@ -37,7 +39,8 @@ class Placing {
     for (const MeasuredTime& t : measured.transfers) {
       INTERLACE_ASSIGN(const int64_t instance, InstanceOf(t));
       auto [at, first] = moved.try_emplace(instance, t.begin_ns * 1000, t.end_ns * 1000);
-      if (!first) at->second = {std::min(at->second.first, t.begin_ns * 1000), std::max(at->second.second, t.end_ns * 1000)};
+      if (!first)
+        at->second = {std::min(at->second.first, t.begin_ns * 1000), std::max(at->second.second, t.end_ns * 1000)};
     }
     AddTransfers(r, moved);
     s_.output.makespan_ps = std::max(s_.output.makespan_ps, now);
@@ -49,9 +52,11 @@ class Placing {
     if (t.begin_ns < 0 || t.end_ns < t.begin_ns || t.end_ns >= kLatestNs) {
       return MakeError("rank ", rank_, ": op ", t.op, " was recorded from ", t.begin_ns, " to ", t.end_ns, " ns");
     }
-    const bool known = t.op >= 0 && t.op < static_cast<int64_t>(place_.size()) && t.run >= 0 && t.run < static_cast<int64_t>(lowered_.run.size());
+    const bool known = t.op >= 0 && t.op < static_cast<int64_t>(place_.size()) && t.run >= 0 &&
+                       t.run < static_cast<int64_t>(lowered_.run.size());
     if (!known || place_[t.op].first != lowered_.run[t.run]) {
-      return MakeError("rank ", rank_, ": op ", t.op, " was recorded in run ", t.run, ", where the program does not have it");
+      return MakeError("rank ", rank_, ": op ", t.op, " was recorded in run ", t.run,
+                       ", where the program does not have it");
     }
     return lowered_.first[t.run] + place_[t.op].second;
   }
@@ -96,7 +101,8 @@ Result<Simulation> Measured(const Program& program, const std::vector<MeasuredRa
   }
   INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));
   s.lowered = std::make_unique<Lowered>(std::move(lowered));
-  for (size_t rank = 0; rank < ranks.size(); ++rank) INTERLACE_TRY(Placing(s, static_cast<int32_t>(rank)).Run(ranks[rank]));
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    INTERLACE_TRY(Placing(s, static_cast<int32_t>(rank)).Run(ranks[rank]));
   return s;
 }
 

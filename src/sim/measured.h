@@ -1,10 +1,11 @@
-// measured.h — a step that ran, in the place of a simulated one: chakra_export.h and SimulationSnapshot then write it in the same
-// formats, so that a prediction and a measurement are read by the same tools.
+// measured.h — a step that ran, in the place of a simulated one: chakra_export.h and SimulationSnapshot then write it
+// in the same formats, so that a prediction and a measurement are read by the same tools.
 //
-//   runtime: (run, op, begin, end) of every op and transfer  ->  Measured  ->  SimulationChakra(s, rank), SimulationSnapshot(s)
+//   runtime: (run, op, begin, end) of every op and transfer  ->  Measured  ->  SimulationChakra(s, rank),
+//   SimulationSnapshot(s)
 //
-// Times are of the clock that all ranks share, in nanoseconds from the first rank's begin. What was not recorded (views,
-// transfers of a rank alone) takes the place that program order leaves it.
+// Times are of the clock that all ranks share, in nanoseconds from the first rank's begin. What was not recorded
+// (views, transfers of a rank alone) takes the place that program order leaves it.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,8 @@ struct MeasuredRank {
   std::vector<MeasuredTime> transfers;  // by the op that started them, in order of issue
 };
 
-// One record a rank; `program` must outlive the result, of which only ranks, transfers and times are filled. Error: another number of
-// ranks than the program has, an op or a run that it does not have, times that are none.
+// One record a rank; `program` must outlive the result, of which only ranks, transfers and times are filled. Error:
+// another number of ranks than the program has, an op or a run that it does not have, times that are none.
 Result<Simulation> Measured(const Program& program, const std::vector<MeasuredRank>& ranks);
 
 }  // namespace interlace

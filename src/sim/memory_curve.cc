@@ -96,7 +96,9 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     size_t run = std::find(lowered.run.begin(), lowered.run.end(), static_cast<int32_t>(p)) - lowered.run.begin();
     for (size_t i = 0; i < count; ++i) {
       at_op[i] = life.live_before[i];
-      for (int64_t more : {results[i], lowered.ops[p][i].transient_bytes, lowered.ReceiveAt(p, i), out.persistent_bytes}) INTERLACE_TRY(AddBytes(at_op[i], more));
+      for (int64_t more :
+           {results[i], lowered.ops[p][i].transient_bytes, lowered.ReceiveAt(p, i), out.persistent_bytes})
+        INTERLACE_TRY(AddBytes(at_op[i], more));
       MemoryPeak here{at_op[i], run, static_cast<int64_t>(i), lowered.ops[p][i].op};
       if (run < lowered.run.size()) all.push_back(here);
     }
@@ -105,10 +107,11 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   auto larger = [](const MemoryPeak& a, const MemoryPeak& b) { return a.bytes > b.bytes; };
   size_t kept = std::min<size_t>(all.size(), 10);
   // Equal ones in program order: the sort is stable by the tie on place.
-  std::partial_sort(all.begin(), all.begin() + static_cast<int64_t>(kept), all.end(), [&](const MemoryPeak& a, const MemoryPeak& b) {
-    if (a.bytes != b.bytes) return larger(a, b);
-    return a.run_index != b.run_index ? a.run_index < b.run_index : a.place < b.place;
-  });
+  std::partial_sort(all.begin(), all.begin() + static_cast<int64_t>(kept), all.end(),
+                    [&](const MemoryPeak& a, const MemoryPeak& b) {
+                      if (a.bytes != b.bytes) return larger(a, b);
+                      return a.run_index != b.run_index ? a.run_index < b.run_index : a.place < b.place;
+                    });
   all.resize(kept);
   out.top = std::move(all);
   if (out.top.empty()) {
@@ -123,12 +126,15 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   if (out.peak.place >= 0) {
     int32_t at = static_cast<int32_t>(out.peak.place);
     for (const StorageLife& s : lives[lowered.run[out.peak.run_index]].storages) {
-      if (s.first <= at && at <= s.last) out.holders.push_back({NameOf(program, s.root), ModuleOfValue(program, s.root), s.bytes});
+      if (s.first <= at && at <= s.last)
+        out.holders.push_back({NameOf(program, s.root), ModuleOfValue(program, s.root), s.bytes});
     }
     int64_t transient = lowered.ops[lowered.run[out.peak.run_index]][at].transient_bytes;
     const int64_t receive = lowered.ReceiveAt(lowered.run[out.peak.run_index], at);
     if (receive > 0) out.holders.push_back({"receive buffers of reductions", "", receive});
-    if (transient > 0) out.holders.push_back({"inside " + program.op(out.peak.op).name, ModuleOf(program, program.op(out.peak.op)), transient});
+    if (transient > 0)
+      out.holders.push_back(
+          {"inside " + program.op(out.peak.op).name, ModuleOf(program, program.op(out.peak.op)), transient});
   }
   StableSort(out.holders, [](const MemoryHolder& a, const MemoryHolder& b) { return a.bytes > b.bytes; });
   return out;
@@ -169,7 +175,8 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
   auto end = [&](ValueId root, int64_t time_ps) {
     if (storage[root] < 0) return;
     MemoryEvent& e = out.emplace_back();
-    e.rank = rank, e.time_ns = time_ps / 1000, e.allocate = false, e.storage = storage[root], e.name = NameOf(program, root);
+    e.rank = rank, e.time_ns = time_ps / 1000, e.allocate = false, e.storage = storage[root],
+    e.name = NameOf(program, root);
     storage[root] = -1;
   };
   const Residency residency = ComputeResidency(program);
@@ -219,7 +226,8 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
     for (ValueId id : phase.gives) {
       ValueId root = program.RootOf(id);
       const Value& value = program.value(root);
-      if (value.kind == ValueKind::kResult || value.kind == ValueKind::kTake) storage[root] = -1;  // goes on under another name
+      if (value.kind == ValueKind::kResult || value.kind == ValueKind::kTake)
+        storage[root] = -1;  // goes on under another name
     }
     for (const StorageLife& s : lives[p].storages) {  // alive at the end and not given; states go on
       if (program.value(s.root).kind != ValueKind::kState) end(s.root, phase_end);

@@ -1,8 +1,8 @@
 // memory_curve.h — bytes alive on a rank as its ops are issued, by storage (ir/liveness.h), and what fills the peak.
 //
-// At an op: what is persistent (parameters without a unit, buffers, constants, states, those of one step too) + storages of results
-// and takes that live just before it + its own new results + its transient; on CPUs + the receive buffers of reductions under way.
-// Inputs belong to the caller and are given apart.
+// At an op: what is persistent (parameters without a unit, buffers, constants, states, those of one step too) +
+// storages of results and takes that live just before it + its own new results + its transient; on CPUs + the receive
+// buffers of reductions under way. Inputs belong to the caller and are given apart.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ namespace interlace {
 
 struct MemoryPeak {
   int64_t bytes = 0;
-  size_t run_index = 0;        // of the phase's run
-  int64_t place = -1;          // of the op in its phase
+  size_t run_index = 0;  // of the phase's run
+  int64_t place = -1;    // of the op in its phase
   OpId op = kNone;
 };
 
 struct MemoryHolder {
-  std::string name;            // "u0.exp_avg", "%12 aten.mm", a parameter's name
+  std::string name;  // "u0.exp_avg", "%12 aten.mm", a parameter's name
   std::string module;
   int64_t bytes = 0;
 };
@@ -33,7 +33,7 @@ struct MemoryCurve {
   // By distinct phase and place: bytes while that op runs, persistent ones included.
   std::vector<std::vector<int64_t>> at_op;
   MemoryPeak peak;
-  std::vector<MemoryHolder> holders;   // what lives at the peak, largest first
+  std::vector<MemoryHolder> holders;  // what lives at the peak, largest first
   // The ops that need most, by distinct place, largest first; at most 10.
   std::vector<MemoryPeak> top;
 };

@@ -132,11 +132,13 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
     for (size_t i = 0; i < count; ++i) {
       for (size_t kind = 0; kind < kMemoryKinds; ++kind) now[kind] += change[i][kind];
       at_op[i] = now;
-      at_op[i][static_cast<size_t>(MemoryKind::kWorkspace)] += lowered.ops[p][i].transient_bytes + lowered.ReceiveAt(p, i);
+      at_op[i][static_cast<size_t>(MemoryKind::kWorkspace)] +=
+          lowered.ops[p][i].transient_bytes + lowered.ReceiveAt(p, i);
     }
     if (!peak_here) continue;
     const LoweredOp& at = lowered.ops[p][curve.peak.place];
-    if (const int64_t receive = lowered.ReceiveAt(p, curve.peak.place); receive > 0) hold(MemoryKind::kWorkspace, "", receive);
+    if (const int64_t receive = lowered.ReceiveAt(p, curve.peak.place); receive > 0)
+      hold(MemoryKind::kWorkspace, "", receive);
     if (at.transient_bytes > 0) hold(MemoryKind::kWorkspace, ModuleOf(program, program.op(at.op)), at.transient_bytes);
   }
   for (auto& [key, holder] : holders) out.at_peak.push_back(std::move(holder));

@@ -16,7 +16,8 @@ std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Lowered& lowered) {
   std::vector<std::vector<int64_t>> out;
   for (const auto& ops : lowered.ops) out.emplace_back(ops.size(), 0);
   for (const PlanVariant& v : plan->variants) {
-    const auto phase = static_cast<size_t>(std::find(lowered.phases.begin(), lowered.phases.end(), v.phase) - lowered.phases.begin());
+    const auto phase =
+        static_cast<size_t>(std::find(lowered.phases.begin(), lowered.phases.end(), v.phase) - lowered.phases.begin());
     if (phase == lowered.phases.size()) continue;
     const auto count = static_cast<int32_t>(out[phase].size());
     std::vector<int64_t> change(static_cast<size_t>(count) + 1, 0);

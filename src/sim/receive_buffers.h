@@ -1,5 +1,5 @@
-// receive_buffers.h — memory of reductions on CPUs: what the other ranks send arrives in a buffer in the step's arena, which lives
-// from the start of the reduction until it is waited for (ir/memory_plan.h).
+// receive_buffers.h — memory of reductions on CPUs: what the other ranks send arrives in a buffer in the step's arena,
+// which lives from the start of the reduction until it is waited for (ir/memory_plan.h).
 #pragma once
 
 #include <cstdint>

@@ -50,7 +50,9 @@ void WritePhases(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
   for (size_t run = 0; run < lowered.run.size(); ++run) {
     int64_t first = lowered.first[run], end = lowered.first[run + 1];
     if (first == end) continue;
-    w.BeginObject().Field("name", lowered.phases[lowered.run[run]]->name).Field("start_us", Microseconds(rank.start_ps[first]));
+    w.BeginObject()
+        .Field("name", lowered.phases[lowered.run[run]]->name)
+        .Field("start_us", Microseconds(rank.start_ps[first]));
     w.Field("end_us", Microseconds(rank.end_ps[end - 1])).EndObject();
   }
   w.EndArray();
@@ -91,7 +93,9 @@ void WriteArena(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
   std::vector<ArenaPiece>& pieces = arena->pieces;
   const size_t all = pieces.size();
   if (all > kMostPieces) {
-    const auto area = [](const ArenaPiece& p) { return static_cast<double>(p.bytes) * static_cast<double>(p.end_ps - p.start_ps + 1); };
+    const auto area = [](const ArenaPiece& p) {
+      return static_cast<double>(p.bytes) * static_cast<double>(p.end_ps - p.start_ps + 1);
+    };
     std::vector<double> areas;
     for (const ArenaPiece& piece : pieces) areas.push_back(area(piece));
     std::nth_element(areas.begin(), areas.begin() + kMostPieces - 1, areas.end(), std::greater<>());
@@ -128,7 +132,9 @@ void WritePath(JsonWriter& w, const Simulation& s) {
            s.path[end].kind == first.kind)
       ++end;
     std::string_view lane = first.kind == PathPiece::Kind::kLaunch ? "launch" : LaneName(first.lane);
-    w.BeginObject().Field("start_us", Microseconds(first.start_ps)).Field("end_us", Microseconds(s.path[end - 1].end_ps));
+    w.BeginObject()
+        .Field("start_us", Microseconds(first.start_ps))
+        .Field("end_us", Microseconds(s.path[end - 1].end_ps));
     w.Field("lane", lane).Field("rank", first.rank).EndObject();
     i = end;
   }

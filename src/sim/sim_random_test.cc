@@ -1,4 +1,5 @@
-// Properties over random steps: bounds, equal bits, folding, memory against a count by hand, well-formed traces; and speed.
+// Properties over random steps: bounds, equal bits, folding, memory against a count by hand, well-formed traces; and
+// speed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -49,7 +50,8 @@ Result<Simulation> RandomSimulation(std::mt19937& random, const Program& program
   if (random() % 8 == 0) options.slow.emplace_back(random() % ranks, 1 + static_cast<double>(random() % 30) / 10);
   if (random() % 4 == 0) {  // a changed machine obeys the same rules
     WhatIf& w = options.what_if;
-    for (double* factor : {&w.compute, &w.links, &w.latency, &w.copies, &w.launches}) *factor = static_cast<double>(random() % 5) / 2;
+    for (double* factor : {&w.compute, &w.links, &w.latency, &w.copies, &w.launches})
+      *factor = static_cast<double>(random() % 5) / 2;
     w.interference = random() % 2 == 0;
     if (w.compute == 0) w.compute = 0.5;  // the bounds say something only of a step that takes time
   }
@@ -116,8 +118,9 @@ TEST(RandomSteps, FoldedIsAllRanks) {
   }
 }
 
-// docs/ir.md, read again: a storage lives from the op that defines its root (a take: from the start) to the last op that
-// touches any value of that root, or its release; a start's sources live to its wait. Every place is counted by itself.
+// docs/ir.md, read again: a storage lives from the op that defines its root (a take: from the start) to the last op
+// that touches any value of that root, or its release; a start's sources live to its wait. Every place is counted by
+// itself.
 int64_t CountByHand(const Program& program, const Phase& phase, size_t place) {
   int64_t bytes = 0;
   auto touches = [&](const Op& op, ValueId root) {
@@ -136,7 +139,8 @@ int64_t CountByHand(const Program& program, const Phase& phase, size_t place) {
     int64_t first = -1, last = -1, released = -1;
     for (size_t i = 0; i < phase.ops.size(); ++i) {
       const Op& op = program.op(phase.ops[i]);
-      if (std::find(op.results.begin(), op.results.end(), root) != op.results.end()) defined = true, first = static_cast<int64_t>(i);
+      if (std::find(op.results.begin(), op.results.end(), root) != op.results.end())
+        defined = true, first = static_cast<int64_t>(i);
       if (touches(op, root)) last = std::max(last, static_cast<int64_t>(i));
       if (op.name == "release" && touches(op, root)) released = static_cast<int64_t>(i);
       // A source lives until the wait for any of the results.
@@ -239,7 +243,8 @@ TEST(RandomSteps, AStepThatIsRecordedIsTheStepThatRan) {
         ASSERT_EQ(again.ops[k].begin_ns, records[r].ops[k].begin_ns) << i << "\n" << Print(program);
         ASSERT_EQ(again.ops[k].end_ns, records[r].ops[k].end_ns);
       }
-      for (size_t k = 0; k < again.transfers.size(); ++k) ASSERT_EQ(again.transfers[k].end_ns, records[r].transfers[k].end_ns) << i << "\n" << Print(program);
+      for (size_t k = 0; k < again.transfers.size(); ++k)
+        ASSERT_EQ(again.transfers[k].end_ns, records[r].transfers[k].end_ns) << i << "\n" << Print(program);
       EXPECT_EQ(SimulationChakra(*measured, static_cast<int32_t>(r)).empty(), false);
     }
     Result<std::string> a = SimulationSnapshot(*s), b = SimulationSnapshot(*measured);
@@ -262,7 +267,8 @@ TEST(Measured, WhatIsNotOfTheProgramIsNamed) {
   EXPECT_NE(error({0, first, 9, 5}).find("was recorded from 9 to 5 ns"), std::string::npos);
   EXPECT_NE(error({0, first, -1, 5}).find("was recorded from -1"), std::string::npos);
   EXPECT_NE(error({0, first, 1, INT64_MAX}).find("was recorded from 1"), std::string::npos);
-  for (MeasuredTime time : std::vector<MeasuredTime>{{0, -1, 1, 2}, {0, 1 << 30, 1, 2}, {-1, first, 1, 2}, {1 << 30, first, 1, 2}}) {
+  for (MeasuredTime time :
+       std::vector<MeasuredTime>{{0, -1, 1, 2}, {0, 1 << 30, 1, 2}, {-1, first, 1, 2}, {1 << 30, first, 1, 2}}) {
     EXPECT_NE(error(time).find("where the program does not have it"), std::string::npos);
   }
   EXPECT_NE(ErrorOf(Measured(program, {})).find("rank"), std::string::npos);

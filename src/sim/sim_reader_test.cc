@@ -22,7 +22,20 @@ std::string ReadGolden(const std::string& name) {
 
 // A few bytes changed, cut out, doubled, or replaced by numbers that break careless readers.
 std::string Damaged(std::string text, std::mt19937& random) {
-  static const char* kNasty[] = {"-1", "0", "9223372036854775807", "99999999999999999999", "1e400", "nan", "\"", "[", "]", "%4294967295", "\n", "\\x", "%0", "#"};
+  static const char* kNasty[] = {"-1",
+                                 "0",
+                                 "9223372036854775807",
+                                 "99999999999999999999",
+                                 "1e400",
+                                 "nan",
+                                 "\"",
+                                 "[",
+                                 "]",
+                                 "%4294967295",
+                                 "\n",
+                                 "\\x",
+                                 "%0",
+                                 "#"};
   for (int edits = 1 + static_cast<int>(random() % 4); edits > 0 && !text.empty(); --edits) {
     size_t at = random() % text.size();
     switch (random() % 5) {
@@ -49,7 +62,8 @@ std::string Damaged(std::string text, std::mt19937& random) {
 
 TEST(Readers, DamagedProgramsClustersAndProfiles) {
   std::mt19937 random(11);
-  std::string program = ReadGolden("step.il"), profile = ReadGolden("step.profile"), cluster = *PresetCluster("local-2");
+  std::string program = ReadGolden("step.il"), profile = ReadGolden("step.profile"),
+              cluster = *PresetCluster("local-2");
   int fine = 0;
   for (int i = 0; i < 6000; ++i) {
     std::string p = i % 3 == 0 ? Damaged(program, random) : program;
@@ -69,7 +83,8 @@ TEST(Readers, DamagedProgramsClustersAndProfiles) {
 TEST(Readers, DamagedTraces) {
   std::mt19937 random(12);
   std::string program = ReadGolden("step.il");
-  std::string trace = *SimulateText(program, "local-2", "", "trace", {}), snapshot = *SimulateText(program, "local-2", "", "snapshot", {});
+  std::string trace = *SimulateText(program, "local-2", "", "trace", {}),
+              snapshot = *SimulateText(program, "local-2", "", "snapshot", {});
   int refused = 0;
   for (int i = 0; i < 3000; ++i) {
     refused += !CheckChromeTrace(Damaged(trace, random)).ok();

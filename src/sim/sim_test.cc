@@ -15,14 +15,15 @@ namespace {
 
 constexpr int64_t kUs = 1'000'000;  // picoseconds
 
-// A program of two units of 1000 floats a rank on a mesh of two, with the given ops. Times: aten.relu of n floats moves 8n
-// bytes, so takes 8n ns; a gather moves 4000 bytes, so takes 4 us.
+// A program of two units of 1000 floats a rank on a mesh of two, with the given ops. Times: aten.relu of n floats moves
+// 8n bytes, so takes 8n ns; a gather moves 4000 bytes, so takes 4 us.
 Program Step(const std::string& ops, const std::string& update = "", const std::string& inputs = "") {
   int ranks = 2;
   std::string n = std::to_string(1024 * ranks);
   std::string text = "interlace 1 scheduled\nmesh dp " + std::to_string(ranks) +
-                     "\nmodule 0 \"\" \"Net\"\nmodule 1 \"fc\" \"Linear\"\nunit u0 dp f32 numel " + n + " shard 1024\nunit u1 dp f32 numel " +
-                     n + " shard 1024\ninput %0: f32[1000] \"x\"\n" + inputs + "state %1: f32[1024] u0.shard persistent\nstate %2: f32[1024] u1.shard " +
+                     "\nmodule 0 \"\" \"Net\"\nmodule 1 \"fc\" \"Linear\"\nunit u0 dp f32 numel " + n +
+                     " shard 1024\nunit u1 dp f32 numel " + n + " shard 1024\ninput %0: f32[1000] \"x\"\n" + inputs +
+                     "state %1: f32[1024] u0.shard persistent\nstate %2: f32[1024] u1.shard " +
                      "persistent\nphase micro_batch takes () gives () {\n" + ops + "}\n" +
                      (update.empty() ? "" : "phase update takes () gives () {\n" + update + "}\n");
   Result<Program> program = Parse(text);
@@ -140,7 +141,9 @@ TEST(Simulate, AStepOnTheHostRunsBesideComputeAndHoldsUpItsReload) {
       "  %10: f32[1000] = aten.relu(%0) {fwd}\n"
       "  reload.wait(%1) {fwd}\n"
       "  %11: f32[1000] = aten.relu(%10) {fwd}\n",
-      "", "state %3: f32[1024] u0.grad step out\nstate %4: f32[1024] u0.exp_avg persistent out\nstate %5: f32[1024] u0.exp_avg_sq persistent out\n");
+      "",
+      "state %3: f32[1024] u0.grad step out\nstate %4: f32[1024] u0.exp_avg persistent out\nstate %5: f32[1024] "
+      "u0.exp_avg_sq persistent out\n");
   ClusterSpec cluster = RoundCluster(2, 1);
   cluster.host_memory_gb_per_s = 2;
   Simulation s = Simulated(program, cluster);
@@ -169,12 +172,17 @@ TEST(Simulate, InterferenceIsMistsAlgorithm) {
     std::array<int64_t, 4> n;
     for (int64_t& x : n) x = 1 + static_cast<int64_t>(random() % 5000);
     std::string inputs;
-    for (int i = 0; i < 4; ++i) inputs += "input %" + std::to_string(3 + i) + ": f32[" + std::to_string(n[i]) + "] \"i" + std::to_string(i) + "\"\n";
+    for (int i = 0; i < 4; ++i)
+      inputs +=
+          "input %" + std::to_string(3 + i) + ": f32[" + std::to_string(n[i]) + "] \"i" + std::to_string(i) + "\"\n";
     auto type = [&](int i) { return "f32[" + std::to_string(n[i]) + "]"; };
-    Program program = Step("  %10: " + type(1) + " = all_reduce.start(%4) {fwd lane=gather axis=dp}\n  reload.start(%5) {fwd}\n"
-                               "  offload.start(%6) {fwd}\n  %13: " + type(0) +
-                               " = aten.relu(%3) {fwd}\n  all_reduce.wait(%10) {fwd}\n  reload.wait(%5) {fwd}\n  offload.wait(%6) {fwd}\n",
-                           "", inputs);
+    Program program = Step(
+        "  %10: " + type(1) +
+            " = all_reduce.start(%4) {fwd lane=gather axis=dp}\n  reload.start(%5) {fwd}\n"
+            "  offload.start(%6) {fwd}\n  %13: " +
+            type(0) +
+            " = aten.relu(%3) {fwd}\n  all_reduce.wait(%10) {fwd}\n  reload.wait(%5) {fwd}\n  offload.wait(%6) {fwd}\n",
+        "", inputs);
     ClusterSpec cluster = RoundCluster(2, 2);
     cluster.interference_factors = factors;
     Simulation s = Simulated(program, cluster);
@@ -191,18 +199,18 @@ TEST(Simulate, CoresOfAHostAreShared) {
   ClusterSpec cluster = RoundCluster(2, 2);
   cluster.cpu = true;
   cluster.cores = 2;
-  cluster.intra.gb_per_s = 0.256;            // 16 us
-  cluster.comm_core_us_per_mb = 1953.125;    // 8 us of a core for 4096 bytes: half a core
+  cluster.intra.gb_per_s = 0.256;          // 16 us
+  cluster.comm_core_us_per_mb = 1953.125;  // 8 us of a core for 4096 bytes: half a core
   Simulation s = Simulated(program, cluster);
-  // Two ranks compute (2 cores) and move data (2 x 1/2): 3 wanted, 2 there. Compute takes 12 us, the transfer has then done
-  // 8 of its 16 us and the lane waits; 1 core is wanted, and 8 us are left.
+  // Two ranks compute (2 cores) and move data (2 x 1/2): 3 wanted, 2 there. Compute takes 12 us, the transfer has then
+  // done 8 of its 16 us and the lane waits; 1 core is wanted, and 8 us are left.
   EXPECT_NEAR(static_cast<double>(s.output.transfers[0].end_ps), 20.0 * kUs, 20);
   EXPECT_NEAR(static_cast<double>(s.makespan_ps()), 28.0 * kUs, 20);
   EXPECT_NEAR(static_cast<double>(Simulated(program, cluster, {.every_rank = true}).makespan_ps()), 28.0 * kUs, 20);
 }
 
-// On a CPU, with a profile: transfers go out in the order of issue, the latency of one that queues is over before its turn, and
-// starting and finishing are work of the compute lane.
+// On a CPU, with a profile: transfers go out in the order of issue, the latency of one that queues is over before its
+// turn, and starting and finishing are work of the compute lane.
 TEST(Simulate, CollectivesOfACpuAreMessagesInOrder) {
   ProfileTable profile = *ParseProfile(R"(interlace-profile 1
 fingerprint "here"
@@ -211,7 +219,8 @@ collective gather ranks 2 bytes 1 us 5
 collective gather ranks 2 bytes 8192 us 25
 finish gather ranks 2 bytes 8192 us 4
 issue us 1
-)", "p");
+)",
+                                       "p");
   ClusterSpec cluster = RoundCluster(2, 2);
   cluster.cpu = true;
   cluster.cores = 8;
@@ -225,8 +234,8 @@ issue us 1
 )");
   Result<Simulation> s = Simulate(gathers, cluster, &profile, {});
   ASSERT_TRUE(s.ok()) << ErrorOf(s);
-  // The first: 5 us of latency and 16 of transfer; the second follows at once, its latency is over: 21 + 16. The lane starts both
-  // (2 us), waits until 21, finishes the first (25), computes (33), waits until 37 and finishes the second.
+  // The first: 5 us of latency and 16 of transfer; the second follows at once, its latency is over: 21 + 16. The lane
+  // starts both (2 us), waits until 21, finishes the first (25), computes (33), waits until 37 and finishes the second.
   EXPECT_EQ(s->output.transfers[0].end_ps, 21 * kUs);
   EXPECT_EQ(s->output.transfers[1].end_ps, 37 * kUs);
   EXPECT_EQ(s->makespan_ps(), 41 * kUs);
@@ -270,7 +279,8 @@ TEST(Simulate, ASlowRankHoldsTheOthers) {
   EXPECT_EQ(s.use[0].blocked_ps, 12'096'000);
   EXPECT_EQ(ErrorOf(Simulate(program, RoundCluster(2, 2), nullptr, {.slow = {{2, 2.0}}})),
             "rank 2 is to be slow, but the program's mesh has 2 ranks");
-  EXPECT_EQ(ErrorOf(Simulate(program, RoundCluster(2, 2), nullptr, {.slow = {{1, 0.5}}})), "rank 1 cannot be 0.5 times slower; give 1 to 1000");
+  EXPECT_EQ(ErrorOf(Simulate(program, RoundCluster(2, 2), nullptr, {.slow = {{1, 0.5}}})),
+            "rank 1 cannot be 0.5 times slower; give 1 to 1000");
 }
 
 TEST(Simulate, RanksThatDoNotMeet) {
@@ -280,36 +290,47 @@ TEST(Simulate, RanksThatDoNotMeet) {
   Lowered a = *Lower(with, model), b = *Lower(without, other);
   EXPECT_EQ(ErrorOf(RunEngine({{&a, &b}, {kOne, kOne}, 1}, model)),
             "rank 0 waits for ever at 'gather.wait(%10) {fwd}': not started by rank 1");
-  Program bigger = Step("  %10: f32[2048], %11: f32[2048] = gather.start(%1, %2) {fwd units=[u0,u1]}\n  gather.wait(%10, %11) {fwd}\n");
+  Program bigger = Step(
+      "  %10: f32[2048], %11: f32[2048] = gather.start(%1, %2) {fwd units=[u0,u1]}\n  gather.wait(%10, %11) {fwd}\n");
   CostModel third = *CostModel::Create(bigger, cluster, nullptr);
   Lowered c = *Lower(bigger, third);
-  EXPECT_NE(ErrorOf(RunEngine({{&a, &c}, {kOne, kOne}, 1}, model)).find("rank 1 meets the others of its group in another collective"),
+  EXPECT_NE(ErrorOf(RunEngine({{&a, &c}, {kOne, kOne}, 1}, model))
+                .find("rank 1 meets the others of its group in another collective"),
             std::string::npos);
 }
 
 TEST(Simulate, AccumulationRepeatsPhases) {
-  Program program = Step("  %10: f32[1000] = aten.relu(%0) {fwd}\n", "  update.sgd(%1, %2) {upd units=[u0] scale=1.0}\n");
+  Program program =
+      Step("  %10: f32[1000] = aten.relu(%0) {fwd}\n", "  update.sgd(%1, %2) {upd units=[u0] scale=1.0}\n");
   program.accumulation = 5;
   Simulation s = Simulated(program, RoundCluster(2, 2));
   EXPECT_EQ(s.lowered->instances(), 6);
   EXPECT_EQ(s.makespan_ps(), 5 * 8 * kUs + 3 * 4096 * 1000) << "sgd reads two shards and writes one";
   program.accumulation = int64_t{1} << 40;
-  EXPECT_EQ(ErrorOf(Simulate(program, RoundCluster(2, 2), nullptr, {})),
-            "a step runs 'micro_batch' 1099511627776 times, more than 134217728 ops in all; simulate fewer micro-batches");
+  EXPECT_EQ(
+      ErrorOf(Simulate(program, RoundCluster(2, 2), nullptr, {})),
+      "a step runs 'micro_batch' 1099511627776 times, more than 134217728 ops in all; simulate fewer micro-batches");
 }
 
 TEST(Simulate, TimesBeyond64Bits) {
-  Program program = Step("  %10: f32[1000] = aten.relu(%0) {fwd}\n  %11: f32[1000] = aten.relu(%0) {fwd}\n  %12: f32[1000] = aten.relu(%0) {fwd}\n");
+  Program program = Step(
+      "  %10: f32[1000] = aten.relu(%0) {fwd}\n  %11: f32[1000] = aten.relu(%0) {fwd}\n  %12: f32[1000] = "
+      "aten.relu(%0) {fwd}\n");
   ProfileTable table;
   table.ops["aten.relu(f32[1000])->f32[1000]"] = {4e12, 4000, 0, true};
-  EXPECT_EQ(ErrorOf(Simulate(program, RoundCluster(2, 2), &table, {})), "the step takes longer than fits in 64 bits of picoseconds");
+  EXPECT_EQ(ErrorOf(Simulate(program, RoundCluster(2, 2), &table, {})),
+            "the step takes longer than fits in 64 bits of picoseconds");
   table.ops["aten.relu(f32[1000])->f32[1000]"] = {9e12, 4000, 0, true};
-  EXPECT_NE(ErrorOf(Simulate(program, RoundCluster(2, 2), &table, {})).find("does not fit in 64 bits"), std::string::npos);
+  EXPECT_NE(ErrorOf(Simulate(program, RoundCluster(2, 2), &table, {})).find("does not fit in 64 bits"),
+            std::string::npos);
   ClusterSpec cluster = RoundCluster(2, 2);
   cluster.issue_us = 1e12;
-  EXPECT_FALSE(Simulate(Step("  %10: f32[1000] = aten.relu(%0) {fwd}\n  %11: f32[1000] = aten.relu(%0) {fwd}\n  %12: f32[1000] = aten.relu(%0) {fwd}\n"
-                             "  %13: f32[1000] = aten.relu(%0) {fwd}\n  %14: f32[1000] = aten.relu(%0) {fwd}\n  %15: f32[1000] = aten.relu(%0) {fwd}\n"),
-                        cluster, nullptr, {}).ok());
+  EXPECT_FALSE(Simulate(Step("  %10: f32[1000] = aten.relu(%0) {fwd}\n  %11: f32[1000] = aten.relu(%0) {fwd}\n  %12: "
+                             "f32[1000] = aten.relu(%0) {fwd}\n"
+                             "  %13: f32[1000] = aten.relu(%0) {fwd}\n  %14: f32[1000] = aten.relu(%0) {fwd}\n  %15: "
+                             "f32[1000] = aten.relu(%0) {fwd}\n"),
+                        cluster, nullptr, {})
+                   .ok());
 }
 
 TEST(Simulate, MemoryByStorage) {
@@ -319,7 +340,8 @@ TEST(Simulate, MemoryByStorage) {
   EXPECT_EQ(m.persistent_bytes, 2 * 4096);
   EXPECT_EQ(m.input_bytes, 4000);
   // The gather's buffer lives to its wait, the first relu to the second.
-  EXPECT_EQ(m.at_op[0], (std::vector<int64_t>{8192 + 8192, 8192 + 8192 + 4000, 8192 + 8192 + 4000, 8192 + 4000 + 4000}));
+  EXPECT_EQ(m.at_op[0],
+            (std::vector<int64_t>{8192 + 8192, 8192 + 8192 + 4000, 8192 + 8192 + 4000, 8192 + 4000 + 4000}));
   EXPECT_EQ(m.peak.bytes, 20384);
   EXPECT_EQ(m.peak.place, 1);
   EXPECT_EQ(m.holders[0].name, "%10 gather.start u0");
@@ -392,9 +414,11 @@ TEST(SimulateText, OutputsAreWellFormed) {
   ASSERT_TRUE(snapshot.ok()) << ErrorOf(snapshot);
   EXPECT_EQ(ErrorOf(CheckMemorySnapshot(*snapshot)), "no error");
   EXPECT_TRUE(SimulateText(program, "h100-80gb-2", "", "summary", {}).ok());
-  EXPECT_EQ(ErrorOf(SimulateText(program, "h100-80gb-2", "", "jsn", {})), "unknown output 'jsn', did you mean 'json'? (json, summary, trace, snapshot)");
+  EXPECT_EQ(ErrorOf(SimulateText(program, "h100-80gb-2", "", "jsn", {})),
+            "unknown output 'jsn', did you mean 'json'? (json, summary, trace, snapshot)");
   EXPECT_EQ(ErrorOf(SimulateText(program, "h100-80gb-1", "", "json", {})),
-            "the program's mesh has 2 ranks, the cluster 'h100-80gb-1' has 1 device; take a larger cluster or a smaller mesh");
+            "the program's mesh has 2 ranks, the cluster 'h100-80gb-1' has 1 device; take a larger cluster or a "
+            "smaller mesh");
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ namespace interlace {
 namespace {
 
 // Time of sorted disjoint intervals `a` that no interval of `b` covers.
-int64_t Uncovered(const std::vector<std::pair<int64_t, int64_t>>& a, const std::vector<std::pair<int64_t, int64_t>>& b) {
+int64_t Uncovered(const std::vector<std::pair<int64_t, int64_t>>& a,
+                  const std::vector<std::pair<int64_t, int64_t>>& b) {
   int64_t total = 0;
   size_t j = 0;
   for (auto [begin, end] : a) {
@@ -81,8 +82,8 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
     s.fingerprint = profile->fingerprint;
     s.foreign = !options.machine.empty() && options.machine != profile->fingerprint;
     if (s.foreign && !options.foreign) {
-      return MakeError("the profile was measured on another machine ('", profile->fingerprint, "', here '", options.machine,
-                       "'); measure here, or allow it with --foreign");
+      return MakeError("the profile was measured on another machine ('", profile->fingerprint, "', here '",
+                       options.machine, "'); measure here, or allow it with --foreign");
     }
   }
   INTERLACE_TRY(CheckWhatIf(options.what_if));
@@ -100,13 +101,16 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
   s.coverage = model.coverage();
   bool folded = !options.every_rank;
   for (auto [rank, factor] : options.slow) {
-    if (rank < 0 || rank >= s.ranks) return MakeError("rank ", rank, " is to be slow, but the program's mesh has ", s.ranks, " ranks");
-    if (!(factor >= 1 && factor <= 1000)) return MakeError("rank ", rank, " cannot be ", factor, " times slower; give 1 to 1000");
+    if (rank < 0 || rank >= s.ranks)
+      return MakeError("rank ", rank, " is to be slow, but the program's mesh has ", s.ranks, " ranks");
+    if (!(factor >= 1 && factor <= 1000))
+      return MakeError("rank ", rank, " cannot be ", factor, " times slower; give 1 to 1000");
     folded = folded && factor == 1;
   }
   int64_t simulated = folded ? 1 : s.ranks;
   if (simulated > kMaxInstances / std::max<int64_t>(s.lowered->instances(), 1)) {
-    return MakeError("simulating ", simulated, " ranks of ", s.lowered->instances(), " ops each is too much; fold equal ranks");
+    return MakeError("simulating ", simulated, " ranks of ", s.lowered->instances(),
+                     " ops each is too much; fold equal ranks");
   }
   s.input.fold = folded ? model.ranks_per_node() : 1;
   s.input.programs.assign(static_cast<size_t>(simulated), s.lowered.get());
@@ -136,7 +140,8 @@ Timeline SimulationTimeline(const Simulation& s) {
     e.op = op.name;
     e.module = ModuleOf(program, op);
     e.part = kParts[static_cast<size_t>(op.part)];
-    if (op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size())) e.source = program.sources[op.source].place;
+    if (op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size()))
+      e.source = program.sources[op.source].place;
     for (UnitId unit : op.units) e.detail += (e.detail.empty() ? "u" : " u") + std::to_string(unit);
   };
   auto elements = [&](ValueId id, int64_t& sum) {
@@ -237,8 +242,9 @@ Result<std::string> SimulationSnapshot(const Simulation& s) {
   return WriteMemorySnapshot(all);
 }
 
-Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text, std::string_view profile_text,
-                                 std::string_view output, const SimulateOptions& options) {
+Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text,
+                                 std::string_view profile_text, std::string_view output,
+                                 const SimulateOptions& options) {
   static constexpr std::string_view kOutputs[] = {"json", "summary", "trace", "snapshot"};
   if (std::find(std::begin(kOutputs), std::end(kOutputs), output) == std::end(kOutputs)) {
     return MakeError("unknown output '", output, "'", DidYouMean(output, {std::begin(kOutputs), std::end(kOutputs)}),

@@ -1,4 +1,5 @@
-// simulate.h — predicts a training step: time, what it is made of, and memory. Text in, JSON or a summary or a trace out.
+// simulate.h — predicts a training step: time, what it is made of, and memory. Text in, JSON or a summary or a trace
+// out.
 //
 //   Result<Simulation> s = Simulate(program, cluster, &profile, {});
 //   s->makespan_ps(), s->memory.peak.bytes, s->path, SimulationJson(*s), SimulationTimeline(*s)
@@ -23,9 +24,9 @@ namespace interlace {
 
 struct SimulateOptions {
   std::vector<std::pair<int64_t, double>> slow = {};  // rank, factor: its compute takes that many times longer
-  bool every_rank = false;                       // simulate all ranks although they are alike
-  std::string machine = {};                      // fingerprint that the profile must have; "" accepts any
-  bool foreign = false;                          // use a profile of another machine, and mark the result
+  bool every_rank = false;                            // simulate all ranks although they are alike
+  std::string machine = {};                           // fingerprint that the profile must have; "" accepts any
+  bool foreign = false;                               // use a profile of another machine, and mark the result
   WhatIf what_if = {};
 };
 
@@ -34,7 +35,7 @@ struct LaneUse {
   int64_t transfers = 0;
   int64_t bytes = 0;
   int64_t busy_ps = 0;
-  int64_t exposed_ps = 0;      // busy while the rank computes nothing
+  int64_t exposed_ps = 0;  // busy while the rank computes nothing
 };
 
 struct RankUse {
@@ -49,15 +50,15 @@ struct Simulation {
   ClusterSpec cluster;
   EngineInput input;
   EngineOutput output;
-  int64_t ranks = 1;           // of the program; input.programs.size() of them were simulated
-  std::vector<RankUse> use;    // by simulated rank
+  int64_t ranks = 1;         // of the program; input.programs.size() of them were simulated
+  std::vector<RankUse> use;  // by simulated rank
   std::vector<Bound> bounds;
   std::vector<PathPiece> path;
   MemoryCurve memory;
   CostModel::Coverage coverage;
-  std::string fingerprint;     // of the profile
+  std::string fingerprint;  // of the profile
   bool foreign = false;
-  bool measured = false;       // the times are of a step that ran (measured.h)
+  bool measured = false;  // the times are of a step that ran (measured.h)
   int64_t makespan_ps() const { return output.makespan_ps; }
   int64_t lower_bound_ps() const { return bounds.front().time_ps; }
 };
@@ -73,14 +74,15 @@ std::string SimulationSummary(const Simulation& simulation);
 Timeline SimulationTimeline(const Simulation& simulation);
 // Where everything lies on a simulated rank. Error: accelerators have no arena, or the program no plan.
 Result<ArenaPicture> PictureOf(const Simulation& simulation, const RankRecord& rank);
-// The trace and the memory snapshot as files (trace/chrome_trace.h, trace/memory_snapshot.h). On CPUs the snapshot has the planned
-// addresses, elsewhere those that an allocator would give.
+// The trace and the memory snapshot as files (trace/chrome_trace.h, trace/memory_snapshot.h). On CPUs the snapshot has
+// the planned addresses, elsewhere those that an allocator would give.
 std::string SimulationTrace(const Simulation& simulation, int32_t rank = -1);
 Result<std::string> SimulationSnapshot(const Simulation& simulation);
 
-// All of it as texts, for bindings and tools. `cluster_text` is a file's text or a preset's name; `profile_text` may be "".
-// `output` is "json", "summary", "trace" or "snapshot".
-Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text, std::string_view profile_text,
-                                 std::string_view output, const SimulateOptions& options);
+// All of it as texts, for bindings and tools. `cluster_text` is a file's text or a preset's name; `profile_text` may be
+// "". `output` is "json", "summary", "trace" or "snapshot".
+Result<std::string> SimulateText(std::string_view program_text, std::string_view cluster_text,
+                                 std::string_view profile_text, std::string_view output,
+                                 const SimulateOptions& options);
 
 }  // namespace interlace

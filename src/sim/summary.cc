@@ -16,14 +16,19 @@ std::string Time(int64_t ps) {
   for (auto [size, unit] : kUnits) {
     if (value < size && size > 1e6) continue;
     char buffer[48];
-    std::snprintf(buffer, sizeof buffer, value / size < 10 ? "%.2f %s" : value / size < 100 ? "%.1f %s" : "%.0f %s", value / size, unit);
+    std::snprintf(buffer, sizeof buffer,
+                  value / size < 10    ? "%.2f %s"
+                  : value / size < 100 ? "%.1f %s"
+                                       : "%.0f %s",
+                  value / size, unit);
     return buffer;
   }
   return "";
 }
 
 std::string Bytes(int64_t bytes) {
-  static constexpr std::pair<double, const char*> kUnits[] = {{1ll << 30, "GiB"}, {1ll << 20, "MiB"}, {1ll << 10, "KiB"}, {1, "B"}};
+  static constexpr std::pair<double, const char*> kUnits[] = {
+      {1ll << 30, "GiB"}, {1ll << 20, "MiB"}, {1ll << 10, "KiB"}, {1, "B"}};
   double value = static_cast<double>(bytes);
   for (auto [size, unit] : kUnits) {
     if (value < size && size > 1) continue;
@@ -34,7 +39,9 @@ std::string Bytes(int64_t bytes) {
   return "";
 }
 
-double Percent(int64_t part, int64_t whole) { return whole > 0 ? 100.0 * static_cast<double>(part) / static_cast<double>(whole) : 0; }
+double Percent(int64_t part, int64_t whole) {
+  return whole > 0 ? 100.0 * static_cast<double>(part) / static_cast<double>(whole) : 0;
+}
 
 // The busiest rank: the one that ends last.
 size_t LastRank(const Simulation& s) {
@@ -53,7 +60,9 @@ void Line(std::string& out, const char* format, Args... args) {
   out += '\n';
 }
 
-std::string Shown(std::string_view module) { return module.empty() ? "(no module)" : std::string(module); }
+std::string Shown(std::string_view module) {
+  return module.empty() ? "(no module)" : std::string(module);
+}
 
 }  // namespace
 
@@ -69,10 +78,14 @@ std::string SimulationJson(const Simulation& s) {
   double bound = Microseconds(s.lower_bound_ps());
   w.Field("gap", bound > 0 ? Microseconds(s.makespan_ps()) / bound - 1 : 0.0);
   w.Key("bounds").BeginArray();
-  for (const Bound& b : s.bounds) w.BeginObject().Field("name", b.name).Field("us", Microseconds(b.time_ps)).EndObject();
+  for (const Bound& b : s.bounds)
+    w.BeginObject().Field("name", b.name).Field("us", Microseconds(b.time_ps)).EndObject();
   w.EndArray().Key("per_rank").BeginArray();
   for (const RankUse& use : s.use) {
-    w.BeginObject().Field("end_us", Microseconds(use.end_ps)).Field("compute_us", Microseconds(use.compute_ps)).Field("blocked_us", Microseconds(use.blocked_ps));
+    w.BeginObject()
+        .Field("end_us", Microseconds(use.end_ps))
+        .Field("compute_us", Microseconds(use.compute_ps))
+        .Field("blocked_us", Microseconds(use.blocked_ps));
     w.Key("lanes").BeginArray();
     for (const LaneUse& lane : use.lanes) {
       w.BeginObject().Field("lane", lane.lane).Field("transfers", lane.transfers).Field("bytes", lane.bytes);
@@ -82,7 +95,12 @@ std::string SimulationJson(const Simulation& s) {
   }
   w.EndArray().Key("critical_path").BeginArray();
   for (const Blame& b : BlameModules(s.input, s.path)) {
-    w.BeginObject().Field("module", b.module).Field("lane", b.lane).Field("us", Microseconds(b.time_ps)).Field("slowed_us", Microseconds(b.slowed_ps)).EndObject();
+    w.BeginObject()
+        .Field("module", b.module)
+        .Field("lane", b.lane)
+        .Field("us", Microseconds(b.time_ps))
+        .Field("slowed_us", Microseconds(b.slowed_ps))
+        .EndObject();
   }
   w.EndArray();
   const MemoryCurve& m = s.memory;
@@ -96,7 +114,11 @@ std::string SimulationJson(const Simulation& s) {
   }
   w.EndArray().Key("holders").BeginArray();
   for (size_t i = 0; i < std::min<size_t>(m.holders.size(), 20); ++i) {
-    w.BeginObject().Field("name", m.holders[i].name).Field("module", m.holders[i].module).Field("bytes", m.holders[i].bytes).EndObject();
+    w.BeginObject()
+        .Field("name", m.holders[i].name)
+        .Field("module", m.holders[i].module)
+        .Field("bytes", m.holders[i].bytes)
+        .EndObject();
   }
   w.EndArray().EndObject().Field("events", s.output.events).EndObject();
   return w.Take() + "\n";
@@ -121,23 +143,25 @@ std::string SimulationSummary(const Simulation& s) {
   size_t last = LastRank(s);
   const RankUse& use = s.use[last];
   if (s.use.size() > 1) Line(out, "the last rank to end is %zu:", last);
-  Line(out, "compute       %s (%.1f %%), held by waits %s", Time(use.compute_ps).c_str(), Percent(use.compute_ps, s.makespan_ps()),
-       Time(use.blocked_ps).c_str());
+  Line(out, "compute       %s (%.1f %%), held by waits %s", Time(use.compute_ps).c_str(),
+       Percent(use.compute_ps, s.makespan_ps()), Time(use.blocked_ps).c_str());
   for (const LaneUse& lane : use.lanes) {
-    Line(out, "%-13s %s busy, %s exposed, %lld transfers, %s", lane.lane.c_str(), Time(lane.busy_ps).c_str(), Time(lane.exposed_ps).c_str(),
-         static_cast<long long>(lane.transfers), Bytes(lane.bytes).c_str());
+    Line(out, "%-13s %s busy, %s exposed, %lld transfers, %s", lane.lane.c_str(), Time(lane.busy_ps).c_str(),
+         Time(lane.exposed_ps).c_str(), static_cast<long long>(lane.transfers), Bytes(lane.bytes).c_str());
   }
   Line(out, "critical path, by module:");
   std::vector<Blame> blame = BlameModules(s.input, s.path);
   for (size_t i = 0; i < std::min<size_t>(blame.size(), 10); ++i) {
     const Blame& b = blame[i];
-    Line(out, "  %5.1f %%  %-10s %-12s %s%s", Percent(b.time_ps, s.makespan_ps()), Time(b.time_ps).c_str(), b.lane.c_str(),
-         Shown(b.module).c_str(), b.slowed_ps > 0 ? (" (" + Time(b.slowed_ps) + " of it by sharing)").c_str() : "");
+    Line(out, "  %5.1f %%  %-10s %-12s %s%s", Percent(b.time_ps, s.makespan_ps()), Time(b.time_ps).c_str(),
+         b.lane.c_str(), Shown(b.module).c_str(),
+         b.slowed_ps > 0 ? (" (" + Time(b.slowed_ps) + " of it by sharing)").c_str() : "");
   }
   const MemoryCurve& m = s.memory;
   int64_t limit = s.cluster.MemoryLimitBytes();
-  Line(out, "memory        peak %s of %s%s; %s persistent; inputs %s apart", Bytes(m.peak.bytes).c_str(), Bytes(limit).c_str(),
-       m.peak.bytes > limit ? " (DOES NOT FIT)" : "", Bytes(m.persistent_bytes).c_str(), Bytes(m.input_bytes).c_str());
+  Line(out, "memory        peak %s of %s%s; %s persistent; inputs %s apart", Bytes(m.peak.bytes).c_str(),
+       Bytes(limit).c_str(), m.peak.bytes > limit ? " (DOES NOT FIT)" : "", Bytes(m.persistent_bytes).c_str(),
+       Bytes(m.input_bytes).c_str());
   if (m.peak.place >= 0) {
     const Op& op = program.op(m.peak.op);
     Line(out, "  at %s in %s, %s", op.name.c_str(), Shown(ModuleOf(program, op)).c_str(),

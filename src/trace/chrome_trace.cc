@@ -39,7 +39,8 @@ const CollectiveName* FindCollective(std::string_view op) {
 
 std::string_view TorchDType(std::string_view dtype) {
   static constexpr std::pair<std::string_view, std::string_view> kNames[] = {
-      {"f64", "Double"}, {"f32", "Float"}, {"f16", "Half"}, {"bf16", "BFloat16"}, {"i64", "Long"}, {"i32", "Int"}, {"u8", "Byte"}};
+      {"f64", "Double"}, {"f32", "Float"}, {"f16", "Half"}, {"bf16", "BFloat16"},
+      {"i64", "Long"},   {"i32", "Int"},   {"u8", "Byte"}};
   for (auto [ours, theirs] : kNames) {
     if (ours == dtype) return theirs;
   }
@@ -86,7 +87,8 @@ std::string EventName(const TraceEvent& event) {
   return OperatorName(event.op);
 }
 
-void WriteMetadata(JsonWriter& w, std::string_view what, int32_t pid, int tid, std::string_view key, std::string_view text) {
+void WriteMetadata(JsonWriter& w, std::string_view what, int32_t pid, int tid, std::string_view key,
+                   std::string_view text) {
   w.NewLine().BeginObject().Field("ph", "M").Field("name", what).Field("pid", pid).Field("tid", tid).Field("ts", 0);
   w.Key("args").BeginObject().Field(key, text).EndObject().EndObject();
 }
@@ -104,7 +106,9 @@ void WriteEvent(JsonWriter& w, const TraceEvent& e, int64_t correlation) {
   if (!e.source.empty()) w.Field("source", e.source);
   const CollectiveName* collective = e.wait || e.lane == TraceLane::kHost ? nullptr : FindCollective(e.op);
   if (collective != nullptr) {
-    w.Field("Collective name", collective->record).Field("In msg nelems", e.in_elements).Field("Out msg nelems", e.out_elements);
+    w.Field("Collective name", collective->record)
+        .Field("In msg nelems", e.in_elements)
+        .Field("Out msg nelems", e.out_elements);
     w.Field("Group size", e.group_size).Field("dtype", TorchDType(e.dtype)).Field("Process Group Name", "default_pg");
   }
   if (e.bytes > 0) {
@@ -116,7 +120,8 @@ void WriteEvent(JsonWriter& w, const TraceEvent& e, int64_t correlation) {
   w.EndObject().EndObject();
 }
 
-void WriteFlowEnd(JsonWriter& w, const char* phase, std::string_view category, int64_t id, const TraceEvent& at, int64_t time_ns) {
+void WriteFlowEnd(JsonWriter& w, const char* phase, std::string_view category, int64_t id, const TraceEvent& at,
+                  int64_t time_ns) {
   w.NewLine().BeginObject().Field("ph", phase).Field("id", id).Field("cat", category).Field("name", category);
   w.Field("pid", at.rank).Field("tid", StreamOf(at.lane)).Key("ts").Micros(time_ns);
   if (phase[0] == 'f') w.Field("bp", "e");
@@ -125,7 +130,9 @@ void WriteFlowEnd(JsonWriter& w, const char* phase, std::string_view category, i
 
 }  // namespace
 
-int StreamOf(TraceLane lane) { return kStreams[static_cast<int>(lane)]; }
+int StreamOf(TraceLane lane) {
+  return kStreams[static_cast<int>(lane)];
+}
 
 std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   auto shown = [&](int32_t r) { return rank < 0 || r == rank; };
@@ -142,7 +149,11 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   }
   w.Key("deviceProperties").BeginArray();
   for (int32_t r : ranks) {
-    w.BeginObject().Field("id", r).Field("name", timeline.device_name).Field("totalGlobalMem", timeline.device_memory_bytes).EndObject();
+    w.BeginObject()
+        .Field("id", r)
+        .Field("name", timeline.device_name)
+        .Field("totalGlobalMem", timeline.device_memory_bytes)
+        .EndObject();
   }
   w.EndArray().Key("traceEvents").BeginArray();
   for (int32_t r : ranks) {
@@ -170,12 +181,18 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
     bool launch = from.lane == TraceLane::kHost;
     std::string_view category = launch ? "ac2g" : "wait";
     WriteFlowEnd(w, "s", category, static_cast<int64_t>(i) + 1, from, from.start_ns);
-    WriteFlowEnd(w, "f", category, static_cast<int64_t>(i) + 1, to, launch ? to.start_ns : to.start_ns + to.duration_ns);
+    WriteFlowEnd(w, "f", category, static_cast<int64_t>(i) + 1, to,
+                 launch ? to.start_ns : to.start_ns + to.duration_ns);
   }
   for (const TraceCounterTrack& track : timeline.counters) {
     for (const TraceCounter& sample : track.samples) {
       if (!shown(sample.rank)) continue;
-      w.NewLine().BeginObject().Field("ph", "C").Field("name", track.name).Field("pid", sample.rank).Field("tid", kMemoryThread);
+      w.NewLine()
+          .BeginObject()
+          .Field("ph", "C")
+          .Field("name", track.name)
+          .Field("pid", sample.rank)
+          .Field("tid", kMemoryThread);
       w.Key("ts").Micros(sample.time_ns).Key("args").BeginObject().Field("value", sample.value).EndObject().EndObject();
     }
   }
@@ -228,7 +245,8 @@ class Checker {
       INTERLACE_ASSIGN(int64_t duration, Nanos(event, "dur"));
       const Json* category = event.Find("cat");
       static const std::set<std::string> kKnown = {"kernel", "gpu_memcpy", "cuda_sync", "cuda_runtime", "cpu_op"};
-      if (category == nullptr || !kKnown.contains(category->text)) return MakeError("a category that Kineto does not have");
+      if (category == nullptr || !kKnown.contains(category->text))
+        return MakeError("a category that Kineto does not have");
       slices_[thread].push_back({time, time + duration, 0});
     } else if (phase->text == "s" || phase->text == "f") {
       INTERLACE_ASSIGN(int64_t id, Integer(event, "id"));
@@ -248,7 +266,8 @@ class Checker {
     const Json* args = event.Find("args");
     if (args == nullptr || args->fields.empty()) return MakeError("the counter '", name, "' has no value");
     for (const auto& [key, value] : args->fields) {
-      if (!value.is(Json::Kind::kNumber) || value.number < 0) return MakeError("the counter '", name, "' has a bad '", key, "'");
+      if (!value.is(Json::Kind::kNumber) || value.number < 0)
+        return MakeError("the counter '", name, "' has a bad '", key, "'");
     }
     auto [last, fresh] = counter_time_.emplace(std::pair{thread.first, name}, time);
     if (!fresh && last->second > time) return MakeError("the counter '", name, "' goes back in time");
@@ -274,14 +293,16 @@ class Checker {
   // Sorted by begin, longest first, every slice lies within the innermost open one or after it.
   Status Nesting() {
     for (auto& [thread, list] : slices_) {
-      std::sort(list.begin(), list.end(), [](const Slice& a, const Slice& b) { return a.start != b.start ? a.start < b.start : a.end > b.end; });
+      std::sort(list.begin(), list.end(),
+                [](const Slice& a, const Slice& b) { return a.start != b.start ? a.start < b.start : a.end > b.end; });
       std::vector<int64_t> open;
       int64_t latest_end = 0;
       for (Slice& slice : list) {
         slice.latest_end = latest_end = std::max(latest_end, slice.end);
         while (!open.empty() && open.back() <= slice.start) open.pop_back();
         if (!open.empty() && slice.end > open.back()) {
-          return MakeError("slices overlap on thread ", thread.second, " of process ", thread.first, " at ", slice.start, " ns");
+          return MakeError("slices overlap on thread ", thread.second, " of process ", thread.first, " at ",
+                           slice.start, " ns");
         }
         open.push_back(slice.end);
       }
@@ -307,7 +328,8 @@ class Checker {
     auto found = slices_.find(end.thread);
     if (found == slices_.end()) return false;
     const std::vector<Slice>& list = found->second;
-    auto after = std::upper_bound(list.begin(), list.end(), end.time, [](int64_t t, const Slice& s) { return t < s.start; });
+    auto after =
+        std::upper_bound(list.begin(), list.end(), end.time, [](int64_t t, const Slice& s) { return t < s.start; });
     return after != list.begin() && std::prev(after)->latest_end >= end.time;
   }
 

@@ -1,7 +1,8 @@
-// chrome_trace.h — a timeline as the JSON that chrome://tracing, Perfetto and the tools for PyTorch's profiler (Kineto) read.
+// chrome_trace.h — a timeline as the JSON that chrome://tracing, Perfetto and the tools for PyTorch's profiler (Kineto)
+// read.
 //
-// Names are Kineto's, so that those tools see what they know: compute and collectives are cat "kernel" (collectives named
-// ncclDevKernel_*, with "Collective name" and message sizes), copies "gpu_memcpy", waits "cuda_sync", launches
+// Names are Kineto's, so that those tools see what they know: compute and collectives are cat "kernel" (collectives
+// named ncclDevKernel_*, with "Collective name" and message sizes), copies "gpu_memcpy", waits "cuda_sync", launches
 // "cuda_runtime"; a process is a rank, a thread is a stream, one per lane. Flows go from a transfer to the wait for it;
 // counters hold memory. Exposed communication computed from this file is that of sim/simulator.h.
 #pragma once
@@ -20,9 +21,9 @@ int StreamOf(TraceLane lane);
 // One file. rank < 0: all ranks in it; else that rank alone, which is what tools for distributed runs read.
 std::string WriteChromeTrace(const Timeline& timeline, int32_t rank = -1);
 
-// What a reader relies on: valid JSON; every event has its fields; slices of one thread nest; every flow has one start and
-// one end, in that order in time, each within a slice; counters are numbers, not negative, in order of time. Error: the first
-// violation.
+// What a reader relies on: valid JSON; every event has its fields; slices of one thread nest; every flow has one start
+// and one end, in that order in time, each within a slice; counters are numbers, not negative, in order of time. Error:
+// the first violation.
 Status CheckChromeTrace(std::string_view json);
 
 }  // namespace interlace

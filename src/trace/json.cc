@@ -10,8 +10,11 @@ namespace {
 size_t Utf8Length(std::string_view text) {
   auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   unsigned char lead = byte(0);
-  size_t length = lead < 0x80 ? 1 : lead >= 0xc2 && lead < 0xe0 ? 2 : lead >= 0xe0 && lead < 0xf0 ? 3
-                : lead >= 0xf0 && lead < 0xf5 ? 4 : 0;
+  size_t length = lead < 0x80                   ? 1
+                  : lead >= 0xc2 && lead < 0xe0 ? 2
+                  : lead >= 0xe0 && lead < 0xf0 ? 3
+                  : lead >= 0xf0 && lead < 0xf5 ? 4
+                                                : 0;
   if (length == 0 || length > text.size()) return 0;
   for (size_t i = 1; i < length; ++i) {
     if ((byte(i) & 0xc0) != 0x80) return 0;
@@ -51,7 +54,8 @@ class Reader {
     return Error{std::string(what), "json:" + std::to_string(line) + ":" + std::to_string(column)};
   }
   void Blanks() {
-    while (pos_ < text_.size() && (text_[pos_] == ' ' || text_[pos_] == '\n' || text_[pos_] == '\t' || text_[pos_] == '\r')) {
+    while (pos_ < text_.size() &&
+           (text_[pos_] == ' ' || text_[pos_] == '\n' || text_[pos_] == '\t' || text_[pos_] == '\r')) {
       ++pos_;
     }
   }
@@ -168,7 +172,8 @@ class Reader {
     } else if (code < 0x10000) {
       put(0xe0 | code >> 12), put(0x80 | (code >> 6 & 0x3f)), put(0x80 | (code & 0x3f));
     } else {
-      put(0xf0 | code >> 18), put(0x80 | (code >> 12 & 0x3f)), put(0x80 | (code >> 6 & 0x3f)), put(0x80 | (code & 0x3f));
+      put(0xf0 | code >> 18), put(0x80 | (code >> 12 & 0x3f)), put(0x80 | (code >> 6 & 0x3f)),
+          put(0x80 | (code & 0x3f));
     }
     return Ok{};
   }
@@ -318,6 +323,8 @@ const Json* Json::Find(std::string_view key) const {
   return nullptr;
 }
 
-Result<Json> ParseJson(std::string_view text) { return Reader(text).Run(); }
+Result<Json> ParseJson(std::string_view text) {
+  return Reader(text).Run();
+}
 
 }  // namespace interlace

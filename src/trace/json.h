@@ -1,7 +1,7 @@
 // json.h — writing and reading JSON: what the trace formats need, no more.
 //
-// The writer puts commas and quotes where they belong; the reader is for our own checkers and tests. Text that is no UTF-8
-// is written with U+FFFD in place of the bad bytes, so that what we write is always valid JSON.
+// The writer puts commas and quotes where they belong; the reader is for our own checkers and tests. Text that is no
+// UTF-8 is written with U+FFFD in place of the bad bytes, so that what we write is always valid JSON.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ class JsonWriter {
   JsonWriter& Close();
   void Separate();
   std::string out_;
-  std::string closers_;      // of what is open
+  std::string closers_;  // of what is open
   bool need_comma_ = false;
 };
 

@@ -10,10 +10,10 @@
 namespace interlace {
 namespace {
 
-constexpr int64_t kBase = int64_t{1} << 32;    // first address of a device, as a driver would give
-constexpr int64_t kAlign = 512;                // of PyTorch's caching allocator
-constexpr int64_t kArenaAlign = 64;            // of planned addresses
-constexpr int64_t kSegment = 2 << 20;          // where the second segment of a device may begin
+constexpr int64_t kBase = int64_t{1} << 32;  // first address of a device, as a driver would give
+constexpr int64_t kAlign = 512;              // of PyTorch's caching allocator
+constexpr int64_t kArenaAlign = 64;          // of planned addresses
+constexpr int64_t kSegment = 2 << 20;        // where the second segment of a device may begin
 
 // Best fit with merging of neighbours over one address range that grows at its end.
 class Addresses {
@@ -28,7 +28,8 @@ class Addresses {
       return address;
     }
     int64_t address = top_;
-    if (__builtin_add_overflow(top_, bytes, &top_)) return MakeError("the storages of one rank do not fit in 64 bits of address");
+    if (__builtin_add_overflow(top_, bytes, &top_))
+      return MakeError("the storages of one rank do not fit in 64 bits of address");
     return address;
   }
   void Give(int64_t address, int64_t bytes) {
@@ -59,8 +60,8 @@ class Addresses {
     free_.erase(found);
   }
   int64_t base_, top_;
-  std::map<int64_t, int64_t> free_;                   // address → bytes
-  std::set<std::pair<int64_t, int64_t>> by_size_;     // (bytes, address)
+  std::map<int64_t, int64_t> free_;                // address → bytes
+  std::set<std::pair<int64_t, int64_t>> by_size_;  // (bytes, address)
 };
 
 struct Placed {
@@ -94,7 +95,11 @@ class Arena {
 
 void WriteFrames(JsonWriter& w, const MemoryEvent& e) {
   w.Key("frames").BeginArray();
-  w.BeginObject().Field("name", e.name).Field("filename", e.module.empty() ? "program" : e.module).Field("line", int64_t{0}).EndObject();
+  w.BeginObject()
+      .Field("name", e.name)
+      .Field("filename", e.module.empty() ? "program" : e.module)
+      .Field("line", int64_t{0})
+      .EndObject();
   if (!e.file.empty()) {
     w.BeginObject().Field("name", e.module).Field("filename", e.file).Field("line", e.line).EndObject();
   }
@@ -113,14 +118,25 @@ void WriteTraceEntry(JsonWriter& w, const char* action, int64_t address, int64_t
 namespace {
 
 // One segment with the blocks in it that live at the end.
-void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end, const std::map<int64_t, const MemoryEvent*>& blocks,
-                  const char* name) {
+void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end,
+                  const std::map<int64_t, const MemoryEvent*>& blocks, const char* name) {
   if (begin == end) return;
   int64_t used = 0;
   for (const auto& [address, event] : blocks) used += SizeOf(*event);
-  w.BeginObject().Field("device", rank).Field("address", begin).Field("total_size", end - begin).Field("allocated_size", used);
+  w.BeginObject()
+      .Field("device", rank)
+      .Field("address", begin)
+      .Field("total_size", end - begin)
+      .Field("allocated_size", used);
   w.Field("active_size", used).Field("requested_size", used).Field("stream", 0).Field("segment_type", "large");
-  w.Key("segment_pool_id").BeginArray().Int(0).Int(0).EndArray().Field("is_expandable", false).Key("frames").BeginArray();
+  w.Key("segment_pool_id")
+      .BeginArray()
+      .Int(0)
+      .Int(0)
+      .EndArray()
+      .Field("is_expandable", false)
+      .Key("frames")
+      .BeginArray();
   w.BeginObject().Field("name", name).Field("filename", "program").Field("line", int64_t{0}).EndObject().EndArray();
   w.Key("blocks").BeginArray();
   int64_t at = begin;
@@ -131,7 +147,11 @@ void WriteSegment(JsonWriter& w, int32_t rank, int64_t begin, int64_t end, const
   };
   for (const auto& [address, event] : blocks) {
     gap(address);
-    w.NewLine().BeginObject().Field("address", address).Field("size", SizeOf(*event)).Field("requested_size", event->bytes);
+    w.NewLine()
+        .BeginObject()
+        .Field("address", address)
+        .Field("size", SizeOf(*event))
+        .Field("requested_size", event->bytes);
     w.Field("state", "active_allocated");
     WriteFrames(w, *event);
     w.EndObject();
@@ -147,7 +167,8 @@ Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) 
   int32_t ranks = 0;
   for (const MemoryEvent& e : events) {
     if (e.rank < 0 || e.rank > 1 << 20) return MakeError("rank ", e.rank, " of a memory event is out of range");
-    if (e.allocate && (e.bytes < 0 || e.bytes > INT64_MAX - kAlign)) return MakeError("'", e.name, "' allocates ", e.bytes, " bytes");
+    if (e.allocate && (e.bytes < 0 || e.bytes > INT64_MAX - kAlign))
+      return MakeError("'", e.name, "' allocates ", e.bytes, " bytes");
     if (e.allocate && e.address >= 0 && (e.bytes > INT64_MAX / 4 || e.address > INT64_MAX / 2 - e.bytes)) {
       return MakeError("'", e.name, "' is at ", e.address, ", beyond 64 bits of address");
     }
@@ -180,7 +201,8 @@ Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) 
         WriteTraceEntry(traces, "alloc", address, SizeOf(e), e);
       } else {
         auto found = live[rank].find(e.storage);
-        if (found == live[rank].end()) return MakeError("storage ", e.storage, " ('", e.name, "') ends before it begins on rank ", rank);
+        if (found == live[rank].end())
+          return MakeError("storage ", e.storage, " ('", e.name, "') ends before it begins on rank ", rank);
         const Placed placed = found->second;
         live[rank].erase(found);
         const int64_t bytes = SizeOf(*placed.event);
@@ -201,7 +223,8 @@ Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events) 
   w.BeginObject().Key("segments").BeginArray();
   for (int32_t rank = 0; rank < ranks; ++rank) {
     std::map<int64_t, const MemoryEvent*> planned, others;
-    for (const auto& [id, placed] : live[rank]) (placed.event->address >= 0 ? planned : others)[placed.address] = placed.event;
+    for (const auto& [id, placed] : live[rank])
+      (placed.event->address >= 0 ? planned : others)[placed.address] = placed.event;
     WriteSegment(w, rank, kBase, arena_end[rank], planned, "arena of a step");
     WriteSegment(w, rank, space[rank].base(), space[rank].top(), others, "outside of the arena");
   }
@@ -228,7 +251,8 @@ Status CheckDevice(const Json& trace, std::map<int64_t, int64_t>& live) {
     const Json& entry = trace.items[i];
     const Json* action = entry.Find("action");
     const Json* frames = entry.Find("frames");
-    if (action == nullptr || frames == nullptr || !frames->is(Json::Kind::kArray)) return MakeError("entry ", i, " has no action or frames");
+    if (action == nullptr || frames == nullptr || !frames->is(Json::Kind::kArray))
+      return MakeError("entry ", i, " has no action or frames");
     INTERLACE_ASSIGN(int64_t address, Field(entry, "addr"));
     INTERLACE_ASSIGN(int64_t size, Field(entry, "size"));
     INTERLACE_ASSIGN(int64_t time, Field(entry, "time_us"));
@@ -272,7 +296,8 @@ Status CheckMemorySnapshot(std::string_view json) {
     INTERLACE_ASSIGN(int64_t at, Field(segment, "address"));
     INTERLACE_ASSIGN(int64_t total, Field(segment, "total_size"));
     const Json* blocks = segment.Find("blocks");
-    if (device < 0 || device >= static_cast<int64_t>(live.size()) || blocks == nullptr) return MakeError("a segment of no device");
+    if (device < 0 || device >= static_cast<int64_t>(live.size()) || blocks == nullptr)
+      return MakeError("a segment of no device");
     int64_t end = at + total;
     for (const Json& block : blocks->items) {
       INTERLACE_ASSIGN(int64_t address, Field(block, "address"));
@@ -282,7 +307,8 @@ Status CheckMemorySnapshot(std::string_view json) {
       const Json* state = block.Find("state");
       if (state == nullptr || state->text != "active_allocated") continue;
       auto found = live[device].find(address);
-      if (found == live[device].end() || found->second != size) return MakeError("a block of device ", device, " is not in its trace");
+      if (found == live[device].end() || found->second != size)
+        return MakeError("a block of device ", device, " is not in its trace");
       live[device].erase(found);
     }
     if (at != end) return MakeError("the blocks of device ", device, " do not fill its segment");

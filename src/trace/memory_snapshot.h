@@ -1,9 +1,9 @@
 // memory_snapshot.h — memory events as the dictionary of torch.cuda.memory._snapshot(), in JSON.
 //
-// Python pickles the loaded dictionary and torch.cuda._memory_viz (or pytorch.org/memory_viz) shows it. Each rank has up to two
-// segments: one for the arena, whose storages have the planned addresses, and one for all others, which get theirs by best fit as
-// an allocator would give them. A storage is a device_trace entry "alloc" and later "free_requested" and "free_completed", with
-// one frame that names op, module and source line.
+// Python pickles the loaded dictionary and torch.cuda._memory_viz (or pytorch.org/memory_viz) shows it. Each rank has
+// up to two segments: one for the arena, whose storages have the planned addresses, and one for all others, which get
+// theirs by best fit as an allocator would give them. A storage is a device_trace entry "alloc" and later
+// "free_requested" and "free_completed", with one frame that names op, module and source line.
 #pragma once
 
 #include <string>
@@ -15,12 +15,12 @@
 
 namespace interlace {
 
-// `events` in the order they happened. Error: an end without a beginning, a storage that begins twice, one in the arena where another
-// lives, addresses beyond 64 bits.
+// `events` in the order they happened. Error: an end without a beginning, a storage that begins twice, one in the arena
+// where another lives, addresses beyond 64 bits.
 Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events);
 
-// Valid JSON with the fields above; live blocks of a device never overlap; every end matches a beginning; the blocks of the
-// segments are what lives at the end. Error: the first violation.
+// Valid JSON with the fields above; live blocks of a device never overlap; every end matches a beginning; the blocks of
+// the segments are what lives at the end. Error: the first violation.
 Status CheckMemorySnapshot(std::string_view json);
 
 }  // namespace interlace

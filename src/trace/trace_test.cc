@@ -34,7 +34,16 @@ TEST(Json, StringsAreEscapedAndReadBack) {
 
 TEST(Json, WriterNestsAndReaderReads) {
   JsonWriter w;
-  w.BeginObject().Field("a", 1).Key("b").BeginArray().Number(0.1).Bool(true).String("x").BeginObject().EndObject().EndArray();
+  w.BeginObject()
+      .Field("a", 1)
+      .Key("b")
+      .BeginArray()
+      .Number(0.1)
+      .Bool(true)
+      .String("x")
+      .BeginObject()
+      .EndObject()
+      .EndArray();
   w.Key("t").Micros(1234567).Key("n").Micros(-5).EndObject();
   std::string text = w.Take();
   EXPECT_EQ(text, R"({"a":1,"b":[0.1,true,"x",{}],"t":1234.567,"n":-0.005})");
@@ -72,7 +81,8 @@ Timeline Example() {
   };
   add(TraceLane::kHost, "aten.mm", 0, 500);
   TraceEvent& gather = add(TraceLane::kGather, "gather.start", 100, 5000);
-  gather.in_elements = 512, gather.out_elements = 1024, gather.dtype = "bf16", gather.group_size = 2, gather.bytes = 1024;
+  gather.in_elements = 512, gather.out_elements = 1024, gather.dtype = "bf16", gather.group_size = 2,
+  gather.bytes = 1024;
   TraceEvent& wait = add(TraceLane::kCompute, "gather.wait", 600, 4500);
   wait.wait = true;
   TraceEvent& mm = add(TraceLane::kCompute, "aten.mm.out", 5100, 2000);
@@ -157,7 +167,8 @@ MemoryEvent Free(int64_t time, int64_t storage) {
 }
 
 TEST(MemorySnapshot, FreedMemoryIsUsedAgain) {
-  Result<std::string> text = WriteMemorySnapshot({Allocate(0, 1, 512), Allocate(1000, 2, 1024), Free(2000, 1), Allocate(3000, 3, 100)});
+  Result<std::string> text =
+      WriteMemorySnapshot({Allocate(0, 1, 512), Allocate(1000, 2, 1024), Free(2000, 1), Allocate(3000, 3, 100)});
   ASSERT_TRUE(text.ok());
   ASSERT_TRUE(CheckMemorySnapshot(*text).ok());
   Json json = *ParseJson(*text);
@@ -175,8 +186,9 @@ TEST(MemorySnapshot, PlannedAddressesAreKept) {
     e.address = address;
     return e;
   };
-  const std::vector<MemoryEvent> events = {Allocate(0, 1, 700), at(Allocate(0, 2, 100), 0), at(Allocate(1000, 3, 64), 192), Free(2000, 2),
-                                           at(Allocate(3000, 4, 130), 0), Free(4000, 3)};
+  const std::vector<MemoryEvent> events = {
+      Allocate(0, 1, 700), at(Allocate(0, 2, 100), 0),    at(Allocate(1000, 3, 64), 192),
+      Free(2000, 2),       at(Allocate(3000, 4, 130), 0), Free(4000, 3)};
   Result<std::string> text = WriteMemorySnapshot(events);
   ASSERT_TRUE(text.ok()) << text.error().ToString();
   ASSERT_TRUE(CheckMemorySnapshot(*text).ok()) << CheckMemorySnapshot(*text).error().ToString();

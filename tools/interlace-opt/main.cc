@@ -62,9 +62,9 @@ Result<Flags> ReadFlags(const std::vector<std::string>& args) {
                                                                                 {"--dump-ir", &Flags::dump_dir},
                                                                                 {"--repro", &Flags::repro}};
   const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
-      {"--verify", &Flags::verify}, {"--timing", &Flags::timing},    {"--print-summary", &Flags::summary}, {"--explain", &Flags::explain},
-      {"--digest", &Flags::digest}, {"--list-passes", &Flags::list}, {"--help", &Flags::help},
-      {"-h", &Flags::help}};
+      {"--verify", &Flags::verify},   {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
+      {"--explain", &Flags::explain}, {"--digest", &Flags::digest}, {"--list-passes", &Flags::list},
+      {"--help", &Flags::help},       {"-h", &Flags::help}};
   for (size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
     if (arg == "-" || !arg.starts_with("-")) {

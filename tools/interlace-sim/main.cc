@@ -1,5 +1,5 @@
-// interlace-sim — predicts a step: program and cluster in; a summary, JSON, a trace or a memory snapshot out. Exit codes:
-// 0 fine, 1 the program, cluster or profile says no, 2 wrong command line.
+// interlace-sim — predicts a step: program and cluster in; a summary, JSON, a trace or a memory snapshot out. Exit
+// codes: 0 fine, 1 the program, cluster or profile says no, 2 wrong command line.
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -57,9 +57,11 @@ Result<Flags> ReadFlags(const std::vector<std::string>& args) {
   const std::vector<std::pair<std::string_view, std::string Flags::*>> texts = {
       {"--cluster", &Flags::cluster}, {"--profile", &Flags::profile},   {"--machine", &Flags::machine},
       {"--trace", &Flags::trace},     {"--snapshot", &Flags::snapshot}, {"--show-cluster", &Flags::show_cluster}};
-  const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
-      {"--foreign", &Flags::foreign}, {"--every-rank", &Flags::every_rank}, {"--json", &Flags::json},
-      {"--help", &Flags::help},       {"-h", &Flags::help}};
+  const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {{"--foreign", &Flags::foreign},
+                                                                            {"--every-rank", &Flags::every_rank},
+                                                                            {"--json", &Flags::json},
+                                                                            {"--help", &Flags::help},
+                                                                            {"-h", &Flags::help}};
   for (size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
     if (arg == "-" || !arg.starts_with("-")) {
@@ -151,7 +153,8 @@ Status Run(const Flags& flags, const SimulateOptions& options) {
     INTERLACE_ASSIGN(std::string profile, ReadText(flags.profile));
     INTERLACE_ASSIGN(table, ParseProfile(profile, flags.profile));
   }
-  INTERLACE_ASSIGN(Simulation simulation, Simulate(program, cluster, flags.profile.empty() ? nullptr : &table, options));
+  INTERLACE_ASSIGN(Simulation simulation,
+                   Simulate(program, cluster, flags.profile.empty() ? nullptr : &table, options));
   if (!flags.trace.empty()) INTERLACE_TRY(WriteText(flags.trace, SimulationTrace(simulation)));
   if (!flags.snapshot.empty()) {
     INTERLACE_ASSIGN(std::string snapshot, SimulationSnapshot(simulation));
@@ -179,7 +182,8 @@ int Main(const std::vector<std::string>& args) {
     std::cout << *preset;
     return 0;
   }
-  if (flags->input.empty()) return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
+  if (flags->input.empty())
+    return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
   if (flags->cluster.empty()) return fail(Error{"give --cluster, a file or a preset such as h100-80gb-8", {}}, 2);
   SimulateOptions options;
   options.every_rank = flags->every_rank;
@@ -197,4 +201,6 @@ int Main(const std::vector<std::string>& args) {
 }  // namespace
 }  // namespace interlace
 
-int main(int argc, char** argv) { return interlace::Main(std::vector<std::string>(argv + 1, argv + argc)); }
+int main(int argc, char** argv) {
+  return interlace::Main(std::vector<std::string>(argv + 1, argv + argc));
+}

@@ -17,8 +17,11 @@ struct Stay {
 class Replay {
  public:
   Replay(const Program& program, const MemoryPlan& plan)
-      : program_(program), plan_(plan), cells_(static_cast<size_t>(plan.reserved_bytes / kArenaAlignment) + 1, 0),
-        touched_(plan.pages.page_bytes > 0 ? static_cast<size_t>(plan.reserved_bytes / plan.pages.page_bytes) + 1 : 0, 0) {}
+      : program_(program),
+        plan_(plan),
+        cells_(static_cast<size_t>(plan.reserved_bytes / kArenaAlignment) + 1, 0),
+        touched_(plan.pages.page_bytes > 0 ? static_cast<size_t>(plan.reserved_bytes / plan.pages.page_bytes) + 1 : 0,
+                 0) {}
 
   Status Step() {
     for (const State& state : program_.states) {
@@ -28,13 +31,15 @@ class Replay {
       if (found == now_.end()) {
         now_[state.value] = Write(block);
       } else if (found->second.offset != plan_.OffsetOf(block)) {
-        return MakeError("%", state.value, " lies at ", found->second.offset, " when the step begins, planned at ", plan_.OffsetOf(block));
+        return MakeError("%", state.value, " lies at ", found->second.offset, " when the step begins, planned at ",
+                         plan_.OffsetOf(block));
       }
     }
     size_t entry = 0;
     for (const auto& [phase, count] : program_.RunOrder()) {
       for (int64_t i = 0; i < count; ++i) {
-        INTERLACE_TRY(RunPhase(plan_.variants[static_cast<size_t>(plan_.first_variant[entry] + i % plan_.turns[entry])]));
+        INTERLACE_TRY(
+            RunPhase(plan_.variants[static_cast<size_t>(plan_.first_variant[entry] + i % plan_.turns[entry])]));
       }
       ++entry;
     }
@@ -60,7 +65,8 @@ class Replay {
       pages_ -= page;
       page = 0;
     }
-    for (int64_t at = from; at < std::min(from + bytes, plan_.reserved_bytes); at += kArenaAlignment) cells_[static_cast<size_t>(at / kArenaAlignment)] = 0;
+    for (int64_t at = from; at < std::min(from + bytes, plan_.reserved_bytes); at += kArenaAlignment)
+      cells_[static_cast<size_t>(at / kArenaAlignment)] = 0;
   }
 
   Status Read(const Stay& stay, const Op& op, std::string_view what) const {
@@ -102,7 +108,8 @@ class Replay {
   Status RunOp(const PlanVariant& v, const Op& op, size_t place) {
     const Move* move = MoveOf(op);
     for (const PageReturn& back : plan_.pages.returns) {
-      if (&plan_.variants[static_cast<size_t>(back.variant)] == &v && back.place == static_cast<int32_t>(place)) GiveBack(back.from, back.bytes);
+      if (&plan_.variants[static_cast<size_t>(back.variant)] == &v && back.place == static_cast<int32_t>(place))
+        GiveBack(back.from, back.bytes);
     }
     std::vector<ValueId> operands;
     ForEachOperand(op, [&](ValueId id) { operands.push_back(id); });
@@ -122,7 +129,8 @@ class Replay {
       if (id != kNone && program_.RootOf(id) == id && v.block_of[id] >= 0) now_[id] = Write(v.block_of[id]);
     }
     if (!touched_.empty() && pages_ * plan_.pages.page_bytes > plan_.pages.peak_bytes) {
-      return MakeError(pages_ * plan_.pages.page_bytes, " bytes of pages at ", PrintOp(program_, op), ", planned ", plan_.pages.peak_bytes);
+      return MakeError(pages_ * plan_.pages.page_bytes, " bytes of pages at ", PrintOp(program_, op), ", planned ",
+                       plan_.pages.peak_bytes);
     }
     if (op.name != "view") {
       for (ValueId id : operands) INTERLACE_TRY(Touch(op, id));

@@ -1,6 +1,7 @@
-// arena_replay.h — an independent referee of a memory plan (ir/memory_plan.h): runs the steps of a program over the planned addresses
-// without computing. Whatever an op writes (results, scratch, what the other ranks send, what comes back from the tier) is marked in a
-// model of the arena; whatever is read must still have the mark that it was given. It knows ops and addresses, nothing of lives.
+// arena_replay.h — an independent referee of a memory plan (ir/memory_plan.h): runs the steps of a program over the
+// planned addresses without computing. Whatever an op writes (results, scratch, what the other ranks send, what comes
+// back from the tier) is marked in a model of the arena; whatever is read must still have the mark that it was given.
+// It knows ops and addresses, nothing of lives.
 #pragma once
 
 #include "ir/memory_plan.h"

@@ -84,9 +84,9 @@ class Machine {
   const InterpretOptions& options_;
   int64_t ranks_ = 1;
   int64_t step_ = 0, micro_batch_ = 0;
-  std::vector<interlace::Binding> rank_symbols_;  // by rank: rank_AXIS
-  std::vector<std::vector<Binding>> storage_;     // by rank and root
-  std::unordered_map<ValueId, Flight> flights_;   // by the result's name in the phase at hand
+  std::vector<interlace::Binding> rank_symbols_;          // by rank: rank_AXIS
+  std::vector<std::vector<Binding>> storage_;             // by rank and root
+  std::unordered_map<ValueId, Flight> flights_;           // by the result's name in the phase at hand
   std::unordered_map<ValueId, std::vector<Bytes>> away_;  // by root: what the tier has, by rank
   struct Given {
     std::vector<Binding> storage;  // by rank

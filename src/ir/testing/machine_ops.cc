@@ -211,7 +211,8 @@ Status Machine::Relocate(const Op& op, const Move& move) {
   for (const Arg& arg : op.args) {
     const ValueId id = arg.value;
     if ((move.to == Place::kLeaving && !IsClean(op)) || IsFresh(op)) away_[id].resize(ranks_);
-    const bool given_up = move.to == Place::kOut || (move.to == Place::kLeaving && IsClean(op));  // it may come back as fresh memory
+    const bool given_up =
+        move.to == Place::kOut || (move.to == Place::kLeaving && IsClean(op));  // it may come back as fresh memory
     if (!given_up && !away_.contains(id)) return MakeError("%", id, " is not in the tier");
     for (int64_t rank = 0; rank < ranks_; ++rank) {
       if (move.to == Place::kLeaving) {

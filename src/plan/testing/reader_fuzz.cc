@@ -1,6 +1,6 @@
-// Fuzz target: the readers beside the program's own. The first word says which, as in the files: a profile, a plan, the text of
-// a model, a program to simulate and to explain, JSON; anything else is a cluster file and a pipeline of passes. What is
-// accepted must print, and read back the same.
+// Fuzz target: the readers beside the program's own. The first word says which, as in the files: a profile, a plan, the
+// text of a model, a program to simulate and to explain, JSON; anything else is a cluster file and a pipeline of
+// passes. What is accepted must print, and read back the same.
 //   cmake --preset fuzz && cmake --build --preset fuzz && mkdir -p build/corpus &&
 //   build/fuzz/reader_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus tests/golden/*
 #include <cstddef>
@@ -33,11 +33,14 @@ void RoundTrip(std::string_view text, Read read, Write print) {
 
 void Try(std::string_view text) {
   if (text.starts_with("interlace-profile")) {
-    RoundTrip(text, [](std::string_view t) { return ParseProfile(t, "fuzz"); }, PrintProfile);
+    RoundTrip(
+        text, [](std::string_view t) { return ParseProfile(t, "fuzz"); }, PrintProfile);
   } else if (text.starts_with("interlace-plan")) {
-    RoundTrip(text, [](std::string_view t) { return plan::ParsePlan(t, "fuzz"); }, plan::PrintPlan);
+    RoundTrip(
+        text, [](std::string_view t) { return plan::ParsePlan(t, "fuzz"); }, plan::PrintPlan);
   } else if (text.starts_with("interlace-model")) {
-    RoundTrip(text, [](std::string_view t) { return plan::ReadModelText(t, "fuzz"); }, plan::WriteModelText);
+    RoundTrip(
+        text, [](std::string_view t) { return plan::ReadModelText(t, "fuzz"); }, plan::WriteModelText);
   } else if (text.starts_with("interlace ")) {
     (void)SimulateText(text, "local-2", "", "json", {});
     Result<Program> program = Parse(text);

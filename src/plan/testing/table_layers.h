@@ -11,9 +11,9 @@ namespace interlace::plan::testing {
 
 struct GptLayers : LayerSource {
   int64_t hidden = 1024, heads = 16, layers = 24, sequence = 2048, vocabulary = 50304;
-  double flop_per_us = 60e6;      // reached by matrix products
-  double bytes_per_us = 240e3;    // of memory
-  double tp_bytes_per_us = 5e3;   // of a collective within a node
+  double flop_per_us = 60e6;     // reached by matrix products
+  double bytes_per_us = 240e3;   // of memory
+  double tp_bytes_per_us = 5e3;  // of a collective within a node
 
   GptLayers(int64_t h, int64_t a, int64_t n) : hidden(h), heads(a), layers(n) {}
   int32_t blocks() const override { return static_cast<int32_t>(layers); }
@@ -27,7 +27,8 @@ struct GptLayers : LayerSource {
     if (role == Role::kBlock) {
       c.parameters = share(12 * hidden * hidden + 13 * hidden);
       c.largest_unit = c.parameters;
-      const double flop = 24.0 * static_cast<double>(tokens * hidden * hidden) + 4.0 * static_cast<double>(tokens * sequence * hidden);
+      const double flop =
+          24.0 * static_cast<double>(tokens * hidden * hidden) + 4.0 * static_cast<double>(tokens * sequence * hidden);
       c.forward_us = flop / tp / flop_per_us + static_cast<double>(c.boundary) * 12 / bytes_per_us;
       c.backward_us = 2 * c.forward_us;
       c.tp_forward_us = c.tp_backward_us = 4 * tp_us;
@@ -55,7 +56,8 @@ struct GptLayers : LayerSource {
       c.backward_us = 2 * c.forward_us;
       c.tp_forward_us = c.tp_backward_us = tp_us;
       c.saved_kept = c.saved_selective = c.saved_full = share(4 * tokens * vocabulary) + 2 * c.boundary;
-      c.work_forward = c.work_backward = c.work_backward_selective = c.work_backward_full = share(4 * tokens * vocabulary);
+      c.work_forward = c.work_backward = c.work_backward_selective = c.work_backward_full =
+          share(4 * tokens * vocabulary);
     }
     return c;
   }

@@ -89,7 +89,8 @@ class Maker {
         case 0:
           if (busy[unit]) break;
           busy[unit] = true;
-          pending.push_back({"gather.wait", Start("gather.start", shards_[unit], program_.units[unit].numel, unit), unit});
+          pending.push_back(
+              {"gather.wait", Start("gather.start", shards_[unit], program_.units[unit].numel, unit), unit});
           break;
         case 1:
           Finish(pending, ready, gathered);
@@ -134,7 +135,8 @@ class Maker {
   }
 
   // A result goes out, and nothing uses it until it is back; not a gathered buffer, which may be released on its way.
-  void Offload(std::vector<Pending>& pending, std::vector<ValueId>& ready, const std::vector<std::pair<int, ValueId>>& gathered) {
+  void Offload(std::vector<Pending>& pending, std::vector<ValueId>& ready,
+               const std::vector<std::pair<int, ValueId>>& gathered) {
     const ValueId value = ready[Pick(static_cast<int>(ready.size()))];
     if (program_.value(value).kind != ValueKind::kResult) return;
     for (auto [unit, full] : gathered) {
@@ -153,7 +155,8 @@ class Maker {
     pending.push_back({"reload.wait", value, -1});
   }
 
-  void Finish(std::vector<Pending>& pending, std::vector<ValueId>& ready, std::vector<std::pair<int, ValueId>>& gathered) {
+  void Finish(std::vector<Pending>& pending, std::vector<ValueId>& ready,
+              std::vector<std::pair<int, ValueId>>& gathered) {
     if (pending.empty()) return;
     size_t at = static_cast<size_t>(Pick(static_cast<int>(pending.size())));
     Pending done = pending[at];
@@ -198,6 +201,8 @@ class Maker {
 
 }  // namespace
 
-Program RandomStep(std::mt19937& random) { return Maker(random).Run(); }
+Program RandomStep(std::mt19937& random) {
+  return Maker(random).Run();
+}
 
 }  // namespace interlace

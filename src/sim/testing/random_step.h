@@ -31,8 +31,9 @@ inline ClusterSpec RoundCluster(int64_t devices, int64_t per_node) {
   return c;
 }
 
-// A scheduled step that obeys the rules of docs/ir.md on starts, waits and releases: gathers, reduces, all-reduces, copies
-// to the host and back, compute of random sizes, micro-batch phases under accumulation with values handed on, an update.
+// A scheduled step that obeys the rules of docs/ir.md on starts, waits and releases: gathers, reduces, all-reduces,
+// copies to the host and back, compute of random sizes, micro-batch phases under accumulation with values handed on, an
+// update.
 Program RandomStep(std::mt19937& random);
 
 }  // namespace interlace
