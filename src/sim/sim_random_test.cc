@@ -227,7 +227,7 @@ MeasuredRank RecordOf(const Simulation& s, const RankRecord& r) {
 
 TEST(RandomSteps, AStepThatIsRecordedIsTheStepThatRan) {
   std::mt19937 random(7);
-  for (int i = 0; i < 150; ++i) {
+  for (int i = 0; i < 60; ++i) {
     Program program = RandomStep(random);
     Result<ClusterSpec> cluster = LoadCluster("local-" + std::to_string(program.mesh[0].size), "here");
     Result<Simulation> s = Simulate(program, *cluster, nullptr, {.slow = {{0, 1.5}}});
