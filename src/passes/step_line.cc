@@ -170,9 +170,10 @@ bool BeginGradients(Program& program) {
     if (type == FlatType(type.dtype, program.units[state.unit].numel)) open.insert(state.value);
   }
   bool any = false;
-  for (const auto& [run, count] : program.RunOrder()) {
+  for (const auto& [run, times] : program.RunOrder()) {
     if (open.empty()) break;
     Phase& phase = *program.FindPhase(run->name);
+    const int64_t count = times;  // a lambda may not capture the binding itself
     PhaseEditor editor(program, phase);
     for (int32_t i = 0; i < editor.size(); ++i) {
       const OpId id = phase.ops[i];
