@@ -66,6 +66,7 @@ class Peers:
         self.device, self.timeout_s = device, timeout_s
         self.rank, self.size = 0, 1
         self._store: Any = None
+        self._exchanged: dict[str, int] = {}  # name -> how often exchange() was called with it
         self._groups: dict[str, Any] = {}
         self._closed = False
         self._failed = False
@@ -92,9 +93,11 @@ class Peers:
         """Every rank's value (JSON), by rank. Error: ranks that did not come within the timeout, or failed meanwhile."""
         if self._store is None:
             return [value]
-        self._put(f"{what}/{self.rank}", json.dumps(value).encode())
+        times = self._exchanged[what] = self._exchanged.get(what, 0) + 1
+        key = what if times == 1 else f"{what} ({times})"  # else a rank could read what another said the time before
+        self._put(f"{key}/{self.rank}", json.dumps(value).encode())
         deadline = time.monotonic() + self.timeout_s
-        return [json.loads(self._get(f"{what}/{r}", r, what, deadline)) for r in range(self.size)]
+        return [json.loads(self._get(f"{key}/{r}", r, what, deadline)) for r in range(self.size)]
 
     def broadcast(self, what: str, data: bytes, patience_s: float | None = None) -> bytes:
         """Rank 0's bytes on every rank; `data` of the others is not looked at."""

@@ -186,7 +186,8 @@ def test_eager_mode_runs_the_users_own_python() -> None:
     loss = lambda m, b: m(b).mean()  # noqa: E731
     batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     with pytest.raises(interlace.InterlaceError, match="a program cannot branch on data"):
-        interlace.compile(copy.deepcopy(model), make(copy.deepcopy(model)), loss, batches[0])
+        compiled = copy.deepcopy(model)
+        interlace.compile(compiled, make(compiled), loss, batches[0])
     trainer = interlace.compile(model, opt, loss, batches[0], interlace.Config(mode="eager"))
     calls = model.calls
     ours = [trainer.step(b).item() for b in batches]
