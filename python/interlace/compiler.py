@@ -53,8 +53,7 @@ def compile(
     `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
     one step gets on this rank. `optimizer` is torch.optim's AdamW, Adam or SGD; its hyper-parameters are read anew each step, so
     schedulers work. Afterwards the parameters live in the trainer: where every rank holds them whole, the model's parameters are views
-    of them; else they become meta tensors.
-    Raises InterlaceError with what is wrong and what to do.
+    of them; else they become meta tensors. Raises InterlaceError with what is wrong and what to do.
     """
     config = config or Config()
     if not isinstance(config, Config):
