@@ -6,8 +6,10 @@ python bench/offload.py --tier /mnt/nvme --bandwidth 400MB --steps 12 --json out
 Prints for each limit: measured peak (the counting allocator's, with the tier's own buffers), whether losses and parameters are those
 of the unlimited run bit for bit, the step against the synchronous baseline, and the bound max(compute, bytes / bandwidth), where
 compute is the unlimited step, taken in turn, and bytes are the larger direction: the tier moves both at once, as a host link does.
+Steps are timed when every run's program is settled: steps before are recorded op by op for the next plan, which takes longer.
 Beside it a bound that knows when bytes can move: what is out where most memory is needed comes back after that, so the step takes at
 least the ops before and then that traffic, with the times that were measured for the plan.
+The second line of a run says where its step goes, from recorded steps, beside what the simulator says of the same program.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ import torch
 from cases import causal_loss, llama, token_batch
 
 import interlace
+from interlace import _core
 from interlace.config import parse_bytes
 
 # Few tokens: parameters, gradients and optimizer states are nearly all of the memory.
 CASE = {"hidden": 256, "layers": 8, "heads": 4, "inter": 688, "vocab": 512, "tokens": 128}
 MIB = 2**20
+RECORDED = 5  # steps, for the parts of a step
+WARM = 40  # steps at most until all programs are settled: a plan and three more where the measured step is not the predicted one
 
 
 class Run:
@@ -45,7 +50,8 @@ class Run:
         if profiled is not None:
             schedule.append((4, profiled))
         tier = {} if folder is None else {"tier": folder, "tier_bandwidth": bandwidth}
-        config = interlace.Config(schedule=schedule, **tier)
+        self.plans_due = profiled is not None
+        config = interlace.Config(schedule=schedule, cache="off", **tier)
         self.trainer = interlace.compile(
             model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), causal_loss, self.batch, config=config
         )
@@ -53,6 +59,7 @@ class Run:
         self.seconds: list[float] = []
         self.bytes_out: list[int] = []
         self.bytes_in: list[int] = []
+        self.highest = 0  # peak bytes of any program so far
 
     def step(self) -> None:
         before = self.trainer.stats()
@@ -63,8 +70,40 @@ class Run:
         self.bytes_out.append(after["tier_bytes_out"] - before["tier_bytes_out"])
         self.bytes_in.append(after["tier_bytes_in"] - before["tier_bytes_in"])
         self.losses.append(float(loss))
+        self.highest = max(self.highest, self._peak())
 
-    def peak(self) -> int:
+    def lanes(self) -> dict[str, float]:
+        """Milliseconds of a step: its ops, issuing copies, waiting for them; the tier at work, each way; simulated ops and waits."""
+        executor = self.trainer._executor
+        found: list[dict[str, float]] = []
+        for _ in range(RECORDED):
+            executor.set_trace("on")
+            before = executor.stats()
+            self.trainer.step(self.batch)
+            after, record = executor.stats(), executor.record()
+            executor.set_trace("off")
+            parts = {"ops": 0.0, "issuing": 0.0, "waits": 0.0}
+            for op, _, seconds, *_ in record["samples"]:
+                name = record["ops"][op]["name"]
+                kind = "issuing" if name.endswith(".start") else "waits" if name.endswith(".wait") else "ops"
+                parts[kind] += 1e3 * seconds
+            for way in ("out", "in"):
+                parts[way] = 1e3 * (after[f"tier_seconds_{way}"] - before[f"tier_seconds_{way}"])
+            found.append(parts)
+        lanes = {name: statistics.median(parts[name] for parts in found) for name in found[0]}
+        planner = self.trainer._loop.planner
+        if planner.profile:
+            program = _core.Program.parse(self.trainer.program)
+            simulation = _core.Simulation(program, planner.cluster_text(), profile=planner.profile)
+            rank = json.loads(simulation.json())["per_rank"][0]
+            lanes |= {"simulated": simulation.step_us / 1e3, "simulated_ops": rank["compute_us"] / 1e3,
+                      "simulated_waits": rank["blocked_us"] / 1e3}  # fmt: skip
+        return lanes
+
+    def settled(self) -> bool:
+        return self.trainer.settled and bool(self.trainer.plans or not self.plans_due)
+
+    def _peak(self) -> int:
         stats = self.trainer.stats()
         return int(stats["peak_bytes"]) + (int(stats["tier_buffer_bytes"]) if stats["tier_bytes_in"] else 0)
 
@@ -76,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tier", help="folder for the tiers (default: a temporary one in the current folder)")
     parser.add_argument("--bandwidth", default="400MB", help="bytes per second in each direction")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each run; the last half is timed")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each run")
     parser.add_argument("--limits", default="75,50,35", help="per cent of the unlimited peak")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
@@ -97,7 +136,7 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
 
     free = Run(["overlap_update"], None, bandwidth)
     free.step()
-    unlimited = free.peak()
+    unlimited = free.highest
     runs = {"sync": Run(["offload_sync(cluster={cluster})"], own("sync"), bandwidth)}
     budgets = {}
     for percent in limits:
@@ -110,13 +149,16 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
             ["overlap_update", f"offload({costs})"], own(str(percent)), bandwidth,
             [f"search({costs},profile={{profile}},recompute=auto,offload=auto,reposition=auto)"],
         )  # fmt: skip
-    tail = steps // 2
-    for number in range(steps):  # in turn, so that what else the machine does falls on all of them
-        if number > 0:
-            free.step()
-        for run in runs.values():
+    everyone = [free, *runs.values()]
+    warm = 0
+    while warm < 4 or (warm < WARM and not all(run.settled() for run in everyone)):
+        for run in everyone[1 if warm == 0 else 0 :]:
             run.step()
-    compute = statistics.median(free.seconds[tail:])
+        warm += 1
+    for _ in range(steps):  # in turn, so that what else the machine does falls on all of them
+        for run in everyone:
+            run.step()
+    compute = statistics.median(free.seconds[-steps:])
     print(
         f"unlimited: peak {unlimited / MIB:.1f} MiB, step {compute * 1e3:.1f} ms; tier {bandwidth / 1e6:.0f} MB/s each way"
     )
@@ -126,9 +168,9 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
         "bandwidth": bandwidth,
         "rows": [],
     }
-    base = statistics.median(runs["sync"].seconds[tail:])
+    base = statistics.median(runs["sync"].seconds[-steps:])
     for name, run in runs.items():
-        seconds = statistics.median(run.seconds[tail:])
+        seconds = statistics.median(run.seconds[-steps:])
         out, back = run.bytes_out[-1], run.bytes_in[-1]
         traffic = max(out, back) / bandwidth
         bound = max(compute, traffic)
@@ -137,20 +179,21 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
         chosen = re.search(r'\nmeta search.chosen "([^|]*)\|(\d+)', run.trainer.program)
         same = run.losses == free.losses and all(torch.equal(theirs[k], ours[k]) for k in theirs)
         row = {
-            "run": name, "peak_bytes": run.peak(), "limit_bytes": budgets.get(name), "step_ms": seconds * 1e3, "bits": same,
+            "run": name, "peak_bytes": run.highest, "limit_bytes": budgets.get(name), "step_ms": seconds * 1e3, "bits": same,
             "bytes_out": out, "bytes_in": back, "bound_ms": bound * 1e3, "over_bound": seconds / bound,
             "compute_to_io": compute / traffic if traffic else None, "faster_than_sync": base / seconds,
             "least_ms": int(least[1]) / 1e3 if least else None, "chosen": chosen[1] if chosen else "",
             "simulated_ms": int(chosen[2]) / 1e3 if chosen else None,
         }  # fmt: skip
+        row["lanes_ms"] = run.lanes()
         facts["rows"].append(row)
         limit_text = (
             ""
             if name not in budgets
-            else f" of {budgets[name] / MIB:.1f}{'' if run.peak() <= budgets[name] else ' EXCEEDED'}"
+            else f" of {budgets[name] / MIB:.1f}{'' if run.highest <= budgets[name] else ' EXCEEDED'}"
         )
         print(
-            f"{name:>5}: peak {run.peak() / MIB:6.1f}{limit_text} MiB, bits {'equal' if same else 'DIFFER'}, step {seconds * 1e3:7.1f} ms, "
+            f"{name:>5}: peak {run.highest / MIB:6.1f}{limit_text} MiB, bits {'equal' if same else 'DIFFER'}, step {seconds * 1e3:7.1f} ms, "
             f"out {out / MIB:.1f} in {back / MIB:.1f} MiB, bound {bound * 1e3:.1f} ms (x {seconds / bound:.2f}), "
             f"compute/IO {compute / traffic if traffic else float('inf'):.2f}, sync/this {base / seconds:.2f}"
             + (
@@ -160,10 +203,19 @@ def compare(folder: str, bandwidth: int, steps: int, limits: list[int]) -> dict[
             )
             + (f"; simulated {row['simulated_ms']:.1f} ms, {row['chosen']}" if row["chosen"] else "")
         )
+        print("       " + said(row["lanes_ms"]))
     for run in runs.values():
         run.trainer.close()
     free.trainer.close()
     return facts
+
+
+def said(lanes: dict[str, float]) -> str:
+    text = ", ".join(
+        f"{name} {lanes[name]:.1f}" + (f" (simulated {lanes[f'simulated_{name}']:.1f})" if f"simulated_{name}" in lanes else "")
+        for name in ("ops", "issuing", "waits")
+    )  # fmt: skip
+    return f"{text}; tier busy out {lanes['out']:.1f}, in {lanes['in']:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -112,13 +112,11 @@ class Loop:
 
     def _profile_now(self) -> bool:
         """Whether the step about to run is recorded: the last ones before passes that ask for times."""
-        if not self._can_measure or self.count == 0:
+        if not self._to_be_measured():
             return False
         if self._replan_at > self.count:
-            return self._replan_at - self.count <= PROFILE_STEPS
-        following = self.schedule[self.stage + 1] if self.stage + 1 < len(self.schedule) else None
-        if following is None or not needs_profile(following[1]) or following[0] - self.count > PROFILE_STEPS:
-            return False
+            return True
+        following = self.schedule[self.stage + 1]
         if self._looked_up != self.stage:  # the first step of the window: a plan of an earlier start needs no times
             self._looked_up = self.stage
             with self.peers.guard():
@@ -128,6 +126,20 @@ class Loop:
                 word = self.peers.broadcast(f"known plan at step {self.count}", json.dumps(known).encode())
             self._known = json.loads(word)
         return not self._known
+
+    def _to_be_measured(self) -> bool:
+        """Whether the next step is one of the last before a plan that asks for times."""
+        if not self._can_measure or self.count == 0:
+            return False
+        if self._replan_at > self.count:
+            return self._replan_at - self.count <= PROFILE_STEPS
+        following = self.schedule[self.stage + 1] if self.stage + 1 < len(self.schedule) else None
+        return following is not None and needs_profile(following[1]) and following[0] - self.count <= PROFILE_STEPS
+
+    def settled(self) -> bool:
+        """Whether the next step is an ordinary one and nothing is due after it but the schedule's next entry."""
+        due = (self._replan_at, self._check_at)
+        return stage_at(self.schedule, self.count) == self.stage and max(due) < 0 and not self._to_be_measured()
 
     def passes(self) -> tuple[str, ...]:
         return self.schedule[self.stage][1] if self.stage >= 0 else ()

@@ -289,6 +289,12 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         """What the schedule did so far, plan by plan: step, reason, passes, seconds, predicted and measured time and peak."""
         return self._loop.plans
 
+    @property
+    def settled(self) -> bool:
+        """Whether the steps to come run as they are, until the schedule's next entry: none is recorded for a plan, compared with its
+        prediction or followed by another plan. A benchmark waits for it; recorded steps take longer."""
+        return self._loop.settled()
+
     # ---- the end ----
 
     def close(self) -> None:

@@ -184,13 +184,17 @@ def test_a_plan_that_was_mispredicted_is_made_again(monkeypatch: pytest.MonkeyPa
     with interlace.compile(
         model, parity.make_optimizer("adamw", model), zoo.causal_loss, zoo.tokens(2, 0), Config(schedule=schedule)
     ) as trainer:
+        settled = []  # before each step
         for step in range(50):
+            settled.append(trainer.settled)
             trainer.step(zoo.tokens(2, step))
         plans = trainer.plans
     again = 1 + loop.TIMED_STEPS + loop.PROFILE_STEPS
     assert [p["step"] for p in plans] == [6 + again * i for i in range(len(plans))]
     assert 2 <= len(plans) <= 1 + loop.REPLANS
     assert all("and was predicted to" in p["reason"] for p in plans[1:])
+    # From the first recorded step to the last comparison; the entry at step 6 is announced before its plan is made.
+    assert settled[:2] == [True, True] and not any(settled[2 : plans[-1]["step"]]) and settled[-1]
 
 
 def searched(folder: str) -> dict[str, Any]:
