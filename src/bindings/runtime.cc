@@ -1,28 +1,16 @@
 // runtime.cc — the Python module `_runtime`: the executor. Steps run with the interpreter lock released.
-#include <torch/csrc/utils/pybind.h>
+#include "bindings/runtime.h"
 
 #include <algorithm>
 #include <memory>
 
 #include "base/suggest.h"
 #include "ir/text.h"
-#include "runtime/executor.h"
 
 namespace py = pybind11;
 
 namespace interlace {
 namespace {
-
-// Raised as _runtime.Error.
-class RuntimeError : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-template <typename T>
-T Unwrap(Result<T> result) {
-  if (!result.ok()) throw RuntimeError(result.error().ToString());
-  return std::move(*result);
-}
 
 template <typename T>
 T Take(const py::dict& dict, const char* key, T otherwise) {
@@ -166,10 +154,6 @@ auto WithoutLock(F&& f) {
 }
 
 }  // namespace
-
-void BindTesting(py::module_& module);                                   // runtime_testing.cc
-void BindSnapshot(py::module_& module, py::class_<Executor>& executor);  // runtime_snapshot.cc
-void BindTrace(py::module_& module, py::class_<Executor>& executor);     // runtime_trace.cc
 
 }  // namespace interlace
 

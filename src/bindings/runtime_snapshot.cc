@@ -1,14 +1,12 @@
 // runtime_snapshot.cc — SnapshotWriter for Python: states written to files beside the training step.
-#include <torch/csrc/utils/pybind.h>
-
 #include <cerrno>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "bindings/runtime.h"
 #include "io/snapshot_writer.h"
-#include "runtime/executor.h"
 
 namespace py = pybind11;
 

@@ -1,6 +1,4 @@
 // runtime_testing.cc — _runtime.testing: collectives and kernels one by one, for the tests and benchmarks in Python.
-#include <torch/csrc/utils/pybind.h>
-
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -8,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/runtime.h"
 #include "runtime/allocator.h"
 #include "runtime/comm.h"
 #include "runtime/kernels_aten.h"
@@ -17,12 +16,6 @@ namespace py = pybind11;
 namespace interlace {
 
 namespace {
-
-template <typename T>
-T Unwrap(Result<T> result) {
-  if (!result.ok()) throw std::runtime_error(result.error().ToString());
-  return std::move(result.value());
-}
 
 std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
                                  double timeout_s, const std::string& group) {

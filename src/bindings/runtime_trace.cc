@@ -1,6 +1,4 @@
 // runtime_trace.cc — what the executor recorded of a step, as a trace and as the raw times that profiles are made of.
-#include <torch/csrc/utils/pybind.h>
-
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -8,12 +6,12 @@
 #include <vector>
 
 #include "base/suggest.h"
+#include "bindings/runtime.h"
 #include "cost/cluster.h"
 #include "cost/cost_model.h"
 #include "cost/signature.h"
 #include "ir/op_table.h"
 #include "ir/text.h"
-#include "runtime/executor.h"
 #include "runtime/timeline_json.h"
 #include "trace/chrome_trace.h"
 
@@ -23,10 +21,10 @@ namespace interlace {
 
 namespace {
 
+// Here what is wrong is what was given: a ValueError.
 template <typename T>
-T Unwrap(Result<T> result) {
-  if (!result.ok()) throw std::invalid_argument(result.error().ToString());
-  return std::move(*result);
+T Checked(Result<T> result) {
+  return Unwrap<std::invalid_argument>(std::move(result));
 }
 
 TraceMode ModeOf(const std::string& name) {
@@ -39,7 +37,9 @@ TraceMode ModeOf(const std::string& name) {
 // Bytes as the cost model counts them: of a gather its results, of every other collective what goes in.
 int64_t CollectiveBytes(const Program& program, const Op& op) {
   int64_t bytes = 0;
-  const auto add = [&](ValueId id) { bytes += id == kNone ? 0 : Unwrap(program.StorageBytes(program.value(id).type)); };
+  const auto add = [&](ValueId id) {
+    bytes += id == kNone ? 0 : Checked(program.StorageBytes(program.value(id).type));
+  };
   if (op.name == "gather.start") {
     for (ValueId id : op.results) add(id);
   } else {
@@ -52,7 +52,7 @@ int64_t CollectiveBytes(const Program& program, const Op& op) {
 int64_t ResultBytes(const Program& program, const Op& op) {
   int64_t bytes = 0;
   for (ValueId id : op.results) {
-    if (id != kNone && program.value(id).root == id) bytes += Unwrap(program.StorageBytes(program.value(id).type));
+    if (id != kNone && program.value(id).root == id) bytes += Checked(program.StorageBytes(program.value(id).type));
   }
   return bytes;
 }
@@ -88,10 +88,10 @@ py::dict FactsOf(const Program& program, const Op& op) {
 
 // The facts of every op of a program, by op id.
 py::dict PlanDict(const std::string& text) {
-  Program program = Unwrap(Parse(text));
+  Program program = Checked(Parse(text));
   Binding ranks;
   for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
-  program = Unwrap(Bind(program, ranks));
+  program = Checked(Bind(program, ranks));
   py::dict ops;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) ops[py::int_(id)] = FactsOf(program, program.op(id));
@@ -101,13 +101,13 @@ py::dict PlanDict(const std::string& text) {
 
 // The cost model's microseconds for the ops of a program whose keys a profile lacks, on a preset or a cluster file.
 py::dict Estimates(const std::string& text, const std::string& profile, const std::string& cluster) {
-  const Program program = Unwrap(Parse(text));
-  const ProfileTable table = Unwrap(ParseProfile(profile, "profile"));
-  CostModel model = Unwrap(CostModel::Create(program, Unwrap(LoadCluster(cluster, cluster)), &table));
+  const Program program = Checked(Parse(text));
+  const ProfileTable table = Checked(ParseProfile(profile, "profile"));
+  CostModel model = Checked(CostModel::Create(program, Checked(LoadCluster(cluster, cluster)), &table));
   py::dict found;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) {
-      const OpCost cost = Unwrap(model.Cost(program.op(id)));
+      const OpCost cost = Checked(model.Cost(program.op(id)));
       if (cost.source != OpCost::Source::kEstimated || cost.resource != Resource::kCompute) continue;
       std::string key;
       if (!AppendProfileKey(program, program.op(id), key).ok()) continue;
@@ -180,7 +180,7 @@ void BindTrace(py::module_& module, py::class_<Executor>& executor) {
           "order.");
   module.def(
       "merge_traces",
-      [](const std::vector<std::string>& parts) { return WriteChromeTrace(Unwrap(MergeTimelineJson(parts))); },
+      [](const std::vector<std::string>& parts) { return WriteChromeTrace(Checked(MergeTimelineJson(parts))); },
       py::arg("parts"), "One Chrome trace from the JSON traces of all ranks.");
   module.def("profile_plan", &PlanDict, py::arg("text"), "What `record` says of ops, for every op of a program text.");
   module.def("estimate_ops", &Estimates, py::arg("text"), py::arg("profile"), py::arg("cluster"),

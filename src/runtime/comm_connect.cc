@@ -3,10 +3,10 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <ifaddrs.h>
+#include <linux/tcp.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -27,7 +27,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kMagic = 0x314d4c49;  // "ILM1"
+constexpr uint32_t kHelloMagic = 0x314d4c49;  // "ILM1"
 // The kernel holds this much of what one rank sent and the other has not asked for yet, each way.
 constexpr int kBufferBytes = 4 << 20;
 
@@ -70,13 +70,13 @@ struct Where {
   char host[64] = {};  // the boot of the machine and the network namespace
 };
 struct Listener {
-  uint32_t magic = kMagic;
+  uint32_t magic = kHelloMagic;
   Address address;
   uint8_t secret[16] = {};
 };
 // The first bytes of a connection.
 struct Greeting {
-  uint32_t magic = kMagic;
+  uint32_t magic = kHelloMagic;
   int32_t rank = 0;     // who connects
   int32_t control = 0;  // 1: the connection for notes
   uint8_t secret[16] = {};
@@ -237,7 +237,7 @@ Status AcceptPeers(const AxisSpec& spec, const Socket& listening, const Listener
       guest.got += got > 0 ? static_cast<size_t>(got) : 0;
       if (got > 0 && guest.got < sizeof(Greeting)) continue;
       const Greeting& said = guest.greeting;
-      if (got > 0 && said.magic == kMagic && said.rank > spec.rank && said.rank < spec.size &&
+      if (got > 0 && said.magic == kHelloMagic && said.rank > spec.rank && said.rank < spec.size &&
           std::memcmp(said.secret, mine.secret, sizeof mine.secret) == 0) {
         Socket& place = said.control != 0 ? peers[said.rank].control : peers[said.rank].data;
         if (!place) {
@@ -294,7 +294,7 @@ Result<std::vector<PeerSockets>> ConnectPeers(const AxisSpec& spec, const Exchan
   INTERLACE_ASSIGN(const std::vector<Listener> all, ExchangeAll(exchange, mine));
   if (!trouble.empty()) return failure("rank ", spec.rank, ": ", trouble);
   for (int64_t rank = 0; rank < spec.size; ++rank) {
-    if (all[rank].magic != kMagic || all[rank].address.size > sizeof(sockaddr_storage))
+    if (all[rank].magic != kHelloMagic || all[rank].address.size > sizeof(sockaddr_storage))
       return failure("rank ", rank, " has no address for its peers (its own error says why)");
   }
 

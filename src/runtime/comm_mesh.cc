@@ -17,19 +17,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kMagic = 0x464d4c49;    // "ILMF"
-constexpr int kBatch = 64;                 // pieces of one system call
-constexpr int64_t kBetweenOpsNs = 50'000;  // Progress looks at the sockets no more often
+constexpr uint32_t kFrameMagic = 0x464d4c49;  // "ILMF"
+constexpr int kBatch = 64;                    // pieces of one system call
+constexpr int64_t kBetweenOpsNs = 50'000;     // Progress looks at the sockets no more often
 // A wait looks at the sockets for so long before it sleeps: a core that went to sleep takes about 100 us to come back
 // (measured: a step of 118 short waits took 30 ms, and 16 ms with this).
 constexpr int64_t kSpinNs = 50'000;
 constexpr auto kHelperPause = std::chrono::milliseconds(1);
 constexpr double kMomentS = 1e-3;  // of sending that FirstToHold does not mind
 constexpr int kHelperQuiet = 50;   // pauses without any operation after which the helper sleeps for good
-
-int64_t NanosNow() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
 
 // Whether the kernel holds more than a moment's worth of bytes that this connection has not sent.
 bool SendsForLong(int fd) {
@@ -44,7 +40,7 @@ bool SendsForLong(int fd) {
 
 SocketMesh::Header SocketMesh::HeaderOf(const Exchange& exchange, const std::vector<iovec>& pieces) const {
   Header header;
-  header.magic = kMagic;
+  header.magic = kFrameMagic;
   header.kind = exchange.kind;
   header.number = exchange.number;
   for (const iovec& piece : pieces) header.bytes += piece.iov_len;

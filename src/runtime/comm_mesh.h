@@ -36,6 +36,12 @@
 
 namespace interlace {
 
+// Of the steady clock.
+inline int64_t NanosNow() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
 // One operation's transfers on this rank. Its memory must stay until the operation is done or the mesh has failed.
 struct Exchange {
   std::string label;

@@ -18,7 +18,7 @@ namespace interlace {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // How long a rank that closed may take to say why, and how long a rank that waits too may take to say so.
 constexpr int64_t kLostPatienceMs = 300;
@@ -49,7 +49,7 @@ std::vector<Known>& KnownMeshes() {
 }  // namespace
 
 Result<std::shared_ptr<SocketMesh>> SocketMesh::Open(const AxisSpec& spec, double timeout_s) {
-  Group group;
+  ProcessGroup group;
   c10::intrusive_ptr<c10d::Backend> backend;
   try {
     group = c10d::resolve_process_group(spec.native);

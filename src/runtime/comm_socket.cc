@@ -23,11 +23,6 @@ namespace {
 // A dropped Comm waits so long for what it had started.
 constexpr double kDropPatienceS = 5;
 
-int64_t NanosNow() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 // Bytes a piece takes in the receive buffer: pieces start at 64 bytes.
 int64_t Padded(int64_t bytes) {
   return (bytes + 63) / 64 * 64;

@@ -1,5 +1,5 @@
-// The file tier. One file a rank, laid out in blocks of kBlock bytes; each direction has a thread with a buffer that
-// direct I/O can use (aligned to 4096). Blocks go one by one, whole ones of memory that is aligned itself
+// The file tier. One file a rank, laid out in blocks of kTierBlock bytes; each direction has a thread with a buffer
+// that direct I/O can use (aligned to 4096). Blocks go one by one, whole ones of memory that is aligned itself
 // (page_blocks.h) from and to where they lie, others through the buffer:
 //
 //   StartWrite ─► queue ─► writer: (copy and) checksum a block ─► pwrite ─► pause until the bandwidth allows it
@@ -37,7 +37,7 @@ namespace interlace {
 namespace {
 
 constexpr int64_t kAlign = 4096;
-constexpr int64_t kBlock = int64_t{1} << 20;
+constexpr int64_t kTierBlock = int64_t{1} << 20;
 constexpr int64_t kMostBytes = int64_t{1} << 60;  // of a tier's file: far from where sums of sizes overflow
 
 int64_t RoundUp(int64_t bytes, int64_t to) {
@@ -102,7 +102,7 @@ Error IoError(const Shared& shared, const Job& job, int64_t offset, const char* 
 class Worker {
  public:
   explicit Worker(Shared& shared) : shared_(shared) {
-    buffer_.reset(static_cast<char*>(std::aligned_alloc(kAlign, kBlock)));
+    buffer_.reset(static_cast<char*>(std::aligned_alloc(kAlign, kTierBlock)));
     thread_ = std::thread([this] { Loop(); });
   }
   ~Worker() {
@@ -161,8 +161,8 @@ class Worker {
   }
 
   Status Write(const Job& job) {
-    for (int64_t at = 0, block = 0; at < job.bytes; at += kBlock, ++block) {
-      const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign);
+    for (int64_t at = 0, block = 0; at < job.bytes; at += kTierBlock, ++block) {
+      const int64_t bytes = std::min(kTierBlock, job.bytes - at), padded = RoundUp(bytes, kAlign);
       const bool in_place = InPlace(job.memory + at, bytes);
       const char* const from = in_place ? job.memory + at : buffer_.get();
       uint64_t& sum = job.place->checksums[static_cast<size_t>(block)];
@@ -191,8 +191,8 @@ class Worker {
       std::memset(job.memory, 0, static_cast<size_t>(job.bytes));
       return Ok{};
     }
-    for (int64_t at = 0, block = 0; at < job.bytes; at += kBlock, ++block) {
-      const int64_t bytes = std::min(kBlock, job.bytes - at), padded = RoundUp(bytes, kAlign),
+    for (int64_t at = 0, block = 0; at < job.bytes; at += kTierBlock, ++block) {
+      const int64_t bytes = std::min(kTierBlock, job.bytes - at), padded = RoundUp(bytes, kAlign),
                     offset = job.place->offset + at;
       const bool in_place = InPlace(job.memory + at, bytes);
       char* const to = in_place ? job.memory + at : buffer_.get();
@@ -351,7 +351,7 @@ class FileTier final : public Tier {
     place.name = name;
     place.offset = end_;
     place.bytes = bytes;
-    place.checksums.resize(static_cast<size_t>((bytes + kBlock - 1) / kBlock));
+    place.checksums.resize(static_cast<size_t>((bytes + kTierBlock - 1) / kTierBlock));
     end_ += padded;
     return static_cast<Region>(places_.size() - 1);
   }
@@ -378,7 +378,7 @@ class FileTier final : public Tier {
             .reserved_bytes = end_,
             .out_ns = writer_->busy_ns(),
             .in_ns = reader_->busy_ns(),
-            .buffer_bytes = 2 * kBlock,
+            .buffer_bytes = 2 * kTierBlock,
             .direct = shared_.direct};
   }
   std::string note() const override {

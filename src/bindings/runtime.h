@@ -1,0 +1,33 @@
+// runtime.h — what the files of the Python module `_runtime` share.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "base/result.h"
+#include "runtime/executor.h"
+
+namespace interlace {
+
+// Becomes `_runtime.Error`, a RuntimeError.
+class RuntimeError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The value; an error is thrown as an Exception.
+template <typename Exception = RuntimeError, typename T>
+T Unwrap(Result<T> result) {
+  if (!result.ok()) throw Exception(result.error().ToString());
+  return std::move(*result);
+}
+
+// Collectives and kernels one by one (runtime_testing.cc).
+void BindTesting(pybind11::module_& m);
+// States written beside the steps (runtime_snapshot.cc).
+void BindSnapshot(pybind11::module_& m, pybind11::class_<Executor>& executor);
+// What was recorded of a step (runtime_trace.cc).
+void BindTrace(pybind11::module_& m, pybind11::class_<Executor>& executor);
+
+}  // namespace interlace
