@@ -127,7 +127,7 @@ TEST_P(PassProperty, CanonicalizeKeepsBitsAndIsIdempotent) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 800 : 12));
+INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 800 : 8));
 
 }  // namespace
 }  // namespace interlace

@@ -163,7 +163,7 @@ TEST_P(ScheduleProperty, LimitsAreObeyedAndUsed) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, ScheduleProperty,
-                         ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 400 : 10));
+                         ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 400 : 7));
 
 }  // namespace
 }  // namespace interlace

@@ -43,7 +43,7 @@ PassCosts Costs(const Program& program, int64_t limit = std::numeric_limits<int6
 
 SearchOptions Few() {
   SearchOptions options;
-  options.evaluations = 150;
+  options.evaluations = 80;
   return options;
 }
 
@@ -154,8 +154,8 @@ TEST(Search, AHigherLimitIsNeverSlower) {
     ASSERT_TRUE(free.ok()) << ErrorOf(free);
     const int64_t least = free->front.front().bytes, most = free->front.back().bytes;
     int64_t last = std::numeric_limits<int64_t>::max();
-    for (int step = 0; step <= 5; ++step) {
-      const int64_t limit = least + (most - least) * step / 5;
+    for (int step = 0; step <= 4; ++step) {
+      const int64_t limit = least + (most - least) * step / 4;
       Result<SearchResult> found = SearchSchedules(base, Costs(base, limit), Few());
       ASSERT_TRUE(found.ok()) << ErrorOf(found);
       ASSERT_LT(found->chosen, found->front.size());
