@@ -229,12 +229,12 @@ def one_process_runs(keys: list[tuple[int, float | None]], run: Callable[..., Ru
 
 def compare(
     case: str, dtype: str, optimizer: str, steps: int, settings: Sequence[Setting], peers: Sequence[str] = ("one", "fsdp2", "ddp"),
-    cache: str = "off",
+    cache: str = "off", seed: int = 0,
 ) -> list[dict[str, Distance]]:  # fmt: skip
     """On rank 0: for each setting the distance of interlace to each peer; "fsdp2-ddp" is that of the peers. With a cache folder the
     model is captured once."""
     rank, size = rank_and_size()
-    first = zoo.build(case, getattr(torch, dtype))
+    first = zoo.build(case, getattr(torch, dtype), seed)
     known: dict[Any, Run] = {}
 
     def once(key: Any, train: Callable[..., Run], clip: float | None, *args: Any) -> Run:

@@ -101,13 +101,12 @@ def test_mixtral_in_bfloat16(size: int, tmp_path: Path) -> None:
     check((size, "mixtral", ("bfloat16", "adamw")), [Setting(clip=1.0)], tmp_path)
 
 
-def test_adam_of_float32_is_no_farther_from_fsdp2_than_twice_ddp() -> None:
-    """AdamW amplifies rounding, so float32 runs of PyTorch differ from each other; ours must be among them."""
-    ours = peers = 0.0
-    for case in ("llama", "gpt2", "vit", "batchnorm"):
-        found = ranks.run(
-            parity.compare, 4, case, "float32", "adamw", STEPS, [Setting(clip=0.3)], ("fsdp2", "ddp"), timeout_s=900
-        )[0]
-        ours, peers = ours + found[0]["fsdp2"].weights, peers + found[0]["fsdp2-ddp"].weights
-    assert peers > 0, "the peers agree in every bit, which says nothing"
-    assert ours <= 2 * peers, f"distance to FSDP2 {ours:.2e}, FSDP2 to DDP {peers:.2e}"
+@pytest.mark.parametrize("case", AXES["case"])
+def test_adam_of_float32_is_no_farther_from_fsdp2_than_twice_ddp(case: str) -> None:
+    """AdamW amplifies rounding, so float32 runs of PyTorch differ from each other; ours must be among them, for every model by itself:
+    how far they lie apart differs a thousandfold between models."""
+    settings, peers = [Setting(clip=0.3)], ("fsdp2", "ddp")
+    [found] = ranks.run(parity.compare, 4, case, "float32", "adamw", STEPS, settings, peers, timeout_s=900)[0]
+    ours, reference = found["fsdp2"].weights, found["fsdp2-ddp"].weights
+    assert reference > 0, "the peers agree in every bit, which says nothing"
+    assert ours <= 2 * reference, f"distance to FSDP2 {ours:.2e}, FSDP2 to DDP {reference:.2e}"
