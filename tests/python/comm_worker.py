@@ -1,4 +1,4 @@
-"""One rank of a collectives test: `python comm_worker.py SCENARIO RANK SIZE FOLDER`. Writes FOLDER/RANK.json last.
+"""One rank of a collectives test: serve(scenario, rank, size, folder) writes FOLDER/RANK.json last, and what it prints to FOLDER/RANK.log.
 
 The tests in test_comm.py start the ranks as processes of their own, because some scenarios kill or stop one.
 """
@@ -406,8 +406,11 @@ SCENARIOS: dict[str, Callable[[Ranks], dict[str, object]]] = {
 }
 
 
-def main() -> None:
-    scenario, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+def serve(scenario: str, rank: int, size: int, folder: Path) -> None:
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     ranks = Ranks(rank, size, folder)
     result = SCENARIOS[scenario](ranks)
@@ -415,7 +418,3 @@ def main() -> None:
     sys.stdout.flush()
     # Without the ceremonies of an orderly end: what a rank that met an error does too.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -82,10 +82,16 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def context() -> Any:
+    """Processes of this context are forked from one that has imported torch."""
+    server = mp.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "torch.distributed", "transformers", "safetensors.torch"])
+    return server
+
+
 class Pool:
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "safetensors.torch"])
+        self._context = context()
         self._workers: list[tuple[Any, Connection]] = []
         self._port = 0  # of the group's store; another port is another group
         self._size = 0

@@ -3,55 +3,40 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import comm_worker
 import pytest
+import ranks
 import torch
 from interlace._runtime import testing
-
-WORKER = Path(__file__).parent / "comm_worker.py"
 
 
 def run_ranks(
     scenario: str, size: int, folder: Path, silent: tuple[int, ...] = (), timeout_s: float = 120
 ) -> dict[int, dict]:
     """Runs a scenario; returns what every rank but the silent ones reported."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(size)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), scenario, str(rank), str(size), str(folder)],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        for rank in range(size)
-    ]
+    server = ranks.context()
+    processes = [server.Process(target=comm_worker.serve, args=(scenario, r, size, folder)) for r in range(size)]
     try:
         deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.start()
         for rank, process in enumerate(processes):
             if rank not in silent:
-                process.wait(max(1.0, deadline - time.monotonic()))
+                process.join(max(1.0, deadline - time.monotonic()))
     finally:
         for process in processes:  # the stopped ones too
             process.kill()
-            process.wait()
-        texts = []
-        for log in logs:
-            log.seek(0)
-            texts.append(log.read())
-            log.close()
+            process.join()
     results = {}
     for rank in range(size):
         if rank in silent:
             continue
         report = folder / f"{rank}.json"
-        assert report.exists(), f"rank {rank} did not finish:\n{texts[rank]}"
+        assert report.exists(), f"rank {rank} did not finish:\n{(folder / f'{rank}.log').read_text()}"
         results[rank] = json.loads(report.read_text())
     return results
 
