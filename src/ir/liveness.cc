@@ -21,8 +21,7 @@ class Analysis {
   Analysis(const Program& program, const Phase& phase)
       : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
 
-  Result<PhaseLiveness> Run() {
-    const Residency residency = ComputeResidency(program_);
+  Result<PhaseLiveness> Run(const Residency& residency, bool with_deaths) {
     moving_.insert(residency.states.begin(), residency.states.end());
     INTERLACE_TRY(Persistent());
     storage_of_.assign(program_.num_values(), -1);
@@ -39,7 +38,7 @@ class Analysis {
       for (ValueId source : sources) Touch(source, end_);
     }
     for (ValueId id : residency.states) Touch(id, end_);  // what is in memory at the end stays there
-    Summarize();
+    Summarize(with_deaths);
     return std::move(out_);
   }
 
@@ -126,15 +125,15 @@ class Analysis {
     return status;
   }
 
-  void Summarize() {
+  void Summarize(bool with_deaths) {
     std::vector<int64_t> change(end_ + 2, 0), results(end_ + 1, 0);
-    out_.dies_after.assign(end_, {});
+    if (with_deaths) out_.dies_after.assign(end_, {});
     for (const StorageLife& life : out_.storages) {
       // Alive before op i for first < i <= last.
       change[life.first + 1] += life.bytes;
       change[std::min(life.last, end_) + 1] -= life.bytes;
       if (life.first >= 0) results[life.first] += life.bytes;
-      if (life.last < end_) out_.dies_after[life.last].push_back(life.root);
+      if (with_deaths && life.last < end_) out_.dies_after[life.last].push_back(life.root);
     }
     out_.live_before.assign(end_ + 1, 0);
     int64_t live = 0;
@@ -158,7 +157,12 @@ class Analysis {
 }  // namespace
 
 Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase) {
-  return Analysis(program, phase).Run();
+  return Analysis(program, phase).Run(ComputeResidency(program), true);
+}
+
+Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase, const Residency& residency,
+                                      bool with_deaths) {
+  return Analysis(program, phase).Run(residency, with_deaths);
 }
 
 }  // namespace interlace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ir/program.h"
+#include "ir/residency.h"
 
 namespace interlace {
 
@@ -29,5 +30,8 @@ struct PhaseLiveness {
 
 // Error: a symbolic size (bind first).
 Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase);
+// With the program's residency, when it is known; `dies_after` stays empty unless it is asked for.
+Result<PhaseLiveness> ComputeLiveness(const Program& program, const Phase& phase, const Residency& residency,
+                                      bool with_deaths);
 
 }  // namespace interlace

@@ -289,7 +289,32 @@ std::vector<std::pair<const Phase*, int64_t>> Program::RunOrder() const {
   return order;
 }
 
+void Program::Track() {
+  tracks_ = true;
+  value_noted_.assign(values_.size(), false);
+  op_noted_.assign(ops_.size(), false);
+}
+
+void Program::TakeBack(const Program& base) {
+  CHECK(tracks_ && value_noted_.size() == base.values_.size() && op_noted_.size() == base.ops_.size())
+      << "taken back to another program than it was cloned from";
+  values_.resize(base.values_.size());
+  ops_.resize(base.ops_.size());
+  for (int32_t id : changed_values_) {
+    values_[id] = base.values_[id];
+    value_noted_[id] = false;
+  }
+  for (int32_t id : changed_ops_) {
+    ops_[id] = base.ops_[id];
+    op_noted_[id] = false;
+  }
+  changed_values_.clear();
+  changed_ops_.clear();
+  phases = base.phases;
+}
+
 void Program::Compact() {
+  CHECK(!tracks_) << "a program whose changes are noted keeps its ids";
   std::vector<ValueId> new_value(values_.size(), kNone);
   std::vector<ValueId> order;  // old ids in text order
   auto keep = [&](ValueId id) {

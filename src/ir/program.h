@@ -210,9 +210,15 @@ class Program {
   int32_t num_values() const { return static_cast<int32_t>(values_.size()); }
   int32_t num_ops() const { return static_cast<int32_t>(ops_.size()); }
   bool HasValue(ValueId id) const { return id >= 0 && id < num_values() && values_[id].id == id; }
-  Value& value(ValueId id) { return values_[id]; }
+  Value& value(ValueId id) {
+    if (tracks_) Note(changed_values_, value_noted_, id);
+    return values_[id];
+  }
   const Value& value(ValueId id) const { return values_[id]; }
-  Op& op(OpId id) { return ops_[id]; }
+  Op& op(OpId id) {
+    if (tracks_) Note(changed_ops_, op_noted_, id);
+    return ops_[id];
+  }
   const Op& op(OpId id) const { return ops_[id]; }
 
   // A new value that owns contiguous or strided storage (empty strides: contiguous).
@@ -247,12 +253,26 @@ class Program {
   // Phases in the order a step runs them, with counts, for G runs:
   // {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
   std::vector<std::pair<const Phase*, int64_t>> RunOrder() const;
+  // Many variants of one program, one after the other, without a copy for each: `variant` is a clone of `base` that
+  // from its Track() on notes every op and value that is handed out for writing; TakeBack(base) makes it like `base`
+  // again. What may differ meanwhile: ops, values and phases (no Compact, no tables).
+  void Track();
+  void TakeBack(const Program& base);
   // Drops ops in no phase and values nobody defines or uses, and renumbers ids densely in text order.
   void Compact();
 
  private:
+  static void Note(std::vector<int32_t>& changed, std::vector<bool>& noted, int32_t id) {
+    if (static_cast<size_t>(id) >= noted.size() || noted[id]) return;  // what came since goes as a whole
+    noted[id] = true;
+    changed.push_back(id);
+  }
+
   std::deque<Value> values_;
   std::deque<Op> ops_;
+  bool tracks_ = false;
+  std::vector<int32_t> changed_values_, changed_ops_;  // since Track or TakeBack
+  std::vector<bool> value_noted_, op_noted_;
 };
 
 // Calls f(ValueId&) for every value operand of an op, in args, lists and keyword arguments (not `writes`).

@@ -44,14 +44,19 @@ std::vector<Stall> StallsOf(const Lowered& lowered, const EngineOutput& output) 
 
 }  // namespace
 
-Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls) {
+Result<KnownOps> KnownOpsOf(const Program& program, const PassCosts& costs) {
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
-  INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));
+  INTERLACE_ASSIGN(const Lowered lowered, Lower(program, model));
+  return KnownOf(lowered);
+}
+
+Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls, const KnownOps& known) {
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  INTERLACE_ASSIGN(Lowered lowered, Lower(program, model, known));
   INTERLACE_ASSIGN(EngineOutput output, RunEngine(InputOf(lowered, model), model));
-  INTERLACE_ASSIGN(MemoryCurve memory, ComputeMemory(lowered));
   Verdict verdict;
   verdict.time_ps = output.makespan_ps;
-  verdict.bytes = memory.peak.bytes;
+  INTERLACE_ASSIGN(verdict.bytes, PeakBytes(lowered));
   if (with_stalls) verdict.stalls = StallsOf(lowered, output);
   return verdict;
 }

@@ -8,6 +8,7 @@
 
 #include "base/result.h"
 #include "passes/cost_options.h"
+#include "sim/lowered.h"
 
 namespace interlace {
 
@@ -25,8 +26,11 @@ struct Verdict {
   std::vector<Stall> stalls;  // longest first
 };
 
-// Error: of the cost model, the engine, the memory curve. `with_stalls` costs a walk over the step.
-Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls = false);
+// Error: of the cost model, the engine, the memory curve. `with_stalls` costs a walk over the step. `known`: ops of the
+// program that this one is a variant of (KnownOps: only transfers differ).
+Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls = false,
+                      const KnownOps& known = {});
+Result<KnownOps> KnownOpsOf(const Program& program, const PassCosts& costs);
 // No execution of the program's ops, in whatever order, is faster (sim/bounds.h).
 Result<int64_t> LowerBoundPs(const Program& program, const PassCosts& costs);
 

@@ -15,7 +15,7 @@ struct Stretches {
   std::vector<ValueId> fulls;
 };
 
-std::unordered_map<UnitId, Stretches> StretchesOf(Program& program, Phase& phase) {
+std::unordered_map<UnitId, Stretches> StretchesOf(const Program& program, const Phase& phase) {
   std::unordered_map<UnitId, Stretches> out;
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
@@ -39,14 +39,19 @@ class PhaseRewriter {
   void Run() {
     for (ValueId id = 0; id < program_.num_values(); ++id) {
       if (!program_.HasValue(id)) continue;
-      Value& value = program_.value(id);
-      auto found = kept_.find(value.root);
-      if (found != kept_.end() && value.root != id) value.root = found->second;
+      const ValueId root = program_.RootOf(id);
+      auto found = kept_.find(root);
+      if (found != kept_.end() && root != id) program_.value(id).root = found->second;
     }
     std::set<ValueId> released;
     std::vector<OpId> ops;
     std::set<OpId> maybe_dead;
     for (auto it = phase_.ops.rbegin(); it != phase_.ops.rend(); ++it) {
+      const std::string& name = std::as_const(program_).op(*it).name;
+      if (!name.starts_with("gather.") && name != "release" && !Uses(*it)) {
+        ops.push_back(*it);
+        continue;
+      }
       Op& op = program_.op(*it);
       if (op.name == "gather.start") {
         if (!DropResults(op, maybe_dead)) continue;
@@ -76,6 +81,15 @@ class PhaseRewriter {
   }
 
  private:
+  // Whether an op has an operand that is replaced.
+  bool Uses(OpId id) const {
+    bool uses = false;
+    const Op& op = std::as_const(program_).op(id);
+    ForEachOperand(op, [&](ValueId operand) { uses = uses || kept_.contains(operand); });
+    for (ValueId written : op.writes) uses = uses || kept_.contains(written);
+    return uses;
+  }
+
   ValueId Map(ValueId id) const {
     auto found = kept_.find(id);
     return found == kept_.end() ? id : found->second;
@@ -103,22 +117,23 @@ class PhaseRewriter {
 
   // What made the operand of a gather that went: casts of shards, a buffer of several.
   void MayDie(ValueId operand, std::set<OpId>& maybe_dead) const {
-    const Value& value = program_.value(operand);
+    const Value& value = std::as_const(program_).value(operand);
     if (value.kind != ValueKind::kResult || value.def == kNone || !maybe_dead.insert(value.def).second) return;
     ForEachOperand(std::as_const(program_).op(value.def), [&](ValueId id) { MayDie(id, maybe_dead); });
   }
 
   void DropDead(const std::set<OpId>& maybe_dead) {
     if (maybe_dead.empty()) return;
-    std::set<ValueId> used(phase_.gives.begin(), phase_.gives.end());
+    std::vector<bool> used(static_cast<size_t>(program_.num_values()), false);
+    for (ValueId id : phase_.gives) used[id] = true;
     std::vector<OpId> ops;
     for (auto it = phase_.ops.rbegin(); it != phase_.ops.rend(); ++it) {
-      const Op& op = program_.op(*it);
+      const Op& op = std::as_const(program_).op(*it);
       const bool dead =
           maybe_dead.count(op.id) > 0 && !HasEffect(program_, op) &&
-          std::none_of(op.results.begin(), op.results.end(), [&](ValueId v) { return used.count(v) > 0; });
+          std::none_of(op.results.begin(), op.results.end(), [&](ValueId v) { return v != kNone && used[v]; });
       if (dead) continue;
-      ForEachOperand(op, [&](ValueId v) { used.insert(v); });
+      ForEachOperand(op, [&](ValueId v) { used[v] = true; });
       ops.push_back(op.id);
     }
     phase_.ops.assign(ops.rbegin(), ops.rend());
@@ -152,6 +167,7 @@ std::vector<UnitId> KeepableUnits(const Program& program) {
 }
 
 Result<bool> KeepGathered(Program& program, const std::vector<UnitId>& units) {
+  if (units.empty()) return false;
   const std::vector<UnitId> keepable = KeepableUnits(program);
   std::set<UnitId> wanted;
   for (UnitId unit : units) {

@@ -9,26 +9,30 @@
 namespace interlace {
 namespace {
 
-// The place behind which nothing of the phase reads or writes a state any more, for every state it touches: a transfer
-// reads its source until its wait.
-std::unordered_map<ValueId, int32_t> LastTouches(const Program& program, const Phase& phase) {
-  std::unordered_map<ValueId, int32_t> last;
+// The place behind which nothing of the phase reads or writes a storage any more, by root (-1: it touches it nowhere):
+// a transfer reads its source until its wait.
+std::vector<int32_t> LastTouches(const Program& program, const Phase& phase) {
+  std::vector<int32_t> last(static_cast<size_t>(program.num_values()), -1);
   std::unordered_map<ValueId, std::vector<ValueId>> sources;  // by result of a transfer under way
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     const Op& op = program.op(phase.ops[i]);
     const auto here = static_cast<int32_t>(i);
-    std::vector<ValueId> read;
+    const bool waits = op.name.ends_with(".wait");
     ForEachOperand(op, [&](ValueId id) {
       last[program.RootOf(id)] = here;
-      read.push_back(program.RootOf(id));
+      if (!waits) return;
       auto started = sources.find(id);
-      if (started == sources.end() || !op.name.ends_with(".wait")) return;
+      if (started == sources.end()) return;
       for (ValueId source : started->second) last[source] = here;
     });
     for (ValueId id : op.results) {
-      if (id == kNone) continue;
-      last[program.RootOf(id)] = here;
-      if (op.name.ends_with(".start")) sources[id] = read;
+      if (id != kNone) last[program.RootOf(id)] = here;
+    }
+    if (!op.name.ends_with(".start")) continue;
+    std::vector<ValueId> read;
+    ForEachOperand(op, [&](ValueId id) { read.push_back(program.RootOf(id)); });
+    for (ValueId id : op.results) {
+      if (id != kNone) sources[id] = read;
     }
   }
   return last;
@@ -41,11 +45,11 @@ Result<bool> OverlapUpdate(Program& program, const PassOptions&) {
   const std::vector<Phase*> micro_batches = MicroBatches(program);
   if (update == nullptr || micro_batches.empty()) return false;
   for (OpId id : update->ops) {
-    if (!program.op(id).name.starts_with("update."))
+    if (!std::as_const(program).op(id).name.starts_with("update."))
       return false;  // a norm, or parameters that are gathered afterwards
   }
   Phase& phase = *micro_batches.back();
-  const std::unordered_map<ValueId, int32_t> last = LastTouches(program, phase);
+  const std::vector<int32_t> last = LastTouches(program, phase);
   // What still flows into the next phase may be read there.
   if (!phase.gives.empty()) return false;
   std::vector<std::vector<OpId>> after(phase.ops.size());
@@ -53,10 +57,10 @@ Result<bool> OverlapUpdate(Program& program, const PassOptions&) {
   for (OpId id : update->ops) {
     int32_t place = -1;
     bool states = true;
-    ForEachOperand(std::as_const(program.op(id)), [&](ValueId operand) {
+    ForEachOperand(std::as_const(program).op(id), [&](ValueId operand) {
       const ValueId root = program.RootOf(operand);
-      states = states && program.value(root).kind == ValueKind::kState;
-      if (auto found = last.find(root); found != last.end()) place = std::max(place, found->second);
+      states = states && std::as_const(program).value(root).kind == ValueKind::kState;
+      place = std::max(place, last[root]);
     });
     if (!states || place < 0) {
       stay.push_back(id);

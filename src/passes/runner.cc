@@ -33,12 +33,16 @@ Status Dump(const Program& program, const std::string& dir, size_t index, std::s
   return WriteFile(path, Print(program));
 }
 
+// Empty: none is written.
+std::string ReproFile(const RunOptions& options) {
+  if (!options.repro_file.empty()) return options.repro_file;
+  return options.dump_dir.empty() ? "" : options.dump_dir + "/repro.il";
+}
+
 // Writes the repro file and says so at the end of the message.
 Error WithRepro(Error error, const Program& before, const std::vector<PassCall>& calls, size_t failed,
                 const RunOptions& options) {
-  std::string path = !options.repro_file.empty() ? options.repro_file
-                     : options.dump_dir.empty()  ? ""
-                                                 : options.dump_dir + "/repro.il";
+  const std::string path = ReproFile(options);
   if (path.empty()) return error;
   std::string command = "interlace-opt --verify '--passes=" + PrintPipeline(calls, failed) + "' " + path;
   Status written = WriteFile(path, std::string("# ").append(command).append("\n").append(Print(before)));
@@ -67,7 +71,7 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     INTERLACE_TRY(Dump(program, options.dump_dir, 0, "input"));
   }
   std::vector<PassReport> reports;
-  Program work = program.Clone();
+  Program work = options.uses_up ? std::move(program) : program.Clone();
   // A search that also decides what runs again and side by side goes back to the captured program and the passes since.
   std::optional<Program> captured;
   size_t since = 0;
@@ -75,7 +79,8 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   const bool will_search = std::any_of(calls.begin(), calls.end(), repeats);
   for (size_t i = 0; i < calls.size(); ++i) {
     const PassCall& call = calls[i];
-    Program before = work.Clone();
+    Program before;
+    if (!ReproFile(options).empty()) before = work.Clone();
     if (will_search && work.level == Level::kCaptured && work.width == 1) {
       captured = work.Clone();
       since = i;

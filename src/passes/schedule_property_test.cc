@@ -6,10 +6,14 @@
 
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
+#include "passes/evaluate.h"
 #include "passes/keep.h"
+#include "passes/overlap_update.h"
 #include "passes/pass_test_support.h"
 #include "passes/phase_memory.h"
+#include "passes/search_space.h"
 #include "passes/transfers.h"
+#include "sim/memory_curve.h"
 
 namespace interlace {
 namespace {
@@ -159,6 +163,61 @@ TEST_P(ScheduleProperty, LimitsAreObeyedAndUsed) {
       EXPECT_GE(LivePeakOf(more), limit) << "u" << unit << " was skipped although it fits";
     }
     if (HasFailure()) return;
+  }
+}
+
+SearchSpace::Settings RandomSettings(std::mt19937_64& random) {
+  SearchSpace::Settings out;
+  out.forward_bucket = static_cast<int32_t>(random() % 8);
+  out.backward_bucket = static_cast<int32_t>(random() % 8);
+  out.reduce_bucket = static_cast<int32_t>(random() % 8);
+  out.forward_ahead = static_cast<int32_t>(random() % 9);
+  out.backward_ahead = static_cast<int32_t>(random() % 9);
+  out.late = static_cast<int32_t>(random() % 6);
+  out.keep = static_cast<int32_t>(random() % 9);
+  out.keep_order = static_cast<int32_t>(random() % 2);
+  return out;
+}
+
+// One program that is changed and taken back, as the search does it, against a copy for each schedule; what is known of
+// the base's ops against costs that are looked up; the peak alone against the whole curve.
+TEST_P(ScheduleProperty, VariantsTakenBackAreLikeCopies) {
+  constexpr int kEach = 5;
+  for (int i = 0; i < kEach; ++i) {
+    auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
+    const ScheduleCase test = RandomScheduleCase(seed);
+    std::mt19937_64 random(seed * 17 + 3);
+    const Program base = After(test, "canonicalize,shard(ranks=" + std::to_string(test.run.ranks) +
+                                         "),accumulate(steps=" + std::to_string(test.run.accumulation) +
+                                         ",mode=" + test.run.accumulate_mode + "),update");
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Result<PassCosts> costs = ReadCosts(base, (*ParsePipeline("prefetch(cluster=l4-24gb-4)"))[0].options);
+    ASSERT_TRUE(costs.ok());
+    Result<KnownOps> known = KnownOpsOf(base, *costs);
+    Result<SearchSpace> space = SearchSpace::Of(base);
+    ASSERT_TRUE(known.ok() && space.ok());
+    const std::string text = Print(base);
+    Program variant = base.Clone();
+    variant.Track();
+    for (int k = 0; k < 8; ++k) {
+      const Schedule schedule = space->Make(RandomSettings(random));
+      Program copy = base.Clone();
+      for (Program* program : {&copy, &variant}) {
+        ASSERT_TRUE(ApplySchedule(*program, schedule).ok());
+        ASSERT_TRUE(OverlapUpdate(*program).ok());
+      }
+      ASSERT_EQ(Print(variant), Print(copy)) << PrintSchedule(schedule);
+      Result<CostModel> model = costs->Model(copy);
+      Result<Lowered> lowered = Lower(copy, *model);
+      ASSERT_TRUE(lowered.ok());
+      EXPECT_EQ(*PeakBytes(*lowered), ComputeMemory(*lowered)->peak.bytes);
+      Result<Verdict> looked_up = Judge(copy, *costs), short_cut = Judge(variant, *costs, false, *known);
+      ASSERT_TRUE(looked_up.ok() && short_cut.ok());
+      EXPECT_EQ(short_cut->time_ps, looked_up->time_ps) << PrintSchedule(schedule);
+      EXPECT_EQ(short_cut->bytes, looked_up->bytes) << PrintSchedule(schedule);
+      variant.TakeBack(base);
+      ASSERT_EQ(Print(variant), text) << PrintSchedule(schedule);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <limits>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "base/sort.h"
@@ -29,6 +30,7 @@ class Searcher {
                   ? options_.evaluations
                   : static_cast<int64_t>(options_.share * static_cast<double>(std::clamp<int64_t>(
                                                               6'000'000 / std::max<int64_t>(ops, 1), 60, 1200)));
+    INTERLACE_ASSIGN(known_, KnownOpsOf(base_, costs_));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
     // The limit has no part in the next three lines, so that a higher one finds what a lower one found, but for what
@@ -78,6 +80,7 @@ class Searcher {
     Program program = base_.Clone();
     RunOptions run;
     run.verify = false;
+    run.uses_up = true;
     Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
     if (!reports.ok()) {
       refusal_ = reports.error().message;
@@ -187,11 +190,17 @@ class Searcher {
     auto [found, fresh] = points_.try_emplace(text);
     Point& point = found->second;
     if (!fresh && (point.judged_stalls || !with_stalls)) return &point;
-    Program program = base_.Clone();
+    if (variant_) {
+      variant_->TakeBack(base_);
+    } else {
+      variant_ = base_.Clone();
+      variant_->Track();
+    }
+    Program& program = *variant_;
     INTERLACE_TRY(ApplySchedule(program, schedule));
     INTERLACE_ASSIGN(const bool overlaps, OverlapUpdate(program));
     ++evaluations_;
-    INTERLACE_ASSIGN(point.verdict, Judge(program, costs_, with_stalls));
+    INTERLACE_ASSIGN(point.verdict, Judge(program, costs_, with_stalls, known_));
     point.schedule = schedule;
     point.judged_stalls = with_stalls;
     if (overlaps) text += ",overlap_update";
@@ -301,6 +310,8 @@ class Searcher {
   const SearchOptions& options_;
   const std::chrono::steady_clock::time_point begin_;
   SearchSpace space_;
+  KnownOps known_;                  // of the base
+  std::optional<Program> variant_;  // of the base: the schedule that was judged last
   int64_t budget_ = 0, evaluations_ = 0;
   std::string refusal_;                  // of the last heuristic that a pass refused
   int64_t kept_bytes_ = 0;               // peak with every unit kept

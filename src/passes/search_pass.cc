@@ -1,9 +1,11 @@
 // The pass `search`: with recompute=none and interleave=none on a program that has been sharded, else on what the
 // runner kept of the captured one.
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <set>
 
+#include "base/parallel.h"
 #include "passes/evaluate.h"
 #include "passes/overlap_update.h"
 #include "passes/runner.h"
@@ -40,6 +42,7 @@ Status RunText(Program& program, const std::string& passes) {
   INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
   RunOptions run;
   run.verify = false;
+  run.uses_up = true;
   Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
   if (!reports.ok()) return reports.error();
   return Ok{};
@@ -205,41 +208,52 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
   } else if (variants.size() > 1) {
     search.share = 1.5 / static_cast<double>(variants.size());
   }
-  search.seconds /= static_cast<double>(variants.size());
+  // Each is searched by itself, several at a time; what is found does not depend on how many.
+  search.seconds *= static_cast<double>(ThreadsFor(variants.size())) / static_cast<double>(variants.size());
+  const auto begin = std::chrono::steady_clock::now();
   SearchResult all;
   std::vector<Candidate> candidates;
   RunOptions run;
   run.verify = false;
-  // With offload the best amount lies between the quarters: what is next to the best of them is tried as well.
-  const bool between_quarters = search.offload && options.Text("recompute", "auto") == "auto";
-  const size_t coarse = variants.size();
-  for (size_t v = 0; v < variants.size() || (v == coarse && between_quarters); ++v) {
-    if (v == coarse) {
-      const std::vector<Candidate> front = FrontOf(candidates);
-      const size_t best = PickFromFront(front, costs.limit, search.slack);
-      if (best < front.size()) AddNeighbours(captured, front[best].captured, variants);
-      if (v == variants.size()) break;
-    }
-    const std::string name = variants[v].first, first = variants[v].second;
+  run.uses_up = true;
+  const auto search_variant = [&](const std::string& first) -> Result<SearchResult> {
     Program base = captured.Clone();
     if (!first.empty() && !RunText(base, first).ok())
-      continue;  // nothing can run again; micro-batches depend on one another
+      return SearchResult{};  // nothing can run again; micro-batches depend on one another
     Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
     if (!reports.ok()) return reports.error();
-    INTERLACE_ASSIGN(SearchResult found, SearchSchedules(base, costs, search));
-    if (first.empty()) {
-      all.heuristics = found.heuristics;
-      all.lower_bound_ps = found.lower_bound_ps;
+    return SearchSchedules(base, costs, search);
+  };
+  const auto search_from = [&](size_t begin_at) -> Status {
+    std::vector<Result<SearchResult>> results(variants.size() - begin_at, SearchResult{});
+    InParallel(results.size(), [&](size_t i) { results[i] = search_variant(variants[begin_at + i].second); });
+    for (size_t i = 0; i < results.size(); ++i) {
+      INTERLACE_ASSIGN(SearchResult found, std::move(results[i]));
+      const auto& [name, first] = variants[begin_at + i];
+      if (first.empty()) {
+        all.heuristics = found.heuristics;
+        all.lower_bound_ps = found.lower_bound_ps;
+      }
+      for (Candidate& c : found.front) {
+        c.captured = first;
+        if (!name.empty()) c.name += ", " + name;
+        candidates.push_back(std::move(c));
+      }
+      if (!found.refused.empty()) all.refused = found.refused;  // those that recompute most come last
+      all.evaluations += found.evaluations;
     }
-    for (Candidate& c : found.front) {
-      c.captured = first;
-      if (!name.empty()) c.name += ", " + name;
-      candidates.push_back(std::move(c));
-    }
-    if (!found.refused.empty()) all.refused = found.refused;  // those that recompute most come last
-    all.evaluations += found.evaluations;
-    all.seconds += found.seconds;
+    return Ok{};
+  };
+  INTERLACE_TRY(search_from(0));
+  // With offload the best amount lies between the quarters: what is next to the best of them is tried as well.
+  if (search.offload && options.Text("recompute", "auto") == "auto") {
+    const size_t coarse = variants.size();
+    const std::vector<Candidate> front = FrontOf(candidates);
+    const size_t best = PickFromFront(front, costs.limit, search.slack);
+    if (best < front.size()) AddNeighbours(captured, front[best].captured, variants);
+    INTERLACE_TRY(search_from(coarse));
   }
+  all.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   all.front = FrontOf(std::move(candidates));
   all.chosen = PickFromFront(all.front, costs.limit, search.slack);
   INTERLACE_TRY(CheckFits(all, costs, options));

@@ -12,14 +12,14 @@
 namespace interlace {
 namespace {
 
-using UseCounts = std::unordered_map<ValueId, int32_t>;
+using UseCounts = std::vector<int32_t>;  // by value
 
 // Appends the ops that make an operand of a gather, in order; false when that needs more than states, or when something
 // else uses what they make.
 bool AppendLead(const Program& program, const UseCounts& uses, ValueId operand, std::vector<OpId>& lead) {
   const Value& value = program.value(operand);
   if (value.kind == ValueKind::kState) return true;
-  if (value.kind != ValueKind::kResult || value.def == kNone || uses.at(operand) != 1) return false;
+  if (value.kind != ValueKind::kResult || value.def == kNone || uses[operand] != 1) return false;
   const Op& op = program.op(value.def);
   if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1)
     return false;
@@ -51,14 +51,16 @@ Result<int64_t> BytesOf(const Program& program, const std::vector<ValueId>& valu
 // Reads a phase in one walk; skeleton positions are known as soon as an op is put there.
 class TransferReader {
  public:
-  TransferReader(Program& program, Phase& phase, Transfers& out, std::vector<OpId>& skeleton)
-      : program_(program), phase_(phase), out_(out), skeleton_(skeleton) {}
+  TransferReader(const Program& program, const Phase& phase, Transfers& out, std::vector<OpId>& skeleton)
+      : program_(program), phase_(phase), out_(out), skeleton_(skeleton) {
+    for (std::vector<int32_t>* of : {&gather_of_, &reduce_of_, &tail_of_, &flat_of_, &last_touch_}) {
+      of->assign(static_cast<size_t>(program.num_values()), -1);
+    }
+  }
 
   Result<int32_t> Run() {
-    UseCounts uses;
-    for (OpId id : phase_.ops) {
-      ForEachOperand(std::as_const(program_.op(id)), [&](ValueId v) { ++uses[v]; });
-    }
+    UseCounts uses(static_cast<size_t>(program_.num_values()), 0);
+    for (OpId id : phase_.ops) ForEachOperand(program_.op(id), [&](ValueId v) { ++uses[v]; });
     for (ValueId v : phase_.gives) ++uses[v];
     std::unordered_set<OpId> leads;
     std::unordered_map<OpId, std::vector<OpId>> lead_of;  // of what can be moved
@@ -78,7 +80,7 @@ class TransferReader {
         INTERLACE_TRY(AddGather(op, lead->second));
       } else if (op.name == "reduce.start") {
         INTERLACE_TRY(AddReduce(op));
-      } else if (op.name == "reduce.wait" && reduce_of_.count(op.args[0].value) > 0) {
+      } else if (op.name == "reduce.wait" && reduce_of_[op.args[0].value] >= 0) {
         i = AddTail(i);
       } else if (Reduce* reduce = ReleasedOf(op)) {
         reduce->late.push_back({op.id, Here(), order_});
@@ -109,7 +111,7 @@ class TransferReader {
     gather.at = Here();
     gather.order = order_;
     gather.need = gather.end = -1;
-    for (ValueId id : op.results) gather_of_[id] = out_.gathers.size();
+    for (ValueId id : op.results) gather_of_[id] = static_cast<int32_t>(out_.gathers.size());
     out_.gathers.push_back(std::move(gather));
     return Ok{};
   }
@@ -126,19 +128,19 @@ class TransferReader {
     reduce.latest = -1;
     ForEachOperand(op, [&](ValueId id) {
       reduce.flats.push_back(id);
-      auto touched = last_touch_.find(program_.RootOf(id));
-      if (touched != last_touch_.end()) reduce.ready = std::max(reduce.ready, touched->second + 1);
+      reduce.ready = std::max(reduce.ready, last_touch_[program_.RootOf(id)] + 1);
     });
     INTERLACE_ASSIGN(reduce.bytes, BytesOf(program_, reduce.flats));
-    for (ValueId id : reduce.parts) reduce_of_[id] = out_.reduces.size();
-    for (ValueId id : reduce.flats) flat_of_[program_.RootOf(id)] = out_.reduces.size();
+    const auto index = static_cast<int32_t>(out_.reduces.size());
+    for (ValueId id : reduce.parts) reduce_of_[id] = index;
+    for (ValueId id : reduce.flats) flat_of_[program_.RootOf(id)] = index;
     out_.reduces.push_back(std::move(reduce));
     return Ok{};
   }
 
   // The wait at place i and what follows it that concerns only the sums; returns the last place of the tail.
   int32_t AddTail(int32_t i) {
-    const size_t index = reduce_of_[program_.op(phase_.ops[i]).args[0].value];
+    const int32_t index = reduce_of_[program_.op(phase_.ops[i]).args[0].value];
     Reduce& reduce = out_.reduces[index];
     std::unordered_set<ValueId> own(reduce.parts.begin(), reduce.parts.end());
     std::unordered_set<ValueId> flats;
@@ -156,7 +158,7 @@ class TransferReader {
       if (id != kNone && flats.count(program_.RootOf(id)) == 0) tail_of_[program_.RootOf(id)] = index;
     };
     for (OpId id : reduce.tail) {
-      ForEachOperand(std::as_const(program_.op(id)), touch);
+      ForEachOperand(program_.op(id), touch);
       for (ValueId result : program_.op(id).results) touch(result);
     }
     return i;
@@ -191,8 +193,8 @@ class TransferReader {
     auto touch = [&](ValueId id) {
       const ValueId root = program_.RootOf(id);
       last_touch_[root] = here;
-      if (auto found = gather_of_.find(root); found != gather_of_.end()) {
-        Gather& gather = out_.gathers[found->second];
+      if (gather_of_[root] >= 0) {
+        Gather& gather = out_.gathers[gather_of_[root]];
         if (gather.need < 0) gather.need = here;
         if (op.name == "release") gather.end = std::max(gather.end, here);
       }
@@ -214,9 +216,9 @@ class TransferReader {
     if (op.name != "release") return nullptr;
     Reduce* out = nullptr;
     for (const Arg& arg : op.args) {
-      auto found = flat_of_.find(program_.RootOf(arg.value));
-      if (found == flat_of_.end()) return nullptr;
-      Reduce* reduce = &out_.reduces[found->second];
+      const int32_t found = flat_of_[program_.RootOf(arg.value)];
+      if (found < 0) return nullptr;
+      Reduce* reduce = &out_.reduces[found];
       if (reduce->wait < 0 || (out != nullptr && out != reduce)) return nullptr;
       out = reduce;
     }
@@ -224,29 +226,28 @@ class TransferReader {
   }
 
   // A tail that has come may not move behind an op that follows it and touches what it touched, or ends its buffer.
-  void Limit(const std::unordered_map<ValueId, size_t>& of, ValueId id, int32_t here) {
-    auto found = of.find(id);
-    if (found == of.end()) return;
-    Reduce& reduce = out_.reduces[found->second];
+  void Limit(const std::vector<int32_t>& of, ValueId id, int32_t here) {
+    if (of[id] < 0) return;
+    Reduce& reduce = out_.reduces[of[id]];
     if (reduce.wait >= 0 && reduce.latest < 0) reduce.latest = here;
   }
 
   void Outlives(ValueId id) {
-    if (auto found = gather_of_.find(program_.RootOf(id)); found != gather_of_.end()) {
-      out_.gathers[found->second].end = Here();
-    }
+    const int32_t gather = gather_of_[program_.RootOf(id)];
+    if (gather >= 0) out_.gathers[gather].end = Here();
   }
 
-  Program& program_;
-  Phase& phase_;
+  const Program& program_;
+  const Phase& phase_;
   Transfers& out_;
   std::vector<OpId>& skeleton_;
   int64_t order_ = 0;
-  std::unordered_map<ValueId, size_t> gather_of_;    // by full buffer
-  std::unordered_map<ValueId, size_t> reduce_of_;    // by reduced part
-  std::unordered_map<ValueId, size_t> tail_of_;      // by root: the reduction whose tail touched it
-  std::unordered_map<ValueId, size_t> flat_of_;      // by root of a flat buffer
-  std::unordered_map<ValueId, int32_t> last_touch_;  // by root: the last skeleton op so far
+  // By value, -1 for none:
+  std::vector<int32_t> gather_of_;   // of a full buffer
+  std::vector<int32_t> reduce_of_;   // of a reduced part
+  std::vector<int32_t> tail_of_;     // of a root: the reduction whose tail touched it
+  std::vector<int32_t> flat_of_;     // of a flat buffer's root
+  std::vector<int32_t> last_touch_;  // of a root: the last skeleton op so far
 };
 
 void Append(Program& program, Op& into, const Op& from) {
@@ -284,7 +285,7 @@ Result<Transfers> Transfers::Read(Program& program, Phase& phase) {
 }
 
 void Transfers::Merge(Gather& into, Gather& from) {
-  Append(*program_, program_->op(into.start), program_->op(from.start));
+  Append(*program_, program_->op(into.start), std::as_const(*program_).op(from.start));
   into.need = std::min(into.need, from.need);
   into.end = std::max(into.end, from.end);
   into.bytes += from.bytes;
@@ -295,7 +296,7 @@ void Transfers::Merge(Gather& into, Gather& from) {
 }
 
 void Transfers::Merge(Reduce& into, Reduce& from) {
-  Append(*program_, program_->op(into.start), program_->op(from.start));
+  Append(*program_, program_->op(into.start), std::as_const(*program_).op(from.start));
   if (std::pair(into.at, into.order) < std::pair(from.at, from.order)) {
     into.at = from.at;
     into.order = from.order;

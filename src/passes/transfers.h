@@ -18,6 +18,7 @@
 //   INTERLACE_TRY(t.Write());
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "base/result.h"
@@ -76,7 +77,7 @@ class Transfers {
   std::vector<Reduce> reduces;  // as issued
 
   int32_t size() const { return static_cast<int32_t>(skeleton_.size()); }
-  const Op& op(int32_t index) const { return program_->op(skeleton_[index]); }
+  const Op& op(int32_t index) const { return std::as_const(*program_).op(skeleton_[index]); }
   OpId op_id(int32_t index) const { return skeleton_[index]; }
   const Phase& phase() const { return *phase_; }
   // The gap in which the backward part begins; size() without one.

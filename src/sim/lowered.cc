@@ -57,7 +57,21 @@ const LoweredOp& Lowered::At(int64_t instance, size_t& run_index) const {
   return ops[run[run_index]][instance - first[run_index]];
 }
 
+KnownOps KnownOf(const Lowered& lowered) {
+  KnownOps known(static_cast<size_t>(lowered.program->num_ops()));
+  for (const std::vector<LoweredOp>& ops : lowered.ops) {
+    for (const LoweredOp& op : ops) {
+      if (op.kind != LoweredOp::Kind::kStart) known[op.op] = op;
+    }
+  }
+  return known;
+}
+
 Result<Lowered> Lower(const Program& program, CostModel& model) {
+  return Lower(program, model, {});
+}
+
+Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& known) {
   Lowered out;
   out.program = &program;
   out.first.push_back(0);
@@ -67,6 +81,10 @@ Result<Lowered> Lower(const Program& program, CostModel& model) {
     std::vector<LoweredOp>& ops = out.ops.emplace_back();
     ops.reserve(phase->ops.size());
     for (OpId id : phase->ops) {
+      if (static_cast<size_t>(id) < known.size() && known[id].op != kNone) {
+        ops.push_back(known[id]);
+        continue;
+      }
       INTERLACE_ASSIGN(LoweredOp op, LowerOp(program, program.op(id), model, out.costs));
       ops.push_back(op);
     }

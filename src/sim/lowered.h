@@ -45,6 +45,11 @@ inline constexpr int64_t kMaxInstances = int64_t{1} << 27;
 
 // Error: of the cost model; a step of more than kMaxInstances ops.
 Result<Lowered> Lower(const Program& program, CostModel& model);
+// What Lower makes of the ops of a program, by op id, transfers left out (their `op` is kNone). It holds for every
+// variant of the program in which only transfers were moved, merged or dropped, and saves their costs being looked up.
+using KnownOps = std::vector<LoweredOp>;
+KnownOps KnownOf(const Lowered& lowered);
+Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& known);
 
 // Time when `rem_ps` of work is slowed by `slow` (fixed point, kOne = not slowed), rounded up; and work done in a time,
 // rounded down. Rounding so keeps every simulated time at or above its bound.

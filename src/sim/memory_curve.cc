@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <set>
+#include <type_traits>
 
 #include "base/sort.h"
 #include "ir/liveness.h"
@@ -27,20 +28,43 @@ std::string NameOfState(const State& s) {
   return s.unit == kNone ? s.role : "u" + std::to_string(s.unit) + "." + s.role;
 }
 
-// What is allocated for the whole step: not the states that `residency` moves.
-std::vector<Declared> Persistent(const Program& program, const Residency& residency) {
-  std::vector<Declared> out;
+// What is allocated for the whole step: not the states that `residency` moves. Calls f(value, entry of its table).
+template <typename F>
+void ForEachPersistent(const Program& program, const Residency& residency, F&& f) {
   const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
-  auto add = [&](ValueId id, std::string name) {
-    if (program.RootOf(id) == id && !moving.contains(id)) out.push_back({id, std::move(name)});
+  auto add = [&](const auto& entry) {
+    if (program.RootOf(entry.value) == entry.value && !moving.contains(entry.value)) f(entry.value, entry);
   };
   for (const Param& p : program.params) {
-    if (p.unit == kNone) add(p.value, p.name);
+    if (p.unit == kNone) add(p);
   }
-  for (const Buffer& b : program.buffers) add(b.value, b.name);
-  for (const Const& c : program.consts) add(c.value, c.name);
-  for (const State& s : program.states) add(s.value, NameOfState(s));
+  for (const Buffer& b : program.buffers) add(b);
+  for (const Const& c : program.consts) add(c);
+  for (const State& s : program.states) add(s);
+}
+
+std::vector<Declared> Persistent(const Program& program, const Residency& residency) {
+  std::vector<Declared> out;
+  ForEachPersistent(program, residency, [&](ValueId id, const auto& entry) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(entry)>, State>) {
+      out.push_back({id, NameOfState(entry)});
+    } else {
+      out.push_back({id, entry.name});
+    }
+  });
   return out;
+}
+
+Result<int64_t> PersistentBytes(const Program& program, const Residency& residency) {
+  int64_t sum = 0;
+  Status status = Ok{};
+  ForEachPersistent(program, residency, [&](ValueId id, const auto&) {
+    if (!status.ok()) return;
+    Result<int64_t> bytes = program.StorageBytes(program.value(id).type);
+    status = bytes.ok() ? AddBytes(sum, *bytes) : Status(bytes.error());
+  });
+  INTERLACE_TRY(status);
+  return sum;
 }
 
 std::string NameOf(const Program& program, ValueId id) {
@@ -65,16 +89,47 @@ std::string ModuleOfValue(const Program& program, ValueId id) {
   return def == kNone ? "" : ModuleOf(program, program.op(def));
 }
 
+// Bytes while each op of a phase runs, persistent ones included.
+Result<std::vector<int64_t>> BytesAtOps(const Lowered& lowered, size_t p, const PhaseLiveness& life,
+                                        int64_t persistent) {
+  const size_t count = lowered.ops[p].size();
+  std::vector<int64_t> results(count, 0);
+  double sum = static_cast<double>(persistent);
+  for (const StorageLife& s : life.storages) {
+    sum += static_cast<double>(s.bytes);
+    if (s.first >= 0) INTERLACE_TRY(AddBytes(results[s.first], s.bytes));
+  }
+  // All of a phase at once is more than ever lives; only if that fits are the running sums sure to.
+  if (sum > 9e18) return MakeError("the bytes of phase '", lowered.phases[p]->name, "' do not fit in 64 bits");
+  std::vector<int64_t> at_op(count, 0);
+  for (size_t i = 0; i < count; ++i) {
+    at_op[i] = life.live_before[i];
+    for (int64_t more : {results[i], lowered.ops[p][i].transient_bytes, lowered.ReceiveAt(p, i), persistent})
+      INTERLACE_TRY(AddBytes(at_op[i], more));
+  }
+  return at_op;
+}
+
 }  // namespace
+
+Result<int64_t> PeakBytes(const Lowered& lowered) {
+  const Program& program = *lowered.program;
+  const Residency residency = ComputeResidency(program);
+  INTERLACE_ASSIGN(const int64_t persistent, PersistentBytes(program, residency));
+  int64_t peak = persistent;
+  for (size_t p = 0; p < lowered.phases.size(); ++p) {
+    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p], residency, false));
+    INTERLACE_ASSIGN(std::vector<int64_t> at_op, BytesAtOps(lowered, p, life, persistent));
+    for (int64_t bytes : at_op) peak = std::max(peak, bytes);
+  }
+  return peak;
+}
 
 Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   const Program& program = *lowered.program;
   MemoryCurve out;
   const Residency residency = ComputeResidency(program);
-  for (const Declared& d : Persistent(program, residency)) {
-    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(d.value).type));
-    INTERLACE_TRY(AddBytes(out.persistent_bytes, bytes));
-  }
+  INTERLACE_ASSIGN(out.persistent_bytes, PersistentBytes(program, residency));
   for (const Input& input : program.inputs) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(input.value).type));
     INTERLACE_TRY(AddBytes(out.input_bytes, bytes));
@@ -82,26 +137,13 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   std::vector<PhaseLiveness> lives;
   std::vector<MemoryPeak> all;
   for (size_t p = 0; p < lowered.phases.size(); ++p) {
-    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p]));
-    size_t count = lowered.ops[p].size();
-    std::vector<int64_t> results(count, 0);
-    double sum = static_cast<double>(out.persistent_bytes);
-    for (const StorageLife& s : life.storages) {
-      sum += static_cast<double>(s.bytes);
-      if (s.first >= 0) INTERLACE_TRY(AddBytes(results[s.first], s.bytes));
+    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p], residency, false));
+    INTERLACE_ASSIGN(std::vector<int64_t> at_op, BytesAtOps(lowered, p, life, out.persistent_bytes));
+    const size_t run = std::find(lowered.run.begin(), lowered.run.end(), static_cast<int32_t>(p)) - lowered.run.begin();
+    for (size_t i = 0; i < at_op.size() && run < lowered.run.size(); ++i) {
+      all.push_back({at_op[i], run, static_cast<int64_t>(i), lowered.ops[p][i].op});
     }
-    // All of a phase at once is more than ever lives; only if that fits are the running sums sure to.
-    if (sum > 9e18) return MakeError("the bytes of phase '", lowered.phases[p]->name, "' do not fit in 64 bits");
-    std::vector<int64_t>& at_op = out.at_op.emplace_back(count, 0);
-    size_t run = std::find(lowered.run.begin(), lowered.run.end(), static_cast<int32_t>(p)) - lowered.run.begin();
-    for (size_t i = 0; i < count; ++i) {
-      at_op[i] = life.live_before[i];
-      for (int64_t more :
-           {results[i], lowered.ops[p][i].transient_bytes, lowered.ReceiveAt(p, i), out.persistent_bytes})
-        INTERLACE_TRY(AddBytes(at_op[i], more));
-      MemoryPeak here{at_op[i], run, static_cast<int64_t>(i), lowered.ops[p][i].op};
-      if (run < lowered.run.size()) all.push_back(here);
-    }
+    out.at_op.push_back(std::move(at_op));
     lives.push_back(std::move(life));
   }
   auto larger = [](const MemoryPeak& a, const MemoryPeak& b) { return a.bytes > b.bytes; };

@@ -41,6 +41,9 @@ struct MemoryCurve {
 // Error: a symbolic size, or a sum beyond 64 bits.
 Result<MemoryCurve> ComputeMemory(const Lowered& program);
 
+// Only MemoryCurve::peak.bytes, sooner.
+Result<int64_t> PeakBytes(const Lowered& program);
+
 // What is allocated for the whole step: each begins at 0 and does not end. Storages are numbered from 0.
 Result<std::vector<MemoryEvent>> PersistentEvents(const Lowered& program, int32_t rank);
 // The place in the user's source that made the op, if it is known.
