@@ -134,7 +134,7 @@ class Planner:
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
                 preset = _core.preset_cluster(f"local-{self.ranks}")
                 text = re.sub(r"\ncores = \d+", f"\ncores = {cores}", preset).rstrip("\n") + "\n"
-                self._cluster = tier_speed(text, self.config) if self.config.tier not in (None, "host") else text
+                self._cluster = tier_speed(text, self.config) if self.config.tier is not None else text
             else:
                 path = Path(given)
                 if path.suffix == ".toml" or "/" in given:
@@ -157,12 +157,13 @@ class Planner:
 
 
 def tier_speed(cluster: str, config: Config) -> str:
-    """A CPU host's cluster file whose copies to and from the tier are as fast as the tier: what leaves memory goes to a file there."""
-    given = None if config.tier_bandwidth is None else float(config.tier_bandwidth) / 1e9
-    for name, file in (("h2d", "file_read"), ("d2h", "file_write")):
-        found = re.search(rf"\n{file}_gb_per_s = ([0-9.e+-]+)", cluster)
-        speed = given if given is not None else float(found.group(1)) if found else 1.0
-        cluster = re.sub(rf"\n{name}_gb_per_s = [^\n]*", f"\n{name}_gb_per_s = {speed!r}", cluster)
+    """A CPU host's cluster file with the run's tier: files, and how fast they may go, or memory."""
+    if config.tier == "host":
+        return re.sub(r"\ntier = [^\n]*", '\ntier = "memory"', cluster)
+    if config.tier_bandwidth is not None:
+        speed = float(config.tier_bandwidth) / 1e9
+        cluster = re.sub(r"\n(file_\w+_gb_per_s) = [^\n]*", rf"\n\1 = {speed!r}", cluster)
+        cluster = re.sub(r"\ntier = [^\n]*", rf"\g<0>\ntier_gb_per_s = {speed!r}", cluster)
     # A thread wakes up for each: 3 to 5 ms when all cores are taken.
     return re.sub(r"\ncopy_us = [^\n]*", "\ncopy_us = 3000", cluster)
 

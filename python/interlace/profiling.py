@@ -23,7 +23,7 @@ import torch
 
 from interlace.cost.machine import Machine
 from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
-from interlace.cost.measurements import from_rows
+from interlace.cost.measurements import SLOWDOWN, from_rows
 from interlace.cost.store import Store, StoreError
 from interlace.distributed import Peers
 
@@ -90,7 +90,7 @@ class Profiler:
         keys = [("collective", f"{kind} {self.peers.size} {size}") for kind, size in wanted]
         todo: dict[str, Any] = {
             "points": [list(p) for p, key in zip(wanted, keys, strict=True) if key not in known],
-            "beside": ("slowdown", "compute beside transfer") not in known and room >= BESIDE_BYTES,
+            "beside": SLOWDOWN not in known and room >= BESIDE_BYTES,
         }
         todo = json.loads(self.peers.broadcast(f"points of profile {number}", json.dumps(todo).encode()))
         found: Rows = {}

@@ -1,4 +1,4 @@
-// runtime_testing.cc — _runtime.testing: collectives and kernels one by one, for the tests and benchmarks in Python.
+// runtime_testing.cc — _runtime.testing: collectives, kernels and tiers one by one, for tests, benchmarks and profiles.
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -10,6 +10,7 @@
 #include "runtime/allocator.h"
 #include "runtime/comm.h"
 #include "runtime/kernels_aten.h"
+#include "runtime/tier.h"
 
 namespace py = pybind11;
 
@@ -30,8 +31,8 @@ at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
 
 // Called by the module's own initialization (runtime.cc).
 void BindTesting(py::module_& module) {
-  py::module_ m =
-      module.def_submodule("testing", "Collectives and kernels of the runtime one by one, for tests and benchmarks.");
+  py::module_ m = module.def_submodule(
+      "testing", "Collectives, kernels and tiers of the runtime one by one, for tests, benchmarks and profiles.");
   using Tensors = std::vector<at::Tensor>;
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Comm>(m, "Comm")
@@ -75,6 +76,33 @@ void BindTesting(py::module_& module) {
         out["calls"] = s.calls;
         return out;
       });
+
+  // The tensors of a transfer must stay, and stay as they are, until its ticket was waited for.
+  py::class_<Tier>(m, "FileTier")
+      .def(py::init([](const std::string& folder, int64_t rank, int64_t ranks) {
+             return Unwrap(MakeFileTier({.folder = folder, .rank = rank, .ranks = ranks}));
+           }),
+           py::arg("folder"), py::arg("rank") = 0, py::arg("ranks") = 1)
+      .def(
+          "reserve", [](Tier& t, const std::string& name, int64_t bytes) { return Unwrap(t.Reserve(name, bytes)); },
+          py::arg("name"), py::arg("bytes"))
+      .def(
+          "start_write",
+          [](Tier& t, Tier::Region region, const at::Tensor& from) {
+            return t.StartWrite(region, from.const_data_ptr(), static_cast<int64_t>(from.nbytes()));
+          },
+          no_gil)
+      .def(
+          "start_read",
+          [](Tier& t, Tier::Region region, const at::Tensor& to) {
+            return t.StartRead(region, to.mutable_data_ptr(), static_cast<int64_t>(to.nbytes()));
+          },
+          no_gil)
+      .def(
+          "wait", [](Tier& t, Tier::Ticket ticket) { Unwrap(t.Wait(ticket)); }, no_gil)
+      .def_property_readonly("bytes_out", [](const Tier& t) { return t.stats().bytes_out; })
+      .def_property_readonly("bytes_in", [](const Tier& t) { return t.stats().bytes_in; })
+      .def_property_readonly("direct", [](const Tier& t) { return t.stats().direct; });
 
   // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates,
   // any library's.

@@ -11,6 +11,7 @@
 #include "cost/cost_model.h"
 #include "cost/signature.h"
 #include "ir/op_table.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 #include "runtime/timeline_json.h"
 #include "trace/chrome_trace.h"
@@ -70,9 +71,9 @@ std::string TraceText(const Executor& self, const std::string& format, int32_t r
 }
 
 // What profiles know of an op: its key ("" for what costs nothing or moves data), the bytes of its results, and of a
-// collective its bytes and units.
+// collective its bytes and units; of what goes to or comes from the tier, where its bytes are copied: "moves".
 py::dict FactsOf(const Program& program, const Op& op) {
-  const bool starts = op.name.ends_with(".start");
+  const bool starts = op.name.ends_with(".start"), moves = MoveOf(op) != nullptr;
   std::string key;
   const bool free = op.name == "view" || op.name == "release" || op.name == "grad" || op.name == "output";
   if (!starts && !op.name.ends_with(".wait") && !free) {
@@ -81,7 +82,8 @@ py::dict FactsOf(const Program& program, const Op& op) {
   }
   return py::dict(py::arg("key") = key, py::arg("name") = op.name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
                   py::arg("result_bytes") = ResultBytes(program, op),
-                  py::arg("bytes") = starts ? CollectiveBytes(program, op) : 0,
+                  py::arg("bytes") = starts && !moves ? CollectiveBytes(program, op) : 0,
+                  py::arg("moves") = starts && moves && !IsClean(op) && !IsFresh(op),
                   py::arg("units") = std::max<int64_t>(static_cast<int64_t>(op.results.size()), 1),
                   py::arg("text") = PrintOp(program, op));
 }

@@ -48,6 +48,7 @@ constexpr NumberKey kNumbers[] = {
     {"host", "copy_us", &ClusterSpec::copy_us, Rule::kNotNegative, true},
     {"host", "file_read_gb_per_s", &ClusterSpec::file_read_gb_per_s, Rule::kPositive, true},
     {"host", "file_write_gb_per_s", &ClusterSpec::file_write_gb_per_s, Rule::kPositive, true},
+    {"host", "tier_gb_per_s", &ClusterSpec::tier_gb_per_s, Rule::kPositive, false},
     {"host", "cores", &ClusterSpec::cores, Rule::kPositive, true},
     {"host", "compute_threads", &ClusterSpec::compute_threads, Rule::kPositive, false},
     {"host", "comm_core_us_per_mb", &ClusterSpec::comm_core_us_per_mb, Rule::kNotNegative, false},
@@ -68,8 +69,8 @@ constexpr LinkKey kLinks[] = {
 
 // Every other key. The table "" is the top of the file.
 constexpr std::pair<std::string_view, std::string_view> kOthers[] = {
-    {"", "name"},       {"", "devices"},       {"", "per_node"},          {"device", "name"},
-    {"device", "kind"}, {"intra", "coalesce"}, {"interference", "table"}, {"interference", "factors"}};
+    {"", "name"},     {"", "devices"},       {"", "per_node"},          {"device", "name"},         {"device", "kind"},
+    {"host", "tier"}, {"intra", "coalesce"}, {"interference", "table"}, {"interference", "factors"}};
 
 constexpr double kLargest = 1e12;  // of any number in a cluster file
 constexpr int64_t kMostDevices = int64_t{1} << 20;
@@ -93,6 +94,10 @@ class ClusterReader {
     }
     if (spec_.reserve_gib >= spec_.memory_gib)
       return Bad("device", "reserve_gib", "reserve_gib leaves no memory of memory_gib");
+    if (spec_.file_tier && !spec_.cpu)
+      return Bad("host", "tier", "tier = \"file\" needs kind = \"cpu\": accelerators have their tier in host memory");
+    if (spec_.tier_gb_per_s > 0 && !spec_.file_tier)
+      return Bad("host", "tier_gb_per_s", "tier_gb_per_s needs tier = \"file\"");
     if (spec_.cache_mib > 0 && spec_.cache_gb_per_s <= 0)
       return Bad("device", "cache_mib", "cache_mib needs cache_gb_per_s");
     if (spec_.name.empty()) spec_.name = std::string(file_);
@@ -138,6 +143,13 @@ class ClusterReader {
       INTERLACE_TRY(Text(e, kind));
       if (kind != "gpu" && kind != "cpu") return At(e, "kind is \"gpu\" or \"cpu\"");
       spec_.cpu = kind == "cpu";
+      return Ok{};
+    }
+    if (e.table == "host" && e.key == "tier") {
+      std::string tier;
+      INTERLACE_TRY(Text(e, tier));
+      if (tier != "file" && tier != "memory") return At(e, "tier is \"file\" or \"memory\"");
+      spec_.file_tier = tier == "file";
       return Ok{};
     }
     if (e.table == "intra" && e.key == "coalesce") {

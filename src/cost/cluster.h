@@ -31,6 +31,9 @@ struct Interference {
   // From 28 numbers in the order of the algorithm: sets of four, three, two classes, lexicographic, members in class
   // order.
   static Interference FromFactors(const std::array<double, 28>& factors);
+  // Factors of pairs: slower[a][b] is that of class a while b runs, 1 where nothing is known. In a set of three or four
+  // what each of the others takes from a class adds up. Factors that are larger already stay.
+  void Raise(const std::array<std::array<double, kClasses>, kClasses>& slower);
   // The time four amounts (ms, or any unit) take that start together: the algorithm as printed.
   double Together(std::array<double, kClasses> alone) const;
 };
@@ -75,9 +78,11 @@ struct ClusterSpec {
   double host_memory_gib = 0;                 // per node; 0: not known, no limit
   double copy_us = 0;                         // latency of a copy
   double file_read_gb_per_s = 0, file_write_gb_per_s = 0;  // per node
-  double cores = 0;                                        // of a host
-  double compute_threads = 1;                              // of a rank (cpu)
-  double comm_core_us_per_mb = 0;                          // processor time a collective takes per MB moved (cpu)
+  bool file_tier = false;      // tier = "file" (cpu): what leaves memory goes to a file, on the lanes h2d and d2h too
+  double tier_gb_per_s = 0;    // of a rank and direction at most; 0: as fast as the file store is
+  double cores = 0;            // of a host
+  double compute_threads = 1;  // of a rank (cpu)
+  double comm_core_us_per_mb = 0;  // processor time a collective takes per MB moved (cpu)
 
   LinkSpec intra, inter;
   bool coalesce = true;  // a coalesced call of k units has one latency (NCCL, our sockets), else k

@@ -60,7 +60,24 @@ Result<CostModel> CostModel::Create(const Program& program, const ClusterSpec& c
     int64_t nodes = (model.ranks_ + cluster.per_node - 1) / cluster.per_node;
     model.interference_ = *FindInterference(cluster.interference, model.ranks_per_node(), nodes);
   }
+  if (profile != nullptr) model.ReadPairs(*profile);
   return model;
+}
+
+// The classes are those of cluster.h. Where the tier is a file, its reads and writes are the two directions of copies.
+void CostModel::ReadPairs(const ProfileTable& profile) {
+  const std::string_view names[] = {"compute", "collective", cluster_.file_tier ? "file_read" : "h2d",
+                                    cluster_.file_tier ? "file_write" : "d2h"};
+  std::array<std::array<double, Interference::kClasses>, Interference::kClasses> slower;
+  for (auto& row : slower) row.fill(1.0);
+  for (const auto& [kinds, factors] : profile.together) {
+    const auto a = std::find(std::begin(names), std::end(names), kinds.first) - names;
+    const auto b = std::find(std::begin(names), std::end(names), kinds.second) - names;
+    if (a == Interference::kClasses || b == Interference::kClasses) continue;  // of another tier
+    slower[a][b] = factors.first;
+    slower[b][a] = factors.second;
+  }
+  interference_.Raise(slower);
 }
 
 Result<OpCost> CostModel::Cost(const Op& op) {
@@ -223,11 +240,14 @@ Result<OpCost> CostModel::CopyCost(Lane lane, bool to_device, double bytes) {
   OpCost cost;
   const char* kind;
   double gb_per_s;
-  if (lane == Lane::kFile) {
+  const bool link = lane == (to_device ? Lane::kH2D : Lane::kD2H);
+  if (lane == Lane::kFile || (link && cluster_.file_tier)) {
     cost.resource = Resource::kFile;
+    cost.receives = to_device;
+    cost.sends = !to_device;
     kind = to_device ? "file_read" : "file_write";
     gb_per_s = to_device ? cluster_.file_read_gb_per_s : cluster_.file_write_gb_per_s;
-  } else if (lane == (to_device ? Lane::kH2D : Lane::kD2H)) {
+  } else if (link) {
     cost.resource = to_device ? Resource::kHostToDevice : Resource::kDeviceToHost;
     kind = to_device ? "h2d" : "d2h";
     gb_per_s = to_device ? cluster_.h2d_gb_per_s : cluster_.d2h_gb_per_s;
@@ -244,6 +264,13 @@ Result<OpCost> CostModel::CopyCost(Lane lane, bool to_device, double bytes) {
       latency_us = std::min(us, *sweep->second.Us(0));
       transfer_us = us - latency_us;
       cost.source = OpCost::Source::kMeasured;
+    }
+  }
+  if (cost.resource == Resource::kFile && cluster_.tier_gb_per_s > 0) {  // the rest of the store is for other ranks
+    const double limited_us = bytes / (cluster_.tier_gb_per_s * 1e3);
+    if (limited_us > transfer_us) {
+      cost.store_share = transfer_us / limited_us;
+      transfer_us = limited_us;
     }
   }
   INTERLACE_ASSIGN(cost.latency_ps, Picoseconds(latency_us));

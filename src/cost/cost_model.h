@@ -32,7 +32,7 @@ struct OpCost {
   enum class Source : uint8_t { kFree, kMeasured, kEstimated };
   Source source = Source::kFree;
   Resource resource = Resource::kNone;
-  bool sends = false, receives = false;  // directions of a link that it fills
+  bool sends = false, receives = false;  // directions of a link that it fills; of a file: writes, reads
   int64_t latency_ps = 0;                // of a transfer: not slowed by what else runs
   int64_t work_ps = 0;                   // alone
   int64_t bytes = 0;                     // moved by one rank
@@ -41,6 +41,7 @@ struct OpCost {
   // and after the data has come (the sum of a reduction, in the op that waits). Measured ones only.
   double core_share = 0;
   int64_t issue_ps = 0, finish_ps = 0;
+  double store_share = 1;   // of a file copy: of the store's rate in its direction that it takes alone
   int64_t group_ranks = 1;  // of a collective
 };
 
@@ -84,6 +85,7 @@ class CostModel {
   Result<OpCost> Collective(const Op& op, CollectiveKind kind);
   Result<OpCost> Copy(const Op& op, bool to_device);
   Result<OpCost> HostStep(const Op& op);
+  void ReadPairs(const ProfileTable& profile);
   Result<double> OperandBytes(const Op& op, bool results) const;
 
   const Program* program_;

@@ -64,9 +64,9 @@ TEST(Cluster, FileErrorsShowTheLine) {
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "copy_us = 2", "copy_uss = 2"), "c.toml")),
             "c.toml:36:1: unknown key 'copy_uss' in [host], did you mean 'copy_us'?\n  copy_uss = 2\n  ^");
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "[intra]", "[inner]"), "c.toml")).substr(0, 54),
-            "c.toml:44:1: unknown table [inner], did you mean 'inte");
+            "c.toml:45:1: unknown table [inner], did you mean 'inte");
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "gb_per_s = 1.0 ", "gb_per_s = 0.0 "), "c.toml")).substr(0, 47),
-            "c.toml:45:12: 'gb_per_s' must be above zero\n  g");
+            "c.toml:46:12: 'gb_per_s' must be above zero\n  g");
   EXPECT_NE(
       ErrorOf(ParseCluster(Edited("local-2", "alpha_us = 30", "alpha_us = -1"), "c")).find("must not be negative"),
       std::string::npos);
@@ -74,6 +74,15 @@ TEST(Cluster, FileErrorsShowTheLine) {
             std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "cores = 2", "cores = 2\ncores = 3"), "c"))
                 .find("the key 'cores' is given twice"),
+            std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "tier = \"file\"", "tier = \"disk\""), "c"))
+                .find("c:40:8: tier is \"file\" or \"memory\""),
+            std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "kind = \"cpu\"", "kind = \"gpu\""), "c"))
+                .find("c:40:8: tier = \"file\" needs kind = \"cpu\": accelerators have their tier in host memory"),
+            std::string::npos);
+  EXPECT_NE(ErrorOf(ParseCluster(Edited("local-2", "tier = \"file\"", "tier_gb_per_s = 1"), "c"))
+                .find("tier_gb_per_s needs tier = \"file\""),
             std::string::npos);
   EXPECT_EQ(ErrorOf(ParseCluster(Edited("local-2", "cores = 2\n", "\n"), "c")),
             "c: the key 'cores' in [host] is missing");
@@ -259,7 +268,7 @@ phase micro_batch takes () gives () {
 }
 
 TEST(Profile, PrintsAndReadsBack) {
-  std::string text = R"(interlace-profile 1
+  std::string text = R"(interlace-profile 2
 fingerprint "a \"b\""
 op "aten.a(f32[1])->f32[1]" us 0.25 bytes 4 transient 0 estimated
 op "aten.b()->f32[1]" us 1e-05 bytes 4 transient 8 measured
@@ -269,6 +278,9 @@ core gather ranks 2 bytes 1024 us 9
 finish reduce ranks 2 bytes 1024 us 0.5
 copy h2d bytes 64 us 2
 issue us 1.25
+together collective 1 file_write 2.5
+together compute 1.0625 collective 1
+together file_read 1.5 file_write 1000
 interference [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1.5]
 )";
   Result<ProfileTable> table = ParseProfile(text, "p");
@@ -293,6 +305,45 @@ TEST(Interference, NothingGetsFasterWhenMoreRuns) {
       }
     }
   }
+}
+
+TEST(Interference, PairsAddUpAndLargerFactorsStay) {
+  Interference known;
+  known.factor[0b0111][0] = 4;
+  known.Raise({{{1, 1.5, 1.25, 1}, {1, 1, 1, 1}, {1.125, 1, 1, 2}, {1, 1, 3, 1}}});
+  EXPECT_EQ(known.factor[0b0011][0], 1.5);
+  EXPECT_EQ(known.factor[0b0101][0], 1.25);
+  EXPECT_EQ(known.factor[0b0111][0], 4);
+  EXPECT_EQ(known.factor[0b1111][0], 1.75);
+  EXPECT_EQ(known.factor[0b1101][2], 2.125);
+  EXPECT_EQ(known.factor[0b1100][3], 3);
+  EXPECT_EQ(known.factor[0b0001][0], 1);
+}
+
+// On a CPU whose tier is a file, what leaves memory costs what files cost, measured or not, within the tier's limit.
+TEST(CostModel, AFileTierCopiesAsFilesDo) {
+  Program program = ParseOrDie(kProgram);
+  ClusterSpec cluster = Preset("local-2");
+  ProfileTable table = *ParseProfile(
+      "interlace-profile 2\ncopy h2d bytes 0 us 1\ncopy h2d bytes 1000000 us 2\n"
+      "copy file_read bytes 0 us 100\ncopy file_read bytes 1000000 us 600\n",
+      "p");
+  auto read = [&](const ProfileTable* profile) {
+    return *CostModel::Create(program, cluster, profile)->CopyCost(Lane::kH2D, /*to_device=*/true, 1e6);
+  };
+  EXPECT_EQ(read(&table).resource, Resource::kFile);
+  EXPECT_EQ(read(&table).latency_ps, 100'000'000);
+  EXPECT_EQ(read(&table).work_ps, 500'000'000);
+  EXPECT_EQ(read(nullptr).work_ps, 1'000'000'000) << "1 GB/s";
+  cluster.tier_gb_per_s = 0.5;
+  EXPECT_EQ(read(&table).work_ps, 2'000'000'000);
+  EXPECT_EQ(read(&table).store_share, 0.25);
+  cluster.tier_gb_per_s = 100;
+  EXPECT_EQ(read(&table).work_ps, 500'000'000);
+  cluster.tier_gb_per_s = 0;
+  cluster.file_tier = false;
+  EXPECT_EQ(read(&table).resource, Resource::kHostToDevice);
+  EXPECT_EQ(read(&table).work_ps, 1'000'000);
 }
 
 TEST(Profile, SweepsAreLines) {
@@ -321,8 +372,23 @@ TEST(Profile, Errors) {
   EXPECT_NE(error("finish reduce ranks 1 bytes 1 us 1").find("'ranks' must be at least 2"), std::string::npos);
   EXPECT_NE(error("issue us 1\nissue us 2").find("given twice"), std::string::npos);
   EXPECT_NE(error("interference [1, 2]").find("expected 28 factors, found 2"), std::string::npos);
+  EXPECT_EQ(error("together compute 1 h2d 1"),
+            "p:2:1: a profile of version 1 has no pairs: the first line must say 2\n  together compute 1 h2d 1\n  ^");
+  auto pair = [](std::string line) { return ErrorOf(ParseProfile("interlace-profile 2\ntogether " + line, "p")); };
+  EXPECT_EQ(pair("file_write 1.5 compute 1"), "no error") << "either order";
+  EXPECT_EQ(
+      pair("compute 1.5 file_reed 1"),
+      "p:2:22: unknown kind 'file_reed', did you mean 'file_read'?\n  together compute 1.5 file_reed 1\n           "
+      "            ^");
+  EXPECT_NE(pair("compute 1 compute 1").find("p:2:1: two kinds of work are needed, 'compute' is given for both"),
+            std::string::npos);
+  EXPECT_NE(pair("compute 0.5 h2d 1").find("p:2:18: a factor is a number from 1 to 1000"), std::string::npos);
+  EXPECT_NE(pair("compute 1 h2d").find("expected a number, found"), std::string::npos);
+  EXPECT_NE(pair("compute 1 h2d 1\ntogether h2d 1 compute 1").find("p:3:1: these two are given twice"),
+            std::string::npos);
   EXPECT_NE(ErrorOf(ParseProfile("hello", "p")).find("not a profile"), std::string::npos);
-  EXPECT_NE(ErrorOf(ParseProfile("interlace-profile 2", "p")).find("has version 2"), std::string::npos);
+  EXPECT_NE(ErrorOf(ParseProfile("interlace-profile 3", "p")).find("has version 3, this program reads 1 and 2"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -34,6 +34,19 @@ Interference Interference::FromFactors(const std::array<double, 28>& factors) {
   return out;
 }
 
+void Interference::Raise(const std::array<std::array<double, kClasses>, kClasses>& slower) {
+  for (int set : kSets) {
+    for (int member = 0; member < kClasses; ++member) {
+      if ((set >> member & 1) == 0) continue;
+      double sum = 1;
+      for (int other = 0; other < kClasses; ++other) {
+        if (other != member && (set >> other & 1) != 0) sum += slower[member][other] - 1;
+      }
+      factor[set][member] = std::max(factor[set][member], sum);
+    }
+  }
+}
+
 double Interference::Together(std::array<double, kClasses> alone) const {
   double total = 0;
   for (int set : kSets) {

@@ -210,6 +210,7 @@ copy_us = 2
 file_read_gb_per_s = 1     # assumed
 file_write_gb_per_s = 0.5
 cores = 2
+tier = "file"              # what leaves memory goes to a file; "memory": copies at the rates above
 compute_threads = 1
 comm_core_us_per_mb = 700  # loopback, 4 ranks, 15 MB each way in 15.2 ms on two cores
 

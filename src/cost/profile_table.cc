@@ -12,7 +12,9 @@ namespace {
 
 constexpr std::string_view kCollectives[] = {"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"};
 constexpr std::string_view kCopies[] = {"h2d", "d2h", "file_read", "file_write"};
-constexpr int64_t kVersion = 1;
+// Kinds of work that slow one another. Pairs are kept in this order.
+constexpr std::string_view kTogether[] = {"compute", "collective", "h2d", "d2h", "file_read", "file_write"};
+constexpr int64_t kVersion = 2;
 
 class ProfileReader {
  public:
@@ -21,14 +23,14 @@ class ProfileReader {
   Result<ProfileTable> Run() {
     in_.SkipToContent();
     if (in_.text().substr(std::min(in_.pos(), in_.text().size()), 17) != "interlace-profile") {
-      return in_.ErrorHere("not a profile: the first line must be 'interlace-profile 1'");
+      return in_.ErrorHere("not a profile: the first line must be 'interlace-profile 2'");
     }
     in_.Seek(in_.pos() + 17);
     in_.SkipBlanks();
-    INTERLACE_ASSIGN(int64_t version, in_.Int());
-    if (version != kVersion) {
-      return in_.ErrorHere("the profile has version " + std::to_string(version) +
-                           ", this program reads 1; measure again");
+    INTERLACE_ASSIGN(version_, in_.Int());
+    if (version_ < 1 || version_ > kVersion) {
+      return in_.ErrorHere("the profile has version " + std::to_string(version_) +
+                           ", this program reads 1 and 2; measure again");
     }
     INTERLACE_TRY(LineEnd());
     for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
@@ -60,10 +62,11 @@ class ProfileReader {
     if (word == "finish") return CollectiveLine(out_.finish);
     if (word == "issue") return IssueLine(begin);
     if (word == "copy") return CopyLine();
+    if (word == "together") return TogetherLine(begin);
     if (word == "interference") return InterferenceLine();
     return in_.ErrorAt(begin, "unknown line '" + std::string(word) + "'" +
                                   DidYouMean(word, {"fingerprint", "op", "collective", "core", "finish", "copy",
-                                                    "issue", "interference"}));
+                                                    "issue", "together", "interference"}));
   }
 
   Status OpLine() {
@@ -114,13 +117,40 @@ class ProfileReader {
     return status.ok() ? status : in_.ErrorAt(begin, status.error().message);
   }
 
+  // together KIND FACTOR KIND FACTOR, in either order.
+  Status TogetherLine(size_t begin) {
+    if (version_ < 2) return in_.ErrorAt(begin, "a profile of version 1 has no pairs: the first line must say 2");
+    std::pair<std::string, double> members[2];
+    for (auto& [kind, factor] : members) {
+      in_.SkipBlanks();
+      INTERLACE_ASSIGN(kind, Kind(kTogether));
+      INTERLACE_ASSIGN(factor, Factor());
+    }
+    if (members[0].first == members[1].first)
+      return in_.ErrorAt(begin, "two kinds of work are needed, '" + members[0].first + "' is given for both");
+    const auto place = [](std::string_view kind) { return std::find(kTogether, std::end(kTogether), kind); };
+    if (place(members[0].first) > place(members[1].first)) std::swap(members[0], members[1]);
+    const bool added =
+        out_.together
+            .emplace(std::pair(members[0].first, members[1].first), std::pair(members[0].second, members[1].second))
+            .second;
+    return added ? Status(Ok{}) : in_.ErrorAt(begin, "these two are given twice");
+  }
+
+  Result<double> Factor() {
+    in_.SkipBlanks();
+    size_t begin = in_.pos();
+    INTERLACE_ASSIGN(double factor, Number());
+    if (!(factor >= 1 && factor <= 1000)) return in_.ErrorAt(begin, "a factor is a number from 1 to 1000");
+    return factor;
+  }
+
   Status InterferenceLine() {
     size_t begin = in_.pos();
     if (!out_.interference.empty()) return in_.ErrorAt(begin, "the factors are given twice");
     if (!in_.Eat('[')) return in_.ErrorHere("expected '[', found " + in_.Found());
     do {
-      INTERLACE_ASSIGN(double factor, Number());
-      if (!(factor >= 1 && factor <= 1000)) return in_.ErrorHere("a factor is a number from 1 to 1000");
+      INTERLACE_ASSIGN(double factor, Factor());
       out_.interference.push_back(factor);
       in_.SkipBlanks();
     } while (in_.Eat(','));
@@ -162,6 +192,7 @@ class ProfileReader {
   }
 
   Scanner in_;
+  int64_t version_ = 0;
   ProfileTable out_;
 };
 
@@ -207,7 +238,7 @@ Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) 
 }
 
 std::string PrintProfile(const ProfileTable& table) {
-  std::string out = "interlace-profile 1\nfingerprint ";
+  std::string out = "interlace-profile 2\nfingerprint ";
   AppendQuoted(out, table.fingerprint);
   out += '\n';
   std::vector<std::string_view> keys;
@@ -233,6 +264,13 @@ std::string PrintProfile(const ProfileTable& table) {
   if (table.issue_us) {
     out += "issue us ";
     AppendNumber(out, *table.issue_us);
+    out += '\n';
+  }
+  for (const auto& [kinds, factors] : table.together) {
+    out += "together " + kinds.first + ' ';
+    AppendNumber(out, factors.first);
+    out += ' ' + kinds.second + ' ';
+    AppendNumber(out, factors.second);
     out += '\n';
   }
   if (!table.interference.empty()) {

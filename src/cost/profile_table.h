@@ -1,6 +1,6 @@
 // profile_table.h — what was measured on real machines, in the one text form that the cost model reads.
 //
-//   interlace-profile 1
+//   interlace-profile 2
 //   fingerprint "AMD EPYC, 2 cores, torch 2.13.0, 1 thread, 2 ranks"
 //   op "aten.mm(f32[512,256],f32[256,512])->f32[512,512]" us 812.5 bytes 1048576 transient 0 measured
 //   op "aten._softmax(f32[8,64],-1,false)->f32[8,64]" us 11.2 bytes 2048 transient 0 estimated
@@ -9,6 +9,7 @@
 //   finish reduce ranks 2 bytes 1048576 us 80.5
 //   copy h2d bytes 1048576 us 104.1
 //   issue us 12.5
+//   together compute 1.04 file_read 1.31
 //   interference [1.1, ...]
 //
 // us: median microseconds, on CPUs on cores of its own (ranks that must share cores are the simulator's matter), of a
@@ -18,6 +19,11 @@
 // one rank spends for it on all its threads, `finish` what its own thread does after the data has come (both within
 // `us`), `issue` what its thread takes to start a transfer. Collectives: gather, reduce, all_reduce, broadcast,
 // all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
+//
+// `together`: two kinds of work and the factor, at least 1, by which each takes longer while the other is under way:
+// compute, collective and the copies. What sharing cores explains is left out of a pair of compute and a collective,
+// for the simulator adds it; copies are not counted against the cores, so their pairs hold it. `interference`: the 28
+// factors of cost/cluster.h, for accelerators. Version 1 has no pairs, and is read as well.
 #pragma once
 
 #include <cstdint>
@@ -65,6 +71,8 @@ struct ProfileTable {
   Sweeps collectives, core, finish;
   std::map<std::string, Sweep> copies;
   std::optional<double> issue_us;
+  // Factors of two kinds that run at the same time, the kinds in the order of kTogether.
+  std::map<std::pair<std::string, std::string>, std::pair<double, double>> together;
   std::vector<double> interference;  // 28, or empty
 };
 

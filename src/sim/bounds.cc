@@ -19,11 +19,16 @@ int64_t Share(int64_t time, double factor) {
   return scaled < static_cast<double>(kLatest) ? static_cast<int64_t>(scaled) : kLatest;
 }
 
+// A share as the engine counts it: in fixed point, rounded down.
+double AsCounted(double share) {
+  return std::floor(share * static_cast<double>(kOne)) / static_cast<double>(kOne);
+}
+
 struct Totals {
   int64_t compute = 0;
   std::array<int64_t, kLaneCount> lanes{};
-  int64_t send[2] = {0, 0}, receive[2] = {0, 0};  // within a node, between nodes
-  int64_t copies[2] = {0, 0}, files = 0, steps = 0;
+  int64_t send[2] = {0, 0}, receive[2] = {0, 0};             // within a node, between nodes
+  int64_t copies[2] = {0, 0}, files[2] = {0, 0}, steps = 0;  // to the device, from it
   double core_time = 0;
 };
 
@@ -49,10 +54,9 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
         if (c.resource == Resource::kHostToDevice) t.copies[0] = Sum(t.copies[0], c.work_ps);
         if (c.resource == Resource::kDeviceToHost) t.copies[1] = Sum(t.copies[1], c.work_ps);
         if (c.resource == Resource::kHostMemory) t.steps = Sum(t.steps, c.work_ps);
-        if (c.resource == Resource::kFile) t.files = Sum(t.files, c.work_ps);
-        // As the engine counts it: in fixed point, rounded down.
-        double share = std::floor(c.core_share * static_cast<double>(kOne)) / static_cast<double>(kOne);
-        t.core_time += static_cast<double>(c.work_ps) * share;
+        if (c.resource == Resource::kFile)
+          t.files[c.sends] = Sum(t.files[c.sends], Share(c.work_ps, AsCounted(c.store_share)));
+        t.core_time += static_cast<double>(c.work_ps) * AsCounted(c.core_share);
       }
     }
   }
@@ -63,8 +67,8 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
     add(all.compute, t.compute);
     for (size_t i = 0; i < all.lanes.size(); ++i) add(all.lanes[i], t.lanes[i]);
     for (int i = 0; i < 2; ++i)
-      add(all.send[i], t.send[i]), add(all.receive[i], t.receive[i]), add(all.copies[i], t.copies[i]);
-    add(all.files, t.files);
+      add(all.send[i], t.send[i]), add(all.receive[i], t.receive[i]), add(all.copies[i], t.copies[i]),
+          add(all.files[i], t.files[i]);
     add(all.steps, t.steps);
     all.core_time += t.core_time;
   }
@@ -160,17 +164,19 @@ std::vector<Bound> LowerBounds(const EngineInput& input, const CostModel& model)
     if (cluster.issue_us > 0) raise(launches, Share(program.instances() - 1, cluster.issue_us * 1e6));
   }
   for (size_t begin = 0; begin < totals.size(); begin += static_cast<size_t>(per_node)) {
-    double copies[2] = {0, 0}, file_time = 0, step_time = 0, core_time = 0;
+    double copies[2] = {0, 0}, files_time[2] = {0, 0}, step_time = 0, core_time = 0;
     for (size_t r = begin; r < std::min(totals.size(), begin + static_cast<size_t>(per_node)); ++r) {
-      for (int i = 0; i < 2; ++i) copies[i] += static_cast<double>(totals[r].copies[i]);
-      file_time += static_cast<double>(totals[r].files);
+      for (int i = 0; i < 2; ++i) {
+        copies[i] += static_cast<double>(totals[r].copies[i]);
+        files_time[i] += static_cast<double>(totals[r].files[i]);
+      }
       step_time += static_cast<double>(totals[r].steps);
       core_time += totals[r].core_time;
     }
     auto all = [&](double time) { return Share(1, std::min(time * static_cast<double>(input.fold), 4e18)); };
     raise(host, all(copies[0] * std::min(1.0, cluster.h2d_gb_per_s / cluster.host_gb_per_s)));
     raise(host, all(copies[1] * std::min(1.0, cluster.d2h_gb_per_s / cluster.host_gb_per_s)));
-    raise(files, all(file_time));
+    raise(files, all(std::max(files_time[0], files_time[1])));
     if (!cluster.cpu) raise(memory, all(step_time));
     if (cluster.cpu) raise(cores, all(core_time / cluster.cores));
   }

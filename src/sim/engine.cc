@@ -104,8 +104,11 @@ int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
       const double all = cluster_.HostMemoryGbPerS(), left = std::max(all - copies, all / 2);
       return FixedPoint(static_cast<double>(std::max<int64_t>(node.steps, 1)) * all / left);
     }
-    case Resource::kFile:
-      return std::max<int64_t>(node.files, 1) * kOne;
+    case Resource::kFile: {
+      int direction = cost.sends;
+      int64_t slow = std::max(node.files[direction], kOne);
+      return cluster_.file_tier ? Mul(slow, factor_[set][2 + direction]) : slow;
+    }
     default:
       return kOne;
   }

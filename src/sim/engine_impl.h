@@ -72,9 +72,9 @@ struct RankState {
 
 struct NodeState {
   int64_t copies[2] = {0, 0};  // h2d, d2h, counted per device
-  int64_t files = 0;
-  int64_t steps = 0;   // optimizer steps on the host, per device
-  int64_t demand = 0;  // of cores, fixed point
+  int64_t files[2] = {0, 0};   // read, written: shares of the store, fixed point
+  int64_t steps = 0;           // optimizer steps on the host, per device
+  int64_t demand = 0;          // of cores, fixed point
   std::vector<int32_t> ranks;
 };
 

@@ -181,7 +181,8 @@ void Engine::Use(int32_t r, int32_t id, int change) {
       for (int32_t other : node.ranks) MarkDirty(other);
       break;
     case Resource::kFile:
-      node.files += change * in_.fold;
+      node.files[cost.sends] += change * in_.fold * FixedPointShare(cost.store_share);
+      if (cluster_.file_tier) rank.classes[2 + cost.sends] += change;
       for (int32_t other : node.ranks) MarkDirty(other);
       break;
     default:

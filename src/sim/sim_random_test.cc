@@ -36,10 +36,28 @@ ClusterSpec RandomCluster(std::mt19937& random, int64_t ranks) {
   c.compute_threads = 1 + pick(3);
   c.comm_core_us_per_mb = pick(4000);
   c.coalesce = random() % 2 == 0;
+  c.file_tier = c.cpu && random() % 2 == 0;
+  if (c.file_tier) {
+    c.file_read_gb_per_s = 0.5 + pick(4);
+    c.file_write_gb_per_s = 0.5 + pick(4);
+    c.tier_gb_per_s = pick(3) / 2;
+  }
   if (random() % 2 == 0) {
     for (int i = 0; i < 28; ++i) c.interference_factors.push_back(1 + pick(300) / 100);
   }
   return c;
+}
+
+// What was measured of a few kinds of work that ran at the same time.
+ProfileTable RandomPairs(std::mt19937& random) {
+  static const char* kKinds[] = {"compute", "collective", "file_read", "file_write"};
+  ProfileTable table;
+  for (uint32_t pairs = random() % 4; pairs > 0; --pairs) {
+    const size_t a = random() % 3, b = a + 1 + random() % (3 - a);
+    auto factor = [&] { return 1 + static_cast<double>(random() % 200) / 100; };
+    table.together[{kKinds[a], kKinds[b]}] = {factor(), factor()};
+  }
+  return table;
 }
 
 Result<Simulation> RandomSimulation(std::mt19937& random, const Program& program) {
@@ -55,7 +73,8 @@ Result<Simulation> RandomSimulation(std::mt19937& random, const Program& program
     w.interference = random() % 2 == 0;
     if (w.compute == 0) w.compute = 0.5;  // the bounds say something only of a step that takes time
   }
-  return Simulate(program, cluster, nullptr, options);
+  const ProfileTable pairs = RandomPairs(random);
+  return Simulate(program, cluster, &pairs, options);
 }
 
 TEST(RandomSteps, AreWellFormed) {
@@ -109,8 +128,9 @@ TEST(RandomSteps, FoldedIsAllRanks) {
   for (int i = 0; i < 500; ++i) {
     Program program = RandomStep(random);
     ClusterSpec cluster = RandomCluster(random, program.mesh[0].size);
-    Result<Simulation> one = Simulate(program, cluster, nullptr, {});
-    Result<Simulation> all = Simulate(program, cluster, nullptr, {.every_rank = true});
+    const ProfileTable pairs = RandomPairs(random);
+    Result<Simulation> one = Simulate(program, cluster, &pairs, {});
+    Result<Simulation> all = Simulate(program, cluster, &pairs, {.every_rank = true});
     ASSERT_TRUE(one.ok() && all.ok());
     EXPECT_EQ(one->makespan_ps(), all->makespan_ps()) << i << "\n" << Print(program);
     EXPECT_EQ(one->lower_bound_ps(), all->lower_bound_ps());

@@ -163,6 +163,86 @@ TEST(Simulate, FilesShareTheStore) {
   EXPECT_EQ(Simulated(program, RoundCluster(2, 1)).makespan_ps(), 4 * kUs);
 }
 
+// Compute, reads and writes of a file tier, each pair with factors of its own: what runs beside a copy of the tier
+// takes longer while it lasts, and the copy does.
+TEST(Simulate, PairsOfAFileTier) {
+  Program read = Step(
+      "  %9: f32[1000] = aten.relu(%0) {fwd}\n"
+      "  offload.start(%9) {fwd}\n"
+      "  offload.wait(%9) {fwd}\n"
+      "  reload.start(%9) {fwd}\n"
+      "  %10: f32[1000] = aten.relu(%0) {fwd}\n"
+      "  reload.wait(%9) {fwd}\n"
+      "  %11: f32[1000] = aten.add.Tensor(%9, %10) {fwd}\n");
+  Program both = Step(
+      "  %9: f32[2000] = aten.relu(%3) {fwd}\n"
+      "  offload.start(%9) {fwd}\n"
+      "  offload.wait(%9) {fwd}\n"
+      "  %10: f32[1000] = aten.relu(%0) {fwd}\n"
+      "  reload.start(%9) {fwd}\n"
+      "  offload.start(%10) {fwd}\n"
+      "  reload.wait(%9) {fwd}\n"
+      "  offload.wait(%10) {fwd}\n"
+      "  reload.start(%10) {fwd}\n"
+      "  reload.wait(%10) {fwd}\n"
+      "  %11: f32[1000] = aten.relu(%10) {fwd}\n"
+      "  %12: f32[2000] = aten.relu(%9) {fwd}\n",
+      "", "input %3: f32[2000] \"y\"\n");
+  ClusterSpec cluster = RoundCluster(2, 1);
+  cluster.cpu = cluster.file_tier = true;
+  ProfileTable pairs = *ParseProfile(
+      "interlace-profile 2\ntogether compute 1.5 file_read 2\ntogether file_read 1.25 file_write 2\n"
+      "together compute 100 h2d 100\n",
+      "p");
+  auto us = [&](const Program& program, const ProfileTable* profile, const SimulateOptions& options = {}) {
+    Result<Simulation> s = Simulate(program, cluster, profile, options);
+    EXPECT_TRUE(s.ok()) << ErrorOf(s);
+    EXPECT_GE(s->makespan_ps(), s->lower_bound_ps());
+    return static_cast<double>(s->makespan_ps()) / kUs;
+  };
+  // The read of 4 us takes 8, in which the op beside it does 16/3 of its 8 us.
+  EXPECT_EQ(us(read, nullptr), 8 + 4 + 8 + 12);
+  EXPECT_NEAR(us(read, &pairs), 8 + 4 + 8 + (8 - 16.0 / 3) + 12, 1e-4);
+  EXPECT_NEAR(us(read, &pairs, {.every_rank = true}), 8 + 4 + 8 + (8 - 16.0 / 3) + 12, 1e-4);
+  WhatIf none;
+  none.interference = false;
+  EXPECT_EQ(us(read, &pairs, {.what_if = none}), 8 + 4 + 8 + 12);
+  // The write of 4 us takes 8, in which the read does 6.4 of its 8 us.
+  EXPECT_EQ(us(both, nullptr), 16 + 8 + 8 + 8 + 4 + 8 + 16);
+  EXPECT_NEAR(us(both, &pairs), 16 + 8 + 8 + 9.6 + 4 + 8 + 16, 1e-4);
+  // Two ranks of one host have half of each direction: 16 us for the write, 1.6 of the read's 8 left then.
+  cluster.per_node = 2;
+  EXPECT_NEAR(us(both, &pairs), 16 + 16 + 8 + 19.2 + 8 + 8 + 16, 1e-4);
+  cluster.per_node = 1;
+  cluster.file_tier = false;  // copies in memory: other pairs
+  EXPECT_NEAR(us(read, &pairs), 8 + 4 + 400 + (8 - 4) + 12, 1e-3);
+}
+
+TEST(Simulate, PairsOfATierChangeNothingWithoutOne) {
+  Program program = Step(kOverlap);
+  ClusterSpec cluster = RoundCluster(2, 2);
+  cluster.cpu = cluster.file_tier = true;
+  std::string text = "interlace-profile 2\ntogether compute 1.5 collective 1.25\n";
+  ProfileTable without = *ParseProfile(text, "p");
+  ProfileTable with = *ParseProfile(text + "together compute 3 file_read 4\ntogether collective 5 file_write 6\n" +
+                                        "together file_read 7 file_write 8\ntogether compute 9 h2d 9\n",
+                                    "p");
+  ProfileTable old = *ParseProfile(
+      "interlace-profile 1\ninterference [" +
+          [] {
+            std::string factors;
+            for (int i = 0; i < 28; ++i)
+              factors += std::string(i > 0 ? ", " : "") + (i == 16 ? "1.5" : i == 17 ? "1.25" : "1");
+            return factors;
+          }() +
+          "]\n",
+      "p");
+  const int64_t want = Simulate(program, cluster, &without, {})->makespan_ps();
+  EXPECT_EQ(Simulate(program, cluster, &with, {})->makespan_ps(), want);
+  EXPECT_EQ(Simulate(program, cluster, &old, {})->makespan_ps(), want) << "as version 1 says it";
+  EXPECT_LT(Simulate(program, cluster, nullptr, {})->makespan_ps(), want);
+}
+
 TEST(Simulate, InterferenceIsMistsAlgorithm) {
   // All four classes start together; the engine must give what the algorithm gives, for any factors and amounts.
   std::mt19937 random(5);

@@ -38,7 +38,7 @@ void ApplyToCluster(const WhatIf& w, ClusterSpec& cluster, ProfileTable* profile
   if (!w.interference) {
     cluster.interference = "none";
     cluster.interference_factors.clear();
-    if (profile != nullptr) profile->interference.clear();
+    if (profile != nullptr) profile->interference.clear(), profile->together.clear();
   }
 }
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from interlace.cli import profile as command
-from interlace.cost import Machine, Store, StoreError
+from interlace.cost import Machine, Store, StoreError, tier
 from interlace.cost.measure import StepTimes
 from interlace.cost.measurements import CollectiveTime, OpTime, Profile
 from interlace.cost.rank import Keeper, measure
@@ -34,6 +34,23 @@ phase micro_batch takes () gives () {
   %3: f32[64,64] = aten.mm(%2, %0) {fwd}
   %4: f32[64,64]{1,64} in %3+0 = view(%3) {fwd}
   %5: f32[64,64] = aten.mul.Tensor(%2, %4) {fwd}
+  %6: f32[] = aten.sum(%5) {fwd}
+  output(%6) {fwd name="loss"}
+}
+"""
+
+
+OFFLOADED = """interlace 1 scheduled
+input %0: f32[512,512] "x"
+phase micro_batch takes () gives () {
+  %2: f32[512,512] = aten.mm(%0, %0) {fwd}
+  offload.start(%2) {fwd}
+  %3: f32[512,512] = aten.mul.Tensor(%0, %0) {fwd}
+  offload.wait(%2) {fwd}
+  reload.start(%2) {fwd}
+  %4: f32[512,512] = aten.mm(%3, %0) {fwd}
+  reload.wait(%2) {fwd}
+  %5: f32[512,512] = aten.mul.Tensor(%2, %4) {fwd}
   %6: f32[] = aten.sum(%5) {fwd}
   output(%6) {fwd name="loss"}
 }
@@ -83,9 +100,66 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     kinds = {name.split()[0] for name in facts["collectives"]}
     assert kinds == {"gather", "reduce", "all_reduce", "p2p"}
     assert {name.split()[0] for name in facts["copies"]} == {"h2d", "d2h", "file_read", "file_write"}
+    assert facts["together"] == {}, "nobody asked for a tier"
     assert 1.0 <= facts["compute_slowdown_beside_transfer"] < 20 and 0 < facts["issue_us"] < 1e5
     sizes = sorted((int(n.split()[3]), us) for n, us in facts["collectives"].items() if n.startswith("gather"))
     assert sizes[-1][1] > sizes[0][1], "a large gather takes longer than a small one"
+
+
+def test_a_program_that_offloads_is_measured_beside_its_files(tmp_path: Path) -> None:
+    file, store, export = tmp_path / "off.il", str(tmp_path / "p.sqlite"), str(tmp_path / "here.profile")
+    file.write_text(OFFLOADED)
+    options = ["--program", str(file), "--ranks", "1", "--threads", "1", "--budget", "0.1", "--store", store]
+    first, _ = profiled(*options)
+    assert first["program_ops"] == first["program_ops_known"] == 3
+    assert first["together"].keys() == {"compute file_read", "compute file_write", "file_read file_write"}
+    for one, two, samples in first["together"].values():
+        assert 1 <= one < 1000 and 1 <= two < 1000 and samples >= 0
+    second, _ = profiled(*options, "--export", export)
+    assert second["measured_now"] == 0 and second["together"] == first["together"]
+    third, _ = profiled(*options, "--tier", str(tmp_path))
+    assert third["measured_now"] in (0, 8 + 3), "the same disk as the temporary folder's, or another"
+    profile = Path(export).read_text()
+    assert profile.startswith("interlace-profile 2\n") and "\ntogether compute 1" in profile
+    program = _core.Program.parse(OFFLOADED, "off")
+    steps = [_core.Simulation(program, "local-1", profile=text).step_us for text in (
+        profile, "".join(line for line in profile.splitlines(True) if not line.startswith("together")),
+        "".join(line + "\n" for line in profile.splitlines() if not line.startswith("together"))
+        + "together compute 9 file_read 1\ntogether compute 9 file_write 1\n")]  # fmt: skip
+    assert steps[1] <= steps[0] and steps[1] < steps[2], steps
+    shown = interlace("profile", "show", "--ranks", "1", "--threads", "1", "--store", store)
+    assert shown.returncode == 0 and "file_read" in shown.stdout and "together" in shown.stdout
+    assert not list(tmp_path.glob("interlace-tier-*"))
+
+
+def test_pairs_of_two_ranks_and_only_where_asked_for(tmp_path: Path) -> None:
+    machine = Machine.here(2, 1, "test")
+    with Store(tmp_path / "p") as store:
+        assert command.missing(store, machine, PROGRAM, again=False)["pairs"] == []
+        job = command.missing(store, machine, PROGRAM, again=False, tier=str(tmp_path))
+        assert job["pairs"] == [
+            ("compute", "file_read"), ("compute", "file_write"), ("collective", "file_read"),
+            ("collective", "file_write"), ("file_read", "file_write"),
+        ]  # fmt: skip
+        row = {"first": 1.5, "second": 1.0, "samples": 5, "direct": 1, "disk": tier.disk_of(str(tmp_path))}
+        store.put(machine.fingerprint, {("together", "compute file_read"): row})
+        store.put(machine.fingerprint, {("together", "file_read file_write"): row | {"disk": -1}})
+        rest = command.missing(store, machine, PROGRAM, again=False, tier=str(tmp_path))["pairs"]
+        assert ("compute", "file_read") not in rest and ("file_read", "file_write") in rest, "of another disk"
+        assert ("file_read", "file_write") not in command.missing(store, machine, OFFLOADED, again=False)["pairs"]
+        assert (
+            store.profile(machine.fingerprint)
+            .text()
+            .endswith("together compute 1.5 file_read 1\ntogether file_read 1.5 file_write 1\n")
+        )
+
+
+def test_a_tier_that_cannot_be_used_is_named(program: str, tmp_path: Path) -> None:
+    for folder in ("none", "small.il"):
+        done = interlace("profile", "--program", program, "--ranks", "1", "--tier", str(tmp_path / folder))
+        assert done.returncode != 0 and done.stderr == (
+            f"error: --tier {tmp_path / folder} is not a folder; make it first, on a fast local disk\n"
+        )
 
 
 def job_of(store: Store, machine: Machine) -> dict[str, Any]:

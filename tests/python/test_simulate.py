@@ -369,8 +369,8 @@ def test_foreign_profile_is_refused(error):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("", "p.profile is empty: a profile begins with the line 'interlace-profile 1'"),
-        ("interlace-profile 2\n", "p.profile:1:"),
+        ("", "p.profile is empty: a profile begins with the line 'interlace-profile 2'"),
+        ("interlace-profile 3\n", "p.profile:1:"),
         ('interlace-profile 1\nfingerprint "x"\ncopy h2d bytes 8 us -1\n', "p.profile:3:"),
         ('interlace-profile 1\nfingerprint "x"\ncolective gather ranks 2 bytes 8 us 1\n', "did you mean 'collective'"),
     ],

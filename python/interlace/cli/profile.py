@@ -24,8 +24,9 @@ from interlace.cli.train import cache_folder, ranks_of_launcher
 from interlace.config import Config, format_bytes
 from interlace.cost.machine import Machine
 from interlace.cost.measure import COPY_SIZES, sweep_sizes
-from interlace.cost.measurements import COPIES, Profile
+from interlace.cost.measurements import COPIES, SLOWDOWN, Profile
 from interlace.cost.store import Store, StoreError
+from interlace.cost.tier import FILES, disk_of, tier_pairs
 from interlace.distributed import Peers
 from interlace.errors import InterlaceError
 from interlace.launch import Terminated, is_rank, run_ranks
@@ -40,6 +41,8 @@ measurement under a fingerprint of the machine: a second start measures only wha
   interlace profile --model llama-10m --ranks 2
 
   interlace profile --program sharded.il --export here.profile
+
+  interlace profile --program offloaded.il --tier /mnt/nvme
 
   torchrun --nproc-per-node 2 -m interlace.cli profile --model llama-10m
 
@@ -89,6 +92,15 @@ def profile(
     clip: Annotated[str, typer.Option("--clip", help="Largest global gradient norm, or none.")] = "1.0",
     threads: Threads = None,
     network: Network = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            "--tier",
+            help="A folder on the disk that is to hold what leaves memory. Then, and for a program that offloads, also what runs "
+            "beside its copies is measured.",
+            show_default="the temporary folder",
+        ),
+    ] = None,
     budget: Annotated[float, typer.Option("--budget", help="Seconds to run the program's ops for.")] = 15.0,
     again: Annotated[bool, typer.Option("--again", help="Measure also what is there already.")] = False,
     store: StorePath = None,
@@ -109,6 +121,7 @@ def profile(
             raise InterlaceError(f"--{name} must be at least 1, not {value}")
     if not budget > 0:
         raise InterlaceError(f"--budget must be a positive number of seconds, not {budget:g}")
+    check_tier(tier)
     begin = time.monotonic()
     group = group_size(ranks)
     machine = machine_here(group, threads, network)
@@ -126,7 +139,7 @@ def profile(
         with Store(path) as kept:
             for note in kept.notes:
                 err().print(f"warning: {note}")
-            job = missing(kept, machine, text, again)
+            job = missing(kept, machine, text, again, tier)
         return {**job, "budget_s": budget, "quiet": as_json, "store": str(path)}, text, inputs
 
     if is_rank():
@@ -142,7 +155,7 @@ def profile(
                 err().print("what has been measured is kept: the same command goes on from there", soft_wrap=True)
                 raise
     job, text, _ = task
-    count = len(job["ops"]) + len(job["collectives"]) + len(job["copies"])
+    count = len(job["ops"]) + len(job["collectives"]) + len(job["copies"]) + len(job["pairs"])
     with Store(path) as kept:
         found = kept.profile(machine.fingerprint)
     estimate_rest(found, text, machine)
@@ -238,8 +251,18 @@ def check_mesh(text: str, file: str, ranks: int) -> None:
         raise FileError(f"{file} is a program for {size} ranks: use --ranks {size}")
 
 
-def missing(store: Store, machine: Machine, text: str, again: bool) -> dict[str, Any]:
-    """What is to be measured: op keys, collectives and copies that the store does not have."""
+def check_tier(folder: str | None) -> None:
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        raise InterlaceError(f"--tier {folder} is not a folder; make it first, on a fast local disk")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InterlaceError(f"--tier {folder} cannot be written to: give a folder of your own, on a fast local disk")
+
+
+def missing(store: Store, machine: Machine, text: str, again: bool, tier: str | None = None) -> dict[str, Any]:
+    """What is to be measured: op keys, collectives, copies and pairs of lanes that the store does not have. Pairs with files only for
+    a program that offloads to them, or where a tier is named; its disk counts then, else any."""
     from interlace import _core, _runtime
 
     rows = {} if again else store.rows(machine.fingerprint)
@@ -254,7 +277,23 @@ def missing(store: Store, machine: Machine, text: str, again: bool) -> dict[str,
     largest = max([size for _, size in points] or [LARGEST_SWEEP])
     sweeps = [(kind, size) for kind in ("gather", "reduce", "all_reduce", "p2p") for size in sweep_sizes(largest)]
     wanted = [(kind, size) for kind, size in sweeps if ("collective", f"{kind} {machine.ranks} {size}") not in rows]
-    copies = [(kind, size) for kind in COPIES for size in COPY_SIZES if ("copy", f"{kind} {size}") not in rows]
+    disk = None if tier is None else disk_of(tier)
+
+    def of_files(place: tuple[str, str]) -> bool:
+        row = rows.get(place, {})
+        return "direct" in row and disk in (None, row.get("disk"))
+
+    copies = [
+        (kind, size)
+        for kind in COPIES
+        for size in COPY_SIZES
+        if not (of_files(("copy", f"{kind} {size}")) if kind in FILES else ("copy", f"{kind} {size}") in rows)
+    ]
+    # Steps on the host need a tier in memory: its copies are made by the thread that computes.
+    uses = "host" if any(f["lane"] == "host" for f in plan.values()) else "file"
+    offloads = any(f["moves"] for f in plan.values())
+    with_files = tier is not None or (offloads and uses == "file")
+    pairs = [pair for pair in tier_pairs(machine.ranks) if not of_files(("together", " ".join(pair)))]
     free = available_bytes()
     summary = _core.Program.parse(text, "program").summary()
     need = summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
@@ -265,9 +304,11 @@ def missing(store: Store, machine: Machine, text: str, again: bool) -> dict[str,
         "whole": need * machine.ranks < 0.8 * free,
         "memory_bytes": int(0.8 * free),
         "collectives": wanted if machine.ranks > 1 else [],
-        "slowdown": machine.ranks > 1 and ("slowdown", "compute beside transfer") not in rows,
+        "slowdown": machine.ranks > 1 and SLOWDOWN not in rows,
         "copies": copies,
-        "folder": None,
+        "pairs": pairs if with_files else [],
+        "tier": uses if offloads else "",
+        "folder": tier,
     }
 
 
@@ -284,7 +325,7 @@ def available_bytes() -> int:
 
 
 def measures(job: dict[str, Any]) -> bool:
-    return bool(job["ops"] or job["collectives"] or job["copies"] or job["slowdown"])
+    return any(job[part] for part in ("ops", "collectives", "copies", "slowdown", "pairs"))
 
 
 def run_as_rank(prepare: Callable[[], Task], machine: Machine) -> Task | None:
@@ -347,6 +388,7 @@ def facts_of(found: Profile, text: str | None = None) -> dict[str, Any]:
     facts["collectives"] = {f"{k} {r} ranks {b} bytes": t.us for (k, r, b), t in sorted(found.collectives.items())}
     facts["copies"] = {f"{k} {b} bytes": us for (k, b), us in sorted(found.copies.items())}
     facts["compute_slowdown_beside_transfer"] = found.slowdown
+    facts["together"] = {f"{a} {b}": [p.first, p.second, p.samples] for (a, b), p in sorted(found.together.items())}
     facts["issue_us"] = found.issue_us
     return facts
 
@@ -388,5 +430,12 @@ def print_profile(found: Profile, top: int) -> None:
         ]
         console.print()
         console.print(rows_table("", ["copy", "bytes", "us", "GB/s"], rows))
+    rows = []
     if found.slowdown is not None:
-        console.print(f"\ncompute beside a transfer: {found.slowdown:.3f} times longer, sharing of cores not counted")
+        rows.append(["compute", f"{found.slowdown:.2f}", "collective", "", "sharing of cores not counted"])
+    for (first, second), pair in sorted(found.together.items()):
+        note = "" if pair.samples else "not measured: the disk was too slow"
+        rows.append([first, f"{pair.first:.2f}", second, f"{pair.second:.2f}", note])
+    if rows:
+        console.print()
+        console.print(rows_table("", ["together", "times longer", "with", "times longer", ""], rows, left=(0, 2, 4)))

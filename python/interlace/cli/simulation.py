@@ -147,7 +147,7 @@ def read_profile(profile: str) -> str:
         raise FileError(f"no such profile: {profile}")
     text = _read_text(path, "profile")
     if not text.strip():
-        raise FileError(f"{profile} is empty: a profile begins with the line 'interlace-profile 1'")
+        raise FileError(f"{profile} is empty: a profile begins with the line 'interlace-profile 2'")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Measuring, as every rank does it together: a program's ops and collectives in place, then collectives over sizes, and copies.
+"""Measuring, as every rank does it together: a program's ops and collectives in place, then collectives over sizes, and copies in memory.
 
 A program is run as it is, op after op, because only so are caches and memory in the state in which a step finds them; but every
 collective is completed by the op that starts it, after all ranks have met, so no op runs beside a transfer. An op counts with
@@ -7,9 +7,7 @@ its processor time where a rank has one thread: other tenants of the machine, an
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from interlace.cost.measurements import SLOWDOWN
 
 Rows = dict[tuple[str, str], dict[str, float]]
 Exchange = Callable[[Any], list[Any]]  # every rank's value, by rank
@@ -68,7 +68,7 @@ class StepTimes:
         ops: dict[str, list[int]] = defaultdict(list)
         collectives: dict[tuple[str, int], list[int]] = defaultdict(list)
         for op, facts in self.ops.items():
-            if facts["name"].endswith(".start"):
+            if facts["bytes"]:
                 size = facts["bytes"] // facts["units"]
                 collectives[facts["name"].removesuffix(".start"), size].append(op)
             elif facts["key"]:
@@ -241,7 +241,7 @@ class Collectives:
                 slowdown.append(beside / alone / shared)
         rows: Rows = {("issue", "start"): {"us": statistics.median(issue) * 1e6}}
         factor = max(1.0, statistics.median(slowdown)) if len(slowdown) >= 5 else 1.0
-        rows["slowdown", "compute beside transfer"] = {"factor": factor, "samples": len(slowdown)}
+        rows[SLOWDOWN] = {"factor": factor, "samples": len(slowdown)}
         return rows
 
     def _call(self, kind: str, size: int) -> Callable[[], None]:
@@ -269,44 +269,23 @@ class Collectives:
         return send
 
 
-def copy_times(kind: str, size: int, folder: str | None = None) -> float:
-    """Microseconds of one copy of so many bytes: in host memory, or to and from a file (written through, read from the disk)."""
-    data = torch.zeros(size, dtype=torch.uint8)
-    times = []
-    if kind in ("h2d", "d2h"):
-        target = torch.empty_like(data)
-        times = _repeat(lambda: target.copy_(data))
-    else:
-        view = data.numpy().tobytes()
-        with tempfile.TemporaryFile(dir=folder) as file:
-            number = file.fileno()
-
-            def write() -> None:
-                os.pwrite(number, view, 0)
-                os.fdatasync(number)
-
-            def read() -> None:
-                os.pread(number, size, 0)
-
-            def drop() -> None:
-                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-
-            write()
-            times = _repeat(write) if kind == "file_write" else _repeat(read, drop)
-    return statistics.median(times) * 1e6
-
-
-def _repeat(action: Callable[[], object], before: Callable[[], None] | None = None) -> list[float]:
+def repeated_us(action: Callable[[], object]) -> float:
+    """The median of many calls, microseconds."""
     times: list[float] = []
     spent = time.perf_counter()
     action()
     while len(times) < MIN_CALLS or (len(times) < MAX_CALLS and time.perf_counter() - spent < POINT_S):
-        if before is not None:
-            before()
         start = time.perf_counter()
         action()
         times.append(time.perf_counter() - start)
-    return times
+    return statistics.median(times) * 1e6
+
+
+def memory_copy_us(size: int) -> float:
+    """Microseconds of one copy of so many bytes within the host's memory."""
+    data = torch.zeros(size, dtype=torch.uint8)
+    target = torch.empty_like(data)
+    return repeated_us(lambda: target.copy_(data))
 
 
 def sweep_sizes(largest: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 COLLECTIVES = ("gather", "reduce", "all_reduce", "p2p")
 COPIES = ("h2d", "d2h", "file_read", "file_write")
+SLOWDOWN = ("slowdown", "compute beside transfer")  # where the factor of compute beside a collective is stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,15 @@ class CollectiveTime:
     finish_us: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Two lanes that are busy at the same time: how many times longer each takes, and the rounds that say so."""
+
+    first: float
+    second: float
+    samples: int
+
+
 @dataclasses.dataclass
 class Profile:
     """All measurements under one fingerprint."""
@@ -40,7 +50,8 @@ class Profile:
         default_factory=dict
     )  # kind, ranks, bytes
     copies: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)  # kind, bytes
-    slowdown: float | None = None  # of compute while a transfer is under way, beyond what sharing cores explains
+    slowdown: float | None = None  # of compute beside a collective, beyond what sharing cores explains
+    together: dict[tuple[str, str], Together] = dataclasses.field(default_factory=dict)  # with the tier's copies
     issue_us: float | None = None  # of a rank's thread to start one transfer
 
     def add(self, kind: str, key: str, values: Mapping[str, float]) -> None:
@@ -58,12 +69,15 @@ class Profile:
             self.copies[name, int(size)] = values["us"]
         elif kind == "slowdown":
             self.slowdown = values["factor"]
+        elif kind == "together":
+            first, second = key.split()
+            self.together[first, second] = Together(values["first"], values["second"], int(values["samples"]))
         elif kind == "issue":
             self.issue_us = values["us"]
 
     def text(self) -> str:
         """The file that the cost model reads."""
-        lines = ["interlace-profile 1", f"fingerprint {quoted(self.fingerprint)}"]
+        lines = ["interlace-profile 2", f"fingerprint {quoted(self.fingerprint)}"]
         for key, op in sorted(self.ops.items(), key=lambda item: item[0].encode()):
             how = "measured" if op.measured else "estimated"
             lines.append(f"op {quoted(key)} us {number(op.us)} bytes {op.bytes} transient {op.transient} {how}")
@@ -79,16 +93,19 @@ class Profile:
         if self.issue_us is not None:
             lines.append(f"issue us {number(self.issue_us)}")
         if self.slowdown is not None:
-            # The order of the 28 factors is that of cost/cluster.h; sets {compute, device-device} alone begin at 16.
-            factors = [1.0] * 28
-            factors[16] = max(1.0, self.slowdown)
-            lines.append(f"interference [{', '.join(number(f) for f in factors)}]")
+            lines.append(f"together compute {factor(self.slowdown)} collective 1")
+        for (first, second), pair in sorted(self.together.items()):
+            lines.append(f"together {first} {factor(pair.first)} {second} {factor(pair.second)}")
         return "\n".join(lines) + "\n"
 
 
 def number(value: float) -> str:
     """Six digits: more than any clock gives."""
     return f"{max(value, 1e-3):.6g}"
+
+
+def factor(value: float) -> str:
+    return f"{max(value, 1.0):.4g}"
 
 
 def quoted(text: str) -> str:
