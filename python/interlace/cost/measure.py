@@ -1,4 +1,4 @@
-"""Measuring, as every rank does it together: a program's ops and collectives in place, then collectives over sizes, and copies in memory.
+"""Measuring, as every rank does it together: a program's ops and collectives in place, collectives over sizes, copies in memory.
 
 A program is run as it is, op after op, because only so are caches and memory in the state in which a step finds them; but every
 collective is completed by the op that starts it, after all ranks have met, so no op runs beside a transfer. An op counts with

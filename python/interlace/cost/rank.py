@@ -69,12 +69,13 @@ def measure(
     collectives = (
         Collectives(peers, TIMEOUT_S) if peers.size > 1 and (todo or job["slowdown"] or job["pairs"]) else None
     )
-    for number, (kind, size) in enumerate(todo if collectives else []):
-        progress(f"{kind} of {size} bytes", number, len(todo))
-        keeper.put({("collective", f"{kind} {peers.size} {size}"): collectives.time(kind, size)})
-    if collectives is not None and job["slowdown"]:
-        progress("compute beside a transfer", len(todo), len(todo))
-        keeper.put(collectives.beside_compute(machine.cores))
+    if collectives is not None:
+        for number, (kind, size) in enumerate(todo):
+            progress(f"{kind} of {size} bytes", number, len(todo))
+            keeper.put({("collective", f"{kind} {peers.size} {size}"): collectives.time(kind, size)})
+        if job["slowdown"]:
+            progress("compute beside a transfer", len(todo), len(todo))
+            keeper.put(collectives.beside_compute(machine.cores))
     with _tier_folder(job, peers, "copies") as folder:
         files: Files | None = None
         for number, (kind, size) in enumerate(job["copies"]):
