@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "base/sort.h"
@@ -59,25 +58,35 @@ class TransferReader {
   }
 
   Result<int32_t> Run() {
+    // A walk over the ops of a large program costs milliseconds; there are two here.
     UseCounts uses(static_cast<size_t>(program_.num_values()), 0);
-    for (OpId id : phase_.ops) ForEachOperand(program_.op(id), [&](ValueId v) { ++uses[v]; });
-    for (ValueId v : phase_.gives) ++uses[v];
-    std::unordered_set<OpId> leads;
-    std::unordered_map<OpId, std::vector<OpId>> lead_of;  // of what can be moved
+    std::vector<OpId> gathers;
     for (OpId id : phase_.ops) {
+      const Op& op = program_.op(id);
+      ForEachOperand(op, [&](ValueId v) { ++uses[v]; });
+      if (op.name == "gather.start") gathers.push_back(id);
+    }
+    for (ValueId v : phase_.gives) ++uses[v];
+    constexpr int32_t kStays = -1, kLead = -2;
+    std::vector<int32_t> role(static_cast<size_t>(program_.num_ops()),
+                              kStays);  // by op; of what can be moved: its lead
+    std::vector<std::vector<OpId>> leads;
+    for (OpId id : gathers) {
       std::optional<std::vector<OpId>> lead = LeadOfMovable(program_, program_.op(id), uses);
       if (!lead) continue;
-      leads.insert(lead->begin(), lead->end());
-      lead_of.emplace(id, std::move(*lead));
+      for (OpId op : *lead) role[op] = kLead;
+      role[id] = static_cast<int32_t>(leads.size());
+      leads.push_back(std::move(*lead));
     }
     int32_t backward = -1;
     const auto count = static_cast<int32_t>(phase_.ops.size());
     for (int32_t i = 0; i < count; ++i) {
       const Op& op = program_.op(phase_.ops[i]);
-      if (leads.count(op.id) > 0) continue;
+      const int32_t mine = role[op.id];
+      if (mine == kLead) continue;
       order_ = (i + 1) * Transfers::kSpacing;
-      if (auto lead = lead_of.find(op.id); lead != lead_of.end()) {
-        INTERLACE_TRY(AddGather(op, lead->second));
+      if (mine >= 0) {
+        INTERLACE_TRY(AddGather(op, leads[mine]));
       } else if (op.name == "reduce.start") {
         INTERLACE_TRY(AddReduce(op));
       } else if (op.name == "reduce.wait" && reduce_of_[op.args[0].value] >= 0) {
