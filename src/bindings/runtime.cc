@@ -117,6 +117,7 @@ py::dict StatsDict(const ExecutorStats& stats) {
   dict["tier_reserved_bytes"] = stats.tier.reserved_bytes;
   dict["tier_buffer_bytes"] = stats.tier.buffer_bytes;
   dict["tier_direct"] = stats.tier.direct;
+  dict["heap_bytes"] = stats.heap_bytes;
   dict["tier_note"] = stats.tier_note;
   return dict;
 }

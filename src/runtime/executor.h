@@ -21,6 +21,7 @@
 #include "runtime/comm.h"
 #include "runtime/debug.h"
 #include "runtime/op_kernel.h"
+#include "runtime/page_heap.h"
 #include "runtime/plan.h"
 #include "runtime/recorder.h"
 #include "runtime/state_store.h"
@@ -64,6 +65,7 @@ struct ExecutorStats {
   int64_t instructions = 0;      // of all plans
   Comm::Stats comm;              // sum over axes
   TierStats tier;
+  int64_t heap_bytes = 0;  // the page heap's, of the process
   std::string tier_note;
   std::vector<std::pair<std::string, int64_t>> op_counts;  // by op name, of one pass over each phase
 };
@@ -128,6 +130,10 @@ class Executor {
 
  private:
   explicit Executor(c10::Device device) : device_(device), store_(device), frame_(device) {}
+  // First, so that it is destroyed when the storages are gone.
+  struct TrimHeap {
+    ~TrimHeap() { PageHeap::Trim(); }
+  } trim_heap_;
   Status Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s);
   Status AllocateFixed();
   Status AddToBank();
@@ -195,6 +201,7 @@ class Executor {
   std::optional<Plan> pending_plan_;  // made when first wanted
   std::unique_ptr<StepArena> arena_;
   std::string arena_off_;  // why there is none
+  bool on_heap_ = false;   // the program moves storages: memory of its steps comes from the page heap
   ProgramNeeds needs_;
   bool learning_ = false, needs_changed_ = false;
   int plans_made_ = 0;

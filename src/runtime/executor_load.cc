@@ -11,6 +11,7 @@
 #include "ir/verifier.h"
 #include "runtime/allocator.h"
 #include "runtime/executor.h"
+#include "runtime/page_heap.h"
 #include "runtime/step_scope.h"
 
 namespace interlace {
@@ -136,13 +137,15 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   try {
     StepScope scope(device_);
     MemoryScope counted;  // what leaves memory in a step was counted when it came
+    bool moves = std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
+      return std::any_of(phase.ops.begin(), phase.ops.end(),
+                         [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
+    });
+    const PageHeap::Serving serving(moves && device_.is_cpu());
     INTERLACE_TRY(AllocateFixed());
     INTERLACE_TRY(AddToBank());
-    const bool moves =
-        !moving_.empty() || std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
-          return std::any_of(phase.ops.begin(), phase.ops.end(),
-                             [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
-        });
+    moves = moves || !moving_.empty();
+    on_heap_ = moves && device_.is_cpu();
     if (moves) arena_off_ = "the program moves storages to a tier";
     if (options_.arena && device_.is_cpu() && !options_.debug && !moves) {
       needs_.clear();

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "runtime/page_heap.h"
+
 namespace interlace {
 
 namespace {
@@ -60,8 +62,8 @@ Status TierBank::Finish(Place& place) {
 Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) {
   Place& place = places_.at(root);
   if (!fresh) INTERLACE_TRY(host_.Wait(place.step));
-  const bool paged = device_.is_cpu() && place.bytes >= PageBlocks::kLeast;
-  storage.set_data_ptr_noswap(paged ? pages_.Allocate(place.bytes)
+  const bool paged = device_.is_cpu() && place.bytes >= PageHeap::kLeast;
+  storage.set_data_ptr_noswap(paged ? PageHeap::Allocate(place.bytes)
                                     : c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
   storage.set_nbytes(static_cast<size_t>(place.bytes));
   if (fresh) return Ok{};

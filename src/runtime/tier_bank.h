@@ -17,7 +17,6 @@
 
 #include "ir/program.h"
 #include "runtime/host_lane.h"
-#include "runtime/page_blocks.h"
 #include "runtime/tier.h"
 
 namespace interlace {
@@ -69,7 +68,6 @@ class TierBank {
   c10::Device device_;
   std::string prefix_;
   std::unordered_map<ValueId, Place> places_;
-  PageBlocks pages_;
   HostLane host_;  // last: its jobs end before what they work on
 };
 

@@ -1,6 +1,6 @@
 // The file tier. One file a rank, laid out in blocks of kTierBlock bytes; each direction has a thread with a buffer
 // that direct I/O can use (aligned to 4096). Blocks go one by one, whole ones of memory that is aligned itself
-// (page_blocks.h) from and to where they lie, others through the buffer:
+// (page_heap.h) from and to where they lie, others through the buffer:
 //
 //   StartWrite ─► queue ─► writer: (copy and) checksum a block ─► pwrite ─► pause until the bandwidth allows it
 //   StartRead  ─► queue ─► reader: pread a block ─► checksum (, copy) ─► pause
