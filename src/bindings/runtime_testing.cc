@@ -1,4 +1,6 @@
 // runtime_testing.cc — _runtime.testing: collectives, kernels and tiers one by one, for tests, benchmarks and profiles.
+#include <ATen/ops/empty.h>
+
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -10,6 +12,7 @@
 #include "runtime/allocator.h"
 #include "runtime/comm.h"
 #include "runtime/kernels_aten.h"
+#include "runtime/page_heap.h"
 #include "runtime/tier.h"
 
 namespace py = pybind11;
@@ -25,6 +28,12 @@ std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t 
 
 at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
+}
+
+at::Tensor PageHeapBlock(int64_t bytes) {
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, PageHeap::Allocate(bytes), nullptr,
+                             /*resizable=*/false);
+  return at::empty({0}, at::kByte).set_(storage, 0, {bytes}, {1});
 }
 
 }  // namespace
@@ -160,6 +169,8 @@ void BindTesting(py::module_& module) {
         (aten ? NormPartialAten : NormPartial)(flat, acc);
       },
       py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
+  m.def("page_heap_block", &PageHeapBlock, py::arg("bytes"), "A byte tensor in the page heap, not filled.");
+  m.def("page_heap_bytes", &PageHeap::Bytes);
   m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"),
         py::arg("loss_scale") = 1.0, no_gil);
   m.def("embedding_backward_into", &EmbeddingBackwardInto, py::arg("grad"), py::arg("indices"), py::arg("num_weights"),

@@ -21,7 +21,6 @@
 #include "runtime/comm.h"
 #include "runtime/debug.h"
 #include "runtime/op_kernel.h"
-#include "runtime/page_heap.h"
 #include "runtime/plan.h"
 #include "runtime/recorder.h"
 #include "runtime/state_store.h"
@@ -130,10 +129,6 @@ class Executor {
 
  private:
   explicit Executor(c10::Device device) : device_(device), store_(device), frame_(device) {}
-  // First, so that it is destroyed when the storages are gone.
-  struct TrimHeap {
-    ~TrimHeap() { PageHeap::Trim(); }
-  } trim_heap_;
   Status Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s);
   Status AllocateFixed();
   Status AddToBank();

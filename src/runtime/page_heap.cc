@@ -18,32 +18,33 @@ namespace interlace {
 
 namespace {
 
-constexpr size_t kLargePage = size_t{2} << 20;
-constexpr size_t kRegion = size_t{1} << 30;  // addresses taken at a time; pages that are not used take no memory
+constexpr size_t kHeapLargePage = size_t{2} << 20;
+constexpr size_t kHeapRegion = size_t{1} << 30;  // addresses taken at a time; pages that are not used take no memory
+thread_local bool heap_serves = false;
 
-size_t RoundUp(size_t bytes, size_t to) {
+size_t HeapRoundUp(size_t bytes, size_t to) {
   return (bytes + to - 1) / to * to;
 }
 
-char* Aligned(char* pointer, size_t to) {
-  return pointer + (to - reinterpret_cast<uintptr_t>(pointer) % to) % to;
+char* HeapAligned(char* pointer) {
+  return pointer + (kHeapLargePage - reinterpret_cast<uintptr_t>(pointer) % kHeapLargePage) % kHeapLargePage;
 }
 
-struct Block {
+struct HeapBlock {
   size_t bytes = 0;
   bool counted = false;
 };
 
-struct Region {
+struct HeapRegion {
   char* begin = nullptr;
   size_t bytes = 0, used = 0;  // used: to the end of the last block that it ever had
 };
 
-struct Heap {
+struct HeapState {
   std::mutex mutex;
   std::map<char*, size_t> gaps;  // no two of them touch
-  std::unordered_map<const void*, Block> blocks;
-  std::vector<Region> regions;
+  std::unordered_map<const void*, HeapBlock> blocks;
+  std::vector<HeapRegion> regions;
 
   char* Take(size_t bytes) {
     auto gap = std::find_if(gaps.begin(), gaps.end(), [&](const auto& g) { return g.second >= bytes; });
@@ -55,14 +56,15 @@ struct Heap {
     const size_t rest = gap->second - bytes;
     gaps.erase(gap);
     if (rest > 0) gaps.emplace(begin + bytes, rest);
-    for (Region& region : regions) {
+    for (HeapRegion& region : regions) {
       if (region.begin <= begin && begin < region.begin + region.bytes)
         region.used = std::max(region.used, static_cast<size_t>(begin - region.begin) + bytes);
     }
     return begin;
   }
 
-  void Give(char* begin, size_t bytes) {
+  // The gap that it is now part of.
+  std::pair<char*, size_t> Give(char* begin, size_t bytes) {
     auto next = gaps.lower_bound(begin);
     if (next != gaps.end() && begin + bytes == next->first) {
       bytes += next->second;
@@ -72,19 +74,20 @@ struct Heap {
       const auto before = std::prev(next);
       if (before->first + before->second == begin) {
         before->second += bytes;
-        return;
+        return *before;
       }
     }
-    gaps.emplace(begin, bytes);
+    return *gaps.emplace(begin, bytes).first;
   }
 
   bool Grow(size_t least) {
-    for (const size_t bytes : {std::max(kRegion, RoundUp(least, kLargePage)), RoundUp(least, kLargePage)}) {
+    for (const size_t bytes :
+         {std::max(kHeapRegion, HeapRoundUp(least, kHeapLargePage)), HeapRoundUp(least, kHeapLargePage)}) {
       // One large page more, so that the region can begin at a multiple of it.
-      void* raw =
-          mmap(nullptr, bytes + kLargePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      void* raw = mmap(nullptr, bytes + kHeapLargePage, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (raw == MAP_FAILED) continue;
-      char* const begin = Aligned(static_cast<char*>(raw), kLargePage);
+      char* const begin = HeapAligned(static_cast<char*>(raw));
       madvise(begin, bytes, MADV_HUGEPAGE);  // only advice
       regions.push_back({begin, bytes, 0});
       Give(begin, bytes);
@@ -95,18 +98,16 @@ struct Heap {
 };
 
 // Never destroyed: its blocks may outlive everything else.
-Heap& TheHeap() {
-  static Heap* const heap = new Heap;
+HeapState& TheHeap() {
+  static HeapState* const heap = new HeapState;
   return *heap;
 }
-
-thread_local bool serving = false;
 
 }  // namespace
 
 c10::DataPtr PageHeap::Allocate(int64_t bytes) {
-  Heap& heap = TheHeap();
-  const size_t rounded = RoundUp(static_cast<size_t>(bytes), kPage);
+  HeapState& heap = TheHeap();
+  const size_t rounded = HeapRoundUp(static_cast<size_t>(bytes), kPage);
   char* memory;
   {
     const std::lock_guard lock(heap.mutex);
@@ -118,48 +119,42 @@ c10::DataPtr PageHeap::Allocate(int64_t bytes) {
 }
 
 bool PageHeap::Holds(const void* pointer) {
-  Heap& heap = TheHeap();
+  HeapState& heap = TheHeap();
   const std::lock_guard lock(heap.mutex);
   return heap.blocks.contains(pointer);
 }
 
 void PageHeap::Delete(void* pointer) {
   if (pointer == nullptr) return;
-  Heap& heap = TheHeap();
+  HeapState& heap = TheHeap();
   const std::lock_guard lock(heap.mutex);
   const auto found = heap.blocks.find(pointer);
-  const Block block = found->second;
+  const HeapBlock block = found->second;
   heap.blocks.erase(found);
-  heap.Give(static_cast<char*>(pointer), block.bytes);
+  const auto [gap, bytes] = heap.Give(static_cast<char*>(pointer), block.bytes);
+  if (!heap_serves) {
+    char *const begin = HeapAligned(gap), *const end = gap + bytes;
+    if (end >= begin + kHeapLargePage) madvise(begin, (end - begin) / kHeapLargePage * kHeapLargePage, MADV_DONTNEED);
+  }
   if (block.counted) MemoryScope::Subtract(static_cast<int64_t>(block.bytes));
 }
 
-void PageHeap::Trim() {
-  Heap& heap = TheHeap();
-  const std::lock_guard lock(heap.mutex);
-  for (const auto& [gap, bytes] : heap.gaps) {
-    char *const begin = Aligned(gap, kLargePage), *const end = gap + bytes;
-    const auto whole = end > begin ? static_cast<size_t>(end - begin) / kLargePage * kLargePage : 0;
-    if (whole > 0) madvise(begin, whole, MADV_DONTNEED);
-  }
-}
-
 int64_t PageHeap::Bytes() {
-  Heap& heap = TheHeap();
+  HeapState& heap = TheHeap();
   const std::lock_guard lock(heap.mutex);
   size_t bytes = 0;
-  for (const Region& region : heap.regions) bytes += region.used;
+  for (const HeapRegion& region : heap.regions) bytes += region.used;
   return static_cast<int64_t>(bytes);
 }
 
-PageHeap::Serving::Serving(bool on) : was_on_(std::exchange(serving, on)) {}
+PageHeap::Serving::Serving(bool on) : was_on_(std::exchange(heap_serves, on)) {}
 
 PageHeap::Serving::~Serving() {
-  serving = was_on_;
+  heap_serves = was_on_;
 }
 
 bool PageHeap::Serves(size_t bytes) {
-  return serving && bytes >= static_cast<size_t>(kLeast);
+  return heap_serves && bytes >= static_cast<size_t>(kLeast);
 }
 
 }  // namespace interlace

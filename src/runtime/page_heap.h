@@ -23,9 +23,8 @@ class PageHeap {
   // Its bytes are whatever they were. Throws when there is no memory. The context is the memory itself.
   static c10::DataPtr Allocate(int64_t bytes);
   static bool Holds(const void* pointer);  // a block of it begins there
+  // Outside of steps the system gets the gap's large pages back.
   static void Delete(void* pointer);
-  // Gives the large pages of all gaps back to the system.
-  static void Trim();
   // From the begin of the heap to the last byte that was ever used, by all executors of the process.
   static int64_t Bytes();
 
