@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import torch
-
 from interlace._runtime.testing import page_heap_block, page_heap_bytes
 
 LARGE = 2 << 20
