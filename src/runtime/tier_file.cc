@@ -64,7 +64,7 @@ void SleepUntil(int64_t ns) {
   }
 }
 
-struct Place {
+struct FilePlace {
   std::string name;
   int64_t offset = 0, bytes = 0;  // in the file
   bool written = false;
@@ -73,7 +73,7 @@ struct Place {
 
 struct Job {
   Tier::Ticket ticket = 0;
-  Place* place = nullptr;
+  FilePlace* place = nullptr;
   char* memory = nullptr;
   int64_t bytes = 0;
   bool write = false;
@@ -347,7 +347,7 @@ class FileTier final : public Tier {
                        known ? ", " + std::to_string(disk.f_bavail * disk.f_frsize) + " free" : std::string(),
                        "): ", std::strerror(code), "; give a folder on a larger disk, or a higher memory limit");
     }
-    Place& place = places_.emplace_back();
+    FilePlace& place = places_.emplace_back();
     place.name = name;
     place.offset = end_;
     place.bytes = bytes;
@@ -392,7 +392,7 @@ class FileTier final : public Tier {
   TierOptions options_;
   File lock_;
   Shared shared_;
-  std::deque<Place> places_;  // stable addresses: jobs point at them
+  std::deque<FilePlace> places_;  // stable addresses: jobs point at them
   int64_t end_ = 0;
   Ticket last_ = 0;
   std::unique_ptr<Worker> writer_, reader_;
