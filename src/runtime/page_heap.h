@@ -4,9 +4,8 @@
 //   | u0.w | u0.exp_avg | ... | activation | ... | u3.w |      what leaves makes room for whatever comes next
 //
 // So no page is given back to the system and faulted in again within a step, kernels find what was used last, and their
-// addresses need few entries of the TLB: beside malloc a step takes 5 to 10 % less processor time. Blocks are whole
-// small pages, so that direct I/O works on them in place. They are counted like those of torch's allocator
-// (allocator.h). From any thread.
+// addresses need few entries of the TLB. Blocks are whole small pages, so that direct I/O works on them in place. They
+// are counted like those of torch's allocator (allocator.h). From any thread.
 #pragma once
 
 #include <c10/core/Allocator.h>
