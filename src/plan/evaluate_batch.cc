@@ -1,8 +1,8 @@
 // Many strategies at once: sorted by what they share, then lane by lane (evaluate_lanes.cc), on all cores.
 #include <algorithm>
 #include <atomic>
-#include <thread>
 
+#include "base/parallel.h"
 #include "plan/stage_sums.h"
 
 namespace interlace::plan {
@@ -107,11 +107,7 @@ Status StageModel::Evaluate(std::span<const Strategy> strategies, std::span<Stag
   }
   Batch batch{*state_, strategies, costs, 0, SIZE_MAX};
   const size_t chunks = (strategies.size() + kChunk - 1) / kChunk;
-  const size_t cores = std::max<size_t>(std::thread::hardware_concurrency(), 1);
-  std::vector<std::thread> others;
-  for (size_t i = 1; i < std::min(chunks, cores); ++i) others.emplace_back([&batch] { Run(batch); });
-  Run(batch);
-  for (std::thread& thread : others) thread.join();
+  InParallel(ThreadsFor(chunks), [&batch](size_t) { Run(batch); });  // each takes chunks while there are any
   const size_t wrong = batch.wrong.load();
   if (wrong == SIZE_MAX) return Ok{};
   Status why = Check(strategies[wrong]);

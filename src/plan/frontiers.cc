@@ -1,9 +1,11 @@
 #include "plan/frontiers.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <optional>
-#include <thread>
+
+#include "base/parallel.h"
 
 namespace interlace::plan {
 
@@ -13,8 +15,7 @@ Result<Frontiers> Frontiers::Create(const LayerSource& layers, const ClusterSpec
   out.average_ = !tune.space.imbalance_aware;
   out.batch_ = options.global_batch;
   out.blocks_ = layers.blocks();
-  out.threads_ =
-      tune.threads > 0 ? tune.threads : static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+  out.threads_ = std::max(tune.threads, 0);
   std::optional<Error> error;
   for (int32_t tp = 1; tp <= layers.largest_tp(); ++tp) {
     if (layers.largest_tp() % tp != 0 || tp > cluster.per_node || cluster.per_node % tp != 0) continue;
@@ -70,21 +71,17 @@ std::vector<Frontier> Frontiers::Bounds(const StageKey& key) const {
 void Frontiers::Compute(std::vector<StageKey> keys, double longest_us, const std::function<bool()>& late) {
   std::erase_if(keys, [&](const StageKey& key) { return Known(key); });
   std::vector<Frontier> parts(keys.size() * models_.size());
-  std::atomic<size_t> next = 0;
   std::atomic<bool> stopped = false;
-  auto work = [&] {
-    for (size_t i; (i = next++) < parts.size();) {
-      if (late()) stopped = true;
-      if (stopped) return;
-      const StageKey& key = keys[i / models_.size()];
-      const auto& [tp, model] = models_[i % models_.size()];
-      if (key.devices % tp == 0) parts[i] = model.FrontierOf(key, longest_us);
+  const auto compute = [&](size_t i) {
+    if (stopped || late()) {
+      stopped = true;
+      return;
     }
+    const StageKey& key = keys[i / models_.size()];
+    const auto& [tp, model] = models_[i % models_.size()];
+    if (key.devices % tp == 0) parts[i] = model.FrontierOf(key, longest_us);
   };
-  std::vector<std::thread> helpers;
-  for (size_t t = 1; t < std::min<size_t>(static_cast<size_t>(threads_), parts.size()); ++t) helpers.emplace_back(work);
-  work();
-  for (std::thread& helper : helpers) helper.join();
+  InParallel(parts.size(), compute, static_cast<size_t>(threads_));
   if (stopped) return;  // half a frontier is none
   for (size_t i = 0; i < parts.size(); ++i) {
     Frontier& all = computed_[keys[i / models_.size()]];

@@ -64,7 +64,7 @@ class Frontiers {
   StageKey last_key_;
   int32_t blocks_ = 1;
   int64_t batch_ = 1, points_ = 0;
-  int32_t threads_ = 1;
+  int32_t threads_ = 0;  // 0: as many as there are cores
   bool average_ = false;
 };
 
