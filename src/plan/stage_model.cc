@@ -120,6 +120,16 @@ Status CheckCost(const LayerCost& c, Role role, int32_t b, int32_t tp) {
                    tp, " has a time or size that is negative, not finite or beyond 64 TB");
 }
 
+// Of a device's bytes to or from the tier. The devices of a node share its memory's bandwidth, or its file store's,
+// whichever stages they belong to. 0: no such tier.
+double UsPerByte(const ClusterSpec& cluster, double link_gb_per_s, double file_gb_per_s) {
+  const auto devices = static_cast<double>(cluster.per_node);
+  double rate = cluster.file_tier ? file_gb_per_s / devices : link_gb_per_s;
+  const double most = cluster.file_tier ? cluster.tier_gb_per_s : cluster.host_gb_per_s / devices;
+  if (most > 0) rate = std::min(rate, most);
+  return rate > 0 ? 1e-3 / rate : 0;
+}
+
 }  // namespace
 
 StageOptions StageOptions::Paper() {
@@ -165,13 +175,9 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
   state->cluster = cluster;
   state->blocks = layers.blocks();
   state->host_share = options.host_bytes / std::max<int64_t>(cluster.per_node, 1);
-  // The devices of a node share its memory's bandwidth, whichever stages they belong to.
-  const double fair = cluster.host_gb_per_s > 0 ? cluster.host_gb_per_s / static_cast<double>(cluster.per_node) : 0;
-  auto us_per_byte = [&](double gb_per_s) {
-    double rate = fair > 0 ? std::min(gb_per_s, fair) : gb_per_s;
-    return rate > 0 ? 1e-3 / rate : 0;
-  };
-  if (!(cluster.h2d_gb_per_s > 0 && cluster.d2h_gb_per_s > 0)) {  // no link, no offload
+  const double in_us_per_byte = UsPerByte(cluster, cluster.h2d_gb_per_s, cluster.file_read_gb_per_s);
+  const double out_us_per_byte = UsPerByte(cluster, cluster.d2h_gb_per_s, cluster.file_write_gb_per_s);
+  if (!(in_us_per_byte > 0 && out_us_per_byte > 0)) {  // no link, no offload
     StageOptions& o = state->options;
     o.weights_out = o.gradients_out = o.states_out = o.activations_out = false;
   }
@@ -218,8 +224,7 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
         StageParts stage;
         stage.micro_batch = b, stage.dp = static_cast<int32_t>(dp), stage.tp = static_cast<int32_t>(tp);
         stage.interference = options.overlap ? interference : nullptr;
-        stage.in_us_per_byte = us_per_byte(cluster.h2d_gb_per_s);
-        stage.out_us_per_byte = us_per_byte(cluster.d2h_gb_per_s);
+        stage.in_us_per_byte = in_us_per_byte, stage.out_us_per_byte = out_us_per_byte;
         state->index[{b, stage.dp, stage.tp}] = static_cast<int32_t>(state->parts.size());
         state->of_key[{static_cast<int32_t>(devices), options.global_batch / (dp * b)}].push_back(
             static_cast<int32_t>(state->parts.size()));

@@ -9,9 +9,11 @@
 namespace interlace::plan {
 namespace {
 
-StageModel ModelOf(const char* preset, StageOptions options, const testing::GptLayers& layers) {
+StageModel ModelOf(const char* preset, StageOptions options, const testing::GptLayers& layers,
+                   const std::string& from = "", const std::string& to = "") {
   auto text = PresetCluster(preset);
   EXPECT_TRUE(text.ok());
+  if (!from.empty()) text->replace(text->find(from), from.size(), to);
   auto cluster = ParseCluster(*text, preset);
   EXPECT_TRUE(cluster.ok());
   auto model = StageModel::Create(layers, *cluster, options);
@@ -106,6 +108,27 @@ TEST(StageModel, ExplanationAddsUp) {
     ASSERT_NEAR(passes.forward_us + passes.backward_us, cost.stable_us, 1e-9 * cost.stable_us);
     ASSERT_NEAR(passes.first_us + passes.last_us, cost.extra_us, 1e-9 * cost.stable_us);
   }
+}
+
+// Four devices with states that are all away: each moves its 12 bytes a parameter in and out once a step.
+TEST(StageModel, WhatLeavesMemoryCostsWhatTheTierCosts) {
+  testing::GptLayers layers(1024, 16, 24);
+  Strategy s;
+  s.layers = 8, s.dp = 4, s.tp = 1, s.micro_batch = 1, s.micro_batches = 1, s.in_flight = 1;
+  StageOptions options{.global_batch = 4, .device_bytes = int64_t{20} << 30};
+  options.overlap = false;
+  auto seconds_away = [&](const std::string& to) {
+    const StageModel model = ModelOf("local-4", options, layers, "tier = \"file\"", to);
+    Strategy out = s;
+    out.states_out = 1;
+    const StageCost near = model.EvaluateOne(s), far = model.EvaluateOne(out);
+    return (far.stable_us + far.extra_us - near.stable_us - near.extra_us) * 1e-6;
+  };
+  // GB/s of a device: memory 20 / 4 each way; files 1 / 4 in and 0.5 / 4 out, or the limit of a rank.
+  const double memory = seconds_away("tier = \"memory\""), files = seconds_away("tier = \"file\"");
+  const double limited = seconds_away("tier = \"file\"\ntier_gb_per_s = 0.05");
+  EXPECT_NEAR(files / memory, (4 + 8) / (0.2 + 0.2), 1e-6);
+  EXPECT_NEAR(limited / memory, (20 + 20) / (0.2 + 0.2), 1e-6);
 }
 
 TEST(StageModel, RefusesWhatItCannotCount) {

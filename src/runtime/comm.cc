@@ -37,14 +37,14 @@ class LocalComm final : public Comm {
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
-    return Copy(CollectiveKind::kGather, shards, fulls, label);
+    return Copy(CommKind::kGather, shards, fulls, label);
   }
   Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                              std::string label) override {
-    return Copy(CollectiveKind::kReduce, flats, shards, label);
+    return Copy(CommKind::kReduce, flats, shards, label);
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
-    return Copy(CollectiveKind::kAllReduce, {value}, {value}, label);
+    return Copy(CommKind::kAllReduce, {value}, {value}, label);
   }
   Status Wait(Ticket ticket) override {
     if (open_.erase(ticket) == 0)
@@ -55,7 +55,7 @@ class LocalComm final : public Comm {
   const AxisSpec& spec() const override { return spec_; }
 
  private:
-  Result<Ticket> Copy(CollectiveKind kind, const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to,
+  Result<Ticket> Copy(CommKind kind, const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to,
                       const std::string& label) {
     INTERLACE_TRY(CheckCollective(kind, spec_, from, to, label));
     for (size_t i = 0; i < from.size(); ++i) {
@@ -80,14 +80,14 @@ class NativeComm final : public Comm {
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
-    return Start(CollectiveKind::kGather, std::move(shards), std::move(fulls), std::move(label));
+    return Start(CommKind::kGather, std::move(shards), std::move(fulls), std::move(label));
   }
   Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                              std::string label) override {
-    return Start(CollectiveKind::kReduce, std::move(flats), std::move(shards), std::move(label));
+    return Start(CommKind::kReduce, std::move(flats), std::move(shards), std::move(label));
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
-    return Start(CollectiveKind::kAllReduce, {value}, {value}, std::move(label));
+    return Start(CommKind::kAllReduce, {value}, {value}, std::move(label));
   }
 
   Status Wait(Ticket ticket) override {
@@ -121,7 +121,7 @@ class NativeComm final : public Comm {
     return *failure_;
   }
 
-  Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+  Result<Ticket> Start(CommKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
                        std::string label) {
     if (failure_) return *failure_;
     INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
@@ -144,8 +144,8 @@ class NativeComm final : public Comm {
     const int64_t peers = spec_.size - 1;
     for (size_t i = 0; i < op.inputs.size(); ++i) {  // what a ring moves
       const auto bytes =
-          static_cast<int64_t>(kind == CollectiveKind::kReduce ? op.outputs[i].nbytes() : op.inputs[i].nbytes());
-      const int64_t moved = kind == CollectiveKind::kAllReduce ? 2 * bytes * peers / spec_.size : bytes * peers;
+          static_cast<int64_t>(kind == CommKind::kReduce ? op.outputs[i].nbytes() : op.inputs[i].nbytes());
+      const int64_t moved = kind == CommKind::kAllReduce ? 2 * bytes * peers / spec_.size : bytes * peers;
       stats_.bytes_sent += moved;
       stats_.bytes_received += moved;
     }
@@ -156,19 +156,19 @@ class NativeComm final : public Comm {
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // the newer names do not exist in older releases
-  c10::intrusive_ptr<c10d::Work> Issue(CollectiveKind kind, at::Tensor& input, at::Tensor& output) {
+  c10::intrusive_ptr<c10d::Work> Issue(CommKind kind, at::Tensor& input, at::Tensor& output) {
     switch (kind) {
-      case CollectiveKind::kGather: {
+      case CommKind::kGather: {
         c10d::AllgatherOptions options;
         options.timeout = timeout_;
         return group_->_allgather_base(output, input, options);
       }
-      case CollectiveKind::kReduce: {
+      case CommKind::kReduce: {
         c10d::ReduceScatterOptions options;
         options.timeout = timeout_;
         return group_->_reduce_scatter_base(output, input, options);
       }
-      case CollectiveKind::kAllReduce: {
+      case CommKind::kAllReduce: {
         c10d::AllreduceOptions options;
         options.timeout = timeout_;
         std::vector<at::Tensor> tensors{output};
@@ -190,7 +190,7 @@ class NativeComm final : public Comm {
 
 }  // namespace
 
-Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vector<at::Tensor>& inputs,
+Status CheckCollective(CommKind kind, const AxisSpec& spec, const std::vector<at::Tensor>& inputs,
                        const std::vector<at::Tensor>& outputs, const std::string& label) {
   const auto where = [&](size_t i) { return label + " on axis " + spec.name + ", tensor " + std::to_string(i) + ": "; };
   if (inputs.size() != outputs.size()) {
@@ -204,8 +204,8 @@ Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vec
       return MakeError(where(i), "input is ", c10::toString(in.scalar_type()), " on ", in.device().str(),
                        ", output is ", c10::toString(out.scalar_type()), " on ", out.device().str());
     }
-    if (kind == CollectiveKind::kAllReduce) continue;
-    const bool gather = kind == CollectiveKind::kGather;
+    if (kind == CommKind::kAllReduce) continue;
+    const bool gather = kind == CommKind::kGather;
     const at::Tensor &shard = gather ? in : out, &full = gather ? out : in;
     if (full.numel() != shard.numel() * spec.size) {
       return MakeError(where(i), "the full buffer has ", full.numel(), " elements, the shard ", shard.numel(),

@@ -12,7 +12,7 @@
 
 namespace interlace {
 
-enum class CollectiveKind { kGather, kReduce, kAllReduce };
+enum class CommKind { kGather, kReduce, kAllReduce };
 
 // One rank alone: copies where places differ, nothing where they do not. Any device.
 std::unique_ptr<Comm> MakeLocalComm(const AxisSpec& spec);
@@ -22,7 +22,7 @@ Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeou
 Result<std::unique_ptr<Comm>> MakeSocketComm(const AxisSpec& spec, double timeout_s);
 
 // Error: tensors that are not contiguous, of different dtypes or sizes, or that overlap where they must not.
-Status CheckCollective(CollectiveKind kind, const AxisSpec& spec, const std::vector<at::Tensor>& inputs,
+Status CheckCollective(CommKind kind, const AxisSpec& spec, const std::vector<at::Tensor>& inputs,
                        const std::vector<at::Tensor>& outputs, const std::string& label);
 
 // out[j] = ((parts[0][j] + parts[1][j]) + parts[2][j]) + ... for j < numel: the sum in rank order. 16-bit floats are

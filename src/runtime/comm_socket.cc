@@ -43,14 +43,14 @@ class SocketComm final : public Comm {
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
-    return Start(CollectiveKind::kGather, std::move(shards), std::move(fulls), std::move(label));
+    return Start(CommKind::kGather, std::move(shards), std::move(fulls), std::move(label));
   }
   Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                              std::string label) override {
-    return Start(CollectiveKind::kReduce, std::move(flats), std::move(shards), std::move(label));
+    return Start(CommKind::kReduce, std::move(flats), std::move(shards), std::move(label));
   }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
-    return Start(CollectiveKind::kAllReduce, {value}, {value}, std::move(label));
+    return Start(CommKind::kAllReduce, {value}, {value}, std::move(label));
   }
   Status Wait(Ticket ticket) override { return WaitFor(ticket, timeout_s_); }
   void Progress() override { mesh_->Progress(); }
@@ -78,7 +78,7 @@ class SocketComm final : public Comm {
 
  private:
   struct Op {
-    CollectiveKind kind;
+    CommKind kind;
     std::vector<at::Tensor> inputs, outputs;
     at::Tensor scratch;    // of reductions: for each tensor, the pieces of all peers, in peer order
     bool offered = false;  // the scratch is the caller's
@@ -87,7 +87,7 @@ class SocketComm final : public Comm {
     Times times;
   };
 
-  Result<Ticket> Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+  Result<Ticket> Start(CommKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
                        std::string label);
   void Plan(Op& op);
   Status WaitFor(Ticket ticket, double timeout_s);
@@ -95,7 +95,7 @@ class SocketComm final : public Comm {
   void Sum(const Op& op) const;
   // Bytes of a piece of tensor i.
   static int64_t PieceBytes(const Op& op, size_t i) {
-    return static_cast<int64_t>(op.kind == CollectiveKind::kReduce ? op.outputs[i].nbytes() : op.inputs[i].nbytes());
+    return static_cast<int64_t>(op.kind == CommKind::kReduce ? op.outputs[i].nbytes() : op.inputs[i].nbytes());
   }
   // Peers in the order of the receive buffer: rank order without this rank.
   int64_t SlotOf(int64_t peer) const { return peer < spec_.rank ? peer : peer - 1; }
@@ -116,7 +116,7 @@ class SocketComm final : public Comm {
   Stats stats_;
 };
 
-Result<Ticket> SocketComm::Start(CollectiveKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+Result<Ticket> SocketComm::Start(CommKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
                                  std::string label) {
   if (auto failure = mesh_->failure()) return *failure;
   INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
@@ -125,7 +125,7 @@ Result<Ticket> SocketComm::Start(CollectiveKind kind, std::vector<at::Tensor> in
       return MakeError(label, " on axis ", spec_.name, ": tcp moves CPU tensors, this one is on ", t.device().str(),
                        "; use the nccl backend");
     }
-    if (kind != CollectiveKind::kGather && !CanSum(t.scalar_type())) {
+    if (kind != CommKind::kGather && !CanSum(t.scalar_type())) {
       return MakeError(label, " on axis ", spec_.name, ": no sum of ", c10::toString(t.scalar_type()),
                        "; floating-point and integer tensors can be reduced");
     }
@@ -147,7 +147,7 @@ Result<Ticket> SocketComm::Start(CollectiveKind kind, std::vector<at::Tensor> in
 
 void SocketComm::Plan(Op& op) {
   const size_t count = op.inputs.size();
-  const bool gather = op.kind == CollectiveKind::kGather;
+  const bool gather = op.kind == CommKind::kGather;
   std::vector<int64_t> scratch_at(count + 1, 0);
   if (!gather) {
     for (size_t i = 0; i < count; ++i) scratch_at[i + 1] = scratch_at[i] + Padded(PieceBytes(op, i)) * (spec_.size - 1);
@@ -167,7 +167,7 @@ void SocketComm::Plan(Op& op) {
     for (int64_t peer = 0; peer < spec_.size; ++peer) {
       if (peer == spec_.rank) continue;
       op.exchange.sends[peer].push_back(
-          {source + (op.kind == CollectiveKind::kReduce ? peer * bytes : 0), static_cast<size_t>(bytes)});
+          {source + (op.kind == CommKind::kReduce ? peer * bytes : 0), static_cast<size_t>(bytes)});
       op.exchange.receives[peer].push_back(
           {target + (gather ? peer * bytes : SlotOf(peer) * Padded(bytes)), static_cast<size_t>(bytes)});
       op.times.bytes += bytes;
@@ -226,7 +226,7 @@ Status SocketComm::WaitFor(Ticket ticket, double timeout_s) {
 }
 
 void SocketComm::CopyOwn(const Op& op) const {
-  if (op.kind != CollectiveKind::kGather) return;
+  if (op.kind != CommKind::kGather) return;
   for (size_t i = 0; i < op.inputs.size(); ++i) {
     const size_t bytes = op.inputs[i].nbytes();
     const auto* source = static_cast<const char*>(op.inputs[i].const_data_ptr());
@@ -236,14 +236,14 @@ void SocketComm::CopyOwn(const Op& op) const {
 }
 
 void SocketComm::Sum(const Op& op) const {
-  if (op.kind == CollectiveKind::kGather) return;
+  if (op.kind == CommKind::kGather) return;
   const char* scratch = static_cast<const char*>(op.scratch.const_data_ptr());
   std::vector<const void*> parts(spec_.size);
   for (size_t i = 0; i < op.inputs.size(); ++i) {
     const int64_t bytes = PieceBytes(op, i);
     for (int64_t peer = 0; peer < spec_.size; ++peer) {
       if (peer == spec_.rank) {
-        const int64_t own = op.kind == CollectiveKind::kReduce ? spec_.rank * bytes : 0;
+        const int64_t own = op.kind == CommKind::kReduce ? spec_.rank * bytes : 0;
         parts[peer] = static_cast<const char*>(op.inputs[i].const_data_ptr()) + own;
       } else {
         parts[peer] = scratch + SlotOf(peer) * Padded(bytes);
