@@ -51,7 +51,14 @@ void PlaceGathers(const Program& program, Transfers& transfers, Part part,
   }
 }
 
-// Merges the reductions of each bucket; each waits until so many later ones have started.
+// Whether two reductions may be one call: neither's sum is used before the other's gradients are there.
+bool MayReduceTogether(const Program& program, const Reduce& a, const Reduce& b) {
+  return MayMerge(program, a.units, b.units) && a.tail.empty() == b.tail.empty() &&
+         std::max(a.at, b.at) <= std::min(a.latest, b.latest);
+}
+
+// Merges the reductions of each bucket, as far as they can wait for one another; each waits until so many later ones
+// have started.
 void PlaceReduces(const Program& program, Transfers& transfers, const std::vector<Schedule::Bucket>& buckets) {
   std::map<UnitId, size_t> bucket_of;
   for (size_t i = 0; i < buckets.size(); ++i) {
@@ -69,7 +76,7 @@ void PlaceReduces(const Program& program, Transfers& transfers, const std::vecto
       continue;
     }
     Reduce*& into = first[found->second];
-    if (into != nullptr && MayMerge(program, into->units, reduce.units)) {
+    if (into != nullptr && MayReduceTogether(program, *into, reduce)) {
       transfers.Merge(*into, reduce);
       continue;
     }

@@ -33,6 +33,7 @@ class Searcher {
     INTERLACE_ASSIGN(known_, KnownOpsOf(base_, costs_));
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
+    INTERLACE_TRY(Try(space_.Make(space_.LeastMemory()), "least memory"));
     // The limit has no part in the next three lines, so that a higher one finds what a lower one found, but for what
     // the lower one's own heuristics and journeys gave.
     INTERLACE_TRY(Heuristics());
