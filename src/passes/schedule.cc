@@ -108,6 +108,7 @@ void PlaceReduces(const Program& program, Transfers& transfers, const std::vecto
       reduce.wait = reduce.latest;
       reduce.wait_order = std::max(reduce.wait_order, reduce.order + 1);
     }
+    Transfers::GatherBehindTail(program, reduce);
   }
 }
 

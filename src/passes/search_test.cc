@@ -276,7 +276,7 @@ TEST(Search, IsAsSmallAsTheSmallestOfAllSchedules) {
   }
 }
 
-// Sums that every rank takes are gathered again where the next reduction starts, so not every bucket can wait.
+// Only reductions move there; sums that every rank takes are gathered behind them.
 TEST(Search, OfReplicatedParameters) {
   for (uint64_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

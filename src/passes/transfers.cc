@@ -91,7 +91,7 @@ class TransferReader {
         INTERLACE_TRY(AddReduce(op));
       } else if (op.name == "reduce.wait" && reduce_of_[op.args[0].value] >= 0) {
         i = AddTail(i);
-      } else if (Reduce* reduce = ReleasedOf(op)) {
+      } else if (Reduce* reduce = op.name == "gather.start" ? GatheredOf(op) : ReleasedOf(op)) {
         reduce->late.push_back({op.id, Here(), order_});
       } else {
         if (backward < 0 && op.part == Part::kBackward) backward = Here();
@@ -234,6 +234,21 @@ class TransferReader {
     return out;
   }
 
+  // The reduction whose sums, taken by its tail, a gather makes whole in place; else nullptr.
+  Reduce* GatheredOf(const Op& op) {
+    int32_t found = -1;
+    bool one = true;
+    const auto look = [&](ValueId id) {
+      const int32_t of = tail_of_[program_.RootOf(id)];
+      one = one && of >= 0 && (found < 0 || of == found);
+      found = of;
+    };
+    ForEachOperand(op, look);
+    for (ValueId id : op.results) look(id);
+    if (!one || found < 0 || out_.reduces[found].latest >= 0) return nullptr;
+    return &out_.reduces[found];
+  }
+
   // A tail that has come may not move behind an op that follows it and touches what it touched, or ends its buffer.
   void Limit(const std::vector<int32_t>& of, ValueId id, int32_t here) {
     if (of[id] < 0) return;
@@ -268,6 +283,10 @@ void Append(Program& program, Op& into, const Op& from) {
   }
   into.args.insert(into.args.end(), from.args.begin(), from.args.end());
   into.units.insert(into.units.end(), from.units.begin(), from.units.end());
+}
+
+bool IsGather(const Program& program, const Reduce::Late& late) {
+  return program.op(late.op).name == "gather.start";
 }
 
 template <typename T>
@@ -321,7 +340,25 @@ void Transfers::Merge(Reduce& into, Reduce& from) {
   Extend(into.flats, from.flats);
   Extend(into.parts, from.parts);
   Extend(into.tail, from.tail);
-  Extend(into.late, from.late);
+  GatherBehindTail(*program_, into);
+  GatherBehindTail(*program_, from);
+  for (const Reduce::Late& late : from.late) {
+    const auto same = std::find_if(into.late.begin(), into.late.end(), [&](const Reduce::Late& of) {
+      return IsGather(*program_, of) && IsGather(*program_, late);
+    });
+    if (same == into.late.end()) {
+      into.late.push_back(late);
+    } else {
+      Append(*program_, program_->op(same->op), std::as_const(*program_).op(late.op));
+    }
+  }
+  from.late.clear();
+}
+
+void Transfers::GatherBehindTail(const Program& program, Reduce& reduce) {
+  for (Reduce::Late& late : reduce.late) {
+    if (IsGather(program, late)) late.at = -1;
+  }
 }
 
 Status Transfers::Check() const {

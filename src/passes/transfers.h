@@ -26,7 +26,7 @@
 
 namespace interlace {
 
-// One gather.start of parameters. (Gathers of reduced gradients, which wait for a reduction, stay in the skeleton.)
+// One gather.start of parameters. (The gather of a reduced gradient belongs to its reduction.)
 struct Gather {
   std::vector<UnitId> units;  // with their full buffers, in operand order; empty: it was merged into another
   std::vector<ValueId> fulls;
@@ -56,8 +56,8 @@ struct Reduce {
   int32_t wait = 0;   // gap of the tail
   int64_t wait_order = 0;
   int32_t latest = 0;  // the last gap the tail can be in
-  // Releases of the flat buffers that come later than the tail, because something reads them longer; never before the
-  // tail.
+  // What comes later than the tail, never before it: releases of flat buffers that something reads longer, and the
+  // gather of the sums that every rank takes whole (replicate).
   struct Late {
     OpId op = kNone;
     int32_t at = 0;
@@ -86,8 +86,12 @@ class Transfers {
   // `from` joins `into` as one coalesced call, issued where `into` is; needed where the first of both is. `from` is
   // empty then. They must be of one axis and one part of the phase.
   void Merge(Gather& into, Gather& from);
-  // The same for reductions: issued where the later of both is, waited for where the later is.
+  // The same for reductions: issued where the later of both is, waited for where the later is; their sums are gathered
+  // in one call just behind that.
   void Merge(Reduce& into, Reduce& from);
+
+  // The gather of the sums, if there is one, goes just behind the tail, wherever that is put.
+  static void GatherBehindTail(const Program& program, Reduce& reduce);
 
   // Puts everything into the phase. Error: something was moved to where it cannot be (named).
   Status Write();

@@ -65,6 +65,27 @@ TEST(Transfers, MergedGathersAndReductionsKeepTheirWaits) {
             "release wait_reduce release wait_reduce release");
 }
 
+TEST(Transfers, SumsThatEveryRankTakesAreGatheredWhereTheirReductionEnds) {
+  Program program = TwoLayers("replicate(ranks=2)");
+  Result<Transfers> t = Transfers::Read(program, program.phases[0]);
+  ASSERT_TRUE(t.ok());
+  EXPECT_TRUE(t->gathers.empty()) << "no parameter is";
+  ASSERT_EQ(t->reduces.size(), 2u);
+  t->Merge(t->reduces[0], t->reduces[1]);
+  ASSERT_TRUE(t->Write().ok());
+  ASSERT_TRUE(Verify(program).ok()) << Verify(program).error().ToString();
+  EXPECT_EQ(Outline(Print(program)),
+            "mul mul sum mul mul mul reduce:u1+u0 mul wait_reduce release wait_reduce release gather:u1+u0 wait wait");
+  for (const char* passes : {"bucket(modules=net)", "bucket(modules=net,pack=copy),reorder", "reorder",
+                             "schedule(reduce=u0+u1)", "schedule(reduce=u1:1;u0)"}) {
+    for (const char* wait : {"next", "now"}) {
+      const std::string pipeline = std::string("replicate(ranks=2,wait=") + wait + "),accumulate(steps=2),update,";
+      if (std::string(wait) == "now" && std::string(passes).starts_with("bucket")) continue;  // cannot wait, so refused
+      EXPECT_EQ(BitsDiffer(std::string(kTwoLayers), pipeline + passes, 2), "") << wait << ", " << passes;
+    }
+  }
+}
+
 TEST(Transfers, WhatCannotBeIsRefused) {
   Program program = TwoLayers("shard(ranks=2,ahead=0)");
   Result<Transfers> t = Transfers::Read(program, program.phases[0]);

@@ -92,6 +92,17 @@ def test_random_combinations(case: str) -> None:
         check(case, 2, steps, mode, pipelines)
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+@pytest.mark.parametrize(("case", "steps", "mode"), [("llama", 1, "reduce_each"), ("gpt2_dropout", 2, "reduce_last")])
+def test_other_strategies(case: str, steps: int, mode: str, strategy: str) -> None:
+    """Only reductions move there, and the gathers of their sums."""
+    bucket = f"bucket(modules={LISTS[case]})"
+    passes = [[bucket], [bucket, "reorder"], [bucket.replace(")", ",pack=copy)")], ["search(evaluations=60)"]]
+    shard = "shard(ranks=2,ahead=0)"
+    pipelines = [pipeline(2, steps, mode, after=after).replace(shard, f"{strategy}(ranks=2)") for after in passes]
+    check(case, 2, steps, mode, pipelines)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
