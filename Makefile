@@ -59,6 +59,7 @@ bench: build  ## measure against PyTorch, alternating in the same processes; fig
 soak: build  ## the long runs of tests that `make test` samples, and ten minutes of fuzzing
 	@$(SETUP) test
 	@$(PY) -m pytest -m soak $(ARGS)
+	@INTERLACE_SOAK=1 $(MAKE) --no-print-directory core-test
 	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
 
 lint: build  ## ruff, mypy, and clang-format where it is installed

@@ -1,5 +1,6 @@
 #include "passes/host_update.h"
 
+#include "base/rounds.h"
 #include "passes/evaluate.h"
 #include "passes/phase_memory.h"
 #include "passes/training_case.h"
@@ -40,7 +41,7 @@ TEST(HostUpdate, WhatItCannotMove) {
 
 TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
   int stepped = 0;
-  for (uint64_t seed = 0; seed < 24; ++seed) {
+  for (uint64_t seed = 0, end = Rounds(15); seed < end; ++seed) {
     std::mt19937_64 random(seed * 13 + 5);
     const TrainingCase training = MakeTrainingCase(seed + 3100, 2, random);
     const RunResult expected = training.Expected();
@@ -77,7 +78,7 @@ TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
     }
     if (HasFailure()) return;
   }
-  EXPECT_GE(stepped, 20) << "nearly all of these can step on the host";
+  EXPECT_GE(stepped, 12) << "nearly all of these can step on the host";
 }
 
 // Copies to and from the host at 0.5 GB/s, its own memory at 100: moving states is the worse way. The other way round

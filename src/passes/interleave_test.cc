@@ -2,6 +2,7 @@
 // and the search that chooses it where links are slow.
 #include <random>
 
+#include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/schedule_test_support.h"
@@ -55,7 +56,7 @@ TEST(Interleave, GradientsAreAddedInOrderAndReducedOnce) {
 
 TEST(Interleave, SameBitsAsTheTextbookStep) {
   int done = 0;
-  for (uint64_t seed = 1; seed <= 30; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(18); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
     testing::RandomProgramOptions options;
@@ -88,7 +89,7 @@ TEST(Interleave, SameBitsAsTheTextbookStep) {
       ++done;
     }
   }
-  EXPECT_GE(done, 60);
+  EXPECT_GE(done, 36);
 }
 
 TEST(Interleave, SaysWhatItCannotDo) {

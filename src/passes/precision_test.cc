@@ -2,6 +2,7 @@
 
 #include <random>
 
+#include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/inspect.h"
@@ -238,8 +239,7 @@ TEST_P(PrecisionProperty, SameBitsAsTheTextbookStep) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, PrecisionProperty,
-                         ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 200 : 8));
+INSTANTIATE_TEST_SUITE_P(Seeds, PrecisionProperty, ::testing::Range(0, Rounds(5)));
 
 }  // namespace
 }  // namespace interlace

@@ -3,9 +3,9 @@
 // runs more of them.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <random>
 
+#include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"
@@ -127,7 +127,7 @@ TEST_P(PassProperty, CanonicalizeKeepsBitsAndIsIdempotent) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 800 : 8));
+INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, Rounds(5)));
 
 }  // namespace
 }  // namespace interlace

@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/rounds.h"
 #include "ir/liveness.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
@@ -541,8 +542,7 @@ TEST_P(RecomputeProperty, SameBitsInEveryMode) {
   EXPECT_GT(repeated, kEach) << "hardly anything ran again";
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, RecomputeProperty,
-                         ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 200 : 5));
+INSTANTIATE_TEST_SUITE_P(Seeds, RecomputeProperty, ::testing::Range(0, Rounds(4)));
 
 }  // namespace
 }  // namespace interlace

@@ -1,9 +1,9 @@
 // Random programs through random sequences of the papers' schedule passes: the verifier is content after every pass,
 // the text reads back, and the interpreter gives the bits of the textbook step; limits hold. INTERLACE_SOAK=1 runs more
 // of them.
-#include <cstdlib>
 #include <random>
 
+#include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "passes/evaluate.h"
@@ -221,8 +221,7 @@ TEST_P(ScheduleProperty, VariantsTakenBackAreLikeCopies) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, ScheduleProperty,
-                         ::testing::Range(0, std::getenv("INTERLACE_SOAK") != nullptr ? 400 : 7));
+INSTANTIATE_TEST_SUITE_P(Seeds, ScheduleProperty, ::testing::Range(0, Rounds(5)));
 
 }  // namespace
 }  // namespace interlace

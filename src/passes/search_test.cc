@@ -7,6 +7,7 @@
 #include <limits>
 #include <random>
 
+#include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"
@@ -49,7 +50,7 @@ SearchOptions Few() {
 // With reduce_last only the last micro-batch reduces; how late it waits is decided all the same.
 TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
   int gains = 0;
-  for (uint64_t seed = 1; seed <= 6; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 3, "", "reduce_last");
     PassCosts costs = Costs(base);
@@ -74,7 +75,7 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
 }
 
 TEST(Search, NeverWorseThanWhatItStartsFrom) {
-  for (uint64_t seed = 1; seed <= 6; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 1 + static_cast<int64_t>(seed % 3));
     PassCosts costs = Costs(base);
@@ -115,7 +116,7 @@ TEST(Search, WhatItSaysIsWhatThePassesMake) {
 
 TEST(Search, WithOffloadItMeetsLimitsThatNothingElseMeets) {
   int met = 0;
-  for (uint64_t seed = 1; seed <= 6; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 1);
     SearchOptions options = Few();
@@ -339,7 +340,7 @@ TEST(Search, ALimitThatNothingFitsNamesTheLeastAndWhatWouldLowerIt) {
 }
 
 TEST(Search, KeepsTheBits) {
-  for (uint64_t seed = 10; seed < 22; ++seed) {
+  for (uint64_t seed = 10, end = 10 + Rounds(8); seed < end; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     testing::RandomProgramOptions options;
     options.seed = seed;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <random>
 
+#include "base/rounds.h"
 #include "plan/simplex.h"
 #include "plan/stage_model.h"
 #include "plan/testing/table_layers.h"
@@ -58,9 +59,9 @@ TEST(Frontier, NoStrategyOnAGridIsBetter) {
   const int64_t batch = 64;
   std::mt19937 random(3);
   double worst = 0;
-  int filled = 0;
+  int filled = 0, keys = 0;
   for (const char* preset : {"l4-24gb-4", "a100-40gb-4", "a100-40gb-16"}) {
-    for (int round = 0; round < 16; ++round) {
+    for (int round = 0; round < Rounds(9); ++round, ++keys) {
       auto pick = [&](int32_t from, int32_t to) { return std::uniform_int_distribution<int32_t>(from, to)(random); };
       const int32_t devices = std::strcmp(preset, "a100-40gb-16") == 0 ? 16 : 1 << pick(0, 2);  // over two nodes
       StageKey key{pick(1, 6), pick(0, 1) == 1, pick(0, 1) == 1, devices, 1 << pick(2, 6), pick(1, 4)};
@@ -89,10 +90,10 @@ TEST(Frontier, NoStrategyOnAGridIsBetter) {
       }
     }
   }
-  EXPECT_GE(filled, 20);
+  EXPECT_GE(filled * 5, keys * 2);
   EXPECT_LT(worst, 0.0006);  // edges are cut into steps of 0.05 %
-  std::printf("frontier: at most %.4f %% above a strategy of the grid, %d keys of 48 with a plan\n", 100 * worst,
-              filled);
+  std::printf("frontier: at most %.4f %% above a strategy of the grid, %d keys of %d with a plan\n", 100 * worst,
+              filled, keys);
 }
 
 // Mist's Table 2 has all that its artifact has, and the full space all that Table 2 has.
@@ -205,14 +206,15 @@ bool Covers(const TradeOff& e, double t, double u, double slack) {
 }
 
 TEST(OffloadSimplex, TraceEqualsAGrid) {
-  constexpr int kCases = 1000, kSteps = 64;
+  const int all_cases = Rounds(480);
+  constexpr int kSteps = 64;
   std::mt19937 random(11);
   auto pick = [&](int32_t from, int32_t to) { return std::uniform_int_distribution<int32_t>(from, to)(random); };
   int cases = 0, uncovered = 0;
   size_t edges = 0, most_edges = 0, points = 0;
   double trace_s = 0, farthest = 0;
   Lanes lanes;
-  while (cases < kCases) {
+  while (cases < all_cases) {
     Interference factors;
     const StageSums sums = SumsOf(RandomParts(random, factors), pick(0, 2) == 0, pick(0, 2) == 0);
     const int32_t layers = pick(1, 6), full = pick(0, layers), selective = pick(0, layers - full),
