@@ -3,6 +3,8 @@
 #   ARGS=...    further options of the command a target runs                     JOBS=...    parallel jobs (default: all cores)
 PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Half as many again as jobs, 8 at most: tests that start ranks wait much of the time.
+WORKERS ?= $(shell n=$$(($(JOBS) * 3 / 2)); echo $$((n < 8 ? n : 8)))
 FUZZ_SECONDS ?= 60
 export PYTHON
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
@@ -29,7 +31,7 @@ train: build  ## the main job: train a Llama on two ranks on this machine
 test: core-test  ## all tests
 	@sh tools/setup/system.sh headers
 	@$(SETUP) test
-	@$(PY) -m pytest -m "not soak" -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
+	@$(PY) -m pytest -m "not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 core-test:  ## build and test the C++ rooms that need no torch
 	@sh tools/setup/system.sh python cxx venv gtest

@@ -18,8 +18,14 @@ os.environ.setdefault("INTERLACE_CACHE", "off")  # the tests of the cache name f
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files of a minute and more, longest first: with --dist loadfile they start first, so that all workers have work to the end.
+LONG = ("test_cli_train", "test_parity", "test_cli_resume", "test_profile", "test_bench_network", "test_schedule_bits", "test_faults",
+        "test_plan")  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`soak` tests run with INTERLACE_SOAK=1 or -m soak; `accelerator` tests where there is one."""
+    """`soak` tests run with INTERLACE_SOAK=1 or -m soak; `accelerator` tests where there is one. Long files come first."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     soak = os.environ.get("INTERLACE_SOAK") == "1" or "soak" in (config.getoption("-m") or "")
     for item in items:
         if "soak" in item.keywords and not soak:

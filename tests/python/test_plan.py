@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from interlace import _core
 from interlace.cli.app import run
 from interlace.errors import InterlaceError
+from interlace.plan import layers as plan_layers
 from interlace.plan.execute import PlanError, execution_of, read_plan, spread
 from interlace.plan.export import deepspeed, megatron, torchtitan
 from interlace.plan.presets import config_of
@@ -20,6 +23,14 @@ from interlace.plan.presets import config_of
 LLAMA = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 SMALL = ["llama-tiny", "--seq", "64", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once() -> Iterator[None]:
+    """A model is traced once for all commands here (seconds each); test_plan_layers has the tests of the tracing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_layers, "model_text", functools.cache(plan_layers.model_text))
+        yield
 
 
 @pytest.fixture

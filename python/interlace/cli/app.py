@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the work failed or the input cannot be used, 2 the command
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ from interlace.errors import InterlaceError
 from interlace.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 
 INTERRUPTED = 130
+COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan")  # each a module
 
 app = typer.Typer(
     name="interlace",
@@ -49,13 +51,12 @@ def root(
         print(context.get_help())
 
 
-def _load_commands() -> None:
-    from interlace.cli import capture, checkpoint, inspect, opt, profile, report, simulate, train
-    from interlace.cli import explain as explain_command
-    from interlace.cli import plan as plan_command
-
-    for module in (train, checkpoint, capture, opt, inspect, explain_command, simulate, report, profile, plan_command):
-        module.register(app)
+def _load_commands(first: str = "") -> None:
+    """The command that `first` names, else all of them: `interlace opt` must not wait for torch, which train imports."""
+    app.registered_commands.clear()
+    app.registered_groups.clear()
+    for name in (first,) if first in COMMANDS else COMMANDS:
+        importlib.import_module(f"interlace.cli.{name}").register(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     follow_parent()
     try:
-        _load_commands()
+        _load_commands(arguments[0] if arguments else "")
         code = typer.main.get_command(app).main(args=arguments, prog_name="interlace", standalone_mode=False)
         if code == INTERRUPTED:  # typer makes this of a KeyboardInterrupt, and says nothing
             raise KeyboardInterrupt
