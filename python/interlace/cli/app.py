@@ -20,7 +20,8 @@ from interlace.errors import InterlaceError
 from interlace.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 
 INTERRUPTED = 130
-COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan")  # each a module
+# Each a module, in the order of the help.
+COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan")
 
 app = typer.Typer(
     name="interlace",
