@@ -83,9 +83,11 @@ def free_port() -> int:
 
 
 def context() -> Any:
-    """Processes of this context are forked from one that has imported torch."""
+    """Processes of this context are forked from one that has imported torch, and what an optimizer and a capture would import."""
     server = mp.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torch.distributed", "transformers", "safetensors.torch"])
+    server.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch._dynamo", "transformers", "safetensors.torch", "interlace.compiler"]
+    )
     return server
 
 
