@@ -121,15 +121,9 @@ class Peers:
         """What a rank posts under what/rank. Error: it failed, or has given no sign of life for the timeout."""
         key, pause = f"{what}/{rank}", 0.005
         beat, since = None, time.monotonic()
-        while True:
+        while not self._there(key):
             with self._store_errors("reading"):
-                if self._store.check([key]):
-                    count = int(self._store.get(key))
-                    return json.loads(b"".join(self._store.get(f"{key}#{i}") for i in range(count)))
-                cause = self._posted()
                 place = self.places.of(rank)
-            if cause is not None:
-                raise cause
             if not go_on():
                 raise PeerError(f"'{what}' was given up")
             if place is not None and place["beat"] != beat:
@@ -138,6 +132,7 @@ class Peers:
                 raise PeerError(f"rank {rank} gave no sign of life for {self.timeout_s:g} s in '{what}'", rank)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+        return json.loads(self._value(key))
 
     def _put(self, key: str, data: bytes) -> None:
         chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [b""]
@@ -148,13 +143,7 @@ class Peers:
 
     def _get(self, key: str, owner: int, what: str, deadline: float) -> bytes:
         pause = 0.0005
-        while True:
-            with self._store_errors("reading"):
-                if self._store.check([key]):
-                    break
-                cause = self._posted()
-            if cause is not None:
-                raise cause
+        while not self._there(key):
             if time.monotonic() > deadline:
                 with self._store_errors("reading"):
                     # Keys that all ranks write end in their number; then say all that are missing.
@@ -172,6 +161,20 @@ class Peers:
                 )
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S)
+        return self._value(key)
+
+    def _there(self, key: str) -> bool:
+        """Whether a value has been written. Error: it has not, and a rank has failed."""
+        with self._store_errors("reading"):
+            if self._store.check([key]):
+                return True
+            cause = self._posted()
+            # It may have written the value, and failed or closed after that, since the look above.
+            if cause is None or self._store.check([key]):
+                return cause is not None
+        raise cause
+
+    def _value(self, key: str) -> bytes:
         with self._store_errors("reading"):
             count = int(self._store.get(key))
             return b"".join(self._store.get(f"{key}#{i}") for i in range(count))

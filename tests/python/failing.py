@@ -14,6 +14,7 @@ import torch.distributed as dist
 import zoo
 
 import interlace
+from interlace.distributed import PeerError, Peers
 
 
 def observed(action: Callable[[], Any]) -> tuple[float, str]:
@@ -124,3 +125,25 @@ def nan_on_one_rank(clip: float | None, strategy: str = "shard") -> tuple[float,
         unchanged = all(torch.equal(before[k], after[k]) for k in before)
         trainer.step(zoo.images(2, 2))
     return seconds, text, unchanged
+
+
+def a_word_before_the_end() -> int:
+    """Rank 0 writes a value and fails; rank 1 looks for the value before, and for failures after."""
+    peers = Peers(torch.device("cpu"), 20.0)
+    if peers.rank == 0:
+        peers.collect_one("looked", 1, lambda: True)
+        peers.post("word/0", 7)
+        peers.fail(RuntimeError("after its word"))
+        return 7
+    posted = peers._posted
+
+    def posted_later(start: int | None = None) -> PeerError | None:
+        peers.post("looked/1", True)
+        while (cause := posted(start)) is None:
+            time.sleep(0.001)
+        return cause
+
+    peers._posted = posted_later  # type: ignore[method-assign]
+    word = int(peers.collect_one("word", 0, lambda: True))
+    peers.close()
+    return word

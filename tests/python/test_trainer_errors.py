@@ -53,6 +53,10 @@ def test_ranks_that_compile_different_things() -> None:
             assert f"rank {culprit} differs from rank 0: {what}" in text, text
 
 
+def test_what_a_rank_wrote_before_it_ended_counts() -> None:
+    assert ranks.run(failing.a_word_before_the_end, 2) == [7, 7]
+
+
 def test_a_rank_that_does_not_come_to_compile_is_named() -> None:
     (seconds, text), _ = ranks.run(failing.one_rank_does_not_compile, 2)
     assert 1.5 < seconds < 10 and "rank 1" in text, text
