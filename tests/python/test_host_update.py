@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
+import ranks
 import torch
 from test_offload import batch, compiled, same, train
 
 from interlace.errors import InterlaceError
 
 HOST = Path("host")
+BESIDE = 65536  # bytes: more than what transfers receive into, and other small things that a program does not have
 ORDERS = {"after": [], "overlapped": ["overlap_update"], "repositioned": ["reposition_update"]}
 
 
@@ -47,7 +50,7 @@ def test_some_units_step_on_the_host_and_others_stream(plain: Any) -> None:
     passes = ["reposition_update", "host_update(share=0.5)"]
     for host in ("always", "auto"):
         trainer = compiled(
-            ["reposition_update", f"offload(cluster={{cluster}},limit={limit - 65536},host={host})"], HOST, clip_norm=clip, arena=False
+            ["reposition_update", f"offload(cluster={{cluster}},limit={limit - BESIDE},host={host})"], HOST, clip_norm=clip, arena=False
         )  # fmt: skip
         ours = train(trainer)
         trainer.close()
@@ -83,3 +86,54 @@ def test_a_folder_is_no_place_to_step(tmp_path: Path) -> None:
         InterlaceError, match=r"(?s)needs its states in host memory, and the tier is a folder; give tier=host"
     ):
         compiled(["host_update"], tmp_path)
+
+
+def rank_run(
+    passes: list[str], folder: str, **config: Any
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], int, list[float]]:
+    """Losses, norms, weights and peak of a rank's five steps; then the losses of two more from its checkpoint."""
+    rank, _ = parity.rank_and_size()
+    rows = 2 * config.get("accumulation", 1)
+
+    def tokens(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 128, (rows, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def made() -> Any:
+        return compiled(passes, HOST if passes else None, example=tokens(0), arena=False, timeout_s=60, **config)
+
+    with made() as trainer:
+        losses, norms = [], []
+        for step in range(5):
+            losses.append(float(trainer.step(tokens(step))))
+            norms.append(0.0 if trainer.norm is None else float(trainer.norm))
+            if step == 2:
+                trainer.save(folder, wait=False)
+        trainer.finish_save()
+        found = losses, norms, dict(trainer.state_dict()), int(trainer.stats()["peak_bytes"])
+    with made() as again:
+        again.load(folder)
+        return *found, [float(again.step(tokens(step))) for step in (3, 4)]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(("accumulation", "mode"), [(1, "reduce_each"), (3, "reduce_each"), (2, "reduce_last")])
+def test_steps_on_the_host_of_two_ranks_change_no_bit(
+    accumulation: int, mode: str, clip: float | None, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"accumulation": accumulation, "accumulate_mode": mode, "clip_norm": clip}
+    plain = ranks.run(rank_run, 2, [], str(tmp_path / "plain"), **settings)
+    assert plain[0][0] != plain[1][0], "the ranks have different batches"
+    limit = plain[0][3] * 70 // 100
+    share = f"offload(cluster={{cluster}},limit={limit - BESIDE},host=auto)"
+    for number, passes in enumerate(
+        (["host_update"], ["reposition_update", "host_update"], ["reposition_update", share])
+    ):
+        ours = ranks.run(rank_run, 2, passes, str(tmp_path / str(number)), **settings)
+        for mine, expected in zip(ours, plain, strict=True):
+            assert mine[:2] == expected[:2], passes
+            assert same(mine[2], expected[2]), passes
+            assert mine[4] == expected[0][3:], passes
+            # Half of AdamW's 8 bytes a parameter is a rank's; each rank's lie on the host.
+            most = expected[3] - 4 * numel(mine[2]) + BESIDE if passes[-1] == "host_update" else limit
+            assert mine[3] <= most, passes

@@ -31,7 +31,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def compiled(passes: list[str], tier: Path | None = None, **more: Any) -> interlace.Trainer:
+def compiled(passes: list[str], tier: Path | None = None, example: Any = None, **more: Any) -> interlace.Trainer:
     model = llama(**SIZES)
     settings: dict[str, Any] = {"schedule": [(0, passes)], **more}
     if tier is not None:
@@ -40,7 +40,7 @@ def compiled(passes: list[str], tier: Path | None = None, **more: Any) -> interl
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
         loss_of,
-        batch(),
+        batch() if example is None else example,
         config=interlace.Config(**settings),
     )
 
