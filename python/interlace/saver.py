@@ -38,7 +38,7 @@ class Save:
         self._tensors: list[Tensor] = []  # until the writer has copied them
         self.bytes = 0
         self._begin = time.monotonic()
-        self.seconds = 0.0
+        self.seconds = self.finish_cpu_seconds = 0.0
         self._writer = _runtime.SnapshotWriter([str(f) for f in files], CHUNK, max(0, staging_bytes))
         self._problem: str | None = None
         self._cancelled = False
@@ -99,7 +99,12 @@ class Save:
         self.release()
 
     def stats(self) -> dict[str, Any]:
-        return {"bytes": self.bytes, "durable_seconds": self.seconds, **self._writer.stats()}
+        return {
+            "bytes": self.bytes,
+            "durable_seconds": self.seconds,
+            "finish_cpu_seconds": self.finish_cpu_seconds,
+            **self._writer.stats(),
+        }
 
     # ---- in the thread ----
 
@@ -111,7 +116,7 @@ class Save:
         finally:
             if self._staging is not None:
                 self._staging.discard()
-            self.seconds = time.monotonic() - self._begin
+            self.seconds, self.finish_cpu_seconds = time.monotonic() - self._begin, time.thread_time()
 
     def _write(self) -> dict[str, Any]:
         """This rank's part: the checksums of its ranges, or its problem."""

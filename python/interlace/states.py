@@ -109,11 +109,15 @@ class States:
                 self._tensors[u.id, WEIGHT] = self._tensors[u.id, role]
             if (u.id, role) in self._moving:
                 self._moving[u.id, WEIGHT] = self._moving[u.id, role]
+        self._roles: dict[int, list[str]] = {u.id: [] for u in self.units}
+        for unit, role in self._tensors:
+            if role not in ("full", "shard", "grad", WEIGHT):
+                self._roles[unit].append(role)
         self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
 
     def roles(self, unit: Unit) -> list[str]:
         """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
-        return [role for u, role in self._tensors if u == unit.id and role not in ("full", "shard", "grad", WEIGHT)]
+        return self._roles[unit.id]
 
     def has(self, unit: Unit, role: str) -> bool:
         return (unit.id, role) in self._tensors

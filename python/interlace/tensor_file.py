@@ -24,6 +24,7 @@ import torch
 from interlace.errors import InterlaceError
 
 Tensor = torch.Tensor
+BLOCK = 4096  # bytes; what direct writes are made of
 CHUNK = 1 << 20  # bytes of a range that has a checksum of its own, at most
 MAX_CHUNK = 64 << 20  # what a reader takes
 MAX_HEADER = 100 << 20  # as the safetensors library has it
@@ -75,21 +76,27 @@ class Range:
 
 
 class Layout:
-    """Where every tensor of a file will lie. `head` is what comes before the first, `bytes` the size of it all."""
+    """Where every tensor of a file will lie. `head` is what comes before the first, `bytes` the size of it all.
+
+    The head fills whole blocks, and tensors of whole blocks come before the others (a layer norm's weight), so nearly all that a rank
+    writes begins and ends with a block and goes past the page cache.
+    """
 
     def __init__(self, tensors: Iterable[Declared], metadata: Mapping[str, str]) -> None:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         places: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
         end = 0
+        sizes: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
         for name, dtype, shape in tensors:
             if dtype not in NAMES:
                 raise CheckpointError(f"'{name}' has dtype {dtype}, which safetensors files cannot hold")
-            size = math.prod(shape) * dtype.itemsize
+            sizes.append((name, dtype, shape, math.prod(shape) * dtype.itemsize))
+        for name, dtype, shape, size in sorted(sizes, key=lambda t: t[3] % BLOCK != 0):
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
             places.append((name, dtype, shape, end, size))
             end += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % BLOCK)
         self.head = struct.pack("<Q", len(text)) + text
         self.entries = {n: Entry(d, tuple(s), len(self.head) + at, size) for n, d, s, at, size in places}
         self.bytes = len(self.head) + end

@@ -129,11 +129,11 @@ class TrainerSave(TrainerState):
         return None
 
     def _staging_bytes(self) -> int:
-        """How much a save may hold in copies: what the limit leaves beside a step's peak."""
+        """How much a save may hold in copies: what the limit leaves beside a step's peak and the writer's own 2 MiB."""
         limit = self.config.memory_limit_bytes
         if limit is None:
             return 2**62
-        return max(limit - self._executor.stats()["peak_bytes"], 2 * CHUNK)
+        return max(limit - self._executor.stats()["peak_bytes"] - 2 * CHUNK, CHUNK)
 
     def _give_pieces(self, save: Save, files: dict[str, Layout], roles: list[str], rng: list[Tensor]) -> None:
         """What this rank writes: its shards, and of what all ranks have its share; the small rest is rank 0's.
@@ -149,12 +149,16 @@ class TrainerSave(TrainerState):
                 save.add(self._unit_pieces(unit, role, files))
                 save.wait_staged()
                 self._states.put_back(unit, role)
-        for role, unit in units:
-            if not self._states.moves(unit, role):
-                save.add(self._unit_pieces(unit, role, files))
-        save.add(self._loose_pieces(files[MODEL].entries))
+        pieces = [
+            p
+            for role, unit in units
+            if not self._states.moves(unit, role)
+            for p in self._unit_pieces(unit, role, files)
+        ]
+        pieces += self._loose_pieces(files[MODEL].entries)
         if self.rank == 0:
-            save.add(self._small_pieces(files[MODEL].entries, files[OPTIMIZER].entries, rng))
+            pieces += self._small_pieces(files[MODEL].entries, files[OPTIMIZER].entries, rng)
+        save.add(sorted(pieces, key=lambda p: p[3:]))  # by file and place: what follows on each other is one write
         save.close()
 
     def _share(self, count: int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ void BindSnapshot(py::module_& m, py::class_<Executor>& executor) {
              return std::make_shared<SnapshotWriter>(
                  std::move(paths), SnapshotWriter::Options{.chunk_bytes = chunk_bytes, .staging_bytes = staging_bytes});
            }),
-           py::arg("paths"), py::arg("chunk_bytes") = 4 << 20, py::arg("staging_bytes") = INT64_MAX)
+           py::arg("paths"), py::arg("chunk_bytes") = 1 << 20, py::arg("staging_bytes") = INT64_MAX)
       .def(
           "add",
           [](SnapshotWriter& self, const std::vector<PieceTuple>& pieces) { self.Add(PiecesOf(pieces, self.files())); },

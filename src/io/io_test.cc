@@ -47,9 +47,11 @@ TEST(Checksum, SeesEveryBit) {
   }
 }
 
-// Pieces of odd sizes at odd places, the owner overwriting its memory as soon as it may.
+// Pieces of odd sizes at odd places, written one by one and several at once, the owner overwriting its memory as soon
+// as it may.
 TEST(SnapshotWriter, WritesWhatWasThereWhenItBegan) {
-  for (const int64_t staging : {int64_t{0}, int64_t{100000}, INT64_MAX}) {
+  for (const auto& [staging, batch] :
+       {std::pair<int64_t, int64_t>{0, 0}, {0, 150000}, {0, 2 << 20}, {100000, 150000}, {INT64_MAX, 0}}) {
     std::mt19937 random(7);
     const std::string path = Path("snapshot");
     const std::string head = "header";
@@ -65,7 +67,7 @@ TEST(SnapshotWriter, WritesWhatWasThereWhenItBegan) {
       expected += bytes;
     }
     ASSERT_EQ(CreateFile(path, head, static_cast<int64_t>(expected.size())).code, 0);
-    SnapshotWriter writer({path}, {.chunk_bytes = 65536, .staging_bytes = staging});
+    SnapshotWriter writer({path}, {.chunk_bytes = 65536, .batch_bytes = batch, .staging_bytes = staging});
     writer.Add(pieces);
     writer.Close();
     writer.WaitStaged();
@@ -79,7 +81,8 @@ TEST(SnapshotWriter, WritesWhatWasThereWhenItBegan) {
       covered += range.bytes;
     }
     EXPECT_EQ(covered, static_cast<int64_t>(expected.size() - head.size()));
-    EXPECT_LE(writer.stats().staging_peak_bytes, staging == INT64_MAX ? covered + 65536 : staging + 65536);
+    const int64_t buffer = std::max<int64_t>(batch, 65536 + kBlock);
+    EXPECT_LE(writer.stats().staging_peak_bytes, (staging == INT64_MAX ? covered : staging) + buffer);
     remove(path.c_str());
   }
 }
@@ -119,6 +122,7 @@ TEST(SnapshotWriter, SaysWhatTheSystemRefused) {
   }
   SnapshotWriter full({"/dev/full"}, {.chunk_bytes = 65536});
   full.Add({{data.data(), 1 << 20, 0, 0}});
+  full.Close();
   EXPECT_EQ(full.WaitDurable().code, ENOSPC);
 }
 

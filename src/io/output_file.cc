@@ -1,6 +1,7 @@
 #include "io/output_file.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@ namespace interlace {
 namespace {
 
 constexpr int64_t kDirectFrom = 64 << 10;  // bytes; below, a direct write's own cost is the larger
+constexpr int64_t kHugePage = 2 << 20;     // bytes
 
 }  // namespace
 
@@ -98,8 +100,11 @@ void FreeAligned::operator()(char* memory) const {
 }
 
 Blocks AllocateBlocks(int64_t size) {
-  return Blocks(
-      static_cast<char*>(std::aligned_alloc(kBlock, static_cast<size_t>((size + kBlock - 1) / kBlock * kBlock))));
+  const int64_t align = size >= kHugePage ? kHugePage : kBlock;
+  const auto bytes = static_cast<size_t>((size + align - 1) / align * align);
+  Blocks blocks(static_cast<char*>(std::aligned_alloc(static_cast<size_t>(align), bytes)));
+  if (blocks && align == kHugePage) madvise(blocks.get(), bytes, MADV_HUGEPAGE);
+  return blocks;
 }
 
 }  // namespace interlace

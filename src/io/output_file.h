@@ -50,7 +50,8 @@ class OutputFile {
 // not half-way.
 FileFailure CreateFile(const std::string& path, const std::string& head, int64_t size);
 
-// Block-aligned memory.
+// Block-aligned memory. From 2 MiB on in huge pages: to the system a direct write from one of these is one segment,
+// from small pages hundreds, for which it takes twice the processor time.
 struct FreeAligned {
   void operator()(char* memory) const;
 };

@@ -25,6 +25,8 @@ double Seconds(clockid_t clock) {
 
 SnapshotWriter::SnapshotWriter(std::vector<std::string> paths, Options options)
     : options_(options), paths_(std::move(paths)) {
+  options_.batch_bytes =
+      std::max(options.batch_bytes, options.chunk_bytes + kBlock);  // a chunk may begin inside a block
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -73,7 +75,7 @@ SnapshotWriter::Stats SnapshotWriter::stats() {
 
 FileFailure SnapshotWriter::WaitDurable() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return done_; });
+  ended_.wait(lock, [&] { return done_; });
   return failure_;
 }
 
@@ -90,11 +92,14 @@ void SnapshotWriter::WaitStaged() {
     Chunk& chunk = chunks_[next_to_stage_++];
     chunk.state = State::kCopying;
     held_bytes_ += chunk.bytes;
-    stats_.staging_peak_bytes = std::max(stats_.staging_peak_bytes, held_bytes_ + options_.chunk_bytes);
+    stats_.staging_peak_bytes = std::max(stats_.staging_peak_bytes, held_bytes_ + options_.batch_bytes);
     stats_.staged_bytes += chunk.bytes;
     lock.unlock();
     Blocks copy = AllocateBlocks(chunk.bytes + kBlock);
-    if (copy) chunk.sum = CopyTo(copy.get(), chunk);
+    if (copy) {
+      char* const place = copy.get() + chunk.offset % kBlock;
+      chunk.sum = CopyAndChecksum(place, chunk.data, static_cast<size_t>(chunk.bytes));
+    }
     lock.lock();
     if (!copy) {  // no memory: the thread, which has its buffer, takes this one and all that follow
       options_.staging_bytes = 0;
@@ -112,27 +117,21 @@ void SnapshotWriter::WaitStaged() {
   stats_.stall_seconds += Seconds(CLOCK_MONOTONIC) - begin;
 }
 
-// Into a buffer of whole blocks, as far from its start as the place in the file is from a block's.
-uint64_t SnapshotWriter::CopyTo(char* buffer, const Chunk& chunk) {
-  return CopyAndChecksum(buffer + chunk.offset % kBlock, chunk.data, static_cast<size_t>(chunk.bytes));
-}
-
-// Takes the chunk of that number once there is one, from its copy or from the owner's memory; nullptr: there are no
-// more. False: cancelled.
-bool SnapshotWriter::Copy(size_t index, char* buffer, Chunk*& chunk) {
+// Takes the chunk of that number once there is one, to be copied if it has no copy; nullptr: there are no more. False:
+// cancelled.
+bool SnapshotWriter::Take(size_t index, Chunk*& chunk) {
   std::unique_lock lock(mutex_);
   changed_.wait(
       lock, [&] { return cancelled_ || (index < chunks_.size() ? chunks_[index].state != State::kCopying : closed_); });
   if (cancelled_) return false;
   chunk = index < chunks_.size() ? &chunks_[index] : nullptr;
-  if (chunk == nullptr || chunk->state == State::kStaged) return true;
-  chunk->state = State::kTaken;
-  lock.unlock();
-  chunk->sum = CopyTo(buffer, *chunk);
-  lock.lock();
-  --unstaged_;
-  changed_.notify_all();
+  if (chunk != nullptr && chunk->state == State::kWaiting) chunk->state = State::kTaken;
   return true;
+}
+
+bool SnapshotWriter::Batch::Takes(const Chunk& chunk) const {
+  return begin != end && chunk.file == file && chunk.offset == end &&
+         begin % kBlock + (end - begin) + chunk.bytes <= capacity;
 }
 
 FileFailure SnapshotWriter::WriteChunks() {
@@ -140,22 +139,40 @@ FileFailure SnapshotWriter::WriteChunks() {
   for (size_t i = 0; i < paths_.size(); ++i) {
     if (FileFailure failure = files[i].Open(paths_[i])) return failure;
   }
-  const Blocks buffer = AllocateBlocks(options_.chunk_bytes + kBlock);
-  if (!buffer) return {ENOMEM, paths_.empty() ? "" : paths_[0]};
+  Batch batch;
+  batch.capacity = options_.batch_bytes;
+  batch.buffer = AllocateBlocks(batch.capacity);
+  if (!batch.buffer) return {ENOMEM, paths_.empty() ? "" : paths_[0]};
+  const auto write = [&]() -> FileFailure {
+    const int64_t bytes = batch.end - batch.begin;
+    return bytes == 0 ? FileFailure{} : files[batch.file].Write(batch.buffer.get(), bytes, batch.begin);
+  };
   Chunk* chunk = nullptr;
   for (size_t index = 0;; ++index) {
-    if (!Copy(index, buffer.get(), chunk)) return {ECANCELED, ""};
+    if (!Take(index, chunk)) return {ECANCELED, ""};
     if (chunk == nullptr) break;
-    const char* from = chunk->copy ? chunk->copy.get() : buffer.get();
-    sums_.push_back({chunk->file, chunk->offset, chunk->bytes, chunk->sum});
-    if (FileFailure failure = files[chunk->file].Write(from, chunk->bytes, chunk->offset)) return failure;
     if (chunk->copy) {
+      if (FileFailure failure = files[chunk->file].Write(chunk->copy.get(), chunk->bytes, chunk->offset))
+        return failure;
       chunk->copy.reset();
       const std::lock_guard lock(mutex_);
       held_bytes_ -= chunk->bytes;
       changed_.notify_all();
+    } else {
+      if (!batch.Takes(*chunk)) {
+        if (FileFailure failure = write()) return failure;
+        batch.file = chunk->file;
+        batch.begin = chunk->offset;
+      }
+      chunk->sum = CopyAndChecksum(batch.Place(*chunk), chunk->data, static_cast<size_t>(chunk->bytes));
+      batch.end = chunk->offset + chunk->bytes;
+      const std::lock_guard lock(mutex_);
+      --unstaged_;
+      changed_.notify_all();
     }
+    sums_.push_back({chunk->file, chunk->offset, chunk->bytes, chunk->sum});
   }
+  if (FileFailure failure = write()) return failure;
   for (OutputFile& file : files) {
     if (FileFailure failure = file.Sync()) return failure;
   }
@@ -172,6 +189,7 @@ void SnapshotWriter::Run() {
   stats_.cpu_seconds = Seconds(CLOCK_THREAD_CPUTIME_ID);
   stats_.seconds = Seconds(CLOCK_MONOTONIC) - begin;
   changed_.notify_all();
+  ended_.notify_all();
 }
 
 }  // namespace interlace

@@ -1,8 +1,8 @@
 // snapshot_writer.h — writes memory that is about to change to files, while its owner goes on working.
 //
-// A thread copies chunk by chunk into one small buffer, takes the checksum and writes. The owner may read the memory
-// meanwhile; before it writes there it calls WaitStaged, and what the thread has not reached yet is copied then and
-// there, up to `staging_bytes` at once:
+// A thread copies chunk by chunk into one small buffer, takes the checksum, and writes what follows on each other in
+// the file at one blow. The owner may read the memory meanwhile; before it writes there it calls WaitStaged, and what
+// the thread has not reached yet is copied then and there, up to `staging_bytes` at once:
 //
 //   owner    start ─ forward ─ backward ────── WaitStaged ─ update ─ forward ...
 //   thread         copy+write 0 │ 1 │ ... │ 6 │            7' │ 8' │ 9' │ sync      7' to 9': from the copies that
@@ -44,7 +44,8 @@ struct RangeSum {
 class SnapshotWriter {
  public:
   struct Options {
-    int64_t chunk_bytes = 4 << 20;      // a multiple of kBlock
+    int64_t chunk_bytes = 1 << 20;  // a multiple of kBlock: of a checksum, and of what WaitStaged copies
+    int64_t batch_bytes = 2 << 20;  // of the thread's buffer, at least a chunk: a write costs 50 us besides its bytes
     int64_t staging_bytes = INT64_MAX;  // most that WaitStaged may hold in copies
   };
   struct Stats {
@@ -83,19 +84,28 @@ class SnapshotWriter {
     uint64_t sum = 0;  // once it was copied
     Blocks copy;
   };
+  // Chunks in the thread's buffer, one after the other in a file; each byte as far from a block's start as in the file.
+  struct Batch {
+    Blocks buffer;
+    int64_t capacity = 0;
+    int32_t file = 0;
+    int64_t begin = 0, end = 0;  // of the file
+    bool Takes(const Chunk& chunk) const;
+    char* Place(const Chunk& chunk) { return buffer.get() + begin % kBlock + (chunk.offset - begin); }
+  };
   void Run();
   FileFailure WriteChunks();
-  static uint64_t CopyTo(char* buffer, const Chunk& chunk);
-  bool Copy(size_t index, char* buffer, Chunk*& chunk);
+  bool Take(size_t index, Chunk*& chunk);
 
   Options options_;
   std::vector<std::string> paths_;
   std::deque<Chunk> chunks_;  // stable addresses: a chunk is copied and written while others are added
   std::vector<RangeSum> sums_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  size_t unstaged_ = 0;       // chunks whose memory is still needed
-  size_t next_to_stage_ = 0;  // chunks before it are no business of WaitStaged any more
+  std::condition_variable changed_;  // a chunk's state, what is held, closed, cancelled
+  std::condition_variable ended_;    // done: apart, so that who waits for the disk is not woken by every chunk
+  size_t unstaged_ = 0;              // chunks whose memory is still needed
+  size_t next_to_stage_ = 0;         // chunks before it are no business of WaitStaged any more
   int64_t held_bytes_ = 0;
   bool closed_ = false, cancelled_ = false, done_ = false;
   FileFailure failure_;
