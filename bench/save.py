@@ -1,56 +1,86 @@
-"""What a checkpoint costs a run: steps while one is saved beside them, against steps without; paired blocks, in the same processes.
+"""What a checkpoint costs a run: one long run with a save every so many steps; each save's steps against their neighbours.
 
-python bench/save.py                      about a minute and a half; a line for each pair
-python bench/save.py --ranks 1 --seconds 300 --interval 20 --folder /data/bench --json out.json
+python bench/save.py                                   two and a half minutes
+python bench/save.py --ranks 1 --seconds 480 --interval 20 --folder /data/bench --json out.json
 
-A block is as many steps as a save needs until it is durable, and one more. In every other block a save(wait=False) begins with the first
-step. The figure is the extra time of such a block in steps: a save costs it once, however long the interval from save to save is.
-Blocks differ by more than that on a machine with neighbours, so it is printed three ways: by the clock, by the processor time of all the
-process's threads (of the slowest rank), and by the parts that can be told apart: the call itself, the wait before an update, and the
-writer's own processor time.
+    step      0    1    2    3    4    5    6    7    8    9   10   11 ...
+    save      S─durable                                        S─durable
+    measured  ████ ████ ·    ·    ·    control ·    ·    ·    ████ ████          ·: neighbours
 
-Every step has another batch, as in training. The last line says how many of the optimizer's moments are subnormal numbers, on which an
-update takes twice as long: none, unless gradients vanish for hundreds of steps. What makes some steps take longer by
-the processor's time as well is something else.
+A save's extra time is that of the call and of all steps until it is durable on every rank, less as many times the median of its eight
+nearest steps that have to do with no save: a machine whose speed drifts within minutes does not move it. It is counted by the clock, by
+the processor time of all the process's threads, and by that of the training thread alone (what is not overlapped). The median over the
+saves comes with its 95 % interval (by ranks of the sorted values, so it assumes nothing about the noise). "control" is the same figure
+for steps half-way between two saves: it must have zero within its interval, and that interval says how small a cost could be seen.
+A save costs it once, however long the interval is. "By its parts" adds what can be told apart on rank 0, which has the most to do: the
+call, the wait before an update, the writer, and what puts the folder in place; but for the wait all by the processor's time, as a step's.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import MATMUL_BOUND, causal_loss, llama, token_batch
-from common import machine, quartiles, write_json
+from common import machine, write_json
 
 import interlace
 
 DIFFERENT_BATCHES = 64
-Pair = tuple[float, float]  # seconds by the clock, and of the processor
+NEIGHBOURS = 8
+CLOCKS = {"clock": time.perf_counter, "processor": time.process_time, "training thread": time.thread_time}
 
 
-def blocks_of(trainer: interlace.Trainer, batches: Iterator[Any], folder: str, steps: int, saving: bool) -> Pair:
-    """One block: the slowest rank's seconds."""
-    if dist.is_initialized():
-        dist.barrier()
-    begin, cpu = time.perf_counter(), time.process_time()
-    if saving:
-        trainer.save(f"{folder}/checkpoint", wait=False)
-    for _ in range(steps):
+@dataclass
+class Run:
+    """One rank's run. Step i lies between stamps i and i + 1; a save's call belongs to the step that follows it."""
+
+    stamps: list[tuple[float, ...]] = field(default_factory=list)  # seconds by each of CLOCKS
+    begun: list[int] = field(default_factory=list)  # steps before which a save was called
+    ended: list[int] = field(default_factory=list)  # the first step begun after it was durable here
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+    def stamp(self) -> None:
+        self.stamps.append(tuple(clock() for clock in CLOCKS.values()))
+
+
+def run(trainer: interlace.Trainer, batches: Any, folder: str, saves: int, interval: int) -> Run:
+    """Nothing between two stamps but steps and saves: ranks that met elsewhere would leave their waiting out."""
+    record = Run()
+    for step in range(saves * interval):
+        record.stamp()
+        if len(record.ended) < len(record.begun) and trainer.saved():
+            trainer.finish_save()
+            assert trainer.last_save is not None
+            record.parts.append(trainer.last_save)
+            record.ended.append(step)
+        if step % interval == 0:
+            record.begun.append(step)
+            trainer.save(f"{folder}/checkpoint", wait=False)
         trainer.step(next(batches))
-    times = torch.tensor([time.perf_counter() - begin, time.process_time() - cpu], dtype=torch.float64)
+    record.stamp()
+    if not trainer.saved() or len(record.parts) < saves:
+        raise SystemExit("a save was not durable when the next was due: give a longer --interval")
+    return record
+
+
+def number_of_saves(args: argparse.Namespace, step_seconds: float) -> int:
+    """As many as fit, as rank 0 has it; six at least, fewer have no interval."""
+    word = torch.tensor([max(6, min(args.saves, int(args.seconds / step_seconds / args.interval)))])
     if dist.is_initialized():
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times[0]), float(times[1])
+        dist.broadcast(word, 0)
+    return int(word.item())
 
 
 def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -59,109 +89,109 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     if args.ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
     begin = time.perf_counter()
+    # Every step has another batch, as in training: one that is learned by heart makes moments subnormal, and updates slow.
     batches = itertools.cycle([token_batch(MATMUL_BOUND, args.rows, seed, rank) for seed in range(DIFFERENT_BATCHES)])
     model = llama(MATMUL_BOUND)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    trainer = interlace.compile(model, optimizer, causal_loss, next(batches), interlace.Config(strategy=args.strategy))
-    say = print if rank == 0 else lambda *_, **__: None
+    # profile="off": steps that measure the machine for the next schedule take several times as long.
+    config = interlace.Config(strategy=args.strategy, profile="off")
+    trainer = interlace.compile(model, optimizer, causal_loss, next(batches), config)
     for _ in range(2):
         trainer.step(next(batches))
-    # One save alone, to know how long a block must be; the file system has its room after it.
-    step = blocks_of(trainer, batches, folder, 1, False)[0]
-    trainer.save(f"{folder}/checkpoint", wait=False)
-    during = 0
-    while not all_saved(trainer):
+    trainer.save(f"{folder}/checkpoint")  # the file system has its room after it
+    warm = time.perf_counter()
+    for _ in range(4):
         trainer.step(next(batches))
-        during += 1
-    trainer.finish_save()
-    steps = max(2, during + 1)
-    say(f"compiled and warm after {time.perf_counter() - begin:.0f} s; a step takes {step * 1e3:.0f} ms, a block is {steps} steps",
-        flush=True)  # fmt: skip
-    blocks: dict[bool, list[Pair]] = {False: [], True: []}
-    parts: list[dict[str, float]] = []
-    while go_on(args, begin, blocks):
-        number = len(blocks[True])
-        for saving in (False, True) if number % 2 == 0 else (True, False):
-            blocks[saving].append(blocks_of(trainer, batches, folder, steps, saving))
-            if saving:
-                late = not trainer.saved()
-                trainer.finish_save()
-                assert trainer.last_save is not None
-                parts.append({**trainer.last_save, "late": float(late)})
-        plain, saved = blocks[False][-1], blocks[True][-1]
-        say(f"  pair {number + 1:3d}: {plain[0]:7.3f} s without, {saved[0]:7.3f} s with a save: "
-            f"{100 * (saved[0] - plain[0]) / (plain[0] / steps):6.1f} % of a step, "
-            f"by the processor {100 * (saved[1] - plain[1]) / (plain[1] / steps):6.1f} %", flush=True)  # fmt: skip
-    small, numbers = subnormal(trainer)
+    saves = number_of_saves(args, (time.perf_counter() - warm) / 4)
     if rank == 0:
-        tell(args, blocks, parts, steps)
-        print(f"  subnormal numbers       {small:9,} of {numbers:,} in the optimizer's moments")
+        print(f"compiled and warm after {time.perf_counter() - begin:.0f} s; {saves} saves", flush=True)
+    mine = run(trainer, batches, folder, saves, args.interval)
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * args.ranks
+        dist.all_gather_object(everyone, mine)
+    if rank == 0:
+        tell(args, everyone)
     trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def subnormal(trainer: interlace.Trainer) -> tuple[int, int]:
-    """How many of the moments are subnormal, and how many there are; on rank 0."""
-    state = trainer.optimizer_state_dict().get("state", {})
-    moments = [t for entry in state.values() for role, t in entry.items() if role != "step"]
-    tiny = torch.finfo(torch.float32).tiny
-    return sum(int(((m != 0) & (m.abs() < tiny)).sum()) for m in moments), sum(m.numel() for m in moments)
+def windows_of(runs: list[Run]) -> list[tuple[int, int]]:
+    """The steps of each save: from its call to the first that began when it was durable on every rank."""
+    return [(begin, max(ends)) for begin, *ends in zip(runs[0].begun, *(r.ended for r in runs), strict=True)]
 
 
-def all_saved(trainer: interlace.Trainer) -> bool:
-    """Whether the save has ended on every rank."""
-    done = torch.tensor([float(trainer.saved())])
-    if dist.is_initialized():
-        dist.all_reduce(done, dist.ReduceOp.MIN)
-    return bool(done.item())
+def extras(runs: list[Run], clock: int, middle: bool) -> tuple[list[float], list[float]]:
+    """For each save (or for the middles between two): its extra time in steps; and the seconds of a step that has to do with none."""
+    steps = len(runs[0].stamps) - 1
+    seconds = [statistics.fmean(r.stamps[i + 1][clock] - r.stamps[i][clock] for r in runs) for i in range(steps)]
+    windows = windows_of(runs)
+    busy = {i for begin, end in windows for i in range(begin, end)}
+    free = [i for i in range(steps) if i not in busy]
+    found: list[float] = []
+    for number, (begin, end) in enumerate(windows):
+        first, length = begin, end - begin
+        if middle:
+            after = windows[number + 1][0] if number + 1 < len(windows) else steps
+            first = (end + after - length) // 2
+        own = range(first, first + length)
+        near = sorted((i for i in free if i not in own), key=lambda i: abs(2 * i + 1 - 2 * first - length))[:NEIGHBOURS]
+        step = statistics.median(seconds[i] for i in near)
+        found.append((sum(seconds[i] for i in own) - length * step) / step)
+    return found, [seconds[i] for i in free]
 
 
-def go_on(args: argparse.Namespace, begin: float, blocks: dict[bool, list[Pair]]) -> bool:
-    """Rank 0 decides for all: three pairs at least, then as long as the next one fits in the time."""
-    made = len(blocks[True])
-    pair = (blocks[True][-1][0] + blocks[False][-1][0]) if made else 0.0
-    more = made < 3 or (made < args.rounds and time.perf_counter() - begin + pair < args.seconds)
-    word = torch.tensor([float(more)])
-    if dist.is_initialized():
-        dist.broadcast(word, 0)
-    return bool(word.item())
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Median, and its 95 % interval: the k-th smallest and largest value, so that a coin thrown n times shows less than k heads with a
+    probability of at most 2.5 %."""
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 0.5**n
+    while below <= 0.025:
+        k += 1
+        below += math.comb(n, k) * 0.5**n
+    k = max(k, 1)
+    return statistics.median(ordered), ordered[k - 1], ordered[n - k]
 
 
-def tell(args: argparse.Namespace, blocks: dict[bool, list[Pair]], parts: list[dict[str, float]], steps: int) -> None:
-    def extra(i: int) -> tuple[tuple[float, float, float], float, float]:
-        """Quartiles of the extra steps, how much two neighbouring blocks without a save differ, and a step's seconds."""
-        plain, saved = [b[i] for b in blocks[False]], [b[i] for b in blocks[True]]
-        step = statistics.median(plain) / steps
-        apart = [abs(a - b) / step for a, b in itertools.pairwise(plain)]
-        return quartiles([(a - b) / step for a, b in zip(saved, plain, strict=True)]), statistics.median(apart), step
-
-    clock, clock_apart, step = extra(0)
-    cpu, cpu_apart, cpu_step = extra(1)
-    mean = {k: statistics.median([p[k] for p in parts]) for k in parts[0]}
-    known = (mean["begin_cpu_seconds"] + mean["stall_seconds"] + mean["cpu_seconds"]) / cpu_step
-    print(f"save beside training: {args.ranks} rank(s), {args.strategy}, {mean['bytes'] / 2**20:.0f} MiB a rank, {len(parts)} pairs of "
-          f"blocks of {steps} steps")  # fmt: skip
-    print(f"  a step                  {step * 1e3:9.1f} ms by the clock, {cpu_step * 1e3:.1f} ms of the processor")
-    for name, found, apart in (("by the clock", clock, clock_apart), ("by the processor", cpu, cpu_apart)):
-        print(f"  extra, {name:<16} {100 * found[1]:9.1f} % of a step   [{100 * found[0]:.1f}, {100 * found[2]:.1f}]; "
-              f"blocks without a save differ by {100 * apart:.1f} %")  # fmt: skip
-    print(f"  extra, by its parts     {100 * known:9.1f} % of a step: call {mean['begin_cpu_seconds'] * 1e3:.1f} ms of the processor "
-          f"({mean['begin_seconds'] * 1e3:.1f} by the clock), wait before the update {mean['stall_seconds'] * 1e3:.1f} ms, "
-          f"writer {mean['cpu_seconds'] * 1e3:.1f} ms of the processor")  # fmt: skip
-    print(f"  durable after           {mean['durable_seconds'] * 1e3:9.1f} ms ({mean['durable_seconds'] / step:.1f} steps; in "
-          f"{sum(p['late'] for p in parts):.0f} blocks not by the end), {mean['staged_bytes'] / 2**20:.1f} MiB copied, staging at most "
-          f"{mean['staging_peak_bytes'] / 2**20:.1f} MiB")  # fmt: skip
-    share = 100 * clock[1] / args.interval
+def tell(args: argparse.Namespace, runs: list[Run]) -> None:
+    parts = [{k: float(v) for k, v in p.items()} for p in runs[0].parts]
+    part = {k: statistics.median(p[k] for p in parts) for k in parts[0]}
+    lengths = [end - begin for begin, end in windows_of(runs)]
+    print(f"save beside training: {args.ranks} rank(s), {args.strategy}, {part['bytes'] / 2**20:.0f} MiB a rank, {len(parts)} saves, "
+          f"one every {args.interval} steps")  # fmt: skip
+    record: dict[str, Any] = {"title": "save beside training", "ranks": args.ranks, "strategy": args.strategy, "saves": len(parts),
+                              "interval": args.interval, "parts": part, "machine": machine()}  # fmt: skip
+    step = {}
+    for i, name in enumerate(CLOCKS):
+        found, plain = extras(runs, i, False)
+        none, _ = extras(runs, i, True)
+        step[name] = statistics.median(plain)
+        middle, low, high = (100 * x for x in interval(found))
+        zero, zero_low, zero_high = (100 * x for x in interval(none))
+        print(f"  extra, by the {name:<16} {middle:6.1f} % of a step of {step[name] * 1e3:.0f} ms   [{low:.1f}, {high:.1f}]; control "
+              f"{zero:.1f} % [{zero_low:.1f}, {zero_high:.1f}]")  # fmt: skip
+        record[name] = {
+            "step_ms": step[name] * 1e3,
+            "extra": [middle, low, high],
+            "control": [zero, zero_low, zero_high],
+        }
+    known = [
+        ("call", part["begin_cpu_seconds"]),
+        ("wait before the update", part["stall_seconds"]),
+        ("writer", part["cpu_seconds"]),
+        ("in place", part["finish_cpu_seconds"]),
+    ]
+    record["known"] = 100 * sum(s for _, s in known) / step["processor"]
     print(
-        f"  of an interval of {args.interval} steps {share:7.2f} % (asked: under {5 / args.interval:g} %, 5 % of one step)"
+        f"  extra, by its parts {record['known']:16.1f} % of a step: "
+        + ", ".join(f"{n} {s * 1e3:.1f} ms" for n, s in known)
     )
+    print(f"  durable after {part['durable_seconds'] * 1e3:22.0f} ms, {statistics.fmean(lengths):.1f} steps measured for a save; "
+          f"{part['staged_bytes'] / 2**20:.1f} MiB copied before the update, "
+          f"staging at most {part['staging_peak_bytes'] / 2**20:.1f} MiB")  # fmt: skip
+    print("  (asked: under 5 % of one step for a save every 20 steps)")
     if args.json:
-        record = {
-            "title": "save beside training", "step_ms": step * 1e3, "extra_steps": clock, "extra_processor_steps": cpu,
-            "extra_parts_steps": known, "parts": mean, "pairs": len(parts), "block_steps": steps, "ranks": args.ranks,
-            "strategy": args.strategy, "interval": args.interval, "machine": machine(),
-        }  # fmt: skip
         write_json(args.json, record)
 
 
@@ -169,11 +199,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", choices=["shard", "replicate", "zero1"], default="shard")
-    parser.add_argument("--interval", type=int, default=20, help="steps from save to save, for the last line")
-    parser.add_argument("--rounds", type=int, default=24, help="pairs of blocks, at most")
-    parser.add_argument(
-        "--seconds", type=float, default=90, help="no pair is begun that would end later; three are made always"
-    )
+    parser.add_argument("--interval", type=int, default=8, help="steps from save to save; fewer: more saves a minute")
+    parser.add_argument("--saves", type=int, default=200, help="at most")
+    parser.add_argument("--seconds", type=float, default=120, help="no save is begun that would end later; six are")
     parser.add_argument("--rows", type=int, default=1, help="sequences of a rank's batch")
     parser.add_argument("--folder", help="where to save (default: a temporary folder)")
     parser.add_argument("--json", help="write the figures here")
