@@ -195,7 +195,7 @@ class _Build:
         return shapes
 
     def _check_schedule(self) -> None:
-        if self.config.schedule:
+        if self.config.schedule or self.config.passes is not None:
             from interlace import _core
 
             check_passes(self.config, _core.pass_table())

@@ -62,7 +62,7 @@ class Config:
     fullgraph        False: a module that cannot be captured runs in Python as one opaque op
     debug            look at every result while it is made and stop at the first that is not finite; slow
     rng              "keyed" streams (independent of order), or "compat": one generator in program order, as eager has
-    passes           a whole pipeline that replaces the standard one (strategy, accumulation and clipping included)
+    passes           a whole pipeline that replaces the standard one (strategy, accumulation, clipping, precision included); {ranks}: how many
     memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes)
     tier             where what leaves memory goes when memory_limit asks for it: a folder on a local disk, of this run alone, or
                      "host", the host's memory (which an accelerator always has; on CPUs the limit then counts the rest), where
@@ -184,7 +184,7 @@ class Config:
     def pipeline(self, ranks: int, momentum: bool = True) -> str:
         """The pass pipeline of this configuration for so many ranks."""
         if self.passes is not None:
-            return self.passes
+            return self.passes.replace("{ranks}", str(ranks))
         clip = "none" if self.clip_norm is None else repr(float(self.clip_norm))
         norm = "always" if self.skip_nonfinite and self.clip_norm is None else "auto"
         passes = ["canonicalize", *self._precision(), f"{self.strategy}(axis=dp,ranks={ranks})"]

@@ -94,6 +94,8 @@ def stage_at(schedule: Schedule, step: int) -> int:
 def check_passes(config: Config, table: list[dict[str, Any]]) -> None:
     """Refuses at the start what would fail hours later: unknown passes and options, a profile that cannot be there in time."""
     known = {entry["name"]: [option["name"] for option in entry["options"]] for entry in table}
+    if config.passes is not None and "update" not in map(pass_name, items(config.passes)):
+        raise ConfigError(f"passes '{config.passes}' make no optimizer step: add update, for example update(clip=1.0)")
     for step, passes in config.schedule:
         for text in passes:
             where = f"schedule, step {step}, '{text}'"

@@ -123,6 +123,7 @@ def test_hugging_face_reads_the_result(two_ranks, folder):
         (["--ranks", "1"], 1e-9),
         (["--ranks", "2", "--strategy", "zero1"], 0.0),
         (["--ranks", "2", "--strategy", "replicate"], 0.0),
+        (["--ranks", "2", "--passes", "canonicalize,shard(ranks={ranks}),update(clip=1.0),reorder"], 0.0),
         (["--ranks", "2", "--accumulation", "2"], 1e-9),
     ],
 )

@@ -15,7 +15,7 @@ from test_trainer_bits import digest
 
 import interlace
 from interlace import _core, loop
-from interlace.cli.settings import SettingError, TrainSettings
+from interlace.cli.settings import SettingError, TrainSettings, check_explicit
 from interlace.config import Config, ConfigError
 from interlace.profiling import merge
 from interlace.schedule import check_passes, default_schedule, fill, pipeline, stage_at
@@ -404,3 +404,17 @@ def test_schedules_of_the_command_line() -> None:
     ]  # fmt: skip
     with pytest.raises(SettingError, match="--schedule 'reorder': write STEP: PASSES"):
         entries("reorder")
+
+
+def test_passes_of_the_command_line_decide_alone() -> None:
+    settings = TrainSettings(passes="canonicalize,shard(ranks={ranks}),update")
+    check_explicit(settings, {"passes", "accumulation", "schedule"})
+    with pytest.raises(SettingError, match="--param-dtype contradicts --passes"):
+        check_explicit(settings, {"passes", "param_dtype"})
+
+
+def test_passes_without_an_optimizer_step_are_refused() -> None:
+    table = _core.pass_table()
+    check_passes(Config(passes="canonicalize,shard(ranks=2,wait=now), update(clip=1.0)", schedule=[]), table)
+    with pytest.raises(ConfigError, match="make no optimizer step: add update"):
+        check_passes(Config(passes="canonicalize,shard(ranks=2)", schedule=[]), table)

@@ -69,7 +69,7 @@ def test_pipelines() -> None:
         "canonicalize,zero1(axis=dp,ranks=3),accumulate(steps=4,mode=reduce_last),update(clip=1.0,norm=auto,momentum=false)"
     )
     assert Config(skip_nonfinite=True).pipeline(1).endswith("update(clip=none,norm=always,momentum=true)")
-    assert Config(passes="canonicalize").pipeline(8) == "canonicalize"
+    assert Config(passes="canonicalize,shard(ranks={ranks})").pipeline(8) == "canonicalize,shard(ranks=8)"
 
 
 def test_a_config_is_frozen_and_goes_through_a_dict() -> None:

@@ -72,6 +72,7 @@ class TrainSettings:
     memory_limit: str | None = None
     tier: str | None = None
     tier_bandwidth: str | None = None
+    passes: str | None = None
     schedule: str = "auto"
     cluster: str | None = None
     param_dtype: str | None = None
@@ -178,7 +179,7 @@ class TrainSettings:
 # Of a resumed run: what describes the run is taken over; where and how this process works is not.
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
-    *("accumulation", "accumulate_mode", "strategy", "clip", "seed", "dtype", "ranks"),
+    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks"),
     *("eval_text", "eval_every", "eval_sequences"),
 )
 
@@ -246,6 +247,14 @@ def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettin
         done = f"{record.step} of {settings.end} steps"
         raise SettingError(f"the run in {settings.resume} has made {done}: give more with {option}")
     return settings, record
+
+
+def check_explicit(settings: TrainSettings, explicit: set[str]) -> None:
+    """Options of the command line that --passes decides too. Error: one of them."""
+    for name in ("strategy", "clip", "param_dtype", "plan"):
+        if settings.passes is not None and name in explicit:
+            option = "--" + name.replace("_", "-")
+            raise SettingError(f"{option} contradicts --passes, which names every pass: leave one of them out")
 
 
 def with_plan(settings: TrainSettings, explicit: set[str]) -> Execution | None:

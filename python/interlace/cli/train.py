@@ -12,7 +12,16 @@ import typer
 
 from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, check_output, writable_folder
-from interlace.cli.settings import AUTO, TOKENIZER_FILE, RunRecord, SettingError, TrainSettings, with_plan, with_resumed
+from interlace.cli.settings import (
+    AUTO,
+    TOKENIZER_FILE,
+    RunRecord,
+    SettingError,
+    TrainSettings,
+    check_explicit,
+    with_plan,
+    with_resumed,
+)
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
 from interlace.errors import InterlaceError
@@ -139,6 +148,14 @@ def train(
         str | None,
         typer.Option("--tier-bandwidth", help="Bytes per second to and from --tier at most, for example 500MB."),
     ] = D.tier_bandwidth,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            "--passes",
+            help="The whole pipeline, instead of --strategy, --clip and --param-dtype: "
+            '"canonicalize,shard(ranks={ranks}),update(clip=1.0),reorder" (interlace opt --list).',
+        ),
+    ] = D.passes,
     schedule: Annotated[
         str,
         typer.Option(
@@ -169,6 +186,7 @@ def train(
     given["clip"] = parse_clip(clip)
     explicit = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     settings, record = with_resumed(given, explicit)
+    check_explicit(settings, explicit)
     planned = with_plan(settings, explicit)
     if is_rank():
         settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit or planned else None)

@@ -227,6 +227,7 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
         memory_limit=settings.memory_limit,
         tier=settings.tier,
         tier_bandwidth=settings.tier_bandwidth,
+        passes=settings.passes,
         schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],
         cluster=settings.cluster,
         param_dtype=settings.param_dtype,
