@@ -56,7 +56,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         self.skipped = False
         self.swaps = 0
         self.last_save: dict[str, Any] | None = None
-        self._save, self._saves, self._save_begin, self._locks = None, 0, {}, Locks()
+        self._save, self._saves, self._save_begin, self._locks, self._hf_texts = None, 0, {}, Locks(), None
         self.compile_seconds = planner.programs.seconds
         self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
         self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper

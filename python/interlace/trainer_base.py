@@ -76,6 +76,7 @@ class TrainerBase:
     _saves: int
     _save_begin: dict[str, float]
     _locks: Locks
+    _hf_texts: tuple[dict[str, Any], dict[str, str | bytes]] | None  # of the configs as they were
     _closed: str | None
 
     def _inputs(self, batch: Any) -> Any:

@@ -229,15 +229,16 @@ class TrainerSave(TrainerState):
 
     def _hf_files(self) -> dict[str, str | bytes]:
         """config.json (and generation_config.json) of a Hugging Face model."""
-        files: dict[str, str | bytes] = {}
         config: Any = getattr(self._model, "config", None)
-        if hasattr(config, "to_json_string") and hasattr(config, "architectures"):
-            config.architectures = [type(self._model).__name__]
-            files["config.json"] = config.to_json_string(use_diff=True)
-            generation: Any = getattr(self._model, "generation_config", None)
-            if hasattr(generation, "to_json_string"):
-                files["generation_config.json"] = generation.to_json_string(use_diff=True)
-        return files
+        if not (hasattr(config, "to_json_string") and hasattr(config, "architectures")):
+            return {}
+        config.architectures = [type(self._model).__name__]
+        configs = {"config.json": config, "generation_config.json": getattr(self._model, "generation_config", None)}
+        present = {name: c for name, c in configs.items() if hasattr(c, "to_json_string")}
+        content = {name: c.to_dict() for name, c in present.items()}
+        if self._hf_texts is None or self._hf_texts[0] != content:  # making the texts takes a fifth of a save's call
+            self._hf_texts = content, {name: c.to_json_string(use_diff=True) for name, c in present.items()}
+        return dict(self._hf_texts[1])
 
     def _record(self) -> dict[str, Any]:
         groups = []
