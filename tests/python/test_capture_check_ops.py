@@ -45,13 +45,24 @@ class Net(nn.Module):
         return self.fc(x).mean() + self.function(x).detach().sum()
 
 
-def run(function, rows=3):
-    return capture(Net(function), lambda m, b: m(b), torch.zeros(rows, 4))
+def run(function, rows=3, symbolic=False):
+    return capture(Net(function), lambda m, b: m(b), torch.zeros(rows, 4), symbolic=symbolic)
 
 
 def test_honest_operator():
     assert "interlace_test.honest(" in run(HONEST).text
     assert verdicts()["interlace_test.honest"] == "right"
+
+
+def test_what_symbols_left_unchecked_is_checked_with_numbers(monkeypatch):
+    monkeypatch.setattr(check_ops, "_verdicts", {})
+    for function in (HONEST, WRITES):
+        run(function, symbolic={"b"})
+    assert verdicts()["interlace_test.honest"] == verdicts()["interlace_test.writes"] == "unchecked"
+    run(HONEST)
+    assert verdicts()["interlace_test.honest"] == "right"
+    with pytest.raises(CaptureError, match=r"interlace_test\.writes writes to its tensor operand 0"):
+        run(WRITES)
 
 
 @pytest.mark.parametrize(
