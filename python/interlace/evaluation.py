@@ -25,7 +25,7 @@ from interlace.capture.inputs import InputSpec
 from interlace.captures import Captures
 from interlace.distributed import PeerError, ranks_text
 from interlace.eager import EagerRunner, default_loss, named_outputs
-from interlace.programs import Built, ProgramError, Programs, Source, state_name, step_states
+from interlace.programs import Built, Made, ProgramError, Programs, Source, state_name, step_states
 from interlace.schedule import items, pass_name
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ class Evaluation:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
         return _Ready(programs.build_beside(source, trainer._executor, trainer._ir))
 
-    def _within_limit(self, trainer: Trainer, programs: Programs, text: str, out: tuple[str, ...]) -> tuple[Any, Any]:
+    def _within_limit(self, trainer: Trainer, programs: Programs, text: str, out: tuple[str, ...]) -> Made:
         """The program that moves least among those that the limit allows; else the one that needs least."""
 
-        def made(idle: str, *more: str) -> tuple[Any, Any]:
+        def made(idle: str, *more: str) -> Made:
             passes = [*self.structure, f"forward_only(out={idle})", "reorder", *more]
             return programs.run_passes(text, ",".join(passes), micro_batches=1)
 
@@ -138,9 +138,13 @@ class Evaluation:
         if programs.over_limit(found[0], trainer._ir) is None:
             return found
         limit = (programs.config.memory_limit_bytes or 0) - sum(step_states(trainer._ir).values())
-        stream = f"offload(limit={limit},kinds=master+activations,cluster={{cluster}})"
+
+        def streamed(within: int) -> Made:
+            stream = f"offload(limit={within},kinds=master+activations,cluster={{cluster}})"
+            return made("all", *trainer._loop.planner.filled([stream]))
+
         with contextlib.suppress(ProgramError):  # not even so: what the limit lacks is said of the program before
-            found = made("all", *trainer._loop.planner.filled([stream]))
+            found = programs.within_limit(streamed, limit, trainer._ir)
         return found
 
     def _run_eager(

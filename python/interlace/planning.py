@@ -16,7 +16,7 @@ from interlace.config import Config, ConfigError
 from interlace.cost.machine import Machine
 from interlace.dropout import put_back, take_out
 from interlace.profiling import Scratch
-from interlace.programs import ProgramError, Programs, Source
+from interlace.programs import Made, ProgramError, Programs, Source
 from interlace.schedule import Schedule, fill, needs_profile, pass_name, pipeline
 
 
@@ -49,8 +49,15 @@ class Planner:
             self.programs.cached.append("passes")
             self.profile = found[0]["profile"] or self.profile
             return Source(text, found[0]["reports"], constants, captured)
-        whole = pipeline(self.standard, self.filled(passes, limit))
-        program, reports = self.programs.run_passes(captured, whole)
+
+        def made(within: int | None) -> Made:
+            return self.programs.run_passes(captured, pipeline(self.standard, self.filled(passes, within)))
+
+        most = self._limit(limit)
+        if most is not None and any("{limit}" in text for text in passes):
+            program, reports = self.programs.within_limit(made, most)
+        else:
+            program, reports = made(limit)
         text = program.print()
         template, left = take_out(text)
         if left.keys() <= numbers.keys() and put_back(template, numbers) == text:
@@ -111,11 +118,14 @@ class Planner:
         )
         return Prediction(simulation.step_us, simulation.peak_bytes)
 
+    def _limit(self, limit: int | None) -> int | None:
+        return min((n for n in (limit, self.config.memory_limit_bytes) if n is not None), default=None)
+
     def _values(self, passes: Sequence[str], limit: int | None) -> dict[str, Any]:
         values: dict[str, Any] = {"ranks": self.ranks, "limit": "none", "profile": "none"}
-        limits = [n for n in (limit, self.config.memory_limit_bytes) if n is not None]
-        if limits:
-            values["limit"] = min(limits)
+        most = self._limit(limit)
+        if most is not None:
+            values["limit"] = most
         if needs_profile(passes) and self.profile:
             values["profile"] = self._file(self.profile, ".profile")
         if any("{cluster}" in text for text in passes):

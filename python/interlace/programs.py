@@ -29,6 +29,7 @@ from interlace.states import DTYPES, States
 log = logging.getLogger("interlace")
 
 Tensor = torch.Tensor
+Made = tuple[Any, list[dict[str, Any]]]  # a program, with a report of each pass
 COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
 
 
@@ -105,9 +106,7 @@ class Programs:
         data = self.peers.broadcast(f"{what}: constants", packed, patience)
         return Source(parts["text"], parts["reports"], load_tensors(data), captured)
 
-    def run_passes(
-        self, captured: str, pipeline: str, micro_batches: int | None = None
-    ) -> tuple[Any, list[dict[str, Any]]]:
+    def run_passes(self, captured: str, pipeline: str, micro_batches: int | None = None) -> Made:
         """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""
         from interlace import _core
 
@@ -189,19 +188,41 @@ class Programs:
         limit = self.config.memory_limit_bytes
         if limit is None:
             return None
-        summary = program.summary()
-        need = predicted_peak_bytes(summary)
-        if self.config.arena and self.peers.device.type == "cpu":
-            need = summary["persistent_bytes"] + summary["step_bytes"] + program.memory_plan()["top_bytes"]
-        if beside is not None:
-            own = step_states(program)
-            need += sum(size for name, size in step_states(beside).items() if name not in own)
+        need = self.needed_bytes(program, beside)
         if need <= limit:
             return None
         return (
-            f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(summary['persistent_bytes'])}, the rest "
+            f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(program.summary()['persistent_bytes'])}, the rest "
             f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB"
         )
+
+    def needed_bytes(self, program: Any, beside: Any = None) -> int:
+        """What a rank takes; on CPUs with all in its place, which is a little more than what lives at once."""
+        summary = program.summary()
+        need = predicted_peak_bytes(summary)
+        if self.config.arena and self.peers.device.type == "cpu":
+            need = summary["persistent_bytes"] + summary["step_bytes"] + program.memory_plan()["taken_bytes"]
+        if beside is not None:
+            own = step_states(program)
+            need += sum(size for name, size in step_states(beside).items() if name not in own)
+        return need
+
+    def within_limit(self, make: Callable[[int], Made], limit: int, beside: Any = None) -> Made:
+        """What make(limit) gives. Passes but the search hold what lives at once to it: where that takes more than memory_limit with all in
+        its place, again for as much less, a few times; as it was where less is refused."""
+        found = make(limit)
+        for _ in range(3):
+            over = self.needed_bytes(found[0], beside) - (self.config.memory_limit_bytes or math.inf)
+            if over <= 0:
+                break
+            summary = found[0].summary()
+            live = summary["persistent_bytes"] + summary["step_bytes"] + found[0].memory_plan()["live_bytes"]
+            limit = min(limit - int(over), live - 1)  # below what lives an offload moves something
+            try:
+                found = make(limit)
+            except ProgramError:
+                break
+        return found
 
     @property
     def has_tier(self) -> bool:

@@ -226,6 +226,7 @@ py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<in
   py::dict out;
   out["top_bytes"] = plan.top();
   out["live_bytes"] = plan.live_bytes;
+  out["taken_bytes"] = plan.taken_bytes;
   out["fragmentation"] = plan.Fragmentation();
   out["blocks"] = plan.blocks.size();
   out["text"] = DescribeMemoryPlan(bound, plan, limit);
@@ -325,7 +326,8 @@ PYBIND11_MODULE(_core, m) {
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
       .def("memory_plan", &MemoryPlanDict, py::arg("workspaces") = std::vector<std::vector<int64_t>>(),
            py::arg("limit") = 12,
-           "The arena of a step (ir/memory_plan.h): top, live sum, fragmentation, and a text. workspaces: bytes that "
+           "The arena of a step (ir/memory_plan.h): top, live sum, what the runtime takes, fragmentation, and a text. "
+           "workspaces: bytes that "
            "kernels take "
            "inside, by phase and op, as Executor.workspaces() gives them.")
       .def(

@@ -259,7 +259,7 @@ class Planner {
   void Place() {
     if (moves_.empty()) {
       plan_.packing = PackArena(plan_.lives);
-      plan_.reserved_bytes = plan_.packing.top;
+      plan_.reserved_bytes = plan_.taken_bytes = plan_.packing.top;
       return;
     }
     std::vector<ArenaBlock> rest = plan_.lives;
@@ -286,6 +286,10 @@ class Planner {
       ++entry;
     }
     plan_.pages = PlanPages(plan_.lives, plan_.packing.offsets, slots, sequence);
+    for (ArenaBlock& block : rest = plan_.lives) block.bytes = HeapBytes(block.bytes);
+    ArenaPacking heap;
+    LiveOf(rest, heap);
+    plan_.taken_bytes = heap.live;
   }
 
   Status Total() {

@@ -28,6 +28,13 @@
 
 namespace interlace {
 
+// Pieces of the heap that programs which move storages have instead of the arena (runtime/page_heap.h): whole pages
+// from this size on, smaller ones as they are.
+inline constexpr int64_t kHeapLeast = 16 * kArenaPage;  // bytes
+inline int64_t HeapBytes(int64_t bytes) {
+  return bytes < kHeapLeast ? ArenaBytes(bytes) : (bytes + kArenaPage - 1) / kArenaPage * kArenaPage;
+}
+
 struct PlannedBlock {
   enum class What : uint8_t { kStorage, kWorkspace, kReceive };
   What what = What::kStorage;
@@ -64,6 +71,8 @@ struct MemoryPlan {
   int64_t live_bytes = 0;                     // largest sum of live blocks, not rounded up
   int64_t reserved_bytes = 0;                 // of addresses: where the last block ends
   ArenaPages pages;                           // when something moves
+  // What the runtime takes on CPUs: the arena's top; when something moves, the live sum in pieces of the heap.
+  int64_t taken_bytes = 0;
 
   // The most memory that the arena has at once.
   int64_t top() const { return pages.page_bytes > 0 ? pages.peak_bytes : packing.top; }

@@ -61,6 +61,14 @@ Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_
   return verdict;
 }
 
+Result<int64_t> PlacedBytesOf(const Program& program, const PassCosts& costs, int64_t live_bytes) {
+  if (!costs.cluster.cpu) return live_bytes;
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  INTERLACE_ASSIGN(const Lowered lowered, Lower(program, model));
+  const Result<int64_t> placed = PlacedBytes(lowered);
+  return placed.ok() ? std::max(*placed, live_bytes) : live_bytes;  // without a plan there is no arena
+}
+
 Result<int64_t> LowerBoundPs(const Program& program, const PassCosts& costs) {
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   INTERLACE_ASSIGN(Lowered lowered, Lower(program, model));

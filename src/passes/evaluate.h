@@ -30,6 +30,9 @@ struct Verdict {
 // program that this one is a variant of (KnownOps: only transfers differ).
 Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls = false,
                       const KnownOps& known = {});
+// What a rank needs for sure to run it: `live_bytes` (Verdict::bytes), and on CPUs what they take with all in its place
+// (sim/memory_curve.h). Costs about as much as judging.
+Result<int64_t> PlacedBytesOf(const Program& program, const PassCosts& costs, int64_t live_bytes);
 Result<KnownOps> KnownOpsOf(const Program& program, const PassCosts& costs);
 // No execution of the program's ops, in whatever order, is faster (sim/bounds.h).
 Result<int64_t> LowerBoundPs(const Program& program, const PassCosts& costs);

@@ -1,5 +1,6 @@
 // phase_memory.h — P(o) of every op of a phase: bytes that live just before it, what is persistent, its results, and
-// what it takes inside (measured where the profile has the op). The memory that schedule passes compare with a limit.
+// what it takes inside (measured where the profile has the op); on CPUs also what reductions under way receive into.
+// The memory that schedule passes compare with a limit.
 #pragma once
 
 #include <vector>

@@ -120,6 +120,17 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   return reports;
 }
 
+Status RunUnverified(Program& program, const std::string& passes) {
+  if (passes.empty()) return Ok{};
+  INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
+  RunOptions run;
+  run.verify = false;
+  run.uses_up = true;
+  Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
+  if (!reports.ok()) return reports.error();
+  return Ok{};
+}
+
 Result<std::string> ReadFile(const std::string& path) {
   std::error_code code;
   if (std::filesystem::is_directory(path, code)) return MakeError("cannot read ", path, ": is a directory");

@@ -32,6 +32,10 @@ struct PassReport {
 Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls,
                                           const RunOptions& options = {});
 
+// Passes as text on a program that nobody needs when one fails, without the verifier: for many tries. Empty: nothing
+// runs.
+Status RunUnverified(Program& program, const std::string& passes);
+
 // A file's content; a file written whole (through a temporary name). Errors name the file and the system's reason.
 Result<std::string> ReadFile(const std::string& path);
 Status WriteFile(const std::string& path, std::string_view text);

@@ -41,10 +41,9 @@ class Searcher {
     INTERLACE_TRY(Refine());
     INTERLACE_TRY(HeuristicsWithin(costs_.limit, true));
     INTERLACE_TRY(OffloadWithin(costs_.limit));
-    result_.front = Front();
+    result_.judged = std::move(all_);
     result_.evaluations = evaluations_;
     result_.seconds = Elapsed();
-    result_.chosen = PickFromFront(result_.front, costs_.limit, options_.slack);
     return std::move(result_);
   }
 
@@ -77,22 +76,24 @@ class Searcher {
 
   // Runs passes on the base and judges what comes out; a pass that refuses is no candidate. `shown`: a row of its own.
   Status Heuristic(const std::string& name, const std::string& passes, bool shown) {
-    INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
     Program program = base_.Clone();
-    RunOptions run;
-    run.verify = false;
-    run.uses_up = true;
-    Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
-    if (!reports.ok()) {
-      refusal_ = reports.error().message;
+    const Status made = RunUnverified(program, passes);
+    if (!made.ok()) {
+      refusal_ = made.error().message;
       return Ok{};
     }
     ++evaluations_;
     INTERLACE_ASSIGN(Verdict verdict, Judge(program, costs_));
+    live_bytes_ = verdict.bytes;
     Candidate candidate{name, "", passes, verdict.time_ps, verdict.bytes};
+    const bool offloads = passes.find("offload(") != std::string::npos;
+    if (offloads) {
+      INTERLACE_ASSIGN(candidate.bytes, PlacedBytesOf(program, costs_, verdict.bytes));
+      candidate.placed = true;
+    }
     if (shown) result_.heuristics.push_back(candidate);
     all_.push_back(std::move(candidate));
-    if (passes.find("offload(") != std::string::npos) return Ok{};  // no schedule says that
+    if (offloads) return Ok{};  // no schedule says that
     Result<Schedule> schedule = ScheduleOf(program, base_);
     if (schedule.ok()) INTERLACE_TRY(Try(*schedule, name + " as a schedule"));
     return Ok{};
@@ -102,10 +103,19 @@ class Searcher {
   // fastest.
   Status OffloadWithin(int64_t limit) {
     if (!options_.offload || limit == std::numeric_limits<int64_t>::max()) return Ok{};
-    std::vector<Candidate> over;
-    for (const Candidate& c : Front()) {
-      if (c.bytes > limit) over.push_back(c);
+    // Those that fit by what lives, but not with all in its place, are over it as well.
+    std::vector<Candidate> over = Front();
+    size_t first = over.size();
+    for (; first > 0; --first) {
+      Candidate& c = over[first - 1];
+      if (c.bytes <= limit) {
+        Program program = base_.Clone();
+        INTERLACE_TRY(RunUnverified(program, c.passes));
+        INTERLACE_ASSIGN(c.bytes, PlacedBytesOf(program, costs_, c.bytes));
+      }
+      if (c.bytes <= limit) break;
     }
+    over.erase(over.begin(), over.begin() + static_cast<ptrdiff_t>(first));
     constexpr size_t kTried = 6;
     size_t last = over.size();
     const size_t before = all_.size();
@@ -114,10 +124,29 @@ class Searcher {
       if (at == last) continue;
       last = at;
       refusal_.clear();
-      INTERLACE_TRY(Heuristic(over[at].name + kOffloaded, OffloadPasses(over[at].passes, 0, limit), i == 0));
+      INTERLACE_TRY(Offloaded(over[at].name + kOffloaded, over[at].passes, 0, limit, i == 0));
       if (i == 0) result_.refused = refusal_;
     }
     return LeaveToTheNextStep(before, limit);
+  }
+
+  // What lives is brought to the limit, to the byte where it can be; with all in its place it takes a little more. So
+  // again within less, by as much as that is, and by as much as makes something move: pieces of the heap fit more
+  // closely than the arena that programs have in which nothing does.
+  Status Offloaded(const std::string& name, const std::string& passes, double share, int64_t limit, bool shown) {
+    constexpr int kTimes = 4;
+    const size_t before = all_.size();
+    int64_t within = limit;
+    for (int time = 0; time < kTimes; ++time) {
+      const size_t tried = all_.size();
+      INTERLACE_TRY(Heuristic(name, OffloadPasses(passes, share, within), false));
+      if (all_.size() == tried || all_.back().bytes <= limit) break;
+      within = std::min(within - (all_.back().bytes - limit), live_bytes_ - 1);
+    }
+    if (all_.size() == before) return Ok{};
+    refusal_.clear();
+    if (shown) result_.heuristics.push_back(all_.back());
+    return Ok{};
   }
 
   // Copies come back in the backward part, where the optimizer steps are. Of the best of those that were judged since
@@ -135,8 +164,8 @@ class Searcher {
     // A quarter first; more where that helped, then less.
     const auto attempt = [&](double share, const char* text) -> Result<int64_t> {
       const size_t tried = all_.size();
-      INTERLACE_TRY(Heuristic(name + ", " + text + " of the updates in the next step" + kOffloaded,
-                              OffloadPasses(passes, share, limit), false));
+      INTERLACE_TRY(
+          Offloaded(name + ", " + text + " of the updates in the next step" + kOffloaded, passes, share, limit, false));
       return all_.size() > tried ? all_.back().time_ps : std::numeric_limits<int64_t>::max();
     };
     INTERLACE_ASSIGN(const int64_t quarter_ps, attempt(0.25, "a quarter"));
@@ -315,6 +344,7 @@ class Searcher {
   std::optional<Program> variant_;  // of the base: the schedule that was judged last
   int64_t budget_ = 0, evaluations_ = 0;
   std::string refusal_;                  // of the last heuristic that a pass refused
+  int64_t live_bytes_ = 0;               // of the last heuristic that was judged
   int64_t kept_bytes_ = 0;               // peak with every unit kept
   std::map<std::string, Point> points_;  // by the schedule's text
   std::vector<Candidate> all_;
@@ -348,8 +378,38 @@ std::vector<Candidate> FrontOf(std::vector<Candidate> all) {
   return front;
 }
 
-Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
+Status Choose(SearchResult& found, const PassCosts& costs, double slack,
+              const std::function<Result<Program>(const Candidate&)>& make) {
+  // Each round places one that is not yet, so that ends; bytes only grow, so what lives is a bound for what is left
+  // out.
+  for (;;) {
+    found.front = FrontOf(found.judged);
+    found.chosen = PickFromFront(found.front, costs.limit, slack);
+    if (costs.limit == std::numeric_limits<int64_t>::max()) return Ok{};
+    const Candidate& picked = found.front[found.chosen < found.front.size() ? found.chosen : 0];
+    if (picked.placed) return Ok{};
+    INTERLACE_ASSIGN(const Program program, make(picked));
+    INTERLACE_ASSIGN(const int64_t bytes, PlacedBytesOf(program, costs, picked.bytes));
+    for (Candidate& c : found.judged) {
+      if (c.captured != picked.captured || c.passes != picked.passes) continue;
+      c.bytes = bytes;
+      c.placed = true;
+    }
+  }
+}
+
+Result<SearchResult> JudgeSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
   return Searcher(base, costs, options).Run();
+}
+
+Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
+  INTERLACE_ASSIGN(SearchResult found, JudgeSchedules(base, costs, options));
+  INTERLACE_TRY(Choose(found, costs, options.slack, [&](const Candidate& c) -> Result<Program> {
+    Program program = base.Clone();
+    INTERLACE_TRY(RunUnverified(program, c.passes));
+    return program;
+  }));
+  return found;
 }
 
 }  // namespace interlace

@@ -10,6 +10,7 @@
 //                   |       a `----b---- time          b is faster by less than 1 %
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -36,11 +37,13 @@ struct Candidate {
   std::string captured;  // passes to run on the captured program, before the strategy: recompute, interleave
   std::string passes;    // what makes it of the program that was searched
   int64_t time_ps = 0;
-  int64_t bytes = 0;  // peak of a rank
+  int64_t bytes = 0;  // peak of a rank: of what lives, or, once `placed`, with all in its place (PlacedBytesOf)
+  bool placed = false;
 };
 
 struct SearchResult {
-  std::vector<Candidate> front;       // rising memory, falling time
+  std::vector<Candidate> judged;      // all
+  std::vector<Candidate> front;       // of them: rising memory, falling time
   std::vector<Candidate> heuristics;  // each as it came out, the plain program first
   std::vector<Candidate> without;     // the chosen schedule without one of its decisions each
   size_t chosen = 0;                  // in front; its size when nothing fits into the limit
@@ -52,6 +55,14 @@ struct SearchResult {
 
 // `base`: a program after shard, accumulate and update in which nothing has been moved, merged or kept.
 Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options);
+// The same without a choice: neither front nor chosen.
+Result<SearchResult> JudgeSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options);
+
+// Front and chosen, of what was judged. A limit is held to what a program takes with all in its place: that is more
+// than what lives at once and dearer to know, so only what would be chosen is placed, until what is chosen fits. When
+// nothing does, the first of the front is the least that any of the judged takes. `make`: the program of a candidate.
+Status Choose(SearchResult& found, const PassCosts& costs, double slack,
+              const std::function<Result<Program>(const Candidate&)>& make);
 
 // The chosen schedule, each time without one kind of decision: what that decision is worth.
 Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts& costs, const Candidate& chosen);

@@ -37,17 +37,6 @@ void WriteMeta(Program& program, const SearchResult& found, const PassCosts& cos
                   costs.limit == std::numeric_limits<int64_t>::max() ? "none" : std::to_string(costs.limit));
 }
 
-Status RunText(Program& program, const std::string& passes) {
-  if (passes.empty()) return Ok{};
-  INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
-  RunOptions run;
-  run.verify = false;
-  run.uses_up = true;
-  Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
-  if (!reports.ok()) return reports.error();
-  return Ok{};
-}
-
 Status CheckFits(const SearchResult& found, const PassCosts& costs, const PassOptions& options) {
   if (found.chosen < found.front.size()) return Ok{};
   const bool recomputes = options.Text("recompute", "auto") == "auto",
@@ -155,7 +144,7 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
     INTERLACE_ASSIGN(schedule, ReadSchedule(base, calls[0].options));
   } else {
     Program program = base.Clone();
-    INTERLACE_TRY(RunText(program, chosen.passes));
+    INTERLACE_TRY(RunUnverified(program, chosen.passes));
     INTERLACE_ASSIGN(schedule, ScheduleOf(program, base));
   }
   const auto alone = [](std::vector<Schedule::Bucket>& buckets) {
@@ -212,17 +201,16 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
   search.seconds *= static_cast<double>(ThreadsFor(variants.size())) / static_cast<double>(variants.size());
   const auto begin = std::chrono::steady_clock::now();
   SearchResult all;
-  std::vector<Candidate> candidates;
   RunOptions run;
   run.verify = false;
   run.uses_up = true;
   const auto search_variant = [&](const std::string& first) -> Result<SearchResult> {
     Program base = captured.Clone();
-    if (!first.empty() && !RunText(base, first).ok())
+    if (!first.empty() && !RunUnverified(base, first).ok())
       return SearchResult{};  // nothing can run again; micro-batches depend on one another
     Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
     if (!reports.ok()) return reports.error();
-    return SearchSchedules(base, costs, search);
+    return JudgeSchedules(base, costs, search);
   };
   const auto search_from = [&](size_t begin_at) -> Status {
     std::vector<Result<SearchResult>> results(variants.size() - begin_at, SearchResult{});
@@ -234,10 +222,10 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
         all.heuristics = found.heuristics;
         all.lower_bound_ps = found.lower_bound_ps;
       }
-      for (Candidate& c : found.front) {
+      for (Candidate& c : found.judged) {
         c.captured = first;
-        if (!name.empty()) c.name += ", " + name;
-        candidates.push_back(std::move(c));
+        if (!name.empty()) c.name = (c.name.empty() ? "search" : c.name) + ", " + name;
+        all.judged.push_back(std::move(c));
       }
       if (!found.refused.empty()) all.refused = found.refused;  // those that recompute most come last
       all.evaluations += found.evaluations;
@@ -248,20 +236,27 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
   // With offload the best amount lies between the quarters: what is next to the best of them is tried as well.
   if (search.offload && options.Text("recompute", "auto") == "auto") {
     const size_t coarse = variants.size();
-    const std::vector<Candidate> front = FrontOf(candidates);
+    const std::vector<Candidate> front = FrontOf(all.judged);
     const size_t best = PickFromFront(front, costs.limit, search.slack);
     if (best < front.size()) AddNeighbours(captured, front[best].captured, variants);
     INTERLACE_TRY(search_from(coarse));
   }
+  const auto base_of = [&](const Candidate& c) -> Result<Program> {
+    Program base = captured.Clone();
+    INTERLACE_TRY(RunUnverified(base, c.captured));
+    Result<std::vector<PassReport>> reports = RunPasses(base, between, run);
+    if (!reports.ok()) return reports.error();
+    return base;
+  };
+  INTERLACE_TRY(Choose(all, costs, search.slack, [&](const Candidate& c) -> Result<Program> {
+    INTERLACE_ASSIGN(Program made, base_of(c));
+    INTERLACE_TRY(RunUnverified(made, c.passes));
+    return made;
+  }));
   all.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  all.front = FrontOf(std::move(candidates));
-  all.chosen = PickFromFront(all.front, costs.limit, search.slack);
   INTERLACE_TRY(CheckFits(all, costs, options));
   const Candidate& chosen = all.front[all.chosen];
-  Program out = captured.Clone();
-  INTERLACE_TRY(RunText(out, chosen.captured));
-  Result<std::vector<PassReport>> reports = RunPasses(out, between, run);
-  if (!reports.ok()) return reports.error();
+  INTERLACE_ASSIGN(Program out, base_of(chosen));
   INTERLACE_ASSIGN(all.without, WithoutEach(out, costs, chosen));
   for (auto [pass, without] :
        {std::pair{"recompute", "nothing recomputed"}, std::pair{"interleave", "one micro-batch after the other"}}) {
@@ -272,7 +267,7 @@ Result<SearchResult> SearchCaptured(const Program& captured, const std::vector<P
       break;
     }
   }
-  INTERLACE_TRY(RunText(out, chosen.passes));
+  INTERLACE_TRY(RunUnverified(out, chosen.passes));
   WriteMeta(out, all, costs);
   program = std::move(out);
   return all;
@@ -287,7 +282,7 @@ Result<bool> Search(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));
   INTERLACE_TRY(CheckFits(found, costs, options));
   INTERLACE_ASSIGN(found.without, WithoutEach(program, costs, found.front[found.chosen]));
-  INTERLACE_TRY(RunText(program, found.front[found.chosen].passes));
+  INTERLACE_TRY(RunUnverified(program, found.front[found.chosen].passes));
   WriteMeta(program, found, costs);
   return true;
 }

@@ -12,12 +12,14 @@
 
 #include <cstdint>
 
+#include "ir/memory_plan.h"
+
 namespace interlace {
 
 class PageHeap {
  public:
-  static constexpr int64_t kPage = 4096;
-  static constexpr int64_t kLeast = 16 * kPage;  // bytes; smaller blocks waste too much of their last page
+  static constexpr int64_t kPage = kArenaPage;
+  static constexpr int64_t kLeast = kHeapLeast;  // bytes; smaller blocks waste too much of their last page
 
   // Its bytes are whatever they were. Throws when there is no memory. The context is the memory itself.
   static c10::DataPtr Allocate(int64_t bytes);

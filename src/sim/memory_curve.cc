@@ -7,6 +7,7 @@
 
 #include "base/sort.h"
 #include "ir/liveness.h"
+#include "ir/memory_plan.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "sim/critical_path.h"
@@ -123,6 +124,32 @@ Result<int64_t> PeakBytes(const Lowered& lowered) {
     for (int64_t bytes : at_op) peak = std::max(peak, bytes);
   }
   return peak;
+}
+
+Result<int64_t> PlacedBytes(const Lowered& lowered) {
+  const Program& program = *lowered.program;
+  Binding ranks;  // any rank: all have the same sizes
+  for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
+  INTERLACE_ASSIGN(const Program bound, Bind(program, ranks));
+  MemoryPlanOptions known;
+  known.workspace.resize(program.phases.size());
+  bool any = false;
+  for (size_t p = 0; p < lowered.phases.size(); ++p) {
+    std::vector<int64_t>& inside = known.workspace[lowered.phases[p] - program.phases.data()];
+    for (const LoweredOp& op : lowered.ops[p]) {
+      inside.push_back(op.transient_bytes);
+      any = any || op.transient_bytes > 0;
+    }
+  }
+  INTERLACE_ASSIGN(const MemoryPlan first, PlanMemory(bound));
+  int64_t taken = first.taken_bytes;
+  if (any) {
+    INTERLACE_ASSIGN(const MemoryPlan learned, PlanMemory(bound, known));
+    taken = std::max(taken, learned.taken_bytes);
+  }
+  INTERLACE_ASSIGN(int64_t bytes, PersistentBytes(program, ComputeResidency(program)));
+  INTERLACE_TRY(AddBytes(bytes, taken));
+  return bytes;
 }
 
 Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {

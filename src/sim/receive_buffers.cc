@@ -6,19 +6,17 @@
 
 namespace interlace {
 
-std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Lowered& lowered) {
-  const Program& program = *lowered.program;
+std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Program& program, const std::vector<const Phase*>& phases) {
   if (std::all_of(program.mesh.begin(), program.mesh.end(), [](const Axis& axis) { return axis.size == 1; })) return {};
   MemoryPlanOptions options;
   options.pack = false;
   const Result<MemoryPlan> plan = PlanMemory(program, options);
   if (!plan.ok()) return {};  // sizes that do not fit are reported by whoever adds them up
   std::vector<std::vector<int64_t>> out;
-  for (const auto& ops : lowered.ops) out.emplace_back(ops.size(), 0);
+  for (const Phase* phase : phases) out.emplace_back(phase->ops.size(), 0);
   for (const PlanVariant& v : plan->variants) {
-    const auto phase =
-        static_cast<size_t>(std::find(lowered.phases.begin(), lowered.phases.end(), v.phase) - lowered.phases.begin());
-    if (phase == lowered.phases.size()) continue;
+    const auto phase = static_cast<size_t>(std::find(phases.begin(), phases.end(), v.phase) - phases.begin());
+    if (phase == phases.size()) continue;
     const auto count = static_cast<int32_t>(out[phase].size());
     std::vector<int64_t> change(static_cast<size_t>(count) + 1, 0);
     for (size_t b = 0; b < plan->blocks.size(); ++b) {

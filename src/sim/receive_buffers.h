@@ -5,11 +5,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "sim/lowered.h"
+#include "ir/program.h"
 
 namespace interlace {
 
-// By distinct phase and place of the op: bytes of the buffers that live while it runs; empty without such reductions.
-std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Lowered& program);
+// By phase, of those of the program that are given, and place of the op: bytes of the buffers that live while it runs;
+// empty without such reductions.
+std::vector<std::vector<int64_t>> ReceiveBytesAtOps(const Program& program, const std::vector<const Phase*>& phases);
 
 }  // namespace interlace

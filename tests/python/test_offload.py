@@ -78,6 +78,24 @@ def test_a_limit_changes_no_bit_and_is_kept(tmp_path: Path, unlimited: Any, perc
     assert not glob.glob(str(tmp_path / "*.data")), "the tier's file goes with the run"
 
 
+@pytest.mark.parametrize("passes", [["overlap_update", "offload(cluster={cluster},limit={limit})"], None])
+def test_above_a_limit_that_trains_all_do(tmp_path: Path, unlimited: Any, passes: Any) -> None:
+    """None: the search of the default schedule. What lives may come close to the limit, what a rank takes stays within it."""
+    peak, trained = unlimited[2], 0
+    for thousandth in range(300, 1061, 76 if passes is None else 38):
+        limit = peak * thousandth // 1000
+        schedule = "auto" if passes is None else [(0, passes)]
+        try:
+            trainer = compiled([], tmp_path, schedule=schedule, memory_limit=limit)
+        except interlace.InterlaceError as e:
+            assert trained == 0, f"{limit} bytes are refused, fewer were not: {e}"
+            continue
+        trained += 1
+        assert trainer._programs.needed_bytes(trainer._ir) <= limit
+        trainer.close()
+    assert trained >= 8
+
+
 @pytest.mark.parametrize(
     "passes", [["offload_sync(cluster={cluster})"], ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"]]
 )
