@@ -14,6 +14,9 @@
 namespace interlace {
 namespace {
 
+// Gradients that may wait for their reductions in buffers of their own while every rank holds all sums.
+constexpr int64_t kUnderWayBytes = int64_t{8} << 20;
+
 // The gradient of a parameter in one more micro-batch of the run.
 struct MoreGradient {
   ValueId value = kNone;
@@ -248,8 +251,10 @@ class Placer {
 
   // Whether the reduction may start while others are under way: those of small parameters of the same module, together
   // at most an eighth of the first. So one large gradient is held while the next is made, and the reduction of a bias
-  // does not wait for the one of its weight, which then would have nothing to hide behind.
+  // does not wait for the one of its weight, which then would have nothing to hide behind. Where every rank ends
+  // with all sums, a few MiB more are little, and each large gradient would wait for the one before it otherwise.
   bool RidesAlong(const Gradient& gradient, const Gradient& first, int64_t in_flight) const {
+    if (whole_ && in_flight + FlatBytes(gradient) <= kUnderWayBytes) return true;
     const auto module = [&](const Gradient& of) {
       const std::string_view name = ParamOf(of).name;
       return name.substr(0, std::min(name.rfind('.'), name.size()));

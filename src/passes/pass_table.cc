@@ -30,12 +30,13 @@ std::span<const PassInfo> PassTable() {
   using enum OptionKind;
   static const OptionInfo kAxis = {"axis", kName, "dp", "mesh axis that the ranks form"};
   static const OptionInfo kRanks = {"ranks", kCount, "", "size of the axis", {}, 1};
-  static const OptionInfo kWait = {
-      "wait",
-      kChoice,
-      "next",
-      "wait for a reduce-scatter before the next one starts (a bias rides along with its weight), or at once",
-      {"next", "now"}};
+  static const OptionInfo kWait = {"wait",
+                                   kChoice,
+                                   "next",
+                                   "wait for a reduce-scatter before the next one starts (a bias rides along with its "
+                                   "weight; replicate: before more "
+                                   "than 8 MiB of gradients are under way), or at once",
+                                   {"next", "now"}};
   static const std::vector<PassInfo> table = {
       {"canonicalize",
        "views become views of their storage, dead and repeated ops go, identities vanish",

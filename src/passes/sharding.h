@@ -4,7 +4,7 @@
 //   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]}   (zeroes
 //   padding) %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...) %r:
 //   f32[shard] into %grad+0 = reduce.start(%g)
-//   ... until just before the next reduce.start; those of an eighth in all ride along ...
+//   ... until just before the next reduce.start (those of an eighth in all ride along; replicate: 8 MiB in all) ...
 //   reduce.wait(%r)    release(%g)
 // A gradient that is narrower than its parameter (see precision.h) is reduced as it is and widened into the state:
 //   %r: bf16[shard] = reduce.start(%g)   ...   reduce.wait(%r)   release(%g)   %p: f32[shard] into %grad+0 = copy(%r)

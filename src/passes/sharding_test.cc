@@ -144,6 +144,26 @@ TEST(Sharding, AGradientUsedLaterKeepsItsBufferUntilThen) {
   }
 }
 
+TEST(Sharding, ReplicateHoldsEightMiBOfReductionsUnderWay) {
+  std::string declarations = "input %0: f32[786432] \"x\"\n", ops;  // 3 MiB each
+  for (int i = 1; i <= 4; ++i) {
+    const std::string n = std::to_string(i), of = std::to_string(i + 4);
+    declarations += "param %" + n + ": f32[786432] \"p" + n + ".weight\" trainable group 0\n";
+    ops +=
+        "  %" + of + ": f32[786432] = aten.mul.Tensor(%0, " + n + ".0) {bwd}\n  grad(%" + n + ", %" + of + ") {bwd}\n";
+  }
+  const auto order = [&](const std::string& pass) {  // s: a reduction starts, w: one is waited for
+    const std::string out = RunText(With(declarations, ops), pass);
+    std::string found;
+    for (size_t at = out.find("reduce."); at != std::string::npos; at = out.find("reduce.", at + 1)) {
+      found += out.compare(at, 12, "reduce.start") == 0 ? 's' : 'w';
+    }
+    return found;
+  };
+  EXPECT_EQ(order("replicate(ranks=2)"), "sswswsww");
+  EXPECT_EQ(order("shard(ranks=2)"), "swswswsw");
+}
+
 TEST(Sharding, AGradientWrittenInPlaceIsCopiedAsItWasAtItsMarker) {
   std::string text = With("param %0: f32[40] \"a\" trainable group 0\ninput %1: f32[40] \"x\"\n",
                           "  %2: f32[40] = aten.tanh(%1) {bwd}\n"
