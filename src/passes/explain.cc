@@ -141,7 +141,10 @@ std::string Decisions(const Program& program, const Row& chosen) {
       least = std::min(least, steps);
       most = std::max(most, steps);
     }
-    const auto show = [](double n) { return n >= 1e6 ? std::string("as early as possible") : Format("%.0f", n); };
+    const bool starts = std::string_view(name) != "reduce";
+    const auto show = [starts](double n) {
+      return n < 1e6 ? Format("%.0f", n) : std::string(starts ? "as early as possible" : "all");
+    };
     text += std::string("  ") + title + std::to_string(Count(list, ';') + 1) + " calls of " + std::to_string(units) +
             " units, " + show(least) + (most > least ? " to " + show(most) : "") + " " + what + "\n";
   }

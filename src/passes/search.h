@@ -3,7 +3,8 @@
 // Many schedules are tried, whatever the limit: heuristics as their authors describe them, a grid of bucket sizes,
 // distances and kept units (coordinate by coordinate), then moves on the transfers that hold the compute lane longest.
 // What is left is the front: no schedule that was tried is both faster and smaller. A memory limit picks from the front
-// the smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step.
+// the smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step. What is picked
+// waits for its reductions as late as costs nothing: real ranks are not equally fast at every moment.
 //
 //   front   memory  ^ \.                     the limit ......|
 //                   |   `-.__                 picked: a      v

@@ -82,6 +82,27 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
   EXPECT_GE(gains, 1) << "waiting later helps somewhere";
 }
 
+// As late as the prediction of what was chosen stays as good: real ranks are not equally fast at every moment.
+TEST(Search, WaitsForReductionsAsLateAsCostsNothing) {
+  int later = 0;
+  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Program base = Base(seed, 3, "", "reduce_last");
+    PassCosts costs = Costs(base);
+    Result<SearchResult> found = SearchSchedules(base, costs, Few());
+    ASSERT_TRUE(found.ok()) << ErrorOf(found);
+    const Candidate& chosen = found->front[found->chosen];
+    Program program = base.Clone();
+    const auto calls = ParsePipeline("search(evaluations=80,recompute=none,interleave=none)");
+    ASSERT_TRUE(RunPasses(program, *calls).ok());
+    const Verdict verdict = *Judge(program, costs);
+    EXPECT_LE(verdict.time_ps, chosen.time_ps);
+    EXPECT_LE(verdict.bytes, chosen.bytes);
+    later += program.Meta("search.chosen")->find(chosen.passes) == std::string::npos;
+  }
+  EXPECT_GE(later, 1);
+}
+
 TEST(Search, NeverWorseThanWhatItStartsFrom) {
   for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
