@@ -27,7 +27,7 @@ struct Uses {
   bool restless = false;  // a transfer of it goes on into another phase
 };
 
-struct Candidate {
+struct HostStep {
   OpId update = kNone;
   UnitId unit = kNone;
   Spot spot;
@@ -46,10 +46,10 @@ class HostSteps {
     }
     for (const State& state : program.states) states_[state.value] = &state;
     ReadUses();
-    for (Candidate& c : candidates_) c.why_not = WhyNot(c);
+    for (HostStep& c : candidates_) c.why_not = WhyNot(c);
   }
 
-  const std::vector<Candidate>& all() const { return candidates_; }
+  const std::vector<HostStep>& all() const { return candidates_; }
   const Uses& UsesOf(ValueId root) const {
     static const Uses none{};
     const auto found = uses_.find(root);
@@ -126,7 +126,7 @@ class HostSteps {
 
   bool Repeated(const std::optional<Spot>& spot) const { return spot && repeated_[static_cast<size_t>(spot->phase)]; }
 
-  std::string WhyNot(Candidate& c) {
+  std::string WhyNot(HostStep& c) {
     const Op& op = program_.op(c.update);
     const bool pending = IsPending(op);
     if (StepsOnHost(op)) return "it is made on the host already";
@@ -174,7 +174,7 @@ class HostSteps {
   std::unordered_map<ValueId, const State*> states_;
   std::unordered_map<ValueId, Uses> uses_;
   std::unordered_set<ValueId> moves_;
-  std::vector<Candidate> candidates_;
+  std::vector<HostStep> candidates_;
 };
 
 // Ops that go in, phase by phase.
@@ -207,25 +207,25 @@ class Inserter {
   std::map<int32_t, PhaseEditor> editors_;
 };
 
-Status Apply(Program& program, const HostSteps& steps, std::vector<const Candidate*> chosen) {
+Status Apply(Program& program, const HostSteps& steps, std::vector<const HostStep*> chosen) {
   Inserter in(program, steps);
   // The updates: pending ones at the head of the step, in the order of need; the others wait for their gradient, and in
   // a micro-batch stand where the next one was, so that the copy has time.
-  const auto need = [&](const Candidate* c) {
+  const auto need = [&](const HostStep* c) {
     const Uses& uses = steps.UsesOf(c->weights);
     return uses.first ? uses.first->line : INT32_MAX;
   };
-  std::map<int32_t, std::vector<const Candidate*>> by_phase;
-  for (const Candidate* c : chosen) by_phase[c->spot.phase].push_back(c);
+  std::map<int32_t, std::vector<const HostStep*>> by_phase;
+  for (const HostStep* c : chosen) by_phase[c->spot.phase].push_back(c);
   for (auto& [phase, list] : by_phase) {
     PhaseEditor& editor = in.Of(phase);
     const bool pending = IsPending(program.op(list[0]->update));
-    std::stable_sort(list.begin(), list.end(), [&](const Candidate* a, const Candidate* b) {
+    std::stable_sort(list.begin(), list.end(), [&](const HostStep* a, const HostStep* b) {
       return pending ? need(a) < need(b) : a->spot.line < b->spot.line;
     });
     const bool streams = !pending && steps.phase(phase).name != "update";
     for (size_t k = 0; k < list.size(); ++k) {
-      const Candidate& c = *list[k];
+      const HostStep& c = *list[k];
       program.op(c.update).lane = Lane::kHost;
       std::vector<OpId> ops;
       if (!pending) ops.push_back(in.Move("offload.wait", c.grad, c.unit, Part::kUpdate));
@@ -246,9 +246,9 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
   }
   // The weights: here from before their first use to their last. The copy starts one unit ahead.
   std::stable_sort(chosen.begin(), chosen.end(),
-                   [&](const Candidate* a, const Candidate* b) { return need(a) < need(b); });
+                   [&](const HostStep* a, const HostStep* b) { return need(a) < need(b); });
   std::optional<Spot> before;
-  for (const Candidate* c : chosen) {
+  for (const HostStep* c : chosen) {
     const Uses& uses = steps.UsesOf(c->weights);
     if (!uses.first) continue;
     const bool same = before && before->phase == uses.first->phase;
@@ -256,7 +256,7 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
     in.Of(start.phase).Before(start.index, in.Move("reload.start", c->weights, c->unit, in.PartAt(*uses.first)));
     before = uses.first;
   }
-  for (const Candidate* c : chosen) {
+  for (const HostStep* c : chosen) {
     const Uses& uses = steps.UsesOf(c->weights);
     if (!uses.first) continue;
     in.Of(uses.first->phase)
@@ -266,7 +266,7 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
     editor.After(uses.last->index, in.Move("offload.wait", c->weights, c->unit, in.PartAt(*uses.last)));
   }
   // The gradients: memory from their first write on; out as soon as they are whole.
-  for (const Candidate* c : chosen) {
+  for (const HostStep* c : chosen) {
     const Uses& uses = steps.UsesOf(c->grad);
     if (program.value(c->grad).kind == ValueKind::kState) {
       const Part part = in.PartAt(*uses.first);
@@ -287,7 +287,7 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const Candida
   }
   in.Finish();
   for (State& state : program.states) {
-    for (const Candidate* c : chosen) {
+    for (const HostStep* c : chosen) {
       const bool its = state.value == c->weights || state.value == c->grad ||
                        std::find(c->states.begin(), c->states.end(), state.value) != c->states.end();
       state.out = state.out || its;
@@ -310,7 +310,7 @@ Result<std::vector<HostUnit>> HostUnits(const Program& program) {
   INTERLACE_TRY(CheckLevel(program));
   const HostSteps steps(program);
   std::vector<std::pair<int32_t, HostUnit>> found;
-  for (const Candidate& c : steps.all()) {
+  for (const HostStep& c : steps.all()) {
     if (!c.why_not.empty()) continue;
     HostUnit unit{c.unit, 0};
     for (ValueId id : c.states) {
@@ -344,10 +344,10 @@ std::vector<UnitId> LastUnits(const std::vector<HostUnit>& units, double share) 
 Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
   INTERLACE_TRY(CheckLevel(program));
   const HostSteps steps(program);
-  std::vector<const Candidate*> chosen;
+  std::vector<const HostStep*> chosen;
   for (UnitId unit : units) {
     const auto found =
-        std::find_if(steps.all().begin(), steps.all().end(), [&](const Candidate& c) { return c.unit == unit; });
+        std::find_if(steps.all().begin(), steps.all().end(), [&](const HostStep& c) { return c.unit == unit; });
     if (found == steps.all().end()) return MakeError("u", unit, " has no optimizer step");
     if (!found->why_not.empty())
       return MakeError("the optimizer step of u", unit, " cannot be made on the host: ", found->why_not);
@@ -355,7 +355,7 @@ Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
   }
   INTERLACE_TRY(Apply(program, steps, chosen));
   std::string text = std::to_string(chosen.size()) + " of " + std::to_string(steps.all().size()) + " units:";
-  for (const Candidate* c : chosen) text += " u" + std::to_string(c->unit);
+  for (const HostStep* c : chosen) text += " u" + std::to_string(c->unit);
   program.SetMeta("host_update", text);
   return Ok{};
 }

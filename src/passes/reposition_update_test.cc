@@ -16,7 +16,7 @@ using testing::RandomProgram;
 using testing::RunResult;
 
 // kTwoLayers after the passes.
-std::string After(const std::string& passes) {
+std::string TwoLayersAfter(const std::string& passes) {
   return RunText(std::string(kTwoLayers), passes);
 }
 
@@ -40,14 +40,14 @@ std::string Head(const std::string& text, const std::string& phase_name = "") {
 }
 
 TEST(RepositionUpdate, ShardsAreUpdatedJustBeforeTheirGather) {
-  const std::string text = After("shard(ranks=2),update(clip=1.0),reposition_update");
+  const std::string text = TwoLayersAfter("shard(ranks=2),update(clip=1.0),reposition_update");
   EXPECT_EQ(Head(text),
             "[update.sgd:u0] gather.start:u0 [update.sgd:u1] gather.start:u1 gather.wait mul.Tensor release "
             "gather.wait mul.Tensor "
             "release sum");
   EXPECT_EQ(Head(text, "update"), "norm.partial:u0:u1 all_reduce.start all_reduce.wait norm.coef")
       << "the norm is of the step that ends";
-  EXPECT_EQ(Head(After("shard(ranks=2,ahead=0),update,reposition_update")),
+  EXPECT_EQ(Head(TwoLayersAfter("shard(ranks=2,ahead=0),update,reposition_update")),
             "[update.sgd:u0] gather.start:u0 gather.wait mul.Tensor release [update.sgd:u1] gather.start:u1 "
             "gather.wait mul.Tensor "
             "release sum")
@@ -56,33 +56,33 @@ TEST(RepositionUpdate, ShardsAreUpdatedJustBeforeTheirGather) {
 
 TEST(RepositionUpdate, AShareOfTheUpdatesIsSpreadOverTheUnits) {
   const std::string half = "shard(ranks=2),update,reposition_update(share=0.5)";
-  EXPECT_EQ(Head(After(half)),
+  EXPECT_EQ(Head(TwoLayersAfter(half)),
             "[update.sgd:u0] gather.start:u0 gather.start:u1 gather.wait mul.Tensor release gather.wait mul.Tensor "
             "release sum");
-  EXPECT_EQ(Head(After(half), "update"), "update.sgd:u1");
-  const std::string both = After(half + ",overlap_update");
+  EXPECT_EQ(Head(TwoLayersAfter(half), "update"), "update.sgd:u1");
+  const std::string both = TwoLayersAfter(half + ",overlap_update");
   EXPECT_EQ(Head(both, "update"), "") << "the other one stands where its gradient is complete";
-  EXPECT_EQ(Head(both), Head(After(half)));
-  EXPECT_EQ(After("shard(ranks=2),update,reposition_update(share=1.5)"),
+  EXPECT_EQ(Head(both), Head(TwoLayersAfter(half)));
+  EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,reposition_update(share=1.5)"),
             "error: pass 'reposition_update': option share: 1.5 is more than all; give 0 to 1");
-  EXPECT_EQ(After("shard(ranks=2),update,reposition_update(share=0)"), After("shard(ranks=2),update"));
+  EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,reposition_update(share=0)"), TwoLayersAfter("shard(ranks=2),update"));
 }
 
 TEST(RepositionUpdate, WholeParametersAreGatheredAfterTheirPartWasUpdated) {
   const std::string before = "zero1(ranks=2),update,reposition_update";
-  EXPECT_EQ(Head(After(before)),
+  EXPECT_EQ(Head(TwoLayersAfter(before)),
             "[update.sgd:u0] [gather.start:u0] [update.sgd:u1] [gather.start:u1] [gather.wait] mul.Tensor "
             "[gather.wait] mul.Tensor sum");
-  EXPECT_EQ(Head(After(before + "(ahead=0)")),
+  EXPECT_EQ(Head(TwoLayersAfter(before + "(ahead=0)")),
             "[update.sgd:u0] [gather.start:u0] [gather.wait] mul.Tensor [update.sgd:u1] [gather.start:u1] "
             "[gather.wait] mul.Tensor sum");
-  EXPECT_EQ(Head(After("replicate(ranks=2),update,reposition_update")),
+  EXPECT_EQ(Head(TwoLayersAfter("replicate(ranks=2),update,reposition_update")),
             "[update.sgd:u0] mul.Tensor [update.sgd:u1] mul.Tensor sum");
 }
 
 TEST(RepositionUpdate, OnlyTheFirstMicroBatchChanges) {
   const std::string passes = "shard(ranks=2),accumulate(steps=3),update(clip=1.0)";
-  const std::string plain = After(passes), moved = After(passes + ",reposition_update");
+  const std::string plain = TwoLayersAfter(passes), moved = TwoLayersAfter(passes + ",reposition_update");
   EXPECT_EQ(Head(moved, "micro_batch.first").substr(0, 50), "[update.sgd:u0] gather.start:u0 [update.sgd:u1] ga");
   EXPECT_EQ(Head(moved, "micro_batch.middle"), Head(plain, "micro_batch.middle"));
   EXPECT_EQ(Head(moved, "micro_batch.last"), Head(plain, "micro_batch.last"));
@@ -127,21 +127,21 @@ phase update takes () gives () {
 }
 
 TEST(RepositionUpdate, WhatItCannotBeCombinedWithSaysWhy) {
-  EXPECT_EQ(After("reposition_update"),
+  EXPECT_EQ(TwoLayersAfter("reposition_update"),
             "error: pass 'reposition_update': the program has no optimizer step; run shard, replicate or zero1, and "
             "update, before "
             "reposition_update");
-  EXPECT_EQ(After("shard(ranks=2),update,overlap_update,reposition_update"),
+  EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,overlap_update,reposition_update"),
             "error: pass 'reposition_update': overlap_update has put optimizer steps into the phase micro_batch, where "
             "their gradients are "
             "complete; use overlap_update or reposition_update");
-  EXPECT_EQ(After("shard(ranks=2),update,offload_sync(kinds=states,cluster=local-2),reposition_update"),
+  EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,offload_sync(kinds=states,cluster=local-2),reposition_update"),
             "error: pass 'reposition_update': offload has planned its copies around the optimizer step where it is; "
             "run reposition_update "
             "before offload");
   for (const std::string pass : {"prefetch", "reorder", "unshard", "search"}) {
     EXPECT_EQ(
-        After("shard(ranks=2),update,reposition_update," + pass),
+        TwoLayersAfter("shard(ranks=2),update,reposition_update," + pass),
         "error: pass '" + pass +
             "': the optimizer step of each unit stands just before the unit's first use (reposition_update), and " +
             pass + " does not keep that order; run reposition_update after " + pass);
@@ -150,7 +150,7 @@ TEST(RepositionUpdate, WhatItCannotBeCombinedWithSaysWhy) {
 
 // The first line of what the verifier says when a text of the program is changed.
 std::string Violation(const std::string& passes, const std::string& from, const std::string& to) {
-  std::string text = After(passes + ",update(clip=1.0),reposition_update");
+  std::string text = TwoLayersAfter(passes + ",update(clip=1.0),reposition_update");
   const size_t at = text.find(from);
   if (at == std::string::npos) return "no '" + from + "' in\n" + text;
   text.replace(at, from.size(), to);
@@ -237,7 +237,7 @@ TEST(RepositionUpdate, ANormThatIsNotFiniteLeavesNothingPending) {
   run.steps = 2;
   run.params["net.a.w"] = std::vector<double>(64, 1e30);
   run.params["net.b.w"] = std::vector<double>(64, 1e30);
-  Result<Program> program = Parse(After("shard(ranks=2),update(clip=1.0),reposition_update"), "moved");
+  Result<Program> program = Parse(TwoLayersAfter("shard(ranks=2),update(clip=1.0),reposition_update"), "moved");
   ASSERT_TRUE(program.ok());
   Result<RunResult> result = Interpret(*program, run);
   ASSERT_TRUE(result.ok()) << result.error().ToString();

@@ -20,7 +20,7 @@ struct Change {
   int64_t bytes = 0;
 };
 
-struct Candidate {
+struct KeptUnit {
   UnitId unit = kNone;
   int64_t bytes = 0;
   int64_t time_ps = 0;
@@ -48,12 +48,12 @@ class UnshardPlan {
 
   // By time saved per byte held, while the peak stays under `limit`.
   std::vector<UnitId> Choose(int64_t limit) {
-    StableSort(candidates_, [](const Candidate& a, const Candidate& b) {
+    StableSort(candidates_, [](const KeptUnit& a, const KeptUnit& b) {
       return static_cast<double>(a.time_ps) / static_cast<double>(a.bytes) >
              static_cast<double>(b.time_ps) / static_cast<double>(b.bytes);
     });
     std::vector<UnitId> taken;
-    for (const Candidate& candidate : candidates_) {
+    for (const KeptUnit& candidate : candidates_) {
       Apply(candidate, 1);
       if (Peak() < limit) {
         taken.push_back(candidate.unit);
@@ -68,7 +68,7 @@ class UnshardPlan {
  private:
   Status Add(UnitId id) {
     const Unit& unit = program_.units[id];
-    Candidate candidate;
+    KeptUnit candidate;
     candidate.unit = id;
     candidate.bytes = unit.numel * DTypeBytes(unit.dtype);
     INTERLACE_ASSIGN(OpCost cost, model_.CollectiveCost(CollectiveKind::kGather, unit.axis,
@@ -96,7 +96,7 @@ class UnshardPlan {
       for (size_t k = 0; k < op.units.size(); ++k) {
         auto found = of_unit.find(op.units[k]);
         if (found == of_unit.end() || program_.RootOf(op.results[k]) != op.results[k]) continue;
-        Candidate& candidate = candidates_[found->second];
+        KeptUnit& candidate = candidates_[found->second];
         const StorageLife& life = *lives.at(op.results[k]);
         candidate.changes.push_back({p, life.first, std::min(life.last, end - 1), -life.bytes});
         candidate.bytes = life.bytes;
@@ -112,13 +112,13 @@ class UnshardPlan {
     }
     for (const auto& [unit, span] : spans) {
       const int32_t from = first_phase ? span.first : 0, to = last_phase ? std::min(span.second, end - 1) : end - 1;
-      Candidate& candidate = candidates_[of_unit.at(unit)];
+      KeptUnit& candidate = candidates_[of_unit.at(unit)];
       candidate.changes.push_back({p, from, to, candidate.bytes});
     }
     return Ok{};
   }
 
-  void Apply(const Candidate& candidate, int64_t sign) {
+  void Apply(const KeptUnit& candidate, int64_t sign) {
     for (const Change& change : candidate.changes) {
       std::vector<int64_t>& at = memory_[change.phase];
       for (int32_t i = change.first; i <= change.last; ++i) at[i] += sign * change.bytes;
@@ -135,7 +135,7 @@ class UnshardPlan {
 
   Program& program_;
   CostModel& model_;
-  std::vector<Candidate> candidates_;
+  std::vector<KeptUnit> candidates_;
   std::vector<std::vector<int64_t>> memory_;  // P(o) by phase and place, with what was taken so far
 };
 

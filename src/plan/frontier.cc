@@ -139,28 +139,28 @@ bool MayFit(const StageSums& sums, const StageModel::State& state, int32_t layer
 }
 
 // One of PartsOf that may fit, and its times with nothing offloaded and as little recomputed as the space allows.
-struct Unit {
+struct FittingPart {
   int32_t part;
   StageSums sums;
   double stable_us, total_us;
 };
 
-std::vector<Unit> UnitsOf(const StageModel::State& state, const StageKey& key, double longest_us) {
-  std::vector<Unit> units;
-  if (key.layers < 1) return units;
+std::vector<FittingPart> FittingParts(const StageModel::State& state, const StageKey& key, double longest_us) {
+  std::vector<FittingPart> fitting;
+  if (key.layers < 1) return fitting;
   Lanes lanes;
   lanes.count = 1;
   lanes.layers[0] = key.layers, lanes.in_flight[0] = key.in_flight;
   lanes.full[0] = state.options.only_full ? key.layers : 0;
   lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
   for (int32_t part : PartsOf(state, key)) {
-    Unit unit{part, SumsOf(state.parts[part], key.embedding, key.head), 0, 0};
-    EvaluateLanes(unit.sums, lanes, Wanted::kTimes);
-    unit.stable_us = lanes.stable_us[0], unit.total_us = lanes.total_us[0];
-    if (unit.stable_us > longest_us || !MayFit(unit.sums, state, key.layers, key.in_flight)) continue;
-    units.push_back(std::move(unit));
+    FittingPart fit{part, SumsOf(state.parts[part], key.embedding, key.head), 0, 0};
+    EvaluateLanes(fit.sums, lanes, Wanted::kTimes);
+    fit.stable_us = lanes.stable_us[0], fit.total_us = lanes.total_us[0];
+    if (fit.stable_us > longest_us || !MayFit(fit.sums, state, key.layers, key.in_flight)) continue;
+    fitting.push_back(std::move(fit));
   }
-  return units;
+  return fitting;
 }
 
 }  // namespace
@@ -193,38 +193,38 @@ void StageModel::BoundsOf(const StageKey& key, std::span<Bound> bounds) const {
 
 Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
   const StageOptions& options = state_->options;
-  std::vector<Unit> units = UnitsOf(*state_, key, longest_us);
+  std::vector<FittingPart> fitting = FittingParts(*state_, key, longest_us);
   const double steps = key.micro_batches;
-  std::sort(units.begin(), units.end(), [&](const Unit& a, const Unit& b) {
+  std::sort(fitting.begin(), fitting.end(), [&](const FittingPart& a, const FittingPart& b) {
     const double x = steps * a.stable_us + a.total_us, y = steps * b.stable_us + b.total_us;
     return x != y ? x < y : a.part < b.part;
   });
 
   Pareto best(longest_us);
   struct Later {
-    const Unit* unit;
+    const FittingPart* fit;
     Recompute counts;
     OffloadRegion region;
   };
   std::vector<Later> later;
   std::map<std::pair<int32_t, int32_t>, std::vector<Recompute>> choices;  // by (b, tp)
-  for (const Unit& unit : units) {
-    if (best.Beats(unit.stable_us, unit.total_us)) continue;
-    const StageParts& parts = state_->parts[unit.part];
+  for (const FittingPart& fit : fitting) {
+    if (best.Beats(fit.stable_us, fit.total_us)) continue;
+    const StageParts& parts = state_->parts[fit.part];
     auto [at, added] = choices.try_emplace({parts.micro_batch, parts.tp});
-    if (added) at->second = RecomputeChoices(unit.sums.layer[1].cost, key.layers, options);
-    Trial trial(unit.sums, key, unit.part, best);
+    if (added) at->second = RecomputeChoices(fit.sums.layer[1].cost, key.layers, options);
+    Trial trial(fit.sums, key, fit.part, best);
     trial.limit = options.device_bytes, trial.host = state_->host_share;
     for (const Recompute& counts : at->second) {
       OffloadRegion region =
-          RegionOf(unit.sums, options, state_->host_share, key.layers, counts.full, counts.selective, key.in_flight);
+          RegionOf(fit.sums, options, state_->host_share, key.layers, counts.full, counts.selective, key.in_flight);
       if (region.rows.empty()) {
         trial.Try(counts, {});
         break;
       }
       if (!options.ratios.empty()) {
         trial.Flush();
-        if (!Beaten(best, unit.sums, region, key.layers, counts)) {
+        if (!Beaten(best, fit.sums, region, key.layers, counts)) {
           OnGrid(options.ratios, region, [&](const Ratios& x) { trial.Try(counts, x); });
         }
         continue;
@@ -234,17 +234,17 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
         trial.Try(counts, x);
         any = true;
       });
-      if (any) later.push_back({&unit, counts, std::move(region)});
+      if (any) later.push_back({&fit, counts, std::move(region)});
     }
     trial.Flush();
   }
   const IsBeaten beaten = [&best](double stable_us, double total_us) { return best.Beats(stable_us, total_us); };
   for (const Later& l : later) {
-    if (Beaten(best, l.unit->sums, l.region, key.layers, l.counts)) continue;
-    Trial trial(l.unit->sums, key, l.unit->part, best);
+    if (Beaten(best, l.fit->sums, l.region, key.layers, l.counts)) continue;
+    Trial trial(l.fit->sums, key, l.fit->part, best);
     trial.limit = options.device_bytes, trial.host = state_->host_share;
     for (const TradeOff& edge :
-         TraceOffload(l.unit->sums, l.region, key.layers, l.counts.full, l.counts.selective, beaten)) {
+         TraceOffload(l.fit->sums, l.region, key.layers, l.counts.full, l.counts.selective, beaten)) {
       Along(edge, [&](const Ratios& x) { trial.Try(l.counts, x); });
     }
     trial.Flush();

@@ -8,7 +8,7 @@
 namespace interlace::plan {
 namespace {
 
-constexpr double kNone = std::numeric_limits<double>::infinity();
+constexpr double kNoBound = std::numeric_limits<double>::infinity();
 constexpr int kSteps = 24;       // of prices for one limit
 constexpr double kWidth = 0.01;  // of an interval of limits
 
@@ -50,14 +50,14 @@ class Prices {
     for (int which = 0; which < kStageClasses; ++which) {
       const double count = which == kMiddle ? middle_ : 1;
       if (count == 0) continue;
-      double best = kNone;
+      double best = kNoBound;
       const Item* chosen = nullptr;
       for (const Item& item : items_[which]) {
         if (item.us > limit) break;
         const double cost = item.us - x_ * item.blocks + y_ * item.devices;
         if (cost < best) best = cost, chosen = &item;
       }
-      if (chosen == nullptr) return kNone;  // there is no such stage
+      if (chosen == nullptr) return kNoBound;  // there is no such stage
       sum += count * best;
       blocks += count * chosen->blocks, devices += count * chosen->devices;
     }
@@ -79,18 +79,18 @@ double PairBounds::LeastUs(const InterStageProblem& p) {
 
 bool PairBounds::NoneBeats(const InterStageProblem& p, double cutoff_us) {
   const double least_us = Work(p) * p.layers / p.devices;  // of the longest t
-  if (p.stages < 2 || !(cutoff_us < kNone) || !(least_us > 0)) return false;
+  if (p.stages < 2 || !(cutoff_us < kNoBound) || !(least_us > 0)) return false;
   std::array<std::vector<Item>, kStageClasses> items;
   const int32_t most = std::min(p.most_layers, p.layers - (p.stages - 1) * p.fewest_layers);
   for (int which = 0; which < kStageClasses; ++which) {
     for (int32_t count : p.counts) {
       for (int32_t l = p.fewest_layers; l <= most; ++l) {
-        double us = kNone;
+        double us = kNoBound;
         for (const FrontierPoint& point :
              frontiers_.Of({l, which == kFirst, which == kLast, count, p.micro_batches, 1})) {
           us = std::min(us, point.cost.stable_us);
         }
-        if (us < kNone)
+        if (us < kNoBound)
           items[which].push_back({us, static_cast<double>(l) / p.layers, static_cast<double>(count) / p.devices});
       }
     }
@@ -105,13 +105,13 @@ bool PairBounds::NoneBeats(const InterStageProblem& p, double cutoff_us) {
 }
 
 double PairBounds::Work(const InterStageProblem& p) {
-  double work = kNone;
+  double work = kNoBound;
   for (int32_t count : p.counts) work = std::min(work, Work(p.layers, p.micro_batches, count));
   return work;
 }
 
 double PairBounds::Work(int32_t blocks, int32_t micro_batches, int32_t devices) {
-  auto [at, added] = work_.try_emplace({micro_batches, devices}, kNone);
+  auto [at, added] = work_.try_emplace({micro_batches, devices}, kNoBound);
   for (int ends = 0; ends < 4 && added; ++ends) {
     for (int32_t l = 1; l <= blocks; ++l) {
       for (const FrontierPoint& point :
