@@ -248,7 +248,8 @@ Result<Plan> Executor::BuildPhase(const Phase& phase, const std::vector<at::Tens
                              .bank = bank_.get(),
                              .dies_here = {},
                              .types_checked = plans_made_ > 0,
-                             .receive_buffer = {}};
+                             .receive_buffer = {},
+                             .on_heap = on_heap_};
   return BuildPlan(context, phase, keep_operands, receive_buffers);
 }
 

@@ -110,6 +110,7 @@ struct BuildContext {
   std::function<bool(ValueId)> dies_here;  // this op is the last to use the value, and its slot may be moved from
   bool types_checked = false;              // a step has shown that operators give the types that the program says
   at::Tensor receive_buffer;               // of this op, a reduction; undefined: the transport has its own
+  bool on_heap = false;                    // a reduction receives into a buffer that goes with its wait
   bool is_fixed(ValueId id) const { return fixed[id].defined(); }
   // The op writes to a place that is there already: `into` another value, or the value's own in the arena.
   bool has_place(ValueId id) const { return program.value(id).placed || (program.RootOf(id) == id && is_fixed(id)); }

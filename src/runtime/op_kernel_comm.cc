@@ -1,6 +1,8 @@
 // Kernels of the collectives. On an axis of one rank nothing is sent: results alias their sources where that is safe.
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty.h>
 
+#include "ir/memory_plan.h"
 #include "runtime/op_kernel.h"
 
 namespace interlace {
@@ -32,6 +34,12 @@ struct StartKernel final : KernelData {
   std::vector<Item> items;
   std::string label;
   at::Tensor receive_buffer;
+  // > 0: not into a buffer that the transport keeps for the next one, which lives longer than the memory plan says.
+  int64_t receive_bytes = 0;
+
+  void OfferReceiveBuffer() const {
+    comm->OfferReceiveBuffer(receive_bytes > 0 ? at::empty({receive_bytes}, at::kByte) : receive_buffer);
+  }
 
   at::Tensor ResultOf(Frame& frame, const Item& item) const {
     return item.placed ? item.target.Get(frame) : Allocate(*item.geometry, frame.device, false);
@@ -50,7 +58,7 @@ struct StartKernel final : KernelData {
         frame.slots[item.result] = std::move(out);
       }
       if (comm == nullptr) return;
-      if (items.size() == 1) comm->OfferReceiveBuffer(receive_buffer);
+      if (items.size() == 1) OfferReceiveBuffer();
       for (const Item& item : items) {
         frame.transfer_of[item.result] = Record(frame, comm, comm->StartAllReduce(frame.slots[item.result], label));
       }
@@ -64,7 +72,7 @@ struct StartKernel final : KernelData {
       results.push_back(ResultOf(frame, item));
       frame.slots[item.result] = results.back();
     }
-    if (collective == Collective::kReduce) comm->OfferReceiveBuffer(receive_buffer);
+    if (collective == Collective::kReduce) OfferReceiveBuffer();
     Result<Ticket> ticket = collective == Collective::kGather
                                 ? comm->StartGather(std::move(sources), std::move(results), label)
                                 : comm->StartReduce(std::move(sources), std::move(results), label);
@@ -101,6 +109,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   }
   auto kernel = std::make_unique<StartKernel>();
   kernel->receive_buffer = context.receive_buffer;
+  if (context.on_heap) kernel->receive_bytes = ReceiveBytes(context.program, op);
   std::string axis;
   if (op.name == "gather.start" || op.name == "reduce.start") {
     kernel->collective = op.name == "gather.start" ? Collective::kGather : Collective::kReduce;
