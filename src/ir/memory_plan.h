@@ -29,10 +29,10 @@
 namespace interlace {
 
 // Pieces of the heap that programs which move storages have instead of the arena (runtime/page_heap.h): whole pages
-// from this size on, smaller ones as they are.
+// from this size on; smaller ones come from malloc, which gives an aligned block up to kArenaAlignment more.
 inline constexpr int64_t kHeapLeast = 16 * kArenaPage;  // bytes
 inline int64_t HeapBytes(int64_t bytes) {
-  return bytes < kHeapLeast ? ArenaBytes(bytes) : (bytes + kArenaPage - 1) / kArenaPage * kArenaPage;
+  return bytes < kHeapLeast ? ArenaBytes(bytes) + kArenaAlignment : (bytes + kArenaPage - 1) / kArenaPage * kArenaPage;
 }
 
 struct PlannedBlock {
