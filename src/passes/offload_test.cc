@@ -144,7 +144,7 @@ int64_t PeakOf(Program& program) {
 
 TEST(Offload, RandomProgramsKeepTheirBitsAndTheLimit) {
   int fitted = 0, cases = 0, blank = 0;
-  for (uint64_t seed = 0, end = Rounds(36); seed < end; ++seed) {
+  for (uint64_t seed = 0, end = Rounds(24); seed < end; ++seed) {
     std::mt19937_64 random(seed * 17 + 3);
     const TrainingCase training = MakeTrainingCase(seed, 1, random);
     const RunResult expected = training.Expected();

@@ -58,7 +58,7 @@ int64_t LeastLimit(const Program& base, const SearchOptions& options) {
 // With reduce_last only the last micro-batch reduces; how late it waits is decided all the same.
 TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
   int gains = 0;
-  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(2); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 3, "", "reduce_last");
     PassCosts costs = Costs(base);
@@ -85,7 +85,7 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
 // As late as the prediction of what was chosen stays as good: real ranks are not equally fast at every moment.
 TEST(Search, WaitsForReductionsAsLateAsCostsNothing) {
   int later = 0;
-  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(2); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 3, "", "reduce_last");
     PassCosts costs = Costs(base);
@@ -104,7 +104,7 @@ TEST(Search, WaitsForReductionsAsLateAsCostsNothing) {
 }
 
 TEST(Search, NeverWorseThanWhatItStartsFrom) {
-  for (uint64_t seed = 1, last = Rounds(4); seed <= last; ++seed) {
+  for (uint64_t seed = 1, last = Rounds(2); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 1 + static_cast<int64_t>(seed % 3));
     PassCosts costs = Costs(base);
@@ -201,7 +201,7 @@ TEST(Search, AHigherLimitIsNeverSlower) {
 // `refuted`: where judging what lives alone would have gone over.
 TEST(Search, EveryLimitAboveOneThatIsMetIsMet) {
   int refuted = 0, moved = 0;
-  for (uint64_t seed = 2, last = 1 + Rounds(2); seed <= last; ++seed) {
+  for (uint64_t seed = 2, last = 1 + Rounds(1); seed <= last; ++seed) {
     for (const bool offload : {false, true}) {
       SCOPED_TRACE("seed " + std::to_string(seed) + (offload ? ", offload" : ""));
       testing::RandomProgramOptions sizes;
@@ -422,7 +422,7 @@ TEST(Search, ALimitThatNothingFitsNamesTheLeastAndWhatWouldLowerIt) {
 }
 
 TEST(Search, KeepsTheBits) {
-  for (uint64_t seed = 10, end = 10 + Rounds(8); seed < end; ++seed) {
+  for (uint64_t seed = 10, end = 10 + Rounds(4); seed < end; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     testing::RandomProgramOptions options;
     options.seed = seed;
