@@ -55,9 +55,10 @@ int64_t LeastLimit(const Program& base, const SearchOptions& options) {
   return found->front.front().bytes;
 }
 
-// With reduce_last only the last micro-batch reduces; how late it waits is decided all the same.
+// With reduce_last only the last micro-batch reduces; how late it waits is decided all the same. The pass then waits as
+// late as the prediction of what was chosen stays as good: real ranks are not equally fast at every moment.
 TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
-  int gains = 0;
+  int gains = 0, later = 0;
   for (uint64_t seed = 1, last = Rounds(2); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Program base = Base(seed, 3, "", "reduce_last");
@@ -78,19 +79,7 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
     }
     EXPECT_LE(found->front.back().time_ps, late);
     gains += late < at_once;
-  }
-  EXPECT_GE(gains, 1) << "waiting later helps somewhere";
-}
 
-// As late as the prediction of what was chosen stays as good: real ranks are not equally fast at every moment.
-TEST(Search, WaitsForReductionsAsLateAsCostsNothing) {
-  int later = 0;
-  for (uint64_t seed = 1, last = Rounds(2); seed <= last; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    Program base = Base(seed, 3, "", "reduce_last");
-    PassCosts costs = Costs(base);
-    Result<SearchResult> found = SearchSchedules(base, costs, Few());
-    ASSERT_TRUE(found.ok()) << ErrorOf(found);
     const Candidate& chosen = found->front[found->chosen];
     Program program = base.Clone();
     const auto calls = ParsePipeline("search(evaluations=80,recompute=none,interleave=none)");
@@ -100,7 +89,8 @@ TEST(Search, WaitsForReductionsAsLateAsCostsNothing) {
     EXPECT_LE(verdict.bytes, chosen.bytes);
     later += program.Meta("search.chosen")->find(chosen.passes) == std::string::npos;
   }
-  EXPECT_GE(later, 1);
+  EXPECT_GE(gains, 1) << "waiting later helps somewhere";
+  EXPECT_GE(later, 1) << "and costs nothing somewhere";
 }
 
 TEST(Search, NeverWorseThanWhatItStartsFrom) {
