@@ -163,6 +163,7 @@ class TransferReader {
       reduce.tail.push_back(op.id);
       for (ValueId id : op.results) own.insert(id);
     }
+    ReleaseAfterReads(reduce);
     auto touch = [&](ValueId id) {
       if (id != kNone && flats.count(program_.RootOf(id)) == 0) tail_of_[program_.RootOf(id)] = index;
     };
@@ -171,6 +172,19 @@ class TransferReader {
       for (ValueId result : program_.op(id).results) touch(result);
     }
     return i;
+  }
+
+  // A flat buffer may be read while it is reduced: its release may not move before the last such op with the tail.
+  void ReleaseAfterReads(Reduce& reduce) {
+    std::erase_if(reduce.tail, [&](OpId id) {
+      const Op& op = program_.op(id);
+      int32_t last = -1;
+      if (op.name == "release")
+        ForEachOperand(op, [&](ValueId v) { last = std::max(last, last_touch_[program_.RootOf(v)]); });
+      if (last < reduce.at) return false;
+      reduce.late.push_back({id, last + 1, 0});
+      return true;
+    });
   }
 
   // Whether the op at place i takes the sums of a tail: it works on them, or releases the buffers they came from. A

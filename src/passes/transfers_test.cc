@@ -117,6 +117,15 @@ TEST(Transfers, AReleaseThatComesLaterDoesNotHoldTheWait) {
   EXPECT_EQ(BitsDiffer(text, "shard(ranks=2,wait=now),update,bucket(modules=net),reorder"), "");
 }
 
+// The same where the wait came behind the last reader: brought to the start, it does not take the release along.
+TEST(Transfers, ABufferIsReleasedAfterItsLastReaderWhereverTheWaitGoes) {
+  std::string text(kTwoLayers);
+  text.replace(text.find("%7: f32[64] = aten.mul.Tensor(%4"), 32, "%7: f32[64] = aten.mul.Tensor(%6");
+  for (const std::string strategy : {"shard", "zero1", "replicate"}) {
+    EXPECT_EQ(BitsDiffer(text, strategy + "(ranks=2),update,schedule(reduce=u1;u0)"), "") << strategy;
+  }
+}
+
 // A gather whose shard is cast first takes the cast along; a cast that two gathers share keeps both where they are.
 constexpr std::string_view kCast = R"(interlace 1 sharded
 mesh dp 2
