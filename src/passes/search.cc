@@ -34,11 +34,12 @@ class Searcher {
     INTERLACE_TRY(Bound());
     INTERLACE_TRY(Plain());
     INTERLACE_TRY(Try(space_.Make(space_.LeastMemory()), "least memory"));
-    // The limit has no part in the next three lines, so that a higher one finds what a lower one found, but for what
+    // The limit has no part in the next four lines, so that a higher one finds what a lower one found, but for what
     // the lower one's own heuristics and journeys gave.
     INTERLACE_TRY(Heuristics());
     INTERLACE_TRY(Grid());
     INTERLACE_TRY(Refine());
+    INTERLACE_TRY(Shrink());
     INTERLACE_TRY(HeuristicsWithin(costs_.limit, true));
     INTERLACE_TRY(OffloadWithin(costs_.limit));
     result_.judged = std::move(all_);
@@ -303,6 +304,28 @@ class Searcher {
       if (rungs.empty() || rungs.back() != bytes) rungs.push_back(bytes);
     }
     return rungs;
+  }
+
+  // Of what is then left of the budget, a quarter of the whole at most: the smallest schedule with other neighbours
+  // together, while that makes it smaller.
+  Status Shrink() {
+    const int64_t budget = std::min(budget_, evaluations_ + budget_ / 4);
+    const Point* best = nullptr;
+    for (const auto& [text, point] : points_) {
+      if (best == nullptr || point.verdict.bytes < best->verdict.bytes) best = &point;
+    }
+    for (bool smaller = best != nullptr; smaller && !Spent(budget);) {
+      smaller = false;
+      for (const Schedule& next : SearchSpace::Regroupings(best->schedule)) {
+        if (Spent(budget)) break;
+        INTERLACE_ASSIGN(const Point* point, Evaluate(next, false));
+        if (point->verdict.bytes >= best->verdict.bytes) continue;
+        best = point;
+        smaller = true;
+        break;
+      }
+    }
+    return Ok{};
   }
 
   Status Climb(int64_t limit, int64_t budget) {

@@ -287,4 +287,36 @@ std::vector<Schedule> SearchSpace::Moves(const Point& point) const {
   return moves;
 }
 
+std::vector<Schedule> SearchSpace::Regroupings(const Schedule& schedule) {
+  std::vector<Schedule> out;
+  for (auto list : {&Schedule::reduce, &Schedule::backward, &Schedule::forward}) {
+    const std::vector<Schedule::Bucket>& from = schedule.*list;
+    for (size_t i = 0; i + 1 < from.size(); ++i) {
+      out.push_back(schedule);
+      Join(out.back().*list, i);
+    }
+    for (size_t i = 0; i < from.size(); ++i) {
+      if (from[i].units.size() < 2) continue;
+      for (const bool first : {true, false}) {  // of this bucket's units, which leaves
+        const UnitId unit = first ? from[i].units.front() : from[i].units.back();
+        Schedule next = schedule;
+        Schedule::Bucket& bucket = (next.*list)[i];
+        bucket.units.erase(first ? bucket.units.begin() : bucket.units.end() - 1);
+        const bool neighbour = first ? i > 0 : i + 1 < from.size();
+        if (neighbour) {
+          out.push_back(next);
+          std::vector<UnitId>& units = (out.back().*list)[first ? i - 1 : i + 1].units;
+          units.insert(first ? units.end() : units.begin(), unit);
+        }
+        auto& buckets = next.*list;
+        Schedule::Bucket alone = from[i];
+        alone.units = {unit};
+        buckets.insert(buckets.begin() + static_cast<ptrdiff_t>(first ? i : i + 1), std::move(alone));
+        out.push_back(std::move(next));
+      }
+    }
+  }
+  return out;
+}
+
 }  // namespace interlace

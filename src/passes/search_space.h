@@ -42,6 +42,8 @@ class SearchSpace {
   // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising
   // first.
   std::vector<Schedule> Moves(const Point& point) const;
+  // Two neighbouring buckets in one, or a unit from the end of one to the other or alone.
+  static std::vector<Schedule> Regroupings(const Schedule& schedule);
   // "model.layers.0+model.layers.1": BlocksOf; empty when there are none.
   const std::string& blocks() const { return blocks_; }
 

@@ -103,7 +103,7 @@ struct Enumerate {
 
 TEST(InterStage, EqualsEnumerationOnRandomProblems) {
   int solved = 0;
-  const int problems = Rounds(250);
+  const int problems = Rounds(160);
   for (uint32_t seed = 0; seed < static_cast<uint32_t>(problems); ++seed) {
     std::mt19937 random(seed);
     auto pick = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };

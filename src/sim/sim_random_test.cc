@@ -94,7 +94,7 @@ TEST(RandomSteps, AreWellFormed) {
 TEST(RandomSteps, NeverBelowTheLowerBound) {
   std::mt19937 random(2);
   int64_t tight = 0;
-  const int rounds = Rounds(2800);
+  const int rounds = Rounds(2000);
   for (int i = 0; i < rounds; ++i) {
     Program program = RandomStep(random);
     Result<Simulation> s = RandomSimulation(random, program);
