@@ -221,7 +221,7 @@ def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
     example = _whole(_some_batches(settings, 1)[0])
     model = causal_model(settings.case)
     search = "search(cluster={cluster},profile={profile},limit={limit})"
-    first = search.replace("profile={profile},", "")  # nothing is measured yet, and the limit holds from the first step on
+    first = search.replace("profile={profile},", "")  # nothing is measured yet; the limit holds from the first step on
     trainer = interlace.compile(
         model, adamw(model.parameters()), causal_loss, example,
         interlace.Config(schedule=[(0, [first]), (PLAN_STEP, [search])], cache="off", **common, memory_limit=limit),
