@@ -314,16 +314,19 @@ class Searcher {
     for (const auto& [text, point] : points_) {
       if (best == nullptr || point.verdict.bytes < best->verdict.bytes) best = &point;
     }
-    for (bool smaller = best != nullptr; smaller && !Spent(budget);) {
-      smaller = false;
-      for (const Schedule& next : SearchSpace::Regroupings(best->schedule)) {
-        if (Spent(budget)) break;
-        INTERLACE_ASSIGN(const Point* point, Evaluate(next, false));
-        if (point->verdict.bytes >= best->verdict.bytes) continue;
-        best = point;
-        smaller = true;
-        break;
-      }
+    Status status = Ok{};
+    for (const Point* from = nullptr; best != from && !Spent(budget);) {
+      from = best;
+      SearchSpace::Regroup(from->schedule, [&](const Schedule& next) {
+        const Result<const Point*> point = Evaluate(next, false);
+        if (!point.ok()) {
+          status = point.error();
+        } else if ((*point)->verdict.bytes < best->verdict.bytes) {
+          best = *point;
+        }
+        return status.ok() && best == from && !Spent(budget);
+      });
+      INTERLACE_TRY(status);
     }
     return Ok{};
   }

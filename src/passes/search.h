@@ -1,8 +1,8 @@
 // search.h — chooses what is gathered, kept and reduced when, all together, with the simulator as the judge.
 //
 // Many schedules are tried, whatever the limit: heuristics as their authors describe them, a grid of bucket sizes,
-// distances and kept units (coordinate by coordinate), then moves on the transfers that hold the compute lane longest,
-// and on what lies in one bucket with what where that makes the smallest smaller.
+// distances and kept units (coordinate by coordinate), then moves on the transfers that hold the compute lane longest.
+// What is left of the budget then goes into making the smallest smaller.
 // What is left is the front: no schedule that was tried is both faster and smaller. A memory limit picks from the front
 // the smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step. What is picked
 // waits for its reductions as late as costs nothing: real ranks are not equally fast at every moment.

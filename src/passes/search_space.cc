@@ -287,36 +287,34 @@ std::vector<Schedule> SearchSpace::Moves(const Point& point) const {
   return moves;
 }
 
-std::vector<Schedule> SearchSpace::Regroupings(const Schedule& schedule) {
-  std::vector<Schedule> out;
+void SearchSpace::Regroup(const Schedule& schedule, const std::function<bool(const Schedule&)>& visit) {
   for (auto list : {&Schedule::reduce, &Schedule::backward, &Schedule::forward}) {
     const std::vector<Schedule::Bucket>& from = schedule.*list;
-    for (size_t i = 0; i + 1 < from.size(); ++i) {
-      out.push_back(schedule);
-      Join(out.back().*list, i);
-    }
     for (size_t i = 0; i < from.size(); ++i) {
+      if (i + 1 < from.size()) {
+        Schedule next = schedule;
+        Join(next.*list, i);
+        if (!visit(next)) return;
+      }
       if (from[i].units.size() < 2) continue;
       for (const bool first : {true, false}) {  // of this bucket's units, which leaves
-        const UnitId unit = first ? from[i].units.front() : from[i].units.back();
         Schedule next = schedule;
-        Schedule::Bucket& bucket = (next.*list)[i];
-        bucket.units.erase(first ? bucket.units.begin() : bucket.units.end() - 1);
-        const bool neighbour = first ? i > 0 : i + 1 < from.size();
-        if (neighbour) {
-          out.push_back(next);
-          std::vector<UnitId>& units = (out.back().*list)[first ? i - 1 : i + 1].units;
-          units.insert(first ? units.end() : units.begin(), unit);
-        }
-        auto& buckets = next.*list;
+        std::vector<Schedule::Bucket>& buckets = next.*list;
+        std::vector<UnitId>& units = buckets[i].units;
         Schedule::Bucket alone = from[i];
-        alone.units = {unit};
-        buckets.insert(buckets.begin() + static_cast<ptrdiff_t>(first ? i : i + 1), std::move(alone));
-        out.push_back(std::move(next));
+        alone.units = {first ? units.front() : units.back()};
+        units.erase(first ? units.begin() : units.end() - 1);
+        const size_t at = first ? i : i + 1;  // between the two that it joins next
+        buckets.insert(buckets.begin() + static_cast<ptrdiff_t>(at), std::move(alone));
+        if (!visit(next)) return;
+        const bool joins = first ? at > 0 : at + 1 < buckets.size();
+        if (!joins) continue;
+        if (!first) buckets[at].ahead = buckets[at + 1].ahead;  // its new neighbours'
+        Join(buckets, first ? at - 1 : at);
+        if (!visit(next)) return;
       }
     }
   }
-  return out;
 }
 
 }  // namespace interlace

@@ -1,6 +1,7 @@
 // search_space.h — the schedules a search walks through: a coarse grid of settings, and small moves from one schedule.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -42,8 +43,9 @@ class SearchSpace {
   // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising
   // first.
   std::vector<Schedule> Moves(const Point& point) const;
-  // Two neighbouring buckets in one, or a unit from the end of one to the other or alone.
-  static std::vector<Schedule> Regroupings(const Schedule& schedule);
+  // Two neighbouring buckets in one, or a unit from the end of one to the other or alone: each, until `visit` says
+  // false. A large program has thousands of them, of thousands of buckets each, so there is one at a time.
+  static void Regroup(const Schedule& schedule, const std::function<bool(const Schedule&)>& visit);
   // "model.layers.0+model.layers.1": BlocksOf; empty when there are none.
   const std::string& blocks() const { return blocks_; }
 
