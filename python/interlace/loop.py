@@ -147,7 +147,7 @@ class Loop:
     def _plan(self, reason: str) -> None:
         """Runs the passes on rank 0 and goes on with what they give on all."""
         self._replan_at = self._check_at = -1
-        begin = time.monotonic()
+        begin, cached = time.monotonic(), len(self.programs.cached)
         self._finish_profile()
         passes, old = self.passes(), self.trainer._source
         failure: list[str] = []
@@ -172,7 +172,7 @@ class Loop:
         self._predict(source.text)
         record = {
             "step": self.count, "reason": reason, "passes": list(passes), "changed": changed,
-            "seconds": time.monotonic() - begin, "program_reports": source.reports,
+            "seconds": time.monotonic() - begin, "cached": len(self.programs.cached) > cached, "program_reports": source.reports,
         }  # fmt: skip
         if failure:
             record["failure"] = failure[0]
@@ -193,9 +193,8 @@ class Loop:
         if not self._has_profile or not needs_profile(self.passes()):
             return
         self._predict(self.trainer.program)
-        self.plans.append(
-            {"step": 0, "reason": "start", "passes": list(self.passes()), "changed": False, "seconds": 0.0}
-        )
+        start = {"step": 0, "reason": "start", "changed": False, "seconds": 0.0, "cached": False}
+        self.plans.append(start | {"passes": list(self.passes())})
         self._planned, self._check_at = self.trainer.program, 1 + TIMED_STEPS
 
     def _finish_profile(self) -> None:

@@ -203,15 +203,19 @@ def check_native(ranks: Ranks) -> None:
 def check_progress(ranks: Ranks) -> None:
     """What is more than the kernel's buffers hold moves while nobody waits for it."""
     comm = ranks.comm()
-    comm.set_recording(True)
-    shard = torch.full((8 << 20,), float(ranks.rank))
+    shard = torch.full((8 << 20,), ranks.rank + 1.0)
     full = torch.zeros(shard.numel() * ranks.size)
     comm.wait(comm.start_all_reduce(torch.zeros(1), "meeting"))
     ticket = comm.start_gather([shard], [full], "gather")
-    time.sleep(2.0)
+    ends, expected = full.view(ranks.size, -1)[:, -1], [r + 1.0 for r in range(ranks.size)]
+    for _ in range(6000):
+        if all(ends[r].item() == expected[r] for r in range(ranks.size) if r != ranks.rank):
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("it did not come in a minute")
     comm.wait(ticket)
-    assert comm.take_seconds(ticket) < 1.9
-    assert full.view(ranks.size, -1)[:, -1].tolist() == list(range(ranks.size))
+    assert ends.tolist() == expected
 
 
 def check_addresses(ranks: Ranks) -> None:
@@ -356,10 +360,8 @@ def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Cal
     comm = ranks.comm(timeout_s)
     shards = [torch.ones(20_000) for _ in range(4)]
     fulls = [torch.zeros(20_000 * ranks.size) for _ in range(4)]
-    begin = 0.0
     try:
         for step in range(1000):
-            begin = time.monotonic()
             units = list(enumerate(zip(shards, fulls, strict=True)))
             gathers = [comm.start_gather([s], [f], f"gather u{i}") for i, (s, f) in units]
             for ticket in gathers[:2]:
@@ -374,13 +376,12 @@ def train_until(ranks: Ranks, timeout_s: float, at: int, culprit: int, stop: Cal
                 s.mul_(1 / ranks.size)
         raise AssertionError("no error in 1000 steps")
     except RuntimeError as error:
-        seconds = time.monotonic() - begin
         again = [
             message(lambda: comm.start_gather(shards[:1], fulls[:1], "later")),
             message(lambda: comm.wait(gathers[-1])),
             message(lambda: ranks.comm().start_all_reduce(torch.zeros(1), "later")),
         ]
-        return {"error": str(error), "seconds": seconds, "same_again": all(text == str(error) for text in again)}
+        return {"error": str(error), "same_again": all(text == str(error) for text in again)}
 
 
 def kill_self() -> None:
@@ -399,9 +400,9 @@ SCENARIOS: dict[str, Callable[[Ranks], dict[str, object]]] = {
     "everything": everything,
     "mismatch": mismatch,
     "hostile": hostile,
-    "kill": lambda ranks: train_until(ranks, 20.0, 5, ranks.size - 1, kill_self),
-    "kill0": lambda ranks: train_until(ranks, 20.0, 5, 0, kill_self),
-    "exit": lambda ranks: train_until(ranks, 20.0, 5, 1, leave),
+    "kill": lambda ranks: train_until(ranks, 100.0, 5, ranks.size - 1, kill_self),
+    "kill0": lambda ranks: train_until(ranks, 100.0, 5, 0, kill_self),
+    "exit": lambda ranks: train_until(ranks, 100.0, 5, 1, leave),
     "stop": lambda ranks: train_until(ranks, 2.0, 5, 1, stop_self),
 }
 

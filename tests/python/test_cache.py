@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,18 +35,16 @@ def start(
     steps: int = 2,
     **config: Any,
 ) -> dict[str, Any]:
-    """One start: what came from the cache, what it took, and what the steps gave."""
+    """One start: what came from the cache, and what the steps gave."""
     torch.manual_seed(0)
     model = zoo.gpt2(dropout) if case == "gpt2" else zoo.CASES[case].build()
     opt = torch.optim.AdamW(model.parameters(), lr=lr)
-    begin = time.monotonic()
     settings = interlace.Config(timeout_s=60, cache=folder, **config)
     with interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(rows, 0), settings) as trainer:
-        seconds = time.monotonic() - begin
         losses = [float(trainer.step(zoo.tokens(rows, i))) for i in range(steps)]
         cache = trainer._programs.cache
         return {
-            "cached": sorted(trainer._programs.cached), "seconds": seconds, "losses": losses, "notes": list(cache.notes),
+            "cached": sorted(trainer._programs.cached), "losses": losses, "notes": list(cache.notes),
             "program": _core.digest(_core.Program.parse(trainer.program).print()), "table": trainer.compile_table(),
             "weights": digest(trainer.state_dict(all_ranks=True)),
         }  # fmt: skip
@@ -63,7 +60,6 @@ def test_a_second_start_leaves_out_capture_and_passes(tmp_path: Path) -> None:
     assert [r["cached"] for r in second] == [BOTH, []]  # rank 0 reads, the others are sent the text
     for a, b in zip(first, second, strict=True):
         assert (a["program"], a["losses"], a["weights"]) == (b["program"], b["losses"], b["weights"])
-        assert b["seconds"] < 2, b["table"]
     assert "(cached)" in second[0]["table"] and "total" in second[0]["table"]
 
 

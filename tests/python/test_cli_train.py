@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import chakra_decoder
@@ -200,11 +199,9 @@ def test_a_killed_rank_ends_the_run_with_its_number(folder):
         if line.startswith("step 5 "):
             break
     ranks = {rank_of(pid): pid for pid in children(process.pid)}
-    begin = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
     err = process.stderr.read()
     assert process.wait() == 1
-    assert time.monotonic() - begin < 15
     assert err.rstrip().endswith("error: rank 1 failed (killed by SIGKILL) (out of memory?)"), err
     assert "Traceback" not in err and "rank 1" in err
 

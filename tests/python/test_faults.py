@@ -22,9 +22,7 @@ from interlace.tensor_file import CheckpointError
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 4.0
-WAKE_S = (
-    12  # a stopped process goes on at the latest then, so that the pool gets it back; the others must have ended before
-)
+WAKE_S = 60  # a stopped process goes on at the latest then, so that the pool gets it back
 
 
 def make() -> interlace.Trainer:
@@ -34,39 +32,42 @@ def make() -> interlace.Trainer:
     return failing.make(timeout_s=TIMEOUT_S)
 
 
-def with_one_stopped(victim: int, what: str, action: Callable[[], object]) -> tuple[float, str]:
+def with_one_stopped(
+    trainer: interlace.Trainer, steps: int, victim: int, what: str, action: Callable[[], object]
+) -> str:
     """SIGSTOP: the process is there, its connections are open, and nothing comes any more. The last of the others wakes it."""
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    time.sleep(1.5)  # every rank has told its place
+    places = trainer._peers.places
+    while any((places.of(rank) or {}).get("step") != steps - 1 for rank in range(len(pids))):
+        time.sleep(0.02)  # until every rank has told its place
+    dist.barrier()
     if dist.get_rank() == victim:
         subprocess.Popen(["sh", "-c", f"sleep {WAKE_S}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     found = failing.observed(action)
-    if (
-        victim != 0 and dist.get_rank() != victim
-    ):  # rank 0 holds the key-value store here; under a launcher the launcher does
+    # Rank 0 holds the key-value store here; under a launcher the launcher does.
+    if victim != 0 and dist.get_rank() != victim:
         store = dist.distributed_c10d._get_default_store()
         if store.add(f"{what}/{pids[victim]}", 1) == len(pids) - 1:
             os.kill(pids[victim], signal.SIGCONT)
     return found
 
 
-def stopped_in_step(victim: int) -> tuple[float, str]:
+def stopped_in_step(victim: int) -> str:
     trainer = make()
     for step in range(2):
         trainer.step(zoo.tokens(2, step))
-    return with_one_stopped(victim, "step", lambda: [trainer.step(zoo.tokens(2, i)) for i in range(50)])
+    return with_one_stopped(trainer, 2, victim, "step", lambda: [trainer.step(zoo.tokens(2, i)) for i in range(50)])
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_stopped_rank_is_named_with_every_place(victim: int) -> None:
     found = ranks.run(stopped_in_step, 3, victim)
-    for rank, (seconds, text) in enumerate(found):
+    for rank, text in enumerate(found):
         if rank == victim:
             continue
         assert f"rank {victim} did not answer for " in text, text
-        assert TIMEOUT_S <= seconds < WAKE_S - 1, (seconds, text)
         if victim != 0:
             for r in range(3):
                 step = "1" if r == victim else "2"
@@ -74,15 +75,15 @@ def test_a_stopped_rank_is_named_with_every_place(victim: int) -> None:
             assert re.search(r", unit u\d+", text), text
 
 
-def stopped_in_save(folder: str, victim: int) -> tuple[float, str]:
+def stopped_in_save(folder: str, victim: int) -> str:
     trainer = make()
     trainer.step(zoo.tokens(2, 0))
-    return with_one_stopped(victim, "save", lambda: trainer.save(folder))
+    return with_one_stopped(trainer, 1, victim, "save", lambda: trainer.save(folder))
 
 
 def test_a_rank_that_stops_in_a_save_does_not_hang_the_others(tmp_path: Path) -> None:
-    (seconds, text), _ = ranks.run(stopped_in_save, 2, str(tmp_path / "c"), 1)
-    assert "rank 1" in text and TIMEOUT_S <= seconds < WAKE_S - 1, (seconds, text)
+    text, _ = ranks.run(stopped_in_save, 2, str(tmp_path / "c"), 1)
+    assert "rank 1" in text, text
     assert not (tmp_path / "c").exists()
 
 
@@ -214,7 +215,7 @@ def test_damage_in_a_tier_stays_known(tmp_path: Path) -> None:
     assert not [p.name for p in tmp_path.iterdir() if p.name != "interlace-tier-0.lock"]
 
 
-def damaged_tier(folder: str) -> tuple[float, str]:
+def damaged_tier(folder: str) -> str:
     """One bit of rank 1's tier file changes between two steps."""
     trainer = failing.make(tier=folder, schedule=[(0, list(OFFLOAD))])
     trainer.step(zoo.tokens(2, 0))
@@ -225,7 +226,7 @@ def damaged_tier(folder: str) -> tuple[float, str]:
 
 
 def test_damage_in_one_rank_s_tier_stops_all(tmp_path: Path) -> None:
-    (_, other), (_, own) = ranks.run(damaged_tier, 2, str(tmp_path))
+    other, own = ranks.run(damaged_tier, 2, str(tmp_path))
     said = rf"the tier file {tmp_path}/interlace-tier-1.data gives other bytes than were written, between \d+ and \d+ \(state u\d+\.exp_avg"
     assert re.search(said, own), own
     assert "rank 1 failed" in other and re.search(said, other), other

@@ -36,8 +36,7 @@ def test_a_batch_that_was_not_compiled_for(batch: object, said: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["shard", "replicate"])
 def test_another_batch_on_one_rank(strategy: str) -> None:
-    for rank, (seconds, text) in enumerate(ranks.run(failing.other_batch_in_step, 3, strategy)):
-        assert seconds < 15
+    for rank, text in enumerate(ranks.run(failing.other_batch_in_step, 3, strategy)):
         assert "[3, " in text, text
         assert rank == 1 or "rank 1" in text, text
 
@@ -48,8 +47,7 @@ def test_ranks_that_compile_different_things() -> None:
         (failing.other_model_at_compile, 3, 2, "parameter"),
         (failing.other_setting_at_compile, 2, 1, "setting 'clip_norm'"),
     ):
-        for seconds, text in ranks.run(function, size):
-            assert seconds < 15
+        for text in ranks.run(function, size):
             assert f"rank {culprit} differs from rank 0: {what}" in text, text
 
 
@@ -58,36 +56,36 @@ def test_what_a_rank_wrote_before_it_ended_counts() -> None:
 
 
 def test_a_rank_that_does_not_come_to_compile_is_named() -> None:
-    (seconds, text), _ = ranks.run(failing.one_rank_does_not_compile, 2)
-    assert 1.5 < seconds < 10 and "rank 1" in text, text
+    text, _ = ranks.run(failing.one_rank_does_not_compile, 2)
+    assert "rank 1" in text, text
 
 
 def test_what_rank_0_cannot_capture_is_told_to_all() -> None:
-    for seconds, text in ranks.run(failing.one_rank_cannot_capture, 3):
-        assert seconds < 30
+    for text in ranks.run(failing.one_rank_cannot_capture, 3):
         assert "failing.py:" in text and "item()" in text, text
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [("shard", 1), ("zero1", 0), ("replicate", 2)])
-def test_a_rank_that_dies_is_named_within_15_s(strategy: str, victim: int) -> None:
+def test_a_rank_that_dies_is_named(strategy: str, victim: int) -> None:
     found = ranks.outcomes(failing.killed_in_step, 3, strategy, victim)
     assert found[victim] is None
     for rank, outcome in enumerate(found):
         if rank != victim:
             assert outcome is not None and outcome.error is None, outcome
-            seconds, text = outcome.value
-            assert seconds < 15 and f"rank {victim}" in text, (rank, seconds, text)
+            text = outcome.value
+            assert f"rank {victim}" in text and "did not answer" not in text, (rank, text)
 
 
 def test_a_rank_that_leaves_or_is_stuck_is_named() -> None:
-    for function, longest in ((failing.raises_in_step, 6), (failing.stuck_in_step, 9)):
-        for rank, (seconds, text) in enumerate(ranks.run(function, 2, 1)):
-            assert rank == 1 or ("rank 1" in text and seconds < longest), (function, rank, seconds, text)
+    left, _ = ranks.run(failing.raises_in_step, 2, 1)
+    assert "rank 1" in left and "did not answer" not in left, left
+    stuck, _ = ranks.run(failing.stuck_in_step, 2, 1)
+    assert "rank 1 did not answer for " in stuck, stuck
 
 
 @pytest.mark.parametrize(("size", "clip"), [(1, 1.0), (2, 1.0), (2, None)])
 def test_values_that_are_not_finite_are_traced_to_their_batch(size: int, clip: float | None) -> None:
-    for rank, (_, text, unchanged) in enumerate(ranks.run(failing.nan_on_one_rank, size, clip)):
+    for rank, (text, unchanged) in enumerate(ranks.run(failing.nan_on_one_rank, size, clip)):
         if clip is None and rank == 0:
             assert text == "", "without a norm, a rank learns of another's loss at its next step"
             continue
