@@ -101,7 +101,7 @@ class Worker {
 
   // Adds bias operands apart, the two factors are the last two operands (mm, bmm) or those after the bias (addmm).
   bool Product() {
-    bool biased = name_ == "aten.addmm" || name_ == "aten.baddbmm";
+    bool biased = name_ == "aten.addmm" || name_ == "aten.addmm_" || name_ == "aten.baddbmm";
     if (!biased && name_ != "aten.mm" && name_ != "aten.bmm" && name_ != "aten.linear" && name_ != "aten._grouped_mm")
       return false;
     size_t first = biased ? 1 : 0;

@@ -24,7 +24,8 @@ struct Plan {
   std::unordered_map<ValueId, Landing> landings;   // by root
   std::unordered_map<ValueId, UnitId> grad_state;  // the states `grad`
   std::unordered_set<ValueId> narrow_parts;        // reduced shards of narrow flat buffers
-  std::unordered_set<ValueId> sums;  // views of landings that further micro-batches of the run are added to
+  std::unordered_set<ValueId> sums;      // views of landings that further micro-batches of the run are added to
+  std::unordered_set<ValueId> products;  // contributions that a matrix product makes and nothing else reads
 };
 
 enum class Variant { kFirst, kMiddle, kLast };
@@ -88,6 +89,14 @@ class VariantWriter {
     }
     // A copy into the buffer: its operand can be added as it is.
     ValueId only = op.results.size() == 1 ? op.results[0] : kNone;
+    if (plan_.products.count(only) > 0) {
+      const Value& value = program_.value(only);
+      const Landing* landing = LandingOf(value.root);
+      if (AddsInto(landing, value.root) && !Widens(landing)) {
+        new_[only] = AddProduct(value, Target(value.root), op);
+        return Ok{};
+      }
+    }
     if (op.name == "copy" && only != kNone && program_.value(only).placed) {
       const Value& value = program_.value(only);
       if (Fresh(LandingOf(value.root), value.root)) {
@@ -175,7 +184,17 @@ class VariantWriter {
 
   // Adds `source` to the part of the state that `place` describes; returns that part.
   ValueId AddInto(const Value& place, ValueId state, Dim offset, ValueId source, const Op& tags) {
-    Type type = place.type;
+    return WriteSum("aten.add_.Tensor", {Arg::Of(source)}, place.type, state, offset, tags);
+  }
+
+  // Adds the product that `mm` makes to the part of the state that `place` describes; returns that part.
+  ValueId AddProduct(const Value& place, ValueId state, const Op& mm) {
+    return WriteSum("aten.addmm_", {Arg::Of(Map(mm.args[0].value)), Arg::Of(Map(mm.args[1].value))}, place.type, state,
+                    place.offset, mm);
+  }
+
+  // `name`(part, operands...), written in place.
+  ValueId WriteSum(const char* name, std::vector<Arg> operands, Type type, ValueId state, Dim offset, const Op& tags) {
     type.dtype = program_.value(state).type.dtype;
     ValueId part = state;
     if (!(offset == Dim(0)) || !(type == program_.value(state).type)) {
@@ -183,8 +202,9 @@ class VariantWriter {
       view.args = {Arg::Of(state)};
       part = program_.AddView(view, type, state, offset);
     }
-    Op& add = NewOp("aten.add_.Tensor", tags);
-    add.args = {Arg::Of(part), Arg::Of(source)};
+    Op& add = NewOp(name, tags);
+    add.args = std::move(operands);
+    add.args.insert(add.args.begin(), Arg::Of(part));
     add.writes = {part};
     program_.AddView(add, type, state, offset);
     return part;
@@ -267,6 +287,27 @@ class VariantWriter {
   Phase phase_;
 };
 
+// The landings in which nothing is read but the whole buffer and its sums; their contributions by aten.mm are products.
+void FindProducts(const Program& program, const Phase& phase, Plan& plan) {
+  std::unordered_set<ValueId> read;  // landings
+  auto reads = [&](ValueId id) {
+    const ValueId root = program.RootOf(id);
+    if (id != root && plan.sums.count(id) == 0) read.insert(root);
+  };
+  for (OpId id : phase.ops) {
+    const Op& op = program.op(id);
+    if (!IsCollective(op)) ForEachOperand(op, reads);
+  }
+  for (ValueId id : phase.gives) reads(id);
+  for (const auto& [root, landing] : plan.landings) {
+    if (read.count(root) > 0) continue;
+    for (ValueId id : landing.contributions) {
+      const Op& op = program.op(program.value(id).def);
+      if (IsProduct(op)) plan.products.insert(id);
+    }
+  }
+}
+
 Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
   Plan plan;
   plan.reduce_last = reduce_last;
@@ -287,7 +328,8 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
         if (landing != plan.landings.end() && landing->second.narrow) plan.narrow_parts.insert(op.results[i]);
       }
     }
-    if (program.width > 1 && op.name == "aten.add_.Tensor" && op.args[0].kind == Arg::Kind::kValue) {
+    const bool adds = op.name == "aten.add_.Tensor" || op.name == "aten.addmm_";
+    if (program.width > 1 && adds && op.args[0].kind == Arg::Kind::kValue) {
       plan.sums.insert(op.args[0].value);
       plan.sums.insert(op.results.begin(), op.results.end());
     }
@@ -303,6 +345,7 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
       if (landing != plan.landings.end()) landing->second.contributions.push_back(result);
     }
   }
+  FindProducts(program, phase, plan);
   if (!reduce_last) return plan;
   std::vector<std::pair<UnitId, Landing*>> flats;
   for (auto& [root, landing] : plan.landings) {

@@ -6,8 +6,10 @@
 //     %a in %grad+0 = aten.add_.Tensor(%grad, %r)            %a in %full_grad+0 = aten.add_.Tensor(%v, %dw)
 //   in first the shard is reduced into the state;          in first the gradient is placed in the state u0.full_grad;
 //   every micro-batch has its own flat buffer %g.          only last reduces it.
-// After replicate only `last` gathers the summed gradient. With one rank gradients are added in the state in either
-// mode. The two modes round differently: the mode is part of a program's meaning (ZeRO-2/3 memory, or DDP traffic).
+// Where the gradient is a matrix product that nothing else reads, the product adds it (aten.addmm_(%v, ..)): one pass
+// over the gradient less, and no storage for it. Under reduce_each that is so with one rank only. After replicate only
+// `last` gathers the summed gradient. With one rank gradients are added in the state in either mode. The two modes
+// round differently: the mode is part of a program's meaning (ZeRO-2/3 memory, or DDP traffic).
 #pragma once
 
 #include "base/result.h"

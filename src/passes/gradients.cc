@@ -20,7 +20,8 @@ constexpr int64_t kUnderWayBytes = int64_t{8} << 20;
 // The gradient of a parameter in one more micro-batch of the run.
 struct MoreGradient {
   ValueId value = kNone;
-  int32_t done = -1;  // it is complete after this op
+  int32_t done = -1;     // it is complete after this op
+  bool product = false;  // that op is a matrix product whose result nothing else reads
 };
 
 struct Gradient {
@@ -85,7 +86,9 @@ class Placer {
       gradient.landed = gradient.done;
       if (first != first_of.end()) {
         Gradient& sum = gradients_[first->second];
-        sum.more.push_back({value, gradient.done});
+        const bool product = made_here && value == root && gradient.done == facts_.def[root] && uses[value] == 1 &&
+                             !facts_.leaves[root] && IsProduct(edit_.op(gradient.done));
+        sum.more.push_back({value, gradient.done, product});
         sum.done = std::max(sum.done, gradient.done);
         continue;
       }
@@ -178,12 +181,15 @@ class Placer {
     Op& view = NewOp("view", tags, kNone);
     view.args = {Arg::Of(gradient.flat)};
     const ValueId part = program_.AddView(view, type, gradient.flat, Dim(param.unit_offset));
-    Op& add = NewOp("aten.add_.Tensor", tags, kNone);
-    add.args = {Arg::Of(part), Arg::Of(more.value)};
+    const bool product = more.product && program_.value(more.value).type == type;
+    Op& add = NewOp(product ? "aten.addmm_" : "aten.add_.Tensor", tags, kNone);
+    add.args = product ? tags.args : std::vector<Arg>{Arg::Of(more.value)};
+    add.args.insert(add.args.begin(), Arg::Of(part));
     add.writes = {part};
     program_.AddView(add, type, gradient.flat, Dim(param.unit_offset));
     edit_.After(more.done, view.id);
     edit_.After(more.done, add.id);
+    if (product) edit_.Remove(more.done);
   }
 
   // Views of a gradient that has moved lie in the flat buffer too.

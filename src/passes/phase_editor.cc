@@ -71,6 +71,11 @@ bool IsPureView(const Program& program, const Op& op) {
   return true;
 }
 
+bool IsProduct(const Op& op) {
+  return op.name == "aten.mm" && op.args.size() == 2 && op.args[0].kind == Arg::Kind::kValue &&
+         op.args[1].kind == Arg::Kind::kValue && op.named.empty();
+}
+
 std::vector<int32_t> ParamIndex(const Program& program) {
   std::vector<int32_t> index(program.num_values(), -1);
   for (size_t i = 0; i < program.params.size(); ++i) index[program.params[i].value] = static_cast<int32_t>(i);

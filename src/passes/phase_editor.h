@@ -51,6 +51,8 @@ int64_t OffsetIn(int64_t offset, DType from, DType to);
 void CopyTags(const Op& from, Op& to);
 // Whether all the op does is to give other geometries of storages of its operands.
 bool IsPureView(const Program& program, const Op& op);
+// aten.mm of two values: aten.addmm_ adds its result to something in place.
+bool IsProduct(const Op& op);
 // The index of every value that is a parameter in Program::params, else -1.
 std::vector<int32_t> ParamIndex(const Program& program);
 

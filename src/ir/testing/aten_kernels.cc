@@ -59,10 +59,11 @@ Result<Dense> Binary(const AtenCall& call, F f) {
   return out;
 }
 
-Result<Dense> Mm(const AtenCall& call) {
-  Dense a = call.read(call.op.args[0].value), b = call.read(call.op.args[1].value);
+// The product of the operands `first` and `first` + 1.
+Result<Dense> Mm(const AtenCall& call, size_t first = 0) {
+  Dense a = call.read(call.op.args[first].value), b = call.read(call.op.args[first + 1].value);
   if (a.sizes.size() != 2 || b.sizes.size() != 2 || a.sizes[1] != b.sizes[0])
-    return MakeError("aten.mm needs n x k and k x m");
+    return MakeError(call.op.name, " needs n x k and k x m");
   int64_t n = a.sizes[0], k = a.sizes[1], m = b.sizes[1];
   Dense out{{n, m}, std::vector<double>(n * m, 0.0)};
   for (int64_t i = 0; i < n; ++i) {
@@ -70,6 +71,14 @@ Result<Dense> Mm(const AtenCall& call) {
       for (int64_t l = 0; l < k; ++l) out.data[i * m + j] += a.data[i * k + l] * b.data[l * m + j];
     }
   }
+  return out;
+}
+
+// addmm(sum, a, b) without alpha and beta, rounded as mm and add would: libraries round as they like.
+Result<Dense> AddMm(const AtenCall& call) {
+  Dense out = Operand(call, 0);
+  INTERLACE_ASSIGN(const Dense product, Mm(call, 1));
+  for (size_t i = 0; i < out.data.size(); ++i) out.data[i] += RoundTo(call.dtype, product.data[i]);
   return out;
 }
 
@@ -219,7 +228,8 @@ Result<Dense> Bernoulli(const AtenCall& call) {
 
 const std::unordered_map<std::string_view, Kernel>& Kernels() {
   static const std::unordered_map<std::string_view, Kernel> kernels = {
-      {"mm", Mm},
+      {"mm", [](const AtenCall& c) { return Mm(c); }},
+      {"addmm", AddMm},
       {"t", Transpose},
       {"transpose", Transpose},
       {"permute", Permute},

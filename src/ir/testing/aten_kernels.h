@@ -17,6 +17,7 @@ struct AtenCall {
   std::function<Dense(ValueId)> read;
   std::vector<std::vector<int64_t>> result_sizes;  // in-place ops: the sizes of the operand written
   uint64_t random_key = 0;                         // of the op's stream, when it has one
+  DType dtype = DType::kF64;                       // of the first result, which the caller rounds to it
 };
 
 // The results of the op, one per result (one for an in-place op). Error: the interpreter lacks the op, or odd

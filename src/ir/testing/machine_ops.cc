@@ -65,6 +65,7 @@ Status Machine::RunLibraryOp(const Op& op) {
     }
     const std::vector<ValueId>& targets = op.writes.empty() ? op.results : op.writes;
     for (ValueId id : targets) call.result_sizes.push_back(id == kNone ? std::vector<int64_t>{} : Sizes(id));
+    if (!targets.empty() && targets[0] != kNone) call.dtype = program_.value(targets[0]).type.dtype;
     INTERLACE_ASSIGN(std::vector<Dense> results, RunAten(call));
     INTERLACE_TRY(read_status);
     for (size_t i = 0; i < targets.size() && i < results.size(); ++i) {
