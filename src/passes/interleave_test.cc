@@ -137,7 +137,7 @@ double ChosenUs(const std::string& text) {
 
 TEST(Interleave, TheSearchChoosesItWhereTransfersHoldTheStepUp) {
   int faster = 0;
-  for (uint64_t seed = 1; seed <= 12 && faster == 0; ++seed) {
+  for (uint64_t seed = 4; seed <= 12 && faster == 0; ++seed) {
     const std::string text = Searched(seed, ",recompute=none"),
                       without = Searched(seed, ",recompute=none,interleave=none");
     if (text.find("reduce_last by ") == std::string::npos) continue;

@@ -94,7 +94,7 @@ TEST(RandomSteps, AreWellFormed) {
 TEST(RandomSteps, NeverBelowTheLowerBound) {
   std::mt19937 random(2);
   int64_t tight = 0;
-  const int rounds = Rounds(2000);
+  const int rounds = Rounds(1500);
   for (int i = 0; i < rounds; ++i) {
     Program program = RandomStep(random);
     Result<Simulation> s = RandomSimulation(random, program);
@@ -127,7 +127,7 @@ TEST(RandomSteps, TheSameBitsEachTime) {
 
 TEST(RandomSteps, FoldedIsAllRanks) {
   std::mt19937 random(4);
-  for (int i = 0; i < Rounds(300); ++i) {
+  for (int i = 0; i < Rounds(220); ++i) {
     Program program = RandomStep(random);
     ClusterSpec cluster = RandomCluster(random, program.mesh[0].size);
     const ProfileTable pairs = RandomPairs(random);
@@ -200,7 +200,7 @@ std::vector<int64_t> CountByHand(const Program& program, const Phase& phase) {
 
 TEST(RandomSteps, MemoryIsABruteForceCount) {
   std::mt19937 random(5);
-  for (int i = 0; i < Rounds(400); ++i) {
+  for (int i = 0; i < Rounds(300); ++i) {
     Program program = RandomStep(random);
     Result<Simulation> s = Simulate(program, RoundCluster(64, 8), nullptr, {});
     ASSERT_TRUE(s.ok()) << ErrorOf(s);
