@@ -70,7 +70,7 @@ double Exhaustive(const LayerSource& layers, const ClusterSpec& cluster, const T
 
 // What is priced out has no plan that fast by the exact choice; the bounds are of some use.
 TEST(Tune, PricesLeaveNoPlanOut) {
-  testing::GptLayers layers(1024, 16, 12);
+  testing::GptLayers layers(1024, 16, 10);
   ClusterSpec cluster = Preset("l4-24gb-16");
   cluster.per_node = 4;
   TuneOptions options = Options(48, int64_t{6000} << 20);
@@ -98,7 +98,7 @@ TEST(Tune, EqualsTheSearchWithAllFrontiers) {
   testing::GptLayers layers(1024, 16, 6);
   ClusterSpec cluster = Preset("l4-24gb-8");
   cluster.per_node = 4;
-  for (int64_t megabytes : {1500, 3000, 12000}) {
+  for (int64_t megabytes : {1500, 6000}) {
     TuneOptions options = Options(16, megabytes << 20);
     auto tuned = Tune(layers, cluster, options);
     ASSERT_TRUE(tuned.ok()) << ErrorOf(tuned);
