@@ -286,7 +286,8 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
 
     @property
     def plans(self) -> list[dict[str, Any]]:
-        """What the schedule did so far, plan by plan: step, reason, passes, seconds, predicted and measured time and peak."""
+        """What the schedule did so far, plan by plan: step, reason, passes, seconds, whether it came from the cache, predicted and
+        measured time and peak."""
         return self._loop.plans
 
     @property
