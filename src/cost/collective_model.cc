@@ -9,15 +9,11 @@ std::string_view CollectiveKindName(CollectiveKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-GroupShape GroupOf(const std::vector<Axis>& mesh, std::string_view axis, int64_t per_node) {
+GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node) {
+  const AxisGroup along = GroupOf(mesh, axes);
   GroupShape group;
-  for (size_t i = mesh.size(); i-- > 0;) {
-    if (mesh[i].name == axis) {
-      group.ranks = mesh[i].size;
-      break;
-    }
-    group.stride *= mesh[i].size;
-  }
+  group.ranks = along.size;
+  group.stride = along.stride;
   group.members_per_node = std::clamp<int64_t>(per_node / group.stride, 1, group.ranks);
   group.nodes = (group.ranks + group.members_per_node - 1) / group.members_per_node;
   return group;

@@ -28,7 +28,7 @@ struct GroupShape {
   int64_t stride = 1;  // between neighbours of the group
   bool within_node() const { return nodes == 1; }
 };
-GroupShape GroupOf(const std::vector<Axis>& mesh, std::string_view axis, int64_t per_node);
+GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node);
 
 struct CollectiveTime {
   double latency_us = 0;  // not slowed by what else uses the link

@@ -6,22 +6,46 @@
 
 #include "cost/kernel_model.h"
 #include "cost/signature.h"
+#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 
 namespace interlace {
 namespace {
 
-std::optional<CollectiveKind> KindOf(std::string_view name) {
-  static constexpr std::pair<std::string_view, CollectiveKind> kKinds[] = {
-      {"gather.start", CollectiveKind::kGather},        {"reduce.start", CollectiveKind::kReduce},
-      {"all_reduce.start", CollectiveKind::kAllReduce}, {"broadcast.start", CollectiveKind::kBroadcast},
-      {"all_to_all.start", CollectiveKind::kAllToAll},  {"send", CollectiveKind::kPointToPoint},
-      {"recv", CollectiveKind::kPointToPoint}};
-  for (auto [known, kind] : kKinds) {
-    if (known == name) return kind;
+std::optional<CollectiveKind> CollectiveOf(const Op& op) {
+  if (!IsStart(op)) return std::nullopt;
+  switch (TraitsOf(op).exchange) {
+    case Exchange::kGather:
+      return CollectiveKind::kGather;
+    case Exchange::kReduce:
+      return CollectiveKind::kReduce;
+    case Exchange::kAllReduce:
+      return CollectiveKind::kAllReduce;
+    case Exchange::kBroadcast:
+      return CollectiveKind::kBroadcast;
+    case Exchange::kAllToAll:
+      return CollectiveKind::kAllToAll;
+    case Exchange::kPointToPoint:
+      return CollectiveKind::kPointToPoint;
+    case Exchange::kNone:
+      return std::nullopt;
   }
   return std::nullopt;
+}
+
+// Two transfers of one op: a sum within the shard axes, and then over the replicas.
+OpCost OneAfterTheOther(const OpCost& a, const OpCost& b) {
+  OpCost out = a.resource == Resource::kInterLink || b.group_ranks < 2 ? a : b;
+  const auto time = [](const OpCost& cost) { return static_cast<double>(cost.latency_ps + cost.work_ps); };
+  out.latency_ps = a.latency_ps + b.latency_ps;
+  out.work_ps = a.work_ps + b.work_ps;
+  out.finish_ps = a.finish_ps + b.finish_ps;
+  out.bytes = a.bytes + b.bytes;
+  out.group_ranks = a.group_ranks * b.group_ranks;
+  const double total = time(a) + time(b);
+  if (total > 0) out.core_share = (a.core_share * time(a) + b.core_share * time(b)) / total;
+  return out;
 }
 
 Error AtOp(const Program& program, const Op& op, Error error) {
@@ -82,10 +106,10 @@ void CostModel::ReadPairs(const ProfileTable& profile) {
 
 Result<OpCost> CostModel::Cost(const Op& op) {
   Result<OpCost> cost = OpCost{};
-  if (std::optional<CollectiveKind> kind = KindOf(op.name)) {
+  if (std::optional<CollectiveKind> kind = CollectiveOf(op)) {
     cost = Collective(op, *kind);
-  } else if (op.name == "offload.start" || op.name == "reload.start") {
-    if (!IsClean(op) && !IsFresh(op)) cost = Copy(op, op.name == "reload.start");
+  } else if (op.kind == OpKind::kOffloadStart || op.kind == OpKind::kReloadStart) {
+    if (!IsClean(op) && !IsFresh(op)) cost = Copy(op, op.kind == OpKind::kReloadStart);
   } else if (StepsOnHost(op)) {
     cost = HostStep(op);
   } else {
@@ -96,9 +120,8 @@ Result<OpCost> CostModel::Cost(const Op& op) {
 }
 
 Result<OpCost> CostModel::Compute(const Op& op) {
-  std::string_view name = op.name;
   OpCost cost;
-  if (name == "view" || name == "release" || name == "grad" || name == "output" || name.ends_with(".wait")) return cost;
+  if (TakesNoTime(op)) return cost;
   key_.clear();
   INTERLACE_TRY(AppendProfileKey(*program_, op, key_));
   auto known = known_.find(std::string_view(key_));
@@ -150,22 +173,26 @@ Result<double> CostModel::OperandBytes(const Op& op, bool results) const {
 }
 
 Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
-  std::string axis;
-  if (!op.units.empty()) axis = program_->units[op.units[0]].axis;
-  if (const Arg* given = op.Attr("axis")) axis = given->text;
+  std::string axis(AxisOf(*program_, op));
   if (axis.empty() && program_->mesh.size() == 1) axis = program_->mesh[0].name;
   // A gather's whole buffer is its results, everything else is counted by what goes in (recv by what comes out).
-  bool by_results = kind == CollectiveKind::kGather || op.name == "recv";
+  bool by_results = kind == CollectiveKind::kGather || op.kind == OpKind::kRecvStart;
   INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
   int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
   INTERLACE_ASSIGN(OpCost cost, CollectiveCost(kind, axis, bytes, units));
-  cost.sends = op.name != "recv";
-  cost.receives = op.name != "send";
+  if (op.kind == OpKind::kReduceStart && !program_->units[op.units[0]].replicas.empty()) {
+    INTERLACE_ASSIGN(const double part, OperandBytes(op, /*results=*/true));
+    INTERLACE_ASSIGN(const OpCost across, CollectiveCost(CollectiveKind::kAllReduce,
+                                                         program_->units[op.units[0]].replicas, part, units));
+    cost = OneAfterTheOther(cost, across);
+  }
+  cost.sends = op.kind != OpKind::kRecvStart;
+  cost.receives = op.kind != OpKind::kSendStart;
   return cost;
 }
 
 Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units) {
-  GroupShape group = GroupOf(program_->mesh, axis, cluster_.per_node);
+  GroupShape group = GroupShapeOf(program_->mesh, axis, cluster_.per_node);
   OpCost cost;
   cost.group_ranks = group.ranks;
   cost.resource = group.within_node() ? Resource::kIntraLink : Resource::kInterLink;

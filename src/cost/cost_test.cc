@@ -125,19 +125,19 @@ TEST(Interference, NearestFittedTopology) {
 
 TEST(Collectives, GroupsOnNodes) {
   std::vector<Axis> mesh = {{"dp", 4}, {"tp", 2}};
-  GroupShape tp = GroupOf(mesh, "tp", 4), dp = GroupOf(mesh, "dp", 4);
+  GroupShape tp = GroupShapeOf(mesh, "tp", 4), dp = GroupShapeOf(mesh, "dp", 4);
   EXPECT_TRUE(tp.within_node());
   EXPECT_EQ(tp.members_per_node, 2);
   EXPECT_EQ(dp.ranks, 4);
   EXPECT_EQ(dp.members_per_node, 2);
   EXPECT_EQ(dp.nodes, 2);
-  EXPECT_EQ(GroupOf(mesh, "pp", 4).ranks, 1);
+  EXPECT_EQ(GroupShapeOf(mesh, "pp", 4).ranks, 1);
 }
 
 TEST(Collectives, RingByHand) {
   ClusterSpec c = Preset("h100-80gb-16");
   c.inter = {10, 320, 0, 0};
-  GroupShape group = GroupOf({{"dp", 16}}, "dp", 8);
+  GroupShape group = GroupShapeOf({{"dp", 16}}, "dp", 8);
   CollectiveTime gather = RingTime(c, group, CollectiveKind::kGather, 320e6, 1);
   EXPECT_DOUBLE_EQ(gather.latency_us, 150);
   EXPECT_DOUBLE_EQ(gather.transfer_us, 320e6 * 15 / 16 / 320e3);
@@ -145,9 +145,9 @@ TEST(Collectives, RingByHand) {
   EXPECT_DOUBLE_EQ(all.latency_us, 300);
   EXPECT_DOUBLE_EQ(all.transfer_us, 2 * gather.transfer_us);
   // One member of each node has an eighth of its network.
-  GroupShape thin = GroupOf({{"dp", 2}, {"tp", 8}}, "dp", 8);
+  GroupShape thin = GroupShapeOf({{"dp", 2}, {"tp", 8}}, "dp", 8);
   EXPECT_DOUBLE_EQ(RingTime(c, thin, CollectiveKind::kGather, 80e6, 1).transfer_us, 80e6 / 2 / 40e3);
-  EXPECT_EQ(RingTime(c, GroupOf({{"dp", 1}}, "dp", 8), CollectiveKind::kGather, 1e6, 1).transfer_us, 0);
+  EXPECT_EQ(RingTime(c, GroupShapeOf({{"dp", 1}}, "dp", 8), CollectiveKind::kGather, 1e6, 1).transfer_us, 0);
 }
 
 TEST(Kernels, PublicH100Rates) {

@@ -64,14 +64,12 @@ class Worker {
 
  private:
   bool Free() const {
-    std::string_view n = op_.name;
-    if (n == "view" || n == "release" || n == "grad" || n == "output" || n.ends_with(".wait") || n.ends_with(".start"))
-      return true;
-    if (n == "grad.begin") {
+    if (TakesNoTime(op_) || IsStart(op_)) return true;
+    if (op_.kind == OpKind::kGradBegin) {
       const Arg* zero = op_.Attr("zero");
       return zero == nullptr || !zero->boolean;
     }
-    if (IsOwnOp(n) || !op_.writes.empty() || op_.results.empty()) return false;
+    if (IsOwn(op_) || !op_.writes.empty() || op_.results.empty()) return false;
     // An operator all of whose results are views moves nothing.
     for (ValueId id : op_.results) {
       if (id == kNone || program_.value(id).root == id || program_.value(id).placed) return false;

@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 
@@ -90,8 +91,8 @@ class Analysis {
       if (program_.RootOf(id) == id) INTERLACE_TRY(Begin(id, index));
       Touch(id, index);
     }
-    bool is_release = op.name == "release";
-    bool is_wait = op.name.ends_with(".wait");
+    bool is_release = op.kind == OpKind::kRelease;
+    bool is_wait = IsWait(op);
     ForEachOperand(op, [&](ValueId id) {
       Touch(id, index);
       if (is_release) {
@@ -105,7 +106,7 @@ class Analysis {
       in_flight_.erase(found);
     });
     for (ValueId id : op.writes) Touch(id, index);
-    if (op.name.ends_with(".start")) {
+    if (IsStart(op)) {
       std::vector<ValueId> sources;
       ForEachOperand(op, [&](ValueId id) { sources.push_back(id); });
       for (ValueId id : op.results) {

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "ir/liveness.h"
+#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 
@@ -107,7 +108,7 @@ class Planner {
     std::unordered_map<ValueId, int32_t> waited;  // place of the last wait
     for (int32_t i = 0; i < count; ++i) {
       const Op& op = program_.op(v.phase->ops[i]);
-      if (op.name.ends_with(".wait")) ForEachOperand(op, [&](ValueId id) { waited[id] = i; });
+      if (IsWait(op)) ForEachOperand(op, [&](ValueId id) { waited[id] = i; });
     }
     const auto workspace =
         place_of_phase < options_.workspace.size() ? options_.workspace[place_of_phase] : std::vector<int64_t>();
@@ -117,7 +118,7 @@ class Planner {
         v.workspace[i] = NewBlock({PlannedBlock::What::kWorkspace, kNone, op.id, workspace[i]});
         stays_.push_back({v.workspace[i], index, i, i});
       }
-      if (!op.name.ends_with(".start")) continue;
+      if (!IsStart(op)) continue;
       std::vector<int32_t> kept;  // blocks that stay until the wait
       ForEachOperand(op, [&](ValueId id) {
         const int32_t block = BlockOf(v, program_.RootOf(id));
@@ -346,11 +347,8 @@ std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
 }
 
 int64_t ReceiveBytes(const Program& program, const Op& op) {
-  if (op.name != "reduce.start" && op.name != "all_reduce.start") return 0;
-  std::string_view axis;
-  if (const Arg* given = op.Attr("axis")) axis = given->text;
-  if (!op.units.empty()) axis = program.units[op.units[0]].axis;
-  const int64_t others = program.AxisSize(axis) - 1;
+  if (op.kind != OpKind::kReduceStart && op.kind != OpKind::kAllReduceStart) return 0;
+  const int64_t others = program.AxisSize(AxisOf(program, op)) - 1;
   int64_t sum = 0;
   for (ValueId id : op.results) {
     if (id == kNone) continue;

@@ -100,7 +100,7 @@ phase micro_batch takes (%3: f32[32]) gives (%8) {
   %9: f32[64] = aten.mul.Tensor(%4, 4.0) {bwd}
   %10: f32[64] = aten.mul.Tensor(%9, 4.0) {bwd}
 }
-phase update takes (%20: f32[32]) gives (%23) {
+phase update once takes (%20: f32[32]) gives (%23) {
   reduce.wait(%20) {upd}
   %21: f32[64] = aten.mul.Tensor(%1, 4.0) {upd}
   %22: f32[64] = aten.mul.Tensor(%21, 4.0) {upd}
@@ -154,7 +154,7 @@ phase micro_batch takes () gives (%13) {
   reload.wait(%11, %6) {bwd}
   %13: f32[64] = aten.mul.Tensor(%11, 2.0) {bwd}
 }
-phase update takes (%20: f32[64]) gives () {
+phase update once takes (%20: f32[64]) gives () {
   reload.start(%7) {upd}
   reload.wait(%7) {upd}
   update.adamw(%0, %20, %6, %7) {upd units=[u0] scale=1.0 ranges=[0,64,0]}

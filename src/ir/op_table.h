@@ -1,30 +1,49 @@
-// op_table.h — what the compiler knows of each op of its own (docs/ir.md has the meanings); ATen ops are not listed.
+// op_table.h — questions about ops, answered from the table of kinds (op_kind.h); docs/ir.md has the meanings.
 #pragma once
 
-#include <span>
+#include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
+#include "ir/op_kind.h"
 #include "ir/program.h"
 
 namespace interlace {
 
-struct OpInfo {
-  std::string_view name;
-  Lane lane = Lane::kCompute;
-  bool has_effect = false;  // must stay although nobody uses its results
-  std::string_view help;
-};
-
-std::span<const OpInfo> OpTable();
-const OpInfo* FindOp(std::string_view name);  // nullptr: an ATen or library op
-bool IsOwnOp(std::string_view name);          // no "ns." of an operator library
-Lane LaneOf(const Op& op);                    // explicit or the table's default
+inline const OpTraits& TraitsOf(const Op& op) {
+  return TraitsOf(op.kind);
+}
+inline bool IsStart(const Op& op) {
+  return TraitsOf(op).side == Side::kStart;
+}
+inline bool IsWait(const Op& op) {
+  return TraitsOf(op).side == Side::kWait;
+}
+// An op that is not of a library.
+inline bool IsOwn(const Op& op) {
+  return op.kind != OpKind::kLibrary;
+}
+inline bool IsUpdate(const Op& op) {
+  return TraitsOf(op).family == OpFamily::kUpdate;
+}
+// "gather.start" and "gather.wait" → "gather".
+std::string_view TransferName(const Op& op);
+Lane LaneOf(const Op& op);  // explicit or the table's default
+// view, release, marks, waits: nothing is computed, and a wait takes the time of what it waits for.
+bool TakesNoTime(const Op& op);
 // An optimizer step with lane=host: it works on storages that are out, where they lie, beside all other lanes
 // (docs/ir.md).
 bool StepsOnHost(const Op& op);
+// The update of an optimizer ("adamw", "adam", "sgd"); kUnknown for others.
+OpKind UpdateOf(std::string_view optimizer);
+// "adamw", ... of an update.
+std::string_view OptimizerOf(const Op& op);
 // Of an update: how many of its first operands are flat shards (weights, gradient, states); what follows is the
 // coefficient.
 size_t FlatOperands(const Op& op);
+// The mesh axes that a transfer goes along: of its units or of its attribute; empty for others.
+std::string_view AxisOf(const Program& program, const Op& op);
 std::string_view LaneName(Lane lane);
 std::optional<Lane> ParseLane(std::string_view name);
 // Operands whose storage the op writes: `writes`, and what its own semantics mutate (assign's dst, update's states).

@@ -17,6 +17,8 @@ Status TextParser::PhaseLine() {
   Phase phase;
   INTERLACE_ASSIGN(phase.name, Name("a phase's name", true));
   if (program_.FindPhase(phase.name) != nullptr) return Fail(pos, "phase '" + phase.name + "' is declared twice");
+  scan_.SkipBlanks();
+  if (scan_.EatWord("once")) phase.kind = PhaseKind::kStep;
   INTERLACE_TRY(WantWord("takes"));
   INTERLACE_TRY(Want('('));
   scan_.SkipBlanks();
@@ -71,7 +73,7 @@ Result<OpId> TextParser::OpLine() {
     return Expected("'('");
   }
   scan_.Advance();
-  op.name = std::string(name);
+  op.SetName(std::string(name));
   INTERLACE_TRY(Args(op));
   scan_.SkipBlanks();
   if (scan_.Eat('{')) INTERLACE_TRY(Tail(op));

@@ -61,11 +61,13 @@ class TextParser {
   Status Mesh();
   Status SymbolLine();
   Status Step();
+  Status RunLine();
   // Ids of groups, modules, sources and units count from 0 in the order of the lines.
   Result<int32_t> NextId(size_t next, std::string_view what);
   Status GroupLine();
   Status ModuleLine();
   Status SourceLine();
+  Result<std::string> AxisList();
   Status UnitLine();
   Result<bool> OneOf(std::string_view yes, std::string_view no);
   Status ParamLine();

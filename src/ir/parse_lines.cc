@@ -64,6 +64,7 @@ Status TextParser::Line() {
   if (word == "mesh") return Mesh();
   if (word == "symbol") return SymbolLine();
   if (word == "step") return Step();
+  if (word == "run") return RunLine();
   if (word == "group") return GroupLine();
   if (word == "module") return ModuleLine();
   if (word == "source") return SourceLine();
@@ -77,7 +78,7 @@ Status TextParser::Line() {
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
   return Fail("unknown line '" + std::string(word) + "'" +
-              DidYouMean(word, {"meta", "mesh", "symbol", "step", "group", "module", "source", "unit", "param",
+              DidYouMean(word, {"meta", "mesh", "symbol", "step", "run", "group", "module", "source", "unit", "param",
                                 "buffer", "input", "const", "state", "phase"}));
 }
 
@@ -145,6 +146,22 @@ Status TextParser::Step() {
   return EndLine();
 }
 
+// "run NAME" of a phase that runs once, "run NAME FIRST" or "run NAME FIRST xCOUNT" of a micro-batch phase.
+Status TextParser::RunLine() {
+  OrderEntry run;
+  INTERLACE_ASSIGN(run.phase, Name("a phase's name", true));
+  scan_.SkipBlanks();
+  if (IsDigit(scan_.Peek())) {
+    INTERLACE_ASSIGN(run.first, Int(0, program_.accumulation - 1, "the micro-batch of a run"));
+    scan_.SkipBlanks();
+    if (scan_.Eat('x')) {
+      INTERLACE_ASSIGN(run.count, Int(2, program_.accumulation, "the number of runs"));
+    }
+  }
+  program_.order.push_back(std::move(run));
+  return EndLine();
+}
+
 Result<int32_t> TextParser::NextId(size_t next, std::string_view what) {
   scan_.SkipBlanks();
   size_t pos = scan_.pos();
@@ -187,19 +204,31 @@ Status TextParser::SourceLine() {
   return EndLine();
 }
 
+Result<std::string> TextParser::AxisList() {
+  std::string axes;
+  while (true) {
+    scan_.SkipBlanks();
+    const size_t pos = scan_.pos();
+    INTERLACE_ASSIGN(const std::string axis, Name("an axis"));
+    if (std::none_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == axis; })) {
+      std::vector<std::string_view> known;
+      for (const Axis& a : program_.mesh) known.push_back(a.name);
+      return Fail(pos, "unknown axis '" + axis + "'" + DidYouMean(axis, known) + " (declare it with a 'mesh' line)");
+    }
+    axes += (axes.empty() ? "" : ",") + axis;
+    if (!scan_.Eat(',')) return axes;
+  }
+}
+
 Status TextParser::UnitLine() {
   Unit unit;
   scan_.SkipBlanks();
   if (!scan_.Eat('u')) return Expected("a unit such as u0");
   INTERLACE_ASSIGN(unit.id, NextId(program_.units.size(), "unit"));
+  INTERLACE_ASSIGN(unit.axis, AxisList());
   scan_.SkipBlanks();
-  size_t pos = scan_.pos();
-  INTERLACE_ASSIGN(unit.axis, Name("an axis"));
-  if (std::none_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == unit.axis; })) {
-    std::vector<std::string_view> known;
-    for (const Axis& axis : program_.mesh) known.push_back(axis.name);
-    return Fail(pos,
-                "unknown axis '" + unit.axis + "'" + DidYouMean(unit.axis, known) + " (declare it with a 'mesh' line)");
+  if (scan_.EatWord("replicas")) {
+    INTERLACE_ASSIGN(unit.replicas, AxisList());
   }
   INTERLACE_ASSIGN(unit.dtype, ParseDTypeHere());
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / 32;  // bytes still fit in 64 bits

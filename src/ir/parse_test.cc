@@ -62,7 +62,7 @@ std::vector<Case> Cases() {
       {"cut inside an op", base.substr(0, base.find(", alpha"))},
       {"cut inside a declaration", base.substr(0, base.find(" \"stats\""))},
       {"cut inside a string", base.substr(0, base.find("ts\" pers"))},
-      {"closing brace lost", With("x=y}\n}\n", "x=y}\nphase update takes () gives () {\n}\n")},
+      {"closing brace lost", With("x=y}\n}\n", "x=y}\nphase update once takes () gives () {\n}\n")},
       {"line after the end", base + "}\n"},
       {"value id that is no number", With("%9: f32[8]", "%x: f32[8]")},
       {"value id too large for the file", With("%9: f32[8]", "%123456789: f32[8]")},

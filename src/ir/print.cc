@@ -271,6 +271,9 @@ class Printer {
       Int(program_.width);
     }
     EndLine();
+    if (program_.order != program_.DefaultOrder()) {
+      for (const OrderEntry& run : program_.order) PrintRun(run);
+    }
     for (const Group& group : program_.groups) {
       out_ += "group ";
       Int(group.id);
@@ -297,7 +300,7 @@ class Printer {
       result_.unit_line.push_back(line_);
       out_ += "unit u";
       Int(unit.id);
-      out_ += " " + unit.axis + " ";
+      out_ += " " + unit.axis + (unit.replicas.empty() ? "" : " replicas " + unit.replicas) + " ";
       out_ += DTypeName(unit.dtype);
       out_ += " numel ";
       Int(unit.numel);
@@ -305,6 +308,20 @@ class Printer {
       Int(unit.shard);
       EndLine();
     }
+  }
+
+  void PrintRun(const OrderEntry& run) {
+    result_.run_line.push_back(line_);
+    out_ += "run " + run.phase;
+    if (run.first != kNone) {
+      out_ += ' ';
+      Int(run.first);
+      if (run.count != 1) {
+        out_ += " x";
+        Int(run.count);
+      }
+    }
+    EndLine();
   }
 
   void Named(std::string_view word, ValueId value, std::string_view name) {
@@ -367,7 +384,7 @@ class Printer {
 
   void PrintPhase(const Phase& phase) {
     result_.phase_line.push_back(line_);
-    out_ += "phase " + phase.name + " takes (";
+    out_ += "phase " + phase.name + (phase.kind == PhaseKind::kStep ? " once takes (" : " takes (");
     for (size_t i = 0; i < phase.takes.size(); ++i) {
       if (i > 0) out_ += ", ";
       Decl(phase.takes[i]);

@@ -73,6 +73,11 @@ Program::Program(Program&&) = default;
 Program& Program::operator=(Program&&) = default;
 Program::~Program() = default;
 
+void Op::SetName(std::string new_name) {
+  name = std::move(new_name);
+  kind = KindOf(name);
+}
+
 const Arg* Op::Attr(std::string_view attr_name) const {
   for (const NamedArg& attr : attrs) {
     if (attr.name == attr_name) return &attr.arg;
@@ -109,6 +114,7 @@ Program Program::Clone() const {
   out.consts = consts;
   out.states = states;
   out.phases = phases;
+  out.order = order;
   out.dims = dims;
   out.values_ = values_;
   out.ops_ = ops_;
@@ -142,7 +148,16 @@ Op& Program::AddOp(std::string name) {
   OpId id = num_ops();
   Op& op = ops_.emplace_back();
   op.id = id;
-  op.name = std::move(name);
+  op.SetName(std::move(name));
+  return op;
+}
+
+Op& Program::AddOp(OpKind kind) {
+  OpId id = num_ops();
+  Op& op = ops_.emplace_back();
+  op.id = id;
+  op.kind = kind;
+  op.name = TraitsOf(kind).name;
   return op;
 }
 
@@ -167,11 +182,35 @@ ValueId Program::AddPlaced(Op& op, Type type, ValueId root, Dim offset) {
   return id;
 }
 
-int64_t Program::AxisSize(std::string_view axis) const {
-  for (const Axis& a : mesh) {
-    if (a.name == axis) return a.size;
+std::vector<std::string_view> AxesOf(std::string_view axes) {
+  std::vector<std::string_view> out;
+  while (!axes.empty()) {
+    const size_t comma = std::min(axes.find(','), axes.size());
+    out.push_back(axes.substr(0, comma));
+    axes.remove_prefix(std::min(comma + 1, axes.size()));
   }
-  return 1;
+  return out;
+}
+
+AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
+  const std::vector<std::string_view> wanted = AxesOf(axes);
+  AxisGroup group;
+  bool within = false;
+  for (size_t i = mesh.size(); i-- > 0;) {
+    const bool member = std::find(wanted.begin(), wanted.end(), mesh[i].name) != wanted.end();
+    if (member) group.size *= mesh[i].size, within = true;
+    if (!within) group.stride *= mesh[i].size;
+  }
+  if (!within) group.stride = 1;
+  return group;
+}
+
+Dim Program::AxisRank(std::string_view axes) {
+  Dim out = 0;
+  for (std::string_view axis : AxesOf(axes)) {
+    out = dims.Add(dims.Mul(out, Dim(AxisSize(axis))), dims.Symbol("rank_" + std::string(axis)));
+  }
+  return out;
 }
 
 const std::string* Program::Meta(std::string_view key) const {
@@ -275,18 +314,59 @@ Result<int64_t> Program::StorageBytes(const Type& type) const {
   return bytes;
 }
 
-std::vector<std::pair<const Phase*, int64_t>> Program::RunOrder() const {
-  std::vector<std::pair<const Phase*, int64_t>> order;
-  auto add = [&](std::string_view name, int64_t count) {
-    const Phase* phase = FindPhase(name);
-    if (phase != nullptr && count > 0) order.emplace_back(phase, count);
+std::vector<OrderEntry> Program::DefaultOrder() const {
+  std::vector<OrderEntry> out;
+  for (const Phase& phase : phases) {
+    if (phase.kind == PhaseKind::kMicroBatch) out.push_back({phase.name, 0, Runs()});
+  }
+  for (const Phase& phase : phases) {
+    if (phase.kind == PhaseKind::kStep) out.push_back({phase.name, kNone, 1});
+  }
+  return out;
+}
+
+std::vector<Program::StepRun> Program::RunsOfStep() const {
+  std::vector<StepRun> out;
+  const auto add = [&](const std::vector<OrderEntry>& runs) {
+    for (const OrderEntry& run : runs) {
+      const Phase* phase = FindPhase(run.phase);
+      if (phase != nullptr && run.count > 0) out.push_back({phase, run.first, run.count});
+    }
   };
-  add("micro_batch", Runs());
-  add("micro_batch.first", 1);
-  add("micro_batch.middle", Runs() - 2);
-  add("micro_batch.last", 1);
-  add("update", 1);
-  return order;
+  order.empty() ? add(DefaultOrder()) : add(order);
+  return out;
+}
+
+std::vector<std::pair<const Phase*, int64_t>> Program::RunOrder() const {
+  std::vector<std::pair<const Phase*, int64_t>> out;
+  for (const StepRun& run : RunsOfStep()) out.emplace_back(run.phase, run.count);
+  return out;
+}
+
+const Phase* Program::MicroBatchPhase() const {
+  const Phase* found = nullptr;
+  for (const Phase& phase : phases) {
+    if (phase.kind != PhaseKind::kMicroBatch) continue;
+    if (found != nullptr) return nullptr;
+    found = &phase;
+  }
+  return found;
+}
+
+Phase* Program::MicroBatchPhase() {
+  return const_cast<Phase*>(static_cast<const Program*>(this)->MicroBatchPhase());
+}
+
+const Phase* Program::UpdatePhase() const {
+  const Phase* found = nullptr;
+  for (const Phase& phase : phases) {
+    if (phase.kind == PhaseKind::kStep) found = &phase;
+  }
+  return found;
+}
+
+Phase* Program::UpdatePhase() {
+  return const_cast<Phase*>(static_cast<const Program*>(this)->UpdatePhase());
 }
 
 void Program::Track() {

@@ -17,6 +17,7 @@
 #include "base/result.h"
 #include "ir/dim.h"
 #include "ir/dtype.h"
+#include "ir/op_kind.h"
 
 namespace interlace {
 
@@ -30,8 +31,6 @@ inline constexpr int32_t kMaxValues = 1 << 28;
 inline constexpr int64_t kNormLimbs = 68;  // int64 words of the exact norm accumulator
 
 enum class Level : uint8_t { kCaptured, kSharded, kScheduled };
-enum class Lane : uint8_t { kCompute, kGather, kReduce, kH2D, kD2H, kFile, kP2P, kHost };
-inline constexpr int kLaneCount = 8;
 enum class Part : uint8_t { kNone, kForward, kBackward, kUpdate };  // tags fwd, bwd, upd
 
 struct Type {
@@ -90,7 +89,8 @@ struct NamedArg {
 
 struct Op {
   OpId id = kNone;
-  std::string name;              // "aten.mm", "gather.start", ...
+  OpKind kind = OpKind::kUnknown;  // follows from the name
+  std::string name;                // "aten.mm", "gather.start", ...: for printing, and of a library's operator the operator
   std::vector<ValueId> results;  // kNone for "_"
   std::vector<Arg> args;         // positional
   std::vector<NamedArg> named;   // keyword arguments of the operator
@@ -110,6 +110,7 @@ struct Op {
   Op& operator=(const Op&);
   Op& operator=(Op&&) noexcept;
   ~Op();
+  void SetName(std::string new_name);                 // and the kind with it
   const Arg* Attr(std::string_view attr_name) const;  // nullptr when absent
   void SetAttr(std::string_view attr_name, Arg arg);  // adds or replaces
 };
@@ -144,22 +145,44 @@ struct State {
   bool persistent = true;  // else it lives within one step
   bool out = false;        // between steps it lies in the tier, not in memory (residency.h)
 };
+// Axes of the mesh are written as one word, "dp" or "replica,dp": neighbours in the mesh, in its order.
 struct Unit {
   UnitId id = kNone;
-  std::string axis;
+  std::string axis;  // over which it is sharded
   DType dtype = DType::kF32;
-  int64_t numel = 0;  // padded, of the full buffer
-  int64_t shard = 0;  // numel / axis size
+  int64_t numel = 0;     // padded, of the full buffer
+  int64_t shard = 0;     // numel / ranks along `axis`
+  std::string replicas;  // axes whose ranks have the same shard and add up their gradients; empty: none
 };
+// What a phase runs for: each micro-batch, whose inputs it sees, or a step.
+enum class PhaseKind : uint8_t { kMicroBatch, kStep };
 struct Phase {
   std::string name;
   std::vector<ValueId> takes, gives;
   std::vector<OpId> ops;
+  PhaseKind kind = PhaseKind::kMicroBatch;
+};
+// Part of the run order: `count` runs of a phase, one after the other. Of a micro-batch phase the first run is of
+// micro-batch `first`, and each following one of the next (with `width` side by side: of the next `width`).
+struct OrderEntry {
+  std::string phase;
+  int64_t first = kNone;  // kNone: of a phase that runs once a step
+  int64_t count = 1;
+  friend bool operator==(const OrderEntry&, const OrderEntry&) = default;
 };
 struct Axis {
   std::string name;
   int64_t size = 1;
 };
+// The ranks along some axes: those at `base + i * stride`, i < size, of a mesh whose last axis varies fastest.
+struct AxisGroup {
+  int64_t size = 1, stride = 1;
+  int64_t IndexOf(int64_t rank) const { return rank / stride % size; }
+  int64_t BaseOf(int64_t rank) const { return rank - IndexOf(rank) * stride; }
+};
+// Of "dp" or "replica,dp"; an axis that the mesh lacks counts as one rank.
+AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes);
+std::vector<std::string_view> AxesOf(std::string_view axes);  // "replica,dp" → "replica", "dp"
 struct Symbol {
   std::string name;
   int64_t min = 0, max = 0;
@@ -196,6 +219,7 @@ class Program {
   std::vector<Const> consts;
   std::vector<State> states;
   std::vector<Phase> phases;  // in text order
+  std::vector<OrderEntry> order;     // empty: DefaultOrder()
   DimTable dims;
 
   Program();
@@ -227,13 +251,17 @@ class Program {
   Result<ValueId> AddValueWithId(ValueId id, ValueKind kind, Type type);
   // A new op that belongs to no phase yet; the caller puts its id into a phase's list.
   Op& AddOp(std::string name);
+  Op& AddOp(OpKind kind);  // of our own
   // Adds a result to an op: a fresh value, a view of `root`, or a placed value in `root`.
   ValueId AddResult(Op& op, Type type);
   ValueId AddView(Op& op, Type type, ValueId root, Dim offset);
   ValueId AddPlaced(Op& op, Type type, ValueId root, Dim offset);
 
   ValueId RootOf(ValueId id) const { return values_[id].root; }
-  int64_t AxisSize(std::string_view axis) const;  // 1 when there is no such axis
+  int64_t AxisSize(std::string_view axes) const { return GroupOf(mesh, axes).size; }
+  Dim AxisRank(std::string_view axes);  // this rank's index along them: rank_dp, or rank_replica*2+rank_dp
+  // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
+  int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
   const std::string* Meta(std::string_view key) const;
   void SetMeta(std::string_view key, std::string text);
   Phase* FindPhase(std::string_view name);
@@ -250,9 +278,22 @@ class Program {
 
   // How often a step runs a micro-batch phase.
   int64_t Runs() const { return accumulation / width; }
-  // Phases in the order a step runs them, with counts, for G runs:
-  // {micro_batch.first,1},{...middle,G-2},{...last,1},{update,1}.
+  // Phases in the order a step runs them, with counts; what `order` names and no phase is left out.
   std::vector<std::pair<const Phase*, int64_t>> RunOrder() const;
+  // The same with micro-batches.
+  struct StepRun {
+    const Phase* phase = nullptr;
+    int64_t first = kNone, count = 1;
+  };
+  std::vector<StepRun> RunsOfStep() const;
+  // What is run when `order` is empty: a single micro-batch phase for every micro-batch, then the others, as they stand.
+  std::vector<OrderEntry> DefaultOrder() const;
+  // The micro-batch phase of a program that has one (captured, or without accumulation); nullptr: none, or several.
+  Phase* MicroBatchPhase();
+  const Phase* MicroBatchPhase() const;
+  // The phase that ends a step; nullptr before pass `update`.
+  Phase* UpdatePhase();
+  const Phase* UpdatePhase() const;
   // Many variants of one program, one after the other, without a copy for each: `variant` is a clone of `base` that
   // from its Track() on notes every op and value that is handed out for writing; TakeBack(base) makes it like `base`
   // again. What may differ meanwhile: ops, values and phases (no Compact, no tables).

@@ -86,25 +86,31 @@ TEST(Program, CompactKeepsMeaning) {
 
 TEST(Program, RunOrder) {
   Program program = FromText(
-      "interlace 1 sharded\nstep 5 reduce_each\nphase micro_batch.first takes () gives () {\n}\n"
+      "interlace 1 sharded\nstep 5 reduce_each\nrun micro_batch.first 0\nrun micro_batch.middle 1 x3\n"
+      "run micro_batch.last 4\nrun update\nphase micro_batch.first takes () gives () {\n}\n"
       "phase micro_batch.middle takes () gives () {\n}\nphase micro_batch.last takes () gives () {\n}\n"
-      "phase update takes () gives () {\n}\n");
+      "phase update once takes () gives () {\n}\n");
   std::string order;
   for (const auto& [phase, count] : program.RunOrder()) order += phase->name + "*" + std::to_string(count) + " ";
   EXPECT_EQ(order, "micro_batch.first*1 micro_batch.middle*3 micro_batch.last*1 update*1 ");
-  program.accumulation = 2;
-  EXPECT_EQ(program.RunOrder().size(), 3u);
+  EXPECT_EQ(program.RunsOfStep()[1].first, 1);
+  EXPECT_EQ(program.MicroBatchPhase(), nullptr);
+  EXPECT_EQ(program.UpdatePhase(), &program.phases[3]);
 }
 
 TEST(OpTable, NamesLanesEffects) {
-  EXPECT_TRUE(IsOwnOp("gather.start"));
-  EXPECT_TRUE(IsOwnOp("gather.begin"));  // unknown, but of our family
-  EXPECT_TRUE(IsOwnOp("frobnicate"));
-  EXPECT_FALSE(IsOwnOp("aten.mm"));
-  EXPECT_FALSE(IsOwnOp("torchvision.nms"));
-  for (const OpInfo& info : OpTable()) {
-    EXPECT_EQ(FindOp(info.name), &info);
-    EXPECT_FALSE(info.help.empty()) << info.name;
+  EXPECT_EQ(KindOf("gather.start"), OpKind::kGatherStart);
+  EXPECT_EQ(KindOf("gather.begin"), OpKind::kUnknown);  // but of our family
+  EXPECT_EQ(KindOf("frobnicate"), OpKind::kUnknown);
+  EXPECT_EQ(KindOf("aten.mm"), OpKind::kLibrary);
+  EXPECT_EQ(KindOf("torchvision.nms"), OpKind::kLibrary);
+  for (const OpTraits& row : OpTable()) {
+    EXPECT_EQ(KindOf(row.name), row.kind);
+    EXPECT_EQ(&TraitsOf(row.kind), &row);
+    EXPECT_FALSE(row.help.empty()) << row.name;
+    if (row.side == Side::kWhole) continue;
+    EXPECT_EQ(TraitsOf(row.partner).partner, row.kind) << row.name;
+    EXPECT_NE(TraitsOf(row.partner).side, row.side) << row.name;
   }
   for (std::string_view name : {"compute", "gather", "reduce", "h2d", "d2h", "file", "p2p"}) {
     EXPECT_EQ(LaneName(*ParseLane(name)), name);
@@ -114,7 +120,7 @@ TEST(OpTable, NamesLanesEffects) {
       "interlace 1 sharded\nmesh dp 1\nstep 1 reduce_each\nunit u0 dp f32 numel 32 shard 32\n"
       "state %0: f32[32] u0.full persistent\nstate %1: f32[32] u0.grad persistent\nstate %2: f32[32] u0.exp_avg "
       "persistent\n"
-      "state %3: f32[32] u0.exp_avg_sq persistent\nphase update takes () gives () {\n"
+      "state %3: f32[32] u0.exp_avg_sq persistent\nphase update once takes () gives () {\n"
       "  update.adamw(%0, %1, %2, %3) {units=[u0] scale=1.0 ranges=[]}\n  update.sgd(%0, %1, %2) {units=[u0] "
       "momentum=true}\n"
       "  %4: f32[32] into %1+0 = aten.neg(%0)\n  %5: f32[32] = aten.neg(%0) {lane=d2h}\n  assign(%0, %5)\n"

@@ -14,13 +14,18 @@ const Move* MoveOf(const Op& op) {
                                     {Place::kLeaving, Place::kOut},
                                     {Place::kOut, Place::kComing},
                                     {Place::kComing, Place::kIn}};
-  // Called for every op of a program: most names differ in their first letters.
-  const std::string& name = op.name;
-  if (name.starts_with("offload."))
-    return name == "offload.start" ? &kMoves[0] : name == "offload.wait" ? &kMoves[1] : nullptr;
-  if (name.starts_with("reload."))
-    return name == "reload.start" ? &kMoves[2] : name == "reload.wait" ? &kMoves[3] : nullptr;
-  return nullptr;
+  switch (op.kind) {
+    case OpKind::kOffloadStart:
+      return &kMoves[0];
+    case OpKind::kOffloadWait:
+      return &kMoves[1];
+    case OpKind::kReloadStart:
+      return &kMoves[2];
+    case OpKind::kReloadWait:
+      return &kMoves[3];
+    default:
+      return nullptr;
+  }
 }
 
 bool IsClean(const Op& op) {

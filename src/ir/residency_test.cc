@@ -26,7 +26,7 @@ std::string Text(const std::string& avg, const std::string& forward, const std::
          "  %12: f32[64] = grad.begin() {bwd units=[u0]}\n  %13: f32[64] into %12+0 = aten.mul.Tensor(%11, %2) {bwd}\n"
          "  %14: f32[64] into %5+0 = reduce.start(%12) {bwd units=[u0]}\n  reduce.wait(%14) {bwd}\n  release(%12) "
          "{bwd}\n}\n"
-         "phase update takes () gives () {\n" +
+         "phase update once takes () gives () {\n" +
          before_update + "  update.adamw(%4, %5, %6, %7) {upd units=[u0] scale=1.0 ranges=[0, 64, 0]}\n" +
          after_update + "}\n";
 }

@@ -17,6 +17,7 @@ struct PrintedProgram {
   std::vector<int32_t> op_line;     // by op id
   std::vector<int32_t> value_line;  // by value id: the line that declares or defines it
   std::vector<int32_t> unit_line;   // by unit id
+  std::vector<int32_t> run_line;    // by index in Program::order; empty when that is the default
   std::vector<int32_t> phase_line;  // by index in Program::phases
 };
 PrintedProgram PrintWithLines(const Program& program);

@@ -30,7 +30,7 @@ phase micro_batch takes () gives () {
   %10: f32[b,b//2+b], _ = aten.odd(%9, 2*b, [1, -1.5, none, [true]], 1e+20, dtype=f32, s="a\"b\n") {fwd rng=3 writes=[%1] x=inf}
   release(%6) {fwd}
 }
-phase update takes () gives () {
+phase update once takes () gives () {
   update.adamw(%4, %5) {upd units=[u0] scale=0.5 ranges=[0, 1024, 0]}
 }
 )";

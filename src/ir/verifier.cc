@@ -165,7 +165,7 @@ class Structure {
   }
 
   void RunPhase(const Phase& phase, int32_t index) {
-    bool micro_batch = phase.name != "update";
+    const bool micro_batch = phase.kind == PhaseKind::kMicroBatch;
     auto always = [&](const auto& table) {
       for (const auto& entry : table) available_[entry.value] = kAlways;
     };
@@ -237,7 +237,7 @@ class Structure {
     for (ValueId id : op.writes) use(id);
     for (const NamedArg& attr : op.attrs) NoValues(op, attr.arg);
     for (size_t i = 0; i < op.results.size(); ++i) RunResult(op, i);
-    if (op.name == "release") Release(op);
+    if (op.kind == OpKind::kRelease) Release(op);
   }
 
   // Values in attributes would escape renaming and liveness.
@@ -305,8 +305,9 @@ std::vector<Error> VerifyAll(const Program& program) {
   if (!structure.Printable(fatal)) return {Error{fatal, ""}};
   structure.Run();
   if (report.empty()) {
-    VerifyLayout(program, report);
+    const bool runs = VerifyLayout(program, report);
     VerifyOps(program, report);
+    if (!runs) return report.Take();  // what follows walks the run order
     VerifyFlow(program, report);
     VerifyResidency(program, report);
     VerifyPending(program, report);

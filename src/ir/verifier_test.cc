@@ -69,7 +69,7 @@ phase micro_batch takes () gives () {
   %20: f32[64] into %8+0 = gather.start(%19) {bwd units=[u1]}
   gather.wait(%20) {bwd}
 }
-phase update takes () gives () {
+phase update once takes () gives () {
   %30: i64[68] = norm.partial(%7) {upd units=[u0]}
   %31: i64[68] = all_reduce.start(%30) {upd axis=dp}
   all_reduce.wait(%31) {upd}
@@ -82,6 +82,10 @@ phase update takes () gives () {
 constexpr char kPhases[] = R"(interlace 1 sharded
 mesh dp 2
 step 3 reduce_each
+run micro_batch.first 0
+run micro_batch.middle 1
+run micro_batch.last 2
+run update
 unit u0 dp f32 numel 64 shard 32
 param %0: f32[64] "w" frozen unit u0+0
 state %1: f32[32] u0.shard persistent
@@ -97,7 +101,7 @@ phase micro_batch.middle takes (%20: f32[64]) gives (%22) {
 phase micro_batch.last takes (%30: f32[64]) gives (%31) {
   %31: f32[64] = gather.start(%1) {fwd units=[u0]}
 }
-phase update takes (%40: f32[64]) gives (%40) {
+phase update once takes (%40: f32[64]) gives (%40) {
 }
 )";
 
@@ -137,12 +141,19 @@ const std::vector<BadEdit>& BadEdits() {
        {{"takes (%20: f32[64])", "takes (%20: f32[64] in %10+0)"}}},
       // levels
       {"no phase", kCaptured, {{kCaptured + std::string(kCaptured).find("phase"), ""}}},
-      {"captured with an update", kCaptured, {{"phase micro_batch ", "phase update "}}},
-      {"unknown phase", kCaptured, {{"phase micro_batch ", "phase micro_bacth "}}},
-      {"accumulation without its phases", kSharded, {{"step 1", "step 4"}}},
-      {"missing middle phase",
+      {"captured with an update", kCaptured, {{"phase micro_batch ", "phase update once "}}},
+      {"captured with two phases", kCaptured, {{"phase micro_batch takes", "phase other takes () gives () {\n}\nphase micro_batch takes"}}},
+      {"run of an unknown phase", kPhases, {{"run micro_batch.middle 1", "run micro_batch.midle 1"}}},
+      {"several phases without an order",
        kPhases,
-       {{"step 3", "step 5"}, {"phase micro_batch.middle", "phase micro_batch.midle"}}},
+       {{"run micro_batch.first 0\nrun micro_batch.middle 1\nrun micro_batch.last 2\nrun update\n", ""}}},
+      {"run without its micro-batch", kPhases, {{"run micro_batch.middle 1", "run micro_batch.middle"}}},
+      {"update with a micro-batch", kPhases, {{"run update", "run update 0"}}},
+      {"update twice", kPhases, {{"run update", "run update\nrun update"}}},
+      {"micro-batch beyond the step", kPhases, {{"run micro_batch.last 2", "run micro_batch.last 1 x3"}}},
+      {"micro-batch twice", kPhases, {{"run micro_batch.last 2", "run micro_batch.last 2\nrun micro_batch.first 0"}}},
+      {"micro-batch left out", kPhases, {{"run micro_batch.middle 1", "run micro_batch.middle 2"}}},
+      {"phase never run", kPhases, {{"run update\n", ""}}},
       {"grad above the captured level", kCaptured, {{"interlace 1 captured", "interlace 1 sharded"}}},
       {"gather in a captured program", kCaptured, {{"  %15: f32[4,8]", "  gather.wait(%14)\n  %15: f32[4,8]"}}},
       {"sharded parameter used directly", kSharded, {{"aten.mul.Tensor(%12, %11)", "aten.mul.Tensor(%0, %11)"}}},
@@ -179,8 +190,8 @@ const std::vector<BadEdit>& BadEdits() {
       {"update with operands of two sizes",
        kSharded,
        {{"(%4, %7, %5, %6, %32)", "(%4, %15, %5, %6, %32)"},
-        {"phase update takes () gives () {",
-         "phase update takes () gives () {\n  %15: f32[128] = grad.begin() {units=[u0]}"},
+        {"phase update once takes () gives () {",
+         "phase update once takes () gives () {\n  %15: f32[128] = grad.begin() {units=[u0]}"},
         {"%15: f32[128] = grad.begin() {bwd", "%29: f32[128] = grad.begin() {bwd"},
         {"into %15+0", "into %29+0"},
         {"reduce.start(%15)", "reduce.start(%29)"}}},
@@ -220,7 +231,7 @@ const std::vector<BadEdit>& BadEdits() {
       {"phases that do not fit together", kPhases, {{"takes (%30: f32[64])", "takes (%30: f32[63])"}}},
       {"phases with different counts",
        kPhases,
-       {{"phase update takes (%40: f32[64])", "phase update takes ()"}, {"gives (%40) {", "gives () {"}}},
+       {{"phase update once takes (%40: f32[64])", "phase update once takes ()"}, {"gives (%40) {", "gives () {"}}},
       {"in flight into a phase that does not wait", kPhases, {{"  gather.wait(%10) {fwd}\n", ""}}},
       {"wait for what no phase started", kPhases, {{"  release(%20) {fwd}\n", "  gather.wait(%20) {fwd}\n"}}},
   };

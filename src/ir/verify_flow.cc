@@ -70,33 +70,31 @@ class Flow {
         Touches(op);
         continue;
       }
-      if (op.name.ends_with(".wait") && IsOwnOp(op.name)) {
+      if (IsWait(op)) {
         Wait(op);
         continue;
       }
       Touches(op);
-      if (op.name.ends_with(".start") && IsOwnOp(op.name)) Start(op);
+      if (IsStart(op)) Start(op);
     }
   }
-
-  static std::string_view Family(const Op& op) { return std::string_view(op.name).substr(0, op.name.rfind('.')); }
 
   void Wait(const Op& op) {
     ForEachOperand(op, [&](ValueId id) {
       for (size_t i = 0; i < flights_.size(); ++i) {
         if (flights_[i].result != id) continue;
         const Op& start = program_.op(flights_[i].start);
-        if (Family(start) != Family(op)) {
+        if (TraitsOf(op).partner != start.kind) {
           Report(op,
                  "%" + std::to_string(id) + " comes from " + start.name + "; wait for it with " +
-                     std::string(Family(start)) + ".wait",
+                     std::string(TransferName(start)) + ".wait",
                  id);
         }
         flights_.erase(flights_.begin() + static_cast<ptrdiff_t>(i));
         return;
       }
       Report(op,
-             "%" + std::to_string(id) + " is not in flight here; a " + std::string(Family(op)) +
+             "%" + std::to_string(id) + " is not in flight here; a " + std::string(TransferName(op)) +
                  ".start must come before, and one wait is enough",
              id);
     });
@@ -111,7 +109,7 @@ class Flow {
         const std::string& start = program_.op(flight.start).name;
         std::string what = "%" + std::to_string(id);
         what += id == flight.result ? " is used" : " touches %" + std::to_string(flight.result);
-        Report(op, what + " between " + start + " and " + std::string(Family(program_.op(flight.start))) + ".wait", id);
+        Report(op, what + " between " + start + " and " + std::string(TransferName(program_.op(flight.start))) + ".wait", id);
       }
     };
     auto write = [&](ValueId id, const char* verb) {
@@ -134,7 +132,7 @@ class Flow {
       if (program_.value(id).placed) write(id, "written");
     }
     for (ValueId id : WrittenOperands(program_, op)) write(id, "written");
-    if (op.name == "release" || op.name == "offload.wait") {
+    if (TraitsOf(op).frees != kNoOperand) {
       ForEachOperand(op, [&](ValueId id) { write(id, "released"); });
     }
   }

@@ -22,6 +22,7 @@ class VerifyReport {
   void AtValue(ValueId value, std::string what);  // its declaration
   void AtUnit(UnitId unit, std::string what);
   void AtPhase(const Phase& phase, std::string what);
+  void AtRun(size_t index, std::string what);  // of Program::order
   void AtProgram(std::string what);  // the first line
   bool empty() const { return found_.empty(); }
   // In line order.
@@ -56,7 +57,8 @@ ByteRange RangeOf(const Program& program, ValueId id);
 // Elements of a value, when they are a number.
 std::optional<int64_t> NumericElements(const Type& type);
 
-void VerifyLayout(const Program& program, VerifyReport& report);  // phases, names, symbols, units, constants
+// Phases, names, symbols, units, constants. False: the run order does not hold.
+bool VerifyLayout(const Program& program, VerifyReport& report);
 void VerifyOps(const Program& program, VerifyReport& report);     // each op by itself
 void VerifyFlow(const Program& program,
                 VerifyReport& report);  // transfers in flight, takes and gives over the run order

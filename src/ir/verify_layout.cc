@@ -13,46 +13,99 @@ class Whole {
  public:
   Whole(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
 
-  void Run() {
-    Phases();
+  // False: the run order does not hold.
+  bool Run() {
+    const bool runs = Phases();
     Names();
     Dims();
     Units();
     Consts();
+    return runs;
   }
 
  private:
-  void Phases() {
-    const std::vector<std::string_view> known = {"micro_batch", "micro_batch.first", "micro_batch.middle",
-                                                 "micro_batch.last", "update"};
+  bool Phases() {
     if (program_.phases.empty())
       report_.AtProgram("the program has no phase; if it came from a file, the file seems to be cut");
-    bool accumulates = program_.Runs() > 1;
-    const std::string runs =
-        std::to_string(program_.Runs()) + (program_.width > 1 ? " runs of micro-batches" : " micro-batches");
     if (program_.inputs.size() % static_cast<size_t>(program_.width) != 0) {
       report_.AtProgram("a run of " + std::to_string(program_.width) +
                         " micro-batches has inputs for each of them, not " + std::to_string(program_.inputs.size()));
     }
+    int64_t micro_batch_phases = 0;
+    for (const Phase& phase : program_.phases) micro_batch_phases += phase.kind == PhaseKind::kMicroBatch;
+    if (program_.level == Level::kCaptured && (micro_batch_phases != 1 || program_.phases.size() != 1)) {
+      for (size_t i = 1; i < program_.phases.size(); ++i) {
+        report_.AtPhase(program_.phases[i], "a captured program has one phase, that of a micro-batch; " +
+                                                InQuotes(program_.phases[i].name) + " comes with later passes");
+      }
+      if (micro_batch_phases == 0 && !program_.phases.empty())
+        report_.AtPhase(program_.phases[0], "a captured program's phase is of a micro-batch, not 'once' a step");
+      return false;
+    }
+    if (program_.order.empty() && micro_batch_phases > 1) {
+      report_.AtPhase(program_.phases[0], "with several micro-batch phases the run order must be said: lines such as "
+                                          "'run " + program_.phases[0].name + " 0' behind 'step'");
+      return false;
+    }
+    return Order();
+  }
+
+  // Every phase runs, every micro-batch is run, and none twice by one phase.
+  bool Order() {
+    std::map<const Phase*, std::set<int64_t>> done;
+    std::set<int64_t> all;
+    bool sound = true;
+    for (size_t i = 0; i < program_.order.size(); ++i) {
+      const OrderEntry& run = program_.order[i];
+      const Phase* phase = program_.FindPhase(run.phase);
+      if (phase == nullptr) {
+        std::vector<std::string_view> known;
+        for (const Phase& p : program_.phases) known.push_back(p.name);
+        report_.AtRun(i, "there is no phase " + InQuotes(run.phase) + DidYouMean(run.phase, known));
+        return false;
+      }
+      if ((phase->kind == PhaseKind::kStep) != (run.first == kNone)) {
+        report_.AtRun(i, phase->kind == PhaseKind::kStep
+                             ? "phase " + InQuotes(run.phase) + " runs once a step and has no micro-batch"
+                             : "phase " + InQuotes(run.phase) + " runs for a micro-batch; say which: 'run " +
+                                   run.phase + " 0'");
+        return false;
+      }
+      if (run.first == kNone) {
+        if (!done.try_emplace(phase).second) {
+          report_.AtRun(i, "phase " + InQuotes(run.phase) + " runs twice in a step");
+          return false;
+        }
+        continue;
+      }
+      const int64_t end = run.first + run.count * program_.width;
+      if (run.first % program_.width != 0 || end > program_.accumulation) {
+        report_.AtRun(i, "micro-batches " + std::to_string(run.first) + " to " + std::to_string(end - 1) +
+                             " are not runs of a step of " + std::to_string(program_.accumulation) +
+                             (program_.width > 1 ? " by " + std::to_string(program_.width) : ""));
+        return false;
+      }
+      for (int64_t m = run.first; m < end; m += program_.width) {
+        all.insert(m);
+        if (done[phase].insert(m).second) continue;
+        report_.AtRun(i, "phase " + InQuotes(run.phase) + " runs micro-batch " + std::to_string(m) + " twice");
+        return false;
+      }
+    }
+    if (program_.order.empty()) return true;
     for (const Phase& phase : program_.phases) {
-      if (std::find(known.begin(), known.end(), phase.name) == known.end()) {
-        report_.AtPhase(phase, "unknown phase " + InQuotes(phase.name) + DidYouMean(phase.name, known));
-      } else if (program_.level == Level::kCaptured && phase.name != "micro_batch") {
-        report_.AtPhase(phase, "a captured program has the phase micro_batch only, not " + InQuotes(phase.name));
-      } else if (phase.name != "update" && (phase.name != "micro_batch") != accumulates) {
-        report_.AtPhase(phase, "with " + runs + " a step, the phases are " +
-                                   (accumulates ? "micro_batch.first, .middle, .last" : "micro_batch alone") +
-                                   ", not " + InQuotes(phase.name));
-      }
+      if (done.count(&phase) > 0) continue;
+      sound = false;
+      report_.AtPhase(phase, "phase " + InQuotes(phase.name) + " is never run; add a line 'run " + phase.name +
+                                   (phase.kind == PhaseKind::kStep ? "'" : " 0'"));
     }
-    if (program_.FindPhase("micro_batch.first") == nullptr && program_.FindPhase("micro_batch.last") == nullptr) return;
-    std::vector<std::string> needed = {"micro_batch.first", "micro_batch.last"};
-    if (program_.Runs() > 2) needed.push_back("micro_batch.middle");
-    for (const std::string& name : needed) {
-      if (program_.FindPhase(name) == nullptr) {
-        report_.AtPhase(program_.phases[0], "phase " + InQuotes(name) + " is missing: a step has " + runs);
-      }
+    for (int64_t m = 0; m < program_.accumulation; m += program_.width) {
+      if (all.count(m) > 0) continue;
+      report_.AtProgram("micro-batch " + std::to_string(m) + " of " + std::to_string(program_.accumulation) +
+                        " is never run; add it to a 'run' line");
+      return false;
     }
+    return sound;
   }
 
   void Names() {
@@ -110,15 +163,33 @@ class Whole {
   }
 
   // ---- units ----
+  // Axes exist, each once, and those of one list are neighbours in the mesh.
+  void UnitAxes(const Unit& unit) {
+    std::set<std::string_view> seen;
+    for (const std::string* axes : {&unit.axis, &unit.replicas}) {
+      size_t before = program_.mesh.size();
+      for (std::string_view axis : AxesOf(*axes)) {
+        size_t at = 0;
+        while (at < program_.mesh.size() && program_.mesh[at].name != axis) ++at;
+        if (at == program_.mesh.size()) {
+          report_.AtUnit(unit.id, "axis " + InQuotes(axis) + " is not in the mesh");
+        } else if (!seen.insert(axis).second) {
+          report_.AtUnit(unit.id, "axis " + InQuotes(axis) + " is named twice");
+        } else if (before < program_.mesh.size() && at != before + 1) {
+          report_.AtUnit(unit.id, "axes written together must follow one another in the mesh, and " + *axes + " do not");
+        }
+        before = at;
+      }
+    }
+  }
+
   void Units() {
     if (program_.level == Level::kCaptured && !program_.units.empty()) {
       report_.AtUnit(0, "a captured program has no units; its level is sharded");
     }
     for (const Unit& unit : program_.units) {
       int64_t axis = program_.AxisSize(unit.axis), total = 0;
-      bool known =
-          std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == unit.axis; });
-      if (!known) report_.AtUnit(unit.id, "axis " + InQuotes(unit.axis) + " is not in the mesh");
+      UnitAxes(unit);
       if (unit.shard < 0 || unit.shard % kUnitAlignment != 0) {
         report_.AtUnit(unit.id, "the shard of u" + std::to_string(unit.id) + ", " + std::to_string(unit.shard) +
                                     " elements, must be a multiple of " + std::to_string(kUnitAlignment));
@@ -209,8 +280,8 @@ class Whole {
 
 }  // namespace
 
-void VerifyLayout(const Program& program, VerifyReport& report) {
-  Whole(program, report).Run();
+bool VerifyLayout(const Program& program, VerifyReport& report) {
+  return Whole(program, report).Run();
 }
 
 }  // namespace interlace

@@ -27,39 +27,18 @@ class Meaning {
   }
 
  private:
-  using Check = void (Meaning::*)(const Op&);
-
   void RunOp(const Op& op) {
-    const OpInfo* info = FindOp(op.name);
-    if (info == nullptr) {
+    if (op.kind == OpKind::kLibrary || op.kind == OpKind::kUnknown) {
       Unknown(op);
     } else {
-      static const std::unordered_map<std::string_view, Check> checks = {
-          {"view", &Meaning::View},
-          {"grad", &Meaning::Grad},
-          {"output", &Meaning::Output},
-          {"assign", &Meaning::Assign},
-          {"copy", &Meaning::Copy},
-          {"grad.begin", &Meaning::GradBegin},
-          {"gather.start", &Meaning::GatherStart},
-          {"reduce.start", &Meaning::ReduceStart},
-          {"all_reduce.start", &Meaning::AllReduceStart},
-          {"norm.partial", &Meaning::NormPartial},
-          {"norm.coef", &Meaning::NormCoef},
-          {"update.adamw", &Meaning::Update},
-          {"update.adam", &Meaning::Update},
-          {"update.sgd", &Meaning::Update},
-          {"call.python", &Meaning::CallPython},
-      };
-      if (auto found = checks.find(op.name); found != checks.end()) (this->*found->second)(op);
-      if (op.name.ends_with(".wait") || op.name == "release" || MoveOf(op) != nullptr) {
+      CheckKind(op);
+      const OpTraits& traits = TraitsOf(op);
+      if (traits.side == Side::kWait || traits.frees != kNoOperand || traits.family == OpFamily::kTier) {
         if (op.args.empty()) report_.AtOp(op, op.name + " needs at least one operand");
         if (!op.results.empty()) report_.AtOp(op, op.name + " has no results");
         ValueOperands(op);
       }
-      bool of_units = op.name.starts_with("gather.") || op.name.starts_with("reduce.") ||
-                      op.name.starts_with("update.") || op.name.starts_with("grad.") || op.name.starts_with("norm.");
-      if (program_.level == Level::kCaptured && of_units) {
+      if (program_.level == Level::kCaptured && traits.sharded_only) {
         report_.AtOp(op, op.name + " belongs to the sharded level, but this program is captured");
       }
     }
@@ -70,6 +49,41 @@ class Meaning {
     if (op.Attr("on_shard") != nullptr) OnShard(op);
     if (op.Attr(kMicroBatch) != nullptr) OfMicroBatch(op);
     if (program_.level != Level::kCaptured) DirectUse(op);
+  }
+
+  void CheckKind(const Op& op) {
+    switch (op.kind) {
+      case OpKind::kView:
+        return View(op);
+      case OpKind::kGrad:
+        return Grad(op);
+      case OpKind::kOutput:
+        return Output(op);
+      case OpKind::kAssign:
+        return Assign(op);
+      case OpKind::kCopy:
+        return Copy(op);
+      case OpKind::kGradBegin:
+        return GradBegin(op);
+      case OpKind::kGatherStart:
+        return GatherStart(op);
+      case OpKind::kReduceStart:
+        return ReduceStart(op);
+      case OpKind::kAllReduceStart:
+        return AllReduceStart(op);
+      case OpKind::kNormPartial:
+        return NormPartial(op);
+      case OpKind::kNormCoef:
+        return NormCoef(op);
+      case OpKind::kUpdateAdamW:
+      case OpKind::kUpdateAdam:
+      case OpKind::kUpdateSgd:
+        return Update(op);
+      case OpKind::kCallPython:
+        return CallPython(op);
+      default:
+        return;
+    }
   }
 
   // A cast that `precision` marked: of a whole parameter, element by element in its order.
@@ -89,12 +103,12 @@ class Meaning {
   void Unknown(const Op& op) {
     if (op.name.starts_with("aten.")) return;
     std::vector<std::string_view> known;
-    for (const OpInfo& info : OpTable()) known.push_back(info.name);
+    for (const OpTraits& info : OpTable()) known.push_back(info.name);
     std::string hint = DidYouMean(op.name, known);
     // A library's op may look like ours; two letters apart is a typing error all the same.
     bool near =
         std::any_of(known.begin(), known.end(), [&](std::string_view k) { return EditDistance(op.name, k) <= 2; });
-    if (IsOwnOp(op.name) || near) {
+    if (op.kind == OpKind::kUnknown || near) {
       report_.AtOp(op, "unknown op " + InQuotes(op.name) +
                            (hint.empty() ? "; ops of a library are written namespace.name" : hint));
     }
@@ -335,7 +349,7 @@ class Meaning {
 
   void Update(const Op& op) {
     size_t states = 2;
-    if (op.name == "update.sgd") {
+    if (op.kind == OpKind::kUpdateSgd) {
       const Arg* momentum = op.Attr("momentum");
       if (momentum != nullptr && momentum->kind != Arg::Kind::kBool)
         report_.AtOp(op, "momentum= must be true or false");

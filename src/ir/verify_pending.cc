@@ -2,6 +2,7 @@
 // storage before the pending ops are done with it.
 #include <unordered_map>
 
+#include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/residency.h"
 #include "ir/verify_internal.h"
@@ -19,7 +20,7 @@ void ForEachTouched(const Program& program, const Op& op, F f) {
 }
 
 bool MayBePending(const Op& op) {
-  return op.name.starts_with("update.") || op.name == "view" || op.name == "gather.start" || op.name == "gather.wait";
+  return IsUpdate(op) || op.kind == OpKind::kView || op.kind == OpKind::kGatherStart || op.kind == OpKind::kGatherWait;
 }
 
 }  // namespace
@@ -38,7 +39,7 @@ void VerifyPending(const Program& program, VerifyReport& report) {
             op, "pending=true marks view, update.*, gather.start and gather.wait of the optimizer step, tagged upd");
         continue;
       }
-      if (order.empty() || &phase != order[0].first || order[0].second != 1 || phase.name == "update") {
+      if (order.empty() || &phase != order[0].first || order[0].second != 1 || phase.kind == PhaseKind::kStep) {
         report.AtOp(
             op, "pending ops stand in the one micro-batch that a step begins with, not in phase '" + phase.name + "'");
         continue;

@@ -69,6 +69,10 @@ void VerifyReport::AtPhase(const Phase& phase, std::string what) {
   Print();
   Add(printed_->phase_line[&phase - program_.phases.data()], std::move(what), "", false);
 }
+void VerifyReport::AtRun(size_t index, std::string what) {
+  Print();
+  Add(index < printed_->run_line.size() ? printed_->run_line[index] : 1, std::move(what), "", false);
+}
 void VerifyReport::AtProgram(std::string what) {
   Print();
   Add(1, std::move(what), "", false);

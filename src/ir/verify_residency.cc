@@ -144,7 +144,7 @@ class Walk {
 
   void Touches(const Op& op) {
     if (StepsOnHost(op)) return Steps(op);
-    if ((place_.empty() && clean_.empty()) || op.name == "view") return;
+    if ((place_.empty() && clean_.empty()) || op.kind == OpKind::kView) return;
     auto touch = [&](ValueId id) {
       const Place now = PlaceOf(program_.RootOf(id));
       if (now == Place::kOut || now == Place::kComing)
@@ -164,7 +164,7 @@ class Walk {
     };
     ForEachOperand(op, [&](ValueId id) {
       touch(id);
-      if (!blank_.contains(program_.RootOf(id)) || op.name == "release") return;
+      if (!blank_.contains(program_.RootOf(id)) || op.kind == OpKind::kRelease) return;
       Report(op,
              "%" + std::to_string(id) + " is read before anything is written to it: its memory came with fresh=true",
              id);
@@ -176,7 +176,7 @@ class Walk {
       write(id, "written");
     }
     for (ValueId id : WrittenOperands(program_, op)) write(id, "written");
-    if (op.name == "release") {
+    if (op.kind == OpKind::kRelease) {
       ForEachOperand(op, [&](ValueId id) { write(id, "released"); });
     }
   }

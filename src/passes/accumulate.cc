@@ -370,11 +370,11 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   if (program.accumulation != program.width) {
     return MakeError("the program accumulates ", program.accumulation, " micro-batches already; run accumulate once");
   }
-  if (program.FindPhase("update") != nullptr) {
+  if (program.UpdatePhase() != nullptr) {
     return MakeError("run accumulate before update, whose mean depends on the number of micro-batches");
   }
-  const Phase* found = program.FindPhase("micro_batch");
-  if (found == nullptr) return MakeError("the program has no phase micro_batch");
+  const Phase* found = program.MicroBatchPhase();
+  if (found == nullptr) return MakeError("the program has no single micro-batch phase");
   if (program.width > 1) {
     if (mode != "reduce_last") {
       return MakeError(
@@ -395,14 +395,17 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   Plan plan = MakePlan(program, phase, mode == "reduce_last");
   int32_t old_values = program.num_values();
   std::vector<Phase> variants;
-  for (auto [variant, name] :
-       {std::pair{Variant::kFirst, "micro_batch.first"}, std::pair{Variant::kMiddle, "micro_batch.middle"},
-        std::pair{Variant::kLast, "micro_batch.last"}}) {
-    if (variant == Variant::kMiddle && runs == 2) continue;
-    INTERLACE_ASSIGN(Phase written, VariantWriter(program, plan, variant, old_values).Write(phase, name));
+  program.order.clear();
+  for (auto [variant, suffix, first, count] :
+       {std::tuple{Variant::kFirst, ".first", int64_t{0}, int64_t{1}},
+        std::tuple{Variant::kMiddle, ".middle", program.width, runs - 2},
+        std::tuple{Variant::kLast, ".last", (runs - 1) * program.width, int64_t{1}}}) {
+    if (count == 0) continue;
+    INTERLACE_ASSIGN(Phase written, VariantWriter(program, plan, variant, old_values).Write(phase, phase.name + suffix));
+    program.order.push_back({written.name, first, count});
     variants.push_back(std::move(written));
   }
-  std::erase_if(program.phases, [](const Phase& p) { return p.name == "micro_batch"; });
+  std::erase_if(program.phases, [&](const Phase& p) { return p.name == phase.name; });
   program.phases.insert(program.phases.begin(), std::make_move_iterator(variants.begin()),
                         std::make_move_iterator(variants.end()));
   program.accumulation = steps;

@@ -46,7 +46,7 @@ Result<bool> LeaveOut(Program& program, const std::string& names, const std::vec
 
 Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   const std::vector<Phase*> micro_batches = MicroBatches(program);
-  if (micro_batches.size() != 1 || micro_batches[0]->name != "micro_batch") {
+  if (micro_batches.size() != 1) {
     return MakeError("forward_only runs before accumulate: the program has ", micro_batches.size(),
                      " micro-batch phases");
   }
@@ -78,7 +78,7 @@ Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   bool changed = kept.size() != phase.ops.size() || !phase.gives.empty();
   phase.ops = std::move(kept);
   phase.gives.clear();
-  if (Phase* update = program.FindPhase("update"); update != nullptr) {
+  if (Phase* update = program.UpdatePhase(); update != nullptr) {
     changed = changed || !update->ops.empty();
     update->takes.clear();
     update->gives.clear();

@@ -104,7 +104,7 @@ class Placer {
     const Value& owner = program_.value(root);
     const Value& param = program_.value(program_.params[gradient.param].value);
     const Op& op = edit_.op(facts_.def[root]);
-    if (IsOwnOp(op.name) && op.name != "copy") return false;
+    if (IsOwn(op) && op.name != "copy") return false;
     if (!facts_.writes[root].empty() || facts_.leaves[root]) return false;
     if (root < static_cast<ValueId>(claimed_.size()) && claimed_[root]) return false;
     // With one rank the gradient's place is the state itself.

@@ -223,7 +223,7 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const HostSte
     std::stable_sort(list.begin(), list.end(), [&](const HostStep* a, const HostStep* b) {
       return pending ? need(a) < need(b) : a->spot.line < b->spot.line;
     });
-    const bool streams = !pending && steps.phase(phase).name != "update";
+    const bool streams = !pending && steps.phase(phase).kind == PhaseKind::kMicroBatch;
     for (size_t k = 0; k < list.size(); ++k) {
       const HostStep& c = *list[k];
       program.op(c.update).lane = Lane::kHost;

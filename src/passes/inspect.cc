@@ -14,7 +14,7 @@ namespace interlace {
 namespace {
 
 std::string KindOf(const Op& op) {
-  if (!IsOwnOp(op.name)) return "compute";
+  if (!IsOwn(op)) return "compute";
   size_t dot = op.name.find('.');
   return op.name.substr(0, dot);
 }
@@ -48,7 +48,7 @@ class Counter {
     }
     Result<PhaseLiveness> life = ComputeLiveness(program_, phase);
     if (life.ok()) summary.peak_bytes = life->peak_bytes;
-    if (phase.name != "update" && summary.peak_bytes) {
+    if (phase.kind == PhaseKind::kMicroBatch && summary.peak_bytes) {
       out.activation_peak_bytes = std::max(out.activation_peak_bytes.value_or(0), *summary.peak_bytes);
     }
     out.ops += summary.ops;

@@ -17,7 +17,7 @@ Status CheckCaptured(const Program& program) {
   if (program.width > 1) {
     return MakeError("the program runs ", program.width, " micro-batches side by side already; run interleave once");
   }
-  if (program.FindPhase("micro_batch") == nullptr) return MakeError("the program has no phase micro_batch");
+  if (program.MicroBatchPhase() == nullptr) return MakeError("the program has no single micro-batch phase");
   return Ok{};
 }
 
@@ -100,7 +100,7 @@ class Interleaver {
     same_op_.assign(program_.num_ops(), 0);
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
-      const bool pure = op.name == "view" || op.name == "copy" || !IsOwnOp(op.name);
+      const bool pure = op.name == "view" || op.name == "copy" || !IsOwn(op);
       bool same = pure && !op.rng && !HasEffect(program_, op), weight = false;
       ForEachOperand(op, [&](ValueId v) {
         same = same && same_[v] && !own[program_.RootOf(v)];
@@ -180,7 +180,7 @@ Result<bool> Interleave(Program& program, const PassOptions& options) {
   constexpr int64_t kMost = 64;  // ops and inputs are written out for each
   if (count > kMost) return MakeError("micro_batches=", count, " is more than ", kMost);
   if (count == 1) return false;
-  Phase& phase = *program.FindPhase("micro_batch");
+  Phase& phase = *program.MicroBatchPhase();
   INTERLACE_TRY(CheckIndependent(program, phase));
   Interleaver(program, phase, count).Run();
   program.width = program.accumulation = count;

@@ -150,7 +150,7 @@ class PhaseRewriter {
 std::vector<UnitId> KeepableUnits(const Program& program) {
   std::vector<int64_t> gathers(program.units.size(), 0);
   for (const auto& [phase, count] : program.RunOrder()) {
-    if (!phase->name.starts_with("micro_batch")) continue;
+    if (phase->kind != PhaseKind::kMicroBatch) continue;
     for (OpId id : phase->ops) {
       const Op& op = program.op(id);
       if (op.name != "gather.start" || op.units.size() != op.results.size()) continue;

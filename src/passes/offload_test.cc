@@ -31,7 +31,7 @@ const char* kSmall =
     "  %23: f32[64] into %5+0 = aten.mul.Tensor(%22, %2) {bwd}\n"
     "  %24: f32[64] into %6+0 = aten.mul.Tensor(%22, %2) {bwd}\n"
     "}\n"
-    "phase update takes () gives () {\n"
+    "phase update once takes () gives () {\n"
     "  update.adamw(%3, %5, %7, %8) {upd units=[u0] scale=1.0 ranges=[0, 64, 0]}\n"
     "  update.adamw(%4, %6, %9, %10) {upd units=[u1] scale=1.0 ranges=[0, 64, 0]}\n"
     "}\n";

@@ -41,7 +41,7 @@ std::vector<int32_t> LastTouches(const Program& program, const Phase& phase) {
 }  // namespace
 
 Result<bool> OverlapUpdate(Program& program, const PassOptions&) {
-  Phase* update = program.FindPhase("update");
+  Phase* update = program.UpdatePhase();
   const std::vector<Phase*> micro_batches = MicroBatches(program);
   if (update == nullptr || micro_batches.empty()) return false;
   for (OpId id : update->ops) {

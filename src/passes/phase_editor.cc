@@ -64,7 +64,7 @@ void CopyTags(const Op& from, Op& to) {
 }
 
 bool IsPureView(const Program& program, const Op& op) {
-  if (op.results.empty() || op.rng || HasEffect(program, op) || (IsOwnOp(op.name) && op.name != "view")) return false;
+  if (op.results.empty() || op.rng || HasEffect(program, op) || (IsOwn(op) && op.name != "view")) return false;
   for (ValueId id : op.results) {
     if (id != kNone && program.RootOf(id) == id) return false;
   }

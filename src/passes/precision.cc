@@ -159,7 +159,7 @@ Result<bool> Precision(Program& program, const PassOptions& options) {
         "the program has units already; precision runs before shard, replicate and zero1, which read what it marks");
   }
   if (program.width > 1) return MakeError("micro-batches run side by side already; run precision before interleave");
-  Phase* phase = program.FindPhase("micro_batch");
+  Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   Narrower narrower(program, *phase);
   std::vector<DType> dtypes;

@@ -136,7 +136,7 @@ Result<bool> Recompute(Program& program, const PassOptions& options) {
     return MakeError("the program has been through recompute already (", *before, "); run it once, with one mode");
   }
   INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"full", "selective", "budget"}));
-  Phase* phase = program.FindPhase("micro_batch");
+  Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   RecomputeChoice choice(program, *phase);
   INTERLACE_TRY(Choose(choice, mode, options));

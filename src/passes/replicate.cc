@@ -7,7 +7,7 @@ namespace interlace {
 Result<bool> Replicate(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(options));
   INTERLACE_TRY(CheckShardable(program, sharding));
-  Phase& phase = *program.FindPhase("micro_batch");
+  Phase& phase = *program.MicroBatchPhase();
   PhaseFacts facts(program, phase);
   DeclareUnits(program, sharding, /*resident=*/true);
   PhaseEditor edit(program, phase);

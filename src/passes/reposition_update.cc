@@ -235,7 +235,7 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const int64_t ahead, options.Int("ahead", 1, 0));
   INTERLACE_ASSIGN(const double share, options.Number("share", 1));
   if (share > 1) return MakeError("option share: ", share, " is more than all; give 0 to 1");
-  Phase* update = program.FindPhase("update");
+  Phase* update = program.UpdatePhase();
   const auto order = program.RunOrder();
   if (program.level == Level::kCaptured || update == nullptr || order[0].first == update) {
     return MakeError(

@@ -104,7 +104,7 @@ state %3: f32[32] u0.grad step
   %4: f32[32] = aten.mul.Tensor(%1, %0) {fwd}
   %5: f32[32] into %3+0 = aten.mul.Tensor(%1, %4) {bwd}
 }
-phase update takes () gives () {
+phase update once takes () gives () {
   %6: i64[68] = norm.partial(%3) {upd units=[u0]}
   %7: f64[3] = norm.coef(%6) {upd max_norm=1.0 scale=1.0}
   update.sgd(%2, %3, %7) {upd units=[u0] scale=1.0 ranges=[0, 32, 0]}
@@ -116,7 +116,7 @@ phase micro_batch takes () gives () {
   %5: f32[32] = aten.mul.Tensor(%1, %0) {fwd}
   %6: f32[32] into %3+0 = aten.mul.Tensor(%1, %5) {bwd}
 }
-phase update takes () gives () {
+phase update once takes () gives () {
   %7: i64[68] = norm.partial(%3) {upd units=[u0]}
   %8: f64[3] into %4+0 = norm.coef(%7) {upd max_norm=1.0 scale=1.0}
 }
@@ -173,7 +173,7 @@ TEST(RepositionUpdate, TheVerifierKnowsWhatIsPending) {
             invalid + "the result of a pending op lies in a state: elsewhere a step that has nothing pending lacks it");
   std::string late = update;
   EXPECT_EQ(
-      Violation("shard(ranks=2)", "phase update takes () gives () {\n", "phase update takes () gives () {\n" + late),
+      Violation("shard(ranks=2)", "phase update once takes () gives () {\n", "phase update once takes () gives () {\n" + late),
       invalid + "pending ops stand in the one micro-batch that a step begins with, not in phase 'update'");
 }
 

@@ -181,7 +181,7 @@ Result<bool> Shard(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(options));
   INTERLACE_ASSIGN(int64_t ahead, options.Int("ahead", 1, 0));
   INTERLACE_TRY(CheckShardable(program, sharding));
-  Phase& phase = *program.FindPhase("micro_batch");
+  Phase& phase = *program.MicroBatchPhase();
   PhaseFacts facts(program, phase);
   DeclareUnits(program, sharding, /*resident=*/false);
   PhaseEditor edit(program, phase);

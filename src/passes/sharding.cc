@@ -65,7 +65,7 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
         "the program has units already; shard, replicate and zero1 start from a captured program and exclude one "
         "another");
   }
-  const Phase* phase = program.FindPhase("micro_batch");
+  const Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   for (const Axis& axis : program.mesh) {
     if (axis.name == options.axis && axis.size != options.ranks) {
@@ -125,7 +125,7 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
     int64_t count = *Elements(type);
     // Not less than one block, so that a unit of an empty parameter is no special case anywhere.
     int64_t shard = std::max(RoundUp((count + options.ranks - 1) / options.ranks, kUnitAlignment), kUnitAlignment);
-    Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard};
+    Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard, {}};
     param.unit = unit.id;
     param.unit_offset = 0;
     ValueId state = program.AddState(unit.id, resident ? "full" : "shard",
@@ -135,7 +135,7 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
   }
   program.level = Level::kSharded;
   if (!resident) return;
-  for (OpId id : program.FindPhase("micro_batch")->ops) {  // nothing is gathered, so the casts stay what they are
+  for (OpId id : program.MicroBatchPhase()->ops) {  // nothing is gathered, so the casts stay what they are
     std::erase_if(program.op(id).attrs, [](const NamedArg& attr) { return attr.name == kOnShard; });
   }
   for (ValueId id = 0; id < static_cast<ValueId>(home.size()); ++id) {

@@ -20,7 +20,7 @@ bool AppendLead(const Program& program, const UseCounts& uses, ValueId operand, 
   if (value.kind == ValueKind::kState) return true;
   if (value.kind != ValueKind::kResult || value.def == kNone || uses[operand] != 1) return false;
   const Op& op = program.op(value.def);
-  if ((IsOwnOp(op.name) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1)
+  if ((IsOwn(op) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1)
     return false;
   bool of_states = true;
   ForEachOperand(op, [&](ValueId id) { of_states = of_states && AppendLead(program, uses, id, lead); });
@@ -442,7 +442,7 @@ bool MayMerge(const Program& program, const std::vector<UnitId>& a, const std::v
 std::vector<Phase*> MicroBatches(Program& program) {
   std::vector<Phase*> phases;
   for (Phase& phase : program.phases) {
-    if (phase.name.starts_with("micro_batch")) phases.push_back(&phase);
+    if (phase.kind == PhaseKind::kMicroBatch) phases.push_back(&phase);
   }
   return phases;
 }

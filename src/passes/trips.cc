@@ -161,7 +161,7 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
     } else if (after_use) {
       editors.at(at.phase).After(at.index, op.id);
     } else if (at_end) {
-      op.part = last->name == "update" ? Part::kUpdate : op.part;
+      op.part = last->kind == PhaseKind::kStep ? Part::kUpdate : op.part;
       editors.at(last).AtEnd(op.id);
     } else {
       editors.at(at.phase).Before(at.index, op.id);

@@ -31,9 +31,10 @@ class Builder {
   Result<bool> Run() {
     if (program_.level == Level::kCaptured)
       return MakeError("the program has no units; run shard, replicate or zero1 before update");
-    if (program_.FindPhase("update") != nullptr) return MakeError("the program has an update phase already");
+    if (program_.UpdatePhase() != nullptr) return MakeError("the program has an update phase already");
     INTERLACE_TRY(FindTargets());
     phase_.name = "update";
+    phase_.kind = PhaseKind::kStep;
     for (const Buffer& buffer : program_.buffers) {
       if (buffer.name == kLossScale) loss_scale_ = buffer.value;
     }
@@ -50,6 +51,7 @@ class Builder {
       gathering = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
     }
     if (gathering != kNone) Add("gather.wait").args = {Arg::Of(gathering)};
+    if (!program_.order.empty()) program_.order.push_back({phase_.name});
     program_.phases.push_back(std::move(phase_));
     if (program_.symbols.empty()) program_.level = Level::kScheduled;
     return true;

@@ -2,7 +2,7 @@
 // whole.
 //   before: group 0 adamw                      states u0.shard, u0.grad
 //   after:  state %8: f32[512] u0.exp_avg persistent   (and exp_avg_sq; momentum for sgd)
-//           phase update takes () gives () {
+//           phase update once takes () gives () {
 //             %9: i64[68] = norm.partial(%grad, ...) {upd units=[u0,...]}       with clip=
 //             %10: i64[68] = all_reduce.start(%9) {upd axis=dp}                 when every rank has a part only
 //             all_reduce.wait(%10) {upd}

@@ -42,14 +42,14 @@ Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterS
   ValueId whole = kind == CollectiveKind::kReduce ? op.args[0].value : op.results[0];
   INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(whole).type));
   CollectiveTime time =
-      RingTime(cluster, GroupOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
+      RingTime(cluster, GroupShapeOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
   return time.latency_us + time.transfer_us;
 }
 
 Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const ClusterSpec& cluster) {
   INTERLACE_ASSIGN(Program bound, Bind(program, binding));
   LayerTimes times;
-  for (OpId id : bound.FindPhase("micro_batch")->ops) {
+  for (OpId id : bound.MicroBatchPhase()->ops) {
     const Op& op = bound.op(id);
     const bool backward = op.part == Part::kBackward;
     if (op.name.starts_with("tp.")) {

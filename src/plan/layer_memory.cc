@@ -146,7 +146,7 @@ Result<LiveBytes> CountLive(Program& program, const Phase& phase, bool receives)
 }
 
 Result<LayerMemory> MemoryOfLayer(Program& program) {
-  const Phase* phase = program.FindPhase("micro_batch");
+  const Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the layer's program has no phase micro_batch");
   INTERLACE_ASSIGN(LiveBytes live, CountLive(program, *phase, false));
   LayerMemory out{live.saved, live.shared, live.boundary, {}, {}};

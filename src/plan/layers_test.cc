@@ -191,7 +191,7 @@ TEST(Layers, TensorParallelDividesWhatABlockSavesAndGathersWhatItNeeds) {
   // Forward: gather, scatter twice. Backward: the same, and what the weights' gradients read is gathered again.
   const double bytes = 2 * 64 * 128 * 4;
   auto ring = [&](CollectiveKind kind) {
-    CollectiveTime time = RingTime(cluster, GroupOf({{"tp", 2}}, "tp", cluster.per_node), kind, bytes, 1);
+    CollectiveTime time = RingTime(cluster, GroupShapeOf({{"tp", 2}}, "tp", cluster.per_node), kind, bytes, 1);
     return time.latency_us + time.transfer_us;
   };
   const double gather = ring(CollectiveKind::kGather), scatter = ring(CollectiveKind::kReduce);

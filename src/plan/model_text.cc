@@ -163,7 +163,7 @@ class ModelReader {
       error.where = part + (error.where.empty() ? "" : ":" + error.where);
       return error;
     }
-    if (program.level != Level::kCaptured || program.FindPhase("micro_batch") == nullptr) {
+    if (program.level != Level::kCaptured || program.MicroBatchPhase() == nullptr) {
       return Error{"a layer is a captured program with the phase micro_batch", part};
     }
     auto needs = [&](std::string_view input) {

@@ -18,7 +18,7 @@ namespace {
 // The head's gradient of a tied parameter waits for the embedding's: it leaves the head like an activation's, and
 // enters the embedding as an input, to which the embedding's own is added.
 Status LeaveTied(Program& program, Role role, const std::string& tied) {
-  Phase& phase = *program.FindPhase("micro_batch");
+  Phase& phase = *program.MicroBatchPhase();
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     Op& op = program.op(phase.ops[i]);
     if (op.name != "grad") continue;
@@ -26,7 +26,7 @@ Status LeaveTied(Program& program, Role role, const std::string& tied) {
                               [&](const Param& p) { return p.value == op.args[0].value; });
     if (param == program.params.end() || param->name != tied) continue;
     if (role == Role::kHead) {
-      op.name = "output";
+      op.SetName("output");
       op.args = {op.args[1]};
       return Ok{};
     }

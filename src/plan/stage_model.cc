@@ -218,7 +218,7 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
       if (devices % tp != 0 || layers.largest_tp() % tp != 0 || options.global_batch % dp != 0) continue;
       if (devices > cluster.per_node && cluster.per_node % tp != 0) continue;  // tensor parallel stays inside a node
       if (!Allowed(options.tensor_parallel, static_cast<int32_t>(tp))) continue;
-      const GroupShape group = GroupOf({{"dp", dp}, {"tp", tp}}, "dp", cluster.per_node);
+      const GroupShape group = GroupShapeOf({{"dp", dp}, {"tp", tp}}, "dp", cluster.per_node);
       for (int32_t b : divisors) {
         if ((options.global_batch / dp) % b != 0 || !Allowed(options.micro_batches, b)) continue;
         StageParts stage;

@@ -43,8 +43,8 @@ class Maker {
       if (needs != kNone) Add("recv.wait", part, LoweredOp::Kind::kWait, needs);
       Compute(is_forward ? "stage.forward" : "stage.backward", part, is_forward ? mine.forward_ps : mine.backward_ps,
               needs);
-      if (is_forward && behind) Message("send", part, stage_ + 1, to_behind, false);
-      if (!is_forward && before) Message("send", part, stage_ - 1, to_before, false);
+      if (is_forward && behind) Message("send.start", part, stage_ + 1, to_behind, false);
+      if (!is_forward && before) Message("send.start", part, stage_ - 1, to_before, false);
     }
     Compute("stage.last", Part::kBackward, mine.last_ps, kNone);
     lowered_->phases.push_back(&program_->phases[0]);
@@ -133,7 +133,7 @@ Timeline StageTimeline(const StagePrograms& programs, const EngineOutput& output
       const TransferRecord& t = output.transfers[id];
       if (t.op->receives == (t.op->peer != static_cast<int32_t>(stage))) continue;  // shown once, where it is sent
       TraceEvent& e = out.events.emplace_back();
-      e.rank = static_cast<int32_t>(stage), e.lane = TraceLane::kP2P, e.op = "send";
+      e.rank = static_cast<int32_t>(stage), e.lane = TraceLane::kP2P, e.op = "send.start";
       e.start_ns = t.start_ps / 1000, e.duration_ns = t.end_ps / 1000 - e.start_ns;
       e.group_size = 2;
     }

@@ -21,7 +21,7 @@ bool IsProduct(std::string_view name) {
 class Cutter {
  public:
   Cutter(Program& program, const std::vector<ParallelParameter>& plan)
-      : program_(program), phase_(*program.FindPhase("micro_batch")), plan_(plan), values_(program) {}
+      : program_(program), phase_(*program.MicroBatchPhase()), plan_(plan), values_(program) {}
 
   Status Run() {
     const ValueId count = program_.num_values();
@@ -314,7 +314,7 @@ int32_t LargestTensorParallel(const ModelText& model) {
 }
 
 Status CutForTensorParallel(Program& program, const std::vector<ParallelParameter>& plan) {
-  if (program.FindPhase("micro_batch") == nullptr) return MakeError("the layer's program has no phase micro_batch");
+  if (program.MicroBatchPhase() == nullptr) return MakeError("the layer's program has no single micro-batch phase");
   return Cutter(program, plan).Run();
 }
 

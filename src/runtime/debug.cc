@@ -81,7 +81,7 @@ void DebugObserver::BeginPhase(const Phase& phase, int64_t micro_batch) {
   if (stop_at_.empty()) return;
   for (OpId id : phase.ops) {
     const Op& op = program_.op(id);
-    if (op.part == Part::kForward && !IsOwnOp(op.name) && InModule(program_, op, stop_at_)) stop_op_ = id;
+    if (op.part == Part::kForward && !IsOwn(op) && InModule(program_, op, stop_at_)) stop_op_ = id;
   }
 }
 

@@ -321,7 +321,7 @@ Status Executor::RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, co
   size_t entry = 0;
   for (const auto& [phase, count] : program_.RunOrder()) {
     const size_t this_entry = entry++;
-    const bool takes_inputs = phase->name != "update";
+    const bool takes_inputs = phase->kind == PhaseKind::kMicroBatch;
     if (!takes_inputs && !update) continue;
     for (int64_t i = 0; i < count; ++i) {
       const size_t index = PlanIndex(phase, this_entry, i, in_arena);

@@ -113,7 +113,7 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   INTERLACE_ASSIGN(program_, Bind(parsed, used));
   for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
 
-  pending_phase_ = {"update", {}, {}, PendingOps(program_)};
+  pending_phase_ = {"update", {}, {}, PendingOps(program_), PhaseKind::kStep};
 
   geometry_.resize(program_.num_values());
   for (ValueId id = 0; id < program_.num_values(); ++id) {

@@ -245,7 +245,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
 }
 
 Result<Kernel> BuildKernel(const BuildContext& context, const Op& op) {
-  if (!IsOwnOp(op.name)) return BuildAtenKernel(context, op);
+  if (!IsOwn(op)) return BuildAtenKernel(context, op);
   if (op.name == "release") return Kernel{};  // slots are dropped by the plan's free lists
   if (op.name.starts_with("gather.") || op.name.starts_with("reduce.") || op.name.starts_with("all_reduce.")) {
     return BuildCommKernel(context, op);

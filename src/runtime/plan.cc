@@ -92,7 +92,7 @@ Kernel Wrap(Kernel kernel) {
 }
 
 bool Updates(const Phase& phase, const Op& op) {
-  return phase.name == "update" || op.part == Part::kUpdate;
+  return phase.kind == PhaseKind::kStep || op.part == Part::kUpdate;
 }
 
 }  // namespace

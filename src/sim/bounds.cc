@@ -102,7 +102,7 @@ int64_t DependencyPath(const Lowered& lowered, int64_t slow) {
         time = Sum(time, Stretch(op.work_ps, slow));
       }
       longest = std::max(longest, time);
-      bool lands = op.kind == LoweredOp::Kind::kStart && !op.blocking;
+      bool lands = op.kind == LoweredOp::Kind::kStart;
       if (const Move* move = MoveOf(source)) {  // lands at its wait; what is on its way out may still be read
         ForEachOperand(source, [&](ValueId id) { landing[id] = time; });
         if (move->to == Place::kLeaving) continue;

@@ -12,20 +12,27 @@ namespace {
 
 ChakraNodeType NodeTypeOf(const LoweredOp& lop, const Op& op) {
   if (lop.kind != LoweredOp::Kind::kStart) return ChakraNodeType::kComp;
-  if (op.name == "send") return ChakraNodeType::kCommSend;
-  if (op.name == "recv") return ChakraNodeType::kCommRecv;
-  if (op.name == "offload.start") return ChakraNodeType::kMemStore;
-  if (op.name == "reload.start") return ChakraNodeType::kMemLoad;
+  if (op.kind == OpKind::kSendStart) return ChakraNodeType::kCommSend;
+  if (op.kind == OpKind::kRecvStart) return ChakraNodeType::kCommRecv;
+  if (op.kind == OpKind::kOffloadStart) return ChakraNodeType::kMemStore;
+  if (op.kind == OpKind::kReloadStart) return ChakraNodeType::kMemLoad;
   if (lop.lane == Lane::kHost) return ChakraNodeType::kComp;
   return ChakraNodeType::kCommColl;
 }
 
 ChakraCommType CommTypeOf(const Op& op) {
-  if (op.name == "gather.start") return ChakraCommType::kAllGather;
-  if (op.name == "reduce.start") return ChakraCommType::kReduceScatter;
-  if (op.name == "broadcast.start") return ChakraCommType::kBroadcast;
-  if (op.name == "all_to_all.start") return ChakraCommType::kAllToAll;
-  return ChakraCommType::kAllReduce;
+  switch (TraitsOf(op).exchange) {
+    case Exchange::kGather:
+      return ChakraCommType::kAllGather;
+    case Exchange::kReduce:
+      return ChakraCommType::kReduceScatter;
+    case Exchange::kBroadcast:
+      return ChakraCommType::kBroadcast;
+    case Exchange::kAllToAll:
+      return ChakraCommType::kAllToAll;
+    default:
+      return ChakraCommType::kAllReduce;
+  }
 }
 
 // Walks the ops of one rank in issue order and remembers who wrote each storage.
@@ -89,7 +96,7 @@ class Exporter {
       last = static_cast<int64_t>(node.id);
     }
     Sort(node.ctrl_deps);
-    if (!transfer || lop.blocking) {
+    if (!transfer) {
       last_compute_ = static_cast<int64_t>(node.id);
       waited_.clear();
     }
@@ -135,7 +142,8 @@ class Exporter {
         break;
     }
     add("comm_size", node.type == ChakraNodeType::kCommRecv ? out : in);
-    add("pg_name", lop.axis >= 0 ? program_.mesh[lop.axis].name : std::string("0"));
+    const std::string_view axes = AxisOf(program_, op);
+    add("pg_name", lop.group.size < 2 ? std::string("0") : axes.empty() ? program_.mesh[0].name : std::string(axes));
   }
 
   void Writes(const Op& op, uint64_t id) {

@@ -52,7 +52,7 @@ class Tracer {
     size_t run = 0;
     const LoweredOp& op = in_.programs[rank]->At(instance, run);
     int64_t start = r.start_ps[instance], end = r.end_ps[instance];
-    if (op.kind == LoweredOp::Kind::kWait || op.blocking) {
+    if (op.kind == LoweredOp::Kind::kWait) {
       int32_t transfer = r.waited_for[instance];
       int64_t came = transfer >= 0 ? out_.transfers[transfer].end_ps : start;
       Push(PathPiece::Kind::kCompute, rank, op.op, Lane::kCompute, came, end, end - came);  // adding up what came

@@ -64,12 +64,10 @@ Status Engine::Proceed(int32_t r) {
     record.start_ps[rank.instance] = record.end_ps[rank.instance] = now_;
     if (op.kind == LoweredOp::Kind::kStart) {
       INTERLACE_TRY(Issue(r, op));
-      if (!op.blocking) {
-        Tend(rank, rank.program->costs[op.cost].issue_ps);
-        continue;
-      }
+      Tend(rank, rank.program->costs[op.cost].issue_ps);
+      continue;
     }
-    int32_t transfer = PendingOf(rank, record, op);
+    int32_t transfer = PendingOf(rank, op);
     if (transfer < 0) {
       Tend(rank, FinishOf(rank, op));
       continue;
@@ -100,11 +98,7 @@ int64_t Engine::FinishOf(RankState& rank, const LoweredOp& op) {
   return sum;
 }
 
-int32_t Engine::PendingOf(RankState& rank, RankRecord& record, const LoweredOp& op) {
-  if (op.blocking) {
-    int32_t transfer = record.transfer_of[rank.instance];
-    return transfers_[transfer].finished ? -1 : transfer;
-  }
+int32_t Engine::PendingOf(RankState& rank, const LoweredOp& op) {
   int32_t pending = -1;
   ForEachOperand(rank.program->program->op(op.op), [&](ValueId id) {
     int32_t transfer = rank.in_flight[id];
@@ -119,7 +113,7 @@ void Engine::Unblock(int32_t r, int32_t transfer) {
   RankRecord& record = out_.ranks[r];
   record.waited_for[rank.instance] = transfer;
   const LoweredOp& op = PhaseOps(rank)[rank.place];
-  int32_t pending = PendingOf(rank, record, op);
+  int32_t pending = PendingOf(rank, op);
   if (pending >= 0) {
     rank.blocked_on = pending;
     return;

@@ -137,7 +137,7 @@ class Engine {
   // What remains to be done with the data that a wait has waited for; once for each transfer.
   int64_t FinishOf(RankState& rank, const LoweredOp& op);
   // A transfer that the op must still wait for, or -1.
-  int32_t PendingOf(RankState& rank, RankRecord& record, const LoweredOp& op);
+  int32_t PendingOf(RankState& rank, const LoweredOp& op);
   void Unblock(int32_t r, int32_t transfer);
   // Values that the phase gives are what the next one takes.
   Status NextPhase(int32_t r);
@@ -147,7 +147,6 @@ class Engine {
   // ---- transfers: engine_transfer.cc ----
 
   // Rank r's place along an axis and the others of its group. The last axis is innermost.
-  void Group(int32_t r, int axis, std::vector<int32_t>& members, int64_t& number) const;
   Status Issue(int32_t r, const LoweredOp& op);
   // The queue of a transfer: its lane, or on CPUs that of all collectives; messages do not hold up those of another
   // direction.

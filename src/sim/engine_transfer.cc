@@ -4,32 +4,23 @@
 
 namespace interlace::sim {
 
-void Engine::Group(int32_t r, int axis, std::vector<int32_t>& members, int64_t& number) const {
-  const std::vector<Axis>& mesh = ranks_[r].program->program->mesh;
-  int64_t stride = 1;
-  for (size_t i = mesh.size() - 1; i > static_cast<size_t>(axis); --i) stride *= mesh[i].size;
-  int64_t size = mesh[axis].size;
-  int64_t base = r - r / stride % size * stride;
-  number = base;
-  for (int64_t i = 0; i < size; ++i) members.push_back(static_cast<int32_t>(base + i * stride));
-}
-
 Status Engine::Issue(int32_t r, const LoweredOp& op) {
   RankState& rank = ranks_[r];
   int lane = QueueOf(r, op);
   int32_t id;
   std::vector<int32_t> members;
-  if (num_ranks() == 1 || (op.axis < 0 && op.peer < 0)) {
+  if (num_ranks() == 1 || (op.group.size < 2 && op.peer < 0)) {
     id = NewTransfer(rank, op, {r});
   } else {
     // What is counted is one sequence: of a lane of a group, or of the messages from one rank to another.
-    int64_t number = 0, mine = op.axis * kQueues + lane;
+    int64_t number = 0, mine = ((op.group.stride << 20) + op.group.size) * kQueues + lane;
     if (op.peer >= 0) {
       members = {std::min(r, op.peer), std::max(r, op.peer)};
       mine = -1 - (int64_t{2} * op.peer + op.receives);
       number = -1 - (op.receives ? int64_t{op.peer} * num_ranks() + r : int64_t{r} * num_ranks() + op.peer);
     } else {
-      Group(r, op.axis, members, number);
+      number = op.group.BaseOf(r);
+      for (int64_t i = 0; i < op.group.size; ++i) members.push_back(static_cast<int32_t>(number + i * op.group.stride));
     }
     int64_t turn = rank_turn_[{r, mine}]++;
     std::vector<int32_t>& sequence = sequences_[{number, op.peer >= 0 ? -1 : mine}];
@@ -67,7 +58,7 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
 
 int Engine::QueueOf(int32_t r, const LoweredOp& op) const {
   if (op.peer >= 0) return kLanes + 2 * (op.peer > r) + op.receives;
-  return static_cast<int>(cluster_.cpu && op.axis >= 0 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
+  return static_cast<int>(cluster_.cpu && op.group.size > 1 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
 }
 
 int32_t Engine::NewTransfer(const RankState& rank, const LoweredOp& op, std::vector<int32_t> members) {

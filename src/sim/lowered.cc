@@ -4,36 +4,38 @@
 #include <cmath>
 #include <map>
 
+#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "sim/receive_buffers.h"
 
 namespace interlace {
 namespace {
 
+// The ranks that an op's transfer joins: along its axis, and along those that its units are replicated on.
+AxisGroup TransferGroup(const Program& program, const Op& op) {
+  std::string axes(AxisOf(program, op));
+  if (axes.empty() && program.mesh.size() == 1) axes = program.mesh[0].name;
+  if (op.kind == OpKind::kReduceStart && !program.units[op.units[0]].replicas.empty()) {
+    axes += "," + program.units[op.units[0]].replicas;
+  }
+  return GroupOf(program.mesh, axes);
+}
+
 // What one op waits for, starts or computes.
 Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model, std::vector<OpCost>& costs) {
   LoweredOp out;
   out.op = op.id;
   out.lane = LaneOf(op);
-  if (op.name.ends_with(".wait")) {
+  if (IsWait(op)) {
     out.kind = LoweredOp::Kind::kWait;
     return out;
   }
   INTERLACE_ASSIGN(OpCost cost, model.Cost(op));
-  if (op.name.ends_with(".start") || op.name == "send" || op.name == "recv" || StepsOnHost(op)) {
+  if (IsStart(op) || StepsOnHost(op)) {
     // What copies nothing (clean, fresh) waits for no copy before it.
     if (MoveOf(op) != nullptr && cost.resource == Resource::kNone) out.lane = Lane::kCompute;
     out.kind = LoweredOp::Kind::kStart;
-    out.blocking = op.name == "recv";
-    if (cost.group_ranks > 1 && !out.blocking && op.name != "send") {
-      std::string_view axis;
-      if (!op.units.empty()) axis = program.units[op.units[0]].axis;
-      if (const Arg* given = op.Attr("axis")) axis = given->text;
-      for (size_t i = 0; i < program.mesh.size(); ++i) {
-        if (program.mesh[i].name == axis || (axis.empty() && program.mesh.size() == 1))
-          out.axis = static_cast<int8_t>(i);
-      }
-    }
+    if (cost.group_ranks > 1 && TraitsOf(op).family != OpFamily::kPeer) out.group = TransferGroup(program, op);
     out.cost = static_cast<int32_t>(costs.size());
     costs.push_back(cost);
     return out;

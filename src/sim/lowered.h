@@ -13,8 +13,7 @@ struct LoweredOp {
   enum class Kind : uint8_t { kFree, kCompute, kStart, kWait };
   Kind kind = Kind::kFree;
   Lane lane = Lane::kCompute;  // of a transfer
-  bool blocking = false;       // a start that the compute lane waits for at once (recv)
-  int8_t axis = -1;            // index in the mesh of a collective; -1: the rank alone, or with `peer`
+  AxisGroup group;             // of a collective: who joins; one rank: alone, or with `peer`
   int32_t peer = -1;      // the other rank of a message; the k-th one sent to it is the k-th that it receives from here
   bool receives = false;  // of a message
   OpId op = kNone;

@@ -25,7 +25,7 @@ Program Step(const std::string& ops, const std::string& update = "", const std::
                      " shard 1024\nunit u1 dp f32 numel " + n + " shard 1024\ninput %0: f32[1000] \"x\"\n" + inputs +
                      "state %1: f32[1024] u0.shard persistent\nstate %2: f32[1024] u1.shard " +
                      "persistent\nphase micro_batch takes () gives () {\n" + ops + "}\n" +
-                     (update.empty() ? "" : "phase update takes () gives () {\n" + update + "}\n");
+                     (update.empty() ? "" : "phase update once takes () gives () {\n" + update + "}\n");
   Result<Program> program = Parse(text);
   EXPECT_TRUE(program.ok()) << ErrorOf(program);
   return program.ok() ? std::move(*program) : Program();
@@ -109,13 +109,15 @@ TEST(Simulate, GatherAndReduceShareTheLink) {
 
 TEST(Simulate, SendAndReceiveUseTwoDirections) {
   Program program = Step(
-      "  send(%0) {fwd lane=p2p}\n"
-      "  %10: f32[1000] = recv() {fwd lane=gather}\n"
-      "  %11: f32[1000] = aten.relu(%10) {fwd}\n");
+      "  %9: b8[0] = send.start(%0) {fwd lane=p2p axis=dp peer=1}\n"
+      "  %10: f32[1000] = recv.start() {fwd lane=gather axis=dp peer=1}\n"
+      "  recv.wait(%10) {fwd}\n"
+      "  %11: f32[1000] = aten.relu(%10) {fwd}\n"
+      "  send.wait(%9) {fwd}\n");
   Simulation s = Simulated(program, RoundCluster(2, 2));
   EXPECT_EQ(s.output.transfers[0].end_ps, 4 * kUs);
   EXPECT_EQ(s.output.transfers[1].end_ps, 4 * kUs) << "not shared";
-  EXPECT_EQ(s.makespan_ps(), 12 * kUs) << "recv holds the compute lane";
+  EXPECT_EQ(s.makespan_ps(), 12 * kUs) << "recv.wait holds the compute lane";
 }
 
 TEST(Simulate, CopiesShareTheHost) {

@@ -191,7 +191,7 @@ Timeline SimulationTimeline(const Simulation& s) {
             if (value != kNone) in_flight[value] = r.transfer_of[instance];
           }
         }
-        bool wait = lop.kind == LoweredOp::Kind::kWait || lop.blocking;
+        bool wait = lop.kind == LoweredOp::Kind::kWait;
         if (!wait && end_ns == start_ns) continue;
         int32_t index = static_cast<int32_t>(out.events.size());
         TraceEvent& e = out.events.emplace_back();
@@ -199,7 +199,6 @@ Timeline SimulationTimeline(const Simulation& s) {
         describe(e, op);
         if (!wait) continue;
         std::vector<int32_t> arrows;
-        if (lop.blocking) arrows.push_back(r.transfer_of[instance]);
         ForEachOperand(op, [&](ValueId value) {
           if (in_flight[value] >= 0) arrows.push_back(in_flight[value]);
         });

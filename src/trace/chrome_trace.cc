@@ -26,8 +26,8 @@ constexpr CollectiveName kCollectives[] = {
     {"all_reduce.start", "ncclDevKernel_AllReduce_Sum", "allreduce"},
     {"broadcast.start", "ncclDevKernel_Broadcast_RING", "broadcast"},
     {"all_to_all.start", "ncclDevKernel_SendRecv(all_to_all)", "all_to_allv"},
-    {"send", "ncclDevKernel_SendRecv(send)", "send"},
-    {"recv", "ncclDevKernel_SendRecv(recv)", "recv"},
+    {"send.start", "ncclDevKernel_SendRecv(send)", "send"},
+    {"recv.start", "ncclDevKernel_SendRecv(recv)", "recv"},
 };
 
 const CollectiveName* FindCollective(std::string_view op) {

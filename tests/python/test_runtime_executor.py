@@ -35,7 +35,7 @@ phase micro_batch takes () gives (%12) {
   reduce.wait(%12) {bwd}
   release(%9) {bwd}
 }
-phase update takes (%14: f32[64]) gives () {
+phase update once takes (%14: f32[64]) gives () {
   %15: i64[68] = norm.partial(%14) {upd units=[u0]}
   %16: f64[3] = norm.coef(%15) {upd max_norm=none scale=1.0}
   update.sgd(%0, %14, %16) {upd units=[u0] scale=1.0 ranges=[0,15,0,32,35,0]}

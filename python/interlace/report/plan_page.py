@@ -47,7 +47,7 @@ def pipeline(trace: str) -> Timeline:
                 start_ns=round(entry["ts"] * 1e3), duration_ns=round(entry["dur"] * 1e3), op=str(args.get("op", entry["name"])),
                 part=str(args.get("part", "")), detail=str(args.get("detail", "")), wait=entry.get("cat") == "cuda_sync",
             )  # fmt: skip
-            lanes.setdefault((int(entry["pid"]), event.op == "send"), []).append(event)
+            lanes.setdefault((int(entry["pid"]), event.op == "send.start"), []).append(event)
             span = max(span, event.end_ns)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"this is no trace of a plan: {type(error).__name__}: {error}") from None

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 
@@ -132,7 +133,7 @@ class Replay {
       return MakeError(pages_ * plan_.pages.page_bytes, " bytes of pages at ", PrintOp(program_, op), ", planned ",
                        plan_.pages.peak_bytes);
     }
-    if (op.name != "view") {
+    if (op.kind != OpKind::kView) {
       for (ValueId id : operands) INTERLACE_TRY(Touch(op, id));
       for (ValueId id : op.writes) INTERLACE_TRY(Touch(op, id));
       for (ValueId id : op.results) {
@@ -141,16 +142,16 @@ class Replay {
     }
     for (ValueId id : operands) {
       const auto found = flights_.find(id);
-      if (!op.name.ends_with(".wait") || found == flights_.end()) continue;
+      if (!IsWait(op) || found == flights_.end()) continue;
       for (const Stay& stay : found->second) INTERLACE_TRY(Read(stay, op, "sources or receive buffers of a transfer"));
       flights_.erase(found);
     }
-    if (op.name.ends_with(".start") && move == nullptr) {
+    if (IsStart(op) && move == nullptr) {
       for (ValueId id : op.results) {
         if (id != kNone) flights_[id] = flight;
       }
     }
-    if (op.name == "release" || (move != nullptr && move->to == Place::kOut)) {
+    if (op.kind == OpKind::kRelease || (move != nullptr && move->to == Place::kOut)) {
       for (ValueId id : operands) now_.erase(program_.RootOf(id));
     }
     return Ok{};

@@ -17,9 +17,9 @@ class TextbookStep {
  public:
   TextbookStep(const Program& program, const InterpretOptions& options, Machine& machine)
       : program_(program), options_(options), machine_(machine), each_(options.accumulate_mode == "reduce_each") {
-    for (OpId id : program.FindPhase("micro_batch")->ops) {
+    for (OpId id : program.MicroBatchPhase()->ops) {
       const Op& op = program.op(id);
-      if (op.name == "grad") reduced_in_[op.args[0].value] = program.value(op.args[1].value).type.dtype;
+      if (op.kind == OpKind::kGrad) reduced_in_[op.args[0].value] = program.value(op.args[1].value).type.dtype;
     }
   }
 
@@ -113,8 +113,8 @@ void KeepOutputs(Machine& machine, RunResult& result) {
 }
 
 Status RunCaptured(const Program& program, const InterpretOptions& options, Machine& machine, RunResult& result) {
-  const Phase* phase = program.FindPhase("micro_batch");
-  if (phase == nullptr) return MakeError("the program has no phase micro_batch");
+  const Phase* phase = program.MicroBatchPhase();
+  if (phase == nullptr) return MakeError("the program has no single micro-batch phase");
   TextbookStep textbook(program, options, machine);
   for (int64_t step = 0; step < options.steps; ++step) {
     machine.BeginStep(step);
@@ -132,10 +132,9 @@ Status RunCaptured(const Program& program, const InterpretOptions& options, Mach
 Status RunSharded(const Program& program, const InterpretOptions& options, Machine& machine, RunResult& result) {
   for (int64_t step = 0; step < options.steps; ++step) {
     machine.BeginStep(step);
-    int64_t micro_batch = 0;
-    for (const auto& [phase, count] : program.RunOrder()) {
+    for (const auto& [phase, first, count] : program.RunsOfStep()) {
       for (int64_t i = 0; i < count; ++i) {
-        if (phase->name != "update") machine.SetInputs(std::exchange(micro_batch, micro_batch + program.width));
+        if (phase->kind == PhaseKind::kMicroBatch) machine.SetInputs(first + i * program.width);
         INTERLACE_TRY(machine.RunPhase(*phase));
         KeepOutputs(machine, result);
       }

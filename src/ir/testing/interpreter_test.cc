@@ -131,7 +131,7 @@ phase micro_batch takes () gives () {
   %32: f32[32] into %23+0 = reduce.start(%31) {bwd units=[u0]}
   reduce.wait(%32) {bwd}
 }
-phase update takes () gives () {
+phase update once takes () gives () {
   %40: i64[68] = norm.partial(%23) {upd units=[u0]}
   %41: i64[68] = all_reduce.start(%40) {upd axis=dp}
   all_reduce.wait(%41) {upd}

@@ -54,21 +54,14 @@ Machine::Machine(const Program& program, const InterpretOptions& options, int64_
   }
 }
 
-// Row-major: the last axis of the mesh varies fastest.
-int64_t Machine::Coordinate(int64_t rank, std::string_view axis) const {
-  for (size_t i = program_.mesh.size(); i-- > 0;) {
-    if (program_.mesh[i].name == axis) return rank % program_.mesh[i].size;
-    rank /= program_.mesh[i].size;
-  }
-  return 0;
+int64_t Machine::Coordinate(int64_t rank, std::string_view axes) const {
+  return GroupOf(program_.mesh, axes).IndexOf(rank);
 }
 
-std::vector<int64_t> Machine::Peers(int64_t rank, std::string_view axis) const {
-  int64_t stride = 1;
-  for (size_t i = program_.mesh.size(); i-- > 0 && program_.mesh[i].name != axis;) stride *= program_.mesh[i].size;
+std::vector<int64_t> Machine::Peers(int64_t rank, std::string_view axes) const {
+  const AxisGroup group = GroupOf(program_.mesh, axes);
   std::vector<int64_t> peers;
-  int64_t first = rank - Coordinate(rank, axis) * stride;
-  for (int64_t i = 0; i < program_.AxisSize(axis); ++i) peers.push_back(first + i * stride);
+  for (int64_t i = 0; i < group.size; ++i) peers.push_back(group.BaseOf(rank) + i * group.stride);
   return peers;
 }
 

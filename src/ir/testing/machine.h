@@ -1,6 +1,7 @@
 // machine.h — the memory of all ranks and the execution of single ops; the interpreter drives it phase by phase.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -50,7 +51,8 @@ class Machine {
   };
   struct Flight {  // what a start computed and its wait delivers: contiguous, by rank
     std::vector<Bytes> data;
-    std::string start;
+    OpKind start = OpKind::kUnknown;
+    std::vector<int64_t> peers;  // of a message: the other rank, by rank
   };
 
   // memory
@@ -68,8 +70,13 @@ class Machine {
   Status RunLibraryOp(const Op& op);
   Status RunOwnOp(const Op& op);
   Status DefineResults(const Op& op);  // storage of results that own it
-  Status Start(const Op& op);
+  Status Mark(const Op& op);  // grad, output
+  Status Copy(const Op& op, ValueId from, ValueId to);
+  Status Start(const Op& op);  // machine_transfers.cc
+  Status StartMessage(const Op& op, Flight& flight);
+  Result<int64_t> PeerOf(const Op& op, int64_t rank) const;
   Status Wait(const Op& op);
+  Result<Bytes> Exchanged(const Op& op, size_t index, int64_t rank, const std::vector<Bytes>& all) const;
   Status Relocate(const Op& op, const Move& move);  // offload.*, reload.*
   Status GradBegin(const Op& op);
   Status NormPartial(const Op& op);
@@ -95,6 +102,7 @@ class Machine {
   };
   std::vector<Given> given_;  // by the last phase
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
+  std::map<std::pair<int64_t, int64_t>, std::deque<Bytes>> messages_;  // (from, to): sent and not yet received
   std::unordered_map<ValueId, OpId> pending_;  // by root of a step state: the last pending op that uses it
 };
 

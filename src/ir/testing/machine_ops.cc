@@ -33,7 +33,7 @@ Status Machine::DefineResults(const Op& op) {
 }
 
 Status Machine::RunOp(const Op& op) {
-  if (!IsPending(op)) return FindOp(op.name) != nullptr ? RunOwnOp(op) : RunLibraryOp(op);
+  if (!IsPending(op)) return IsOwn(op) ? RunOwnOp(op) : RunLibraryOp(op);
   if (step_ == 0) return Ok{};  // nothing came before
   INTERLACE_TRY(RunOwnOp(op));
   for (const auto& [root, by] : pending_) {  // a gradient ends with its update
@@ -78,131 +78,61 @@ Status Machine::RunLibraryOp(const Op& op) {
 }
 
 Status Machine::RunOwnOp(const Op& op) {
-  if (op.name == "view") return Ok{};
-  if (op.name == "release") {
-    ForEachOperand(op, [&](ValueId id) {
-      for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][id] = {};
-    });
-    return Ok{};
-  }
-  if (op.name == "grad.begin") return GradBegin(op);
-  if (op.name == "norm.partial") return NormPartial(op);
-  if (op.name == "norm.coef") return NormCoef(op);
-  if (StepsOnHost(op)) return UpdateOnHost(op);
-  if (op.name.starts_with("update.")) return Update(op);
+  const OpTraits& traits = TraitsOf(op);
   if (const Move* move = MoveOf(op)) return Relocate(op, *move);
-  if (op.name.ends_with(".start")) return Start(op);
-  if (op.name.ends_with(".wait")) return Wait(op);
-  if (op.name == "grad" || op.name == "output") {
-    std::vector<Dense> values;
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      INTERLACE_ASSIGN(Dense x, Read(rank, op.args.back().value));
-      values.push_back(std::move(x));
-    }
-    if (op.name == "grad") {
-      grads[op.args[0].value] = std::move(values);
-    } else {
-      const Arg* name = op.Attr("name");
-      std::vector<Dense>& kept = outputs[name == nullptr ? "" : name->text];
-      std::move(values.begin(), values.end(), std::back_inserter(kept));
-    }
-    return Ok{};
+  if (traits.side == Side::kStart) return Start(op);
+  if (traits.side == Side::kWait) return Wait(op);
+  switch (op.kind) {
+    case OpKind::kView:
+      return Ok{};
+    case OpKind::kRelease:
+      ForEachOperand(op, [&](ValueId id) {
+        for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][id] = {};
+      });
+      return Ok{};
+    case OpKind::kGradBegin:
+      return GradBegin(op);
+    case OpKind::kNormPartial:
+      return NormPartial(op);
+    case OpKind::kNormCoef:
+      return NormCoef(op);
+    case OpKind::kUpdateAdamW:
+    case OpKind::kUpdateAdam:
+    case OpKind::kUpdateSgd:
+      return StepsOnHost(op) ? UpdateOnHost(op) : Update(op);
+    case OpKind::kGrad:
+    case OpKind::kOutput:
+      return Mark(op);
+    case OpKind::kAssign:
+      return Copy(op, op.args[1].value, op.args[0].value);
+    case OpKind::kCopy:
+      return Copy(op, op.args[0].value, op.results[0]);
+    default:
+      return MakeError("the interpreter lacks ", op.name);
   }
-  if (op.name == "assign" || op.name == "copy") {
-    bool assign = op.name == "assign";
-    INTERLACE_TRY(DefineResults(op));
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      INTERLACE_ASSIGN(Dense x, Read(rank, op.args[assign ? 1 : 0].value));
-      INTERLACE_TRY(Write(rank, assign ? op.args[0].value : op.results[0], x));
-    }
-    return Ok{};
-  }
-  return MakeError("the interpreter lacks ", op.name);
 }
 
-Result<Machine::Bytes> Machine::AddInRankOrder(const std::vector<Bytes>& parts, DType dtype) const {
-  Bytes sum = parts[0];
-  int64_t element = DTypeBytes(dtype);
-  DType wide = SumDType(dtype);
-  for (size_t at = 0; at < sum.size(); at += element) {
-    if (dtype == DType::kI64) {  // limbs need all their bits
-      for (size_t part = 1; part < parts.size(); ++part) {
-        int64_t a, b;
-        std::memcpy(&a, &sum[at], 8);
-        std::memcpy(&b, &parts[part][at], 8);
-        if (__builtin_add_overflow(a, b, &a)) return MakeError("an integer sum over ranks overflows");
-        std::memcpy(&sum[at], &a, 8);
-      }
-      continue;
-    }
-    double total = Load(dtype, &sum[at]);
-    for (size_t part = 1; part < parts.size(); ++part) total = RoundTo(wide, total + Load(dtype, &parts[part][at]));
-    Store(dtype, &sum[at], total);
+Status Machine::Mark(const Op& op) {
+  std::vector<Dense> values;
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    INTERLACE_ASSIGN(Dense x, Read(rank, op.args.back().value));
+    values.push_back(std::move(x));
   }
-  return sum;
-}
-
-// Sources are read now; what arrives waits in a Flight, and until then the result's memory is poison.
-Status Machine::Start(const Op& op) {
-  std::string family = op.name.substr(0, op.name.size() - 6);
-  for (size_t i = 0; i < op.results.size(); ++i) {
-    ValueId source = op.args[i].value, result = op.results[i];
-    DType dtype = program_.value(source).type.dtype;
-    std::vector<Bytes> all;
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      INTERLACE_ASSIGN(Bytes bytes, ReadBytes(rank, source));
-      all.push_back(std::move(bytes));
-    }
-    std::string axis;
-    if (i < op.units.size()) axis = program_.units[op.units[i]].axis;
-    if (const Arg* named = op.Attr("axis")) axis = named->text;
-    Flight flight{{}, op.name};
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      std::vector<int64_t> peers = Peers(rank, axis);
-      auto mine = static_cast<size_t>(Coordinate(rank, axis));
-      Bytes out;
-      if (family == "gather") {
-        for (int64_t peer : peers) out.insert(out.end(), all[peer].begin(), all[peer].end());
-      } else if (family == "reduce" || family == "all_reduce") {
-        std::vector<Bytes> parts;
-        for (int64_t peer : peers) parts.push_back(all[peer]);
-        INTERLACE_ASSIGN(out, AddInRankOrder(parts, dtype));
-        if (family == "reduce") {
-          size_t shard = out.size() / peers.size();
-          out = Bytes(out.begin() + shard * mine, out.begin() + shard * (mine + 1));
-        }
-      } else if (family == "broadcast") {
-        out = all[peers[static_cast<size_t>(NumberAttr(op, "root", 0))]];
-      } else if (family == "all_to_all") {
-        size_t part = all[rank].size() / peers.size();
-        for (int64_t peer : peers)
-          out.insert(out.end(), all[peer].begin() + part * mine, all[peer].begin() + part * (mine + 1));
-      } else {
-        return MakeError("the interpreter lacks ", op.name);
-      }
-      flight.data.push_back(std::move(out));
-    }
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      if (program_.RootOf(result) == result) {
-        INTERLACE_TRY(Allocate(rank, result));
-      } else {
-        Dense poison{{}, std::vector<double>(Count(Sizes(result)), Poison(dtype))};
-        INTERLACE_TRY(Write(rank, result, poison));
-      }
-    }
-    flights_[result] = std::move(flight);
+  if (op.kind == OpKind::kGrad) {
+    grads[op.args[0].value] = std::move(values);
+    return Ok{};
   }
+  const Arg* name = op.Attr("name");
+  std::vector<Dense>& kept = outputs[name == nullptr ? "" : name->text];
+  std::move(values.begin(), values.end(), std::back_inserter(kept));
   return Ok{};
 }
 
-Status Machine::Wait(const Op& op) {
-  std::string start = op.name.substr(0, op.name.size() - 4) + "start";
-  for (const Arg& arg : op.args) {
-    auto found = flights_.find(arg.value);
-    if (found == flights_.end()) return MakeError("%", arg.value, " is not in flight");
-    if (found->second.start != start) return MakeError("%", arg.value, " comes from ", found->second.start);
-    for (int64_t rank = 0; rank < ranks_; ++rank) INTERLACE_TRY(WriteBytes(rank, arg.value, found->second.data[rank]));
-    flights_.erase(found);
+Status Machine::Copy(const Op& op, ValueId from, ValueId to) {
+  INTERLACE_TRY(DefineResults(op));
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    INTERLACE_ASSIGN(Dense x, Read(rank, from));
+    INTERLACE_TRY(Write(rank, to, x));
   }
   return Ok{};
 }
@@ -285,7 +215,7 @@ Status Machine::NormCoef(const Op& op) {
 }
 
 Status Machine::Update(const Op& op) {
-  std::string optimizer = op.name.substr(7);
+  const std::string optimizer(OptimizerOf(op));
   const Unit& unit = program_.units[op.units[0]];
   const Arg* with_momentum = op.Attr("momentum");
   size_t states = optimizer != "sgd" ? 2 : with_momentum != nullptr && with_momentum->boolean ? 1 : 0;

@@ -39,6 +39,12 @@ class Maker {
     hand_on_ = Pick(2) == 0;
     for (const std::string& name : names) MicroBatch(name, input);
     Update();
+    for (size_t i = 0; i < names.size() && names.size() > 1; ++i) {
+      const bool last = i + 1 == names.size();
+      program_.order.push_back({names[i], last ? program_.accumulation - 1 : static_cast<int64_t>(i),
+                                i == 1 && !last ? program_.accumulation - 2 : 1});
+    }
+    if (!program_.order.empty()) program_.order.push_back({"update"});
     return std::move(program_);
   }
 
@@ -173,7 +179,7 @@ class Maker {
   }
 
   void Update() {
-    program_.phases.push_back({"update", {}, {}, {}});
+    program_.phases.push_back({"update", {}, {}, {}, PhaseKind::kStep});
     if (hand_on_) {
       ValueId taken = program_.AddValue(ValueKind::kTake, Flat(program_.units[0].numel)).id;
       ValueId plain = program_.AddValue(ValueKind::kTake, Flat(77)).id;
