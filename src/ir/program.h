@@ -154,6 +154,9 @@ struct Unit {
   int64_t shard = 0;     // numel / ranks along `axis`
   std::string replicas;  // axes whose ranks have the same shard and add up their gradients; empty: none
 };
+inline bool SameAxes(const Unit& a, const Unit& b) {
+  return a.axis == b.axis && a.replicas == b.replicas;
+}
 // What a phase runs for: each micro-batch, whose inputs it sees, or a step.
 enum class PhaseKind : uint8_t { kMicroBatch, kStep };
 struct Phase {

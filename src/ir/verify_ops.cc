@@ -277,8 +277,8 @@ class Meaning {
     if (!Collective(op)) return false;
     if (op.units.size() == op.args.size()) {
       bool one_axis = std::all_of(op.units.begin(), op.units.end(),
-                                  [&](UnitId u) { return program_.units[u].axis == program_.units[op.units[0]].axis; });
-      if (!one_axis) report_.AtOp(op, "the units of one " + op.name + " must share an axis");
+                                  [&](UnitId u) { return SameAxes(program_.units[u], program_.units[op.units[0]]); });
+      if (!one_axis) report_.AtOp(op, "the units of one " + op.name + " must share their axes");
       return one_axis;
     }
     report_.AtOp(op, op.name + " needs units=[..] with one unit for each operand");

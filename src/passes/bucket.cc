@@ -28,7 +28,7 @@ std::vector<std::vector<size_t>> GroupsOf(const Program& program, const std::vec
     const int32_t bucket = bucket_of[units[0]];
     const bool whole = std::all_of(units.begin(), units.end(), [&](UnitId unit) { return bucket_of[unit] == bucket; });
     if (bucket >= 0 && whole && key_of(all[i]) >= 0)
-      groups[{key_of(all[i]), bucket, program.units[units[0]].axis}].push_back(i);
+      groups[{key_of(all[i]), bucket, program.units[units[0]].axis + " " + program.units[units[0]].replicas}].push_back(i);
   }
   std::vector<std::vector<size_t>> out;
   for (auto& [key, group] : groups) out.push_back(std::move(group));

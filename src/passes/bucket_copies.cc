@@ -180,6 +180,7 @@ UnitId CopiedBuckets::UnitOf(std::vector<UnitId> members, DType dtype) {
   Unit unit;
   unit.id = found->second;
   unit.axis = program_.units[members[0]].axis;
+  unit.replicas = program_.units[members[0]].replicas;
   unit.dtype = dtype;
   for (UnitId member : members) {
     unit.numel += program_.units[member].numel;

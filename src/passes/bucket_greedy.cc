@@ -57,8 +57,9 @@ class GreedyWalk {
  private:
   Result<bool> Joins(const OpenBucket& open, const OpenBucket& current, const OpenBucket& before, const Gather& gather,
                      const ComputeStep& step, bool backward) {
-    const std::string& axis = program_.units[gather.units[0]].axis;
-    if (program_.units[transfers_.gathers[open.gathers[0]].units[0]].axis != axis) return false;
+    const Unit& unit = program_.units[gather.units[0]];
+    const std::string& axis = unit.axis;
+    if (!SameAxes(program_.units[transfers_.gathers[open.gathers[0]].units[0]], unit)) return false;
     const auto units = static_cast<int64_t>(gather.units.size());
     INTERLACE_ASSIGN(double time, Time(CollectiveKind::kGather, axis, open.bytes + gather.bytes, open.units + units));
     if (backward) {

@@ -46,7 +46,7 @@ class Placer {
     Find();
     for (Gradient& gradient : gradients_) Land(gradient);
     MoveViews();
-    if (options_.ranks > 1) Reduce();
+    if (!options_.Alone()) Reduce();
   }
 
  private:
@@ -108,7 +108,7 @@ class Placer {
     if (!facts_.writes[root].empty() || facts_.leaves[root]) return false;
     if (root < static_cast<ValueId>(claimed_.size()) && claimed_[root]) return false;
     // With one rank the gradient's place is the state itself.
-    if (options_.ranks == 1 && gradient.dtype != param.type.dtype) return false;
+    if (options_.Alone() && gradient.dtype != param.type.dtype) return false;
     if (!SameGeometry(program_.value(value).type, param.type)) return false;
     if (value == root) return true;
     // A reshape such as [1, n] to [n]: both contiguous, the whole storage.
@@ -141,7 +141,7 @@ class Placer {
     gradient.state = program_.AddState(unit.id, "grad", FlatType(unit.dtype, whole_ ? unit.numel : unit.shard), false);
     gradient.flat = gradient.state;
     bool padded = !(program_.NumElements(program_.value(param.value).type) == Dim(unit.numel));
-    if (options_.ranks > 1) {
+    if (!options_.Alone()) {
       Op& begin = NewOp("grad.begin", at, unit.id);
       gradient.flat = program_.AddResult(begin, FlatType(gradient.dtype, unit.numel));
       insert(begin.id);
@@ -283,7 +283,7 @@ class Placer {
   // This rank's part of the state is what `op` gives.
   ValueId PlacePart(Op& op, const Gradient& gradient) {
     const Unit& unit = UnitOf(gradient);
-    Dim own = whole_ ? program_.dims.Mul(Dim(unit.shard), program_.dims.Symbol("rank_" + options_.axis)) : Dim(0);
+    Dim own = whole_ ? program_.dims.Mul(Dim(unit.shard), program_.AxisRank(options_.axis)) : Dim(0);
     return program_.AddPlaced(op, FlatType(unit.dtype, unit.shard), gradient.state, own);
   }
 

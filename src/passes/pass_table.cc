@@ -11,6 +11,7 @@
 #include "passes/interleave.h"
 #include "passes/offload.h"
 #include "passes/overlap_update.h"
+#include "passes/mesh.h"
 #include "passes/precision.h"
 #include "passes/prefetch.h"
 #include "passes/recompute.h"
@@ -29,7 +30,9 @@ namespace interlace {
 std::span<const PassInfo> PassTable() {
   using enum OptionKind;
   static const OptionInfo kAxis = {"axis", kName, "dp", "mesh axis that the ranks form"};
-  static const OptionInfo kRanks = {"ranks", kCount, "", "size of the axis", {}, 1};
+  static const OptionInfo kRanks = {"ranks", kCount, "of the mesh", "size of the axis; needed where no mesh was declared", {}, 1};
+  static const OptionInfo kReplicas = {"replicas", kText, "none",
+                                       "axes, joined by +, whose ranks hold the same and add up their gradients"};
   static const OptionInfo kWait = {"wait",
                                    kChoice,
                                    "next",
@@ -42,6 +45,10 @@ std::span<const PassInfo> PassTable() {
        "views become views of their storage, dead and repeated ops go, identities vanish",
        {},
        Canonicalize},
+      {"mesh",
+       "declares the axes of the ranks and their sizes, the last fastest",
+       {{"axes", kText, "", "NAME:RANKS, joined by +, such as replica:2+dp:4"}},
+       DeclareMesh},
       {"precision",
        "narrower transfers: casts of parameters move onto their shards, gradients are reduced in another dtype",
        {{"param",
@@ -71,15 +78,15 @@ std::span<const PassInfo> PassTable() {
        Interleave},
       {"shard",
        "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
-       {kAxis, kRanks, kWait, {"ahead", kCount, "1", "gathers in flight ahead of the one waited for", {}, 0}},
+       {kAxis, kRanks, kReplicas, kWait, {"ahead", kCount, "1", "gathers in flight ahead of the one waited for", {}, 0}},
        Shard},
       {"replicate",
        "data parallel: parameters and optimizer states are whole on every rank",
-       {kAxis, kRanks, kWait},
+       {kAxis, kRanks, kReplicas, kWait},
        Replicate},
       {"zero1",
        "parameters are whole on every rank, gradients and optimizer states live in shards",
-       {kAxis, kRanks, kWait},
+       {kAxis, kRanks, kReplicas, kWait},
        Zero1},
       {"accumulate",
        "an optimizer step runs several micro-batches and adds up their gradients",

@@ -25,10 +25,10 @@ TEST(Pipeline, ErrorsSayWhatToWrite) {
   EXPECT_EQ(Message("shrad(ranks=2)"), "unknown pass 'shrad', did you mean 'shard'?");
   EXPECT_EQ(Message("frobnicate"), "unknown pass 'frobnicate'; interlace-opt --list-passes shows all");
   EXPECT_EQ(Message("shard(rank=2)"),
-            "pass 'shard': unknown option 'rank', did you mean 'ranks'? (options: axis, ranks, wait, ahead)");
+            "pass 'shard': unknown option 'rank', did you mean 'ranks'? (options: axis, ranks, replicas, wait, ahead)");
   EXPECT_EQ(Message("canonicalize(fast=true)"), "pass 'canonicalize': unknown option 'fast' (options: none)");
-  EXPECT_EQ(Message("shard"),
-            "pass 'shard': option 'ranks' is required (size of the axis), for example shard(ranks=2)");
+  EXPECT_EQ(Message("accumulate"),
+            "pass 'accumulate': option 'steps' is required (micro-batches of a step), for example accumulate(steps=2)");
   EXPECT_EQ(Message("shard(ranks=0)"), "pass 'shard': option ranks=0: must be at least 1");
   EXPECT_EQ(Message("shard(ranks=two)"), "pass 'shard': option ranks=two: expected a whole number");
   EXPECT_EQ(Message("shard(ranks=2,ranks=3)"), "pass 'shard': option 'ranks' is given twice");

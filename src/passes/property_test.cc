@@ -127,6 +127,39 @@ TEST_P(PassProperty, CanonicalizeKeepsBitsAndIsIdempotent) {
   }
 }
 
+// Hybrid sharding: cut over one axis, replicated on another, or on two; also with an axis that concerns nobody.
+TEST_P(PassProperty, SameBitsOnAMeshOfSeveralAxes) {
+  constexpr int kEach = 8;
+  struct Mesh {
+    const char *axes, *axis, *replicas;
+    int64_t ranks, copies;
+  };
+  constexpr Mesh kMeshes[] = {{"replica:2+dp:2", "dp", "replica", 4, 2},    {"replica:3+dp:2", "dp", "replica", 6, 3},
+                              {"replica:2+dp:1", "dp", "replica", 2, 2},    {"replica:1+dp:3", "dp", "replica", 3, 1},
+                              {"pod:2+host:2+dp:2", "dp", "pod+host", 8, 4}};
+  for (int i = 0; i < kEach; ++i) {
+    auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const Mesh& mesh = kMeshes[seed % std::size(kMeshes)];
+    Case test = RandomCase(seed + 900);
+    test.run.ranks = mesh.ranks;
+    test.run.replicas = mesh.copies;
+    Result<RunResult> expected = Interpret(RandomProgram(test.program), test.run);
+    ASSERT_TRUE(expected.ok()) << expected.error().ToString();
+    std::mt19937_64 random(seed * 77);
+    for (const char* sharding : {"shard", "replicate", "zero1"}) {
+      InterpretOptions within = test.run;
+      within.ranks = mesh.ranks / mesh.copies;
+      const std::string text = Pipeline(random, sharding, within);
+      const std::string hybrid = std::string("(axis=") + mesh.axis + ",replicas=" + mesh.replicas + ",ranks=";
+      const size_t at = text.find("(ranks=");
+      CheckPipeline(test, *expected,
+                    std::string("mesh(axes=") + mesh.axes + ")," + text.substr(0, at) + hybrid + text.substr(at + 7));
+      if (HasFailure()) return;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, PassProperty, ::testing::Range(0, Rounds(4)));
 
 }  // namespace

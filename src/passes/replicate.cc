@@ -5,7 +5,7 @@
 namespace interlace {
 
 Result<bool> Replicate(Program& program, const PassOptions& options) {
-  INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(options));
+  INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(program, options));
   INTERLACE_TRY(CheckShardable(program, sharding));
   Phase& phase = *program.MicroBatchPhase();
   PhaseFacts facts(program, phase);

@@ -178,7 +178,7 @@ class Gathers {
 }  // namespace
 
 Result<bool> Shard(Program& program, const PassOptions& options) {
-  INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(options));
+  INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(program, options));
   INTERLACE_ASSIGN(int64_t ahead, options.Int("ahead", 1, 0));
   INTERLACE_TRY(CheckShardable(program, sharding));
   Phase& phase = *program.MicroBatchPhase();

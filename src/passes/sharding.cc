@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "base/suggest.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -49,10 +50,41 @@ bool SameGeometry(const Type& a, const Type& b) {
   return true;
 }
 
-Result<ShardingOptions> ReadShardingOptions(const PassOptions& options) {
+Result<ShardingOptions> ReadShardingOptions(const Program& program, const PassOptions& options) {
   ShardingOptions out;
   INTERLACE_ASSIGN(out.axis, options.Name("axis", "dp"));
-  INTERLACE_ASSIGN(out.ranks, options.Int("ranks", std::nullopt, 1));
+  if (const std::string text = options.Text("replicas", "none"); text != "none") {
+    out.replicas = text;
+    std::replace(out.replicas.begin(), out.replicas.end(), '+', ',');
+  }
+  std::string wanted = out.axis + (out.replicas.empty() ? "" : "," + out.replicas);
+  std::vector<std::string_view> known;
+  for (const Axis& axis : program.mesh) known.push_back(axis.name);
+  for (std::string_view axis : AxesOf(wanted)) {
+    const bool declared = std::find(known.begin(), known.end(), axis) != known.end();
+    if (declared || (known.empty() && axis == out.axis && out.replicas.empty())) continue;
+    return MakeError("the mesh has no axis '", axis, "'", DidYouMean(axis, known),
+                     known.empty() ? "; declare it first: mesh(axes=replica:2+dp:2)" : "");
+  }
+  for (const std::string& axes : {out.axis, out.replicas}) {
+    const std::vector<std::string_view> named = AxesOf(axes);
+    const auto first = named.empty() ? known.end() : std::find(known.begin(), known.end(), named[0]);
+    const bool neighbours = static_cast<size_t>(known.end() - first) >= named.size() &&
+                            std::equal(named.begin(), named.end(), first);
+    if (!known.empty() && !neighbours) {
+      return MakeError("axes written together must follow one another in the mesh, and ", axes, " do not");
+    }
+  }
+  out.copies = program.AxisSize(out.replicas);
+  if (known.empty()) {
+    INTERLACE_ASSIGN(out.ranks, options.Int("ranks", std::nullopt, 1));
+  } else {
+    const int64_t size = program.AxisSize(out.axis);
+    INTERLACE_ASSIGN(out.ranks, options.Int("ranks", size, 1));
+    if (out.ranks != size) {
+      return MakeError("axis ", out.axis, " has ", size, " ranks in the program's mesh, not ", out.ranks);
+    }
+  }
   Result<std::string> wait = options.Choice("wait", {"next", "now"});
   if (!wait.ok()) return wait.error();
   out.wait_next = *wait == "next";
@@ -67,11 +99,6 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
   }
   const Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
-  for (const Axis& axis : program.mesh) {
-    if (axis.name == options.axis && axis.size != options.ranks) {
-      return MakeError("axis ", axis.name, " has ", axis.size, " ranks in the program's mesh, not ", options.ranks);
-    }
-  }
   constexpr int64_t kMaxElements = int64_t{1} << 56;  // bytes and padding still fit in 64 bits
   if (options.ranks > (1 << 24)) return MakeError("ranks=", options.ranks, " is more than ", 1 << 24);
   std::vector<int32_t> param_index = ParamIndex(program);
@@ -125,7 +152,8 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
     int64_t count = *Elements(type);
     // Not less than one block, so that a unit of an empty parameter is no special case anywhere.
     int64_t shard = std::max(RoundUp((count + options.ranks - 1) / options.ranks, kUnitAlignment), kUnitAlignment);
-    Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard, {}};
+    Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard,
+              options.replicas};
     param.unit = unit.id;
     param.unit_offset = 0;
     ValueId state = program.AddState(unit.id, resident ? "full" : "shard",

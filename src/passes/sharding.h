@@ -28,13 +28,18 @@ inline constexpr std::string_view kOnShard = "on_shard";
 bool SameGeometry(const Type& a, const Type& b);
 
 struct ShardingOptions {
-  std::string axis = "dp";
-  int64_t ranks = 1;
+  std::string axis = "dp";  // over which units are cut
+  int64_t ranks = 1;        // along it
+  std::string replicas;     // axes of ranks that hold the same shards and add up their gradients; empty: none
+  int64_t copies = 1;       // ranks along them
+  // Nobody to add up gradients with: they are placed straight into the states.
+  bool Alone() const { return ranks * copies == 1; }
   bool wait_next = true;  // wait for a reduce when a later one needs its place (gradients.cc), else at once
 };
 
-// Error: a bad option.
-Result<ShardingOptions> ReadShardingOptions(const PassOptions& options);
+// Sizes come from the program's mesh where it has one (mesh.h), else from the option `ranks`. Error: a bad option, an
+// axis that the mesh lacks, another size than it has.
+Result<ShardingOptions> ReadShardingOptions(const Program& program, const PassOptions& options);
 
 // Checks that the program is a captured one that can be cut into units. Error: what stands in the way.
 Status CheckShardable(const Program& program, const ShardingOptions& options);

@@ -436,7 +436,7 @@ Status Transfers::Write() {
 }
 
 bool MayMerge(const Program& program, const std::vector<UnitId>& a, const std::vector<UnitId>& b) {
-  return !a.empty() && !b.empty() && program.units[a[0]].axis == program.units[b[0]].axis;
+  return !a.empty() && !b.empty() && SameAxes(program.units[a[0]], program.units[b[0]]);
 }
 
 std::vector<Phase*> MicroBatches(Program& program) {

@@ -112,7 +112,7 @@ class Builder {
   }
 
   double Scale(UnitId unit) const {
-    return 1.0 / (static_cast<double>(program_.AxisSize(program_.units[unit].axis)) *
+    return 1.0 / (static_cast<double>(program_.DataRanks(program_.units[unit])) *
                   static_cast<double>(program_.accumulation));
   }
 
@@ -126,10 +126,10 @@ class Builder {
     ValueId sum = program_.AddResult(partial, FlatType(DType::kI64, kNormLimbs));
     const Unit& unit = program_.units[targets_[0].unit];
     bool shards = program_.value(targets_[0].grad).type.sizes[0] == Dim(unit.shard) && unit.shard != unit.numel;
-    if (shards) {
+    for (std::string_view axis : AxesOf(shards ? std::string_view(unit.axis) : std::string_view())) {
       Op& start = Add("all_reduce.start");
       start.args = {Arg::Of(sum)};
-      start.SetAttr("axis", Arg::Word(unit.axis));
+      start.SetAttr("axis", Arg::Word(std::string(axis)));
       sum = program_.AddResult(start, FlatType(DType::kI64, kNormLimbs));
       Add("all_reduce.wait").args = {Arg::Of(sum)};
     }
@@ -152,7 +152,7 @@ class Builder {
     if (target.own_part) {
       Op& view = Add("view");
       view.args = {Arg::Of(weights)};
-      Dim own = program_.dims.Mul(Dim(unit.shard), program_.dims.Symbol("rank_" + unit.axis));
+      Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
       weights = program_.AddView(view, FlatType(unit.dtype, unit.shard), weights, own);
     }
     Op& op = Add("update." + std::string(target.optimizer));

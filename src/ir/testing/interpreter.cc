@@ -72,10 +72,16 @@ class TextbookStep {
       for (double& value : x.data) value = RoundTo(dtype, value);
     };
     for (Dense& part : parts) round(part);
-    Dense sum = parts[0];
-    for (size_t i = 1; i < parts.size(); ++i) AddTo(sum, parts[i], SumDType(dtype));
-    round(sum);
-    return sum;
+    const auto sum_of = [&](auto begin, auto end) {
+      Dense sum = *begin;
+      while (++begin != end) AddTo(sum, *begin, SumDType(dtype));
+      round(sum);
+      return sum;
+    };
+    const auto block = static_cast<ptrdiff_t>(parts.size()) / options_.replicas;
+    std::vector<Dense> sums;
+    for (auto at = parts.begin(); at != parts.end(); at += block) sums.push_back(sum_of(at, at + block));
+    return sum_of(sums.begin(), sums.end());
   }
 
   Status Update(const Param& param, const Dense& grad, double factor) {

@@ -30,6 +30,7 @@ struct InterpretOptions {
   std::map<std::string, std::vector<double>> params = {};  // initial values by name; the others are drawn
   // For captured programs only; others carry these themselves.
   int64_t ranks = 1;
+  int64_t replicas = 1;  // of them: gradients are added up within each block of ranks / replicas, then over the blocks
   int64_t accumulation = 1;
   std::string accumulate_mode = "reduce_each";
   std::optional<double> clip = {};

@@ -1,0 +1,52 @@
+#include "passes/mesh.h"
+
+#include <algorithm>
+#include <charconv>
+
+namespace interlace {
+namespace {
+
+constexpr int64_t kMostRanks = 1 << 24;
+
+Result<Axis> ReadAxis(std::string_view text) {
+  const size_t colon = text.find(':');
+  const std::string_view name = text.substr(0, colon);
+  const auto letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; };
+  const auto digit = [](char c) { return c >= '0' && c <= '9'; };
+  const bool named = !name.empty() && letter(name[0]) &&
+                     std::all_of(name.begin(), name.end(), [&](char c) { return letter(c) || digit(c); });
+  int64_t size = 0;
+  const std::string_view number = colon == std::string_view::npos ? std::string_view() : text.substr(colon + 1);
+  const auto [end, problem] = std::from_chars(number.data(), number.data() + number.size(), size);
+  if (!named || problem != std::errc() || end != number.data() + number.size() || size < 1 || size > kMostRanks) {
+    return MakeError("option axes: '", text, "' is no axis; write NAME:RANKS, such as replica:2+dp:4");
+  }
+  return Axis{std::string(name), size};
+}
+
+}  // namespace
+
+Result<bool> DeclareMesh(Program& program, const PassOptions& options) {
+  std::vector<Axis> mesh;
+  const std::string text = options.Text("axes", "");
+  for (size_t at = 0; at <= text.size();) {
+    const size_t plus = std::min(text.find('+', at), text.size());
+    INTERLACE_ASSIGN(Axis axis, ReadAxis(std::string_view(text).substr(at, plus - at)));
+    if (std::any_of(mesh.begin(), mesh.end(), [&](const Axis& a) { return a.name == axis.name; })) {
+      return MakeError("option axes: '", axis.name, "' is named twice");
+    }
+    mesh.push_back(std::move(axis));
+    at = plus + 1;
+  }
+  int64_t ranks = 1;
+  for (const Axis& axis : mesh) ranks *= axis.size, ranks = std::min(ranks, kMostRanks + 1);
+  if (ranks > kMostRanks) return MakeError("option axes: a mesh of more than ", kMostRanks, " ranks");
+  const bool same = std::equal(mesh.begin(), mesh.end(), program.mesh.begin(), program.mesh.end(),
+                               [](const Axis& a, const Axis& b) { return a.name == b.name && a.size == b.size; });
+  if (same) return false;
+  if (!program.mesh.empty()) return MakeError("the program has a mesh already; declare it once, before shard");
+  program.mesh = std::move(mesh);
+  return true;
+}
+
+}  // namespace interlace
