@@ -11,7 +11,7 @@
 #include "ir/op_table.h"
 #include "ir/text.h"
 #include "runtime/allocator.h"
-#include "runtime/page_heap.h"
+#include "runtime/step_heap.h"
 #include "runtime/step_scope.h"
 
 namespace interlace {
@@ -73,7 +73,7 @@ Result<bool> Executor::Flush() {
   if (!frame_.pending.on) return false;
   StepScope scope(device_);
   MemoryScope memory;
-  const PageHeap::Serving serving(on_heap_);
+  const StepHeap::Serving serving(on_heap_);
   const int64_t live_before = MemoryScope::Use().live_bytes;
   Status status = Ok{};
   try {
@@ -358,7 +358,7 @@ Result<StepResult> Executor::Step(std::vector<std::vector<at::Tensor>> micro_bat
   const at::ThreadLocalState outer;
   StepScope scope(device_);
   MemoryScope memory;
-  const PageHeap::Serving serving(on_heap_);
+  const StepHeap::Serving serving(on_heap_);
   INTERLACE_TRY(Settle());
   settled_bytes_ = store_.bytes();
   // Receive buffers that earlier steps made belong to this one as much: only what callers still hold of those does not.
@@ -482,7 +482,7 @@ ExecutorStats Executor::stats() const {
   stats.persistent_bytes = (frame_.counters.steps > 0 ? settled_bytes_ : store_.bytes()) + const_bytes_;
   if (bank_->tier() != nullptr) {
     stats.tier = bank_->tier()->stats();
-    stats.heap_bytes = PageHeap::Bytes();
+    stats.heap_bytes = StepHeap::Bytes();
     stats.tier_note = bank_->tier()->note();
   }
   if (device_.is_cpu()) {

@@ -169,7 +169,7 @@ class Executor {
   // Runs the phases in order; with an observer op by op.
   Status RunStep(std::vector<std::vector<at::Tensor>>& micro_batches, const std::vector<Plan>& plans, int64_t step,
                  bool update, DebugObserver* observer);
-  // Between two ops: transfers go on in this thread (comm_mesh.h).
+  // Between two ops: transfers go on in this thread (transport/mesh.h).
   void MoveTransfers() {
     for (const auto& [name, comm] : comms_) comm->Progress();
   }

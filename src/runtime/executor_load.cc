@@ -11,7 +11,8 @@
 #include "ir/verifier.h"
 #include "runtime/allocator.h"
 #include "runtime/executor.h"
-#include "runtime/page_heap.h"
+#include "runtime/pinned_tier.h"
+#include "runtime/step_heap.h"
 #include "runtime/step_scope.h"
 
 namespace interlace {
@@ -141,7 +142,7 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
       return std::any_of(phase.ops.begin(), phase.ops.end(),
                          [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
     });
-    const PageHeap::Serving serving(moves && device_.is_cpu());
+    const StepHeap::Serving serving(moves && device_.is_cpu());
     INTERLACE_TRY(AllocateFixed());
     INTERLACE_TRY(AddToBank());
     moves = moves || !moving_.empty();

@@ -18,7 +18,7 @@
 #include <cstring>
 
 #include "runtime/kernels.h"
-#include "runtime/kernels_clones.h"
+#include "base/clones.h"
 
 namespace interlace {
 

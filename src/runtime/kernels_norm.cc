@@ -19,7 +19,7 @@
 
 #include "base/exact_sum.h"
 #include "runtime/kernels_aten.h"
-#include "runtime/kernels_clones.h"
+#include "base/clones.h"
 
 namespace interlace {
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "runtime/kernels_aten.h"
-#include "runtime/kernels_clones.h"
+#include "base/clones.h"
 
 namespace interlace {
 

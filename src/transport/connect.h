@@ -1,5 +1,5 @@
-// comm_connect.h — TCP connections between all ranks of a process group. The group is used twice, to exchange who is on
-// which host and then where each rank listens; afterwards the ranks talk to each other directly.
+// connect.h — TCP connections between all ranks of a group. What the ranks already have to exchange a few bytes is used
+// twice, for who is on which host and then for where each rank listens; afterwards they talk to each other directly.
 //
 // The address is that of GLOO_SOCKET_IFNAME (the first name) when it is set, loopback when all ranks share one host and
 // network namespace, else the one the host's name stands for. A rank connects to every lower rank and accepts from
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/result.h"
-#include "runtime/comm.h"
+#include "transport/group.h"
 
 namespace interlace {
 
@@ -39,11 +39,11 @@ struct PeerSockets {
   Socket data, control;
 };
 
-// Every rank's bytes, by rank; all ranks give the same number of bytes.
+// Gives every rank's bytes, in the order of the group; all ranks give the same number of bytes.
 using ExchangeBytes = std::function<Result<std::vector<std::string>>(const std::string& mine)>;
 
-// Two non-blocking connections to every peer, by rank (none to this rank). All ranks of the axis must call it together.
-// Error: no address to listen on, or a rank that cannot be reached within the timeout.
-Result<std::vector<PeerSockets>> ConnectPeers(const AxisSpec& spec, const ExchangeBytes& exchange, double timeout_s);
+// Two non-blocking connections to every peer, by index (none to this rank). All ranks of the group must call it
+// together. Error: no address to listen on, or a rank that cannot be reached within the timeout.
+Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s);
 
 }  // namespace interlace

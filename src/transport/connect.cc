@@ -1,4 +1,4 @@
-#include "runtime/comm_connect.h"
+#include "transport/connect.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -83,11 +83,16 @@ struct Greeting {
 };
 
 template <typename T>
-Result<std::vector<T>> ExchangeAll(const ExchangeBytes& exchange, const T& mine) {
+Result<std::vector<T>> ExchangeAll(const RankGroup& group, const ExchangeBytes& exchange, const T& mine) {
   INTERLACE_ASSIGN(const std::vector<std::string> all,
                    exchange(std::string(reinterpret_cast<const char*>(&mine), sizeof mine)));
-  std::vector<T> out(all.size());
-  for (size_t i = 0; i < all.size(); ++i) std::memcpy(&out[i], all[i].data(), sizeof(T));
+  std::vector<T> out(group.ranks.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (i >= all.size() || all[i].size() != sizeof(T))
+      return MakeError("axis ", group.axis, ": rank ", i,
+                       " did not tell where it is; do all ranks run the same release?");
+    std::memcpy(&out[i], all[i].data(), sizeof(T));
+  }
   return out;
 }
 
@@ -205,7 +210,7 @@ Result<Socket> ConnectTo(const Listener& listener, const Greeting& greeting, Clo
 }
 
 // Accepts both connections of every higher rank. Strangers, and those that say nothing, are dropped.
-Status AcceptPeers(const AxisSpec& spec, const Socket& listening, const Listener& mine, Clock::time_point deadline,
+Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listener& mine, Clock::time_point deadline,
                    std::vector<PeerSockets>& peers) {
   struct Guest {
     Socket socket;
@@ -214,7 +219,7 @@ Status AcceptPeers(const AxisSpec& spec, const Socket& listening, const Listener
   };
   constexpr size_t kMostGuests = 256;
   std::vector<Guest> guests;
-  int64_t missing = 2 * (spec.size - 1 - spec.rank);
+  int64_t missing = 2 * (group.size() - 1 - group.index);
   while (missing > 0) {
     std::vector<pollfd> ready{{listening.fd(), POLLIN, 0}};
     for (const Guest& guest : guests) ready.push_back({guest.socket.fd(), POLLIN, 0});
@@ -222,10 +227,10 @@ Status AcceptPeers(const AxisSpec& spec, const Socket& listening, const Listener
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) {
       std::string names;
-      for (int64_t rank = spec.rank + 1; rank < spec.size; ++rank) {
+      for (int64_t rank = group.index + 1; rank < group.size(); ++rank) {
         if (!peers[rank].data || !peers[rank].control) names += (names.empty() ? "" : ", ") + std::to_string(rank);
       }
-      return MakeError("rank ", names, " did not connect to rank ", spec.rank, " at ", mine.address.Text(),
+      return MakeError("rank ", names, " did not connect to rank ", group.index, " at ", mine.address.Text(),
                        " within the timeout; check the network between them, and GLOO_SOCKET_IFNAME");
     }
     for (size_t i = guests.size(); i-- > 0;) {
@@ -237,7 +242,7 @@ Status AcceptPeers(const AxisSpec& spec, const Socket& listening, const Listener
       guest.got += got > 0 ? static_cast<size_t>(got) : 0;
       if (got > 0 && guest.got < sizeof(Greeting)) continue;
       const Greeting& said = guest.greeting;
-      if (got > 0 && said.magic == kHelloMagic && said.rank > spec.rank && said.rank < spec.size &&
+      if (got > 0 && said.magic == kHelloMagic && said.rank > group.index && said.rank < group.size() &&
           std::memcmp(said.secret, mine.secret, sizeof mine.secret) == 0) {
         Socket& place = said.control != 0 ? peers[said.rank].control : peers[said.rank].data;
         if (!place) {
@@ -265,11 +270,11 @@ Socket::~Socket() {
   if (fd_ >= 0) close(fd_);
 }
 
-Result<std::vector<PeerSockets>> ConnectPeers(const AxisSpec& spec, const ExchangeBytes& exchange, double timeout_s) {
+Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
-  const auto failure = [&](const auto&... parts) { return MakeError("axis ", spec.name, ": ", parts...); };
-  INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(exchange, WhereAmI()));
+  const auto failure = [&](const auto&... parts) { return MakeError("axis ", group.axis, ": ", parts...); };
+  INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, WhereAmI()));
 
   // A rank that cannot listen says so to the others with an empty address, instead of leaving them waiting.
   Listener mine;
@@ -282,7 +287,7 @@ Result<std::vector<PeerSockets>> ConnectPeers(const AxisSpec& spec, const Exchan
     mine.address.SetPort(0);
     listening = MakeSocket(mine.address.family());
     auto* name = reinterpret_cast<sockaddr*>(&mine.address.bytes);
-    const int backlog = static_cast<int>(std::min<int64_t>(2 * spec.size + 16, 4096));
+    const int backlog = static_cast<int>(std::min<int64_t>(2 * group.size() + 16, 4096));
     if (!listening || bind(listening.fd(), name, mine.address.size) != 0 || listen(listening.fd(), backlog) != 0 ||
         getsockname(listening.fd(), name, &mine.address.size) != 0) {
       trouble = "cannot listen on " + mine.address.Text() + ": " + std::strerror(errno);
@@ -291,29 +296,29 @@ Result<std::vector<PeerSockets>> ConnectPeers(const AxisSpec& spec, const Exchan
     }
   }
   if (!trouble.empty()) mine.magic = 0;
-  INTERLACE_ASSIGN(const std::vector<Listener> all, ExchangeAll(exchange, mine));
-  if (!trouble.empty()) return failure("rank ", spec.rank, ": ", trouble);
-  for (int64_t rank = 0; rank < spec.size; ++rank) {
+  INTERLACE_ASSIGN(const std::vector<Listener> all, ExchangeAll(group, exchange, mine));
+  if (!trouble.empty()) return failure("rank ", group.index, ": ", trouble);
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (all[rank].magic != kHelloMagic || all[rank].address.size > sizeof(sockaddr_storage))
       return failure("rank ", rank, " has no address for its peers (its own error says why)");
   }
 
-  std::vector<PeerSockets> peers(spec.size);
-  for (int64_t rank = 0; rank < spec.rank; ++rank) {
+  std::vector<PeerSockets> peers(group.size());
+  for (int64_t rank = 0; rank < group.index; ++rank) {
     for (const bool control : {false, true}) {
       Greeting greeting;
-      greeting.rank = static_cast<int32_t>(spec.rank);
+      greeting.rank = static_cast<int32_t>(group.index);
       greeting.control = control;
       std::memcpy(greeting.secret, all[rank].secret, sizeof greeting.secret);
       Result<Socket> made = ConnectTo(all[rank], greeting, deadline);
       if (!made.ok()) {
-        return failure("rank ", spec.rank, " cannot reach rank ", rank, " at ", all[rank].address.Text(), " (",
+        return failure("rank ", group.index, " cannot reach rank ", rank, " at ", all[rank].address.Text(), " (",
                        made.error().ToString(), "); check the network between them, and GLOO_SOCKET_IFNAME");
       }
       (control ? peers[rank].control : peers[rank].data) = std::move(*made);
     }
   }
-  if (Status accepted = AcceptPeers(spec, listening, mine, deadline, peers); !accepted.ok())
+  if (Status accepted = AcceptPeers(group, listening, mine, deadline, peers); !accepted.ok())
     return failure(accepted.error().ToString());
   return peers;
 }

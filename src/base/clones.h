@@ -1,15 +1,15 @@
-// kernels_clones.h — one source, several instruction sets: a function marked INTERLACE_CLONES is compiled for the
+// clones.h — one source, several instruction sets: a function marked INTERLACE_CLONES is compiled for the
 // baseline, for AVX2 and for AVX-512 machines, and the loader picks. The bits are the same in all of them, because
-// nothing contracts a*b+c
-// (-ffp-contract=off) and no loop carries a reordered sum. And 16-bit floats whose conversions are plain arithmetic, so
-// that loops over them become vector code.
+// nothing contracts a*b+c (-ffp-contract=off) and no loop carries a reordered sum. And 16-bit floats whose conversions
+// are plain arithmetic, so that loops over them become vector code.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(__SANITIZE_ADDRESS__)
 #define INTERLACE_CLONES [[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
 #else
 #define INTERLACE_CLONES

@@ -1,8 +1,6 @@
-#include "runtime/host_lane.h"
+#include "tier/host_lane.h"
 
 #include <utility>
-
-#include "runtime/step_scope.h"
 
 namespace interlace {
 
@@ -15,7 +13,7 @@ HostLane::~HostLane() {
   if (thread_.joinable()) thread_.join();
 }
 
-HostLane::Ticket HostLane::Start(std::function<void()> job) {
+HostLane::Ticket HostLane::Start(std::function<Status()> job) {
   if (!thread_.joinable()) thread_ = std::thread([this] { Run(); });
   Ticket ticket;
   {
@@ -39,26 +37,19 @@ Status HostLane::WaitAll() {
 }
 
 void HostLane::Run() {
-  const StepScope scope{c10::Device(c10::kCPU)};
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
     if (jobs_.empty()) return;
-    const std::function<void()> job = std::move(jobs_.front());
+    std::function<Status()> job = std::move(jobs_.front());
     jobs_.pop_front();
     if (failed_ == 0) {
       lock.unlock();
-      std::string failure;
-      bool failed = false;
-      try {
-        job();
-      } catch (const std::exception& error) {
-        failure = MessageOf(error);
-        failed = true;
-      }
+      const Status status = job();
+      job = nullptr;  // what it holds goes before anybody hears that it has ended
       lock.lock();
-      if (failed) {
-        failure_ = std::move(failure);
+      if (!status.ok()) {
+        failure_ = status.error().ToString();
         failed_ = ended_ + 1;
       }
     }

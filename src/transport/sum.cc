@@ -1,12 +1,11 @@
-// comm_sum.cc — the sum of n ranks' pieces in rank order. Works through blocks that stay in the first-level cache: a
-// block is read from every part in turn and written once, so memory traffic is n reads and one write whatever n is.
-#include <ATen/Parallel.h>
+// Works through blocks that stay in the first-level cache: a block is read from every part in turn and written once, so
+// memory traffic is n reads and one write whatever n is.
+#include "transport/sum.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "runtime/comm_impl.h"
-#include "runtime/kernels_clones.h"
+#include "base/check.h"
+#include "base/clones.h"
 
 namespace interlace {
 
@@ -49,24 +48,24 @@ INTERLACE_SUM(SumI8, uint8_t, uint8_t)
 
 using SumFunction = void (*)(const void* const*, int64_t, void*, int64_t, int64_t);
 
-SumFunction FunctionOf(c10::ScalarType dtype) {
+SumFunction FunctionOf(DType dtype) {
   switch (dtype) {
-    case c10::ScalarType::Double:
+    case DType::kF64:
       return &SumF64;
-    case c10::ScalarType::Float:
+    case DType::kF32:
       return &SumF32;
-    case c10::ScalarType::Half:
+    case DType::kF16:
       return &SumF16;
-    case c10::ScalarType::BFloat16:
+    case DType::kBF16:
       return &SumBF16;
-    case c10::ScalarType::Long:
+    case DType::kI64:
       return &SumI64;
-    case c10::ScalarType::Int:
+    case DType::kI32:
       return &SumI32;
-    case c10::ScalarType::Short:
+    case DType::kI16:
       return &SumI16;
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Byte:
+    case DType::kI8:
+    case DType::kU8:
       return &SumI8;
     default:
       return nullptr;
@@ -75,15 +74,17 @@ SumFunction FunctionOf(c10::ScalarType dtype) {
 
 }  // namespace
 
-bool CanSum(c10::ScalarType dtype) {
+bool CanSum(DType dtype) {
   return FunctionOf(dtype) != nullptr;
 }
 
-void SumInOrder(c10::ScalarType dtype, const std::vector<const void*>& parts, void* out, int64_t numel) {
-  const SumFunction sum = FunctionOf(dtype);
-  TORCH_INTERNAL_ASSERT(sum != nullptr, "no sum of ", c10::toString(dtype));
-  const auto count = static_cast<int64_t>(parts.size());
-  at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) { sum(parts.data(), count, out, begin, end); });
+void SumInOrder(const LocalSum& sum, const ParallelFor& parallel) {
+  const SumFunction function = FunctionOf(sum.dtype);
+  CHECK(function != nullptr) << "no sum of " << DTypeName(sum.dtype);
+  const auto work = [&](int64_t begin, int64_t end) {
+    function(sum.parts.data(), static_cast<int64_t>(sum.parts.size()), sum.out, begin, end);
+  };
+  parallel ? parallel(sum.elements, kGrain, work) : work(0, sum.elements);
 }
 
 }  // namespace interlace

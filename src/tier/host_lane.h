@@ -26,8 +26,8 @@ class HostLane {
   HostLane(const HostLane&) = delete;
   HostLane& operator=(const HostLane&) = delete;
 
-  // One thread starts and waits. The job may throw: then it and all after it have failed.
-  Ticket Start(std::function<void()> job);
+  // One thread starts and waits. When a job fails, so have all after it.
+  Ticket Start(std::function<Status()> job);
   // Until the job and all before it have ended. Error: one of them failed; those after it did not run.
   Status Wait(Ticket ticket);
   Status WaitAll();
@@ -37,7 +37,7 @@ class HostLane {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> jobs_;
+  std::deque<std::function<Status()>> jobs_;
   Ticket started_ = 0, ended_ = 0;
   std::string failure_;
   Ticket failed_ = 0;  // the first that failed, or 0

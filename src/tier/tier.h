@@ -1,4 +1,4 @@
-// tier.h — where storages lie that are not in memory: files, or host memory (pinned beside an accelerator).
+// tier.h — where storages lie that are not in memory: files, or host memory that no limit counts.
 //
 // A tier holds regions, one for each storage that ever goes out, reserved before the first step so that a full disk is
 // found then. Transfers are asynchronous and go one after another in each direction; a ticket is waited for once.
@@ -9,8 +9,6 @@
 //
 // Not thread-safe: one thread starts and waits. A region that was never written reads as zeros.
 #pragma once
-
-#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
@@ -59,11 +57,7 @@ class Tier {
 // Files in `options.folder`: direct I/O, a checksum (XXH64) of each block kept in memory, one thread for each
 // direction. The folder is the run's own: a lock refuses another one. Error: no such folder, not writable, locked.
 Result<std::unique_ptr<Tier>> MakeFileTier(const TierOptions& options);
-// Host memory: pinned beside an accelerator, where copies run on the stream that is current when they start. Beside a
-// CPU it is memory that no limit counts, and the thread that starts a copy makes it.
-Result<std::unique_ptr<Tier>> MakeHostTier(c10::Device device);
-// Host memory where "host" is given, and on an accelerator; the file tier where a folder is given; nullptr when there
-// is neither.
-Result<std::unique_ptr<Tier>> MakeTier(const TierOptions& options, c10::Device device);
+// Host memory. The thread that starts a copy makes it.
+std::unique_ptr<Tier> MakeHostTier();
 
 }  // namespace interlace

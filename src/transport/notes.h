@@ -1,4 +1,4 @@
-// comm_notes.h — who is to blame. A rank that meets a lost or silent peer stops, and its own end closes its
+// notes.h — who is to blame. A rank that meets a lost or silent peer stops, and its own end closes its
 // connections; to the ranks that wait for *it*, it would look like the culprit. So a rank that gives up sends a note to
 // all others, on connections that carry nothing else. A note says that its sender is alive and for whom it waited; the
 // culprits are the ranks that somebody waited for and that sent no note. A rank that closes without a note was lost.
@@ -14,6 +14,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "transport/group.h"
 
 namespace interlace {
 
@@ -52,8 +54,7 @@ struct Verdict {
 // The verdict by all that is known; `own` is for whom this rank waited, and whether in vain for too long.
 Verdict Judge(int rank, const Note& own, const std::vector<Witness>& peers);
 
-// The verdict as a sentence. `global_ranks`: what the axis' ranks are called in the whole run, empty when unknown.
-std::string Explain(const Verdict& verdict, int rank, const std::string& axis, const std::string& label,
-                    const std::vector<uint64_t>& global_ranks);
+// The verdict as a sentence.
+std::string Explain(const Verdict& verdict, const RankGroup& group, const std::string& label);
 
 }  // namespace interlace

@@ -1,26 +1,17 @@
-// page_heap.h — memory of steps that move storages out of a CPU's memory: of the storages that come back, and of what
-// such a step computes. One for the process, of large pages; the first gap that is large enough is taken.
-//
-//   | u0.w | u0.exp_avg | ... | activation | ... | u3.w |      what leaves makes room for whatever comes next
-//
-// So no page is given back to the system and faulted in again within a step, kernels find what was used last, and their
-// addresses need few entries of the TLB. Blocks are whole small pages, so that direct I/O works on them in place. They
-// are counted like those of torch's allocator (allocator.h). From any thread.
+// step_heap.h — the process's page heap (tier/page_heap.h) as torch's memory: blocks are counted like those of torch's
+// allocator (allocator.h). From any thread.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
 #include <cstdint>
 
-#include "ir/memory_plan.h"
+#include "tier/page_heap.h"
 
 namespace interlace {
 
-class PageHeap {
+class StepHeap {
  public:
-  static constexpr int64_t kPage = kArenaPage;
-  static constexpr int64_t kLeast = kHeapLeast;  // bytes; smaller blocks waste too much of their last page
-
   // Its bytes are whatever they were. Throws when there is no memory. The context is the memory itself.
   static c10::DataPtr Allocate(int64_t bytes);
   static bool Holds(const void* pointer);  // a block of it begins there

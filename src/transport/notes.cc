@@ -1,4 +1,4 @@
-#include "runtime/comm_notes.h"
+#include "transport/notes.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,21 +9,19 @@ namespace interlace {
 namespace {
 
 // "rank 1", "ranks 1 and 2 (0 and 1 on axis dp)".
-std::string RankNames(const int32_t* ranks, int32_t count, const std::string& axis,
-                      const std::vector<uint64_t>& global_ranks) {
+std::string RankNames(const int32_t* ranks, int32_t count, const RankGroup& group) {
   std::ostringstream out;
   out << (count == 1 ? "rank " : "ranks ");
   bool global = false;
   for (int32_t i = 0; i < count; ++i) {
-    const bool known = ranks[i] >= 0 && static_cast<size_t>(ranks[i]) < global_ranks.size();
-    const int64_t name = known ? static_cast<int64_t>(global_ranks[ranks[i]]) : ranks[i];
+    const int64_t name = ranks[i] >= 0 && ranks[i] < group.size() ? group.ranks[ranks[i]] : ranks[i];
     global |= name != ranks[i];
     out << (i == 0 ? "" : i + 1 == count ? " and " : ", ") << name;
   }
   if (global) {
     out << " (";
     for (int32_t i = 0; i < count; ++i) out << (i ? ", " : "") << ranks[i];
-    out << " on axis " << axis << ")";
+    out << " on axis " << group.axis << ")";
   }
   return out.str();
 }
@@ -102,16 +100,15 @@ Verdict Judge(int rank, const Note& own, const std::vector<Witness>& peers) {
   return {own, -1};                    // all wait for one another
 }
 
-std::string Explain(const Verdict& verdict, int rank, const std::string& axis, const std::string& label,
-                    const std::vector<uint64_t>& global_ranks) {
+std::string Explain(const Verdict& verdict, const RankGroup& group, const std::string& label) {
   const Note& note = verdict.note;
-  const std::string names = RankNames(note.ranks, note.count, axis, global_ranks);
+  const std::string names = RankNames(note.ranks, note.count, group);
   std::ostringstream out;
   out.precision(2);
-  out << std::fixed << label << " on axis " << axis << ": ";
+  out << std::fixed << label << " on axis " << group.axis << ": ";
   const int32_t reporter = verdict.reporter;
-  if (reporter >= 0 && note.kind != Note::kMismatch && note.Has(rank)) {
-    out << RankNames(&reporter, 1, axis, global_ranks) << " stopped waiting for this rank (" << rank << ") after "
+  if (reporter >= 0 && note.kind != Note::kMismatch && note.Has(group.index)) {
+    out << RankNames(&reporter, 1, group) << " stopped waiting for this rank (" << group.index << ") after "
         << note.seconds << " s in " << note.label;
     return out.str();
   }
@@ -126,7 +123,7 @@ std::string Explain(const Verdict& verdict, int rank, const std::string& axis, c
       out << names << (note.count == 1 ? " was" : " were") << " lost after " << note.seconds
           << " s: its process ended or its connection broke";
   }
-  if (reporter >= 0) out << ", reported by " << RankNames(&reporter, 1, axis, global_ranks) << " in " << note.label;
+  if (reporter >= 0) out << ", reported by " << RankNames(&reporter, 1, group) << " in " << note.label;
   return out.str();
 }
 
