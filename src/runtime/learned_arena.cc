@@ -1,10 +1,8 @@
-// Executor, fourth part: the arena of a step (arena.h).
+#include "runtime/learned_arena.h"
+
 #include <algorithm>
 
-#include "ir/liveness.h"
 #include "ir/text.h"
-#include "runtime/executor.h"
-#include "runtime/step_scope.h"
 
 namespace interlace {
 
@@ -14,71 +12,75 @@ constexpr int kMostPlans = 5;  // after so many, what still changes from step to
 
 }  // namespace
 
-// Tensors at the places of the plan, and plans of the phases with them.
-Status Executor::BuildArena() {
+Status LearnedArena::Make(const std::vector<at::Tensor>& fixed) {
+  if (needs_.empty()) {
+    for (const Phase& phase : program_.phases) needs_.emplace_back(phase.ops.size());
+    learning_ = true;
+  }
   INTERLACE_ASSIGN(arena_, StepArena::Create(program_, geometry_, needs_, /*receive_buffers=*/true));
   const MemoryPlan& plan = arena_->plan();
-  slots_of_turn_.assign(1, fixed_);
+  slots_of_turn_.assign(1, fixed);
   for (size_t v = 0; v < plan.variants.size(); ++v) {
     const auto turn = static_cast<size_t>(plan.variants[v].turn);
-    if (turn >= slots_of_turn_.size()) slots_of_turn_.resize(turn + 1, fixed_);
+    if (turn >= slots_of_turn_.size()) slots_of_turn_.resize(turn + 1, fixed);
     arena_->AddTensors(static_cast<int32_t>(v), slots_of_turn_[turn]);
   }
-  plans_.clear();
-  for (size_t v = 0; v < plan.variants.size(); ++v) {
-    const PlanVariant& variant = plan.variants[v];
-    std::vector<at::Tensor> receive;
-    for (size_t i = 0; i < variant.phase->ops.size(); ++i)
-      receive.push_back(arena_->ReceiveBuffer(static_cast<int32_t>(v), static_cast<int32_t>(i)));
-    INTERLACE_ASSIGN(Plan built,
-                     BuildPhase(*variant.phase, slots_of_turn_[variant.turn], /*keep_operands=*/false, &receive));
-    const auto& needs = needs_[variant.phase - program_.phases.data()];
-    for (Instruction& at : built.instructions) {
-      at.expect_begin = static_cast<int32_t>(built.expected.size());
-      arena_->Expected(static_cast<int32_t>(v), at.index, needs[at.index], built.expected);
-      at.expect_end = static_cast<int32_t>(built.expected.size());
-    }
-    plans_.push_back(std::move(built));
-  }
-  ResetSlots();
   return Ok{};
 }
 
-void Executor::ResetSlots() {
-  if (arena_) {
-    turn_ = 0;
-    frame_.slots = slots_of_turn_[0];
-    parked_slots_ = slots_of_turn_;
-  } else {
-    frame_.slots = fixed_;
+void LearnedArena::TurnOff(std::string why) {
+  why_off_ = std::move(why);
+  arena_.reset();
+  learning_ = false;
+}
+
+std::vector<at::Tensor> LearnedArena::ReceiveBuffers(int32_t variant) const {
+  std::vector<at::Tensor> out;
+  const size_t ops = arena_->plan().variants[variant].phase->ops.size();
+  for (size_t i = 0; i < ops; ++i) out.push_back(arena_->ReceiveBuffer(variant, static_cast<int32_t>(i)));
+  return out;
+}
+
+void LearnedArena::ExpectIn(int32_t variant, Plan& plan) const {
+  const std::vector<OpNeeds>& needs = NeedsOf(plan.phase);
+  for (Instruction& at : plan.instructions) {
+    at.expect_begin = static_cast<int32_t>(plan.expected.size());
+    arena_->Expected(variant, at.index, needs[at.index], plan.expected);
+    at.expect_end = static_cast<int32_t>(plan.expected.size());
   }
 }
 
-void Executor::UseTurn(int32_t turn) {
-  if (turn == turn_) return;
-  parked_slots_[turn_].swap(frame_.slots);
-  frame_.slots.swap(parked_slots_[turn]);
-  turn_ = turn;
+void LearnedArena::BeginStep() {
+  if (!arena_) return;
+  TakeTheFloor();
+  ArenaHook::Begin(learning_ ? &log_ : nullptr);
 }
 
-void Executor::Learn(const Plan& plan, const Instruction& at) {
-  OpNeeds& known = needs_[plan.phase - program_.phases.data()][at.index];
+// The arena of the executor that ran before gives its pages back.
+void LearnedArena::TakeTheFloor() {
+  const std::shared_ptr<ArenaMemory> before = floor_->lock();
+  if (before == arena_->shared_memory()) return;
+  if (before) before->GiveBack();
+  *floor_ = arena_->shared_memory();
+}
+
+void LearnedArena::Learn(const Instruction& at) {
+  OpNeeds& known = (*needs_now_)[at.index];
   if (log_.empty() && known.blocks.empty()) return;
   std::vector<std::pair<const void*, ValueId>> results;
   for (ValueId id : program_.op(at.op).results) {
     if (id == kNone || program_.RootOf(id) != id) continue;
-    const at::Tensor& place = slots_of_turn_[turn_][id];
+    const at::Tensor& place = (*slots_now_)[id];
     if (place.defined()) results.emplace_back(place.const_data_ptr(), id);
   }
-  OpNeeds needs = NeedsOf(log_, results);
+  OpNeeds needs = interlace::NeedsOf(log_, results);
   if (needs == known) return;
   known = std::move(needs);
   needs_changed_ = true;
 }
 
-// After a step: another plan if ops asked for something else than this one foresaw.
-Status Executor::SettleArena() {
-  if (!arena_) return Ok{};
+bool LearnedArena::EndStep(int64_t outside_bytes) {
+  if (!arena_) return false;
   if (!learning_) {
     for (const UnforeseenBlock& u : ArenaHook::Unforeseen()) {
       const auto found = std::find_if(unforeseen_.begin(), unforeseen_.end(),
@@ -89,31 +91,14 @@ Status Executor::SettleArena() {
         unforeseen_.push_back(u);
       }
     }
-    return Ok{};
+    return false;
   }
-  first_peak_bytes_ = std::max(first_peak_bytes_, arena_->plan().top() + peak_extra_);
-  learning_ = needs_changed_ && ++plans_made_ < kMostPlans;
-  peak_extra_ = 0;
-  if (!needs_changed_) return Ok{};
-  needs_changed_ = false;
-  StepScope scope(device_);
-  try {
-    return BuildArena();
-  } catch (const std::exception& error) {
-    return MakeError("cannot prepare the program: ", MessageOf(error));
-  }
+  first_peak_bytes_ = std::max(first_peak_bytes_, top() + outside_bytes);
+  learning_ = needs_changed_ && ++plans_outgrown_ < kMostPlans;
+  return std::exchange(needs_changed_, false);
 }
 
-// One of the executors that share states runs at a time: the arena of the one before gives its pages back.
-void Executor::TakeTheFloor() {
-  if (!arena_) return;
-  const std::shared_ptr<ArenaMemory> before = floor_->lock();
-  if (before == arena_->shared_memory()) return;
-  if (before) before->GiveBack();
-  *floor_ = arena_->shared_memory();
-}
-
-std::vector<std::vector<int64_t>> Executor::Workspaces() const {
+std::vector<std::vector<int64_t>> LearnedArena::Workspaces() const {
   std::vector<std::vector<int64_t>> out;
   for (const std::vector<OpNeeds>& phase : needs_) {
     std::vector<int64_t>& bytes = out.emplace_back();
@@ -122,9 +107,9 @@ std::vector<std::vector<int64_t>> Executor::Workspaces() const {
   return out;
 }
 
-ArenaStats Executor::ArenaStatistics() const {
+ArenaStats LearnedArena::Statistics(const std::vector<Plan>& plans, int64_t outside_bytes) const {
   ArenaStats out;
-  out.why_not = arena_off_;
+  out.why_not = why_off_;
   if (!arena_) return out;
   const MemoryPlan& plan = arena_->plan();
   out.on = true;
@@ -134,9 +119,9 @@ ArenaStats Executor::ArenaStatistics() const {
   out.fragmentation = plan.Fragmentation();
   out.resident_bytes = arena_->memory().ResidentBytes();
   out.first_peak_bytes = first_peak_bytes_;
-  out.outside_peak_bytes = peak_extra_;
+  out.outside_peak_bytes = outside_bytes;
   // The highest byte that a tensor of the step or a served request can touch.
-  for (const Plan& p : plans_) {
+  for (const Plan& p : plans) {
     for (const ExpectedBlock& e : p.expected) {
       if (e.place != nullptr) out.top_bytes = std::max(out.top_bytes, e.place + e.bytes - arena_->memory().data());
     }

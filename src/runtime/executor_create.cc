@@ -1,12 +1,10 @@
-// Executor, first half: from text to states and plans.
+// How an executor comes to be: from text to states and plans.
 #include <ATen/ops/tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "ir/pending.h"
-#include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "runtime/allocator.h"
@@ -43,10 +41,6 @@ Result<at::Tensor> TensorOfConst(const Program& program, const Const& constant, 
   return out;
 }
 
-std::string StateKey(const State& state) {
-  return state.unit == kNone ? "state " + state.role : "state u" + std::to_string(state.unit) + "." + state.role;
-}
-
 }  // namespace
 
 Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::Device device,
@@ -56,38 +50,36 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::string_view text, c10::D
   if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   std::unique_ptr<Executor> executor(new Executor(device));
   executor->options_ = std::move(options);
-  if (donor != nullptr) {
-    if (donor->device_ != device) {
-      return MakeError("the running program is on ", donor->device_.str(), ", the new one is for ", device.str());
-    }
-    if (take_states && !donor->handed_on_.empty())
-      return MakeError("the running program has transfers under way between its steps");
-    if (take_states && donor->frame_.pending.on) {
-      return MakeError(
-          "the running program has left its optimizer step pending; flush it before another program takes the states");
-    }
-    // States of its own have places of their own: those of the donor are still read.
-    const std::string& prefix = donor->bank_->prefix();
-    executor->bank_ = std::make_unique<TierBank>(donor->bank_->tier(), device,
-                                                 take_states      ? prefix
-                                                 : prefix.empty() ? "new "
-                                                                  : "");
-    if (take_states) {
-      executor->store_.TakeOver(donor->store_);
-      executor->comms_ = donor->comms_;
-      executor->floor_ = donor->floor_;
-    }
-  }
+  if (donor != nullptr) INTERLACE_TRY(executor->TakeFrom(*donor, take_states));
   INTERLACE_TRY(executor->Load(text, axes, timeout_s));
   return executor;
 }
 
-Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
-  INTERLACE_ASSIGN(Program parsed, Parse(text));
-  INTERLACE_TRY(Verify(parsed));
-  int64_t rank = 0, ranks = 1;
+Status Executor::TakeFrom(const Executor& donor, bool take_states) {
+  if (donor.device_ != device_)
+    return MakeError("the running program is on ", donor.device_.str(), ", the new one is for ", device_.str());
+  if (take_states && !donor.runner_.between_steps())
+    return MakeError("the running program has transfers under way between its steps");
+  if (take_states && donor.runner_.frame.pending.on) {
+    return MakeError(
+        "the running program has left its optimizer step pending; flush it before another program takes the states");
+  }
+  // States of its own have places of their own: those of the donor are still read.
+  const TierBank& bank = *donor.moving_.bank();
+  const std::string prefix = take_states ? bank.prefix() : bank.prefix().empty() ? "new " : "";
+  moving_.SetBank(std::make_unique<TierBank>(bank.tier(), device_, prefix));
+  if (take_states) {
+    store_.TakeOver(donor.store_);
+    comms_ = donor.comms_;
+    arena_.ShareFloor(donor.arena_);
+  }
+  return Ok{};
+}
+
+// Those of a donor go on: one set of connections, whatever program runs on it.
+Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& axes, double timeout_s) {
   for (const Axis& axis : parsed.mesh) {
-    ranks *= axis.size;
+    ranks_in_run_ *= axis.size;
     const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == axis.name; });
     if (spec == axes.end()) {
       if (axis.size > 1)
@@ -103,66 +95,72 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
     if (spec->rank < 0 || spec->rank >= spec->size)
       return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
     ranks_["rank_" + axis.name] = spec->rank;
-    rank = rank * spec->size + spec->rank;
-    // Those of a donor go on: one set of connections, whatever program runs on it.
+    rank_ = rank_ * spec->size + spec->rank;
     if (axis.size > 1 && !comms_.contains(axis.name)) {
       INTERLACE_ASSIGN(comms_[axis.name], Comm::Create(*spec, timeout_s));
     }
   }
+  return Ok{};
+}
+
+Status Executor::OpenTier() {
+  if (moving_.bank() != nullptr) return Ok{};  // the donor's
+  const TierOptions options{
+      .folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank_, .ranks = ranks_in_run_};
+  INTERLACE_ASSIGN(std::shared_ptr<Tier> tier, MakeTier(options, device_));
+  moving_.SetBank(std::make_unique<TierBank>(std::move(tier), device_));
+  return Ok{};
+}
+
+Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
+  INTERLACE_ASSIGN(Program parsed, Parse(text));
+  INTERLACE_TRY(Verify(parsed));
+  INTERLACE_TRY(JoinAxes(parsed, axes, timeout_s));
   Binding used;
   for (const auto& [name, value] : ranks_) used[name] = value;
   INTERLACE_ASSIGN(program_, Bind(parsed, used));
   for (size_t i = 0; i < program_.groups.size(); ++i) group_position_[program_.groups[i].id] = static_cast<int32_t>(i);
-
   pending_phase_ = {"update", {}, {}, PendingOps(program_), PhaseKind::kStep};
-
   geometry_.resize(program_.num_values());
   for (ValueId id = 0; id < program_.num_values(); ++id) {
     if (!program_.HasValue(id)) continue;
     INTERLACE_ASSIGN(geometry_[id], GeometryOf(program_, program_.value(id)));
   }
-  frame_.keys = c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, device_));
-  frame_.options = &options_;
-  frame_.transfer_of.assign(program_.num_values(), -1);
-  if (options_.keyed_random) {
-    random_ = std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank));
-    frame_.random = random_.get();
-  }
-  if (bank_ == nullptr) {
-    INTERLACE_ASSIGN(
-        std::shared_ptr<Tier> tier,
-        MakeTier({.folder = options_.tier, .bytes_per_second = options_.tier_bandwidth, .rank = rank, .ranks = ranks},
-                 device_));
-    bank_ = std::make_unique<TierBank>(std::move(tier), device_);
-  }
+  Frame& frame = runner_.frame;
+  frame.keys = c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, device_));
+  frame.options = &options_;
+  frame.transfer_of.assign(program_.num_values(), -1);
+  runner_.SetComms(comms_);
+  if (options_.keyed_random)
+    runner_.SetRandom(std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank_)));
+  INTERLACE_TRY(OpenTier());
   try {
-    StepScope scope(device_);
-    MemoryScope counted;  // what leaves memory in a step was counted when it came
-    bool moves = std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
-      return std::any_of(phase.ops.begin(), phase.ops.end(),
-                         [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
-    });
-    const StepHeap::Serving serving(moves && device_.is_cpu());
-    INTERLACE_TRY(AllocateFixed());
-    INTERLACE_TRY(AddToBank());
-    moves = moves || !moving_.empty();
-    on_heap_ = moves && device_.is_cpu();
-    if (moves) arena_off_ = "the program moves storages to a tier";
-    if (options_.arena && device_.is_cpu() && !options_.debug && !moves) {
-      needs_.clear();
-      for (const Phase& phase : program_.phases) needs_.emplace_back(phase.ops.size());
-      learning_ = true;
-      const Status status = BuildArena();
-      if (status.ok()) return Ok{};
-      arena_off_ = status.error().ToString();
-      arena_.reset();
-      learning_ = false;
-    }
-    ResetSlots();
-    return BuildPlans(/*keep_operands=*/false, plans_);
+    return Prepare();
   } catch (const std::exception& error) {
     return MakeError("cannot prepare the program: ", MessageOf(error));
   }
+}
+
+Status Executor::Prepare() {
+  StepScope scope(device_);
+  MemoryScope counted;  // what leaves memory in a step was counted when it came
+  bool moves = std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
+    return std::any_of(phase.ops.begin(), phase.ops.end(),
+                       [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
+  });
+  const StepHeap::Serving serving(moves && device_.is_cpu());
+  INTERLACE_TRY(AllocateFixed());
+  INTERLACE_TRY(moving_.Find());
+  moves = moves || !moving_.empty();
+  on_heap_ = moves && device_.is_cpu();
+  if (moves) arena_.TurnOff("the program moves storages to a tier");
+  if (options_.arena && device_.is_cpu() && !options_.debug && !moves) {
+    const Status status = BuildArenaPlans();
+    if (status.ok()) return Ok{};
+    arena_.TurnOff(status.error().ToString());
+  }
+  runner_.ResetSlots(nullptr);
+  return BuildPlans(/*keep_operands=*/false, plans_);
 }
 
 Status Executor::AllocateFixed() {
@@ -201,35 +199,33 @@ Status Executor::AllocateFixed() {
   return Ok{};
 }
 
-// States that the program moves, and those that a donor's program left in the tier.
-Status Executor::AddToBank() {
-  const Residency residency = ComputeResidency(program_);
-  std::unordered_set<ValueId> copied;
-  for (const Phase& phase : program_.phases) {
-    for (OpId id : phase.ops) {
-      const Op& op = program_.op(id);
-      if (op.name != "offload.start" || IsClean(op)) continue;
-      ForEachOperand(op, [&](ValueId operand) { copied.insert(operand); });
-    }
-  }
-  for (const State& state : program_.states) {
-    if (program_.RootOf(state.value) != state.value) continue;
-    const bool moves =
-        std::find(residency.states.begin(), residency.states.end(), state.value) != residency.states.end();
-    const int64_t bytes = geometry_[state.value].end_bytes();
-    if (!moves && !IsOut(fixed_[state.value].storage(), bytes)) continue;
-    INTERLACE_TRY(bank_->Add(state.value, StateKey(state), bytes, state.persistent || copied.contains(state.value)));
-    moving_.emplace_back(state.value, state.out);
-  }
-  return Ok{};
-}
-
 Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
   plans.clear();
   for (const Phase& phase : program_.phases) {
     INTERLACE_ASSIGN(Plan plan, BuildPhase(phase, fixed_, keep_operands, nullptr));
     plans.push_back(std::move(plan));
   }
+  return Ok{};
+}
+
+// The arena for what is known of the kernels, and plans of the phases with its tensors.
+Status Executor::BuildArenaPlans() {
+  StepScope scope(device_);
+  try {
+    INTERLACE_TRY(arena_.Make(fixed_));
+    plans_.clear();
+    for (size_t v = 0; v < arena_.plan()->variants.size(); ++v) {
+      const PlanVariant& variant = arena_.plan()->variants[v];
+      const std::vector<at::Tensor> receive = arena_.ReceiveBuffers(static_cast<int32_t>(v));
+      const std::vector<at::Tensor>& slots = (*arena_.slots_of_turn())[variant.turn];
+      INTERLACE_ASSIGN(Plan built, BuildPhase(*variant.phase, slots, /*keep_operands=*/false, &receive));
+      arena_.ExpectIn(static_cast<int32_t>(v), built);
+      plans_.push_back(std::move(built));
+    }
+  } catch (const std::exception& error) {
+    return MakeError("cannot prepare the program: ", MessageOf(error));
+  }
+  runner_.ResetSlots(arena_.slots_of_turn());
   return Ok{};
 }
 
@@ -246,9 +242,9 @@ Result<Plan> Executor::BuildPhase(const Phase& phase, const std::vector<at::Tens
                              .group_position = group_position_,
                              .options = options_,
                              .device = device_,
-                             .bank = bank_.get(),
+                             .bank = moving_.bank(),
                              .dies_here = {},
-                             .types_checked = plans_made_ > 0,
+                             .types_checked = arena_.plans_outgrown() > 0,
                              .receive_buffer = {},
                              .on_heap = on_heap_};
   return BuildPlan(context, phase, keep_operands, receive_buffers);
