@@ -146,7 +146,7 @@ Status Executor::Prepare() {
   MemoryScope counted;  // what leaves memory in a step was counted when it came
   bool moves = std::any_of(program_.phases.begin(), program_.phases.end(), [&](const Phase& phase) {
     return std::any_of(phase.ops.begin(), phase.ops.end(),
-                       [&](OpId id) { return program_.op(id).name.starts_with("offload."); });
+                       [&](OpId id) { return program_.op(id).kind == OpKind::kOffloadStart; });
   });
   const StepHeap::Serving serving(moves && device_.is_cpu());
   INTERLACE_TRY(AllocateFixed());

@@ -17,8 +17,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "runtime/kernels.h"
 #include "base/clones.h"
+#include "runtime/kernels.h"
 
 namespace interlace {
 

@@ -13,8 +13,8 @@
 #include <cmath>
 #include <vector>
 
-#include "runtime/kernels_aten.h"
 #include "base/clones.h"
+#include "runtime/kernels_aten.h"
 
 namespace interlace {
 

@@ -17,7 +17,7 @@ Status MovingStates::Find() {
   for (const Phase& phase : program_.phases) {
     for (OpId id : phase.ops) {
       const Op& op = program_.op(id);
-      if (op.name != "offload.start" || IsClean(op)) continue;
+      if (op.kind != OpKind::kOffloadStart || IsClean(op)) continue;
       ForEachOperand(op, [&](ValueId operand) { copied.insert(operand); });
     }
   }
@@ -74,7 +74,7 @@ void PendingStates::ForEachTouched(OpId id, Visit&& visit) const {
 
 PendingStates::PendingStates(MovingStates& states, const Plan& plan) : states_(states) {
   for (const Instruction& at : plan.instructions) {
-    const bool starts = states_.program_.op(at.op).name.ends_with(".start");
+    const bool starts = IsStart(states_.program_.op(at.op));
     ForEachTouched(at.op, [&](ValueId id) {
       OpId& op = last_.try_emplace(states_.program_.RootOf(id), at.op).first->second;
       op = starts || op == kNone ? kNone : at.op;

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "ir/liveness.h"
+#include "ir/op_table.h"
 #include "runtime/allocator.h"
 
 namespace interlace {
@@ -63,7 +64,7 @@ Status StepRecorder::Before(const Instruction& at) {
 void StepRecorder::Run(const Instruction& at, Frame& frame) {
   OpSample& sample = record_.samples.back();
   const bool serial = record_.mode == TraceMode::kSerial;
-  if (serial && program_.op(at.op).name.ends_with(".start")) return RunAlone(at, frame, sample);
+  if (serial && IsStart(program_.op(at.op))) return RunAlone(at, frame, sample);
   const size_t transfers = frame.transfers.size();
   const int64_t cpu = serial ? NanosOf(CLOCK_THREAD_CPUTIME_ID) : 0;
   at.run(at.data, frame);

@@ -39,13 +39,29 @@ void StepRunner::DropTemporaries(const std::vector<std::vector<at::Tensor>>* of_
   handed_on_.clear();
 }
 
-Status StepRunner::BindInputs(MicroBatches& micro_batches, size_t first) {
+std::vector<int32_t> StepRunner::UsesOfInputs(const std::vector<Program::StepRun>& runs) const {
+  std::vector<int32_t> uses(static_cast<size_t>(program_.accumulation), 0);
+  for (const Program::StepRun& run : runs) {
+    if (run.phase->kind != PhaseKind::kMicroBatch) continue;
+    const auto end = std::min<size_t>(uses.size(), static_cast<size_t>(run.first + run.count * program_.width));
+    for (auto m = static_cast<size_t>(run.first); m < end; ++m) ++uses[m];
+  }
+  return uses;
+}
+
+Status StepRunner::BindInputs(MicroBatches& micro_batches, size_t first, std::vector<int32_t>& uses) {
   const auto width = static_cast<size_t>(program_.width);
   const size_t inputs = program_.inputs.size() / width;
   if (first + width > micro_batches.size())
     return MakeError("the program has more micro-batch phases than micro-batches");
-  for (size_t j = 0; j < program_.inputs.size(); ++j)
-    frame.slots[program_.inputs[j].value] = std::move(micro_batches[first + j / inputs][j % inputs]);
+  for (size_t m = 0; m < width; ++m) {
+    const bool last = --uses[first + m] == 0;
+    for (size_t j = 0; j < inputs; ++j) {
+      at::Tensor& slot = frame.slots[program_.inputs[m * inputs + j].value];
+      at::Tensor& given = micro_batches[first + m][j];
+      slot = last ? std::move(given) : given;
+    }
+  }
   return Ok{};
 }
 

@@ -82,7 +82,10 @@ class StepRunner {
   }
   Status EnterPhase(const Phase& phase, const PlanVariant* variant);
   void LeavePhase(const Phase& phase, const PlanVariant* variant);
-  Status BindInputs(MicroBatches& micro_batches, size_t first);
+  // By micro-batch: how many runs of a step see its inputs.
+  std::vector<int32_t> UsesOfInputs(const std::vector<Program::StepRun>& runs) const;
+  // Into the slots; at the last of their uses nothing else holds them any more.
+  Status BindInputs(MicroBatches& micro_batches, size_t first, std::vector<int32_t>& uses);
   bool IsFixed(ValueId id) const { return fixed_[id].defined(); }
   // Whether the value has a place of its own in the arena, for the variant that runs.
   bool InArena(const PlanVariant* variant, ValueId id) const {
@@ -138,25 +141,27 @@ Status StepRunner::RunStep(const std::vector<Plan>& plans, const MemoryPlan* are
                            int64_t step, bool update, Observer& observer) {
   at_step_.store(step, std::memory_order_relaxed);
   frame.BeginStep();
-  size_t micro_batch = 0, entry = 0;
-  for (const auto& [phase, count] : program_.RunOrder()) {
-    const size_t this_entry = entry++;
-    const bool takes_inputs = phase->kind == PhaseKind::kMicroBatch;
+  const std::vector<Program::StepRun> runs = program_.RunsOfStep();
+  std::vector<int32_t> uses = UsesOfInputs(runs);
+  for (size_t entry = 0; entry < runs.size(); ++entry) {
+    const Phase& phase = *runs[entry].phase;
+    const bool takes_inputs = phase.kind == PhaseKind::kMicroBatch;
     if (!takes_inputs && !update) continue;
-    for (int64_t i = 0; i < count; ++i) {
-      const size_t index = PlanIndexOf(program_, arena, phase, this_entry, i);
+    for (int64_t i = 0; i < runs[entry].count; ++i) {
+      const size_t micro_batch = takes_inputs ? static_cast<size_t>(runs[entry].first + i * program_.width)
+                                              : static_cast<size_t>(program_.accumulation);
+      const size_t index = PlanIndexOf(program_, arena, &phase, entry, i);
       const Plan& plan = plans[index];
       const PlanVariant* variant = arena != nullptr ? &arena->variants[index] : nullptr;
       if (variant != nullptr) UseTurn(variant->turn);
-      INTERLACE_TRY(EnterPhase(*phase, variant));
+      INTERLACE_TRY(EnterPhase(phase, variant));
       if (random_) random_->SetPosition(static_cast<uint64_t>(step), micro_batch);
-      if (takes_inputs) INTERLACE_TRY(BindInputs(micro_batches, micro_batch));
+      if (takes_inputs) INTERLACE_TRY(BindInputs(micro_batches, micro_batch, uses));
       for (ValueId id : plan.unused) frame.slots[id].reset();
       observer.BeginPhase(plan, variant, micro_batch);
       INTERLACE_TRY(RunPhase(plan, observer));
       if (observer.stopped()) return Ok{};
-      LeavePhase(*phase, variant);
-      if (takes_inputs) micro_batch += static_cast<size_t>(program_.width);
+      LeavePhase(phase, variant);
     }
   }
   return Ok{};
