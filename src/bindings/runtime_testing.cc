@@ -12,8 +12,8 @@
 #include "runtime/allocator.h"
 #include "runtime/comm.h"
 #include "runtime/kernels_aten.h"
-#include "runtime/page_heap.h"
-#include "runtime/tier.h"
+#include "runtime/step_heap.h"
+#include "tier/tier.h"
 
 namespace py = pybind11;
 
@@ -31,7 +31,7 @@ at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
 }
 
 at::Tensor PageHeapBlock(int64_t bytes) {
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, PageHeap::Allocate(bytes), nullptr,
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, StepHeap::Allocate(bytes), nullptr,
                              /*resizable=*/false);
   return at::empty({0}, at::kByte).set_(storage, 0, {bytes}, {1});
 }
@@ -170,7 +170,7 @@ void BindTesting(py::module_& module) {
       },
       py::arg("flat"), py::arg("acc"), py::arg("aten") = false, no_gil);
   m.def("page_heap_block", &PageHeapBlock, py::arg("bytes"), "A byte tensor in the page heap, not filled.");
-  m.def("page_heap_bytes", &PageHeap::Bytes);
+  m.def("page_heap_bytes", &StepHeap::Bytes);
   m.def("norm_coef", &NormCoef, py::arg("acc"), py::arg("max_norm"), py::arg("scale"), py::arg("out"),
         py::arg("loss_scale") = 1.0, no_gil);
   m.def("embedding_backward_into", &EmbeddingBackwardInto, py::arg("grad"), py::arg("indices"), py::arg("num_weights"),

@@ -41,7 +41,7 @@ int64_t CollectiveBytes(const Program& program, const Op& op) {
   const auto add = [&](ValueId id) {
     bytes += id == kNone ? 0 : Checked(program.StorageBytes(program.value(id).type));
   };
-  if (op.name == "gather.start") {
+  if (TraitsOf(op).exchange == Exchange::kGather) {
     for (ValueId id : op.results) add(id);
   } else {
     ForEachOperand(op, add);
@@ -73,10 +73,9 @@ std::string TraceText(const Executor& self, const std::string& format, int32_t r
 // What profiles know of an op: its key ("" for what costs nothing or moves data), the bytes of its results, and of a
 // collective its bytes and units; of what goes to or comes from the tier, where its bytes are copied: "moves".
 py::dict FactsOf(const Program& program, const Op& op) {
-  const bool starts = op.name.ends_with(".start"), moves = MoveOf(op) != nullptr;
+  const bool starts = IsStart(op), moves = MoveOf(op) != nullptr;
   std::string key;
-  const bool free = op.name == "view" || op.name == "release" || op.name == "grad" || op.name == "output";
-  if (!starts && !op.name.ends_with(".wait") && !free) {
+  if (!starts && !TakesNoTime(op)) {
     const Status status = AppendProfileKey(program, op, key);
     if (!status.ok()) throw std::invalid_argument(status.error().ToString());
   }

@@ -28,7 +28,7 @@
 
 namespace interlace {
 
-// Pieces of the heap that programs which move storages have instead of the arena (runtime/page_heap.h): whole pages
+// Pieces of the heap that programs which move storages have instead of the arena (tier/page_heap.h): whole pages
 // from this size on; smaller ones come from malloc, which gives an aligned block up to kArenaAlignment more.
 inline constexpr int64_t kHeapLeast = 16 * kArenaPage;  // bytes
 inline int64_t HeapBytes(int64_t bytes) {

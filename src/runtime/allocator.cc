@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "runtime/arena_memory.h"
-#include "runtime/page_heap.h"
+#include "runtime/step_heap.h"
 
 namespace interlace {
 
@@ -73,7 +73,7 @@ void ArenaDelete(void* pointer) {
 // For raw_deallocate: the block may be of an arena or the heap, counted, or neither.
 void RawDelete(void* pointer) {
   if (ArenaMemory::Holds(pointer)) return ArenaDelete(pointer);
-  if (PageHeap::Holds(pointer)) return PageHeap::Delete(pointer);
+  if (StepHeap::Holds(pointer)) return StepHeap::Delete(pointer);
   tls.on ? CountedDelete(pointer) : base_delete(pointer);
 }
 
@@ -117,7 +117,7 @@ class CountingAllocator final : public c10::Allocator {
         return {place, place, &ArenaDelete, c10::Device(c10::kCPU)};
       }
     }
-    if (PageHeap::Serves(bytes)) return PageHeap::Allocate(static_cast<int64_t>(bytes));
+    if (StepHeap::Serves(bytes)) return StepHeap::Allocate(static_cast<int64_t>(bytes));
     c10::DataPtr data = base->allocate(bytes);
     if (!tls.on || data.get() == nullptr || data.get_deleter() != base_delete) return data;
     void* pointer = data.release_context();

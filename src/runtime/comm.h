@@ -1,10 +1,10 @@
-// comm.h — collectives of one mesh axis. On the CPU, gather and reduce-scatter are transfers between each two ranks
-// over sockets of our own, summed locally in rank order: near wire speed in both directions, half the traffic of gloo's
-// reduce-scatter, and a result that depends on nothing but the ranks' data. The calling thread moves the data
-// (comm_mesh.h says why). On NCCL the native collectives are used. Every wait works against one deadline; a lost or
-// stuck peer is an Error that names its rank and the op. Tensors given to Start* are kept until waited for; nobody may
-// write the sources or touch the results meanwhile. Every rank must start the same operations on an axis in the same
-// order; waits may come in any order. After a failure every call gives that Error.
+// comm.h — collectives of one mesh axis on tensors. On the CPU they are transfers between each two ranks over sockets
+// of our own, summed locally in rank order (the room transport): near wire speed in both directions, half the traffic
+// of gloo's reduce-scatter, and a result that depends on nothing but the ranks' data. The calling thread moves the data
+// (transport/mesh.h says why). On NCCL the native collectives are used. Every wait works against one deadline; a lost
+// or stuck peer is an Error that names its rank and the op. Tensors given to Start* are kept until waited for; nobody
+// may write the sources or touch the results meanwhile. Every rank must start the same operations on an axis in the
+// same order; waits may come in any order. After a failure every call gives that Error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/result.h"
+#include "transport/operation.h"
 
 namespace interlace {
 
@@ -25,9 +26,6 @@ struct AxisSpec {
   // The process group's name for c10d::resolve_process_group. "tcp" only exchanges addresses through it, once a group.
   std::string native;
 };
-
-// A transfer under way; 0 is never a valid ticket.
-using Ticket = int64_t;
 
 class Comm {
  public:
@@ -40,8 +38,14 @@ class Comm {
   // i. 16-bit floats are added in float32 and rounded once (tcp).
   virtual Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                                      std::string label) = 0;
-  // In-place sum of a small tensor (integers: exact in any order; floats: in rank order on tcp).
+  // In-place sum (integers: exact in any order; floats: in rank order on tcp).
   virtual Result<Ticket> StartAllReduce(at::Tensor value, std::string label) = 0;
+  // Part p of `from` goes to rank p, part p of `to` comes from it; as many equal parts as ranks, one after another.
+  virtual Result<Ticket> StartAllToAll(at::Tensor from, at::Tensor to, std::string label) = 0;
+  virtual Result<Ticket> StartBroadcast(at::Tensor value, int64_t root, std::string label) = 0;
+  // What goes between two ranks matches in order.
+  virtual Result<Ticket> StartSend(at::Tensor value, int64_t peer, std::string label) = 0;
+  virtual Result<Ticket> StartRecv(at::Tensor value, int64_t peer, std::string label) = 0;
   virtual Status Wait(Ticket ticket) = 0;
   // The next StartReduce or StartAllReduce receives into this, until it is waited for, and not into a buffer of the
   // transport's own. Bytes: ReceiveBytes (ir/memory_plan.h). Transports without such a buffer have no use for it.
@@ -58,11 +62,7 @@ class Comm {
   virtual Stats stats() const = 0;
   virtual const AxisSpec& spec() const = 0;
 
-  // When an operation was issued, when its first byte was handed over, when its data had come and gone (before the sum
-  // of a reduction); steady clock, nanoseconds. `bytes`: received by this rank.
-  struct Times {
-    int64_t queued_ns = 0, begin_ns = 0, end_ns = 0, bytes = 0;
-  };
+  using Times = TransferTimes;
   // Operations started while recording is on are remembered until their times are taken.
   virtual void SetRecording(bool /*on*/) {}
   // Times of an operation that was waited for; zeros when it was not recorded.

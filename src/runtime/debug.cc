@@ -35,8 +35,8 @@ bool AsksForInfinity(const Arg& arg) {
 }
 
 // Results of these are in flight or not yet written when the op ends.
-bool HasResultsLater(const std::string& name) {
-  return name.ends_with(".start") || name == "grad.begin";
+bool HasResultsLater(const Op& op) {
+  return IsStart(op) || op.kind == OpKind::kGradBegin;
 }
 
 bool InModule(const Program& program, const Op& op, const std::string& path) {
@@ -94,16 +94,16 @@ uint8_t DebugObserver::StateOf(ValueId id, const std::vector<at::Tensor>& slots)
 
 bool DebugObserver::AfterOp(int32_t index, OpId id, const std::vector<at::Tensor>& slots) {
   const Op& op = program_.op(id);
-  if (HasResultsLater(op.name)) return true;
+  if (HasResultsLater(op)) return true;
   uint8_t before = 0, after = 0;
   bool asked = false;
-  if (!op.name.ends_with(".wait")) {
+  if (!IsWait(op)) {
     ForEachOperand(op, [&](ValueId operand) { before |= StateOf(operand, slots); });
   }
   for (const Arg& arg : op.args) asked = asked || AsksForInfinity(arg);
   for (const NamedArg& named : op.named) asked = asked || AsksForInfinity(named.arg);
   std::vector<ValueId> results = op.results;
-  if (op.name.ends_with(".wait")) ForEachOperand(op, [&](ValueId operand) { results.push_back(operand); });
+  if (IsWait(op)) ForEachOperand(op, [&](ValueId operand) { results.push_back(operand); });
   for (ValueId result : results) {
     if (result != kNone) after |= StateOf(result, slots);
   }

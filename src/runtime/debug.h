@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ir/program.h"
+#include "runtime/step_runner.h"
 
 namespace interlace {
 
@@ -62,6 +63,29 @@ class DebugObserver {
   const Phase* phase_ = nullptr;
   int64_t micro_batch_ = 0;
   OpId stop_op_ = kNone;
+};
+
+// It as the observer of a step (step_runner.h). Without `update`, optimizer steps of units whose gradient is complete
+// are left out.
+class Inspection : public NoObserver {
+ public:
+  static constexpr bool kServed = false;
+  Inspection(const Program& program, DebugObserver& observer, bool update)
+      : program_(program), observer_(observer), update_(update) {}
+  void BeginPhase(const Plan& plan, const PlanVariant*, size_t micro_batch) {
+    observer_.BeginPhase(*plan.phase, static_cast<int64_t>(micro_batch));
+  }
+  bool Skips(const Instruction& at) const { return !update_ && program_.op(at.op).part == Part::kUpdate; }
+  bool After(const Plan&, const Instruction& at, const Frame& frame) {
+    observer_.stopped = !observer_.AfterOp(at.index, at.op, frame.slots);
+    return !observer_.stopped;
+  }
+  bool stopped() const { return observer_.stopped; }
+
+ private:
+  const Program& program_;
+  DebugObserver& observer_;
+  const bool update_;
 };
 
 // Statistics of a floating tensor; nullopt for other types and undefined tensors.

@@ -17,8 +17,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/clones.h"
 #include "runtime/kernels.h"
-#include "runtime/kernels_clones.h"
 
 namespace interlace {
 

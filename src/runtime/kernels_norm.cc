@@ -17,9 +17,9 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/clones.h"
 #include "base/exact_sum.h"
 #include "runtime/kernels_aten.h"
-#include "runtime/kernels_clones.h"
 
 namespace interlace {
 

@@ -13,8 +13,8 @@
 #include <cmath>
 #include <vector>
 
+#include "base/clones.h"
 #include "runtime/kernels_aten.h"
-#include "runtime/kernels_clones.h"
 
 namespace interlace {
 

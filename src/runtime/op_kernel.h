@@ -80,6 +80,14 @@ struct Frame {
   Counters counters;
   // Called in a step before the first op that changes a state: whoever still copies states must be done by then.
   std::function<void()> before_update;
+
+  // Forgets what the last step gave.
+  void BeginStep() {
+    outputs.clear();
+    has_norm = false;
+    finite = true;
+    coef = 1;
+  }
 };
 
 class TierBank;

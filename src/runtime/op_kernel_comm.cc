@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include "ir/memory_plan.h"
+#include "ir/op_table.h"
 #include "runtime/op_kernel.h"
 
 namespace interlace {
@@ -101,7 +102,7 @@ struct WaitKernel final : KernelData {
 
 Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   INTERLACE_ASSIGN(std::vector<ValueId> operands, OperandsOf(op));
-  if (op.name.ends_with(".wait")) {
+  if (IsWait(op)) {
     auto kernel = std::make_unique<WaitKernel>();
     // A coalesced start has one ticket under several values, a view of a result has none: the roots' own entries count.
     kernel->operands = operands;
@@ -111,8 +112,8 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   kernel->receive_buffer = context.receive_buffer;
   if (context.on_heap) kernel->receive_bytes = ReceiveBytes(context.program, op);
   std::string axis;
-  if (op.name == "gather.start" || op.name == "reduce.start") {
-    kernel->collective = op.name == "gather.start" ? Collective::kGather : Collective::kReduce;
+  if (op.kind == OpKind::kGatherStart || op.kind == OpKind::kReduceStart) {
+    kernel->collective = op.kind == OpKind::kGatherStart ? Collective::kGather : Collective::kReduce;
     if (op.units.empty() || op.units.size() != operands.size())
       return OpError(context, op, op.name + " needs units=[...], one per operand");
     axis = context.program.units[op.units[0]].axis;
@@ -120,7 +121,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
       if (context.program.units[unit].axis != axis)
         return OpError(context, op, "units of one collective must share their axis");
     }
-  } else if (op.name == "all_reduce.start") {
+  } else if (op.kind == OpKind::kAllReduceStart) {
     kernel->collective = Collective::kAllReduce;
     const Arg* name = op.Attr("axis");
     if (!name) return OpError(context, op, "all_reduce.start needs axis=NAME");

@@ -174,11 +174,11 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
            std::find(op.results.begin(), op.results.end(), kNone) == op.results.end();
   };
   const Error arity = OpError(context, op, op.name + " has the wrong number of operands or results");
-  if (op.name == "view") {
+  if (op.kind == OpKind::kView) {
     if (!wants(1, 1)) return arity;
     return BuildViewKernel(context, operands[0], op.results[0]);
   }
-  if (op.name == "copy") {
+  if (op.kind == OpKind::kCopy) {
     if (!wants(1, 1)) return arity;
     auto kernel = std::make_unique<CopyKernel>();
     kernel->source = operands[0];
@@ -188,20 +188,20 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     if (kernel->placed) kernel->target = TargetOf(context, op.results[0]);
     return MakeKernel(std::move(kernel));
   }
-  if (op.name == "assign") {
+  if (op.kind == OpKind::kAssign) {
     if (!wants(2, 0)) return arity;
     auto kernel = std::make_unique<AssignKernel>();
     kernel->destination = operands[0];
     kernel->source = operands[1];
     return MakeKernel(std::move(kernel));
   }
-  if (op.name == "output" || op.name == "grad") {
-    if (!wants(op.name == "grad" ? 2 : 1, 0)) return arity;
+  if (op.kind == OpKind::kOutput || op.kind == OpKind::kGrad) {
+    if (!wants(op.kind == OpKind::kGrad ? 2 : 1, 0)) return arity;
     auto kernel = std::make_unique<OutputKernel>();
     kernel->value = operands.back();
     kernel->persistent = context.is_fixed(context.program.RootOf(operands.back()));
     kernel->name = TextOf(op.Attr("name"));
-    if (op.name == "grad") {
+    if (op.kind == OpKind::kGrad) {
       const Param* param = context.program.ParamOf(operands[0]);
       if (!param) return OpError(context, op, "the first operand of grad must be a parameter");
       kernel->name = "grad." + param->name;
@@ -209,7 +209,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     if (kernel->name.empty()) return OpError(context, op, "output needs a name=\"...\"");
     return MakeKernel(std::move(kernel));
   }
-  if (op.name == "grad.begin") {
+  if (op.kind == OpKind::kGradBegin) {
     if (!wants(0, 1) || op.units.size() != 1)
       return OpError(context, op, "grad.begin takes nothing, gives one flat buffer of one unit");
     auto kernel = std::make_unique<GradBeginKernel>();
@@ -225,7 +225,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
     kernel->gaps = GapsOf(context, unit);
     return MakeKernel(std::move(kernel));
   }
-  if (op.name == "call.python") {
+  if (op.kind == OpKind::kCallPython) {
     if (!context.options.opaque) {
       return OpError(context, op,
                      "an opaque module needs the option `opaque`, a callable (module, part, tensors) → tensors");
@@ -245,14 +245,22 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context, const Op& op) {
 }
 
 Result<Kernel> BuildKernel(const BuildContext& context, const Op& op) {
-  if (!IsOwn(op)) return BuildAtenKernel(context, op);
-  if (op.name == "release") return Kernel{};  // slots are dropped by the plan's free lists
-  if (op.name.starts_with("gather.") || op.name.starts_with("reduce.") || op.name.starts_with("all_reduce.")) {
-    return BuildCommKernel(context, op);
+  switch (TraitsOf(op).family) {
+    case OpFamily::kLibrary:
+      return BuildAtenKernel(context, op);
+    case OpFamily::kUnit:
+    case OpFamily::kCollective:
+    case OpFamily::kPeer:
+      return BuildCommKernel(context, op);
+    case OpFamily::kNorm:
+    case OpFamily::kUpdate:
+      return BuildUpdateKernel(context, op);
+    case OpFamily::kTier:
+      return BuildMoveKernel(context, op);
+    default:
+      if (op.kind == OpKind::kRelease) return Kernel{};  // slots are dropped by the plan's free lists
+      return BuildOwnKernel(context, op);
   }
-  if (op.name.starts_with("norm.") || op.name.starts_with("update.")) return BuildUpdateKernel(context, op);
-  if (MoveOf(op) != nullptr) return BuildMoveKernel(context, op);
-  return BuildOwnKernel(context, op);
 }
 
 }  // namespace interlace

@@ -198,7 +198,7 @@ Status OnHost(const BuildContext& context, const Op& op, const std::vector<Value
 
 Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   INTERLACE_ASSIGN(std::vector<ValueId> operands, OperandsOf(op));
-  if (op.name == "norm.partial") {
+  if (op.kind == OpKind::kNormPartial) {
     if (op.results.size() != 1 || op.results[0] == kNone) return OpError(context, op, "norm.partial gives one result");
     auto kernel = std::make_unique<NormPartialKernel>();
     kernel->operands = operands;
@@ -210,7 +210,7 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     }
     return MakeKernel(std::move(kernel));
   }
-  if (op.name == "norm.coef") {
+  if (op.kind == OpKind::kNormCoef) {
     if (operands.empty() || operands.size() > 2 || op.results.size() != 1 || op.results[0] == kNone)
       return OpError(context, op, "norm.coef takes one or two values, gives one");
     auto kernel = std::make_unique<NormCoefKernel>();
@@ -227,17 +227,11 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
     return MakeKernel(std::move(kernel));
   }
   auto kernel = std::make_unique<UpdateKernel>();
-  size_t flats = 0;
-  if (op.name == "update.adamw" || op.name == "update.adam") {
-    kernel->optimizer = op.name == "update.adamw" ? Optimizer::kAdamW : Optimizer::kAdam;
-    flats = 4;
-  } else if (op.name == "update.sgd") {
-    kernel->optimizer = Optimizer::kSgd;
-    const Arg* momentum = op.Attr("momentum");
-    flats = momentum && momentum->boolean ? 3 : 2;
-  } else {
-    return OpError(context, op, "this runtime does not have the op " + op.name + " yet");
-  }
+  if (!IsUpdate(op)) return OpError(context, op, "this runtime does not have the op " + op.name + " yet");
+  kernel->optimizer = op.kind == OpKind::kUpdateAdamW  ? Optimizer::kAdamW
+                      : op.kind == OpKind::kUpdateAdam ? Optimizer::kAdam
+                                                       : Optimizer::kSgd;
+  const size_t flats = FlatOperands(op);
   if (operands.size() != flats && operands.size() != flats + 1)
     return OpError(context, op, op.name + " has the wrong number of operands");
   kernel->clipped = operands.size() == flats + 1;

@@ -28,8 +28,8 @@ int64_t ElementsOf(const Program& program, ValueId id) {
   return bytes.ok() ? *bytes / DTypeBytes(type.dtype) : 0;
 }
 
-bool IsBookkeeping(std::string_view name) {
-  return name == "view" || name == "release" || name == "grad" || name == "output";
+bool IsBookkeeping(const Op& op) {
+  return TakesNoTime(op) && !IsWait(op);
 }
 
 // A transfer as its lane shows it: it begins when it was posted and the one before it on that lane has ended.
@@ -52,10 +52,7 @@ TraceEvent EventOf(const Program& program, const TransferSample& sample, int32_t
   for (ValueId id : op.results) {
     if (id != kNone) event.out_elements += ElementsOf(program, id);
   }
-  std::string axis;
-  if (!op.units.empty()) axis = program.units[op.units[0]].axis;
-  if (const Arg* given = op.Attr("axis")) axis = given->text;
-  event.group_size = program.AxisSize(axis);
+  event.group_size = program.AxisSize(AxisOf(program, op));
   return event;
 }
 
@@ -102,15 +99,15 @@ Timeline TimelineOf(const Program& program, const StepRecord& record, int32_t ra
         if (id != kNone) in_flight[id] = found->second;
       }
     }
-    if (IsBookkeeping(op.name) && sample.end_ns - sample.begin_ns < kShortestNs) continue;
+    if (IsBookkeeping(op) && sample.end_ns - sample.begin_ns < kShortestNs) continue;
     const auto index = static_cast<int32_t>(out.events.size());
     TraceEvent& event = out.events.emplace_back();
     event.rank = rank;
     event.start_ns = sample.begin_ns - origin_ns;
     event.duration_ns = sample.end_ns - sample.begin_ns;
-    event.wait = op.name.ends_with(".wait");
+    event.wait = IsWait(op);
     Describe(program, op, event);
-    if (op.name.ends_with(".start")) event.op = "issue " + op.name;  // the transfer itself is on its own lane
+    if (IsStart(op)) event.op = "issue " + op.name;  // the transfer itself is on its own lane
     if (!event.wait) continue;
     std::vector<int32_t> arrows;
     ForEachOperand(op, [&](ValueId id) {

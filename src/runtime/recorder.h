@@ -9,11 +9,10 @@
 //   transfers       |........|===== gather u1 ======|             queued, begun, ended (comm.h: Times)
 #pragma once
 
-#include <time.h>
-
 #include <cstdint>
 #include <vector>
 
+#include "base/clock.h"
 #include "ir/program.h"
 #include "runtime/comm.h"
 #include "trace/timeline.h"
@@ -49,12 +48,6 @@ struct StepRecord {
   int64_t persistent_bytes = 0;
   int64_t begin_ns = 0, end_ns = 0;
 };
-
-inline int64_t NanosOf(clockid_t clock) {
-  timespec t;
-  clock_gettime(clock, &t);
-  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
-}
 
 // The step as a timeline of `rank` whose zero is `origin_ns` on the clock. Ops that only change bookkeeping (views) are
 // left out when they take no time worth drawing (below 1 us).

@@ -4,6 +4,10 @@
 
 namespace interlace {
 
+std::string StateKey(const State& state) {
+  return state.unit == kNone ? "state " + state.role : "state u" + std::to_string(state.unit) + "." + state.role;
+}
+
 void StateStore::TakeOver(const StateStore& donor) {
   entries_ = donor.entries_;
   for (auto& [name, entry] : entries_) entry.adopted = false;

@@ -8,9 +8,13 @@
 #include <string>
 
 #include "base/result.h"
+#include "ir/program.h"
 #include "runtime/view.h"
 
 namespace interlace {
+
+// The name under which a state is kept: "state u3.exp_avg".
+std::string StateKey(const State& state);
 
 class StateStore {
  public:

@@ -4,7 +4,8 @@
 
 #include <cstring>
 
-#include "runtime/page_heap.h"
+#include "runtime/step_heap.h"
+#include "runtime/step_scope.h"
 
 namespace interlace {
 
@@ -63,7 +64,7 @@ Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) 
   Place& place = places_.at(root);
   if (!fresh) INTERLACE_TRY(host_.Wait(place.step));
   const bool paged = device_.is_cpu() && place.bytes >= PageHeap::kLeast;
-  storage.set_data_ptr_noswap(paged ? PageHeap::Allocate(place.bytes)
+  storage.set_data_ptr_noswap(paged ? StepHeap::Allocate(place.bytes)
                                     : c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(place.bytes)));
   storage.set_nbytes(static_cast<size_t>(place.bytes));
   if (fresh) return Ok{};
@@ -79,10 +80,17 @@ Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) 
 void TierBank::StartStep(const std::vector<ValueId>& roots, std::function<void()> job) {
   std::vector<Tier::Region> regions;
   for (ValueId root : roots) regions.push_back(places_.at(root).region);
-  const HostLane::Ticket ticket = host_.Start([tier = tier_, regions = std::move(regions), job = std::move(job)] {
-    for (Tier::Region region : regions) tier->AwaitWrites(region);
-    job();
-  });
+  const HostLane::Ticket ticket =
+      host_.Start([tier = tier_, regions = std::move(regions), job = std::move(job)]() -> Status {
+        for (Tier::Region region : regions) tier->AwaitWrites(region);
+        try {
+          const StepScope scope{c10::Device(c10::kCPU)};
+          job();
+        } catch (const std::exception& error) {
+          return MakeError(MessageOf(error));
+        }
+        return Ok{};
+      });
   for (ValueId root : roots) places_.at(root).step = ticket;
 }
 

@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "ir/program.h"
-#include "runtime/host_lane.h"
-#include "runtime/tier.h"
+#include "tier/host_lane.h"
+#include "tier/tier.h"
 
 namespace interlace {
 
@@ -46,7 +46,7 @@ class TierBank {
   Status In(ValueId root, const c10::Storage& storage);
   // The bytes of a storage that is out; nullptr: the tier is no memory.
   void* Memory(ValueId root) { return tier_->Memory(places_.at(root).region); }
-  // Runs on the host lane, once what goes out of these roots has arrived; moves of them wait for it.
+  // Runs on the host lane (it may throw), once what goes out of these roots has arrived; moves of them wait for it.
   void StartStep(const std::vector<ValueId>& roots, std::function<void()> job);
   // Waits for all that is under way; the first failure.
   Status Drain();

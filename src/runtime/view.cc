@@ -11,10 +11,8 @@ namespace interlace {
 namespace {
 
 std::string_view NameOf(c10::ScalarType type) {
-  for (int i = 0; i <= static_cast<int>(DType::kF8E5M2); ++i) {
-    if (ScalarTypeOf(static_cast<DType>(i)) == type) return DTypeName(static_cast<DType>(i));
-  }
-  return c10::toString(type);
+  const std::optional<DType> dtype = DTypeOf(type);
+  return dtype ? DTypeName(*dtype) : c10::toString(type);
 }
 
 template <typename Sizes>
@@ -31,6 +29,13 @@ c10::DispatchKeySet KeysOf(const c10::Storage& storage) {
 }
 
 }  // namespace
+
+std::optional<DType> DTypeOf(c10::ScalarType type) {
+  for (int i = 0; i <= static_cast<int>(DType::kF8E5M2); ++i) {
+    if (ScalarTypeOf(static_cast<DType>(i)) == type) return static_cast<DType>(i);
+  }
+  return std::nullopt;
+}
 
 c10::ScalarType ScalarTypeOf(DType dtype) {
   switch (dtype) {

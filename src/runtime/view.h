@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
 #include <string>
 
 #include "base/result.h"
@@ -13,6 +14,8 @@
 namespace interlace {
 
 c10::ScalarType ScalarTypeOf(DType dtype);
+// nullopt: a type that programs do not have.
+std::optional<DType> DTypeOf(c10::ScalarType type);
 
 // Sizes, strides and offset (elements from the root's start) of a value whose dims are all numbers.
 struct Geometry {

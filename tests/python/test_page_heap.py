@@ -1,4 +1,4 @@
-"""The heap of steps that move storages (src/runtime/page_heap.h)."""
+"""The heap of steps that move storages (src/runtime/step_heap.h)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What files take: copies over sizes, and how much the tier's copies and what runs beside them slow one another.
 
-Both by the code that a training step uses (src/runtime/tier.h): direct I/O, checksums, a thread for each direction. For a pair, every
+Both by the code that a training step uses (src/tier/tier.h): direct I/O, checksums, a thread for each direction. For a pair, every
 rank of the host does the same at the same time, in turn alone and together, so that what else the machine does falls on all alike:
 
     compute     |== == == ==|             |=== === === ===|

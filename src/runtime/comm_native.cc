@@ -1,0 +1,199 @@
+// comm_native.cc — the process group's own collectives, by the names that every torch since 2.0 has.
+#include <exception>
+#include <map>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "runtime/comm_impl.h"
+
+namespace interlace {
+
+namespace {
+
+class NativeComm final : public Comm {
+ public:
+  NativeComm(AxisSpec spec, c10::intrusive_ptr<c10d::ProcessGroup> group, double timeout_s)
+      : spec_(std::move(spec)), group_(std::move(group)), timeout_(static_cast<int64_t>(timeout_s * 1000)) {}
+
+  Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
+                             std::string label) override {
+    return Start(CommKind::kGather, std::move(shards), std::move(fulls), std::move(label));
+  }
+  Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
+                             std::string label) override {
+    return Start(CommKind::kReduce, std::move(flats), std::move(shards), std::move(label));
+  }
+  Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
+    return Start(CommKind::kAllReduce, {value}, {value}, std::move(label));
+  }
+  Result<Ticket> StartAllToAll(at::Tensor from, at::Tensor to, std::string label) override {
+    return Start(CommKind::kAllToAll, {from}, {to}, std::move(label));
+  }
+  Result<Ticket> StartBroadcast(at::Tensor value, int64_t root, std::string label) override {
+    return Start(CommKind::kBroadcast, {value}, {value}, std::move(label), root);
+  }
+  Result<Ticket> StartSend(at::Tensor value, int64_t peer, std::string label) override {
+    return Start(CommKind::kSend, {value}, {value}, std::move(label), peer);
+  }
+  Result<Ticket> StartRecv(at::Tensor value, int64_t peer, std::string label) override {
+    return Start(CommKind::kRecv, {value}, {value}, std::move(label), peer);
+  }
+
+  Status Wait(Ticket ticket) override {
+    const auto it = ops_.find(ticket);
+    if (it == ops_.end())
+      return MakeError("axis ", spec_.name, ": no transfer ", ticket, " is under way (waited for twice?)");
+    Op op = std::move(it->second);
+    ops_.erase(it);
+    try {
+      for (const auto& work : op.works) work->wait();
+    } catch (const std::exception& e) {
+      return Failure(op.label, e);
+    }
+    return Ok{};
+  }
+
+  Stats stats() const override { return stats_; }
+  const AxisSpec& spec() const override { return spec_; }
+
+ private:
+  struct Op {
+    std::string label;
+    std::vector<at::Tensor> inputs, outputs;  // kept until waited for
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  };
+
+  Error Failure(const std::string& label, const std::exception& e) {
+    const std::string what = e.what();
+    failure_ = MakeError(label, " on axis ", spec_.name, ": ", what.substr(0, what.find('\n')),
+                         "; the group cannot be used any more: restart all ranks from the last checkpoint");
+    return *failure_;
+  }
+
+  Result<Ticket> Start(CommKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                       std::string label, int64_t peer = 0) {
+    if (failure_) return *failure_;
+    INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
+    Op op{std::move(label), std::move(inputs), std::move(outputs), {}};
+    const bool coalesce = op.inputs.size() > 1 && spec_.backend == "nccl";
+    try {
+      const c10::DeviceType device = op.inputs.empty() ? c10::DeviceType::CPU : op.inputs[0].device().type();
+      if (coalesce) group_->startCoalescing(device);
+      for (size_t i = 0; i < op.inputs.size(); ++i) {
+        if (op.inputs[i].numel() == 0) continue;
+        auto work = Issue(kind, op.inputs[i], op.outputs[i], peer);
+        if (!coalesce && work) op.works.push_back(std::move(work));
+      }
+      if (coalesce) {
+        if (auto work = group_->endCoalescing(device)) op.works.push_back(std::move(work));
+      }
+    } catch (const std::exception& e) {
+      return Failure(op.label, e);
+    }
+    for (size_t i = 0; i < op.inputs.size(); ++i) {  // what a ring moves
+      const auto [sent, received] = Moved(kind, op.inputs[i], op.outputs[i], peer);
+      stats_.bytes_sent += sent;
+      stats_.bytes_received += received;
+    }
+    ++stats_.calls;
+    ops_.emplace(next_ticket_, std::move(op));
+    return next_ticket_++;
+  }
+
+  // Bytes sent and received by this rank.
+  std::pair<int64_t, int64_t> Moved(CommKind kind, const at::Tensor& input, const at::Tensor& output,
+                                    int64_t peer) const {
+    const auto in = static_cast<int64_t>(input.nbytes()), out = static_cast<int64_t>(output.nbytes());
+    const int64_t peers = spec_.size - 1;
+    switch (kind) {
+      case CommKind::kGather:
+        return {in * peers, in * peers};
+      case CommKind::kReduce:
+        return {out * peers, out * peers};
+      case CommKind::kAllReduce:
+        return {2 * in * peers / spec_.size, 2 * in * peers / spec_.size};
+      case CommKind::kAllToAll:
+        return {in * peers / spec_.size, in * peers / spec_.size};
+      case CommKind::kBroadcast:
+        return {peer == spec_.rank ? in : 0, peer == spec_.rank ? 0 : in};
+      case CommKind::kSend:
+        return {in, 0};
+      case CommKind::kRecv:
+        return {0, in};
+    }
+    return {0, 0};
+  }
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // the newer names do not exist in older releases
+  c10::intrusive_ptr<c10d::Work> Issue(CommKind kind, at::Tensor& input, at::Tensor& output, int64_t peer) {
+    switch (kind) {
+      case CommKind::kGather: {
+        c10d::AllgatherOptions options;
+        options.timeout = timeout_;
+        return group_->_allgather_base(output, input, options);
+      }
+      case CommKind::kReduce: {
+        c10d::ReduceScatterOptions options;
+        options.timeout = timeout_;
+        return group_->_reduce_scatter_base(output, input, options);
+      }
+      case CommKind::kAllReduce: {
+        c10d::AllreduceOptions options;
+        options.timeout = timeout_;
+        std::vector<at::Tensor> tensors{output};
+        return group_->allreduce(tensors, options);
+      }
+      case CommKind::kAllToAll: {
+        c10d::AllToAllOptions options;
+        options.timeout = timeout_;
+        std::vector<int64_t> equal;
+        return group_->alltoall_base(output, input, equal, equal, options);
+      }
+      case CommKind::kBroadcast: {
+        c10d::BroadcastOptions options;
+        options.rootRank = peer;
+        options.timeout = timeout_;
+        std::vector<at::Tensor> tensors{output};
+        return group_->broadcast(tensors, options);
+      }
+      case CommKind::kSend:
+      case CommKind::kRecv: {
+        std::vector<at::Tensor> tensors{output};
+        const int rank = static_cast<int>(peer);
+        return kind == CommKind::kSend ? group_->send(tensors, rank, /*tag=*/0)
+                                       : group_->recv(tensors, rank, /*tag=*/0);
+      }
+    }
+    return nullptr;
+  }
+#pragma GCC diagnostic pop
+
+  const AxisSpec spec_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const std::chrono::milliseconds timeout_;
+  Ticket next_ticket_ = 1;
+  std::map<Ticket, Op> ops_;
+  std::optional<Error> failure_;
+  Stats stats_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeout_s) {
+  try {
+    auto group = c10d::resolve_process_group(spec.native);
+    if (group->getRank() != spec.rank || group->getSize() != spec.size) {
+      return MakeError("axis ", spec.name, ": process group \"", spec.native, "\" says rank ", group->getRank(), " of ",
+                       group->getSize(), ", the axis says rank ", spec.rank, " of ", spec.size);
+    }
+    return std::unique_ptr<Comm>(new NativeComm(spec, std::move(group), timeout_s));
+  } catch (const std::exception& e) {
+    const std::string what = e.what();
+    return MakeError("axis ", spec.name, ": no process group named \"", spec.native,
+                     "\"; create it with torch.distributed.new_group and pass its group_name (",
+                     what.substr(0, what.find('\n')), ")");
+  }
+}
+
+}  // namespace interlace

@@ -1,0 +1,70 @@
+// What an executor tells of its steps so far.
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <algorithm>
+#include <map>
+
+#include "ir/text.h"
+#include "runtime/executor.h"
+#include "runtime/step_heap.h"
+
+namespace interlace {
+
+namespace {
+
+std::string PeakOpOf(const Program& program, const MemoryPlan& plan) {
+  for (const PlanVariant& v : plan.variants) {
+    const int64_t place = int64_t{plan.packing.live_at} - v.axis - 1;
+    if (place >= 0 && place < static_cast<int64_t>(v.phase->ops.size()))
+      return PrintOp(program, program.op(v.phase->ops[place]));
+  }
+  return "";
+}
+
+}  // namespace
+
+ExecutorStats Executor::stats() const {
+  ExecutorStats stats;
+  const Counters& counters = runner_.frame.counters;
+  stats.counters = counters;
+  stats.persistent_bytes = (counters.steps > 0 ? use_.settled_bytes : store_.bytes()) + const_bytes_;
+  if (const auto& tier = moving_.bank()->tier(); tier != nullptr) {
+    stats.tier = tier->stats();
+    stats.heap_bytes = StepHeap::Bytes();
+    stats.tier_note = tier->note();
+  }
+  if (device_.is_cpu()) {
+    stats.live_bytes = stats.persistent_bytes + use_.live_bytes;
+    stats.peak_bytes = stats.persistent_bytes + use_.peak_bytes + arena_.top();
+    if (arena_.on()) {
+      stats.peak_op = PeakOpOf(program_, *arena_.plan());
+    } else if (use_.peak_op != kNone) {
+      stats.peak_op = PrintOp(program_, program_.op(use_.peak_op));
+    }
+  } else {
+    const auto device =
+        c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
+    const auto& total = device.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    stats.live_bytes = total.current;
+    stats.peak_bytes = total.peak;
+  }
+  std::map<std::string, int64_t> counts;
+  for (size_t i = 0; i < plans_.size(); ++i) {
+    const Plan& plan = plans_[i];
+    if (arena_.on() && arena_.plan()->variants[i].turn > 0) continue;  // the same phase again
+    stats.instructions += static_cast<int64_t>(plan.instructions.size());
+    for (const Instruction& instruction : plan.instructions) ++counts[program_.op(instruction.op).name];
+  }
+  stats.op_counts.assign(counts.begin(), counts.end());
+  for (const auto& [name, comm] : comms_) {
+    const Comm::Stats one = comm->stats();
+    stats.comm.bytes_sent += one.bytes_sent;
+    stats.comm.bytes_received += one.bytes_received;
+    stats.comm.receive_buffer_peak_bytes =
+        std::max(stats.comm.receive_buffer_peak_bytes, one.receive_buffer_peak_bytes);
+    stats.comm.calls += one.calls;
+  }
+  return stats;
+}
+
+}  // namespace interlace

@@ -1,0 +1,151 @@
+#include "runtime/learned_arena.h"
+
+#include <algorithm>
+
+#include "ir/text.h"
+
+namespace interlace {
+
+namespace {
+
+constexpr int kMostPlans = 5;  // after so many, what still changes from step to step is left to torch's allocator
+
+}  // namespace
+
+Status LearnedArena::Make(const std::vector<at::Tensor>& fixed) {
+  if (needs_.empty()) {
+    for (const Phase& phase : program_.phases) needs_.emplace_back(phase.ops.size());
+    learning_ = true;
+  }
+  INTERLACE_ASSIGN(arena_, StepArena::Create(program_, geometry_, needs_, /*receive_buffers=*/true));
+  const MemoryPlan& plan = arena_->plan();
+  slots_of_turn_.assign(1, fixed);
+  for (size_t v = 0; v < plan.variants.size(); ++v) {
+    const auto turn = static_cast<size_t>(plan.variants[v].turn);
+    if (turn >= slots_of_turn_.size()) slots_of_turn_.resize(turn + 1, fixed);
+    arena_->AddTensors(static_cast<int32_t>(v), slots_of_turn_[turn]);
+  }
+  return Ok{};
+}
+
+void LearnedArena::TurnOff(std::string why) {
+  why_off_ = std::move(why);
+  arena_.reset();
+  learning_ = false;
+}
+
+std::vector<at::Tensor> LearnedArena::ReceiveBuffers(int32_t variant) const {
+  std::vector<at::Tensor> out;
+  const size_t ops = arena_->plan().variants[variant].phase->ops.size();
+  for (size_t i = 0; i < ops; ++i) out.push_back(arena_->ReceiveBuffer(variant, static_cast<int32_t>(i)));
+  return out;
+}
+
+void LearnedArena::ExpectIn(int32_t variant, Plan& plan) const {
+  const std::vector<OpNeeds>& needs = NeedsOf(plan.phase);
+  for (Instruction& at : plan.instructions) {
+    at.expect_begin = static_cast<int32_t>(plan.expected.size());
+    arena_->Expected(variant, at.index, needs[at.index], plan.expected);
+    at.expect_end = static_cast<int32_t>(plan.expected.size());
+  }
+}
+
+void LearnedArena::BeginStep() {
+  if (!arena_) return;
+  TakeTheFloor();
+  ArenaHook::Begin(learning_ ? &log_ : nullptr);
+}
+
+// The arena of the executor that ran before gives its pages back.
+void LearnedArena::TakeTheFloor() {
+  const std::shared_ptr<ArenaMemory> before = floor_->lock();
+  if (before == arena_->shared_memory()) return;
+  if (before) before->GiveBack();
+  *floor_ = arena_->shared_memory();
+}
+
+void LearnedArena::Learn(const Instruction& at) {
+  OpNeeds& known = (*needs_now_)[at.index];
+  if (log_.empty() && known.blocks.empty()) return;
+  std::vector<std::pair<const void*, ValueId>> results;
+  for (ValueId id : program_.op(at.op).results) {
+    if (id == kNone || program_.RootOf(id) != id) continue;
+    const at::Tensor& place = (*slots_now_)[id];
+    if (place.defined()) results.emplace_back(place.const_data_ptr(), id);
+  }
+  OpNeeds needs = interlace::NeedsOf(log_, results);
+  if (needs == known) return;
+  known = std::move(needs);
+  needs_changed_ = true;
+}
+
+bool LearnedArena::EndStep(int64_t outside_bytes) {
+  if (!arena_) return false;
+  if (!learning_) {
+    for (const UnforeseenBlock& u : ArenaHook::Unforeseen()) {
+      const auto found = std::find_if(unforeseen_.begin(), unforeseen_.end(),
+                                      [&](const UnforeseenBlock& v) { return v.op == u.op && v.bytes == u.bytes; });
+      if (found != unforeseen_.end()) {
+        found->times += u.times;
+      } else if (unforeseen_.size() < 256) {
+        unforeseen_.push_back(u);
+      }
+    }
+    return false;
+  }
+  first_peak_bytes_ = std::max(first_peak_bytes_, top() + outside_bytes);
+  learning_ = needs_changed_ && ++plans_outgrown_ < kMostPlans;
+  return std::exchange(needs_changed_, false);
+}
+
+std::vector<std::vector<int64_t>> LearnedArena::Workspaces() const {
+  std::vector<std::vector<int64_t>> out;
+  for (const std::vector<OpNeeds>& phase : needs_) {
+    std::vector<int64_t>& bytes = out.emplace_back();
+    for (const OpNeeds& op : phase) bytes.push_back(op.workspace);
+  }
+  return out;
+}
+
+ArenaStats LearnedArena::Statistics(const std::vector<Plan>& plans, int64_t outside_bytes) const {
+  ArenaStats out;
+  out.why_not = why_off_;
+  if (!arena_) return out;
+  const MemoryPlan& plan = arena_->plan();
+  out.on = true;
+  out.settled = !learning_;
+  out.planned_bytes = plan.top();
+  out.live_bytes = plan.live_bytes;
+  out.fragmentation = plan.Fragmentation();
+  out.resident_bytes = arena_->memory().ResidentBytes();
+  out.first_peak_bytes = first_peak_bytes_;
+  out.outside_peak_bytes = outside_bytes;
+  // The highest byte that a tensor of the step or a served request can touch.
+  for (const Plan& p : plans) {
+    for (const ExpectedBlock& e : p.expected) {
+      if (e.place != nullptr) out.top_bytes = std::max(out.top_bytes, e.place + e.bytes - arena_->memory().data());
+    }
+  }
+  for (const std::vector<at::Tensor>& slots : slots_of_turn_) {
+    for (const at::Tensor& t : slots) {
+      if (!t.defined() || t.numel() == 0) continue;
+      const char* end = static_cast<const char*>(t.storage().data()) + t.storage().nbytes();
+      const int64_t at = end - arena_->memory().data();
+      if (at > 0 && at <= arena_->memory().bytes()) out.top_bytes = std::max(out.top_bytes, at);
+    }
+  }
+  out.top_bytes = ArenaBytes(out.top_bytes);
+  for (size_t p = 0; p < needs_.size(); ++p) {
+    for (size_t i = 0; i < needs_[p].size(); ++i) {
+      for (const OpNeeds::Block& block : needs_[p][i].blocks) {
+        if (block.where == OpNeeds::Block::Where::kElsewhere)
+          out.kept.push_back({PrintOp(program_, program_.op(program_.phases[p].ops[i])), block.bytes, 1});
+      }
+    }
+  }
+  for (const UnforeseenBlock& u : unforeseen_)
+    out.unforeseen.push_back({u.op < 0 ? "between ops" : PrintOp(program_, program_.op(u.op)), u.bytes, u.times});
+  return out;
+}
+
+}  // namespace interlace

@@ -1,0 +1,53 @@
+// step_recorder.h — the observer that fills a StepRecord (recorder.h): what every op and every transfer of a step did.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/learned_arena.h"
+#include "runtime/recorder.h"
+#include "runtime/step_runner.h"
+
+namespace interlace {
+
+class StepRecorder : public NoObserver {
+ public:
+  // `arena`: learns from the step that is recorded, and says what lives in it.
+  StepRecorder(const Program& program, const std::map<std::string, std::shared_ptr<Comm>>& comms, LearnedArena& arena)
+      : program_(program), comms_(comms), arena_(arena) {}
+
+  // Around a step; `instructions`: how many there will be; `live_before`: counted bytes that are not the step's.
+  void Begin(TraceMode mode, size_t instructions, int64_t persistent_bytes, int64_t live_before);
+  void End();
+  bool on() const { return record_.mode != TraceMode::kOff; }
+  const StepRecord& record() const { return record_; }
+
+  // As an observer.
+  void BeginPhase(const Plan& plan, const PlanVariant* variant, size_t micro_batch);
+  Status Before(const Instruction& at);
+  void Run(const Instruction& at, Frame& frame);
+  bool After(const Plan& plan, const Instruction& at, const Frame& frame);
+  Status Ended(const Instruction& at);
+
+ private:
+  // Serial mode: waits until every rank has come here, then runs a collective's start, its transfer and its sum.
+  void RunAlone(const Instruction& at, Frame& frame, OpSample& sample);
+  void RememberTransfers(const Instruction& at, const Frame& frame, size_t first);
+  void FindLiveBytes(const Phase& phase);
+
+  const Program& program_;
+  const std::map<std::string, std::shared_ptr<Comm>>& comms_;
+  LearnedArena& arena_;
+  StepRecord record_;
+  int64_t live_before_ = 0;
+  // Of the phase that runs: its number, when its last op ended, and bytes in the arena by place, before the op and
+  // while it runs (empty: no arena).
+  int32_t run_ = 0;
+  int64_t now_ = 0;
+  std::vector<std::pair<int64_t, int64_t>> live_;
+};
+
+}  // namespace interlace

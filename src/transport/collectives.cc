@@ -1,0 +1,269 @@
+#include "transport/collectives.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+
+namespace interlace {
+
+namespace {
+
+// Whoever goes waits so long for what it had started.
+constexpr double kDropPatienceS = 5;
+// From here on an all-reduce between more than two ranks is cheaper in two rounds: it moves 2 (n-1)/n of its bytes each
+// way and not n-1 times them, for one more exchange.
+constexpr int64_t kLargeBytes = int64_t{64} << 10;
+constexpr int64_t kPartElements = 32;  // parts of an all-reduce begin at multiples of it
+
+enum Kind : int32_t { kGather, kReduce, kAllReduce, kAllToAll, kBroadcast, kSend };
+
+// Bytes that a piece takes in a receive buffer: pieces begin at multiples of 64 bytes.
+int64_t Padded(int64_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
+
+TypedSpan Part(const TypedSpan& whole, int64_t begin, int64_t elements) {
+  return {whole.data + begin * DTypeBytes(whole.dtype), elements, whole.dtype};
+}
+
+PeerSpan PeerSpanOf(int peer, const TypedSpan& buffer) {
+  return {peer, buffer.data, static_cast<size_t>(buffer.bytes())};
+}
+
+// Part i of `size`, which begin at multiples of kPartElements.
+TypedSpan EqualPart(const TypedSpan& whole, int size, int i) {
+  const int64_t each = ((whole.elements + size - 1) / size + kPartElements - 1) / kPartElements * kPartElements;
+  const int64_t begin = std::min(i * each, whole.elements);
+  return Part(whole, begin, std::min(each, whole.elements - begin));
+}
+
+bool InTwoRounds(int size, const TypedSpan& value) {
+  return size > 2 && value.bytes() >= kLargeBytes;
+}
+
+// What comes from each peer of `out` goes to a place of its own in the receive buffer, and `out` becomes the sum of
+// these and of `own`. Gives the place behind.
+char* AddUp(const RankGroup& group, const TypedSpan& own, const TypedSpan& out, char* receive, Round& round) {
+  LocalSum sum{out.dtype, {}, out.data, out.elements};
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank == group.index) {
+      sum.parts.push_back(own.data);
+      continue;
+    }
+    round.receives.push_back(PeerSpanOf(rank, {receive, out.elements, out.dtype}));
+    sum.parts.push_back(receive);
+    receive += Padded(out.bytes());
+  }
+  round.sums.push_back(std::move(sum));
+  return receive;
+}
+
+}  // namespace
+
+Collectives::~Collectives() {
+  // After an error on this rank alone the peers may never do their part, hence the short patience.
+  while (!open_.empty()) {
+    if (!WaitFor(open_.begin()->first, std::min(timeout_s_, kDropPatienceS)).ok()) break;
+  }
+}
+
+int64_t Collectives::ReceiveBytes(int size, const std::vector<TypedSpan>& shards) {
+  int64_t bytes = 0;
+  for (const TypedSpan& shard : shards) bytes += Padded(shard.bytes()) * (size - 1);
+  return bytes;
+}
+
+int64_t Collectives::AllReduceReceiveBytes(int size, const TypedSpan& value) {
+  return ReceiveBytes(size, {InTwoRounds(size, value) ? EqualPart(value, size, 0) : value});
+}
+
+Error Collectives::Misfit(const Open& open, const std::string& what) const {
+  return MakeError(open.operation.label, " on axis ", group().axis, ": ", what);
+}
+
+Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, const std::vector<TypedSpan>& fulls,
+                                        std::string label) {
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label), .kind = kGather, .rounds = std::vector<Round>(1)};
+  Round& round = open->operation.rounds[0];
+  if (shards.size() != fulls.size()) return Misfit(*open, "as many shards as full buffers are needed");
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const int64_t elements = shards[i].elements;
+    if (fulls[i].elements != elements * group().size() || fulls[i].dtype != shards[i].dtype)
+      return Misfit(*open, "the full buffer does not have the elements of all shards");
+    for (int rank = 0; rank < group().size(); ++rank) {
+      const TypedSpan place = Part(fulls[i], rank * elements, elements);
+      if (rank == group().index) {
+        open->copies.push_back({shards[i].data, place.data, place.bytes()});
+      } else {
+        round.sends.push_back(PeerSpanOf(rank, shards[i]));
+        round.receives.push_back(PeerSpanOf(rank, place));
+      }
+    }
+  }
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
+                                        char* receive, std::string label) {
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label), .kind = kReduce, .rounds = std::vector<Round>(1)};
+  Round& round = open->operation.rounds[0];
+  if (shards.size() != flats.size()) return Misfit(*open, "as many shards as full buffers are needed");
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const int64_t elements = shards[i].elements;
+    if (flats[i].elements != elements * group().size() || flats[i].dtype != shards[i].dtype)
+      return Misfit(*open, "the full buffer does not have the elements of all shards");
+    if (!CanSum(shards[i].dtype)) return Misfit(*open, "no sum of " + std::string(DTypeName(shards[i].dtype)));
+    for (int rank = 0; rank < group().size(); ++rank) {
+      if (rank != group().index) round.sends.push_back(PeerSpanOf(rank, Part(flats[i], rank * elements, elements)));
+    }
+    receive = AddUp(group(), Part(flats[i], group().index * elements, elements), shards[i], receive, round);
+  }
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::StartAllReduce(const TypedSpan& value, char* receive, std::string label) {
+  const int size = group().size();
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label), .kind = kAllReduce, .rounds = std::vector<Round>(1)};
+  std::vector<Round>& rounds = open->operation.rounds;
+  if (!CanSum(value.dtype)) return Misfit(*open, "no sum of " + std::string(DTypeName(value.dtype)));
+  const bool in_two = InTwoRounds(size, value);
+  if (in_two) rounds.emplace_back();
+  const TypedSpan own = in_two ? EqualPart(value, size, group().index) : value;
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank == group().index) continue;
+    const TypedSpan part = in_two ? EqualPart(value, size, rank) : value;
+    rounds[0].sends.push_back(PeerSpanOf(rank, part));
+    if (!in_two) continue;
+    rounds[1].sends.push_back(PeerSpanOf(rank, own));
+    // The rank has all of this part before it sends its sum: nothing is overwritten that has not gone.
+    rounds[1].receives.push_back(PeerSpanOf(rank, part));
+  }
+  AddUp(group(), own, own, receive, rounds[0]);
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::StartAllToAll(const std::vector<TypedSpan>& to, const std::vector<TypedSpan>& from,
+                                          std::string label) {
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label), .kind = kAllToAll, .rounds = std::vector<Round>(1)};
+  Round& round = open->operation.rounds[0];
+  if (to.size() != group().ranks.size() || from.size() != group().ranks.size())
+    return Misfit(*open, "a part for each rank and a part of each rank are needed");
+  const TypedSpan &own = to[group().index], &target = from[group().index];
+  if (own.bytes() != target.bytes()) return Misfit(*open, "what stays on this rank has two sizes");
+  open->copies.push_back({own.data, target.data, own.bytes()});
+  for (int rank = 0; rank < group().size(); ++rank) {
+    if (rank == group().index) continue;
+    round.sends.push_back(PeerSpanOf(rank, to[rank]));
+    round.receives.push_back(PeerSpanOf(rank, from[rank]));
+  }
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::StartBroadcast(const TypedSpan& value, int root, std::string label) {
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label), .kind = kBroadcast, .everyone = false, .rounds = std::vector<Round>(1)};
+  Round& round = open->operation.rounds[0];
+  if (root < 0 || root >= group().size()) return Misfit(*open, "no rank " + std::to_string(root) + " to send it");
+  if (root != group().index) round.receives.push_back(PeerSpanOf(root, value));
+  for (int rank = 0; rank < group().size() && root == group().index; ++rank) {
+    if (rank != root) round.sends.push_back(PeerSpanOf(rank, value));
+  }
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::StartSend(const TypedSpan& value, int peer, std::string label, std::string tag) {
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label),
+                     .tag = std::move(tag),
+                     .kind = kSend,
+                     .everyone = false,
+                     .rounds = std::vector<Round>(1)};
+  if (peer < 0 || peer >= group().size() || peer == group().index)
+    return Misfit(*open, "no other rank " + std::to_string(peer) + " to send to");
+  open->operation.rounds[0].sends.push_back(PeerSpanOf(peer, value));
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::StartRecv(const TypedSpan& value, int peer, std::string label, std::string tag) {
+  auto open = std::make_unique<Open>();
+  open->operation = {.label = std::move(label),
+                     .tag = std::move(tag),
+                     .kind = kSend,
+                     .everyone = false,
+                     .rounds = std::vector<Round>(1)};
+  if (peer < 0 || peer >= group().size() || peer == group().index)
+    return Misfit(*open, "no other rank " + std::to_string(peer) + " to receive from");
+  open->operation.rounds[0].receives.push_back(PeerSpanOf(peer, value));
+  return Start(std::move(open));
+}
+
+Result<Ticket> Collectives::Start(std::unique_ptr<Open> open) {
+  Operation& operation = open->operation;
+  if (operation.tag.empty()) operation.tag = operation.label;
+  std::lock_guard lock(mutex_);
+  open->recorded = recording_;
+  if (recording_) open->times.queued_ns = NanosNow();
+  int64_t sent = 0;
+  for (const Round& round : operation.rounds) {
+    for (const PeerSpan& piece : round.sends) sent += static_cast<int64_t>(piece.bytes);
+    for (const PeerSpan& piece : round.receives) open->times.bytes += static_cast<int64_t>(piece.bytes);
+  }
+  INTERLACE_TRY(mesh_->Start(operation));
+  stats_.bytes_sent += sent;
+  stats_.bytes_received += open->times.bytes;
+  ++stats_.calls;
+  open_.emplace(next_ticket_, std::move(open));
+  return next_ticket_++;
+}
+
+Status Collectives::WaitFor(Ticket ticket, double timeout_s) {
+  if (auto failure = mesh_->failure()) return *failure;
+  Open* open;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = open_.find(ticket);
+    if (it == open_.end())
+      return MakeError("axis ", group().axis, ": no transfer ", ticket, " is under way (waited for twice?)");
+    open = it->second.get();
+  }
+  for (const Copy& copy : open->copies) {
+    if (copy.bytes > 0 && copy.from != copy.to) std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+  }
+  INTERLACE_TRY(mesh_->Finish(open->operation, timeout_s));
+  for (const LocalSum& sum : open->operation.rounds.back().sums) SumInOrder(sum, parallel_);
+  std::lock_guard lock(mutex_);
+  if (open->recorded) {
+    open->times.begin_ns = open->operation.begin_ns;
+    open->times.end_ns = open->operation.end_ns;
+    times_[ticket] = open->times;
+  }
+  open_.erase(ticket);
+  return Ok{};
+}
+
+Collectives::Stats Collectives::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void Collectives::SetRecording(bool on) {
+  std::lock_guard lock(mutex_);
+  recording_ = on;
+  times_.clear();
+}
+
+TransferTimes Collectives::TakeTimes(Ticket ticket) {
+  std::lock_guard lock(mutex_);
+  const auto it = times_.find(ticket);
+  if (it == times_.end()) return {};
+  const TransferTimes times = it->second;
+  times_.erase(it);
+  return times;
+}
+
+}  // namespace interlace

@@ -1,0 +1,326 @@
+#include "transport/connect.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <linux/tcp.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <optional>
+
+namespace interlace {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint32_t kHelloMagic = 0x314d4c49;  // "ILM1"
+// The kernel holds this much of what one rank sent and the other has not asked for yet, each way.
+constexpr int kBufferBytes = 4 << 20;
+
+struct Address {
+  sockaddr_storage bytes{};
+  socklen_t size = 0;
+
+  int family() const { return bytes.ss_family; }
+  void SetPort(uint16_t port) {
+    if (family() == AF_INET6) {
+      reinterpret_cast<sockaddr_in6*>(&bytes)->sin6_port = htons(port);
+    } else {
+      reinterpret_cast<sockaddr_in*>(&bytes)->sin_port = htons(port);
+    }
+  }
+  std::string Text() const {
+    char host[NI_MAXHOST] = {}, port[NI_MAXSERV] = {};
+    getnameinfo(reinterpret_cast<const sockaddr*>(&bytes), size, host, sizeof host, port, sizeof port,
+                NI_NUMERICHOST | NI_NUMERICSERV);
+    return family() == AF_INET6 ? "[" + std::string(host) + "]:" + port : std::string(host) + ":" + port;
+  }
+};
+
+Address AddressOf(const sockaddr* from) {
+  Address address;
+  address.size = from->sa_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+  std::memcpy(&address.bytes, from, address.size);
+  return address;
+}
+
+Address Loopback() {
+  sockaddr_in loopback{};
+  loopback.sin_family = AF_INET;
+  loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return AddressOf(reinterpret_cast<const sockaddr*>(&loopback));
+}
+
+// What ranks tell one another through the group: where they are, and then where they listen.
+struct Where {
+  char host[64] = {};  // the boot of the machine and the network namespace
+};
+struct Listener {
+  uint32_t magic = kHelloMagic;
+  Address address;
+  uint8_t secret[16] = {};
+};
+// The first bytes of a connection.
+struct Greeting {
+  uint32_t magic = kHelloMagic;
+  int32_t rank = 0;     // who connects
+  int32_t control = 0;  // 1: the connection for notes
+  uint8_t secret[16] = {};
+};
+
+template <typename T>
+Result<std::vector<T>> ExchangeAll(const RankGroup& group, const ExchangeBytes& exchange, const T& mine) {
+  INTERLACE_ASSIGN(const std::vector<std::string> all,
+                   exchange(std::string(reinterpret_cast<const char*>(&mine), sizeof mine)));
+  std::vector<T> out(group.ranks.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (i >= all.size() || all[i].size() != sizeof(T))
+      return MakeError("axis ", group.axis, ": rank ", i,
+                       " did not tell where it is; do all ranks run the same release?");
+    std::memcpy(&out[i], all[i].data(), sizeof(T));
+  }
+  return out;
+}
+
+Where WhereAmI() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat net {};
+  stat("/proc/self/ns/net", &net);
+  Where where;
+  std::strncpy(where.host, (boot + "/" + std::to_string(net.st_ino)).c_str(), sizeof(where.host) - 1);
+  return where;
+}
+
+// The address of an interface: IPv4 when it has one.
+Result<Address> AddressOfInterface(const std::string& name) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return MakeError("cannot list the network interfaces: ", std::strerror(errno));
+  std::optional<Address> found;
+  std::vector<std::string> names;
+  for (const ifaddrs* at = list; at != nullptr; at = at->ifa_next) {
+    if (at->ifa_addr == nullptr || (at->ifa_addr->sa_family != AF_INET && at->ifa_addr->sa_family != AF_INET6))
+      continue;
+    if (std::find(names.begin(), names.end(), at->ifa_name) == names.end()) names.emplace_back(at->ifa_name);
+    if (name == at->ifa_name && (!found || (found->family() == AF_INET6 && at->ifa_addr->sa_family == AF_INET)))
+      found = AddressOf(at->ifa_addr);
+  }
+  freeifaddrs(list);
+  if (found) return *found;
+  std::string all;
+  for (const std::string& one : names) all += (all.empty() ? "" : ", ") + one;
+  return MakeError("GLOO_SOCKET_IFNAME names the interface \"", name,
+                   "\", which has no address here; there are: ", all);
+}
+
+// The first address of the host's own name that belongs to this host.
+Result<Address> AddressOfHost() {
+  char name[256] = {};
+  gethostname(name, sizeof(name) - 1);
+  addrinfo wanted{}, *list = nullptr;
+  wanted.ai_socktype = SOCK_STREAM;
+  std::optional<Address> found;
+  if (getaddrinfo(name, nullptr, &wanted, &list) == 0) {
+    for (const addrinfo* at = list; at != nullptr && !found; at = at->ai_next) {
+      if (at->ai_family != AF_INET && at->ai_family != AF_INET6) continue;
+      const Socket probe(socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      if (probe && bind(probe.fd(), at->ai_addr, at->ai_addrlen) == 0) found = AddressOf(at->ai_addr);
+    }
+    freeaddrinfo(list);
+  }
+  if (found) return *found;
+  return MakeError("the name of this host, \"", name,
+                   "\", stands for none of its own addresses; set GLOO_SOCKET_IFNAME to the interface to use");
+}
+
+Result<Address> ChooseAddress(const std::vector<Where>& places) {
+  const char* given = std::getenv("GLOO_SOCKET_IFNAME");
+  if (given != nullptr && *given != 0) {
+    const std::string names = given;
+    return AddressOfInterface(names.substr(0, names.find(',')));
+  }
+  const auto elsewhere = [&](const Where& where) { return std::strcmp(where.host, places[0].host) != 0; };
+  if (std::none_of(places.begin(), places.end(), elsewhere)) return Loopback();
+  return AddressOfHost();
+}
+
+// Options must be set before a connection is made: the window's scale is agreed on at its beginning. Where the system
+// allows no large buffers, its own tuning does better than a fixed small one.
+Socket MakeSocket(int family) {
+  Socket made(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!made) return made;
+  const int one = 1;
+  setsockopt(made.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  static const bool large = [family] {
+    const Socket probe(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    int bytes = kBufferBytes;
+    socklen_t size = sizeof bytes;
+    setsockopt(probe.fd(), SOL_SOCKET, SO_SNDBUF, &bytes, size);
+    return getsockopt(probe.fd(), SOL_SOCKET, SO_SNDBUF, &bytes, &size) == 0 && bytes >= kBufferBytes;
+  }();
+  if (large) {
+    setsockopt(made.fd(), SOL_SOCKET, SO_SNDBUF, &kBufferBytes, sizeof kBufferBytes);
+    setsockopt(made.fd(), SOL_SOCKET, SO_RCVBUF, &kBufferBytes, sizeof kBufferBytes);
+  }
+  return made;
+}
+
+int MillisecondsTo(Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+}
+
+// Connects and sends the greeting.
+Result<Socket> ConnectTo(const Listener& listener, const Greeting& greeting, Clock::time_point deadline) {
+  Socket made = MakeSocket(listener.address.family());
+  if (!made) return MakeError(std::strerror(errno));
+  int error = 0;
+  if (connect(made.fd(), reinterpret_cast<const sockaddr*>(&listener.address.bytes), listener.address.size) != 0) {
+    error = errno;
+    if (error == EINPROGRESS) {
+      pollfd ready{made.fd(), POLLOUT, 0};
+      socklen_t size = sizeof error;
+      error = ETIMEDOUT;
+      while (true) {
+        const int count = poll(&ready, 1, MillisecondsTo(deadline));
+        if (count < 0 && errno == EINTR) continue;
+        if (count > 0) getsockopt(made.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+        break;
+      }
+    }
+  }
+  // A fresh connection's buffer takes the greeting at once.
+  if (error == 0 && send(made.fd(), &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) error = errno;
+  if (error != 0) return MakeError(std::strerror(error));
+  return made;
+}
+
+// Accepts both connections of every higher rank. Strangers, and those that say nothing, are dropped.
+Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listener& mine, Clock::time_point deadline,
+                   std::vector<PeerSockets>& peers) {
+  struct Guest {
+    Socket socket;
+    Greeting greeting;
+    size_t got = 0;
+  };
+  constexpr size_t kMostGuests = 256;
+  std::vector<Guest> guests;
+  int64_t missing = 2 * (group.size() - 1 - group.index);
+  while (missing > 0) {
+    std::vector<pollfd> ready{{listening.fd(), POLLIN, 0}};
+    for (const Guest& guest : guests) ready.push_back({guest.socket.fd(), POLLIN, 0});
+    const int count = poll(ready.data(), ready.size(), MillisecondsTo(deadline));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) {
+      std::string names;
+      for (int64_t rank = group.index + 1; rank < group.size(); ++rank) {
+        if (!peers[rank].data || !peers[rank].control) names += (names.empty() ? "" : ", ") + std::to_string(rank);
+      }
+      return MakeError("rank ", names, " did not connect to rank ", group.index, " at ", mine.address.Text(),
+                       " within the timeout; check the network between them, and GLOO_SOCKET_IFNAME");
+    }
+    for (size_t i = guests.size(); i-- > 0;) {
+      if (ready[i + 1].revents == 0) continue;
+      Guest& guest = guests[i];
+      const ssize_t got = recv(guest.socket.fd(), reinterpret_cast<char*>(&guest.greeting) + guest.got,
+                               sizeof(Greeting) - guest.got, MSG_DONTWAIT);
+      if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+      guest.got += got > 0 ? static_cast<size_t>(got) : 0;
+      if (got > 0 && guest.got < sizeof(Greeting)) continue;
+      const Greeting& said = guest.greeting;
+      if (got > 0 && said.magic == kHelloMagic && said.rank > group.index && said.rank < group.size() &&
+          std::memcmp(said.secret, mine.secret, sizeof mine.secret) == 0) {
+        Socket& place = said.control != 0 ? peers[said.rank].control : peers[said.rank].data;
+        if (!place) {
+          place = std::move(guest.socket);
+          --missing;
+        }
+      }
+      guests.erase(guests.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+    if (ready[0].revents != 0) {
+      Socket made(accept4(listening.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (!made) continue;
+      const int one = 1;
+      setsockopt(made.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+      if (guests.size() >= kMostGuests) guests.erase(guests.begin());  // the one that was silent for longest
+      guests.push_back({std::move(made), {}, 0});
+    }
+  }
+  return Ok{};
+}
+
+}  // namespace
+
+Socket::~Socket() {
+  if (fd_ >= 0) close(fd_);
+}
+
+Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const auto failure = [&](const auto&... parts) { return MakeError("axis ", group.axis, ": ", parts...); };
+  INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, WhereAmI()));
+
+  // A rank that cannot listen says so to the others with an empty address, instead of leaving them waiting.
+  Listener mine;
+  Socket listening;
+  std::string trouble;
+  if (Result<Address> address = ChooseAddress(places); !address.ok()) {
+    trouble = address.error().ToString();
+  } else {
+    mine.address = *address;
+    mine.address.SetPort(0);
+    listening = MakeSocket(mine.address.family());
+    auto* name = reinterpret_cast<sockaddr*>(&mine.address.bytes);
+    const int backlog = static_cast<int>(std::min<int64_t>(2 * group.size() + 16, 4096));
+    if (!listening || bind(listening.fd(), name, mine.address.size) != 0 || listen(listening.fd(), backlog) != 0 ||
+        getsockname(listening.fd(), name, &mine.address.size) != 0) {
+      trouble = "cannot listen on " + mine.address.Text() + ": " + std::strerror(errno);
+    } else if (getrandom(mine.secret, sizeof mine.secret, 0) != sizeof mine.secret) {
+      trouble = std::string("no random numbers: ") + std::strerror(errno);
+    }
+  }
+  if (!trouble.empty()) mine.magic = 0;
+  INTERLACE_ASSIGN(const std::vector<Listener> all, ExchangeAll(group, exchange, mine));
+  if (!trouble.empty()) return failure("rank ", group.index, ": ", trouble);
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    if (all[rank].magic != kHelloMagic || all[rank].address.size > sizeof(sockaddr_storage))
+      return failure("rank ", rank, " has no address for its peers (its own error says why)");
+  }
+
+  std::vector<PeerSockets> peers(group.size());
+  for (int64_t rank = 0; rank < group.index; ++rank) {
+    for (const bool control : {false, true}) {
+      Greeting greeting;
+      greeting.rank = static_cast<int32_t>(group.index);
+      greeting.control = control;
+      std::memcpy(greeting.secret, all[rank].secret, sizeof greeting.secret);
+      Result<Socket> made = ConnectTo(all[rank], greeting, deadline);
+      if (!made.ok()) {
+        return failure("rank ", group.index, " cannot reach rank ", rank, " at ", all[rank].address.Text(), " (",
+                       made.error().ToString(), "); check the network between them, and GLOO_SOCKET_IFNAME");
+      }
+      (control ? peers[rank].control : peers[rank].data) = std::move(*made);
+    }
+  }
+  if (Status accepted = AcceptPeers(group, listening, mine, deadline, peers); !accepted.ok())
+    return failure(accepted.error().ToString());
+  return peers;
+}
+
+}  // namespace interlace

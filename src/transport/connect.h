@@ -1,0 +1,49 @@
+// connect.h — TCP connections between all ranks of a group. What the ranks already have to exchange a few bytes is used
+// twice, for who is on which host and then for where each rank listens; afterwards they talk to each other directly.
+//
+// The address is that of GLOO_SOCKET_IFNAME (the first name) when it is set, loopback when all ranks share one host and
+// network namespace, else the one the host's name stands for. A rank connects to every lower rank and accepts from
+// every higher one. Each listener has a random secret that only the group's ranks learn; a connection that does not
+// begin with it is dropped.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/result.h"
+#include "transport/group.h"
+
+namespace interlace {
+
+// A file descriptor that is closed with its owner.
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket();
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+struct PeerSockets {
+  Socket data, control;
+};
+
+// Gives every rank's bytes, in the order of the group; all ranks give the same number of bytes.
+using ExchangeBytes = std::function<Result<std::vector<std::string>>(const std::string& mine)>;
+
+// Two non-blocking connections to every peer, by index (none to this rank). All ranks of the group must call it
+// together. Error: no address to listen on, or a rank that cannot be reached within the timeout.
+Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s);
+
+}  // namespace interlace
