@@ -52,6 +52,7 @@ fuzz:  ## fuzz every reader for FUZZ_SECONDS (default 60)
 	  && cmake --build --preset fuzz && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
 
 bench: build  ## measure against PyTorch, alternating in the same processes; figures go to out/bench.json
+	@$(SETUP) test
 	@mkdir -p out && rm -f out/bench.json out/prediction.json
 	@for case in one_rank two_ranks executor compile_time sharded_memory simulator; do \
 	  echo "» $$case"; $(PY) bench/$$case.py --json out/bench.json $(ARGS) || exit 1; done

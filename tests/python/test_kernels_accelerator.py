@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interlace import _runtime
 from interlace._runtime import testing
 
 pytestmark = [
@@ -67,7 +68,7 @@ def test_what_is_only_for_cpus_says_so() -> None:
 
 
 def test_one_rank_copies_on_the_device() -> None:
-    comm = testing.Comm("dp", 0, 1, "none", 5.0)
+    comm = _runtime.Comm("dp", 0, 1, "none", 5.0)
     shard, full = torch.arange(5.0, device=device()), torch.zeros(5, device=device())
     comm.wait(comm.start_gather([shard], [full], "gather"))
     assert torch.equal(full, shard)
