@@ -4,8 +4,8 @@
 // distances and kept units (coordinate by coordinate), then moves on the transfers that hold the compute lane longest.
 // What is left of the budget then goes into making the smallest smaller.
 // What is left is the front: no schedule that was tried is both faster and smaller. A memory limit picks from the front
-// the smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step. What is picked
-// waits for its reductions as late as costs nothing: real ranks are not equally fast at every moment.
+// the smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step. What is
+// picked waits for its reductions as late as costs nothing: real ranks are not equally fast at every moment.
 //
 //   front   memory  ^ \.                     the limit ......|
 //                   |   `-.__                 picked: a      v

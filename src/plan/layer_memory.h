@@ -3,10 +3,10 @@
 //
 // Counted by storage, as ir/liveness.h does, from the definition to the last op that touches it:
 //
-//     hidden ─────────┬───────────────────────────────┐             results that a backward op reads live from one pass
-//     to norm, q, k, v ──┼────────────┐                  │             the other: saved. The activation that enters
-//     counts as scores          │            │                  │             this layer's, the one that leaves as the
-//     next one's. ────────────── forward ─── saved ─── backward ──┴──
+//     hidden ─────────┬───────────────────────────────┐      results that a backward op reads live from one pass to
+//     norm, q, k, v ──┼────────────┐                  │      the other: saved. The activation that enters counts as
+//     scores          │            │                  │      this layer's, the one that leaves as the next one's.
+//     ────────────── forward ─── saved ─── backward ──┴──
 //
 // Not counted: parameters and their gradients (a stage holds them whole or in shards, by its strategy), the batch, and
 // what all layers share (rotary tables, masks), which is `shared`.
