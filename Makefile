@@ -65,7 +65,9 @@ soak: build  ## the long runs of tests that `make test` samples, and ten minutes
 	@INTERLACE_SOAK=1 $(MAKE) --no-print-directory core-test
 	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
 
-lint: build  ## ruff, mypy, and clang-format where it is installed
+lint: build  ## walls between rooms, lines, ruff, mypy, and clang-format where it is installed
+	@$(PY) tools/lint/walls.py
+	@$(PY) tools/lint/lines.py
 	@$(SETUP) dev
 	@$(BIN)/ruff check python tests bench tools && $(BIN)/mypy
 	@if command -v clang-format >/dev/null; then \

@@ -25,7 +25,7 @@ T Unwrap(Result<T> result) {
 
 // Collectives and tier copies without a program (runtime_measure.cc).
 void BindMeasure(pybind11::module_& m);
-// Kernels one by one (runtime_testing.cc): null unless the build has INTERLACE_TESTING.
+// Kernels one by one (testing/runtime_testing.cc): null unless the build has INTERLACE_TESTING.
 [[gnu::weak]] void BindTesting(pybind11::module_& m);
 // States written beside the steps (runtime_snapshot.cc).
 void BindSnapshot(pybind11::module_& m, pybind11::class_<Executor>& executor);

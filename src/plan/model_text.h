@@ -3,7 +3,7 @@
 //
 //   interlace-model 1
 //   name "llama-3-8b"                      facts, one a line: name, family, blocks, dtype, hidden, heads, kv_heads,
-//   blocks 32                              vocab, sequence, flash, tied (the one parameter of embedding and head, or none)
+//   blocks 32                              vocab, sequence, flash, tied (one parameter of embedding and head, or none)
 //   parallel column 0 "model.layers.0."    cut along dimension 0: column | row | vocabulary
 //   program block 412                      the next 412 lines are the program; embedding, block and head, each once
 //
