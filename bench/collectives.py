@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import paired, quartiles, report
+
 from interlace import _runtime
 
 

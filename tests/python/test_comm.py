@@ -11,6 +11,7 @@ import comm_worker
 import pytest
 import ranks
 import torch
+
 from interlace import _runtime
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interlace import _runtime
 from interlace._runtime import testing
+
+from interlace import _runtime
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = """
 | room | what lives there | may include |
 |---|---|---|
-| `src/base` | results | – |
+| `src/base` | results | - |
 | `src/ir` | programs | base |
 | `src/passes` | passes | ir |
 | `src/trace` | timelines | base |
@@ -107,9 +107,14 @@ PLANTED = {
         "interlace_room(base)\ninterlace_room(ir DEPS base trace)\n",
         "CMakeLists.txt: ir links base, trace; docs/architecture.md lets it include base: make them the same",
     ),
+    "a row that names no room": (
+        "docs/architecture.md",
+        TABLE.replace("executor | ir, trace", "executor | ir, trace, spam"),
+        "docs/architecture.md: the row of runtime names spam, which has no row",
+    ),
     "a circle": (
         "docs/architecture.md",
-        TABLE.replace("results | –", "results | passes"),
+        TABLE.replace("results | -", "results | passes"),
         "docs/architecture.md: rooms include each other in a circle: base -> passes -> ir -> base",
     ),
 }

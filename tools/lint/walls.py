@@ -42,7 +42,7 @@ def rooms(text: str) -> Table:
     table: Table = {}
     for first, last in re.findall(r"^\| (`[^|]*) \|.*\| ([^|]+) \|$", text, re.MULTILINE):
         for name in re.findall(r"`(?:src/)?([\w/-]+)`", first):
-            table[name] = set() if last == "–" else {word.strip() for word in last.split(",")}
+            table[name] = set(re.findall(r"[\w/-]*\w", last))
     everything = {name for name in table if "/" not in name}
     return {name: everything - {name} if below == {"all"} else below for name, below in table.items()}
 
@@ -97,7 +97,11 @@ def check(root: Path) -> list[str]:
         may = closure(table)
     except ValueError as circle:
         return [str(circle)]
-    faults = []
+    faults = [
+        f"{TABLE}: the row of {name} names {room}, which has no row"
+        for name, below in table.items()
+        for room in sorted(below - table.keys())
+    ]
     cmake = root / "CMakeLists.txt"
     for name, below in closure(linked(cmake.read_text())).items() if cmake.exists() else ():
         if below != may.get(name):
