@@ -1,7 +1,7 @@
 // layer_memory.h — the memory of one layer's program as expressions in b, s and tp: what stays between the passes, and
 // the bytes alive at every op of the forward and of the backward part.
 //
-// Counted by storage, as ir/liveness.h does, from the definition to the last op that touches it:
+// Bytes are counted by storage, as ir/liveness.h does, from the definition to the last op that touches it:
 //
 //     hidden ─────────┬───────────────────────────────┐      results that a backward op reads live from one pass to
 //     norm, q, k, v ──┼────────────┐                  │      the other: saved. The activation that enters counts as

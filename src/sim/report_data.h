@@ -1,5 +1,5 @@
 // report_data.h — what the report page shows beyond SimulationJson: when each phase runs, memory by kind over time,
-// what fills the peak, the critical path in pieces. Of the rank that ends last.
+// what fills the peak, the critical path in pieces. All of it is of the rank that ends last.
 //
 //   {"rank": 0, "phases": [{"name", "start_us", "end_us"}],
 //    "memory": {"kinds": [...], "time_us": [...], "bytes": [[by kind], ...], "peak_us": , "at_peak": [{"kind",
