@@ -15,7 +15,7 @@ PY = $$(cat build/python-path)
 BIN = $$(dirname $$(cat build/python-path))
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test core-test asan-test fuzz bench soak lint clean
+.PHONY: help build train test core-test asan-test fuzz bench soak lint tidy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,12 @@ lint: build  ## walls between rooms, lines, ruff, mypy, and clang-format where i
 	@$(BIN)/ruff check python tests bench tools && $(BIN)/mypy
 	@if command -v clang-format >/dev/null; then \
 	  find src tools -name '*.h' -o -name '*.cc' | xargs clang-format --dry-run --Werror; fi
+
+tidy:  ## clang-tidy over the core rooms; any finding fails
+	@sh tools/setup/system.sh python cxx venv tidy
+	@$(SETUP) tools
+	@export PATH="$(BIN):$$PATH" && cmake --preset tidy >build/tidy.log || { cat build/tidy.log; exit 1; }
+	@sed -n 's/^ *"file": "\(.*\)",*$$/\1/p' build/tidy/compile_commands.json | xargs -P $(JOBS) -n 1 clang-tidy -quiet -p build/tidy
 
 clean:  ## remove what was built and measured (not .venv, not runs)
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache
