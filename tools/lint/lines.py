@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-CPP = 44_300  # src and tools, without tests and code for tests
-PYTHON = 17_040  # python/interlace
+CPP = 45_500  # src and tools, without tests and code for tests
+PYTHON = 17_500  # python/interlace
 FILE, TEST_FILE = 500, 560  # one file; split it by what it says, not in the middle
 LONGER = {"src/ir/dim.cc", "src/runtime/executor.cc", "python/interlace/capture/recorder.py"}  # until they are split
 FOR_TESTS = re.compile(r"_(test|fuzz)\.cc$|/testing/|_test_support\.h$")
