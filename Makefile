@@ -15,7 +15,7 @@ PY = $$(cat build/python-path)
 BIN = $$(dirname $$(cat build/python-path))
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test core-test asan-test fuzz bench soak lint clean
+.PHONY: help build train test core-test asan-test fuzz bench soak lint tidy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,7 @@ fuzz:  ## fuzz every reader for FUZZ_SECONDS (default 60)
 	  && cmake --build --preset fuzz && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
 
 bench: build  ## measure against PyTorch, alternating in the same processes; figures go to out/bench.json
+	@$(SETUP) test
 	@mkdir -p out && rm -f out/bench.json out/prediction.json
 	@for case in one_rank two_ranks executor compile_time sharded_memory simulator; do \
 	  echo "» $$case"; $(PY) bench/$$case.py --json out/bench.json $(ARGS) || exit 1; done
@@ -64,11 +65,19 @@ soak: build  ## the long runs of tests that `make test` samples, and ten minutes
 	@INTERLACE_SOAK=1 $(MAKE) --no-print-directory core-test
 	@$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=600
 
-lint: build  ## ruff, mypy, and clang-format where it is installed
+lint: build  ## walls between rooms, lines, ruff, mypy, and clang-format where it is installed
+	@$(PY) tools/lint/walls.py
+	@$(PY) tools/lint/lines.py
 	@$(SETUP) dev
 	@$(BIN)/ruff check python tests bench tools && $(BIN)/mypy
 	@if command -v clang-format >/dev/null; then \
 	  find src tools -name '*.h' -o -name '*.cc' | xargs clang-format --dry-run --Werror; fi
+
+tidy:  ## clang-tidy over the core rooms; any finding fails
+	@sh tools/setup/system.sh python cxx venv tidy
+	@$(SETUP) tools
+	@export PATH="$(BIN):$$PATH" && cmake --preset tidy >build/tidy.log || { cat build/tidy.log; exit 1; }
+	@sed -n 's/^ *"file": "\(.*\)",*$$/\1/p' build/tidy/compile_commands.json | xargs -P $(JOBS) -n 1 clang-tidy -quiet -p build/tidy
 
 clean:  ## remove what was built and measured (not .venv, not runs)
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache

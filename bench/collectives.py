@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import paired, quartiles, report
-from interlace._runtime import testing
+
+from interlace import _runtime
 
 
 def worker(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
@@ -31,7 +32,7 @@ def worker(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     store = dist.FileStore(rendezvous, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     own = dist.new_group(backend="gloo", timeout=timeout)
-    comm = testing.Comm("dp", rank, ranks, "tcp", 60.0, own.group_name)
+    comm = _runtime.Comm("dp", rank, ranks, "tcp", 60.0, own.group_name)
     for megabytes in args.shard_mb:
         numel = max(1, int(megabytes * 1e6 / 4))
         shard, full = torch.randn(numel), torch.zeros(numel * ranks)

@@ -250,5 +250,6 @@ PYBIND11_MODULE(_runtime, m) {
       .def("stats", [](const Executor& self) { return StatsDict(self.stats()); });
   BindSnapshot(m, executor);
   BindTrace(m, executor);
-  BindTesting(m);
+  BindMeasure(m);
+  if (BindTesting != nullptr) BindTesting(m);
 }

@@ -23,8 +23,10 @@ T Unwrap(Result<T> result) {
   return std::move(*result);
 }
 
-// Collectives and kernels one by one (runtime_testing.cc).
-void BindTesting(pybind11::module_& m);
+// Collectives and tier copies without a program (runtime_measure.cc).
+void BindMeasure(pybind11::module_& m);
+// Kernels one by one (testing/runtime_testing.cc): null unless the build has INTERLACE_TESTING.
+[[gnu::weak]] void BindTesting(pybind11::module_& m);
 // States written beside the steps (runtime_snapshot.cc).
 void BindSnapshot(pybind11::module_& m, pybind11::class_<Executor>& executor);
 // What was recorded of a step (runtime_trace.cc).

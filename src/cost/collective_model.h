@@ -1,8 +1,8 @@
 // collective_model.h — time of a collective over the ranks of one mesh axis, per level of the links.
 //
 // Ranks are laid out with the last mesh axis innermost; a group along an axis lies within a node or spans nodes:
-//   mesh dp 4, tp 2 on nodes of 4:  tp groups {0,1} {2,3} ...  within a node;  dp groups {0,2,4,6} {1,3,5,7} span two
-//   nodes
+//   mesh dp 4, tp 2 on nodes of 4:   tp groups {0,1} {2,3} ... lie within a node,
+//                                    dp groups {0,2,4,6} {1,3,5,7} span two nodes
 // A ring over n ranks: alpha * (n - 1) + bytes * (n - 1) / n / bandwidth; bandwidth between nodes is the share of the
 // node's that the group's members in it have. An all-reduce is two rings. Source: NCCL's rings; fitted by
 // bench/fit_collectives.py.

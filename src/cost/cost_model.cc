@@ -168,7 +168,7 @@ Result<double> CostModel::OperandBytes(const Op& op, bool results) const {
   } else {
     ForEachOperand(op, add);
   }
-  INTERLACE_TRY(status);
+  if (!status.ok()) return status.error();
   return bytes;
 }
 

@@ -1,10 +1,11 @@
 // kernel_model.h — time of a kernel that nobody has measured: a roofline whose efficiency depends on the size.
 //
-// Matrix product (batch of m x n x k):  t0 + flops / (peak * efficiency) * waves^q * (1 + k0 / k), or the time of its
-// bytes
-//   if that is longer; waves is what the last, partly filled wave of output tiles costs over all processors.
-// Flash attention:  t0 + flops / (peak * e / (1 + s0 / sequence)).
-// All else moves bytes:  t0 + bytes / bandwidth, faster for what fits into the last cache.
+//   matrix product (batch of m x n x k)   t0 + flops / (peak * efficiency) * waves^q * (1 + k0 / k), or the time of its
+//                                         bytes if that is longer; waves is what the last, partly filled wave of output
+//                                         tiles costs over all processors
+//   flash attention                       t0 + flops / (peak * e / (1 + s0 / sequence))
+//   all else moves bytes                  t0 + bytes / bandwidth, faster for what fits into the last cache
+//
 // The constants are the cluster's ([device], [kernels]); bench/fit_kernels.py fits them on public timings.
 #pragma once
 

@@ -5,8 +5,7 @@
 // the thread has not reached yet is copied then and there, up to `staging_bytes` at once:
 //
 //   owner    start ─ forward ─ backward ────── WaitStaged ─ update ─ forward ...
-//   thread         copy+write 0 │ 1 │ ... │ 6 │            7' │ 8' │ 9' │ sync      7' to 9': from the copies that
-//   WaitStaged made
+//   thread         copy+write 0 │ 1 │ ... │ 6 │            7' │ 8' │ 9' │ sync   7' to 9': of what WaitStaged copied
 //
 // With a disk that keeps up nothing is ever held twice, and WaitStaged returns at once.
 //

@@ -3,15 +3,14 @@
 //
 //   state %5: f32[..] u0.grad step          state %5: f32[..] u0.grad step out      states and gradient lie in the tier
 //   state %6: .. u0.exp_avg persistent      state %6: .. u0.exp_avg persistent out
-//                                           reload.start(%4) reload.wait(%4)        the weights come for their first
-//                                           use ...
+//                                           reload.start(%4) reload.wait(%4)   the weights come for their first use ...
 //   gather.start(%4)                        gather.start(%4)
 //   ...                                     ...
-//                                           offload.start(%4) {clean=true} offload.wait(%4)   ... and go after their
-//                                           last reload.start(%5) {fresh=true} reload.wait(%5)
+//                                           offload.start(%4) {clean=true}     ... and go after their last
+//                                           offload.wait(%4)
+//                                           reload.start(%5) {fresh=true} reload.wait(%5)
 //   into %5 = reduce.start, reduce.wait     into %5 = reduce.start, reduce.wait
-//                                           offload.start(%5)                       the gradient goes as soon as it is
-//                                           whole
+//                                           offload.start(%5)                  the gradient goes as soon as it is whole
 //   norm.partial(%5)                        norm.partial(%5)
 //                                           offload.wait(%5)
 //   update.adamw(%4, %5, %6, %7)            update.adamw(%4, %5, %6, %7) {lane=host}

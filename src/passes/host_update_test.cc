@@ -3,7 +3,7 @@
 #include "base/rounds.h"
 #include "passes/evaluate.h"
 #include "passes/phase_memory.h"
-#include "passes/training_case.h"
+#include "passes/testing/training_case.h"
 
 namespace interlace {
 namespace {

@@ -1,10 +1,8 @@
 // offload.h — storages leave memory where a limit asks for it, and are back when they are used.
 //
 //   offload(limit=2GiB)        only the excess: optimizer states first, then gradients, weights, activations; copies
-//   run
-//                              beside the compute lane, each as late as it can and as early as the memory allows
-//                              (host=auto: the optimizer steps of some units are made on the host instead,
-//                              host_update.h)
+//                              run beside the compute lane, each as late as it can and as early as the memory allows
+//                              (host=auto: some units' optimizer steps are made on the host instead, host_update.h)
 //   offload_deepcompile(...)   DeepCompile, Algorithm 2: optimizer states in fragments, out from the head of forward
 //   offload_sync(...)          everything out after each use and back before the next, waited for at once: the baseline
 //

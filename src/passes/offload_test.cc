@@ -4,7 +4,7 @@
 
 #include "base/rounds.h"
 #include "passes/offload_plan.h"
-#include "passes/training_case.h"
+#include "passes/testing/training_case.h"
 
 namespace interlace {
 namespace {

@@ -1,8 +1,10 @@
 // overlap_update.h — the optimizer step of a unit runs as soon as its gradient is complete, in the last micro-batch,
 // while other gradients are still being reduced.
 //
-//   micro_batch: ... reduce.wait(%r7)  reduce.wait(%r8)     ->  ... reduce.wait(%r7)  update(u7)  reduce.wait(%r8)
-//   update(u8) update:      update(u7)  update(u8)                         (empty)
+//   before   micro_batch:  ... reduce.wait(%r7)  reduce.wait(%r8)
+//            update:       update(u7)  update(u8)
+//   after    micro_batch:  ... reduce.wait(%r7)  update(u7)  reduce.wait(%r8)  update(u8)
+//            update:       (empty)
 //
 // Clipping and skipping need the norm of all gradients before the first update: then everything stays where it is.
 // Source: what PyTorch calls an optimizer fused into backward; the order of work changes, no bit does.

@@ -5,8 +5,8 @@
 //   after:  %c: bf16[8] = aten._to_copy(%w, dtype=bf16) {fwd on_shard=true}
 //           ... = aten.mm(%x, %c) {fwd}                              grad(%w, %g) {bwd}
 // and what shard makes of that (after replicate, zero1 and with one rank, the casts stay where they are used first):
-//   %s: bf16[shard] = copy(%shard)                                  %g into %flat+0 = ...               flat is
-//   bf16[numel] %f: bf16[numel] = gather.start(%s)                              %r: bf16[shard] = reduce.start(%flat)
+//   %s: bf16[shard] = copy(%shard)                                  %g into %flat+0 = ...       flat is bf16[numel]
+//   %f: bf16[numel] = gather.start(%s)                              %r: bf16[shard] = reduce.start(%flat)
 //   gather.wait(%f)                                                 reduce.wait(%r)
 //   ... = aten.mm(%x, view of %f)   release(%f)                     %p: f32[shard] into %grad+0 = copy(%r)
 //

@@ -2,10 +2,10 @@
 //
 // Many schedules are tried, whatever the limit: heuristics as their authors describe them, a grid of bucket sizes,
 // distances and kept units (coordinate by coordinate), then moves on the transfers that hold the compute lane longest.
-// What is left of the budget then goes into making the smallest smaller.
-// What is left is the front: no schedule that was tried is both faster and smaller. A memory limit picks from the front
-// the smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step. What is picked
-// waits for its reductions as late as costs nothing: real ranks are not equally fast at every moment.
+// The rest of the budget goes into making the smallest schedule smaller.
+// The front is every schedule that no other beats in both time and memory. A memory limit picks from the front the
+// smallest schedule within 1 % of the fastest that fits, so a higher limit never gives a slower step. In the picked
+// schedule every reduction is waited for as late as costs nothing: real ranks are not equally fast at every moment.
 //
 //   front   memory  ^ \.                     the limit ......|
 //                   |   `-.__                 picked: a      v
@@ -60,9 +60,10 @@ Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs
 // The same without a choice: neither front nor chosen.
 Result<SearchResult> JudgeSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options);
 
-// Front and chosen, of what was judged. A limit is held to what a program takes with all in its place: that is more
-// than what lives at once and dearer to know, so only what would be chosen is placed, until what is chosen fits. When
-// nothing does, the first of the front is the least that any of the judged takes. `make`: the program of a candidate.
+// Front and chosen, of the candidates that were judged. A limit is compared with what a program takes once everything
+// has its place in memory. Planning these places takes longer than adding up what lives at once, and the sum is larger,
+// so only a candidate that would be chosen is planned, until one fits. When none fits, the first of the front is the
+// candidate that takes least. `make`: the program of a candidate.
 Status Choose(SearchResult& found, const PassCosts& costs, double slack,
               const std::function<Result<Program>(const Candidate&)>& make);
 

@@ -1,9 +1,9 @@
 // sharding.h — what shard, replicate and zero1 share: units and their states, and gradients that land in flat buffers.
 //
-// Gradients of n > 1 ranks, one unit u after another:      of one rank: the gradient is placed straight into the state.
-//   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]}   (zeroes
-//   padding) %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...) %r:
-//   f32[shard] into %grad+0 = reduce.start(%g)
+//   Gradients of n > 1 ranks, one unit u after another:     of one rank, placed straight into the state:
+//   %g = grad.begin() {units=[u]}                           %g into %grad+0 = grad.begin() {units=[u]} (pads with 0)
+//   %dw: f32[..] into %g+0 = aten.mm(...)                   %dw: f32[..] into %grad+0 = aten.mm(...)
+//   %r: f32[shard] into %grad+0 = reduce.start(%g)
 //   ... until just before the next reduce.start (those of an eighth in all ride along; replicate: 8 MiB in all) ...
 //   reduce.wait(%r)    release(%g)
 // A gradient that is narrower than its parameter (see precision.h) is reduced as it is and widened into the state:

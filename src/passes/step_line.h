@@ -1,9 +1,9 @@
 // step_line.h — the ops of one step in the order they run, with the memory and the time of each: what passes that send
 // storages out of memory look at. A micro-batch that is repeated stands there once.
 //
-//   op         0      1      2    ...   n-1 | 0 ...        `update` of the last step comes before `micro_batch` of the
-//   next bytes      P(0)   P(1)   P(2) uses of a storage:  [2,4]     [9,9]                     from the op that first
-//   touches it to the last in a row
+//   op                   0      1      2    ...   n-1 | 0 ...   `update` of a step is before the next `micro_batch`
+//   bytes                P(0)   P(1)   P(2)
+//   uses of a storage    [2,4]     [9,9]                        from the op that first touches it to the last in a row
 #pragma once
 
 #include <vector>

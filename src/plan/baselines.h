@@ -24,12 +24,10 @@ struct Baseline {
 //   aceso      uneven stages, recomputed blocks counted; no ZeRO, no offload; chosen as if nothing overlapped
 // and for the steps between them:
 //   parallel, full-ckpt, ckpt, zero, offload, all   Mist, Fig. 2, equal stages and ZeRO-1: no memory saved, all blocks
-//   recomputed,
-//                                                   and one thing tuned beside parallelism (zero and offload with all
-//                                                   blocks recomputed), all of them
+//                                                   recomputed, one thing tuned beside parallelism (zero and offload
+//                                                   with all blocks recomputed), all of them
 //   grid, grid+ckpt, grid+offload, grid+imbalance   Fig. 13: stages of equal devices, grown step by step; until the
-//   last step
-//                                                   all micro-batches are taken to be alike
+//                                                   last step all micro-batches are taken to be alike
 const std::vector<Baseline>& Baselines();
 // Error: unknown name (did you mean).
 Result<const Baseline*> FindBaseline(std::string_view name);

@@ -3,8 +3,8 @@
 // For a key, G fixes b * dp, and the devices fix dp * tp, so a handful of (b, dp, tp) remain, with four levels of ZeRO
 // each. Under one of those the choices are how many blocks are recomputed and which shares are offloaded:
 //   1. Recomputation: (full, selective) pairs in order of the compute they add. A pair that adds more compute and saves
-//   no more
-//      memory than another is never better, whatever is offloaded; what is left is a list from "nothing" to "all".
+//      no more memory than another is never better, whatever is offloaded; what is left is a list from "nothing" to
+//      "all".
 //   2. The first of the list that fits without offload beats all after it.
 //   3. Each before it must offload; its trade-off between t and t + d is traced exactly (simplex.h).
 // First all get a few ratios each, which gives good points early; then what cannot beat the points found so far is

@@ -9,12 +9,12 @@
 // The last two terms are one maximum E = max(A_1, max_i (d_i + A_i)) with A_i = t_i + A_{i+1}, the time from the
 // arrival of a micro-batch at stage i until it has passed all stages (D of the suffix recurrence is E - A). Two facts
 // make this quick:
-// - For given limits T >= max t and H >= E, a smaller A_{i+1} never hurts: it leaves more room under H for every stage
-// before.
-//   So one number per (stage, blocks left, devices left, layout) decides whether a plan within (T, H) exists: Check.
-// - The best E under T only falls as T grows. So the rectangle of (T, H) is halved again and again, a part is dropped
-// when its
-//   lower corner cannot beat the best plan or Check finds it empty, and what is left bounds the gap at any time.
+//   - For given limits T >= max t and H >= E, a smaller A_{i+1} never hurts: it leaves more room under H for every
+//     stage before. So one number per (stage, blocks left, devices left, layout) decides whether a plan within (T, H)
+//     exists: Check.
+//   - The best E under T only falls as T grows. So the rectangle of (T, H) is halved again and again, a part is dropped
+//     when its lower corner cannot beat the best plan or Check finds it empty, and what is left bounds the gap at any
+//     time.
 //
 // A boundary's cost depends on the layouts on both sides of it, so the layout is part of the state: nothing is repaired
 // after. Devices: stages lie one after another; a stage of fewer devices than a node lies within one, others are whole

@@ -1,12 +1,12 @@
 // layer_memory.h — the memory of one layer's program as expressions in b, s and tp: what stays between the passes, and
 // the bytes alive at every op of the forward and of the backward part.
 //
-// Counted by storage, as ir/liveness.h does, from the definition to the last op that touches it:
+// Bytes are counted by storage, as ir/liveness.h does, from the definition to the last op that touches it:
 //
-//     hidden ─────────┬───────────────────────────────┐             results that a backward op reads live from one pass
-//     to norm, q, k, v ──┼────────────┐                  │             the other: saved. The activation that enters
-//     counts as scores          │            │                  │             this layer's, the one that leaves as the
-//     next one's. ────────────── forward ─── saved ─── backward ──┴──
+//     hidden ─────────┬───────────────────────────────┐      results that a backward op reads live from one pass to
+//     norm, q, k, v ──┼────────────┐                  │      the other: saved. The activation that enters counts as
+//     scores          │            │                  │      this layer's, the one that leaves as the next one's.
+//     ────────────── forward ─── saved ─── backward ──┴──
 //
 // Not counted: parameters and their gradients (a stage holds them whole or in shards, by its strategy), the batch, and
 // what all layers share (rotary tables, masks), which is `shared`.

@@ -1,9 +1,9 @@
 // least_memory.h — the plan of a space that needs the least memory of a device: how far a limit is from any plan at
 // all, and a plan to begin with where there is no time to search.
 //
-// Looked at: every number of stages with equal devices and layers as equal as can be, every tensor-parallel degree, the
-// smallest micro-batch, all ZeRO levels, each kind of offload at none or the most that is allowed, all blocks
-// recomputed in one way or none. A plan of uneven stages may need a little less.
+// The plans it looks at: every number of stages with equal devices and layers as equal as can be, every tensor-parallel
+// degree, the smallest micro-batch, all ZeRO levels, each kind of offload at none or the most that is allowed, all
+// blocks recomputed in one way or none. A plan of uneven stages may need a little less.
 #pragma once
 
 #include <cstdint>

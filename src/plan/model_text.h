@@ -2,10 +2,10 @@
 // program (docs/ir.md) for each kind of layer. Written by python/interlace/plan/layers.py.
 //
 //   interlace-model 1
-//   name "llama-3-8b"                         facts, one a line: name, family, blocks, dtype, hidden, heads, kv_heads,
-//   vocab, blocks 32                                 sequence, flash, tied (the parameter that embedding and head
-//   share, or none) parallel column 0 "model.layers.0..."     cut along dimension 0: column | row | vocabulary program
-//   block 412                         the next 412 lines are the program; embedding, block and head, each once
+//   name "llama-3-8b"                      facts, one a line: name, family, blocks, dtype, hidden, heads, kv_heads,
+//   blocks 32                              vocab, sequence, flash, tied (one parameter of embedding and head, or none)
+//   parallel column 0 "model.layers.0."    cut along dimension 0: column | row | vocabulary
+//   program block 412                      the next 412 lines are the program; embedding, block and head, each once
 //
 // A program has the inputs "hidden" (not the embedding's) and "hidden.grad" (not the head's): the activation that
 // enters the layer and the gradient of the one that leaves it, and their counterparts as outputs. Files are hostile

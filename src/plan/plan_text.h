@@ -10,9 +10,10 @@
 //   flash_attention yes
 //   dtype "bfloat16"                   # of weights and gradients in forward and backward; bfloat16 has float32 masters
 //   memory_limit 23622320128           # bytes of a device
-//   template overlap                   # or runtime: predicted as this runtime trains it (one stage, tp 1); may be left
-//   out accumulation 64                    # micro-batches of a step, the same on every rank space "full" predicted
-//   step_us 41250000 pipeline_us 41100000 bound_us 41250000
+//   template overlap                   # or runtime: predicted as this runtime trains it (one stage, tp 1); or no line
+//   accumulation 64                    # micro-batches of a step, the same on every rank
+//   space "full"
+//   predicted step_us 41250000 pipeline_us 41100000 bound_us 41250000
 //
 //   stage 0
 //     layers 12 embedding              # blocks 0 to 11

@@ -4,11 +4,12 @@
 //   {"plans": [{...plan_json.h..., "text": "interlace-plan 1...", "explained": [{"bytes": [...], "phases": [...]}]}],
 //    "complete": true, "bound_us": ..., "seconds": ..., "pairs": ..., "frontiers": ...,
 //    "why_not": [{"name": "one stage", "step_us": ..., "slower": 0.31, "complete": true} |
-//                {"name": ..., "least_bytes": ..., "over_bytes": ...}],  // stopped: "at_least": 0.12, how much slower
-//                for certain
-//    "from_us": ...,                                    // with `before`: the best step on its stages, 0 where they are
-//    no help "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence":
-//    1024}}
+//                {"name": ..., "least_bytes": ..., "over_bytes": ...}],
+//    "from_us": ...,
+//    "nothing_fits": {"least_bytes": ..., "over_bytes": ..., "host_memory": ..., "devices": 64, "sequence": 1024}}
+//
+// A comparison that was stopped has "at_least": 0.12, how much slower it is for certain. "from_us" is there with
+// `before`: the best step on its stages, 0 where they are no help.
 #pragma once
 
 #include <cstdint>

@@ -9,8 +9,10 @@
 //   p first, q last   stage 1   p .. F1 F2 .. B1 F3 B2 F4 B3 .. B4 q
 //                     stage 2   p ..... F1 B1 F2 B2 F3 B3 F4 B4 q
 //
-//   F(i, m) starts when stage i is free and F(i-1, m) has arrived; it arrives at max(its end, the one before it
-//   arrived) + send B(i, m) the same from stage i + 1.  The step ends when the last stage has finished its q.
+//   F(i, m) starts when stage i is free and F(i-1, m) has arrived;
+//           it arrives at max(its end, the arrival of the one before it) + send.
+//   B(i, m) the same from stage i + 1.
+//   The step ends when the last stage has finished its q.
 //
 // The closed form of inter_stage.h has the same terms without the order of forward and backward.
 #pragma once

@@ -6,9 +6,8 @@
 // what that reduction receives into, and under ZeRO 3 the parameters in use and those of the next step. Two of these
 // cross from layer to layer:
 //
-//   forward    ... last step of layer i ──┬─ first step of layer i+1 ...     its parameters are gathered one step ahead
-//   backward   ... last gradient of i+1 ──┴─ first gradient of layer i ...   its reduction is waited for one gradient
-//   later
+//   forward    ... last step of layer i ──┬─ first step of layer i+1 ...    its parameters are gathered a step ahead
+//   backward   ... last gradient of i+1 ──┴─ first gradient of layer i ...  its reduction is waited for a gradient later
 #pragma once
 
 #include <array>

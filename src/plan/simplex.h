@@ -1,10 +1,10 @@
 // simplex.h — the offload ratios that make a stage fit: x = (weights, gradients, states, activations) in [0, 1]^4 with
 // need_r <= save_r . x for each peak and use . x <= room for the host.
 //
-// Peaks are linear in x (buffers shrink and grow with the ratios), so this is a polytope; t and t + d are piecewise
-// linear on it and fall with no ratio, so the best lie where some peak just fits. There, the lower left boundary of the
-// image of each piece is the image of edges of that piece: lines where, besides the peak, two more bounds or kinks
-// meet. All of them are followed.
+// Peaks are linear in x (buffers shrink and grow with the ratios), so the ratios that fit are a polytope; t and t + d
+// are piecewise linear on it and fall with no ratio, so the best ratios lie where some peak just fits. There, the lower
+// left boundary of the image of each piece is the image of edges of that piece: lines where, besides the peak, two more
+// bounds or kinks meet. All of them are followed.
 #pragma once
 
 #include <array>

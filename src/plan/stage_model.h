@@ -11,10 +11,10 @@
 //   backward, last      gather if ZeRO 3, scatter or all-reduce  in(W)+in(G)+in(act)   out(G)
 //
 // The layer that opens a phase has nothing before it, so its gather and copies in are exposed; so are the copies out
-// and the reduction of the layer that closes one. All else overlaps by the cluster's interference factors (Mist,
-// Algorithm 1), the blocks together (recomputed blocks are spread evenly among kept ones), embedding and head each with
-// their own compute. An embedding needs no weights in backward. Collectives of tensor parallelism are on the critical
-// path: nothing hides them.
+// and the reduction of the layer that closes one. Everything else overlaps by the cluster's interference factors
+// (Mist, Algorithm 1), all blocks of a stage together (recomputed blocks are spread evenly among kept ones), embedding
+// and head each with their own compute. An embedding needs no weights in backward. Collectives of tensor parallelism
+// are on the critical path: nothing hides them.
 //
 // Memory: weights, gradients and states by shard and offload ratios, buffers of two neighbouring layers for what is
 // gathered or comes from the host, p micro-batches of saved activations, the layer's own peak, and a buffer to each

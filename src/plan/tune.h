@@ -2,10 +2,11 @@
 // stage.
 //
 // For every G that divides the batch and every number of stages S: frontiers of the stages (stage_model.h), joined by
-// the exact choice between stages (inter_stage.h). Frontiers cost most of the time, so they are computed only where
-// they can matter: at first a bound stands for each (least time, memory left aside); what the best plan on bounds uses
-// is computed, and again, until the best plan uses nothing but computed frontiers. It is then the best of all. (G, S)
-// go in order of their bounds, and those that cannot beat the best plan so far are left.
+// the exact choice between stages (inter_stage.h). Frontiers take most of the time, so a frontier is computed only
+// where it can matter. At first a bound stands for each frontier (its least time, whatever the memory). The best plan
+// over bounds and computed frontiers is found, the frontiers that it uses are computed, and so on, until the best plan
+// uses computed frontiers alone; no plan is better. Pairs (G, S) are taken in order of their bounds; a pair whose bound
+// does not beat the best plan so far is left out.
 #pragma once
 
 #include <cstdint>

@@ -2,8 +2,8 @@
 // at the times of a simulated rank's ops.
 //
 //   address
-//   ▲  ┌──u1 gathered──┐  ┌─%40─┐        a piece: one block from the op that makes it to the last that touches it; what
-//   phases hand │  ┌─────%12───────┴──┐              on is one piece, and so is what begins before the step
+//   ▲  ┌──u1 gathered──┐  ┌─%40─┐    a piece: one block from the op that makes it to the last that touches it;
+//   │  ┌─────%12───────┴──┐          what phases hand on is one piece, and so is what begins before the step
 //   └──┴──────────────────┴─────► time
 //
 // Kernels' workspaces are in it as far as the profile knows them. Only CPUs have an arena.

@@ -1,8 +1,8 @@
 // measured.h — a step that ran, in the place of a simulated one: chakra_export.h and SimulationSnapshot then write it
 // in the same formats, so that a prediction and a measurement are read by the same tools.
 //
-//   runtime: (run, op, begin, end) of every op and transfer  ->  Measured  ->  SimulationChakra(s, rank),
-//   SimulationSnapshot(s)
+//   runtime: (run, op, begin, end) of every op and transfer  ->  Measured  ->  SimulationChakra(s, rank)
+//                                                                          ->  SimulationSnapshot(s)
 //
 // Times are of the clock that all ranks share, in nanoseconds from the first rank's begin. What was not recorded
 // (views, transfers of a rank alone) takes the place that program order leaves it.

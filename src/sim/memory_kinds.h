@@ -1,9 +1,9 @@
 // memory_kinds.h — what the bytes of the memory curve (memory_curve.h) are for.
 //
-//   parameters      shards and whole parameters, master copies     gathered    buffers that gathers fill
-//   gradients       flat gradients, reduced shards                 activations results of the forward part
-//   optimizer       every other state                              temporaries results of the backward part and the
-//   update buffers         buffers and constants                          workspace   inside the op that runs
+//   parameters   shards and whole parameters, master copies    gathered      buffers that gathers fill
+//   gradients    flat gradients, reduced shards                activations   results of the forward part
+//   optimizer    every other state                             temporaries   results of the backward part and update
+//   buffers      buffers and constants                         workspace     inside the op that runs
 #pragma once
 
 #include <array>

@@ -5,8 +5,7 @@
 // a trace needs are written here by hand, so that no protobuf library is needed.
 //
 //   node 7 "aten.mm"       COMP_NODE       data_deps {4, 6}  ctrl_deps {6}
-//   node 8 "gather.start"  COMM_COLL_NODE  ctrl_deps {7}     comm_type ALL_GATHER, comm_size (bytes that a rank hands
-//   in)
+//   node 8 "gather.start"  COMM_COLL_NODE  ctrl_deps {7}     comm_type ALL_GATHER, comm_size (bytes of one rank's part)
 //
 // data_deps: who wrote what the op reads. ctrl_deps: what must have ended, or been issued, before it in program order.
 #pragma once

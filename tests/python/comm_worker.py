@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from interlace._runtime import testing
+
+from interlace import _runtime
 
 
 class Ranks:
@@ -32,8 +33,8 @@ class Ranks:
         self.process_group = dist.new_group(backend="gloo", timeout=timeout)
         self.group = self.process_group.group_name
 
-    def comm(self, timeout_s: float = 30.0, backend: str = "tcp") -> testing.Comm:
-        return testing.Comm("dp", self.rank, self.size, backend, timeout_s, self.group)
+    def comm(self, timeout_s: float = 30.0, backend: str = "tcp") -> _runtime.Comm:
+        return _runtime.Comm("dp", self.rank, self.size, backend, timeout_s, self.group)
 
     def data(self, rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -222,11 +223,11 @@ def check_addresses(ranks: Ranks) -> None:
     """Without an interface's name ranks on one host meet on loopback; a name that does not exist is told to all."""
     environment = os.environ.pop("GLOO_SOCKET_IFNAME")
     group = dist.new_group(backend="gloo").group_name
-    comm = testing.Comm("dp", ranks.rank, ranks.size, "tcp", 30.0, group)
+    comm = _runtime.Comm("dp", ranks.rank, ranks.size, "tcp", 30.0, group)
     comm.wait(comm.start_all_reduce(torch.zeros(1), "all-reduce"))
     os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0,lo" if ranks.rank == 0 else environment
     group = dist.new_group(backend="gloo").group_name if ranks.rank > 0 else _group_on(environment)
-    text = message(lambda: testing.Comm("dp", ranks.rank, ranks.size, "tcp", 30.0, group))
+    text = message(lambda: _runtime.Comm("dp", ranks.rank, ranks.size, "tcp", 30.0, group))
     if ranks.rank == 0:
         assert text.startswith('axis dp: rank 0: GLOO_SOCKET_IFNAME names the interface "nowhere0", which has no'), text
     else:
@@ -271,7 +272,7 @@ def check_misuse(ranks: Ranks) -> None:
     ticket = comm.start_all_reduce(torch.zeros(4), "x")
     comm.wait(ticket)
     assert message(lambda: comm.wait(ticket)) == f"axis dp: no transfer {ticket} is under way (waited for twice?)"
-    create = testing.Comm
+    create = _runtime.Comm
     assert 'no process group named "nowhere"' in message(lambda: create("dp", ranks.rank, size, "tcp", 5.0, "nowhere"))
     assert f"says rank {ranks.rank} of {size}, the axis says" in message(
         lambda: create("dp", ranks.rank, size + 1, "tcp", 5.0, ranks.group)

@@ -11,7 +11,8 @@ import comm_worker
 import pytest
 import ranks
 import torch
-from interlace._runtime import testing
+
+from interlace import _runtime
 
 
 def run_ranks(
@@ -89,7 +90,7 @@ def test_strangers_and_hostile_bytes(tmp_path: Path) -> None:
 
 
 def test_one_rank_copies_or_does_nothing() -> None:
-    comm = testing.Comm("dp", 0, 1, "none", 5.0)
+    comm = _runtime.Comm("dp", 0, 1, "none", 5.0)
     shard, full = torch.arange(5.0), torch.zeros(5)
     comm.wait(comm.start_gather([shard], [full], "gather"))
     assert torch.equal(full, shard)
@@ -104,4 +105,4 @@ def test_one_rank_copies_or_does_nothing() -> None:
         comm.wait(ticket)
     assert comm.stats() == {"bytes_sent": 0, "bytes_received": 0, "receive_buffer_peak_bytes": 0, "calls": 4}
     with pytest.raises(RuntimeError, match="rank 1 of 1 is not a rank"):
-        testing.Comm("dp", 1, 1, "none", 5.0)
+        _runtime.Comm("dp", 1, 1, "none", 5.0)

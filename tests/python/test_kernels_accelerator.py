@@ -6,6 +6,8 @@ import pytest
 import torch
 from interlace._runtime import testing
 
+from interlace import _runtime
+
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine"),
@@ -67,7 +69,7 @@ def test_what_is_only_for_cpus_says_so() -> None:
 
 
 def test_one_rank_copies_on_the_device() -> None:
-    comm = testing.Comm("dp", 0, 1, "none", 5.0)
+    comm = _runtime.Comm("dp", 0, 1, "none", 5.0)
     shard, full = torch.arange(5.0, device=device()), torch.zeros(5, device=device())
     comm.wait(comm.start_gather([shard], [full], "gather"))
     assert torch.equal(full, shard)

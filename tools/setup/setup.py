@@ -2,7 +2,7 @@
 
     python3 tools/setup/setup.py tools    # an environment with cmake and ninja
     python3 tools/setup/setup.py build    # and torch, the runtime packages, and interlace
-    python3 tools/setup/setup.py test     # and pytest
+    python3 tools/setup/setup.py test     # and pytest, and interlace with `_runtime.testing`
     python3 tools/setup/setup.py dev      # and ruff, mypy
 
 Uses an active environment (VIRTUAL_ENV, CONDA_PREFIX) that already has torch as it is; else makes .venv, which sees the
@@ -143,7 +143,7 @@ def sources_digest(python: str) -> str:
     """Changes when anything that goes into the package does: sources, build files, interpreter, torch."""
     hasher = hashlib.sha256(f"{python} {torch_version(python)}".encode())
     files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"]
-    for folder in ("src", "python", "tools/interlace-opt"):
+    for folder in ("cmake", "src", "python", "tools/interlace-opt"):
         files += [f for f in (ROOT / folder).rglob("*") if f.is_file() and "__pycache__" not in f.parts]
     for file in sorted(files):
         hasher.update(f"{file.relative_to(ROOT)}\n".encode())
@@ -151,10 +151,13 @@ def sources_digest(python: str) -> str:
     return hasher.hexdigest()[:16]
 
 
-def build_package(python: str, done: Done) -> None:
+def build_package(python: str, done: Done, testing: bool) -> None:
+    """Builds and installs interlace, with `_runtime.testing` when tests want it or ever wanted it here."""
     digest = sources_digest(python)
-    if done.is_("package", digest):
+    had_testing = done.is_("testing", "yes")
+    if done.is_("package", digest) and (had_testing or not testing):
         return
+    testing = testing or had_testing
     against = f"{python} {torch_version(python)}"
     mark = ROOT / "build" / "full-against"
     if mark.exists() and mark.read_text() != against:
@@ -165,10 +168,12 @@ def build_package(python: str, done: Done) -> None:
         python,
         ["--no-build-isolation", "--no-deps", "--force-reinstall", "."],
         "building interlace",
+        INTERLACE_TESTING="ON" if testing else "OFF",
         PATH=f"{tools}{os.pathsep}{os.environ.get('PATH', '')}",
         CMAKE_BUILD_PARALLEL_LEVEL=os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1)),
     )
     done.set("package", digest)
+    done.set("testing", "yes" if testing else "no")
 
 
 def main() -> None:
@@ -184,7 +189,7 @@ def main() -> None:
     if level >= LEVELS.index("build"):
         install_torch(python, done)
         install(python, done, "runtime", project()["dependencies"])
-        build_package(python, done)
+        build_package(python, done, testing=sys.argv[1] == "test")
     if level >= LEVELS.index("test"):
         install(python, done, "test", project()["optional-dependencies"]["test"])
     if level >= LEVELS.index("dev"):

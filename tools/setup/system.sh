@@ -1,5 +1,5 @@
 #!/bin/sh
-# system.sh NEED... - checks for system packages: cxx python venv headers gtest clang make.
+# system.sh NEED... - checks for system packages: cxx python venv headers gtest clang tidy make.
 # What is missing is installed when we are root on a Debian system; otherwise the command that installs it is printed.
 set -eu
 python="${PYTHON:-python3}"
@@ -23,6 +23,7 @@ for need in "$@"; do
              *) has_header gtest/gtest.h || missing="$missing libgtest-dev" ;;
            esac ;;
     clang) command -v clang++ >/dev/null 2>&1 || missing="$missing clang" ;;
+    tidy) command -v clang-tidy >/dev/null 2>&1 || missing="$missing clang-tidy" ;;
     make) command -v make >/dev/null 2>&1 || missing="$missing make" ;;
     *) echo "system.sh: unknown need '$need'" >&2; exit 2 ;;
   esac

@@ -164,11 +164,11 @@ class Collectives:
     """Gathers, reduces, all-reduces and point-to-point transfers on our own transport."""
 
     def __init__(self, peers: Any, timeout_s: float) -> None:
-        from interlace._runtime import testing
+        from interlace import _runtime
 
         (axis,) = peers.axes([("dp", peers.size)])
         self.peers = peers
-        self.comm = testing.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["native"])
+        self.comm = _runtime.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["native"])
 
     def time(self, kind: str, size: int) -> dict[str, float]:
         """Medians over repeated calls of `size` bytes, as the cost model counts them, each until the last rank has it; ranks meet

@@ -53,9 +53,9 @@ class Files:
     """One rank's tier file, with transfers of both directions under way."""
 
     def __init__(self, folder: str, rank: int, ranks: int) -> None:
-        from interlace._runtime import testing
+        from interlace import _runtime
 
-        self.tier = testing.FileTier(folder, rank, ranks)
+        self.tier = _runtime.FileTier(folder, rank, ranks)
         self.disk = disk_of(folder)
         self._regions: dict[str, list[int]] = {}
         self._memory: dict[str, torch.Tensor] = {}

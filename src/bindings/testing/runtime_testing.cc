@@ -1,30 +1,20 @@
-// runtime_testing.cc — _runtime.testing: collectives, kernels and tiers one by one, for tests, benchmarks and profiles.
+// runtime_testing.cc — _runtime.testing: kernels one by one, the page heap, and a count of memory, for tests and
+// benchmarks. Only in builds with INTERLACE_TESTING: what pip installs does not have it.
 #include <ATen/ops/empty.h>
 
 #include <memory>
 #include <optional>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bindings/runtime.h"
 #include "runtime/allocator.h"
-#include "runtime/comm.h"
 #include "runtime/kernels_aten.h"
 #include "runtime/step_heap.h"
-#include "tier/tier.h"
 
 namespace py = pybind11;
 
 namespace interlace {
 
 namespace {
-
-std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
-                                 double timeout_s, const std::string& group) {
-  return Unwrap(Comm::Create({name, rank, size, backend, group}, timeout_s));
-}
 
 at::Tensor OrUndefined(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
@@ -40,79 +30,8 @@ at::Tensor PageHeapBlock(int64_t bytes) {
 
 // Called by the module's own initialization (runtime.cc).
 void BindTesting(py::module_& module) {
-  py::module_ m = module.def_submodule(
-      "testing", "Collectives, kernels and tiers of the runtime one by one, for tests, benchmarks and profiles.");
-  using Tensors = std::vector<at::Tensor>;
+  py::module_ m = module.def_submodule("testing", "Kernels of the runtime one by one, for tests and benchmarks.");
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<Comm>(m, "Comm")
-      .def(py::init(&CreateComm), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("backend"),
-           py::arg("timeout_s"), py::arg("group") = "", no_gil)
-      .def(
-          "start_gather",
-          [](Comm& c, Tensors shards, Tensors fulls, std::string label) {
-            return Unwrap(c.StartGather(std::move(shards), std::move(fulls), std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_reduce",
-          [](Comm& c, Tensors flats, Tensors shards, std::string label) {
-            return Unwrap(c.StartReduce(std::move(flats), std::move(shards), std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_all_reduce",
-          [](Comm& c, at::Tensor value, std::string label) {
-            return Unwrap(c.StartAllReduce(std::move(value), std::move(label)));
-          },
-          no_gil)
-      .def(
-          "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
-      .def("progress", &Comm::Progress, no_gil, "Moves what can be moved without waiting.")
-      .def("set_recording", &Comm::SetRecording, py::arg("on"))
-      .def(
-          "take_seconds",
-          [](Comm& c, int64_t ticket) {
-            const Comm::Times times = c.TakeTimes(ticket);
-            return static_cast<double>(times.end_ns - times.queued_ns) / 1e9;
-          },
-          "Seconds from the issue of a recorded operation, which was waited for, to its end.")
-      .def("stats", [](const Comm& c) {
-        const Comm::Stats s = c.stats();
-        py::dict out;
-        out["bytes_sent"] = s.bytes_sent;
-        out["bytes_received"] = s.bytes_received;
-        out["receive_buffer_peak_bytes"] = s.receive_buffer_peak_bytes;
-        out["calls"] = s.calls;
-        return out;
-      });
-
-  // The tensors of a transfer must stay, and stay as they are, until its ticket was waited for.
-  py::class_<Tier>(m, "FileTier")
-      .def(py::init([](const std::string& folder, int64_t rank, int64_t ranks) {
-             return Unwrap(MakeFileTier({.folder = folder, .rank = rank, .ranks = ranks}));
-           }),
-           py::arg("folder"), py::arg("rank") = 0, py::arg("ranks") = 1)
-      .def(
-          "reserve", [](Tier& t, const std::string& name, int64_t bytes) { return Unwrap(t.Reserve(name, bytes)); },
-          py::arg("name"), py::arg("bytes"))
-      .def(
-          "start_write",
-          [](Tier& t, Tier::Region region, const at::Tensor& from) {
-            return t.StartWrite(region, from.const_data_ptr(), static_cast<int64_t>(from.nbytes()));
-          },
-          no_gil)
-      .def(
-          "start_read",
-          [](Tier& t, Tier::Region region, const at::Tensor& to) {
-            return t.StartRead(region, to.mutable_data_ptr(), static_cast<int64_t>(to.nbytes()));
-          },
-          no_gil)
-      .def(
-          "wait", [](Tier& t, Tier::Ticket ticket) { Unwrap(t.Wait(ticket)); }, no_gil)
-      .def_property_readonly("bytes_out", [](const Tier& t) { return t.stats().bytes_out; })
-      .def_property_readonly("bytes_in", [](const Tier& t) { return t.stats().bytes_in; })
-      .def_property_readonly("direct", [](const Tier& t) { return t.stats().direct; });
-
   // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates,
   // any library's.
   struct CountMemory {
