@@ -364,9 +364,6 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
 Result<bool> Accumulate(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(int64_t steps, options.Int("steps", std::nullopt, 1));
   INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"reduce_each", "reduce_last"}));
-  if (program.level == Level::kCaptured) {
-    return MakeError("the program has no units; run shard, replicate or zero1 before accumulate");
-  }
   if (program.accumulation != program.width) {
     return MakeError("the program accumulates ", program.accumulation, " micro-batches already; run accumulate once");
   }

@@ -296,18 +296,9 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const HostSte
   return Ok{};
 }
 
-Status CheckLevel(const Program& program) {
-  if (program.level == Level::kCaptured)
-    return MakeError("the program has no units; run shard, accumulate and update before host_update");
-  if (program.level == Level::kSharded)
-    return MakeError("the program has sizes that are not numbers; bind them before host_update");
-  return Ok{};
-}
-
 }  // namespace
 
 Result<std::vector<HostUnit>> HostUnits(const Program& program) {
-  INTERLACE_TRY(CheckLevel(program));
   const HostSteps steps(program);
   std::vector<std::pair<int32_t, HostUnit>> found;
   for (const HostStep& c : steps.all()) {
@@ -342,7 +333,6 @@ std::vector<UnitId> LastUnits(const std::vector<HostUnit>& units, double share) 
 }
 
 Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
-  INTERLACE_TRY(CheckLevel(program));
   const HostSteps steps(program);
   std::vector<const HostStep*> chosen;
   for (UnitId unit : units) {

@@ -11,9 +11,6 @@ namespace interlace {
 namespace {
 
 Status CheckCaptured(const Program& program) {
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError("the program has units already; run interleave before shard, replicate and zero1");
-  }
   if (program.width > 1) {
     return MakeError("the program runs ", program.width, " micro-batches side by side already; run interleave once");
   }

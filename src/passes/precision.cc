@@ -154,10 +154,6 @@ class Narrower {
 Result<bool> Precision(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::string param, options.Choice("param", {"none", "bf16", "f16", "auto"}));
   INTERLACE_ASSIGN(std::string reduce, options.Choice("reduce", {"none", "f32", "bf16", "f16"}));
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError(
-        "the program has units already; precision runs before shard, replicate and zero1, which read what it marks");
-  }
   if (program.width > 1) return MakeError("micro-batches run side by side already; run precision before interleave");
   Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");

@@ -1,7 +1,6 @@
 #include "passes/reposition_update.h"
 
 #include <algorithm>
-#include <array>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -254,15 +253,6 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
     }
   }
   return Repositioner(program, *update, *program.FindPhase(order[0].first->name), ahead, share).Run();
-}
-
-Status CheckRepositioned(const Program& program, std::string_view name) {
-  constexpr std::array<std::string_view, 7> kFine = {"reposition_update", "canonicalize", "overlap_update",
-                                                     "host_update",       "offload",      "offload_deepcompile",
-                                                     "offload_sync"};
-  if (std::find(kFine.begin(), kFine.end(), name) != kFine.end() || PendingOps(program).empty()) return Ok{};
-  return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ",
-                   name, " does not keep that order; run reposition_update after ", name);
 }
 
 }  // namespace interlace

@@ -65,7 +65,8 @@ TEST(RepositionUpdate, AShareOfTheUpdatesIsSpreadOverTheUnits) {
   EXPECT_EQ(Head(both), Head(TwoLayersAfter(half)));
   EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,reposition_update(share=1.5)"),
             "error: pass 'reposition_update': option share: 1.5 is more than all; give 0 to 1");
-  EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,reposition_update(share=0)"), TwoLayersAfter("shard(ranks=2),update"));
+  EXPECT_EQ(TwoLayersAfter("shard(ranks=2),update,reposition_update(share=0)"),
+            TwoLayersAfter("shard(ranks=2),update"));
 }
 
 TEST(RepositionUpdate, WholeParametersAreGatheredAfterTheirPartWasUpdated) {

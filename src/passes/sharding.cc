@@ -60,11 +60,6 @@ Result<ShardingOptions> ReadShardingOptions(const PassOptions& options) {
 }
 
 Status CheckShardable(const Program& program, const ShardingOptions& options) {
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError(
-        "the program has units already; shard, replicate and zero1 start from a captured program and exclude one "
-        "another");
-  }
   const Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   for (const Axis& axis : program.mesh) {

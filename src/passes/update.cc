@@ -29,8 +29,6 @@ class Builder {
       : program_(program), clip_(clip), norm_(norm), momentum_(momentum) {}
 
   Result<bool> Run() {
-    if (program_.level == Level::kCaptured)
-      return MakeError("the program has no units; run shard, replicate or zero1 before update");
     if (program_.UpdatePhase() != nullptr) return MakeError("the program has an update phase already");
     INTERLACE_TRY(FindTargets());
     phase_.name = "update";
