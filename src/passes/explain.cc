@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "ir/op_table.h"
 #include "ir/pending.h"
 #include "passes/pass_table.h"
 #include "passes/schedule.h"
@@ -92,7 +93,7 @@ std::string Updates(const Program& program, bool overlaps) {
   int64_t pending = 0, updates = 0;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) {
-      if (!program.op(id).name.starts_with("update.")) continue;
+      if (!IsUpdate(program.op(id))) continue;
       ++updates;
       pending += IsPending(program.op(id)) ? 1 : 0;
     }

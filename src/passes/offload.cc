@@ -36,7 +36,7 @@ Result<std::vector<OffloadKind>> ReadKinds(const PassOptions& options, const std
 bool Moves(const Program& program) {
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) {
-      if (program.op(id).name.starts_with("offload.")) return true;
+      if (program.op(id).kind == OpKind::kOffloadStart) return true;
     }
   }
   return false;

@@ -48,7 +48,7 @@ class Narrower {
     }
     for (int32_t i = 0; i < edit_.size(); ++i) {
       Op& op = edit_.op(i);
-      if (op.name != "grad") continue;
+      if (op.kind != OpKind::kGrad) continue;
       ValueId value = op.args[1].value;
       const Type& type = program_.value(value).type;
       if (DTypeBytes(type.dtype) <= DTypeBytes(dtype)) continue;
@@ -71,7 +71,7 @@ class Narrower {
     for (int32_t index : facts_.uses[param.value]) {
       const Op& op = program_.op(phase_.ops[index]);
       if (IsPureView(program_, op)) continue;
-      if (op.name == "grad" && program_.RootOf(op.args[1].value) != param.value) continue;
+      if (op.kind == OpKind::kGrad && program_.RootOf(op.args[1].value) != param.value) continue;
       if (!IsMovableCast(op, param, dtype)) return {};
       casts.push_back(index);
     }

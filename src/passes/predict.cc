@@ -33,7 +33,7 @@ std::vector<Stall> StallsOf(const Lowered& lowered, const EngineOutput& output) 
       if (ops[i].kind != LoweredOp::Kind::kWait || time <= 0 || rank.waited_for[instance] < 0) continue;
       const Op& start = program.op(output.transfers[rank.waited_for[instance]].op->op);
       if (start.units.empty()) continue;
-      held[{start.name == "reduce.start", start.part, start.units[0]}] += time;
+      held[{start.kind == OpKind::kReduceStart, start.part, start.units[0]}] += time;
     }
   }
   std::vector<Stall> stalls;

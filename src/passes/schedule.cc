@@ -236,7 +236,7 @@ Result<Schedule> ScheduleOf(Program& program, const Program& before) {
     }
     for (int32_t i = 0; i < transfers.size(); ++i) {
       const Op& op = transfers.op(i);
-      if (op.name != "gather.wait") continue;
+      if (op.kind != OpKind::kGatherWait) continue;
       bool here = false;
       ForEachOperand(op, [&](ValueId id) { here = here || waiting.count(id) > 0; });
       if (here) steps.push_back(i);
