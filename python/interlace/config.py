@@ -185,22 +185,23 @@ class Config:
         """The pass pipeline of this configuration for so many ranks."""
         if self.passes is not None:
             return self.passes.replace("{ranks}", str(ranks))
-        clip = "none" if self.clip_norm is None else repr(float(self.clip_norm))
-        norm = "always" if self.skip_nonfinite and self.clip_norm is None else "auto"
-        passes = ["canonicalize", *self._precision(), f"{self.strategy}(axis=dp,ranks={ranks})"]
-        if self.accumulation > 1:
-            passes.append(f"accumulate(steps={self.accumulation},mode={self.accumulate_mode})")
-        passes.append(f"update(clip={clip},norm={norm},momentum={'true' if momentum else 'false'})")
-        return ",".join(passes)
+        from interlace import _core
 
-    def _precision(self) -> list[str]:
-        """The pass that makes transfers narrower, or nothing."""
-        if self.param_dtype is None and self.reduce_dtype is None:
-            return []
         param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
-        reduce = "none" if wanted is None else NARROW.get(wanted, "f32")
-        return [f"precision(param={param},reduce={reduce})"]
+        return str(
+            _core.standard_pipeline(
+                strategy=self.strategy,
+                mesh=[("dp", ranks)],
+                accumulation=self.accumulation,
+                accumulate_mode=self.accumulate_mode,
+                param=param,
+                reduce="none" if wanted is None else NARROW.get(wanted, "f32"),
+                clip=self.clip_norm,
+                norm=self.skip_nonfinite and self.clip_norm is None,
+                momentum=momentum,
+            )
+        )
 
     def _dtype(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -25,6 +25,7 @@
 #include "passes/pass_table.h"
 #include "passes/pipeline.h"
 #include "passes/runner.h"
+#include "passes/standard_pipeline.h"
 
 namespace py = pybind11;
 
@@ -348,6 +349,19 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("data"), "XXH64 of bytes.");
   m.def("pass_table", &PassTableList, "Every pass: name, help, options.");
+  m.def(
+      "standard_pipeline",
+      [](const std::string& strategy, std::vector<std::pair<std::string, int64_t>> mesh, const std::string& shard_axis,
+         int64_t accumulation, const std::string& accumulate_mode, const std::string& param, const std::string& reduce,
+         std::optional<double> clip, bool norm, bool momentum) {
+        return PrintPipeline(Take(StandardPipeline({strategy, std::move(mesh), shard_axis, accumulation,
+                                                    accumulate_mode, param, reduce, clip, norm, momentum})));
+      },
+      py::arg("strategy") = "shard", py::arg("mesh") = std::vector<std::pair<std::string, int64_t>>{{"dp", 1}},
+      py::arg("shard_axis") = "dp", py::arg("accumulation") = 1, py::arg("accumulate_mode") = "reduce_each",
+      py::arg("param") = "none", py::arg("reduce") = "none", py::arg("clip") = std::nullopt, py::arg("norm") = false,
+      py::arg("momentum") = true,
+      "The passes that make a training step, in their order (standard_pipeline.cc says why).");
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
       "SHA-256 of a text, hexadecimal.");

@@ -31,7 +31,7 @@ struct Plan {
 enum class Variant { kFirst, kMiddle, kLast };
 
 bool IsCollective(const Op& op) {
-  return op.name == "gather.start" || op.name == "gather.wait" || op.name == "reduce.start" || op.name == "reduce.wait";
+  return TraitsOf(op).family == OpFamily::kUnit;
 }
 
 // Writes one variant of the micro-batch phase: clones ops and values, and changes what concerns gradients.
@@ -72,13 +72,13 @@ class VariantWriter {
   ValueId Map(ValueId id) const { return id == kNone || new_[id] == kNone ? id : new_[id]; }
 
   Status WriteOp(const Op& op) {
-    if (op.name == "grad.begin") return WriteBegin(op);
-    if (op.name == "release") return WriteRelease(op);
+    if (op.kind == OpKind::kGradBegin) return WriteBegin(op);
+    if (op.kind == OpKind::kRelease) return WriteRelease(op);
     if (IsCollective(op)) {
       if (!Runs(op)) return Ok{};
-      if (op.name == "reduce.start") Narrow(op);
+      if (op.kind == OpKind::kReduceStart) Narrow(op);
       INTERLACE_TRY(Clone(op));
-      if (op.name == "reduce.wait" && Each() && Adds()) {
+      if (op.kind == OpKind::kReduceWait && Each() && Adds()) {
         ForEachOperand(op, [&](ValueId part) {
           const Value& value = program_.value(part);
           if (plan_.grad_state.count(value.root) > 0)
@@ -97,7 +97,7 @@ class VariantWriter {
         return Ok{};
       }
     }
-    if (op.name == "copy" && only != kNone && program_.value(only).placed) {
+    if (op.kind == OpKind::kCopy && only != kNone && program_.value(only).placed) {
       const Value& value = program_.value(only);
       if (Fresh(LandingOf(value.root), value.root)) {
         new_[only] = Contribute(value, Map(op.args[0].value), op);
@@ -117,7 +117,7 @@ class VariantWriter {
     if (!of_state && Each()) return Clone(op);
     ValueId state = of_state ? program_.RootOf(flat) : LandingOf(flat)->full_grad;
     if (variant_ == Variant::kFirst) {
-      Op& begin = NewOp(op.name, op);
+      Op& begin = NewOp(op.kind, op);
       begin.units = op.units;
       begin.attrs = op.attrs;
       program_.AddPlaced(begin, program_.value(state).type, state, Dim(0));
@@ -132,7 +132,7 @@ class VariantWriter {
     bool runs = true;
     auto check = [&](ValueId id) {
       bool of_gradient = plan_.grad_state.count(program_.RootOf(id)) > 0;
-      if (of_gradient && (plan_.reduce_last || op.name.starts_with("gather."))) runs = false;
+      if (of_gradient && (plan_.reduce_last || TraitsOf(op).exchange == Exchange::kGather)) runs = false;
       if (plan_.reduce_last && plan_.narrow_parts.count(id) > 0) runs = false;
     };
     for (ValueId id : op.results) check(id);
@@ -159,7 +159,7 @@ class VariantWriter {
     ForEachOperand(reduce, [&](ValueId flat) {
       const Landing* landing = LandingOf(flat);
       if (!Widens(landing)) return;
-      Op& copy = NewOp("copy", reduce);
+      Op& copy = NewOp(OpKind::kCopy, reduce);
       copy.args = {Arg::Of(landing->full_grad)};
       new_[flat] = program_.AddResult(copy, program_.value(flat).type);
     });
@@ -169,7 +169,7 @@ class VariantWriter {
   ValueId Contribute(const Value& place, ValueId source, const Op& tags) {
     ValueId state = Target(place.root);
     if (Adds()) return AddInto(place, state, place.offset, source, tags);
-    Op& copy = NewOp("copy", tags);
+    Op& copy = NewOp(OpKind::kCopy, tags);
     copy.args = {Arg::Of(source)};
     Type type = place.type;
     type.dtype = program_.value(state).type.dtype;
@@ -198,7 +198,7 @@ class VariantWriter {
     type.dtype = program_.value(state).type.dtype;
     ValueId part = state;
     if (!(offset == Dim(0)) || !(type == program_.value(state).type)) {
-      Op& view = NewOp("view", tags);
+      Op& view = NewOp(OpKind::kView, tags);
       view.args = {Arg::Of(state)};
       part = program_.AddView(view, type, state, offset);
     }
@@ -210,8 +210,9 @@ class VariantWriter {
     return part;
   }
 
-  Op& NewOp(std::string name, const Op& tags) {
-    Op& op = program_.AddOp(std::move(name));
+  template <typename KindOrName>
+  Op& NewOp(KindOrName what, const Op& tags) {
+    Op& op = program_.AddOp(what);
     CopyTags(tags, op);
     phase_.ops.push_back(op.id);
     return op;
@@ -229,7 +230,7 @@ class VariantWriter {
     }
     ForEachOperand(out, [&](ValueId& v) { v = Map(v); });
     for (ValueId& v : out.writes) v = Map(v);
-    if (op.name == "view" && LandingOf(op.args[0].value) != nullptr)
+    if (op.kind == OpKind::kView && LandingOf(op.args[0].value) != nullptr)
       out.args = {Arg::Of(program_.RootOf(out.results[0]))};
     phase_.ops.push_back(id);
     for (ValueId result : op.results) {
@@ -277,7 +278,7 @@ class VariantWriter {
 
   // A reduced part that goes to the state `grad` in the first micro-batch and is added in the others.
   bool IsAddedPart(const Value& value, const Op& op) const {
-    return op.name == "reduce.start" && Each() && Adds() && plan_.grad_state.count(value.root) > 0;
+    return op.kind == OpKind::kReduceStart && Each() && Adds() && plan_.grad_state.count(value.root) > 0;
   }
 
   Program& program_;
@@ -317,12 +318,12 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
   std::vector<UnitId> with_full_grad;
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
-    if (op.name == "grad.begin" && !program.value(op.results[0]).placed) {
+    if (op.kind == OpKind::kGradBegin && !program.value(op.results[0]).placed) {
       Landing& landing = plan.landings[op.results[0]];
       landing.unit = op.units[0];
       landing.narrow = program.value(op.results[0]).type.dtype != program.units[op.units[0]].dtype;
     }
-    if (op.name == "reduce.start") {
+    if (op.kind == OpKind::kReduceStart) {
       for (size_t i = 0; i < op.args.size(); ++i) {
         auto landing = plan.landings.find(op.args[i].value);
         if (landing != plan.landings.end() && landing->second.narrow) plan.narrow_parts.insert(op.results[i]);
@@ -334,8 +335,8 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
       plan.sums.insert(op.results.begin(), op.results.end());
     }
     // A reduced shard is widened, and added up only when it is reduced in every micro-batch.
-    if (reduce_last && op.name == "copy" && plan.narrow_parts.count(op.args[0].value) > 0) continue;
-    if (IsCollective(op) || op.name == "grad.begin") continue;
+    if (reduce_last && op.kind == OpKind::kCopy && plan.narrow_parts.count(op.args[0].value) > 0) continue;
+    if (IsCollective(op) || op.kind == OpKind::kGradBegin) continue;
     for (ValueId result : op.results) {
       if (result == kNone || !program.value(result).placed) continue;
       ValueId root = program.RootOf(result);
@@ -364,9 +365,6 @@ Plan MakePlan(Program& program, const Phase& phase, bool reduce_last) {
 Result<bool> Accumulate(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(int64_t steps, options.Int("steps", std::nullopt, 1));
   INTERLACE_ASSIGN(std::string mode, options.Choice("mode", {"reduce_each", "reduce_last"}));
-  if (program.level == Level::kCaptured) {
-    return MakeError("the program has no units; run shard, replicate or zero1 before accumulate");
-  }
   if (program.accumulation != program.width) {
     return MakeError("the program accumulates ", program.accumulation, " micro-batches already; run accumulate once");
   }
@@ -401,7 +399,8 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
         std::tuple{Variant::kMiddle, ".middle", program.width, runs - 2},
         std::tuple{Variant::kLast, ".last", (runs - 1) * program.width, int64_t{1}}}) {
     if (count == 0) continue;
-    INTERLACE_ASSIGN(Phase written, VariantWriter(program, plan, variant, old_values).Write(phase, phase.name + suffix));
+    INTERLACE_ASSIGN(Phase written,
+                     VariantWriter(program, plan, variant, old_values).Write(phase, phase.name + suffix));
     program.order.push_back({written.name, first, count});
     variants.push_back(std::move(written));
   }

@@ -5,6 +5,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "ir/op_table.h"
 #include "passes/phase_editor.h"
 #include "passes/transfers.h"
 
@@ -38,10 +39,10 @@ class CopyWriter {
     for (int32_t i = 0; i < static_cast<int32_t>(old_.size()); ++i) {
       Op& op = program_.op(old_[i]);
       if (auto found = calls_.find(op.id); found != calls_.end()) {
-        op.name == "gather.start" ? PackShards(op, found->second) : PackGradients(op, found->second, i);
-      } else if (op.name == "gather.wait" || op.name == "reduce.wait") {
+        op.kind == OpKind::kGatherStart ? PackShards(op, found->second) : PackGradients(op, found->second, i);
+      } else if (op.kind == OpKind::kGatherWait || op.kind == OpKind::kReduceWait) {
         Wait(op);
-      } else if (op.name == "release") {
+      } else if (op.kind == OpKind::kRelease) {
         std::erase_if(op.args, [&](const Arg& arg) { return released_.count(arg.value) > 0; });
         if (!op.args.empty()) ops_.push_back(op.id);
       } else {
@@ -57,8 +58,8 @@ class CopyWriter {
     old_ = phase_.ops;
     for (int32_t i = 0; i < static_cast<int32_t>(old_.size()); ++i) {
       const Op& op = program_.op(old_[i]);
-      const bool is_release = op.name == "release";
-      if (op.name.ends_with(".wait")) continue;
+      const bool is_release = op.kind == OpKind::kRelease;
+      if (IsWait(op)) continue;
       ForEachOperand(op, [&](ValueId id) {
         const ValueId root = program_.RootOf(id);
         if (is_release) {
@@ -73,8 +74,9 @@ class CopyWriter {
     }
   }
 
-  Op& New(std::string name, const Op& tags) {
-    Op& op = program_.AddOp(std::move(name));
+  template <typename KindOrName>
+  Op& New(KindOrName what, const Op& tags) {
+    Op& op = program_.AddOp(what);
     CopyTags(tags, op);
     ops_.push_back(op.id);
     return op;
@@ -84,11 +86,11 @@ class CopyWriter {
     return {call.dtype, {Dim(call.ranks), Dim(columns)}, {Dim(stride), Dim(1)}};
   }
 
-  void Release(ValueId root, const Op& tags) { New("release", tags).args.push_back(Arg::Of(root)); }
+  void Release(ValueId root, const Op& tags) { New(OpKind::kRelease, tags).args.push_back(Arg::Of(root)); }
 
   // The collective itself, in place of `start`.
   void Start(const Op& start, Call& call, ValueId packed, int64_t elements) {
-    Op& one = New(start.name, start);
+    Op& one = New(start.kind, start);
     one.lane = start.lane;
     one.units = {call.bucket};
     one.args.push_back(Arg::Of(packed));
@@ -107,7 +109,7 @@ class CopyWriter {
   void PackGradients(const Op& start, Call& call, int32_t place) {
     std::vector<Arg> list;
     for (size_t k = 0; k < call.sources.size(); ++k) {
-      Op& view = New("view", start);
+      Op& view = New(OpKind::kView, start);
       view.args.push_back(Arg::Of(call.sources[k]));
       const Value& flat = program_.value(call.sources[k]);
       const int64_t shard = program_.units[call.units[k]].shard;
@@ -123,7 +125,7 @@ class CopyWriter {
       if (is_released_.count(root) == 0 || last_touch_[root] > place || !released_.insert(root).second) continue;
       Release(root, start);
     }
-    Op& view = New("view", start);
+    Op& view = New(OpKind::kView, start);
     view.args.push_back(Arg::Of(packed));
     Start(start, call, program_.AddView(view, FlatType(call.dtype, call.shard * call.ranks), packed, Dim(0)),
           call.shard);
@@ -143,16 +145,16 @@ class CopyWriter {
   }
 
   void Deliver(const Op& wait, Call& call) {
-    New(wait.name, wait).args.push_back(Arg::Of(call.buffer));
-    const bool gather = wait.name == "gather.wait";
+    New(wait.kind, wait).args.push_back(Arg::Of(call.buffer));
+    const bool gather = wait.kind == OpKind::kGatherWait;
     if (!gather) Release(program_.RootOf(call.packed), wait);
     for (size_t k = 0; k < call.results.size(); ++k) {
       const int64_t shard = program_.units[call.units[k]].shard;
-      Op& view = New("view", wait);
+      Op& view = New(OpKind::kView, wait);
       view.args.push_back(Arg::Of(call.buffer));
       Type type = gather ? Matrix(call, shard, call.shard) : FlatType(call.dtype, shard);
       const ValueId part = program_.AddView(view, std::move(type), call.buffer, Dim(call.begin[k]));
-      Op& copy = New("copy", wait);
+      Op& copy = New(OpKind::kCopy, wait);
       copy.args.push_back(Arg::Of(part));
       copy.results = {call.results[k]};
       Value& result = program_.value(call.results[k]);

@@ -61,7 +61,7 @@ class PhaseCanonicalizer {
     version_.assign(program.num_values(), 0);
     released_.assign(program.num_values(), 0);
     for (OpId id : phase.ops) {
-      if (program.op(id).name != "release") continue;
+      if (program.op(id).kind != OpKind::kRelease) continue;
       ForEachOperand(std::as_const(program).op(id), [&](ValueId v) { released_[program.RootOf(v)] = 1; });
     }
     for (ValueId id : phase.takes) by_place_.try_emplace(PlaceKey(program.value(id)), id);
@@ -121,7 +121,7 @@ class PhaseCanonicalizer {
         stand_in_[id] = found->second;
       }
     }
-    bool rooted = op.name == "view" && fresh.size() == 1 && op.args.size() == 1 && op.named.empty() &&
+    bool rooted = op.kind == OpKind::kView && fresh.size() == 1 && op.args.size() == 1 && op.named.empty() &&
                   op.args[0] == Arg::Of(program_.RootOf(fresh[0]));
     if (rooted) {
       ops_.push_back(op.id);
@@ -129,7 +129,7 @@ class PhaseCanonicalizer {
     }
     changed_ = true;
     for (ValueId id : fresh) {
-      Op& view = program_.AddOp("view");
+      Op& view = program_.AddOp(OpKind::kView);
       CopyTags(op, view);
       view.args = {Arg::Of(program_.RootOf(id))};
       view.results = {id};

@@ -7,7 +7,10 @@
 #include <optional>
 #include <vector>
 
+#include "ir/op_table.h"
 #include "ir/pending.h"
+#include "passes/pass_table.h"
+#include "passes/schedule.h"
 
 namespace interlace {
 namespace {
@@ -16,7 +19,7 @@ struct Row {
   std::string name;
   double us = 0;
   double bytes = 0;
-  std::string recompute, passes;
+  std::string passes;  // of the chosen one, on the sharded program
 };
 
 std::vector<std::string> SplitLines(std::string_view text, char separator) {
@@ -42,12 +45,7 @@ std::vector<Row> Table(const Program& program, std::string_view key) {
   for (const std::string& line : SplitLines(*text, '\n')) {
     std::vector<std::string> parts = SplitLines(line, '|');
     if (parts.size() < 3) continue;
-    Row row{parts[0], Number(parts[1]), Number(parts[2]), "", ""};
-    if (parts.size() >= 5) {
-      row.recompute = parts[3];
-      row.passes = parts[4];
-    }
-    rows.push_back(std::move(row));
+    rows.push_back({parts[0], Number(parts[1]), Number(parts[2]), parts.size() < 5 ? "" : parts[4]});
   }
   return rows;
 }
@@ -90,73 +88,67 @@ std::string Line(const std::string& name, const Row& row, const std::string& rem
   return "  " + Padded(name, 56) + Padded(Ms(row.us), 13) + Padded(Bytes(row.bytes), 13) + remark + "\n";
 }
 
-size_t Count(std::string_view text, char c) {
-  return static_cast<size_t>(std::count(text.begin(), text.end(), c));
-}
-
-// The value of one option of `schedule(...)`; empty when it is not given.
-std::string OptionOf(const std::string& passes, const std::string& name) {
-  size_t at = passes.find(name + "=");
-  if (at == std::string::npos) return {};
-  at += name.size() + 1;
-  return passes.substr(at, passes.find_first_of(",)", at) - at);
-}
-
-std::string Decisions(const Program& program, const Row& chosen) {
-  std::string text;
+// How the optimizer steps stand.
+std::string Updates(const Program& program, bool overlaps) {
   int64_t pending = 0, updates = 0;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) {
-      if (!program.op(id).name.starts_with("update.")) continue;
+      if (!IsUpdate(program.op(id))) continue;
       ++updates;
       pending += IsPending(program.op(id)) ? 1 : 0;
     }
   }
-  const bool repositioned = pending > 0;
-  const std::string next_step =
-      (pending == updates ? "of each unit"
-                          : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units") +
-      " in the next step, before its first use";
-  if (!chosen.passes.starts_with("schedule")) {
-    return "  the passes of a heuristic: " + (chosen.passes.empty() ? std::string("none") : chosen.passes) + "\n" +
-           (repositioned ? "  optimizer step         " + next_step + "\n" : "");
+  if (pending == 0) return overlaps ? "of each unit when its gradient is complete" : "after the last micro-batch";
+  const std::string of = pending == updates
+                             ? "of each unit"
+                             : "of " + std::to_string(pending) + " of " + std::to_string(updates) + " units";
+  return of + " in the next step, before its first use";
+}
+
+// "12 calls of 30 units, 0 to 3 steps ahead"
+std::string Calls(const std::vector<Schedule::Bucket>& buckets, const char* at_once) {
+  int32_t least = Schedule::kAtOnce, most = 0;
+  size_t units = 0;
+  for (const Schedule::Bucket& bucket : buckets) {
+    units += bucket.units.size();
+    least = std::min(least, bucket.ahead);
+    most = std::max(most, bucket.ahead);
   }
-  const std::string keep = OptionOf(chosen.passes, "keep");
-  const size_t kept = keep.empty() ? 0 : Count(keep, '+') + 1;
-  text +=
-      "  kept gathered          " + std::to_string(kept) + " of " + std::to_string(program.units.size()) + " units\n";
-  for (auto [name, title, what] :
-       {std::tuple{"forward", "gathers of forward     ", "steps ahead"},
-        std::tuple{"backward", "gathers of backward    ", "steps ahead"},
-        std::tuple{"reduce", "reductions             ", "later ones start before the wait"}}) {
-    const std::string list = OptionOf(chosen.passes, name);
-    if (list.empty()) continue;
-    double least = 1e9, most = 0;
-    size_t units = 0;
-    for (const std::string& bucket : SplitLines(list, ';')) {
-      units += Count(bucket, '+') + 1;
-      const size_t colon = bucket.find(':');
-      const std::string ahead = colon == std::string::npos ? "0" : bucket.substr(colon + 1);
-      const double steps = ahead == "head" ? 1e6 : Number(ahead);
-      least = std::min(least, steps);
-      most = std::max(most, steps);
-    }
-    const bool starts = std::string_view(name) != "reduce";
-    const auto show = [starts](double n) {
-      return n < 1e6 ? Format("%.0f", n) : std::string(starts ? "as early as possible" : "all");
-    };
-    text += std::string("  ") + title + std::to_string(Count(list, ';') + 1) + " calls of " + std::to_string(units) +
-            " units, " + show(least) + (most > least ? " to " + show(most) : "") + " " + what + "\n";
+  const auto show = [&](int32_t n) { return n < Schedule::kAtOnce ? std::to_string(n) : std::string(at_once); };
+  return std::to_string(buckets.size()) + " calls of " + std::to_string(units) + " units, " + show(least) +
+         (most > least ? " to " + show(most) : "");
+}
+
+std::string DecisionsText(const Program& program, const Row& chosen) {
+  std::string text;
+  const auto line = [&](const std::string& title, const std::string& what) {
+    text += "  " + Padded(title, 23) + what + "\n";
+  };
+  const Result<std::vector<PassCall>> calls = ParsePipeline(chosen.passes);
+  const bool scheduled = calls.ok() && !calls->empty() && calls->front().pass->name == "schedule";
+  const bool overlaps = calls.ok() && std::any_of(calls->begin(), calls->end(), [](const PassCall& call) {
+                          return call.pass->name == "overlap_update";
+                        });
+  const Result<Schedule> schedule =
+      scheduled ? ReadSchedule(program, calls->front().options) : Result<Schedule>(Schedule{});
+  if (!scheduled || !schedule.ok()) {
+    text = "  the passes of a heuristic: " + (chosen.passes.empty() ? std::string("none") : chosen.passes) + "\n";
+    if (!PendingOps(program).empty()) line("optimizer step", Updates(program, overlaps));
+    return text;
   }
-  text += std::string("  optimizer step         ") +
-          (repositioned                                                 ? next_step
-           : chosen.passes.find(",overlap_update") != std::string::npos ? "of each unit when its gradient is complete"
-                                                                        : "after the last micro-batch") +
-          "\n";
+  line("kept gathered",
+       std::to_string(schedule->keep.size()) + " of " + std::to_string(program.units.size()) + " units");
+  for (auto [title, list] :
+       {std::pair{"gathers of forward", &schedule->forward}, std::pair{"gathers of backward", &schedule->backward}}) {
+    if (!list->empty()) line(title, Calls(*list, "as early as possible") + " steps ahead");
+  }
+  if (!schedule->reduce.empty())
+    line("reductions", Calls(schedule->reduce, "all") + " later ones start before the wait");
+  line("optimizer step", Updates(program, overlaps));
   const std::string* recompute = program.Meta("recompute");
-  text += "  recomputed             " + (recompute == nullptr ? std::string("nothing") : *recompute) + "\n";
-  if (const std::string* offload = program.Meta("offload")) text += "  out of memory          " + *offload + "\n";
-  if (const std::string* host = program.Meta("host_update")) text += "  steps on the host      " + *host + "\n";
+  line("recomputed", recompute == nullptr ? std::string("nothing") : *recompute);
+  if (const std::string* offload = program.Meta("offload")) line("out of memory", *offload);
+  if (const std::string* host = program.Meta("host_update")) line("steps on the host", *host);
   return text;
 }
 
@@ -181,7 +173,7 @@ Result<std::string> Explain(const Program& program) {
            Format("%.1f", 100 * (chosen.us / Number(*bound) - 1)) + " %\n";
   }
   if (evaluations != nullptr) out += *evaluations + " schedules were simulated\n";
-  out += "\ndecided (" + chosen.name + ")\n" + Decisions(program, chosen);
+  out += "\ndecided (" + chosen.name + ")\n" + DecisionsText(program, chosen);
   const std::vector<Row> without = Table(program, "search.without");
   if (!without.empty()) {
     out += "\nwhat each decision is worth: the same schedule without it\n";

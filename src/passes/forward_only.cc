@@ -62,18 +62,18 @@ Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   std::vector<char> is_kept(phase.ops.size(), 0);
   for (size_t i = phase.ops.size(); i-- > 0;) {
     const Op& op = std::as_const(program).op(phase.ops[i]);
-    if (op.name == "release" || op.name == "grad" || op.name == "assign") continue;
-    bool keep = op.name == "output" || std::any_of(op.results.begin(), op.results.end(), is_used) ||
+    if (op.kind == OpKind::kRelease || op.kind == OpKind::kGrad || op.kind == OpKind::kAssign) continue;
+    bool keep = op.kind == OpKind::kOutput || std::any_of(op.results.begin(), op.results.end(), is_used) ||
                 std::any_of(op.writes.begin(), op.writes.end(), is_used);
-    if (op.name.ends_with(".wait")) ForEachOperand(op, [&](ValueId id) { keep = keep || is_used(id); });
+    if (IsWait(op)) ForEachOperand(op, [&](ValueId id) { keep = keep || is_used(id); });
     if (!keep) continue;
     is_kept[i] = 1;
     ForEachOperand(op, use);
   }
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     Op& op = program.op(phase.ops[i]);
-    if (op.name == "release") std::erase_if(op.args, [&](const Arg& arg) { return !is_used(arg.value); });
-    if (is_kept[i] != 0 || (op.name == "release" && !op.args.empty())) kept.push_back(op.id);
+    if (op.kind == OpKind::kRelease) std::erase_if(op.args, [&](const Arg& arg) { return !is_used(arg.value); });
+    if (is_kept[i] != 0 || (op.kind == OpKind::kRelease && !op.args.empty())) kept.push_back(op.id);
   }
   bool changed = kept.size() != phase.ops.size() || !phase.gives.empty();
   phase.ops = std::move(kept);

@@ -59,7 +59,7 @@ class Placer {
     std::unordered_map<int32_t, size_t> first_of;  // by parameter: its place in gradients_
     for (int32_t i = 0; i < edit_.size(); ++i) {
       const Op& op = edit_.op(i);
-      if (op.name != "grad") continue;
+      if (op.kind != OpKind::kGrad) continue;
       edit_.Remove(i);
       Gradient gradient;
       gradient.param = param_index[op.args[0].value];
@@ -104,7 +104,7 @@ class Placer {
     const Value& owner = program_.value(root);
     const Value& param = program_.value(program_.params[gradient.param].value);
     const Op& op = edit_.op(facts_.def[root]);
-    if (IsOwn(op) && op.name != "copy") return false;
+    if (IsOwn(op) && op.kind != OpKind::kCopy) return false;
     if (!facts_.writes[root].empty() || facts_.leaves[root]) return false;
     if (root < static_cast<ValueId>(claimed_.size()) && claimed_[root]) return false;
     // With one rank the gradient's place is the state itself.
@@ -120,8 +120,9 @@ class Placer {
   const Param& ParamOf(const Gradient& gradient) const { return program_.params[gradient.param]; }
   const Unit& UnitOf(const Gradient& gradient) const { return program_.units[ParamOf(gradient).unit]; }
 
-  Op& NewOp(std::string name, const Op& tags, UnitId unit) {
-    Op& op = program_.AddOp(std::move(name));
+  template <typename KindOrName>
+  Op& NewOp(KindOrName what, const Op& tags, UnitId unit) {
+    Op& op = program_.AddOp(what);
     CopyTags(tags, op);
     if (unit != kNone) op.units = {unit};
     return op;
@@ -142,11 +143,11 @@ class Placer {
     gradient.flat = gradient.state;
     bool padded = !(program_.NumElements(program_.value(param.value).type) == Dim(unit.numel));
     if (!options_.Alone()) {
-      Op& begin = NewOp("grad.begin", at, unit.id);
+      Op& begin = NewOp(OpKind::kGradBegin, at, unit.id);
       gradient.flat = program_.AddResult(begin, FlatType(gradient.dtype, unit.numel));
       insert(begin.id);
     } else if (padded) {
-      Op& begin = NewOp("grad.begin", at, unit.id);
+      Op& begin = NewOp(OpKind::kGradBegin, at, unit.id);
       program_.AddPlaced(begin, FlatType(unit.dtype, unit.numel), gradient.state, Dim(0));
       insert(begin.id);
     }
@@ -157,10 +158,10 @@ class Placer {
       owner.placed = true;
       gradient.last_use = gradient.landed;
       for (int32_t use : facts_.uses[gradient.owner]) {
-        if (edit_.op(use).name != "grad") gradient.last_use = std::max(gradient.last_use, use);
+        if (edit_.op(use).kind != OpKind::kGrad) gradient.last_use = std::max(gradient.last_use, use);
       }
     } else {
-      Op& copy = NewOp("copy", at, kNone);
+      Op& copy = NewOp(OpKind::kCopy, at, kNone);
       copy.args.push_back(Arg::Of(value));
       Type type = program_.value(param.value).type;
       type.dtype = program_.value(gradient.flat).type.dtype;
@@ -178,7 +179,7 @@ class Placer {
     const Op& tags = edit_.op(more.done);
     Type type = program_.value(param.value).type;
     type.dtype = program_.value(gradient.flat).type.dtype;
-    Op& view = NewOp("view", tags, kNone);
+    Op& view = NewOp(OpKind::kView, tags, kNone);
     view.args = {Arg::Of(gradient.flat)};
     const ValueId part = program_.AddView(view, type, gradient.flat, Dim(param.unit_offset));
     const bool product = more.product && program_.value(more.value).type == type;
@@ -272,7 +273,7 @@ class Placer {
   template <typename F>
   Started StartReduce(const Gradient& gradient, F&& here) {
     const Unit& unit = UnitOf(gradient);
-    Op& op = NewOp("reduce.start", edit_.op(gradient.done), unit.id);
+    Op& op = NewOp(OpKind::kReduceStart, edit_.op(gradient.done), unit.id);
     op.args.push_back(Arg::Of(gradient.flat));
     ValueId part = gradient.dtype == unit.dtype ? PlacePart(op, gradient)
                                                 : program_.AddResult(op, FlatType(gradient.dtype, unit.shard));
@@ -292,14 +293,14 @@ class Placer {
   void FinishReduce(Started& started, int32_t now, F&& here) {
     const Gradient& gradient = *started.gradient;
     const Op& tags = edit_.op(gradient.done);
-    Op& wait = NewOp("reduce.wait", tags, kNone);
+    Op& wait = NewOp(OpKind::kReduceWait, tags, kNone);
     wait.args.push_back(Arg::Of(started.part));
     here(wait.id);
-    Op& release = NewOp("release", tags, kNone);
+    Op& release = NewOp(OpKind::kRelease, tags, kNone);
     release.args.push_back(Arg::Of(gradient.flat));
     gradient.last_use <= now ? here(release.id) : edit_.After(gradient.last_use, release.id);
     if (gradient.dtype == UnitOf(gradient).dtype) return;
-    Op& widen = NewOp("copy", tags, kNone);
+    Op& widen = NewOp(OpKind::kCopy, tags, kNone);
     widen.args.push_back(Arg::Of(started.part));
     started.part = PlacePart(widen, gradient);
     here(widen.id);
@@ -309,7 +310,7 @@ class Placer {
   template <typename F>
   ValueId Gather(const Started& started, F&& here) {
     const Unit& unit = UnitOf(*started.gradient);
-    Op& op = NewOp("gather.start", edit_.op(started.gradient->done), unit.id);
+    Op& op = NewOp(OpKind::kGatherStart, edit_.op(started.gradient->done), unit.id);
     op.args.push_back(Arg::Of(started.part));
     ValueId full = program_.AddPlaced(op, FlatType(unit.dtype, unit.numel), started.gradient->state, Dim(0));
     here(op.id);
@@ -318,7 +319,7 @@ class Placer {
 
   template <typename F>
   void WaitGather(ValueId full, const Op& tags, F&& here) {
-    Op& wait = NewOp("gather.wait", tags, kNone);
+    Op& wait = NewOp(OpKind::kGatherWait, tags, kNone);
     wait.args.push_back(Arg::Of(full));
     here(wait.id);
   }

@@ -67,8 +67,8 @@ class HostSteps {
       for (int32_t i = 0; i < static_cast<int32_t>(phase.ops.size()); ++i, ++line) {
         const Op& op = program_.op(phase.ops[static_cast<size_t>(i)]);
         const Spot here{p, i, line};
-        if (op.name == "view") continue;
-        if (op.name.starts_with("update.")) {
+        if (op.kind == OpKind::kView) continue;
+        if (IsUpdate(op)) {
           candidates_.push_back({op.id, op.units.empty() ? kNone : op.units[0], here, kNone, kNone, {}, false, {}});
           continue;
         }
@@ -81,7 +81,7 @@ class HostSteps {
           const ValueId root = program_.RootOf(id);
           Touch(root, here);
           read.push_back(root);
-          if (!op.name.ends_with(".wait")) return;
+          if (!IsWait(op)) return;
           if (program_.value(id).placed || root == id)
             uses_[root].last_write = here;  // what the transfer brings is complete
           const auto started = sources.find(id);
@@ -101,7 +101,7 @@ class HostSteps {
             uses_[value.root].filled = whole;
           }
           Write(value.root, here);
-          if (op.name.ends_with(".start")) sources[id] = read;
+          if (IsStart(op)) sources[id] = read;
         }
       }
       for (const auto& [result, roots] : sources) {
@@ -188,8 +188,8 @@ class Inserter {
       found = editors_.try_emplace(phase, program_, *program_.FindPhase(steps_.phase(phase).name)).first;
     return found->second;
   }
-  OpId Move(const char* name, ValueId root, UnitId unit, Part part, const char* how = nullptr) {
-    Op& op = program_.AddOp(name);
+  OpId Move(OpKind kind, ValueId root, UnitId unit, Part part, const char* how = nullptr) {
+    Op& op = program_.AddOp(kind);
     op.args = {Arg::Of(root)};
     op.units = {unit};
     op.part = part;
@@ -228,7 +228,7 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const HostSte
       const HostStep& c = *list[k];
       program.op(c.update).lane = Lane::kHost;
       std::vector<OpId> ops;
-      if (!pending) ops.push_back(in.Move("offload.wait", c.grad, c.unit, Part::kUpdate));
+      if (!pending) ops.push_back(in.Move(OpKind::kOffloadWait, c.grad, c.unit, Part::kUpdate));
       ops.push_back(c.update);
       editor.Remove(c.spot.index);
       for (OpId id : ops) {
@@ -253,27 +253,28 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const HostSte
     if (!uses.first) continue;
     const bool same = before && before->phase == uses.first->phase;
     const Spot start{uses.first->phase, same ? before->index : 0, 0};
-    in.Of(start.phase).Before(start.index, in.Move("reload.start", c->weights, c->unit, in.PartAt(*uses.first)));
+    in.Of(start.phase).Before(start.index, in.Move(OpKind::kReloadStart, c->weights, c->unit, in.PartAt(*uses.first)));
     before = uses.first;
   }
   for (const HostStep* c : chosen) {
     const Uses& uses = steps.UsesOf(c->weights);
     if (!uses.first) continue;
     in.Of(uses.first->phase)
-        .Before(uses.first->index, in.Move("reload.wait", c->weights, c->unit, in.PartAt(*uses.first)));
+        .Before(uses.first->index, in.Move(OpKind::kReloadWait, c->weights, c->unit, in.PartAt(*uses.first)));
     PhaseEditor& editor = in.Of(uses.last->phase);
-    editor.After(uses.last->index, in.Move("offload.start", c->weights, c->unit, in.PartAt(*uses.last), "clean"));
-    editor.After(uses.last->index, in.Move("offload.wait", c->weights, c->unit, in.PartAt(*uses.last)));
+    editor.After(uses.last->index, in.Move(OpKind::kOffloadStart, c->weights, c->unit, in.PartAt(*uses.last), "clean"));
+    editor.After(uses.last->index, in.Move(OpKind::kOffloadWait, c->weights, c->unit, in.PartAt(*uses.last)));
   }
   // The gradients: memory from their first write on; out as soon as they are whole.
   for (const HostStep* c : chosen) {
     const Uses& uses = steps.UsesOf(c->grad);
     if (program.value(c->grad).kind == ValueKind::kState) {
       const Part part = in.PartAt(*uses.first);
-      in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.start", c->grad, c->unit, part, "fresh"));
-      in.Of(uses.first->phase).Before(uses.first->index, in.Move("reload.wait", c->grad, c->unit, part));
+      in.Of(uses.first->phase)
+          .Before(uses.first->index, in.Move(OpKind::kReloadStart, c->grad, c->unit, part, "fresh"));
+      in.Of(uses.first->phase).Before(uses.first->index, in.Move(OpKind::kReloadWait, c->grad, c->unit, part));
       if (c->begin) {
-        Op& begin = program.AddOp("grad.begin");
+        Op& begin = program.AddOp(OpKind::kGradBegin);
         begin.units = {c->unit};
         begin.part = part;
         program.AddPlaced(begin, program.value(c->grad).type, c->grad, Dim(0));
@@ -281,9 +282,9 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const HostSte
       }
     }
     in.Of(uses.last_write->phase)
-        .After(uses.last_write->index, in.Move("offload.start", c->grad, c->unit, in.PartAt(*uses.last_write)));
+        .After(uses.last_write->index, in.Move(OpKind::kOffloadStart, c->grad, c->unit, in.PartAt(*uses.last_write)));
     if (!IsPending(program.op(c->update))) continue;
-    in.Of(steps.num_phases() - 1).AtEnd(in.Move("offload.wait", c->grad, c->unit, Part::kUpdate));
+    in.Of(steps.num_phases() - 1).AtEnd(in.Move(OpKind::kOffloadWait, c->grad, c->unit, Part::kUpdate));
   }
   in.Finish();
   for (State& state : program.states) {
@@ -296,18 +297,9 @@ Status Apply(Program& program, const HostSteps& steps, std::vector<const HostSte
   return Ok{};
 }
 
-Status CheckLevel(const Program& program) {
-  if (program.level == Level::kCaptured)
-    return MakeError("the program has no units; run shard, accumulate and update before host_update");
-  if (program.level == Level::kSharded)
-    return MakeError("the program has sizes that are not numbers; bind them before host_update");
-  return Ok{};
-}
-
 }  // namespace
 
 Result<std::vector<HostUnit>> HostUnits(const Program& program) {
-  INTERLACE_TRY(CheckLevel(program));
   const HostSteps steps(program);
   std::vector<std::pair<int32_t, HostUnit>> found;
   for (const HostStep& c : steps.all()) {
@@ -342,7 +334,6 @@ std::vector<UnitId> LastUnits(const std::vector<HostUnit>& units, double share) 
 }
 
 Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
-  INTERLACE_TRY(CheckLevel(program));
   const HostSteps steps(program);
   std::vector<const HostStep*> chosen;
   for (UnitId unit : units) {

@@ -1,8 +1,8 @@
 #include "passes/host_update.h"
 
 #include "base/rounds.h"
-#include "passes/evaluate.h"
 #include "passes/phase_memory.h"
+#include "passes/predict.h"
 #include "passes/testing/training_case.h"
 
 namespace interlace {
@@ -36,7 +36,7 @@ TEST(HostUpdate, WhatItCannotMove) {
       RunText(mlp, "canonicalize,shard(ranks=2),update,host_update,host_update(units=u0)"),
       "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: it is made on the host already");
   EXPECT_EQ(RunText(mlp, "canonicalize,host_update"),
-            "error: pass 'host_update': the program has no units; run shard, accumulate and update before host_update");
+            "error: pass 'host_update': the program has no units; run shard, replicate or zero1 before host_update");
 }
 
 TEST(HostUpdate, RandomProgramsKeepTheirBitsAndStatesTakeNoMemory) {
@@ -114,7 +114,7 @@ TEST(HostUpdate, AutoIsWhatTheSimulatorFindsFaster) {
       Program program = testing::RandomProgram(shape);
       const Status status = Apply(program, start + ",offload(host=" + kHosts[i] + "," + limited + ")");
       ASSERT_TRUE(status.ok()) << status.error().ToString();
-      time_ps[i] = Judge(program, costs)->time_ps;
+      time_ps[i] = Predict(program, costs)->time_ps;
       metas[i] = program.Meta("host_update") == nullptr ? "" : *program.Meta("host_update");
     }
     EXPECT_EQ(metas[0], "");

@@ -59,9 +59,9 @@ class Counter {
 
  private:
   void Traffic(const Op& op, int64_t repeats) {
-    int64_t* bytes = op.name == "gather.start"   ? &out.gathered_bytes
-                     : op.name == "reduce.start" ? &out.reduced_bytes
-                                                 : nullptr;
+    int64_t* bytes = op.kind == OpKind::kGatherStart   ? &out.gathered_bytes
+                     : op.kind == OpKind::kReduceStart ? &out.reduced_bytes
+                                                       : nullptr;
     if (bytes == nullptr) return;
     for (size_t i = 0; i < op.units.size() && i < op.results.size(); ++i) {
       const Unit& unit = program_.units[op.units[i]];
@@ -70,18 +70,18 @@ class Counter {
   }
 
   void Gradients(const Op& op, int64_t repeats) {
-    if (op.name == "grad.begin") {
+    if (op.kind == OpKind::kGradBegin) {
       for (ValueId id : op.results) gradient_root_[id] = 1;
       return;
     }
-    bool collective = op.name == "reduce.start" || op.name == "gather.start";
+    bool collective = op.kind == OpKind::kReduceStart || op.kind == OpKind::kGatherStart;
     for (ValueId id : op.results) {
       if (id == kNone || collective) continue;
       const Value& value = program_.value(id);
       if (value.root == id || !gradient_root_[value.root]) continue;
       int64_t bytes = repeats * Count(value.type) * DTypeBytes(value.type.dtype);
       if (value.placed) {
-        (op.name == "copy" ? out.copied_gradient_bytes : out.placed_gradient_bytes) += bytes;
+        (op.kind == OpKind::kCopy ? out.copied_gradient_bytes : out.placed_gradient_bytes) += bytes;
       } else if (!op.writes.empty()) {
         out.added_gradient_bytes += bytes;
       }

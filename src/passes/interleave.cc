@@ -11,9 +11,6 @@ namespace interlace {
 namespace {
 
 Status CheckCaptured(const Program& program) {
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError("the program has units already; run interleave before shard, replicate and zero1");
-  }
   if (program.width > 1) {
     return MakeError("the program runs ", program.width, " micro-batches side by side already; run interleave once");
   }
@@ -28,7 +25,7 @@ Status CheckIndependent(const Program& program, const Phase& phase) {
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
     const auto refuse = [&](const std::string& why) { return Error{why, PrintOp(program, op)}; };
-    if (op.name == "call.python")
+    if (op.kind == OpKind::kCallPython)
       return refuse("a module that runs in Python keeps what its backward needs for one micro-batch only");
     if (op.rng && in_order)
       return refuse("random numbers come in the order of the program (rng=compat); use rng=keyed");
@@ -37,7 +34,7 @@ Status CheckIndependent(const Program& program, const Phase& phase) {
       return refuse("the model changes %" + std::to_string(written) +
                     ", which the next micro-batch reads: one must end before the next");
     }
-    if (op.name != "grad") continue;
+    if (op.kind != OpKind::kGrad) continue;
     const Type &of = program.value(op.args[0].value).type, &given = program.value(op.args[1].value).type;
     if (of.dtype != given.dtype) {
       return refuse(
@@ -89,7 +86,7 @@ class Interleaver {
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
       for (ValueId written : WrittenOperands(program_, op)) own[program_.RootOf(written)] = 1;
-      if (op.name == "grad") own[program_.RootOf(op.args[1].value)] = 1;
+      if (op.kind == OpKind::kGrad) own[program_.RootOf(op.args[1].value)] = 1;
     }
     for (ValueId id = 0; id < program_.num_values(); ++id) {
       if (!program_.HasValue(id)) continue;
@@ -100,7 +97,7 @@ class Interleaver {
     same_op_.assign(program_.num_ops(), 0);
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
-      const bool pure = op.name == "view" || op.name == "copy" || !IsOwn(op);
+      const bool pure = op.kind == OpKind::kView || op.kind == OpKind::kCopy || !IsOwn(op);
       bool same = pure && !op.rng && !HasEffect(program_, op), weight = false;
       ForEachOperand(op, [&](ValueId v) {
         same = same && same_[v] && !own[program_.RootOf(v)];
@@ -117,7 +114,7 @@ class Interleaver {
   }
 
   bool ReadsWeight(const Op& op) const {
-    if (op.name == "grad") return false;
+    if (op.kind == OpKind::kGrad) return false;
     bool reads = false;
     ForEachOperand(op, [&](ValueId v) { reads = reads || weight_[v]; });
     return reads;

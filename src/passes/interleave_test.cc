@@ -94,9 +94,9 @@ TEST(Interleave, SameBitsAsTheTextbookStep) {
 
 TEST(Interleave, SaysWhatItCannotDo) {
   const std::string two(kTwoLayers);
-  EXPECT_EQ(
-      RunText(two, "shard(ranks=2),interleave"),
-      "error: pass 'interleave': the program has units already; run interleave before shard, replicate and zero1");
+  EXPECT_EQ(RunText(two, "shard(ranks=2),interleave"),
+            "error: pass 'interleave': the program has units already (shard, replicate or zero1 has run); "
+            "interleave takes a captured one");
   EXPECT_EQ(RunText(two, "interleave,interleave"),
             "error: pass 'interleave': the program runs 2 micro-batches side by side already; run interleave once");
   EXPECT_EQ(RunText(two, "interleave,shard(ranks=2),accumulate(steps=4)"),

@@ -19,7 +19,7 @@ std::unordered_map<UnitId, Stretches> StretchesOf(const Program& program, const 
   std::unordered_map<UnitId, Stretches> out;
   for (OpId id : phase.ops) {
     const Op& op = program.op(id);
-    if (op.name != "gather.start" || op.units.size() != op.results.size()) continue;
+    if (op.kind != OpKind::kGatherStart || op.units.size() != op.results.size()) continue;
     for (size_t i = 0; i < op.units.size(); ++i) {
       if (program.RootOf(op.results[i]) == op.results[i]) out[op.units[i]].fulls.push_back(op.results[i]);
     }
@@ -47,18 +47,19 @@ class PhaseRewriter {
     std::vector<OpId> ops;
     std::set<OpId> maybe_dead;
     for (auto it = phase_.ops.rbegin(); it != phase_.ops.rend(); ++it) {
-      const std::string& name = std::as_const(program_).op(*it).name;
-      if (!name.starts_with("gather.") && name != "release" && !Uses(*it)) {
+      const OpKind kind = std::as_const(program_).op(*it).kind;
+      const bool gathers = kind == OpKind::kGatherStart || kind == OpKind::kGatherWait;
+      if (!gathers && kind != OpKind::kRelease && !Uses(*it)) {
         ops.push_back(*it);
         continue;
       }
       Op& op = program_.op(*it);
-      if (op.name == "gather.start") {
+      if (op.kind == OpKind::kGatherStart) {
         if (!DropResults(op, maybe_dead)) continue;
-      } else if (op.name == "gather.wait") {
+      } else if (op.kind == OpKind::kGatherWait) {
         std::erase_if(op.args, [&](const Arg& arg) { return kept_.count(arg.value) > 0; });
         if (op.args.empty()) continue;
-      } else if (op.name == "release") {
+      } else if (op.kind == OpKind::kRelease) {
         std::vector<Arg> args;
         for (Arg& arg : op.args) {
           ValueId to = Map(arg.value);
@@ -153,7 +154,7 @@ std::vector<UnitId> KeepableUnits(const Program& program) {
     if (phase->kind != PhaseKind::kMicroBatch) continue;
     for (OpId id : phase->ops) {
       const Op& op = program.op(id);
-      if (op.name != "gather.start" || op.units.size() != op.results.size()) continue;
+      if (op.kind != OpKind::kGatherStart || op.units.size() != op.results.size()) continue;
       for (size_t i = 0; i < op.units.size(); ++i) {
         if (program.RootOf(op.results[i]) == op.results[i]) gathers[op.units[i]] += count;
       }

@@ -5,9 +5,9 @@
 #include <limits>
 
 #include "base/suggest.h"
-#include "passes/evaluate.h"
 #include "passes/host_update.h"
 #include "passes/offload_plan.h"
+#include "passes/predict.h"
 
 namespace interlace {
 namespace {
@@ -36,17 +36,13 @@ Result<std::vector<OffloadKind>> ReadKinds(const PassOptions& options, const std
 bool Moves(const Program& program) {
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) {
-      if (program.op(id).name.starts_with("offload.")) return true;
+      if (program.op(id).kind == OpKind::kOffloadStart) return true;
     }
   }
   return false;
 }
 
 Status CheckFresh(const Program& program) {
-  if (program.level == Level::kCaptured)
-    return MakeError("the program has no units; run shard, accumulate and update before offload");
-  if (program.level == Level::kSharded)
-    return MakeError("the program has sizes that are not numbers; bind them before offload");
   const bool moves = program.Meta("host_update") == nullptr ? Moves(program) : program.Meta("offload") != nullptr;
   if (moves) return MakeError("storages leave memory in this program already; one offload pass is enough");
   return Ok{};
@@ -93,13 +89,13 @@ class Planning {
       FindClean(line, *trips);
       WriteTrips(next, line, *trips);
       const Traffic traffic = TrafficOf(line, *trips);
-      INTERLACE_ASSIGN(const Verdict verdict, Judge(next, costs_));
+      INTERLACE_ASSIGN(const Prediction prediction, Predict(next, costs_));
       // More traffic for less than a hundredth of the time is worth nothing where copies are slower than planned.
-      if (best_ && verdict.time_ps >= best_ps_ - best_ps_ / 100) continue;
+      if (best_ && prediction.time_ps >= best_ps_ - best_ps_ / 100) continue;
       next.SetMeta("offload", std::to_string(traffic.out) + " bytes out, " + std::to_string(traffic.in) +
                                   " bytes in, at least " + std::to_string(least_ps / 1000000) + " us a step");
       best_ = std::move(next);
-      best_ps_ = verdict.time_ps;
+      best_ps_ = prediction.time_ps;
       best_times_ = times;
     }
     return fits;

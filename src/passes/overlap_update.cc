@@ -17,7 +17,7 @@ std::vector<int32_t> LastTouches(const Program& program, const Phase& phase) {
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     const Op& op = program.op(phase.ops[i]);
     const auto here = static_cast<int32_t>(i);
-    const bool waits = op.name.ends_with(".wait");
+    const bool waits = IsWait(op);
     ForEachOperand(op, [&](ValueId id) {
       last[program.RootOf(id)] = here;
       if (!waits) return;
@@ -28,7 +28,7 @@ std::vector<int32_t> LastTouches(const Program& program, const Phase& phase) {
     for (ValueId id : op.results) {
       if (id != kNone) last[program.RootOf(id)] = here;
     }
-    if (!op.name.ends_with(".start")) continue;
+    if (!IsStart(op)) continue;
     std::vector<ValueId> read;
     ForEachOperand(op, [&](ValueId id) { read.push_back(program.RootOf(id)); });
     for (ValueId id : op.results) {
@@ -45,8 +45,7 @@ Result<bool> OverlapUpdate(Program& program, const PassOptions&) {
   const std::vector<Phase*> micro_batches = MicroBatches(program);
   if (update == nullptr || micro_batches.empty()) return false;
   for (OpId id : update->ops) {
-    if (!std::as_const(program).op(id).name.starts_with("update."))
-      return false;  // a norm, or parameters that are gathered afterwards
+    if (!IsUpdate(std::as_const(program).op(id))) return false;  // a norm, or parameters that are gathered afterwards
   }
   Phase& phase = *micro_batches.back();
   const std::vector<int32_t> last = LastTouches(program, phase);

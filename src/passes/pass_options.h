@@ -25,6 +25,8 @@ class PassOptions {
   const std::string* Find(std::string_view name) const;
   void Set(std::string name, std::string text) { items_.emplace_back(std::move(name), std::move(text)); }
 
+  friend bool operator==(const PassOptions&, const PassOptions&) = default;
+
   // A whole number of at least `min`. Error: missing without a default, no number, too small.
   Result<int64_t> Int(std::string_view name, std::optional<int64_t> missing, int64_t min) const;
   // A positive finite number, or nullopt for "none" (also when missing). Error: anything else.

@@ -7,11 +7,9 @@
 #include <vector>
 
 #include "base/result.h"
-#include "passes/pass_options.h"
+#include "passes/pipeline.h"
 
 namespace interlace {
-
-class Program;
 
 enum class OptionKind { kCount, kPositiveOrNone, kChoice, kName, kText, kBytes, kNumber };
 
@@ -24,11 +22,24 @@ struct OptionInfo {
   int64_t min = 0;                             // kCount
 };
 
+// What a pass works on; the runner refuses anything else.
+enum class Takes : uint8_t {
+  kAny,
+  kCaptured,
+  kUnits,    // after shard, replicate or zero1
+  kNumbers,  // after update, with all sizes known
+};
+
 struct PassInfo {
   std::string_view name;
   std::string_view help;
   std::vector<OptionInfo> options;
   Result<bool> (*run)(Program&, const PassOptions&);  // true: the program changed
+  Takes takes = Takes::kAny;
+  bool keeps_pending = false;  // it runs where updates stand before the first use of what they update (ir/pending.h)
+  // A pass that, with such options, decides about the captured program and runs again what has run since.
+  bool (*goes_back)(const PassOptions&) = nullptr;
+  Result<bool> (*run_again)(Program&, const Origin&, const PassOptions&) = nullptr;
 };
 
 std::span<const PassInfo> PassTable();

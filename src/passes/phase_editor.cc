@@ -37,7 +37,7 @@ PhaseFacts::PhaseFacts(const Program& program, const Phase& phase)
     };
     ForEachOperand(op, [&](ValueId id) {
       add(uses[program.RootOf(id)]);
-      if (op.name == "output") leaves[program.RootOf(id)] = 1;
+      if (op.kind == OpKind::kOutput) leaves[program.RootOf(id)] = 1;
     });
     for (ValueId id : WrittenOperands(program, op)) add(writes[program.RootOf(id)]);
     for (ValueId id : op.results) {
@@ -64,7 +64,7 @@ void CopyTags(const Op& from, Op& to) {
 }
 
 bool IsPureView(const Program& program, const Op& op) {
-  if (op.results.empty() || op.rng || HasEffect(program, op) || (IsOwn(op) && op.name != "view")) return false;
+  if (op.results.empty() || op.rng || HasEffect(program, op) || (IsOwn(op) && op.kind != OpKind::kView)) return false;
   for (ValueId id : op.results) {
     if (id != kNone && program.RootOf(id) == id) return false;
   }

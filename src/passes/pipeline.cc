@@ -2,6 +2,7 @@
 
 #include <cctype>
 
+#include "base/check.h"
 #include "base/suggest.h"
 #include "passes/pass_table.h"
 
@@ -108,6 +109,12 @@ Result<PassOptions> ReadOptions(PipelineReader& reader, const PassInfo& pass) {
 }
 
 }  // namespace
+
+PassCall MakeCall(std::string_view name, PassOptions options) {
+  const PassInfo* pass = FindPass(name);
+  CHECK(pass != nullptr) << name;
+  return {pass, std::move(options)};
+}
 
 Result<std::vector<PassCall>> ParsePipeline(std::string_view text) {
   std::vector<PassCall> calls;

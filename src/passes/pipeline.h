@@ -10,12 +10,23 @@
 
 namespace interlace {
 
+class Program;
 struct PassInfo;
 
 struct PassCall {
   const PassInfo* pass = nullptr;
   PassOptions options;
+  friend bool operator==(const PassCall&, const PassCall&) = default;
 };
+
+// Of a program: what was captured, and the passes that have made it of that.
+struct Origin {
+  const Program& captured;
+  std::vector<PassCall> since;
+};
+
+// A pass of the table, by code.
+PassCall MakeCall(std::string_view name, PassOptions options = {});
 
 // Empty text is the empty pipeline. Error: syntax (with the column), unknown pass or option (did you mean), an option
 // twice or with a wrong value, a required option that is missing.

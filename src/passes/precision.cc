@@ -48,7 +48,7 @@ class Narrower {
     }
     for (int32_t i = 0; i < edit_.size(); ++i) {
       Op& op = edit_.op(i);
-      if (op.name != "grad") continue;
+      if (op.kind != OpKind::kGrad) continue;
       ValueId value = op.args[1].value;
       const Type& type = program_.value(value).type;
       if (DTypeBytes(type.dtype) <= DTypeBytes(dtype)) continue;
@@ -71,7 +71,7 @@ class Narrower {
     for (int32_t index : facts_.uses[param.value]) {
       const Op& op = program_.op(phase_.ops[index]);
       if (IsPureView(program_, op)) continue;
-      if (op.name == "grad" && program_.RootOf(op.args[1].value) != param.value) continue;
+      if (op.kind == OpKind::kGrad && program_.RootOf(op.args[1].value) != param.value) continue;
       if (!IsMovableCast(op, param, dtype)) return {};
       casts.push_back(index);
     }
@@ -154,10 +154,6 @@ class Narrower {
 Result<bool> Precision(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::string param, options.Choice("param", {"none", "bf16", "f16", "auto"}));
   INTERLACE_ASSIGN(std::string reduce, options.Choice("reduce", {"none", "f32", "bf16", "f16"}));
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError(
-        "the program has units already; precision runs before shard, replicate and zero1, which read what it marks");
-  }
   if (program.width > 1) return MakeError("micro-batches run side by side already; run precision before interleave");
   Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");

@@ -80,10 +80,9 @@ TEST(Precision, AParameterUsedAsItIsKeepsItsWideGather) {
 
 TEST(Precision, SaysWhatIsWrong) {
   std::string text = GoldenInput("mixed.il");
-  EXPECT_EQ(
-      RunText(text, "shard(ranks=2),precision(param=bf16)"),
-      "error: pass 'precision': the program has units already; precision runs before shard, replicate and zero1, which "
-      "read what it marks");
+  EXPECT_EQ(RunText(text, "shard(ranks=2),precision(param=bf16)"),
+            "error: pass 'precision': the program has units already (shard, replicate or zero1 has run); "
+            "precision takes a captured one");
   EXPECT_EQ(
       RunText(text, "precision(param=f16)"),
       "error: pass 'precision': no parameter is used only through casts to f16, so none can be gathered in it; capture "

@@ -126,12 +126,6 @@ Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOption
 }  // namespace
 
 Result<bool> Recompute(Program& program, const PassOptions& options) {
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError(
-        "the program has units already; run recompute before shard, replicate and zero1, so that one gather serves the "
-        "ops "
-        "that run again and the backward ops");
-  }
   if (const std::string* before = program.Meta("recompute")) {
     return MakeError("the program has been through recompute already (", *before, "); run it once, with one mode");
   }

@@ -441,8 +441,8 @@ TEST(Recompute, BadInputIsExplained) {
   std::string text = Blocks(3).text(), pass = "error: pass 'recompute': ";
   EXPECT_EQ(RunText(text, "shard(ranks=2),recompute"),
             pass +
-                "the program has units already; run recompute before shard, replicate and zero1, so that one gather "
-                "serves the ops that run again and the backward ops");
+                "the program has units already (shard, replicate or zero1 has run); "
+                "recompute takes a captured one");
   EXPECT_EQ(RunText(text, "recompute,recompute(mode=selective)"),
             pass +
                 "the program has been through recompute already (full: 18 ops run again; kept for backward 772 B "

@@ -1,10 +1,10 @@
 #include "passes/reposition_update.h"
 
 #include <algorithm>
-#include <array>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/residency.h"
 #include "passes/phase_editor.h"
@@ -57,7 +57,7 @@ class Repositioner {
     std::vector<Candidate> all;
     for (OpId id : update_.ops) {
       const Op& op = std::as_const(program_).op(id);
-      if (!op.name.starts_with("update.")) continue;
+      if (!IsUpdate(op)) continue;
       Candidate& c = all.emplace_back(Candidate{static_cast<int32_t>(first_.ops.size()), id, 0});
       ForEachOperand(op, [&](ValueId operand) {
         if (auto found = touches.find(program_.RootOf(operand)); found != touches.end())
@@ -90,9 +90,9 @@ class Repositioner {
             "offload has planned its copies around the optimizer step where it is; run reposition_update before "
             "offload");
       }
-      if (op.name == "view" && IsState(op.args[0].value)) {
+      if (op.kind == OpKind::kView && IsState(op.args[0].value)) {
         views[op.results[0]] = id;
-      } else if (op.name.starts_with("update.") && chosen.contains(id)) {
+      } else if (IsUpdate(op) && chosen.contains(id)) {
         INTERLACE_TRY(CheckOperands(op));
         Moved& m = moved_.emplace_back();
         const ValueId weights = op.args[0].value;
@@ -102,11 +102,11 @@ class Repositioner {
         });
         Take(m, id);
         by_weights[weights] = moved_.size() - 1;
-      } else if (op.name == "gather.start" && op.args.size() == 1 && by_weights.contains(op.args[0].value)) {
+      } else if (op.kind == OpKind::kGatherStart && op.args.size() == 1 && by_weights.contains(op.args[0].value)) {
         const size_t index = by_weights[op.args[0].value];
         Take(moved_[index], id);
         gathered[op.results[0]] = index;
-      } else if (op.name == "gather.wait" && op.args.size() == 1 && gathered.contains(op.args[0].value)) {
+      } else if (op.kind == OpKind::kGatherWait && op.args.size() == 1 && gathered.contains(op.args[0].value)) {
         moved_[gathered[op.args[0].value]].wait = id;
         taken_.insert(id);
       } else {
@@ -129,7 +129,7 @@ class Repositioner {
     ForEachOperand(op, [&](ValueId id) {
       if (IsState(id) || !status.ok()) return;
       const OpId def = program_.value(id).def;
-      if (def != kNone && program_.op(def).name == "norm.coef" && (coef_ == kNone || coef_ == id)) {
+      if (def != kNone && program_.op(def).kind == OpKind::kNormCoef && (coef_ == kNone || coef_ == id)) {
         coef_ = id;
         return;
       }
@@ -145,8 +145,8 @@ class Repositioner {
     auto check = [&](ValueId id) {
       if (!status.ok() || !IsState(id)) return;
       for (const Moved& m : moved_) {
-        const Op& update = program_.op(*std::find_if(
-            m.ops.begin(), m.ops.end(), [&](OpId o) { return program_.op(o).name.starts_with("update."); }));
+        const Op& update =
+            program_.op(*std::find_if(m.ops.begin(), m.ops.end(), [&](OpId o) { return IsUpdate(program_.op(o)); }));
         if (program_.RootOf(update.args[0].value) != program_.RootOf(id)) continue;
         status = MakeError(op.name, " in the phase update uses %", program_.RootOf(id),
                            " after its optimizer step, which would still be pending there");
@@ -246,23 +246,14 @@ Result<bool> RepositionUpdate(Program& program, const PassOptions& options) {
     if (phase == update) continue;
     if (count != 1 && phase == order[0].first)
       return MakeError("the first micro-batch is no phase of its own; run accumulate");
-    const bool overlapped = std::any_of(phase->ops.begin(), phase->ops.end(),
-                                        [&](OpId id) { return program.op(id).name.starts_with("update."); });
+    const bool overlapped =
+        std::any_of(phase->ops.begin(), phase->ops.end(), [&](OpId id) { return IsUpdate(program.op(id)); });
     if (overlapped) {
       return MakeError("overlap_update has put optimizer steps into the phase ", phase->name,
                        ", where their gradients are complete; use overlap_update or reposition_update");
     }
   }
   return Repositioner(program, *update, *program.FindPhase(order[0].first->name), ahead, share).Run();
-}
-
-Status CheckRepositioned(const Program& program, std::string_view name) {
-  constexpr std::array<std::string_view, 7> kFine = {"reposition_update", "canonicalize", "overlap_update",
-                                                     "host_update",       "offload",      "offload_deepcompile",
-                                                     "offload_sync"};
-  if (std::find(kFine.begin(), kFine.end(), name) != kFine.end() || PendingOps(program).empty()) return Ok{};
-  return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ",
-                   name, " does not keep that order; run reposition_update after ", name);
 }
 
 }  // namespace interlace

@@ -18,8 +18,6 @@
 // does.
 #pragma once
 
-#include <string_view>
-
 #include "base/result.h"
 #include "ir/program.h"
 #include "passes/pass_options.h"
@@ -33,9 +31,5 @@ namespace interlace {
 // after update and the schedule passes, before overlap_update and offload. Error: no optimizer step; overlap_update or
 // offload ran before; an operand that does not last until the next step.
 Result<bool> RepositionUpdate(Program& program, const PassOptions& options = {});
-
-// Whether the pass `name` can run on the program. Error: updates were repositioned, and it would move what depends on
-// them.
-Status CheckRepositioned(const Program& program, std::string_view name);
 
 }  // namespace interlace

@@ -173,9 +173,9 @@ TEST(RepositionUpdate, TheVerifierKnowsWhatIsPending) {
                       "gather.start(%3) {upd m1 units=[u0] pending=true}"),
             invalid + "the result of a pending op lies in a state: elsewhere a step that has nothing pending lacks it");
   std::string late = update;
-  EXPECT_EQ(
-      Violation("shard(ranks=2)", "phase update once takes () gives () {\n", "phase update once takes () gives () {\n" + late),
-      invalid + "pending ops stand in the one micro-batch that a step begins with, not in phase 'update'");
+  EXPECT_EQ(Violation("shard(ranks=2)", "phase update once takes () gives () {\n",
+                      "phase update once takes () gives () {\n" + late),
+            invalid + "pending ops stand in the one micro-batch that a step begins with, not in phase 'update'");
 }
 
 // Random programs, through schedule passes before and offload after.

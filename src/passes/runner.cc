@@ -10,12 +10,11 @@
 #include <optional>
 #include <sstream>
 
+#include "ir/pending.h"
 #include "ir/program.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "passes/pass_table.h"
-#include "passes/reposition_update.h"
-#include "passes/search.h"
 
 namespace interlace {
 namespace {
@@ -51,12 +50,23 @@ Error WithRepro(Error error, const Program& before, const std::vector<PassCall>&
   return error;
 }
 
-}  // namespace
-
-// What a captured program does not have yet.
-static bool MovesTransfers(std::string_view pass) {
-  return pass == "bucket" || pass == "prefetch" || pass == "unshard" || pass == "reorder" || pass == "overlap_update";
+// Whether the program is what the pass works on, by its row in the table.
+Status CheckTakes(const PassInfo& pass, const Program& program) {
+  const bool captured = program.level == Level::kCaptured && program.units.empty();
+  if (pass.takes == Takes::kCaptured && !captured)
+    return MakeError("the program has units already (shard, replicate or zero1 has run); ", pass.name,
+                     " takes a captured one");
+  if ((pass.takes == Takes::kUnits || pass.takes == Takes::kNumbers) && program.level == Level::kCaptured)
+    return MakeError("the program has no units; run shard, replicate or zero1 before ", pass.name);
+  if (pass.takes == Takes::kNumbers && program.level == Level::kSharded)
+    return MakeError("the program has sizes that are not numbers, or no update; bind them, or run update, before ",
+                     pass.name);
+  if (pass.keeps_pending || PendingOps(program).empty()) return Ok{};
+  return MakeError("the optimizer step of each unit stands just before the unit's first use (reposition_update), and ",
+                   pass.name, " does not keep that order; run reposition_update after ", pass.name);
 }
+
+}  // namespace
 
 Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls,
                                           const RunOptions& options) {
@@ -72,30 +82,27 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   }
   std::vector<PassReport> reports;
   Program work = options.uses_up ? std::move(program) : program.Clone();
-  // A search that also decides what runs again and side by side goes back to the captured program and the passes since.
+  // What a pass further on goes back to: the last captured program, and the passes since.
   std::optional<Program> captured;
   size_t since = 0;
-  const auto repeats = [](const PassCall& c) { return c.pass->name == "search" && RepeatsSearch(c.options); };
-  const bool will_search = std::any_of(calls.begin(), calls.end(), repeats);
+  const auto goes_back = [](const PassCall& c) { return c.pass->goes_back != nullptr && c.pass->goes_back(c.options); };
+  const bool will_go_back = std::any_of(calls.begin(), calls.end(), goes_back);
   for (size_t i = 0; i < calls.size(); ++i) {
     const PassCall& call = calls[i];
     Program before;
     if (!ReproFile(options).empty()) before = work.Clone();
-    if (will_search && work.level == Level::kCaptured && work.width == 1) {
+    if (will_go_back && work.level == Level::kCaptured && work.width == 1) {
       captured = work.Clone();
       since = i;
     }
     auto start = std::chrono::steady_clock::now();
     Result<bool> changed = true;
-    if (const Status fits = CheckRepositioned(work, call.pass->name); !fits.ok()) {
-      changed = fits.error();
-    } else if (work.level == Level::kCaptured && MovesTransfers(call.pass->name)) {
-      changed = MakeError("the program has no units; run shard, replicate or zero1 before ", call.pass->name);
-    } else if (repeats(call) && captured && work.level != Level::kCaptured) {
-      const std::vector<PassCall> between(calls.begin() + static_cast<ptrdiff_t>(since),
-                                          calls.begin() + static_cast<ptrdiff_t>(i));
-      Result<SearchResult> found = SearchCaptured(*captured, between, call.options, work);
-      if (!found.ok()) changed = found.error();
+    if (const Status takes = CheckTakes(*call.pass, work); !takes.ok()) {
+      changed = takes.error();
+    } else if (goes_back(call) && captured) {
+      const Origin origin{*captured,
+                          {calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i)}};
+      changed = call.pass->run_again(work, origin, call.options);
     } else {
       changed = call.pass->run(work, call.options);
     }
@@ -120,13 +127,9 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   return reports;
 }
 
-Status RunUnverified(Program& program, const std::string& passes) {
-  if (passes.empty()) return Ok{};
-  INTERLACE_ASSIGN(std::vector<PassCall> calls, ParsePipeline(passes));
-  RunOptions run;
-  run.verify = false;
-  run.uses_up = true;
-  Result<std::vector<PassReport>> reports = RunPasses(program, calls, run);
+Status RunUnverified(Program& program, const std::vector<PassCall>& calls) {
+  if (calls.empty()) return Ok{};
+  Result<std::vector<PassReport>> reports = RunPasses(program, calls, {.verify = false, .uses_up = true});
   if (!reports.ok()) return reports.error();
   return Ok{};
 }

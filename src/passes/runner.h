@@ -13,10 +13,10 @@ namespace interlace {
 class Program;
 
 struct RunOptions {
-  bool verify = true;      // the input, and the program after every pass that changed it
-  std::string dump_dir;    // 00-input.il, 01-canonicalize.il, ... are written here when not empty
-  std::string repro_file;  // where to write the repro; empty: dump_dir/repro.il, or nowhere without a dump_dir
-  bool uses_up = false;    // a program that nobody needs when a pass fails: no copy of it is made
+  bool verify = true;           // the input, and the program after every pass that changed it
+  std::string dump_dir = {};    // 00-input.il, 01-canonicalize.il, ... are written here when not empty
+  std::string repro_file = {};  // where to write the repro; empty: dump_dir/repro.il, or nowhere without a dump_dir
+  bool uses_up = false;         // a program that nobody needs when a pass fails: no copy of it is made
 };
 
 struct PassReport {
@@ -32,9 +32,8 @@ struct PassReport {
 Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<PassCall>& calls,
                                           const RunOptions& options = {});
 
-// Passes as text on a program that nobody needs when one fails, without the verifier: for many tries. Empty: nothing
-// runs.
-Status RunUnverified(Program& program, const std::string& passes);
+// Passes on a program that nobody needs when one fails, without the verifier: for many tries.
+Status RunUnverified(Program& program, const std::vector<PassCall>& calls);
 
 // A file's content; a file written whole (through a temporary name). Errors name the file and the system's reason.
 Result<std::string> ReadFile(const std::string& path);

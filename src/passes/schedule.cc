@@ -6,6 +6,7 @@
 #include <set>
 
 #include "passes/keep.h"
+#include "passes/pipeline.h"
 #include "passes/transfers.h"
 
 namespace interlace {
@@ -185,17 +186,20 @@ Result<std::vector<Schedule::Bucket>> ReadBuckets(const Program& program, const 
 
 }  // namespace
 
-std::string PrintSchedule(const Schedule& schedule) {
-  std::string text;
-  auto add = [&](std::string_view name, const std::string& value) {
-    if (value.empty()) return;
-    text += (text.empty() ? "schedule(" : ",") + std::string(name) + "=" + value;
+PassOptions OptionsOf(const Schedule& schedule) {
+  PassOptions options;
+  const auto add = [&](const char* name, std::string value) {
+    if (!value.empty()) options.Set(name, std::move(value));
   };
   add("keep", UnitNames(schedule.keep));
   add("forward", PrintBuckets(schedule.forward));
   add("backward", PrintBuckets(schedule.backward));
   add("reduce", PrintBuckets(schedule.reduce));
-  return text.empty() ? "schedule" : text + ")";
+  return options;
+}
+
+std::string PrintSchedule(const Schedule& schedule) {
+  return PrintPass(MakeCall("schedule", OptionsOf(schedule)));
 }
 
 Result<Schedule> ReadSchedule(const Program& program, const PassOptions& options) {
@@ -232,7 +236,7 @@ Result<Schedule> ScheduleOf(Program& program, const Program& before) {
     }
     for (int32_t i = 0; i < transfers.size(); ++i) {
       const Op& op = transfers.op(i);
-      if (op.name != "gather.wait") continue;
+      if (op.kind != OpKind::kGatherWait) continue;
       bool here = false;
       ForEachOperand(op, [&](ValueId id) { here = here || waiting.count(id) > 0; });
       if (here) steps.push_back(i);
@@ -274,9 +278,6 @@ Status ApplySchedule(Program& program, const Schedule& schedule) {
 }
 
 Result<bool> SchedulePass(Program& program, const PassOptions& options) {
-  if (program.level == Level::kCaptured) {
-    return MakeError("the program has no units; run shard, replicate or zero1 before schedule");
-  }
   INTERLACE_ASSIGN(Schedule schedule, ReadSchedule(program, options));
   INTERLACE_TRY(ApplySchedule(program, schedule));
   return true;

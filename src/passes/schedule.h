@@ -31,7 +31,8 @@ struct Schedule {
   friend bool operator==(const Schedule&, const Schedule&) = default;
 };
 
-// Option texts of the pass, in its syntax.
+// The options of the pass, and the whole of it as text.
+PassOptions OptionsOf(const Schedule& schedule);
 std::string PrintSchedule(const Schedule& schedule);
 // Error: a unit the program has not, one that is listed twice, bad syntax.
 Result<Schedule> ReadSchedule(const Program& program, const PassOptions& options);

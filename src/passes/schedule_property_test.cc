@@ -6,11 +6,11 @@
 #include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
-#include "passes/evaluate.h"
 #include "passes/keep.h"
 #include "passes/overlap_update.h"
 #include "passes/pass_test_support.h"
 #include "passes/phase_memory.h"
+#include "passes/predict.h"
 #include "passes/search_space.h"
 #include "passes/transfers.h"
 #include "sim/memory_curve.h"
@@ -211,7 +211,7 @@ TEST_P(ScheduleProperty, VariantsTakenBackAreLikeCopies) {
       Result<Lowered> lowered = Lower(copy, *model);
       ASSERT_TRUE(lowered.ok());
       EXPECT_EQ(*PeakBytes(*lowered), ComputeMemory(*lowered)->peak.bytes);
-      Result<Verdict> looked_up = Judge(copy, *costs), short_cut = Judge(variant, *costs, false, *known);
+      Result<Prediction> looked_up = Predict(copy, *costs), short_cut = Predict(variant, *costs, false, *known);
       ASSERT_TRUE(looked_up.ok() && short_cut.ok());
       EXPECT_EQ(short_cut->time_ps, looked_up->time_ps) << PrintSchedule(schedule);
       EXPECT_EQ(short_cut->bytes, looked_up->bytes) << PrintSchedule(schedule);

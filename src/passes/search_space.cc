@@ -273,15 +273,15 @@ void SearchSpace::MoveReduce(const Schedule& from, UnitId unit, std::vector<Sche
   if (at + 1 < from.reduce.size()) add([&](Buckets& b) { Join(b, at); });
 }
 
-std::vector<Schedule> SearchSpace::Moves(const Point& point) const {
+std::vector<Schedule> SearchSpace::Moves(const Schedule& schedule, const std::vector<Stall>& stalls) const {
   constexpr size_t kStalls = 4;
   std::vector<Schedule> moves;
-  for (size_t i = 0; i < std::min(kStalls, point.verdict.stalls.size()); ++i) {
-    const Stall& stall = point.verdict.stalls[i];
+  for (size_t i = 0; i < std::min(kStalls, stalls.size()); ++i) {
+    const Stall& stall = stalls[i];
     if (stall.reduce) {
-      MoveReduce(point.schedule, stall.unit, moves);
+      MoveReduce(schedule, stall.unit, moves);
     } else {
-      MoveGather(point.schedule, stall.part, stall.unit, moves);
+      MoveGather(schedule, stall.part, stall.unit, moves);
     }
   }
   return moves;

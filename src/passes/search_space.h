@@ -5,17 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "passes/evaluate.h"
+#include "passes/predict.h"
 #include "passes/schedule.h"
 
 namespace interlace {
-
-// A schedule that was judged.
-struct Point {
-  Schedule schedule;
-  Verdict verdict;
-  bool judged_stalls = false;
-};
 
 class SearchSpace {
  public:
@@ -40,9 +33,8 @@ class SearchSpace {
   // Where walks through the grid begin, and one step further in every direction.
   std::vector<Settings> Starts() const;
   std::vector<Settings> Neighbours(const Settings& settings) const;
-  // Changes that may shorten what holds the compute lane longest (its stalls must have been judged), most promising
-  // first.
-  std::vector<Schedule> Moves(const Point& point) const;
+  // Changes that may shorten what holds the compute lane longest, most promising first.
+  std::vector<Schedule> Moves(const Schedule& schedule, const std::vector<Stall>& stalls) const;
   // Two neighbouring buckets in one, or a unit from the end of one to the other or alone: each, until `visit` says
   // false. A large program has thousands of them, of thousands of buckets each, so there is one at a time.
   static void Regroup(const Schedule& schedule, const std::function<bool(const Schedule&)>& visit);

@@ -11,8 +11,8 @@
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"
-#include "passes/evaluate.h"
 #include "passes/keep.h"
+#include "passes/predict.h"
 #include "passes/runner.h"
 #include "passes/schedule.h"
 
@@ -47,6 +47,10 @@ SearchOptions Few(int64_t evaluations = 80) {
   return options;
 }
 
+std::string PassesOf(const Candidate& candidate) {
+  return PrintPipeline(CallsOf(candidate.decisions));
+}
+
 // The least limit that is met, of what is tried whatever the limit.
 int64_t LeastLimit(const Program& base, const SearchOptions& options) {
   Result<SearchResult> found = SearchSchedules(base, Costs(base, 0), options);
@@ -75,7 +79,7 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
         schedule.reduce.push_back({{unit}, wait});
       }
       ASSERT_TRUE(ApplySchedule(program, schedule).ok());
-      *time = Judge(program, costs)->time_ps;
+      *time = Predict(program, costs)->time_ps;
     }
     EXPECT_LE(found->front.back().time_ps, late);
     gains += late < at_once;
@@ -84,10 +88,10 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
     Program program = base.Clone();
     const auto calls = ParsePipeline("search(evaluations=80,recompute=none,interleave=none)");
     ASSERT_TRUE(RunPasses(program, *calls).ok());
-    const Verdict verdict = *Judge(program, costs);
-    EXPECT_LE(verdict.time_ps, chosen.time_ps);
-    EXPECT_LE(verdict.bytes, chosen.bytes);
-    later += program.Meta("search.chosen")->find(chosen.passes) == std::string::npos;
+    const Prediction prediction = *Predict(program, costs);
+    EXPECT_LE(prediction.time_ps, chosen.time_ps);
+    EXPECT_LE(prediction.bytes, chosen.bytes);
+    later += program.Meta("search.chosen")->find(PassesOf(chosen)) == std::string::npos;
   }
   EXPECT_GE(gains, 1) << "waiting later helps somewhere";
   EXPECT_GE(later, 1) << "and costs nothing somewhere";
@@ -101,7 +105,7 @@ TEST(Search, NeverWorseThanWhatItStartsFrom) {
     Result<SearchResult> found = SearchSchedules(base, costs, Few());
     ASSERT_TRUE(found.ok()) << ErrorOf(found);
     ASSERT_LT(found->chosen, found->front.size());
-    EXPECT_EQ(found->heuristics.front().name, "plain");
+    EXPECT_EQ(found->heuristics.front().origin, "plain");
     EXPECT_GE(found->heuristics.size(), 5U) << "the papers' passes";
     int64_t best = std::numeric_limits<int64_t>::max();
     for (const Candidate& c : found->heuristics) best = std::min(best, c.time_ps);
@@ -122,14 +126,14 @@ TEST(Search, WhatItSaysIsWhatThePassesMake) {
   ASSERT_TRUE(found.ok()) << ErrorOf(found);
   for (const Candidate& c : found->front) {
     Program program = base.Clone();
-    Result<std::vector<PassCall>> calls = ParsePipeline(c.passes);
+    Result<std::vector<PassCall>> calls = ParsePipeline(PassesOf(c));
     ASSERT_TRUE(calls.ok()) << ErrorOf(calls);
     Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
     ASSERT_TRUE(reports.ok()) << ErrorOf(reports);
-    Result<Verdict> verdict = Judge(program, costs);
-    ASSERT_TRUE(verdict.ok()) << ErrorOf(verdict);
-    EXPECT_EQ(verdict->time_ps, c.time_ps) << c.passes;
-    EXPECT_EQ(verdict->bytes, c.bytes) << c.passes;
+    Result<Prediction> prediction = Predict(program, costs);
+    ASSERT_TRUE(prediction.ok()) << ErrorOf(prediction);
+    EXPECT_EQ(prediction->time_ps, c.time_ps) << PassesOf(c);
+    EXPECT_EQ(prediction->bytes, c.bytes) << PassesOf(c);
   }
 }
 
@@ -152,13 +156,13 @@ TEST(Search, WithOffloadItMeetsLimitsThatNothingElseMeets) {
     if (with->chosen == with->front.size()) continue;  // activations alone are above it
     ++met;
     const Candidate& chosen = with->front[with->chosen];
-    EXPECT_NE(chosen.passes.find("offload("), std::string::npos) << chosen.passes;
+    EXPECT_TRUE(chosen.decisions.offload) << PassesOf(chosen);
     Program program = base.Clone();
-    Result<std::vector<PassReport>> reports = RunPasses(program, *ParsePipeline(chosen.passes));
+    Result<std::vector<PassReport>> reports = RunPasses(program, CallsOf(chosen.decisions));
     ASSERT_TRUE(reports.ok()) << ErrorOf(reports);
-    Result<Verdict> verdict = Judge(program, costs);
-    ASSERT_TRUE(verdict.ok());
-    EXPECT_LE(verdict->bytes, costs.limit);
+    Result<Prediction> prediction = Predict(program, costs);
+    ASSERT_TRUE(prediction.ok());
+    EXPECT_LE(prediction->bytes, costs.limit);
     Result<testing::RunResult> before = testing::Interpret(base), after = testing::Interpret(program);
     ASSERT_TRUE(after.ok()) << ErrorOf(after);
     EXPECT_EQ(testing::FirstDifference(*before, *after), "");
@@ -213,21 +217,21 @@ TEST(Search, EveryLimitAboveOneThatIsMetIsMet) {
         const bool fits = found->chosen < found->front.size();
         EXPECT_TRUE(fits || !accepted) << "limit " << costs.limit << " is refused, and a lower one was not";
         accepted = accepted || fits;
-        for (const Candidate& c : found->judged) {
+        for (const Candidate& c : found->tried) {
           if (!c.placed || c.bytes <= costs.limit) continue;
           Program program = base.Clone();
-          ASSERT_TRUE(RunUnverified(program, c.passes).ok());
-          refuted += Judge(program, costs)->bytes <= costs.limit;
+          ASSERT_TRUE(RunUnverified(program, CallsOf(c.decisions)).ok());
+          refuted += Predict(program, costs)->bytes <= costs.limit;
         }
         if (!fits) continue;
         const Candidate& chosen = found->front[found->chosen];
-        moved += chosen.passes.find("offload(") != std::string::npos;
+        moved += chosen.decisions.offload.has_value();
         Program program = base.Clone();
-        ASSERT_TRUE(RunUnverified(program, chosen.passes).ok());
+        ASSERT_TRUE(RunUnverified(program, CallsOf(chosen.decisions)).ok());
         Result<int64_t> placed = PlacedBytesOf(program, costs, 0);
         ASSERT_TRUE(placed.ok()) << ErrorOf(placed);
-        EXPECT_LE(*placed, costs.limit) << chosen.passes;
-        EXPECT_EQ(*placed, chosen.bytes) << chosen.passes;
+        EXPECT_LE(*placed, costs.limit) << PassesOf(chosen);
+        EXPECT_EQ(*placed, chosen.bytes) << PassesOf(chosen);
       }
       EXPECT_TRUE(accepted);
     }
@@ -252,7 +256,7 @@ TEST(Search, OutOfTimeKeepsWhatItHas) {
   ASSERT_LT(found->chosen, found->front.size());
   EXPECT_LT(found->evaluations, whole->evaluations / 2);
   EXPECT_EQ(found->lower_bound_ps, whole->lower_bound_ps);
-  for (const Candidate& c : found->heuristics) EXPECT_LE(found->front.back().time_ps, c.time_ps) << c.name;
+  for (const Candidate& c : found->heuristics) EXPECT_LE(found->front.back().time_ps, c.time_ps) << c.origin;
 }
 
 // Buckets of neighbours in random places, each up to `most` steps ahead.
@@ -281,9 +285,9 @@ int64_t LeastOfRandomSchedules(const Program& base, uint64_t seed) {
     Program program = base.Clone();
     const Status applied = ApplySchedule(program, schedule);
     EXPECT_TRUE(applied.ok()) << ErrorOf(applied) << ", " << PrintSchedule(schedule);
-    Result<Verdict> verdict = Judge(program, costs);
-    EXPECT_TRUE(verdict.ok()) << ErrorOf(verdict);
-    least = std::min(least, verdict->bytes);
+    Result<Prediction> prediction = Predict(program, costs);
+    EXPECT_TRUE(prediction.ok()) << ErrorOf(prediction);
+    least = std::min(least, prediction->bytes);
   }
   return least;
 }
@@ -298,7 +302,7 @@ TEST(Search, MeetsALimitThatSomeScheduleMeets) {
     ASSERT_TRUE(free.ok()) << ErrorOf(free);
     const int64_t least = free->front.front().bytes;
     EXPECT_LE(least, LeastOfRandomSchedules(base, seed));
-    for (const Candidate& c : free->heuristics) EXPECT_LE(least, c.bytes) << c.name;
+    for (const Candidate& c : free->heuristics) EXPECT_LE(least, c.bytes) << c.origin;
     below_heuristics += least < free->heuristics.front().bytes;
     if (seed > 3) continue;
     const int64_t met = LeastLimit(base, Few());
@@ -339,7 +343,7 @@ TEST(Search, IsAsSmallAsTheSmallestOfAllSchedules) {
           schedule.reduce = reduce;
           Program program = base.Clone();
           ASSERT_TRUE(ApplySchedule(program, schedule).ok());
-          least = std::min(least, Judge(program, costs)->bytes);
+          least = std::min(least, Predict(program, costs)->bytes);
         }
       }
     }
@@ -374,10 +378,10 @@ TEST(Search, OfReplicatedParameters) {
       EXPECT_LE(found->front.front().bytes, LeastOfRandomSchedules(program, seed)) << strategy;
       for (const Candidate* c : {&found->front.front(), &found->front.back()}) {
         Program after = program.Clone();
-        ASSERT_TRUE(RunPasses(after, *ParsePipeline(c->passes.empty() ? "schedule" : c->passes)).ok()) << c->passes;
+        ASSERT_TRUE(RunPasses(after, CallsOf(c->decisions)).ok()) << PassesOf(*c);
         Result<testing::RunResult> actual = testing::Interpret(after, run);
         ASSERT_TRUE(actual.ok()) << ErrorOf(actual);
-        EXPECT_EQ(testing::FirstDifference(*expected, *actual), "") << strategy << ", " << c->passes;
+        EXPECT_EQ(testing::FirstDifference(*expected, *actual), "") << strategy << ", " << PassesOf(*c);
       }
     }
   }
@@ -460,7 +464,7 @@ TEST(OverlapUpdate, EveryUpdateFollowsItsGradient) {
 
 TEST(PickFromFront, TheSmallestWithinOnePercentOfTheFastestThatFits) {
   const std::vector<Candidate> front = {
-      {"a", "", "", 1000, 10}, {"b", "", "", 905, 20}, {"c", "", "", 900, 30}, {"d", "", "", 800, 40}};
+      {"a", {}, 1000, 10, false}, {"b", {}, 905, 20, false}, {"c", {}, 900, 30, false}, {"d", {}, 800, 40, false}};
   EXPECT_EQ(PickFromFront(front, 9, 0.01), 4U) << "nothing fits";
   EXPECT_EQ(PickFromFront(front, 10, 0.01), 0U);
   EXPECT_EQ(PickFromFront(front, 30, 0.01), 1U) << "905 <= 909";
@@ -507,7 +511,7 @@ TEST(Schedule, CanBeReadOffAProgram) {
     Program again = base.Clone();
     ASSERT_TRUE(ApplySchedule(again, *read).ok());
     PassCosts costs = Costs(base);
-    EXPECT_EQ(Judge(again, costs)->time_ps, Judge(program, costs)->time_ps) << "seed " << seed;
+    EXPECT_EQ(Predict(again, costs)->time_ps, Predict(program, costs)->time_ps) << "seed " << seed;
   }
 }
 

@@ -51,7 +51,7 @@ class Gathers {
   }
 
   void Use(Op& op, int32_t index, int backward) {
-    if (op.name == "grad") {
+    if (op.kind == OpKind::kGrad) {
       ValueId& value = op.args[1].value;  // its first operand only names the parameter
       if (ParamOfStorage(value) >= 0) value = Local(value, op, index, backward);
       return;
@@ -66,7 +66,7 @@ class Gathers {
     ForEachOperand(op, [&](ValueId& id) {
       if (ParamOfStorage(id) >= 0) id = Local(id, op, index, backward);
     });
-    if (op.name == "output") CopyOut(op, index);
+    if (op.kind == OpKind::kOutput) CopyOut(op, index);
   }
 
   // The stand-in of a parameter or of a view of it within the stretch.
@@ -77,7 +77,7 @@ class Gathers {
     stretch.last = index;
     auto [found, fresh] = locals_.try_emplace({stretch.full, id}, kNone);
     if (!fresh) return found->second;
-    Op& view = program_.AddOp("view");
+    Op& view = program_.AddOp(OpKind::kView);
     CopyTags(user, view);
     view.args.push_back(Arg::Of(stretch.full));
     const Value& value = program_.value(id);
@@ -94,24 +94,24 @@ class Gathers {
     ValueId shard = program_.FindState(id, "shard");
     Stretch stretch{.unit = id, .backward = backward, .dtype = dtype, .first = index, .last = index};
     if (dtype != unit.dtype) {
-      Op& cast = program_.AddOp("copy");
+      Op& cast = program_.AddOp(OpKind::kCopy);
       CopyTags(user, cast);
       cast.args.push_back(Arg::Of(shard));
       shard = program_.AddResult(cast, FlatType(dtype, unit.shard));
       stretch.cast = cast.id;
     }
-    Op& start = program_.AddOp("gather.start");
+    Op& start = program_.AddOp(OpKind::kGatherStart);
     CopyTags(user, start);
     start.units = {id};
     start.args.push_back(Arg::Of(shard));
     stretch.start = start.id;
     stretch.full = program_.AddResult(start, FlatType(dtype, unit.numel));
-    stretch.wait = Ending("gather.wait", user, stretch.full);
+    stretch.wait = Ending(OpKind::kGatherWait, user, stretch.full);
     return stretches_.emplace_back(std::move(stretch));
   }
 
-  OpId Ending(std::string name, const Op& tags, ValueId full) {
-    Op& op = program_.AddOp(std::move(name));
+  OpId Ending(OpKind kind, const Op& tags, ValueId full) {
+    Op& op = program_.AddOp(kind);
     CopyTags(tags, op);
     op.args.push_back(Arg::Of(full));
     return op.id;
@@ -119,7 +119,7 @@ class Gathers {
 
   // An output must outlive the gathered buffer.
   void CopyOut(Op& output, int32_t index) {
-    Op& copy = program_.AddOp("copy");
+    Op& copy = program_.AddOp(OpKind::kCopy);
     CopyTags(output, copy);
     Type type = program_.value(output.args[0].value).type;
     type.strides.clear();
@@ -159,7 +159,7 @@ class Gathers {
       edit_.Before(stretch.first, stretch.wait);
       for (OpId view : stretch.views) edit_.Before(stretch.first, view);
       const Op& last = edit_.op(stretch.last);
-      edit_.After(stretch.last, Ending("release", last, stretch.full));
+      edit_.After(stretch.last, Ending(OpKind::kRelease, last, stretch.full));
     }
     for (auto [index, copy] : copies_) edit_.Before(index, copy);
   }

@@ -92,11 +92,6 @@ Result<ShardingOptions> ReadShardingOptions(const Program& program, const PassOp
 }
 
 Status CheckShardable(const Program& program, const ShardingOptions& options) {
-  if (program.level != Level::kCaptured || !program.units.empty()) {
-    return MakeError(
-        "the program has units already; shard, replicate and zero1 start from a captured program and exclude one "
-        "another");
-  }
   const Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   constexpr int64_t kMaxElements = int64_t{1} << 56;  // bytes and padding still fit in 64 bits

@@ -45,9 +45,8 @@ TEST(Sharding, OrderOfPassesIsExplained) {
               "error: pass '" + name + "': the program has no units; run shard, replicate or zero1 before " + name);
   }
   EXPECT_EQ(RunText(text, "shard(ranks=2),zero1(ranks=2)"),
-            "error: pass 'zero1': the program has units already; shard, replicate and zero1 start from a captured "
-            "program and exclude "
-            "one another");
+            "error: pass 'zero1': the program has units already (shard, replicate or zero1 has run); "
+            "zero1 takes a captured one");
   EXPECT_EQ(RunText(text, "shard(ranks=2),accumulate(steps=2),accumulate(steps=2)"),
             "error: pass 'accumulate': the program accumulates 2 micro-batches already; run accumulate once");
   EXPECT_EQ(

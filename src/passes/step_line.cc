@@ -31,7 +31,7 @@ class StepLineReader {
         line_.bytes.push_back(memory.at[i]);
         line_.begin_ps.push_back(now_ps_);
         const Op& op = program_.op(phase->ops[i]);
-        if (op.name.ends_with(".start") || op.name.ends_with(".wait")) continue;
+        if (IsStart(op) || IsWait(op)) continue;
         INTERLACE_ASSIGN(const OpCost cost, model_.Cost(op));
         if (cost.resource == Resource::kCompute) now_ps_ += cost.work_ps;
       }
@@ -50,7 +50,7 @@ class StepLineReader {
     for (size_t i = 0; i < phase.ops.size(); ++i) {
       const Op& op = program_.op(phase.ops[i]);
       const int32_t here = first + static_cast<int32_t>(i);
-      if (op.name == "view" || MoveOf(op) != nullptr || StepsOnHost(op)) continue;
+      if (op.kind == OpKind::kView || MoveOf(op) != nullptr || StepsOnHost(op)) continue;
       auto touch = [&](ValueId id, bool writes, bool fills = false) {
         const ValueId root = program_.RootOf(id);
         std::vector<Use>& uses = uses_[root];
@@ -66,7 +66,7 @@ class StepLineReader {
       ForEachOperand(op, [&](ValueId id) {
         read.push_back(touch(id, false));
         auto found = sources.find(id);
-        if (found == sources.end() || !op.name.ends_with(".wait")) return;
+        if (found == sources.end() || !IsWait(op)) return;
         for (const auto& [root, use] : found->second) uses_[root][use].end = here;
       });
       for (ValueId id : WrittenOperands(program_, op)) touch(id, true);
@@ -77,7 +77,7 @@ class StepLineReader {
         if (!fresh && !value.placed) continue;  // a view
         read.push_back(touch(id, true, fresh || FillsRoot(program_, value)));
       }
-      if (!op.name.ends_with(".start")) continue;
+      if (!IsStart(op)) continue;
       for (ValueId id : op.results) {
         if (id != kNone) sources[id] = read;
       }
@@ -113,13 +113,13 @@ class StepLineReader {
         continue;
       const Op& def = program_.op(value.def);
       // Gathered and flat buffers are short-lived; what a release names could be out there.
-      if (def.name == "gather.start" || def.name == "grad.begin") continue;
+      if (def.kind == OpKind::kGatherStart || def.kind == OpKind::kGradBegin) continue;
       results.emplace_back(uses.front().begin, root);
     }
     std::sort(results.begin(), results.end());
     for (const auto& [first, root] : results) {
       const Op& def = program_.op(program_.value(root).def);
-      const bool gradient = def.name == "reduce.start";
+      const bool gradient = def.kind == OpKind::kReduceStart;
       INTERLACE_TRY(Add(root, gradient ? OffloadKind::kGradients : OffloadKind::kActivations,
                         gradient ? def.units[0] : kNone, false));
     }
@@ -192,7 +192,7 @@ bool BeginGradients(Program& program) {
       }
       for (ValueId root : begins) {
         const Type type = program.value(root).type;
-        Op& begin = program.AddOp("grad.begin");
+        Op& begin = program.AddOp(OpKind::kGradBegin);
         for (const State& state : program.states) {
           if (state.value == root) begin.units = {state.unit};
         }
@@ -236,7 +236,7 @@ bool FreeGradients(Program& program) {
         f.first = i;
         f.free = placed;  // a read first: it holds something from before
         const Value& v = program.value(value);
-        const bool fills = placed && (op.name == "reduce.start" || op.name == "grad.begin");
+        const bool fills = placed && (op.kind == OpKind::kReduceStart || op.kind == OpKind::kGradBegin);
         if (fills && v.offset == Dim(0) && v.type == program.value(v.root).type) f.whole = value;
       };
       ForEachOperand(op, [&](ValueId value) { touch(value, false); });
@@ -258,7 +258,7 @@ bool FreeGradients(Program& program) {
     } else {
       if (!(program.value(state.value).type == FlatType(program.value(state.value).type.dtype, unit.numel)))
         return false;
-      Op& begin = program.AddOp("grad.begin");
+      Op& begin = program.AddOp(OpKind::kGradBegin);
       begin.units = {state.unit};
       CopyTags(program.op(f.phase->ops[f.first]), begin);
       f.whole = program.AddResult(begin, program.value(state.value).type);

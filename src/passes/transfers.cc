@@ -20,7 +20,7 @@ bool AppendLead(const Program& program, const UseCounts& uses, ValueId operand, 
   if (value.kind == ValueKind::kState) return true;
   if (value.kind != ValueKind::kResult || value.def == kNone || uses[operand] != 1) return false;
   const Op& op = program.op(value.def);
-  if ((IsOwn(op) && op.name != "copy") || HasEffect(program, op) || op.rng || op.results.size() != 1)
+  if ((IsOwn(op) && op.kind != OpKind::kCopy) || HasEffect(program, op) || op.rng || op.results.size() != 1)
     return false;
   bool of_states = true;
   ForEachOperand(op, [&](ValueId id) { of_states = of_states && AppendLead(program, uses, id, lead); });
@@ -31,7 +31,7 @@ bool AppendLead(const Program& program, const UseCounts& uses, ValueId operand, 
 // The lead of a gather.start that can be moved: whole parameters, from states or from what is made of them for it
 // alone.
 std::optional<std::vector<OpId>> LeadOfMovable(const Program& program, const Op& op, const UseCounts& uses) {
-  bool movable = op.name == "gather.start" && !op.results.empty();
+  bool movable = op.kind == OpKind::kGatherStart && !op.results.empty();
   for (ValueId id : op.results) movable = movable && id != kNone && program.RootOf(id) == id;
   std::vector<OpId> lead;
   if (movable) ForEachOperand(op, [&](ValueId id) { movable = movable && AppendLead(program, uses, id, lead); });
@@ -64,7 +64,7 @@ class TransferReader {
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
       ForEachOperand(op, [&](ValueId v) { ++uses[v]; });
-      if (op.name == "gather.start") gathers.push_back(id);
+      if (op.kind == OpKind::kGatherStart) gathers.push_back(id);
     }
     for (ValueId v : phase_.gives) ++uses[v];
     constexpr int32_t kStays = -1, kLead = -2;
@@ -87,11 +87,11 @@ class TransferReader {
       order_ = (i + 1) * Transfers::kSpacing;
       if (mine >= 0) {
         INTERLACE_TRY(AddGather(op, leads[mine]));
-      } else if (op.name == "reduce.start") {
+      } else if (op.kind == OpKind::kReduceStart) {
         INTERLACE_TRY(AddReduce(op));
-      } else if (op.name == "reduce.wait" && reduce_of_[op.args[0].value] >= 0) {
+      } else if (op.kind == OpKind::kReduceWait && reduce_of_[op.args[0].value] >= 0) {
         i = AddTail(i);
-      } else if (Reduce* reduce = op.name == "gather.start" ? GatheredOf(op) : ReleasedOf(op)) {
+      } else if (Reduce* reduce = op.kind == OpKind::kGatherStart ? GatheredOf(op) : ReleasedOf(op)) {
         reduce->late.push_back({op.id, Here(), order_});
       } else {
         if (backward < 0 && op.part == Part::kBackward) backward = Here();
@@ -179,7 +179,7 @@ class TransferReader {
     std::erase_if(reduce.tail, [&](OpId id) {
       const Op& op = program_.op(id);
       int32_t last = -1;
-      if (op.name == "release")
+      if (op.kind == OpKind::kRelease)
         ForEachOperand(op, [&](ValueId v) { last = std::max(last, last_touch_[program_.RootOf(v)]); });
       if (last < reduce.at) return false;
       reduce.late.push_back({id, last + 1, 0});
@@ -191,16 +191,16 @@ class TransferReader {
   // view that the next such op works on belongs to it.
   bool Follows(int32_t i, const std::unordered_set<ValueId>& own, const std::unordered_set<ValueId>& flats) const {
     const Op& op = program_.op(phase_.ops[i]);
-    bool takes = false, releases = op.name == "release";
+    bool takes = false, releases = op.kind == OpKind::kRelease;
     ForEachOperand(op, [&](ValueId id) {
       takes = takes || own.count(id) > 0;
       releases = releases && (flats.count(id) > 0 || own.count(id) > 0);
     });
-    if (op.name == "release") return releases;
-    if (op.name == "reduce.wait") return takes;
-    if (op.name.ends_with(".start") || op.name.ends_with(".wait") || op.name == "output") return false;
+    if (op.kind == OpKind::kRelease) return releases;
+    if (op.kind == OpKind::kReduceWait) return takes;
+    if (IsStart(op) || IsWait(op) || op.kind == OpKind::kOutput) return false;
     if (takes) return true;
-    if (op.name != "view" || i + 1 >= static_cast<int32_t>(phase_.ops.size())) return false;
+    if (op.kind != OpKind::kView || i + 1 >= static_cast<int32_t>(phase_.ops.size())) return false;
     if (program_.value(program_.RootOf(op.args[0].value)).kind != ValueKind::kState) return false;
     bool of_next = false, next_takes = false;
     ForEachOperand(program_.op(phase_.ops[i + 1]), [&](ValueId id) {
@@ -219,7 +219,7 @@ class TransferReader {
       if (gather_of_[root] >= 0) {
         Gather& gather = out_.gathers[gather_of_[root]];
         if (gather.need < 0) gather.need = here;
-        if (op.name == "release") gather.end = std::max(gather.end, here);
+        if (op.kind == OpKind::kRelease) gather.end = std::max(gather.end, here);
       }
       Limit(tail_of_, root, here);
     };
@@ -231,12 +231,13 @@ class TransferReader {
     }
     // A flat buffer may be read while it is reduced.
     for (ValueId id : WrittenOperands(program_, op)) Limit(flat_of_, program_.RootOf(id), here);
-    if (op.name == "release") ForEachOperand(op, [&](ValueId id) { Limit(flat_of_, program_.RootOf(id), here); });
+    if (op.kind == OpKind::kRelease)
+      ForEachOperand(op, [&](ValueId id) { Limit(flat_of_, program_.RootOf(id), here); });
   }
 
   // The reduction all of whose operands here are flat buffers, when the op releases them after its tail; else nullptr.
   Reduce* ReleasedOf(const Op& op) {
-    if (op.name != "release") return nullptr;
+    if (op.kind != OpKind::kRelease) return nullptr;
     Reduce* out = nullptr;
     for (const Arg& arg : op.args) {
       const int32_t found = flat_of_[program_.RootOf(arg.value)];
@@ -300,7 +301,7 @@ void Append(Program& program, Op& into, const Op& from) {
 }
 
 bool IsGather(const Program& program, const Reduce::Late& late) {
-  return program.op(late.op).name == "gather.start";
+  return program.op(late.op).kind == OpKind::kGatherStart;
 }
 
 template <typename T>

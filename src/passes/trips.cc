@@ -134,7 +134,7 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
       events.emplace_back(places[kind], trip.order[kind], kind, static_cast<int32_t>(i));
   }
   std::sort(events.begin(), events.end());
-  constexpr const char* kNames[] = {"offload.start", "offload.wait", "reload.start", "reload.wait"};
+  constexpr OpKind kKinds[] = {OpKind::kOffloadStart, OpKind::kOffloadWait, OpKind::kReloadStart, OpKind::kReloadWait};
   std::map<Phase*, PhaseEditor> editors;
   Phase* last = nullptr;
   for (const auto& [phase, count] : program.RunOrder()) {
@@ -144,7 +144,7 @@ void WriteTrips(Program& program, const StepLine& line, const std::vector<Trip>&
   for (const auto& [place, unused, kind, index] : events) {
     const Trip& trip = trips[index];
     const Movable& movable = line.movables[trip.movable];
-    Op& op = program.AddOp(kNames[kind]);
+    Op& op = program.AddOp(kKinds[kind]);
     op.args = {Arg::Of(movable.root)};
     if (movable.unit != kNone) op.units = {movable.unit};
     if (kind == kLeave && trip.clean) op.SetAttr("clean", Arg::Bool(true));

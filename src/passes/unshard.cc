@@ -92,7 +92,7 @@ class UnshardPlan {
     std::unordered_map<UnitId, std::pair<int32_t, int32_t>> spans;
     for (int32_t i = 0; i < end; ++i) {
       const Op& op = program_.op(phase.ops[i]);
-      if (op.name != "gather.start" || op.units.size() != op.results.size()) continue;
+      if (op.kind != OpKind::kGatherStart || op.units.size() != op.results.size()) continue;
       for (size_t k = 0; k < op.units.size(); ++k) {
         auto found = of_unit.find(op.units[k]);
         if (found == of_unit.end() || program_.RootOf(op.results[k]) != op.results[k]) continue;

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "base/suggest.h"
+#include "ir/op_table.h"
 #include "passes/phase_editor.h"
 
 namespace interlace {
@@ -29,8 +30,6 @@ class Builder {
       : program_(program), clip_(clip), norm_(norm), momentum_(momentum) {}
 
   Result<bool> Run() {
-    if (program_.level == Level::kCaptured)
-      return MakeError("the program has no units; run shard, replicate or zero1 before update");
     if (program_.UpdatePhase() != nullptr) return MakeError("the program has an update phase already");
     INTERLACE_TRY(FindTargets());
     phase_.name = "update";
@@ -44,13 +43,13 @@ class Builder {
     for (const Target& target : targets_) {
       ValueId own = UpdateUnit(target, coef);
       if (!target.own_part) continue;
-      if (gathering != kNone) Add("gather.wait").args = {Arg::Of(gathering)};
-      Op& gather = Add("gather.start");
+      if (gathering != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering)};
+      Op& gather = Add(OpKind::kGatherStart);
       gather.units = {target.unit};
       gather.args = {Arg::Of(own)};
       gathering = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
     }
-    if (gathering != kNone) Add("gather.wait").args = {Arg::Of(gathering)};
+    if (gathering != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering)};
     if (!program_.order.empty()) program_.order.push_back({phase_.name});
     program_.phases.push_back(std::move(phase_));
     if (program_.symbols.empty()) program_.level = Level::kScheduled;
@@ -104,8 +103,8 @@ class Builder {
     return Ok{};
   }
 
-  Op& Add(std::string name) {
-    Op& op = program_.AddOp(std::move(name));
+  Op& Add(OpKind kind) {
+    Op& op = program_.AddOp(kind);
     op.part = Part::kUpdate;
     phase_.ops.push_back(op.id);
     return op;
@@ -118,7 +117,7 @@ class Builder {
 
   // Sums the squares of all gradients; ranks that hold shards add theirs up.
   ValueId Norm() {
-    Op& partial = Add("norm.partial");
+    Op& partial = Add(OpKind::kNormPartial);
     for (const Target& target : targets_) {
       partial.args.push_back(Arg::Of(target.grad));
       partial.units.push_back(target.unit);
@@ -127,13 +126,13 @@ class Builder {
     const Unit& unit = program_.units[targets_[0].unit];
     bool shards = program_.value(targets_[0].grad).type.sizes[0] == Dim(unit.shard) && unit.shard != unit.numel;
     for (std::string_view axis : AxesOf(shards ? std::string_view(unit.axis) : std::string_view())) {
-      Op& start = Add("all_reduce.start");
+      Op& start = Add(OpKind::kAllReduceStart);
       start.args = {Arg::Of(sum)};
       start.SetAttr("axis", Arg::Word(std::string(axis)));
       sum = program_.AddResult(start, FlatType(DType::kI64, kNormLimbs));
-      Add("all_reduce.wait").args = {Arg::Of(sum)};
+      Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
     }
-    Op& coef = Add("norm.coef");
+    Op& coef = Add(OpKind::kNormCoef);
     coef.args = {Arg::Of(sum)};
     if (loss_scale_ != kNone) coef.args.push_back(Arg::Of(loss_scale_));
     coef.SetAttr("max_norm", clip_ ? Arg::Float(*clip_) : Arg::None());
@@ -150,12 +149,12 @@ class Builder {
     const Unit& unit = program_.units[target.unit];
     ValueId weights = target.weights;
     if (target.own_part) {
-      Op& view = Add("view");
+      Op& view = Add(OpKind::kView);
       view.args = {Arg::Of(weights)};
       Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
       weights = program_.AddView(view, FlatType(unit.dtype, unit.shard), weights, own);
     }
-    Op& op = Add("update." + std::string(target.optimizer));
+    Op& op = Add(UpdateOf(target.optimizer));
     op.units = {unit.id};
     op.args = {Arg::Of(weights), Arg::Of(target.grad)};
     if (target.optimizer != "sgd") {

@@ -117,7 +117,7 @@ def _one_rank_of_many(program: Any, file: str, cluster: str, text: str, cluster_
     devices = _core.cluster_devices(text, cluster_file)
     if program.mesh or devices == 1:
         return
-    passes = f"canonicalize,shard(axis=dp,ranks={devices}),update(clip=1.0)"
+    passes = _core.standard_pipeline(mesh=[("dp", devices)], clip=1.0)
     if program.level != "captured":
         raise FileError(f"{shown(file)} has no mesh: it runs on one device, and the cluster {cluster} has {devices}")
     raise FileError(

@@ -1,4 +1,4 @@
-#include "passes/evaluate.h"
+#include "passes/predict.h"
 
 #include <algorithm>
 #include <map>
@@ -33,7 +33,7 @@ std::vector<Stall> StallsOf(const Lowered& lowered, const EngineOutput& output) 
       if (ops[i].kind != LoweredOp::Kind::kWait || time <= 0 || rank.waited_for[instance] < 0) continue;
       const Op& start = program.op(output.transfers[rank.waited_for[instance]].op->op);
       if (start.units.empty()) continue;
-      held[{start.name == "reduce.start", start.part, start.units[0]}] += time;
+      held[{start.kind == OpKind::kReduceStart, start.part, start.units[0]}] += time;
     }
   }
   std::vector<Stall> stalls;
@@ -50,15 +50,15 @@ Result<KnownOps> KnownOpsOf(const Program& program, const PassCosts& costs) {
   return KnownOf(lowered);
 }
 
-Result<Verdict> Judge(const Program& program, const PassCosts& costs, bool with_stalls, const KnownOps& known) {
+Result<Prediction> Predict(const Program& program, const PassCosts& costs, bool with_stalls, const KnownOps& known) {
   INTERLACE_ASSIGN(CostModel model, costs.Model(program));
   INTERLACE_ASSIGN(Lowered lowered, Lower(program, model, known));
   INTERLACE_ASSIGN(EngineOutput output, RunEngine(InputOf(lowered, model), model));
-  Verdict verdict;
-  verdict.time_ps = output.makespan_ps;
-  INTERLACE_ASSIGN(verdict.bytes, PeakBytes(lowered));
-  if (with_stalls) verdict.stalls = StallsOf(lowered, output);
-  return verdict;
+  Prediction prediction;
+  prediction.time_ps = output.makespan_ps;
+  INTERLACE_ASSIGN(prediction.bytes, PeakBytes(lowered));
+  if (with_stalls) prediction.stalls = StallsOf(lowered, output);
+  return prediction;
 }
 
 Result<int64_t> PlacedBytesOf(const Program& program, const PassCosts& costs, int64_t live_bytes) {

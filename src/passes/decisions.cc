@@ -1,0 +1,49 @@
+#include "passes/decisions.h"
+
+namespace interlace {
+
+std::vector<PassCall> CallsOf(const CapturedDecisions& decisions) {
+  using Recompute = CapturedDecisions::Recompute;
+  std::vector<PassCall> calls;
+  if (decisions.recompute == Recompute::kSelective) calls.push_back(MakeCall("recompute", {{"mode", "selective"}}));
+  if (decisions.recompute == Recompute::kBlocks) {
+    std::string blocks;
+    for (const std::string& block : decisions.blocks) blocks += (blocks.empty() ? "" : "+") + block;
+    calls.push_back(MakeCall("recompute", {{"mode", "full"}, {"blocks", blocks}}));
+  }
+  if (decisions.width > 1)
+    calls.push_back(MakeCall("interleave", {{"micro_batches", std::to_string(decisions.width)}}));
+  return calls;
+}
+
+std::vector<PassCall> CallsOf(const Decisions& decisions) {
+  std::vector<PassCall> calls = decisions.heuristic;
+  if (decisions.schedule) calls = {MakeCall("schedule", OptionsOf(*decisions.schedule))};
+  if (decisions.next_step > 0)
+    calls.push_back(MakeCall("reposition_update", {{"share", std::to_string(decisions.next_step)}}));
+  if (decisions.overlap_update || decisions.offload) calls.push_back(MakeCall("overlap_update"));
+  if (decisions.offload) calls.push_back(*decisions.offload);
+  return calls;
+}
+
+std::string NameOf(const std::string& origin, const Decisions& decisions) {
+  using Recompute = CapturedDecisions::Recompute;
+  const CapturedDecisions& captured = decisions.captured;
+  std::string name = origin;
+  if (decisions.next_step > 0) {
+    const char* share = decisions.next_step == 0.25    ? "a quarter"
+                        : decisions.next_step == 0.125 ? "an eighth"
+                                                       : "three eighths";
+    name += std::string(", ") + share + " of the updates in the next step";
+  }
+  if (decisions.offload) name += ", offload";
+  if (captured.width > 1) name += ", " + std::to_string(captured.width) + " micro-batches side by side";
+  if (captured.recompute == Recompute::kSelective) name += ", selective recomputation";
+  if (captured.recompute == Recompute::kBlocks) {
+    name += ", recomputation of " + std::to_string(captured.blocks.size()) + " of " +
+            std::to_string(captured.all_blocks) + " blocks";
+  }
+  return name;
+}
+
+}  // namespace interlace

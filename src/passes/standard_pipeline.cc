@@ -1,0 +1,61 @@
+#include "passes/standard_pipeline.h"
+
+#include <charconv>
+
+#include "passes/pass_table.h"
+
+namespace interlace {
+namespace {
+
+// The shortest decimal that reads back, always with a point: 1.0.
+std::string Decimal(double number) {
+  char buffer[32];
+  const auto [end, problem] = std::to_chars(buffer, buffer + sizeof(buffer), number);
+  std::string text(buffer, end);
+  return text.find_first_of(".en") == std::string::npos ? text + ".0" : text;
+}
+
+Result<int64_t> RanksOf(const StandardOptions& options) {
+  int64_t ranks = 0;
+  for (const auto& [name, size] : options.mesh) {
+    if (name == options.shard_axis) {
+      ranks = size;
+    } else if (size != 1) {
+      return MakeError("axis ", name, " of the mesh has ", size, " ranks, but ", options.strategy, " takes one axis, ",
+                       options.shard_axis);
+    }
+  }
+  if (ranks == 0) return MakeError("the mesh has no axis ", options.shard_axis, " to ", options.strategy, " over");
+  return ranks;
+}
+
+}  // namespace
+
+Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
+  INTERLACE_ASSIGN(const int64_t ranks, RanksOf(options));
+  std::vector<std::string> passes;
+  // First, because all others tell memory by roots: a cast, a use or a gradient that hides behind a repeated op or a
+  // view of a view would be missed.
+  passes.push_back("canonicalize");
+  // Before the strategy, because it says at the captured level which casts are made on shards and in which dtype a
+  // gradient is handed over; the strategy turns that into narrow gathers and reductions.
+  if (options.param != "none" || options.reduce != "none")
+    passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
+  // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
+  // added up where is known only when they have a place in a unit.
+  passes.push_back(options.strategy + "(axis=" + options.shard_axis + ",ranks=" + std::to_string(ranks) + ")");
+  // Before the update, because the mean is over ranks and micro-batches.
+  if (options.accumulation > 1) {
+    passes.push_back("accumulate(steps=" + std::to_string(options.accumulation) + ",mode=" + options.accumulate_mode +
+                     ")");
+  }
+  // Last, because it closes the step: states get their optimizer's companions, and without open sizes the program is
+  // scheduled, which all that moves transfers, updates and storages starts from.
+  passes.push_back("update(clip=" + (options.clip ? Decimal(*options.clip) : "none") + ",norm=" +
+                   (options.norm ? "always" : "auto") + ",momentum=" + (options.momentum ? "true" : "false") + ")");
+  std::string text;
+  for (const std::string& pass : passes) text += (text.empty() ? "" : ",") + pass;
+  return ParsePipeline(text);  // which checks every value by the table
+}
+
+}  // namespace interlace

@@ -1,0 +1,31 @@
+// standard_pipeline.h — the passes that make a training step of a captured program, in the order they must have. What
+// a search or a user adds goes between them or behind them (docs/passes.md).
+//
+//   canonicalize,precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),accumulate(...),update(clip=1.0,...)
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "passes/pipeline.h"
+
+namespace interlace {
+
+struct StandardOptions {
+  std::string strategy = "shard";                                   // or replicate, zero1
+  std::vector<std::pair<std::string, int64_t>> mesh = {{"dp", 1}};  // axes by name and size, the last varies fastest
+  std::string shard_axis = "dp";                                    // the other axes replicate
+  int64_t accumulation = 1;                                         // micro-batches of a step
+  std::string accumulate_mode = "reduce_each";
+  std::string param = "none", reduce = "none";  // dtypes that parameters are gathered and gradients reduced in
+  std::optional<double> clip;                   // largest norm of the gradient
+  bool norm = false;                            // computed although nothing is clipped
+  bool momentum = true;                         // sgd has a buffer
+};
+
+// Error: an axis that the mesh lacks, a mesh with axes that no pass replicates over, a value that a pass refuses.
+Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options);
+
+}  // namespace interlace
