@@ -257,14 +257,15 @@ TEST(Layers, WrongTextsAreNamed) {
     text.replace(text.find(from), from.size(), to);
     return ErrorOf(ReadModelText(text, "m"));
   };
-  EXPECT_EQ(with("interlace-model 1", "interlace-model 2"),
-            "m:1:18: a newer form than this reader knows (1); read it with a newer release\n  interlace-model 2\n      "
-            "             ^");
+  EXPECT_EQ(
+      with("interlace-model 1", "interlace-model 2"),
+      "m:1:18: the model has version 2, this program reads 1; read it with a newer release\n  interlace-model 2\n "
+      "                  ^");
   EXPECT_EQ(with("blocks 4", "block 4"), "m:4:1: unknown key 'block', did you mean 'blocks'?\n  block 4\n  ^");
-  EXPECT_EQ(with("blocks 4", "blocks 0"), "m:4:8: expected a number from 1 to 100000\n  blocks 0\n         ^");
+  EXPECT_EQ(with("blocks 4", "blocks 0"), "m:4:8: this number must be from 1 to 100000\n  blocks 0\n         ^");
   EXPECT_EQ(with("heads 8", "hidden 8"), "m:7:1: 'hidden' is given twice\n  hidden 8\n  ^");
   EXPECT_EQ(with("parallel column", "parallel columns"),
-            "m:13:10: expected column, row or vocabulary\n  parallel columns 0 "
+            "m:13:10: unknown kind 'columns', did you mean 'column'?\n  parallel columns 0 "
             "\"model.layers.0.self_attn.q_proj.weight\"\n           ^");
   EXPECT_NE(
       with(",128] \"hidden\"", ",128] \"hiden\"").find("no input \"hidden\", the activation that enters the layer"),
