@@ -120,7 +120,7 @@ class InterStageSolver {
   // ---- search ----
 
   // The best plan below `cutoff` that `allowed_` leaves; lowers `bound` where it has to stop early.
-  Staircase Best(double cutoff, double& bound, const Staircase* start = nullptr);
+  Staircase Best(double cutoff, double& bound);
   void Push(Box& box, std::priority_queue<Box, std::vector<Box>, std::greater<>>& open) const;
   double SumOf(const Staircase& plan) const;
 
@@ -136,8 +136,6 @@ class InterStageSolver {
 
   void AllowOnly(int32_t layout);
   void Fix(int32_t stage, const Step& step);
-  // The best plan of the shapes given, if they still make one.
-  Staircase Warm();
 
   InterStagePlan Finish(const Staircase& plan) const;
 
