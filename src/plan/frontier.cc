@@ -3,21 +3,23 @@
 // For a key, G fixes b * dp, and the devices fix dp * tp, so a handful of (b, dp, tp) remain, with four levels of ZeRO
 // each. Under one of those the choices are how many blocks are recomputed and which shares are offloaded:
 //   1. Recomputation: (full, selective) pairs in order of the compute they add. A pair that adds more compute and saves
-//   no more
-//      memory than another is never better, whatever is offloaded; what is left is a list from "nothing" to "all".
+//      no more memory than another is never better, whatever is offloaded; what is left is a list from "nothing" to
+//      "all".
 //   2. The first of the list that fits without offload beats all after it.
-//   3. Each before it must offload; its trade-off between t and t + d is traced exactly (simplex.h).
-// First all get a few ratios each, which gives good points early; then what cannot beat the points found so far is
-// skipped: time grows with every ratio, so the lower corners of a few boxes that cover the region bound all of it.
+//   3. Each before it must offload: tried are the vertices of what fits (offload_region.h), or a given grid.
+//   4. What no other beats is refined: one share moves, another becomes the least that then fits.
 #include <algorithm>
 #include <cmath>
 #include <map>
 
-#include "plan/offload_points.h"
 #include "plan/pareto.h"
 
 namespace interlace::plan {
 namespace {
+
+struct Recompute {
+  int32_t full, selective;
+};  // blocks
 
 // Step 1 of the list above.
 std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, const StageOptions& options) {
@@ -67,46 +69,48 @@ std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, 
 // Strategies of one (b, dp, tp, ZeRO), evaluated together as soon as a block is full.
 class Trial {
  public:
-  Trial(const StageSums& sums, const StageKey& key, int32_t part, Pareto& best)
-      : sums_(sums), key_(key), part_(part), best_(best) {}
+  Trial(const StageModel::State& state, const StageSums& sums, const StageKey& key, int32_t part, Pareto& best)
+      : state_(state), sums_(sums), key_(key), part_(part), best_(best) {}
+  ~Trial() { Flush(); }
   void Try(Recompute counts, const Ratios& x) {
-    const int i = lanes_.count++;
-    lanes_.layers[i] = key_.layers, lanes_.full[i] = counts.full, lanes_.selective[i] = counts.selective;
-    lanes_.in_flight[i] = key_.in_flight;
+    const int i = vectors_.count++;
+    vectors_.layers[i] = key_.layers, vectors_.full[i] = counts.full, vectors_.selective[i] = counts.selective;
+    vectors_.in_flight[i] = key_.in_flight;
     auto round_up = [](double v) {
       float f = static_cast<float>(v);
       return std::min(f < v ? std::nextafter(f, 2.0f) : f, 1.0f);
     };
-    lanes_.wo[i] = round_up(x[0]), lanes_.go[i] = round_up(x[1]), lanes_.oo[i] = round_up(x[2]),
-    lanes_.ao[i] = round_up(x[3]);
-    if (lanes_.count == Lanes::kWidth) Flush();
+    vectors_.wo[i] = round_up(x[0]), vectors_.go[i] = round_up(x[1]), vectors_.oo[i] = round_up(x[2]),
+    vectors_.ao[i] = round_up(x[3]);
+    if (vectors_.count == StrategyVectors::kWidth) Flush();
   }
-  void Flush();
-  int64_t limit = 0, host = 0;
 
  private:
+  void Flush();
+
+  const StageModel::State& state_;
   const StageSums& sums_;
   const StageKey& key_;
   int32_t part_;
   Pareto& best_;
-  Lanes lanes_;
+  StrategyVectors vectors_;
 };
 
 void Trial::Flush() {
-  if (lanes_.count == 0) return;
-  EvaluateLanes(sums_, lanes_);
-  for (int i = 0; i < lanes_.count; ++i) {
-    if (std::max(lanes_.peak_forward[i], lanes_.peak_backward[i]) > static_cast<double>(limit)) continue;
-    if (lanes_.host[i] > static_cast<double>(host)) continue;
-    best_.Add({lanes_.stable_us[i],
-               lanes_.total_us[i],
+  if (vectors_.count == 0) return;
+  const auto limit = static_cast<double>(state_.options.device_bytes), host = static_cast<double>(state_.host_share);
+  EvaluateVectors(sums_, vectors_);
+  for (int i = 0; i < vectors_.count; ++i) {
+    if (std::max(vectors_.peak_forward[i], vectors_.peak_backward[i]) > limit || vectors_.host[i] > host) continue;
+    best_.Add({vectors_.stable_us[i],
+               vectors_.total_us[i],
                part_,
-               static_cast<int32_t>(lanes_.full[i]),
-               static_cast<int32_t>(lanes_.selective[i]),
-               {static_cast<float>(lanes_.wo[i]), static_cast<float>(lanes_.go[i]), static_cast<float>(lanes_.oo[i]),
-                static_cast<float>(lanes_.ao[i])}});
+               static_cast<int32_t>(vectors_.full[i]),
+               static_cast<int32_t>(vectors_.selective[i]),
+               {static_cast<float>(vectors_.wo[i]), static_cast<float>(vectors_.go[i]), static_cast<float>(vectors_.oo[i]),
+                static_cast<float>(vectors_.ao[i])}});
   }
-  lanes_.count = 0;
+  vectors_.count = 0;
 }
 
 // The (b, dp, tp, ZeRO) that a key allows, as parts of the model's state.
@@ -148,19 +152,77 @@ struct FittingPart {
 std::vector<FittingPart> FittingParts(const StageModel::State& state, const StageKey& key, double longest_us) {
   std::vector<FittingPart> fitting;
   if (key.layers < 1) return fitting;
-  Lanes lanes;
-  lanes.count = 1;
-  lanes.layers[0] = key.layers, lanes.in_flight[0] = key.in_flight;
-  lanes.full[0] = state.options.only_full ? key.layers : 0;
-  lanes.selective[0] = lanes.wo[0] = lanes.go[0] = lanes.oo[0] = lanes.ao[0] = 0;
+  StrategyVectors vectors;
+  vectors.count = 1;
+  vectors.layers[0] = key.layers, vectors.in_flight[0] = key.in_flight;
+  vectors.full[0] = state.options.only_full ? key.layers : 0;
+  vectors.selective[0] = vectors.wo[0] = vectors.go[0] = vectors.oo[0] = vectors.ao[0] = 0;
   for (int32_t part : PartsOf(state, key)) {
     FittingPart fit{part, SumsOf(state.parts[part], key.embedding, key.head), 0, 0};
-    EvaluateLanes(fit.sums, lanes, Wanted::kTimes);
-    fit.stable_us = lanes.stable_us[0], fit.total_us = lanes.total_us[0];
+    EvaluateVectors(fit.sums, vectors, Wanted::kTimes);
+    fit.stable_us = vectors.stable_us[0], fit.total_us = vectors.total_us[0];
     if (fit.stable_us > longest_us || !MayFit(fit.sums, state, key.layers, key.in_flight)) continue;
     fitting.push_back(std::move(fit));
   }
   return fitting;
+}
+
+// Steps 2 and 3 of the list above.
+void TryPart(const StageModel::State& state, const StageKey& key, const FittingPart& fit,
+             const std::vector<Recompute>& choices, Pareto& best) {
+  Trial trial(state, fit.sums, key, fit.part, best);
+  for (const Recompute& counts : choices) {
+    const OffloadRegion region = RegionOf(fit.sums, state.options, state.host_share, key.layers, counts.full,
+                                          counts.selective, key.in_flight);
+    if (region.rows.empty()) {
+      trial.Try(counts, {});
+      break;
+    }
+    auto visit = [&](const Ratios& x) { trial.Try(counts, x); };
+    if (state.options.ratios.empty()) {
+      Vertices(region, visit);
+    } else {
+      OnGrid(state.options.ratios, region, visit);
+    }
+  }
+}
+
+// Moves from every point that none beats: one share by a step up or down, another to the least that then fits; the steps
+// get smaller.
+void Refine(const StageModel::State& state, const StageKey& key, const std::vector<FittingPart>& fitting,
+            Pareto& best) {
+  for (double step : {0.5, 0.25, 0.125, 0.0625}) {
+    const std::vector<StagePoint> points = best.points();
+    for (const FittingPart& fit : fitting) {
+      Trial trial(state, fit.sums, key, fit.part, best);
+      for (const StagePoint& point : points) {
+        if (point.part != fit.part) continue;
+        const OffloadRegion region = RegionOf(fit.sums, state.options, state.host_share, key.layers, point.full,
+                                              point.selective, key.in_flight);
+        if (region.rows.empty()) continue;
+        Neighbours(point.ratios, step, region, [&](const Ratios& x) { trial.Try({point.full, point.selective}, x); });
+      }
+    }
+  }
+}
+
+// What evenly spaced weights alpha choose: alpha * G * t + (1 - alpha) * d (Mist, equation 4).
+std::vector<StagePoint> Sampled(const std::vector<StagePoint>& points, int32_t weights, double steps) {
+  std::vector<StagePoint> chosen;
+  for (int i = 0; i < weights; ++i) {
+    const double alpha = weights == 1 ? 0.5 : static_cast<double>(i) / (weights - 1);
+    auto cost = [&](const StagePoint& p) {
+      return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us);
+    };
+    chosen.push_back(*std::min_element(points.begin(), points.end(),
+                                       [&](const StagePoint& a, const StagePoint& b) { return cost(a) < cost(b); }));
+  }
+  std::sort(chosen.begin(), chosen.end(),
+            [](const StagePoint& a, const StagePoint& b) { return a.stable_us < b.stable_us; });
+  chosen.erase(std::unique(chosen.begin(), chosen.end(),
+                           [](const StagePoint& a, const StagePoint& b) { return a.stable_us == b.stable_us; }),
+               chosen.end());
+  return chosen;
 }
 
 }  // namespace
@@ -173,102 +235,43 @@ void StageModel::BoundsOf(const StageKey& key, std::span<Bound> bounds) const {
     auto end = std::partition_point(bounds.begin(), bounds.end(), [&](const Bound& bound) {
       return MayFit(sums, *state_, layers(bound), key.in_flight);
     });
-    Lanes lanes;
-    lanes.selective.fill(0), lanes.in_flight.fill(1);
-    lanes.full.fill(0), lanes.wo.fill(0), lanes.go.fill(0), lanes.oo.fill(0), lanes.ao.fill(0);
-    for (auto at = bounds.begin(); at < end; at += lanes.count) {
-      lanes.count = static_cast<int>(std::min<std::ptrdiff_t>(Lanes::kWidth, end - at));
-      for (int i = 0; i < lanes.count; ++i) {
-        lanes.layers[i] = layers(at[i]);
-        if (state_->options.only_full) lanes.full[i] = lanes.layers[i];
+    StrategyVectors vectors;
+    vectors.selective.fill(0), vectors.in_flight.fill(1);
+    vectors.full.fill(0), vectors.wo.fill(0), vectors.go.fill(0), vectors.oo.fill(0), vectors.ao.fill(0);
+    for (auto at = bounds.begin(); at < end; at += vectors.count) {
+      vectors.count = static_cast<int>(std::min<std::ptrdiff_t>(StrategyVectors::kWidth, end - at));
+      for (int i = 0; i < vectors.count; ++i) {
+        vectors.layers[i] = layers(at[i]);
+        if (state_->options.only_full) vectors.full[i] = vectors.layers[i];
       }
-      EvaluateLanes(sums, lanes, Wanted::kTimes);
-      for (int i = 0; i < lanes.count; ++i) {
-        at[i].stable_us = std::min(at[i].stable_us, lanes.stable_us[i]);
-        at[i].total_us = std::min(at[i].total_us, lanes.total_us[i]);
+      EvaluateVectors(sums, vectors, Wanted::kTimes);
+      for (int i = 0; i < vectors.count; ++i) {
+        at[i].stable_us = std::min(at[i].stable_us, vectors.stable_us[i]);
+        at[i].total_us = std::min(at[i].total_us, vectors.total_us[i]);
       }
     }
   }
 }
 
 Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
-  const StageOptions& options = state_->options;
-  std::vector<FittingPart> fitting = FittingParts(*state_, key, longest_us);
   const double steps = key.micro_batches;
+  std::vector<FittingPart> fitting = FittingParts(*state_, key, longest_us);
   std::sort(fitting.begin(), fitting.end(), [&](const FittingPart& a, const FittingPart& b) {
     const double x = steps * a.stable_us + a.total_us, y = steps * b.stable_us + b.total_us;
     return x != y ? x < y : a.part < b.part;
   });
-
   Pareto best(longest_us);
-  struct Later {
-    const FittingPart* fit;
-    Recompute counts;
-    OffloadRegion region;
-  };
-  std::vector<Later> later;
   std::map<std::pair<int32_t, int32_t>, std::vector<Recompute>> choices;  // by (b, tp)
   for (const FittingPart& fit : fitting) {
     if (best.Beats(fit.stable_us, fit.total_us)) continue;
     const StageParts& parts = state_->parts[fit.part];
     auto [at, added] = choices.try_emplace({parts.micro_batch, parts.tp});
-    if (added) at->second = RecomputeChoices(fit.sums.layer[1].cost, key.layers, options);
-    Trial trial(fit.sums, key, fit.part, best);
-    trial.limit = options.device_bytes, trial.host = state_->host_share;
-    for (const Recompute& counts : at->second) {
-      OffloadRegion region =
-          RegionOf(fit.sums, options, state_->host_share, key.layers, counts.full, counts.selective, key.in_flight);
-      if (region.rows.empty()) {
-        trial.Try(counts, {});
-        break;
-      }
-      if (!options.ratios.empty()) {
-        trial.Flush();
-        if (!Beaten(best, fit.sums, region, key.layers, counts)) {
-          OnGrid(options.ratios, region, [&](const Ratios& x) { trial.Try(counts, x); });
-        }
-        continue;
-      }
-      bool any = false;
-      Corners(region, [&](const Ratios& x) {
-        trial.Try(counts, x);
-        any = true;
-      });
-      if (any) later.push_back({&fit, counts, std::move(region)});
-    }
-    trial.Flush();
+    if (added) at->second = RecomputeChoices(fit.sums.layer[1].cost, key.layers, state_->options);
+    TryPart(*state_, key, fit, at->second, best);
   }
-  const IsBeaten beaten = [&best](double stable_us, double total_us) { return best.Beats(stable_us, total_us); };
-  for (const Later& l : later) {
-    if (Beaten(best, l.fit->sums, l.region, key.layers, l.counts)) continue;
-    Trial trial(l.fit->sums, key, l.fit->part, best);
-    trial.limit = options.device_bytes, trial.host = state_->host_share;
-    for (const TradeOff& edge :
-         TraceOffload(l.fit->sums, l.region, key.layers, l.counts.full, l.counts.selective, beaten)) {
-      Along(edge, [&](const Ratios& x) { trial.Try(l.counts, x); });
-    }
-    trial.Flush();
-  }
-
-  // Sampled weights (Mist, equation 4): alpha * G * t + (1 - alpha) * d for evenly spaced alpha.
+  if (state_->options.ratios.empty()) Refine(*state_, key, fitting, best);
   std::vector<StagePoint> points = best.points();
-  if (options.weights > 0 && !points.empty()) {
-    std::vector<StagePoint> chosen;
-    for (int i = 0; i < options.weights; ++i) {
-      const double alpha = options.weights == 1 ? 0.5 : static_cast<double>(i) / (options.weights - 1);
-      auto cost = [&](const StagePoint& p) {
-        return alpha * steps * p.stable_us + (1 - alpha) * (p.total_us - p.stable_us);
-      };
-      chosen.push_back(*std::min_element(points.begin(), points.end(),
-                                         [&](const StagePoint& a, const StagePoint& b) { return cost(a) < cost(b); }));
-    }
-    auto by_time = [](const StagePoint& a, const StagePoint& b) { return a.stable_us < b.stable_us; };
-    std::sort(chosen.begin(), chosen.end(), by_time);
-    chosen.erase(std::unique(chosen.begin(), chosen.end(),
-                             [](const StagePoint& a, const StagePoint& b) { return a.stable_us == b.stable_us; }),
-                 chosen.end());
-    points = std::move(chosen);
-  }
+  if (state_->options.weights > 0 && !points.empty()) points = Sampled(points, state_->options.weights, steps);
   Frontier out;
   for (const StagePoint& p : points) {
     const StageParts& parts = state_->parts[p.part];
@@ -279,7 +282,7 @@ Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
     s.full = p.full, s.selective = p.selective;
     s.weights_out = p.ratios[0], s.gradients_out = p.ratios[1], s.states_out = p.ratios[2],
     s.activations_out = p.ratios[3];
-    out.push_back({s, EvaluateOne(s)});
+    out.push_back({s, CostOf(s)});
   }
   return out;
 }

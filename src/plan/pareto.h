@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/simplex.h"
+#include "plan/offload_region.h"
 
 namespace interlace::plan {
 

@@ -71,7 +71,7 @@ inline int64_t OnHost(int64_t bytes, float ratio) {
   return static_cast<int64_t>(static_cast<double>(bytes) * static_cast<double>(ratio));
 }
 
-// The plain count (stage_count.cc).
+// The plain count (reference_cost.cc).
 struct StageBytes {
   int64_t peak_forward = 0, peak_backward = 0, host = 0;
 };

@@ -1,5 +1,5 @@
 // stage_sums.h — the stage model as closed sums over equal layers, evaluated for many strategies that differ only in
-// counts, micro-batches in flight and ratios. Inside the room only; equal to stage_count.cc to the byte.
+// counts, micro-batches in flight and ratios. Inside the room only; equal to reference_cost.cc to the byte.
 #pragma once
 
 #include <array>
@@ -33,7 +33,7 @@ struct StageSums {
 StageSums SumsOf(const StageParts& parts, bool embedding, bool head);
 
 // A block of strategies of one StageSums, as structure of arrays.
-struct Lanes {
+struct StrategyVectors {
   static constexpr int kWidth = 64;
   using Row = std::array<double, kWidth>;
   int count = 0;
@@ -42,13 +42,13 @@ struct Lanes {
   // Out.
   alignas(64) Row stable_us, total_us, peak_forward, peak_backward, host;  // total = t + d
 };
-// Fills the outputs of the first `count` lanes (and may write beyond them). Times alone: the three sizes are left as
+// Fills the outputs of the first `count` vectors (and may write beyond them). Times alone: the three sizes are left as
 // they are.
 enum class Wanted : uint8_t { kAll, kTimes };
-void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted = Wanted::kAll);
+void EvaluateVectors(const StageSums& sums, StrategyVectors& vectors, Wanted wanted = Wanted::kAll);
 // The same code for each instruction set that this machine has, plainest first. All give the same bits; the last is
 // used.
-using LanesFunction = void (*)(const StageSums&, Lanes&, Wanted);
-std::span<const LanesFunction> LanesFunctions();
+using VectorFunction = void (*)(const StageSums&, StrategyVectors&, Wanted);
+std::span<const VectorFunction> VectorFunctions();
 
 }  // namespace interlace::plan

@@ -1,4 +1,4 @@
-#include "plan/simplex.h"
+#include "plan/offload_region.h"
 
 #include <algorithm>
 

@@ -1,4 +1,5 @@
-// One strategy counted layer by layer: the plain form of the model, which evaluate_batch.cc must equal.
+// The reference cost: one strategy counted layer by layer, the plain form of the model, which vector_formula.h must
+// equal. What a plan prints is counted here.
 #include <algorithm>
 
 #include "plan/stage_parts.h"
@@ -210,7 +211,7 @@ std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& 
   return total;
 }
 
-StageCost StageModel::EvaluateOne(const Strategy& strategy) const {
+StageCost StageModel::CostOf(const Strategy& strategy) const {
   const StageParts& parts = *state_->Find(strategy);
   const StageBytes bytes = CountBytes(parts, strategy, nullptr);
   const std::array<double, kPhases> us = CountTimes(parts, strategy, nullptr);

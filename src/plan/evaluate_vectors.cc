@@ -1,5 +1,5 @@
 // The vector code: several strategies at a time without branches. Each formula is the sum over equal layers of what
-// stage_count.cc adds one by one; times agree to rounding, bytes exactly, whatever the instruction set.
+// reference_cost.cc adds one by one; times agree to rounding, bytes exactly, whatever the instruction set.
 //
 // Vectors are those of GCC and clang, so that nothing depends on what a compiler manages to vectorize by itself. GCC 12
 // takes such vectors apart before it clones a function for other targets, so the code is included once for each
@@ -19,47 +19,47 @@ namespace {
 
 namespace baseline {
 constexpr int kVector = 2;
-#include "plan/evaluate_lanes.inc"
+#include "plan/vector_formula.h"
 }  // namespace baseline
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define INTERLACE_LANES_BY_TARGET 1
+#define INTERLACE_VECTORS_BY_TARGET 1
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 namespace avx2 {
 constexpr int kVector = 4;
-#include "plan/evaluate_lanes.inc"
+#include "plan/vector_formula.h"
 }  // namespace avx2
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 namespace avx512 {
 constexpr int kVector = 8;
-#include "plan/evaluate_lanes.inc"
+#include "plan/vector_formula.h"
 }  // namespace avx512
 #pragma GCC pop_options
 #endif
 
 }  // namespace
 
-std::span<const LanesFunction> LanesFunctions() {
-  static constexpr LanesFunction kAll[] = {
-      baseline::EvaluateLanes,
-#ifdef INTERLACE_LANES_BY_TARGET
-      avx2::EvaluateLanes,
-      avx512::EvaluateLanes,
+std::span<const VectorFunction> VectorFunctions() {
+  static constexpr VectorFunction kAll[] = {
+      baseline::EvaluateVectors,
+#ifdef INTERLACE_VECTORS_BY_TARGET
+      avx2::EvaluateVectors,
+      avx512::EvaluateVectors,
 #endif
   };
   size_t count = 1;
-#ifdef INTERLACE_LANES_BY_TARGET
+#ifdef INTERLACE_VECTORS_BY_TARGET
   if (__builtin_cpu_supports("x86-64-v3")) count = __builtin_cpu_supports("x86-64-v4") ? 3 : 2;
 #endif
   return {kAll, count};
 }
 
-void EvaluateLanes(const StageSums& sums, Lanes& lanes, Wanted wanted) {
-  static const LanesFunction best = LanesFunctions().back();
-  best(sums, lanes, wanted);
+void EvaluateVectors(const StageSums& sums, StrategyVectors& vectors, Wanted wanted) {
+  static const VectorFunction best = VectorFunctions().back();
+  best(sums, vectors, wanted);
 }
 
 }  // namespace interlace::plan

@@ -1,6 +1,6 @@
-// The vector code of evaluate_lanes.cc, included once for each instruction set in a namespace of its own, with kVector set.
+// The vector code of evaluate_vectors.cc, included once for each instruction set in a namespace of its own, with kVector set.
 typedef double Vector __attribute__((vector_size(kVector * sizeof(double)), may_alias));
-using Row = Lanes::Row;
+using Row = StrategyVectors::Row;
 
 struct Four { Vector a, b, c, d; };  // compute, device-device, in, out
 
@@ -84,7 +84,7 @@ INTERLACE_INLINE void Split(Vector& out, const Vector& bytes, const Vector& rati
 
 // Times of the blocks in a phase, added to `us`.
 template <StagePhase phase>
-INTERLACE_INLINE void AddBlocks(const StageSums& s, const Lanes& lanes, Row& us) {
+INTERLACE_INLINE void AddBlocks(const StageSums& s, const StrategyVectors& vectors, Row& us) {
   constexpr bool backward = phase == kBackward || phase == kBackwardLast;
   const LayerPart& b = s.layer[1];
   const LinkTime& gather = s.gather[phase][1];
@@ -95,10 +95,10 @@ INTERLACE_INLINE void AddBlocks(const StageSums& s, const Lanes& lanes, Row& us)
   const double tp_us = backward ? b.cost.tp_backward_us : b.cost.tp_forward_us;
   const double saved_kept = static_cast<double>(b.cost.saved_kept), saved_selective = static_cast<double>(b.cost.saved_selective);
   const double saved_full = static_cast<double>(b.cost.saved_full);
-  for (int i = 0; i < lanes.count; i += kVector) {
-    const Vector n = INTERLACE_AT(lanes.layers), full = INTERLACE_AT(lanes.full), selective = INTERLACE_AT(lanes.selective);
+  for (int i = 0; i < vectors.count; i += kVector) {
+    const Vector n = INTERLACE_AT(vectors.layers), full = INTERLACE_AT(vectors.full), selective = INTERLACE_AT(vectors.selective);
     const Vector kept = n - full - selective;
-    const Vector wo = INTERLACE_AT(lanes.wo), go = INTERLACE_AT(lanes.go), oo = INTERLACE_AT(lanes.oo), ao = INTERLACE_AT(lanes.ao);
+    const Vector wo = INTERLACE_AT(vectors.wo), go = INTERLACE_AT(vectors.go), oo = INTERLACE_AT(vectors.oo), ao = INTERLACE_AT(vectors.ao);
     const Vector mean = ao * ((kept * saved_kept + selective * saved_selective + full * saved_full) / n);
     Vector coming, going;
     if constexpr (backward) {
@@ -126,7 +126,7 @@ INTERLACE_INLINE void AddBlocks(const StageSums& s, const Lanes& lanes, Row& us)
 
 // The same of an embedding or a head: one layer, which opens the phase or closes it.
 template <StagePhase phase, int role>
-INTERLACE_INLINE void AddEnd(const StageSums& s, const Lanes& lanes, Row& us) {
+INTERLACE_INLINE void AddEnd(const StageSums& s, const StrategyVectors& vectors, Row& us) {
   constexpr bool backward = phase == kBackward || phase == kBackwardLast, opens = (role == 0) != backward;
   const LayerPart& part = s.layer[role];
   const LinkTime& gather = s.gather[phase][role];
@@ -137,8 +137,8 @@ INTERLACE_INLINE void AddEnd(const StageSums& s, const Lanes& lanes, Row& us) {
                             (opens ? reduce.core_us : gather.core_us);
   const double fixed_us = (backward ? part.cost.tp_backward_us : part.cost.tp_forward_us) + (opens ? gather.us : reduce.us);
   const Vector zero{}, compute = zero + compute_us, link = zero + (opens ? reduce.us : gather.us);
-  for (int i = 0; i < lanes.count; i += kVector) {
-    const Vector wo = INTERLACE_AT(lanes.wo), go = INTERLACE_AT(lanes.go), oo = INTERLACE_AT(lanes.oo), ao = INTERLACE_AT(lanes.ao);
+  for (int i = 0; i < vectors.count; i += kVector) {
+    const Vector wo = INTERLACE_AT(vectors.wo), go = INTERLACE_AT(vectors.go), oo = INTERLACE_AT(vectors.oo), ao = INTERLACE_AT(vectors.ao);
     Vector coming, going;
     if constexpr (backward) {
       coming = wo * weights_in_us + go * part.gradients_in_us + ao * (saved * s.in_us_per_byte);
@@ -157,13 +157,13 @@ INTERLACE_INLINE void AddEnd(const StageSums& s, const Lanes& lanes, Row& us) {
 }
 
 template <StagePhase phase>
-INTERLACE_INLINE void AddPhase(const StageSums& s, const Lanes& lanes, Row& us) {
-  AddBlocks<phase>(s, lanes, us);
-  if (s.embedding) AddEnd<phase, 0>(s, lanes, us);
-  if (s.head) AddEnd<phase, 2>(s, lanes, us);
+INTERLACE_INLINE void AddPhase(const StageSums& s, const StrategyVectors& vectors, Row& us) {
+  AddBlocks<phase>(s, vectors, us);
+  if (s.embedding) AddEnd<phase, 0>(s, vectors, us);
+  if (s.head) AddEnd<phase, 2>(s, vectors, us);
 }
 
-INTERLACE_INLINE void CountBytes(const StageSums& s, Lanes& lanes) {
+INTERLACE_INLINE void CountBytes(const StageSums& s, StrategyVectors& vectors) {
   const LayerPart &e = s.layer[0], &b = s.layer[1], &h = s.layer[2];
   const auto real = [](int64_t bytes) __attribute__((always_inline)) { return static_cast<double>(bytes); };
   const auto ends = [&](int64_t LayerPart::*member) __attribute__((always_inline)) {
@@ -180,10 +180,10 @@ INTERLACE_INLINE void CountBytes(const StageSums& s, Lanes& lanes) {
   const double work_kept = real(b.cost.work_backward), work_selective = real(b.cost.work_backward_selective);
   const double work_full = real(b.cost.work_backward_full);
   const Vector zero{};
-  for (int i = 0; i < lanes.count; i += kVector) {
-    const Vector n = INTERLACE_AT(lanes.layers), full = INTERLACE_AT(lanes.full), selective = INTERLACE_AT(lanes.selective);
-    const Vector kept = n - full - selective, p = INTERLACE_AT(lanes.in_flight);
-    const Vector wo = INTERLACE_AT(lanes.wo), go = INTERLACE_AT(lanes.go), oo = INTERLACE_AT(lanes.oo), ao = INTERLACE_AT(lanes.ao);
+  for (int i = 0; i < vectors.count; i += kVector) {
+    const Vector n = INTERLACE_AT(vectors.layers), full = INTERLACE_AT(vectors.full), selective = INTERLACE_AT(vectors.selective);
+    const Vector kept = n - full - selective, p = INTERLACE_AT(vectors.in_flight);
+    const Vector wo = INTERLACE_AT(vectors.wo), go = INTERLACE_AT(vectors.go), oo = INTERLACE_AT(vectors.oo), ao = INTERLACE_AT(vectors.ao);
     const Vector weights = n * real(b.weights) + end_weights, gradients = n * real(b.gradients) + end_gradients;
     const Vector states = n * real(b.states) + end_states;
     const Vector saved = kept * saved_kept + selective * saved_selective + full * saved_full + e_saved + h_saved;
@@ -225,21 +225,21 @@ INTERLACE_INLINE void CountBytes(const StageSums& s, Lanes& lanes) {
     if (s.embedding) raise(backward, (p - 1) * saved + e_saved, zero + e_backward);
     if (s.head) raise(backward, p * saved, zero + h_backward);
     first += buffer_g + buffer_o;
-    *reinterpret_cast<Vector*>(&lanes.peak_forward[i]) = always + INTERLACE_MAX(first, forward);
-    *reinterpret_cast<Vector*>(&lanes.peak_backward[i]) = always + backward + gathered_g + buffer_g;
-    *reinterpret_cast<Vector*>(&lanes.host[i]) = on_w + on_g + on_o + on_a;
+    *reinterpret_cast<Vector*>(&vectors.peak_forward[i]) = always + INTERLACE_MAX(first, forward);
+    *reinterpret_cast<Vector*>(&vectors.peak_backward[i]) = always + backward + gathered_g + buffer_g;
+    *reinterpret_cast<Vector*>(&vectors.host[i]) = on_w + on_g + on_o + on_a;
   }
 }
 
-void EvaluateLanes(const StageSums& s, Lanes& lanes, Wanted wanted) {
-  static_assert(Lanes::kWidth % kVector == 0);
-  for (Row* row : {&lanes.layers, &lanes.full, &lanes.selective, &lanes.in_flight, &lanes.wo, &lanes.go, &lanes.oo, &lanes.ao}) {
-    for (int i = lanes.count; i % kVector != 0; ++i) (*row)[i] = (*row)[lanes.count - 1];
+void EvaluateVectors(const StageSums& s, StrategyVectors& vectors, Wanted wanted) {
+  static_assert(StrategyVectors::kWidth % kVector == 0);
+  for (Row* row : {&vectors.layers, &vectors.full, &vectors.selective, &vectors.in_flight, &vectors.wo, &vectors.go, &vectors.oo, &vectors.ao}) {
+    for (int i = vectors.count; i % kVector != 0; ++i) (*row)[i] = (*row)[vectors.count - 1];
   }
-  lanes.stable_us.fill(0), lanes.total_us.fill(0);
-  AddPhase<kForward>(s, lanes, lanes.stable_us);
-  AddPhase<kBackward>(s, lanes, lanes.stable_us);
-  AddPhase<kForwardFirst>(s, lanes, lanes.total_us);
-  AddPhase<kBackwardLast>(s, lanes, lanes.total_us);
-  if (wanted == Wanted::kAll) CountBytes(s, lanes);
+  vectors.stable_us.fill(0), vectors.total_us.fill(0);
+  AddPhase<kForward>(s, vectors, vectors.stable_us);
+  AddPhase<kBackward>(s, vectors, vectors.stable_us);
+  AddPhase<kForwardFirst>(s, vectors, vectors.total_us);
+  AddPhase<kBackwardLast>(s, vectors, vectors.total_us);
+  if (wanted == Wanted::kAll) CountBytes(s, vectors);
 }
