@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "cost/collective_model.h"
+#include "ir/op_table.h"
 #include "ir/text.h"
 #include "passes/canonicalize.h"
 #include "passes/recompute.h"
@@ -137,7 +138,7 @@ std::vector<OpBytes> BytesOfOps(const Program& program, const Binding& binding) 
   EXPECT_EQ(ErrorOf(bound), "no error");
   for (OpId id : program.FindPhase("micro_batch")->ops) {
     const Op& op = program.op(id);
-    if (op.name == "view" || op.name.starts_with("tp.")) continue;
+    if (op.kind == OpKind::kView || TraitsOf(op).family == OpFamily::kCollective) continue;
     OpBytes entry{op.name, 0, false};
     for (ValueId result : op.results) {
       if (result == kNone) continue;
