@@ -12,6 +12,7 @@
 #include <cmath>
 #include <map>
 
+#include "plan/offload_region.h"
 #include "plan/pareto.h"
 
 namespace interlace::plan {
@@ -66,51 +67,32 @@ std::vector<Recompute> RecomputeChoices(const LayerCost& block, int32_t layers, 
   return out;
 }
 
-// Strategies of one (b, dp, tp, ZeRO), evaluated together as soon as a block is full.
-class Trial {
- public:
-  Trial(const StageModel::State& state, const StageSums& sums, const StageKey& key, int32_t part, Pareto& best)
-      : state_(state), sums_(sums), key_(key), part_(part), best_(best) {}
-  ~Trial() { Flush(); }
-  void Try(Recompute counts, const Ratios& x) {
-    const int i = vectors_.count++;
-    vectors_.layers[i] = key_.layers, vectors_.full[i] = counts.full, vectors_.selective[i] = counts.selective;
-    vectors_.in_flight[i] = key_.in_flight;
-    auto round_up = [](double v) {
-      float f = static_cast<float>(v);
-      return std::min(f < v ? std::nextafter(f, 2.0f) : f, 1.0f);
-    };
-    vectors_.wo[i] = round_up(x[0]), vectors_.go[i] = round_up(x[1]), vectors_.oo[i] = round_up(x[2]),
-    vectors_.ao[i] = round_up(x[3]);
-    if (vectors_.count == StrategyVectors::kWidth) Flush();
-  }
+// A strategy of a key without offload.
+Strategy StrategyOf(const StageKey& key, const StageParts& parts, Recompute counts) {
+  Strategy s;
+  s.layers = key.layers, s.embedding = key.embedding, s.head = key.head;
+  s.micro_batch = parts.micro_batch, s.dp = parts.dp, s.tp = parts.tp, s.zero = parts.zero;
+  s.micro_batches = key.micro_batches, s.in_flight = key.in_flight;
+  s.full = counts.full, s.selective = counts.selective;
+  return s;
+}
 
- private:
-  void Flush();
-
-  const StageModel::State& state_;
-  const StageSums& sums_;
-  const StageKey& key_;
-  int32_t part_;
-  Pareto& best_;
-  StrategyVectors vectors_;
-};
-
-void Trial::Flush() {
-  if (vectors_.count == 0) return;
-  const auto limit = static_cast<double>(state_.options.device_bytes), host = static_cast<double>(state_.host_share);
-  EvaluateVectors(sums_, vectors_);
-  for (int i = 0; i < vectors_.count; ++i) {
-    if (std::max(vectors_.peak_forward[i], vectors_.peak_backward[i]) > limit || vectors_.host[i] > host) continue;
-    best_.Add({vectors_.stable_us[i],
-               vectors_.total_us[i],
-               part_,
-               static_cast<int32_t>(vectors_.full[i]),
-               static_cast<int32_t>(vectors_.selective[i]),
-               {static_cast<float>(vectors_.wo[i]), static_cast<float>(vectors_.go[i]), static_cast<float>(vectors_.oo[i]),
-                static_cast<float>(vectors_.ao[i])}});
-  }
-  vectors_.count = 0;
+// Keeps a strategy with these ratios if nothing beats it and it fits.
+void Try(const StageModel::State& state, int32_t part, Strategy s, const Ratios& x, Pareto& best) {
+  auto round_up = [](double v) {
+    float f = static_cast<float>(v);
+    return std::min(f < v ? std::nextafter(f, 2.0f) : f, 1.0f);
+  };
+  s.weights_out = round_up(x[0]), s.gradients_out = round_up(x[1]), s.states_out = round_up(x[2]),
+  s.activations_out = round_up(x[3]);
+  const StageTimes us = TimesOf(state.parts[part], s);
+  if (best.Beats(us.stable_us, us.total_us)) return;
+  const StageBytes bytes = CountBytes(state.parts[part], s);
+  // device: every peak is within the limit
+  if (std::max(bytes.peak_forward, bytes.peak_backward) > state.options.device_bytes) return;
+  // host: what is held there is within the device's share
+  if (bytes.host > state.host_share) return;
+  best.Add({us.stable_us, us.total_us, part, s});
 }
 
 // The (b, dp, tp, ZeRO) that a key allows, as parts of the model's state.
@@ -130,55 +112,38 @@ std::vector<int32_t> PartsOf(const StageModel::State& state, const StageKey& key
 // Whether something of so many blocks may fit, whatever is recomputed and offloaded. A block of some kind needs no less
 // beside blocks of other kinds than among its like, so all blocks alike is the least. More blocks need no less of
 // anything.
-bool MayFit(const StageSums& sums, const StageModel::State& state, int32_t layers, int32_t in_flight) {
+bool MayFit(const StageModel::State& state, const StageKey& key, int32_t part) {
   const StageOptions& options = state.options;
   auto fits = [&](int32_t full, int32_t selective) {
-    const OffloadRegion region = RegionOf(sums, options, state.host_share, layers, full, selective, in_flight);
+    const OffloadRegion region =
+        RegionOf(state, state.parts[part], StrategyOf(key, state.parts[part], {full, selective}));
     return std::all_of(region.rows.begin(), region.rows.end(), [](const OffloadRegion::Row& row) {
       return row.save[0] + row.save[1] + row.save[2] + row.save[3] >= row.need;
     });
   };
-  return (!options.only_full && fits(0, 0)) || (options.full && fits(layers, 0)) ||
-         (options.selective && fits(0, layers));
+  return (!options.only_full && fits(0, 0)) || (options.full && fits(key.layers, 0)) ||
+         (options.selective && fits(0, key.layers));
 }
 
-// One of PartsOf that may fit, and its times with nothing offloaded and as little recomputed as the space allows.
+// The times of one of PartsOf with nothing offloaded and as little recomputed as the space allows.
+StageTimes LeastTimes(const StageModel::State& state, const StageKey& key, int32_t part) {
+  const Recompute least{state.options.only_full ? key.layers : 0, 0};
+  return TimesOf(state.parts[part], StrategyOf(key, state.parts[part], least));
+}
+
 struct FittingPart {
   int32_t part;
-  StageSums sums;
-  double stable_us, total_us;
+  StageTimes least;
 };
 
-std::vector<FittingPart> FittingParts(const StageModel::State& state, const StageKey& key, double longest_us) {
-  std::vector<FittingPart> fitting;
-  if (key.layers < 1) return fitting;
-  StrategyVectors vectors;
-  vectors.count = 1;
-  vectors.layers[0] = key.layers, vectors.in_flight[0] = key.in_flight;
-  vectors.full[0] = state.options.only_full ? key.layers : 0;
-  vectors.selective[0] = vectors.wo[0] = vectors.go[0] = vectors.oo[0] = vectors.ao[0] = 0;
-  for (int32_t part : PartsOf(state, key)) {
-    FittingPart fit{part, SumsOf(state.parts[part], key.embedding, key.head), 0, 0};
-    EvaluateVectors(fit.sums, vectors, Wanted::kTimes);
-    fit.stable_us = vectors.stable_us[0], fit.total_us = vectors.total_us[0];
-    if (fit.stable_us > longest_us || !MayFit(fit.sums, state, key.layers, key.in_flight)) continue;
-    fitting.push_back(std::move(fit));
-  }
-  return fitting;
-}
-
 // Steps 2 and 3 of the list above.
-void TryPart(const StageModel::State& state, const StageKey& key, const FittingPart& fit,
-             const std::vector<Recompute>& choices, Pareto& best) {
-  Trial trial(state, fit.sums, key, fit.part, best);
+void TryPart(const StageModel::State& state, const StageKey& key, int32_t part, const std::vector<Recompute>& choices,
+             Pareto& best) {
   for (const Recompute& counts : choices) {
-    const OffloadRegion region = RegionOf(fit.sums, state.options, state.host_share, key.layers, counts.full,
-                                          counts.selective, key.in_flight);
-    if (region.rows.empty()) {
-      trial.Try(counts, {});
-      break;
-    }
-    auto visit = [&](const Ratios& x) { trial.Try(counts, x); };
+    const Strategy s = StrategyOf(key, state.parts[part], counts);
+    const OffloadRegion region = RegionOf(state, state.parts[part], s);
+    auto visit = [&](const Ratios& x) { Try(state, part, s, x, best); };
+    if (region.rows.empty()) return visit({});
     if (state.options.ratios.empty()) {
       Vertices(region, visit);
     } else {
@@ -187,21 +152,15 @@ void TryPart(const StageModel::State& state, const StageKey& key, const FittingP
   }
 }
 
-// Moves from every point that none beats: one share by a step up or down, another to the least that then fits; the steps
-// get smaller.
-void Refine(const StageModel::State& state, const StageKey& key, const std::vector<FittingPart>& fitting,
-            Pareto& best) {
+// Step 4.
+void Refine(const StageModel::State& state, Pareto& best) {
   for (double step : {0.5, 0.25, 0.125, 0.0625}) {
     const std::vector<StagePoint> points = best.points();
-    for (const FittingPart& fit : fitting) {
-      Trial trial(state, fit.sums, key, fit.part, best);
-      for (const StagePoint& point : points) {
-        if (point.part != fit.part) continue;
-        const OffloadRegion region = RegionOf(fit.sums, state.options, state.host_share, key.layers, point.full,
-                                              point.selective, key.in_flight);
-        if (region.rows.empty()) continue;
-        Neighbours(point.ratios, step, region, [&](const Ratios& x) { trial.Try({point.full, point.selective}, x); });
-      }
+    for (const StagePoint& point : points) {
+      const OffloadRegion region = RegionOf(state, state.parts[point.part], point.strategy);
+      if (region.rows.empty()) continue;
+      Neighbours(RatiosOf(point.strategy), step, region,
+                 [&](const Ratios& x) { Try(state, point.part, point.strategy, x, best); });
     }
   }
 }
@@ -230,60 +189,43 @@ std::vector<StagePoint> Sampled(const std::vector<StagePoint>& points, int32_t w
 void StageModel::BoundsOf(const StageKey& key, std::span<Bound> bounds) const {
   std::fill(bounds.begin(), bounds.end(), Bound{});
   for (int32_t part : PartsOf(*state_, key)) {
-    const StageSums sums = SumsOf(state_->parts[part], key.embedding, key.head);
-    auto layers = [&](const Bound& bound) { return static_cast<int32_t>(&bound - bounds.data()) + 1; };
-    auto end = std::partition_point(bounds.begin(), bounds.end(), [&](const Bound& bound) {
-      return MayFit(sums, *state_, layers(bound), key.in_flight);
-    });
-    StrategyVectors vectors;
-    vectors.selective.fill(0), vectors.in_flight.fill(1);
-    vectors.full.fill(0), vectors.wo.fill(0), vectors.go.fill(0), vectors.oo.fill(0), vectors.ao.fill(0);
-    for (auto at = bounds.begin(); at < end; at += vectors.count) {
-      vectors.count = static_cast<int>(std::min<std::ptrdiff_t>(StrategyVectors::kWidth, end - at));
-      for (int i = 0; i < vectors.count; ++i) {
-        vectors.layers[i] = layers(at[i]);
-        if (state_->options.only_full) vectors.full[i] = vectors.layers[i];
-      }
-      EvaluateVectors(sums, vectors, Wanted::kTimes);
-      for (int i = 0; i < vectors.count; ++i) {
-        at[i].stable_us = std::min(at[i].stable_us, vectors.stable_us[i]);
-        at[i].total_us = std::min(at[i].total_us, vectors.total_us[i]);
-      }
+    StageKey of = key;
+    for (Bound& bound : bounds) {
+      of.layers = static_cast<int32_t>(&bound - bounds.data()) + 1;
+      if (!MayFit(*state_, of, part)) break;  // more layers need no less of anything
+      const StageTimes least = LeastTimes(*state_, of, part);
+      bound.stable_us = std::min(bound.stable_us, least.stable_us);
+      bound.total_us = std::min(bound.total_us, least.total_us);
     }
   }
 }
 
 Frontier StageModel::FrontierOf(const StageKey& key, double longest_us) const {
+  if (key.layers < 1) return {};
   const double steps = key.micro_batches;
-  std::vector<FittingPart> fitting = FittingParts(*state_, key, longest_us);
+  std::vector<FittingPart> fitting;
+  for (int32_t part : PartsOf(*state_, key)) {
+    const StageTimes least = LeastTimes(*state_, key, part);
+    if (least.stable_us <= longest_us && MayFit(*state_, key, part)) fitting.push_back({part, least});
+  }
   std::sort(fitting.begin(), fitting.end(), [&](const FittingPart& a, const FittingPart& b) {
-    const double x = steps * a.stable_us + a.total_us, y = steps * b.stable_us + b.total_us;
+    const double x = steps * a.least.stable_us + a.least.total_us, y = steps * b.least.stable_us + b.least.total_us;
     return x != y ? x < y : a.part < b.part;
   });
   Pareto best(longest_us);
   std::map<std::pair<int32_t, int32_t>, std::vector<Recompute>> choices;  // by (b, tp)
   for (const FittingPart& fit : fitting) {
-    if (best.Beats(fit.stable_us, fit.total_us)) continue;
+    if (best.Beats(fit.least.stable_us, fit.least.total_us)) continue;
     const StageParts& parts = state_->parts[fit.part];
     auto [at, added] = choices.try_emplace({parts.micro_batch, parts.tp});
-    if (added) at->second = RecomputeChoices(fit.sums.layer[1].cost, key.layers, state_->options);
-    TryPart(*state_, key, fit, at->second, best);
+    if (added) at->second = RecomputeChoices(parts.of(Role::kBlock).cost, key.layers, state_->options);
+    TryPart(*state_, key, fit.part, at->second, best);
   }
-  if (state_->options.ratios.empty()) Refine(*state_, key, fitting, best);
+  if (state_->options.ratios.empty()) Refine(*state_, best);
   std::vector<StagePoint> points = best.points();
   if (state_->options.weights > 0 && !points.empty()) points = Sampled(points, state_->options.weights, steps);
   Frontier out;
-  for (const StagePoint& p : points) {
-    const StageParts& parts = state_->parts[p.part];
-    Strategy s;
-    s.layers = key.layers, s.embedding = key.embedding, s.head = key.head;
-    s.micro_batch = parts.micro_batch, s.dp = parts.dp, s.tp = parts.tp, s.zero = parts.zero;
-    s.micro_batches = key.micro_batches, s.in_flight = key.in_flight;
-    s.full = p.full, s.selective = p.selective;
-    s.weights_out = p.ratios[0], s.gradients_out = p.ratios[1], s.states_out = p.ratios[2],
-    s.activations_out = p.ratios[3];
-    out.push_back({s, CostOf(s)});
-  }
+  for (const StagePoint& point : points) out.push_back({point.strategy, CostOf(point.strategy)});
   return out;
 }
 

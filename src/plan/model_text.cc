@@ -12,7 +12,7 @@
 namespace interlace::plan {
 namespace {
 
-constexpr std::string_view kRoleNames[] = {"embedding", "block", "head"};    // by Role
+constexpr std::string_view kRoleNames[] = {"embedding", "block", "head"};   // by Role
 constexpr std::string_view kKindNames[] = {"column", "row", "vocabulary"};  // by ParallelParameter::Kind
 constexpr int64_t kMaxBlocks = 100000;
 constexpr int64_t kMaxSize = int64_t{1} << 40;  // of a width, a vocabulary, a sequence
@@ -92,7 +92,7 @@ class ModelReader {
     INTERLACE_ASSIGN(int64_t count, scan_.IntFrom(1, kMaxSize));
     scan_.SkipBlanks();
     if (!scan_.AtLineEnd()) return scan_.EndLine();  // its error
-    scan_.NextLine();  // the program's lines are its own, comments too
+    scan_.NextLine();                                // the program's lines are its own, comments too
     size_t begin = scan_.pos(), end = begin;
     for (int64_t line = 0; line < count; ++line) {
       size_t newline = scan_.text().find('\n', end);

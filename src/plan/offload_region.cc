@@ -28,45 +28,27 @@ double OffloadRegion::Least(const Ratios& x, int kind) const {
   return use > host_room ? -1 : least;
 }
 
-OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t host_share, int32_t layers,
-                       int32_t full, int32_t selective, int32_t in_flight) {
-  const LayerPart &e = s.layer[0], &b = s.layer[1], &h = s.layer[2];
-  const int32_t kept = layers - full - selective, many = layers > 1;
-  auto total_of = [&](int64_t LayerPart::*member) {
-    return static_cast<double>(layers * (b.*member) + (s.embedding ? e.*member : 0) + (s.head ? h.*member : 0));
-  };
-  const double weights = total_of(&LayerPart::weights), gradients = total_of(&LayerPart::gradients);
-  const double states = total_of(&LayerPart::states);
-  const LayerCost& c = b.cost;
-  const double e_saved = s.embedding ? static_cast<double>(e.cost.saved_kept) : 0;
-  const double h_saved = s.head ? static_cast<double>(h.cost.saved_kept) : 0;
-  const double saved = static_cast<double>(kept * c.saved_kept + selective * c.saved_selective + full * c.saved_full) +
-                       e_saved + h_saved;
-  double most = 0, work_backward = 0;
-  auto kind = [&](int32_t count, int64_t bytes, int64_t work) {
-    if (count == 0) return;
-    most = std::max(most, static_cast<double>(bytes)),
-    work_backward = std::max(work_backward, static_cast<double>(work));
-  };
-  kind(kept, c.saved_kept, c.work_backward);
-  kind(selective, c.saved_selective, c.work_backward_selective);
-  kind(full, c.saved_full, c.work_backward_full);
-  double pair_saved = many != 0 ? 2 * most : most;
-  if (s.embedding) pair_saved = std::max(pair_saved, e_saved + most);
-  if (s.head) pair_saved = std::max(pair_saved, most + h_saved);
-
+OffloadRegion RegionOf(const StageModel::State& state, const StageParts& parts, const Strategy& s) {
+  const LayerCost &embedding = parts.of(Role::kEmbedding).cost, &block = parts.of(Role::kBlock).cost,
+                  &head = parts.of(Role::kHead).cost;
+  const StageHolds all = HoldsOf(parts, s);
+  const StageOptions& options = state.options;
+  auto real = [](int64_t bytes) { return static_cast<double>(bytes); };  // exact below 2^53
+  const double weights = real(all.weights), gradients = real(all.gradients), states = real(all.states);
+  const double saved = real(all.saved), pair_saved = real(all.pair_saved), p = s.in_flight;
   OffloadRegion out;
   out.allowed = {options.weights_out, options.gradients_out, options.states_out, options.activations_out};
-  const double always = weights + gradients + states + s.pair_gathered_weights[many] + s.neighbours;
+  const double always = weights + gradients + states + real(all.gathered_weights) + real(all.neighbours);
   // 16: what rounding each term to whole bytes can take.
-  const double limit = static_cast<double>(options.device_bytes) - 16;
+  const double limit = real(options.device_bytes) - 16;
+  // device: always + live + work <= limit, less what the ratios save
   auto add = [&](double live, double work, StagePhase phase) {
     OffloadRegion::Row row;
     const bool first = phase == kForwardFirst, backward = phase == kBackward;
-    row.need = always + live + work + (backward ? s.pair_gathered_gradients[many] : 0) - limit;
+    row.need = always + live + work + (backward ? real(all.gathered_gradients) : 0) - limit;
     if (row.need <= 0) return;
-    row.save = {weights - s.pair_weights[many], gradients - (first || backward ? s.pair_gradients[many] : 0),
-                states - (first ? s.pair_states[many] : 0), live - std::min(live, pair_saved)};
+    row.save = {weights - real(all.pair_weights), gradients - (first || backward ? real(all.pair_gradients) : 0),
+                states - (first ? real(all.pair_states) : 0), live - std::min(live, pair_saved)};
     for (int k = 0; k < kKinds; ++k) row.save[k] = out.allowed[k] ? std::max(row.save[k], 0.0) : 0;
     // A row that another implies is left out.
     auto implies = [](const OffloadRegion::Row& a, const OffloadRegion::Row& b) {
@@ -80,20 +62,18 @@ OffloadRegion RegionOf(const StageSums& s, const StageOptions& options, int64_t 
     std::erase_if(out.rows, [&](const auto& other) { return implies(row, other); });
     out.rows.push_back(row);
   };
-  const double p = in_flight;
   for (StagePhase phase : {kBackward, kForward, kForwardFirst}) {
     const bool backward = phase == kBackward;
     const double count = phase == kForwardFirst ? 1 : p;
-    auto work = [&](const LayerPart& part) {
-      return static_cast<double>(backward ? part.cost.work_backward : part.cost.work_forward);
-    };
-    add(count * saved - h_saved, backward ? work_backward : work(b), phase);
-    if (s.embedding) add((count - 1) * saved + e_saved, work(e), phase);
-    if (s.head) add(count * saved, work(h), phase);
+    auto work = [&](const LayerCost& cost) { return real(backward ? cost.work_backward : cost.work_forward); };
+    add(count * saved - real(all.head_saved), backward ? real(all.block_backward) : work(block), phase);
+    if (s.embedding) add((count - 1) * saved + real(all.embedding_saved), work(embedding), phase);
+    if (s.head) add(count * saved, work(head), phase);
   }
+  // host: weights, gradients, states and saved activations by their ratios are within the device's share
   out.host_use = {weights, gradients, states, p * saved};
   // A ratio is a float, rounded up.
-  out.host_room = static_cast<double>(host_share) - (weights + gradients + states + p * saved) * 0x1p-22;
+  out.host_room = real(state.host_share) - (weights + gradients + states + p * saved) * 0x1p-22;
   return out;
 }
 

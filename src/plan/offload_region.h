@@ -1,21 +1,24 @@
-// offload_region.h — the offload ratios that make a stage fit: x = (weights, gradients, states, activations) in [0, 1]^4
-// with need_r <= save_r . x for each peak and use . x <= room for the host. Inside the room only.
+// offload_region.h — the offload ratios that make a stage fit: x = (weights, gradients, states, activations) in [0,
+// 1]^4 with need_r <= save_r . x for each peak and use . x <= room for the host. Inside the room only.
 //
 // Peaks are linear in x (buffers shrink and grow with the ratios), so this is a polytope. t and t + d are piecewise
-// linear on it and fall with no ratio, so the best lie where some peak just fits. Tried are its vertices there, and what
-// is near the best of them; how little that misses is measured (docs/planner.md).
+// linear on it and fall with no ratio, so the best lie where some peak just fits. Tried are its vertices there, and
+// what is near the best of them; how little that misses is measured (docs/planner.md).
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <vector>
 
-#include "plan/stage_sums.h"
+#include "plan/stage_parts.h"
 
 namespace interlace::plan {
 
 constexpr int kKinds = 4;  // WO, GO, OO, AO
 using Ratios = std::array<double, kKinds>;
+inline Ratios RatiosOf(const Strategy& s) {
+  return {s.weights_out, s.gradients_out, s.states_out, s.activations_out};
+}
 
 struct OffloadRegion {
   struct Row {
@@ -32,10 +35,9 @@ struct OffloadRegion {
   double Least(const Ratios& x, int kind) const;
 };
 
-// The region of a stage with these counts. Bytes are rounded against the strategy, so that what holds here fits when
-// counted.
-OffloadRegion RegionOf(const StageSums& sums, const StageOptions& options, int64_t host_share, int32_t layers,
-                       int32_t full, int32_t selective, int32_t in_flight);
+// The region of a stage, whatever its strategy's ratios. Bytes are rounded against it, so that what holds here fits
+// when counted.
+OffloadRegion RegionOf(const StageModel::State& state, const StageParts& parts, const Strategy& strategy);
 
 // The vertices of the region where some peak just fits: all ratios but one 0 or 1, that one the least that fits.
 template <typename Visit>
@@ -58,12 +60,12 @@ void Vertices(const OffloadRegion& region, const Visit& visit) {
 
 // What is near a point: one ratio a step up or down, another the least that then fits.
 template <typename Visit>
-void Neighbours(const std::array<float, kKinds>& at, double step, const OffloadRegion& region, const Visit& visit) {
+void Neighbours(const Ratios& at, double step, const OffloadRegion& region, const Visit& visit) {
   for (int moved = 0; moved < kKinds; ++moved) {
     for (int kind = 0; kind < kKinds; ++kind) {
       if (kind == moved || !region.allowed[moved] || !region.allowed[kind]) continue;
       for (double to : {std::min(at[moved] + step, 1.0), std::max(at[moved] - step, 0.0)}) {
-        Ratios x{at[0], at[1], at[2], at[3]};
+        Ratios x = at;
         x[moved] = to;
         x[kind] = region.Least(x, kind);
         if (to != at[moved] && x[kind] >= 0) visit(x);

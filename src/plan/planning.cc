@@ -307,8 +307,8 @@ Result<std::string> ExplainPlan(const PlanFile& file, std::string_view model_tex
 Result<std::string> PlanTrace(const PlanFile& file) {
   double longest_ps = 0;  // one thing after another
   for (const PipelineStage& s : PipelineStages(file.plan)) {
-    longest_ps += file.plan.micro_batches() *
-                  static_cast<double>(s.forward_ps + s.backward_ps + s.send_ps + s.send_back_ps);
+    longest_ps +=
+        file.plan.micro_batches() * static_cast<double>(s.forward_ps + s.backward_ps + s.send_ps + s.send_back_ps);
     longest_ps += static_cast<double>(s.first_ps + s.last_ps);
   }
   if (longest_ps >= 0x1p62) return MakeError("the step takes longer than fits in 64 bits of picoseconds");

@@ -10,7 +10,7 @@
 //   stage.first() {upd}
 //   recv.wait(%0) {fwd lane=p2p}
 //   stage.forward(%0) {fwd}
-//   send() {fwd lane=p2p}
+//   send.start() {fwd lane=p2p}
 #pragma once
 
 #include <memory>
