@@ -4,6 +4,7 @@
     python bench/mist.py --quick                          # the smallest case of each section
     python bench/mist.py --only ablation,depth
     python bench/mist.py --json out/mist.json             # keeps every tuning as it is done; a second start goes on from there
+    python bench/mist.py --against out/mist.json          # ... and how much faster the plans kept there are, from another build
 
 Sections: speedup (Fig. 11, 12), ablation (Fig. 13), depth (Fig. 14), batch (Fig. 15), 40b (section 6.3), space (Fig. 5, 16) and
 motivating (Fig. 2, 3). The paper's own figures stand beside ours where its text has them. Times are predictions of the
@@ -393,6 +394,20 @@ SECTIONS = {
 }
 
 
+def compare(kept: dict[str, Tuned]) -> None:
+    """How much faster the plans kept are than those found now."""
+    faster = {
+        name: samples_per_s(kept[name]) / samples_per_s(tuned)
+        for name, tuned in KEPT.found.items()
+        if kept.get(name, {}).get("plans") and tuned["plans"]
+    }
+    most = max(faster, key=lambda name: faster[name])
+    print(
+        f"\n{len(faster)} plans against those kept: these are {statistics.mean(faster.values()) - 1:.3%} faster, mean; "
+        f"at most {faster[most] - 1:.3%} ({most})"
+    )
+
+
 def main() -> None:
     global QUICK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -402,6 +417,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
     parser.add_argument("--quick", action="store_true", help="the smallest case of each section, GPT only: a minute")
     parser.add_argument("--json", type=Path, help="the figures and every tuning; those in it are not made again")
+    parser.add_argument("--against", type=Path, help="what --json of another build wrote: compares the plans")
     given = parser.parse_args()
     wanted = given.only.split(",")
     if unknown := [name for name in wanted if name not in SECTIONS]:
@@ -416,6 +432,8 @@ def main() -> None:
         print(f"\n== {name}: {section.__doc__}")
         results[name] = section(families)
         KEPT.write(results)
+    if given.against:
+        compare(json.loads(given.against.read_text())["tunings"])
     print(
         f"\n{KEPT.done} tunings in {time.monotonic() - KEPT.begin:.0f} s, {time.process_time():.0f} s of processor time"
     )

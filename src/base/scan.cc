@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
+
+#include "base/suggest.h"
 
 namespace interlace {
 namespace {
@@ -132,6 +135,63 @@ Result<std::string> Scanner::String() {
     }
     ++pos_;
   }
+}
+
+Result<int64_t> Scanner::Header(std::string_view what, int64_t oldest, int64_t newest, std::string_view remedy) {
+  SkipToContent();
+  const std::string magic = "interlace-" + std::string(what), kind(what);
+  if (!text_.substr(std::min(pos_, text_.size())).starts_with(magic)) {
+    return ErrorHere("not a " + kind + ": the first line must be '" + magic + " " + std::to_string(newest) + "'");
+  }
+  pos_ += magic.size();
+  SkipBlanks();
+  INTERLACE_ASSIGN(int64_t version, Int());
+  if (version < oldest || version > newest) {
+    return ErrorHere("the " + kind + " has version " + std::to_string(version) + ", this program reads " +
+                     (oldest < newest ? std::to_string(oldest) + " and " : "") + std::to_string(newest) + "; " +
+                     std::string(remedy));
+  }
+  INTERLACE_TRY(EndLine());
+  return version;
+}
+
+Status Scanner::EndLine() {
+  SkipBlanks();
+  if (!AtLineEnd()) return ErrorHere("expected the end of the line, found " + Found());
+  NextLine();
+  SkipToContent();
+  return Ok{};
+}
+
+Status Scanner::Expect(std::string_view word) {
+  SkipBlanks();
+  const bool here = word.size() == 1 ? Eat(word[0]) : EatWord(word);
+  if (!here) return ErrorHere("expected " + InQuotes(word) + ", found " + Found());
+  SkipBlanks();
+  return Ok{};
+}
+
+Result<int64_t> Scanner::IntFrom(int64_t low, int64_t high) {
+  const size_t begin = pos_;
+  INTERLACE_ASSIGN(int64_t value, Int());
+  if (value >= low && value <= high) return value;
+  return ErrorAt(begin, "this number must be from " + std::to_string(low) + " to " + std::to_string(high));
+}
+
+Result<double> Scanner::Real() {
+  double value = 0;
+  const char* begin = text_.data() + std::min(pos_, text_.size());
+  auto [end, problem] = std::from_chars(begin, text_.data() + text_.size(), value);
+  if (problem != std::errc() || !std::isfinite(value)) return ErrorHere("expected a number, found " + Found());
+  pos_ = end - text_.data();
+  return value;
+}
+
+Result<std::string_view> Scanner::OneOf(std::string_view what, const std::vector<std::string_view>& known) {
+  const size_t begin = pos_;
+  const std::string_view word = Word();
+  if (std::find(known.begin(), known.end(), word) != known.end()) return word;
+  return ErrorAt(begin, "unknown " + std::string(what) + " " + InQuotes(word) + DidYouMean(word, known));
 }
 
 Error Scanner::ErrorAt(size_t pos, std::string_view message) const {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/result.h"
 
@@ -62,6 +63,20 @@ class Scanner {
   Result<int64_t> Int();
   // A quoted string, unescaped.
   Result<std::string> String();
+
+  // ---- what files of one fact a line are made of: plans, models, profiles ----
+
+  // The first line, "interlace-WHAT VERSION". Error: another kind of file; a version that is not read (`remedy`: what
+  // to do then).
+  Result<int64_t> Header(std::string_view what, int64_t oldest, int64_t newest, std::string_view remedy);
+  // The line must end here; goes on to the next one that says something.
+  Status EndLine();
+  // This word, or character, with blanks around it.
+  Status Expect(std::string_view word);
+  Result<int64_t> IntFrom(int64_t low, int64_t high);
+  Result<double> Real();  // finite
+  // One of these words. Error: "unknown WHAT 'word'" (did you mean).
+  Result<std::string_view> OneOf(std::string_view what, const std::vector<std::string_view>& known);
 
   // "file:line:col" with the message, the line and a caret.
   Error ErrorAt(size_t pos, std::string_view message) const;

@@ -58,7 +58,7 @@ Result<StageMemory> OneStage(const std::string& model, const std::string& cluste
   strategy.layers = layers->blocks();
   strategy.embedding = strategy.head = true;
   INTERLACE_TRY(stage.Check(strategy));
-  return StageMemory{stage.EvaluateOne(strategy), stage.Explain(strategy)};
+  return StageMemory{stage.CostOf(strategy), stage.Explain(strategy)};
 }
 
 py::dict CostDict(const LayerCost& c) {

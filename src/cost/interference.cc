@@ -49,10 +49,10 @@ void Interference::Raise(const std::array<std::array<double, kClasses>, kClasses
 
 double Interference::Together(std::array<double, kClasses> alone) const {
   double total = 0;
-  for (int set : kSets) {
-    int active = 0;
-    for (int i = 0; i < kClasses; ++i) active |= alone[i] > 0 ? 1 << i : 0;
-    if (active != set) continue;  // acts only where the set of non-zero amounts equals this set exactly
+  while (true) {
+    int set = 0;
+    for (int i = 0; i < kClasses; ++i) set |= alone[i] > 0 ? 1 << i : 0;
+    if ((set & (set - 1)) == 0) return total + alone[0] + alone[1] + alone[2] + alone[3];  // one at most is left
     double shortest = 0;
     int which = -1;
     for (int i = 0; i < kClasses; ++i) {
@@ -67,7 +67,6 @@ double Interference::Together(std::array<double, kClasses> alone) const {
       alone[i] = i == which || left <= 0 ? 0 : left / factor[set][i];
     }
   }
-  return total + alone[0] + alone[1] + alone[2] + alone[3];
 }
 
 const Interference* FindInterference(std::string_view gpu, int64_t per_node, int64_t nodes) {

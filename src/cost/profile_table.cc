@@ -2,18 +2,14 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 
 #include "base/scan.h"
-#include "base/suggest.h"
 
 namespace interlace {
 namespace {
 
-constexpr std::string_view kCollectives[] = {"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"};
-constexpr std::string_view kCopies[] = {"h2d", "d2h", "file_read", "file_write"};
 // Kinds of work that slow one another. Pairs are kept in this order.
-constexpr std::string_view kTogether[] = {"compute", "collective", "h2d", "d2h", "file_read", "file_write"};
+const std::vector<std::string_view> kTogether = {"compute", "collective", "h2d", "d2h", "file_read", "file_write"};
 constexpr int64_t kVersion = 2;
 
 class ProfileReader {
@@ -21,41 +17,20 @@ class ProfileReader {
   ProfileReader(std::string_view text, std::string_view file) : in_(text, file) {}
 
   Result<ProfileTable> Run() {
-    in_.SkipToContent();
-    if (in_.text().substr(std::min(in_.pos(), in_.text().size()), 17) != "interlace-profile") {
-      return in_.ErrorHere("not a profile: the first line must be 'interlace-profile 2'");
-    }
-    in_.Seek(in_.pos() + 17);
-    in_.SkipBlanks();
-    INTERLACE_ASSIGN(version_, in_.Int());
-    if (version_ < 1 || version_ > kVersion) {
-      return in_.ErrorHere("the profile has version " + std::to_string(version_) +
-                           ", this program reads 1 and 2; measure again");
-    }
-    INTERLACE_TRY(LineEnd());
-    for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
+    INTERLACE_ASSIGN(version_, in_.Header("profile", 1, kVersion, "measure again"));
+    while (!in_.AtEnd()) {
       INTERLACE_TRY(Line());
-      INTERLACE_TRY(LineEnd());
+      INTERLACE_TRY(in_.EndLine());
     }
     return std::move(out_);
   }
 
  private:
-  Status LineEnd() {
-    in_.SkipBlanks();
-    if (!in_.AtLineEnd()) return in_.ErrorHere("expected the end of the line, found " + in_.Found());
-    in_.NextLine();
-    return Ok{};
-  }
-
   Status Line() {
     size_t begin = in_.pos();
-    std::string_view word = in_.Word();
+    INTERLACE_ASSIGN(std::string_view word, in_.OneOf("line", {"fingerprint", "op", "collective", "core", "finish",
+                                                               "copy", "issue", "together", "interference"}));
     in_.SkipBlanks();
-    if (word == "fingerprint") {
-      INTERLACE_ASSIGN(out_.fingerprint, in_.String());
-      return Ok{};
-    }
     if (word == "op") return OpLine();
     if (word == "collective") return CollectiveLine(out_.collectives);
     if (word == "core") return CollectiveLine(out_.core);
@@ -64,9 +39,8 @@ class ProfileReader {
     if (word == "copy") return CopyLine();
     if (word == "together") return TogetherLine(begin);
     if (word == "interference") return InterferenceLine();
-    return in_.ErrorAt(begin, "unknown line '" + std::string(word) + "'" +
-                                  DidYouMean(word, {"fingerprint", "op", "collective", "core", "finish", "copy",
-                                                    "issue", "together", "interference"}));
+    INTERLACE_ASSIGN(out_.fingerprint, in_.String());
+    return Ok{};
   }
 
   Status OpLine() {
@@ -86,17 +60,13 @@ class ProfileReader {
     return Ok{};
   }
 
-  template <size_t N>
-  Result<std::string> Kind(const std::string_view (&known)[N]) {
-    size_t begin = in_.pos();
-    std::string_view word = in_.Word();
-    if (std::find(std::begin(known), std::end(known), word) != std::end(known)) return std::string(word);
-    return in_.ErrorAt(begin, "unknown kind '" + std::string(word) + "'" +
-                                  DidYouMean(word, std::vector<std::string_view>(std::begin(known), std::end(known))));
+  Result<std::string> Kind(const std::vector<std::string_view>& known) {
+    INTERLACE_ASSIGN(std::string_view kind, in_.OneOf("kind", known));
+    return std::string(kind);
   }
 
   Status CollectiveLine(ProfileTable::Sweeps& sweeps) {
-    INTERLACE_ASSIGN(std::string kind, Kind(kCollectives));
+    INTERLACE_ASSIGN(std::string kind, Kind({"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"}));
     INTERLACE_ASSIGN(int64_t ranks, Count("ranks", 2));
     return Point(sweeps[{kind, ranks}]);
   }
@@ -106,7 +76,7 @@ class ProfileReader {
     return Ok{};
   }
   Status CopyLine() {
-    INTERLACE_ASSIGN(std::string kind, Kind(kCopies));
+    INTERLACE_ASSIGN(std::string kind, Kind({"h2d", "d2h", "file_read", "file_write"}));
     return Point(out_.copies[kind]);
   }
   Status Point(Sweep& sweep) {
@@ -128,7 +98,7 @@ class ProfileReader {
     }
     if (members[0].first == members[1].first)
       return in_.ErrorAt(begin, "two kinds of work are needed, '" + members[0].first + "' is given for both");
-    const auto place = [](std::string_view kind) { return std::find(kTogether, std::end(kTogether), kind); };
+    const auto place = [](std::string_view kind) { return std::find(kTogether.begin(), kTogether.end(), kind); };
     if (place(members[0].first) > place(members[1].first)) std::swap(members[0], members[1]);
     const bool added =
         out_.together
@@ -140,7 +110,7 @@ class ProfileReader {
   Result<double> Factor() {
     in_.SkipBlanks();
     size_t begin = in_.pos();
-    INTERLACE_ASSIGN(double factor, Number());
+    INTERLACE_ASSIGN(double factor, in_.Real());
     if (!(factor >= 1 && factor <= 1000)) return in_.ErrorAt(begin, "a factor is a number from 1 to 1000");
     return factor;
   }
@@ -148,7 +118,7 @@ class ProfileReader {
   Status InterferenceLine() {
     size_t begin = in_.pos();
     if (!out_.interference.empty()) return in_.ErrorAt(begin, "the factors are given twice");
-    if (!in_.Eat('[')) return in_.ErrorHere("expected '[', found " + in_.Found());
+    INTERLACE_TRY(in_.Expect("["));
     do {
       INTERLACE_ASSIGN(double factor, Factor());
       out_.interference.push_back(factor);
@@ -160,14 +130,8 @@ class ProfileReader {
     return Ok{};
   }
 
-  Status Expect(std::string_view word) {
-    in_.SkipBlanks();
-    if (!in_.EatWord(word)) return in_.ErrorHere("expected '" + std::string(word) + "', found " + in_.Found());
-    in_.SkipBlanks();
-    return Ok{};
-  }
   Result<int64_t> Count(std::string_view word, int64_t least) {
-    INTERLACE_TRY(Expect(word));
+    INTERLACE_TRY(in_.Expect(word));
     size_t begin = in_.pos();
     INTERLACE_ASSIGN(int64_t value, in_.Int());
     if (value < least)
@@ -175,19 +139,10 @@ class ProfileReader {
     return value;
   }
   Result<double> Micros() {
-    INTERLACE_TRY(Expect("us"));
+    INTERLACE_TRY(in_.Expect("us"));
     size_t begin = in_.pos();
-    INTERLACE_ASSIGN(double value, Number());
+    INTERLACE_ASSIGN(double value, in_.Real());
     if (!(value > 0 && value < 1e12)) return in_.ErrorAt(begin, "a time must be above zero and below 1e12 us");
-    return value;
-  }
-  Result<double> Number() {
-    in_.SkipBlanks();
-    double value = 0;
-    const char* begin = in_.text().data() + std::min(in_.pos(), in_.text().size());
-    auto [end, error] = std::from_chars(begin, in_.text().data() + in_.text().size(), value);
-    if (error != std::errc() || !std::isfinite(value)) return in_.ErrorHere("expected a number, found " + in_.Found());
-    in_.Seek(end - in_.text().data());
     return value;
   }
 

@@ -14,11 +14,10 @@ class TomlReader {
   TomlReader(std::string_view text, std::string_view file) : in_(text, file) {}
 
   Result<std::vector<TomlEntry>> Run() {
-    for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
+    in_.SkipToContent();
+    while (!in_.AtEnd()) {
       INTERLACE_TRY(in_.Peek() == '[' ? Table() : Entry());
-      in_.SkipBlanks();
-      if (!in_.AtLineEnd()) return in_.ErrorHere("expected the end of the line, found " + in_.Found());
-      in_.NextLine();
+      INTERLACE_TRY(in_.EndLine());
     }
     return std::move(out_);
   }
@@ -45,7 +44,7 @@ class TomlReader {
       table_ += (table_.empty() ? "" : ".") + name;
       in_.SkipBlanks();
     } while (in_.Eat('.'));
-    if (!in_.Eat(']')) return in_.ErrorHere("expected ']', found " + in_.Found());
+    INTERLACE_TRY(in_.Expect("]"));
     if (!tables_.insert(table_).second) return in_.ErrorAt(begin, "the table [" + table_ + "] is given twice");
     return Ok{};
   }
@@ -58,9 +57,7 @@ class TomlReader {
     if (!keys_.insert(table_ + "." + entry.key).second) {
       return in_.ErrorAt(entry.key_pos, "the key '" + entry.key + "' is given twice");
     }
-    in_.SkipBlanks();
-    if (!in_.Eat('=')) return in_.ErrorHere("expected '=', found " + in_.Found());
-    in_.SkipBlanks();
+    INTERLACE_TRY(in_.Expect("="));
     entry.value_pos = in_.pos();
     INTERLACE_TRY(Value(entry.value, true));
     out_.push_back(std::move(entry));

@@ -12,6 +12,7 @@
 
 #include "cost/collective_model.h"
 #include "cost/kernel_model.h"
+#include "ir/op_table.h"
 #include "passes/canonicalize.h"
 #include "passes/recompute.h"
 #include "plan/layer_memory.h"
@@ -35,10 +36,10 @@ struct LayerTimes {
 
 Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterSpec& cluster, int64_t tp) {
   // The whole of what is gathered, scattered or summed.
-  bool gathers = op.name == "tp.all_gather";
-  CollectiveKind kind = gathers                          ? CollectiveKind::kGather
-                        : op.name == "tp.reduce_scatter" ? CollectiveKind::kReduce
-                                                         : CollectiveKind::kAllReduce;
+  const Exchange exchange = TraitsOf(op).exchange;
+  CollectiveKind kind = exchange == Exchange::kGather   ? CollectiveKind::kGather
+                        : exchange == Exchange::kReduce ? CollectiveKind::kReduce
+                                                        : CollectiveKind::kAllReduce;
   ValueId whole = kind == CollectiveKind::kReduce ? op.args[0].value : op.results[0];
   INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(whole).type));
   CollectiveTime time =
@@ -52,7 +53,8 @@ Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const
   for (OpId id : bound.MicroBatchPhase()->ops) {
     const Op& op = bound.op(id);
     const bool backward = op.part == Part::kBackward;
-    if (op.name.starts_with("tp.")) {
+    if (TraitsOf(op).family == OpFamily::kCollective) {
+      if (IsWait(op)) continue;
       INTERLACE_ASSIGN(double us, CollectiveUs(bound, op, cluster, binding.at("tp")));
       (backward ? times.tp_backward : times.tp_forward) += us;
     } else {

@@ -3,10 +3,9 @@
 
 namespace interlace::plan {
 
-Staircase InterStageSolver::Best(double cutoff, double& bound, const Staircase* start) {
+Staircase InterStageSolver::Best(double cutoff, double& bound) {
   Staircase best;
   best.cost = cutoff;
-  if (start != nullptr && start->cost < cutoff) best = *start;
   Staircase found;
   auto keep = [&] {
     if (found.cost < best.cost) best = found;
@@ -72,14 +71,10 @@ void InterStageSolver::TopK(InterStageResult& out) {
   };
   std::priority_queue<Branch, std::vector<Branch>, std::greater<>> open;
   double bound = kNever;
-  Staircase warm;
-  if (!o_.warm.empty()) warm = Warm();
   for (size_t x = 0; x < alike.size(); ++x) {
     if (p_.one_layout) AllowOnly(static_cast<int32_t>(x));
-    const std::vector<char> base = allowed_;
-    bool usable = warm.cost < kNever && (!p_.one_layout || warm.steps[0].layout == static_cast<int32_t>(x));
     Branch whole;
-    whole.plan = Best(cutoff(), bound, usable ? &warm : nullptr);
+    whole.plan = Best(cutoff(), bound);
     if (whole.plan.steps.empty()) continue;
     note(whole.plan.cost);
     open.push(std::move(whole));
@@ -122,27 +117,6 @@ void InterStageSolver::Fix(int32_t stage, const Step& step) {
   std::fill(allowed_.begin() + static_cast<int64_t>(stage * run),
             allowed_.begin() + static_cast<int64_t>((stage + 1) * run), 0);
   allowed_[CellIndex(stage, step.layout, step.layers)] = 1;
-}
-
-Staircase InterStageSolver::Warm() {
-  Staircase plan;
-  if (static_cast<int32_t>(o_.warm.size()) != p_.stages) return plan;
-  for (int32_t i = 0; i < p_.stages; ++i) {
-    const StageShape& shape = o_.warm[i];
-    size_t known = layouts_.size();
-    int32_t x = FindLayout(shape.layout);
-    if (layouts_.size() > known) layouts_.pop_back();
-    if (static_cast<size_t>(x) >= known || shape.layers < 1 || shape.layers > p_.layers) {
-      std::fill(allowed_.begin(), allowed_.end(), 1);
-      return plan;
-    }
-    Fix(i, {x, shape.layers, 0, 0});
-  }
-  double unused = kNever;
-  plan = Best(o_.cutoff_us, unused);
-  if (plan.steps.empty()) plan.cost = kNever;
-  std::fill(allowed_.begin(), allowed_.end(), 1);
-  return plan;
 }
 
 InterStagePlan InterStageSolver::Finish(const Staircase& plan) const {

@@ -80,8 +80,7 @@ struct InterStageOptions {
   int32_t top = 1;  // plans wanted, each with other shapes than the ones before
   double cutoff_us = std::numeric_limits<double>::infinity();  // plans that cost as much or more are of no use
   double precision = 1e-10;                                    // relative: a plan better by less is not looked for
-  std::vector<StageShape> warm = {};  // a plan from before something changed: its shapes are tried first
-  std::function<bool()> stop = {};    // time is up: the best so far, and a bound
+  std::function<bool()> stop = {};                             // time is up: the best so far, and a bound
 };
 
 struct InterStageResult {

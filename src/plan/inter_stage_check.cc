@@ -60,6 +60,7 @@ bool InterStageSolver::Check(double t_limit, double h_limit, Staircase& out) {
               uint32_t point = First(cell, link, t_limit, h_limit);
               if (point == cell.end) continue;
               double sum = points_[point].t + link.rest;
+              // whole_limit: least sum of t before stage i + A_i <= H
               if (sum <= room && sum < best) best = sum;
             }
           }

@@ -71,7 +71,7 @@ class InterStageSolver {
 
   int32_t FindLayout(const Layout& layout);
 
-  // A stage may begin with `left` devices unused: it is inside a node, or begins where one does.
+  // stage_node: a stage that begins with `left` devices unused is inside a node, or begins where one does.
   bool Fits(int32_t left, int32_t count) const {
     int32_t begin = (p_.devices - left) % p_.per_node;
     return begin == 0 || begin + count <= p_.per_node;
@@ -92,6 +92,8 @@ class InterStageSolver {
   void Windows(double limit);
 
   // Layers that stages i and later may share: [first, second].
+  //   layers_before: L - (what stages before i can hold) <= first     layers_after: second <= what i and later can hold
+  //   fewest: every stage has at least fewest_layers
   std::pair<int32_t, int32_t> Window(int32_t i, int32_t index) const {
     int32_t before = hold_before_[i][index], after = hold_after_[i][index];
     if (before < 0 || after < 0) return {1, 0};
@@ -105,7 +107,9 @@ class InterStageSolver {
   // The first point of a cell within the limits behind a link, or `end`.
   uint32_t First(const Cell& cell, const Link& link, double t_limit, double h_limit) const {
     uint32_t at = cell.begin;
+    // end_limit: d_i + A_i <= H, with A_i = t_i + boundary_i + A_{i+1}
     while (at < cell.end && points_[at].e + link.rest > h_limit) ++at;
+    // stage_limit: t_i + boundary_i <= T
     return at < cell.end && points_[at].t + link.boundary <= t_limit ? at : cell.end;
   }
 
@@ -120,7 +124,7 @@ class InterStageSolver {
   // ---- search ----
 
   // The best plan below `cutoff` that `allowed_` leaves; lowers `bound` where it has to stop early.
-  Staircase Best(double cutoff, double& bound, const Staircase* start = nullptr);
+  Staircase Best(double cutoff, double& bound);
   void Push(Box& box, std::priority_queue<Box, std::vector<Box>, std::greater<>>& open) const;
   double SumOf(const Staircase& plan) const;
 
@@ -136,8 +140,6 @@ class InterStageSolver {
 
   void AllowOnly(int32_t layout);
   void Fix(int32_t stage, const Step& step);
-  // The best plan of the shapes given, if they still make one.
-  Staircase Warm();
 
   InterStagePlan Finish(const Staircase& plan) const;
 

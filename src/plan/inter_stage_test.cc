@@ -147,11 +147,8 @@ TEST(InterStage, EqualsEnumerationOnRandomProblems) {
     EXPECT_NEAR(PipelineObjective(p.micro_batches, said), result->plans[0].cost_us, 1e-9 * costs[0]);
     EXPECT_EQ(layers, p.layers);
     EXPECT_EQ(devices, p.devices);
-    // A plan from before, and a cutoff above the best, change nothing; one below leaves nothing.
-    InterStageOptions warm;
-    for (const StageChoice& stage : result->plans.back().stages) warm.warm.push_back(stage.shape());
-    warm.cutoff_us = costs[0] * 1.5;
-    auto again = SolveInterStage(p, warm);
+    // A cutoff above the best changes nothing; one below leaves nothing.
+    auto again = SolveInterStage(p, {.cutoff_us = costs[0] * 1.5});
     ASSERT_TRUE(again.ok());
     ASSERT_EQ(again->plans.size(), 1u) << "seed " << seed;
     EXPECT_NEAR(again->plans[0].cost_us, costs[0], 1e-8 * costs[0]) << "seed " << seed;

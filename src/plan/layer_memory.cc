@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "ir/memory_plan.h"
+#include "ir/op_table.h"
 
 namespace interlace::plan {
 namespace {
@@ -93,11 +94,11 @@ class Counting {
       life.last = std::max(life.last, index);
     });
     for (ValueId id : op.writes) lives_[program_.RootOf(id)].last = std::max(lives_[program_.RootOf(id)].last, index);
-    if (op.name.ends_with(".start") || op.name.ends_with(".wait")) Transfer(op, index);
-    if (op.name == "grad" && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
+    if (IsStart(op) || IsWait(op)) Transfer(op, index);
+    if (op.kind == OpKind::kGrad && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
       lives_[program_.RootOf(op.args[1].value)].counted = false;  // written into the stage's gradients
     }
-    if (op.name == "output" && !op.args.empty() && op.args[0].kind == Arg::Kind::kValue) {
+    if (op.kind == OpKind::kOutput && !op.args.empty() && op.args[0].kind == Arg::Kind::kValue) {
       Life& life = lives_[program_.RootOf(op.args[0].value)];
       if (index < middle) {
         life.last = std::max(life.last, middle - 1);  // handed on when the forward part ends
@@ -110,7 +111,7 @@ class Counting {
 
   // What a transfer reads, and the memory that it receives into, live until it is waited for.
   void Transfer(const Op& op, int32_t index) {
-    if (op.name.ends_with(".wait")) {
+    if (IsWait(op)) {
       ForEachOperand(op, [&](ValueId id) {
         for (auto [found, last] = in_flight_.equal_range(id); found != last; ++found)
           lives_[found->second].last = index;

@@ -95,7 +95,7 @@ class Finder {
       s.in_flight = std::min(stages - i, s.micro_batches);
       s.selective *= s.layers, s.full *= s.layers;
       INTERLACE_TRY(model_.Check(s));
-      stage.cost = model_.EvaluateOne(s);
+      stage.cost = model_.CostOf(s);
       stage.first_block = block;
       stage.first_device = i * s.dp * s.tp;
       block += s.layers;

@@ -2,16 +2,18 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "base/scan.h"
-#include "base/suggest.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 
 namespace interlace::plan {
 namespace {
 
+constexpr std::string_view kRoleNames[] = {"embedding", "block", "head"};   // by Role
+constexpr std::string_view kKindNames[] = {"column", "row", "vocabulary"};  // by ParallelParameter::Kind
 constexpr int64_t kMaxBlocks = 100000;
 constexpr int64_t kMaxSize = int64_t{1} << 40;  // of a width, a vocabulary, a sequence
 
@@ -20,126 +22,77 @@ class ModelReader {
   ModelReader(std::string_view text, std::string_view file) : scan_(text, file), file_(file) {}
 
   Result<ModelText> Run() {
-    scan_.SkipToContent();
-    if (!EatName("interlace-model")) return scan_.ErrorHere("expected \"interlace-model 1\": this is no model text");
-    scan_.SkipBlanks();
-    INTERLACE_ASSIGN(int64_t version, scan_.Int());
-    if (version != 1) return scan_.ErrorHere("a newer form than this reader knows (1); read it with a newer release");
-    INTERLACE_TRY(EndLine());
+    INTERLACE_TRY(scan_.Header("model", 1, 1, "read it with a newer release"));
     while (!scan_.AtEnd()) INTERLACE_TRY(Line());
     return Whole();
   }
 
  private:
-  // The header's word has a hyphen, which names do not have.
-  bool EatName(std::string_view word) {
-    if (!scan_.text().substr(scan_.pos()).starts_with(word)) return false;
-    scan_.Seek(scan_.pos() + word.size());
-    return true;
-  }
-
-  Status EndLine() {
-    scan_.SkipBlanks();
-    if (!scan_.AtLineEnd()) return scan_.ErrorHere("expected the end of the line, found " + scan_.Found());
-    scan_.NextLine();
-    scan_.SkipToContent();
-    return Ok{};
-  }
-
-  Result<int64_t> Number(int64_t low, int64_t high) {
-    size_t at = scan_.pos();
-    INTERLACE_ASSIGN(int64_t number, scan_.Int());
-    if (number < low || number > high) {
-      return scan_.ErrorAt(at, "expected a number from " + std::to_string(low) + " to " + std::to_string(high));
-    }
-    return number;
-  }
-
   Status Line() {
-    size_t at = scan_.pos();
-    std::string_view key = scan_.Word();
-    scan_.SkipBlanks();
-    if (key == "program") return ProgramLines(at);
-    if (key == "parallel") return Parallel();
     static const std::vector<std::string_view> kKeys = {"name",  "family",   "blocks", "dtype",    "hidden",
                                                         "heads", "kv_heads", "vocab",  "sequence", "flash",
                                                         "tied",  "parallel", "program"};
-    auto found = std::find(kKeys.begin(), kKeys.end(), key);
-    if (found == kKeys.end())
-      return scan_.ErrorAt(at, "unknown key '" + std::string(key) + "'" + DidYouMean(key, kKeys));
-    uint32_t bit = 1u << (found - kKeys.begin());
-    if (seen_ & bit) return scan_.ErrorAt(at, "'" + std::string(key) + "' is given twice");
-    seen_ |= bit;
+    size_t at = scan_.pos();
+    INTERLACE_ASSIGN(std::string_view key, scan_.OneOf("key", kKeys));
+    scan_.SkipBlanks();
+    if (key == "program") return ProgramLines(at);
+    if (key == "parallel") return Parallel();
+    if (!seen_.insert(key).second) return scan_.ErrorAt(at, "'" + std::string(key) + "' is given twice");
     INTERLACE_TRY(Fact(key));
-    return EndLine();
+    return scan_.EndLine();
   }
 
   Status Fact(std::string_view key) {
     if (key == "name" || key == "family") {
       INTERLACE_ASSIGN((key == "name" ? model_.name : model_.family), scan_.String());
-    } else if (key == "blocks") {
-      INTERLACE_ASSIGN(int64_t blocks, Number(1, kMaxBlocks));
-      model_.blocks = static_cast<int32_t>(blocks);
     } else if (key == "dtype") {
       size_t at = scan_.pos();
       std::optional<DType> dtype = ParseDType(scan_.Word());
       if (!dtype) return scan_.ErrorAt(at, "expected a dtype such as bf16");
       model_.dtype = *dtype;
     } else if (key == "flash") {
-      size_t at = scan_.pos();
-      std::string_view word = scan_.Word();
-      if (word != "true" && word != "false") return scan_.ErrorAt(at, "expected true or false");
+      INTERLACE_ASSIGN(std::string_view word, scan_.OneOf("value", {"true", "false"}));
       model_.flash = word == "true";
     } else if (key == "tied") {
       if (scan_.EatWord("none")) return Ok{};
       INTERLACE_ASSIGN(model_.tied, scan_.String());
+    } else if (key == "blocks") {
+      INTERLACE_ASSIGN(int64_t blocks, scan_.IntFrom(1, kMaxBlocks));
+      model_.blocks = static_cast<int32_t>(blocks);
     } else {
       int64_t& fact = key == "hidden"     ? model_.hidden
                       : key == "heads"    ? model_.heads
                       : key == "kv_heads" ? model_.kv_heads
                       : key == "vocab"    ? model_.vocab
                                           : model_.sequence;
-      INTERLACE_ASSIGN(fact, Number(1, kMaxSize));
+      INTERLACE_ASSIGN(fact, scan_.IntFrom(1, kMaxSize));
     }
     return Ok{};
   }
 
   Status Parallel() {
-    ParallelParameter cut;
-    size_t at = scan_.pos();
-    std::string_view kind = scan_.Word();
-    if (kind == "column") {
-      cut.kind = ParallelParameter::Kind::kColumn;
-    } else if (kind == "row") {
-      cut.kind = ParallelParameter::Kind::kRow;
-    } else if (kind == "vocabulary") {
-      cut.kind = ParallelParameter::Kind::kVocabulary;
-    } else {
-      return scan_.ErrorAt(at, "expected column, row or vocabulary");
-    }
+    ParallelParameter& cut = model_.parallel.emplace_back();
+    INTERLACE_ASSIGN(std::string_view kind, scan_.OneOf("kind", {std::begin(kKindNames), std::end(kKindNames)}));
+    cut.kind = static_cast<ParallelParameter::Kind>(std::find(kKindNames, std::end(kKindNames), kind) - kKindNames);
     scan_.SkipBlanks();
-    INTERLACE_ASSIGN(int64_t dim, Number(0, 7));
+    INTERLACE_ASSIGN(int64_t dim, scan_.IntFrom(0, 7));
     cut.dim = static_cast<int32_t>(dim);
     scan_.SkipBlanks();
     INTERLACE_ASSIGN(cut.name, scan_.String());
-    model_.parallel.push_back(std::move(cut));
-    return EndLine();
+    return scan_.EndLine();
   }
 
   Status ProgramLines(size_t at) {
-    size_t role_at = scan_.pos();
-    std::string_view word = scan_.Word();
-    int role = 0;
-    while (role < kRoles && RoleName(static_cast<Role>(role)) != word) ++role;
-    if (role == kRoles) return scan_.ErrorAt(role_at, "expected embedding, block or head");
+    INTERLACE_ASSIGN(std::string_view word, scan_.OneOf("layer", {std::begin(kRoleNames), std::end(kRoleNames)}));
+    const auto role = static_cast<int>(std::find(kRoleNames, std::end(kRoleNames), word) - kRoleNames);
     if (has_program_[role]) return scan_.ErrorAt(at, "program " + std::string(word) + " is given twice");
     has_program_[role] = true;
     scan_.SkipBlanks();
     size_t count_at = scan_.pos();
-    INTERLACE_ASSIGN(int64_t count, Number(1, kMaxSize));
+    INTERLACE_ASSIGN(int64_t count, scan_.IntFrom(1, kMaxSize));
     scan_.SkipBlanks();
-    if (!scan_.AtLineEnd()) return scan_.ErrorHere("expected the end of the line, found " + scan_.Found());
-    scan_.NextLine();
+    if (!scan_.AtLineEnd()) return scan_.EndLine();  // its error
+    scan_.NextLine();                                // the program's lines are its own, comments too
     size_t begin = scan_.pos(), end = begin;
     for (int64_t line = 0; line < count; ++line) {
       size_t newline = scan_.text().find('\n', end);
@@ -196,34 +149,14 @@ class ModelReader {
   Scanner scan_;
   std::string_view file_;
   ModelText model_;
-  uint32_t seen_ = 0;  // bit per key
+  std::set<std::string_view> seen_;
   std::array<bool, kRoles> has_program_{};
 };
-
-std::string_view KindName(ParallelParameter::Kind kind) {
-  switch (kind) {
-    case ParallelParameter::Kind::kColumn:
-      return "column";
-    case ParallelParameter::Kind::kRow:
-      return "row";
-    case ParallelParameter::Kind::kVocabulary:
-      return "vocabulary";
-  }
-  return "";
-}
 
 }  // namespace
 
 std::string_view RoleName(Role role) {
-  switch (role) {
-    case Role::kEmbedding:
-      return "embedding";
-    case Role::kBlock:
-      return "block";
-    case Role::kHead:
-      return "head";
-  }
-  return "";
+  return kRoleNames[static_cast<int>(role)];
 }
 
 Result<ModelText> ReadModelText(std::string_view text, std::string_view file) {
@@ -253,7 +186,7 @@ std::string WriteModelText(const ModelText& model) {
   }
   out += '\n';
   for (const ParallelParameter& cut : model.parallel) {
-    out += "parallel " + std::string(KindName(cut.kind)) + ' ' + std::to_string(cut.dim) + ' ';
+    out += "parallel " + std::string(kKindNames[static_cast<int>(cut.kind)]) + ' ' + std::to_string(cut.dim) + ' ';
     AppendQuoted(out, cut.name);
     out += '\n';
   }

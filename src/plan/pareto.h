@@ -2,18 +2,17 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <vector>
 
-#include "plan/simplex.h"
+#include "plan/strategy.h"
 
 namespace interlace::plan {
 
 struct StagePoint {
   double stable_us, total_us;  // t, t + d
-  int32_t part, full, selective;
-  std::array<float, kKinds> ratios;
+  int32_t part;                // (b, dp, tp, ZeRO), in StageModel::State
+  Strategy strategy;
 };
 
 // Pareto set of (t, t + d), kept sorted by t; without those of t above `longest_us`.

@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/scan.h"
@@ -15,13 +15,23 @@ namespace {
 constexpr int64_t kMostStages = 4096;
 constexpr int64_t kMostCount = int64_t{1} << 31;  // of blocks, devices, samples of a micro-batch
 
-// A line's words after its first: names with a number each.
-struct Number {
+struct Choice {  // one of two words
+  bool* to;
+  std::string_view yes, no;
+};
+struct Mark {  // a word that may be left out
+  bool* to;
+};
+// What stands in a line: its name, if it has one, and its value. Named "..", it follows the one before without blanks.
+struct Field {
   std::string_view name;
-  double* real = nullptr;
-  float* share = nullptr;
-  int32_t* count = nullptr;
-  int64_t* size = nullptr;
+  std::variant<std::string*, double*, float*, int32_t*, int64_t*, Choice, Mark> to;
+  int64_t low = 0, high = kMostCount - 1;  // of whole numbers
+};
+struct LineForm {
+  std::string_view word;
+  std::vector<Field> fields;
+  bool needed = true;
 };
 
 class PlanReader {
@@ -29,30 +39,18 @@ class PlanReader {
   PlanReader(std::string_view text, std::string_view file) : in_(text, file) {}
 
   Result<PlanFile> Run() {
-    in_.SkipToContent();
-    if (in_.text().substr(std::min(in_.pos(), in_.text().size()), kPlanMagic.size()) != kPlanMagic) {
-      return in_.ErrorHere("not a plan: the first line must be 'interlace-plan 1'");
-    }
-    in_.Seek(in_.pos() + kPlanMagic.size());
-    in_.SkipBlanks();
-    INTERLACE_ASSIGN(int64_t version, in_.Int());
-    if (version != kPlanVersion) {
-      return in_.ErrorHere("the plan has version " + std::to_string(version) + ", this program reads 1; plan again");
-    }
-    INTERLACE_TRY(LineEnd());
-    for (in_.SkipToContent(); !in_.AtEnd(); in_.SkipToContent()) {
+    INTERLACE_TRY(in_.Header(kPlanKind, kPlanVersion, kPlanVersion, "plan again"));
+    forms_ = HeadForms();
+    while (!in_.AtEnd()) {
       begin_ = in_.pos();
       std::string_view word = in_.Word();
       in_.SkipBlanks();
       if (word == "stage") {
-        INTERLACE_TRY(Missing());
         INTERLACE_TRY(StageLine());
-      } else if (stages_ == 0) {
-        INTERLACE_TRY(HeadLine(word));
       } else {
-        INTERLACE_TRY(StagePart(word));
+        INTERLACE_TRY(Line(stages_ > 0 && word == "predicted" ? WhatIsPredicted() : word));
       }
-      INTERLACE_TRY(LineEnd());
+      INTERLACE_TRY(in_.EndLine());
     }
     INTERLACE_TRY(Missing());
     if (stages_ == 0) return in_.ErrorHere("the plan has no stage");
@@ -61,41 +59,59 @@ class PlanReader {
   }
 
  private:
-  Status HeadLine(std::string_view word) {
+  std::vector<LineForm> HeadForms() {
+    constexpr int64_t kMany = int64_t{1} << 40;
     Plan& plan = out_.plan;
-    INTERLACE_TRY(Once(word, {"model", "cluster", "devices", "blocks", "global_batch", "sequence", "flash_attention",
-                              "memory_limit", "template", "accumulation", "space", "dtype", "predicted"}));
-    if (word == "model") return Text(plan.model);
-    if (word == "cluster") return Text(plan.cluster);
-    if (word == "space") return Text(plan.space);
-    if (word == "dtype") return Text(out_.dtype);
-    if (word == "blocks") return Whole(out_.blocks, 1, kMostCount);
-    if (word == "global_batch") return Whole(plan.global_batch, 1, int64_t{1} << 40);
-    if (word == "sequence") return Whole(plan.sequence, 1, int64_t{1} << 40);
-    if (word == "memory_limit") return Whole(out_.memory_limit, 0, int64_t{1} << 62);
-    if (word == "accumulation") return Whole(accumulation_, 1, kMostCount - 1);
-    if (word == "flash_attention") {
-      plan.flash_attention = in_.EatWord("yes");
-      if (!plan.flash_attention && !in_.EatWord("no")) return in_.ErrorHere("expected yes or no, found " + in_.Found());
-      return Ok{};
-    }
-    if (word == "template") {
-      out_.as_run = in_.EatWord("runtime");
-      if (!out_.as_run && !in_.EatWord("overlap"))
-        return in_.ErrorHere("expected overlap or runtime, found " + in_.Found());
-      return Ok{};
-    }
-    if (word == "devices") {
-      INTERLACE_TRY(Whole(out_.devices, 1, kMostCount));
-      in_.SkipBlanks();
-      if (!in_.EatWord("per_node")) return in_.ErrorHere("expected 'per_node', found " + in_.Found());
-      in_.SkipBlanks();
-      return Whole(out_.per_node, 1, kMostCount);
-    }
-    return Numbers({{"step_us", &plan.step_us}, {"pipeline_us", &plan.pipeline_us}, {"bound_us", &plan.bound_us}});
+    return {{"model", {{"", &plan.model}}},
+            {"cluster", {{"", &plan.cluster}}},
+            {"devices", {{"", &out_.devices, 1, kMostCount}, {"per_node", &out_.per_node, 1, kMostCount}}},
+            {"blocks", {{"", &out_.blocks, 1, kMostCount}}},
+            {"global_batch", {{"", &plan.global_batch, 1, kMany}}},
+            {"sequence", {{"", &plan.sequence, 1, kMany}}},
+            {"flash_attention", {{"", Choice{&plan.flash_attention, "yes", "no"}}}},
+            {"memory_limit", {{"", &out_.memory_limit, 0, int64_t{1} << 62}}},
+            {"template", {{"", Choice{&out_.as_run, "runtime", "overlap"}}}, false},
+            {"accumulation", {{"", &accumulation_, 1}}},
+            {"space", {{"", &plan.space}}},
+            {"dtype", {{"", &out_.dtype}}},
+            {"predicted",
+             {{"step_us", &plan.step_us}, {"pipeline_us", &plan.pipeline_us}, {"bound_us", &plan.bound_us}},
+             false}};
+  }
+
+  // Predictions of a stage may be left out by plans written by hand.
+  std::vector<LineForm> StageForms() {
+    constexpr int64_t kBytes = int64_t{1} << 62;
+    PlanStage& stage = out_.plan.stages.back();
+    Strategy& s = stage.strategy;
+    return {{"layers", {{"", &s.layers}, {"embedding", Mark{&s.embedding}}, {"head", Mark{&s.head}}}},
+            {"devices", {{"", &stage.first_device}, {"..", &out_.places.back().last_device}}},
+            {"micro_batch", {{"", &s.micro_batch, 1}, {"dp", &s.dp}, {"tp", &s.tp}}},
+            {"zero", {{"", &s.zero}}},
+            {"recompute", {{"full", &s.full}, {"selective", &s.selective}}},
+            {"offload",
+             {{"weights", &s.weights_out},
+              {"gradients", &s.gradients_out},
+              {"states", &s.states_out},
+              {"activations", &s.activations_out}}},
+            {"predicted t_us",
+             {{"t_us", &stage.cost.stable_us},
+              {"d_us", &stage.cost.extra_us},
+              {"forward_us", &stage.passes.forward_us},
+              {"backward_us", &stage.passes.backward_us},
+              {"first_us", &stage.passes.first_us},
+              {"last_us", &stage.passes.last_us},
+              {"send_us", &stage.send_us}},
+             false},
+            {"predicted peak_forward",
+             {{"peak_forward", &stage.cost.peak_forward, 0, kBytes},
+              {"peak_backward", &stage.cost.peak_backward, 0, kBytes},
+              {"host", &stage.cost.host_bytes, 0, kBytes}},
+             false}};
   }
 
   Status StageLine() {
+    INTERLACE_TRY(Missing());
     INTERLACE_ASSIGN(int64_t number, in_.Int());
     if (number != stages_) {
       return in_.ErrorAt(begin_, "stages stand in order: this one must be 'stage " + std::to_string(stages_) + "'");
@@ -105,56 +121,83 @@ class PlanReader {
     out_.plan.stages.emplace_back();
     out_.places.push_back({LineOf(begin_), 0});
     stage_begin_ = begin_;
+    forms_ = StageForms();
+    seen_.clear();
     return Ok{};
   }
 
-  Status StagePart(std::string_view word) {
-    PlanStage& stage = out_.plan.stages.back();
-    Strategy& s = stage.strategy;
-    if (word == "predicted") {
-      if (StandsHere("t_us")) {
-        INTERLACE_TRY(Once("predicted t_us", {"predicted t_us"}));
-        return Numbers({{"t_us", &stage.cost.stable_us},
-                        {"d_us", &stage.cost.extra_us},
-                        {"forward_us", &stage.passes.forward_us},
-                        {"backward_us", &stage.passes.backward_us},
-                        {"first_us", &stage.passes.first_us},
-                        {"last_us", &stage.passes.last_us},
-                        {"send_us", &stage.send_us}});
-      }
-      INTERLACE_TRY(Once("predicted peak_forward", {"predicted peak_forward"}));
-      return Numbers({{.name = "peak_forward", .size = &stage.cost.peak_forward},
-                      {.name = "peak_backward", .size = &stage.cost.peak_backward},
-                      {.name = "host", .size = &stage.cost.host_bytes}});
-    }
-    INTERLACE_TRY(Once(word, {"layers", "devices", "micro_batch", "zero", "recompute", "offload"}));
-    if (word == "layers") {
-      INTERLACE_TRY(Whole(s.layers, 0, kMostCount - 1));
-      in_.SkipBlanks();
-      s.embedding = in_.EatWord("embedding");
-      in_.SkipBlanks();
-      s.head = in_.EatWord("head");
-      return Ok{};
-    }
-    if (word == "devices") {
-      INTERLACE_TRY(Whole(stage.first_device, 0, kMostCount - 1));
-      if (!in_.Eat('.') || !in_.Eat('.')) return in_.ErrorHere("expected FIRST..LAST, found " + in_.Found());
-      return Whole(out_.places.back().last_device, 0, kMostCount - 1);
-    }
-    if (word == "micro_batch") {
-      INTERLACE_TRY(Whole(s.micro_batch, 1, kMostCount - 1));
-      return Numbers({{.name = "dp", .count = &s.dp}, {.name = "tp", .count = &s.tp}});
-    }
-    if (word == "zero") return Whole(s.zero, 0, kMostCount - 1);
-    if (word == "recompute")
-      return Numbers({{.name = "full", .count = &s.full}, {.name = "selective", .count = &s.selective}});
-    return Numbers({{.name = "weights", .share = &s.weights_out},
-                    {.name = "gradients", .share = &s.gradients_out},
-                    {.name = "states", .share = &s.states_out},
-                    {.name = "activations", .share = &s.activations_out}});
+  // A stage has two lines of predictions.
+  std::string_view WhatIsPredicted() {
+    const size_t begin = in_.pos();
+    const bool times = in_.EatWord("t_us");
+    in_.Seek(begin);
+    return times ? "predicted t_us" : "predicted peak_forward";
   }
 
-  // Words that follow from others: blocks and micro-batches in flight from a stage's place.
+  // Error: an unknown line, or one that this part has already.
+  Status Line(std::string_view word) {
+    auto form = std::find_if(forms_.begin(), forms_.end(), [&](const LineForm& f) { return f.word == word; });
+    if (form == forms_.end()) {
+      std::vector<std::string_view> known;
+      for (const LineForm& each : forms_) known.push_back(each.word);
+      return in_.ErrorAt(begin_, "unknown line '" + std::string(word) + "'" + DidYouMean(word, known));
+    }
+    if (std::find(seen_.begin(), seen_.end(), word) != seen_.end()) {
+      return in_.ErrorAt(begin_, "'" + std::string(word) + "' is given twice");
+    }
+    seen_.push_back(form->word);
+    for (const Field& field : form->fields) INTERLACE_TRY(Read(field));
+    return Ok{};
+  }
+
+  Status Read(const Field& field) {
+    if (const Mark* mark = std::get_if<Mark>(&field.to)) {
+      in_.SkipBlanks();
+      *mark->to = in_.EatWord(field.name);
+      return Ok{};
+    }
+    if (field.name == "..") {
+      if (!in_.Eat('.') || !in_.Eat('.')) return in_.ErrorHere("expected FIRST..LAST, found " + in_.Found());
+    } else if (!field.name.empty()) {
+      INTERLACE_TRY(in_.Expect(field.name));
+    }
+    return std::visit([&](auto to) { return ReadTo(to, field); }, field.to);
+  }
+  Status ReadTo(std::string* to, const Field&) {
+    INTERLACE_ASSIGN(*to, in_.String());
+    return Ok{};
+  }
+  Status ReadTo(const Choice& choice, const Field&) {
+    *choice.to = in_.EatWord(choice.yes);
+    if (*choice.to || in_.EatWord(choice.no)) return Ok{};
+    return in_.ErrorHere("expected " + std::string(choice.yes) + " or " + std::string(choice.no) + ", found " +
+                         in_.Found());
+  }
+  Status ReadTo(const Mark&, const Field&) { return Ok{}; }
+  template <typename Number>
+  Status ReadTo(Number* to, const Field& field) {
+    if constexpr (std::is_floating_point_v<Number>) {
+      INTERLACE_ASSIGN(double value, in_.Real());
+      *to = static_cast<Number>(value);
+    } else {
+      INTERLACE_ASSIGN(int64_t value, in_.IntFrom(field.low, field.high));
+      *to = static_cast<Number>(value);
+    }
+    return Ok{};
+  }
+
+  // Error: a line that the part that ends here does not have.
+  Status Missing() {
+    for (const LineForm& form : forms_) {
+      if (!form.needed || std::find(seen_.begin(), seen_.end(), form.word) != seen_.end()) continue;
+      std::string part = stages_ == 0 ? "the plan" : "stage " + std::to_string(stages_ - 1);
+      return in_.ErrorAt(stages_ == 0 ? in_.pos() : stage_begin_,
+                         part + " has no line '" + std::string(form.word) + "'");
+    }
+    return Ok{};
+  }
+
+  // What follows from the rest: blocks and micro-batches in flight from a stage's place.
   void Derive() {
     int64_t block = 0;
     for (int64_t i = 0; i < stages_; ++i) {
@@ -166,85 +209,6 @@ class PlanReader {
     }
   }
 
-  // Error: an unknown line, or one that this part has already.
-  Status Once(std::string_view word, std::vector<std::string_view> known) {
-    if (std::find(known.begin(), known.end(), word) == known.end()) {
-      return in_.ErrorAt(begin_, "unknown line '" + std::string(word) + "'" + DidYouMean(word, known));
-    }
-    if (std::find(seen_.begin(), seen_.end(), word) != seen_.end()) {
-      return in_.ErrorAt(begin_, "'" + std::string(word) + "' is given twice");
-    }
-    seen_.push_back(word);
-    return Ok{};
-  }
-
-  // Error: a line that the part that ends here does not have. Predictions of a stage may be left out by hand-written
-  // plans.
-  Status Missing() {
-    std::vector<std::string_view> needed = {"layers", "devices", "micro_batch", "zero", "recompute", "offload"};
-    if (stages_ == 0) {
-      needed = {"model",           "cluster",      "devices",      "blocks", "global_batch", "sequence",
-                "flash_attention", "memory_limit", "accumulation", "space",  "dtype"};
-    }
-    for (std::string_view word : needed) {
-      if (std::find(seen_.begin(), seen_.end(), word) != seen_.end()) continue;
-      std::string part = stages_ == 0 ? "the plan" : "stage " + std::to_string(stages_ - 1);
-      return in_.ErrorAt(stages_ == 0 ? in_.pos() : stage_begin_, part + " has no line '" + std::string(word) + "'");
-    }
-    seen_.clear();
-    return Ok{};
-  }
-
-  Status Text(std::string& out) {
-    INTERLACE_ASSIGN(out, in_.String());
-    return Ok{};
-  }
-  template <typename T>
-  Status Whole(T& out, int64_t least, int64_t most) {
-    size_t begin = in_.pos();
-    INTERLACE_ASSIGN(int64_t value, in_.Int());
-    if (value < least || value > most) {
-      return in_.ErrorAt(begin, "this number must be from " + std::to_string(least) + " to " + std::to_string(most));
-    }
-    out = static_cast<T>(value);
-    return Ok{};
-  }
-  Status Real(double& out) {
-    size_t begin = in_.pos();
-    auto [end, problem] = std::from_chars(in_.text().data() + begin, in_.text().data() + in_.text().size(), out);
-    if (problem != std::errc() || !std::isfinite(out)) return in_.ErrorHere("expected a number, found " + in_.Found());
-    in_.Seek(static_cast<size_t>(end - in_.text().data()));
-    return Ok{};
-  }
-  Status Numbers(const std::vector<Number>& expected) {
-    for (const Number& each : expected) {
-      in_.SkipBlanks();
-      if (!in_.EatWord(each.name))
-        return in_.ErrorHere("expected '" + std::string(each.name) + "', found " + in_.Found());
-      in_.SkipBlanks();
-      if (each.count) INTERLACE_TRY(Whole(*each.count, 0, kMostCount - 1));
-      if (each.size) INTERLACE_TRY(Whole(*each.size, 0, int64_t{1} << 62));
-      if (each.real) INTERLACE_TRY(Real(*each.real));
-      if (each.share) {
-        double value = 0;
-        INTERLACE_TRY(Real(value));
-        *each.share = static_cast<float>(value);
-      }
-    }
-    return Ok{};
-  }
-  Status LineEnd() {
-    in_.SkipBlanks();
-    if (!in_.AtLineEnd()) return in_.ErrorHere("expected the end of the line, found " + in_.Found());
-    in_.NextLine();
-    return Ok{};
-  }
-  bool StandsHere(std::string_view word) {
-    size_t pos = in_.pos();
-    bool found = in_.EatWord(word);
-    in_.Seek(pos);
-    return found;
-  }
   // Counted on from the last one, so that a file of many stages is read in one go.
   int32_t LineOf(size_t pos) {
     for (; counted_ < pos; ++counted_) line_ += in_.text()[counted_] == '\n';
@@ -257,6 +221,7 @@ class PlanReader {
   int64_t stages_ = 0;
   size_t begin_ = 0, stage_begin_ = 0, counted_ = 0;
   int32_t line_ = 1;
+  std::vector<LineForm> forms_;  // of the part that is read: the head, or a stage
   std::vector<std::string_view> seen_;
 };
 

@@ -40,7 +40,7 @@
 
 namespace interlace::plan {
 
-inline constexpr std::string_view kPlanMagic = "interlace-plan";  // the first word of a plan's file; then the version
+inline constexpr std::string_view kPlanKind = "plan";  // a file begins with "interlace-plan" and the version
 inline constexpr int64_t kPlanVersion = 1;
 
 // A plan with what it was made for.

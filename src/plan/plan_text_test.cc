@@ -90,7 +90,7 @@ TEST(PlanText, LinesThatCannotBeRead) {
   EXPECT_NE(ParseError(Replaced(text, "stage 1", "stage 3")).find("this one must be 'stage 1'"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "dp 2", "dp 99999999999")).find("must be from 0 to 2147483647"),
             std::string::npos);
-  EXPECT_NE(ParseError(Replaced(text, "template overlap", "template over")).find("expected overlap or runtime"),
+  EXPECT_NE(ParseError(Replaced(text, "template overlap", "template over")).find("expected runtime or overlap"),
             std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "weights 0", "weights nan")).find("expected a number"), std::string::npos);
   EXPECT_NE(ParseError(Replaced(text, "sequence 2048", "sequence 2048 x")).find("expected the end of the line"),

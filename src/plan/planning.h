@@ -58,7 +58,7 @@ Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, 
 // Where the bytes and times of a predicted plan's stages go: the list that MakePlans calls "explained".
 Result<std::string> ExplainPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);
 
-// The pipeline of a plan as a Chrome trace: a rank is a stage.
+// The pipeline of a plan as a Chrome trace: a rank is a stage. Error: times beyond 64 bits.
 Result<std::string> PlanTrace(const PlanFile& file);
 
 }  // namespace interlace::plan

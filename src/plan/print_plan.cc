@@ -32,7 +32,7 @@ class Printer {
   explicit Printer(const PlanFile& file) : file_(file), plan_(file.plan) {}
 
   std::string Run() {
-    Line(std::string(kPlanMagic) + " " + std::to_string(kPlanVersion));
+    Line("interlace-" + std::string(kPlanKind) + " " + std::to_string(kPlanVersion));
     Summary();
     Quoted("model", plan_.model);
     Quoted("cluster", plan_.cluster);

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "trace/timeline.h"
 
 namespace interlace::plan {
 
@@ -45,5 +46,8 @@ PipelineTimes RunPipeline(const std::vector<PipelineStage>& stages, int32_t micr
 // The stages of a plan; a boundary takes half of its send_us each way. Times beyond 64 bits are cut off at kLongest.
 inline constexpr int64_t kLongest = int64_t{1} << 52;
 std::vector<PipelineStage> PipelineStages(const Plan& plan);
+
+// A plan's pipeline over time, for the report page and the trace formats: a rank is a stage.
+Timeline PipelineTimeline(const Plan& plan);
 
 }  // namespace interlace::plan

@@ -6,7 +6,7 @@
 
 #include "ir/text.h"
 #include "plan/inter_stage.h"
-#include "plan/stage_program.h"
+#include "plan/testing/stage_program.h"
 
 namespace interlace::plan {
 namespace {
@@ -22,8 +22,8 @@ TEST(Recurrence, EqualsTheSimulatorOnRandomStages) {
     for (PipelineStage& s : stages)
       s = {pick(scale), pick(2 * scale), pick(3 * scale), pick(3 * scale), pick(send), pick(send)};
     PipelineTimes times = RunPipeline(stages, micro_batches);
-    StagePrograms programs = MakeStagePrograms(stages, micro_batches);
-    auto simulated = SimulateStages(programs);
+    testing::StagePrograms programs = testing::MakeStagePrograms(stages, micro_batches);
+    auto simulated = testing::SimulateStages(programs);
     ASSERT_TRUE(simulated.ok()) << ErrorOf(simulated);
     ASSERT_EQ(times.makespan_ps, simulated->makespan_ps) << "round " << round;
     for (size_t i = 0; i < stages.size(); ++i) {
@@ -75,14 +75,15 @@ TEST(StagePrograms, CanBeReadAndAreMarked) {
   plan.model = "m", plan.cluster = "c";
   plan.stages.resize(2);
   for (PlanStage& s : plan.stages) s.passes = {3, 6, 1, 2}, s.send_us = 4;
-  StagePrograms programs = MakeStagePrograms(PipelineStages(plan), 2);
+  testing::StagePrograms programs = testing::MakeStagePrograms(PipelineStages(plan), 2);
   std::string text = Print(*programs.programs[1]);
   EXPECT_NE(text.find("meta synthetic \"stage 1 of 2 of a plan\"\n"), std::string::npos) << text;
   EXPECT_NE(text.find("  recv.wait(%0) {fwd lane=p2p}\n  stage.forward(%0) {fwd}\n"), std::string::npos) << text;
-  auto simulated = SimulateStages(programs);
+  auto simulated = testing::SimulateStages(programs);
   ASSERT_TRUE(simulated.ok());
   EXPECT_EQ(simulated->makespan_ps, 34000000) << "first 1, F1 3, send 2, F1 3, B1 6, F2 3, B2 6, send 2, B2 6, last 2";
-  Timeline timeline = StageTimeline(programs, *simulated, plan);
+  for (PlanStage& s : plan.stages) s.strategy.micro_batches = 2;
+  Timeline timeline = PipelineTimeline(plan);
   int64_t busy = 0, sends = 0;
   for (const TraceEvent& e : timeline.events) {
     if (e.lane == TraceLane::kCompute && !e.wait) busy += e.duration_ns;

@@ -19,7 +19,7 @@ Result<Plan> Reprice(const Plan& plan, const LayerSource& layers, const ClusterS
   std::vector<std::pair<double, double>> stages;
   for (PlanStage& stage : out.stages) {
     INTERLACE_TRY(model.Check(stage.strategy));
-    stage.cost = model.EvaluateOne(stage.strategy);
+    stage.cost = model.CostOf(stage.strategy);
     stage.passes = model.PassesOf(stage.strategy);
     stages.emplace_back(stage.cost.stable_us + stage.send_us, stage.cost.extra_us);
   }

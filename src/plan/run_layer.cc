@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "ir/memory_plan.h"
+#include "ir/op_table.h"
 #include "passes/accumulate.h"
 #include "passes/replicate.h"
 #include "passes/shard.h"
@@ -21,7 +22,7 @@ Status LeaveTied(Program& program, Role role, const std::string& tied) {
   Phase& phase = *program.MicroBatchPhase();
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     Op& op = program.op(phase.ops[i]);
-    if (op.name != "grad") continue;
+    if (op.kind != OpKind::kGrad) continue;
     auto param = std::find_if(program.params.begin(), program.params.end(),
                               [&](const Param& p) { return p.value == op.args[0].value; });
     if (param == program.params.end() || param->name != tied) continue;
@@ -74,10 +75,10 @@ int64_t FirstStep(const Program& program, const Phase& phase, int32_t from, int3
   bool waited = false;
   for (int32_t i = from; i < to; ++i) {
     const Op& op = program.op(phase.ops[i]);
-    if (op.name == "gather.wait") {
+    if (op.kind == OpKind::kGatherWait) {
       waited = true;
       ForEachOperand(op, [&](ValueId id) { bytes += BytesOf(program, program.RootOf(id)); });
-    } else if (waited && op.name != "view") {
+    } else if (waited && op.kind != OpKind::kView) {
       break;
     }
   }
@@ -91,9 +92,9 @@ Status AddPhase(Program& program, const Phase& phase, bool receives, RunLayer& o
   int32_t last_step[2] = {end, end}, first_reduce = -1, last_reduce = -1;
   for (int32_t i = 0; i < end; ++i) {
     const Op& op = program.op(phase.ops[i]);
-    if (op.name == "gather.wait" && program.value(program.RootOf(op.args[0].value)).kind != ValueKind::kState)
+    if (op.kind == OpKind::kGatherWait && program.value(program.RootOf(op.args[0].value)).kind != ValueKind::kState)
       last_step[i >= live.middle] = i;
-    if (op.name != "reduce.start") continue;
+    if (op.kind != OpKind::kReduceStart) continue;
     if (first_reduce < 0) first_reduce = i;
     last_reduce = i;
   }

@@ -160,8 +160,9 @@ bool StageModel::Fits(const StageCost& cost) const {
          cost.host_bytes <= state_->host_share;
 }
 
-Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSpec& cluster,
-                                      const StageOptions& options) {
+namespace {
+
+Status CheckOptions(const StageOptions& options) {
   if (options.global_batch < 1)
     return MakeError("the global batch is ", options.global_batch, "; it must be at least 1");
   if (options.device_bytes < 1)
@@ -169,16 +170,113 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
   for (float ratio : options.ratios) {
     if (!(ratio >= 0 && ratio <= 1)) return MakeError("an offload ratio is ", ratio, "; ratios lie between 0 and 1");
   }
+  return Ok{};
+}
+
+std::vector<int32_t> DivisorsOf(int64_t number) {
+  std::vector<int32_t> divisors;
+  for (int64_t d = 1; d <= std::min<int64_t>(number, 1 << 20); ++d) {
+    if (number % d == 0) divisors.push_back(static_cast<int32_t>(d));
+  }
+  return divisors;
+}
+
+// How so many devices may share a micro-batch; every layout that the options and the cluster allow.
+struct DeviceLayout {
+  int64_t devices;
+  int32_t micro_batch, dp, tp;
+};
+std::vector<DeviceLayout> LayoutsOf(const ClusterSpec& cluster, const StageOptions& options, int32_t largest_tp) {
+  const std::vector<int32_t> divisors = DivisorsOf(options.global_batch);
+  std::vector<DeviceLayout> out;
+  for (int64_t devices = 1; devices <= cluster.devices; ++devices) {
+    // node_stage: a stage lies inside a node, or is whole nodes.
+    if (devices > cluster.per_node && devices % cluster.per_node != 0) continue;
+    for (int64_t tp = 1; tp <= std::min(devices, cluster.per_node); ++tp) {
+      const int64_t dp = devices / tp;
+      // mesh: dp * tp = devices
+      if (devices % tp != 0) continue;
+      // model_tp: tp divides the model's sizes, and is allowed
+      if (largest_tp % tp != 0 || !Allowed(options.tensor_parallel, static_cast<int32_t>(tp))) continue;
+      // node_tp: a tensor-parallel group lies inside a node
+      if (devices > cluster.per_node && cluster.per_node % tp != 0) continue;
+      // batch: G * b * dp = global batch
+      if (options.global_batch % dp != 0) continue;
+      for (int32_t b : divisors) {
+        if ((options.global_batch / dp) % b != 0 || !Allowed(options.micro_batches, b)) continue;
+        out.push_back({devices, b, static_cast<int32_t>(dp), static_cast<int32_t>(tp)});
+      }
+    }
+  }
+  return out;
+}
+
+// Layers' costs, each asked for once.
+class CostTable {
+ public:
+  explicit CostTable(const LayerSource& layers) : layers_(layers) {}
+  Result<std::array<LayerCost, kRoles>> Of(int32_t b, int32_t tp) {
+    if (auto found = known_.find({b, tp}); found != known_.end()) return found->second;
+    std::array<LayerCost, kRoles> cost;
+    for (int role = 0; role < kRoles; ++role) {
+      INTERLACE_ASSIGN(cost[role], layers_.Cost(static_cast<Role>(role), b, tp));
+      INTERLACE_TRY(CheckCost(cost[role], static_cast<Role>(role), b, tp));
+    }
+    return known_.emplace(std::pair(b, tp), cost).first->second;
+  }
+
+ private:
+  const LayerSource& layers_;
+  std::map<std::pair<int32_t, int32_t>, std::array<LayerCost, kRoles>> known_;
+};
+
+// A layout under every ZeRO level, then the same of a stage with embedding and head (StageModel::State::parts).
+Status AddParts(const DeviceLayout& layout, const Interference* interference, std::array<LayerCost, kRoles> cost,
+                const LayerSource& layers, StageModel::State& state) {
+  const StageOptions& options = state.options;
+  const ClusterSpec& cluster = state.cluster;
+  const GroupShape group = GroupShapeOf({{"dp", layout.dp}, {"tp", layout.tp}}, "dp", cluster.per_node);
+  const int64_t samples = options.global_batch / layout.dp;
+  StageParts stage;
+  stage.micro_batch = layout.micro_batch, stage.dp = layout.dp, stage.tp = layout.tp;
+  stage.interference = options.overlap ? interference : nullptr;
+  stage.in_us_per_byte = UsPerByte(cluster, cluster.h2d_gb_per_s, cluster.file_read_gb_per_s);
+  stage.out_us_per_byte = UsPerByte(cluster, cluster.d2h_gb_per_s, cluster.file_write_gb_per_s);
+  const auto first = static_cast<int32_t>(state.parts.size());
+  state.index[{stage.micro_batch, stage.dp, stage.tp}] = first;
+  state.of_key[{static_cast<int32_t>(layout.devices), samples / stage.micro_batch}].push_back(first);
+  for (bool whole : {false, true}) {
+    if (whole) OnceWhatIsTied(cost, options);
+    for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
+      const bool runs = options.as_run && whole && stage.tp == 1 && (stage.dp > 1 || stage.zero == 0);
+      const RunSetting setting{stage.dp, stage.zero, samples > stage.micro_batch, cluster.cpu};
+      for (int role = 0; role < kRoles; ++role) {
+        RunCost run;
+        if (runs) {
+          INTERLACE_ASSIGN(run, layers.AsRun(static_cast<Role>(role), stage.micro_batch, setting));
+        }
+        stage.layer[role] = PartOf(cost[role], stage, cluster, options, group, runs ? &run : nullptr);
+      }
+      state.parts.push_back(stage);
+    }
+  }
+  return Ok{};
+}
+
+}  // namespace
+
+Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSpec& cluster,
+                                      const StageOptions& options) {
+  INTERLACE_TRY(CheckOptions(options));
   auto state = std::make_unique<State>();
   state->options = options;
-  std::sort(state->options.ratios.begin(), state->options.ratios.end());
   state->cluster = cluster;
   state->blocks = layers.blocks();
   state->host_share = options.host_bytes / std::max<int64_t>(cluster.per_node, 1);
-  const double in_us_per_byte = UsPerByte(cluster, cluster.h2d_gb_per_s, cluster.file_read_gb_per_s);
-  const double out_us_per_byte = UsPerByte(cluster, cluster.d2h_gb_per_s, cluster.file_write_gb_per_s);
-  if (!(in_us_per_byte > 0 && out_us_per_byte > 0)) {  // no link, no offload
-    StageOptions& o = state->options;
+  StageOptions& o = state->options;
+  std::sort(o.ratios.begin(), o.ratios.end());
+  if (!(UsPerByte(cluster, cluster.h2d_gb_per_s, cluster.file_read_gb_per_s) > 0 &&
+        UsPerByte(cluster, cluster.d2h_gb_per_s, cluster.file_write_gb_per_s) > 0)) {  // no link, no offload
     o.weights_out = o.gradients_out = o.states_out = o.activations_out = false;
   }
   Interference given;
@@ -187,68 +285,18 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
     std::copy(cluster.interference_factors.begin(), cluster.interference_factors.end(), factors.begin());
     given = Interference::FromFactors(factors);
   }
-
-  std::map<std::tuple<int, int32_t, int32_t>, LayerCost> costs;
-  auto cost_of = [&](Role role, int32_t b, int32_t tp) -> Result<LayerCost> {
-    auto key = std::make_tuple(static_cast<int>(role), b, tp);
-    if (auto found = costs.find(key); found != costs.end()) return found->second;
-    INTERLACE_ASSIGN(LayerCost cost, layers.Cost(role, b, tp));
-    INTERLACE_TRY(CheckCost(cost, role, b, tp));
-    costs.emplace(key, cost);
-    return cost;
-  };
-  std::vector<int32_t> divisors;
-  for (int64_t b = 1; b * b <= options.global_batch; ++b) {
-    if (options.global_batch % b != 0) continue;
-    for (int64_t d : {b, options.global_batch / b}) {
-      if (d <= 1 << 20) divisors.push_back(static_cast<int32_t>(d));
+  CostTable costs(layers);
+  std::map<int64_t, const Interference*> interference;  // by devices
+  for (const DeviceLayout& layout : LayoutsOf(cluster, options, layers.largest_tp())) {
+    auto [at, added] = interference.try_emplace(layout.devices);
+    if (added) {
+      const Interference* fitted = FindInterference(cluster.interference, std::min(layout.devices, cluster.per_node),
+                                                    std::max<int64_t>(layout.devices / cluster.per_node, 1));
+      const bool own = !cluster.interference_factors.empty() || fitted == nullptr;
+      at->second = &state->interference.emplace_back(Ordered(own ? given : *fitted));
     }
-  }
-  std::sort(divisors.begin(), divisors.end());
-  divisors.erase(std::unique(divisors.begin(), divisors.end()), divisors.end());
-
-  for (int64_t devices = 1; devices <= cluster.devices; ++devices) {
-    if (devices > cluster.per_node && devices % cluster.per_node != 0) continue;  // inside a node, or whole nodes
-    const Interference* fitted = FindInterference(cluster.interference, std::min(devices, cluster.per_node),
-                                                  std::max<int64_t>(devices / cluster.per_node, 1));
-    const bool own = !cluster.interference_factors.empty() || fitted == nullptr;
-    const Interference* interference = &state->interference.emplace_back(Ordered(own ? given : *fitted));
-    for (int64_t tp = 1; tp <= std::min(devices, cluster.per_node); ++tp) {
-      const int64_t dp = devices / tp;
-      if (devices % tp != 0 || layers.largest_tp() % tp != 0 || options.global_batch % dp != 0) continue;
-      if (devices > cluster.per_node && cluster.per_node % tp != 0) continue;  // tensor parallel stays inside a node
-      if (!Allowed(options.tensor_parallel, static_cast<int32_t>(tp))) continue;
-      const GroupShape group = GroupShapeOf({{"dp", dp}, {"tp", tp}}, "dp", cluster.per_node);
-      for (int32_t b : divisors) {
-        if ((options.global_batch / dp) % b != 0 || !Allowed(options.micro_batches, b)) continue;
-        StageParts stage;
-        stage.micro_batch = b, stage.dp = static_cast<int32_t>(dp), stage.tp = static_cast<int32_t>(tp);
-        stage.interference = options.overlap ? interference : nullptr;
-        stage.in_us_per_byte = in_us_per_byte, stage.out_us_per_byte = out_us_per_byte;
-        state->index[{b, stage.dp, stage.tp}] = static_cast<int32_t>(state->parts.size());
-        state->of_key[{static_cast<int32_t>(devices), options.global_batch / (dp * b)}].push_back(
-            static_cast<int32_t>(state->parts.size()));
-        std::array<LayerCost, kRoles> cost;
-        for (int role = 0; role < kRoles; ++role) {
-          INTERLACE_ASSIGN(cost[role], cost_of(static_cast<Role>(role), b, stage.tp));
-        }
-        for (bool whole : {false, true}) {
-          if (whole) OnceWhatIsTied(cost, options);
-          for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
-            const bool runs = options.as_run && whole && tp == 1 && (dp > 1 || stage.zero == 0);
-            const RunSetting setting{stage.dp, stage.zero, options.global_batch / dp > b, cluster.cpu};
-            for (int role = 0; role < kRoles; ++role) {
-              RunCost run;
-              if (runs) {
-                INTERLACE_ASSIGN(run, layers.AsRun(static_cast<Role>(role), b, setting));
-              }
-              stage.layer[role] = PartOf(cost[role], stage, cluster, options, group, runs ? &run : nullptr);
-            }
-            state->parts.push_back(stage);
-          }
-        }
-      }
-    }
+    INTERLACE_ASSIGN(auto cost, costs.Of(layout.micro_batch, layout.tp));
+    INTERLACE_TRY(AddParts(layout, at->second, cost, layers, *state));
   }
   if (state->parts.empty()) {
     return MakeError("no micro-batch and data-parallel degree divide the global batch of ", options.global_batch,

@@ -86,15 +86,14 @@ class StageModel {
   StageModel& operator=(StageModel&&) noexcept;
   ~StageModel();
   struct State;  // stage_parts.h
+  const State& state() const { return *state_; }
 
   const StageOptions& options() const;
 
   // Error: a strategy outside what Create prepared, more recomputed blocks than blocks, a ratio outside 0 to 1.
   Status Check(const Strategy& strategy) const;
-  // Many at once: structure of arrays, vector code, all cores. Costs in the order of the strategies.
-  Status Evaluate(std::span<const Strategy> strategies, std::span<StageCost> costs) const;
-  // The same counted layer by layer, for one strategy that passes Check.
-  StageCost EvaluateOne(const Strategy& strategy) const;
+  // Counted layer by layer (reference_cost.cc), for a strategy that passes Check.
+  StageCost CostOf(const Strategy& strategy) const;
   PassTimes PassesOf(const Strategy& strategy) const;
   Explanation Explain(const Strategy& strategy) const;
   bool Fits(const StageCost& cost) const;

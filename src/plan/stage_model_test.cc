@@ -4,6 +4,7 @@
 
 #include <random>
 
+#include "plan/testing/count_layers.h"
 #include "plan/testing/table_layers.h"
 
 namespace interlace::plan {
@@ -41,7 +42,7 @@ Strategy RandomStrategy(std::mt19937& random, int32_t batch, int32_t devices) {
   return s;
 }
 
-TEST(StageModel, BatchEqualsOneByOne) {
+TEST(StageModel, ClosedSumsEqualLayerByLayer) {
   testing::GptLayers layers(1024, 16, 24);
   for (bool overlap : {true, false}) {
     StageOptions options{.global_batch = 64, .device_bytes = int64_t{20} << 30};
@@ -49,17 +50,17 @@ TEST(StageModel, BatchEqualsOneByOne) {
     for (const char* preset : {"l4-24gb-8", "a100-40gb-16", "local-4"}) {
       const StageModel model = ModelOf(preset, options, layers);
       std::mt19937 random(7);
-      std::vector<Strategy> strategies(3000);
-      for (Strategy& s : strategies) s = RandomStrategy(random, 64, 4);
-      std::vector<StageCost> costs(strategies.size());
-      ASSERT_EQ(ErrorOf(model.Evaluate(strategies, costs)), "no error");
-      for (size_t i = 0; i < strategies.size(); ++i) {
-        const StageCost one = model.EvaluateOne(strategies[i]);
-        ASSERT_EQ(costs[i].peak_forward, one.peak_forward) << i;
-        ASSERT_EQ(costs[i].peak_backward, one.peak_backward) << i;
-        ASSERT_EQ(costs[i].host_bytes, one.host_bytes) << i;
-        ASSERT_NEAR(costs[i].stable_us, one.stable_us, 1e-9 * one.stable_us) << i;
-        ASSERT_NEAR(costs[i].extra_us, one.extra_us, 1e-9 * (one.stable_us + std::abs(one.extra_us))) << i;
+      for (int i = 0; i < 3000; ++i) {
+        const Strategy s = RandomStrategy(random, 64, 4);
+        const StageParts& parts = *model.state().Find(s);
+        const StageCost one = model.CostOf(s);
+        const StageTimes us = TimesOf(parts, s);
+        ASSERT_NEAR(us.stable_us, one.stable_us, 1e-9 * one.stable_us) << i;
+        ASSERT_NEAR(us.total_us, one.stable_us + one.extra_us, 1e-9 * us.total_us) << i;
+        const StageBytes bytes = CountBytes(parts, s), counted = testing::CountLayerByLayer(parts, s);
+        ASSERT_EQ(bytes.peak_forward, counted.peak_forward) << i;
+        ASSERT_EQ(bytes.peak_backward, counted.peak_backward) << i;
+        ASSERT_EQ(bytes.host, counted.host) << i;
       }
     }
   }
@@ -84,7 +85,7 @@ TEST(StageModel, MoreWorkNeverTakesLessTime) {
       raise(more.weights_out), raise(more.gradients_out), raise(more.states_out), raise(more.activations_out);
       // Recomputation saves activations, and with them copies, so it is more work only where none are offloaded.
       if (more.activations_out == 0 && more.full + more.selective < more.layers) ++more.full;
-      const StageCost a = model->EvaluateOne(less), b = model->EvaluateOne(more);
+      const StageCost a = model->CostOf(less), b = model->CostOf(more);
       ASSERT_LE(a.stable_us, b.stable_us * (1 + 1e-12));
       ASSERT_LE(a.stable_us + a.extra_us, (b.stable_us + b.extra_us) * (1 + 1e-12));
     }
@@ -97,7 +98,7 @@ TEST(StageModel, ExplanationAddsUp) {
   std::mt19937 random(9);
   for (int i = 0; i < 1000; ++i) {
     const Strategy s = RandomStrategy(random, 64, 4);
-    const StageCost cost = model.EvaluateOne(s);
+    const StageCost cost = model.CostOf(s);
     const Explanation why = model.Explain(s);
     int64_t device = 0, host = 0;
     for (const auto& term : why.bytes) device += term.device, host += term.host;
@@ -121,7 +122,7 @@ TEST(StageModel, WhatLeavesMemoryCostsWhatTheTierCosts) {
     const StageModel model = ModelOf("local-4", options, layers, "tier = \"file\"", to);
     Strategy out = s;
     out.states_out = 1;
-    const StageCost near = model.EvaluateOne(s), far = model.EvaluateOne(out);
+    const StageCost near = model.CostOf(s), far = model.CostOf(out);
     return (far.stable_us + far.extra_us - near.stable_us - near.extra_us) * 1e-6;
   };
   // GB/s of a device: memory 20 / 4 each way; files 1 / 4 in and 0.5 / 4 out, or the limit of a rank.
@@ -134,21 +135,18 @@ TEST(StageModel, WhatLeavesMemoryCostsWhatTheTierCosts) {
 TEST(StageModel, RefusesWhatItCannotCount) {
   const testing::GptLayers layers(1024, 16, 24);
   const StageModel model = ModelOf("l4-24gb-8", {.global_batch = 64, .device_bytes = int64_t{20} << 30}, layers);
-  std::vector<Strategy> strategies(3);
-  std::vector<StageCost> costs(3);
   auto error = [&](auto change) {
-    strategies.assign(3, {});
-    change(strategies[1]);
-    return ErrorOf(model.Evaluate(strategies, costs));
+    Strategy strategy;
+    change(strategy);
+    return ErrorOf(model.Check(strategy));
   };
   EXPECT_EQ(error([](Strategy&) {}), "no error");
   EXPECT_EQ(error([](Strategy& s) { s.full = 1, s.selective = 1; }),
-            "strategy 1: a stage of 1 blocks cannot recompute 1 wholly and 1 selectively");
-  EXPECT_EQ(error([](Strategy& s) { s.states_out = 1.5f; }),
-            "strategy 1: an offload ratio is 1.5; ratios lie between 0 and 1");
-  EXPECT_EQ(error([](Strategy& s) { s.zero = 4; }), "strategy 1: ZeRO level 4 is not one of 0, 1, 2, 3");
+            "a stage of 1 blocks cannot recompute 1 wholly and 1 selectively");
+  EXPECT_EQ(error([](Strategy& s) { s.states_out = 1.5f; }), "an offload ratio is 1.5; ratios lie between 0 and 1");
+  EXPECT_EQ(error([](Strategy& s) { s.zero = 4; }), "ZeRO level 4 is not one of 0, 1, 2, 3");
   EXPECT_EQ(error([](Strategy& s) { s.dp = 3; }),
-            "strategy 1: micro-batch 1 with data parallel 3 and tensor parallel 1 is not in the space: the three must "
+            "micro-batch 1 with data parallel 3 and tensor parallel 1 is not in the space: the three must "
             "divide the batch of 64, "
             "the model and a node or whole nodes of the cluster");
   auto created = StageModel::Create(layers, ClusterSpec{}, {.global_batch = 0});

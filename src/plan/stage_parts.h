@@ -71,11 +71,39 @@ inline int64_t OnHost(int64_t bytes, float ratio) {
   return static_cast<int64_t>(static_cast<double>(bytes) * static_cast<double>(ratio));
 }
 
-// The plain count (stage_count.cc).
+// What one layer does in a phase (stage_model.h has the table), alone.
+struct LayerPhase {
+  double compute_us = 0, update_us = 0, tp_us = 0;
+  double in_us = 0, out_us = 0;  // copies before its compute, and after it
+  LinkTime gather, reduce;       // likewise
+};
+// `saved`: activation bytes of the layer that are on the host.
+LayerPhase PhaseOf(const StageParts& parts, const Strategy& strategy, StagePhase phase, Role role, double saved);
+// Mist's Algorithm 1: the time of compute, device-device, in and out that start together.
+double Together(const StageParts& parts, const std::array<double, 4>& alone);
+
+// Layer by layer; by phase.
+std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
+// The same as closed sums over equal layers, to rounding: what the search compares.
+struct StageTimes {
+  double stable_us = 0, total_us = 0;  // t, t + d
+};
+StageTimes TimesOf(const StageParts& parts, const Strategy& strategy);
+
+// What a stage holds in bytes, before offload ratios.
+struct StageHolds {
+  int64_t weights = 0, gradients = 0, states = 0;  // of all layers
+  int64_t saved = 0;                               // by one micro-batch
+  int64_t embedding_saved = 0, head_saved = 0;
+  int64_t pair_weights = 0, pair_gradients = 0, pair_states = 0, pair_saved = 0;  // most of two neighbours
+  int64_t gathered_weights = 0, gathered_gradients = 0;                           // likewise
+  int64_t block_backward = 0;  // the largest work of the kinds of block that occur
+  int64_t neighbours = 0;      // buffers to the stages before and after
+};
+StageHolds HoldsOf(const StageParts& parts, const Strategy& strategy);
 struct StageBytes {
   int64_t peak_forward = 0, peak_backward = 0, host = 0;
 };
-StageBytes CountBytes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
-std::array<double, kPhases> CountTimes(const StageParts& parts, const Strategy& strategy, Explanation* explain);
+StageBytes CountBytes(const StageParts& parts, const Strategy& strategy, Explanation* explain = nullptr);
 
 }  // namespace interlace::plan

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "ir/op_table.h"
 #include "ir/text.h"
 #include "plan/cut_values.h"
 
@@ -18,9 +19,9 @@ bool IsProduct(std::string_view name) {
          name == "aten._grouped_mm";
 }
 
-class Cutter {
+class ShardingPropagation {
  public:
-  Cutter(Program& program, const std::vector<ParallelParameter>& plan)
+  ShardingPropagation(Program& program, const std::vector<ParallelParameter>& plan)
       : program_(program), phase_(*program.MicroBatchPhase()), plan_(plan), values_(program) {}
 
   Status Run() {
@@ -31,7 +32,7 @@ class Cutter {
     gradient_of_.assign(count, kNone);
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
-      if (op.name == "grad") gradient_of_[program_.RootOf(op.args[1].value)] = op.args[0].value;
+      if (op.kind == OpKind::kGrad) gradient_of_[program_.RootOf(op.args[1].value)] = op.args[0].value;
     }
     INTERLACE_TRY(Declared());
     std::vector<OpId> old = std::move(phase_.ops);
@@ -117,11 +118,7 @@ class Cutter {
   ValueId Gather(ValueId id) {
     const ValueId root = program_.RootOf(id);
     if (gathered_[root] == kNone) {
-      Op& gather = program_.AddOp("tp.all_gather");
-      gather.part = part_;
-      gather.args.push_back(Arg::Of(root));
-      gathered_[root] = AddedResult(gather, values_.type(root), {});
-      phase_.ops.push_back(gather.id);
+      gathered_[root] = Collective(OpKind::kAllGatherStart, root, values_.type(root), {});
     }
     return SeenIn(gathered_[root], id);
   }
@@ -149,10 +146,19 @@ class Cutter {
     }
   }
 
-  ValueId AddedResult(Op& op, Type type, Cut cut) {
-    ValueId id = program_.AddResult(op, type);
-    Known(id, std::move(type), {}, cut);
-    return id;
+  // Among the ranks of tp, waited for at once.
+  ValueId Collective(OpKind kind, ValueId operand, Type type, Cut cut) {
+    Op& start = program_.AddOp(kind);
+    start.part = part_;
+    start.args.push_back(Arg::Of(operand));
+    const ValueId result = program_.AddResult(start, type);
+    Known(result, std::move(type), {}, cut);
+    Op& wait = program_.AddOp(TraitsOf(kind).partner);
+    wait.part = part_;
+    wait.args.push_back(Arg::Of(result));
+    phase_.ops.push_back(start.id);
+    phase_.ops.push_back(wait.id);
+    return result;
   }
 
   void Known(ValueId id, Type type, Dim offset, Cut cut) {
@@ -190,13 +196,9 @@ class Cutter {
     if (sum_[partial] == kNone) {
       bool scatters = false;
       for (Dim size : values_.type(partial).sizes) scatters = scatters || values_.Shorter(size) != size;
-      Op& sum = program_.AddOp(scatters ? "tp.reduce_scatter" : "tp.all_reduce");
-      sum.part = part_;
-      sum.args.push_back(Arg::Of(partial));
-      ValueId whole = AddedResult(sum, values_.type(partial), {scatters ? Kind::kSequence : Kind::kWhole, 0, 0});
-      values_.Apply(whole);
-      sum_[partial] = whole;
-      phase_.ops.push_back(sum.id);
+      sum_[partial] = Collective(scatters ? OpKind::kReduceScatterStart : OpKind::kAllReduceStart, partial,
+                                 values_.type(partial), {scatters ? Kind::kSequence : Kind::kWhole, 0, 0});
+      values_.Apply(sum_[partial]);
     }
     return SeenIn(sum_[partial], id);
   }
@@ -259,18 +261,14 @@ class Cutter {
     Type rows{DType::kF32, values_.type(x).sizes, {}};
     rows.sizes[dim] = backward ? 1 : 2;
     rows.strides = program_.ContiguousStrides(rows.sizes);
-    Op& sum = program_.AddOp("tp.all_reduce");
-    sum.part = part_;
-    sum.args.push_back(Arg::Of(x));
-    AddedResult(sum, rows, {});
-    phase_.ops.push_back(sum.id);
+    Collective(OpKind::kAllReduceStart, x, rows, {});
   }
 
   // A cut parameter's gradient has as many elements as its part of the parameter.
   Status CheckGradients() {
     for (OpId id : phase_.ops) {
       const Op& op = program_.op(id);
-      if (op.name != "grad") continue;
+      if (op.kind != OpKind::kGrad) continue;
       Result<int64_t> want =
           program_.dims.Evaluate(program_.NumElements(program_.value(op.args[0].value).type), kCheck);
       Result<int64_t> got = program_.dims.Evaluate(program_.NumElements(program_.value(op.args[1].value).type), kCheck);
@@ -315,7 +313,7 @@ int32_t LargestTensorParallel(const ModelText& model) {
 
 Status CutForTensorParallel(Program& program, const std::vector<ParallelParameter>& plan) {
   if (program.MicroBatchPhase() == nullptr) return MakeError("the layer's program has no single micro-batch phase");
-  return Cutter(program, plan).Run();
+  return ShardingPropagation(program, plan).Run();
 }
 
 }  // namespace interlace::plan

@@ -5,11 +5,11 @@
 // 3) and sequence parallelism (Korthikanti et al., section 4.2.2).
 //
 //   before: %57: bf16[b,s,4096]                     after: %57: bf16[b,s//tp,4096]
-//           %60: bf16[b*s,4096] = mm(%57, %q)              %g:  bf16[b,s,4096] = tp.all_gather(%57)
+//           %60: bf16[b*s,4096] = mm(%57, %q)              %g:  bf16[b,s,4096] = all_gather.start(%57)
 //           ... attention of 32 heads ...                  %60: bf16[b*s,4096//tp] = mm(%g, %q)
 //           %99: bf16[b*s,4096] = mm(%92, %o)              ... attention of 32//tp heads ...
 //           %101: ... = add(%46, %99)                      %p:  bf16[b*s,4096] = mm(%92, %o)
-//                                                          %99: bf16[b*(s//tp),4096] = tp.reduce_scatter(%p)
+//                                                          %99: bf16[b*(s//tp),4096] = reduce_scatter.start(%p)
 //                                                          %101: ... = add(%46, %99)
 //
 // The cut follows every value through the program. A storage is whole, cut along the sequence, or cut along one
@@ -17,7 +17,7 @@
 // inner dimension into a sum over ranks (made after such parts were added up), and what is cut along the sequence is
 // gathered before it meets what is cut otherwise (once in the forward and once in the backward part, so that it need
 // not live from one to the other). The rewritten program is for counting: sizes among operators' arguments stay those
-// of one device, and tp.* are no operators that the runtime has.
+// of one device, and no mesh has the axis of its collectives. Each wait follows its start.
 //
 // A vocabulary that tp does not divide is padded by at most tp - 1 rows, which are not counted.
 #pragma once

@@ -6,7 +6,7 @@ namespace interlace::sim {
 Result<EngineOutput> Engine::Run() {
   INTERLACE_TRY(SetUp());
   for (int32_t r = 0; r < num_ranks(); ++r) INTERLACE_TRY(Proceed(r));
-  Settle();
+  UpdateRates();
   while (!events_.empty()) {
     now_ = events_.top().time;
     if (now_ >= kLatest) return MakeError("the step takes longer than fits in 64 bits of picoseconds");
@@ -16,7 +16,7 @@ Result<EngineOutput> Engine::Run() {
       events_.pop();
       INTERLACE_TRY(Handle(event));
     }
-    Settle();
+    UpdateRates();
   }
   for (int32_t r = 0; r < num_ranks(); ++r) {
     if (!ranks_[r].finished) return Deadlock(r);
@@ -114,13 +114,13 @@ int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
   }
 }
 
-void Engine::Settle() {
+void Engine::UpdateRates() {
   // Rates depend on what is busy, and that has changed for this event already: one round is enough.
-  for (size_t i = 0; i < dirty_.size(); ++i) SettleRank(dirty_[i]);
+  for (size_t i = 0; i < dirty_.size(); ++i) UpdateRatesOf(dirty_[i]);
   dirty_.clear();
 }
 
-void Engine::SettleRank(int32_t r) {
+void Engine::UpdateRatesOf(int32_t r) {
   RankState& rank = ranks_[r];
   rank.dirty = false;
   if (rank.running && !rank.finished) {

@@ -9,7 +9,7 @@ void Engine::Walk(int32_t r, int64_t until) {
   RankRecord& record = out_.ranks[r];
   const std::vector<LoweredOp>& ops = PhaseOps(rank);
   int64_t end = static_cast<int64_t>(ops.size());
-  while (rank.place < end && (rank.tending || IsWork(ops[rank.place]))) {
+  while (rank.place < end && (rank.in_thread_work || IsWork(ops[rank.place]))) {
     const LoweredOp& op = ops[rank.place];
     if (!rank.begun) {
       int64_t begin = std::max(rank.since_ps, Launched(rank.instance));
@@ -27,7 +27,7 @@ void Engine::Walk(int32_t r, int64_t until) {
     }
     rank.since_ps += time;
     record.end_ps[rank.instance] = rank.since_ps;
-    rank.begun = rank.tending = false;
+    rank.begun = rank.in_thread_work = false;
     ++rank.place;
     ++rank.instance;
   }
@@ -38,12 +38,12 @@ int64_t Engine::NextStop(const RankState& rank) const {
   int64_t time = rank.since_ps;
   int64_t place = rank.place, instance = rank.instance;
   int64_t end = std::min<int64_t>(static_cast<int64_t>(ops.size()), place + kHorizon);
-  bool begun = rank.begun, tending = rank.tending;
-  for (; place < end && (tending || IsWork(ops[place])); ++place, ++instance) {
+  bool begun = rank.begun, in_thread_work = rank.in_thread_work;
+  for (; place < end && (in_thread_work || IsWork(ops[place])); ++place, ++instance) {
     if (!begun) time = std::max(time, Launched(instance));
     time += Stretch(begun ? rank.remaining_ps : ops[place].work_ps, rank.slow);
     if (time >= kLatest) return kLatest;
-    begun = tending = false;
+    begun = in_thread_work = false;
   }
   if (place < static_cast<int64_t>(ops.size())) time = std::max(time, Launched(instance));
   return std::max(time, now_);
@@ -59,17 +59,17 @@ Status Engine::Proceed(int32_t r) {
       continue;
     }
     const LoweredOp& op = ops[rank.place];
-    if (rank.tending || IsWork(op) || Launched(rank.instance) > now_) return Ok{};
+    if (rank.in_thread_work || IsWork(op) || Launched(rank.instance) > now_) return Ok{};
     rank.since_ps = now_;
     record.start_ps[rank.instance] = record.end_ps[rank.instance] = now_;
     if (op.kind == LoweredOp::Kind::kStart) {
       INTERLACE_TRY(Issue(r, op));
-      Tend(rank, rank.program->costs[op.cost].issue_ps);
+      ThreadWork(rank, rank.program->costs[op.cost].issue_ps);
       continue;
     }
     int32_t transfer = PendingOf(rank, op);
     if (transfer < 0) {
-      Tend(rank, FinishOf(rank, op));
+      ThreadWork(rank, FinishOf(rank, op));
       continue;
     }
     rank.blocked_on = transfer;
@@ -79,12 +79,12 @@ Status Engine::Proceed(int32_t r) {
   return Ok{};
 }
 
-void Engine::Tend(RankState& rank, int64_t work_ps) {
+void Engine::ThreadWork(RankState& rank, int64_t work_ps) {
   if (work_ps == 0) {
     Step(rank);
     return;
   }
-  rank.begun = rank.tending = true;
+  rank.begun = rank.in_thread_work = true;
   rank.remaining_ps = work_ps;
 }
 
@@ -93,7 +93,7 @@ int64_t Engine::FinishOf(RankState& rank, const LoweredOp& op) {
   ForEachOperand(rank.program->program->op(op.op), [&](ValueId id) {
     int32_t transfer = rank.in_flight[id];
     if (transfer < 0 || transfers_[transfer].cost->finish_ps == 0) return;
-    if (rank.tended.insert(transfer).second) sum += transfers_[transfer].cost->finish_ps;
+    if (rank.thread_finished.insert(transfer).second) sum += transfers_[transfer].cost->finish_ps;
   });
   return sum;
 }
@@ -122,7 +122,7 @@ void Engine::Unblock(int32_t r, int32_t transfer) {
   rank.blocked_on = -1;
   rank.running = true;
   rank.since_ps = now_;
-  Tend(rank, FinishOf(rank, op));
+  ThreadWork(rank, FinishOf(rank, op));
   SetComputing(r, true);
   unblocked_.push_back(r);
 }

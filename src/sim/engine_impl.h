@@ -47,9 +47,9 @@ struct RankState {
   size_t run_index = 0;
   int64_t place = 0;  // in the phase
   int64_t instance = 0;
-  int64_t remaining_ps = 0;  // of the op in hand
-  bool begun = false;        // it has a start time
-  bool tending = false;      // the op in hand is a start or a wait, whose own work on the thread is under way
+  int64_t remaining_ps = 0;     // of the op in hand
+  bool begun = false;           // it has a start time
+  bool in_thread_work = false;  // the op in hand is a start or a wait, whose own work on the thread is under way
   int64_t since_ps = 0;
   bool running = true;  // not held by a wait, not at the end
   bool finished = false;
@@ -63,8 +63,8 @@ struct RankState {
   std::vector<int32_t> active;
   int32_t sending[2] = {0, 0}, receiving[2] = {0, 0};  // transfers on the links within a node and between nodes
   int32_t classes[4] = {0, 0, 0, 0};
-  std::vector<int32_t> in_flight;  // by value id: the transfer that makes it
-  std::set<int32_t> tended;        // transfers with a finish_ps, whose finish is done
+  std::vector<int32_t> in_flight;     // by value id: the transfer that makes it
+  std::set<int32_t> thread_finished;  // transfers with a finish_ps, whose finish is done
   int ClassSet() const {
     return (classes[0] > 0) | (classes[1] > 0) << 1 | (classes[2] > 0) << 2 | (classes[3] > 0) << 3;
   }
@@ -133,7 +133,7 @@ class Engine {
     rank.begun = false;
   }
   // The rest of a start or a wait, as work of the compute lane; then the op is done.
-  void Tend(RankState& rank, int64_t work_ps);
+  void ThreadWork(RankState& rank, int64_t work_ps);
   // What remains to be done with the data that a wait has waited for; once for each transfer.
   int64_t FinishOf(RankState& rank, const LoweredOp& op);
   // A transfer that the op must still wait for, or -1.
@@ -164,8 +164,8 @@ class Engine {
 
   int64_t CoreSlow(int32_t r);
   int64_t TransferSlowOn(int32_t r, const OpCost& cost);
-  void Settle();
-  void SettleRank(int32_t r);
+  void UpdateRates();
+  void UpdateRatesOf(int32_t r);
   Error Deadlock(int32_t r) const;
 
   const EngineInput& in_;

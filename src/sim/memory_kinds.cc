@@ -7,6 +7,7 @@
 
 #include "base/sort.h"
 #include "ir/liveness.h"
+#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "sim/critical_path.h"
 
@@ -20,8 +21,8 @@ MemoryKind KindOfState(std::string_view role) {
 }
 
 MemoryKind KindOfResult(const Op& op) {
-  if (op.name == "gather.start") return MemoryKind::kGathered;
-  if (op.name == "grad.begin" || op.name == "reduce.start") return MemoryKind::kGradients;
+  if (op.kind == OpKind::kGatherStart) return MemoryKind::kGathered;
+  if (op.kind == OpKind::kGradBegin || op.kind == OpKind::kReduceStart) return MemoryKind::kGradients;
   return op.part == Part::kForward ? MemoryKind::kActivations : MemoryKind::kTemporaries;
 }
 
@@ -76,7 +77,7 @@ std::vector<MemoryKind> KindsOfRoots(const Lowered& lowered) {
       for (ValueId result : op.results) {
         if (result != kNone) kinds[result] = KindOfResult(op);
       }
-      if (op.name == "grad" && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
+      if (op.kind == OpKind::kGrad && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
         kinds[program.RootOf(op.args[1].value)] = MemoryKind::kGradients;
       }
     }

@@ -1,9 +1,9 @@
-#include "plan/stage_program.h"
+#include "plan/testing/stage_program.h"
 
 #include <cstdlib>
 #include <string>
 
-namespace interlace::plan {
+namespace interlace::plan::testing {
 namespace {
 
 // Builds one stage's program and its lowered form side by side.
@@ -118,41 +118,4 @@ Result<EngineOutput> SimulateStages(const StagePrograms& programs) {
   return RunEngine(input, model);
 }
 
-Timeline StageTimeline(const StagePrograms& programs, const EngineOutput& output, const Plan& plan) {
-  Timeline out;
-  out.producer = "synthetic stages of a plan for " + plan.model + " on " + plan.cluster;
-  out.backend = "nccl";
-  out.world_size = static_cast<int64_t>(programs.programs.size());
-  static constexpr std::string_view kParts[] = {"", "fwd", "bwd", "upd"};
-  for (size_t stage = 0; stage < programs.programs.size(); ++stage) {
-    const Program& program = *programs.programs[stage];
-    const RankRecord& record = output.ranks[stage];
-    const std::vector<LoweredOp>& ops = programs.lowered[stage]->ops[0];
-    std::vector<int32_t> event_of(output.transfers.size(), -1);
-    for (int32_t id : record.transfers) {
-      const TransferRecord& t = output.transfers[id];
-      if (t.op->receives == (t.op->peer != static_cast<int32_t>(stage))) continue;  // shown once, where it is sent
-      TraceEvent& e = out.events.emplace_back();
-      e.rank = static_cast<int32_t>(stage), e.lane = TraceLane::kP2P, e.op = "send.start";
-      e.start_ns = t.start_ps / 1000, e.duration_ns = t.end_ps / 1000 - e.start_ns;
-      e.group_size = 2;
-    }
-    int32_t forward = 0, backward = 0;
-    for (size_t i = 0; i < ops.size(); ++i) {
-      const Op& op = program.op(ops[i].op);
-      bool wait = ops[i].kind == LoweredOp::Kind::kWait;
-      int64_t start = record.start_ps[i] / 1000, end = record.end_ps[i] / 1000;
-      int32_t number = op.name == "stage.forward" ? ++forward : op.name == "stage.backward" ? ++backward : 0;
-      if (ops[i].kind == LoweredOp::Kind::kStart || start == end) continue;
-      TraceEvent& e = out.events.emplace_back();
-      e.rank = static_cast<int32_t>(stage), e.wait = wait, e.op = op.name;
-      e.start_ns = start, e.duration_ns = end - start;
-      e.part = kParts[static_cast<size_t>(op.part)];
-      if (number > 0) e.detail = "micro-batch " + std::to_string(number);
-      if (stage < plan.stages.size()) e.module = "stage " + std::to_string(stage);
-    }
-  }
-  return out;
-}
-
-}  // namespace interlace::plan
+}  // namespace interlace::plan::testing

@@ -1,5 +1,6 @@
-// stage_program.h — a pipeline as one synthetic program a stage, for the simulator: ops for the forward and the
-// backward of each micro-batch, for what a stage does first and last, and messages between neighbours.
+// stage_program.h — a pipeline as one synthetic program a stage, so that the simulator can be the referee of the
+// recurrence (recurrence.h): ops for the forward and the backward of each micro-batch, for what a stage does first and
+// last, and messages between neighbours.
 //
 // Synthetic: the ops stand for whole passes with the times of a plan; a `meta synthetic` line says so. They are not in
 // the vocabulary of docs/ir.md, so the texts can be read but not compiled. Receives are posted ahead, so that a message
@@ -9,7 +10,7 @@
 //   stage.first() {upd}
 //   recv.wait(%0) {fwd lane=p2p}
 //   stage.forward(%0) {fwd}
-//   send() {fwd lane=p2p}
+//   send.start() {fwd lane=p2p}
 #pragma once
 
 #include <memory>
@@ -18,9 +19,8 @@
 #include "ir/program.h"
 #include "plan/recurrence.h"
 #include "sim/engine.h"
-#include "trace/timeline.h"
 
-namespace interlace::plan {
+namespace interlace::plan::testing {
 
 struct StagePrograms {
   std::vector<std::unique_ptr<Program>> programs;  // by stage
@@ -31,7 +31,4 @@ StagePrograms MakeStagePrograms(const std::vector<PipelineStage>& stages, int32_
 // Every stage as one rank. Error: times beyond 64 bits.
 Result<EngineOutput> SimulateStages(const StagePrograms& programs);
 
-// For the report page and the trace formats: a rank is a stage.
-Timeline StageTimeline(const StagePrograms& programs, const EngineOutput& output, const Plan& plan);
-
-}  // namespace interlace::plan
+}  // namespace interlace::plan::testing
