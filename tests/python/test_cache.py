@@ -18,10 +18,10 @@ from torch import nn
 
 import interlace
 from interlace import _core
-from interlace.cache import Cache, versions
-from interlace.distributed import PeerError, Peers
-from interlace.dropout import changed, put_back, take_out
-from interlace.fingerprint import Fingerprint, Unsure
+from interlace.compiling.cache import Cache, versions
+from interlace.compiling.dropout import changed, put_back, take_out
+from interlace.compiling.fingerprint import Fingerprint, Unsure
+from interlace.dist.peers import PeerError, Peers
 
 SCALE = 1.0
 

@@ -18,9 +18,10 @@ import zoo
 from safetensors.torch import load_file
 
 import interlace
-from interlace import checkpoint_folder, convert
-from interlace.checkpoint import Checkpoint
-from interlace.tensor_file import CheckpointError, checksum_text, sums_of
+from interlace.checkpoint import convert
+from interlace.checkpoint import folder as checkpoint_folder
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.tensor_file import CheckpointError, checksum_text, sums_of
 
 Tensor = torch.Tensor
 TOTAL = 6  # sequences of a global step, whatever the number of ranks

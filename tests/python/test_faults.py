@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zoo
 
 import interlace
-from interlace.tensor_file import CheckpointError
+from interlace.checkpoint.tensor_file import CheckpointError
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 4.0

@@ -20,7 +20,7 @@ import interlace
 from interlace.capture import Casts, capture
 from interlace.config import Config, ConfigError
 from interlace.errors import CaptureError
-from interlace.loss_scale import LossScale
+from interlace.train.loss_scale import LossScale
 
 Tensor = torch.Tensor
 STEPS = 30

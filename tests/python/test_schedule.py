@@ -14,11 +14,12 @@ import zoo
 from test_trainer_bits import digest
 
 import interlace
-from interlace import _core, loop
+from interlace import _core
 from interlace.cli.settings import SettingError, TrainSettings, check_explicit
 from interlace.config import Config, ConfigError
-from interlace.profiling import merge
-from interlace.schedule import check_passes, default_schedule, fill, pipeline, stage_at
+from interlace.config.schedule import check_passes, default_schedule, fill, pipeline, stage_at
+from interlace.observe.profiler import merge
+from interlace.train import loop
 
 KEEP = "schedule(keep=all)"
 STEPS = 30

@@ -17,7 +17,7 @@ import torch
 import interlace
 from interlace import models
 from interlace.errors import InterlaceError
-from interlace.step_trace import check_writable
+from interlace.observe.step_trace import check_writable
 
 _core = pytest.importorskip("interlace._core")
 STREAMS = {"compute": 7, "gather": 16, "reduce": 17}  # src/trace/chrome_trace.h

@@ -16,8 +16,8 @@ import typer
 
 from interlace import __version__
 from interlace.config import did_you_mean
+from interlace.dist.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 from interlace.errors import InterlaceError
-from interlace.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 
 INTERRUPTED = 130
 # Each a module, in the order of the help.

@@ -51,8 +51,8 @@ def checkpoint(
 ) -> None:
     import torch
 
-    from interlace import convert
-    from interlace.checkpoint import Checkpoint
+    from interlace.checkpoint import convert
+    from interlace.checkpoint.contents import Checkpoint
 
     if (target is None) == (action in (Action.export, Action.import_)):
         needs = "a target" if target is None else "no target"
@@ -88,7 +88,7 @@ def checkpoint(
 
 def facts_of(found: Any) -> dict[str, Any]:
     """What trainer.json and the headers say."""
-    from interlace.checkpoint import MODEL
+    from interlace.checkpoint.contents import MODEL
 
     record, weights = found.record, found.tensors(MODEL)
     numel = sum(e.bytes // e.dtype.itemsize for e in weights.entries.values())

@@ -27,9 +27,9 @@ from interlace.cost.measure import COPY_SIZES, sweep_sizes
 from interlace.cost.measurements import COPIES, SLOWDOWN, Profile
 from interlace.cost.store import Store, StoreError
 from interlace.cost.tier import FILES, disk_of, tier_pairs
-from interlace.distributed import Peers
+from interlace.dist.launch import Terminated, is_rank, run_ranks
+from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
-from interlace.launch import Terminated, is_rank, run_ranks
 
 HELP = """Measure what ops, collectives and copies take here.
 

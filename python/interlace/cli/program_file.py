@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from interlace.data.tokens import write_atomically
 from interlace.errors import InterlaceError
+from interlace.files import write_atomically
 
 
 class FileError(InterlaceError):

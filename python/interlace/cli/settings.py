@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlace.checkpoint import Checkpoint
-from interlace.checkpoint_folder import kept_checkpoints
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.folder import kept_checkpoints
+from interlace.checkpoint.tensor_file import CheckpointError
 from interlace.config import STRATEGIES, did_you_mean, parse_bytes
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
-from interlace.step_trace import TraceFiles
-from interlace.tensor_file import CheckpointError
+from interlace.observe.step_trace import TraceFiles
 
 if TYPE_CHECKING:
     from interlace.plan.execute import Execution

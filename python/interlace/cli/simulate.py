@@ -80,8 +80,8 @@ def simulate(
 
 
 def write_snapshot(file: str, text: str) -> None:
-    from interlace.data.tokens import write_atomically
-    from interlace.step_trace import PICKLED, snapshot_bytes
+    from interlace.files import write_atomically
+    from interlace.observe.step_trace import PICKLED, snapshot_bytes
 
     path = Path(file)
     if path.suffix not in PICKLED:

@@ -24,8 +24,8 @@ from interlace.cli.settings import (
 )
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
+from interlace.dist.launch import is_rank, run_ranks
 from interlace.errors import InterlaceError
-from interlace.launch import is_rank, run_ranks
 
 HELP = """Train a language model on text, on one or more ranks.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import interlace
+from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
 from interlace.cli.program_file import FileError, write_text
@@ -25,11 +26,10 @@ from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, Run
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile
-from interlace.launch import Terminated
+from interlace.dist.launch import Terminated
 from interlace.models import PRESETS
+from interlace.observe.step_trace import TraceError, TraceFiles
 from interlace.plan.execute import Execution
-from interlace.step_trace import TraceError, TraceFiles
-from interlace.tensor_file import CheckpointError, DamageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BETAS = (0.9, 0.95)

@@ -31,8 +31,8 @@ from interlace.cost.measure import (
 from interlace.cost.one_op import measure_one_by_one
 from interlace.cost.store import Store
 from interlace.cost.tier import FILES, Files, Pairs
-from interlace.distributed import Peers
-from interlace.launch import follow_parent, leave_failure
+from interlace.dist.launch import follow_parent, leave_failure
+from interlace.dist.peers import Peers
 
 TIMEOUT_S = 300.0
 Progress = Callable[[str, int, int], None]
@@ -62,7 +62,7 @@ def measure(
 ) -> None:
     """Everything that `job` says is missing."""
     machine = Machine(**job["machine"])
-    peers.open_groups()
+    peers.groups.open()
     if job["ops"] and text:
         _measure_ops(job, text, inputs, peers, keeper, progress, machine)
     todo = [tuple(point) for point in job["collectives"]]
@@ -111,7 +111,7 @@ def _measure_ops(
         keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
         return
     with _tier_folder(job, peers, "ops") as folder:
-        axes = peers.axes(list(program.mesh.items()))
+        axes = peers.groups.axes(list(program.mesh.items()))
         options = {"tier": "host" if job["tier"] == "host" else folder} if job["tier"] else {}
         executor = _runtime.Executor(text, "cpu", axes, TIMEOUT_S, options)
         fill_states(program, executor)

@@ -22,6 +22,7 @@ import numpy as np
 import tokenizers
 
 from interlace.data.text import DataError, TextSource, read_text
+from interlace.files import write_atomically
 
 END = "<|end|>"
 MIN_VOCAB = 257  # the bytes and END
@@ -241,19 +242,6 @@ def _training_pieces(text: TextSource, progress: Callable[[str, int, int], None]
             progress("training the BPE", min(done, limit), limit)
             if left <= 0:
                 break
-
-
-def write_atomically(file: Path, data: bytes) -> None:
-    """Writes through a temporary file beside it, so that a reader or a full disk never leaves half a file."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if sys.byteorder != "little":  # token files and safetensors are little-endian

@@ -85,7 +85,7 @@ def torchtitan(plan: Plan, _: tuple[str, ...] = ()) -> tuple[str, list[str]]:
 
 
 def megatron(plan: Plan, ignore: tuple[str, ...] = ()) -> tuple[str, list[str]]:
-    from interlace.plan.presets import config_of
+    from interlace.models import config_of
 
     stages, first = plan["stages"], plan["stages"][0]
     config = config_of(plan["model"], plan["sequence"], ignore)

@@ -25,8 +25,7 @@ from torch import nn
 from interlace.capture.layers import ROLES, capture_layers
 from interlace.capture.literals import dtype_name, quote
 from interlace.errors import InterlaceError
-from interlace.models import hf_loss, on_meta
-from interlace.plan.presets import config_of
+from interlace.models import config_of, hf_loss, on_meta
 
 _TRACED = {"b": 6, "s": 154}  # sizes of the batch that is traced; both stay open
 # How tensor parallel cuts the parameters of families whose transformers config does not say: by output features
