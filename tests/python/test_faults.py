@@ -38,7 +38,7 @@ def with_one_stopped(
     """SIGSTOP: the process is there, its connections are open, and nothing comes any more. The last of the others wakes it."""
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    places = trainer._peers.places
+    places = trainer._run.peers.places
     while any((places.of(rank) or {}).get("step") != steps - 1 for rank in range(len(pids))):
         time.sleep(0.02)  # until every rank has told its place
     dist.barrier()

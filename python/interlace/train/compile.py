@@ -36,8 +36,9 @@ from interlace.train import batch as batches
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import initialize, point_at, release
+from interlace.train.run import Run, Tensors
 from interlace.train.shapes import Shapes, check_shapes_of
-from interlace.train.trainer import Tensors, Trainer
+from interlace.train.trainer import Trainer
 
 Tensor = torch.Tensor
 log = logging.getLogger("interlace")
@@ -135,10 +136,11 @@ class _Build:
         tensors = Tensors(
             entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None)
         )
-        return Trainer(
-            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, planner=self.planner, built=built,
-            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, captures=self.captures, shapes=shapes,
+        run = Run(
+            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
+            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
         )  # fmt: skip
+        return Trainer(run, self.captures, self.planner)
 
     # ---- the same on every rank ----
 

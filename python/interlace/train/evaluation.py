@@ -13,23 +13,24 @@ States that lie in the tier between steps stay there while forward does not need
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from interlace.capture.inputs import InputSpec
 from interlace.compiling.captures import Captures
-from interlace.compiling.programs import Built, Made, ProgramError, Programs, Source, state_name, step_states
+from interlace.compiling.planner import Planner
+from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
 from interlace.config.schedule import items, pass_name
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner, default_loss, named_outputs
-
-if TYPE_CHECKING:
-    from interlace.train.trainer import Trainer
+from interlace.train.hyper import uses_momentum
+from interlace.train.run import Run
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
@@ -53,22 +54,24 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 class Evaluation:
     """The evaluating programs of one trainer."""
 
-    def __init__(self, captures: Captures, standard: str) -> None:
-        self.captures = captures
-        self.structure = [text for text in items(standard) if pass_name(text) in STRUCTURE]
+    def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
+        self.run, self.captures, self.planner = run, captures, planner
+        plain = dataclasses.replace(run.config, accumulation=1).pipeline(run.world_size, uses_momentum(run.optimizer))
+        self.structure = [text for text in items(plain) if pass_name(text) in STRUCTURE]
         self._built: dict[Any, tuple[_Ready, InputSpec, LossFn | None]] = {}
         self._calls = 0
 
-    def run(self, trainer: Trainer, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor] | str:
+    def run_on(self, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor] | str:
         """The outputs of the loss function by name, the loss first; or why memory does not suffice, the same on every rank. Every rank
         must call it with a batch of the same shape."""
+        run = self.run
         loss_fn = loss_fn or self.captures.loss_fn
-        if isinstance(trainer._runner, EagerRunner):
-            return self._run_eager(trainer, trainer._runner, batch, loss_fn)
+        if isinstance(run.runner, EagerRunner):
+            return self._run_eager(run.runner, batch, loss_fn)
         spec = InputSpec.of(batch)
-        self._agree(trainer, spec)
-        trainable = tuple(p.requires_grad for p in trainer._model.parameters())
-        out = tuple(state_name(s) for s in trainer._ir.states() if s["out"])
+        self._agree(spec)
+        trainable = tuple(p.requires_grad for p in run.model.parameters())
+        out = tuple(state_name(s) for s in run.ir.states() if s["out"])
         key = (
             id(loss_fn),
             trainable,
@@ -77,25 +80,25 @@ class Evaluation:
             repr(dict(spec.constants)),
         )
         if key not in self._built:
-            made = self._build(trainer, batch, loss_fn, out)
+            made = self._build(batch, loss_fn, out)
             if isinstance(made, str):
                 return made
             self._built[key] = (made, spec, loss_fn)  # with it, so that its id stays its own
         ready, spec, _ = self._built[key]
-        inputs = batches.flatten_parts(spec, [batch], trainer._peers.device)
+        inputs = batches.flatten_parts(spec, [batch], run.peers.device)
         if ready.moves:
-            trainer._settle_save()  # what a save has not copied yet must not leave memory
-        result = ready.built.executor.step(inputs, trainer._hyper.values(), trainer.steps)
-        ready.bring_back(trainer._ir)
+            run.settle_save()  # what a save has not copied yet must not leave memory
+        result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
+        ready.bring_back(run.ir)
         return {name: values[0] for name, values in result["outputs"].items()}
 
     def forget(self) -> None:
         """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
         self._built.clear()
 
-    def _agree(self, trainer: Trainer, spec: InputSpec) -> None:
+    def _agree(self, spec: InputSpec) -> None:
         self._calls += 1
-        everyone = trainer._peers.exchange(f"evaluation {self._calls}", describe(spec))
+        everyone = self.run.peers.exchange(f"evaluation {self._calls}", describe(spec))
         wrong = [r for r, other in enumerate(everyone) if other != everyone[0]]
         if wrong:
             here, there = everyone[0], everyone[wrong[0]]
@@ -106,52 +109,51 @@ class Evaluation:
                 wrong[0],
             )
 
-    def _build(self, trainer: Trainer, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
-        programs: Programs = trainer._programs
-        captures = self.captures
+    def _build(self, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
+        run, programs, captures = self.run, self.run.programs, self.captures
         if loss_fn is not captures.loss_fn:
             captures = Captures(captures.model, loss_fn, captures.optimizer, programs)
 
         def make() -> Source:
-            with in_eval_mode(trainer._model):
+            with in_eval_mode(run.model):
                 text, constants = captures.text(batch)
-            program, reports = self._within_limit(trainer, programs, text, out)
+            program, reports = self._within_limit(text, out)
             return Source(program.print(), reports, constants, text)
 
         source = programs.share(f"program of evaluation {self._calls}", make)
-        problem = programs.over_limit(programs.parse(source), trainer._ir)
+        problem = programs.over_limit(programs.parse(source), run.ir)
         if problem is not None:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
-        return _Ready(programs.build_beside(source, trainer._executor, trainer._ir))
+        return _Ready(programs.build_beside(source, run.executor, run.ir))
 
-    def _within_limit(self, trainer: Trainer, programs: Programs, text: str, out: tuple[str, ...]) -> Made:
+    def _within_limit(self, text: str, out: tuple[str, ...]) -> Made:
         """The program that moves least among those that the limit allows; else the one that needs least."""
+
+        run, programs = self.run, self.run.programs
 
         def made(idle: str, *more: str) -> Made:
             passes = [*self.structure, f"forward_only(out={idle})", "reorder", *more]
             return programs.run_passes(text, ",".join(passes), micro_batches=1)
 
         found = made("+".join(out) or "none")
-        if programs.over_limit(found[0], trainer._ir) is None or not programs.has_tier:
+        if programs.over_limit(found[0], run.ir) is None or not programs.has_tier:
             return found
         found = made("all")
-        if programs.over_limit(found[0], trainer._ir) is None:
+        if programs.over_limit(found[0], run.ir) is None:
             return found
-        limit = (programs.config.memory_limit_bytes or 0) - sum(step_states(trainer._ir).values())
+        limit = (programs.config.memory_limit_bytes or 0) - sum(step_states(run.ir).values())
 
         def streamed(within: int) -> Made:
             stream = f"offload(limit={within},kinds=master+activations,cluster={{cluster}})"
-            return made("all", *trainer._loop.planner.filled([stream]))
+            return made("all", *self.planner.filled([stream]))
 
         with contextlib.suppress(ProgramError):  # not even so: what the limit lacks is said of the program before
-            found = programs.within_limit(streamed, limit, trainer._ir)
+            found = programs.within_limit(streamed, limit, run.ir)
         return found
 
-    def _run_eager(
-        self, trainer: Trainer, runner: EagerRunner, batch: Any, loss_fn: LossFn | None
-    ) -> dict[str, Tensor]:
-        with runner.installed(), in_eval_mode(trainer._model), torch.no_grad():
-            result = (loss_fn or default_loss)(trainer._model, batches.to_device(batch, trainer._peers.device))
+    def _run_eager(self, runner: EagerRunner, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
+        with runner.installed(), in_eval_mode(self.run.model), torch.no_grad():
+            result = (loss_fn or default_loss)(self.run.model, batches.to_device(batch, self.run.peers.device))
             return {name: value.detach().clone() for name, value in named_outputs(result).items()}
 
 

@@ -17,26 +17,25 @@ from interlace.checkpoint.optimizer import kind_of
 from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.states import WEIGHT
-from interlace.train.saving import TrainerSave
+from interlace.train.loop import Loop
+from interlace.train.run import Run
+from interlace.train.saving import Saving
 
 log = logging.getLogger("interlace")
 
 Tensor = torch.Tensor
 
 
-class TrainerLoad(TrainerSave):
-    """Loading."""
+class Loading:
+    """What one trainer reads."""
+
+    def __init__(self, run: Run, saving: Saving, loop: Loop) -> None:
+        self._run, self._saving, self._loop = run, saving, loop
 
     def load(self, folder: str | Path) -> None:
-        """Goes on from a checkpoint, whatever strategy and number of ranks wrote it; every rank must call it.
-
-        Everything is checked before anything changes, every byte against its checksum. Hyper-parameters go back into
-        optimizer.param_groups, as load_state_dict does. With as many ranks as saved it, and the same model and settings, the schedule
-        goes on where it stood, with the program that ran then. Error: no checkpoint, of another model or optimizer (the first
-        difference is named); DamageError where bytes are not those that were written.
-        """
-        self.flush()
-        self._settle_save()
+        self._run.check_open()
+        self._run.flush()
+        self._run.settle_save()
         with contextlib.ExitStack() as files:
             found: list[Checkpoint] = []
 
@@ -44,37 +43,32 @@ class TrainerLoad(TrainerSave):
                 checkpoint = files.enter_context(Checkpoint(folder))
                 found.append(checkpoint)
                 action = self._checked_load(checkpoint)
-                checkpoint.verify(self.rank, self.world_size)
+                checkpoint.verify(self._run.rank, self._run.world_size)
                 return action
 
-            action = self._agree(f"load {self._next_save()} at step {self.steps}", check)
-            with self._peers.guard():
+            action = self._run.agree(f"load {self._saving.next()} at step {self._run.steps}", check)
+            with self._run.peers.guard():
                 action()
             self._go_on_with_schedule(found[0])
-
-    def _settle_save(self) -> None:
-        """Before states are changed: what is being saved has been copied."""
-        if self._save is not None:
-            self._save.wait_staged()
 
     def _go_on_with_schedule(self, checkpoint: Checkpoint) -> None:
         """The schedule where it stood, when the run is the same: same captured program and passes for the same ranks."""
         record = checkpoint.record
-        if self.config.mode == "eager" or not self.config.schedule or self._shapes is not None:
+        if self._run.config.mode == "eager" or not self._run.config.schedule or self._run.shapes is not None:
             return
-        with self._peers.guard():
-            same = self._peers.rank == 0 and record.get("run") == self._run_digest()
-            same = json.loads(self._peers.broadcast(f"same run {self._next_save()}", json.dumps(same).encode()))
+        with self._run.peers.guard():
+            same = self._run.peers.rank == 0 and record.get("run") == self._saving.digest()
+            same = json.loads(self._run.peers.broadcast(f"same run {self._saving.next()}", json.dumps(same).encode()))
         if same:
             self._loop.go_on(record["loop"], checkpoint.read(PROGRAM).decode())
 
     def _checked_load(self, checkpoint: Checkpoint) -> Callable[[], None]:
         """Checks files against the model and the optimizer; gives the function that then reads them."""
         record, weights, moments = checkpoint.record, checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
-        groups = self._optimizer.param_groups
-        kinds = [kind_of(self._optimizer, g) for g in groups]
+        groups = self._run.optimizer.param_groups
+        kinds = [kind_of(self._run.optimizer, g) for g in groups]
         names = self._weight_names(weights)
-        ours = [(kind, self._names_of_group(i)) for i, kind in enumerate(kinds)]
+        ours = [(kind, self._run.names_of_group(i)) for i, kind in enumerate(kinds)]
         theirs = list(zip(record["kind"], [g["parameters"] for g in record["groups"]], strict=False))
         difference = group_difference(theirs, ours)
         if difference is not None:
@@ -84,40 +78,40 @@ class TrainerLoad(TrainerSave):
             )
         steps = [int(g["steps"]) for g in record["groups"]]
         wanted = {}
-        roles = self._roles()
+        roles = self._run.roles()
         for role in roles:
-            for unit in self._states.units:
-                for p in unit.parameters if role in self._states.roles(unit) else ():
+            for unit in self._run.states.units:
+                for p in unit.parameters if role in self._run.states.roles(unit) else ():
                     if p.group is not None and steps[p.group] > 0:
                         wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
         check_shapes(moments, wanted)
-        if record.get("seed") != self.config.seed and self.rank == 0:
+        if record.get("seed") != self._run.config.seed and self._run.rank == 0:
             log.warning(
                 "%s was saved with seed %s, this run has %s: its random numbers go on differently",
-                checkpoint.folder, record.get("seed"), self.config.seed,
+                checkpoint.folder, record.get("seed"), self._run.config.seed,
             )  # fmt: skip
 
         def read() -> None:
             self._read_weights(weights, names)
             for role in roles:
-                for unit in self._states.units:
-                    for p in unit.parameters if role in self._states.roles(unit) else ():
+                for unit in self._run.states.units:
+                    for p in unit.parameters if role in self._run.states.roles(unit) else ():
                         if f"{role} of '{p.name}'" in wanted:
                             key = f"{role}.{p.name}"
-                            self._states.fill(p.name, role, partial(moments.read_range, key))
+                            self._run.states.fill(p.name, role, partial(moments.read_range, key))
                         else:
-                            self._states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
-            self.steps = int(record["step"])
-            self._hyper.steps = steps
-            self._loss_scale.restore(record.get("loss_scale"))
+                            self._run.states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
+            self._run.steps = int(record["step"])
+            self._run.hyper.steps = steps
+            self._run.loss_scale.restore(record.get("loss_scale"))
             self._restore_groups([g["hyper"] for g in record["groups"]])
-            if self.config.rng == "compat" and f"rng.{self.rank}" in moments:
-                torch.set_rng_state(moments.read(f"rng.{self.rank}"))
+            if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
+                torch.set_rng_state(moments.read(f"rng.{self._run.rank}"))
 
         return read
 
     def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._optimizer.param_groups, saved, strict=True):
+        for group, values in zip(self._run.optimizer.param_groups, saved, strict=True):
             for key, value in values.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
@@ -125,9 +119,9 @@ class TrainerLoad(TrainerSave):
                     group[key] = tuple(value) if isinstance(value, list) else value
 
     def load_weights(self, source: str | Path) -> None:
-        """Parameters and buffers from a safetensors file, a sharded index or a Hugging Face folder; the optimizer stays as it is."""
-        self.flush()
-        self._settle_save()
+        self._run.check_open()
+        self._run.flush()
+        self._run.settle_save()
         with contextlib.ExitStack() as files:
 
             def check() -> Callable[[], None]:
@@ -136,22 +130,22 @@ class TrainerLoad(TrainerSave):
                 names = self._weight_names(weights)
                 return lambda: self._read_weights(weights, names)
 
-            self._agree(f"load weights {self._next_save()} at step {self.steps}", check)()
+            self._run.agree(f"load weights {self._saving.next()} at step {self._run.steps}", check)()
 
     def _weight_names(self, weights: Weights | CheckedTensors) -> dict[str, str]:
         """The file's name for every parameter and saved buffer, checked."""
         names: dict[str, str] = {}
-        shapes = {p.name: p.shape for p in self._states.parameters.values()}
-        shapes |= {n: tuple(t.shape) for n, t in self._tensors.buffers.items()}
-        for name in dict.fromkeys(canonical for _, canonical, _ in self._tensors.entries):
-            found = find_name(weights, [name, *self._tensors.places(name)], self._tensors.hf_prefix)
+        shapes = {p.name: p.shape for p in self._run.states.parameters.values()}
+        shapes |= {n: tuple(t.shape) for n, t in self._run.tensors.buffers.items()}
+        for name in dict.fromkeys(canonical for _, canonical, _ in self._run.tensors.entries):
+            found = find_name(weights, [name, *self._run.tensors.places(name)], self._run.tensors.hf_prefix)
             names[name] = found or name
         check_shapes(weights, {f"'{n}'": (file, shapes[n]) for n, file in names.items()})
         return names
 
     def _read_weights(self, weights: Weights | CheckedTensors, names: dict[str, str]) -> None:
         for name, file in names.items():
-            if name in self._states.parameters:
-                self._states.fill(name, WEIGHT, partial(weights.read_range, file))
+            if name in self._run.states.parameters:
+                self._run.states.fill(name, WEIGHT, partial(weights.read_range, file))
             else:
-                self._tensors.buffers[name].copy_(weights.read(file))
+                self._run.tensors.buffers[name].copy_(weights.read(file))

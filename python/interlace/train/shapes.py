@@ -13,22 +13,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from interlace.capture.inputs import InputSpec, leaves, rebuild
+from interlace.compiling.captures import Captures
+from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, Source
 from interlace.config import Config, ConfigError, did_you_mean
 from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
-
-if TYPE_CHECKING:
-    from interlace.compiling.captures import Captures
-    from interlace.compiling.planner import Planner
-    from interlace.train.trainer import Trainer
+from interlace.train.run import Run
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
@@ -69,34 +67,34 @@ class Shapes:
         self.real = self.padded = 0
         self._parts: list[Any] = []  # of the step under way
 
-    def switch(self, trainer: Trainer, batch: Any) -> list[Any]:
-        """A step's micro-batches, padded to the shape that all ranks agree on, whose program the trainer then has."""
+    def switch(self, run: Run, batch: Any) -> list[Any]:
+        """A step's micro-batches, padded to the shape that all ranks agree on, whose program then runs."""
         self._parts = batches.micro_batches(None, batch, self.accumulation)
         bucket = self.choose(self._parts)
         filled = self.filled(self._parts, bucket)
         if bucket is self.current:
             return filled
-        trainer._flush()
+        run.flush()
         if bucket.built is None:
-            bucket.built, bucket.spec = self._build(trainer, bucket, filled[0]), InputSpec.of(filled[0])
-            bucket.stage = trainer._loop.stage
+            bucket.built, bucket.spec = self._build(run, bucket, filled[0]), InputSpec.of(filled[0])
+            bucket.stage = run.stage
         assert bucket.spec is not None
         self.current = bucket
-        trainer._use(bucket.built)
-        trainer._runner, trainer._spec = bucket.built.executor, bucket.spec
+        run.use(bucket.built)
+        run.runner, run.spec = bucket.built.executor, bucket.spec
         return filled
 
-    def _build(self, trainer: Trainer, bucket: Bucket, micro_batch: Any) -> Built:
+    def _build(self, run: Run, bucket: Bucket, micro_batch: Any) -> Built:
         """The program of a shape that is met for the first time, on the states of the one that runs."""
-        programs, loop = self.planner.programs, trainer._loop
+        programs = self.planner.programs
 
         def make() -> Source:
             text, constants = self.captures.text(micro_batch)
-            return self.planner.source(text, loop.passes(), constants, loop.limit)
+            return self.planner.source(text, run.planned_passes, constants, run.limit)
 
-        log.info("step %d: compiling for %s", trainer.steps, bucket.describe())
+        log.info("step %d: compiling for %s", run.steps, bucket.describe())
         source = programs.share(f"program for {bucket.describe()}", make)
-        return programs.build_beside(source, trainer._executor, trainer._ir)
+        return programs.build_beside(source, run.executor, run.ir)
 
     def forget(self) -> None:
         """All programs are out of date: each shape is compiled again when it is next met."""

@@ -2,74 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.capture.inputs import InputSpec
-from interlace.capture.model_tensors import collect
-from interlace.checkpoint.saver import Locks
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
-from interlace.compiling.programs import Built, Source
-from interlace.config import Config
-from interlace.dist.peers import PeerError, Peers
 from interlace.errors import InterlaceError
-from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
-from interlace.train import batch as batches
-from interlace.train.diagnosis import TrainerDiagnosis
+from interlace.observe.step_trace import TraceFiles
+from interlace.train import state_dicts
+from interlace.train.diagnosis import Diagnosis
 from interlace.train.evaluation import Evaluation
-from interlace.train.hyper import Hyper, uses_momentum
-from interlace.train.loading import TrainerLoad
+from interlace.train.loading import Loading
 from interlace.train.loop import Loop
-from interlace.train.loss_scale import LossScale
-from interlace.train.materialize import release
 from interlace.train.refreeze import Frozen
-from interlace.train.run import NonFiniteError, Runner, Tensors
-from interlace.train.shapes import Shapes
+from interlace.train.run import Run
+from interlace.train.saving import Saving
+from interlace.train.stepping import Stepping
+from interlace.train.swapping import Swapping
 
 Tensor = torch.Tensor
 
 
-class Trainer(TrainerLoad, TrainerDiagnosis):
+def _of_run(name: str) -> Any:
+    return property(lambda trainer: getattr(trainer._run, name))
+
+
+class Trainer:
     """A compiled model in training. Make one with interlace.compile; close it, or use it in a with statement, to free everything.
 
     Attributes: `config`; `rank`, `world_size`; `steps` made so far; `norm` of the last step's gradient (None when not computed);
-    `outputs` of the last step by name, one tensor per micro-batch; `skipped`: whether the last update was left out.
+    `outputs` of the last step by name, one tensor per micro-batch; `skipped`: whether the last update was left out; `swaps` so far;
+    `program`: the text that runs, `passes`: reports of what made it.
     """
 
-    def __init__(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, planner: Planner, built: Built,
-        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper, captures: Captures, shapes: Shapes | None = None,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.rank, self.world_size = peers.rank, peers.size
-        self.steps = 0
-        self.norm: float | None = None
-        self.outputs: dict[str, list[Tensor]] = {}
-        self.skipped = False
-        self.swaps = 0
-        self.last_save: dict[str, Any] | None = None
-        self._save, self._saves, self._save_begin, self._locks, self._hf_texts = None, 0, {}, Locks(), None
-        self.compile_seconds = planner.programs.seconds
-        self._model, self._optimizer, self._peers, self._spec = model, optimizer, peers, spec
-        self._programs, self._runner, self._tensors, self._hyper = planner.programs, runner, tensors, hyper
-        self._shapes = shapes
-        self._loss_scale = LossScale(config.loss_scale)
-        self._use(built)
-        self._frozen = Frozen(captures, planner) if config.mode == "compiled" else None
-        self._loop, self._traced = Loop(self, planner), False
-        plain = dataclasses.replace(config, accumulation=1).pipeline(peers.size, uses_momentum(optimizer))
-        self._evaluation = Evaluation(captures, plain)
-        self._closed: str | None = None
-        peers.on_close(self._drop)
-        peers.places.start(self._where)
+    config, rank, world_size = _of_run("config"), _of_run("rank"), _of_run("world_size")
+    steps, norm, outputs, skipped = _of_run("steps"), _of_run("norm"), _of_run("outputs"), _of_run("skipped")
+    swaps, program, passes = _of_run("swaps"), _of_run("program"), _of_run("passes")
+
+    def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
+        self._run = run
+        self.compile_seconds = run.programs.seconds
+        self._swapping = Swapping(run)
+        self._loop = Loop(run, planner, self._swapping)
+        self._evaluation = Evaluation(run, captures, planner)
+        self._diagnosis = Diagnosis(run)
+        frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
+        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen)
+        self._saving = Saving(run, self._loop)
+        self._loading = Loading(run, self._saving, self._loop)
+        run.peers.on_close(self._drop)
+        run.peers.places.start(self._where)
 
     # ---- training ----
 
@@ -80,40 +67,7 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         a list of that many. Errors: a batch of another shape or dtype than compiled for, a value that is not finite (the parameters
         then stay as they were when clipping or skip_nonfinite computes the norm), a rank that failed or was lost.
         """
-        self._check_open()
-        with self._peers.guard():
-            inputs = self._inputs(batch)
-            if self._frozen is not None:
-                self._frozen.follow(self, lambda: self._example(batch))
-        self._loop.before_step(self._traced)
-        if self._traced:
-            self._executor.set_trace("on")  # of the program that this step runs
-        if self._save is not None:
-            self._save.before_step(self._runner)
-        with self._peers.guard(), self._determinism():
-            self._hyper.before_step()
-            hyper = self._hyper.values()
-            result = self._runner.step(inputs, hyper, self.steps)
-            self._loop.after_step()
-        self.norm, self.outputs = result["norm"], result["outputs"]
-        losses = self.outputs["loss"]
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        self.skipped = self.norm is not None and not math.isfinite(self.norm)
-        self._loss_scale.after_step(not self.skipped)
-        if self.skipped and (
-            self._loss_scale.exhausted or not (self.config.skip_nonfinite or self._loss_scale.dynamic)
-        ):
-            raise NonFiniteError(self._nonfinite_norm(inputs, result))
-        if not self.skipped:
-            if not result["finite"] and self.norm is None and not self.config.skip_nonfinite:
-                with self._peers.guard():
-                    raise NonFiniteError(self._nonfinite_loss(inputs, loss, result))
-            self._hyper.advance()
-        self._hyper.after_step()
-        if self._shapes is not None:
-            self._shapes.note_step()
-        self.steps += 1
-        return loss
+        return self._stepping.step(batch)
 
     def evaluate(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any] | None = None) -> dict[str, Tensor]:
         """The loss of this rank's batch with the model in eval mode (no dropout, this rank's statistics); nothing changes, no step counts.
@@ -126,8 +80,8 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
             losses = [trainer.evaluate(b)["loss"].item() for b in validation]
         """
         self.flush()
-        with self._peers.guard(), self._determinism():
-            found = self._evaluation.run(self, batch, loss_fn)
+        with self._run.peers.guard(), self._run.determinism():
+            found = self._evaluation.run_on(batch, loss_fn)
         if isinstance(found, str):
             raise InterlaceError(found)
         return found
@@ -146,52 +100,17 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         They open beside the predicted ones of `interlace simulate`. Every rank must call it. Error: a file cannot be written; `steps`
         says whether the step was made (a disk that got full), and training can go on.
         """
-        self._check_open()
-        if self.config.mode == "eager":
-            raise InterlaceError('a trace shows the compiled program; mode="eager" has none: use torch.profiler')
-        files = TraceFiles(file, chakra, snapshot)
-        with self._peers.guard():
-            problem = self._peers.exchange("trace file", files.check() if self.rank == 0 else None)[0]
-        if problem is not None:
-            raise TraceError(problem)
-        self._traced = True
-        try:
-            loss = self.step(batch)
-            with self._peers.guard():
-                problem = write_trace(self._executor, self._peers, self.program, files)
-        finally:
-            self._traced = False
-            if self._executor is not None:  # gone when a rank has failed
-                self._executor.set_trace("off")
-        if problem is not None:
-            raise TraceError(problem)
-        return loss
+        self._compiled("a trace shows the compiled program", "has none: use torch.profiler")
+        return self._stepping.trace(batch, TraceFiles(file, chakra, snapshot))
 
-    def _inputs(self, batch: Any) -> Any:
-        if self.config.mode == "eager":
-            return batches.micro_batches(self._spec, batch, self.config.accumulation)
-        if self._shapes is not None:
-            parts = self._shapes.switch(self, batch)
-            return batches.flatten_parts(self._spec, parts, self._peers.device)
-        return batches.flatten(self._spec, batch, self.config.accumulation, self._peers.device)
+    def flush(self) -> None:
+        """Makes the optimizer step that the last step left to the next one (pass reposition_update), if it left one.
 
-    def _example(self, batch: Any) -> Any:
-        """A micro-batch of a step, as the program takes it."""
-        parts = batches.micro_batches(self._spec if self._shapes is None else None, batch, self.config.accumulation)
-        return parts[0] if self._shapes is None else self._shapes.filled(parts, self._shapes.current)[0]
-
-    @contextlib.contextmanager
-    def _determinism(self) -> Iterator[None]:
-        if not self.config.deterministic or torch.are_deterministic_algorithms_enabled():
-            yield
-            return
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    # ---- another program ----
+        Whatever reads or writes parameters through this trainer does so by itself. Every rank must call it, before the model's own
+        parameters are read or changed between two steps.
+        """
+        self._run.check_open()
+        self._run.flush()
 
     def swap(self, text: str = "") -> None:
         """Goes on with another program between two steps: rank 0's text counts. Every rank must call it.
@@ -200,55 +119,93 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         optimizer states, buffers and step counts stay where they are, and are not copied. Errors, with nothing changed: the text is no
         program, it has other units or states, it needs more than memory_limit.
         """
-        self._check_open()
+        self._compiled("a swap changes the compiled program", "has none")
+        self._swapping.swap(text)
+
+    def _compiled(self, what: str, eager: str) -> None:
+        self._run.check_open()
         if self.config.mode == "eager":
-            raise InterlaceError('a swap changes the compiled program; mode="eager" has none')
-        with self._peers.guard():
-            source = self._programs.share(
-                f"program of a swap at step {self.steps}", lambda: Source(text, [], {}, self._source.captured)
-            )
-        self._swap(source)
+            raise InterlaceError(f'{what}; mode="eager" {eager}')
 
-    def _swap(self, source: Source) -> None:
-        with self._peers.guard():
-            self._programs.compare_digests(source)
-        self._flush()
-        found: list[Built] = []
+    # ---- what went wrong ----
 
-        def check() -> Callable[[], None]:
-            found.append(self._programs.build(source, donor=self._executor))
-            return lambda: self._use(found[0])
+    def explain_nonfinite(self, batch: Any) -> str | None:
+        """Runs the batch op by op without an update and says which op of which module first makes a value that is not finite.
 
-        self._settle_save()
-        self._agree(f"swap {self.swaps} at step {self.steps}", check, InterlaceError)()
-        self._runner = self._executor
-        self.swaps += 1
+        None when all values are finite. Every rank must call it.
+        """
+        return self._diagnosis.explain_nonfinite(batch)
 
-    def _use(self, built: Built) -> None:
-        built.source.constants = {}  # they are in the executor's buffers by now
-        self.program, self.passes = built.source.text, built.source.reports
-        self._source, self._ir, self._executor, self._states = built.source, built.ir, built.executor, built.states
-        self._loss_scale.attach(built.ir, built.executor)
-        if any(s["moves"] for s in built.ir.states()):  # the model's parameters cannot be views of what leaves memory
-            for t in collect(self._model):
-                if t.kind == "param" and built.states.resident(t.name) is None:
-                    release(t.real)
-        if self._shapes is not None:
-            self._shapes.current.built = built
+    def inspect(self, batch: Any, stop_at: str = "") -> dict[str, Any]:
+        """Runs the batch op by op without an update: `ops` with the range of every floating result, `values` of module `stop_at`."""
+        return self._diagnosis.inspect(batch, stop_at)
 
-    def shape_stage(self, new: int | None = None) -> int:
-        """The entry of the schedule that the current shape's program was made for; or that it is made for now."""
-        if self._shapes is None:
-            return self._loop.stage
-        if new is not None:
-            self._shapes.current.stage = new
-        return self._shapes.current.stage
+    # ---- its values ----
+
+    def state_dict(self, all_ranks: bool = False) -> OrderedDict[str, Tensor]:
+        """Copies of all parameters and buffers under the names and in the order of model.state_dict(), tied ones under each name.
+
+        On rank 0 (empty elsewhere), or on all ranks. Every rank must call it. Buffers are rank 0's: statistics such as BatchNorm's
+        are each rank's own while training, as with local statistics in DDP.
+        """
+        return state_dicts.state_dict(self._run, all_ranks)
+
+    def optimizer_state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The optimizer's state as torch.optim has it, loadable with optimizer.load_state_dict. On rank 0, or on all ranks."""
+        return state_dicts.optimizer_state_dict(self._run, all_ranks)
+
+    def save(
+        self, folder: str | Path, extra: Mapping[str, str | bytes] | None = None, *, wait: bool = True, keep: int = 1
+    ) -> None:  # fmt: skip
+        """Writes a checkpoint (see checkpoint.py for its files) and puts it in place whole; every rank must call it.
+
+        wait=False: returns at once and writes beside the next steps; the folder changes when all is on the disk. saved() says when,
+        finish_save() waits; what goes wrong is raised there or by the next save. Until the next step has begun its update, parameters
+        must not be changed from outside. `keep`: how many checkpoints there are in the end, older ones as FOLDER.step-N.
+        `extra`: more small files, by name, that belong to it. Other files already in the folder stay. When writing fails (disk full,
+        no permission) all ranks raise CheckpointError and the old checkpoint is untouched; training can go on.
+        """
+        self._saving.save(folder, extra or {}, wait, keep)
+
+    def saved(self) -> bool:
+        """Whether the last save(wait=False) has ended, well or not."""
+        return self._run.save is None or self._run.save.done
+
+    def finish_save(self) -> None:
+        """Waits until the last save(wait=False) is on the disk and in place. Error, on every rank: it could not be written."""
+        self._saving.finish()
+
+    @property
+    def last_save(self) -> dict[str, Any] | None:
+        """Of the last save that ended: bytes, seconds of its parts."""
+        return self._saving.last
+
+    def reserve(self, folder: str | Path) -> None:
+        """Takes a checkpoint folder for this trainer, as its first save does: another run that saves there is refused from now on.
+
+        Every rank must call it. Error: another run has it, or it cannot be written to.
+        """
+        self._saving.reserve(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Goes on from a checkpoint, whatever strategy and number of ranks wrote it; every rank must call it.
+
+        Everything is checked before anything changes, every byte against its checksum. Hyper-parameters go back into
+        optimizer.param_groups, as load_state_dict does. With as many ranks as saved it, and the same model and settings, the schedule
+        goes on where it stood, with the program that ran then. Error: no checkpoint, of another model or optimizer (the first
+        difference is named); DamageError where bytes are not those that were written.
+        """
+        self._loading.load(folder)
+
+    def load_weights(self, source: str | Path) -> None:
+        """Parameters and buffers from a safetensors file, a sharded index or a Hugging Face folder; the optimizer stays as it is."""
+        self._loading.load_weights(source)
 
     # ---- what there is ----
 
     def summary(self) -> dict[str, Any]:
         """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes."""
-        summary = self._ir.summary()
+        summary = self._run.ir.summary()
         names = summary["largest_unit_params"]
         summary["largest_unit"] = {
             "unit": summary["largest_unit"],
@@ -262,18 +219,18 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         """What the executor has measured so far: ops, bytes sent, live and peak bytes, the op at the peak.
 
         After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
-        self._check_open()
+        self._run.check_open()
         return {
-            **self._executor.stats(),
-            "arena": self._executor.arena_stats(),
+            **self._run.executor.stats(),
+            "arena": self._run.executor.arena_stats(),
             "trainer_steps": self.steps,
             "swaps": self.swaps,
-            **(self._shapes.stats() if self._shapes else {}),
+            **(self._run.shapes.stats() if self._run.shapes else {}),
         }
 
     def compile_table(self) -> str:
         """Where the time of compiling went, on this rank: "capture 0.02 s (cached), passes 0.31 s (shard 0.01 s, search 0.29 s), ..."."""
-        cached = self._programs.cached
+        cached = self._run.programs.cached
         parts = {name: 0.0 for name in cached} | self.compile_seconds
         words = {name: f"{name} {seconds:.2f} s" for name, seconds in parts.items()}
         each = [f"{r['name'].partition('(')[0]} {r['seconds']:.2f} s" for r in self.passes if r["seconds"] >= 0.005]
@@ -304,32 +261,33 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
         A save under way is finished first. Error: it could not be written (all is freed then, too).
         """
         try:
-            if self._closed is None:
+            if self._run.closed is None:
                 self.finish_save()
-                self._flush()  # the model's parameters may be those of the program
+                self._run.flush()  # the model's parameters may be those of the program
         finally:
             self._end()
 
     def _where(self) -> dict[str, Any]:
         """For the other ranks, from another thread."""
-        if self._runner is not None and hasattr(self._runner, "where"):
-            return self._runner.where()  # type: ignore[no-any-return]
+        if self._run.runner is not None and hasattr(self._run.runner, "where"):
+            return self._run.runner.where()  # type: ignore[no-any-return]
         return {"step": self.steps, "op": "the step in Python", "units": "", "module": ""}
 
     def _end(self) -> None:
-        if self._closed is None:
-            self._closed = "it was closed"
-            self._peers.close()
+        if self._run.closed is None:
+            self._run.closed = "it was closed"
+            self._run.peers.close()
 
     def _drop(self) -> None:
-        self._closed = self._closed or "a rank failed"
-        self._drop_save()
-        if hasattr(self._executor, "leave"):
-            self._executor.leave()
+        run = self._run
+        run.closed = run.closed or "a rank failed"
+        self._saving.drop()
+        if hasattr(run.executor, "leave"):
+            run.executor.leave()
         self._evaluation.forget()
-        if self._shapes is not None:
-            self._shapes.forget()  # their executors hold the connections too
-        self._executor = self._runner = self._states = None  # type: ignore[assignment]
+        if run.shapes is not None:
+            run.shapes.forget()  # their executors hold the connections too
+        run.drop()
 
     def __enter__(self) -> Trainer:
         return self
@@ -339,6 +297,3 @@ class Trainer(TrainerLoad, TrainerDiagnosis):
             self.close()
         else:
             self._end()
-
-
-__all__ = ["NonFiniteError", "PeerError", "Tensors", "Trainer"]
