@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 MODELS: dict[str, dict[str, Any]] = {
-    # name in models.py, options of its config, rows of a micro-batch, tokens
+    # name in interlace.models, options of its config, rows of a micro-batch, tokens
     "llama": {"name": "llama-10m", "micro_batch": 1, "seq": 128},
     "gpt2": {"name": "gpt2-10m", "micro_batch": 1, "seq": 128},
     "vit": {

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["CaptureError", "Config", "InterlaceError", "Trainer", "compile"]
+from interlace.version import __version__
+
+__all__ = ["CaptureError", "Config", "InterlaceError", "Trainer", "__version__", "compile"]
 
 if TYPE_CHECKING:
     from interlace.config import Config

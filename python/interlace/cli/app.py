@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace import __version__
 from interlace.config import did_you_mean
 from interlace.dist.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 from interlace.errors import InterlaceError
+from interlace.version import __version__
 
 INTERRUPTED = 130
 # Each a module, in the order of the help.

@@ -22,7 +22,9 @@ from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
 from interlace.cli.program_file import FileError, write_text
-from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
+from interlace.cli.run_record import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord
+from interlace.cli.settings import TrainSettings
+from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile
@@ -158,8 +160,6 @@ def _stopped(settings: TrainSettings, done: int, rank: int) -> None:
 def train_rank(
     settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None
 ) -> None:
-    from interlace.cli.train import dataset, prepare_text
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop()
     torch.set_num_threads(settings.threads_per_rank())

@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from interlace.version import __version__
+
 log = logging.getLogger("interlace")
 FORMAT = 1
 MAX_FILES = 400  # the oldest go
@@ -113,16 +115,15 @@ class Cache:
 @functools.cache
 def versions() -> str:
     """Of everything that makes programs: "interlace 0.1.0 1a2b3c, torch 2.13.0". The digest is that of interlace's own files."""
-    import interlace
     from interlace import _core, _runtime
 
     digest = hashlib.sha256()
-    root = Path(interlace.__file__).parent
+    root = Path(__file__).parents[1]
     binaries = [Path(_core.__file__), Path(_runtime.__file__)]
     for file in sorted([*root.rglob("*.py"), *binaries]):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return f"interlace {interlace.__version__} {digest.hexdigest()[:12]}, torch {torch.__version__}"
+    return f"interlace {__version__} {digest.hexdigest()[:12]}, torch {torch.__version__}"
 
 
 def key_of(*parts: str) -> str:

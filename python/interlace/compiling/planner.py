@@ -17,7 +17,7 @@ from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, needs_profile, pass_name, pipeline
-from interlace.cost.machine import Machine
+from interlace.cost.machine import Machine, cores
 
 
 @dataclasses.dataclass
@@ -141,9 +141,8 @@ class Planner:
             given = self.config.cluster
             if given is None:
                 # The preset of a CPU host with this machine's cores; everything it costs is in the profile.
-                cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
                 preset = _core.preset_cluster(f"local-{self.ranks}")
-                text = re.sub(r"\ncores = \d+", f"\ncores = {cores}", preset).rstrip("\n") + "\n"
+                text = re.sub(r"\ncores = \d+", f"\ncores = {cores()}", preset).rstrip("\n") + "\n"
                 self._cluster = tier_speed(text, self.config) if self.config.tier is not None else text
             else:
                 path = Path(given)

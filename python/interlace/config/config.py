@@ -73,7 +73,7 @@ class Config:
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
     weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
-    schedule         [(step, [passes])]: passes that shape the program from a step of this start on (schedule.py); "auto": the search
+    schedule         [(step, [passes])]: passes that shape the program from a step of this start on (docs/loop.md); "auto": the search
                      decides once times are measured, and from the start where memory is limited; []: the standard program stays
     profile          times that passes decide by: "auto" measures them in the first steps, "off", or a profile's file
     cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)

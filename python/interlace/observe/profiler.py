@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from interlace.cost.machine import Machine
+from interlace.cost.machine import Machine, available_bytes
 from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
 from interlace.cost.measurements import SLOWDOWN, from_rows
 from interlace.cost.store import Store, StoreError
@@ -146,11 +146,4 @@ def free_bytes(device: torch.device, ranks_here: int) -> int:
     """Memory that this rank may still take of its device, or its part of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024 // ranks_here
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // ranks_here
+    return available_bytes() // ranks_here

@@ -48,7 +48,7 @@ def model_text(
 ) -> str:
     """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out.
 
-    `options` go to the Hugging Face config. Errors: those of presets.config_of, a model whose blocks are not alike (names
+    `options` go to the Hugging Face config. Errors: those of models.config_of, a model whose blocks are not alike (names
     the first two that differ, and how), and CaptureError for one that cannot be traced.
     """
     config = config_of(name, seq, ignore)

@@ -157,7 +157,7 @@ class Trainer:
     def save(
         self, folder: str | Path, extra: Mapping[str, str | bytes] | None = None, *, wait: bool = True, keep: int = 1
     ) -> None:  # fmt: skip
-        """Writes a checkpoint (see checkpoint.py for its files) and puts it in place whole; every rank must call it.
+        """Writes a checkpoint (checkpoint/contents.py says which files) and puts it in place whole; every rank must call it.
 
         wait=False: returns at once and writes beside the next steps; the folder changes when all is on the disk. saved() says when,
         finish_save() waits; what goes wrong is raised there or by the next save. Until the next step has begun its update, parameters
