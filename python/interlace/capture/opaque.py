@@ -113,19 +113,14 @@ def _noting(module: nn.Module, path: str, calls: list[OpaqueCall]) -> Iterator[N
         result = forward(*args, **kwargs)
         calls.append(
             OpaqueCall(
-                key=f"{path}@{len(calls)}" if calls else path,
-                path=path,
-                training=module.training,
-                call=_blank((args, kwargs)),
-                inputs=[(p, Meta.of(t)) for p, t in _tensor_leaves((args, kwargs))],
-                params=[n for n, _ in module.named_parameters()],
-                buffers=list(before),
+                key=f"{path}@{len(calls)}" if calls else path, path=path, training=module.training,
+                call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in _tensor_leaves((args, kwargs))],
+                params=[n for n, _ in module.named_parameters()], buffers=list(before),
                 changed=[n for n, b in module.named_buffers() if not torch.equal(b, before[n])],
-                result=_blank(result),
-                outputs=[(p, Meta.of(t)) for p, t in _tensor_leaves(result)],
+                result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in _tensor_leaves(result)],
                 random=not torch.equal(state, torch.random.get_rng_state()),
             )
-        )
+        )  # fmt: skip
         return result
 
     module.forward = noting  # type: ignore[method-assign, assignment]

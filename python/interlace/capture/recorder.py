@@ -59,13 +59,8 @@ class Entry:
 
 class Recorder(TorchDispatchMode):
     def __init__(
-        self,
-        fakes: FakeTensorMode,
-        sites: Sites,
-        dims: DimPrinter,
-        constants: Constants,
-        lift: Callable[..., Tensor],
-    ) -> None:
+        self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, lift: Callable[..., Tensor],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.fakes, self.sites, self.dims, self.constants = fakes, sites, dims, constants
         self.lines: list[str] = []
@@ -186,13 +181,9 @@ class Recorder(TorchDispatchMode):
         self.num_ops += 1
 
     def call_python(
-        self,
-        module: str,
-        part: str,
-        operands: Sequence[Tensor],
-        results: list[tuple[torch.dtype, tuple[int, ...]]],
+        self, module: str, part: str, operands: Sequence[Tensor], results: list[tuple[torch.dtype, tuple[int, ...]]],
         random: bool,
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """An opaque module: contiguous fake results of the given dtypes and sizes."""
         text = ", ".join([f"%{self.value_of(t)}" for t in operands])
         with _disable_current_modes(), self.fakes:

@@ -208,13 +208,10 @@ def saving(where: Path) -> Iterator[None]:
         yield
     except OSError as e:
         reason = {
-            errno.ENOSPC: "the disk is full",
-            errno.EDQUOT: "the disk quota is used up",
-            errno.EFBIG: "a file became too big",
-            errno.EACCES: "no permission to write there",
-            errno.EPERM: "no permission to write there",
-            errno.EROFS: "the file system is read-only",
-        }.get(e.errno or 0, e.strerror or str(e))
+            errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
+            errno.EFBIG: "a file became too big", errno.EACCES: "no permission to write there",
+            errno.EPERM: "no permission to write there", errno.EROFS: "the file system is read-only",
+        }.get(e.errno or 0, e.strerror or str(e))  # fmt: skip
         raise CheckpointError(f"cannot save to {where}: {reason}; an older checkpoint there is untouched") from e
 
 

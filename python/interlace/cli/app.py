@@ -26,12 +26,9 @@ COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simu
 app = typer.Typer(
     name="interlace",
     help="Compiles the training step of a PyTorch model into one scheduled program, and trains it.",
-    epilog="Every command has examples: interlace train --help",
-    no_args_is_help=False,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+    epilog="Every command has examples: interlace train --help", no_args_is_help=False, add_completion=False,
+    rich_markup_mode="rich", pretty_exceptions_enable=False,
+)  # fmt: skip
 
 
 def _version(value: bool) -> None:

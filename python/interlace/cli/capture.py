@@ -84,20 +84,12 @@ def _capture(model: str, output: str, micro_batch: int, seq: int | None, symboli
         written_at = time.monotonic()
     shape = next(iter(built.example_batch.values())).shape
     return {
-        "model": model,
-        "output": output,
-        "micro_batch": micro_batch,
-        "seq": shape[1] if len(shape) == 2 else None,
-        "symbolic": symbolic,
-        "parameters": sum(parameter.numel() for parameter in built.model.parameters()),
-        "ops": captured.num_ops,
-        "bytes": len(captured.text.encode()),
-        "opaque_modules": captured.opaque,
-        "build_seconds": built_at - start,
-        "capture_seconds": captured_at - built_at,
-        "write_seconds": written_at - captured_at,
-        "resident_bytes": resident_bytes(peak=True),
-    }
+        "model": model, "output": output, "micro_batch": micro_batch, "seq": shape[1] if len(shape) == 2 else None,
+        "symbolic": symbolic, "parameters": sum(parameter.numel() for parameter in built.model.parameters()),
+        "ops": captured.num_ops, "bytes": len(captured.text.encode()), "opaque_modules": captured.opaque,
+        "build_seconds": built_at - start, "capture_seconds": captured_at - built_at,
+        "write_seconds": written_at - captured_at, "resident_bytes": resident_bytes(peak=True),
+    }  # fmt: skip
 
 
 class _Ticker:

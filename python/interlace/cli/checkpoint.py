@@ -97,10 +97,7 @@ def facts_of(found: Any) -> dict[str, Any]:
         for kind, g in zip(record["kind"], record["groups"], strict=True)
     )
     return {
-        "step": int(record["step"]),
-        "values": f"{count(numel)} in {len(weights.entries)} tensors",
-        "optimizer": groups,
-        "saved by ranks": int(record["world_size"]),
-        "seed": int(record["seed"]),
+        "step": int(record["step"]), "values": f"{count(numel)} in {len(weights.entries)} tensors",
+        "optimizer": groups, "saved by ranks": int(record["world_size"]), "seed": int(record["seed"]),
         "files": {name: int(value["bytes"]) for name, value in found.files.items()},
-    }
+    }  # fmt: skip

@@ -97,20 +97,9 @@ def stage_table(plan: dict[str, Any]) -> Any:
              format_bytes(first["peak_bytes"]), format_bytes(first["host_bytes"]) if first["host_bytes"] else "-"]
         )  # fmt: skip
     head = [
-        "stage",
-        "layers",
-        "devices",
-        "b",
-        "dp",
-        "tp",
-        "ZeRO",
-        "recomputed",
-        "offload",
-        "t ms",
-        "d ms",
-        "peak",
+        "stage", "layers", "devices", "b", "dp", "tp", "ZeRO", "recomputed", "offload", "t ms", "d ms", "peak",
         "host",
-    ]
+    ]  # fmt: skip
     return rows_table("Stages", head, rows, (0, 1, 2, 7, 8))
 
 
@@ -150,16 +139,9 @@ def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
                 + [_ms(phase[key]) if phase[key] else "-" for key in keys]
             )
     head = [
-        "stage",
-        "phase",
-        "compute",
-        "gather, reduce",
-        "from host",
-        "to host",
-        "tensor parallel",
-        "exposed at ends",
+        "stage", "phase", "compute", "gather, reduce", "from host", "to host", "tensor parallel", "exposed at ends",
         "together",
-    ]
+    ]  # fmt: skip
     which = "" if len(runs) == len(_alike(plan)) else ", the slowest stage"
     return rows_table(f"Milliseconds of a micro-batch, each alone and together{which}", head, rows, (0, 1))
 

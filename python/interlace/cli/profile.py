@@ -289,18 +289,11 @@ def missing(store: Store, machine: Machine, text: str, again: bool, tier: str | 
     summary = _core.Program.parse(text, "program").summary()
     need = summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
     return {
-        "machine": dataclasses.asdict(machine),
-        "digest": digest,
-        "ops": [] if complete else keys,
-        "whole": need * machine.ranks < 0.8 * free,
-        "memory_bytes": int(0.8 * free),
-        "collectives": wanted if machine.ranks > 1 else [],
-        "slowdown": machine.ranks > 1 and SLOWDOWN not in rows,
-        "copies": copies,
-        "pairs": pairs if with_files else [],
-        "tier": uses if offloads else "",
-        "folder": tier,
-    }
+        "machine": dataclasses.asdict(machine), "digest": digest, "ops": [] if complete else keys,
+        "whole": need * machine.ranks < 0.8 * free, "memory_bytes": int(0.8 * free),
+        "collectives": wanted if machine.ranks > 1 else [], "slowdown": machine.ranks > 1 and SLOWDOWN not in rows,
+        "copies": copies, "pairs": pairs if with_files else [], "tier": uses if offloads else "", "folder": tier,
+    }  # fmt: skip
 
 
 def estimate_rest(found: Profile, text: str, machine: Machine) -> None:

@@ -217,21 +217,13 @@ def train_rank(
 
 def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.Module) -> interlace.Config:
     return interlace.Config(
-        strategy=settings.strategy,
-        accumulation=settings.accumulation,
-        accumulate_mode=settings.accumulate_mode,
-        clip_norm=settings.clip,
-        seed=settings.seed,
-        timeout_s=TIMEOUT_S,
-        weights=settings.weights,
-        memory_limit=settings.memory_limit,
-        tier=settings.tier,
-        tier_bandwidth=settings.tier_bandwidth,
+        strategy=settings.strategy, accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
+        clip_norm=settings.clip, seed=settings.seed, timeout_s=TIMEOUT_S, weights=settings.weights,
+        memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,
         schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],
-        cluster=settings.cluster,
-        param_dtype=settings.param_dtype,
-    )
+        cluster=settings.cluster, param_dtype=settings.param_dtype,
+    )  # fmt: skip
 
 
 def _batch(data: TokenDataset, step: int, rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -240,16 +232,9 @@ def _batch(data: TokenDataset, step: int, rank: int, world: int) -> dict[str, to
 
 
 def _steps(
-    trainer: Any,
-    optimizer: torch.optim.Optimizer,
-    settings: TrainSettings,
-    data: TokenDataset,
-    first_step: int,
-    view: TrainView | None,
-    save: Saver,
-    stop: Stop,
-    validation: Validation | None,
-) -> Result:
+    trainer: Any, optimizer: torch.optim.Optimizer, settings: TrainSettings, data: TokenDataset, first_step: int,
+    view: TrainView | None, save: Saver, stop: Stop, validation: Validation | None,
+) -> Result:  # fmt: skip
     rank, world = trainer.rank, trainer.world_size
     traces = settings.trace_files()
     losses, times, evals = [], [], {}
@@ -314,24 +299,13 @@ def _facts(
     steps = len(result.losses)
     unit = summary["largest_unit"]
     return {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "strategy": settings.strategy,
-        "threads": settings.threads_per_rank(),
-        "first_step": first_step,
-        "last_step": first_step + steps,
-        "steps": steps,
-        "tokens_per_step": tokens_per_step,
-        "first_loss": result.losses[0],
-        "last_loss": result.losses[-1],
-        "losses": result.losses,
-        "eval_losses": result.eval_losses,
-        "tokens_per_second": tokens_per_step * len(times) / sum(times),
-        "step_ms": statistics.median(times) * 1e3,
-        "train_seconds": result.train_seconds,
-        "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
+        "model": settings.model, "dtype": settings.dtype, "strategy": settings.strategy,
+        "threads": settings.threads_per_rank(), "first_step": first_step, "last_step": first_step + steps,
+        "steps": steps, "tokens_per_step": tokens_per_step, "first_loss": result.losses[0],
+        "last_loss": result.losses[-1], "losses": result.losses, "eval_losses": result.eval_losses,
+        "tokens_per_second": tokens_per_step * len(times) / sum(times), "step_ms": statistics.median(times) * 1e3,
+        "train_seconds": result.train_seconds, "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
         "resident_bytes": max(stats["resident_bytes"] for stats in everyone),
-        "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps,
-        "largest_unit": unit,
+        "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps, "largest_unit": unit,
         "saved": settings.save,
-    }
+    }  # fmt: skip

@@ -58,17 +58,9 @@ class States:
         for p in program.params():
             shape = tuple(p["shape"])
             self.parameters[p["name"]] = Parameter(
-                p["name"],
-                tuple(p["aliases"]),
-                p["value"],
-                shape,
-                DTYPES[p["dtype"]],
-                p["trainable"],
-                p["group"],
-                p["unit"],
-                p["unit_offset"] if p["unit"] is not None else 0,
-                torch.Size(shape).numel(),
-            )
+                p["name"], tuple(p["aliases"]), p["value"], shape, DTYPES[p["dtype"]], p["trainable"], p["group"],
+                p["unit"], p["unit_offset"] if p["unit"] is not None else 0, torch.Size(shape).numel(),
+            )  # fmt: skip
         by_unit: dict[int | None, list[Parameter]] = {}
         for q in self.parameters.values():
             by_unit.setdefault(q.unit, []).append(q)

@@ -63,12 +63,9 @@ class Tokenizer:
             )
         inner = _byte_level(tokenizers.models.BPE())
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab,
-            min_frequency=2,
-            special_tokens=[END],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
+            vocab_size=vocab, min_frequency=2, special_tokens=[END],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        )  # fmt: skip
         inner.train_from_iterator(pieces, trainer)
         return cls(inner, "bpe")
 
@@ -123,13 +120,9 @@ class TokenFile:
 
 
 def prepare_tokens(
-    text: TextSource,
-    cache: Path,
-    kind: str = "byte",
-    vocab: int = 4096,
-    tokenizer: Tokenizer | None = None,
+    text: TextSource, cache: Path, kind: str = "byte", vocab: int = 4096, tokenizer: Tokenizer | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> TokenFile:
+) -> TokenFile:  # fmt: skip
     """The token file of a text, made once and cached; other processes wait for the one that makes it.
 
     `tokenizer` (of a run that is resumed) replaces kind and vocab; progress(what, bytes done, bytes in all) is called
@@ -179,14 +172,9 @@ def _load_cached(cache: Path, key: str) -> TokenFile | None:
 
 
 def _build(
-    text: TextSource,
-    cache: Path,
-    key: str,
-    kind: str,
-    vocab: int,
-    tokenizer: Tokenizer | None,
+    text: TextSource, cache: Path, key: str, kind: str, vocab: int, tokenizer: Tokenizer | None,
     progress: Callable[[str, int, int], None],
-) -> TokenFile:
+) -> TokenFile:  # fmt: skip
     if tokenizer is None:
         tokenizer = Tokenizer.byte() if kind == "byte" else Tokenizer.train_bpe(_training_pieces(text, progress), vocab)
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"

@@ -293,14 +293,6 @@ def is_transfer_error(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     words = (
-        "connection",
-        "gloo",
-        "nccl",
-        "timed out",
-        "timeout",
-        "process group",
-        "lost rank",
-        "socket",
-        "broken pipe",
-    )
+        "connection", "gloo", "nccl", "timed out", "timeout", "process group", "lost rank", "socket", "broken pipe",
+    )  # fmt: skip
     return any(w in text for w in words)

@@ -130,16 +130,9 @@ class Built:
 
 
 def build(
-    name: str,
-    *,
-    micro_batch: int = 1,
-    seq: int | None = None,
-    vocab_size: int | None = None,
-    dtype: str | None = None,
-    meta: bool | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> Built:
+    name: str, *, micro_batch: int = 1, seq: int | None = None, vocab_size: int | None = None, dtype: str | None = None,
+    meta: bool | None = None, seed: int = 0, **options: Any,
+) -> Built:  # fmt: skip
     """Builds a preset, in train mode. `options` go to the Hugging Face config (or the class); `meta` overrides the
     preset's choice.
 

@@ -39,13 +39,9 @@ _PLANS: dict[str, dict[str, str]] = {
 
 
 def model_text(
-    name: str,
-    seq: int | None = None,
-    flash: bool = True,
-    dtype: str = "bfloat16",
-    ignore: tuple[str, ...] = (),
+    name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", ignore: tuple[str, ...] = (),
     **options: Any,
-) -> str:
+) -> str:  # fmt: skip
     """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out.
 
     `options` go to the Hugging Face config. Errors: those of models.config_of, a model whose blocks are not alike (names

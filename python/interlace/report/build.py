@@ -79,12 +79,9 @@ class Report:
 
 
 def build_report(
-    program: Any,
-    simulate: Callable[..., Any],
-    facts: dict[str, str],
-    measured: Timeline | None = None,
+    program: Any, simulate: Callable[..., Any], facts: dict[str, str], measured: Timeline | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Report:
+) -> Report:  # fmt: skip
     """`simulate(factors, slow)`, both optional, gives a `_core.Simulation` of the program."""
     progress("simulating", 0, 1)
     base = simulate()
@@ -93,18 +90,11 @@ def build_report(
     predicted = read_trace(base.trace(details["rank"]), "the simulation", details["rank"])
     rows = _what_if(simulate, forecast, progress)
     return Report(
-        facts=facts | _program_facts(program),
-        forecast=forecast,
-        details=details,
-        predicted=predicted,
-        measured=measured,
-        modules=breakdown(predicted, measured),
-        blame=merge_blame(forecast["critical_path"]),
-        holders=merge_holders(details["memory"]["at_peak"]),
-        what_if=rows,
-        tokens_per_step=tokens_per_step(program),
+        facts=facts | _program_facts(program), forecast=forecast, details=details, predicted=predicted,
+        measured=measured, modules=breakdown(predicted, measured), blame=merge_blame(forecast["critical_path"]),
+        holders=merge_holders(details["memory"]["at_peak"]), what_if=rows, tokens_per_step=tokens_per_step(program),
         decisions=decisions_of(program),
-    )
+    )  # fmt: skip
 
 
 def scenarios(forecast: dict[str, Any]) -> list[Scenario]:

@@ -22,30 +22,17 @@ def render(report: Report) -> str:
     """The whole file."""
     title = report.facts.get("model") or report.facts.get("program", "program")
     sections = [
-        _header(report, title),
-        _tiles(report),
-        _timeline(report),
-        '<div class="columns"><div>',
-        _exposed(report),
-        _bounds(report),
-        "</div><div>",
-        _what_if(report),
-        "</div></div>",
-        render_decisions(report.decisions) if report.decisions is not None else "",
-        _memory(report),
-        _path(report),
-        _modules(report),
-        _facts(report),
-    ]
+        _header(report, title), _tiles(report), _timeline(report), '<div class="columns"><div>', _exposed(report),
+        _bounds(report), "</div><div>", _what_if(report), "</div></div>",
+        render_decisions(report.decisions) if report.decisions is not None else "", _memory(report), _path(report),
+        _modules(report), _facts(report),
+    ]  # fmt: skip
     data = {
         "predicted": columns(report.predicted),
         "measured": columns(report.measured) if report.measured is not None else None,
-        "phases": report.details["phases"],
-        "path": report.details["path"],
-        "memory": report.details["memory"],
-        "arena": report.details["arena"],
-        "limit_bytes": report.forecast["memory"]["limit_bytes"],
-    }
+        "phases": report.details["phases"], "path": report.details["path"], "memory": report.details["memory"],
+        "arena": report.details["arena"], "limit_bytes": report.forecast["memory"]["limit_bytes"],
+    }  # fmt: skip
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -190,13 +177,10 @@ def _what_if(report: Report) -> str:
         bar = _meter(row["step_us"] / largest, "base" if base else tone)
         rows.append(
             [
-                escape(row["label"]),
-                time_text(row["step_us"]) + bar,
-                change,
-                time_text(row["exposed_us"]),
+                escape(row["label"]), time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]),
                 escape(row["bound"]),
             ]
-        )
+        )  # fmt: skip
     body = _table(["change", "step", "", "exposed", "bound by"], rows, "what-if", spare=(4,))
     return (
         f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
@@ -285,24 +269,18 @@ def _path(report: Report) -> str:
         lane = _dot("c-" + row["lane"].replace(" ", "-"), row["lane"])
         rows.append(
             [
-                _module_name(row["module"], row["merges"]),
-                lane,
-                time_text(row["us"]),
-                percent_text(row["us"] / step),
-                slowed,
+                _module_name(row["module"], row["merges"]), lane, time_text(row["us"]),
+                percent_text(row["us"] / step), slowed,
             ]
-        )
+        )  # fmt: skip
     rest = sum(row["us"] for row in report.blame[MOST_BLAME:])
     if rest:
         rows.append(
             [
-                f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>',
-                "",
-                time_text(rest),
-                percent_text(rest / step),
-                "",
+                f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>', "", time_text(rest),
+                percent_text(rest / step), "",
             ]
-        )
+        )  # fmt: skip
     body = _table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2, (3, 4))
     return (
         '<section><h2>Critical path</h2><p class="quiet">The chain of ops and transfers that makes the step as long as it is.</p>'

@@ -15,13 +15,9 @@ def render_plan(plan: dict[str, Any], trace: str) -> str:
     """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does."""
     timeline = pipeline(trace)
     data = {
-        "predicted": columns(timeline),
-        "measured": None,
-        "phases": [],
-        "path": [],
-        "memory": {"kinds": [], "time_us": [], "bytes": []},
-        "limit_bytes": plan["memory_limit"],
-    }
+        "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
+        "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
+    }  # fmt: skip
     title = f"{plan['model']} on {plan['cluster']}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

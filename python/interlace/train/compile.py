@@ -45,12 +45,9 @@ log = logging.getLogger("interlace")
 
 
 def compile(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[nn.Module, Any], Any] | None = None,
-    example_batch: Any = None,
-    config: Config | None = None,
-) -> Trainer:
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+    example_batch: Any = None, config: Config | None = None,
+) -> Trainer:  # fmt: skip
     """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
 
     `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
@@ -308,16 +305,9 @@ class _Build:
     def _eager_runner(self, built: Built) -> EagerRunner:
         inputs = [i["name"] for i in built.ir.inputs()]
         return EagerRunner(
-            self.model,
-            self.loss_fn,
-            built.executor,
-            built.states,
-            self.peers,
-            self.spec,
-            inputs,
-            self.config.seed,
+            self.model, self.loss_fn, built.executor, built.states, self.peers, self.spec, inputs, self.config.seed,
             self.config.rng,
-        )
+        )  # fmt: skip
 
     def _used(self, runner: EagerRunner) -> list[str] | None:
         """The parameters with a gradient, when some trainable ones have none on any rank."""

@@ -73,12 +73,9 @@ class Evaluation:
         trainable = tuple(p.requires_grad for p in run.model.parameters())
         out = tuple(state_name(s) for s in run.ir.states() if s["out"])
         key = (
-            id(loss_fn),
-            trainable,
-            out,
-            *((t.name, t.dtype, t.shape) for t in spec.tensors),
+            id(loss_fn), trainable, out, *((t.name, t.dtype, t.shape) for t in spec.tensors),
             repr(dict(spec.constants)),
-        )
+        )  # fmt: skip
         if key not in self._built:
             made = self._build(batch, loss_fn, out)
             if isinstance(made, str):

@@ -54,12 +54,9 @@ class Hyper:
             else:
                 beta1, beta2 = group["betas"]
                 row = [
-                    _number(group, "lr"),
-                    float(beta1),
-                    float(beta2),
-                    _number(group, "eps"),
+                    _number(group, "lr"), float(beta1), float(beta2), _number(group, "eps"),
                     _number(group, "weight_decay"),
-                ]
+                ]  # fmt: skip
                 row += [t, float(group["maximize"])]
             out.append(row)
         return out

@@ -87,13 +87,9 @@ class Trainer:
         return found
 
     def trace(
-        self,
-        batch: Any,
-        file: str | Path | None = None,
-        *,
-        chakra: str | Path | None = None,
+        self, batch: Any, file: str | Path | None = None, *, chakra: str | Path | None = None,
         snapshot: str | Path | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """A step like step(), recorded: rank 0 writes a Chrome trace with every rank's ops, transfers and memory to `file`, Chakra
         execution traces into the folder `chakra`, the memory history of torch.cuda._memory_viz to `snapshot` (docs/cost_model.md).
 
@@ -221,12 +217,9 @@ class Trainer:
         After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
         self._run.check_open()
         return {
-            **self._run.executor.stats(),
-            "arena": self._run.executor.arena_stats(),
-            "trainer_steps": self.steps,
-            "swaps": self.swaps,
-            **(self._run.shapes.stats() if self._run.shapes else {}),
-        }
+            **self._run.executor.stats(), "arena": self._run.executor.arena_stats(), "trainer_steps": self.steps,
+            "swaps": self.swaps, **(self._run.shapes.stats() if self._run.shapes else {}),
+        }  # fmt: skip
 
     def compile_table(self) -> str:
         """Where the time of compiling went, on this rank: "capture 0.02 s (cached), passes 0.31 s (shard 0.01 s, search 0.29 s), ..."."""
