@@ -20,7 +20,7 @@ from interlace.errors import InterlaceError
 from interlace.version import __version__
 
 INTERRUPTED = 130
-# Each a module, in the order of the help.
+# Each a module with its HELP and a function of its own name, in the order of the help.
 COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan")
 
 app = typer.Typer(
@@ -54,7 +54,16 @@ def _load_commands(first: str = "") -> None:
     app.registered_commands.clear()
     app.registered_groups.clear()
     for name in (first,) if first in COMMANDS else COMMANDS:
-        importlib.import_module(f"interlace.cli.{name}").register(app)
+        module = importlib.import_module(f"interlace.cli.{name}")
+        if hasattr(module, "register"):  # a command with commands of its own
+            module.register(app)
+        else:
+            app.command(name, help=spaced(module.HELP))(getattr(module, name))
+
+
+def spaced(text: str) -> str:
+    """A help text in which each example is a paragraph, or they would be shown in one line."""
+    return text.replace("\n  ", "\n\n  ")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -17,22 +17,14 @@ HELP = """Capture the training step of a model as program text.
 Parameters and activations take no memory, so a 70B model is captured on a laptop.
 
 [bold]Examples[/bold]
-
   interlace capture --model llama-10m -o llama.il
-
   interlace capture --model llama-3-70b --micro-batch 1 --seq 2048 -o llama70b.il --json
-
   interlace capture --model gpt2 --micro-batch 2 --seq 128 --symbolic -o gpt2.il
-
   interlace capture --list
 """
 
 
-def register(app: typer.Typer) -> None:
-    app.command("capture", help=HELP)(capture_command)
-
-
-def capture_command(
+def capture(
     model: Annotated[str, typer.Option("--model", help="A preset, or a Hugging Face config.json.")] = "llama-10m",
     output: Annotated[str | None, typer.Option("--output", "-o", help="Where the program goes.")] = None,
     micro_batch: Annotated[int, typer.Option("--micro-batch", min=1, help="Sequences of one micro-batch.")] = 1,

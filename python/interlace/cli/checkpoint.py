@@ -15,13 +15,9 @@ from interlace.config import format_bytes
 HELP = """Show, verify, export or import checkpoints.
 
 [bold]Examples[/bold]
-
   interlace checkpoint show runs/book
-
   interlace checkpoint verify runs/book
-
   interlace checkpoint export runs/book book.pt
-
   interlace checkpoint import book.pt runs/again
 
 A checkpoint needs no export for Hugging Face: from_pretrained("runs/book") reads it as it is.
@@ -35,10 +31,6 @@ class Action(str, enum.Enum):
     verify = "verify"
     export = "export"
     import_ = "import"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("checkpoint", help=HELP)(checkpoint)
 
 
 def checkpoint(

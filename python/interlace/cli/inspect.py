@@ -14,20 +14,12 @@ from interlace.config import format_bytes
 HELP = """Show what is in a program: phases, ops, units, bytes, peak of memory.
 
 [bold]Examples[/bold]
-
   interlace inspect model.il
-
   interlace inspect --bind b=4,s=512 model.il
-
   interlace inspect --memory sharded.il
-
   interlace inspect --json sharded.il
 """
 MOST_UNITS = 12
-
-
-def register(app: typer.Typer) -> None:
-    app.command("inspect", help=HELP)(inspect)
 
 
 def inspect(

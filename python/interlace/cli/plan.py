@@ -22,19 +22,12 @@ MODEL is a preset (gpt-22b, llama-3-70b, falcon-6.7b, mixtral, ...), a Hugging F
 checked, and predicted anew on its own cluster or on --cluster.
 
 [bold]Examples[/bold]
-
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 512 --seq 2048 -o gpt.plan
-
   interlace plan llama-3-70b --cluster h100-80gb-64 --global-batch 256 --seq 8192 --top-k 3 --json
-
   interlace plan path/to/config.json --cluster mine.toml --global-batch 64 --seq 4096 --memory-limit 30GiB
-
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 256 --seq 2048 --from gpt.plan -o half.plan
-
   interlace plan gpt.plan --export torchtitan settings/
-
   interlace plan llama-10m --cluster local-2 --global-batch 8 --seq 256 --dtype float32 --runnable -o here.plan
-
   interlace train --plan here.plan
 """
 DTYPES = ("bfloat16", "float32")
@@ -43,10 +36,6 @@ EXPORTS = ("torchtitan", "megatron", "deepspeed")
 
 class NothingFits(InterlaceError):
     """No plan of the space fits the memory."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan", help=HELP)(plan)
 
 
 def plan(

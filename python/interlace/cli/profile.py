@@ -12,6 +12,7 @@ import torch
 import typer
 from safetensors.torch import save as save_tensors
 
+from interlace.cli.app import spaced
 from interlace.cli.console import Work, err, print_json
 from interlace.cli.console import out as console_out
 from interlace.cli.profile_rank import Task, measures, run_as_rank, run_job
@@ -34,17 +35,11 @@ Runs the program of a model (or a program file) op by op on all ranks together, 
 measurement under a fingerprint of the machine: a second start measures only what is new.
 
 [bold]Examples[/bold]
-
   interlace profile --model llama-10m --ranks 2
-
   interlace profile --program sharded.il --export here.profile
-
   interlace profile --program offloaded.il --tier /mnt/nvme
-
   torchrun --nproc-per-node 2 -m interlace.cli profile --model llama-10m
-
   interlace profile show
-
   interlace profile show --export here.profile && interlace simulate sharded.il --cluster local-2 --profile here.profile
 """
 STORE_FILE = "profile.sqlite"
@@ -70,7 +65,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", no_args_is_help=False)
-    group.callback(help=HELP)(profile)
+    group.callback(help=spaced(HELP))(profile)
     group.command("show", help="Show what has been measured here.")(show)
     app.add_typer(group, name="profile")
 

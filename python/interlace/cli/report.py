@@ -17,20 +17,12 @@ HELP = """Write one HTML page about a predicted step: timeline, memory, modules,
 The page needs nothing else and works offline.
 
 [bold]Examples[/bold]
-
   interlace report sharded.il --cluster h100-80gb-32 -o report.html
-
   interlace report sharded.il --cluster local-2 --profile here.profile --measured trace.json -o report.html
-
   interlace report sharded.il --cluster a100-40gb-8 --slow 3=1.2 --json -o report.html
-
   interlace report --plan gpt.plan -o plan.html
 """
 MEASURED_HELP = "A trace of a real step (interlace train --trace), shown below the predicted one."
-
-
-def register(app: typer.Typer) -> None:
-    app.command("report", help=HELP)(report)
 
 
 def report(

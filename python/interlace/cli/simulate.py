@@ -17,24 +17,15 @@ HELP = """Predict the time and memory of one step, without running it.
 PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its sizes are numbers.
 
 [bold]Examples[/bold]
-
   interlace simulate sharded.il --cluster h100-80gb-32
-
   interlace simulate sharded.il --cluster local-2 --profile here.profile --json
-
   interlace simulate sharded.il --cluster a100-40gb-8 --slow 3=1.2 --trace step.json
-
   interlace simulate --show-cluster l4-24gb-8 > mine.toml
-
   interlace simulate sharded.il --cluster mine.toml --snapshot memory.json --chakra traces/
 """
 SNAPSHOT_HELP = (
     "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("simulate", help=HELP)(simulate)
 
 
 def simulate(

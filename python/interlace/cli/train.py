@@ -24,36 +24,21 @@ HELP = """Train a language model on text, on one or more ranks.
 Starts the ranks itself; under torchrun it is one of them. Without --text it reads the standard library's sources.
 
 [bold]Examples[/bold]
-
   interlace train --model llama-10m --ranks 2 --save runs/first
-
   interlace train --text book.txt --tokenizer bpe --vocab 2048 --steps 500 --save runs/book
-
   interlace train --resume runs/book --steps 1000
-
   interlace train --save runs/long --save-every 50 --keep 3 --resume auto --max-restarts 5
-
   interlace train --text book.txt --eval-text other-book.txt --eval-every 20
-
   interlace train --memory-limit 150MiB --program last.il && interlace explain last.il
-
   interlace train --schedule "0: bucket(modules=model.layers.*),reorder; 20: search(cluster={cluster},profile={profile})"
-
   interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
-
   interlace train --plan llama.plan --steps 50
-
   torchrun --nproc-per-node 2 --max-restarts 3 -m -- interlace.cli train --save runs/x --save-every 50 --resume auto
 """
 
 
 class RankError(InterlaceError):
     """A rank failed."""
-
-
-def register(app: typer.Typer) -> None:
-    train.__signature__ = _signature()  # type: ignore[attr-defined]
-    app.command("train", help=HELP)(train)
 
 
 def _signature() -> inspect.Signature:
@@ -127,3 +112,6 @@ def check_model(settings: TrainSettings) -> None:
     from interlace.cli import language_model
 
     language_model.check(settings.model)
+
+
+train.__signature__ = _signature()  # type: ignore[attr-defined]
