@@ -13,6 +13,7 @@ one that all of them see. Rank 0 makes the folder aside, and renames it when all
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ OWN_FILES = (MODEL, OPTIMIZER, TRAINER, PROGRAM, CHECKSUMS)
 MAX_TEXT = 256 << 20  # bytes of trainer.json, program.il and checksums.json, at most
 
 
-class Checkpoint:
+class Checkpoint(contextlib.AbstractContextManager):
     """A checkpoint's files, read with their checksums. Close it, or use it in a with statement.
 
     Error: no checkpoint, cut off, edited, of another version; DamageError where bytes are not what was written.
@@ -40,12 +41,8 @@ class Checkpoint:
         if not self.folder.is_dir():
             raise CheckpointError(f"no such checkpoint folder: {folder}")
         if not (self.folder / TRAINER).is_file():
-            hint = (
-                "; it holds weights only: read them with Config(weights=...) or trainer.load_weights, or make it a checkpoint with "
-                "interlace checkpoint import"
-                if (self.folder / MODEL).is_file()
-                else ""
-            )
+            hint = "; it holds weights only: read them with Config(weights=...) or trainer.load_weights, or make it a checkpoint with "
+            hint = hint + "interlace checkpoint import" if (self.folder / MODEL).is_file() else ""
             raise CheckpointError(f"{folder} is no checkpoint: {TRAINER} is missing{hint}")
         self.files = self._index()
         self._open: dict[str, CheckedFile] = {}
@@ -60,10 +57,7 @@ class Checkpoint:
         try:
             data = _read_small(path)
             body = json.loads(data)
-            if body["format"] > FORMAT:
-                raise CheckpointError(
-                    f"{self.folder} was written by a newer version (format {body['format']}, this one reads {FORMAT}); update interlace"
-                )
+            self._check_format(body["format"])
             text, quote, rest = data.decode().rpartition(',"self":"')
             if not quote or rest.strip() != body["self"] + '"}' or checksum_text((text + "}").encode()) != body["self"]:
                 raise ValueError("its own checksum is another")
@@ -82,10 +76,7 @@ class Checkpoint:
         path = self.folder / TRAINER
         try:
             data = json.loads(self.read(TRAINER))
-            if int(data["format"]) > FORMAT:
-                raise CheckpointError(
-                    f"{self.folder} was written by a newer version (format {data['format']}, this one reads {FORMAT}); update interlace"
-                )
+            self._check_format(int(data["format"]))
             if int(data["step"]) < 0 or not all(int(g["steps"]) >= 0 for g in data["groups"]):
                 raise ValueError("a negative number of steps")
             for group in data["groups"]:
@@ -99,6 +90,11 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
         return data
+
+    def _check_format(self, number: int) -> None:
+        if number > FORMAT:
+            newer = f"format {number}, this one reads {FORMAT}"
+            raise CheckpointError(f"{self.folder} was written by a newer version ({newer}); update interlace")
 
     def _ranges(self, name: str) -> Any:
         if name not in self.files:
@@ -122,11 +118,8 @@ class Checkpoint:
         """Reads every `parts`-th range of all files and compares; gives the bytes of it all."""
         total = 0
         for name in self.files:
-            with (
-                CheckedTensors(self.folder / name, self._ranges(name))
-                if name.endswith(".safetensors")
-                else CheckedFile(self.folder / name, self._ranges(name)) as file
-            ):
+            kind = CheckedTensors if name.endswith(".safetensors") else CheckedFile
+            with kind(self.folder / name, self._ranges(name)) as file:
                 file.verify(part, parts)
                 total += file.bytes
         return total
@@ -135,9 +128,6 @@ class Checkpoint:
         for file in self._open.values():
             file.close()
         self._open.clear()
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,6 +10,7 @@ header's sizes and offsets are checked against the file, the bytes against the c
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import math
 import os
@@ -163,7 +164,7 @@ def sums_of(data: bytes) -> list[list[Any]]:
     return [[i, len(view[i : i + CHUNK]), checksum_text(view[i : i + CHUNK])] for i in range(0, len(data), CHUNK)]
 
 
-class CheckedFile:
+class CheckedFile(contextlib.AbstractContextManager):
     """A file whose bytes are compared with their checksums whenever they are read. Close it, or use it in a with statement."""
 
     def __init__(self, path: Path, ranges: Any) -> None:
@@ -236,9 +237,6 @@ class CheckedFile:
             os.close(self._file)
             self._file = -1
         self._last = (-1, b"")
-
-    def __enter__(self) -> CheckedFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -57,7 +57,7 @@ def simulate(
         presets = ", ".join(f"{name}-8" for name in _core.preset_names())
         raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
     folder = writable_folder(chakra) if chakra is not None else None
-    result = sim.simulate(sim.load_program(program), program, cluster, profile, slow, every_rank, machine, foreign)
+    result = sim.simulator(sim.load_program(program), program, cluster, profile, slow, every_rank, machine, foreign)()
     if trace is not None:
         write_text(trace, result.trace())
         err().print(f"wrote {trace}")

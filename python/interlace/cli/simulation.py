@@ -46,15 +46,6 @@ def shown(file: str) -> str:
     return "stdin" if file == "-" else file
 
 
-def simulate(
-    program: Any, file: str, cluster: str, profile: str | None = None, slow: list[str] | None = None,
-    every_rank: bool = False, machine: str = "", foreign: bool = False,
-) -> Any:  # fmt: skip
-    """A `_core.Simulation`."""
-    run = simulator(program, file, cluster, profile, slow, every_rank, machine, foreign)
-    return run()
-
-
 def simulator(
     program: Any, file: str, cluster: str, profile: str | None = None, slow: list[str] | None = None,
     every_rank: bool = False, machine: str = "", foreign: bool = False,

@@ -226,6 +226,3 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or not math.isfinite(value):
             raise ConfigError(f"{name} must be a positive number, not {value!r}")
         object.__setattr__(self, name, float(value))
-
-
-__all__ = ["Config", "ConfigError", "did_you_mean", "format_bytes", "parse_bytes"]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-COLLECTIVES = ("gather", "reduce", "all_reduce", "p2p")
 COPIES = ("h2d", "d2h", "file_read", "file_write")
 SLOWDOWN = ("slowdown", "compute beside transfer")  # where the factor of compute beside a collective is stored
 

@@ -29,7 +29,7 @@ class StoreError(InterlaceError):
 Row = Mapping[str, float]
 
 
-class Store:
+class Store(contextlib.AbstractContextManager):
     """The measurements of all machines in one file. `notes` says what was out of the ordinary when it was opened."""
 
     def __init__(self, path: str | Path) -> None:
@@ -184,9 +184,6 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -95,19 +95,12 @@ def leave_failure(message: str, code: int) -> None:
 
 def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid()),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "OMP_NUM_THREADS": str(threads),
         # Warnings of the key-value store's clients tell nothing that our own messages do not.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        PARENT: str(os.getpid()),
-    }
+    }  # fmt: skip
 
 
 def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailure | None:

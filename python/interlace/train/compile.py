@@ -21,11 +21,11 @@ from torch import nn
 
 from interlace.capture import InputSpec
 from interlace.capture.groups import optimizer_groups
-from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
+from interlace.capture.model_tensors import check_parameters, collect
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
-from interlace.compiling.programs import Built, ProgramError, Programs, Source, predicted_peak_bytes
+from interlace.compiling.programs import Built, Programs, Source
 from interlace.compiling.states import WEIGHT, States
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import check_passes, default_schedule, stage_at
@@ -35,7 +35,7 @@ from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
-from interlace.train.materialize import initialize, point_at, release
+from interlace.train.materialize import adopt, initialize, release
 from interlace.train.run import Run, Tensors
 from interlace.train.shapes import Shapes, check_shapes_of
 from interlace.train.trainer import Trainer
@@ -113,7 +113,7 @@ class _Build:
         buffers = self._fill_buffers(built)
         runner: Any = built.executor
         if self.config.mode == "eager":
-            self._adopt(built.states, buffers)
+            adopt(self.tensors, built.states, buffers)
             runner = self._eager_runner(built)
             used = self._used(runner)
             if used is not None:
@@ -123,7 +123,7 @@ class _Build:
         hyper = Hyper(self.optimizer)
         if hyper.import_steps():
             self._import_optimizer(built.states)
-        self._adopt(built.states, buffers)
+        adopt(self.tensors, built.states, buffers)
         entries = [
             (name, self.names[id(t)], isinstance(t, nn.Parameter))
             for name, t in self.model.state_dict(keep_vars=True).items()
@@ -288,18 +288,6 @@ class _Build:
                 states.fill_from(name, role, value)
         self.optimizer.state.clear()
 
-    def _adopt(self, states: States, buffers: dict[str, Tensor]) -> None:
-        """The model's own tensors become views of what the program works on, or are freed."""
-        for t in self.tensors:
-            if t.kind == "param":
-                whole = states.resident(t.name)
-                if whole is not None:
-                    point_at(t.real, whole)
-                else:
-                    release(t.real)
-            elif t.name in buffers and t.kind == "buffer":
-                point_at(t.real, buffers[t.name])
-
     # ---- eager mode ----
 
     def _eager_runner(self, built: Built) -> EagerRunner:
@@ -333,6 +321,3 @@ class _Build:
 def _checksum(t: Tensor) -> bytes:
     flat = t.detach().cpu().contiguous().reshape(-1)
     return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=16).digest()
-
-
-__all__ = ["ModelTensor", "ProgramError", "compile", "predicted_peak_bytes"]

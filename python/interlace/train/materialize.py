@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.capture.model_tensors import RELEASED
+from interlace.capture.model_tensors import RELEASED, ModelTensor
+from interlace.compiling.states import States
 from interlace.errors import InterlaceError
 
 Tensor = torch.Tensor
@@ -256,3 +257,16 @@ def point_at(tensor: Tensor, storage: Tensor) -> None:
         new = nn.Parameter(new, tensor.requires_grad)
     with contextlib.suppress(RuntimeError):
         torch.utils.swap_tensors(tensor, new)
+
+
+def adopt(tensors: Iterable[ModelTensor], states: States, buffers: Mapping[str, Tensor]) -> None:
+    """The model's own tensors become views of what the program works on, or are freed."""
+    for t in tensors:
+        if t.kind == "param":
+            whole = states.resident(t.name)
+            if whole is not None:
+                point_at(t.real, whole)
+            else:
+                release(t.real)
+        elif t.kind == "buffer" and t.name in buffers:
+            point_at(t.real, buffers[t.name])

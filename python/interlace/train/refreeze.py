@@ -18,7 +18,7 @@ from interlace.compiling.states import WEIGHT
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train.evaluation import Evaluation
-from interlace.train.materialize import point_at, release
+from interlace.train.materialize import adopt
 from interlace.train.run import Run
 
 log = logging.getLogger("interlace")
@@ -108,15 +108,7 @@ class Frozen:
             storage.copy_(running[name] if name in running else built.source.constants[name])
         run.tensors.buffers = {n: storages.get(n, t) for n, t in run.tensors.buffers.items()}
         with torch.no_grad():
-            for t in collect(self.captures.model):
-                if t.kind == "param":
-                    whole = new.resident(t.name)
-                    if whole is not None:
-                        point_at(t.real, whole)
-                    else:
-                        release(t.real)
-                elif t.kind == "buffer" and t.name in storages:
-                    point_at(t.real, storages[t.name])
+            adopt(collect(self.captures.model), new, storages)
 
 
 def _listed(changed: dict[str, str]) -> str:

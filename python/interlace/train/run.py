@@ -146,7 +146,8 @@ class Run:
         if self.config.mode == "eager":
             return batches.micro_batches(self.spec, batch, self.config.accumulation)
         if self.shapes is not None:
-            return batches.flatten_parts(self.spec, self.shapes.switch(self, batch), self.peers.device)
+            parts = self.shapes.switch(self, batch)  # the spec is that of its shape from here on
+            return batches.flatten_parts(self.spec, parts, self.peers.device)
         return batches.flatten(self.spec, batch, self.config.accumulation, self.peers.device)
 
     def example(self, batch: Any) -> Any:
