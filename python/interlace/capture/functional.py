@@ -13,11 +13,9 @@ aten = torch.ops.aten
 
 # In-place operators whose functional form is not the name without the underscore.
 _FUNCTIONAL: dict[OpOverload, OpOverload] = {
-    aten.normal_.default: aten.normal_functional.default,
-    aten.zero_.default: aten.zeros_like.default,
-    aten.fill_.Scalar: aten.full_like.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-}
+    aten.normal_.default: aten.normal_functional.default, aten.zero_.default: aten.zeros_like.default,
+    aten.fill_.Scalar: aten.full_like.default, aten.bernoulli_.float: aten.bernoulli.p,
+}  # fmt: skip
 
 # Keyword arguments that the text leaves out: the runtime supplies its device, and streams are keyed by `rng`.
 _OMITTED = frozenset({"device", "pin_memory", "layout", "generator", "non_blocking"})

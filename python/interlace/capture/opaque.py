@@ -55,9 +55,7 @@ class OpaqueCall:
     result: Any  # structure of the result, None in place of tensors
     outputs: list[tuple[Path, Meta]]
     random: bool
-    wanted: list[int] = dataclasses.field(
-        default_factory=list
-    )  # inputs, then parameters, whose gradients backward gives
+    wanted: list[int] = dataclasses.field(default_factory=list)  # inputs, then parameters, whose gradients backward gives
 
 
 def _tensor_leaves(x: Any) -> list[tuple[Path, Tensor]]:

@@ -285,9 +285,7 @@ class _Trace:
         named: dict[str, Any]
         if isinstance(result, dict):
             if "loss" not in result:
-                raise CaptureError(
-                    f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})"
-                )
+                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
             named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
         elif isinstance(result, (tuple, list)) and result:
             named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
@@ -301,9 +299,7 @@ class _Trace:
         if not loss.is_floating_point():
             raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
         if not loss.requires_grad:
-            raise CaptureError(
-                "the loss does not depend on any trainable parameter, or was computed under no_grad or detached"
-            )
+            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise CaptureError(
@@ -341,10 +337,7 @@ class _Trace:
             text = f"{place}: {type(e).__name__} while tracing {what}{self._module()}: {e}"
             if self.symbols and self.symbols.rename(str(e)) != str(e):
                 names = " and ".join(self.symbols.sizes)
-                text = (
-                    self.symbols.rename(text)
-                    + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
-                )
+                text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
             raise CaptureError(text) from e
 
     def _module(self) -> str:

@@ -83,8 +83,7 @@ def _names(model: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> list[li
     named = []
     for number, group in enumerate(groups):
         shapes = [
-            next((s.shape for s in state.get(i, {}).values() if isinstance(s, Tensor) and s.dim()), None)
-            for i in group["params"]
+            next((s.shape for s in state.get(i, {}).values() if isinstance(s, Tensor) and s.dim()), None) for i in group["params"]
         ]
         # Taken from the front and from the back: when both agree there is no other way to place the shapes.
         front, back = embedded(shapes, order), embedded(shapes[::-1], order[::-1])
@@ -131,9 +130,7 @@ def import_torch(source: Path, folder: Path) -> int:
             groups.append({"steps": max(steps, default=0), "hyper": plain_hyper(group), "parameters": members})
             kinds.append(kind)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise CheckpointError(
-            f"{source}: its optimizer is no state dict of torch.optim ({type(e).__name__}: {e})"
-        ) from None
+        raise CheckpointError(f"{source}: its optimizer is no state dict of torch.optim ({type(e).__name__}: {e})") from None
     step = max((int(g["steps"]) for g in groups), default=0)
     record = {
         "format": FORMAT, "step": step, "kind": kinds, "groups": groups, "seed": 0, "rng": "keyed", "world_size": 1, "loss_scale": None,

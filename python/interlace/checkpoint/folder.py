@@ -196,9 +196,7 @@ def check_place(final: Path) -> None:
         raise CheckpointError(f"{final} is a file; a checkpoint is a folder")
     for place in (Path.cwd(), Path.home()):  # the folder is replaced by a new one, which nobody may be standing in
         if place == final or final in place.parents:
-            raise CheckpointError(
-                f"{final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint"
-            )
+            raise CheckpointError(f"{final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint")
 
 
 @contextlib.contextmanager

@@ -9,10 +9,8 @@ import torch
 
 # Names of a parameter's states in the order of the update's operands, as torch.optim calls them.
 STATE_NAMES: dict[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}
+    "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",),
+}  # fmt: skip
 
 
 def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

@@ -100,11 +100,9 @@ class Save:
 
     def stats(self) -> dict[str, Any]:
         return {
-            "bytes": self.bytes,
-            "durable_seconds": self.seconds,
-            "finish_cpu_seconds": self.finish_cpu_seconds,
+            "bytes": self.bytes, "durable_seconds": self.seconds, "finish_cpu_seconds": self.finish_cpu_seconds,
             **self._writer.stats(),
-        }
+        }  # fmt: skip
 
     # ---- in the thread ----
 

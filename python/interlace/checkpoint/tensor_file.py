@@ -262,9 +262,7 @@ class CheckedTensors(CheckedFile):
         return self.path
 
     def _names(self, r: Range) -> str:
-        touched = [
-            n for n, e in self.entries.items() if e.offset < r.offset + r.bytes and r.offset < e.offset + e.bytes
-        ]
+        touched = [n for n, e in self.entries.items() if e.offset < r.offset + r.bytes and r.offset < e.offset + e.bytes]
         more = f" and {len(touched) - 1} more" if len(touched) > 1 else ""
         return f" in '{touched[0]}'{more}" if touched else " in its header"
 

@@ -31,9 +31,7 @@ def capture(
     seq: Annotated[
         int | None, typer.Option("--seq", min=1, help="Tokens in a sequence.", show_default="the model's usual")
     ] = None,
-    symbolic: Annotated[
-        bool, typer.Option("--symbolic", help="Leave batch and sequence open (sizes of at least 2).")
-    ] = False,
+    symbolic: Annotated[bool, typer.Option("--symbolic", help="Leave batch and sequence open (sizes of at least 2).")] = False,
     list_models: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:

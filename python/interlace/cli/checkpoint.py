@@ -36,9 +36,7 @@ class Action(str, enum.Enum):
 def checkpoint(
     action: Annotated[Action, typer.Argument(help="What to do.", show_default=False)],
     source: Annotated[str, typer.Argument(help="A checkpoint folder; for import a .pt file.", show_default=False)],
-    target: Annotated[
-        str | None, typer.Argument(help="For export a .pt file, for import a folder.", show_default=False)
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help="For export a .pt file, for import a folder.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as one JSON object.")] = False,
 ) -> None:
     import torch

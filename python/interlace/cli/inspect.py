@@ -28,9 +28,7 @@ def inspect(
     all_units: Annotated[bool, typer.Option("--all", help="List every unit, not only the largest.")] = False,
     memory: Annotated[
         bool,
-        typer.Option(
-            "--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."
-        ),
+        typer.Option("--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:

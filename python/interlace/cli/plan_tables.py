@@ -53,9 +53,7 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
         )
     if "from" in found:
         now = f"the best on its stages takes {seconds(found['from_us'] / 1e6)} a step"
-        lines.append(
-            f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}"
-        )
+        lines.append(f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}")
     return lines
 
 
@@ -135,8 +133,7 @@ def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
     for run in runs:
         for phase in explained[run[0]]["phases"]:
             rows.append(
-                [_named(run), phase["name"].replace(" ", "\u00a0")]
-                + [_ms(phase[key]) if phase[key] else "-" for key in keys]
+                [_named(run), phase["name"].replace(" ", "\u00a0")] + [_ms(phase[key]) if phase[key] else "-" for key in keys]
             )
     head = [
         "stage", "phase", "compute", "gather, reduce", "from host", "to host", "tensor parallel", "exposed at ends",

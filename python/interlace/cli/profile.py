@@ -46,15 +46,10 @@ STORE_FILE = "profile.sqlite"
 DEFAULT_RANKS = 2
 LARGEST_SWEEP = 1 << 22  # bytes, when there is no program to say how large collectives are
 
-Ranks = Annotated[
-    int | None, typer.Option("--ranks", help="Processes on this machine.", show_default="2, or the launcher's")
-]
-Threads = Annotated[
-    int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")
-]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes on this machine.", show_default="2, or the launcher's")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")]
 Network = Annotated[
-    str | None,
-    typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface"),
+    str | None, typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface")
 ]
 StorePath = Annotated[
     str | None, typer.Option("--store", help="The file that keeps measurements.", show_default="the user's cache")

@@ -60,9 +60,7 @@ def print_profile(found: Profile, top: int) -> None:
         console.print()
         console.print(rows_table("", ["collective", "ranks", "bytes", "us", "GB/s", "core us"], rows))
     if found.copies:
-        rows = [
-            [k, format_bytes(b), f"{us:,.0f}", f"{b / us / 1e3:.2f}"] for (k, b), us in sorted(found.copies.items())
-        ]
+        rows = [[k, format_bytes(b), f"{us:,.0f}", f"{b / us / 1e3:.2f}"] for (k, b), us in sorted(found.copies.items())]
         console.print()
         console.print(rows_table("", ["copy", "bytes", "us", "GB/s"], rows))
     rows = []

@@ -103,10 +103,6 @@ def _newest_record(settings: TrainSettings) -> RunRecord:
 
 def fits(name: str, value: Any) -> bool:
     """Whether a value is of the setting's type; a file may hold anything."""
-    kinds = (
-        str(TrainSettings.__dataclass_fields__[name].type).split(" | ")
-        if name in TrainSettings.__dataclass_fields__
-        else []
-    )
+    kinds = str(TrainSettings.__dataclass_fields__[name].type).split(" | ") if name in TrainSettings.__dataclass_fields__ else []
     kind = "None" if value is None else type(value).__name__
     return not kinds or kind in kinds or (kind == "int" and "float" in kinds)

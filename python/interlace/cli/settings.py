@@ -78,15 +78,12 @@ class TrainSettings:
     )
     schedule: str = _option(
         "auto",
-        'auto: search once times are measured; none; or "STEP: PASS,PASS; STEP: ..." '
-        "(docs/loop.md; interlace opt --list).",
+        'auto: search once times are measured; none; or "STEP: PASS,PASS; STEP: ..." (docs/loop.md; interlace opt --list).',
     )
     cluster: str | None = _option(None, "Machines to decide for: a preset or a file.", shown="this host")
     param_dtype: str | None = _option(None, "bfloat16 or float16 for forward and backward.")
     program: str | None = _option(None, "Write the program of the last step; interlace explain reads it.")
-    plan: str | None = _option(
-        None, "Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation."
-    )
+    plan: str | None = _option(None, "Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation.")
     as_json: bool = _option(False, "Print the summary as one JSON object.")
     accumulate_mode: str = "reduce_each"
     auto: bool = False  # --resume auto: from the newest checkpoint in the --save folder, where there is one

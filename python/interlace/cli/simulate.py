@@ -23,9 +23,7 @@ PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its
   interlace simulate --show-cluster l4-24gb-8 > mine.toml
   interlace simulate sharded.il --cluster mine.toml --snapshot memory.json --chakra traces/
 """
-SNAPSHOT_HELP = (
-    "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
-)
+SNAPSHOT_HELP = "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
 
 
 def simulate(
@@ -36,14 +34,10 @@ def simulate(
     foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
     slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
     every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
-    trace: Annotated[
-        str | None, typer.Option("--trace", help="Write a trace for Perfetto and chrome://tracing.")
-    ] = None,
+    trace: Annotated[str | None, typer.Option("--trace", help="Write a trace for Perfetto and chrome://tracing.")] = None,
     snapshot: Annotated[str | None, typer.Option("--snapshot", help=SNAPSHOT_HELP)] = None,
     chakra: Annotated[str | None, typer.Option("--chakra", help="A folder for Chakra traces, one a rank.")] = None,
-    show_cluster: Annotated[
-        str | None, typer.Option("--show-cluster", help="Print a preset, to save and edit.")
-    ] = None,
+    show_cluster: Annotated[str | None, typer.Option("--show-cluster", help="Print a preset, to save and edit.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     from interlace import _core

@@ -100,9 +100,7 @@ def train(context: typer.Context, **given: Any) -> None:
             return
         if left == 0:
             raise RankError(failure.describe())
-        err().print(
-            f"{failure.describe()}\nstarting again, {left - 1} more restart(s) allowed", markup=False, soft_wrap=True
-        )
+        err().print(f"{failure.describe()}\nstarting again, {left - 1} more restart(s) allowed", markup=False, soft_wrap=True)
         if settings.resume is None and not settings.auto:
             command += ["--resume", AUTO]
 

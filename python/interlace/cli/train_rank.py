@@ -110,9 +110,7 @@ def _traced(trainer: Any, batch: dict[str, torch.Tensor], to: TraceFiles, view: 
 class Saver:
     """When to save, and what to do when that fails: before the end, to say so and train on."""
 
-    def __init__(
-        self, trainer: Any, settings: TrainSettings, files: Callable[[int], Any], view: TrainView | None
-    ) -> None:
+    def __init__(self, trainer: Any, settings: TrainSettings, files: Callable[[int], Any], view: TrainView | None) -> None:
         self.trainer, self.settings, self.files, self.view = trainer, settings, files, view
 
     def __call__(self, done: int, last: bool) -> None:
@@ -157,9 +155,7 @@ def _stopped(settings: TrainSettings, done: int, rank: int) -> None:
     raise Terminated
 
 
-def train_rank(
-    settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None
-) -> None:
+def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop()
     torch.set_num_threads(settings.threads_per_rank())

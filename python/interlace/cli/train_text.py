@@ -35,14 +35,11 @@ def prepare_text(
     tokenizer = None
     if settings.resume:
         tokenizer = Tokenizer.load(Path(settings.resume) / TOKENIZER_FILE)
-    tokens = prepare_tokens(
-        find_text(settings.text), cache_folder(), settings.tokenizer, settings.vocab, tokenizer, progress
-    )
+    tokens = prepare_tokens(find_text(settings.text), cache_folder(), settings.tokenizer, settings.vocab, tokenizer, progress)
     if record is not None and not other_text and tokens.digest != record.data_digest:
         where = settings.text or "the standard library"
         raise SettingError(
-            f"the text has changed since {settings.resume} was saved ({where}): "
-            "put the old text back, or name one with --text"
+            f"the text has changed since {settings.resume} was saved ({where}): put the old text back, or name one with --text"
         )
     return tokens
 

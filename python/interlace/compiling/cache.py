@@ -67,21 +67,12 @@ class Cache:
             self._say(f"{path} is damaged ({str(e) or type(e).__name__}); it is compiled again and replaced")
             return None
 
-    def put(
-        self, kind: str, key: str | None, record: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None
-    ) -> None:
+    def put(self, kind: str, key: str | None, record: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
         if self.folder is None or key is None:
             return
         contiguous = {n: t.contiguous() for n, t in (tensors or {}).items()}
-        packed = zlib.compress(
-            json.dumps(record).encode() + b"\n" + (save_tensors(contiguous) if contiguous else b""), 1
-        )
-        head = {
-            "format": FORMAT,
-            "versions": versions(),
-            "bytes": len(packed),
-            "digest": hashlib.sha256(packed).hexdigest(),
-        }
+        packed = zlib.compress(json.dumps(record).encode() + b"\n" + (save_tensors(contiguous) if contiguous else b""), 1)
+        head = {"format": FORMAT, "versions": versions(), "bytes": len(packed), "digest": hashlib.sha256(packed).hexdigest()}
         path = self._path(kind, key)
         beside = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:

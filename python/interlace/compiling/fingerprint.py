@@ -43,9 +43,7 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self.drops: list[tuple[str, float]] = []  # place, dropout probability
-        self.holders: dict[
-            str, tuple[Any, str]
-        ] = {}  # place → object and attribute, of those in objects such as configurations
+        self.holders: dict[str, tuple[Any, str]] = {}  # place → object and attribute, of those in objects such as configurations
         self._hash = hashlib.sha256()
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # ids stay those of living objects
@@ -231,12 +229,7 @@ class Fingerprint:
         self._libraries.add(module)
         loaded = sys.modules.get(module)
         file = getattr(loaded, "__file__", None)
-        if (
-            loaded is None
-            or file is None
-            or file.startswith(_TORCH)
-            or module.partition(".")[0] in sys.stdlib_module_names
-        ):
+        if loaded is None or file is None or file.startswith(_TORCH) or module.partition(".")[0] in sys.stdlib_module_names:
             self.word("installed", module)
             return
         self.word("installed", module, _file_digest(file))
@@ -285,9 +278,7 @@ class Fingerprint:
         number = self._seen.setdefault(id(t), len(self._seen))
         self._kept.append(t)
         strides = t.stride() if t.layout == torch.strided else ()
-        self.word(
-            kind, name, t.dtype, tuple(t.shape), strides, t.requires_grad, number if tied else "own", type(t).__name__
-        )
+        self.word(kind, name, t.dtype, tuple(t.shape), strides, t.requires_grad, number if tied else "own", type(t).__name__)
 
     def settings(self) -> None:
         """Switches of torch that change what is traced."""

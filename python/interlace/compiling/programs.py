@@ -93,11 +93,7 @@ class Programs:
         captured = ""
         if self.peers.rank == 0:
             source = make()
-            parts, constants, captured = (
-                {"text": source.text, "reports": source.reports},
-                source.constants,
-                source.captured,
-            )
+            parts, constants, captured = ({"text": source.text, "reports": source.reports}, source.constants, source.captured)
         self._shared += 1
         what = f"{what} ({self._shared})"  # a key of the store is written once
         patience = self.config.timeout_s * COMPILE_PATIENCE
@@ -237,11 +233,7 @@ def state_name(state: dict[str, Any]) -> str:
 
 def step_states(program: Any) -> dict[str, int]:
     """Bytes of the states of one step, which have their memory between steps too."""
-    return {
-        state_name(s): math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize
-        for s in program.states()
-        if not s["persistent"]
-    }
+    return {state_name(s): math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize for s in program.states() if not s["persistent"]}
 
 
 def predicted_peak_bytes(summary: dict[str, Any]) -> int:

@@ -173,9 +173,7 @@ class Config:
         known = [f.name for f in dataclasses.fields(Config)]
         for name in values:
             if name not in known:
-                raise ConfigError(
-                    f"unknown setting '{name}'{did_you_mean(str(name), known)} (settings: {', '.join(known)})"
-                )
+                raise ConfigError(f"unknown setting '{name}'{did_you_mean(str(name), known)} (settings: {', '.join(known)})")
         return Config(**values)
 
     def to_dict(self) -> dict[str, Any]:

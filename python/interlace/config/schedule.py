@@ -39,9 +39,7 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
     if limited and config.tier is not None:  # what does not fit may leave memory
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
-        if (
-            config.strategy == "shard" and ranks > 1
-        ):  # else the model's own parameters are whole, and looked at between steps
+        if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps
             search += ",reposition=auto"
     if device != "cpu" and config.profile == "auto":  # measured on CPUs only
         return ((0, (search + ")",)),)
@@ -116,9 +114,7 @@ def check_passes(config: Config, table: list[dict[str, Any]]) -> None:
         if not needs_profile(passes):
             continue
         if config.profile == "off":
-            raise ConfigError(
-                f'schedule, step {step}: the passes use {{profile}}, but profile is "off"; use "auto" or a file'
-            )
+            raise ConfigError(f'schedule, step {step}: the passes use {{profile}}, but profile is "off"; use "auto" or a file')
         if config.profile == "auto" and step < 2:
             raise ConfigError(
                 f"schedule, step {step}: {{profile}} is measured from step 1 on; give these passes step 2 or later, or name a file of "

@@ -35,9 +35,7 @@ class Machine:
     @property
     def fingerprint(self) -> str:
         """ "AMD EPYC 7B13, 2 cores, torch 2.13.0, 1 thread, 2 ranks, loopback"."""
-        threads, ranks = (
-            f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank"))
-        )
+        threads, ranks = (f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank")))
         text = f"{self.host}, {threads}, {ranks}"
         return text if self.ranks == 1 else f"{text}, {self.network}"
 

@@ -50,18 +50,14 @@ class Keeper:
             self.store.put(self.fingerprint, rows)
 
 
-def measure(
-    job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress = quiet
-) -> None:
+def measure(job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress = quiet) -> None:
     """Everything that `job` says is missing."""
     machine = Machine(**job["machine"])
     peers.groups.open()
     if job["ops"] and text:
         _measure_ops(job, text, inputs, peers, keeper, progress, machine)
     todo = [tuple(point) for point in job["collectives"]]
-    collectives = (
-        Collectives(peers, TIMEOUT_S) if peers.size > 1 and (todo or job["slowdown"] or job["pairs"]) else None
-    )
+    collectives = Collectives(peers, TIMEOUT_S) if peers.size > 1 and (todo or job["slowdown"] or job["pairs"]) else None
     if collectives is not None:
         for number, (kind, size) in enumerate(todo):
             progress(f"{kind} of {size} bytes", number, len(todo))

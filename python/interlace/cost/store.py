@@ -129,9 +129,7 @@ class Store(contextlib.AbstractContextManager):
 
     def rows(self, machine: str) -> dict[tuple[str, str], dict[str, float]]:
         with self._told():
-            found = self._db.execute(
-                "select kind, key, value from measurements where machine = ?", (machine,)
-            ).fetchall()
+            found = self._db.execute("select kind, key, value from measurements where machine = ?", (machine,)).fetchall()
         return {(kind, key): self._values(kind, key, value) for kind, key, value in found}
 
     def _values(self, kind: str, key: str, text: str) -> dict[str, float]:

@@ -58,9 +58,7 @@ class Tokenizer:
     def train_bpe(cls, pieces: Iterator[str], vocab: int) -> Tokenizer:
         """A byte-level BPE with at most `vocab` entries."""
         if vocab < MIN_VOCAB:
-            raise DataError(
-                f"--vocab {vocab} is too small for a BPE: it needs at least {MIN_VOCAB} (256 bytes and {END})"
-            )
+            raise DataError(f"--vocab {vocab} is too small for a BPE: it needs at least {MIN_VOCAB} (256 bytes and {END})")
         inner = _byte_level(tokenizers.models.BPE())
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab, min_frequency=2, special_tokens=[END],

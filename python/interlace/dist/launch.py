@@ -146,11 +146,9 @@ class _Worker:
         self.tail: list[str] = []
         own_terminal = rank == 0 and sys.stderr.isatty()
         self.process = subprocess.Popen(
-            list(command),
-            env={**os.environ, **environment, FAILURE_FILE: str(failure_file)},
-            stdin=subprocess.DEVNULL,
+            list(command), env={**os.environ, **environment, FAILURE_FILE: str(failure_file)}, stdin=subprocess.DEVNULL,
             stderr=None if own_terminal else subprocess.PIPE,
-        )
+        )  # fmt: skip
         self.reader = None
         if self.process.stderr is not None:
             self.reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)

@@ -110,9 +110,7 @@ def config_of(name: str, seq: int | None = None, ignore: tuple[str, ...] = ()) -
     try:
         return CONFIG_MAPPING[model_type](**options)
     except Exception as e:  # config classes check themselves, with errors of their own
-        raise InterlaceError(
-            f"'{name}': transformers refuses this {model_type} config: {' '.join(str(e).split())}"
-        ) from e
+        raise InterlaceError(f"'{name}': transformers refuses this {model_type} config: {' '.join(str(e).split())}") from e
 
 
 def _options(name: str, ignore: tuple[str, ...]) -> tuple[str, dict[str, Any]]:

@@ -85,9 +85,7 @@ def _built(name: str, config: Any, dtype: str) -> nn.Module:
         raise InterlaceError(f"unknown dtype '{dtype}'; weights are bfloat16, float16 or float32")
     try:
         with torch.random.fork_rng(devices=[]), on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=chosen, attn_implementation=config._attn_implementation
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation=config._attn_implementation)
     except (TypeError, ValueError, KeyError, RuntimeError, ImportError) as e:
         raise InterlaceError(f"model '{name}' cannot be built from its config: {e}") from e
     return model.train()
@@ -133,10 +131,7 @@ def _structure(block: nn.Module) -> Iterator[tuple[str, str]]:
         at = f"'{path}'" if path else "itself"
         yield f"the class of {at}", type(module).__name__
         for name, t in [*module._parameters.items(), *module._buffers.items()]:
-            yield (
-                f"'{path}.{name}'".replace("'.", "'"),
-                "none" if t is None else f"{dtype_name(t.dtype)}{list(t.shape)}",
-            )
+            yield (f"'{path}.{name}'".replace("'.", "'"), "none" if t is None else f"{dtype_name(t.dtype)}{list(t.shape)}")
         for name, value in vars(module).items():
             if isinstance(value, (bool, int, float, str)) and name not in ("layer_idx", "layer_id", "training"):
                 yield f"attribute '{name}' of {at}", repr(value)

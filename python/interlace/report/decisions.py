@@ -39,9 +39,7 @@ def decisions_of(program: Any) -> Decisions | None:
     meta = program.meta()
     try:
         chosen = _rows(meta["search.chosen"])[0]
-        front, heuristics, without = (
-            _rows(meta.get(f"search.{name}", "")) for name in ("front", "heuristics", "without")
-        )
+        front, heuristics, without = (_rows(meta.get(f"search.{name}", "")) for name in ("front", "heuristics", "without"))
         limit = float(meta["search.limit"]) if "search.limit" in meta else None
     except (KeyError, ValueError, IndexError):
         return None

@@ -113,9 +113,7 @@ def _what_if(report: Report) -> str:
         label, bound = escape(row["label"]), escape(row["bound"])
         rows.append([label, time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]), bound])
     body = table(["change", "step", "", "exposed", "bound by"], rows, "what-if", spare=(4,))
-    return (
-        f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
-    )
+    return f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
 
 
 def _module_name(path: str, merges: int = 1) -> str:

@@ -57,9 +57,7 @@ def _notes(plan: dict[str, Any]) -> list[str]:
 
 
 def _tiles(plan: dict[str, Any], timeline: Timeline) -> str:
-    tiles = [
-        tile("Step time", time_text(plan["step_us"]), f"as the schedule runs: {time_text(timeline.span_ns / 1e3)}")
-    ]
+    tiles = [tile("Step time", time_text(plan["step_us"]), f"as the schedule runs: {time_text(timeline.span_ns / 1e3)}")]
     rate = plan["samples_per_s"] * plan["sequence"]
     tiles.append(tile("Tokens per second", count_text(rate), f"{plan['samples_per_s']:.2f} samples a second"))
     peak = max(stage["peak_bytes"] for stage in plan["stages"])
@@ -68,9 +66,7 @@ def _tiles(plan: dict[str, Any], timeline: Timeline) -> str:
     tiles.append(tile("Peak memory", bytes_text(peak), note, "bad" if peak > limit else ""))
     note = "no plan of the space is faster" if plan["gap"] <= 1e-6 else "a plan this much faster may exist"
     tiles.append(tile("Gap", percent_text(plan["gap"]), note))
-    busy = sum(
-        e.duration_ns for name, lane in timeline.lanes.items() if name.startswith("stage") for e in lane if not e.wait
-    )
+    busy = sum(e.duration_ns for name, lane in timeline.lanes.items() if name.startswith("stage") for e in lane if not e.wait)
     idle = 1 - busy / max(1, timeline.span_ns * len(plan["stages"]))
     tiles.append(tile("Idle", percent_text(max(0.0, idle)), "of the stages' time: the pipeline's bubble and waits"))
     return tiles_section(tiles)

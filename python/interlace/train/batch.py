@@ -20,9 +20,7 @@ def micro_batches(spec: InputSpec | None, batch: Any, count: int) -> list[Any]:
     A list of `count` batches is told from one batch that is a list by its elements: it is a list of batches when they are no tensors.
     """
     if type(batch) is list and batch and not any(isinstance(x, torch.Tensor) for x in batch):
-        nested = spec is not None and any(
-            isinstance(t.path[0], int) and len(t.path) > 1 for t in spec.tensors if t.path
-        )
+        nested = spec is not None and any(isinstance(t.path[0], int) and len(t.path) > 1 for t in spec.tensors if t.path)
         if not nested or len(batch) == count:
             if len(batch) != count:
                 raise InterlaceError(
@@ -38,9 +36,7 @@ def micro_batches(spec: InputSpec | None, batch: Any, count: int) -> list[Any]:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; the same object when nothing has to move."""
     moved = {
-        path: x.to(device, non_blocking=True)
-        for path, x in leaves(batch)
-        if isinstance(x, torch.Tensor) and x.device != device
+        path: x.to(device, non_blocking=True) for path, x in leaves(batch) if isinstance(x, torch.Tensor) and x.device != device
     }
     return rebuild(batch, moved) if moved else batch
 

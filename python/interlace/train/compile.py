@@ -57,17 +57,13 @@ def compile(
     """
     config = config or Config()
     if not isinstance(config, Config):
-        raise ConfigError(
-            f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict"
-        )
+        raise ConfigError(f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict")
     if not isinstance(model, nn.Module):
         raise InterlaceError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InterlaceError(f"optimizer must be a torch.optim optimizer, not {type(optimizer).__name__}")
     if example_batch is None:
-        raise InterlaceError(
-            "example_batch is missing: pass a batch such as the training loop will give to trainer.step"
-        )
+        raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
     first = next((p for p in model.parameters() if not p.is_meta), None)
     peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
     try:
@@ -200,9 +196,7 @@ class _Build:
             from interlace import _core
 
             check_passes(self.config, _core.pass_table())
-            if self.peers.rank == 0 and any(
-                "{cluster}" in text for _, passes in self.config.schedule for text in passes
-            ):
+            if self.peers.rank == 0 and any("{cluster}" in text for _, passes in self.config.schedule for text in passes):
                 _core.cluster_devices(self.planner.cluster_text(), self.config.cluster or "cluster")
 
     def _built(self, source: Source) -> Built:
@@ -223,9 +217,7 @@ class _Build:
             if file is not None and weights is not None:
                 shape = tuple(weights.shape(file))
                 if shape != tuple(t.real.shape):
-                    raise InterlaceError(
-                        f"{weights.source}: '{file}' has shape {shape}, the model's has {tuple(t.real.shape)}"
-                    )
+                    raise InterlaceError(f"{weights.source}: '{file}' has shape {shape}, the model's has {tuple(t.real.shape)}")
                 states.fill(t.name, WEIGHT, partial(weights.read_range, file))
             elif t.real.is_meta:
                 missing.add(t.name)

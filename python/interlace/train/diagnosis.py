@@ -32,9 +32,7 @@ class Diagnosis:
     def inspect(self, batch: Any, stop_at: str = "") -> dict[str, Any]:
         self._run.check_open()
         if self._run.config.mode == "eager":
-            raise InterlaceError(
-                'inspect() looks at the compiled program; in mode="eager" use print and pdb in the model itself'
-            )
+            raise InterlaceError('inspect() looks at the compiled program; in mode="eager" use print and pdb in the model itself')
         with self._run.peers.guard():
             return self._run.executor.debug_step(self._run.inputs(batch), self._run.steps, stop_at)
 
@@ -97,9 +95,7 @@ class Diagnosis:
 
 def describe_op(record: Mapping[str, Any]) -> str:
     """An op of a debug run as words: what it is, in which module, and where the user wrote it."""
-    parts = [
-        f"the first such value comes from {record['name']} ({record['phase']}, micro-batch {record['micro_batch']})"
-    ]
+    parts = [f"the first such value comes from {record['name']} ({record['phase']}, micro-batch {record['micro_batch']})"]
     if record["module"]:
         parts.append(f"in module '{record['module']}'")
     if record["source"]:

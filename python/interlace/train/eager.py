@@ -152,9 +152,7 @@ class EagerRunner:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 for t in output if isinstance(output, (tuple, list)) else [output]:
                     if isinstance(t, Tensor) and t.is_floating_point() and not culprit and not torch.isfinite(t).all():
-                        culprit.append(
-                            f"the first such value is the output of module '{path}' ({type(module).__name__})"
-                        )
+                        culprit.append(f"the first such value is the output of module '{path}' ({type(module).__name__})")
 
             return hook
 
@@ -165,17 +163,11 @@ class EagerRunner:
                 wanted = [leaves[name] for name in self.gradients]
                 for i, part in enumerate(micro_batches):
                     with self._generator(step, i):
-                        loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))[
-                            "loss"
-                        ]
+                        loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
                         found = torch.autograd.grad(loss, wanted, allow_unused=True)
                     if not culprit and not torch.isfinite(loss):
                         culprit.append("every module's output is finite: the loss function makes the first such value")
-                    bad = [
-                        n
-                        for n, g in zip(self.gradients, found, strict=True)
-                        if g is not None and not torch.isfinite(g).all()
-                    ]
+                    bad = [n for n, g in zip(self.gradients, found, strict=True) if g is not None and not torch.isfinite(g).all()]
                     if not culprit and bad:
                         culprit.append(f"the loss is finite, the gradient of '{bad[-1]}' is not")
         finally:

@@ -117,9 +117,7 @@ class Loop:
         if self._looked_up != self.run.stage:  # the first step of the window: a plan of an earlier start needs no times
             self._looked_up = self.run.stage
             with self.peers.guard():
-                known = self.peers.rank == 0 and self.planner.has(
-                    self.run.source.captured, following[1], self.run.limit
-                )
+                known = self.peers.rank == 0 and self.planner.has(self.run.source.captured, following[1], self.run.limit)
                 word = self.peers.broadcast(f"known plan at step {self.count}", json.dumps(known).encode())
             self._known = json.loads(word)
         return not self._known
@@ -148,9 +146,7 @@ class Loop:
 
         def make() -> Source:
             try:
-                return self.planner.source(
-                    old.captured, passes, {}, self.run.limit, fresh=reason not in ("schedule", "shapes")
-                )
+                return self.planner.source(old.captured, passes, {}, self.run.limit, fresh=reason not in ("schedule", "shapes"))
             except ProgramError as e:
                 if reason in ("schedule", "shapes"):
                     raise
@@ -214,9 +210,7 @@ class Loop:
         seconds = statistics.median(self._seconds[1:] or self._seconds or [0.0])
         free = free_bytes(self.peers.device, int(os.environ.get("LOCAL_WORLD_SIZE", self.peers.size)))
         with self.peers.guard():
-            return self.peers.exchange(
-                f"measured at step {self.count}", [seconds, self.run.executor.stats()["peak_bytes"], free]
-            )
+            return self.peers.exchange(f"measured at step {self.count}", [seconds, self.run.executor.stats()["peak_bytes"], free])
 
     def _compare(self) -> None:
         """Measured against predicted, on rank 0; all ranks do what it says."""

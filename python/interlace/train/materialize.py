@@ -200,11 +200,7 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
             if not any(slots[i].name in wanted for i in members):
                 continue
             # Zeros, so that an initializer that writes only a part (a padding row) still gives the same bits everywhere.
-            with (
-                replaced([slots[i] for i in members], _scratch("cpu")),
-                torch.no_grad(),
-                torch.random.fork_rng(devices=[]),
-            ):
+            with replaced([slots[i] for i in members], _scratch("cpu")), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 for call in group_calls:
                     torch.manual_seed(module_seed(seed, call.path))
                     call.run()

@@ -93,9 +93,7 @@ class Run:
 
     def check_open(self) -> None:
         if self.closed is not None:
-            raise InterlaceError(
-                f"this trainer can no longer be used: {self.closed}; compile again and load a checkpoint"
-            )
+            raise InterlaceError(f"this trainer can no longer be used: {self.closed}; compile again and load a checkpoint")
 
     def flush(self) -> None:
         """Makes the optimizer step that the last step left to the next one, if it left one."""

@@ -133,22 +133,14 @@ class Saving:
         States that are out of memory at times come in one by one, and go back when they are copied. So they come first: what stays
         where it is may be copied later, beside the next step.
         """
-        units = [
-            (role, unit)
-            for role in (WEIGHT, *roles)
-            for unit in self._run.states.units
-            if self._run.states.has(unit, role)
-        ]
+        units = [(role, unit) for role in (WEIGHT, *roles) for unit in self._run.states.units if self._run.states.has(unit, role)]
         for role, unit in units:
             if self._run.states.moves(unit, role):
                 save.add(self._unit_pieces(unit, role, files))
                 save.wait_staged()
                 self._run.states.put_back(unit, role)
         pieces = [
-            p
-            for role, unit in units
-            if not self._run.states.moves(unit, role)
-            for p in self._unit_pieces(unit, role, files)
+            p for role, unit in units if not self._run.states.moves(unit, role) for p in self._unit_pieces(unit, role, files)
         ]
         pieces += self._loose_pieces(files[MODEL].entries)
         if self._run.rank == 0:
@@ -202,18 +194,14 @@ class Saving:
         model = [(name, p.dtype, p.shape) for p in order for name in self._run.tensors.places(p.name)]
         buffers = self._run.tensors.buffers
         model += [
-            (e, buffers[n].dtype, tuple(buffers[n].shape))
-            for e, n, is_parameter in self._run.tensors.entries
-            if not is_parameter
+            (e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter
         ]
         optimizer = []
         for role in roles:
             for unit in self._run.states.units:
                 if role in self._run.states.roles(unit):
                     dtype = self._run.states.dtype(unit, role)
-                    optimizer += [
-                        (f"{role}.{p.name}", dtype, p.shape) for p in unit.parameters if self._run.has_state(p)
-                    ]
+                    optimizer += [(f"{role}.{p.name}", dtype, p.shape) for p in unit.parameters if self._run.has_state(p)]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]
         return model, optimizer
 
@@ -221,9 +209,7 @@ class Saving:
         """Every rank's default generator; needed in compat mode only, because keyed streams have no state."""
         if self._run.config.rng != "compat":
             return []
-        texts = self._run.peers.exchange(
-            f"generators at step {self._run.steps}", torch.get_rng_state().numpy().tobytes().hex()
-        )
+        texts = self._run.peers.exchange(f"generators at step {self._run.steps}", torch.get_rng_state().numpy().tobytes().hex())
         return [torch.frombuffer(bytearray.fromhex(t), dtype=torch.uint8) for t in texts]
 
     def _hf_files(self) -> dict[str, str | bytes]:

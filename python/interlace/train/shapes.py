@@ -132,10 +132,7 @@ class Shapes:
                     return found, f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)}"
                 shape = known[name].shape
                 if len(shape) != len(sizes):
-                    return (
-                        found,
-                        f"batch entry '{name}' has {len(shape)} dimensions, its declared shapes have {len(sizes)}",
-                    )
+                    return (found, f"batch entry '{name}' has {len(shape)} dimensions, its declared shapes have {len(sizes)}")
                 found[name] = [max(a, int(b)) for a, b in zip(sizes, shape, strict=True)]
         return found, None
 
@@ -178,6 +175,4 @@ def check_shapes_of(spec: InputSpec, config: Config) -> None:
     for name, _ in config.shapes or ():
         if name not in known:
             listed = ", ".join(f"'{n}'" for n in known)
-            raise ConfigError(
-                f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)} (entries: {listed})"
-            )
+            raise ConfigError(f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)} (entries: {listed})")

@@ -204,10 +204,8 @@ class Trainer:
         summary = self._run.ir.summary()
         names = summary["largest_unit_params"]
         summary["largest_unit"] = {
-            "unit": summary["largest_unit"],
-            "name": ", ".join(names),
-            "bytes": summary["largest_unit_bytes"],
-        }
+            "unit": summary["largest_unit"], "name": ", ".join(names), "bytes": summary["largest_unit_bytes"],
+        }  # fmt: skip
         summary["passes"] = self.passes
         return summary
 
