@@ -59,10 +59,6 @@ class Weights:
     def names(self) -> list[str]:
         return list(self._of)
 
-    def metadata(self) -> dict[str, str]:
-        path = next(iter(self._of.values()), None)
-        return dict(self._open(path).metadata() or {}) if path else {}
-
     def shape(self, name: str) -> list[int]:
         return list(self._slice(name).get_shape())
 

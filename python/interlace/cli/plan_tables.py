@@ -21,12 +21,10 @@ def show(found: dict[str, Any]) -> None:
             console.print(f"\n[bold]Plan {number}[/bold]")
         for line in headline(each["plan"], found):
             console.print(line, markup=False, soft_wrap=True)
-        console.print()
-        console.print(stage_table(each["plan"]))
-        console.print()
-        console.print(byte_table(each["plan"], each["explained"]))
-        console.print()
-        console.print(time_table(each["plan"], each["explained"]))
+        plan, explained = each["plan"], each["explained"]
+        for table in (stage_table(plan), byte_table(plan, explained), time_table(plan, explained)):
+            console.print()
+            console.print(table)
     if found.get("why_not"):
         console.print()
         console.print(why_table(found["why_not"]))

@@ -90,9 +90,9 @@ class TrainSettings:
 
     def check(self) -> None:
         """Everything that can be said without reading text or model. Errors name the option and what would do."""
-        positive = "ranks steps batch seq accumulation log_every vocab keep eval_every eval_sequences"
+        positive = "ranks steps batch seq accumulation log_every vocab keep eval_every eval_sequences threads save_every stop_at"
         for name in positive.split():
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         for name in ("warmup", "seed", "weight_decay", "max_restarts"):
             if getattr(self, name) < 0:
@@ -101,9 +101,6 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise SettingError(f"--{name} must be a positive number, not {value}")
-        for name in ("threads", "save_every", "stop_at"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         needs_folder = {"save_every": self.save_every, "stop_at": self.stop_at, "max_restarts": self.max_restarts}
         for name, value in needs_folder.items():
             if self.save is None and value:

@@ -65,19 +65,9 @@ def simulate(
 
 
 def write_snapshot(file: str, text: str) -> None:
-    from interlace.files import write_atomically
-    from interlace.observe.step_trace import PICKLED, snapshot_bytes
+    from interlace.observe.step_trace import snapshot_bytes
 
-    path = Path(file)
-    if path.suffix not in PICKLED:
-        write_text(file, text)
-        return
-    if not path.parent.is_dir():
-        raise FileError(f"cannot write {file}: there is no folder {path.parent}")
-    try:
-        write_atomically(path, snapshot_bytes(path, text))
-    except OSError as error:
-        raise FileError(f"cannot write {file}: {error.strerror}") from None
+    write_text(file, snapshot_bytes(file, text))
 
 
 def write_chakra(folder: Path, result: Any) -> None:

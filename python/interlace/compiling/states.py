@@ -11,7 +11,7 @@ so the part of a parameter that a rank holds is the overlap of its range with th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,10 @@ class States:
     def roles(self, unit: Unit) -> list[str]:
         """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
         return self._roles[unit.id]
+
+    def updated(self, roles: Iterable[str]) -> Iterator[tuple[str, Unit, Parameter]]:
+        """Every parameter that has one of these optimizer states, role by role and unit by unit."""
+        return ((r, u, p) for r in roles for u in self.units if r in self._roles[u.id] for p in u.parameters)
 
     def has(self, unit: Unit, role: str) -> bool:
         return (unit.id, role) in self._tensors

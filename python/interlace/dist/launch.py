@@ -123,7 +123,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailu
             _wait(workers, stop)
         finally:
             _end(workers)
-        if stop.asked:
+        if stop.is_set():
             raise Terminated
         return first_failure(workers)
 
@@ -190,12 +190,12 @@ def first_failure(workers: Sequence[_Worker]) -> RankFailure | None:
     return min(failures, key=lambda f: (f.code >= 0, f.at, f.rank), default=None)
 
 
-def _wait(workers: list[_Worker], stop: _Sigterm) -> None:
+def _wait(workers: list[_Worker], stop: threading.Event) -> None:
     """Until all have ended, or one has failed, or SIGTERM has come, and the others' time to stop is over."""
     deadline = None
     told = False
     while True:
-        if stop.asked and not told:
+        if stop.is_set() and not told:
             told, deadline = True, time.monotonic() + STOP_S
             for worker in workers:
                 if worker.poll() is None:
@@ -228,23 +228,15 @@ def _end(workers: list[_Worker]) -> None:
             worker.reader.join(timeout=1.0)
 
 
-class _Sigterm:
-    def __init__(self) -> None:
-        self.asked = False
-
-
 @contextlib.contextmanager
-def _noting_sigterm() -> Iterator[_Sigterm]:
+def _noting_sigterm() -> Iterator[threading.Event]:
     """SIGTERM to the launcher is for the ranks: none is left behind, and each can save first."""
-    stop = _Sigterm()
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def ask(number, frame):
-        stop.asked = True
-
-    before = signal.signal(signal.SIGTERM, ask)
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         yield stop
     finally:

@@ -112,7 +112,7 @@ class Peers:
         key, pause = f"{what}/{rank}", 0.005
         beat, since = None, time.monotonic()
         while not self._there(key):
-            with self._store_errors("reading"):
+            with self._store_errors():
                 place = self.places.of(rank)
             if not go_on():
                 raise PeerError(f"'{what}' was given up")
@@ -126,7 +126,7 @@ class Peers:
 
     def _put(self, key: str, data: bytes) -> None:
         chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [b""]
-        with self._store_errors("writing"):
+        with self._store_errors():
             for i, chunk in enumerate(chunks):
                 self._store.set(f"{key}#{i}", chunk)
             self._store.set(key, str(len(chunks)))  # last: the value is complete when its key is there
@@ -135,7 +135,7 @@ class Peers:
         pause = 0.0005
         while not self._there(key):
             if time.monotonic() > deadline:
-                with self._store_errors("reading"):
+                with self._store_errors():
                     # Keys that all ranks write end in their number; then say all that are missing.
                     stem, _, tail = key.rpartition("/")
                     absent = (
@@ -155,7 +155,7 @@ class Peers:
 
     def _there(self, key: str) -> bool:
         """Whether a value has been written. Error: it has not, and a rank has failed."""
-        with self._store_errors("reading"):
+        with self._store_errors():
             if self._store.check([key]):
                 return True
             cause = self._posted()
@@ -165,23 +165,19 @@ class Peers:
         raise cause
 
     def _value(self, key: str) -> bytes:
-        with self._store_errors("reading"):
+        with self._store_errors():
             count = int(self._store.get(key))
             return b"".join(self._store.get(f"{key}#{i}") for i in range(count))
 
     @contextlib.contextmanager
-    def _store_errors(self, doing: str) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as e:  # DistStoreError and DistNetworkError are among them
-            raise self._store_gone(e) from e
-
-    def _store_gone(self, error: BaseException) -> PeerError:
-        first = str(error).split("\n")[0]
-        return PeerError(
-            f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({first})",
-            0,
-        )
+            said = str(e).split("\n")[0]
+            raise PeerError(
+                f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({said})", 0
+            ) from e
 
     # ---- failures ----
 

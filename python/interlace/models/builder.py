@@ -112,11 +112,6 @@ def seq2seq_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def _token_batch(rows: int, seq: int, vocab_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-    ids = torch.randint(0, vocab_size, (rows, seq), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 @dataclasses.dataclass
 class Built:
     """A model, its loss and a synthetic batch of random tokens or pixels, the same for the same arguments."""
@@ -179,7 +174,8 @@ def _make(preset: Preset, options: dict[str, Any], dtype: torch.dtype) -> tuple[
 def _batch(preset: Preset, options: dict[str, Any], config: Any, rows: int, seq: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if preset.kind == "causal-lm":
-        return _token_batch(rows, seq, config.vocab_size, generator)
+        ids = torch.randint(0, config.vocab_size, (rows, seq), generator=generator)
+        return {"input_ids": ids, "labels": ids.clone()}
     if preset.kind == "seq2seq":
         tokens = torch.randint(0, options["vocab_size"], (3, rows, seq), generator=generator)
         return {"source": tokens[0], "target": tokens[1], "labels": tokens[2]}

@@ -41,16 +41,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return rebuild(batch, moved) if moved else batch
 
 
-def flatten(spec: InputSpec, batch: Any, count: int, device: torch.device) -> list[list[torch.Tensor]]:
+def flatten(spec: InputSpec, parts: list[Any], device: torch.device) -> list[list[torch.Tensor]]:
     """The tensors of each micro-batch in the order of the program's inputs, contiguous and on the device.
 
-    Errors: number of micro-batches, a missing or unknown entry, another shape or dtype than compiled for, meta tensors.
+    Errors: a missing or unknown entry, another shape or dtype than compiled for, meta tensors.
     """
-    return flatten_parts(spec, micro_batches(spec, batch, count), device)
-
-
-def flatten_parts(spec: InputSpec, parts: list[Any], device: torch.device) -> list[list[torch.Tensor]]:
-    """As flatten, of a batch that has been cut."""
     out = []
     for i, part in enumerate(parts):
         try:

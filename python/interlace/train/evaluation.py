@@ -72,17 +72,15 @@ class Evaluation:
         self._agree(spec)
         trainable = tuple(p.requires_grad for p in run.model.parameters())
         out = tuple(state_name(s) for s in run.ir.states() if s["out"])
-        key = (
-            id(loss_fn), trainable, out, *((t.name, t.dtype, t.shape) for t in spec.tensors),
-            repr(dict(spec.constants)),
-        )  # fmt: skip
+        tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
+        key = (id(loss_fn), trainable, out, tensors, repr(dict(spec.constants)))
         if key not in self._built:
             made = self._build(batch, loss_fn, out)
             if isinstance(made, str):
                 return made
             self._built[key] = (made, spec, loss_fn)  # with it, so that its id stays its own
         ready, spec, _ = self._built[key]
-        inputs = batches.flatten_parts(spec, [batch], run.peers.device)
+        inputs = batches.flatten(spec, [batch], run.peers.device)
         if ready.moves:
             run.settle_save()  # what a save has not copied yet must not leave memory
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)

@@ -6,9 +6,6 @@ group, because a group may be new or be imported from an optimizer that already 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from interlace.checkpoint.optimizer import kind_of
@@ -18,10 +15,6 @@ from interlace.errors import InterlaceError
 def uses_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the update of an SGD needs a momentum buffer; true for the others."""
     return not isinstance(optimizer, torch.optim.SGD) or any(g["momentum"] != 0 for g in optimizer.param_groups)
-
-
-def _number(group: Mapping[str, Any], key: str) -> float:
-    return float(group[key])  # also of 0-dim tensors
 
 
 class Hyper:
@@ -44,20 +37,16 @@ class Hyper:
         for i, group in enumerate(self.optimizer.param_groups):
             t = float(self.steps[i] + 1)
             if kind_of(self.optimizer, group) == "sgd":
-                momentum = _number(group, "momentum")
+                momentum = float(group["momentum"])
                 if momentum != 0 and not self._momentum:
                     raise InterlaceError(
                         f"optimizer group {i} has momentum {momentum} now, but 0 when compiled; compile again with a momentum"
                     )
-                row = [_number(group, k) for k in ("lr", "momentum", "dampening", "weight_decay")]
+                row = [float(group[k]) for k in ("lr", "momentum", "dampening", "weight_decay")]
                 row += [float(group["nesterov"]), t, float(group["maximize"])]
             else:
                 beta1, beta2 = group["betas"]
-                row = [
-                    _number(group, "lr"), float(beta1), float(beta2), _number(group, "eps"),
-                    _number(group, "weight_decay"),
-                ]  # fmt: skip
-                row += [t, float(group["maximize"])]
+                row = [float(x) for x in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], t, group["maximize"])]
             out.append(row)
         return out
 

@@ -79,11 +79,9 @@ class Loading:
         steps = [int(g["steps"]) for g in record["groups"]]
         wanted = {}
         roles = self._run.roles()
-        for role in roles:
-            for unit in self._run.states.units:
-                for p in unit.parameters if role in self._run.states.roles(unit) else ():
-                    if p.group is not None and steps[p.group] > 0:
-                        wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
+        for role, _, p in self._run.states.updated(roles):
+            if p.group is not None and steps[p.group] > 0:
+                wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
         check_shapes(moments, wanted)
         if record.get("seed") != self._run.config.seed and self._run.rank == 0:
             log.warning(
@@ -93,14 +91,11 @@ class Loading:
 
         def read() -> None:
             self._read_weights(weights, names)
-            for role in roles:
-                for unit in self._run.states.units:
-                    for p in unit.parameters if role in self._run.states.roles(unit) else ():
-                        if f"{role} of '{p.name}'" in wanted:
-                            key = f"{role}.{p.name}"
-                            self._run.states.fill(p.name, role, partial(moments.read_range, key))
-                        else:
-                            self._run.states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
+            for role, _, p in self._run.states.updated(roles):
+                if f"{role} of '{p.name}'" in wanted:
+                    self._run.states.fill(p.name, role, partial(moments.read_range, f"{role}.{p.name}"))
+                else:
+                    self._run.states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
             self._run.steps = int(record["step"])
             self._run.hyper.steps = steps
             self._run.loss_scale.restore(record.get("loss_scale"))

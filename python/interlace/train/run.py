@@ -141,12 +141,11 @@ class Run:
 
     def inputs(self, batch: Any) -> Any:
         """A step's batch as the runner takes it; with several shapes, the program of the one that holds it runs from now on."""
-        if self.config.mode == "eager":
-            return batches.micro_batches(self.spec, batch, self.config.accumulation)
         if self.shapes is not None:
-            parts = self.shapes.switch(self, batch)  # the spec is that of its shape from here on
-            return batches.flatten_parts(self.spec, parts, self.peers.device)
-        return batches.flatten(self.spec, batch, self.config.accumulation, self.peers.device)
+            parts = self.shapes.switch(self, batch)
+        else:
+            parts = batches.micro_batches(self.spec, batch, self.config.accumulation)
+        return parts if self.config.mode == "eager" else batches.flatten(self.spec, parts, self.peers.device)
 
     def example(self, batch: Any) -> Any:
         """A micro-batch of a step, as the program takes it."""

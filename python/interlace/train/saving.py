@@ -190,18 +190,15 @@ class Saving:
 
     def _file_lists(self, roles: list[str], rng: list[Tensor]) -> tuple[list[Any], list[Any]]:
         """(name, dtype, shape) of both files, in the order in which tensors are gathered."""
-        order = [p for unit in self._run.states.units for p in unit.parameters] + list(self._run.states.loose)
+        states = self._run.states
+        order = [p for unit in states.units for p in unit.parameters] + list(states.loose)
         model = [(name, p.dtype, p.shape) for p in order for name in self._run.tensors.places(p.name)]
         buffers = self._run.tensors.buffers
         model += [
             (e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter
         ]
-        optimizer = []
-        for role in roles:
-            for unit in self._run.states.units:
-                if role in self._run.states.roles(unit):
-                    dtype = self._run.states.dtype(unit, role)
-                    optimizer += [(f"{role}.{p.name}", dtype, p.shape) for p in unit.parameters if self._run.has_state(p)]
+        kept = [(r, u, p) for r, u, p in states.updated(roles) if self._run.has_state(p)]
+        optimizer = [(f"{role}.{p.name}", states.dtype(unit, role), p.shape) for role, unit, p in kept]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]
         return model, optimizer
 
