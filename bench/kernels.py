@@ -83,7 +83,7 @@ def kernels_of_torch(step: Callable[[], object], steps: int) -> Kernels:
 
 
 def kernels_of_ours(trainer: interlace.Trainer, step: Callable[[], object], steps: int) -> Kernels:
-    executor = trainer._executor
+    executor = trainer._run.executor
     executor.set_trace("on")
     found: defaultdict[str, float] = defaultdict(float)
     for _ in range(steps):

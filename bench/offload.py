@@ -74,7 +74,7 @@ class Run:
 
     def lanes(self) -> dict[str, float]:
         """Milliseconds of a step: its ops, issuing copies, waiting for them; the tier at work, each way; simulated ops and waits."""
-        executor = self.trainer._executor
+        executor = self.trainer._run.executor
         found: list[dict[str, float]] = []
         for _ in range(RECORDED):
             executor.set_trace("on")

@@ -214,7 +214,8 @@ def fsdp2_peak(settings: Settings) -> int:
 def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
     """Plans in some steps of a trainer that is thrown away, then trains with the passes that were chosen there."""
     import interlace
-    from interlace import _core, schedule
+    from interlace import _core
+    from interlace.config import schedule
 
     limit = fsdp2_peak(settings) if as_fsdp2 else None
     common: dict[str, Any] = {"accumulation": settings.accumulation, "accumulate_mode": settings.mode}

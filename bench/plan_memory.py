@@ -76,7 +76,7 @@ def run_rank(job_file: str) -> None:
             for _ in range(2):
                 trainer.step(built.example_batch)
             stats = trainer.stats()
-            peaks = trainer._peers.exchange("peaks", int(stats["peak_bytes"]))
+            peaks = trainer._run.peers.exchange("peaks", int(stats["peak_bytes"]))
             if trainer.rank == 0:
                 print("ROW " + json.dumps(row | {"peak_bytes": max(peaks), "program": trainer.program}), flush=True)
     if torch.distributed.is_initialized():

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 MODELS: dict[str, dict[str, Any]] = {
-    # name in models.py, options of its config, rows of a micro-batch, tokens
+    # name in interlace.models, options of its config, rows of a micro-batch, tokens
     "llama": {"name": "llama-10m", "micro_batch": 1, "seq": 128},
     "gpt2": {"name": "gpt2-10m", "micro_batch": 1, "seq": 128},
     "vit": {
@@ -103,11 +103,11 @@ def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found
     from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
     from interlace.cost.measurements import from_rows
 
-    ranks, executor = trainer.world_size, trainer._executor
+    ranks, executor = trainer.world_size, trainer._run.executor
     for _ in range(2):
         trainer.step(batch)
     if ranks > 1 and ("issue", "start") not in found:
-        collectives = Collectives(trainer._peers, 120.0)
+        collectives = Collectives(trainer._run.peers, 120.0)
         found.update(collectives.beside_compute(machine.cores))
         for kind in ("gather", "reduce", "all_reduce"):
             for size in sweep_sizes(1 << 20):
@@ -119,19 +119,19 @@ def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found
     while True:
         executor.set_trace("serial")
         trainer.step(batch)
-        times.add(executor.record(), partial(trainer._peers.exchange, f"serial step {times.steps}"))
+        times.add(executor.record(), partial(trainer._run.peers.exchange, f"serial step {times.steps}"))
         executor.set_trace("off")
         for _ in range(3):
             start = time.perf_counter()
             trainer.step(batch)
             taken.append(time.perf_counter() - start)
-        over = trainer._peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > seconds
+        over = trainer._run.peers.exchange(f"rounds {times.steps}", time.monotonic() - spent)[0] > seconds
         if (over and times.steps >= 3) or times.steps >= 15:
             break
-    used = sum(trainer._peers.exchange("processor time", time.process_time() - ours))
+    used = sum(trainer._run.peers.exchange("processor time", time.process_time() - ours))
     others = max(0.0, busy_seconds() - busy - used) / (machine.cores * (time.monotonic() - spent))
     found.update(times.rows())
-    peaks = trainer._peers.exchange("peaks", executor.stats()["peak_bytes"])
+    peaks = trainer._run.peers.exchange("peaks", executor.stats()["peak_bytes"])
     profile = from_rows(machine.fingerprint, found).text()
     return {"seconds": taken, "peak_bytes": max(peaks), "others": others, "profile": profile, "program": trainer.program}  # fmt: skip
 

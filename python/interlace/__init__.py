@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["CaptureError", "Config", "InterlaceError", "Trainer", "compile"]
+from interlace.version import __version__
+
+__all__ = ["CaptureError", "Config", "InterlaceError", "Trainer", "__version__", "compile"]
 
 if TYPE_CHECKING:
-    from interlace.compiler import compile
     from interlace.config import Config
     from interlace.errors import CaptureError, InterlaceError
-    from interlace.trainer import Trainer
+    from interlace.train.compile import compile
+    from interlace.train.trainer import Trainer
 
 _HOMES = {
-    "compile": "interlace.compiler", "Config": "interlace.config", "Trainer": "interlace.trainer",
+    "compile": "interlace.train.compile", "Config": "interlace.config", "Trainer": "interlace.train.trainer",
     "InterlaceError": "interlace.errors", "CaptureError": "interlace.errors",
 }  # fmt: skip
 

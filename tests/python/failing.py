@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zoo
 
 import interlace
-from interlace.distributed import PeerError, Peers
+from interlace.dist.peers import PeerError, Peers
 
 
 def observed(action: Callable[[], Any]) -> str:

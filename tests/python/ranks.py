@@ -86,7 +86,7 @@ def context() -> Any:
     """Processes of this context are forked from one that has imported torch, and what an optimizer and a capture would import."""
     server = mp.get_context("forkserver")
     server.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo", "transformers", "safetensors.torch", "interlace.compiler"]
+        ["torch", "torch.distributed", "torch._dynamo", "transformers", "safetensors.torch", "interlace.train.compile"]
     )
     return server
 

@@ -32,8 +32,8 @@ def train(case: str, steps: int = 6, dtype: torch.dtype = torch.float32, **confi
         weights = trainer.state_dict()
         return {
             "losses": losses, "weights": {n: t.clone() for n, t in weights.items()}, "arena": trainer.stats()["arena"],
-            "outside": memory.peak_bytes - states.peak_bytes, "plan": trainer._executor.memory_plan(),
-            "workspaces": trainer._executor.workspaces(),
+            "outside": memory.peak_bytes - states.peak_bytes, "plan": trainer._run.executor.memory_plan(),
+            "workspaces": trainer._run.executor.workspaces(),
             "program": trainer.program,
         }  # fmt: skip
 

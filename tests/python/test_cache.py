@@ -18,10 +18,10 @@ from torch import nn
 
 import interlace
 from interlace import _core
-from interlace.cache import Cache, versions
-from interlace.distributed import PeerError, Peers
-from interlace.dropout import changed, put_back, take_out
-from interlace.fingerprint import Fingerprint, Unsure
+from interlace.compiling.cache import Cache, versions
+from interlace.compiling.dropout import changed, put_back, take_out
+from interlace.compiling.fingerprint import Fingerprint, Unsure
+from interlace.dist.peers import PeerError, Peers
 
 SCALE = 1.0
 
@@ -42,9 +42,9 @@ def start(
     settings = interlace.Config(timeout_s=60, cache=folder, **config)
     with interlace.compile(model, opt, zoo.causal_loss, zoo.tokens(rows, 0), settings) as trainer:
         losses = [float(trainer.step(zoo.tokens(rows, i))) for i in range(steps)]
-        cache = trainer._programs.cache
+        cache = trainer._run.programs.cache
         return {
-            "cached": sorted(trainer._programs.cached), "losses": losses, "notes": list(cache.notes),
+            "cached": sorted(trainer._run.programs.cached), "losses": losses, "notes": list(cache.notes),
             "program": _core.digest(_core.Program.parse(trainer.program).print()), "table": trainer.compile_table(),
             "weights": digest(trainer.state_dict(all_ranks=True)),
         }  # fmt: skip

@@ -18,9 +18,10 @@ import zoo
 from safetensors.torch import load_file
 
 import interlace
-from interlace import checkpoint_folder, convert
-from interlace.checkpoint import Checkpoint
-from interlace.tensor_file import CheckpointError, checksum_text, sums_of
+from interlace.checkpoint import convert
+from interlace.checkpoint import folder as checkpoint_folder
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.tensor_file import CheckpointError, checksum_text, sums_of
 
 Tensor = torch.Tensor
 TOTAL = 6  # sequences of a global step, whatever the number of ranks
@@ -370,10 +371,10 @@ def test_the_first_difference_of_another_optimizer_is_named(trainer: interlace.T
 
 
 def test_hyper_parameters_come_back(trainer: interlace.Trainer, tmp_path: Path) -> None:
-    trainer._optimizer.param_groups[1]["lr"] = 0.125
+    trainer._run.optimizer.param_groups[1]["lr"] = 0.125
     trainer.save(tmp_path / "c")
     with make("vit", "adamw") as other:
         other.load(tmp_path / "c")
-        assert other._optimizer.param_groups[1]["lr"] == 0.125
-        assert other._optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+        assert other._run.optimizer.param_groups[1]["lr"] == 0.125
+        assert other._run.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
         assert losses(other, "vit", 1, 3) == losses(trainer, "vit", 1, 3)

@@ -14,9 +14,9 @@ import torch
 import zoo
 
 import interlace
-from interlace.checkpoint import Checkpoint
-from interlace.programs import predicted_peak_bytes
-from interlace.tensor_file import CHUNK, CheckpointError
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.tensor_file import CHUNK, CheckpointError
+from interlace.compiling.programs import predicted_peak_bytes
 
 GLOBAL_BATCH = 12
 

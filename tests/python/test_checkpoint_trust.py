@@ -17,9 +17,16 @@ import torch
 import zoo
 
 import interlace
-from interlace.checkpoint import Checkpoint
-from interlace.materialize import Weights
-from interlace.tensor_file import CheckedTensors, CheckpointError, DamageError, Layout, checksum_text, sums_of
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.tensor_file import (
+    CheckedTensors,
+    CheckpointError,
+    DamageError,
+    Layout,
+    checksum_text,
+    sums_of,
+)
+from interlace.checkpoint.weights import Weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,7 +200,7 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_to_plain_pytorch_and_back(saved: Path, tmp_path: Path) -> None:
     """Exported, loaded into plain PyTorch, trained there, saved there, imported: and both go on with the same losses."""
-    from interlace import convert
+    from interlace.checkpoint import convert
 
     with Checkpoint(saved) as checkpoint:
         torch.save(convert.export_torch(checkpoint), tmp_path / "out.pt")
@@ -225,7 +232,7 @@ def test_to_plain_pytorch_and_back(saved: Path, tmp_path: Path) -> None:
 
 def test_parameters_that_cannot_be_told_apart_are_not_guessed(tmp_path: Path) -> None:
     """Two matrices of one shape, one of them trained: which, only names can tell."""
-    from interlace import convert
+    from interlace.checkpoint import convert
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
 
@@ -249,7 +256,7 @@ class Evil:
 
 
 def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from interlace import convert
+    from interlace.checkpoint import convert
 
     torch.save({"model": Evil(), "optimizer": {}}, tmp_path / "evil.pt")
     (tmp_path / "torn.pt").write_bytes((tmp_path / "evil.pt").read_bytes()[:200])

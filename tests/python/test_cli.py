@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from interlace.checkpoint.tensor_file import checksum_text, sums_of
 from interlace.cli import app
-from interlace.tensor_file import checksum_text, sums_of
 
 SMALL = """interlace 1 captured
 meta model "tiny"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from interlace import launch
+from interlace.dist import launch
 
 
 def command(script: str) -> list[str]:
@@ -43,7 +43,7 @@ def test_the_rank_that_failed_first_is_named_not_the_ones_that_followed(capfd, t
         command(
             f"""
             from pathlib import Path
-            from interlace.launch import leave_failure
+            from interlace.dist.launch import leave_failure
             said, ended = Path({str(tmp_path)!r}, "said"), Path({str(tmp_path)!r}, "ended")
             if rank == 1:
                 leave_failure("the disk is full", 1)

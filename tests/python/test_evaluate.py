@@ -172,7 +172,7 @@ def test_a_memory_limit_holds_and_optimizer_states_stay_out(tmp_path: Path, perc
         found, highest, came = beside(trainer)
         assert found == expected
         assert max(highest, trainer.stats()["peak_bytes"]) <= limit
-        out = [4 * s["shape"][0] for s in trainer._ir.states() if s["out"] and s["role"] != "shard"]
+        out = [4 * s["shape"][0] for s in trainer._run.ir.states() if s["out"] and s["role"] != "shard"]
         assert sum(out) > 0
         if percent == 75:
             assert came == 0, "forward reads no optimizer state, and has room beside those in memory"
@@ -206,7 +206,7 @@ def test_parameters_come_one_by_one_where_the_limit_asks_for_it(tmp_path: Path) 
         trainer.step(small_batch())
         trainer.save(tmp_path / "saved", wait=False)
         assert float(trainer.evaluate(wide)["loss"]) == expected
-        assert all(not s["moves"] for s in trainer._ir.states())
+        assert all(not s["moves"] for s in trainer._run.ir.states())
         assert trainer.stats()["tier_bytes_in"] > 0
         peaks = [ready.built.executor.stats()["peak_bytes"] for ready, _, _ in trainer._evaluation._built.values()]
         assert max(peaks) <= limit

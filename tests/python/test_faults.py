@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zoo
 
 import interlace
-from interlace.tensor_file import CheckpointError
+from interlace.checkpoint.tensor_file import CheckpointError
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 4.0
@@ -38,7 +38,7 @@ def with_one_stopped(
     """SIGSTOP: the process is there, its connections are open, and nothing comes any more. The last of the others wakes it."""
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    places = trainer._peers.places
+    places = trainer._run.peers.places
     while any((places.of(rank) or {}).get("step") != steps - 1 for rank in range(len(pids))):
         time.sleep(0.02)  # until every rank has told its place
     dist.barrier()

@@ -92,7 +92,7 @@ def test_above_a_limit_that_trains_all_do(tmp_path: Path, unlimited: Any, passes
             assert trained == 0, f"{limit} bytes are refused, fewer were not: {e}"
             continue
         trained += 1
-        assert trainer._programs.needed_bytes(trainer._ir) <= limit
+        assert trainer._run.programs.needed_bytes(trainer._run.ir) <= limit
         trainer.close()
     assert trained >= 8
 

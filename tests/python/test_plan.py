@@ -15,10 +15,10 @@ import pytest
 from interlace import _core
 from interlace.cli.app import run
 from interlace.errors import InterlaceError
+from interlace.models import config_of
 from interlace.plan import layers as plan_layers
 from interlace.plan.execute import PlanError, execution_of, read_plan, spread
 from interlace.plan.export import deepspeed, megatron, torchtitan
-from interlace.plan.presets import config_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from interlace import _core
 from interlace.capture.layers import ROLES, capture_layers
 from interlace.errors import CaptureError, InterlaceError
-from interlace.models import hf_loss
+from interlace.models import config_of, hf_loss
 from interlace.plan.layers import find_blocks, model_text
-from interlace.plan.presets import config_of
 
 
 def one_block(name, **options):

@@ -20,7 +20,7 @@ import interlace
 from interlace.capture import Casts, capture
 from interlace.config import Config, ConfigError
 from interlace.errors import CaptureError
-from interlace.loss_scale import LossScale
+from interlace.train.loss_scale import LossScale
 
 Tensor = torch.Tensor
 STEPS = 30
@@ -94,7 +94,7 @@ def bytes_of_steps(config: dict[str, Any], loss: str = "zoo") -> tuple[int, list
     with interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, batch, settings) as trainer:
         losses = [float(trainer.step(parity.batch_of("llama", step, rank, settings.accumulation))) for step in range(2)]
         starts = [
-            line for line in trainer._source.text.splitlines() if "= gather.start" in line or "= reduce.start" in line
+            line for line in trainer._run.source.text.splitlines() if "= gather.start" in line or "= reduce.start" in line
         ]
         stats = trainer.stats()
         return stats["bytes_sent"], losses, [line.split()[1].partition("[")[0] for line in starts], stats["peak_bytes"]
@@ -237,7 +237,7 @@ def losses_of(config: dict[str, Any], factor: float = 1.0, steps: int = 6) -> di
             out["losses"].append(float(trainer.step(parity.batch_of("llama", step, rank, 1))))
             out["skipped"].append(trainer.skipped)
             out["norms"].append(trainer.norm)
-            out["scales"].append(trainer._loss_scale.value)
+            out["scales"].append(trainer._run.loss_scale.value)
             if step == 0:
                 after = trainer.state_dict(all_ranks=True)
                 out["moved"] = any(not torch.equal(before[n], after[n]) for n in before)
@@ -309,11 +309,11 @@ def interrupted(config: dict[str, Any], folder: str) -> tuple[list[Any], list[An
             if again:
                 trainer.load(folder)
             else:
-                trainer._loss_scale.restore([4096.0, 1998])
+                trainer._run.loss_scale.restore([4096.0, 1998])
                 trainer.step(batch)
                 trainer.save(folder)
             losses = [float(trainer.step(batch)) for _ in range(2)]
-            found.append([trainer._loss_scale.state(), losses])
+            found.append([trainer._run.loss_scale.state(), losses])
     return found[0], found[1]
 
 

@@ -21,7 +21,7 @@ from interlace.cost import Machine, Store, StoreError, tier
 from interlace.cost.measure import StepTimes
 from interlace.cost.measurements import CollectiveTime, OpTime, Profile
 from interlace.cost.rank import Keeper, measure
-from interlace.distributed import Peers
+from interlace.dist.peers import Peers
 
 _core = pytest.importorskip("interlace._core")
 _runtime = pytest.importorskip("interlace._runtime")

@@ -161,7 +161,7 @@ def test_a_checkpoint_is_of_its_moment(strategy: str, wait: bool, tmp_path: Path
 def own_parameters(schedule: list[tuple[int, list[str]]], end: str) -> list[str]:
     """What the model itself shows after each of two steps, and in the end."""
     trainer, scheduler = compiled("llama", strategy="replicate", schedule=schedule)
-    model = trainer._model
+    model = trainer._run.model
     seen = []
     for _ in range(2):
         step(trainer, scheduler, "llama")
@@ -202,7 +202,7 @@ def skipped(schedule: list[tuple[int, list[str]]], strategy: str) -> list[Any]:
     ) as trainer:
         for batch in batches:
             trainer.step(batch)
-            out.append((trainer.skipped, trainer._hyper.steps[0]))
+            out.append((trainer.skipped, trainer._run.hyper.steps[0]))
         return [*out, trainer.stats()["skipped_updates"], *everything(trainer)]
 
 
@@ -270,7 +270,7 @@ def frozen_in_between(schedule: list[tuple[int, list[str]]]) -> list[Any]:
     """A parameter is frozen between two steps: what the step before left for it is made all the same."""
     trainer, scheduler = compiled("llama", schedule=schedule, strategy="replicate")
     with trainer:
-        parameter = dict(trainer._model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+        parameter = dict(trainer._run.model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
         losses = []
         for number in range(5):
             parameter.requires_grad_(number < 2)
@@ -309,7 +309,7 @@ def test_a_flush_keeps_to_the_limit(tmp_path: Path, percent: int) -> None:
     passes = ["reposition_update", f"offload(cluster={{cluster}},limit={limit - 65536})"]
     with offload.compiled(passes, tmp_path) as trainer:
         assert flushed(trainer) == expected
-        assert any(s["out"] for s in trainer._ir.states())
+        assert any(s["out"] for s in trainer._run.ir.states())
         assert trainer.stats()["peak_bytes"] <= limit
 
 

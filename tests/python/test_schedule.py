@@ -14,11 +14,12 @@ import zoo
 from test_trainer_bits import digest
 
 import interlace
-from interlace import _core, loop
+from interlace import _core
 from interlace.cli.settings import SettingError, TrainSettings, check_explicit
 from interlace.config import Config, ConfigError
-from interlace.profiling import merge
-from interlace.schedule import check_passes, default_schedule, fill, pipeline, stage_at
+from interlace.config.schedule import check_passes, default_schedule, fill, pipeline, stage_at
+from interlace.observe.profiler import merge
+from interlace.train import loop
 
 KEEP = "schedule(keep=all)"
 STEPS = 30
@@ -230,7 +231,7 @@ def measured_then_given(folder: str) -> list[dict[str, Any]]:
             trainer.step(parity.batch_of("llama", step, rank, 1))
         if rank == 0:
             file.write_text(trainer._loop.planner.profile)
-        trainer._peers.exchange("written", True)
+        trainer._run.peers.exchange("written", True)
     given = train("llama", steps=8, schedule=[(0, ["prefetch(profile={profile})"])], profile=str(file))
     return [train("llama", steps=8), given]
 
@@ -359,7 +360,7 @@ def peaks_of_a_search(limit: int | None) -> list[int]:
             trainer.step(parity.batch_of("llama", step, rank, 1))
             found.append(trainer.stats()["peak_bytes"])
         assert trainer.plans[0]["step"] == 9
-        return [max(step) for step in zip(*trainer._peers.exchange("peaks of this run", found), strict=True)]
+        return [max(step) for step in zip(*trainer._run.peers.exchange("peaks of this run", found), strict=True)]
 
 
 def free_and_limited() -> tuple[list[int], int, list[int]]:

@@ -35,7 +35,7 @@ def other_text(trainer: interlace.Trainer, ranks_: int, **options: str) -> str:
         f"{trainer.config.strategy}(axis=dp,ranks={ranks_})", f"{strategy}(axis=dp,ranks={ranks_},{more})"
     )
     assert pipeline != standard
-    program = _core.Program.parse(trainer._source.captured, "captured")
+    program = _core.Program.parse(trainer._run.source.captured, "captured")
     program.set_meta("micro_batches", str(trainer.config.accumulation))
     program.run_passes(pipeline)
     return program.print()
@@ -55,10 +55,10 @@ def train(case: str, swaps: list[int], steps: int = STEPS, optimizer: str = "ada
         first = trainer.program
         for step in range(steps):
             if step in swaps:
-                before = [t.data_ptr() for t in trainer._states._tensors.values()]
+                before = [t.data_ptr() for t in trainer._run.states._tensors.values()]
                 second = trainer.program != first
                 trainer.swap(first if second else other_text(trainer, size))
-                assert [t.data_ptr() for t in trainer._states._tensors.values()] == before, "a state was copied"
+                assert [t.data_ptr() for t in trainer._run.states._tensors.values()] == before, "a state was copied"
             seen.append(_core.digest(trainer.program))
             losses.append(float(trainer.step(parity.batch_of(case, step, rank, accumulation))))
             scheduler.step()
@@ -111,8 +111,8 @@ def side_by_side(case: str, schedule: Any, **config: Any) -> dict[str, Any]:
             scheduler.step()
             seen["losses"].append([float(loss) for loss in trainer.outputs["loss"]])
             seen["norms"].append(trainer.norm)
-            seen["width"].append(trainer._ir.width)
-            seen["accumulation"].append(trainer._ir.accumulation)
+            seen["width"].append(trainer._run.ir.width)
+            seen["accumulation"].append(trainer._run.ir.accumulation)
             if number == 4:
                 seen["evaluated"] = [float(trainer.evaluate(parity.batch_of(case, 9, rank, 1))["loss"])]
         state = trainer.optimizer_state_dict(all_ranks=True)

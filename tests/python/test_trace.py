@@ -17,7 +17,7 @@ import torch
 import interlace
 from interlace import models
 from interlace.errors import InterlaceError
-from interlace.step_trace import check_writable
+from interlace.observe.step_trace import check_writable
 
 _core = pytest.importorskip("interlace._core")
 STREAMS = {"compute": 7, "gather": 16, "reduce": 17}  # src/trace/chrome_trace.h
@@ -48,7 +48,7 @@ def two_ranks(file: str, strategy: str) -> dict[str, Any]:
         stats = trainer.stats()
         return {
             "file": file, "losses": [before, traced, after], "program": trainer.program, "steps": stats["steps"],
-            "received": stats["bytes_received"], "peak": stats["peak_bytes"], "transfers": len(trainer._executor.record()["transfers"]),
+            "received": stats["bytes_received"], "peak": stats["peak_bytes"], "transfers": len(trainer._run.executor.record()["transfers"]),
         }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def events(trace: dict[str, Any], rank: int, stream: str) -> list[dict[str, Any]
 def test_one_rank_every_op_once_a_run() -> None:
     trainer, batch = compiled("shard", 3)
     with trainer:
-        executor = trainer._executor
+        executor = trainer._run.executor
         executor.set_trace("on")
         trainer.step(batch)
         record = executor.record()

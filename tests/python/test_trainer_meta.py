@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import interlace
-from interlace.materialize import Weights, initialize
+from interlace.checkpoint.weights import Weights
+from interlace.train.materialize import initialize
 
 Tensor = torch.Tensor
 

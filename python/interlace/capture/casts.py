@@ -23,9 +23,7 @@ from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
-LOSS_SCALE = (
-    "interlace.loss_scale"  # the buffer that the seed of backward is multiplied by; the pass `update` knows the name
-)
+LOSS_SCALE = "interlace.loss_scale"  # the buffer that the seed of backward is multiplied by; the pass `update` knows the name
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

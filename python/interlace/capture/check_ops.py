@@ -157,9 +157,7 @@ def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int
                 return known[id(x)]
             return [fake(item) for item in x] if isinstance(x, (list, tuple)) else x
 
-        promised = _tensors(
-            functional.promised(func, tuple(fake(real_args)), {k: fake(v) for k, v in real_kwargs.items()})
-        )
+        promised = _tensors(functional.promised(func, tuple(fake(real_args)), {k: fake(v) for k, v in real_kwargs.items()}))
         promised_operands = [fake(t) for t in operands]
     with no_dispatch(), torch.random.fork_rng(devices=[]), torch.no_grad():
         results = _tensors(func(*real_args, **real_kwargs))

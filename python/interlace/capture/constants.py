@@ -47,11 +47,7 @@ class Constants:
 
     def note(self, func: OpOverload, args: tuple, kwargs: dict, results: list[Tensor | None]) -> None:
         """Called for every op that mutates nothing and draws no random numbers. The caller keeps the results alive."""
-        if (
-            func in _UNKNOWN
-            or (func not in _SHAPE_ONLY and not self._all_known(args))
-            or not self._all_known(kwargs.values())
-        ):
+        if func in _UNKNOWN or (func not in _SHAPE_ONLY and not self._all_known(args)) or not self._all_known(kwargs.values()):
             return
         for i, r in enumerate(results):
             if r is not None:

@@ -13,11 +13,9 @@ aten = torch.ops.aten
 
 # In-place operators whose functional form is not the name without the underscore.
 _FUNCTIONAL: dict[OpOverload, OpOverload] = {
-    aten.normal_.default: aten.normal_functional.default,
-    aten.zero_.default: aten.zeros_like.default,
-    aten.fill_.Scalar: aten.full_like.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
-}
+    aten.normal_.default: aten.normal_functional.default, aten.zero_.default: aten.zeros_like.default,
+    aten.fill_.Scalar: aten.full_like.default, aten.bernoulli_.float: aten.bernoulli.p,
+}  # fmt: skip
 
 # Keyword arguments that the text leaves out: the runtime supplies its device, and streams are keyed by `rng`.
 _OMITTED = frozenset({"device", "pin_memory", "layout", "generator", "non_blocking"})
@@ -66,14 +64,11 @@ def op_info(func: OpOverload) -> OpInfo:
     mutated = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     first_only = bool(mutated) and mutated == (schema.arguments[0].name,)
     return OpInfo(
-        name=op_name(func),
-        mutated=mutated,
-        positions={a.name: i for i, a in enumerate(schema.arguments)},
+        name=op_name(func), mutated=mutated, positions={a.name: i for i, a in enumerate(schema.arguments)},
         functional=_functional_form(func) if first_only else None,
         identity=func in (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default),
-        moves_view=torch.Tag.inplace_view in func.tags,
-        random=torch.Tag.nondeterministic_seeded in func.tags,
-    )
+        moves_view=torch.Tag.inplace_view in func.tags, random=torch.Tag.nondeterministic_seeded in func.tags,
+    )  # fmt: skip
 
 
 def functional_arguments(func: OpOverload, form: OpOverload, args: tuple) -> tuple:

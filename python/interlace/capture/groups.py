@@ -12,9 +12,7 @@ _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam",
 _REFUSED = ("amsgrad", "differentiable")
 
 
-def optimizer_groups(
-    optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]
-) -> tuple[list[str], dict[int, int]]:
+def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> tuple[list[str], dict[int, int]]:
     """The update of each group ("adamw", ...), and the group of each trainable parameter by id of the real tensor."""
     trainable = [p for p in params if p.real.requires_grad]
     if optimizer is None:
@@ -42,7 +40,6 @@ def optimizer_groups(
     for p in trainable:
         if id(p.real) not in group_of:
             raise CaptureError(
-                f"the optimizer does not own parameter '{p.name}'; add it to a group, or freeze it "
-                "(requires_grad=False)"
+                f"the optimizer does not own parameter '{p.name}'; add it to a group, or freeze it (requires_grad=False)"
             )
     return kinds, group_of

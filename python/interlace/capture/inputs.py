@@ -99,9 +99,7 @@ class InputSpec:
                     )
                 tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape)))
             elif type(leaf).__module__ == "numpy" and hasattr(leaf, "shape"):
-                raise CaptureError(
-                    f"batch entry '{path_name(path)}' is a NumPy array; pass a tensor (torch.from_numpy)"
-                )
+                raise CaptureError(f"batch entry '{path_name(path)}' is a NumPy array; pass a tensor (torch.from_numpy)")
             else:
                 constants.append((path, leaf))
         names = [t.name for t in tensors]
@@ -130,9 +128,7 @@ class InputSpec:
                 raise CaptureError(f"batch entry '{t.name}' is missing; the program was compiled for {self._names()}")
             x = found.pop(t.path)
             if not isinstance(x, torch.Tensor):
-                raise CaptureError(
-                    f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}"
-                )
+                raise CaptureError(f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}")
             if x.dtype != t.dtype or not self._fits(tuple(x.shape), t.shape, bound):
                 got = InputTensor(t.name, t.path, x.dtype, tuple(x.shape)).describe()
                 raise CaptureError(
@@ -166,8 +162,7 @@ class InputSpec:
         size = sizes[0]
         if size % parts:
             raise CaptureError(
-                f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible "
-                f"by {parts}"
+                f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible by {parts}"
             )
         step = size // parts
         out = []

@@ -17,11 +17,9 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
 }  # fmt: skip
 FORMATS = {
-    torch.preserve_format: "preserve",
-    torch.contiguous_format: "contiguous",
-    torch.channels_last: "channels_last",
+    torch.preserve_format: "preserve", torch.contiguous_format: "contiguous", torch.channels_last: "channels_last",
     torch.channels_last_3d: "channels_last_3d",
-}
+}  # fmt: skip
 
 
 def quote(text: str) -> str:

@@ -55,9 +55,7 @@ class OpaqueCall:
     result: Any  # structure of the result, None in place of tensors
     outputs: list[tuple[Path, Meta]]
     random: bool
-    wanted: list[int] = dataclasses.field(
-        default_factory=list
-    )  # inputs, then parameters, whose gradients backward gives
+    wanted: list[int] = dataclasses.field(default_factory=list)  # inputs, then parameters, whose gradients backward gives
 
 
 def _tensor_leaves(x: Any) -> list[tuple[Path, Tensor]]:
@@ -113,19 +111,14 @@ def _noting(module: nn.Module, path: str, calls: list[OpaqueCall]) -> Iterator[N
         result = forward(*args, **kwargs)
         calls.append(
             OpaqueCall(
-                key=f"{path}@{len(calls)}" if calls else path,
-                path=path,
-                training=module.training,
-                call=_blank((args, kwargs)),
-                inputs=[(p, Meta.of(t)) for p, t in _tensor_leaves((args, kwargs))],
-                params=[n for n, _ in module.named_parameters()],
-                buffers=list(before),
+                key=f"{path}@{len(calls)}" if calls else path, path=path, training=module.training,
+                call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in _tensor_leaves((args, kwargs))],
+                params=[n for n, _ in module.named_parameters()], buffers=list(before),
                 changed=[n for n, b in module.named_buffers() if not torch.equal(b, before[n])],
-                result=_blank(result),
-                outputs=[(p, Meta.of(t)) for p, t in _tensor_leaves(result)],
+                result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in _tensor_leaves(result)],
                 random=not torch.equal(state, torch.random.get_rng_state()),
             )
-        )
+        )  # fmt: skip
         return result
 
     module.forward = noting  # type: ignore[method-assign, assignment]

@@ -62,17 +62,10 @@ class Captured:
 
 
 def capture(
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], Any] | None,
-    example_batch: Any,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    micro_batches: int = 1,
-    symbolic: bool | Collection[str] = False,
-    fullgraph: bool = True,
-    rng_mode: str = "keyed",
-    casts: Casts = NO_CASTS,
-) -> Captured:
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any] | None, example_batch: Any, *,
+    optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
+    fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS,
+) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
     `example_batch` is the batch of a step; with `micro_batches` > 1 it is cut along dimension 0 and the first part is
@@ -98,19 +91,14 @@ def capture(
         check_op_kinds(trace.recorder.calls.values())
         text = trace.text(kinds, group_of, micro_batches, rng_mode)
     return Captured(
-        text=text,
-        input_spec=trace.spec,
+        text=text, input_spec=trace.spec,
         params={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"},
-        buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"},
-        consts=trace.consts,
+        buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"}, consts=trace.consts,
         tensors={t.name: t.real for t in trace.tensors},
-        aliases={a: t.name for t in trace.tensors for a in t.aliases},
-        outputs=list(trace.outputs),
-        opaque=list(trace.opaque_calls),
-        opaque_calls=[c for calls in trace.opaque_calls.values() for c in calls],
-        num_ops=trace.recorder.num_ops,
-        seconds=time.perf_counter() - begin,
-    )
+        aliases={a: t.name for t in trace.tensors for a in t.aliases}, outputs=list(trace.outputs),
+        opaque=list(trace.opaque_calls), opaque_calls=[c for calls in trace.opaque_calls.values() for c in calls],
+        num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin,
+    )  # fmt: skip
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Any:
@@ -124,14 +112,9 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def _traced(
-    model: nn.Module,
-    tensors: list[ModelTensor],
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Any],
-    symbolic: bool | Collection[str],
-    fullgraph: bool,
-    casts: Casts,
-) -> _Trace:
+    model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
+    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts,
+) -> _Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
     calls: dict[str, list[OpaqueCall]] = {}
@@ -158,14 +141,9 @@ class _Trace:
     """One run of the model on fakes, and the parts of its text."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        tensors: list[ModelTensor],
-        spec: InputSpec,
-        symbolic: bool | Collection[str],
-        opaque_calls: dict[str, list[OpaqueCall]],
-        casts: Casts,
-    ) -> None:
+        self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
+        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts,
+    ) -> None:  # fmt: skip
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -307,9 +285,7 @@ class _Trace:
         named: dict[str, Any]
         if isinstance(result, dict):
             if "loss" not in result:
-                raise CaptureError(
-                    f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})"
-                )
+                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
             named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
         elif isinstance(result, (tuple, list)) and result:
             named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
@@ -323,9 +299,7 @@ class _Trace:
         if not loss.is_floating_point():
             raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
         if not loss.requires_grad:
-            raise CaptureError(
-                "the loss does not depend on any trainable parameter, or was computed under no_grad or detached"
-            )
+            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise CaptureError(
@@ -363,10 +337,7 @@ class _Trace:
             text = f"{place}: {type(e).__name__} while tracing {what}{self._module()}: {e}"
             if self.symbols and self.symbols.rename(str(e)) != str(e):
                 names = " and ".join(self.symbols.sizes)
-                text = (
-                    self.symbols.rename(text)
-                    + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
-                )
+                text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
             raise CaptureError(text) from e
 
     def _module(self) -> str:

@@ -59,13 +59,8 @@ class Entry:
 
 class Recorder(TorchDispatchMode):
     def __init__(
-        self,
-        fakes: FakeTensorMode,
-        sites: Sites,
-        dims: DimPrinter,
-        constants: Constants,
-        lift: Callable[..., Tensor],
-    ) -> None:
+        self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, lift: Callable[..., Tensor],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.fakes, self.sites, self.dims, self.constants = fakes, sites, dims, constants
         self.lines: list[str] = []
@@ -124,9 +119,7 @@ class Recorder(TorchDispatchMode):
             return self._entries[id(fake)]
         storage = self._storages.get(t.untyped_storage()._cdata)
         if storage is None:
-            raise CaptureError(
-                "a fake tensor made outside the capture reached the model; do not capture inside another trace"
-            )
+            raise CaptureError("a fake tensor made outside the capture reached the model; do not capture inside another trace")
         entry = self._entries[id(t)] = Entry(-1, storage, t)
         entry.version = -1  # take the view now
         return entry
@@ -154,9 +147,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(a, str):
             return quote(a)
         if isinstance(a, (torch.SymFloat, torch.SymBool)):
-            raise CaptureError(
-                f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)"
-            )
+            raise CaptureError(f"the number {a} is computed from a symbolic size; capture with numbers instead (symbolic=False)")
         raise CaptureError(f"an argument of type {t.__name__} cannot be written in a program")
 
     def _view_decl(self, t: Tensor, storage: Storage) -> str:
@@ -186,13 +177,9 @@ class Recorder(TorchDispatchMode):
         self.num_ops += 1
 
     def call_python(
-        self,
-        module: str,
-        part: str,
-        operands: Sequence[Tensor],
-        results: list[tuple[torch.dtype, tuple[int, ...]]],
+        self, module: str, part: str, operands: Sequence[Tensor], results: list[tuple[torch.dtype, tuple[int, ...]]],
         random: bool,
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """An opaque module: contiguous fake results of the given dtypes and sizes."""
         text = ", ".join([f"%{self.value_of(t)}" for t in operands])
         with _disable_current_modes(), self.fakes:
@@ -223,9 +210,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            raise CaptureError(
-                f"the higher-order operator {func} cannot be part of a program; use the plain form of it"
-            )
+            raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
         info = op_info(func)
         if info.identity:
             return self._identity(func, args, kwargs)
@@ -253,9 +238,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(a, Tensor):
                 if not isinstance(a, FakeTensor):
                     break
-            elif isinstance(a, (list, tuple)) and any(
-                isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in a
-            ):
+            elif isinstance(a, (list, tuple)) and any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in a):
                 break
         else:
             return args
@@ -294,9 +277,7 @@ class Recorder(TorchDispatchMode):
             elif isinstance(r, Tensor) or r is None:
                 tensors.append(r)
             else:
-                raise CaptureError(
-                    f"{info.name} gives a {type(r).__name__} beside tensors, which a program cannot hold"
-                )
+                raise CaptureError(f"{info.name} gives a {type(r).__name__} beside tensors, which a program cannot hold")
         decls = []
         fresh: dict[int, Storage] = {}
         owners: list[Storage | None] = []
@@ -355,9 +336,7 @@ class Recorder(TorchDispatchMode):
         self.value_of(t)
         return result
 
-    def _corrected(
-        self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]
-    ) -> Any:
+    def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
         """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
         text = self._arguments(form_args, {})
         results = form(*form_args)
@@ -451,9 +430,7 @@ class Recorder(TorchDispatchMode):
             if t.dtype != storage.dtype:
                 raise CaptureError("a tensor is written through a view of another dtype; write to the tensor itself")
             root = self._whole_view(t, storage)
-            new = self._call(
-                aten.as_strided_scatter.default, root, new, list(t.shape), list(t.stride()), t.storage_offset()
-            )
+            new = self._call(aten.as_strided_scatter.default, root, new, list(t.shape), list(t.stride()), t.storage_offset())
             value = self.value_of(new)
             if new.stride() != storage.stride:
                 raise CaptureError("a tensor with gaps in its storage is written in place; make it contiguous first")

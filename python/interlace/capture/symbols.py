@@ -49,8 +49,7 @@ class Symbols:
             fixed = self.env.replacements.get(expr)
             if fixed is not None:
                 raise CaptureError(
-                    f"the model fixes the symbolic size {name} to {fixed}; capture with numbers instead "
-                    "(symbolic=False)"
+                    f"the model fixes the symbolic size {name} to {fixed}; capture with numbers instead (symbolic=False)"
                 )
             bounds = self.env.var_to_range[expr]
             low = max(2, int(bounds.lower))
@@ -72,8 +71,7 @@ class Symbols:
         if statically is True or statically == sympy.true:
             return
         raise CaptureError(
-            f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead "
-            "(symbolic=False)"
+            f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead (symbolic=False)"
         )
 
 

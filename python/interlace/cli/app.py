@@ -14,24 +14,21 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace import __version__
 from interlace.config import did_you_mean
+from interlace.dist.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
 from interlace.errors import InterlaceError
-from interlace.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
+from interlace.version import __version__
 
 INTERRUPTED = 130
-# Each a module, in the order of the help.
+# Each a module with its HELP and a function of its own name, in the order of the help.
 COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan")
 
 app = typer.Typer(
     name="interlace",
     help="Compiles the training step of a PyTorch model into one scheduled program, and trains it.",
-    epilog="Every command has examples: interlace train --help",
-    no_args_is_help=False,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+    epilog="Every command has examples: interlace train --help", no_args_is_help=False, add_completion=False,
+    rich_markup_mode="rich", pretty_exceptions_enable=False,
+)  # fmt: skip
 
 
 def _version(value: bool) -> None:
@@ -57,7 +54,16 @@ def _load_commands(first: str = "") -> None:
     app.registered_commands.clear()
     app.registered_groups.clear()
     for name in (first,) if first in COMMANDS else COMMANDS:
-        importlib.import_module(f"interlace.cli.{name}").register(app)
+        module = importlib.import_module(f"interlace.cli.{name}")
+        if hasattr(module, "register"):  # a command with commands of its own
+            module.register(app)
+        else:
+            app.command(name, help=spaced(module.HELP))(getattr(module, name))
+
+
+def spaced(text: str) -> str:
+    """A help text in which each example is a paragraph, or they would be shown in one line."""
+    return text.replace("\n  ", "\n\n  ")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -17,31 +17,21 @@ HELP = """Capture the training step of a model as program text.
 Parameters and activations take no memory, so a 70B model is captured on a laptop.
 
 [bold]Examples[/bold]
-
   interlace capture --model llama-10m -o llama.il
-
   interlace capture --model llama-3-70b --micro-batch 1 --seq 2048 -o llama70b.il --json
-
   interlace capture --model gpt2 --micro-batch 2 --seq 128 --symbolic -o gpt2.il
-
   interlace capture --list
 """
 
 
-def register(app: typer.Typer) -> None:
-    app.command("capture", help=HELP)(capture_command)
-
-
-def capture_command(
+def capture(
     model: Annotated[str, typer.Option("--model", help="A preset, or a Hugging Face config.json.")] = "llama-10m",
     output: Annotated[str | None, typer.Option("--output", "-o", help="Where the program goes.")] = None,
     micro_batch: Annotated[int, typer.Option("--micro-batch", min=1, help="Sequences of one micro-batch.")] = 1,
     seq: Annotated[
         int | None, typer.Option("--seq", min=1, help="Tokens in a sequence.", show_default="the model's usual")
     ] = None,
-    symbolic: Annotated[
-        bool, typer.Option("--symbolic", help="Leave batch and sequence open (sizes of at least 2).")
-    ] = False,
+    symbolic: Annotated[bool, typer.Option("--symbolic", help="Leave batch and sequence open (sizes of at least 2).")] = False,
     list_models: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
@@ -84,20 +74,12 @@ def _capture(model: str, output: str, micro_batch: int, seq: int | None, symboli
         written_at = time.monotonic()
     shape = next(iter(built.example_batch.values())).shape
     return {
-        "model": model,
-        "output": output,
-        "micro_batch": micro_batch,
-        "seq": shape[1] if len(shape) == 2 else None,
-        "symbolic": symbolic,
-        "parameters": sum(parameter.numel() for parameter in built.model.parameters()),
-        "ops": captured.num_ops,
-        "bytes": len(captured.text.encode()),
-        "opaque_modules": captured.opaque,
-        "build_seconds": built_at - start,
-        "capture_seconds": captured_at - built_at,
-        "write_seconds": written_at - captured_at,
-        "resident_bytes": resident_bytes(peak=True),
-    }
+        "model": model, "output": output, "micro_batch": micro_batch, "seq": shape[1] if len(shape) == 2 else None,
+        "symbolic": symbolic, "parameters": sum(parameter.numel() for parameter in built.model.parameters()),
+        "ops": captured.num_ops, "bytes": len(captured.text.encode()), "opaque_modules": captured.opaque,
+        "build_seconds": built_at - start, "capture_seconds": captured_at - built_at,
+        "write_seconds": written_at - captured_at, "resident_bytes": resident_bytes(peak=True),
+    }  # fmt: skip
 
 
 class _Ticker:

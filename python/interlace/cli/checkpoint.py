@@ -15,13 +15,9 @@ from interlace.config import format_bytes
 HELP = """Show, verify, export or import checkpoints.
 
 [bold]Examples[/bold]
-
   interlace checkpoint show runs/book
-
   interlace checkpoint verify runs/book
-
   interlace checkpoint export runs/book book.pt
-
   interlace checkpoint import book.pt runs/again
 
 A checkpoint needs no export for Hugging Face: from_pretrained("runs/book") reads it as it is.
@@ -37,22 +33,16 @@ class Action(str, enum.Enum):
     import_ = "import"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("checkpoint", help=HELP)(checkpoint)
-
-
 def checkpoint(
     action: Annotated[Action, typer.Argument(help="What to do.", show_default=False)],
     source: Annotated[str, typer.Argument(help="A checkpoint folder; for import a .pt file.", show_default=False)],
-    target: Annotated[
-        str | None, typer.Argument(help="For export a .pt file, for import a folder.", show_default=False)
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help="For export a .pt file, for import a folder.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as one JSON object.")] = False,
 ) -> None:
     import torch
 
-    from interlace import convert
-    from interlace.checkpoint import Checkpoint
+    from interlace.checkpoint import convert
+    from interlace.checkpoint.contents import Checkpoint
 
     if (target is None) == (action in (Action.export, Action.import_)):
         needs = "a target" if target is None else "no target"
@@ -88,7 +78,7 @@ def checkpoint(
 
 def facts_of(found: Any) -> dict[str, Any]:
     """What trainer.json and the headers say."""
-    from interlace.checkpoint import MODEL
+    from interlace.checkpoint.contents import MODEL
 
     record, weights = found.record, found.tensors(MODEL)
     numel = sum(e.bytes // e.dtype.itemsize for e in weights.entries.values())
@@ -97,10 +87,7 @@ def facts_of(found: Any) -> dict[str, Any]:
         for kind, g in zip(record["kind"], record["groups"], strict=True)
     )
     return {
-        "step": int(record["step"]),
-        "values": f"{count(numel)} in {len(weights.entries)} tensors",
-        "optimizer": groups,
-        "saved by ranks": int(record["world_size"]),
-        "seed": int(record["seed"]),
+        "step": int(record["step"]), "values": f"{count(numel)} in {len(weights.entries)} tensors",
+        "optimizer": groups, "saved by ranks": int(record["world_size"]), "seed": int(record["seed"]),
         "files": {name: int(value["bytes"]) for name, value in found.files.items()},
-    }
+    }  # fmt: skip

@@ -12,17 +12,10 @@ from interlace.cli.program_file import read_program
 HELP = """Show what a search decided for a program: what each decision saves and costs, what was rejected and why.
 
 [bold]Examples[/bold]
-
   interlace opt --passes "canonicalize,shard(ranks=8),update,search(cluster=h100-80gb-8)" model.il -o program.il
-
   interlace explain program.il
-
   interlace explain --json program.il
 """
-
-
-def register(app: typer.Typer) -> None:
-    app.command("explain", help=HELP)(explain)
 
 
 def explain(

@@ -14,20 +14,12 @@ from interlace.config import format_bytes
 HELP = """Show what is in a program: phases, ops, units, bytes, peak of memory.
 
 [bold]Examples[/bold]
-
   interlace inspect model.il
-
   interlace inspect --bind b=4,s=512 model.il
-
   interlace inspect --memory sharded.il
-
   interlace inspect --json sharded.il
 """
 MOST_UNITS = 12
-
-
-def register(app: typer.Typer) -> None:
-    app.command("inspect", help=HELP)(inspect)
 
 
 def inspect(
@@ -36,9 +28,7 @@ def inspect(
     all_units: Annotated[bool, typer.Option("--all", help="List every unit, not only the largest.")] = False,
     memory: Annotated[
         bool,
-        typer.Option(
-            "--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."
-        ),
+        typer.Option("--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:

@@ -14,21 +14,13 @@ from interlace.cli.program_file import FileError, read_program, write_text
 HELP = """Run passes on a program: text in, text out.
 
 [bold]Examples[/bold]
-
   interlace opt --list
-
   interlace opt --passes=canonicalize model.il -o small.il
-
   interlace opt --passes='canonicalize,shard(axis=dp,ranks=2),update(clip=1.0)' model.il -o sharded.il
-
   interlace opt --passes='zero1(axis=dp,ranks=4)' --dump-ir steps/ model.il -o sharded.il --json
 """
 
 LONGEST_SIZE = 18  # digits that surely fit in 64 bits
-
-
-def register(app: typer.Typer) -> None:
-    app.command("opt", help=HELP)(opt)
 
 
 def opt(

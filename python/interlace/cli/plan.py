@@ -22,19 +22,12 @@ MODEL is a preset (gpt-22b, llama-3-70b, falcon-6.7b, mixtral, ...), a Hugging F
 checked, and predicted anew on its own cluster or on --cluster.
 
 [bold]Examples[/bold]
-
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 512 --seq 2048 -o gpt.plan
-
   interlace plan llama-3-70b --cluster h100-80gb-64 --global-batch 256 --seq 8192 --top-k 3 --json
-
   interlace plan path/to/config.json --cluster mine.toml --global-batch 64 --seq 4096 --memory-limit 30GiB
-
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 256 --seq 2048 --from gpt.plan -o half.plan
-
   interlace plan gpt.plan --export torchtitan settings/
-
   interlace plan llama-10m --cluster local-2 --global-batch 8 --seq 256 --dtype float32 --runnable -o here.plan
-
   interlace train --plan here.plan
 """
 DTYPES = ("bfloat16", "float32")
@@ -45,10 +38,6 @@ class NothingFits(InterlaceError):
     """No plan of the space fits the memory."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("plan", help=HELP)(plan)
-
-
 def plan(
     model: Annotated[str, typer.Argument(help="A preset, a config.json, or a plan file.")],
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
@@ -56,13 +45,10 @@ def plan(
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sample.")] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option(
-            "--memory-limit", help="Of a device, for example 20GiB.", show_default="0.9 of what is not reserved"
-        ),
+        typer.Option("--memory-limit", help="Of a device, for example 20GiB.", show_default="0.9 of what is not reserved"),
     ] = None,
     host_memory: Annotated[
-        str | None,
-        typer.Option("--host-memory", help="Of a node, for what is offloaded.", show_default="0.9 of the cluster's"),
+        str | None, typer.Option("--host-memory", help="Of a node, for what is offloaded.", show_default="0.9 of the cluster's")
     ] = None,
     space: Annotated[
         str, typer.Option("--space", help="full, paper, artifact, or another system's: megatron, deepspeed, aceso.")
@@ -70,22 +56,18 @@ def plan(
     runnable: Annotated[
         bool,
         typer.Option(
-            "--runnable",
-            help="Only what interlace train --plan runs, predicted as it does: one stage, no tensor parallel.",
+            "--runnable", help="Only what interlace train --plan runs, predicted as it does: one stage, no tensor parallel."
         ),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="Of weights and gradients: bfloat16 or float32.")] = "bfloat16",
     no_flash: Annotated[bool, typer.Option("--no-flash", help="Attention scores are written to memory.")] = False,
     time_limit: Annotated[
-        float,
-        typer.Option("--time-limit", min=0, help="Seconds for all; then the best so far, with its gap. 0: to the end."),
+        float, typer.Option("--time-limit", min=0, help="Seconds for all; then the best so far, with its gap. 0: to the end.")
     ] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="So many plans of different shape.")] = 1,
     begin_with: Annotated[
         str | None,
-        typer.Option(
-            "--from", help="A plan of before something changed; the search begins with its stages and is shorter."
-        ),
+        typer.Option("--from", help="A plan of before something changed; the search begins with its stages and is shorter."),
     ] = None,
     no_why: Annotated[bool, typer.Option("--no-why", help="Leave out the comparison with simpler plans.")] = False,
     ignore_key: Annotated[
@@ -95,8 +77,7 @@ def plan(
         str | None, typer.Option("--output", "-o", help="Write the plan; the others of --top-k beside it, numbered.")
     ] = None,
     export: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--export", help="torchtitan, megatron or deepspeed, and a folder for its settings."),
+        tuple[str, str] | None, typer.Option("--export", help="torchtitan, megatron or deepspeed, and a folder for its settings.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:

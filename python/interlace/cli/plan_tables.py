@@ -21,12 +21,10 @@ def show(found: dict[str, Any]) -> None:
             console.print(f"\n[bold]Plan {number}[/bold]")
         for line in headline(each["plan"], found):
             console.print(line, markup=False, soft_wrap=True)
-        console.print()
-        console.print(stage_table(each["plan"]))
-        console.print()
-        console.print(byte_table(each["plan"], each["explained"]))
-        console.print()
-        console.print(time_table(each["plan"], each["explained"]))
+        plan, explained = each["plan"], each["explained"]
+        for table in (stage_table(plan), byte_table(plan, explained), time_table(plan, explained)):
+            console.print()
+            console.print(table)
     if found.get("why_not"):
         console.print()
         console.print(why_table(found["why_not"]))
@@ -53,9 +51,7 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
         )
     if "from" in found:
         now = f"the best on its stages takes {seconds(found['from_us'] / 1e6)} a step"
-        lines.append(
-            f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}"
-        )
+        lines.append(f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}")
     return lines
 
 
@@ -97,20 +93,9 @@ def stage_table(plan: dict[str, Any]) -> Any:
              format_bytes(first["peak_bytes"]), format_bytes(first["host_bytes"]) if first["host_bytes"] else "-"]
         )  # fmt: skip
     head = [
-        "stage",
-        "layers",
-        "devices",
-        "b",
-        "dp",
-        "tp",
-        "ZeRO",
-        "recomputed",
-        "offload",
-        "t ms",
-        "d ms",
-        "peak",
+        "stage", "layers", "devices", "b", "dp", "tp", "ZeRO", "recomputed", "offload", "t ms", "d ms", "peak",
         "host",
-    ]
+    ]  # fmt: skip
     return rows_table("Stages", head, rows, (0, 1, 2, 7, 8))
 
 
@@ -146,20 +131,12 @@ def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
     for run in runs:
         for phase in explained[run[0]]["phases"]:
             rows.append(
-                [_named(run), phase["name"].replace(" ", "\u00a0")]
-                + [_ms(phase[key]) if phase[key] else "-" for key in keys]
+                [_named(run), phase["name"].replace(" ", "\u00a0")] + [_ms(phase[key]) if phase[key] else "-" for key in keys]
             )
     head = [
-        "stage",
-        "phase",
-        "compute",
-        "gather, reduce",
-        "from host",
-        "to host",
-        "tensor parallel",
-        "exposed at ends",
+        "stage", "phase", "compute", "gather, reduce", "from host", "to host", "tensor parallel", "exposed at ends",
         "together",
-    ]
+    ]  # fmt: skip
     which = "" if len(runs) == len(_alike(plan)) else ", the slowest stage"
     return rows_table(f"Milliseconds of a micro-batch, each alone and together{which}", head, rows, (0, 1))
 

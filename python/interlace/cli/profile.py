@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shlex
-import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import torch
 import typer
 from safetensors.torch import save as save_tensors
 
-from interlace.cli.console import Work, err, print_facts, print_json, rows_table, seconds
+from interlace.cli.app import spaced
+from interlace.cli.console import Work, err, print_json
 from interlace.cli.console import out as console_out
+from interlace.cli.profile_rank import Task, measures, run_as_rank, run_job
+from interlace.cli.profile_view import facts_of, print_profile, print_summary
 from interlace.cli.program_file import FileError, read_program_text, write_text
-from interlace.cli.train import cache_folder, ranks_of_launcher
-from interlace.config import Config, format_bytes
-from interlace.cost.machine import Machine
+from interlace.cli.settings import parse_clip, ranks_of_launcher
+from interlace.cli.train_text import cache_folder
+from interlace.config import Config
+from interlace.cost.machine import Machine, available_bytes, cores
 from interlace.cost.measure import COPY_SIZES, sweep_sizes
 from interlace.cost.measurements import COPIES, SLOWDOWN, Profile
 from interlace.cost.store import Store, StoreError
 from interlace.cost.tier import FILES, disk_of, tier_pairs
-from interlace.distributed import Peers
+from interlace.dist.launch import Terminated, is_rank
 from interlace.errors import InterlaceError
-from interlace.launch import Terminated, is_rank, run_ranks
 
 HELP = """Measure what ops, collectives and copies take here.
 
@@ -37,34 +35,21 @@ Runs the program of a model (or a program file) op by op on all ranks together, 
 measurement under a fingerprint of the machine: a second start measures only what is new.
 
 [bold]Examples[/bold]
-
   interlace profile --model llama-10m --ranks 2
-
   interlace profile --program sharded.il --export here.profile
-
   interlace profile --program offloaded.il --tier /mnt/nvme
-
   torchrun --nproc-per-node 2 -m interlace.cli profile --model llama-10m
-
   interlace profile show
-
   interlace profile show --export here.profile && interlace simulate sharded.il --cluster local-2 --profile here.profile
 """
 STORE_FILE = "profile.sqlite"
 DEFAULT_RANKS = 2
 LARGEST_SWEEP = 1 << 22  # bytes, when there is no program to say how large collectives are
 
-Task: TypeAlias = tuple[dict[str, Any], str, bytes]  # what is to be measured, its program, its inputs
-
-Ranks = Annotated[
-    int | None, typer.Option("--ranks", help="Processes on this machine.", show_default="2, or the launcher's")
-]
-Threads = Annotated[
-    int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")
-]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes on this machine.", show_default="2, or the launcher's")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")]
 Network = Annotated[
-    str | None,
-    typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface"),
+    str | None, typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface")
 ]
 StorePath = Annotated[
     str | None, typer.Option("--store", help="The file that keeps measurements.", show_default="the user's cache")
@@ -75,7 +60,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich", no_args_is_help=False)
-    group.callback(help=HELP)(profile)
+    group.callback(help=spaced(HELP))(profile)
     group.command("show", help="Show what has been measured here.")(show)
     app.add_typer(group, name="profile")
 
@@ -109,8 +94,6 @@ def profile(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from interlace.cli.train import parse_clip
-
     for name, value in (
         ("ranks", 1 if ranks is None else ranks),
         ("micro-batch", micro_batch),
@@ -196,8 +179,6 @@ def show(
 
 
 def machine_here(ranks: int, threads: int | None, network: str | None) -> Machine:
-    from interlace.cli.settings import cores
-
     return Machine.here(ranks, threads or max(1, cores() // ranks), network)
 
 
@@ -298,67 +279,11 @@ def missing(store: Store, machine: Machine, text: str, again: bool, tier: str | 
     summary = _core.Program.parse(text, "program").summary()
     need = summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)
     return {
-        "machine": dataclasses.asdict(machine),
-        "digest": digest,
-        "ops": [] if complete else keys,
-        "whole": need * machine.ranks < 0.8 * free,
-        "memory_bytes": int(0.8 * free),
-        "collectives": wanted if machine.ranks > 1 else [],
-        "slowdown": machine.ranks > 1 and SLOWDOWN not in rows,
-        "copies": copies,
-        "pairs": pairs if with_files else [],
-        "tier": uses if offloads else "",
-        "folder": tier,
-    }
-
-
-def available_bytes() -> int:
-    """Memory that programs may still take, as the kernel counts it."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def measures(job: dict[str, Any]) -> bool:
-    return any(job[part] for part in ("ops", "collectives", "copies", "slowdown", "pairs"))
-
-
-def run_as_rank(prepare: Callable[[], Task], machine: Machine) -> Task | None:
-    """The same where a launcher has started the ranks: rank 0 prepares the task and all do it. None on the others."""
-    from interlace.cost.rank import TIMEOUT_S, take_part
-
-    torch.set_num_threads(machine.threads)
-    peers = Peers(torch.device("cpu"), TIMEOUT_S)
-    try:
-        with peers.guard():
-            job, text, inputs = prepare() if peers.rank == 0 else ({}, "", b"")
-            job = json.loads(peers.broadcast("job", json.dumps(job).encode()))
-            text = peers.broadcast("program", text.encode()).decode()
-            inputs = peers.broadcast("inputs", inputs)
-            if measures(job):
-                take_part(job, text, inputs, peers)
-            return (job, text, inputs) if peers.rank == 0 else None
-    finally:
-        peers.close()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def run_job(job: dict[str, Any], text: str, inputs: bytes, machine: Machine) -> None:
-    with tempfile.TemporaryDirectory(prefix="interlace-profile-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(job))
-        (folder / "program.il").write_text(text)
-        (folder / "inputs.safetensors").write_bytes(inputs)
-        command = [sys.executable, "-m", "interlace.cost.rank", str(folder)]
-        failure = run_ranks(command, machine.ranks, machine.threads)
-    if failure is not None:
-        raise InterlaceError(failure.describe())
+        "machine": dataclasses.asdict(machine), "digest": digest, "ops": [] if complete else keys,
+        "whole": need * machine.ranks < 0.8 * free, "memory_bytes": int(0.8 * free),
+        "collectives": wanted if machine.ranks > 1 else [], "slowdown": machine.ranks > 1 and SLOWDOWN not in rows,
+        "copies": copies, "pairs": pairs if with_files else [], "tier": uses if offloads else "", "folder": tier,
+    }  # fmt: skip
 
 
 def estimate_rest(found: Profile, text: str, machine: Machine) -> None:
@@ -374,68 +299,3 @@ def estimate_rest(found: Profile, text: str, machine: Machine) -> None:
     for key, facts in absent.items():
         if estimates.get(key):
             found.ops[key] = OpTime(estimates[key], facts["result_bytes"], 0, measured=False)
-
-
-def facts_of(found: Profile, text: str | None = None) -> dict[str, Any]:
-    facts: dict[str, Any] = {"fingerprint": found.fingerprint, "ops": len(found.ops)}
-    facts["estimated_ops"] = sum(not op.measured for op in found.ops.values())
-    if text is not None:
-        from interlace import _runtime
-
-        plan = _runtime.profile_plan(text)
-        keys = {f["key"] for f in plan.values() if f["key"]}
-        facts["program_ops"], facts["program_ops_known"] = len(keys), len(keys & found.ops.keys())
-    facts["collectives"] = {f"{k} {r} ranks {b} bytes": t.us for (k, r, b), t in sorted(found.collectives.items())}
-    facts["copies"] = {f"{k} {b} bytes": us for (k, b), us in sorted(found.copies.items())}
-    facts["compute_slowdown_beside_transfer"] = found.slowdown
-    facts["together"] = {f"{a} {b}": [p.first, p.second, p.samples] for (a, b), p in sorted(found.together.items())}
-    facts["issue_us"] = found.issue_us
-    return facts
-
-
-def print_summary(facts: dict[str, Any], export: str | None) -> None:
-    rows = {"machine": facts["fingerprint"]}
-    rows["measured now"] = f"{facts['measured_now']} entries in {seconds(facts['seconds'])}"
-    rows["program"] = f"{facts['program_ops_known']} of {facts['program_ops']} kinds of op known"
-    if facts["estimated_ops"]:
-        rows["estimated"] = f"{facts['estimated_ops']} ops were too large to run"
-    rows["kept in"] = facts["store"]
-    if export:
-        rows["written to"] = export
-    print_facts(rows)
-    if export:
-        cluster = "local-N"
-        console_out().print(f"next: interlace simulate PROGRAM --cluster {cluster} --profile {shlex.quote(export)}")
-
-
-def print_profile(found: Profile, top: int) -> None:
-    print_facts({"machine": found.fingerprint})
-    console = console_out()
-    longest = sorted(found.ops.items(), key=lambda item: -item[1].us)[:top]
-    rows = [[key, f"{op.us:,.1f}", format_bytes(op.bytes), format_bytes(op.transient)] for key, op in longest]
-    console.print()
-    console.print(rows_table("", ["op", "us", "results", "inside"], rows))
-    if len(found.ops) > len(longest):
-        console.print(f"and {len(found.ops) - len(longest)} shorter ops (--top)")
-    if found.collectives:
-        rows = []
-        for (kind, ranks, size), taken in sorted(found.collectives.items()):
-            rate = f"{size / taken.us / 1e3:.3f}" if taken.us > 0 else ""
-            rows.append([kind, str(ranks), format_bytes(size), f"{taken.us:,.0f}", rate, f"{taken.core_us:,.0f}"])
-        console.print()
-        console.print(rows_table("", ["collective", "ranks", "bytes", "us", "GB/s", "core us"], rows))
-    if found.copies:
-        rows = [
-            [k, format_bytes(b), f"{us:,.0f}", f"{b / us / 1e3:.2f}"] for (k, b), us in sorted(found.copies.items())
-        ]
-        console.print()
-        console.print(rows_table("", ["copy", "bytes", "us", "GB/s"], rows))
-    rows = []
-    if found.slowdown is not None:
-        rows.append(["compute", f"{found.slowdown:.2f}", "collective", "", "sharing of cores not counted"])
-    for (first, second), pair in sorted(found.together.items()):
-        note = "" if pair.samples else "not measured: the disk was too slow"
-        rows.append([first, f"{pair.first:.2f}", second, f"{pair.second:.2f}", note])
-    if rows:
-        console.print()
-        console.print(rows_table("", ["together", "times longer", "with", "times longer", ""], rows, left=(0, 2, 4)))

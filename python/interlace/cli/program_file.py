@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from interlace.data.tokens import write_atomically
 from interlace.errors import InterlaceError
+from interlace.files import write_atomically
 
 
 class FileError(InterlaceError):
@@ -41,29 +41,30 @@ def read_program(file: str) -> Any:
     return _core.Program.parse(read_program_text(file), "stdin" if file == "-" else file)
 
 
-def write_text(file: str, text: str) -> None:
-    """Writes a whole file or nothing."""
+def _place(file: str) -> Path:
     path = Path(file)
     if path.is_dir():
         raise FileError(f"cannot write {file}: it is a folder")
     if not path.parent.is_dir():
         raise FileError(f"cannot write {file}: there is no folder {path.parent}")
+    return path
+
+
+def write_text(file: str, text: str | bytes) -> None:
+    """Writes a whole file or nothing."""
+    path, data = _place(file), text.encode() if isinstance(text, str) else text
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe
-            path.write_text(text)
+            path.write_bytes(data)
         else:
-            write_atomically(path, text.encode())
+            write_atomically(path, data)
     except OSError as error:
         raise FileError(f"cannot write {file}: {error.strerror}") from None
 
 
 def check_output(file: str) -> None:
     """Finds out that a file cannot be written before the work, not after it."""
-    path = Path(file)
-    if path.is_dir():
-        raise FileError(f"cannot write {file}: it is a folder")
-    if not path.parent.is_dir():
-        raise FileError(f"cannot write {file}: there is no folder {path.parent}")
+    path = _place(file)
     if not path.exists() or path.is_file():
         writable_folder(path.parent)
 

@@ -17,20 +17,12 @@ HELP = """Write one HTML page about a predicted step: timeline, memory, modules,
 The page needs nothing else and works offline.
 
 [bold]Examples[/bold]
-
   interlace report sharded.il --cluster h100-80gb-32 -o report.html
-
   interlace report sharded.il --cluster local-2 --profile here.profile --measured trace.json -o report.html
-
   interlace report sharded.il --cluster a100-40gb-8 --slow 3=1.2 --json -o report.html
-
   interlace report --plan gpt.plan -o plan.html
 """
 MEASURED_HELP = "A trace of a real step (interlace train --trace), shown below the predicted one."
-
-
-def register(app: typer.Typer) -> None:
-    app.command("report", help=HELP)(report)
 
 
 def report(
@@ -43,8 +35,7 @@ def report(
     every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
     measured: Annotated[str | None, typer.Option("--measured", help=MEASURED_HELP)] = None,
     plan: Annotated[
-        str | None,
-        typer.Option("--plan", help="A plan of interlace plan instead of a program: its pipeline over time."),
+        str | None, typer.Option("--plan", help="A plan of interlace plan instead of a program: its pipeline over time.")
     ] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,

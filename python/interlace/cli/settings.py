@@ -1,30 +1,25 @@
-"""The settings of a training run: checked before anything starts, saved with the checkpoint, taken up by --resume."""
+"""The settings of a training run: the options of the command, checked before anything starts."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from interlace.checkpoint import Checkpoint
-from interlace.checkpoint_folder import kept_checkpoints
+from interlace.checkpoint.folder import kept_checkpoints
 from interlace.config import STRATEGIES, did_you_mean, parse_bytes
+from interlace.cost.machine import cores
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
-from interlace.step_trace import TraceFiles
-from interlace.tensor_file import CheckpointError
+from interlace.observe.step_trace import TraceFiles
 
 if TYPE_CHECKING:
     from interlace.plan.execute import Execution
 
-RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
-TOKENIZER_FILE = "tokenizer.json"
 DTYPES = ("fp32", "bf16", "fp64")
-FORMAT = 2
 AUTO = "auto"
 
 
@@ -32,70 +27,72 @@ class SettingError(InterlaceError):
     """A setting of the run that cannot be."""
 
 
+def _option(default: Any, help: str, shown: str | None = None) -> Any:
+    """A setting that is an option of the command. `shown`: what the help says instead of the default."""
+    return dataclasses.field(default=default, metadata={"help": help, "shown": shown})
+
+
 @dataclasses.dataclass
 class TrainSettings:
-    """What `interlace train` was asked to do; the help of the command says what each means."""
+    """What `interlace train` was asked to do. Each setting with a help is an option of that name."""
 
-    model: str = "llama-10m"
-    text: str | None = None
-    tokenizer: str = "byte"
-    vocab: int = 4096
-    ranks: int = 2
-    steps: int = 120
-    batch: int = 8
-    seq: int = 256
-    lr: float = 1e-3
-    warmup: int = 10
-    weight_decay: float = 0.1
-    accumulation: int = 1
-    strategy: str = "shard"
+    model: str = _option("llama-10m", "A preset, or a Hugging Face config.json.")
+    text: str | None = _option(None, "A text file or a folder of them.", shown="standard library")
+    tokenizer: str = _option("byte", "byte, or bpe (trained on the text).")
+    vocab: int = _option(4096, "Entries of the BPE.")
+    ranks: int = _option(2, "Processes on this machine.")
+    steps: int = _option(120, "Optimizer steps in all, resumed ones included.")
+    batch: int = _option(8, "Sequences a step, over all ranks.")
+    seq: int = _option(256, "Tokens in a sequence.")
+    lr: float = _option(0.001, "Peak learning rate; a cosine ends at a tenth of it.")
+    warmup: int = _option(10, "Steps of linear warm-up.")
+    weight_decay: float = _option(0.1, "Of AdamW.")
+    accumulation: int = _option(1, "Micro-batches that a step is cut into on each rank.")
+    strategy: str = _option("shard", "shard (ZeRO-3), zero1, or replicate (DDP).")
+    clip: float | None = _option(1.0, "Largest global gradient norm, or none.")
+    save: str | None = _option(None, "A folder for the trained model.")
+    save_every: int | None = _option(None, "Save also after every so many steps.", shown="at the end")
+    keep: int = _option(1, "Checkpoints to keep: the newest in the folder, older ones as FOLDER.step-N.")
+    stop_at: int | None = _option(None, "Save and stop after this step; --resume goes on.")
+    resume: str | None = _option(None, "Go on with a saved run; auto: with the newest in --save, if there is one.")
+    max_restarts: int = _option(0, "Start the ranks again when one fails, from the last checkpoint.")
+    eval_text: str | None = _option(None, "A text or folder that is not trained on: its loss is shown, too.")
+    eval_every: int = _option(50, "Steps between losses of --eval-text; also after the last.")
+    eval_sequences: int = _option(64, "Sequences of --eval-text at most, the same each time.")
+    seed: int = _option(0, "Of weights, data order and dropout.")
+    dtype: str = _option("fp32", "Of the parameters: fp32, bf16 or fp64.")
+    threads: int | None = _option(None, "CPU threads of each rank.", shown="cores / ranks")
+    weights: str | None = _option(None, "Start from safetensors: a file or a folder.")
+    log_every: int = _option(10, "Steps between lines when stderr is no terminal.")
+    log: str | None = _option(None, "Append step, loss and seconds of every step as lines of JSON.")
+    trace: str | None = _option(None, "Write the last step of all ranks as a Chrome trace.")
+    trace_chakra: str | None = _option(None, "Likewise a folder for Chakra execution traces, one a rank.")
+    trace_snapshot: str | None = _option(None, "Likewise the memory history: pickled for .pickle and .pkl, else JSON.")
+    memory_limit: str | None = _option(None, "What a rank may use, for example 2GiB; the schedule is chosen to fit.")
+    tier: str | None = _option(None, "Where --memory-limit sends what does not fit: a folder on a local disk, or host.")
+    tier_bandwidth: str | None = _option(None, "Bytes per second to and from --tier at most, for example 500MB.")
+    passes: str | None = _option(
+        None,
+        "The whole pipeline, instead of --strategy, --clip and --param-dtype: "
+        '"canonicalize,shard(ranks={ranks}),update(clip=1.0),reorder" (interlace opt --list).',
+    )
+    schedule: str = _option(
+        "auto",
+        'auto: search once times are measured; none; or "STEP: PASS,PASS; STEP: ..." (docs/loop.md; interlace opt --list).',
+    )
+    cluster: str | None = _option(None, "Machines to decide for: a preset or a file.", shown="this host")
+    param_dtype: str | None = _option(None, "bfloat16 or float16 for forward and backward.")
+    program: str | None = _option(None, "Write the program of the last step; interlace explain reads it.")
+    plan: str | None = _option(None, "Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation.")
+    as_json: bool = _option(False, "Print the summary as one JSON object.")
     accumulate_mode: str = "reduce_each"
-    clip: float | None = 1.0
-    save: str | None = None
-    resume: str | None = None
-    seed: int = 0
-    dtype: str = "fp32"
-    threads: int | None = None
-    weights: str | None = None
-    log_every: int = 10
-    log: str | None = None
-    save_every: int | None = None
-    keep: int = 1
-    max_restarts: int = 0
-    eval_text: str | None = None
-    eval_every: int = 50
-    eval_sequences: int = 64
-    stop_at: int | None = None
-    trace: str | None = None
-    trace_chakra: str | None = None
-    trace_snapshot: str | None = None
-    memory_limit: str | None = None
-    tier: str | None = None
-    tier_bandwidth: str | None = None
-    passes: str | None = None
-    schedule: str = "auto"
-    cluster: str | None = None
-    param_dtype: str | None = None
-    program: str | None = None
-    plan: str | None = None
-    as_json: bool = False
     auto: bool = False  # --resume auto: from the newest checkpoint in the --save folder, where there is one
 
     def check(self) -> None:
         """Everything that can be said without reading text or model. Errors name the option and what would do."""
-        for name in (
-            "ranks",
-            "steps",
-            "batch",
-            "seq",
-            "accumulation",
-            "log_every",
-            "vocab",
-            "keep",
-            "eval_every",
-            "eval_sequences",
-        ):
-            if getattr(self, name) < 1:
+        positive = "ranks steps batch seq accumulation log_every vocab keep eval_every eval_sequences threads save_every stop_at"
+        for name in positive.split():
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         for name in ("warmup", "seed", "weight_decay", "max_restarts"):
             if getattr(self, name) < 0:
@@ -104,9 +101,6 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise SettingError(f"--{name} must be a positive number, not {value}")
-        for name in ("threads", "save_every", "stop_at"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         needs_folder = {"save_every": self.save_every, "stop_at": self.stop_at, "max_restarts": self.max_restarts}
         for name, value in needs_folder.items():
             if self.save is None and value:
@@ -176,79 +170,6 @@ class TrainSettings:
         return self.lr * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, progress))))
 
 
-# Of a resumed run: what describes the run is taken over; where and how this process works is not.
-KEPT_ON_RESUME = (
-    *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
-    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks"),
-    *("eval_text", "eval_every", "eval_sequences"),
-)
-
-
-@dataclasses.dataclass
-class RunRecord:
-    """What is saved with a checkpoint so that the run can go on: `step` steps are done, the next is number `step`."""
-
-    step: int
-    data_digest: str
-    settings: dict[str, Any]
-    rows: int = 0  # sequences read so far: where the run stands in its text
-    tokens: int = 0  # of the text
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
-        file = Path(folder) / RUN_FILE
-        try:
-            if not file.is_file():
-                raise FileNotFoundError
-            with Checkpoint(Path(folder)) as checkpoint:
-                data = json.loads(checkpoint.read(RUN_FILE))
-            if data["format"] > FORMAT:
-                newer = f"format {data['format']}, this one reads {FORMAT}"
-                raise SettingError(f"{file} was written by a newer version ({newer}); update interlace")
-            step, rows, tokens = (int(data[name]) for name in ("step", "rows", "tokens"))
-            if min(step, rows, tokens) < 0:
-                raise ValueError("a negative number")
-            record = cls(step, str(data["data_digest"]), dict(data["settings"]), rows, tokens)
-            for name, value in record.settings.items():
-                if name in KEPT_ON_RESUME and not fits(name, value):
-                    raise TypeError(f"the setting {name} is {str(value)[:40]!r}")
-        except FileNotFoundError:
-            raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
-        except OSError as error:
-            raise SettingError(f"cannot read {file}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SettingError(f"{file} is cut off or was edited ({type(error).__name__}: {error})") from None
-        return record
-
-
-def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettings, RunRecord | None]:
-    """The settings of the command line, on top of those of the resumed run where there is one."""
-    settings = TrainSettings(**given)
-    if settings.resume == AUTO:
-        settings.auto, settings.resume = True, settings.save
-        if settings.save is None:
-            raise SettingError("--resume auto needs --save FOLDER: it goes on from the newest checkpoint there")
-        if not any((folder / RUN_FILE).exists() for folder in settings.candidates()):
-            settings.resume = None
-    if settings.resume is None:
-        return settings, None
-    record = _newest_record(settings)
-    types = {field.name for field in dataclasses.fields(TrainSettings)}
-    for name in KEPT_ON_RESUME:
-        if name in record.settings and name in types and name not in explicit:
-            setattr(settings, name, record.settings[name])
-    if settings.save is None:
-        settings.save = settings.resume
-    if record.step >= settings.end and not settings.auto:
-        option = "--stop-at" if settings.end < settings.steps else "--steps"
-        done = f"{record.step} of {settings.end} steps"
-        raise SettingError(f"the run in {settings.resume} has made {done}: give more with {option}")
-    return settings, record
-
-
 def check_explicit(settings: TrainSettings, explicit: set[str]) -> None:
     """Options of the command line that --passes decides too. Error: one of them."""
     for name in ("strategy", "clip", "param_dtype", "plan"):
@@ -279,33 +200,23 @@ def with_plan(settings: TrainSettings, explicit: set[str]) -> Execution | None:
     return how
 
 
-def _newest_record(settings: TrainSettings) -> RunRecord:
-    """What the newest sound checkpoint says of its run. Error: of the newest, when none is sound."""
-    first: InterlaceError | None = None
-    for folder in settings.candidates():
-        try:
-            return RunRecord.load(folder)
-        except (SettingError, CheckpointError) as e:
-            first = first or e
-    assert first is not None
-    raise first
-
-
-def fits(name: str, value: Any) -> bool:
-    """Whether a value is of the setting's type; a file may hold anything."""
-    kinds = (
-        str(TrainSettings.__dataclass_fields__[name].type).split(" | ")
-        if name in TrainSettings.__dataclass_fields__
-        else []
-    )
-    kind = "None" if value is None else type(value).__name__
-    return not kinds or kind in kinds or (kind == "int" and "float" in kinds)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise SettingError(f"--{name} '{value}' is not one of {', '.join(choices)}{did_you_mean(value, choices)}")
+
+
+def ranks_of_launcher(asked: int | None) -> int:
+    """The number of ranks that are really there. Error: another one was asked for."""
+    world = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world:
+        raise SettingError(f"--ranks {asked}, but the launcher started {world}: leave --ranks out under torchrun")
+    return world
+
+
+def parse_clip(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise SettingError(f"--clip '{text}' is neither a number nor none") from None

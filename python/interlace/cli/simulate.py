@@ -17,24 +17,13 @@ HELP = """Predict the time and memory of one step, without running it.
 PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its sizes are numbers.
 
 [bold]Examples[/bold]
-
   interlace simulate sharded.il --cluster h100-80gb-32
-
   interlace simulate sharded.il --cluster local-2 --profile here.profile --json
-
   interlace simulate sharded.il --cluster a100-40gb-8 --slow 3=1.2 --trace step.json
-
   interlace simulate --show-cluster l4-24gb-8 > mine.toml
-
   interlace simulate sharded.il --cluster mine.toml --snapshot memory.json --chakra traces/
 """
-SNAPSHOT_HELP = (
-    "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
-)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("simulate", help=HELP)(simulate)
+SNAPSHOT_HELP = "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
 
 
 def simulate(
@@ -45,14 +34,10 @@ def simulate(
     foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
     slow: Annotated[list[str] | None, typer.Option("--slow", help=sim.SLOW_HELP)] = None,
     every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
-    trace: Annotated[
-        str | None, typer.Option("--trace", help="Write a trace for Perfetto and chrome://tracing.")
-    ] = None,
+    trace: Annotated[str | None, typer.Option("--trace", help="Write a trace for Perfetto and chrome://tracing.")] = None,
     snapshot: Annotated[str | None, typer.Option("--snapshot", help=SNAPSHOT_HELP)] = None,
     chakra: Annotated[str | None, typer.Option("--chakra", help="A folder for Chakra traces, one a rank.")] = None,
-    show_cluster: Annotated[
-        str | None, typer.Option("--show-cluster", help="Print a preset, to save and edit.")
-    ] = None,
+    show_cluster: Annotated[str | None, typer.Option("--show-cluster", help="Print a preset, to save and edit.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     from interlace import _core
@@ -66,7 +51,7 @@ def simulate(
         presets = ", ".join(f"{name}-8" for name in _core.preset_names())
         raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
     folder = writable_folder(chakra) if chakra is not None else None
-    result = sim.simulate(sim.load_program(program), program, cluster, profile, slow, every_rank, machine, foreign)
+    result = sim.simulator(sim.load_program(program), program, cluster, profile, slow, every_rank, machine, foreign)()
     if trace is not None:
         write_text(trace, result.trace())
         err().print(f"wrote {trace}")
@@ -80,19 +65,9 @@ def simulate(
 
 
 def write_snapshot(file: str, text: str) -> None:
-    from interlace.data.tokens import write_atomically
-    from interlace.step_trace import PICKLED, snapshot_bytes
+    from interlace.observe.step_trace import snapshot_bytes
 
-    path = Path(file)
-    if path.suffix not in PICKLED:
-        write_text(file, text)
-        return
-    if not path.parent.is_dir():
-        raise FileError(f"cannot write {file}: there is no folder {path.parent}")
-    try:
-        write_atomically(path, snapshot_bytes(path, text))
-    except OSError as error:
-        raise FileError(f"cannot write {file}: {error.strerror}") from None
+    write_text(file, snapshot_bytes(file, text))
 
 
 def write_chakra(folder: Path, result: Any) -> None:

@@ -46,31 +46,10 @@ def shown(file: str) -> str:
     return "stdin" if file == "-" else file
 
 
-def simulate(
-    program: Any,
-    file: str,
-    cluster: str,
-    profile: str | None = None,
-    slow: list[str] | None = None,
-    every_rank: bool = False,
-    machine: str = "",
-    foreign: bool = False,
-) -> Any:
-    """A `_core.Simulation`."""
-    run = simulator(program, file, cluster, profile, slow, every_rank, machine, foreign)
-    return run()
-
-
 def simulator(
-    program: Any,
-    file: str,
-    cluster: str,
-    profile: str | None = None,
-    slow: list[str] | None = None,
-    every_rank: bool = False,
-    machine: str = "",
-    foreign: bool = False,
-) -> Callable[..., Any]:
+    program: Any, file: str, cluster: str, profile: str | None = None, slow: list[str] | None = None,
+    every_rank: bool = False, machine: str = "", foreign: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
     """A function that simulates: (what-if factors, further slow ranks), both optional, to a `_core.Simulation`."""
     from interlace import _core
 
@@ -83,16 +62,10 @@ def simulator(
 
     def run(what_if: dict[str, float] | None = None, slow_too: list[str] | None = None) -> Any:
         return prepared.run(
-            text,
-            profile=profile_text,
-            slow=[parse_slow(each) for each in [*(slow or []), *(slow_too or [])]],
-            every_rank=every_rank,
-            machine=machine,
-            foreign=foreign,
-            what_if=list((what_if or {}).items()),
-            cluster_file=cluster_file,
-            profile_file=profile or "profile",
-        )
+            text, profile=profile_text, slow=[parse_slow(each) for each in [*(slow or []), *(slow_too or [])]],
+            every_rank=every_rank, machine=machine, foreign=foreign, what_if=list((what_if or {}).items()),
+            cluster_file=cluster_file, profile_file=profile or "profile",
+        )  # fmt: skip
 
     return run
 

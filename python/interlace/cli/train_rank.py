@@ -18,18 +18,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import interlace
+from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
 from interlace.cli.program_file import FileError, write_text
-from interlace.cli.settings import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord, TrainSettings
+from interlace.cli.run_record import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord
+from interlace.cli.settings import TrainSettings
+from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenFile
-from interlace.launch import Terminated
+from interlace.dist.launch import Terminated
 from interlace.models import PRESETS
+from interlace.observe.step_trace import TraceError, TraceFiles
 from interlace.plan.execute import Execution
-from interlace.step_trace import TraceError, TraceFiles
-from interlace.tensor_file import CheckpointError, DamageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BETAS = (0.9, 0.95)
@@ -108,9 +110,7 @@ def _traced(trainer: Any, batch: dict[str, torch.Tensor], to: TraceFiles, view: 
 class Saver:
     """When to save, and what to do when that fails: before the end, to say so and train on."""
 
-    def __init__(
-        self, trainer: Any, settings: TrainSettings, files: Callable[[int], Any], view: TrainView | None
-    ) -> None:
+    def __init__(self, trainer: Any, settings: TrainSettings, files: Callable[[int], Any], view: TrainView | None) -> None:
         self.trainer, self.settings, self.files, self.view = trainer, settings, files, view
 
     def __call__(self, done: int, last: bool) -> None:
@@ -155,11 +155,7 @@ def _stopped(settings: TrainSettings, done: int, rank: int) -> None:
     raise Terminated
 
 
-def train_rank(
-    settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None
-) -> None:
-    from interlace.cli.train import dataset, prepare_text
-
+def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bool, planned: Execution | None = None) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stop = Stop()
     torch.set_num_threads(settings.threads_per_rank())
@@ -217,21 +213,13 @@ def train_rank(
 
 def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.Module) -> interlace.Config:
     return interlace.Config(
-        strategy=settings.strategy,
-        accumulation=settings.accumulation,
-        accumulate_mode=settings.accumulate_mode,
-        clip_norm=settings.clip,
-        seed=settings.seed,
-        timeout_s=TIMEOUT_S,
-        weights=settings.weights,
-        memory_limit=settings.memory_limit,
-        tier=settings.tier,
-        tier_bandwidth=settings.tier_bandwidth,
+        strategy=settings.strategy, accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
+        clip_norm=settings.clip, seed=settings.seed, timeout_s=TIMEOUT_S, weights=settings.weights,
+        memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,
         schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],
-        cluster=settings.cluster,
-        param_dtype=settings.param_dtype,
-    )
+        cluster=settings.cluster, param_dtype=settings.param_dtype,
+    )  # fmt: skip
 
 
 def _batch(data: TokenDataset, step: int, rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -240,16 +228,9 @@ def _batch(data: TokenDataset, step: int, rank: int, world: int) -> dict[str, to
 
 
 def _steps(
-    trainer: Any,
-    optimizer: torch.optim.Optimizer,
-    settings: TrainSettings,
-    data: TokenDataset,
-    first_step: int,
-    view: TrainView | None,
-    save: Saver,
-    stop: Stop,
-    validation: Validation | None,
-) -> Result:
+    trainer: Any, optimizer: torch.optim.Optimizer, settings: TrainSettings, data: TokenDataset, first_step: int,
+    view: TrainView | None, save: Saver, stop: Stop, validation: Validation | None,
+) -> Result:  # fmt: skip
     rank, world = trainer.rank, trainer.world_size
     traces = settings.trace_files()
     losses, times, evals = [], [], {}
@@ -314,24 +295,13 @@ def _facts(
     steps = len(result.losses)
     unit = summary["largest_unit"]
     return {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "strategy": settings.strategy,
-        "threads": settings.threads_per_rank(),
-        "first_step": first_step,
-        "last_step": first_step + steps,
-        "steps": steps,
-        "tokens_per_step": tokens_per_step,
-        "first_loss": result.losses[0],
-        "last_loss": result.losses[-1],
-        "losses": result.losses,
-        "eval_losses": result.eval_losses,
-        "tokens_per_second": tokens_per_step * len(times) / sum(times),
-        "step_ms": statistics.median(times) * 1e3,
-        "train_seconds": result.train_seconds,
-        "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
+        "model": settings.model, "dtype": settings.dtype, "strategy": settings.strategy,
+        "threads": settings.threads_per_rank(), "first_step": first_step, "last_step": first_step + steps,
+        "steps": steps, "tokens_per_step": tokens_per_step, "first_loss": result.losses[0],
+        "last_loss": result.losses[-1], "losses": result.losses, "eval_losses": result.eval_losses,
+        "tokens_per_second": tokens_per_step * len(times) / sum(times), "step_ms": statistics.median(times) * 1e3,
+        "train_seconds": result.train_seconds, "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
         "resident_bytes": max(stats["resident_bytes"] for stats in everyone),
-        "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps,
-        "largest_unit": unit,
+        "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps, "largest_unit": unit,
         "saved": settings.save,
-    }
+    }  # fmt: skip

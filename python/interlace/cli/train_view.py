@@ -37,15 +37,10 @@ class TrainView:
     def __enter__(self) -> TrainView:
         if self.console.is_terminal:
             self.bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("{task.fields[rate]} tokens/s"),
-                TimeRemainingColumn(),
-                TextColumn("left"),
+                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+                TextColumn("{task.fields[rate]} tokens/s"), TimeRemainingColumn(), TextColumn("left"),
                 console=self.console,
-            )
+            )  # fmt: skip
             self.task = self.bar.add_task("train", total=self.steps, completed=self.first_step, loss="-", rate="-")
             self.bar.start()
         return self

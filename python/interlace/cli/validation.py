@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.cli.settings import SettingError, TrainSettings
+from interlace.cli.train_text import cache_folder
 from interlace.data import TokenDataset, TokenFile, find_text, prepare_tokens
 from interlace.data.text import DataError
 
@@ -17,8 +18,6 @@ class Validation:
     """Sequences of --eval-text in the order of a fixed seed, cut into batches as large as a micro-batch of training."""
 
     def __init__(self, settings: TrainSettings, tokens: TokenFile) -> None:
-        from interlace.cli.train import cache_folder
-
         assert settings.eval_text is not None
         self.every = settings.eval_every
         batch = settings.micro_batch * settings.ranks

@@ -25,8 +25,7 @@ class Machine:
     def here(cls, ranks: int, threads: int, network: str | None = None) -> Machine:
         import torch
 
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(processor_name(), cores, torch.__version__, threads, ranks, network or network_name())
+        return cls(processor_name(), cores(), torch.__version__, threads, ranks, network or network_name())
 
     @property
     def host(self) -> str:
@@ -36,9 +35,7 @@ class Machine:
     @property
     def fingerprint(self) -> str:
         """ "AMD EPYC 7B13, 2 cores, torch 2.13.0, 1 thread, 2 ranks, loopback"."""
-        threads, ranks = (
-            f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank"))
-        )
+        threads, ranks = (f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank")))
         text = f"{self.host}, {threads}, {ranks}"
         return text if self.ranks == 1 else f"{text}, {self.network}"
 
@@ -57,3 +54,20 @@ def network_name() -> str:
     """The interface that gloo was told to use, or loopback."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return LOOPBACK if name == "lo" else name
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Memory that programs may still take, as the kernel counts it."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

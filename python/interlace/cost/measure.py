@@ -166,7 +166,7 @@ class Collectives:
     def __init__(self, peers: Any, timeout_s: float) -> None:
         from interlace import _runtime
 
-        (axis,) = peers.axes([("dp", peers.size)])
+        (axis,) = peers.groups.axes([("dp", peers.size)])
         self.peers = peers
         self.comm = _runtime.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["native"])
 
@@ -256,7 +256,7 @@ class Collectives:
             value = torch.ones(max(1, size // 4))
             return lambda: comm.wait(comm.start_all_reduce(value, "all_reduce"))
         message = torch.ones(max(1, size // 4))
-        group = self.peers._groups["native"]
+        group = self.peers.groups.native
 
         def send() -> None:
             import torch.distributed as dist

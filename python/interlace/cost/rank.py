@@ -1,17 +1,11 @@
-"""One rank of `interlace profile`: all ranks measure the same thing at the same time, rank 0 keeps it.
-
-python -m interlace.cost.rank JOB       (started by the command; JOB is a folder with job.json, program.il and inputs.safetensors)
-"""
+"""All ranks measure the same thing at the same time, rank 0 keeps it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +25,7 @@ from interlace.cost.measure import (
 from interlace.cost.one_op import measure_one_by_one
 from interlace.cost.store import Store
 from interlace.cost.tier import FILES, Files, Pairs
-from interlace.distributed import Peers
-from interlace.launch import follow_parent, leave_failure
+from interlace.dist.peers import Peers
 
 TIMEOUT_S = 300.0
 Progress = Callable[[str, int, int], None]
@@ -57,18 +50,14 @@ class Keeper:
             self.store.put(self.fingerprint, rows)
 
 
-def measure(
-    job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress = quiet
-) -> None:
+def measure(job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress = quiet) -> None:
     """Everything that `job` says is missing."""
     machine = Machine(**job["machine"])
-    peers.open_groups()
+    peers.groups.open()
     if job["ops"] and text:
         _measure_ops(job, text, inputs, peers, keeper, progress, machine)
     todo = [tuple(point) for point in job["collectives"]]
-    collectives = (
-        Collectives(peers, TIMEOUT_S) if peers.size > 1 and (todo or job["slowdown"] or job["pairs"]) else None
-    )
+    collectives = Collectives(peers, TIMEOUT_S) if peers.size > 1 and (todo or job["slowdown"] or job["pairs"]) else None
     if collectives is not None:
         for number, (kind, size) in enumerate(todo):
             progress(f"{kind} of {size} bytes", number, len(todo))
@@ -111,7 +100,7 @@ def _measure_ops(
         keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
         return
     with _tier_folder(job, peers, "ops") as folder:
-        axes = peers.axes(list(program.mesh.items()))
+        axes = peers.groups.axes(list(program.mesh.items()))
         options = {"tier": "host" if job["tier"] == "host" else folder} if job["tier"] else {}
         executor = _runtime.Executor(text, "cpu", axes, TIMEOUT_S, options)
         fill_states(program, executor)
@@ -141,51 +130,3 @@ def _tier_folder(job: dict[str, Any], peers: Peers, what: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="interlace-tier-", dir=job["folder"]) as name:
         peers.broadcast(f"folder for {what}", name.encode())
         yield name
-
-
-def take_part(job: dict[str, Any], text: str, inputs: bytes, peers: Peers) -> None:
-    """This rank's part of the job; rank 0 keeps what is measured and shows how far it is."""
-    from interlace.cli.console import Work
-
-    if peers.rank != 0:
-        measure(job, text, inputs, peers, Keeper(None, ""))
-        return
-    with Store(job["store"]) as store, Work(job["quiet"]) as work:
-        measure(job, text, inputs, peers, Keeper(store, Machine(**job["machine"]).fingerprint), work.update)
-
-
-def run(folder: str | Path) -> None:
-    folder = Path(folder)
-    job = json.loads((folder / "job.json").read_text())
-    torch.set_num_threads(job["machine"]["threads"])
-    peers = Peers(torch.device("cpu"), TIMEOUT_S)
-    text = (folder / "program.il").read_text()
-    inputs = (folder / "inputs.safetensors").read_bytes()
-    try:
-        with peers.guard():
-            take_part(job, text, inputs, peers)
-    finally:
-        peers.close()
-
-
-def main() -> int:
-    follow_parent()
-    try:
-        run(sys.argv[1])
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        from interlace.cli.app import explain
-
-        message, code = explain(error)
-        leave_failure(message, code)
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        return code
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

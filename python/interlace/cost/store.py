@@ -29,7 +29,7 @@ class StoreError(InterlaceError):
 Row = Mapping[str, float]
 
 
-class Store:
+class Store(contextlib.AbstractContextManager):
     """The measurements of all machines in one file. `notes` says what was out of the ordinary when it was opened."""
 
     def __init__(self, path: str | Path) -> None:
@@ -129,9 +129,7 @@ class Store:
 
     def rows(self, machine: str) -> dict[tuple[str, str], dict[str, float]]:
         with self._told():
-            found = self._db.execute(
-                "select kind, key, value from measurements where machine = ?", (machine,)
-            ).fetchall()
+            found = self._db.execute("select kind, key, value from measurements where machine = ?", (machine,)).fetchall()
         return {(kind, key): self._values(kind, key, value) for kind, key, value in found}
 
     def _values(self, kind: str, key: str, text: str) -> dict[str, float]:
@@ -184,9 +182,6 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

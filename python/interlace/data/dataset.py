@@ -41,9 +41,7 @@ class TokenDataset:
     def rows(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
         """The windows that a rank reads in a step."""
         if self.batch % world:
-            raise DataError(
-                f"--batch {self.batch} is not a multiple of {world} ranks: use {nearest(self.batch, world)}"
-            )
+            raise DataError(f"--batch {self.batch} is not a multiple of {world} ranks: use {nearest(self.batch, world)}")
         share = self.batch // world
         first = self.row(step) + rank * share
         places = np.arange(first, first + share, dtype=np.int64)

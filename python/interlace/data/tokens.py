@@ -22,6 +22,7 @@ import numpy as np
 import tokenizers
 
 from interlace.data.text import DataError, TextSource, read_text
+from interlace.files import write_atomically
 
 END = "<|end|>"
 MIN_VOCAB = 257  # the bytes and END
@@ -57,17 +58,12 @@ class Tokenizer:
     def train_bpe(cls, pieces: Iterator[str], vocab: int) -> Tokenizer:
         """A byte-level BPE with at most `vocab` entries."""
         if vocab < MIN_VOCAB:
-            raise DataError(
-                f"--vocab {vocab} is too small for a BPE: it needs at least {MIN_VOCAB} (256 bytes and {END})"
-            )
+            raise DataError(f"--vocab {vocab} is too small for a BPE: it needs at least {MIN_VOCAB} (256 bytes and {END})")
         inner = _byte_level(tokenizers.models.BPE())
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab,
-            min_frequency=2,
-            special_tokens=[END],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
+            vocab_size=vocab, min_frequency=2, special_tokens=[END],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        )  # fmt: skip
         inner.train_from_iterator(pieces, trainer)
         return cls(inner, "bpe")
 
@@ -122,13 +118,9 @@ class TokenFile:
 
 
 def prepare_tokens(
-    text: TextSource,
-    cache: Path,
-    kind: str = "byte",
-    vocab: int = 4096,
-    tokenizer: Tokenizer | None = None,
+    text: TextSource, cache: Path, kind: str = "byte", vocab: int = 4096, tokenizer: Tokenizer | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> TokenFile:
+) -> TokenFile:  # fmt: skip
     """The token file of a text, made once and cached; other processes wait for the one that makes it.
 
     `tokenizer` (of a run that is resumed) replaces kind and vocab; progress(what, bytes done, bytes in all) is called
@@ -178,14 +170,9 @@ def _load_cached(cache: Path, key: str) -> TokenFile | None:
 
 
 def _build(
-    text: TextSource,
-    cache: Path,
-    key: str,
-    kind: str,
-    vocab: int,
-    tokenizer: Tokenizer | None,
+    text: TextSource, cache: Path, key: str, kind: str, vocab: int, tokenizer: Tokenizer | None,
     progress: Callable[[str, int, int], None],
-) -> TokenFile:
+) -> TokenFile:  # fmt: skip
     if tokenizer is None:
         tokenizer = Tokenizer.byte() if kind == "byte" else Tokenizer.train_bpe(_training_pieces(text, progress), vocab)
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
@@ -241,19 +228,6 @@ def _training_pieces(text: TextSource, progress: Callable[[str, int, int], None]
             progress("training the BPE", min(done, limit), limit)
             if left <= 0:
                 break
-
-
-def write_atomically(file: Path, data: bytes) -> None:
-    """Writes through a temporary file beside it, so that a reader or a full disk never leaves half a file."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if sys.byteorder != "little":  # token files and safetensors are little-endian

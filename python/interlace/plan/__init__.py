@@ -1,1 +1,1 @@
-"""The planner: presets, what a model's layers are, and plans as texts. The search itself is C++ (src/plan)."""
+"""The planner: what a model's layers are, and plans as texts. The search itself is C++ (src/plan)."""

@@ -68,9 +68,7 @@ def torchtitan(plan: Plan, _: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         for stage in stages:
             names = [f"layers.{i}" for i in range(stage["first_block"], stage["first_block"] + stage["layers"])]
             parts.append(
-                (["tok_embeddings"] if stage["embedding"] else [])
-                + names
-                + (["norm", "output"] if stage["head"] else [])
+                (["tok_embeddings"] if stage["embedding"] else []) + names + (["norm", "output"] if stage["head"] else [])
             )
         lines += [
             'pipeline_parallel_schedule = "1F1B"', f"pipeline_parallel_microbatch_size = {b}",
@@ -85,7 +83,7 @@ def torchtitan(plan: Plan, _: tuple[str, ...] = ()) -> tuple[str, list[str]]:
 
 
 def megatron(plan: Plan, ignore: tuple[str, ...] = ()) -> tuple[str, list[str]]:
-    from interlace.plan.presets import config_of
+    from interlace.models import config_of
 
     stages, first = plan["stages"], plan["stages"][0]
     config = config_of(plan["model"], plan["sequence"], ignore)
@@ -107,19 +105,12 @@ def megatron(plan: Plan, ignore: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         0: [],
         1: ["--use-distributed-optimizer"],
         2: ["--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads"],
-        3: [
-            "--use-distributed-optimizer",
-            "--use-megatron-fsdp",
-            "--data-parallel-sharding-strategy optim_grads_params",
-        ],
+        3: ["--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"],
     }[first["zero"]]
     layers = [stage["layers"] for stage in stages]
     if len(set(layers)) > 1:
         if len(set(layers[1:-1])) <= 1:
-            words += [
-                f"--decoder-first-pipeline-num-layers {layers[0]}",
-                f"--decoder-last-pipeline-num-layers {layers[-1]}",
-            ]
+            words += [f"--decoder-first-pipeline-num-layers {layers[0]}", f"--decoder-last-pipeline-num-layers {layers[-1]}"]
         else:
             left.append(f"layers by stage {layers}: only the first and the last stage may differ from the others")
     full = {stage["full"] for stage in stages}
@@ -128,20 +119,14 @@ def megatron(plan: Plan, ignore: tuple[str, ...] = ()) -> tuple[str, list[str]]:
             left.append("stages that recompute some blocks in full and others selectively: written as full")
         words += ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {max(full)}"]
         if len(full) > 1:
-            left.append(
-                f"recomputed blocks by stage {[stage['full'] for stage in stages]}: one number for all, the largest"
-            )
+            left.append(f"recomputed blocks by stage {[stage['full'] for stage in stages]}: one number for all, the largest")
     elif any(stage["selective"] for stage in stages):
         words.append("--recompute-granularity selective")
         if any(stage["selective"] != stage["layers"] for stage in stages):
             left.append("selective recomputation of some blocks only: all of them do it")
     states = max(stage["offload"]["states"] for stage in stages)
     if states > 0:
-        words += [
-            "--use-precision-aware-optimizer",
-            "--optimizer-cpu-offload",
-            f"--optimizer-offload-fraction {states:g}",
-        ]
+        words += ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", f"--optimizer-offload-fraction {states:g}"]
         left.append("offloaded states come back for the update: there the host makes it")
     left += _offloads(stages, ("weights", "gradients", "activations"))
     return "\n".join(words) + "\n", left
@@ -152,12 +137,10 @@ def deepspeed(plan: Plan, _: tuple[str, ...] = ()) -> tuple[str, list[str]]:
     left = _uneven(plan, ("dp", "tp", "micro_batch", "zero"))
     zero: dict[str, Any] = {"stage": first["zero"], "overlap_comm": True, "contiguous_gradients": True}
     out: dict[str, Any] = {
-        "train_batch_size": plan["global_batch"],
-        "train_micro_batch_size_per_gpu": first["micro_batch"],
-        "gradient_accumulation_steps": plan["accumulation"],
-        "bf16": {"enabled": plan["dtype"] == "bfloat16"},
+        "train_batch_size": plan["global_batch"], "train_micro_batch_size_per_gpu": first["micro_batch"],
+        "gradient_accumulation_steps": plan["accumulation"], "bf16": {"enabled": plan["dtype"] == "bfloat16"},
         "zero_optimization": zero,
-    }
+    }  # fmt: skip
     offload = first["offload"]
     if offload["states"] > 0:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -221,8 +204,7 @@ def _recompute_mode(stages: list[dict[str, Any]]) -> tuple[str, str]:
     if kinds[mode] == sum(kinds.values()):
         return mode, ""
     said = "; ".join(
-        f"stage {i}: {stage['full']} full, {stage['selective']} selective of {stage['layers']}"
-        for i, stage in enumerate(stages)
+        f"stage {i}: {stage['full']} full, {stage['selective']} selective of {stage['layers']}" for i, stage in enumerate(stages)
     )
     return (
         mode,

@@ -25,8 +25,7 @@ from torch import nn
 from interlace.capture.layers import ROLES, capture_layers
 from interlace.capture.literals import dtype_name, quote
 from interlace.errors import InterlaceError
-from interlace.models import hf_loss, on_meta
-from interlace.plan.presets import config_of
+from interlace.models import config_of, hf_loss, on_meta
 
 _TRACED = {"b": 6, "s": 154}  # sizes of the batch that is traced; both stay open
 # How tensor parallel cuts the parameters of families whose transformers config does not say: by output features
@@ -40,16 +39,12 @@ _PLANS: dict[str, dict[str, str]] = {
 
 
 def model_text(
-    name: str,
-    seq: int | None = None,
-    flash: bool = True,
-    dtype: str = "bfloat16",
-    ignore: tuple[str, ...] = (),
+    name: str, seq: int | None = None, flash: bool = True, dtype: str = "bfloat16", ignore: tuple[str, ...] = (),
     **options: Any,
-) -> str:
+) -> str:  # fmt: skip
     """The text for a preset or a config.json. `flash`: attention as one kernel, else its scores are written out.
 
-    `options` go to the Hugging Face config. Errors: those of presets.config_of, a model whose blocks are not alike (names
+    `options` go to the Hugging Face config. Errors: those of models.config_of, a model whose blocks are not alike (names
     the first two that differ, and how), and CaptureError for one that cannot be traced.
     """
     config = config_of(name, seq, ignore)
@@ -90,9 +85,7 @@ def _built(name: str, config: Any, dtype: str) -> nn.Module:
         raise InterlaceError(f"unknown dtype '{dtype}'; weights are bfloat16, float16 or float32")
     try:
         with torch.random.fork_rng(devices=[]), on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=chosen, attn_implementation=config._attn_implementation
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation=config._attn_implementation)
     except (TypeError, ValueError, KeyError, RuntimeError, ImportError) as e:
         raise InterlaceError(f"model '{name}' cannot be built from its config: {e}") from e
     return model.train()
@@ -138,10 +131,7 @@ def _structure(block: nn.Module) -> Iterator[tuple[str, str]]:
         at = f"'{path}'" if path else "itself"
         yield f"the class of {at}", type(module).__name__
         for name, t in [*module._parameters.items(), *module._buffers.items()]:
-            yield (
-                f"'{path}.{name}'".replace("'.", "'"),
-                "none" if t is None else f"{dtype_name(t.dtype)}{list(t.shape)}",
-            )
+            yield (f"'{path}.{name}'".replace("'.", "'"), "none" if t is None else f"{dtype_name(t.dtype)}{list(t.shape)}")
         for name, value in vars(module).items():
             if isinstance(value, (bool, int, float, str)) and name not in ("layer_idx", "layer_id", "training"):
                 yield f"attribute '{name}' of {at}", repr(value)

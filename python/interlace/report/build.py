@@ -24,20 +24,12 @@ class Scenario:
 
 
 NETWORK = (
-    Scenario("link bandwidth x 2", (("links", 0.5),)),
-    Scenario("link bandwidth / 2", (("links", 2.0),)),
-    Scenario("link bandwidth / 4", (("links", 4.0),)),
-    Scenario("no latency of collectives", (("latency", 0.0),)),
+    Scenario("link bandwidth x 2", (("links", 0.5),)), Scenario("link bandwidth / 2", (("links", 2.0),)),
+    Scenario("link bandwidth / 4", (("links", 4.0),)), Scenario("no latency of collectives", (("latency", 0.0),)),
     Scenario("infinitely fast network", (("links", 0.0), ("latency", 0.0))),
-)
-COMPUTE = (
-    Scenario("compute x 2", (("compute", 0.5),)),
-    Scenario("compute / 2", (("compute", 2.0),)),
-)
-COPIES = (
-    Scenario("host copies x 2", (("copies", 0.5),)),
-    Scenario("no host copies", (("copies", 0.0),)),
-)
+)  # fmt: skip
+COMPUTE = (Scenario("compute x 2", (("compute", 0.5),)), Scenario("compute / 2", (("compute", 2.0),)))
+COPIES = (Scenario("host copies x 2", (("copies", 0.5),)), Scenario("no host copies", (("copies", 0.0),)))
 LAUNCHES = (Scenario("launches cost nothing", (("launches", 0.0),)),)
 INTERFERENCE = (Scenario("no interference between lanes", (("interference", 0.0),)),)
 SLOW_RANK = (Scenario("one rank computes 10 % slower", slow=("0=1.1",)),)
@@ -79,12 +71,9 @@ class Report:
 
 
 def build_report(
-    program: Any,
-    simulate: Callable[..., Any],
-    facts: dict[str, str],
-    measured: Timeline | None = None,
+    program: Any, simulate: Callable[..., Any], facts: dict[str, str], measured: Timeline | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Report:
+) -> Report:  # fmt: skip
     """`simulate(factors, slow)`, both optional, gives a `_core.Simulation` of the program."""
     progress("simulating", 0, 1)
     base = simulate()
@@ -93,18 +82,11 @@ def build_report(
     predicted = read_trace(base.trace(details["rank"]), "the simulation", details["rank"])
     rows = _what_if(simulate, forecast, progress)
     return Report(
-        facts=facts | _program_facts(program),
-        forecast=forecast,
-        details=details,
-        predicted=predicted,
-        measured=measured,
-        modules=breakdown(predicted, measured),
-        blame=merge_blame(forecast["critical_path"]),
-        holders=merge_holders(details["memory"]["at_peak"]),
-        what_if=rows,
-        tokens_per_step=tokens_per_step(program),
+        facts=facts | _program_facts(program), forecast=forecast, details=details, predicted=predicted,
+        measured=measured, modules=breakdown(predicted, measured), blame=merge_blame(forecast["critical_path"]),
+        holders=merge_holders(details["memory"]["at_peak"]), what_if=rows, tokens_per_step=tokens_per_step(program),
         decisions=decisions_of(program),
-    )
+    )  # fmt: skip
 
 
 def scenarios(forecast: dict[str, Any]) -> list[Scenario]:
@@ -134,24 +116,17 @@ def _what_if(
 def what_if_row(label: str, forecast: dict[str, Any], base_us: float) -> dict[str, Any]:
     last = max(forecast["per_rank"], key=lambda rank: rank["end_us"])
     return {
-        "label": label,
-        "step_us": forecast["step_us"],
-        "change": forecast["step_us"] / base_us - 1 if base_us else 0.0,
-        "exposed_us": sum(lane["exposed_us"] for lane in last["lanes"]),
-        "lower_bound_us": forecast["lower_bound_us"],
+        "label": label, "step_us": forecast["step_us"], "change": forecast["step_us"] / base_us - 1 if base_us else 0.0,
+        "exposed_us": sum(lane["exposed_us"] for lane in last["lanes"]), "lower_bound_us": forecast["lower_bound_us"],
         "bound": forecast["bounds"][0]["name"],
-    }
+    }  # fmt: skip
 
 
 def tokens_per_step(program: Any) -> int | None:
     """Of all ranks, when the program reads `input_ids` of batch x sequence."""
     for entry in program.inputs():
         shape = entry["shape"]
-        if (
-            entry["name"].rpartition(".")[2] == "input_ids"
-            and len(shape) == 2
-            and all(isinstance(n, int) for n in shape)
-        ):
+        if entry["name"].rpartition(".")[2] == "input_ids" and len(shape) == 2 and all(isinstance(n, int) for n in shape):
             ranks = 1
             for size in program.mesh.values():
                 ranks *= size

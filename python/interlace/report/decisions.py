@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from interlace.report.html import table
 from interlace.report.units import bytes_text, percent_text, time_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 640, 240, 70, 34, 14  # of the picture, pixels
@@ -38,9 +39,7 @@ def decisions_of(program: Any) -> Decisions | None:
     meta = program.meta()
     try:
         chosen = _rows(meta["search.chosen"])[0]
-        front, heuristics, without = (
-            _rows(meta.get(f"search.{name}", "")) for name in ("front", "heuristics", "without")
-        )
+        front, heuristics, without = (_rows(meta.get(f"search.{name}", "")) for name in ("front", "heuristics", "without"))
         limit = float(meta["search.limit"]) if "search.limit" in meta else None
     except (KeyError, ValueError, IndexError):
         return None
@@ -77,14 +76,7 @@ def _compared(row: Row, base: Row) -> list[str]:
 
 
 def _body(name: str, head: str, rows: list[list[str]]) -> str:
-    lines = "".join(
-        "<tr>" + "".join(f'<td class="{"n" if i else ""}">{c}</td>' for i, c in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    titles = f'<th>{escape(head)}</th><th class="n">step</th><th class="n">change</th><th class="n">memory</th>'
-    return (
-        f'<div class="scroll"><table id="{name}"><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
-    )
+    return table([escape(head), "step", "change", "memory"], rows, name)
 
 
 def _worth(found: Decisions) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
-from importlib import resources
-from typing import Any
 
 from interlace.report.build import Report
 from interlace.report.decisions import render_decisions
+from interlace.report.html import document, dot, header, meter, table, tile, tiles_section, timeline
 from interlace.report.modules import Row
 from interlace.report.timeline import columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
@@ -22,50 +20,21 @@ def render(report: Report) -> str:
     """The whole file."""
     title = report.facts.get("model") or report.facts.get("program", "program")
     sections = [
-        _header(report, title),
-        _tiles(report),
-        _timeline(report),
-        '<div class="columns"><div>',
-        _exposed(report),
-        _bounds(report),
-        "</div><div>",
-        _what_if(report),
-        "</div></div>",
-        render_decisions(report.decisions) if report.decisions is not None else "",
-        _memory(report),
-        _path(report),
-        _modules(report),
-        _facts(report),
-    ]
+        _header(report, title), _tiles(report), timeline(
+            f"{'Predicted over measured' if report.measured is not None else 'Predicted'}, rank {report.predicted.rank}", "lane",
+            "an op to fill the view with it; the red line marks the critical path.",
+        ), '<div class="columns"><div>', _exposed(report),
+        _bounds(report), "</div><div>", _what_if(report), "</div></div>",
+        render_decisions(report.decisions) if report.decisions is not None else "", _memory(report), _path(report),
+        _modules(report), _facts(report),
+    ]  # fmt: skip
     data = {
         "predicted": columns(report.predicted),
         "measured": columns(report.measured) if report.measured is not None else None,
-        "phases": report.details["phases"],
-        "path": report.details["path"],
-        "memory": report.details["memory"],
-        "arena": report.details["arena"],
-        "limit_bytes": report.forecast["memory"]["limit_bytes"],
-    }
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)} on {escape(report.forecast['cluster'])}</title>\n"
-        f"<style>\n{_asset('report.css')}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(sections)
-        + '\n</main>\n<div id="tip" role="status" hidden></div>\n'
-        + f'<script type="application/json" id="data">{script_json(data)}</script>\n'
-        + f"<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n"
-    )
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand inside a script element, whatever its strings are."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _asset(name: str) -> str:
-    return (resources.files("interlace.report") / "assets" / name).read_text(encoding="utf-8")
+        "phases": report.details["phases"], "path": report.details["path"], "memory": report.details["memory"],
+        "arena": report.details["arena"], "limit_bytes": report.forecast["memory"]["limit_bytes"],
+    }  # fmt: skip
+    return document(f"{title} on {report.forecast['cluster']}", sections, data)
 
 
 def _header(report: Report, title: str) -> str:
@@ -82,79 +51,35 @@ def _header(report: Report, title: str) -> str:
     warning = ""
     if profile["foreign"]:
         warning = f'<p class="warning">The profile is of another machine: {escape(profile["fingerprint"])}</p>'
-    return (
-        f"<header><div><h1>{escape(title)}</h1><p>{escape(' · '.join(notes))}</p>{warning}</div>"
-        '<button id="theme" type="button" title="Light or dark">◐</button></header>'
-    )
-
-
-def _tile(label: str, value: str, note: str = "", tone: str = "") -> str:
-    return f'<div class="tile {tone}"><h2>{escape(label)}</h2><p class="value">{escape(value)}</p><p>{escape(note)}</p></div>'
+    return header(title, notes, warning)
 
 
 def _tiles(report: Report) -> str:
     forecast, summary = report.forecast, report.summary()
     last = max(forecast["per_rank"], key=lambda rank: rank["end_us"])
-    tiles = [_tile("Step time", time_text(forecast["step_us"]), f"compute {time_text(last['compute_us'])}")]
+    tiles = [tile("Step time", time_text(forecast["step_us"]), f"compute {time_text(last['compute_us'])}")]
     if summary["tokens_per_s"] is not None:
         note = f"{summary['tokens_per_step']:,} tokens a step, all ranks"
-        tiles.append(_tile("Tokens per second", count_text(summary["tokens_per_s"]), note))
+        tiles.append(tile("Tokens per second", count_text(summary["tokens_per_s"]), note))
     memory = forecast["memory"]
     share = memory["peak_bytes"] / memory["limit_bytes"] if memory["limit_bytes"] > 0 else 0
     fits = f"{percent_text(share)} of {bytes_text(memory['limit_bytes'])}" if share <= 1 else "does not fit"
     note = fits if share <= 1 else f"does not fit: the device has {bytes_text(memory['limit_bytes'])}"
-    tiles.append(_tile("Peak memory", bytes_text(memory["peak_bytes"]), note, "bad" if share > 1 else ""))
+    tiles.append(tile("Peak memory", bytes_text(memory["peak_bytes"]), note, "bad" if share > 1 else ""))
     bound = forecast["bounds"][0]
     note = f"{bound['name']}; the step is {percent_text(forecast['gap'])} above it"
-    tiles.append(_tile("Lower bound", time_text(bound["us"]), note))
+    tiles.append(tile("Lower bound", time_text(bound["us"]), note))
     exposed = sum(lane["exposed_us"] for lane in last["lanes"])
     busy = sum(lane["busy_us"] for lane in last["lanes"])
     note = f"of {time_text(busy)} on all lanes" if busy else "nothing is transferred"
-    tiles.append(_tile("Exposed communication", time_text(exposed), note))
+    tiles.append(tile("Exposed communication", time_text(exposed), note))
     if report.measured is not None:
         measured = summary["measured"]
         error = measured["error"]
         side = "above" if error is not None and error > 0 else "below"
         note = "" if error is None else f"the forecast is {percent_text(abs(error))} {side} it"
-        tiles.append(_tile("Measured step", time_text(measured["step_us"]), note, "measured"))
-    return f'<section class="tiles" aria-label="Forecast">{"".join(tiles)}</section>'
-
-
-def _timeline(report: Report) -> str:
-    what = "Predicted over measured" if report.measured is not None else "Predicted"
-    return (
-        '<section><div class="bar"><h2>Timeline</h2>'
-        f'<p class="quiet">{what}, rank {report.predicted.rank}</p><span class="grow"></span>'
-        '<div class="buttons"><button type="button" data-zoom="in" title="Zoom in (+)">+</button>'
-        '<button type="button" data-zoom="out" title="Zoom out (-)">&minus;</button>'
-        '<button type="button" data-zoom="all" title="All (0)">All</button></div></div>'
-        '<canvas id="timeline" tabindex="0" aria-label="Timeline by lane"></canvas>'
-        '<p class="legend" id="lanes"></p>'
-        '<p class="quiet hint">Drag to move, pinch or Ctrl + wheel to zoom, double-click an op to fill the view with it; the red line '
-        "marks the critical path.</p></section>"
-    )
-
-
-def _table(head: list[str], rows: list[list[str]], name: str, left: int = 1, spare: tuple[int, ...] = ()) -> str:
-    """Cells are HTML; the first `left` columns are text, the others numbers; narrow pages go without the `spare` ones."""
-    kinds = [" ".join(["n"] * (i >= left) + ["spare"] * (i in spare)) for i in range(len(head))]
-
-    def line(tag: str, cells: list[str]) -> str:
-        marked = (f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))
-        return f"<tr>{''.join(marked)}</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return (
-        f'<div class="scroll"><table id="{name}"><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def _meter(share: float, tone: str) -> str:
-    return f'<span class="meter"><span class="{tone}" style="width:{100 * min(max(share, 0), 1):.2f}%"></span></span>'
-
-
-def _dot(color: str, text: str) -> str:
-    return f'<span class="name"><i class="dot {escape(color)}"></i>{escape(text)}</span>'
+        tiles.append(tile("Measured step", time_text(measured["step_us"]), note, "measured"))
+    return tiles_section(tiles)
 
 
 def _exposed(report: Report) -> str:
@@ -165,17 +90,14 @@ def _exposed(report: Report) -> str:
     for lane in last["lanes"]:
         name = lane["lane"]
         other = measured.get(name)
-        row = [_dot(f"c-{name}", name), f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
+        row = [dot(f"c-{name}", name), f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
         for key in ("busy_us", "exposed_us"):
             row.append(time_text(lane[key]) + (f"<small>measured {time_text(other[key])}</small>" if other else ""))
         row.append(percent_text(lane["exposed_us"] / step))
         rows.append(row)
     head = ["lane", "transfers", "bytes", "busy", "exposed", "of the step"]
-    body = (
-        _table(head, rows, "exposed", spare=(1,))
-        if rows
-        else '<p class="quiet">One rank alone: nothing is transferred.</p>'
-    )
+    alone = '<p class="quiet">One rank alone: nothing is transferred.</p>'
+    body = table(head, rows, "exposed", spare=(1,)) if rows else alone
     return f'<section><h2>Exposed communication</h2><p class="quiet">A lane is busy and nothing is computed.</p>{body}</section>'
 
 
@@ -187,20 +109,11 @@ def _what_if(report: Report) -> str:
         tone = "same" if abs(row["change"]) < 0.0005 else "better" if row["change"] < 0 else "worse"
         change = "none" if tone == "same" else percent_text(row["change"], signed=True)
         change = "" if base else f'<span class="{tone}">{change}</span>'
-        bar = _meter(row["step_us"] / largest, "base" if base else tone)
-        rows.append(
-            [
-                escape(row["label"]),
-                time_text(row["step_us"]) + bar,
-                change,
-                time_text(row["exposed_us"]),
-                escape(row["bound"]),
-            ]
-        )
-    body = _table(["change", "step", "", "exposed", "bound by"], rows, "what-if", spare=(4,))
-    return (
-        f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
-    )
+        bar = meter(row["step_us"] / largest, "base" if base else tone)
+        label, bound = escape(row["label"]), escape(row["bound"])
+        rows.append([label, time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]), bound])
+    body = table(["change", "step", "", "exposed", "bound by"], rows, "what-if", spare=(4,))
+    return f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
 
 
 def _module_name(path: str, merges: int = 1) -> str:
@@ -225,8 +138,8 @@ def _memory(report: Report) -> str:
         legend += f'<li><i class="line"></i>measured, at most<b>{bytes_text(most)}</b></li>'
     rows = []
     for holder in report.holders[:MOST_HOLDERS]:
-        bar = _meter(holder["bytes"] / peak, f"k-{holder['kind']}")
-        rows.append([_dot(f"k-{holder['kind']}", holder["kind"]), _module_name(holder["module"]),
+        bar = meter(holder["bytes"] / peak, f"k-{holder['kind']}")
+        rows.append([dot(f"k-{holder['kind']}", holder["kind"]), _module_name(holder["module"]),
                      f"{holder['storages']:,}", bytes_text(holder["bytes"]) + bar, percent_text(holder["bytes"] / peak)])  # fmt: skip
     rest = sum(holder["bytes"] for holder in report.holders[MOST_HOLDERS:])
     if rest:
@@ -241,7 +154,7 @@ def _memory(report: Report) -> str:
         f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
         f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
         f"{_arena(report)}<h3>What fills the peak</h3>"
-        f"{_table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
+        f"{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
     )
 
 
@@ -282,28 +195,14 @@ def _path(report: Report) -> str:
     rows = []
     for row in report.blame[:MOST_BLAME]:
         slowed = time_text(row["slowed_us"]) if row["slowed_us"] > 0 else ""
-        lane = _dot("c-" + row["lane"].replace(" ", "-"), row["lane"])
-        rows.append(
-            [
-                _module_name(row["module"], row["merges"]),
-                lane,
-                time_text(row["us"]),
-                percent_text(row["us"] / step),
-                slowed,
-            ]
-        )
+        lane = dot("c-" + row["lane"].replace(" ", "-"), row["lane"])
+        name, share = _module_name(row["module"], row["merges"]), percent_text(row["us"] / step)
+        rows.append([name, lane, time_text(row["us"]), share, slowed])
     rest = sum(row["us"] for row in report.blame[MOST_BLAME:])
     if rest:
-        rows.append(
-            [
-                f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>',
-                "",
-                time_text(rest),
-                percent_text(rest / step),
-                "",
-            ]
-        )
-    body = _table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2, (3, 4))
+        others = f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>'
+        rows.append([others, "", time_text(rest), percent_text(rest / step), ""])
+    body = table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2, (3, 4))
     return (
         '<section><h2>Critical path</h2><p class="quiet">The chain of ops and transfers that makes the step as long as it is.</p>'
         f'<div class="stripe">{stripe}</div><ul class="kinds">{named}</ul>{body}</section>'
@@ -312,18 +211,14 @@ def _path(report: Report) -> str:
 
 def _bounds(report: Report) -> str:
     step = report.forecast["step_us"] or 1
-    rows = [
-        [
-            escape(bound["name"]),
-            time_text(bound["us"]) + _meter(bound["us"] / step, "base"),
-            percent_text(bound["us"] / step),
-        ]
-        for bound in report.forecast["bounds"]
-        if bound["us"] > 0
-    ]
+    rows = []
+    for bound in report.forecast["bounds"]:
+        share, us = bound["us"] / step, time_text(bound["us"])
+        if bound["us"] > 0:
+            rows.append([escape(bound["name"]), us + meter(share, "base"), percent_text(share)])
     return (
         '<section><h2>Lower bounds</h2><p class="quiet">No order of these ops on these machines is faster than the largest.</p>'
-        f"{_table(['bound', 'time', 'of the step'], rows, 'bounds')}</section>"
+        f"{table(['bound', 'time', 'of the step'], rows, 'bounds')}</section>"
     )
 
 
@@ -332,17 +227,13 @@ def _modules(report: Report) -> str:
         return ""
     with_measured = report.measured is not None
     whole = report.modules[0].compute or 1
-    head = ["module", "compute", "", "forward", "backward", "update", "waits", "transfers"] + (
-        ["measured"] if with_measured else []
-    )
+    head = ["module", "compute", "", "forward", "backward", "update", "waits", "transfers"]
+    head += ["measured"] if with_measured else []
     open_level = _open_level(report.modules)
     lines = []
     for row in report.modules:
-        cells = [
-            _module_cell(row),
-            time_text(row.compute) + _split_meter(row, whole),
-            percent_text(row.compute / whole),
-        ]
+        share = percent_text(row.compute / whole)
+        cells = [_module_cell(row), time_text(row.compute) + _split_meter(row, whole), share]
         cells += [time_text(value) if value else "" for value in (row.fwd, row.bwd, row.upd, row.wait, row.transfer)]
         cells += [time_text(row.measured) if row.measured else ""] if with_measured else []
         shut = row.level > open_level
@@ -367,11 +258,8 @@ def _open_level(rows: list[Row]) -> int:
 def _module_cell(row: Row) -> str:
     name = escape(row.name) or "all"
     many = f' <span class="quiet">&times; {len(row.paths)}</span>' if len(row.paths) > 1 else ""
-    twist = (
-        '<button type="button" class="twist" aria-label="open or shut"></button>'
-        if row.children
-        else '<span class="twist"></span>'
-    )
+    button = '<button type="button" class="twist" aria-label="open or shut"></button>'
+    twist = button if row.children else '<span class="twist"></span>'
     return f'<span class="tree" style="--level:{row.level}" title="{escape(row.path)}">{twist}<code>{name}</code>{many}</span>'
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from html import escape
 from typing import Any
 
-from interlace.report.page import _asset, _table, _tile, script_json
+from interlace.report import html
+from interlace.report.html import document, header, table, tile, tiles_section
 from interlace.report.timeline import Event, Timeline, TraceError, columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
@@ -15,23 +15,13 @@ def render_plan(plan: dict[str, Any], trace: str) -> str:
     """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does."""
     timeline = pipeline(trace)
     data = {
-        "predicted": columns(timeline),
-        "measured": None,
-        "phases": [],
-        "path": [],
-        "memory": {"kinds": [], "time_us": [], "bytes": []},
-        "limit_bytes": plan["memory_limit"],
-    }
+        "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
+        "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
+    }  # fmt: skip
     title = f"{plan['model']} on {plan['cluster']}"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Plan: {escape(title)}</title>\n<style>\n{_asset('report.css')}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join([_header(plan), _tiles(plan, timeline), _timeline(plan), _stages(plan)])
-        + '\n</main>\n<div id="tip" role="status" hidden></div>\n'
-        + f'<script type="application/json" id="data">{script_json(data)}</script>\n'
-        + f"<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n"
-    )
+    what, hint = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
+    sections = [header(title, _notes(plan)), _tiles(plan, timeline), html.timeline(what, "stage", hint), _stages(plan)]
+    return document(f"Plan: {title}", sections, data)
 
 
 def pipeline(trace: str) -> Timeline:
@@ -59,48 +49,27 @@ def pipeline(trace: str) -> Timeline:
     return Timeline("synthetic stages of a plan", 0, span, named)
 
 
-def _header(plan: dict[str, Any]) -> str:
-    notes = [
+def _notes(plan: dict[str, Any]) -> list[str]:
+    return [
         f"{plan['global_batch']} samples of {plan['sequence']} tokens", plan["dtype"], f"space {plan['space']}",
         f"{plan['accumulation']} micro-batches", "synthetic: an op is a whole pass of a stage",
     ]  # fmt: skip
-    return (
-        f"<header><div><h1>{escape(plan['model'])} on {escape(plan['cluster'])}</h1><p>{escape(' · '.join(notes))}</p></div>"
-        '<button id="theme" type="button" title="Light or dark">◐</button></header>'
-    )
 
 
 def _tiles(plan: dict[str, Any], timeline: Timeline) -> str:
-    tiles = [
-        _tile("Step time", time_text(plan["step_us"]), f"as the schedule runs: {time_text(timeline.span_ns / 1e3)}")
-    ]
+    tiles = [tile("Step time", time_text(plan["step_us"]), f"as the schedule runs: {time_text(timeline.span_ns / 1e3)}")]
     rate = plan["samples_per_s"] * plan["sequence"]
-    tiles.append(_tile("Tokens per second", count_text(rate), f"{plan['samples_per_s']:.2f} samples a second"))
+    tiles.append(tile("Tokens per second", count_text(rate), f"{plan['samples_per_s']:.2f} samples a second"))
     peak = max(stage["peak_bytes"] for stage in plan["stages"])
     limit = plan["memory_limit"]
     note = f"{percent_text(peak / limit)} of {bytes_text(limit)}" if limit else ""
-    tiles.append(_tile("Peak memory", bytes_text(peak), note, "bad" if peak > limit else ""))
+    tiles.append(tile("Peak memory", bytes_text(peak), note, "bad" if peak > limit else ""))
     note = "no plan of the space is faster" if plan["gap"] <= 1e-6 else "a plan this much faster may exist"
-    tiles.append(_tile("Gap", percent_text(plan["gap"]), note))
-    busy = sum(
-        e.duration_ns for name, lane in timeline.lanes.items() if name.startswith("stage") for e in lane if not e.wait
-    )
+    tiles.append(tile("Gap", percent_text(plan["gap"]), note))
+    busy = sum(e.duration_ns for name, lane in timeline.lanes.items() if name.startswith("stage") for e in lane if not e.wait)
     idle = 1 - busy / max(1, timeline.span_ns * len(plan["stages"]))
-    tiles.append(_tile("Idle", percent_text(max(0.0, idle)), "of the stages' time: the pipeline's bubble and waits"))
-    return f'<section class="tiles" aria-label="Forecast">{"".join(tiles)}</section>'
-
-
-def _timeline(plan: dict[str, Any]) -> str:
-    return (
-        '<section><div class="bar"><h2>Timeline</h2>'
-        f'<p class="quiet">{len(plan["stages"])} stage(s), 1F1B</p><span class="grow"></span>'
-        '<div class="buttons"><button type="button" data-zoom="in" title="Zoom in (+)">+</button>'
-        '<button type="button" data-zoom="out" title="Zoom out (-)">&minus;</button>'
-        '<button type="button" data-zoom="all" title="All (0)">All</button></div></div>'
-        '<canvas id="timeline" tabindex="0" aria-label="Timeline by stage"></canvas>'
-        '<p class="legend" id="lanes"></p>'
-        '<p class="quiet hint">Drag to move, pinch or Ctrl + wheel to zoom, double-click a pass to fill the view with it.</p></section>'
-    )
+    tiles.append(tile("Idle", percent_text(max(0.0, idle)), "of the stages' time: the pipeline's bubble and waits"))
+    return tiles_section(tiles)
 
 
 def _stages(plan: dict[str, Any]) -> str:
@@ -119,4 +88,4 @@ def _stages(plan: dict[str, Any]) -> str:
         ])  # fmt: skip
     head = ["stage", "blocks", "recomputed", "offload", "devices", "b", "dp", "tp", "ZeRO", "t", "d", "peak", "host"]
     note = "t: a micro-batch in the steady state; d: what the first and the last take beyond it."
-    return f'<section><h2>Stages</h2><p class="quiet">{note}</p>{_table(head, rows, "stages", 4)}</section>'
+    return f'<section><h2>Stages</h2><p class="quiet">{note}</p>{table(head, rows, "stages", 4)}</section>'

@@ -123,16 +123,11 @@ def _timeline(listed: list[dict[str, Any]], producer: str, file: str, rank: int 
 def _event(entry: dict[str, Any]) -> Event:
     args = entry.get("args") or {}
     return Event(
-        start_ns=round(float(entry["ts"]) * 1e3),
-        duration_ns=round(float(entry.get("dur", 0)) * 1e3),
-        op=str(args.get("op") or entry["name"]),
-        module=str(args.get("module", "")),
-        part=str(args.get("part", "")),
-        source=str(args.get("source", "")),
-        detail=str(args.get("detail", "")),
-        wait=entry.get("cat") == "cuda_sync",
+        start_ns=round(float(entry["ts"]) * 1e3), duration_ns=round(float(entry.get("dur", 0)) * 1e3),
+        op=str(args.get("op") or entry["name"]), module=str(args.get("module", "")), part=str(args.get("part", "")),
+        source=str(args.get("source", "")), detail=str(args.get("detail", "")), wait=entry.get("cat") == "cuda_sync",
         bytes=int(args.get("bytes", 0)),
-    )
+    )  # fmt: skip
 
 
 def _lane_name(thread: str) -> str:
@@ -185,14 +180,10 @@ def columns(timeline: Timeline) -> dict[str, Any]:
             before = event.start_ns
         lanes.append({"name": name, "events": flat})
     return {
-        "producer": timeline.producer,
-        "rank": timeline.rank,
-        "span_ns": timeline.span_ns,
-        "text": list(text),
-        "what": [list(row) for row in what],
-        "lanes": lanes,
+        "producer": timeline.producer, "rank": timeline.rank, "span_ns": timeline.span_ns, "text": list(text),
+        "what": [list(row) for row in what], "lanes": lanes,
         "memory": [list(sample) for sample in thin(timeline.memory)],
-    }
+    }  # fmt: skip
 
 
 def thin(samples: list[tuple[int, float]], most: int = 3000) -> list[tuple[int, float]]:

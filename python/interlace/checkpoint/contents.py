@@ -1,0 +1,178 @@
+"""Checkpoints: a folder that plain PyTorch and Hugging Face read. Its files, and reading them.
+
+    model.safetensors      every name of model.state_dict(), tied ones twice, so load_state_dict and from_pretrained take it as it is
+    optimizer.safetensors  "exp_avg.<parameter>", "exp_avg_sq.<parameter>" or "momentum_buffer.<parameter>", and "rng.<rank>"
+    trainer.json           step, steps and hyper-parameters of each group, where the schedule stands, format version
+    program.il             the program that ran, for going on with the same one
+    config.json            of Hugging Face models
+    checksums.json         of every byte of the files above
+
+Nothing here depends on the number of ranks or the strategy. Every rank writes its part of the two large files, so the folder must be
+one that all of them see. Rank 0 makes the folder aside, and renames it when all have written (folder.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.checkpoint.tensor_file import CheckedFile, CheckedTensors, CheckpointError, DamageError, checksum_text
+from interlace.checkpoint.weights import Weights
+from interlace.config import format_bytes
+
+FORMAT = 2
+MODEL, OPTIMIZER, TRAINER, PROGRAM = "model.safetensors", "optimizer.safetensors", "trainer.json", "program.il"
+CHECKSUMS = "checksums.json"
+OWN_FILES = (MODEL, OPTIMIZER, TRAINER, PROGRAM, CHECKSUMS)
+MAX_TEXT = 256 << 20  # bytes of trainer.json, program.il and checksums.json, at most
+
+
+class Checkpoint(contextlib.AbstractContextManager):
+    """A checkpoint's files, read with their checksums. Close it, or use it in a with statement.
+
+    Error: no checkpoint, cut off, edited, of another version; DamageError where bytes are not what was written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"no such checkpoint folder: {folder}")
+        if not (self.folder / TRAINER).is_file():
+            hint = "; it holds weights only: read them with Config(weights=...) or trainer.load_weights, or make it a checkpoint with "
+            hint = hint + "interlace checkpoint import" if (self.folder / MODEL).is_file() else ""
+            raise CheckpointError(f"{folder} is no checkpoint: {TRAINER} is missing{hint}")
+        self.files = self._index()
+        self._open: dict[str, CheckedFile] = {}
+        try:
+            self.record = self._record()
+        except BaseException:
+            self.close()
+            raise
+
+    def _index(self) -> dict[str, Any]:
+        path = self.folder / CHECKSUMS
+        try:
+            data = _read_small(path)
+            body = json.loads(data)
+            self._check_format(body["format"])
+            text, quote, rest = data.decode().rpartition(',"self":"')
+            if not quote or rest.strip() != body["self"] + '"}' or checksum_text((text + "}").encode()) != body["self"]:
+                raise ValueError("its own checksum is another")
+            files = body["files"]
+            for name, value in files.items():
+                if Path(name).name != name or name.startswith("."):
+                    raise ValueError(f"it names a file '{name[:80]}' outside the folder")
+                value["ranges"], value["bytes"]  # must be there
+        except OSError as e:
+            raise DamageError(f"cannot read {path}: {e.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from None
+        return files
+
+    def _record(self) -> dict[str, Any]:
+        path = self.folder / TRAINER
+        try:
+            data = json.loads(self.read(TRAINER))
+            self._check_format(int(data["format"]))
+            if int(data["step"]) < 0 or not all(int(g["steps"]) >= 0 for g in data["groups"]):
+                raise ValueError("a negative number of steps")
+            for group in data["groups"]:
+                list(group["parameters"])
+                for key, value in group["hyper"].items():
+                    if key in ("params", "param_names") or not _is_plain(value):
+                        raise ValueError(f"the hyper-parameter '{key[:40]}' is no number")
+            list(data["kind"])
+            if "loop" in data and not (isinstance(data["loop"]["count"], int) and data["loop"]["count"] >= 0):
+                raise ValueError("the schedule stands nowhere")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise DamageError(f"{path} is cut off or was edited ({type(e).__name__}: {e})") from e
+        return data
+
+    def _check_format(self, number: int) -> None:
+        if number > FORMAT:
+            newer = f"format {number}, this one reads {FORMAT}"
+            raise CheckpointError(f"{self.folder} was written by a newer version ({newer}); update interlace")
+
+    def _ranges(self, name: str) -> Any:
+        if name not in self.files:
+            raise DamageError(f"{self.folder / CHECKSUMS} has no checksums of {name}: it was cut off or edited")
+        return self.files[name]["ranges"]
+
+    def read(self, name: str) -> bytes:
+        """A small file of it. Error: it is not there, or damaged."""
+        file = CheckedFile(self.folder / name, self._ranges(name))
+        with file:
+            if file.bytes > MAX_TEXT:
+                raise DamageError(f"{file.path} has {format_bytes(file.bytes)}: too much for a text")
+            return bytes(file.read_bytes(0, file.bytes))
+
+    def tensors(self, name: str) -> CheckedTensors:
+        if name not in self._open:
+            self._open[name] = CheckedTensors(self.folder / name, self._ranges(name))
+        return self._open[name]  # type: ignore[return-value]
+
+    def verify(self, part: int = 0, parts: int = 1) -> int:
+        """Reads every `parts`-th range of all files and compares; gives the bytes of it all."""
+        total = 0
+        for name in self.files:
+            kind = CheckedTensors if name.endswith(".safetensors") else CheckedFile
+            with kind(self.folder / name, self._ranges(name)) as file:
+                file.verify(part, parts)
+                total += file.bytes
+        return total
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_plain(value: Any) -> bool:
+    """A number, a word, or a few numbers: what torch.optim keeps in a group."""
+    if isinstance(value, list):
+        return len(value) <= 16 and all(isinstance(v, (int, float)) for v in value)
+    return value is None or isinstance(value, (int, float, str))
+
+
+def _read_small(path: Path) -> bytes:
+    with open(path, "rb") as f:
+        data = f.read(MAX_TEXT + 1)
+    if len(data) > MAX_TEXT:
+        raise ValueError(f"it has more than {format_bytes(MAX_TEXT)}")
+    return data
+
+
+def check_shapes(weights: Weights | CheckedTensors, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Every wanted tensor (what it is for → name in the file, shape) must be there in its shape."""
+    for label, (name, shape) in wanted.items():
+        if name not in weights:
+            raise CheckpointError(f"{weights.source} has no '{name}' for {label}; was it saved from another model?")
+        got = tuple(weights.shape(name))
+        if got != shape:
+            raise CheckpointError(
+                f"{weights.source}: '{name}' has shape {got}, {label} needs {shape}; was it saved from another model?"
+            )
+
+
+Groups = list[tuple[str, list[str]]]
+
+
+def group_difference(theirs: Groups, ours: Groups) -> str | None:
+    """The first thing in which two optimizers' groups differ; None: nothing."""
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} parameter groups there, {len(ours)} here"
+    for i, ((kind, names), (our_kind, our_names)) in enumerate(zip(theirs, ours, strict=True)):
+        if kind != our_kind:
+            return f"group {i} is {str(kind)[:40]} there, {our_kind} here"
+        for j, (name, our_name) in enumerate(zip(names, our_names, strict=False)):
+            if name != our_name:
+                return f"parameter {j} of group {i} is '{str(name)[:200]}' there, '{our_name}' here"
+        if len(names) != len(our_names):
+            return f"group {i} has {len(names)} parameters there, {len(our_names)} here"
+    return None

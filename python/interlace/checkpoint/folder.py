@@ -1,0 +1,255 @@
+"""Writing a checkpoint's folder: whose it is, the files written aside, and the rename that puts them in place whole.
+
+runs/.book.lock               held while a trainer saves to runs/book: a second run is refused
+runs/.book.1f3a9c02.part      being written
+runs/book                     the newest that is whole
+runs/book.step-40             one that it replaced, with keep=N above 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.checkpoint.contents import CHECKSUMS, FORMAT, OWN_FILES, TRAINER
+from interlace.checkpoint.tensor_file import CheckpointError, Layout, checksum_text, sums_of
+from interlace.config import format_bytes
+
+
+class FolderLock:
+    """Keeps a second run from writing the same checkpoint folder. Goes with the process, however that ends."""
+
+    def __init__(self, final: Path) -> None:
+        self.path = final.with_name(f".{final.name}.lock")
+        with saving(final):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    who = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "another process"
+                    os.close(self._file)
+                    raise CheckpointError(
+                        f"{final} is being written by another run ({who}); save to another folder, or stop that run"
+                    ) from None
+                with contextlib.suppress(FileNotFoundError):  # it was removed by who held it: make a new one
+                    if os.fstat(self._file).st_ino == os.stat(self.path).st_ino:
+                        break
+                os.close(self._file)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            # Through a descriptor of its own, soon closed: one that stays open for writing would keep the file system from being
+            # made read-only.
+            words = os.open(self.path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                os.write(words, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+            finally:
+                os.close(words)
+        for left in final.parent.glob(f".{_glob(final.name)}.*.part"):  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    def release(self) -> None:
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            os.close(self._file)
+            self._file = -1
+
+
+def _glob(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+class Staging:
+    """A folder being written beside its final place. commit() swaps it in; until then, and after discard(), the old one stands.
+
+    `large` are the files that the ranks fill range by range: they are made here with their heads and their room. Of them, cover()
+    takes the checksums; the small ones, `extra` and those of add(), are written by commit().
+    """
+
+    def __init__(self, final: Path, large: Mapping[str, Layout], extra: Mapping[str, str | bytes]) -> None:
+        from interlace import _runtime
+
+        self.final = final
+        self._large = dict(large)
+        self._sums: dict[str, dict[str, Any]] = {}
+        check_place(final)
+        for name in extra:
+            if Path(name).name != name or name in OWN_FILES or name.startswith("."):
+                raise CheckpointError(f"'{name}' cannot be the name of an extra file of a checkpoint")
+        parent = final.parent
+        self.folder = parent / f".{final.name}.{uuid.uuid4().hex[:8]}.part"
+        needed_bytes = sum(layout.bytes for layout in large.values())
+        with saving(final):
+            parent.mkdir(parents=True, exist_ok=True)
+            disk = shutil.disk_usage(parent)
+            if disk.free < needed_bytes and disk.total > 0:
+                raise CheckpointError(
+                    f"{parent} has {format_bytes(disk.free)} free, the checkpoint needs {format_bytes(needed_bytes)}; make room or save "
+                    "elsewhere (nothing was written, an older checkpoint there is untouched)"
+                )
+            self.folder.mkdir()
+            try:
+                for name, layout in large.items():
+                    _runtime.create_file(str(self.folder / name), layout.head, layout.bytes)
+            except BaseException:
+                self.discard()
+                raise
+        self._small = {name: _bytes(data) for name, data in extra.items()}
+
+    def add(self, name: str, data: str | bytes) -> None:
+        """A small file; commit() writes it."""
+        self._small[name] = _bytes(data)
+
+    def cover(self, sums: Iterable[tuple[int, int, int, str]]) -> None:
+        """The checksums of what was written to the large files: (index of the file, offset, bytes, checksum). They must cover them."""
+        found = list(sums)
+        for i, (name, layout) in enumerate(self._large.items()):
+            ranges = sums_of(layout.head) + sorted([o, c, s] for f, o, c, s in found if f == i)
+            end = 0
+            for offset, count, _ in [*ranges, (layout.bytes, 0, "")]:
+                if offset != end:
+                    raise AssertionError(f"no rank wrote byte {end} of {name}")
+                end += count
+            self._sums[name] = {"bytes": layout.bytes, "ranges": ranges}
+
+    def _write(self, name: str, content: bytes) -> None:
+        with saving(self.final), open(self.folder / name, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        self._sums[name] = {"bytes": len(content), "ranges": sums_of(content)}
+
+    def commit(self, keep: int = 1) -> None:
+        """Puts it in place. Of the checkpoints that were there, the newest keep - 1 stay beside it."""
+        for name, content in self._small.items():
+            self._write(name, content)
+        body = {"format": FORMAT, "checksum": "xxh64", "files": self._sums}
+        text = json.dumps(body, separators=(",", ":"))
+        self._write(CHECKSUMS, (text[:-1] + f',"self":"{checksum_text(text.encode())}"}}\n').encode())
+        with saving(self.final):
+            replaces = self.final.exists()
+            if replaces:
+                self._carry_over()
+            _sync_folder(self.folder)
+            if not replaces:
+                os.rename(self.folder, self.final)
+            else:
+                _exchange(self.folder, self.final)
+                place = _own_name(self.folder, self.final)  # what was replaced, if it is a checkpoint
+                if keep > 1 and place is not None:
+                    shutil.rmtree(place, ignore_errors=True)
+                    os.rename(self.folder, place)
+                shutil.rmtree(self.folder, ignore_errors=True)
+            for old in kept_checkpoints(self.final)[max(0, keep - 1) :] if keep > 1 else []:
+                shutil.rmtree(old, ignore_errors=True)
+            _sync_folder(self.final.parent)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _carry_over(self) -> None:
+        """Files that others put into the folder (a tokenizer, the text's tokens) stay in it: as links, so size does not matter."""
+        for entry in self.final.iterdir():
+            target = self.folder / entry.name
+            if target.exists():
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+            else:
+                _link(str(entry), str(target))
+
+
+def _bytes(data: str | bytes) -> bytes:
+    return data.encode() if isinstance(data, str) else data
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def kept_checkpoints(final: Path) -> list[Path]:
+    """The older checkpoints beside a folder, the newest first."""
+    pattern = re.compile(re.escape(final.name) + r"\.step-(\d{1,18})")
+    found = [(int(m.group(1)), p) for p in final.parent.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
+    return [p for _, p in sorted(found, reverse=True)]
+
+
+def check_place(final: Path) -> None:
+    """Error: a place where no checkpoint folder can be."""
+    if final.exists() and not final.is_dir():
+        raise CheckpointError(f"{final} is a file; a checkpoint is a folder")
+    for place in (Path.cwd(), Path.home()):  # the folder is replaced by a new one, which nobody may be standing in
+        if place == final or final in place.parents:
+            raise CheckpointError(f"{final} holds {place}; name a folder of the checkpoint's own, for example {final}/checkpoint")
+
+
+@contextlib.contextmanager
+def saving(where: Path) -> Iterator[None]:
+    """Turns the system's refusals into one clear error."""
+    try:
+        yield
+    except OSError as e:
+        reason = {
+            errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
+            errno.EFBIG: "a file became too big", errno.EACCES: "no permission to write there",
+            errno.EPERM: "no permission to write there", errno.EROFS: "the file system is read-only",
+        }.get(e.errno or 0, e.strerror or str(e))  # fmt: skip
+        raise CheckpointError(f"cannot save to {where}: {reason}; an older checkpoint there is untouched") from e
+
+
+def _own_name(folder: Path, final: Path) -> Path | None:
+    """The name beside `final` that an older checkpoint gets; None: the folder holds none."""
+    try:
+        step = int(json.loads((folder / TRAINER).read_bytes())["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return final.with_name(f"{final.name}.step-{step}")
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Swaps two folders, at one blow where the system can. Else (NFS) by renames: a run that is killed between them leaves the old
+    checkpoint under the name of an older one, where --resume auto finds it."""
+    if _exchange_at_once(a, b):
+        return
+    aside = _own_name(b, b) or b.with_name(f"{b.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(b, aside)
+    os.rename(a, b)
+    os.rename(aside, a)
+
+
+def _exchange_at_once(a: Path, b: Path) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

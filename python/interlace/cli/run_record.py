@@ -1,0 +1,108 @@
+"""What is saved beside a checkpoint so that `interlace train` can go on, and --resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from interlace.checkpoint.contents import Checkpoint
+from interlace.checkpoint.tensor_file import CheckpointError
+from interlace.cli.settings import AUTO, SettingError, TrainSettings
+from interlace.errors import InterlaceError
+
+RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
+TOKENIZER_FILE = "tokenizer.json"
+FORMAT = 2
+# Of a resumed run: what describes the run is taken over; where and how this process works is not.
+KEPT_ON_RESUME = (
+    *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
+    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks"),
+    *("eval_text", "eval_every", "eval_sequences"),
+)
+
+
+@dataclasses.dataclass
+class RunRecord:
+    """What is saved with a checkpoint so that the run can go on: `step` steps are done, the next is number `step`."""
+
+    step: int
+    data_digest: str
+    settings: dict[str, Any]
+    rows: int = 0  # sequences read so far: where the run stands in its text
+    tokens: int = 0  # of the text
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> RunRecord:
+        file = Path(folder) / RUN_FILE
+        try:
+            if not file.is_file():
+                raise FileNotFoundError
+            with Checkpoint(Path(folder)) as checkpoint:
+                data = json.loads(checkpoint.read(RUN_FILE))
+            if data["format"] > FORMAT:
+                newer = f"format {data['format']}, this one reads {FORMAT}"
+                raise SettingError(f"{file} was written by a newer version ({newer}); update interlace")
+            step, rows, tokens = (int(data[name]) for name in ("step", "rows", "tokens"))
+            if min(step, rows, tokens) < 0:
+                raise ValueError("a negative number")
+            record = cls(step, str(data["data_digest"]), dict(data["settings"]), rows, tokens)
+            for name, value in record.settings.items():
+                if name in KEPT_ON_RESUME and not fits(name, value):
+                    raise TypeError(f"the setting {name} is {str(value)[:40]!r}")
+        except FileNotFoundError:
+            raise SettingError(f"--resume {folder}: no saved run there (no {RUN_FILE})") from None
+        except OSError as error:
+            raise SettingError(f"cannot read {file}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError(f"{file} is cut off or was edited ({type(error).__name__}: {error})") from None
+        return record
+
+
+def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettings, RunRecord | None]:
+    """The settings of the command line, on top of those of the resumed run where there is one."""
+    settings = TrainSettings(**given)
+    if settings.resume == AUTO:
+        settings.auto, settings.resume = True, settings.save
+        if settings.save is None:
+            raise SettingError("--resume auto needs --save FOLDER: it goes on from the newest checkpoint there")
+        if not any((folder / RUN_FILE).exists() for folder in settings.candidates()):
+            settings.resume = None
+    if settings.resume is None:
+        return settings, None
+    record = _newest_record(settings)
+    types = {field.name for field in dataclasses.fields(TrainSettings)}
+    for name in KEPT_ON_RESUME:
+        if name in record.settings and name in types and name not in explicit:
+            setattr(settings, name, record.settings[name])
+    if settings.save is None:
+        settings.save = settings.resume
+    if record.step >= settings.end and not settings.auto:
+        option = "--stop-at" if settings.end < settings.steps else "--steps"
+        done = f"{record.step} of {settings.end} steps"
+        raise SettingError(f"the run in {settings.resume} has made {done}: give more with {option}")
+    return settings, record
+
+
+def _newest_record(settings: TrainSettings) -> RunRecord:
+    """What the newest sound checkpoint says of its run. Error: of the newest, when none is sound."""
+    first: InterlaceError | None = None
+    for folder in settings.candidates():
+        try:
+            return RunRecord.load(folder)
+        except (SettingError, CheckpointError) as e:
+            first = first or e
+    assert first is not None
+    raise first
+
+
+def fits(name: str, value: Any) -> bool:
+    """Whether a value is of the setting's type; a file may hold anything."""
+    kinds = str(TrainSettings.__dataclass_fields__[name].type).split(" | ") if name in TrainSettings.__dataclass_fields__ else []
+    kind = "None" if value is None else type(value).__name__
+    return not kinds or kind in kinds or (kind == "int" and "float" in kinds)

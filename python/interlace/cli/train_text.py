@@ -1,0 +1,54 @@
+"""The text of `interlace train` as batches: prepared once, kept from run to run, read on from where a run stood."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from interlace.cli.console import Work
+from interlace.cli.program_file import FileError, writable_folder
+from interlace.cli.run_record import TOKENIZER_FILE, RunRecord
+from interlace.cli.settings import SettingError, TrainSettings
+from interlace.data import TokenDataset, TokenFile, Tokenizer, find_text, prepare_tokens
+
+
+def dataset(tokens: TokenFile, settings: TrainSettings, record: RunRecord | None) -> TokenDataset:
+    """The run's batches, from where it stood. Error: a text that ends before that place."""
+    origin = (0, 0) if record is None else (record.step, record.rows)
+    data = TokenDataset(tokens.open(), settings.seq, settings.batch, settings.seed, origin)
+    if record is not None and record.tokens > settings.seq:
+        position = record.rows % ((record.tokens - 1) // settings.seq) * settings.seq
+        if tokens.count < position:
+            raise SettingError(
+                f"the run in {settings.resume} stands at token {position:,} of its text, but the text given has only {tokens.count:,} "
+                "tokens: give a longer text, or begin a new run with --weights"
+            )
+    return data
+
+
+def prepare_text(
+    settings: TrainSettings, record: RunRecord | None, other_text: bool = False, work: Work | None = None
+) -> TokenFile:
+    """The token file of the run; made by whoever comes first. A resumed run keeps its tokenizer and its text."""
+    progress = work.update if work is not None else None
+    tokenizer = None
+    if settings.resume:
+        tokenizer = Tokenizer.load(Path(settings.resume) / TOKENIZER_FILE)
+    tokens = prepare_tokens(find_text(settings.text), cache_folder(), settings.tokenizer, settings.vocab, tokenizer, progress)
+    if record is not None and not other_text and tokens.digest != record.data_digest:
+        where = settings.text or "the standard library"
+        raise SettingError(
+            f"the text has changed since {settings.resume} was saved ({where}): put the old text back, or name one with --text"
+        )
+    return tokens
+
+
+def cache_folder() -> Path:
+    """Where token files are kept from run to run: the user's cache, or the temporary folder where that is closed."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(home) / "interlace"
+    try:
+        return writable_folder(folder)
+    except FileError:
+        return Path(tempfile.gettempdir()) / f"interlace-{os.getuid()}"

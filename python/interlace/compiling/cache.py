@@ -1,0 +1,126 @@
+"""Compiled programs on disk: what a later start with the same model need not do again. Rank 0 reads and writes it.
+
+    FOLDER/programs/capture-<key>.bin     captured text, tensors of the trace, dropout probabilities
+    FOLDER/programs/plan-<key>.bin        text after the passes, their reports
+    file = one line of JSON (format, versions, digest and size of what follows) + zlib(JSON line + tensors)
+
+Keys leave the versions out, so a file of another version is found, said to be so and replaced. Files are written whole: beside, then
+renamed; two runs may do so at once, the later one stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from interlace.version import __version__
+
+log = logging.getLogger("interlace")
+FORMAT = 1
+MAX_FILES = 400  # the oldest go
+
+
+class Cache:
+    """Records under keys. Never raises for the sake of the disk: what cannot be read or written is made again and said once."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder / "programs" if folder is not None else None
+        self.notes: list[str] = []
+
+    def get(self, kind: str, key: str | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        if self.folder is None or key is None:
+            return None
+        path = self._path(kind, key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            self._say(f"cannot read {path}: {e.strerror}; it is compiled again")
+            return None
+        try:
+            first, _, packed = data.partition(b"\n")
+            head = json.loads(first)
+            if head["format"] != FORMAT or head["versions"] != versions():
+                self._say(
+                    f"{path} is of another version ({head['versions']}; here {versions()}); it is compiled again and replaced"
+                )
+                return None
+            if head["bytes"] != len(packed) or head["digest"] != hashlib.sha256(packed).hexdigest():
+                raise ValueError("its digest is not that of its contents")
+            line, _, tensors = zlib.decompress(packed).partition(b"\n")
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return json.loads(line), load_tensors(tensors) if tensors else {}
+        except Exception as e:  # any byte may be wrong
+            self._say(f"{path} is damaged ({str(e) or type(e).__name__}); it is compiled again and replaced")
+            return None
+
+    def put(self, kind: str, key: str | None, record: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
+        if self.folder is None or key is None:
+            return
+        contiguous = {n: t.contiguous() for n, t in (tensors or {}).items()}
+        packed = zlib.compress(json.dumps(record).encode() + b"\n" + (save_tensors(contiguous) if contiguous else b""), 1)
+        head = {"format": FORMAT, "versions": versions(), "bytes": len(packed), "digest": hashlib.sha256(packed).hexdigest()}
+        path = self._path(kind, key)
+        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(json.dumps(head).encode() + b"\n" + packed)
+            os.replace(beside, path)
+            self._drop_oldest()
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            self._say(f"cannot keep the compiled program in {path}: {e.strerror}")
+
+    def _path(self, kind: str, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{kind}-{key[:40]}.bin"
+
+    def _drop_oldest(self) -> None:
+        assert self.folder is not None
+        files = list(self.folder.glob("*.bin"))
+        if len(files) > MAX_FILES:
+            with contextlib.suppress(OSError):
+                for old in sorted(files, key=lambda f: f.stat().st_mtime)[: len(files) - MAX_FILES]:
+                    old.unlink(missing_ok=True)
+
+    def _say(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            log.warning("%s", text)
+
+
+@functools.cache
+def versions() -> str:
+    """Of everything that makes programs: "interlace 0.1.0 1a2b3c, torch 2.13.0". The digest is that of interlace's own files."""
+    from interlace import _core, _runtime
+
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    binaries = [Path(_core.__file__), Path(_runtime.__file__)]
+    for file in sorted([*root.rglob("*.py"), *binaries]):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return f"interlace {__version__} {digest.hexdigest()[:12]}, torch {torch.__version__}"
+
+
+def key_of(*parts: str) -> str:
+    """One key of several texts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(f"{len(data)}:".encode() + data)
+    return digest.hexdigest()

@@ -1,0 +1,111 @@
+"""Capturing a run's model for one shape of its batches, or finding the text of an earlier start. Rank 0 only."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture import Casts, InputSpec, capture
+from interlace.capture.groups import optimizer_groups
+from interlace.capture.literals import quote
+from interlace.capture.model_tensors import collect
+from interlace.compiling.cache import key_of
+from interlace.compiling.dropout import changed, reads_of
+from interlace.compiling.fingerprint import Fingerprint, Unsure
+from interlace.compiling.programs import Programs
+from interlace.config.forms import first_loss_scale
+
+Tensor = torch.Tensor
+log = logging.getLogger("interlace")
+# Settings that a captured program does not depend on. What is not named here counts.
+_LATER = frozenset(
+    {
+        "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
+        "profile", "cluster", "cache", "arena", "strategy", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
+        "tier", "tier_bandwidth",
+    }
+)  # fmt: skip
+
+
+class Captures:
+    """Captured texts of one model, loss function and optimizer."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any] | None, optimizer: torch.optim.Optimizer, programs: Programs
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
+        self.config = programs.config
+
+    def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
+        """The captured text for a micro-batch, and the tensors that only the trace has seen."""
+        cache = self.programs.cache
+        with self.programs.timed("capture"):
+            key, drops, holders = self._key(micro_batch)
+            found = cache.get("capture", key)
+            if found is not None:
+                record, constants = found
+                old = [(place, p) for place, p in record["drops"]]
+                used = {place for place, _ in old}
+                text = changed(record["text"], old, [(place, p) for place, p in drops if place in used])
+                if text is not None:
+                    self.programs.cached.append("capture")
+                    return text, constants
+            with reads_of(holders) as read:
+                captured = capture(
+                    self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
+                    rng_mode=self.config.rng, casts=Casts.named(
+                        self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
+                    ),
+                )  # fmt: skip
+            drops = [(place, p) for place, p in drops if place not in holders or place in read]
+            own = {t.name for t in collect(self.model)}
+            constants = {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
+            text, constants = _by_content(captured.text, constants)
+            cache.put("capture", key, {"text": text, "drops": drops}, constants)
+        return text, constants
+
+    def _key(self, micro_batch: Any) -> tuple[str | None, list[tuple[str, float]], dict[str, tuple[Any, str]]]:
+        """The key of the capture, the dropout probabilities that it leaves out and who holds them. None when it is not sure what the
+        capture depends on."""
+        if self.programs.cache.folder is None or not self.config.fullgraph:
+            return None, [], {}
+        spec = InputSpec.of(micro_batch)
+        mark = Fingerprint()
+        try:
+            mark.settings()
+            mark.model(self.model)
+            mark.value(self.loss_fn, "loss_fn")
+            mark.word([(t.name, t.path, t.dtype, t.shape) for t in spec.tensors])
+            mark.value(dict(spec.constants), "the batch")
+            mark.type(type(micro_batch), "the batch")
+        except Unsure as e:
+            log.info("the model is captured: %s", e)
+            return None, [], {}
+        tensors = [t for t in collect(self.model) if t.kind == "param"]
+        kinds, groups = optimizer_groups(self.optimizer, tensors)
+        mark.word(kinds, [groups.get(id(t)) for t in tensors])
+        settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
+        return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
+
+
+def _by_content(text: str, constants: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    """Tensors of the trace named by what they hold: programs for several shapes share equal ones and keep others apart."""
+    renamed: dict[str, Tensor] = {}
+    for name, t in constants.items():
+        if not name.startswith("captured."):  # it has a name of its own
+            renamed[name] = t
+            continue
+        flat = t.contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        digest = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} {t.stride()}".encode() + data).hexdigest()[:16]
+        new = f"captured.{digest}"
+        while new in renamed:  # two tensors with equal contents are two buffers: one of them may be written
+            new += "'"
+        text = text.replace(f" {quote(name)} plain", f" {quote(new)} plain")
+        renamed[new] = t
+    return text, renamed

@@ -1,0 +1,203 @@
+"""From a captured text and a schedule's passes to a program, with what the simulator says of it. Rank 0 only."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.compiling.cache import key_of
+from interlace.compiling.dropout import put_back, take_out
+from interlace.compiling.programs import Made, ProgramError, Programs, Source
+from interlace.config import Config, ConfigError
+from interlace.config.schedule import Schedule, fill, needs_profile, pass_name, pipeline
+from interlace.cost.machine import Machine, cores
+
+
+@dataclasses.dataclass
+class Prediction:
+    step_us: float
+    peak_bytes: int
+
+
+class Planner:
+    """Runs pipelines. `standard` is the part that every program of the run has."""
+
+    def __init__(self, config: Config, programs: Programs, standard: str) -> None:
+        self.config, self.programs, self.standard = config, programs, standard
+        self.ranks = programs.peers.size
+        self._scratch: Scratch | None = None
+        self._profiles: dict[str, str] = {}  # text → path
+        self._cluster: str | None = None
+        self.profile = self._given_profile()  # text; "" when there is none yet
+
+    def source(
+        self, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None = None,
+        fresh: bool = False,
+    ) -> Source:  # fmt: skip
+        """The program after the standard passes and these, from the cache unless `fresh`. Error: what a pass refuses."""
+        key, numbers = self._key(captured, passes, limit)
+        found = None if fresh else self.programs.cache.get("plan", key)
+        text = put_back(found[0]["text"], numbers) if found is not None else None
+        if found is not None and text is not None:
+            self.programs.cached.append("passes")
+            self.profile = found[0]["profile"] or self.profile
+            return Source(text, found[0]["reports"], constants, captured)
+
+        def made(within: int | None) -> Made:
+            return self.programs.run_passes(captured, pipeline(self.standard, self.filled(passes, within)))
+
+        most = self._limit(limit)
+        if most is not None and any("{limit}" in text for text in passes):
+            program, reports = self.programs.within_limit(made, most)
+        else:
+            program, reports = made(limit)
+        text = program.print()
+        template, left = take_out(text)
+        if left.keys() <= numbers.keys() and put_back(template, numbers) == text:
+            profile = self.profile if needs_profile(passes) else ""
+            self.programs.cache.put("plan", key, {"text": template, "reports": reports, "profile": profile})
+        return Source(text, reports, constants, captured)
+
+    def rehearse(self, captured: str, later: Schedule) -> None:
+        """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its
+        step fails at the start. What they make is in the cache then. Error: what a pass refuses, with the entry's step."""
+        for step, passes in later:
+            searches = any(pass_name(text) == "search" for text in passes)
+            if not passes or searches or needs_profile(passes) or self.has(captured, passes):
+                continue
+            try:
+                self.source(captured, passes, {})
+            except ProgramError as e:
+                raise ProgramError(f"schedule, step {step}: {e}") from e
+
+    def filled(self, passes: Sequence[str], limit: int | None = None) -> list[str]:
+        """Pass texts with their placeholders replaced."""
+        return fill(passes, self._values(passes, limit))
+
+    def has(self, captured: str, passes: tuple[str, ...], limit: int | None = None) -> bool:
+        """Whether source() would take this plan from the cache."""
+        return self.programs.cache.get("plan", self._key(captured, passes, limit)[0]) is not None
+
+    def _key(self, captured: str, passes: tuple[str, ...], limit: int | None) -> tuple[str, dict[int, str]]:
+        """Everything that decides what the passes make: the captured text without its dropout probabilities, the passes, the machines, the
+        limit, and the profile or, where it is measured here, the machine that it is measured on."""
+        template, numbers = take_out(captured)
+        values = {"limit": limit if limit is not None else self.config.memory_limit_bytes, "ranks": self.ranks}
+        parts = [template, str(self.config.accumulation), *fill([self.standard, *passes], values)]
+        if any("{cluster}" in text for text in passes):
+            parts.append(self.cluster_text())
+        if needs_profile(passes):
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+            here = Machine.here(local, torch.get_num_threads()).fingerprint
+            parts.append(here if self.config.profile == "auto" else self.profile)
+        parts.append(self._files(passes))
+        return key_of(*parts), numbers
+
+    @staticmethod
+    def _files(passes: tuple[str, ...]) -> str:
+        """The contents of files that passes name as options."""
+        found = [Path(word) for text in passes for word in re.findall(r"=([^,()]+)", text)]
+        return "\0".join(path.read_text(errors="replace") for path in found if path.is_file())
+
+    def predict(self, text: str) -> Prediction | None:
+        """The simulator's word on a program; None without measured times, which it needs to be worth anything here."""
+        from interlace import _core
+
+        if not self.profile:
+            return None
+        cluster = self.cluster_text()
+        simulation = _core.Simulation(
+            _core.Program.parse(text, "program"), cluster, profile=self.profile, foreign=self.config.profile != "auto"
+        )
+        return Prediction(simulation.step_us, simulation.peak_bytes)
+
+    def _limit(self, limit: int | None) -> int | None:
+        return min((n for n in (limit, self.config.memory_limit_bytes) if n is not None), default=None)
+
+    def _values(self, passes: Sequence[str], limit: int | None) -> dict[str, Any]:
+        values: dict[str, Any] = {"ranks": self.ranks, "limit": "none", "profile": "none"}
+        most = self._limit(limit)
+        if most is not None:
+            values["limit"] = most
+        if needs_profile(passes) and self.profile:
+            values["profile"] = self._file(self.profile, ".profile")
+        if any("{cluster}" in text for text in passes):
+            given = self.config.cluster
+            values["cluster"] = given if given is not None else self._file(self.cluster_text(), ".toml")
+        return values
+
+    def cluster_text(self) -> str:
+        """What the simulator takes: the name of a preset, or the text of a file."""
+        from interlace import _core
+
+        if self._cluster is None:
+            given = self.config.cluster
+            if given is None:
+                # The preset of a CPU host with this machine's cores; everything it costs is in the profile.
+                preset = _core.preset_cluster(f"local-{self.ranks}")
+                text = re.sub(r"\ncores = \d+", f"\ncores = {cores()}", preset).rstrip("\n") + "\n"
+                self._cluster = tier_speed(text, self.config) if self.config.tier is not None else text
+            else:
+                path = Path(given)
+                if path.suffix == ".toml" or "/" in given:
+                    self._cluster = _read(path, "cluster file") + "\n"
+                else:
+                    self._cluster = given
+        return self._cluster
+
+    def _file(self, text: str, suffix: str) -> str:
+        if self._scratch is None:
+            self._scratch = Scratch()
+        if text not in self._profiles:
+            self._profiles[text] = self._scratch.file(text, suffix)
+        return self._profiles[text]
+
+    def _given_profile(self) -> str:
+        if self.config.profile in ("auto", "off") or self.programs.peers.rank != 0:
+            return ""
+        return _read(Path(self.config.profile), "profile")
+
+
+def tier_speed(cluster: str, config: Config) -> str:
+    """A CPU host's cluster file with the run's tier: files, and how fast they may go, or memory."""
+    if config.tier == "host":
+        return re.sub(r"\ntier = [^\n]*", '\ntier = "memory"', cluster)
+    if config.tier_bandwidth is not None:
+        speed = float(config.tier_bandwidth) / 1e9
+        cluster = re.sub(r"\n(file_\w+_gb_per_s) = [^\n]*", rf"\n\1 = {speed!r}", cluster)
+        cluster = re.sub(r"\ntier = [^\n]*", rf"\g<0>\ntier_gb_per_s = {speed!r}", cluster)
+    # A thread wakes up for each: 3 to 5 ms when all cores are taken.
+    return re.sub(r"\ncopy_us = [^\n]*", "\ncopy_us = 3000", cluster)
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the {what} {path}: {reason}") from None
+    if not text.strip():
+        raise ConfigError(f"the {what} {path} is empty")
+    return text
+
+
+class Scratch:
+    """Files for passes to read, on rank 0, gone with the process."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="interlace-")
+        self._count = 0
+
+    def file(self, text: str, suffix: str) -> str:
+        """The path of a new file with this text; it has none of the characters that end an option of a pass."""
+        self._count += 1
+        path = Path(self._folder.name) / f"{self._count}{suffix}"
+        path.write_text(text)
+        return str(path)

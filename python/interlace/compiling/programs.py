@@ -1,0 +1,241 @@
+"""Programs of a run: made on rank 0, the same text on every rank, built into an executor, swapped for another one.
+
+rank 0: make() → text, reports, constants ──broadcast──► every rank: parse, compare digests, check memory, build
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from interlace.compiling.cache import Cache
+from interlace.compiling.states import DTYPES, States
+from interlace.config import Config, format_bytes
+from interlace.dist.peers import PeerError, Peers, ranks_text
+from interlace.errors import InterlaceError
+
+log = logging.getLogger("interlace")
+
+Tensor = torch.Tensor
+Made = tuple[Any, list[dict[str, Any]]]  # a program, with a report of each pass
+COMPILE_PATIENCE = 20.0  # how many timeouts the others wait for rank 0's capture and passes
+
+
+class ProgramError(InterlaceError):
+    """The compiler or the runtime refused a program."""
+
+
+@dataclasses.dataclass
+class Source:
+    """A program as all ranks get it from rank 0."""
+
+    text: str
+    reports: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    constants: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # tensors that only the trace has seen
+    # A program made from other passes over the same captured text begins here; rank 0 only, empty elsewhere.
+    captured: str = ""
+
+
+@dataclasses.dataclass
+class Built:
+    """A program that can run."""
+
+    source: Source
+    ir: Any
+    executor: Any
+    states: States
+
+
+class Programs:
+    """Makes programs for all ranks together: every method must be called by every rank, in the same order."""
+
+    def __init__(self, config: Config, peers: Peers) -> None:
+        self.config, self.peers = config, peers
+        self.cache = Cache(None if config.dump_ir else self.cache_folder())
+        self.seconds: dict[str, float] = {}  # of compiling, by part
+        self.cached: list[str] = []  # parts that came from the cache
+        self._shared = 0
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - begin
+
+    def cache_folder(self) -> Path | None:
+        """Where compiled programs and measured times are kept: Config.cache, $INTERLACE_CACHE or the user's cache."""
+        given = self.config.cache or os.environ.get("INTERLACE_CACHE")
+        if given == "off":
+            return None
+        if given:
+            return Path(given).expanduser()
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return Path(home) / "interlace"
+
+    def share(self, what: str, make: Callable[[], Source]) -> Source:
+        """What make() gives on rank 0, on every rank."""
+        parts: dict[str, Any] = {}
+        constants: dict[str, Tensor] = {}
+        captured = ""
+        if self.peers.rank == 0:
+            source = make()
+            parts, constants, captured = ({"text": source.text, "reports": source.reports}, source.constants, source.captured)
+        self._shared += 1
+        what = f"{what} ({self._shared})"  # a key of the store is written once
+        patience = self.config.timeout_s * COMPILE_PATIENCE
+        parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
+        packed = save_tensors({n: t.contiguous() for n, t in constants.items()})
+        data = self.peers.broadcast(f"{what}: constants", packed, patience)
+        return Source(parts["text"], parts["reports"], load_tensors(data), captured)
+
+    def run_passes(self, captured: str, pipeline: str, micro_batches: int | None = None) -> Made:
+        """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""
+        from interlace import _core
+
+        with self.timed("passes"):
+            try:
+                program = _core.Program.parse(captured, "captured")
+                program.set_meta("micro_batches", str(micro_batches or self.config.accumulation))
+                reports = program.run_passes(pipeline, dump_dir=self.config.dump_ir)
+            except _core.Error as e:
+                raise ProgramError(str(e)) from e
+        return program, reports
+
+    def build(self, source: Source, donor: Any = None, beside: Any = None, take_states: bool = True) -> Built:
+        """An executor of the program. With a donor, an executor between steps, it goes on with the donor's states, or with its tier alone.
+        `beside`: the donor's program, when it goes on as well."""
+        with self.timed("executor"):
+            return self._build(source, donor, beside, take_states)
+
+    def build_beside(self, source: Source, executor: Any, ir: Any) -> Built:
+        """An executor of a program that takes turns with the one that runs, on its states and buffers."""
+        self.compare_digests(source)
+        built = self.build(source, executor, ir)
+        running = {b["name"] for b in ir.buffers()}
+        for buffer in built.ir.buffers():
+            if buffer["name"] not in running:  # a tensor of this trace alone
+                built.executor.tensor(buffer["value"]).copy_(source.constants[buffer["name"]])
+        return built
+
+    def parse(self, source: Source) -> Any:
+        from interlace import _core
+
+        try:
+            return _core.Program.parse(source.text, "program")
+        except _core.Error as e:
+            raise ProgramError(str(e)) from e
+
+    def _build(self, source: Source, donor: Any, beside: Any, take_states: bool) -> Built:
+        from interlace import _runtime
+
+        program = self.parse(source)
+        problem = self.over_limit(program, beside)
+        if problem is not None:
+            raise InterlaceError(f"{problem}, use more ranks, or a smaller micro-batch with more accumulation")
+        options = {
+            "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
+            # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
+            "skip_nonfinite": True,
+            "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
+        }  # fmt: skip
+        axes = self.peers.groups.axes(list(program.mesh.items()))
+        try:
+            executor = _runtime.Executor(
+                source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states
+            )
+        except _runtime.Error as e:
+            raise ProgramError(str(e)) from e
+        note = executor.stats()["tier_note"]
+        if note and donor is None:
+            log.warning("%s", note)
+        return Built(source, program, executor, States(program, executor, self.peers))
+
+    def compare_digests(self, source: Source) -> None:
+        """Error: a rank that has another text than rank 0 sent."""
+        from interlace import _core
+
+        self._shared += 1
+        what = f"digest of {len(source.text)} characters ({self._shared})"
+        digests = self.peers.exchange(what, _core.digest(source.text))
+        wrong = [r for r, d in enumerate(digests) if d != digests[0]]
+        if wrong:
+            raise PeerError(
+                f"{ranks_text(wrong)} received another program than rank 0 sent (digest {digests[wrong[0]][:12]}, rank 0's is "
+                f"{digests[0][:12]}): what goes through the run's store is damaged on the way; start the run again",
+                wrong[0],
+            )
+
+    def over_limit(self, program: Any, beside: Any = None) -> str | None:
+        """What a rank needs, where that is more than it may have. `beside`: the program that has left its own memory of a step there."""
+        limit = self.config.memory_limit_bytes
+        if limit is None:
+            return None
+        need = self.needed_bytes(program, beside)
+        if need <= limit:
+            return None
+        return (
+            f"a rank needs {format_bytes(need)} (parameters and states {format_bytes(program.summary()['persistent_bytes'])}, the rest "
+            f"activations and gradients), memory_limit is {format_bytes(limit)}; raise it to {math.ceil(need / 2**20)}MiB"
+        )
+
+    def needed_bytes(self, program: Any, beside: Any = None) -> int:
+        """What a rank takes; on CPUs with all in its place, which is a little more than what lives at once."""
+        summary = program.summary()
+        need = predicted_peak_bytes(summary)
+        if self.config.arena and self.peers.device.type == "cpu":
+            need = summary["persistent_bytes"] + summary["step_bytes"] + program.memory_plan()["taken_bytes"]
+        if beside is not None:
+            own = step_states(program)
+            need += sum(size for name, size in step_states(beside).items() if name not in own)
+        return need
+
+    def within_limit(self, make: Callable[[int], Made], limit: int, beside: Any = None) -> Made:
+        """What make(limit) gives. Passes but the search hold what lives at once to it: where that takes more than memory_limit with all in
+        its place, again for as much less, a few times; as it was where less is refused."""
+        found = make(limit)
+        for _ in range(3):
+            over = self.needed_bytes(found[0], beside) - (self.config.memory_limit_bytes or math.inf)
+            if over <= 0:
+                break
+            summary = found[0].summary()
+            live = summary["persistent_bytes"] + summary["step_bytes"] + found[0].memory_plan()["live_bytes"]
+            limit = min(limit - int(over), live - 1)  # below what lives an offload moves something
+            try:
+                found = make(limit)
+            except ProgramError:
+                break
+        return found
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is a place for what leaves memory."""
+        return self.config.tier is not None or self.peers.device.type != "cpu"
+
+
+def state_name(state: dict[str, Any]) -> str:
+    """As texts have it: "u3.exp_avg"."""
+    return state["role"] if state["unit"] is None else f"u{state['unit']}.{state['role']}"
+
+
+def step_states(program: Any) -> dict[str, int]:
+    """Bytes of the states of one step, which have their memory between steps too."""
+    return {state_name(s): math.prod(s["shape"]) * DTYPES[s["dtype"]].itemsize for s in program.states() if not s["persistent"]}
+
+
+def predicted_peak_bytes(summary: dict[str, Any]) -> int:
+    """What a rank needs at most: what it keeps between steps and the largest of what lives within one."""
+    return summary["persistent_bytes"] + max(summary["step_bytes"], summary["activation_peak_bytes"] or 0)

@@ -1,0 +1,186 @@
+"""Where every parameter and optimizer state of a running program lies, and how to fill, read and gather them.
+
+A unit is a flat buffer of several parameters. A state of a unit is either whole on every rank or one shard of it:
+
+    unit u0 (numel 1024, 2 ranks)   | fc1.weight ........ | pad | fc1.bias | pad |
+    state u0.exp_avg on rank 1                    [512, 1024)  ← the window
+
+so the part of a parameter that a rank holds is the overlap of its range with the rank's window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from interlace.capture.literals import DTYPES as NAMES
+from interlace.dist.peers import Peers
+
+Tensor = torch.Tensor
+WEIGHT = "weight"  # the role under which parameters themselves are addressed here
+
+_TORCH_NAMES = {"momentum": "momentum_buffer"}  # roles that torch.optim calls otherwise
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    name: str
+    aliases: tuple[str, ...]
+    value: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    group: int | None
+    unit: int | None  # None: it owns its storage
+    offset: int  # elements from the unit's start
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    id: int
+    numel: int
+    shard: int
+    parameters: tuple[Parameter, ...]  # by offset
+
+
+class States:
+    """The storages of one executor, by unit and role."""
+
+    def __init__(self, program: Any, executor: Any, peers: Peers) -> None:
+        self.peers, self.executor = peers, executor
+        self.parameters: dict[str, Parameter] = {}
+        for p in program.params():
+            shape = tuple(p["shape"])
+            self.parameters[p["name"]] = Parameter(
+                p["name"], tuple(p["aliases"]), p["value"], shape, DTYPES[p["dtype"]], p["trainable"], p["group"],
+                p["unit"], p["unit_offset"] if p["unit"] is not None else 0, torch.Size(shape).numel(),
+            )  # fmt: skip
+        by_unit: dict[int | None, list[Parameter]] = {}
+        for q in self.parameters.values():
+            by_unit.setdefault(q.unit, []).append(q)
+        self.loose = tuple(by_unit.get(None, []))
+        self.units = [
+            Unit(u["id"], u["numel"], u["shard"], tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)))
+            for u in program.units()
+        ]
+        self._tensors: dict[tuple[int, str], Tensor] = {}
+        # States that lie out of memory at times, by value: a tensor on meta stands for them, local() brings them in.
+        self._moving: dict[tuple[int, str], int] = {}
+        for s in program.states():
+            if s["unit"] is None or not s["persistent"]:
+                continue
+            key = s["unit"], _TORCH_NAMES.get(s["role"], s["role"])
+            if s["moves"]:
+                self._moving[key] = s["value"]
+                self._tensors[key] = torch.empty(tuple(s["shape"]), dtype=DTYPES[s["dtype"]], device="meta")
+            else:
+                self._tensors[key] = executor.tensor(s["value"])
+        for u in self.units:
+            role = "full" if (u.id, "full") in self._tensors else "shard"
+            if (u.id, role) in self._tensors:
+                self._tensors[u.id, WEIGHT] = self._tensors[u.id, role]
+            if (u.id, role) in self._moving:
+                self._moving[u.id, WEIGHT] = self._moving[u.id, role]
+        self._roles: dict[int, list[str]] = {u.id: [] for u in self.units}
+        for unit, role in self._tensors:
+            if role not in ("full", "shard", "grad", WEIGHT):
+                self._roles[unit].append(role)
+        self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
+
+    def roles(self, unit: Unit) -> list[str]:
+        """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
+        return self._roles[unit.id]
+
+    def updated(self, roles: Iterable[str]) -> Iterator[tuple[str, Unit, Parameter]]:
+        """Every parameter that has one of these optimizer states, role by role and unit by unit."""
+        return ((r, u, p) for r in roles for u in self.units if r in self._roles[u.id] for p in u.parameters)
+
+    def has(self, unit: Unit, role: str) -> bool:
+        return (unit.id, role) in self._tensors
+
+    def dtype(self, unit: Unit, role: str) -> torch.dtype:
+        return self._tensors[unit.id, role].dtype
+
+    def local(self, unit: Unit, role: str) -> tuple[Tensor, int]:
+        """This rank's storage of a role, and the unit's element that it begins with. Valid until the next step or settle()."""
+        t = self._tensors[unit.id, role]
+        if (unit.id, role) in self._moving:
+            t = self.executor.tensor(self._moving[unit.id, role])
+        return t, (self.peers.rank * unit.shard if t.numel() < unit.numel else 0)
+
+    def parts(self, p: Parameter, role: str) -> Iterator[tuple[Tensor, int, int]]:
+        """(flat storage, start, end): the elements [start, end) of the parameter that lie on this rank. None when there are none."""
+        if p.unit is None:
+            if role == WEIGHT:
+                yield self._loose[p.name].view(-1), 0, p.numel
+            return
+        if (p.unit, role) not in self._tensors:
+            return
+        t, base = self.local(self.units[p.unit], role)
+        start, end = max(base, p.offset), min(base + t.numel(), p.offset + p.numel)
+        if start < end:
+            yield t[start - base : end - base], start - p.offset, end - p.offset
+
+    def fill(self, name: str, role: str, read: Callable[[int, int], Tensor]) -> None:
+        """Copies read(start, end), elements of the parameter in row-major order, to where they lie on this rank."""
+        with torch.no_grad():
+            for part, start, end in self.parts(self.parameters[name], role):
+                part.copy_(read(start, end))
+        self.settle(self.parameters[name].unit, role)
+
+    def settle(self, unit: int | None, role: str) -> None:
+        """What came into memory for a look at this role goes back out; tensors over it must not be read any more."""
+        if (unit, role) in self._moving:
+            self.executor.settle()
+
+    def fill_from(self, name: str, role: str, whole: Tensor) -> None:
+        flat = whole.detach().contiguous().view(-1)
+        self.fill(name, role, lambda start, end: flat[start:end])
+
+    def moves(self, unit: Unit, role: str) -> bool:
+        """Whether this state is out of memory at times."""
+        return (unit.id, role) in self._moving
+
+    def put_back(self, unit: Unit, role: str) -> None:
+        """Like settle(), for one state that was read and not changed: nothing is written again."""
+        if (unit.id, role) in self._moving:
+            self.executor.put_back(self._moving[unit.id, role])
+
+    def gather(self, unit: Unit, role: str, everywhere: bool = False) -> Tensor | None:
+        """The whole flat buffer of a unit's role on rank 0 (or on all ranks), None elsewhere. All ranks must call it."""
+        t, _ = self.local(unit, role)
+        if t.numel() == unit.numel or self.peers.size == 1:
+            return t
+        return self.peers.groups.gather(t, everywhere)
+
+    def cut(self, p: Parameter, flat: Tensor) -> Tensor:
+        """A parameter's view of its unit's whole buffer."""
+        return flat[p.offset : p.offset + p.numel].view(p.shape)
+
+    def resident(self, name: str) -> Tensor | None:
+        """A view of the whole parameter where this rank holds it, else None."""
+        p = self.parameters[name]
+        if p.unit is None:
+            return self._loose[name]
+        if (p.unit, WEIGHT) in self._moving:
+            return None
+        t, _ = self.local(self.units[p.unit], WEIGHT)
+        return self.cut(p, t) if t.numel() == self.units[p.unit].numel else None
+
+    def whole(self, role: str, everywhere: bool = False) -> Iterator[tuple[Parameter, Tensor | None]]:
+        """Every parameter's values of a role, unit by unit, whole on rank 0 (or everywhere). The views live until the next one."""
+        for unit in self.units:
+            if (unit.id, role) in self._tensors:
+                flat = self.gather(unit, role, everywhere)
+                for p in unit.parameters:
+                    yield p, None if flat is None else self.cut(p, flat)
+                self.put_back(unit, role)
+        if role == WEIGHT:
+            for p in self.loose:
+                yield p, self._loose[p.name]

@@ -1,0 +1,227 @@
+"""Config: every choice of a training run in one frozen object; a wrong value is refused where it is written.
+
+Config(strategy="shard", accumulation=4, clip_norm=1.0, memory_limit="20GiB")
+Config.from_dict({"strategy": "shard", "acumulation": 4})   # error: did you mean 'accumulation'?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from interlace.config.forms import ConfigError, did_you_mean, schedule_form, shapes_form
+
+STRATEGIES = ("shard", "replicate", "zero1")
+ACCUMULATE_MODES = ("reduce_each", "reduce_last")
+NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of "20GiB", "512 MB", "1e9" or a number. Error: anything else."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        value = float(text)
+    else:
+        match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
+        unit = _UNITS.get(match.group(2)) if match else None
+        if not match or unit is None:
+            raise ConfigError(f'\'{text}\' is not a size in bytes; write for example "20GiB", "512MB" or 1000000000')
+        try:
+            value = float(match.group(1)) * unit
+        except ValueError:
+            raise ConfigError(f"'{text}' is not a size in bytes; write for example \"20GiB\"") from None
+    if not 0 < value < 2**63:
+        raise ConfigError(f"a size in bytes must be positive and below 2^63, not {text}")
+    return int(value)
+
+
+def format_bytes(count: int | float) -> str:
+    """ "1.50 GiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a model is compiled and trained.
+
+    strategy         "shard" (ZeRO-3), "zero1" or "replicate" (DDP)
+    accumulation     micro-batches of an optimizer step
+    accumulate_mode  "reduce_each" (sharded gradients) or "reduce_last" (full gradients, reduced once)
+    clip_norm        largest global norm of the gradient, or None
+    seed             of random ops (dropout) and of parameters that are initialized from the meta device
+    timeout_s        the longest wait for another rank, in seconds
+    mode             "compiled", or "eager": the user's own Python on the same units, optimizer and checkpoints
+    fullgraph        False: a module that cannot be captured runs in Python as one opaque op
+    debug            look at every result while it is made and stop at the first that is not finite; slow
+    rng              "keyed" streams (independent of order), or "compat": one generator in program order, as eager has
+    passes           a whole pipeline that replaces the standard one (strategy, accumulation, clipping, precision included); {ranks}: how many
+    memory_limit     refuse to train when the predicted peak of a rank is above it ("20GiB", or bytes)
+    tier             where what leaves memory goes when memory_limit asks for it: a folder on a local disk, of this run alone, or
+                     "host", the host's memory (which an accelerator always has; on CPUs the limit then counts the rest), where
+                     optimizer steps may be made as well
+    tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
+    arena            CPUs: what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
+    dump_ir          a folder that gets the program before and after every pass
+    skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
+    deterministic    torch.use_deterministic_algorithms while a step runs
+    weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
+    schedule         [(step, [passes])]: passes that shape the program from a step of this start on (docs/loop.md); "auto": the search
+                     decides once times are measured, and from the start where memory is limited; []: the standard program stays
+    profile          times that passes decide by: "auto" measures them in the first steps, "off", or a profile's file
+    cluster          the machines that passes decide for: a preset or a file; None: this host's CPUs (local-N)
+    shapes           {input: [sizes, ...]}: the shapes of a micro-batch's inputs that vary, each compiled when first met
+    pad              {input: value}: what fills a batch that is smaller than its shape; required with shapes
+    cache            a folder for compiled programs; None: $INTERLACE_CACHE or ~/.cache/interlace; "off": none is kept
+    param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
+                     the floating inputs of the model's call; they are gathered in it. "autocast": the loss function runs under
+                     torch.autocast; parameters used in its dtype alone are gathered in it
+    reduce_dtype     "bfloat16", "float16" or "float32": gradients are reduced in it; None: in param_dtype, as in FSDP2
+    loss_scale       a number that the loss is multiplied by for backward, or "dynamic" (for float16): it starts at 65536, is halved
+                     when the gradient is not finite (that step changes nothing), doubled after 2000 steps that are
+    output_dtype     "bfloat16", "float16" or "float32": floating results of the model's call are cast to it; None: as they come
+    """
+
+    strategy: str = "shard"
+    accumulation: int = 1
+    accumulate_mode: str = "reduce_each"
+    clip_norm: float | None = None
+    seed: int = 0
+    timeout_s: float = 60.0
+    mode: str = "compiled"
+    fullgraph: bool = True
+    debug: bool = False
+    rng: str = "keyed"
+    passes: str | None = None
+    memory_limit: int | str | None = None
+    tier: str | None = None
+    tier_bandwidth: int | str | None = None
+    arena: bool = True
+    dump_ir: str | None = None
+    skip_nonfinite: bool = False
+    deterministic: bool = False
+    weights: str | None = None
+    schedule: Any = "auto"
+    profile: str = "auto"
+    cluster: str | None = None
+    shapes: Any = None
+    pad: Any = None
+    cache: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    loss_scale: float | str | None = None
+
+    def __post_init__(self) -> None:
+        self._one_of("strategy", STRATEGIES)
+        self._one_of("accumulate_mode", ACCUMULATE_MODES)
+        self._one_of("mode", ("compiled", "eager"))
+        self._one_of("rng", ("keyed", "compat"))
+        self._whole("accumulation", 1)
+        self._whole("seed", 0)
+        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._positive("timeout_s")
+        if self.clip_norm is not None:
+            self._positive("clip_norm")
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit))
+        if self.tier_bandwidth is not None:
+            object.__setattr__(self, "tier_bandwidth", parse_bytes(self.tier_bandwidth))
+            if self.tier in (None, "host"):
+                raise ConfigError("tier_bandwidth limits the tier: give tier=FOLDER as well")
+        self._dtype("param_dtype", (*NARROW, "autocast"))
+        self._dtype("reduce_dtype", (*NARROW, "float32"))
+        self._dtype("output_dtype", (*NARROW, "float32"))
+        if self.loss_scale is not None and self.loss_scale != "dynamic":
+            if isinstance(self.loss_scale, str):
+                hint = did_you_mean(self.loss_scale, ("dynamic",))
+                raise ConfigError(f"loss_scale must be a positive number or 'dynamic', not '{self.loss_scale}'{hint}")
+            self._positive("loss_scale")
+        if self.mode == "eager" and (self.param_dtype or self.reduce_dtype or self.output_dtype or self.loss_scale):
+            raise ConfigError(
+                "param_dtype, reduce_dtype, output_dtype and loss_scale need mode='compiled'; the eager mode runs the model as it is"
+            )
+        for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, str(value))
+        object.__setattr__(self, "profile", str(self.profile))
+        object.__setattr__(self, "schedule", schedule_form(self.schedule))
+        shapes, pad = shapes_form(self.shapes, self.pad)
+        object.__setattr__(self, "shapes", shapes)
+        object.__setattr__(self, "pad", pad)
+        chosen = self.schedule not in ("auto", ())
+        if self.mode == "eager" and (chosen or shapes):
+            raise ConfigError(f'{"schedule" if chosen else "shapes"} needs mode="compiled"')
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return None if self.memory_limit is None else int(self.memory_limit)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Config:
+        """A Config from names and values. Error: an unknown name (did you mean), a wrong value."""
+        known = [f.name for f in dataclasses.fields(Config)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"unknown setting '{name}'{did_you_mean(str(name), known)} (settings: {', '.join(known)})")
+        return Config(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def pipeline(self, ranks: int, momentum: bool = True) -> str:
+        """The pass pipeline of this configuration for so many ranks."""
+        if self.passes is not None:
+            return self.passes.replace("{ranks}", str(ranks))
+        from interlace import _core
+
+        param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
+        wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
+        return str(
+            _core.standard_pipeline(
+                strategy=self.strategy,
+                mesh=[("dp", ranks)],
+                accumulation=self.accumulation,
+                accumulate_mode=self.accumulate_mode,
+                param=param,
+                reduce="none" if wanted is None else NARROW.get(wanted, "f32"),
+                clip=self.clip_norm,
+                norm=self.skip_nonfinite and self.clip_norm is None,
+                momentum=momentum,
+            )
+        )
+
+    def _dtype(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        value = str(value).removeprefix("torch.")
+        object.__setattr__(self, name, value)
+        self._one_of(name, choices)
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            options = ", ".join(f"'{c}'" for c in choices)
+            raise ConfigError(f"{name} must be one of {options}, not {value!r}{did_you_mean(str(value), choices)}")
+
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+            raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or not math.isfinite(value):
+            raise ConfigError(f"{name} must be a positive number, not {value!r}")
+        object.__setattr__(self, name, float(value))

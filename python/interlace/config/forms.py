@@ -1,0 +1,97 @@
+"""The forms of the settings that are more than one value, and the error of all settings."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from interlace.errors import InterlaceError
+
+
+class ConfigError(InterlaceError, ValueError):
+    """A setting that does not exist or has a value that cannot be."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'shard'?" when a known word is near, else ""."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
+    """The schedule as tuples, or "auto". Error: another form, steps that do not rise, unknown placeholders."""
+    form = 'schedule must be "auto" or a list of (step, [passes]), for example [(0, []), (5, ["unshard()"])]'
+    known = ("profile", "cluster", "limit", "ranks")
+    found: list[tuple[int, tuple[str, ...]]] = []
+    if value is None:
+        return ()
+    if value == "auto":
+        return "auto"
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{form}, not {value!r}")
+    for entry in value:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+            raise ConfigError(f"{form}, not {entry!r}")
+        step, passes = entry
+        if isinstance(passes, str):
+            passes = [passes]
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"a step of the schedule must be a whole number of at least 0, not {step!r}")
+        if not isinstance(passes, (list, tuple)) or not all(isinstance(p, str) and p.strip() for p in passes):
+            raise ConfigError(f"{form}, not {entry!r}")
+        if found and step <= found[-1][0]:
+            raise ConfigError(f"the steps of the schedule must rise, but {step} comes after {found[-1][0]}")
+        for name in (name for text in passes for name in re.findall(r"\{(.*?)\}", text)):
+            if name not in known:
+                listed = ", ".join(known)
+                raise ConfigError(
+                    f"unknown placeholder '{name}' in the schedule{did_you_mean(name, known)} (there are: {listed})"
+                )
+        found.append((step, tuple(p.strip() for p in passes)))
+    return tuple(found)
+
+
+def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
+    """Both as sorted tuples of (input, ...). Error: another form, inputs with unequal numbers of shapes, a value to pad with that
+    is missing."""
+    if isinstance(shapes, tuple) and isinstance(pad, tuple):
+        shapes, pad = dict(shapes), dict(pad)
+    if not shapes:
+        if pad:
+            raise ConfigError("pad is of use with shapes only: declare the shapes that batches are padded to")
+        return None, None
+    form = 'shapes must be {input: [sizes, ...]}, for example {"input_ids": [(4, 128), (4, 256)]}'
+    if not isinstance(shapes, Mapping) or not isinstance(pad or {}, Mapping):
+        raise ConfigError(f"{form} and pad {{input: value}}, not {shapes!r} and {pad!r}")
+    found = {}
+    for name, sizes in shapes.items():
+        if not isinstance(sizes, (list, tuple)) or not sizes:
+            raise ConfigError(f"{form}; '{name}' has {sizes!r}")
+        for one in sizes:
+            if not isinstance(one, (list, tuple)) or not all(
+                isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in one
+            ):
+                raise ConfigError(f"{form}; '{name}' has {one!r}")
+        found[str(name)] = tuple(tuple(one) for one in sizes)
+        if len({len(one) for one in found[str(name)]}) > 1:
+            raise ConfigError(f"all shapes of '{name}' must have as many dimensions")
+    counts = {name: len(sizes) for name, sizes in found.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"'{n}' {c}" for n, c in counts.items())
+        raise ConfigError(f"every input of shapes needs one entry for each shape of the batch, but there are {listed}")
+    for name in pad or {}:
+        if name not in found:
+            raise ConfigError(f"pad has '{name}', which is not in shapes{did_you_mean(str(name), found)}")
+    for name in found:
+        if name not in (pad or {}):
+            raise ConfigError(f"pad lacks '{name}': say which value fills it up, for example pad={{'{name}': 0}}")
+        if isinstance(pad[name], bool) or not isinstance(pad[name], (int, float)):
+            raise ConfigError(f"pad of '{name}' must be a number, not {pad[name]!r}")
+    return tuple(sorted(found.items())), tuple(sorted((str(n), v) for n, v in pad.items()))
+
+
+def first_loss_scale(setting: float | str | None) -> float | None:
+    """The scale that a loss_scale begins with."""
+    return 65536.0 if setting == "dynamic" else None if setting is None else float(setting)

@@ -1,0 +1,122 @@
+"""A schedule: which passes shape the program from which step of this start on.
+
+Config(schedule=[(0, []), (5, ["unshard(profile={profile},limit={limit})"]), (100, ["search(cluster={cluster})"])])
+
+Each entry names all passes beside the standard ones, not what is new. Steps are counted from this start, not from a checkpoint.
+schedule="auto", the default, is spelled out by `default_schedule`.
+Placeholders: {profile} a file with the times measured so far, {cluster} Config.cluster, {limit} bytes that a rank may use (or none),
+{ranks} how many there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from interlace.config.config import Config
+from interlace.config.forms import ConfigError, did_you_mean
+
+Schedule = tuple[tuple[int, tuple[str, ...]], ...]
+# These work on the captured program: they run after canonicalize, before parameters are sharded.
+CAPTURED_LEVEL = ("recompute", "precision", "interleave")
+
+
+AUTO_STEP = 10  # the last steps before it are measured
+
+
+def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
+    """What schedule="auto" stands for: the search decides as soon as it has measured times, and from the start where there is a limit.
+
+    It changes no bit of the training. One rank without a limit has nothing to decide; for accelerators it needs Config.cluster.
+    """
+    if config.mode == "eager" or config.passes is not None or config.profile == "off":
+        return ()
+    limited = config.memory_limit is not None
+    known = config.cluster is not None or device == "cpu"
+    if not known or (ranks == 1 and not limited):
+        return ()
+    search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
+    if limited and config.tier is not None:  # what does not fit may leave memory
+        search += ",offload=host" if config.tier == "host" else ",offload=auto"
+        if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps
+            search += ",reposition=auto"
+    if device != "cpu" and config.profile == "auto":  # measured on CPUs only
+        return ((0, (search + ")",)),)
+    if config.profile != "auto":
+        return ((0, (search + ",profile={profile})",)),)
+    start = (search + ")",) if limited else ()
+    if ranks == 1 and config.tier is None:
+        return ((0, start),)
+    return ((0, start), (AUTO_STEP, (search + ",profile={profile})",)))
+
+
+def needs_profile(passes: Iterable[str]) -> bool:
+    return any("{profile}" in text for text in passes)
+
+
+def pass_name(text: str) -> str:
+    return text.partition("(")[0].strip()
+
+
+def items(pipeline: str) -> list[str]:
+    """The passes of a pipeline: "a(x=1,y=2),b" is "a(x=1,y=2)" and "b"."""
+    return [item.strip() for item in re.split(r",(?![^()]*\))", pipeline) if item.strip()]
+
+
+def fill(passes: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+    """Pass texts with their placeholders replaced."""
+    filled = []
+    for text in passes:
+        for name, value in values.items():
+            text = text.replace("{" + name + "}", str(value))
+        filled.append(text)
+    return filled
+
+
+def pipeline(standard: str, passes: Iterable[str]) -> str:
+    """The standard pipeline with passes added where they belong: those of the captured level after canonicalize, the rest behind."""
+    passes = list(passes)
+    early = [p for p in passes if pass_name(p) in CAPTURED_LEVEL]
+    late = [p for p in passes if pass_name(p) not in CAPTURED_LEVEL]
+    first, comma, rest = standard.partition(",")
+    if pass_name(first) == "canonicalize":
+        return ",".join([first, *early, *([rest] if comma else []), *late])
+    return ",".join([*early, standard, *late])
+
+
+def stage_at(schedule: Schedule, step: int) -> int:
+    """The index of the entry that holds at a step, -1 before the first."""
+    return sum(begin <= step for begin, _ in schedule) - 1
+
+
+def check_passes(config: Config, table: list[dict[str, Any]]) -> None:
+    """Refuses at the start what would fail hours later: unknown passes and options, a profile that cannot be there in time."""
+    known = {entry["name"]: [option["name"] for option in entry["options"]] for entry in table}
+    if config.passes is not None and "update" not in map(pass_name, items(config.passes)):
+        raise ConfigError(f"passes '{config.passes}' make no optimizer step: add update, for example update(clip=1.0)")
+    for step, passes in config.schedule:
+        for text in passes:
+            where = f"schedule, step {step}, '{text}'"
+            name = pass_name(text)
+            if name not in known:
+                raise ConfigError(f"{where}: unknown pass '{name}'{did_you_mean(name, known)}")
+            match = re.fullmatch(r"[^()]*(\(([^()]*)\))?\s*", text)
+            if match is None:
+                raise ConfigError(f"{where}: expected NAME or NAME(OPTION=VALUE,...)")
+            for part in (match.group(2) or "").split(",") if match.group(2) else []:
+                option, equals, _ = part.partition("=")
+                if not equals or option not in known[name]:
+                    listed = ", ".join(known[name]) or "none"
+                    raise ConfigError(
+                        f"{where}: unknown option '{option}'{did_you_mean(option, known[name])} (options: {listed})"
+                    )
+        if not needs_profile(passes):
+            continue
+        if config.profile == "off":
+            raise ConfigError(f'schedule, step {step}: the passes use {{profile}}, but profile is "off"; use "auto" or a file')
+        if config.profile == "auto" and step < 2:
+            raise ConfigError(
+                f"schedule, step {step}: {{profile}} is measured from step 1 on; give these passes step 2 or later, or name a file of "
+                "`interlace profile --export` as Config.profile"
+            )

@@ -1,0 +1,117 @@
+"""The process groups of one trainer, and what travels on them outside of programs.
+
+A program's mesh names axes; each axis is a set of groups, one for every place on the other axes:
+
+    mesh dp=4                    one group: 0 1 2 3
+    mesh replica=2 dp=2          dp: 0 1 | 2 3     replica: 0 2 | 1 3     (the last axis is the fastest; not made yet)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import InterlaceError
+
+
+class Groups:
+    """Groups of all ranks for one trainer alone. With one rank there are none, and every method gives what this rank has."""
+
+    def __init__(self, device: torch.device, rank: int, size: int, timeout_s: float) -> None:
+        self.device, self.rank, self.size, self.timeout_s = device, rank, size, timeout_s
+        self._groups: dict[str, Any] = {}
+
+    def open(self) -> None:
+        """Makes the groups, once; call when all ranks have been heard of, because it waits for them."""
+        if self.size == 1 or self._groups:
+            return
+        limit = datetime.timedelta(seconds=self.timeout_s)
+
+        def make(backend: str, what: str) -> Any:
+            return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
+
+        if self.device.type == "cpu":
+            self._groups = {"native": make("gloo", "native")}
+        else:
+            self._groups = {"native": make(native_backend(self.device), "native"), "host": make("gloo", "host")}
+
+    @property
+    def native(self) -> Any:
+        """For tensors on this trainer's device."""
+        return self._groups["native"]
+
+    @property
+    def host(self) -> Any:
+        """For tensors in the host's memory."""
+        return self._groups.get("host", self.native)
+
+    def axes(self, mesh: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        """The executor's description of a program's mesh, (name, size) by axis. Error: axes that this world cannot be."""
+        if not mesh:
+            return []
+        if len(mesh) > 1 or mesh[0][1] != self.size:
+            shape = " x ".join(f"{n}={s}" for n, s in mesh)
+            raise InterlaceError(f"the program is for a mesh of {shape}, but the run has {self.size} ranks on one axis")
+        group = self._groups.get("native")
+        backend = "none" if group is None else ("tcp" if self.device.type == "cpu" else native_backend(self.device))
+        axis = {"name": mesh[0][0], "rank": self.rank, "size": self.size, "backend": backend}
+        return [{**axis, "native": group.group_name if group is not None else ""}]
+
+    def gather(self, mine: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
+        """The ranks' equal 1-D parts, one after the other, on rank 0 (or on all); None elsewhere. The group's timeout holds."""
+        if self.size == 1:
+            return mine
+        here = everywhere or self.rank == 0
+        whole = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device) if here else None
+        parts = list(whole.chunk(self.size)) if whole is not None else None
+        if everywhere:
+            dist.all_gather(parts, mine.contiguous(), group=self.native)
+        else:
+            dist.gather(mine.contiguous(), parts, group=self.native, group_dst=0)
+        return whole
+
+    def gather_objects(self, mine: Any) -> list[Any] | None:
+        """Every rank's object by rank, on rank 0; None elsewhere."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(mine, found, group=self.native, group_dst=0)
+        return found
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, written into everyone's contiguous tensor."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.native, group_src=0)
+
+    def largest(self, numbers: list[int]) -> list[int]:
+        """Number by number the largest that any rank has."""
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return [int(n) for n in found.tolist()]
+
+    def close(self) -> None:
+        """Whoever still holds a group by name (an executor) must have been dropped before."""
+        groups, self._groups = self._groups, {}
+        for name in list(groups):
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(groups.pop(name))
+
+
+def native_backend(device: torch.device) -> str:
+    return dist.get_default_backend_for_device(device.type)
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator when there is one (chosen by LOCAL_RANK), else the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    return torch.device("cpu")

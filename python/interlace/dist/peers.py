@@ -1,0 +1,294 @@
+"""The ranks of a run: who is there, how they agree, and how a failure on one reaches the others by name.
+
+Agreement goes through torch's key-value store, never through a collective, so a rank that is missing or differs gives an error
+that names it. Tensors travel on process groups that belong to one trainer alone (groups.py); all waits have a deadline.
+
+How a failure spreads: the rank that fails posts its reason in the store, then closes its groups. The others' transfers break at
+once, they look into the store and report the first cause, not the neighbour whose connection closed:
+
+    rank 2: batch of a wrong shape → posts "failed/2", closes
+    rank 1: connection to 2 closed → posts "lost/1" = 2, closes, reports rank 2 and its reason
+    rank 0: connection to 1 closed → follows 1 → 2,              reports rank 2 and its reason
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import InterlaceError
+from interlace.dist.groups import Groups, native_backend
+from interlace.dist.places import Places
+
+_CHUNK = 1 << 20  # bytes of one store entry
+_PAUSE_S = 0.05  # longest pause between two looks for a key
+
+
+class PeerError(InterlaceError):
+    """Another rank failed, differs or is gone. `rank` is its number, or None when unknown."""
+
+    placed = False  # whether the message tells where every rank is
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """ "rank 2", "ranks 1 and 3", "ranks 1, 2 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+class Peers:
+    """One trainer's view of the ranks. With one rank and no torchrun there is no process group and nothing ever waits."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.device, self.timeout_s = device, timeout_s
+        self.rank, self.size = 0, 1
+        self._store: Any = None
+        self._exchanged: dict[str, int] = {}  # name -> how often exchange() was called with it
+        self._on_close: list[Callable[[], None]] = []
+        self._closed = False
+        self._failed = False
+        if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
+            backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native_backend(device)}"
+            limit = datetime.timedelta(seconds=max(timeout_s, 60.0))
+            dist.init_process_group(backend, timeout=limit, **_store_of_restart(limit))
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            store = dist.distributed_c10d._get_default_store()
+            # Every rank makes its trainers in the same order, so its own count names the trainer.
+            count = store.add(f"interlace/trainers/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"interlace/{count}", store)
+        self.places = Places(self._store, self.rank, self.size)
+        self.groups = Groups(device, self.rank, self.size, timeout_s)
+
+    # ---- agreement through the store ----
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value (JSON), by rank. Error: ranks that did not come within the timeout, or failed meanwhile."""
+        if self._store is None:
+            return [value]
+        times = self._exchanged[what] = self._exchanged.get(what, 0) + 1
+        key = what if times == 1 else f"{what} ({times})"  # else a rank could read what another said the time before
+        self._put(f"{key}/{self.rank}", json.dumps(value).encode())
+        deadline = time.monotonic() + self.timeout_s
+        return [json.loads(self._get(f"{key}/{r}", r, what, deadline)) for r in range(self.size)]
+
+    def broadcast(self, what: str, data: bytes, patience_s: float | None = None) -> bytes:
+        """Rank 0's bytes on every rank; `data` of the others is not looked at."""
+        if self._store is None:
+            return data
+        if self.rank == 0:
+            self._put(what, zlib.compress(data, 1))
+            return data
+        return zlib.decompress(self._get(what, 0, what, time.monotonic() + (patience_s or self.timeout_s)))
+
+    def post(self, key: str, value: Any) -> None:
+        """Leaves a value (JSON) for collect_one of the others; does not wait."""
+        if self._store is not None:
+            self._put(key, json.dumps(value).encode())
+
+    def collect(self, what: str, value: Any, go_on: Callable[[], bool]) -> list[Any]:
+        """What every rank posts under what/rank, `value` being this one's: as long as it takes, or until go_on() is false."""
+        return [value if r == self.rank else self.collect_one(what, r, go_on) for r in range(self.size)]
+
+    def collect_one(self, what: str, rank: int, go_on: Callable[[], bool]) -> Any:
+        """What a rank posts under what/rank. Error: it failed, or has given no sign of life for the timeout."""
+        key, pause = f"{what}/{rank}", 0.005
+        beat, since = None, time.monotonic()
+        while not self._there(key):
+            with self._store_errors():
+                place = self.places.of(rank)
+            if not go_on():
+                raise PeerError(f"'{what}' was given up")
+            if place is not None and place["beat"] != beat:
+                beat, since = place["beat"], time.monotonic()
+            if time.monotonic() - since > self.timeout_s:
+                raise PeerError(f"rank {rank} gave no sign of life for {self.timeout_s:g} s in '{what}'", rank)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return json.loads(self._value(key))
+
+    def _put(self, key: str, data: bytes) -> None:
+        chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] or [b""]
+        with self._store_errors():
+            for i, chunk in enumerate(chunks):
+                self._store.set(f"{key}#{i}", chunk)
+            self._store.set(key, str(len(chunks)))  # last: the value is complete when its key is there
+
+    def _get(self, key: str, owner: int, what: str, deadline: float) -> bytes:
+        pause = 0.0005
+        while not self._there(key):
+            if time.monotonic() > deadline:
+                with self._store_errors():
+                    # Keys that all ranks write end in their number; then say all that are missing.
+                    stem, _, tail = key.rpartition("/")
+                    absent = (
+                        [r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])]
+                        if tail.isdigit()
+                        else [owner]
+                    )
+                absent = absent or [owner]
+                raise PeerError(
+                    f"{ranks_text(absent)} did not reach '{what}' in time (Config.timeout_s is {self.timeout_s:g}); "
+                    "every rank must compile and step the same trainers in the same order",
+                    absent[0],
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S)
+        return self._value(key)
+
+    def _there(self, key: str) -> bool:
+        """Whether a value has been written. Error: it has not, and a rank has failed."""
+        with self._store_errors():
+            if self._store.check([key]):
+                return True
+            cause = self._posted()
+            # It may have written the value, and failed or closed after that, since the look above.
+            if cause is None or self._store.check([key]):
+                return cause is not None
+        raise cause
+
+    def _value(self, key: str) -> bytes:
+        with self._store_errors():
+            count = int(self._store.get(key))
+            return b"".join(self._store.get(f"{key}#{i}") for i in range(count))
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:  # DistStoreError and DistNetworkError are among them
+            said = str(e).split("\n")[0]
+            raise PeerError(
+                f"the key-value store of the run does not answer: rank 0 or the launcher, who holds it, has ended ({said})", 0
+            ) from e
+
+    # ---- failures ----
+
+    def fail(self, reason: BaseException) -> None:
+        """Tells the others that this rank stops, and why, then closes the groups so that nobody waits for it. Never raises."""
+        if self._store is None or self._failed:
+            return
+        self._failed = True
+        self.places.ask(self.places.tell)
+        peer = reason.rank if isinstance(reason, PeerError) else None
+        key, words = f"failed/{self.rank}", str(reason) or type(reason).__name__
+        if isinstance(reason, PeerError):
+            key, words = f"lost/{self.rank}", json.dumps([peer, str(reason)])
+        self.places.ask(lambda: self._store.set(key, words))
+        self.close()
+
+    def explain(self, error: BaseException) -> PeerError:
+        """The cause behind a broken transfer: a failed rank's own words (posted before it closed), or the rank that was lost."""
+        text = str(error).split("\n")[0]
+        match = re.search(r"\branks? (\d+)", text)
+        peer = int(match.group(1)) if match else None
+        cause = self.places.ask(lambda: self._posted(peer))  # the store may be gone, or stopped, with its process
+        if cause is not None:
+            return cause
+        return PeerError(text if peer is not None else f"a transfer between ranks failed: {text}", peer)
+
+    def _posted(self, start: int | None = None) -> PeerError | None:
+        """What a failed rank has posted; a rank that only lost another one leads to that one."""
+        for r in range(self.size):
+            if r != self.rank and self._store.check([f"failed/{r}"]):
+                return PeerError(f"rank {r} failed: {self._store.get(f'failed/{r}').decode()}", r)
+        seen = {self.rank}
+        candidates = [start] if start is not None else [r for r in range(self.size) if r != self.rank]
+        for r in candidates:
+            root: int | None = r
+            while root is not None and root not in seen and self._store.check([f"lost/{root}"]):
+                seen.add(root)
+                peer, message = json.loads(self._store.get(f"lost/{root}"))
+                if peer is None or peer in seen or not self._store.check([f"lost/{peer}"]):
+                    return PeerError(message, peer)
+                root = peer
+        return None
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around code that every rank runs: a failure here is told to the others, and one of theirs is reported as theirs."""
+        try:
+            yield
+        except PeerError as e:
+            self.fail(e)
+            raise self._placed(e) from e
+        except (InterlaceError, KeyboardInterrupt, OSError) as e:
+            self.fail(e)
+            raise
+        except RuntimeError as e:
+            if self._store is not None and is_transfer_error(e):
+                cause = self.explain(e)
+                self.fail(cause)
+                raise self._placed(cause) from e
+            self.fail(e)
+            if type(e).__module__ == "interlace._runtime":
+                raise InterlaceError(str(e)) from e
+            raise
+        except BaseException as e:
+            self.fail(e)
+            raise
+
+    def _placed(self, error: PeerError) -> PeerError:
+        """The error with the place of every rank. Outer guards add nothing."""
+        if error.placed or self._store is None:
+            return error
+        placed = PeerError(str(error) + self.places.text(), error.rank)
+        placed.placed = True
+        return placed
+
+    def close(self) -> None:
+        """Ends this trainer's groups."""
+        if self._closed:
+            return
+        self._closed = True
+        self.places.stop()
+        if self._store is not None and not self._failed:
+            with contextlib.suppress(Exception):
+                self._store.set(f"failed/{self.rank}", "it closed its trainer while others went on")
+        for hook in self._on_close:
+            hook()
+        self.groups.close()
+
+    def on_close(self, hook: Callable[[], None]) -> None:
+        """Runs before the groups go, also after a failure: the place to drop what holds them."""
+        self._on_close.append(hook)
+
+
+def _store_of_restart(limit: datetime.timedelta) -> dict[str, Any]:
+    """Keys of their own for ranks that torchrun has started again: its store still has the addresses of those that ended."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit
+    )
+    return {"store": dist.PrefixStore(f"interlace/attempt {attempt}", store), "rank": rank, "world_size": size}
+
+
+def is_transfer_error(error: BaseException) -> bool:
+    """Whether an error of the runtime or of torch.distributed is about the connection to another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    words = (
+        "connection", "gloo", "nccl", "timed out", "timeout", "process group", "lost rank", "socket", "broken pipe",
+    )  # fmt: skip
+    return any(w in text for w in words)

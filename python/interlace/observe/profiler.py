@@ -1,0 +1,149 @@
+"""Times of a program's ops and of transfers, taken on all ranks while it trains, and gathered on rank 0.
+
+Steps are recorded one collective at a time (`set_trace("serial")`): the same ops on the same values, so a recorded step trains as any
+other, takes no more memory, and only takes longer. Transfers over sizes are measured between steps, where the room under the limit
+allows, and kept for later starts under the machine's fingerprint.
+
+    steps:  0   1 serial  2 serial  3 serial | sweep, gather, merge | next program
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.cost.machine import Machine, available_bytes
+from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
+from interlace.cost.measurements import SLOWDOWN, from_rows
+from interlace.cost.store import Store, StoreError
+from interlace.dist.peers import Peers
+
+log = logging.getLogger("interlace")
+SWEEP_LARGEST = 1 << 24  # bytes: larger transfers are extrapolated
+BESIDE_BYTES = 16 << 20  # what measuring compute beside a transfer takes
+STORE_FILE = "profile.sqlite"
+
+
+class Profiler:
+    """One profile of one program; every rank has one and calls the same methods in the same order."""
+
+    def __init__(self, peers: Peers, timeout_s: float, folder: Path | None) -> None:
+        self.peers, self.timeout_s, self.folder = peers, timeout_s, folder
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", peers.size))
+        self.machine = Machine.here(local, torch.get_num_threads())
+        self._times: dict[str, StepTimes] = {}  # by program
+
+    @property
+    def steps(self) -> int:
+        return sum(t.steps for t in self._times.values())
+
+    def add(self, executor: Any, text: str, number: int) -> None:
+        """The step of this number, which an executor of this program has just run with the trace "serial"."""
+        if text not in self._times:
+            self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores)
+        self._times[text].add(executor.record(), partial(self.peers.exchange, f"collectives of step {number}"))
+
+    def finish(self, text: str, room: int, number: int) -> str:
+        """The profile of all ranks on rank 0, "" elsewhere. `room`: bytes that this rank may take between steps."""
+        room = min(self.peers.exchange(f"room of profile {number}", room))
+        rows: Rows = {}
+        for times in self._times.values():
+            rows |= times.rows()
+        rows |= self._sweep(text, room, number)
+        packed = [[kind, key, row] for (kind, key), row in rows.items()]
+        everyone = self.peers.exchange(f"profile {number}", packed)
+        if self.peers.rank != 0:
+            return ""
+        merged = merge([{(kind, key): row for kind, key, row in one} for one in everyone])
+        return from_rows(self.machine.fingerprint, merged).text()
+
+    def _sweep(self, text: str, room: int, number: int) -> Rows:
+        """Transfers over sizes: what the store has, and what is measured now and put there."""
+        from interlace import _runtime
+
+        if self.peers.size == 1:
+            return {}
+        facts = [f for f in _runtime.profile_plan(text).values() if f["bytes"]]
+        largest: dict[str, int] = {}
+        for f in facts:
+            kind = f["name"].removesuffix(".start")
+            # Four units may become one call.
+            largest[kind] = max(largest.get(kind, 0), f["bytes"] if kind == "all_reduce" else 4 * f["bytes"])
+        wanted = [
+            (kind, size)
+            for kind in sorted(largest)
+            for size in sweep_sizes(min(largest[kind], SWEEP_LARGEST))
+            if 3 * size <= room
+        ]
+        known: Rows = {}
+        if self.peers.rank == 0:
+            known = self._stored()
+        keys = [("collective", f"{kind} {self.peers.size} {size}") for kind, size in wanted]
+        todo: dict[str, Any] = {
+            "points": [list(p) for p, key in zip(wanted, keys, strict=True) if key not in known],
+            "beside": SLOWDOWN not in known and room >= BESIDE_BYTES,
+        }
+        todo = json.loads(self.peers.broadcast(f"points of profile {number}", json.dumps(todo).encode()))
+        found: Rows = {}
+        if todo["points"] or todo["beside"]:
+            collectives = Collectives(self.peers, self.timeout_s)
+            for kind, size in todo["points"]:
+                found["collective", f"{kind} {self.peers.size} {size}"] = collectives.time(kind, size)
+            if todo["beside"]:
+                found |= collectives.beside_compute(self.machine.cores)
+        if self.peers.rank == 0:
+            self._store(found)
+        return {key: row for key, row in known.items() if key in keys or key[0] in ("slowdown", "issue")} | found
+
+    def _stored(self) -> Rows:
+        if self.folder is None:
+            return {}
+        try:
+            with Store(self.folder / STORE_FILE) as store:
+                for note in store.notes:
+                    log.warning("%s", note)
+                return store.rows(self.machine.fingerprint)
+        except StoreError as e:
+            log.warning("times of transfers are measured again: %s", e)
+            return {}
+
+    def _store(self, rows: Rows) -> None:
+        if self.folder is None or not rows:
+            return
+        try:
+            with Store(self.folder / STORE_FILE) as store:
+                store.put(self.machine.fingerprint, rows)
+        except StoreError as e:
+            log.warning("times of transfers are not kept: %s", e)
+
+
+def merge(ranks: list[Rows]) -> Rows:
+    """One profile from those of all ranks: times median, peaks maximum."""
+    values: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+    for rows in ranks:
+        for key, row in rows.items():
+            values[key].append(row)
+    return {
+        key: {
+            name: max(r[name] for r in found if name in r)
+            if name in ("transient", "bytes", "measured")
+            else statistics.median(r[name] for r in found if name in r)
+            for name in dict.fromkeys(name for r in found for name in r)
+        }
+        for key, found in values.items()
+    }
+
+
+def free_bytes(device: torch.device, ranks_here: int) -> int:
+    """Memory that this rank may still take of its device, or its part of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes() // ranks_here

@@ -1,0 +1,66 @@
+"""From the batch of one optimizer step to the tensors of its micro-batches, checked against what was compiled.
+
+A batch is what the training loop gives to one step on this rank: a structure of tensors, cut along dimension 0 into G
+micro-batches, or a list of G such structures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.capture.inputs import InputSpec, leaves, rebuild
+from interlace.errors import InterlaceError
+
+
+def micro_batches(spec: InputSpec | None, batch: Any, count: int) -> list[Any]:
+    """The micro-batches of a step's batch. `spec` is that of one micro-batch, or None before there is one.
+
+    A list of `count` batches is told from one batch that is a list by its elements: it is a list of batches when they are no tensors.
+    """
+    if type(batch) is list and batch and not any(isinstance(x, torch.Tensor) for x in batch):
+        nested = spec is not None and any(isinstance(t.path[0], int) and len(t.path) > 1 for t in spec.tensors if t.path)
+        if not nested or len(batch) == count:
+            if len(batch) != count:
+                raise InterlaceError(
+                    f"the batch is a list of {len(batch)} micro-batches, but a step has {count} (Config.accumulation); "
+                    f"pass {count} of them, or one batch that can be cut into {count}"
+                )
+            return batch
+    if count == 1:
+        return [batch]
+    return InputSpec.of(batch).split(batch, count)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`; the same object when nothing has to move."""
+    moved = {
+        path: x.to(device, non_blocking=True) for path, x in leaves(batch) if isinstance(x, torch.Tensor) and x.device != device
+    }
+    return rebuild(batch, moved) if moved else batch
+
+
+def flatten(spec: InputSpec, parts: list[Any], device: torch.device) -> list[list[torch.Tensor]]:
+    """The tensors of each micro-batch in the order of the program's inputs, contiguous and on the device.
+
+    Errors: a missing or unknown entry, another shape or dtype than compiled for, meta tensors.
+    """
+    out = []
+    for i, part in enumerate(parts):
+        try:
+            tensors = spec.flatten(part)
+        except InterlaceError as e:
+            if len(parts) == 1:
+                raise
+            raise type(e)(f"micro-batch {i} of {len(parts)}: {e}") from e
+        for t, x in zip(spec.tensors, tensors, strict=True):
+            if x.is_meta:
+                raise InterlaceError(f"batch entry '{t.name}' is on the meta device and has no data")
+        out.append([x.detach().to(device).contiguous() for x in tensors])
+    return out
+
+
+def describe(spec: InputSpec) -> dict[str, str]:
+    """Input name → "int64[2, 128]", to compare between ranks."""
+    return {t.name: t.describe() for t in spec.tensors}

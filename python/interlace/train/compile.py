@@ -1,0 +1,313 @@
+"""interlace.compile: from a model, an optimizer and a loss function to a Trainer, the same on every rank.
+
+every rank: checks its own arguments → tells the others what it has → compares           (nobody waits for a rank that is wrong)
+rank 0:     captures, runs the passes → text                                              → broadcast, digests compared
+every rank: builds the executor → fills the units from the model, unit by unit → Trainer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture import InputSpec
+from interlace.capture.groups import optimizer_groups
+from interlace.capture.model_tensors import check_parameters, collect
+from interlace.checkpoint.weights import Weights, find_name
+from interlace.compiling.captures import Captures
+from interlace.compiling.planner import Planner
+from interlace.compiling.programs import Built, Programs, Source
+from interlace.compiling.states import WEIGHT, States
+from interlace.config import Config, ConfigError
+from interlace.config.schedule import check_passes, default_schedule, stage_at
+from interlace.dist.groups import default_device
+from interlace.dist.peers import PeerError, Peers, ranks_text
+from interlace.errors import InterlaceError
+from interlace.train import batch as batches
+from interlace.train.eager import EagerRunner, eager_text
+from interlace.train.hyper import Hyper, uses_momentum
+from interlace.train.materialize import adopt, initialize, release
+from interlace.train.run import Run, Tensors
+from interlace.train.shapes import Shapes, check_shapes_of
+from interlace.train.trainer import Trainer
+
+Tensor = torch.Tensor
+log = logging.getLogger("interlace")
+
+
+def compile(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+    example_batch: Any = None, config: Config | None = None,
+) -> Trainer:  # fmt: skip
+    """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
+
+    `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
+    one step gets on this rank. `optimizer` is torch.optim's AdamW, Adam or SGD; its hyper-parameters are read anew each step, so
+    schedulers work. Afterwards the parameters live in the trainer: where every rank holds them whole, the model's parameters are views
+    of them; else they become meta tensors. Raises InterlaceError with what is wrong and what to do.
+    """
+    config = config or Config()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict")
+    if not isinstance(model, nn.Module):
+        raise InterlaceError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InterlaceError(f"optimizer must be a torch.optim optimizer, not {type(optimizer).__name__}")
+    if example_batch is None:
+        raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
+    first = next((p for p in model.parameters() if not p.is_meta), None)
+    peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
+    try:
+        with peers.guard():
+            begin = time.monotonic()
+            trainer = _Build(model, optimizer, loss_fn, example_batch, config, peers).trainer()
+            trainer.compile_seconds["total"] = time.monotonic() - begin
+            log.info("compiled: %s", trainer.compile_table())
+            return trainer
+    except BaseException:
+        peers.close()
+        raise
+
+
+class _Build:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None,
+        example_batch: Any, config: Config, peers: Peers,
+    ) -> None:  # fmt: skip
+        if config.schedule == "auto":
+            config = dataclasses.replace(config, schedule=default_schedule(config, peers.size, peers.device.type))
+        self.model, self.optimizer, self.loss_fn, self.config, self.peers = model, optimizer, loss_fn, config, peers
+        self.parts = batches.micro_batches(None, example_batch, config.accumulation)
+        self.micro_batch = self.parts[0]
+        self.spec = InputSpec.of(self.micro_batch)
+        check_shapes_of(self.spec, config)
+        self.tensors = collect(model)
+        check_parameters(self.tensors)
+        optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
+        self.names = {id(t.real): t.name for t in self.tensors}
+        self.programs = Programs(config, peers)
+        self.captures = Captures(model, loss_fn, optimizer, self.programs)
+        self.planner = Planner(config, self.programs, config.pipeline(peers.size, uses_momentum(optimizer)))
+
+    def trainer(self) -> Trainer:
+        self._check_schedule()
+        self._compare_ranks()
+        self.peers.groups.open()
+        shapes = self._open_shapes()
+        source = self._source(None)
+        built = self._built(source)
+        self._fill_parameters(built.states)
+        buffers = self._fill_buffers(built)
+        runner: Any = built.executor
+        if self.config.mode == "eager":
+            adopt(self.tensors, built.states, buffers)
+            runner = self._eager_runner(built)
+            used = self._used(runner)
+            if used is not None:
+                built = self._rebuild(used, built.states, buffers)
+                buffers = self._fill_buffers(built)
+                runner = self._eager_runner(built)
+        hyper = Hyper(self.optimizer)
+        if hyper.import_steps():
+            self._import_optimizer(built.states)
+        adopt(self.tensors, built.states, buffers)
+        entries = [
+            (name, self.names[id(t)], isinstance(t, nn.Parameter))
+            for name, t in self.model.state_dict(keep_vars=True).items()
+            if isinstance(t, Tensor) and id(t) in self.names
+        ]
+        kept = {name for _, name, _ in entries}
+        tensors = Tensors(
+            entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None)
+        )
+        run = Run(
+            model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
+            spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,
+        )  # fmt: skip
+        return Trainer(run, self.captures, self.planner)
+
+    # ---- the same on every rank ----
+
+    def _compare_ranks(self) -> None:
+        groups = [[self.names.get(id(p), "?") for p in g["params"]] for g in self.optimizer.param_groups]
+        varying = dict(self.config.shapes or ())
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir", "cache")}
+        mine = {
+            "setting": {k: repr(v) for k, v in config.items()},
+            "batch entry": {n: d for n, d in batches.describe(self.spec).items() if n not in varying},
+            "parameter": {
+                t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
+                for t in self.tensors if t.kind == "param"
+            },
+            "optimizer": {"class": type(self.optimizer).__name__, "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
+        }  # fmt: skip
+        everyone = self.peers.exchange("compile", mine)
+        for kind in mine:
+            differing = [r for r, other in enumerate(everyone) if other[kind] != everyone[0][kind]]
+            if not differing:
+                continue
+            here, there = everyone[0][kind], everyone[differing[0]][kind]
+            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+            raise PeerError(
+                f"{ranks_text(differing)} {'differ' if len(differing) > 1 else 'differs'} from rank 0: {kind} '{name}' is "
+                f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} on rank 0; every rank must compile the same",
+                differing[0],
+            )
+
+    def _source(self, used: list[str] | None) -> Source:
+        """Rank 0's program on every rank."""
+
+        def make() -> Source:
+            captured, constants = self._capture(used)
+            stage = stage_at(self.config.schedule, 0)
+            source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
+            self.planner.rehearse(captured, self.config.schedule[stage + 1 :])
+            return source
+
+        return self.programs.share("program" if used is None else "program of the used parameters", make)
+
+    def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
+        if self.config.mode == "eager":
+            return eager_text(self.model, self.tensors, self.optimizer, used), {}
+        return self.captures.text(self.micro_batch)
+
+    def _open_shapes(self) -> Shapes | None:
+        """With several shapes, the example batch stands for the one that holds it."""
+        if not self.config.shapes:
+            return None
+        shapes = Shapes(self.config, self.peers, self.captures, self.planner)
+        shapes.current = shapes.choose(self.parts)
+        self.micro_batch = shapes.filled(self.parts, shapes.current)[0]
+        shapes.current.spec = self.spec = InputSpec.of(self.micro_batch)
+        shapes.current.stage = stage_at(self.config.schedule, 0)
+        return shapes
+
+    def _check_schedule(self) -> None:
+        if self.config.schedule or self.config.passes is not None:
+            from interlace import _core
+
+            check_passes(self.config, _core.pass_table())
+            if self.peers.rank == 0 and any("{cluster}" in text for _, passes in self.config.schedule for text in passes):
+                _core.cluster_devices(self.planner.cluster_text(), self.config.cluster or "cluster")
+
+    def _built(self, source: Source) -> Built:
+        self.programs.compare_digests(source)
+        return self.programs.build(source)
+
+    # ---- values ----
+
+    def _fill_parameters(self, states: States) -> None:
+        self._agree_on_values()
+        weights = Weights(self.config.weights) if self.config.weights else None
+        prefix = getattr(self.model, "base_model_prefix", None)
+        missing: set[str] = set()
+        for t in self.tensors:
+            if t.kind != "param":
+                continue
+            file = find_name(weights, [t.name, *t.aliases], prefix) if weights else None
+            if file is not None and weights is not None:
+                shape = tuple(weights.shape(file))
+                if shape != tuple(t.real.shape):
+                    raise InterlaceError(f"{weights.source}: '{file}' has shape {shape}, the model's has {tuple(t.real.shape)}")
+                states.fill(t.name, WEIGHT, partial(weights.read_range, file))
+            elif t.real.is_meta:
+                missing.add(t.name)
+            elif weights is not None:
+                raise InterlaceError(f"{weights.source} has no '{t.name}'; was it saved from another model?")
+            else:
+                states.fill_from(t.name, WEIGHT, t.real)
+            if self.config.mode == "compiled" and states.resident(t.name) is None:
+                release(t.real)
+        if weights is not None and missing:
+            raise InterlaceError(f"{weights.source} has no '{sorted(missing)[0]}'; was it saved from another model?")
+        if weights is not None:
+            weights.close()
+        initialize(self.model, missing, self.config.seed, lambda name, value: states.fill_from(name, WEIGHT, value))
+
+    def _agree_on_values(self) -> None:
+        """As in DDP, rank 0's values count; nothing is sent where all ranks have the same bits already."""
+        if self.peers.size == 1:
+            return
+        real = [t.real for t in self.tensors if not t.real.is_meta]
+        digests = self.peers.exchange("values", hashlib.sha256(b"".join(_checksum(t) for t in real)).hexdigest())
+        if len(set(digests)) > 1:
+            for t in real:
+                value = t.detach().contiguous()
+                self.peers.groups.broadcast(value)
+                t.data.copy_(value)
+
+    def _fill_buffers(self, built: Built) -> dict[str, Tensor]:
+        """The executor's storage of every buffer, with the model's values in it."""
+        storages = {b["name"]: built.executor.tensor(b["value"]) for b in built.ir.buffers()}
+        by_name = {t.name: t for t in self.tensors}
+        meta: set[str] = set()
+        weights = Weights(self.config.weights) if self.config.weights else None
+        for name, storage in storages.items():
+            known = by_name.get(name)
+            if known is None:
+                storage.copy_(built.source.constants[name])
+            elif weights is not None and known.persistent and name in weights:
+                storage.copy_(weights.read(name))
+            elif known.real.is_meta:
+                meta.add(name)
+            else:
+                storage.copy_(known.real)
+        initialize(self.model, meta, self.config.seed, lambda name, value: storages[name].copy_(value))
+        return storages
+
+    def _import_optimizer(self, states: States) -> None:
+        """The moments of an optimizer that has already made steps; its own copies are dropped."""
+        for p, state in self.optimizer.state.items():
+            name = self.names[id(p)]
+            for role, value in state.items():
+                if role == "step" or not isinstance(value, Tensor):
+                    continue
+                unit = states.parameters[name].unit
+                if unit is None or role not in states.roles(states.units[unit]):
+                    raise InterlaceError(
+                        f"the optimizer has a state '{role}' of parameter '{name}', which the program does not update; start with a "
+                        "fresh optimizer, or make the model use that parameter"
+                    )
+                states.fill_from(name, role, value)
+        self.optimizer.state.clear()
+
+    # ---- eager mode ----
+
+    def _eager_runner(self, built: Built) -> EagerRunner:
+        inputs = [i["name"] for i in built.ir.inputs()]
+        seed, rng = self.config.seed, self.config.rng
+        return EagerRunner(self.model, self.loss_fn, built.executor, built.states, self.peers, self.spec, inputs, seed, rng)
+
+    def _used(self, runner: EagerRunner) -> list[str] | None:
+        """The parameters with a gradient, when some trainable ones have none on any rank."""
+        mine = runner.used_parameters(self.micro_batch)
+        anyone = set().union(*self.peers.exchange("used parameters", mine))
+        used = [name for name in runner.gradients if name in anyone]
+        if not used:
+            raise InterlaceError("the loss depends on no trainable parameter")
+        return None if len(used) == len(runner.gradients) else used
+
+    def _rebuild(self, used: list[str], old: States, buffers: dict[str, Tensor]) -> Built:
+        """The program without the parameters that get no gradient: like torch.optim, it must leave them as they are."""
+        for t in self.tensors:
+            if t.name in buffers and t.kind == "buffer":
+                t.real.data = buffers[t.name].clone()
+        built = self._built(self._source(used))
+        for p, value in old.whole(WEIGHT, everywhere=True):
+            assert value is not None
+            built.states.fill_from(p.name, WEIGHT, value)
+        return built
+
+
+def _checksum(t: Tensor) -> bytes:
+    flat = t.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=16).digest()

@@ -1,0 +1,178 @@
+"""mode="eager": the user's own Python forward and backward on the program's units, optimizer and checkpoints.
+
+The program then has no model in it, only the gradients as inputs:
+
+    param %0: f32[32,32] "fc.weight" trainable group 0      input %1: f32[32,32] "grad of fc.weight"
+    phase micro_batch takes () gives () { grad(%0, %1) {bwd} }
+
+Sharding, accumulation, clipping and update are the same passes and kernels as in compiled mode, so print and pdb work in the model and
+the loss still agrees. It gathers the whole model for the step; this mode is for looking, not for speed or memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture.groups import optimizer_groups
+from interlace.capture.inputs import InputSpec
+from interlace.capture.literals import quote
+from interlace.capture.model_tensors import ModelTensor
+from interlace.compiling.states import DTYPES, WEIGHT, States
+from interlace.dist.peers import Peers
+from interlace.train import batch as batches
+from interlace.train.materialize import Slot, module_seed, replaced, slots_of
+
+Tensor = torch.Tensor
+LossFn = Callable[[nn.Module, Any], Any]
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _type(t: Tensor) -> str:
+    text = f"{_DTYPE_NAMES[t.dtype]}[{','.join(map(str, t.shape))}]"
+    contiguous = torch.empty(t.shape, device="meta").stride()
+    return text if t.stride() == contiguous else text + "{" + ",".join(map(str, t.stride())) + "}"
+
+
+def eager_text(
+    model: nn.Module, tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, used: Collection[str] | None
+) -> str:
+    """The program of a step whose gradients are inputs. `used`: the parameters that get one; None means all trainable ones."""
+    kinds, group_of = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
+    lines = ["interlace 1 captured", f"meta model {quote(type(model).__name__)}", f"meta mode {quote('eager')}"]
+    lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
+    inputs: list[str] = []
+    ops: list[str] = []
+    for i, t in enumerate(tensors):
+        decl = f"%{i}: {_type(t.real)} {quote(t.name)}"
+        if t.kind != "param":
+            lines.append(f"buffer {decl} {'persistent' if t.persistent else 'plain'}")
+            continue
+        trainable = t.real.requires_grad
+        line = f"param {decl} " + (f"trainable group {group_of[id(t.real)]}" if trainable else "frozen")
+        lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))
+        if trainable and (used is None or t.name in used):
+            value = len(tensors) + len(inputs)
+            inputs.append(f"input %{value}: {_type(t.real)} {quote('grad of ' + t.name)}")
+            ops.append(f"  grad(%{i}, %{value}) {{bwd}}")
+    return "\n".join([*lines, *inputs, "phase micro_batch takes () gives () {", *ops, "}"]) + "\n"
+
+
+def default_loss(model: nn.Module, batch: Any) -> Any:
+    """model(**batch).loss for dict-like batches, else model(batch)."""
+    if hasattr(batch, "keys"):
+        out = model(**batch)
+        return out["loss"] if isinstance(out, dict) and "loss" in out else getattr(out, "loss", out)
+    return model(batch)
+
+
+def named_outputs(result: Any) -> dict[str, Tensor]:
+    """The outputs of a loss function by name, the loss first; the same names as in compiled mode."""
+    if isinstance(result, dict):
+        return {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
+    if isinstance(result, (tuple, list)):
+        return {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
+    return {"loss": result}
+
+
+class EagerRunner:
+    """Stands where the executor stands: step() takes micro-batches as the user made them."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, executor: Any, states: States, peers: Peers, spec: InputSpec,
+        inputs: list[str], seed: int, rng: str,
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn = model, loss_fn or default_loss
+        self.executor, self.states, self.peers, self.spec = executor, states, peers, spec
+        self.gradients = [name.removeprefix("grad of ") for name in inputs]
+        self.seed, self.rng = seed, rng
+
+    @contextmanager
+    def installed(self) -> Iterator[dict[str, Tensor]]:
+        """The whole parameters in the model's places, as leaves of autograd."""
+        values = {p.name: t for p, t in self.states.whole(WEIGHT, everywhere=True) if t is not None}
+        slots = [s for s in slots_of(self.model) if s.name in values]
+
+        def leaf(slot: Slot) -> Tensor:
+            return nn.Parameter(values[slot.name].detach(), slot.tensor.requires_grad)
+
+        with replaced(slots, leaf) as tensors, torch.enable_grad():
+            yield {slot.name: t for slot, t in zip(slots, tensors, strict=True)}
+
+    @contextmanager
+    def _generator(self, step: int, index: int) -> Iterator[None]:
+        """Keyed mode: random numbers depend on (seed, step, micro-batch, rank) alone; compat mode: the user's generator."""
+        if self.rng == "compat":
+            yield
+            return
+        with torch.random.fork_rng(devices=[self.peers.device] if self.peers.device.type == "cuda" else []):
+            torch.manual_seed(module_seed(self.seed, f"step {step} micro-batch {index} rank {self.peers.rank}"))
+            yield
+
+    def step(self, micro_batches: list[Any], hyper: list[list[float]], step: int) -> dict[str, Any]:
+        outputs: dict[str, list[Tensor]] = {}
+        gradients: list[list[Tensor]] = []
+        for part in micro_batches:  # before any transfer
+            self.spec.flatten(part)
+        with self.installed() as leaves:
+            wanted = [leaves[name] for name in self.gradients]
+            for i, part in enumerate(micro_batches):
+                with self._generator(step, i):
+                    named = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))
+                    found = torch.autograd.grad(named["loss"], wanted, allow_unused=True)
+                for name, value in named.items():
+                    outputs.setdefault(name, []).append(value.detach())
+                gradients.append([torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)])
+        result = self.executor.step(gradients, hyper, step)
+        finite = result["finite"] and all(math.isfinite(v.item()) for v in outputs["loss"])
+        return {**result, "outputs": outputs, "finite": finite}
+
+    def used_parameters(self, micro_batch: Any) -> list[str]:
+        """The parameters that get a gradient, found by one run whose effects are taken back."""
+        saved = [(b, b.detach().clone()) for b in self.model.buffers()]
+        with self.installed() as leaves, self._generator(0, 0):
+            before = torch.get_rng_state()
+            loss = named_outputs(self.loss_fn(self.model, batches.to_device(micro_batch, self.peers.device)))["loss"]
+            found = torch.autograd.grad(loss, [leaves[n] for n in self.gradients], allow_unused=True)
+            torch.set_rng_state(before)
+        for buffer, value in saved:
+            buffer.copy_(value)
+        return [name for name, g in zip(self.gradients, found, strict=True) if g is not None]
+
+    def find_nonfinite(self, micro_batches: list[Any], step: int) -> str | None:
+        """The innermost module whose output is first not finite, or the parameter whose gradient is."""
+        culprit: list[str] = []
+
+        def look(path: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                for t in output if isinstance(output, (tuple, list)) else [output]:
+                    if isinstance(t, Tensor) and t.is_floating_point() and not culprit and not torch.isfinite(t).all():
+                        culprit.append(f"the first such value is the output of module '{path}' ({type(module).__name__})")
+
+            return hook
+
+        hooks = [m.register_forward_hook(look(path)) for path, m in self.model.named_modules() if path]
+        saved = [(b, b.detach().clone()) for b in self.model.buffers()]
+        try:
+            with self.installed() as leaves:
+                wanted = [leaves[name] for name in self.gradients]
+                for i, part in enumerate(micro_batches):
+                    with self._generator(step, i):
+                        loss = named_outputs(self.loss_fn(self.model, batches.to_device(part, self.peers.device)))["loss"]
+                        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+                    if not culprit and not torch.isfinite(loss):
+                        culprit.append("every module's output is finite: the loss function makes the first such value")
+                    bad = [n for n, g in zip(self.gradients, found, strict=True) if g is not None and not torch.isfinite(g).all()]
+                    if not culprit and bad:
+                        culprit.append(f"the loss is finite, the gradient of '{bad[-1]}' is not")
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for buffer, value in saved:
+                buffer.copy_(value)
+        return culprit[0] if culprit else None

@@ -1,0 +1,168 @@
+"""Trainer.evaluate: the loss of a batch in eval mode, without a step, on the parameters where they lie.
+
+    capture(model.eval()) → canonicalize, shard, update → forward_only ─ the program of forward alone, on the trainer's own shards
+
+A program is made for each shape of batch and loss function when it is first met, and shares parameters and buffers with the one that
+trains (programs.py: donor); one of the two has memory for activations at a time.
+
+States that lie in the tier between steps stay there while forward does not need them, so a memory limit holds here as in training:
+
+    within the limit?   what is out stays out  →  all optimizer states are out  →  parameters come when they are needed, and leave
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture.inputs import InputSpec
+from interlace.compiling.captures import Captures
+from interlace.compiling.planner import Planner
+from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
+from interlace.config.schedule import items, pass_name
+from interlace.dist.peers import PeerError, ranks_text
+from interlace.train import batch as batches
+from interlace.train.batch import describe
+from interlace.train.eager import EagerRunner, default_loss, named_outputs
+from interlace.train.hyper import uses_momentum
+from interlace.train.run import Run
+
+Tensor = torch.Tensor
+LossFn = Callable[[nn.Module, Any], Any]
+# What decides units and states; the others say when things move in a step.
+STRUCTURE = ("canonicalize", "precision", "shard", "replicate", "zero1", "update")
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """model.eval(), and every module as it was afterwards."""
+    training = [m for m in model.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+class Evaluation:
+    """The evaluating programs of one trainer."""
+
+    def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
+        self.run, self.captures, self.planner = run, captures, planner
+        plain = dataclasses.replace(run.config, accumulation=1).pipeline(run.world_size, uses_momentum(run.optimizer))
+        self.structure = [text for text in items(plain) if pass_name(text) in STRUCTURE]
+        self._built: dict[Any, tuple[_Ready, InputSpec, LossFn | None]] = {}
+        self._calls = 0
+
+    def run_on(self, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor] | str:
+        """The outputs of the loss function by name, the loss first; or why memory does not suffice, the same on every rank. Every rank
+        must call it with a batch of the same shape."""
+        run = self.run
+        loss_fn = loss_fn or self.captures.loss_fn
+        if isinstance(run.runner, EagerRunner):
+            return self._run_eager(run.runner, batch, loss_fn)
+        spec = InputSpec.of(batch)
+        self._agree(spec)
+        trainable = tuple(p.requires_grad for p in run.model.parameters())
+        out = tuple(state_name(s) for s in run.ir.states() if s["out"])
+        tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
+        key = (id(loss_fn), trainable, out, tensors, repr(dict(spec.constants)))
+        if key not in self._built:
+            made = self._build(batch, loss_fn, out)
+            if isinstance(made, str):
+                return made
+            self._built[key] = (made, spec, loss_fn)  # with it, so that its id stays its own
+        ready, spec, _ = self._built[key]
+        inputs = batches.flatten(spec, [batch], run.peers.device)
+        if ready.moves:
+            run.settle_save()  # what a save has not copied yet must not leave memory
+        result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
+        ready.bring_back(run.ir)
+        return {name: values[0] for name, values in result["outputs"].items()}
+
+    def forget(self) -> None:
+        """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
+        self._built.clear()
+
+    def _agree(self, spec: InputSpec) -> None:
+        self._calls += 1
+        everyone = self.run.peers.exchange(f"evaluation {self._calls}", describe(spec))
+        wrong = [r for r, other in enumerate(everyone) if other != everyone[0]]
+        if wrong:
+            here, there = everyone[0], everyone[wrong[0]]
+            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+            raise PeerError(
+                f"evaluate: {ranks_text(wrong)} gave another batch than rank 0: '{name}' is {there.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} on rank 0; fill up the last batch, or leave it out on every rank",
+                wrong[0],
+            )
+
+    def _build(self, batch: Any, loss_fn: LossFn | None, out: tuple[str, ...]) -> _Ready | str:
+        run, programs, captures = self.run, self.run.programs, self.captures
+        if loss_fn is not captures.loss_fn:
+            captures = Captures(captures.model, loss_fn, captures.optimizer, programs)
+
+        def make() -> Source:
+            with in_eval_mode(run.model):
+                text, constants = captures.text(batch)
+            program, reports = self._within_limit(text, out)
+            return Source(program.print(), reports, constants, text)
+
+        source = programs.share(f"program of evaluation {self._calls}", make)
+        problem = programs.over_limit(programs.parse(source), run.ir)
+        if problem is not None:
+            return f"evaluate: {problem}, or evaluate on a smaller batch"
+        return _Ready(programs.build_beside(source, run.executor, run.ir))
+
+    def _within_limit(self, text: str, out: tuple[str, ...]) -> Made:
+        """The program that moves least among those that the limit allows; else the one that needs least."""
+
+        run, programs = self.run, self.run.programs
+
+        def made(idle: str, *more: str) -> Made:
+            passes = [*self.structure, f"forward_only(out={idle})", "reorder", *more]
+            return programs.run_passes(text, ",".join(passes), micro_batches=1)
+
+        found = made("+".join(out) or "none")
+        if programs.over_limit(found[0], run.ir) is None or not programs.has_tier:
+            return found
+        found = made("all")
+        if programs.over_limit(found[0], run.ir) is None:
+            return found
+        limit = (programs.config.memory_limit_bytes or 0) - sum(step_states(run.ir).values())
+
+        def streamed(within: int) -> Made:
+            stream = f"offload(limit={within},kinds=master+activations,cluster={{cluster}})"
+            return made("all", *self.planner.filled([stream]))
+
+        with contextlib.suppress(ProgramError):  # not even so: what the limit lacks is said of the program before
+            found = programs.within_limit(streamed, limit, run.ir)
+        return found
+
+    def _run_eager(self, runner: EagerRunner, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor]:
+        with runner.installed(), in_eval_mode(self.run.model), torch.no_grad():
+            result = (loss_fn or default_loss)(self.run.model, batches.to_device(batch, self.run.peers.device))
+            return {name: value.detach().clone() for name, value in named_outputs(result).items()}
+
+
+class _Ready:
+    """An evaluating program on the states of one that trains."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self.left_out = {state_name(s): s["value"] for s in built.ir.states() if s["out"]}
+        self.moves = any(s["moves"] for s in built.ir.states())
+
+    def bring_back(self, running: Any) -> None:
+        """States that only this program leaves out: the one that trains does not look for them in the tier."""
+        if self.left_out:
+            for state in running.states():
+                if not state["moves"] and state_name(state) in self.left_out:
+                    self.built.executor.tensor(self.left_out[state_name(state)])

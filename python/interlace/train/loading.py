@@ -1,0 +1,146 @@
+"""A Trainer's checkpoints and weights on their way in: all is checked on every rank before anything changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_shapes, group_difference
+from interlace.checkpoint.optimizer import kind_of
+from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
+from interlace.checkpoint.weights import Weights, find_name
+from interlace.compiling.states import WEIGHT
+from interlace.train.loop import Loop
+from interlace.train.run import Run
+from interlace.train.saving import Saving
+
+log = logging.getLogger("interlace")
+
+Tensor = torch.Tensor
+
+
+class Loading:
+    """What one trainer reads."""
+
+    def __init__(self, run: Run, saving: Saving, loop: Loop) -> None:
+        self._run, self._saving, self._loop = run, saving, loop
+
+    def load(self, folder: str | Path) -> None:
+        self._run.check_open()
+        self._run.flush()
+        self._run.settle_save()
+        with contextlib.ExitStack() as files:
+            found: list[Checkpoint] = []
+
+            def check() -> Callable[[], None]:
+                checkpoint = files.enter_context(Checkpoint(folder))
+                found.append(checkpoint)
+                action = self._checked_load(checkpoint)
+                checkpoint.verify(self._run.rank, self._run.world_size)
+                return action
+
+            action = self._run.agree(f"load {self._saving.next()} at step {self._run.steps}", check)
+            with self._run.peers.guard():
+                action()
+            self._go_on_with_schedule(found[0])
+
+    def _go_on_with_schedule(self, checkpoint: Checkpoint) -> None:
+        """The schedule where it stood, when the run is the same: same captured program and passes for the same ranks."""
+        record = checkpoint.record
+        if self._run.config.mode == "eager" or not self._run.config.schedule or self._run.shapes is not None:
+            return
+        with self._run.peers.guard():
+            same = self._run.peers.rank == 0 and record.get("run") == self._saving.digest()
+            same = json.loads(self._run.peers.broadcast(f"same run {self._saving.next()}", json.dumps(same).encode()))
+        if same:
+            self._loop.go_on(record["loop"], checkpoint.read(PROGRAM).decode())
+
+    def _checked_load(self, checkpoint: Checkpoint) -> Callable[[], None]:
+        """Checks files against the model and the optimizer; gives the function that then reads them."""
+        record, weights, moments = checkpoint.record, checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
+        groups = self._run.optimizer.param_groups
+        kinds = [kind_of(self._run.optimizer, g) for g in groups]
+        names = self._weight_names(weights)
+        ours = [(kind, self._run.names_of_group(i)) for i, kind in enumerate(kinds)]
+        theirs = list(zip(record["kind"], [g["parameters"] for g in record["groups"]], strict=False))
+        difference = group_difference(theirs, ours)
+        if difference is not None:
+            raise CheckpointError(
+                f"{checkpoint.folder} was saved with another optimizer: {difference}; make the optimizer as it was when saving, or take "
+                "the weights alone with trainer.load_weights"
+            )
+        steps = [int(g["steps"]) for g in record["groups"]]
+        wanted = {}
+        roles = self._run.roles()
+        for role, _, p in self._run.states.updated(roles):
+            if p.group is not None and steps[p.group] > 0:
+                wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
+        check_shapes(moments, wanted)
+        if record.get("seed") != self._run.config.seed and self._run.rank == 0:
+            log.warning(
+                "%s was saved with seed %s, this run has %s: its random numbers go on differently",
+                checkpoint.folder, record.get("seed"), self._run.config.seed,
+            )  # fmt: skip
+
+        def read() -> None:
+            self._read_weights(weights, names)
+            for role, _, p in self._run.states.updated(roles):
+                if f"{role} of '{p.name}'" in wanted:
+                    self._run.states.fill(p.name, role, partial(moments.read_range, f"{role}.{p.name}"))
+                else:
+                    self._run.states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
+            self._run.steps = int(record["step"])
+            self._run.hyper.steps = steps
+            self._run.loss_scale.restore(record.get("loss_scale"))
+            self._restore_groups([g["hyper"] for g in record["groups"]])
+            if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
+                torch.set_rng_state(moments.read(f"rng.{self._run.rank}"))
+
+        return read
+
+    def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._run.optimizer.param_groups, saved, strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+    def load_weights(self, source: str | Path) -> None:
+        self._run.check_open()
+        self._run.flush()
+        self._run.settle_save()
+        with contextlib.ExitStack() as files:
+
+            def check() -> Callable[[], None]:
+                weights = Weights(source)
+                files.callback(weights.close)
+                names = self._weight_names(weights)
+                return lambda: self._read_weights(weights, names)
+
+            self._run.agree(f"load weights {self._saving.next()} at step {self._run.steps}", check)()
+
+    def _weight_names(self, weights: Weights | CheckedTensors) -> dict[str, str]:
+        """The file's name for every parameter and saved buffer, checked."""
+        names: dict[str, str] = {}
+        shapes = {p.name: p.shape for p in self._run.states.parameters.values()}
+        shapes |= {n: tuple(t.shape) for n, t in self._run.tensors.buffers.items()}
+        for name in dict.fromkeys(canonical for _, canonical, _ in self._run.tensors.entries):
+            found = find_name(weights, [name, *self._run.tensors.places(name)], self._run.tensors.hf_prefix)
+            names[name] = found or name
+        check_shapes(weights, {f"'{n}'": (file, shapes[n]) for n, file in names.items()})
+        return names
+
+    def _read_weights(self, weights: Weights | CheckedTensors, names: dict[str, str]) -> None:
+        for name, file in names.items():
+            if name in self._run.states.parameters:
+                self._run.states.fill(name, WEIGHT, partial(weights.read_range, file))
+            else:
+                self._run.tensors.buffers[name].copy_(weights.read(file))

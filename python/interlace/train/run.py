@@ -1,0 +1,187 @@
+"""What the parts of a Trainer work on: the model, the ranks, the program that runs, and where training stands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from interlace.capture.inputs import InputSpec
+from interlace.capture.model_tensors import collect
+from interlace.checkpoint.optimizer import STATE_NAMES, kind_of
+from interlace.checkpoint.saver import Save
+from interlace.checkpoint.tensor_file import CheckpointError, DamageError
+from interlace.compiling.programs import Built, Programs
+from interlace.compiling.states import Parameter
+from interlace.config import Config
+from interlace.config.schedule import stage_at
+from interlace.dist.peers import Peers
+from interlace.errors import InterlaceError
+from interlace.train import batch as batches
+from interlace.train.hyper import Hyper
+from interlace.train.loss_scale import LossScale
+from interlace.train.materialize import release
+
+if TYPE_CHECKING:
+    from interlace.train.shapes import Shapes
+
+Tensor = torch.Tensor
+
+
+class Runner(Protocol):
+    """What runs the steps: the C++ executor, or the eager runner around it."""
+
+    def step(self, micro_batches: Any, hyper: list[list[float]], step: int) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass
+class Tensors:
+    """The names of a model's tensors: of every entry of state_dict(), the parameter or buffer behind it."""
+
+    entries: list[tuple[str, str, bool]]  # name in state_dict, canonical name, whether it is a parameter
+    buffers: dict[str, Tensor]  # canonical name → the executor's storage
+    hf_prefix: str | None  # "transformer", "model": what file names may lack
+
+    def places(self, name: str) -> list[str]:
+        return [entry for entry, canonical, _ in self.entries if canonical == name]
+
+
+class Run:
+    """The data of one Trainer, and the few moves that keep it whole. Its parts read and change it; nobody else has it."""
+
+    def __init__(
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, peers: Peers, programs: Programs, built: Built,
+        spec: InputSpec, runner: Runner, tensors: Tensors, hyper: Hyper, shapes: Shapes | None,
+    ) -> None:  # fmt: skip
+        self.model, self.optimizer, self.config, self.peers = model, optimizer, config, peers
+        self.programs, self.spec, self.runner, self.tensors = programs, spec, runner, tensors
+        self.hyper, self.shapes, self.loss_scale = hyper, shapes, LossScale(config.loss_scale)
+        self.rank, self.world_size = peers.rank, peers.size
+        self.steps = self.swaps = 0
+        self.norm: float | None = None
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.skipped = False
+        self.stage = stage_at(config.schedule, 0)  # entry of the schedule
+        self.limit: int | None = None  # bytes that plans keep to, where other programs have left less than memory_limit
+        self.save: Save | None = None  # under way
+        self.closed: str | None = None  # why
+        self._group_names: list[list[str]] | None = None
+        self.use(built)
+
+    def use(self, built: Built) -> None:
+        """From now on this program runs."""
+        built.source.constants = {}  # they are in the executor's buffers by now
+        self.program, self.passes = built.source.text, built.source.reports
+        self.source, self.ir, self.executor, self.states = built.source, built.ir, built.executor, built.states
+        self.loss_scale.attach(built.ir, built.executor)
+        if any(s["moves"] for s in built.ir.states()):  # the model's parameters cannot be views of what leaves memory
+            for t in collect(self.model):
+                if t.kind == "param" and built.states.resident(t.name) is None:
+                    release(t.real)
+        if self.shapes is not None:
+            self.shapes.current.built = built
+
+    def drop(self) -> None:
+        """The executor goes, with all that it has."""
+        self.executor = self.runner = self.states = None  # type: ignore[assignment]
+
+    # ---- between steps ----
+
+    def check_open(self) -> None:
+        if self.closed is not None:
+            raise InterlaceError(f"this trainer can no longer be used: {self.closed}; compile again and load a checkpoint")
+
+    def flush(self) -> None:
+        """Makes the optimizer step that the last step left to the next one, if it left one."""
+        if self.executor is not None:
+            with self.peers.guard():
+                self.executor.flush()
+
+    def settle_save(self) -> None:
+        """Before states are changed: what is being saved has been copied."""
+        if self.save is not None:
+            self.save.wait_staged()
+
+    def agree(
+        self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError
+    ) -> Callable[[], None]:
+        """Runs check() on every rank; if it fails on any, all raise that error and nothing has changed."""
+        problem, action = None, None
+        try:
+            action = check()
+        except InterlaceError as e:
+            problem = [str(e), isinstance(e, DamageError)]
+        with self.peers.guard():
+            problems = self.peers.exchange(what, problem)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                text, damage = found
+                kind = DamageError if damage else error
+                raise kind(text if self.world_size == 1 or rank == self.rank else f"on rank {rank}: {text}")
+        assert action is not None
+        return action
+
+    @contextlib.contextmanager
+    def determinism(self) -> Iterator[None]:
+        """Around what runs, where Config.deterministic asks for it."""
+        if not self.config.deterministic or torch.are_deterministic_algorithms_enabled():
+            yield
+            return
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    # ---- batches ----
+
+    def inputs(self, batch: Any) -> Any:
+        """A step's batch as the runner takes it; with several shapes, the program of the one that holds it runs from now on."""
+        if self.shapes is not None:
+            parts = self.shapes.switch(self, batch)
+        else:
+            parts = batches.micro_batches(self.spec, batch, self.config.accumulation)
+        return parts if self.config.mode == "eager" else batches.flatten(self.spec, parts, self.peers.device)
+
+    def example(self, batch: Any) -> Any:
+        """A micro-batch of a step, as the program takes it."""
+        parts = batches.micro_batches(self.spec if self.shapes is None else None, batch, self.config.accumulation)
+        return parts[0] if self.shapes is None else self.shapes.filled(parts, self.shapes.current)[0]
+
+    # ---- the schedule ----
+
+    @property
+    def planned_passes(self) -> tuple[str, ...]:
+        """What the schedule has now."""
+        return self.config.schedule[self.stage][1] if self.stage >= 0 else ()
+
+    @property
+    def program_stage(self) -> int:
+        """The entry of the schedule that the current shape's program was made for."""
+        return self.stage if self.shapes is None else self.shapes.current.stage
+
+    def made_for_stage(self) -> None:
+        """The current shape's program is that of the schedule's entry now."""
+        if self.shapes is not None:
+            self.shapes.current.stage = self.stage
+
+    # ---- names of the optimizer's states ----
+
+    def roles(self) -> list[str]:
+        """In torch's order."""
+        kind = kind_of(self.optimizer, self.optimizer.param_groups[0])
+        present = {role for unit in self.states.units for role in self.states.roles(unit)}
+        return [role for role in STATE_NAMES[kind] if role in present]
+
+    def has_state(self, p: Parameter) -> bool:
+        return p.group is not None and self.hyper.steps[p.group] > 0
+
+    def names_of_group(self, i: int) -> list[str]:
+        if self._group_names is None:
+            by_id = {id(t): name for name, t in self.model.named_parameters()}
+            self._group_names = [[by_id[id(t)] for t in g["params"]] for g in self.optimizer.param_groups]
+        return self._group_names[i]

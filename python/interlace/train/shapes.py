@@ -1,0 +1,178 @@
+"""Batches of several lengths: one program for each declared shape, chosen by all ranks together.
+
+    Config(shapes={"input_ids": [(4, 128), (4, 256)], "labels": [(4, 128), (4, 256)]}, pad={"input_ids": 0, "labels": -100})
+
+    rank 0 has 4 x 90, rank 1 has 3 x 170  →  both need 4 x 170 at most  →  both pad to (4, 256) and run its program
+
+A step begins with one all-reduce of the largest sizes; a shape is compiled when it is first met, so there are as many compilations as
+shapes at most. All programs work on the same parameters and states (programs.py: donor).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from interlace.capture.inputs import InputSpec, leaves, rebuild
+from interlace.compiling.captures import Captures
+from interlace.compiling.planner import Planner
+from interlace.compiling.programs import Built, Source
+from interlace.config import Config, ConfigError, did_you_mean
+from interlace.dist.peers import Peers
+from interlace.errors import InterlaceError
+from interlace.train import batch as batches
+from interlace.train.run import Run
+
+log = logging.getLogger("interlace")
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass
+class Bucket:
+    """One declared shape of a micro-batch."""
+
+    sizes: dict[str, tuple[int, ...]]  # of the inputs that vary
+    spec: InputSpec | None = None  # of the padded micro-batch
+    built: Built | None = None
+    stage: int = -1  # of the schedule, whose passes its program has
+    steps: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(s) for s in self.sizes.values())
+
+    def fits(self, need: dict[str, list[int]]) -> bool:
+        return all(all(n <= s for n, s in zip(need[name], size, strict=True)) for name, size in self.sizes.items())
+
+    def describe(self) -> str:
+        return ", ".join(f"{name} {list(size)}" for name, size in self.sizes.items())
+
+
+class Shapes:
+    """The declared shapes of a run, from the smallest on. `real` and `padded`: elements of this rank's batches so far, without and with
+    padding."""
+
+    def __init__(self, config: Config, peers: Peers, captures: Captures, planner: Planner) -> None:
+        self.peers, self.accumulation, self.captures, self.planner = peers, config.accumulation, captures, planner
+        shapes, self.pad = dict(config.shapes), dict(config.pad)
+        count = len(next(iter(shapes.values())))
+        buckets = [Bucket({name: sizes[i] for name, sizes in shapes.items()}) for i in range(count)]
+        self.buckets = sorted(buckets, key=lambda b: b.elements)
+        self.current = self.buckets[0]
+        self.real = self.padded = 0
+        self._parts: list[Any] = []  # of the step under way
+
+    def switch(self, run: Run, batch: Any) -> list[Any]:
+        """A step's micro-batches, padded to the shape that all ranks agree on, whose program then runs."""
+        self._parts = batches.micro_batches(None, batch, self.accumulation)
+        bucket = self.choose(self._parts)
+        filled = self.filled(self._parts, bucket)
+        if bucket is self.current:
+            return filled
+        run.flush()
+        if bucket.built is None:
+            bucket.built, bucket.spec = self._build(run, bucket, filled[0]), InputSpec.of(filled[0])
+            bucket.stage = run.stage
+        assert bucket.spec is not None
+        self.current = bucket
+        run.use(bucket.built)
+        run.runner, run.spec = bucket.built.executor, bucket.spec
+        return filled
+
+    def _build(self, run: Run, bucket: Bucket, micro_batch: Any) -> Built:
+        """The program of a shape that is met for the first time, on the states of the one that runs."""
+        programs = self.planner.programs
+
+        def make() -> Source:
+            text, constants = self.captures.text(micro_batch)
+            return self.planner.source(text, run.planned_passes, constants, run.limit)
+
+        log.info("step %d: compiling for %s", run.steps, bucket.describe())
+        source = programs.share(f"program for {bucket.describe()}", make)
+        return programs.build_beside(source, run.executor, run.ir)
+
+    def forget(self) -> None:
+        """All programs are out of date: each shape is compiled again when it is next met."""
+        for bucket in self.buckets:
+            bucket.built = None
+
+    def choose(self, parts: list[Any]) -> Bucket:
+        """The smallest shape that holds the micro-batches of all ranks; every rank must call it. Error: none does."""
+        names = list(self.buckets[0].sizes)
+        need, problem = self._need(parts)
+        if problem is not None:
+            raise InterlaceError(problem)  # the guard around steps tells the others
+        flat = [n for name in names for n in need[name]]
+        flat = self.peers.groups.largest(flat)
+        for name in names:
+            need[name], flat = flat[: len(need[name])], flat[len(need[name]) :]
+        for bucket in self.buckets:
+            if bucket.fits(need):
+                return bucket
+        listed = "; ".join(b.describe() for b in self.buckets)
+        largest = ", ".join(f"{name} {need[name]}" for name in names)
+        raise InterlaceError(
+            f"no shape of Config.shapes holds this step's micro-batches (largest of all ranks: {largest}; declared: {listed}); "
+            "declare a larger shape, or cut the batch"
+        )
+
+    def _need(self, parts: list[Any]) -> tuple[dict[str, list[int]], str | None]:
+        """The largest sizes over this rank's micro-batches."""
+        found = {name: [0] * len(size) for name, size in self.buckets[0].sizes.items()}
+        for part in parts:
+            spec = InputSpec.of(part)
+            known = {t.name: t for t in spec.tensors}
+            for name, sizes in found.items():
+                if name not in known:
+                    return found, f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)}"
+                shape = known[name].shape
+                if len(shape) != len(sizes):
+                    return (found, f"batch entry '{name}' has {len(shape)} dimensions, its declared shapes have {len(sizes)}")
+                found[name] = [max(a, int(b)) for a, b in zip(sizes, shape, strict=True)]
+        return found, None
+
+    def filled(self, parts: list[Any], bucket: Bucket) -> list[Any]:
+        """Micro-batches filled up to the bucket's sizes, behind what is there in every dimension."""
+        return [self._fill(part, bucket) for part in parts]
+
+    def _fill(self, part: Any, bucket: Bucket) -> Any:
+        named = {t.name: t.path for t in InputSpec.of(part).tensors}
+        values = dict(leaves(part))
+        replacement: dict[tuple[Any, ...], Tensor] = {}
+        for name, size in bucket.sizes.items():
+            x = values[named[name]]
+            if tuple(x.shape) != size:
+                widths = [w for n, s in zip(reversed(x.shape), reversed(size), strict=True) for w in (0, s - n)]
+                replacement[named[name]] = F.pad(x, widths, value=self.pad[name])
+        return rebuild(part, replacement) if replacement else part
+
+    def note_step(self) -> None:
+        """A step was made with the micro-batches of the last switch."""
+        self.current.steps += 1
+        for part in self._parts:
+            known = {t.name: t for t in InputSpec.of(part).tensors}
+            self.real += sum(math.prod(int(n) for n in known[name].shape) for name in self.current.sizes)
+            self.padded += self.current.elements
+        self._parts = []
+
+    def stats(self) -> dict[str, Any]:
+        """Steps of each shape, and which part of what was computed on is padding, on this rank."""
+        return {
+            "shapes": {b.describe(): b.steps for b in self.buckets},
+            "compiled_shapes": sum(b.built is not None for b in self.buckets),
+            "padding": 1 - self.real / self.padded if self.padded else 0.0,
+        }
+
+
+def check_shapes_of(spec: InputSpec, config: Config) -> None:
+    """Error: shapes of entries that the batch has not."""
+    known = {t.name: t for t in spec.tensors}
+    for name, _ in config.shapes or ():
+        if name not in known:
+            listed = ", ".join(f"'{n}'" for n in known)
+            raise ConfigError(f"shapes has '{name}', which the batch lacks{did_you_mean(name, known)} (entries: {listed})")

@@ -1,0 +1,59 @@
+"""A Trainer's values as plain PyTorch has them, gathered unit by unit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from interlace.compiling.states import WEIGHT
+from interlace.train.run import Run
+
+Tensor = torch.Tensor
+
+
+def state_dict(run: Run, all_ranks: bool = False) -> OrderedDict[str, Tensor]:
+    """Trainer.state_dict."""
+    run.check_open()
+    run.flush()
+    with run.peers.guard():
+        values: dict[str, Tensor] = {}
+        for p, t in run.states.whole(WEIGHT, everywhere=all_ranks):
+            if t is not None and (all_ranks or run.rank == 0):
+                values[p.name] = t.detach().to("cpu", copy=True)
+        for name, t in run.tensors.buffers.items():
+            copy = t.detach().clone()
+            if all_ranks:
+                run.peers.groups.broadcast(copy)
+            if all_ranks or run.rank == 0:
+                values[name] = copy.cpu()
+    if not values:
+        return OrderedDict()
+    return OrderedDict((entry, values[name]) for entry, name, _ in run.tensors.entries)
+
+
+def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
+    """Trainer.optimizer_state_dict."""
+    run.check_open()
+    run.flush()
+    index: dict[str, int] = {}
+    groups = []
+    for i, group in enumerate(run.optimizer.param_groups):
+        names = run.names_of_group(i)
+        for name in names:
+            index[name] = len(index)
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": [index[n] for n in names]})
+    state: dict[int, dict[str, Tensor]] = {}
+    with run.peers.guard():
+        for role in run.roles():
+            for p, t in run.states.whole(role, everywhere=all_ranks):
+                if t is None or not (all_ranks or run.rank == 0) or not run.has_state(p):
+                    continue
+                entry = state.setdefault(index[p.name], {})
+                if role != "momentum_buffer":
+                    entry["step"] = torch.tensor(float(run.hyper.steps[p.group or 0]))
+                entry[role] = t.detach().to("cpu", copy=True)
+    if not (all_ranks or run.rank == 0):
+        return {}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}

@@ -1,0 +1,78 @@
+"""One optimizer step, and a recorded one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
+from interlace.train.diagnosis import Diagnosis, NonFiniteError
+from interlace.train.loop import Loop
+from interlace.train.refreeze import Frozen
+from interlace.train.run import Run
+
+Tensor = torch.Tensor
+
+
+class Stepping:
+    """The steps of one trainer. `frozen`: None in the eager mode, which looks at the parameters itself."""
+
+    def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None) -> None:
+        self._run, self._loop, self._diagnosis, self._frozen = run, loop, diagnosis, frozen
+        self._traced = False
+
+    def step(self, batch: Any) -> Tensor:
+        run = self._run
+        run.check_open()
+        with run.peers.guard():
+            inputs = run.inputs(batch)
+            if self._frozen is not None:
+                self._frozen.follow(batch)
+        self._loop.before_step(self._traced)
+        if self._traced:
+            run.executor.set_trace("on")  # of the program that this step runs
+        if run.save is not None:
+            run.save.before_step(run.runner)
+        with run.peers.guard(), run.determinism():
+            run.hyper.before_step()
+            result = run.runner.step(inputs, run.hyper.values(), run.steps)
+            self._loop.after_step()
+        run.norm, run.outputs = result["norm"], result["outputs"]
+        losses = run.outputs["loss"]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        run.skipped = run.norm is not None and not math.isfinite(run.norm)
+        run.loss_scale.after_step(not run.skipped)
+        skips = run.config.skip_nonfinite
+        if run.skipped and (run.loss_scale.exhausted or not (skips or run.loss_scale.dynamic)):
+            raise NonFiniteError(self._diagnosis.nonfinite_norm(inputs))
+        if not run.skipped:
+            if not result["finite"] and run.norm is None and not skips:
+                with run.peers.guard():
+                    raise NonFiniteError(self._diagnosis.nonfinite_loss(inputs, loss, result))
+            run.hyper.advance()
+        run.hyper.after_step()
+        if run.shapes is not None:
+            run.shapes.note_step()
+        run.steps += 1
+        return loss
+
+    def trace(self, batch: Any, files: TraceFiles) -> Tensor:
+        run = self._run
+        with run.peers.guard():
+            problem = run.peers.exchange("trace file", files.check() if run.rank == 0 else None)[0]
+        if problem is not None:
+            raise TraceError(problem)
+        self._traced = True
+        try:
+            loss = self.step(batch)
+            with run.peers.guard():
+                problem = write_trace(run.executor, run.peers, run.program, files)
+        finally:
+            self._traced = False
+            if run.executor is not None:  # gone when a rank has failed
+                run.executor.set_trace("off")
+        if problem is not None:
+            raise TraceError(problem)
+        return loss
