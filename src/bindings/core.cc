@@ -81,6 +81,7 @@ py::list Units(const Program& program) {
     py::dict entry;
     entry["id"] = unit.id;
     entry["axis"] = unit.axis;
+    entry["replicas"] = unit.replicas;
     entry["dtype"] = std::string(DTypeName(unit.dtype));
     entry["numel"] = unit.numel;
     entry["shard"] = unit.shard;
@@ -306,8 +307,8 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("level", [](const Program& p) { return kLevels[static_cast<size_t>(p.level)]; })
       .def_property_readonly("mesh",
                              [](const Program& p) {
-                               std::map<std::string, int64_t> out;
-                               for (const Axis& axis : p.mesh) out[axis.name] = axis.size;
+                               py::dict out;  // in the mesh's order
+                               for (const Axis& axis : p.mesh) out[py::str(axis.name)] = axis.size;
                                return out;
                              })
       .def_property_readonly("accumulation", [](const Program& p) { return p.accumulation; })
@@ -315,6 +316,8 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("accumulate_mode", [](const Program& p) { return p.accumulate_mode; })
       .def("meta", [](const Program& p) { return std::map<std::string, std::string>(p.meta.begin(), p.meta.end()); })
       .def("set_meta", &Program::SetMeta, py::arg("key"), py::arg("text"))
+      .def("transfer_axes", &Program::TransferAxes, py::arg("grids"),
+           "Axes, such as 'dp' or 'replica,dp', whose ranks need connections among one another.")
       .def("params", &Params)
       .def("units", &Units)
       .def("states", &States)

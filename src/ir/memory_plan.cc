@@ -349,9 +349,8 @@ std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
 int64_t ReceiveBytes(const Program& program, const Op& op) {
   if (op.kind != OpKind::kReduceStart && op.kind != OpKind::kAllReduceStart) return 0;
   int64_t others = program.AxisSize(AxisOf(program, op)) - 1;
-  // The sum over the replicas comes after the one within the shard axes, into the same buffer.
-  if (op.kind == OpKind::kReduceStart)
-    others = std::max(others, program.AxisSize(program.units[op.units[0]].replicas) - 1);
+  // The sums of other replicas come into memory of their own, behind what is added up within the shard axes.
+  if (op.kind == OpKind::kReduceStart) others += program.AxisSize(program.units[op.units[0]].replicas) - 1;
   int64_t sum = 0;
   for (ValueId id : op.results) {
     if (id == kNone) continue;

@@ -1,6 +1,7 @@
 #include "ir/program.h"
 
 #include <algorithm>
+#include <set>
 
 #include "base/check.h"
 
@@ -203,6 +204,34 @@ AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
   }
   if (!within) group.stride = 1;
   return group;
+}
+
+std::string Program::DataAxes(const Unit& unit) const {
+  std::string out;
+  for (const Axis& axis : mesh) {
+    bool named = false;
+    for (const std::string* axes : {&unit.axis, &unit.replicas}) {
+      for (std::string_view name : AxesOf(*axes)) named = named || name == axis.name;
+    }
+    if (named) out += (out.empty() ? "" : ",") + axis.name;
+  }
+  return out;
+}
+
+std::vector<std::string> Program::TransferAxes(bool grids) const {
+  std::set<std::string> found;
+  for (const Unit& unit : units) {
+    found.insert(unit.axis);
+    if (!unit.replicas.empty()) found.insert(grids ? DataAxes(unit) : unit.replicas);
+  }
+  for (const Phase& phase : phases) {
+    for (OpId id : phase.ops) {
+      const Arg* axis = op(id).Attr("axis");
+      if (axis != nullptr && axis->kind == Arg::Kind::kWord) found.insert(axis->text);
+    }
+  }
+  std::erase_if(found, [&](const std::string& axes) { return AxisSize(axes) < 2; });
+  return {found.begin(), found.end()};
 }
 
 Dim Program::AxisRank(std::string_view axes) {

@@ -263,6 +263,12 @@ class Program {
   ValueId RootOf(ValueId id) const { return values_[id].root; }
   int64_t AxisSize(std::string_view axes) const { return GroupOf(mesh, axes).size; }
   Dim AxisRank(std::string_view axes);  // this rank's index along them: rank_dp, or rank_replica*2+rank_dp
+  // The axes of a unit's shards and replicas, in the mesh's order: "replica,dp".
+  std::string DataAxes(const Unit& unit) const;
+  // Axes along which ranks of the program transfer something, each entry a group that needs connections: of gathers and
+  // collectives their axes; of reductions with replicas the data axes where a transport reduces on a grid of ranks,
+  // else the shard axes and the replicas'. More than one rank each; sorted.
+  std::vector<std::string> TransferAxes(bool grids) const;
   // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
   int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
   const std::string* Meta(std::string_view key) const;

@@ -96,16 +96,14 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
       since = i;
     }
     auto start = std::chrono::steady_clock::now();
-    Result<bool> changed = true;
-    if (const Status takes = CheckTakes(*call.pass, work); !takes.ok()) {
-      changed = takes.error();
-    } else if (goes_back(call) && captured) {
+    const auto run = [&]() -> Result<bool> {
+      INTERLACE_TRY(CheckTakes(*call.pass, work));
+      if (!goes_back(call) || !captured) return call.pass->run(work, call.options);
       const Origin origin{*captured,
                           {calls.begin() + static_cast<ptrdiff_t>(since), calls.begin() + static_cast<ptrdiff_t>(i)}};
-      changed = call.pass->run_again(work, origin, call.options);
-    } else {
-      changed = call.pass->run(work, call.options);
-    }
+      return call.pass->run_again(work, origin, call.options);
+    };
+    const Result<bool> changed = run();
     if (!changed.ok()) {
       Error error{"pass '" + std::string(call.pass->name) + "': " + changed.error().message, changed.error().where};
       return WithRepro(std::move(error), before, calls, i, options);

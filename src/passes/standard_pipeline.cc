@@ -15,24 +15,27 @@ std::string Decimal(double number) {
   return text.find_first_of(".en") == std::string::npos ? text + ".0" : text;
 }
 
-Result<int64_t> RanksOf(const StandardOptions& options) {
-  int64_t ranks = 0;
-  for (const auto& [name, size] : options.mesh) {
-    if (name == options.shard_axis) {
-      ranks = size;
-    } else if (size != 1) {
-      return MakeError("axis ", name, " of the mesh has ", size, " ranks, but ", options.strategy, " takes one axis, ",
-                       options.shard_axis);
+// "shard(axis=dp,ranks=2)", or on a mesh of several axes, which is declared before: "shard(axis=dp,replicas=replica)".
+Result<std::string> Strategy(const StandardOptions& options) {
+  std::string replicas;
+  const std::pair<std::string, int64_t>* shards = nullptr;
+  for (const auto& axis : options.mesh) {
+    if (axis.first == options.shard_axis) {
+      shards = &axis;
+    } else {
+      replicas += (replicas.empty() ? "" : "+") + axis.first;
     }
   }
-  if (ranks == 0) return MakeError("the mesh has no axis ", options.shard_axis, " to ", options.strategy, " over");
-  return ranks;
+  if (shards == nullptr)
+    return MakeError("the mesh has no axis ", options.shard_axis, " to ", options.strategy, " over");
+  return options.strategy + "(axis=" + options.shard_axis +
+         (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) + ")";
 }
 
 }  // namespace
 
 Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
-  INTERLACE_ASSIGN(const int64_t ranks, RanksOf(options));
+  INTERLACE_ASSIGN(const std::string strategy, Strategy(options));
   std::vector<std::string> passes;
   // First, because all others tell memory by roots: a cast, a use or a gradient that hides behind a repeated op or a
   // view of a view would be missed.
@@ -43,7 +46,14 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
     passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
   // added up where is known only when they have a place in a unit.
-  passes.push_back(options.strategy + "(axis=" + options.shard_axis + ",ranks=" + std::to_string(ranks) + ")");
+  // A mesh of several axes is declared first: the strategy takes their sizes from it.
+  if (options.mesh.size() > 1) {
+    std::string axes;
+    for (const auto& [name, size] : options.mesh)
+      axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
+    passes.push_back("mesh(axes=" + axes + ")");
+  }
+  passes.push_back(strategy);
   // Before the update, because the mean is over ranks and micro-batches.
   if (options.accumulation > 1) {
     passes.push_back("accumulate(steps=" + std::to_string(options.accumulation) + ",mode=" + options.accumulate_mode +

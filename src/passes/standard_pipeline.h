@@ -16,7 +16,7 @@ namespace interlace {
 struct StandardOptions {
   std::string strategy = "shard";                                   // or replicate, zero1
   std::vector<std::pair<std::string, int64_t>> mesh = {{"dp", 1}};  // axes by name and size, the last varies fastest
-  std::string shard_axis = "dp";                                    // the other axes replicate
+  std::string shard_axis = "dp";                                    // all others replicate
   int64_t accumulation = 1;                                         // micro-batches of a step
   std::string accumulate_mode = "reduce_each";
   std::string param = "none", reduce = "none";  // dtypes that parameters are gathered and gradients reduced in
@@ -25,7 +25,7 @@ struct StandardOptions {
   bool momentum = true;                         // sgd has a buffer
 };
 
-// Error: an axis that the mesh lacks, a mesh with axes that no pass replicates over, a value that a pass refuses.
+// Error: a mesh without the shard axis, a value that a pass refuses.
 Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options);
 
 }  // namespace interlace

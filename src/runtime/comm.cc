@@ -36,6 +36,10 @@ class LocalComm final : public Comm {
                              std::string label) override {
     return Copy(CommKind::kReduce, flats, shards, label);
   }
+  Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid&,
+                                 std::string label) override {
+    return Copy(CommKind::kReduce, flats, shards, label);
+  }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
     return Copy(CommKind::kAllReduce, {value}, {value}, label);
   }

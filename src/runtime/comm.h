@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/result.h"
+#include "transport/collectives.h"
 #include "transport/operation.h"
 
 namespace interlace {
@@ -38,6 +39,9 @@ class Comm {
   // i. 16-bit floats are added in float32 and rounded once (tcp).
   virtual Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                                      std::string label) = 0;
+  // The same on a grid of the ranks (transport/collectives.h): flat i has a part for each rank of this one's row.
+  virtual Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
+                                         const RankGrid& grid, std::string label) = 0;
   // In-place sum (integers: exact in any order; floats: in rank order on tcp).
   virtual Result<Ticket> StartAllReduce(at::Tensor value, std::string label) = 0;
   // Part p of `from` goes to rank p, part p of `to` comes from it; as many equal parts as ranks, one after another.

@@ -23,6 +23,11 @@ class NativeComm final : public Comm {
                              std::string label) override {
     return Start(CommKind::kReduce, std::move(flats), std::move(shards), std::move(label));
   }
+  // A process group knows no grids: who reduces on one has a group for its row and one for its column.
+  Result<Ticket> StartGridReduce(std::vector<at::Tensor>, std::vector<at::Tensor>, const RankGrid&,
+                                 std::string label) override {
+    return MakeError(label, " on axis ", spec_.name, ": reduce along the row, then along the column");
+  }
   Result<Ticket> StartAllReduce(at::Tensor value, std::string label) override {
     return Start(CommKind::kAllReduce, {value}, {value}, std::move(label));
   }

@@ -67,7 +67,10 @@ void InThreads(int64_t count, int64_t grain, const std::function<void(int64_t, i
 class TcpComm final : public Comm {
  public:
   TcpComm(AxisSpec spec, std::shared_ptr<Mesh> mesh, double timeout_s)
-      : spec_(std::move(spec)), mesh_(mesh), collectives_(std::move(mesh), timeout_s, InThreads) {}
+      : spec_(std::move(spec)), mesh_(mesh), collectives_(std::move(mesh), timeout_s, InThreads) {
+    for (int rank = 0; rank < static_cast<int>(spec_.size); ++rank) whole_.within.push_back(rank);
+    whole_.across = {static_cast<int>(spec_.rank)};
+  }
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
@@ -77,11 +80,15 @@ class TcpComm final : public Comm {
   }
   Result<Ticket> StartReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards,
                              std::string label) override {
-    INTERLACE_TRY(Check(CommKind::kReduce, flats, shards, label));
+    return StartGridReduce(std::move(flats), std::move(shards), whole_, std::move(label));
+  }
+  Result<Ticket> StartGridReduce(std::vector<at::Tensor> flats, std::vector<at::Tensor> shards, const RankGrid& grid,
+                                 std::string label) override {
+    INTERLACE_TRY(Check(CommKind::kReduce, flats, shards, label, &grid));
     const std::vector<TypedSpan> targets = EachOf(shards, NumbersOf);
-    Kept kept{{}, {}, TakeReceive(Collectives::ReceiveBytes(mesh_->group().size(), targets))};
+    Kept kept{{}, {}, TakeReceive(Collectives::GridReceiveBytes(grid, targets))};
     Result<Ticket> ticket =
-        collectives_.StartReduce(EachOf(flats, NumbersOf), targets, kept.receive.memory(), std::move(label));
+        collectives_.StartReduce(EachOf(flats, NumbersOf), targets, grid, kept.receive.memory(), std::move(label));
     kept.inputs = std::move(flats);
     kept.outputs = std::move(shards);
     return Keep(std::move(ticket), std::move(kept));
@@ -147,9 +154,14 @@ class TcpComm final : public Comm {
   };
 
   Status Check(CommKind kind, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
-               const std::string& label) const {
+               const std::string& label, const RankGrid* grid = nullptr) const {
     if (auto failure = mesh_->failure()) return *failure;
-    INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
+    AxisSpec row = spec_;
+    if (grid != nullptr) {
+      row.size = static_cast<int64_t>(grid->within.size());
+      row.rank = std::find(grid->within.begin(), grid->within.end(), spec_.rank) - grid->within.begin();
+    }
+    INTERLACE_TRY(CheckCollective(kind, row, inputs, outputs, label));
     for (const at::Tensor& t : inputs) {
       if (!t.device().is_cpu()) {
         return MakeError(label, " on axis ", spec_.name, ": tcp moves CPU tensors, this one is on ", t.device().str(),
@@ -172,6 +184,7 @@ class TcpComm final : public Comm {
 
   const AxisSpec spec_;
   const std::shared_ptr<Mesh> mesh_;
+  RankGrid whole_;  // one row
   mutable std::mutex mutex_;
   std::map<Ticket, Kept> kept_;
   at::Tensor offered_;                     // for the next reduction

@@ -96,10 +96,18 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
       return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
     ranks_["rank_" + axis.name] = spec->rank;
     rank_ = rank_ * spec->size + spec->rank;
-    if (axis.size > 1 && !comms_.contains(axis.name)) {
-      INTERLACE_ASSIGN(comms_[axis.name], Comm::Create(*spec, timeout_s));
-    }
   }
+  const auto open = [&](std::string_view group) -> Status {
+    const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == group; });
+    if (comms_.contains(std::string(group))) return Ok{};
+    if (spec == axes.end()) {
+      return MakeError("the program transfers along \"", group, "\", and no process group was given for it");
+    }
+    INTERLACE_ASSIGN(comms_[spec->name], Comm::Create(*spec, timeout_s));
+    return Ok{};
+  };
+  const bool tcp = std::any_of(axes.begin(), axes.end(), [](const AxisSpec& s) { return s.backend == "tcp"; });
+  for (const std::string& group : parsed.TransferAxes(/*grids=*/tcp)) INTERLACE_TRY(open(group));
   return Ok{};
 }
 

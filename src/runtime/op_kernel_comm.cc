@@ -2,6 +2,8 @@
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "runtime/op_kernel.h"
@@ -32,6 +34,9 @@ struct StartKernel final : KernelData {
   };
   Collective collective;
   Comm* comm = nullptr;  // nullptr: one rank
+  // Of a reduction with replicas: on the grid of all its ranks, or (no grid) `comm` along the row and then `column`.
+  RankGrid grid;
+  Comm* column = nullptr;
   std::vector<Item> items;
   std::string label;
   at::Tensor receive_buffer;
@@ -76,9 +81,22 @@ struct StartKernel final : KernelData {
     if (collective == Collective::kReduce) OfferReceiveBuffer();
     Result<Ticket> ticket = collective == Collective::kGather
                                 ? comm->StartGather(std::move(sources), std::move(results), label)
-                                : comm->StartReduce(std::move(sources), std::move(results), label);
+                            : grid.within.empty() ? comm->StartReduce(std::move(sources), std::move(results), label)
+                                                  : comm->StartGridReduce(std::move(sources), std::move(results), grid, label);
+    if (column != nullptr) {
+      if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
+      return ReduceAlongColumn(frame, *ticket);
+    }
     const int32_t index = Record(frame, comm, std::move(ticket));
     for (const Item& item : items) frame.transfer_of[item.result] = index;
+  }
+
+  // On a device the wait for the row is one of the stream, not of this thread.
+  void ReduceAlongColumn(Frame& frame, Ticket row) {
+    ThrowIfError(comm->Wait(row));
+    for (const Item& item : items) {
+      frame.transfer_of[item.result] = Record(frame, column, column->StartAllReduce(frame.slots[item.result], label));
+    }
   }
 };
 
@@ -100,6 +118,41 @@ struct WaitKernel final : KernelData {
 
 }  // namespace
 
+namespace {
+
+// A rank's indices along the axes of a group, in its order.
+std::vector<int> Along(const std::vector<Axis>& group, const std::string& axes, int64_t rank) {
+  const AxisGroup along = GroupOf(group, axes);
+  std::vector<int> out;
+  for (int64_t i = 0; i < along.size; ++i) out.push_back(static_cast<int>(along.BaseOf(rank) + i * along.stride));
+  return out;
+}
+
+// Whom a reduction meets beyond its own row.
+Status JoinReplicas(const BuildContext& context, const Op& op, const Unit& unit, StartKernel& kernel) {
+  if (context.program.AxisSize(unit.replicas) < 2) return Ok{};
+  if (const auto grid = context.comms.find(context.program.DataAxes(unit)); grid != context.comms.end()) {
+    std::vector<Axis> group;
+    for (const Axis& axis : context.program.mesh) {
+      const std::vector<std::string_view> names = AxesOf(grid->first);
+      if (std::find(names.begin(), names.end(), axis.name) != names.end()) group.push_back(axis);
+    }
+    const int64_t rank = grid->second->spec().rank;
+    kernel.comm = grid->second;
+    kernel.grid = {Along(group, unit.axis, rank), Along(group, unit.replicas, rank)};
+    return Ok{};
+  }
+  const auto column = context.comms.find(unit.replicas);
+  if (column == context.comms.end())
+    return OpError(context, op, "no process group was given for the replicas \"" + unit.replicas + "\"");
+  if (context.program.AxisSize(unit.axis) < 2)
+    return OpError(context, op, "units of one rank with replicas need a transport that reduces on a grid");
+  kernel.column = column->second;
+  return Ok{};
+}
+
+}  // namespace
+
 Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   INTERLACE_ASSIGN(std::vector<ValueId> operands, OperandsOf(op));
   if (IsWait(op)) {
@@ -116,11 +169,13 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     kernel->collective = op.kind == OpKind::kGatherStart ? Collective::kGather : Collective::kReduce;
     if (op.units.empty() || op.units.size() != operands.size())
       return OpError(context, op, op.name + " needs units=[...], one per operand");
-    axis = context.program.units[op.units[0]].axis;
+    const Unit& first = context.program.units[op.units[0]];
+    axis = first.axis;
     for (UnitId unit : op.units) {
-      if (context.program.units[unit].axis != axis)
-        return OpError(context, op, "units of one collective must share their axis");
+      if (!SameAxes(context.program.units[unit], first))
+        return OpError(context, op, "units of one collective must share their axes");
     }
+    if (op.kind == OpKind::kReduceStart) INTERLACE_TRY(JoinReplicas(context, op, first, *kernel));
   } else if (op.kind == OpKind::kAllReduceStart) {
     kernel->collective = Collective::kAllReduce;
     const Arg* name = op.Attr("axis");
@@ -131,7 +186,7 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
   }
   if (op.results.size() != operands.size()) return OpError(context, op, op.name + " needs as many results as operands");
   const int64_t size = context.program.AxisSize(axis);
-  if (size > 1) {
+  if (size > 1 && kernel->comm == nullptr) {
     const auto found = context.comms.find(axis);
     if (found == context.comms.end())
       return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");

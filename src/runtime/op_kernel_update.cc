@@ -250,8 +250,12 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   int64_t base = 0;
   if (w.elements != unit.numel) {
     if (w.elements != unit.shard) return OpError(context, op, "an update works on a unit's shard or its whole buffer");
-    const auto rank = context.ranks.find("rank_" + unit.axis);
-    base = rank == context.ranks.end() ? 0 : rank->second * unit.shard;
+    int64_t index = 0;  // of this rank's shard
+    for (std::string_view axis : AxesOf(unit.axis)) {
+      const auto rank = context.ranks.find("rank_" + std::string(axis));
+      index = index * context.program.AxisSize(axis) + (rank == context.ranks.end() ? 0 : rank->second);
+    }
+    base = index * unit.shard;
   }
   INTERLACE_ASSIGN(std::vector<UpdateKernel::Range> ranges, RangesOf(context, op, base, w.elements));
   kernel->ranges = std::make_shared<std::vector<UpdateKernel::Range>>(std::move(ranges));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/clock.h"
 
@@ -42,12 +43,13 @@ bool InTwoRounds(int size, const TypedSpan& value) {
   return size > 2 && value.bytes() >= kLargeBytes;
 }
 
-// What comes from each peer of `out` goes to a place of its own in the receive buffer, and `out` becomes the sum of
-// these and of `own`. Gives the place behind.
-char* AddUp(const RankGroup& group, const TypedSpan& own, const TypedSpan& out, char* receive, Round& round) {
+// What comes from each other of `ranks` for `out` goes to a place of its own in the receive buffer, and `out` becomes
+// the sum of these and of `own`, in their order. Gives the place behind.
+char* AddUp(const std::vector<int>& ranks, int self, const TypedSpan& own, const TypedSpan& out, char* receive,
+            Round& round) {
   LocalSum sum{out.dtype, {}, out.data, out.elements};
-  for (int rank = 0; rank < group.size(); ++rank) {
-    if (rank == group.index) {
+  for (int rank : ranks) {
+    if (rank == self) {
       sum.parts.push_back(own.data);
       continue;
     }
@@ -57,6 +59,32 @@ char* AddUp(const RankGroup& group, const TypedSpan& own, const TypedSpan& out, 
   }
   round.sums.push_back(std::move(sum));
   return receive;
+}
+
+// `value` becomes the sum over `ranks`, in the rounds from `first` on.
+char* AllReduce(const std::vector<int>& ranks, int self, const TypedSpan& value, char* receive,
+                std::vector<Round>& rounds, size_t first) {
+  const auto size = static_cast<int>(ranks.size());
+  const bool in_two = InTwoRounds(size, value);
+  rounds.resize(std::max(rounds.size(), first + (in_two ? 2 : 1)));
+  const auto index = static_cast<int>(std::find(ranks.begin(), ranks.end(), self) - ranks.begin());
+  const TypedSpan own = in_two ? EqualPart(value, size, index) : value;
+  for (int i = 0; i < size; ++i) {
+    if (i == index) continue;
+    const TypedSpan part = in_two ? EqualPart(value, size, i) : value;
+    rounds[first].sends.push_back(PeerSpanOf(ranks[i], part));
+    if (!in_two) continue;
+    rounds[first + 1].sends.push_back(PeerSpanOf(ranks[i], own));
+    // The rank has all of this part before it sends its sum: nothing is overwritten that has not gone.
+    rounds[first + 1].receives.push_back(PeerSpanOf(ranks[i], part));
+  }
+  return AddUp(ranks, self, own, own, receive, rounds[first]);
+}
+
+std::vector<int> AllOf(const RankGroup& group) {
+  std::vector<int> ranks(group.ranks.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
 }  // namespace
@@ -71,6 +99,13 @@ Collectives::~Collectives() {
 int64_t Collectives::ReceiveBytes(int size, const std::vector<TypedSpan>& shards) {
   int64_t bytes = 0;
   for (const TypedSpan& shard : shards) bytes += Padded(shard.bytes()) * (size - 1);
+  return bytes;
+}
+
+int64_t Collectives::GridReceiveBytes(const RankGrid& grid, const std::vector<TypedSpan>& shards) {
+  const auto across = static_cast<int>(grid.across.size());
+  int64_t bytes = ReceiveBytes(static_cast<int>(grid.within.size()), shards);
+  for (const TypedSpan& shard : shards) bytes += AllReduceReceiveBytes(across, shard);
   return bytes;
 }
 
@@ -107,42 +142,42 @@ Result<Ticket> Collectives::StartGather(const std::vector<TypedSpan>& shards, co
 
 Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
                                         char* receive, std::string label) {
+  return StartReduce(flats, shards, {AllOf(group()), {group().index}}, receive, std::move(label));
+}
+
+Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
+                                        const RankGrid& grid, char* receive, std::string label) {
+  const int self = group().index;
+  const auto row = static_cast<int>(grid.within.size());
+  const auto index = static_cast<int>(std::find(grid.within.begin(), grid.within.end(), self) - grid.within.begin());
   auto open = std::make_unique<Open>();
-  open->operation = {.label = std::move(label), .kind = kReduce, .rounds = std::vector<Round>(1)};
-  Round& round = open->operation.rounds[0];
+  open->operation = {.label = std::move(label),
+                     .kind = kReduce,
+                     .everyone = row == group().size(),
+                     .rounds = std::vector<Round>(1)};
+  std::vector<Round>& rounds = open->operation.rounds;
   if (shards.size() != flats.size()) return Misfit(*open, "as many shards as full buffers are needed");
   for (size_t i = 0; i < shards.size(); ++i) {
     const int64_t elements = shards[i].elements;
-    if (flats[i].elements != elements * group().size() || flats[i].dtype != shards[i].dtype)
+    if (flats[i].elements != elements * row || flats[i].dtype != shards[i].dtype)
       return Misfit(*open, "the full buffer does not have the elements of all shards");
     if (!CanSum(shards[i].dtype)) return Misfit(*open, "no sum of " + std::string(DTypeName(shards[i].dtype)));
-    for (int rank = 0; rank < group().size(); ++rank) {
-      if (rank != group().index) round.sends.push_back(PeerSpanOf(rank, Part(flats[i], rank * elements, elements)));
+    for (int k = 0; k < row; ++k) {
+      if (k != index) rounds[0].sends.push_back(PeerSpanOf(grid.within[k], Part(flats[i], k * elements, elements)));
     }
-    receive = AddUp(group(), Part(flats[i], group().index * elements, elements), shards[i], receive, round);
+    receive = AddUp(grid.within, self, Part(flats[i], index * elements, elements), shards[i], receive, rounds[0]);
   }
+  if (grid.across.size() < 2) return Start(std::move(open));
+  // In memory of its own: a faster row's sums may come before this row's are made.
+  for (const TypedSpan& shard : shards) receive = AllReduce(grid.across, self, shard, receive, rounds, 1);
   return Start(std::move(open));
 }
 
 Result<Ticket> Collectives::StartAllReduce(const TypedSpan& value, char* receive, std::string label) {
-  const int size = group().size();
   auto open = std::make_unique<Open>();
-  open->operation = {.label = std::move(label), .kind = kAllReduce, .rounds = std::vector<Round>(1)};
-  std::vector<Round>& rounds = open->operation.rounds;
+  open->operation = {.label = std::move(label), .kind = kAllReduce};
   if (!CanSum(value.dtype)) return Misfit(*open, "no sum of " + std::string(DTypeName(value.dtype)));
-  const bool in_two = InTwoRounds(size, value);
-  if (in_two) rounds.emplace_back();
-  const TypedSpan own = in_two ? EqualPart(value, size, group().index) : value;
-  for (int rank = 0; rank < size; ++rank) {
-    if (rank == group().index) continue;
-    const TypedSpan part = in_two ? EqualPart(value, size, rank) : value;
-    rounds[0].sends.push_back(PeerSpanOf(rank, part));
-    if (!in_two) continue;
-    rounds[1].sends.push_back(PeerSpanOf(rank, own));
-    // The rank has all of this part before it sends its sum: nothing is overwritten that has not gone.
-    rounds[1].receives.push_back(PeerSpanOf(rank, part));
-  }
-  AddUp(group(), own, own, receive, rounds[0]);
+  AllReduce(AllOf(group()), group().index, value, receive, open->operation.rounds, 0);
   return Start(std::move(open));
 }
 

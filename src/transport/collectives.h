@@ -10,6 +10,12 @@
 //   broadcast   the value, from its root alone
 //   send, recv  between two ranks
 //
+// On a grid of ranks a reduce is of the ranks along one side, and then all-reduces the sums along the other: hybrid
+// sharding, {within {0, 1}, across {0, 2}} for rank 0 of
+//
+//                 0 1      ranks with the same parameters in their shards: a column
+//                 2 3      ranks that share the parameters: a row
+//
 // Every rank of the group starts the same operations in the same order; sends and receives between two ranks match in
 // order, and lie at the same place between the operations of all. Waits may come in any order. Memory that was given
 // must stay until the wait; nobody may write what is sent or touch what is received meanwhile. Every wait works against
@@ -38,6 +44,11 @@ struct TypedSpan {
   int64_t bytes() const { return elements * DTypeBytes(dtype); }
 };
 
+// This rank's row and column of a grid: places in the group, this rank's own among them, in rank order.
+struct RankGrid {
+  std::vector<int> within, across;
+};
+
 class Collectives {
  public:
   // `parallel`: how sums are shared between threads.
@@ -57,6 +68,9 @@ class Collectives {
   // ReceiveBytes(group size, shards) bytes.
   Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards, char* receive,
                              std::string label);
+  // The same on a grid: flat i is [row * shard i]. `receive`: memory of GridReceiveBytes(grid, shards) bytes.
+  Result<Ticket> StartReduce(const std::vector<TypedSpan>& flats, const std::vector<TypedSpan>& shards,
+                             const RankGrid& grid, char* receive, std::string label);
   // In place. `receive`: memory of AllReduceReceiveBytes(group size, value) bytes.
   Result<Ticket> StartAllReduce(const TypedSpan& value, char* receive, std::string label);
   // to[p] goes to p, from[p] comes from p, which gives as many bytes; by rank of the group.
@@ -82,6 +96,7 @@ class Collectives {
   TransferTimes TakeTimes(Ticket ticket);
 
   static int64_t ReceiveBytes(int size, const std::vector<TypedSpan>& shards);
+  static int64_t GridReceiveBytes(const RankGrid& grid, const std::vector<TypedSpan>& shards);
   static int64_t AllReduceReceiveBytes(int size, const TypedSpan& value);
 
  private:

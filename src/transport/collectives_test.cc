@@ -299,6 +299,52 @@ TEST(Collectives, ABucketGivesTheBitsOfEachAlone) {
   });
 }
 
+// Rows are summed in rank order, then the sums of the rows; while gathers and other reductions of the rows go on.
+TEST(Collectives, AGridAddsUpItsRowsAndThenTheirSums) {
+  struct Shape {
+    int rows, columns;
+  };
+  for (const Shape shape : {Shape{2, 2}, Shape{3, 2}, Shape{2, 3}, Shape{2, 1}, Shape{1, 3}}) {
+    const int size = shape.rows * shape.columns;
+    SCOPED_TRACE(std::to_string(shape.rows) + " x " + std::to_string(shape.columns));
+    const auto meshes = MeshesOf("replica,dp", RanksTo(size));
+    OnEachRank(size, [&](int rank) {
+      Collectives group(meshes[rank], 30);
+      RankGrid grid;
+      const int row = rank / shape.columns, column = rank % shape.columns;
+      for (int i = 0; i < shape.columns; ++i) grid.within.push_back(row * shape.columns + i);
+      for (int i = 0; i < shape.rows; ++i) grid.across.push_back(i * shape.columns + column);
+      std::vector<Ticket> tickets;
+      std::vector<Bytes> flats, shards, receives, expected;
+      for (int round = 0; round < 6; ++round) {
+        const DType dtype = kTypes[round];
+        const int64_t elements = round % 2 == 0 ? 40'000 : 33;  // of a shard
+        std::vector<Bytes> rows;
+        for (int r = 0; r < shape.rows; ++r) {
+          std::vector<Bytes> parts;
+          for (int c = 0; c < shape.columns; ++c) {
+            const auto seed = static_cast<uint64_t>(100 * round + r * shape.columns + c);
+            parts.push_back(Slice(RandomNumbers(dtype, elements * shape.columns, seed), column, shape.columns));
+          }
+          rows.push_back(PlainSum(dtype, parts));
+        }
+        expected.push_back(PlainSum(dtype, rows));
+        flats.push_back(RandomNumbers(dtype, elements * shape.columns, static_cast<uint64_t>(100 * round + rank)));
+        shards.emplace_back(elements * DTypeBytes(dtype));
+        receives.emplace_back(Collectives::GridReceiveBytes(grid, {SpanOf(shards.back(), dtype)}));
+        const auto ticket = group.StartReduce({SpanOf(flats.back(), dtype)}, {SpanOf(shards.back(), dtype)}, grid,
+                                              receives.back().data(), "reduce");
+        ASSERT_TRUE(ticket.ok()) << ticket.error().ToString();
+        tickets.push_back(*ticket);
+      }
+      for (size_t i = tickets.size(); i-- > 0;) {
+        ASSERT_EQ(ErrorOf(group.Wait(tickets[i])), "no error");
+        EXPECT_EQ(shards[i], expected[i]) << "operation " << i;
+      }
+    });
+  }
+}
+
 TEST(Collectives, WhatIsStartedMovesWhileNobodyWaits) {
   // More than the kernel holds. The sender does nothing until all of it has come: its helper thread moves the data.
   const auto meshes = MeshesOf("dp", RanksTo(2));

@@ -104,8 +104,7 @@ def test_pass_table_and_digest() -> None:
     table = {p["name"]: p for p in _core.pass_table()}
     options = {o["name"]: o for o in table["shard"]["options"]}
     assert (
-        options["ranks"]["required"]
-        and options["axis"]["default"] == "dp"
+        options["axis"]["default"] == "dp"
         and options["wait"]["choices"] == ["next", "now"]
     )
     assert _core.digest(MLP) == hashlib.sha256(MLP.encode()).hexdigest()

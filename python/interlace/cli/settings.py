@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.checkpoint.folder import kept_checkpoints
-from interlace.config import STRATEGIES, did_you_mean, parse_bytes
+from interlace.config import STRATEGIES, did_you_mean, mesh_form, parse_bytes
 from interlace.cost.machine import cores
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
@@ -49,6 +49,9 @@ class TrainSettings:
     weight_decay: float = _option(0.1, "Of AdamW.")
     accumulation: int = _option(1, "Micro-batches that a step is cut into on each rank.")
     strategy: str = _option("shard", "shard (ZeRO-3), zero1, or replicate (DDP).")
+    mesh: str | None = _option(
+        None, "Ranks by axis, for example replica=2,dp=2: shards within dp, the same on each replica.", shown="dp=RANKS"
+    )
     clip: float | None = _option(1.0, "Largest global gradient norm, or none.")
     save: str | None = _option(None, "A folder for the trained model.")
     save_every: int | None = _option(None, "Save also after every so many steps.", shown="at the end")
@@ -116,6 +119,9 @@ class TrainSettings:
         self.schedule_entries()
         _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
         _one_of("strategy", self.strategy, STRATEGIES)
+        mesh = mesh_form(self.mesh)
+        if mesh is not None and math.prod(size for _, size in mesh) != self.ranks:
+            raise SettingError(f"--mesh {self.mesh} is for {math.prod(size for _, size in mesh)} ranks, but --ranks is {self.ranks}")
         _one_of("dtype", self.dtype, DTYPES)
         parts = self.ranks * self.accumulation
         if self.batch % parts:
@@ -172,7 +178,7 @@ class TrainSettings:
 
 def check_explicit(settings: TrainSettings, explicit: set[str]) -> None:
     """Options of the command line that --passes decides too. Error: one of them."""
-    for name in ("strategy", "clip", "param_dtype", "plan"):
+    for name in ("strategy", "mesh", "clip", "param_dtype", "plan"):
         if settings.passes is not None and name in explicit:
             option = "--" + name.replace("_", "-")
             raise SettingError(f"{option} contradicts --passes, which names every pass: leave one of them out")

@@ -213,7 +213,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
 
 def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.Module) -> interlace.Config:
     return interlace.Config(
-        strategy=settings.strategy, accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
+        strategy=settings.strategy, mesh=settings.mesh, accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip, seed=settings.seed, timeout_s=TIMEOUT_S, weights=settings.weights,
         memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,

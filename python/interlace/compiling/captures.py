@@ -26,7 +26,7 @@ log = logging.getLogger("interlace")
 _LATER = frozenset(
     {
         "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
-        "profile", "cluster", "cache", "arena", "strategy", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
+        "profile", "cluster", "cache", "arena", "strategy", "mesh", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
         "tier", "tier_bandwidth",
     }
 )  # fmt: skip

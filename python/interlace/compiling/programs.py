@@ -152,7 +152,7 @@ class Programs:
             "skip_nonfinite": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
         }  # fmt: skip
-        axes = self.peers.groups.axes(list(program.mesh.items()))
+        axes = self.peers.groups.axes(program)
         try:
             executor = _runtime.Executor(
                 source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states

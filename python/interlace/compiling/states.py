@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from interlace.capture.literals import DTYPES as NAMES
+from interlace.dist.mesh import Mesh
 from interlace.dist.peers import Peers
 
 Tensor = torch.Tensor
@@ -44,6 +45,8 @@ class Parameter:
 @dataclasses.dataclass(frozen=True)
 class Unit:
     id: int
+    axis: str  # of the mesh, over which it is sharded: "dp"
+    replicas: str  # whose ranks have the same shard, "" for none
     numel: int
     shard: int
     parameters: tuple[Parameter, ...]  # by offset
@@ -54,6 +57,7 @@ class States:
 
     def __init__(self, program: Any, executor: Any, peers: Peers) -> None:
         self.peers, self.executor = peers, executor
+        self.mesh = Mesh(program.mesh, peers.rank)
         self.parameters: dict[str, Parameter] = {}
         for p in program.params():
             shape = tuple(p["shape"])
@@ -66,7 +70,7 @@ class States:
             by_unit.setdefault(q.unit, []).append(q)
         self.loose = tuple(by_unit.get(None, []))
         self.units = [
-            Unit(u["id"], u["numel"], u["shard"], tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)))
+            Unit(u["id"], u["axis"], u["replicas"], u["numel"], u["shard"], tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)))
             for u in program.units()
         ]
         self._tensors: dict[tuple[int, str], Tensor] = {}
@@ -112,7 +116,15 @@ class States:
         t = self._tensors[unit.id, role]
         if (unit.id, role) in self._moving:
             t = self.executor.tensor(self._moving[unit.id, role])
-        return t, (self.peers.rank * unit.shard if t.numel() < unit.numel else 0)
+        return t, (self.mesh.index(unit.axis) * unit.shard if t.numel() < unit.numel else 0)
+
+    def written(self, unit: Unit, role: str) -> tuple[int, int]:
+        """The elements of a unit's role that this rank writes into a checkpoint: its share of what it and others have."""
+        t, base = self.local(unit, role)
+        alike = unit.replicas if t.numel() < unit.numel else ",".join(self.mesh.sizes)
+        part = -(-t.numel() // self.mesh.size(alike))
+        low = base + min(self.mesh.index(alike) * part, t.numel())
+        return low, min(low + part, base + t.numel())
 
     def parts(self, p: Parameter, role: str) -> Iterator[tuple[Tensor, int, int]]:
         """(flat storage, start, end): the elements [start, end) of the parameter that lie on this rank. None when there are none."""
@@ -155,9 +167,10 @@ class States:
     def gather(self, unit: Unit, role: str, everywhere: bool = False) -> Tensor | None:
         """The whole flat buffer of a unit's role on rank 0 (or on all ranks), None elsewhere. All ranks must call it."""
         t, _ = self.local(unit, role)
-        if t.numel() == unit.numel or self.peers.size == 1:
+        if t.numel() == unit.numel:
             return t
-        return self.peers.groups.gather(t, everywhere)
+        whole = self.peers.groups.gather(t, self.mesh, unit.axis, everywhere)
+        return whole if everywhere or self.peers.rank == 0 else None
 
     def cut(self, p: Parameter, flat: Tensor) -> Tensor:
         """A parameter's view of its unit's whole buffer."""

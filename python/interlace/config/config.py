@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from interlace.config.forms import ConfigError, did_you_mean, schedule_form, shapes_form
+from interlace.config.forms import ConfigError, did_you_mean, mesh_form, schedule_form, shapes_form
 
 STRATEGIES = ("shard", "replicate", "zero1")
 ACCUMULATE_MODES = ("reduce_each", "reduce_last")
@@ -53,6 +53,8 @@ class Config:
     """How a model is compiled and trained.
 
     strategy         "shard" (ZeRO-3), "zero1" or "replicate" (DDP)
+    mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
+                     the same on the ranks of replica, which add up their gradients (hybrid sharding); None: all ranks on dp
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients) or "reduce_last" (full gradients, reduced once)
     clip_norm        largest global norm of the gradient, or None
@@ -90,6 +92,7 @@ class Config:
     """
 
     strategy: str = "shard"
+    mesh: Any = None
     accumulation: int = 1
     accumulate_mode: str = "reduce_each"
     clip_norm: float | None = None
@@ -121,6 +124,9 @@ class Config:
 
     def __post_init__(self) -> None:
         self._one_of("strategy", STRATEGIES)
+        object.__setattr__(self, "mesh", mesh_form(self.mesh))
+        if self.mesh is not None and self.passes is not None:
+            raise ConfigError("passes replaces the mesh too: write it there, as in 'canonicalize,mesh(axes=replica:2+dp:2),...'")
         self._one_of("accumulate_mode", ACCUMULATE_MODES)
         self._one_of("mode", ("compiled", "eager"))
         self._one_of("rng", ("keyed", "compat"))
@@ -185,12 +191,19 @@ class Config:
             return self.passes.replace("{ranks}", str(ranks))
         from interlace import _core
 
+        mesh = list(self.mesh) if self.mesh is not None else [("dp", ranks)]
+        if math.prod(size for _, size in mesh) != ranks:
+            shape = " x ".join(f"{name}={size}" for name, size in mesh)
+            raise ConfigError(
+                f"mesh {shape} is for {math.prod(size for _, size in mesh)} ranks, but the run has {ranks}; "
+                "write a mesh of as many, or start as many"
+            )
         param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
         return str(
             _core.standard_pipeline(
                 strategy=self.strategy,
-                mesh=[("dp", ranks)],
+                mesh=mesh,
                 accumulation=self.accumulation,
                 accumulate_mode=self.accumulate_mode,
                 param=param,

@@ -53,6 +53,42 @@ def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
     return tuple(found)
 
 
+AXES = ("replica", "dp")
+
+
+def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
+    """The axes of the mesh by name and size, the last one fastest: of {"replica": 2, "dp": 2} or "replica=2,dp=2". Error: another form,
+    an axis that no pass lays anything along, no axis dp, an axis twice.
+    """
+    form = 'mesh must name axes and their ranks, for example {"replica": 2, "dp": 4} (the last axis is the fastest)'
+    if value is None:
+        return None
+    if isinstance(value, str):
+        pairs: list[Any] = [tuple(entry.split("=", 1)) for entry in value.split(",")]
+        if any(len(pair) != 2 or not pair[1].strip().isdecimal() for pair in pairs):
+            raise ConfigError(f"mesh '{value}' has another form than 'replica=2,dp=4'")
+        value = [(name.strip(), int(size)) for name, size in pairs]
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f"{form}, not {value!r}")
+    for entry in value:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+            raise ConfigError(f"{form}, not {value!r}")
+        name, size = entry
+        if name not in AXES:
+            raise ConfigError(
+                f"unknown axis {name!r} of the mesh{did_you_mean(str(name), AXES)} (dp: its ranks share the units; "
+                "replica: its ranks hold the same and add up their gradients)"
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"axis {name} of the mesh must have a whole number of ranks, not {size!r}")
+    names = [name for name, _ in value]
+    if len(set(names)) < len(names) or "dp" not in names:
+        raise ConfigError(f"{form}: {'an axis is named twice' if 'dp' in names else 'axis dp is missing'} in {names}")
+    return tuple((name, size) for name, size in value)
+
+
 def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
     """Both as sorted tuples of (input, ...). Error: another form, inputs with unequal numbers of shapes, a value to pad with that
     is missing."""

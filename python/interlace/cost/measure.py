@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from interlace.cost.measurements import SLOWDOWN
+from interlace.dist.groups import native_backend
 
 Rows = dict[tuple[str, str], dict[str, float]]
 Exchange = Callable[[Any], list[Any]]  # every rank's value, by rank
@@ -166,9 +167,10 @@ class Collectives:
     def __init__(self, peers: Any, timeout_s: float) -> None:
         from interlace import _runtime
 
-        (axis,) = peers.groups.axes([("dp", peers.size)])
+        group = peers.groups.native
+        backend = "tcp" if peers.device.type == "cpu" else native_backend(peers.device)
         self.peers = peers
-        self.comm = _runtime.Comm("dp", peers.rank, peers.size, axis["backend"], timeout_s, axis["native"])
+        self.comm = _runtime.Comm("dp", peers.rank, peers.size, backend, timeout_s, group.group_name)
 
     def time(self, kind: str, size: int) -> dict[str, float]:
         """Medians over repeated calls of `size` bytes, as the cost model counts them, each until the last rank has it; ranks meet

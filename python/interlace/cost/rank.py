@@ -100,7 +100,7 @@ def _measure_ops(
         keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
         return
     with _tier_folder(job, peers, "ops") as folder:
-        axes = peers.groups.axes(list(program.mesh.items()))
+        axes = peers.groups.axes(program)
         options = {"tier": "host" if job["tier"] == "host" else folder} if job["tier"] else {}
         executor = _runtime.Executor(text, "cpu", axes, TIMEOUT_S, options)
         fill_states(program, executor)

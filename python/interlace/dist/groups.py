@@ -3,7 +3,7 @@
 A program's mesh names axes; each axis is a set of groups, one for every place on the other axes:
 
     mesh dp=4                    one group: 0 1 2 3
-    mesh replica=2 dp=2          dp: 0 1 | 2 3     replica: 0 2 | 1 3     (the last axis is the fastest; not made yet)
+    mesh replica=2 dp=2          dp: 0 1 | 2 3     replica: 0 2 | 1 3     (mesh.py)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.dist.mesh import Mesh
 from interlace.errors import InterlaceError
 
 
@@ -25,6 +26,7 @@ class Groups:
     def __init__(self, device: torch.device, rank: int, size: int, timeout_s: float) -> None:
         self.device, self.rank, self.size, self.timeout_s = device, rank, size, timeout_s
         self._groups: dict[str, Any] = {}
+        self._along: dict[tuple[tuple[int, ...], ...], Any] = {}  # by the ranks of all groups along some axes: this rank's
 
     def open(self) -> None:
         """Makes the groups, once; call when all ranks have been heard of, because it waits for them."""
@@ -50,29 +52,54 @@ class Groups:
         """For tensors in the host's memory."""
         return self._groups.get("host", self.native)
 
-    def axes(self, mesh: list[tuple[str, int]]) -> list[dict[str, Any]]:
-        """The executor's description of a program's mesh, (name, size) by axis. Error: axes that this world cannot be."""
-        if not mesh:
-            return []
-        if len(mesh) > 1 or mesh[0][1] != self.size:
-            shape = " x ".join(f"{n}={s}" for n, s in mesh)
-            raise InterlaceError(f"the program is for a mesh of {shape}, but the run has {self.size} ranks on one axis")
-        group = self._groups.get("native")
-        backend = "none" if group is None else ("tcp" if self.device.type == "cpu" else native_backend(self.device))
-        axis = {"name": mesh[0][0], "rank": self.rank, "size": self.size, "backend": backend}
-        return [{**axis, "native": group.group_name if group is not None else ""}]
+    def axes(self, program: Any) -> list[dict[str, Any]]:
+        """The executor's description of a program's mesh and of the groups that it transfers along. All ranks make the same groups,
+        so all must ask. Error: a mesh that this world cannot be.
+        """
+        mesh = Mesh(program.mesh, self.rank)
+        if mesh.ranks != self.size:
+            raise InterlaceError(
+                f"the program is for a mesh of {mesh}, which has {mesh.ranks} ranks, but the run has {self.size}; "
+                f"write a mesh of {self.size}, or start {mesh.ranks} ranks"
+            )
+        backend = "none" if self.size == 1 else ("tcp" if self.device.type == "cpu" else native_backend(self.device))
+        wanted = program.transfer_axes(backend == "tcp")
+        return [
+            {
+                "name": axes, "rank": mesh.index(axes), "size": mesh.size(axes), "backend": backend,
+                "native": self.along(mesh, axes).group_name if axes in wanted else "",
+            }
+            for axes in dict.fromkeys([*mesh.sizes, *wanted])
+        ]  # fmt: skip
 
-    def gather(self, mine: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
-        """The ranks' equal 1-D parts, one after the other, on rank 0 (or on all); None elsewhere. The group's timeout holds."""
-        if self.size == 1:
+    def along(self, mesh: Mesh, axes: str) -> Any:
+        """This rank's process group along some axes of a mesh, for tensors on the trainer's device."""
+        if mesh.size(axes) == self.size:
+            return self.native
+        groups = tuple(map(tuple, mesh.groups(axes)))
+        if groups not in self._along:
+            backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
+            limit = datetime.timedelta(seconds=self.timeout_s)
+            for ranks in groups:
+                made = dist.new_group(list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {axes}")
+                if self.rank in ranks:
+                    self._along[groups] = made
+        return self._along[groups]
+
+    def gather(self, mine: torch.Tensor, mesh: Mesh, axes: str, everywhere: bool = False) -> torch.Tensor | None:
+        """The equal 1-D parts of the ranks along some axes, one after the other, on the first rank of each such group (or on all);
+        None elsewhere. The group's timeout holds.
+        """
+        size = mesh.size(axes)
+        if size == 1:
             return mine
-        here = everywhere or self.rank == 0
-        whole = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device) if here else None
-        parts = list(whole.chunk(self.size)) if whole is not None else None
+        here = everywhere or mesh.index(axes) == 0
+        whole = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device) if here else None
+        parts = list(whole.chunk(size)) if whole is not None else None
         if everywhere:
-            dist.all_gather(parts, mine.contiguous(), group=self.native)
+            dist.all_gather(parts, mine.contiguous(), group=self.along(mesh, axes))
         else:
-            dist.gather(mine.contiguous(), parts, group=self.native, group_dst=0)
+            dist.gather(mine.contiguous(), parts, group=self.along(mesh, axes), group_dst=0)
         return whole
 
     def gather_objects(self, mine: Any) -> list[Any] | None:
@@ -98,10 +125,11 @@ class Groups:
 
     def close(self) -> None:
         """Whoever still holds a group by name (an executor) must have been dropped before."""
-        groups, self._groups = self._groups, {}
-        for name in list(groups):
+        groups = [*self._along.values(), *self._groups.values()]
+        self._along, self._groups = {}, {}
+        while groups:
             with contextlib.suppress(Exception):
-                dist.destroy_process_group(groups.pop(name))
+                dist.destroy_process_group(groups.pop())
 
 
 def native_backend(device: torch.device) -> str:

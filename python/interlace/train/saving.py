@@ -155,7 +155,7 @@ class Saving:
 
     def _unit_pieces(self, unit: Unit, role: str, files: dict[str, Layout]) -> list[Piece]:
         t, base = self._run.states.local(unit, role)
-        low, high = (base, base + t.numel()) if t.numel() < unit.numel else self._share(unit.numel)
+        low, high = self._run.states.written(unit, role)
         t = t.detach()
         if t.device.type != "cpu":
             t, base = t[low - base : high - base].cpu(), low

@@ -1,0 +1,49 @@
+"""The ranks of a run as a mesh of named axes, the last one fastest, and where one rank lies on it.
+
+    mesh replica=2 dp=2, rank 2:      replica  0 1       index along replica 1, its group 0 2
+                                      dp 0     0 2       index along dp      0, its group 2 3
+                                      dp 1     1 3       along replica,dp    2, its group 0 1 2 3
+
+Several axes are written as one word, "replica,dp", neighbours in the mesh and in its order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+
+class Mesh:
+    """Axes by name with their sizes, as one rank sees them."""
+
+    def __init__(self, sizes: Mapping[str, int], rank: int) -> None:
+        self.sizes, self.rank = dict(sizes), rank
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def size(self, axes: str) -> int:
+        """Ranks along these axes; an axis that the mesh lacks counts as one."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes.split(",") if axis)
+
+    def index(self, axes: str) -> int:
+        """This rank's place among the ranks along these axes."""
+        return self.group(axes).index(self.rank)
+
+    def group(self, axes: str) -> list[int]:
+        """The ranks along these axes, this one among them."""
+        return next(group for group in self.groups(axes) if self.rank in group)
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All ranks, cut into groups along these axes."""
+        names = [name for name in axes.split(",") if name]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(itertools.product(*(range(size) for size in self.sizes.values()))):
+            elsewhere = tuple(i for name, i in zip(self.sizes, place, strict=True) if name not in names)
+            found.setdefault(elsewhere, []).append(rank)
+        return list(found.values())
