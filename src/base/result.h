@@ -123,7 +123,7 @@ std::string ErrorOf(const Outcome& result) {
 // Returns the error of a Result-valued expression from the enclosing function.
 #define INTERLACE_TRY(expr)                                              \
   do {                                                                   \
-    auto interlace_try_result = (expr);                                  \
+    const auto& interlace_try_result = (expr);                           \
     if (!interlace_try_result.ok()) return interlace_try_result.error(); \
   } while (false)
 

@@ -168,7 +168,7 @@ Result<double> CostModel::OperandBytes(const Op& op, bool results) const {
   } else {
     ForEachOperand(op, add);
   }
-  if (!status.ok()) return status.error();
+  INTERLACE_TRY(status);
   return bytes;
 }
 

@@ -88,7 +88,7 @@ class Worker {
       }
       shapes_.push_back(std::move(*shape));
     });
-    if (!status.ok()) return status.error();
+    INTERLACE_TRY(status);
     for (ValueId id : op_.results) {
       if (id == kNone) continue;
       INTERLACE_ASSIGN(Shape shape, ShapeOf(program_, id));

@@ -110,7 +110,7 @@ class ModuleBuckets {
       }
     }
     std::vector<std::string_view> known(paths.begin(), paths.end());
-    const std::string nearest = DidYouMean(entries_[entry], known);
+    std::string nearest = DidYouMean(entries_[entry], known);
     if (!nearest.empty() || known.empty()) return nearest;
     StableSort(known, [](std::string_view a, std::string_view b) { return a.size() < b.size(); });
     constexpr size_t kShown = 3;

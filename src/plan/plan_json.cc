@@ -1,6 +1,7 @@
 #include "plan/plan_json.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "trace/json.h"
 
@@ -9,7 +10,7 @@ namespace {
 
 // A share as a person wrote it: 0.3, not the 0.30000001192092896 of the same float as a double.
 double Share(float value) {
-  return static_cast<double>(static_cast<int64_t>(static_cast<double>(value) * 1e7 + 0.5)) / 1e7;
+  return std::floor(static_cast<double>(value) * 1e7 + 0.5) / 1e7;
 }
 
 void WriteStage(JsonWriter& out, const PlanFile& file, size_t index) {

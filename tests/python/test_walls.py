@@ -20,6 +20,8 @@ TABLE = """
 | `src/bindings` | modules | all |
 | `tools/opt`, `tools/sim` | tools | passes |
 | `bench` | benchmarks | passes |
+| `python/interlace` | packages | - |
+| `interlace/config` | forms of values | errors |
 """
 
 

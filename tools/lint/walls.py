@@ -41,7 +41,7 @@ def rooms(text: str) -> Table:
     """The rows `src/...`, `tools/...` and `bench` of the Rooms table: a room by name, and what it names itself."""
     table: Table = {}
     for first, last in re.findall(r"^\| (`[^|]*) \|.*\| ([^|]+) \|$", text, re.MULTILINE):
-        for name in re.findall(r"`(?:src/)?([\w/-]+)`", first):
+        for name in re.findall(r"`(?:src/(?=\w+`)|(?=tools/|bench`))([\w/-]+)`", first):
             table[name] = set(re.findall(r"[\w/-]*\w", last))
     everything = {name for name in table if "/" not in name}
     return {name: everything - {name} if below == {"all"} else below for name, below in table.items()}
