@@ -44,6 +44,16 @@ std::string LineWithCaret(std::string_view line, size_t column) {
   return out;
 }
 
+std::vector<std::string_view> Split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const size_t at = text.find(separator);
+    parts.push_back(text.substr(0, at));
+    if (at == std::string_view::npos) return parts;
+    text.remove_prefix(at + 1);
+  }
+}
+
 std::string InQuotes(std::string_view word) {
   std::string out = "'";
   out += word;

@@ -22,6 +22,8 @@ void AppendQuoted(std::string& out, std::string_view text);
 inline bool IsDigit(char c) {
   return c >= '0' && c <= '9';
 }
+// "a+b" at '+': "a", "b". An empty text is one empty part.
+std::vector<std::string_view> Split(std::string_view text, char separator);
 // 'word' in single quotes, for messages.
 std::string InQuotes(std::string_view word);
 

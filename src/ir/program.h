@@ -210,7 +210,7 @@ class Program {
   std::vector<Axis> mesh;
   std::vector<Symbol> symbols;
   int64_t accumulation = 1;  // micro-batches a step
-  int64_t width = 1;         // of them in one run of a micro-batch phase, side by side (pass interleave)
+  int64_t width = 1;         // of them in one run of a micro-batch phase, side by side (pass breadth_first)
   std::string accumulate_mode = "reduce_each";
   std::vector<Group> groups;
   std::vector<Module> modules;  // index = id

@@ -376,11 +376,11 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   if (program.width > 1) {
     if (mode != "reduce_last") {
       return MakeError(
-          "micro-batches that run side by side are reduced together; use mode=reduce_last, or no interleave");
+          "micro-batches that run side by side are reduced together; use mode=reduce_last, or no breadth_first");
     }
     if (steps % program.width != 0) {
       return MakeError("steps=", steps, " micro-batches cannot run by ", program.width,
-                       "; choose a multiple, or another interleave");
+                       "; choose a multiple, or another breadth_first");
     }
   }
   if (steps == program.width) {

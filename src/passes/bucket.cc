@@ -6,7 +6,7 @@
 #include <unordered_map>
 
 #include "ir/op_table.h"
-#include "passes/bucket_copies.h"
+#include "passes/baselines/bucket_copies.h"
 #include "passes/bucket_greedy.h"
 #include "passes/bucket_modules.h"
 #include "passes/cost_options.h"

@@ -21,8 +21,8 @@
 // only one; time=model: this repository's cost model, with topology and measured times.
 //
 // pack=flat: one coalesced call, no copies. pack=copy: one call on one buffer, with copies in and out
-// (bucket_copies.h), as peers do it. Runs after shard and accumulate, before reorder. Errors: modules that match
-// nothing or overlap, a unit of two modules, reductions that cannot wait for one another.
+// (baselines/bucket_copies.h), as peers do it. Runs after shard and accumulate, before reorder. Errors: modules that
+// match nothing or overlap, a unit of two modules, reductions that cannot wait for one another.
 #pragma once
 
 #include "base/result.h"

@@ -5,6 +5,7 @@
 #include <set>
 #include <string_view>
 
+#include "base/scan.h"
 #include "base/sort.h"
 #include "base/suggest.h"
 #include "passes/transfers.h"
@@ -12,20 +13,10 @@
 namespace interlace {
 namespace {
 
-std::vector<std::string_view> SplitPath(std::string_view text, char separator) {
-  std::vector<std::string_view> parts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t stop = std::min(text.find(separator, at), text.size());
-    parts.push_back(text.substr(at, stop - at));
-    at = stop + 1;
-  }
-  return parts;
-}
-
 // The module of `name` that the pattern stands for ("model.layers.*" and "model.layers.3.w" give "model.layers.3"), or
 // "".
 std::string_view OwnerIn(const std::vector<std::string_view>& pattern, std::string_view name) {
-  const std::vector<std::string_view> path = SplitPath(name, '.');
+  const std::vector<std::string_view> path = Split(name, '.');
   if (path.size() <= pattern.size()) return {};  // the last component is the parameter's own
   size_t length = 0;
   for (size_t i = 0; i < pattern.size(); ++i) {
@@ -43,8 +34,8 @@ struct Owner {
 class ModuleBuckets {
  public:
   ModuleBuckets(const Program& program, const std::string& modules)
-      : program_(program), text_(modules), entries_(SplitPath(text_, '+')) {
-    for (std::string_view entry : entries_) patterns_.push_back(SplitPath(entry, '.'));
+      : program_(program), text_(modules), entries_(Split(text_, '+')) {
+    for (std::string_view entry : entries_) patterns_.push_back(Split(entry, '.'));
   }
 
   Result<std::vector<int32_t>> Run() {
@@ -101,7 +92,7 @@ class ModuleBuckets {
   std::string Suggestion(size_t entry) const {
     std::set<std::string> paths;
     for (const Param& param : program_.params) {
-      const std::vector<std::string_view> parts = SplitPath(param.name, '.');
+      const std::vector<std::string_view> parts = Split(param.name, '.');
       std::string path;
       for (size_t i = 0; i + 1 < parts.size(); ++i) {
         const bool star = i < patterns_[entry].size() && patterns_[entry][i] == "*";

@@ -12,7 +12,7 @@ std::vector<PassCall> CallsOf(const CapturedDecisions& decisions) {
     calls.push_back(MakeCall("recompute", {{"mode", "full"}, {"blocks", blocks}}));
   }
   if (decisions.width > 1)
-    calls.push_back(MakeCall("interleave", {{"micro_batches", std::to_string(decisions.width)}}));
+    calls.push_back(MakeCall("breadth_first", {{"micro_batches", std::to_string(decisions.width)}}));
   return calls;
 }
 

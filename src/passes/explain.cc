@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/scan.h"
 #include "ir/op_table.h"
 #include "ir/pending.h"
 #include "passes/pass_table.h"
@@ -22,17 +23,7 @@ struct Row {
   std::string passes;  // of the chosen one, on the sharded program
 };
 
-std::vector<std::string> SplitLines(std::string_view text, char separator) {
-  std::vector<std::string> parts;
-  while (true) {
-    const size_t at = text.find(separator);
-    parts.emplace_back(text.substr(0, at));
-    if (at == std::string_view::npos) return parts;
-    text.remove_prefix(at + 1);
-  }
-}
-
-double Number(const std::string& text) {
+double Number(std::string_view text) {
   double number = 0;
   std::from_chars(text.data(), text.data() + text.size(), number);
   return number;
@@ -42,10 +33,11 @@ std::vector<Row> Table(const Program& program, std::string_view key) {
   std::vector<Row> rows;
   const std::string* text = program.Meta(key);
   if (text == nullptr || text->empty()) return rows;
-  for (const std::string& line : SplitLines(*text, '\n')) {
-    std::vector<std::string> parts = SplitLines(line, '|');
+  for (std::string_view line : Split(*text, '\n')) {
+    const std::vector<std::string_view> parts = Split(line, '|');
     if (parts.size() < 3) continue;
-    rows.push_back({parts[0], Number(parts[1]), Number(parts[2]), parts.size() < 5 ? "" : parts[4]});
+    rows.push_back({std::string(parts[0]), Number(parts[1]), Number(parts[2]),
+                    std::string(parts.size() < 5 ? std::string_view() : parts[4])});
   }
   return rows;
 }

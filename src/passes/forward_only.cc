@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/scan.h"
 #include "base/suggest.h"
 #include "ir/op_table.h"
 #include "ir/program.h"
@@ -19,24 +20,20 @@ std::string NameOf(const State& state) {
 // States that `names` (joined by +, or all) lists, without those in `used`, are out between steps.
 Result<bool> LeaveOut(Program& program, const std::string& names, const std::vector<char>& used) {
   if (names == "none") return false;
-  std::vector<std::string> all, wanted;
+  std::vector<std::string> all;
   for (const State& state : program.states) all.push_back(NameOf(state));
-  for (size_t at = 0; names != "all" && at <= names.size();) {
-    const size_t plus = std::min(names.find('+', at), names.size());
-    wanted.push_back(names.substr(at, plus - at));
-    at = plus + 1;
-    if (std::find(all.begin(), all.end(), wanted.back()) != all.end()) continue;
-    return MakeError("the program has no state '", wanted.back(), "'",
-                     DidYouMean(wanted.back(), {all.begin(), all.end()}));
+  const std::vector<std::string_view> wanted = Split(names, '+');
+  for (std::string_view name : wanted) {
+    if (names == "all" || std::find(all.begin(), all.end(), name) != all.end()) continue;
+    return MakeError("the program has no state '", name, "'", DidYouMean(name, {all.begin(), all.end()}));
   }
-  std::sort(wanted.begin(), wanted.end());
   bool changed = false;
   for (size_t i = 0; i < all.size(); ++i) {
     State& state = program.states[i];
     if (!state.persistent || state.unit == kNone || state.out || program.RootOf(state.value) != state.value ||
         used[state.value] != 0)
       continue;
-    if (names != "all" && !std::binary_search(wanted.begin(), wanted.end(), all[i])) continue;
+    if (names != "all" && std::find(wanted.begin(), wanted.end(), all[i]) == wanted.end()) continue;
     state.out = changed = true;
   }
   return changed;

@@ -6,10 +6,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/residency.h"
 #include "passes/phase_editor.h"
+#include "passes/touches.h"
 
 namespace interlace {
 namespace {
@@ -63,65 +63,43 @@ class HostSteps {
     int32_t line = 0;
     for (int32_t p = 0; p < num_phases(); ++p) {
       const Phase& phase = *phases_[static_cast<size_t>(p)];
-      std::unordered_map<ValueId, std::vector<ValueId>> sources;  // by result of a transfer under way
-      for (int32_t i = 0; i < static_cast<int32_t>(phase.ops.size()); ++i, ++line) {
-        const Op& op = program_.op(phase.ops[static_cast<size_t>(i)]);
-        const Spot here{p, i, line};
-        if (op.kind == OpKind::kView) continue;
+      for (size_t i = 0; i < phase.ops.size(); ++i) {
+        const Op& op = program_.op(phase.ops[i]);
+        const auto index = static_cast<int32_t>(i);
         if (IsUpdate(op)) {
-          candidates_.push_back({op.id, op.units.empty() ? kNone : op.units[0], here, kNone, kNone, {}, false, {}});
-          continue;
-        }
-        if (MoveOf(op) != nullptr) {
+          candidates_.push_back(
+              {op.id, op.units.empty() ? kNone : op.units[0], {p, index, line + index}, kNone, kNone, {}, false, {}});
+        } else if (MoveOf(op) != nullptr) {
           ForEachOperand(op, [&](ValueId id) { moves_.insert(id); });
-          continue;
-        }
-        std::vector<ValueId> read;
-        ForEachOperand(op, [&](ValueId id) {
-          const ValueId root = program_.RootOf(id);
-          Touch(root, here);
-          read.push_back(root);
-          if (!IsWait(op)) return;
-          if (program_.value(id).placed || root == id)
-            uses_[root].last_write = here;  // what the transfer brings is complete
-          const auto started = sources.find(id);
-          if (started == sources.end()) return;
-          for (ValueId source : started->second) Touch(source, here);
-          sources.erase(started);
-        });
-        for (ValueId id : WrittenOperands(program_, op)) Write(program_.RootOf(id), here);
-        for (ValueId id : op.results) {
-          if (id == kNone) continue;
-          const Value& value = program_.value(id);
-          if (value.root != id && !value.placed) continue;
-          const bool whole =
-              value.root == id || (value.offset == Dim(0) && value.type == program_.value(value.root).type);
-          if (!uses_[value.root].first) {
-            uses_[value.root].placed = true;
-            uses_[value.root].filled = whole;
-          }
-          Write(value.root, here);
-          if (IsStart(op)) sources[id] = read;
         }
       }
-      for (const auto& [result, roots] : sources) {
-        uses_[program_.RootOf(result)].restless = true;
-        for (ValueId root : roots) uses_[root].restless = true;
-      }
+      const auto skip = [](const Op& op) { return op.kind == OpKind::kView || IsUpdate(op) || MoveOf(op) != nullptr; };
+      ForEachTouch(program_, phase, skip, [&](const Touch& touch) {
+        using How = Touch::How;
+        Uses& uses = uses_[touch.root];
+        if (touch.how == How::kLeaves) {
+          uses.restless = true;
+          return;
+        }
+        const Value& value = program_.value(touch.value);
+        const bool makes = touch.how == How::kMakes;
+        if (makes && !uses.first) {
+          uses.placed = true;
+          uses.filled =
+              value.root == value.id || (value.offset == Dim(0) && value.type == program_.value(value.root).type);
+        }
+        const Spot here{p, touch.at, line + touch.at};
+        if (!uses.first) uses.first = here;
+        uses.last = here;
+        const bool brings = IsWait(program_.op(phase.ops[touch.at])) && touch.how == How::kReads &&
+                            (value.placed || value.root == value.id);
+        if (makes || touch.how == How::kWrites || brings) uses.last_write = here;
+      });
+      line += static_cast<int32_t>(phase.ops.size());
       for (const std::vector<ValueId>* handed : {&phase.takes, &phase.gives}) {
         for (ValueId id : *handed) uses_[program_.RootOf(id)].restless = true;
       }
     }
-  }
-
-  void Touch(ValueId root, Spot here) {
-    Uses& uses = uses_[root];
-    if (!uses.first) uses.first = here;
-    uses.last = here;
-  }
-  void Write(ValueId root, Spot here) {
-    Touch(root, here);
-    uses_[root].last_write = here;
   }
 
   bool Repeated(const std::optional<Spot>& spot) const { return spot && repeated_[static_cast<size_t>(spot->phase)]; }
@@ -358,17 +336,7 @@ Result<bool> HostUpdate(Program& program, const PassOptions& options) {
   const std::string list = options.Text("units", "all");
   std::vector<UnitId> units = LastUnits(able, share);
   if (list != "all") {
-    units.clear();
-    for (size_t at = 0; at <= list.size();) {
-      const size_t plus = std::min(list.find('+', at), list.size());
-      const std::string name = list.substr(at, plus - at);
-      const auto unit = std::find_if(program.units.begin(), program.units.end(),
-                                     [&](const Unit& u) { return "u" + std::to_string(u.id) == name; });
-      if (unit == program.units.end())
-        return MakeError("option units: the program has no unit '", name, "'; expected all, or a list u0+u3");
-      units.push_back(unit->id);
-      at = plus + 1;
-    }
+    INTERLACE_ASSIGN(units, ReadUnits(program, list, "option units"));
   }
   if (units.empty()) return false;
   INTERLACE_TRY(StepOnHost(program, units));

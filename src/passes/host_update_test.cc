@@ -29,7 +29,7 @@ TEST(HostUpdate, WhatItCannotMove) {
             "error: pass 'host_update': the optimizer step of u0 cannot be made on the host: %39 is a part of a larger "
             "storage");
   EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u9)"),
-            "error: pass 'host_update': option units: the program has no unit 'u9'; expected all, or a list u0+u3");
+            "error: pass 'host_update': option units: there is no u9; the program has 5 units");
   EXPECT_EQ(RunText(mlp, "canonicalize,shard(ranks=2),update,host_update(units=u4)"),
             "error: pass 'host_update': u4 has no optimizer step");
   EXPECT_EQ(

@@ -1,5 +1,6 @@
 // keep.h — units that stay gathered from their first use in a step to their last one, through forward and backward of
-// all micro-batches, instead of being gathered in every stretch (DeepCompile 4.3 calls it selective unsharding).
+// all micro-batches, instead of being gathered in every stretch (the field's reshard-after-forward
+// switched off for them; DeepCompile 4.3 calls it selective unsharding, so the pass is called unshard).
 //
 //   forward                       backward                        with %1 kept: its release, the second gather and
 //   %1 = gather.start(%s)         %2 = gather.start(%s)           its wait go, %2's uses read %1, which is released

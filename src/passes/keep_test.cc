@@ -51,7 +51,7 @@ TEST(Keep, ThroughAllMicroBatches) {
 TEST(Keep, AUnitThatOnlyTheForwardPartUsesIsKeptAcrossMicroBatches) {
   EXPECT_EQ(BitsDiffer(std::string(kChain), "shard(ranks=2),accumulate(steps=3),update,unshard(units=all)", 3), "");
   EXPECT_EQ(RunText(std::string(kChain), "shard(ranks=2),update,unshard(units=u0)"),
-            "error: pass 'unshard': option units=u0: u0 is not gathered more than once in a step, so there is nothing "
+            "error: pass 'unshard': option units: u0 is not gathered more than once in a step, so there is nothing "
             "to keep");
 }
 

@@ -1,24 +1,27 @@
-// Two parts. Choose: at the op that is furthest above the limit, gaps that cover it, evenly over the step (so that
-// copies come at an even rate), until every op fits if whatever leaves were gone for its whole gap. Place: a walk over
-// the step (trip_walk.h).
+// Two parts. Choose: at the op that is furthest above the limit, intervals that cover it, evenly over the step (so that
+// copies come at an even rate), until every op fits if whatever leaves were gone for its whole interval. Place: a walk
+// over the step (offload_walk.h).
 #include "passes/offload_plan.h"
 
 #include <algorithm>
 #include <set>
 
 #include "ir/text.h"
-#include "passes/trip_walk.h"
+#include "passes/offload_walk.h"
 
 namespace interlace {
 namespace {
 
+bool MayLeave(const OffloadChoice& choice, const StepLine& line, const Interval& interval) {
+  const OffloadKind kind = line.movables[interval.movable].kind;
+  return std::find(choice.kinds.begin(), choice.kinds.end(), kind) != choice.kinds.end();
+}
+
 // They cost nothing, so all of them are made.
-std::vector<Trip> BlankTripsOf(const StepLine& line, const OffloadChoice& choice) {
-  std::vector<Trip> trips = BlankTrips(line);
-  std::erase_if(trips, [&](const Trip& trip) {
-    return std::find(choice.kinds.begin(), choice.kinds.end(), line.movables[trip.movable].kind) == choice.kinds.end();
-  });
-  return trips;
+std::vector<Interval> FreshOf(const StepLine& line, const OffloadChoice& choice) {
+  std::vector<Interval> intervals = FreshIntervals(line);
+  std::erase_if(intervals, [&](const Interval& interval) { return !MayLeave(choice, line, interval); });
+  return intervals;
 }
 
 class Planner {
@@ -26,37 +29,39 @@ class Planner {
   Planner(const Program& program, const StepLine& line, CostModel& model, const OffloadChoice& choice)
       : program_(program), line_(line), model_(model), choice_(choice), end_(line.size()) {}
 
-  Result<std::vector<Trip>> Run() {
-    for (const Trip& gap : GapsOf(line_)) {
-      const OffloadKind kind = line_.movables[gap.movable].kind;
-      if (std::find(choice_.kinds.begin(), choice_.kinds.end(), kind) != choice_.kinds.end()) gaps_.push_back(gap);
+  Result<std::vector<Interval>> Run() {
+    for (const Interval& interval : IntervalsOf(line_)) {
+      if (MayLeave(choice_, line_, interval)) candidates_.push_back(interval);
     }
-    for (const Trip& blank : BlankTripsOf(line_, choice_)) {
-      std::erase_if(gaps_, [&](const Trip& gap) { return gap.movable == blank.movable && gap.after == blank.after; });
-      trips_.push_back(blank);
+    for (const Interval& fresh : FreshOf(line_, choice_)) {
+      std::erase_if(candidates_, [&](const Interval& interval) {
+        return interval.movable == fresh.movable && interval.after == fresh.after;
+      });
+      intervals_.push_back(fresh);
     }
-    taken_.assign(gaps_.size(), false);
-    ideal_ = BytesWith(line_, trips_);
+    taken_.assign(candidates_.size(), false);
+    ideal_ = BytesWith(line_, intervals_);
     INTERLACE_TRY(Choose(choice_.limit - choice_.window, /*must=*/false));
     INTERLACE_TRY(Choose(choice_.limit, /*must=*/true));
-    // An op that copies on their way leave no room for needs more trips; each round adds some, so it ends.
+    // An op that copies on their way leave no room for needs more intervals; each round adds some, so it ends.
     for (;;) {
       INTERLACE_ASSIGN(const int32_t over, Place());
       if (over < 0) break;
-      const size_t before = trips_.size();
+      const size_t before = intervals_.size();
       INTERLACE_TRY(ChooseAt(over, over_bytes_ - choice_.limit));
-      if (trips_.size() == before) return Infeasible(over, over_bytes_);
+      if (intervals_.size() == before) return Infeasible(over, over_bytes_);
     }
-    return std::move(trips_);
+    return std::move(intervals_);
   }
 
  private:
-  static bool Covers(const Trip& gap, int32_t place) {
-    return gap.wraps ? place > gap.after || place < gap.before : gap.after < place && place < gap.before;
+  static bool Covers(const Interval& interval, int32_t index) {
+    return interval.wraps ? index > interval.after || index < interval.before
+                          : interval.after < index && index < interval.before;
   }
 
-  Error Infeasible(int32_t place, int64_t least) const {
-    const StepLine::Place& at = line_.ops[place];
+  Error Infeasible(int32_t index, int64_t least) const {
+    const StepLine::Entry& at = line_.ops[index];
     const Op& op = program_.op(at.phase->ops[at.index]);
     return Error{"the limit of " + std::to_string(choice_.limit) +
                      " bytes cannot be met with everything out that may leave: this op needs " + std::to_string(least) +
@@ -65,38 +70,40 @@ class Planner {
                  PrintOp(program_, op)};
   }
 
-  // Takes gaps until the ideal fits. `must`: when none is left, that is an error; it tells the largest need there is.
+  // Takes intervals until the ideal fits. `must`: when none is left, that is an error; it tells the largest need there
+  // is.
   Status Choose(int64_t limit, bool must) {
     for (;;) {
       const auto worst = std::max_element(ideal_.begin(), ideal_.end());
       if (worst == ideal_.end() || *worst <= limit) return Ok{};
-      const size_t before = trips_.size();
-      const auto place = static_cast<int32_t>(worst - ideal_.begin());
-      INTERLACE_TRY(ChooseAt(place, *worst - limit));
-      if (trips_.size() > before) continue;
+      const size_t before = intervals_.size();
+      const auto index = static_cast<int32_t>(worst - ideal_.begin());
+      INTERLACE_TRY(ChooseAt(index, *worst - limit));
+      if (intervals_.size() > before) continue;
       if (!must) return Ok{};
-      return Infeasible(place, *worst);
+      return Infeasible(index, *worst);
     }
   }
 
-  Status ChooseAt(int32_t place, int64_t needed) {
+  Status ChooseAt(int32_t index, int64_t needed) {
     for (const OffloadKind kind : choice_.kinds) {
       std::vector<size_t> candidates;
       int64_t total = 0;
       std::set<int32_t> moved;
-      for (const Trip& trip : trips_) {
-        if (!trip.blank) moved.insert(trip.movable);
+      for (const Interval& interval : intervals_) {
+        if (!interval.fresh) moved.insert(interval.movable);
       }
-      for (size_t g = 0; g < gaps_.size(); ++g) {
-        if (taken_[g] || line_.movables[gaps_[g].movable].kind != kind || !Covers(gaps_[g], place)) continue;
+      for (size_t g = 0; g < candidates_.size(); ++g) {
+        if (taken_[g] || line_.movables[candidates_[g].movable].kind != kind || !Covers(candidates_[g], index))
+          continue;
         candidates.push_back(g);
-        total += line_.movables[gaps_[g].movable].bytes;
+        total += line_.movables[candidates_[g].movable].bytes;
       }
-      // First gaps of what leaves already (its bytes may still be in the tier), then evenly by the time of need.
+      // First intervals of what leaves already (its bytes may still be in the tier), then evenly by the time of need.
       std::vector<size_t> rest;
       for (size_t g : candidates) {
-        const int64_t bytes = line_.movables[gaps_[g].movable].bytes;
-        if (needed > 0 && moved.contains(gaps_[g].movable)) {
+        const int64_t bytes = line_.movables[candidates_[g].movable].bytes;
+        if (needed > 0 && moved.contains(candidates_[g].movable)) {
           needed -= bytes;
           total -= bytes;
           Take(g);
@@ -104,12 +111,13 @@ class Planner {
           rest.push_back(g);
         }
       }
-      std::stable_sort(rest.begin(), rest.end(), [&](size_t a, size_t b) { return gaps_[a].before < gaps_[b].before; });
+      std::stable_sort(rest.begin(), rest.end(),
+                       [&](size_t a, size_t b) { return candidates_[a].before < candidates_[b].before; });
       const double share = total > 0 ? std::min(1.0, static_cast<double>(needed) / static_cast<double>(total)) : 0;
       double owed = 0;
       for (size_t g : rest) {
         if (needed <= 0) break;
-        const int64_t bytes = line_.movables[gaps_[g].movable].bytes;
+        const int64_t bytes = line_.movables[candidates_[g].movable].bytes;
         owed += share * static_cast<double>(bytes);
         if (owed < 0.5 * static_cast<double>(bytes)) continue;
         owed -= static_cast<double>(bytes);
@@ -118,7 +126,7 @@ class Planner {
       }
       for (size_t i = rest.size(); i-- > 0 && needed > 0;) {  // what rounding left open
         if (taken_[rest[i]]) continue;
-        needed -= line_.movables[gaps_[rest[i]].movable].bytes;
+        needed -= line_.movables[candidates_[rest[i]].movable].bytes;
         Take(rest[i]);
       }
       if (needed <= 0) break;
@@ -126,40 +134,40 @@ class Planner {
     return Ok{};
   }
 
-  void Take(size_t gap) {
-    taken_[gap] = true;
-    const Trip& trip = gaps_[gap];
-    trips_.push_back(trip);
-    const int64_t bytes = line_.movables[trip.movable].bytes;
+  void Take(size_t candidate) {
+    taken_[candidate] = true;
+    const Interval& interval = candidates_[candidate];
+    intervals_.push_back(interval);
+    const int64_t bytes = line_.movables[interval.movable].bytes;
     for (int32_t i = 0; i < end_; ++i) {
-      if (Covers(trip, i)) ideal_[i] -= bytes;
+      if (Covers(interval, i)) ideal_[i] -= bytes;
     }
   }
 
   // Copies out that do not end with the step may begin with the next one: which, is what walks find that start where
-  // the one before ended. The place of an op that does not fit, or -1.
+  // the one before ended. The index of an op that does not fit, or -1.
   Result<int32_t> Place() {
-    FindClean(line_, trips_);
+    FindClean(line_, intervals_);
     std::vector<WalkCosts> out, in;
-    for (const Trip& trip : trips_) {
-      const auto bytes = static_cast<double>(line_.movables[trip.movable].bytes);
+    for (const Interval& interval : intervals_) {
+      const auto bytes = static_cast<double>(line_.movables[interval.movable].bytes);
       INTERLACE_ASSIGN(const OpCost there, model_.CopyCost(Lane::kD2H, /*to_device=*/false, bytes));
       INTERLACE_ASSIGN(const OpCost back, model_.CopyCost(Lane::kH2D, /*to_device=*/true, bytes));
       out.push_back({there.latency_ps, there.work_ps});
       in.push_back({back.latency_ps, back.work_ps});
     }
     WalkOptions options{.limit = choice_.limit, .slack = choice_.slack, .overlap = model_.cluster().cpu};
-    for (Trip& trip : trips_) trip.next_step = false;
-    std::vector<Trip> begin = trips_, best;
+    for (Interval& interval : intervals_) interval.next_step = false;
+    std::vector<Interval> begin = intervals_, best;
     WalkResult found{}, first{};
     for (int round = 0; round < 3; ++round) {
-      std::vector<Trip> trips = begin;
+      std::vector<Interval> intervals = begin;
       options.next_step = true;
-      const WalkResult walked = WalkStep(line_, out, in, options, trips);
+      const WalkResult walked = WalkStep(line_, out, in, options, intervals);
       if (round == 0) first = walked;
       if (walked.over < 0 && (best.empty() || walked.time_ps < found.time_ps)) {
         found = walked;
-        best = std::move(trips);
+        best = std::move(intervals);
       }
       options.next_step = false;
       if (WalkStep(line_, out, in, options, begin).over >= 0) break;
@@ -168,7 +176,7 @@ class Planner {
       over_bytes_ = first.bytes;
       return first.over;
     }
-    trips_ = std::move(best);
+    intervals_ = std::move(best);
     return -1;
   }
 
@@ -177,34 +185,33 @@ class Planner {
   CostModel& model_;
   const OffloadChoice& choice_;
   const int32_t end_;
-  std::vector<Trip> gaps_, trips_;
+  std::vector<Interval> candidates_, intervals_;
   std::vector<bool> taken_;
   int64_t over_bytes_ = 0;      // of the op that did not fit
-  std::vector<int64_t> ideal_;  // bytes at each op if what leaves were gone for its whole gap
+  std::vector<int64_t> ideal_;  // bytes at each op if what leaves were gone for its whole interval
 };
 
 }  // namespace
 
-Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model,
-                                    const OffloadChoice& choice) {
+Result<std::vector<Interval>> PlanOffload(const Program& program, const StepLine& line, CostModel& model,
+                                          const OffloadChoice& choice) {
   return Planner(program, line, model, choice).Run();
 }
 
 Result<int64_t> LeastStepPs(const StepLine& line, CostModel& model, const OffloadChoice& choice) {
   const int32_t end = line.size();
-  // Bytes at each place of gaps that go over the step's end: what is out there may come back in the next step.
+  // Bytes at each op of intervals that go over the step's end: what is out there may come back in the next step.
   std::vector<int64_t> comes_next(end + 1, 0);
-  for (const Trip& gap : GapsOf(line)) {
-    const Movable& movable = line.movables[gap.movable];
-    if (!gap.wraps || std::find(choice.kinds.begin(), choice.kinds.end(), movable.kind) == choice.kinds.end()) continue;
-    comes_next[gap.after + 1] += movable.bytes;
+  for (const Interval& interval : IntervalsOf(line)) {
+    if (interval.wraps && MayLeave(choice, line, interval))
+      comes_next[interval.after + 1] += line.movables[interval.movable].bytes;
   }
   auto copy_ps = [&](int64_t bytes) -> Result<int64_t> {
     if (bytes <= 0) return int64_t{0};
     INTERLACE_ASSIGN(const OpCost cost, model.CopyCost(Lane::kH2D, /*to_device=*/true, static_cast<double>(bytes)));
     return cost.work_ps;
   };
-  const std::vector<int64_t> bytes = BytesWith(line, BlankTripsOf(line, choice));
+  const std::vector<int64_t> bytes = BytesWith(line, FreshOf(line, choice));
   int64_t least = line.begin_ps[end], next = 0;
   for (int32_t p = 0; p < end; ++p) {
     next += comes_next[p];

@@ -2,7 +2,7 @@
 // beside the compute lane.
 #pragma once
 
-#include "passes/trips.h"
+#include "passes/offload_intervals.h"
 
 namespace interlace {
 
@@ -13,9 +13,9 @@ struct OffloadChoice {
   std::vector<OffloadKind> kinds;
 };
 
-// Trips with all their places. Error: the limit cannot be met; it names the op and says the least that can.
-Result<std::vector<Trip>> PlanTrips(const Program& program, const StepLine& line, CostModel& model,
-                                    const OffloadChoice& choice);
+// Intervals with all their places. Error: the limit cannot be met; it names the op and says the least that can.
+Result<std::vector<Interval>> PlanOffload(const Program& program, const StepLine& line, CostModel& model,
+                                          const OffloadChoice& choice);
 
 // No order of the copies makes the step shorter, its ops in the order they have: what is above the limit at an op comes
 // back after it, all but what is not used again before the next step; the ops before it take their time first.

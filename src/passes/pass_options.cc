@@ -1,10 +1,13 @@
 #include "passes/pass_options.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <vector>
 
+#include "base/scan.h"
 #include "base/suggest.h"
+#include "ir/program.h"
 
 namespace interlace {
 
@@ -103,6 +106,22 @@ Result<double> PassOptions::Number(std::string_view name, double missing) const 
     return MakeError("option ", name, "=", *text, ": expected a number of at least 0");
   }
   return number;
+}
+
+Result<std::vector<UnitId>> ReadUnits(const Program& program, std::string_view text, const std::string& where) {
+  std::vector<UnitId> units;
+  for (std::string_view name : Split(text, '+')) {
+    UnitId unit = kNone;
+    const char* end = name.data() + name.size();
+    if (!name.starts_with('u') || name.size() < 2 || std::from_chars(name.data() + 1, end, unit).ptr != end)
+      return MakeError(where, ": expected units such as u0+u3, found '", name, "'");
+    if (unit < 0 || unit >= static_cast<UnitId>(program.units.size()))
+      return MakeError(where, ": there is no ", name, "; the program has ", program.units.size(), " units");
+    if (std::find(units.begin(), units.end(), unit) != units.end())
+      return MakeError(where, ": ", name, " is listed twice");
+    units.push_back(unit);
+  }
+  return units;
 }
 
 }  // namespace interlace

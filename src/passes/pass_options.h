@@ -16,6 +16,8 @@
 
 namespace interlace {
 
+class Program;
+
 class PassOptions {
  public:
   PassOptions() = default;
@@ -46,5 +48,8 @@ class PassOptions {
  private:
   std::vector<std::pair<std::string, std::string>> items_;
 };
+
+// Units of a list u0+u3. Error: another text, a unit that the program lacks or that is listed twice; `where` begins it.
+Result<std::vector<int32_t>> ReadUnits(const Program& program, std::string_view text, const std::string& where);
 
 }  // namespace interlace

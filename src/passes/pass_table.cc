@@ -3,12 +3,13 @@
 #include <sstream>
 
 #include "passes/accumulate.h"
+#include "passes/baselines/offload.h"
+#include "passes/breadth_first.h"
 #include "passes/bucket.h"
 #include "passes/canonicalize.h"
 #include "passes/cost_options.h"
 #include "passes/forward_only.h"
 #include "passes/host_update.h"
-#include "passes/interleave.h"
 #include "passes/offload.h"
 #include "passes/overlap_update.h"
 #include "passes/mesh.h"
@@ -23,7 +24,6 @@
 #include "passes/shard.h"
 #include "passes/unshard.h"
 #include "passes/update.h"
-#include "passes/zero1.h"
 
 namespace interlace {
 
@@ -77,11 +77,11 @@ std::span<const PassInfo> PassTable() {
         {"cluster", kText, "local-1", "budget: preset whose kernel times count"}},
        Recompute,
        Takes::kCaptured},
-      {"interleave",
+      {"breadth_first",
        "several micro-batches run side by side, layer by layer: transfers hide behind all of them, for their "
        "activations' memory",
        {{"micro_batches", kCount, "2", "that run side by side", {}, 1}},
-       Interleave,
+       BreadthFirst,
        Takes::kCaptured},
       {"shard",
        "ZeRO-3: parameters live in shards, are gathered before and released after each stretch of uses",
@@ -229,7 +229,7 @@ std::span<const PassInfo> PassTable() {
          "auto",
          "also decide what runs again in the backward part, or leave that as it is",
          {"auto", "none"}},
-        {"interleave",
+        {"breadth_first",
          kChoice,
          "auto",
          "also decide how many micro-batches run side by side, or leave that as it is",

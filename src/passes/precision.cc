@@ -154,7 +154,7 @@ class Narrower {
 Result<bool> Precision(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(std::string param, options.Choice("param", {"none", "bf16", "f16", "auto"}));
   INTERLACE_ASSIGN(std::string reduce, options.Choice("reduce", {"none", "f32", "bf16", "f16"}));
-  if (program.width > 1) return MakeError("micro-batches run side by side already; run precision before interleave");
+  if (program.width > 1) return MakeError("micro-batches run side by side already; run precision before breadth_first");
   Phase* phase = program.MicroBatchPhase();
   if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   Narrower narrower(program, *phase);

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/scan.h"
 #include "cost/cluster.h"
 #include "passes/inspect.h"
 #include "passes/recompute_choice.h"
@@ -19,14 +20,12 @@ constexpr std::string_view kExpensive =
     "aten._scaled_dot_product_flash_attention_for_cpu+aten._scaled_dot_product_efficient_attention+"
     "aten._scaled_dot_product_cudnn_attention";
 
-std::vector<std::string> SplitNames(std::string_view text) {
-  std::vector<std::string> out;
-  while (!text.empty()) {
-    size_t end = std::min(text.find('+'), text.size());
-    if (end > 0) out.emplace_back(text.substr(0, end));
-    text.remove_prefix(std::min(end + 1, text.size()));
+std::vector<std::string> Names(const std::string& text) {
+  std::vector<std::string> names;
+  for (std::string_view name : Split(text, '+')) {
+    if (!name.empty()) names.emplace_back(name);
   }
-  return out;
+  return names;
 }
 
 // Writes the ops that run again before the backward op that needs them first.
@@ -100,11 +99,11 @@ class Rewriter {
 };
 
 Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOptions& options) {
-  INTERLACE_TRY(choice.FindBlocks(SplitNames(options.Text("blocks", ""))));
+  INTERLACE_TRY(choice.FindBlocks(Names(options.Text("blocks", ""))));
   if (options.Find("save") != nullptr && mode != "selective") {
     return MakeError("option save needs mode=selective; mode=", mode, " does not read it");
   }
-  std::vector<std::string> whole = SplitNames(options.Text("whole", ""));
+  std::vector<std::string> whole = Names(options.Text("whole", ""));
   if (!whole.empty() && mode != "selective") {
     return MakeError("option whole needs mode=selective; mode=", mode, " does not read it");
   }
@@ -113,7 +112,7 @@ Status Choose(RecomputeChoice& choice, const std::string& mode, const PassOption
   if (mode == "full") {
     choice.DropAll();
   } else if (mode == "selective") {
-    INTERLACE_TRY(choice.DropAllBut(SplitNames(options.Text("save", kExpensive)), options.Find("save") != nullptr));
+    INTERLACE_TRY(choice.DropAllBut(Names(options.Text("save", kExpensive)), options.Find("save") != nullptr));
     INTERLACE_TRY(choice.DropBlocks(whole));
   } else {
     if (!bytes) return MakeError("mode=budget needs bytes=N: what may be kept for the backward part");

@@ -1,33 +1,31 @@
 #include "passes/recompute_choice.h"
 
 #include <algorithm>
-#include <cctype>
 #include <utility>
 
+#include "base/scan.h"
 #include "base/suggest.h"
 #include "ir/op_table.h"
 
 namespace interlace {
 namespace {
 
-// "model.layers.3.mlp" -> "model.layers.3"; "" when no component is a number.
-std::string ListElement(const std::string& path) {
-  for (size_t start = 0; start < path.size();) {
-    size_t end = std::min(path.find('.', start), path.size());
-    bool number =
-        end > start && std::all_of(path.begin() + static_cast<int64_t>(start), path.begin() + static_cast<int64_t>(end),
-                                   [](unsigned char c) { return std::isdigit(c) != 0; });
-    if (number) return path.substr(0, end);
-    start = end + 1;
-  }
-  return "";
-}
-
 bool IsWithin(std::string_view path, std::string_view outer) {
   return path.starts_with(outer) && (path.size() == outer.size() || outer.empty() || path[outer.size()] == '.');
 }
 
 }  // namespace
+
+std::string BlockOf(std::string_view path) {
+  size_t end = 0;
+  for (std::string_view part : Split(path, '.')) {
+    end += part.size();
+    if (!part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos)
+      return std::string(path.substr(0, end));
+    ++end;
+  }
+  return {};
+}
 
 RecomputeChoice::RecomputeChoice(const Program& program, const Phase& phase)
     : program_(program),
@@ -49,7 +47,7 @@ Status RecomputeChoice::FindBlocks(const std::vector<std::string>& paths) {
   block_of_module_.assign(program_.modules.size(), -1);
   if (paths.empty()) {
     for (const Module& module : program_.modules) {
-      std::string element = ListElement(module.path);
+      std::string element = BlockOf(module.path);
       if (element.empty()) continue;
       auto found = std::find(blocks.rbegin(), blocks.rend(), element);  // modules of one block are neighbours
       if (found == blocks.rend()) found = (blocks.push_back(element), blocks.rbegin());

@@ -15,6 +15,10 @@
 
 namespace interlace {
 
+// The block of a module or parameter: the path up to the first component that is a number, `model.layers.3` of
+// `model.layers.3.mlp.up`; empty without one.
+std::string BlockOf(std::string_view path);
+
 class RecomputeChoice {
  public:
   // The program and the phase must outlive it.

@@ -8,6 +8,7 @@
 #include "ir/pending.h"
 #include "ir/residency.h"
 #include "passes/phase_editor.h"
+#include "passes/touches.h"
 
 namespace interlace {
 namespace {
@@ -162,15 +163,9 @@ class Repositioner {
   // By storage: the place of the first op of the micro-batch that touches it.
   std::unordered_map<ValueId, int32_t> FirstTouches() const {
     std::unordered_map<ValueId, int32_t> out;
-    for (size_t i = 0; i < first_.ops.size(); ++i) {
-      const Op& op = program_.op(first_.ops[i]);
-      auto touch = [&](ValueId id) {
-        if (id != kNone) out.try_emplace(program_.RootOf(id), static_cast<int32_t>(i));
-      };
-      ForEachOperand(op, touch);
-      for (ValueId id : op.writes) touch(id);
-      for (ValueId id : op.results) touch(id);
-    }
+    ForEachTouch(
+        program_, first_, [](const Op&) { return false; },
+        [&](const Touch& touch) { out.try_emplace(touch.root, touch.since); });
     return out;
   }
 

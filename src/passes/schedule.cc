@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "base/scan.h"
 #include "passes/keep.h"
 #include "passes/pipeline.h"
 #include "passes/transfers.h"
@@ -127,16 +128,6 @@ std::string PrintBuckets(const std::vector<Schedule::Bucket>& buckets) {
   return text;
 }
 
-std::vector<std::string_view> SplitAt(std::string_view text, char separator) {
-  std::vector<std::string_view> parts;
-  while (!text.empty()) {
-    size_t at = std::min(text.find(separator), text.size());
-    parts.push_back(text.substr(0, at));
-    text.remove_prefix(std::min(at + 1, text.size()));
-  }
-  return parts;
-}
-
 Result<int32_t> Number(std::string_view text, const std::string& where) {
   int32_t number = -1;
   auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -146,38 +137,25 @@ Result<int32_t> Number(std::string_view text, const std::string& where) {
   return number;
 }
 
-Result<std::vector<UnitId>> ReadUnits(const Program& program, std::string_view text, const std::string& where,
-                                      std::set<UnitId>& seen) {
-  std::vector<UnitId> units;
-  for (std::string_view name : SplitAt(text, '+')) {
-    if (!name.starts_with('u')) return MakeError(where, ": expected units such as u0+u3, found '", name, "'");
-    INTERLACE_ASSIGN(int32_t unit, Number(name.substr(1), where));
-    if (unit >= static_cast<int32_t>(program.units.size())) {
-      return MakeError(where, ": the program has ", program.units.size(), " units, u0 to u", program.units.size() - 1,
-                       "; there is no u", unit);
-    }
-    if (!seen.insert(unit).second) return MakeError(where, ": u", unit, " is listed twice");
-    units.push_back(unit);
-  }
-  return units;
-}
-
 Result<std::vector<Schedule::Bucket>> ReadBuckets(const Program& program, const PassOptions& options,
                                                   const std::string& name) {
   std::vector<Schedule::Bucket> buckets;
-  std::set<UnitId> seen;
-  const std::string text = options.Text(name, "");
+  const std::string text = options.Text(name, "none");
   if (text == "none") return buckets;
-  for (std::string_view part : SplitAt(text, ';')) {
+  std::vector<char> listed(program.units.size(), 0);
+  for (std::string_view part : Split(text, ';')) {
     Schedule::Bucket bucket;
     const size_t colon = part.find(':');
-    INTERLACE_ASSIGN(bucket.units, ReadUnits(program, part.substr(0, colon), "option " + name, seen));
+    INTERLACE_ASSIGN(bucket.units, ReadUnits(program, part.substr(0, colon), "option " + name));
     if (colon != std::string_view::npos) {
       if (part.substr(colon + 1) == "head") {
         bucket.ahead = Schedule::kAtOnce;
       } else {
         INTERLACE_ASSIGN(bucket.ahead, Number(part.substr(colon + 1), "option " + name));
       }
+    }
+    for (UnitId unit : bucket.units) {
+      if (listed[unit]++ > 0) return MakeError("option ", name, ": u", unit, " is listed twice");
     }
     buckets.push_back(std::move(bucket));
   }
@@ -204,12 +182,11 @@ std::string PrintSchedule(const Schedule& schedule) {
 
 Result<Schedule> ReadSchedule(const Program& program, const PassOptions& options) {
   Schedule schedule;
-  std::set<UnitId> seen;
   const std::string keep = options.Text("keep", "none");
   if (keep == "all") {
     schedule.keep = KeepableUnits(program);
   } else if (keep != "none") {
-    INTERLACE_ASSIGN(schedule.keep, ReadUnits(program, keep, "option keep", seen));
+    INTERLACE_ASSIGN(schedule.keep, ReadUnits(program, keep, "option keep"));
     std::sort(schedule.keep.begin(), schedule.keep.end());
   }
   INTERLACE_ASSIGN(schedule.forward, ReadBuckets(program, options, "forward"));

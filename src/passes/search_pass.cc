@@ -217,7 +217,7 @@ Status Finish(Program base, const PassCosts& costs, SearchResult& found, Program
 }  // namespace
 
 bool SearchesCaptured(const PassOptions& options) {
-  return options.Text("recompute", "auto") == "auto" || options.Text("interleave", "auto") == "auto";
+  return options.Text("recompute", "auto") == "auto" || options.Text("breadth_first", "auto") == "auto";
 }
 
 Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOptions& options) {
@@ -225,7 +225,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   const bool recompute = options.Text("recompute", "auto") == "auto";
   const std::vector<CapturedDecisions> variants =
-      CapturedSpace(origin.captured, program, recompute, options.Text("interleave", "auto") == "auto");
+      CapturedSpace(origin.captured, program, recompute, options.Text("breadth_first", "auto") == "auto");
   const auto count = static_cast<int64_t>(variants.size());
   if (search.evaluations > 0) {
     search.evaluations = std::max<int64_t>(search.evaluations / count, 1);

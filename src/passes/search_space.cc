@@ -5,6 +5,7 @@
 #include <set>
 
 #include "passes/keep.h"
+#include "passes/recompute_choice.h"
 #include "passes/transfers.h"
 
 namespace interlace {
@@ -16,21 +17,7 @@ constexpr std::array<int32_t, 9> kAhead = {0, 1, 2, 3, 5, 8, 16, 32, Schedule::k
 constexpr std::array<int32_t, 6> kLate = {0, 1, 2, 4, 8, Schedule::kAtOnce};
 constexpr int32_t kShares = 8;
 
-// The path up to the first component that is a number: `model.layers.3` of `model.layers.3.mlp.up`; empty without one.
-std::string BlockOf(std::string_view path) {
-  size_t begin = 0;
-  while (begin < path.size()) {
-    const size_t end = std::min(path.find('.', begin), path.size());
-    const std::string_view component = path.substr(begin, end - begin);
-    if (!component.empty() && component.find_first_not_of("0123456789") == std::string_view::npos) {
-      return std::string(path.substr(0, end));
-    }
-    begin = end + 1;
-  }
-  return {};
-}
-
-// The bucket of a unit: its place in the list, or the list's size.
+// The index of a unit's bucket, or the list's size.
 size_t Find(const std::vector<Schedule::Bucket>& buckets, UnitId unit) {
   for (size_t i = 0; i < buckets.size(); ++i) {
     if (std::find(buckets[i].units.begin(), buckets[i].units.end(), unit) != buckets[i].units.end()) return i;
@@ -170,7 +157,7 @@ SearchSpace::Settings SearchSpace::AllKept() const {
 
 std::vector<SearchSpace::Settings> SearchSpace::Starts() const {
   std::vector<Settings> starts;
-  const auto place = [](const auto& ladder, int32_t value) {
+  const auto index_of = [](const auto& ladder, int32_t value) {
     return static_cast<int32_t>(std::find(ladder.begin(), ladder.end(), value) - ladder.begin());
   };
   for (int32_t keep : {0, kShares}) {
@@ -180,9 +167,9 @@ std::vector<SearchSpace::Settings> SearchSpace::Starts() const {
           if (ahead == 1 && late == 4) continue;
           Settings s;
           s.forward_bucket = s.backward_bucket = s.reduce_bucket = bucket;
-          s.forward_ahead = place(kAhead, ahead);
-          s.backward_ahead = place(kAhead, std::min(ahead, 3));
-          s.late = place(kLate, late);
+          s.forward_ahead = index_of(kAhead, ahead);
+          s.backward_ahead = index_of(kAhead, std::min(ahead, 3));
+          s.late = index_of(kLate, late);
           s.keep = keep;
           starts.push_back(s);
         }
@@ -212,78 +199,52 @@ std::vector<SearchSpace::Settings> SearchSpace::Neighbours(const Settings& setti
   return out;
 }
 
-void SearchSpace::MoveGather(const Schedule& from, Part part, UnitId unit, std::vector<Schedule>& moves) const {
-  const bool backward = part == Part::kBackward;
-  auto list = [backward](Schedule& s) -> std::vector<Schedule::Bucket>& { return backward ? s.backward : s.forward; };
-  const size_t at = Find(backward ? from.backward : from.forward, unit);
-  const size_t count = backward ? from.backward.size() : from.forward.size();
-  if (at == count) return;
-  auto add = [&](auto&& change) {
+void SearchSpace::Move(const Schedule& from, const Stall& stall, std::vector<Schedule>& moves) const {
+  using Buckets = std::vector<Schedule::Bucket>;
+  Buckets Schedule::*const list = stall.reduce                    ? &Schedule::reduce
+                                  : stall.part == Part::kBackward ? &Schedule::backward
+                                                                  : &Schedule::forward;
+  const Buckets& buckets = from.*list;
+  const size_t at = Find(buckets, stall.unit);
+  if (at == buckets.size()) return;
+  const auto add = [&](auto&& change) {
     Schedule next = from;
-    change(next, list(next));
+    change(next.*list);
     moves.push_back(std::move(next));
   };
-  using Buckets = std::vector<Schedule::Bucket>;
-  for (int32_t by : {1, 2}) {
-    add([&](Schedule&, Buckets& b) { Later(b[at].ahead, by); });
-  }
-  add([&](Schedule&, Buckets& b) {  // this and all that come after it
-    for (size_t i = at; i < b.size(); ++i) Later(b[i].ahead, 1);
-  });
-  if (from.keep != by_size_) {
-    add([&](Schedule& s, Buckets&) {  // stays gathered
-      for (UnitId u : (backward ? from.backward : from.forward)[at].units) {
-        if (std::find(by_size_.begin(), by_size_.end(), u) != by_size_.end()) s.keep.push_back(u);
-      }
-      std::sort(s.keep.begin(), s.keep.end());
-      s.keep.erase(std::unique(s.keep.begin(), s.keep.end()), s.keep.end());
-      for (Schedule::Bucket& bucket : s.backward) {
-        std::erase_if(bucket.units, [&](UnitId u) {
-          return std::binary_search(s.keep.begin(), s.keep.end(), u) && Find(s.forward, u) < s.forward.size();
-        });
-      }
-      std::erase_if(s.backward, [](const Schedule::Bucket& bucket) { return bucket.units.empty(); });
-    });
-  }
-  if ((backward ? from.backward : from.forward)[at].units.size() > 1) {
-    add([&](Schedule&, Buckets& b) { SplitInTwo(b, at); });
-  }
-  if (at > 0) add([&](Schedule&, Buckets& b) { Join(b, at - 1); });
-  if (at + 1 < count) add([&](Schedule&, Buckets& b) { Join(b, at); });
-  add([&](Schedule&, Buckets& b) { b[at].ahead = Schedule::kAtOnce; });
-}
-
-void SearchSpace::MoveReduce(const Schedule& from, UnitId unit, std::vector<Schedule>& moves) const {
-  const size_t at = Find(from.reduce, unit);
-  if (at == from.reduce.size()) return;
-  auto add = [&](auto&& change) {
-    Schedule next = from;
-    change(next.reduce);
-    moves.push_back(std::move(next));
-  };
-  using Buckets = std::vector<Schedule::Bucket>;
-  for (int32_t by : {1, 3}) {
+  for (int32_t by : {1, stall.reduce ? 3 : 2}) {
     add([&](Buckets& b) { Later(b[at].ahead, by); });
   }
-  add([&](Buckets& b) {
+  add([&](Buckets& b) {  // this and all that come after it
     for (size_t i = at; i < b.size(); ++i) Later(b[i].ahead, 1);
   });
-  if (from.reduce[at].units.size() > 1) add([&](Buckets& b) { SplitInTwo(b, at); });
+  if (!stall.reduce && from.keep != by_size_) moves.push_back(KeepAlso(from, buckets[at].units));
+  if (buckets[at].units.size() > 1) add([&](Buckets& b) { SplitInTwo(b, at); });
   if (at > 0) add([&](Buckets& b) { Join(b, at - 1); });
-  if (at + 1 < from.reduce.size()) add([&](Buckets& b) { Join(b, at); });
+  if (at + 1 < buckets.size()) add([&](Buckets& b) { Join(b, at); });
+  if (!stall.reduce) add([&](Buckets& b) { b[at].ahead = Schedule::kAtOnce; });
+}
+
+// The units stay gathered: those that the forward part gathers are not gathered for the backward part.
+Schedule SearchSpace::KeepAlso(Schedule s, const std::vector<UnitId>& units) const {
+  for (UnitId u : units) {
+    if (std::find(by_size_.begin(), by_size_.end(), u) != by_size_.end()) s.keep.push_back(u);
+  }
+  std::sort(s.keep.begin(), s.keep.end());
+  s.keep.erase(std::unique(s.keep.begin(), s.keep.end()), s.keep.end());
+  for (Schedule::Bucket& bucket : s.backward) {
+    std::erase_if(bucket.units, [&](UnitId u) {
+      return std::binary_search(s.keep.begin(), s.keep.end(), u) && Find(s.forward, u) < s.forward.size();
+    });
+  }
+  std::erase_if(s.backward, [](const Schedule::Bucket& bucket) { return bucket.units.empty(); });
+  return s;
 }
 
 std::vector<Schedule> SearchSpace::Moves(const Schedule& schedule, const std::vector<Stall>& stalls) const {
   constexpr size_t kStalls = 4;
   std::vector<Schedule> moves;
-  for (size_t i = 0; i < std::min(kStalls, stalls.size()); ++i) {
-    const Stall& stall = stalls[i];
-    if (stall.reduce) {
-      MoveReduce(schedule, stall.unit, moves);
-    } else {
-      MoveGather(schedule, stall.part, stall.unit, moves);
-    }
-  }
+  for (size_t i = 0; i < std::min(kStalls, stalls.size()); ++i) Move(schedule, stalls[i], moves);
   return moves;
 }
 

@@ -12,7 +12,7 @@ namespace interlace {
 
 class SearchSpace {
  public:
-  // Each number is a place in a ladder of values (search_space.cc).
+  // Each number is an index in a ladder of values (search_space.cc).
   struct Settings {
     int32_t forward_bucket = 0, backward_bucket = 0, reduce_bucket = 0;
     int32_t forward_ahead = 0, backward_ahead = 0;
@@ -50,8 +50,8 @@ class SearchSpace {
   std::vector<Schedule::Bucket> Buckets(const std::vector<Item>& items, int32_t size, int32_t ahead,
                                         const std::vector<char>& left_out) const;
   std::vector<UnitId> KeptUnits(const Settings& settings) const;
-  void MoveGather(const Schedule& from, Part part, UnitId unit, std::vector<Schedule>& moves) const;
-  void MoveReduce(const Schedule& from, UnitId unit, std::vector<Schedule>& moves) const;
+  void Move(const Schedule& from, const Stall& stall, std::vector<Schedule>& moves) const;
+  Schedule KeepAlso(Schedule from, const std::vector<UnitId>& units) const;
 
   std::vector<Item> forward_, backward_, reduce_;  // in the order of need, of issue
   std::vector<UnitId> by_size_, by_distance_;      // units that can be kept

@@ -86,7 +86,7 @@ TEST(Search, ReductionsOfTheLastMicroBatchAlone) {
 
     const Candidate& chosen = found->front[found->chosen];
     Program program = base.Clone();
-    const auto calls = ParsePipeline("search(evaluations=80,recompute=none,interleave=none)");
+    const auto calls = ParsePipeline("search(evaluations=80,recompute=none,breadth_first=none)");
     ASSERT_TRUE(RunPasses(program, *calls).ok());
     const Prediction prediction = *Predict(program, costs);
     EXPECT_LE(prediction.time_ps, chosen.time_ps);

@@ -8,11 +8,12 @@
 #include "ir/pending.h"
 #include "ir/residency.h"
 #include "passes/phase_editor.h"
+#include "passes/touches.h"
 
 namespace interlace {
 namespace {
 
-// Of a result with a place: whether it takes the whole storage.
+// Whether a placed result takes the whole storage.
 bool FillsRoot(const Program& program, const Value& value) {
   return value.placed && value.offset == Dim(0) && value.type == program.value(value.root).type;
 }
@@ -37,51 +38,26 @@ class StepLineReader {
       }
       // The other runs of a repeated phase pass before what comes next begins.
       now_ps_ += (count - 1) * (now_ps_ - (first < line_.size() ? line_.begin_ps[first] : now_ps_));
-      Uses(*phase, first, count > 1);
+      Uses(*phase, first);
     }
     line_.begin_ps.push_back(now_ps_);
     return Finish();
   }
 
  private:
-  void Uses(const Phase& phase, int32_t first, bool repeated) {
-    std::unordered_map<ValueId, std::vector<std::pair<ValueId, size_t>>>
-        sources;  // by result of a transfer: storage, its use
-    for (size_t i = 0; i < phase.ops.size(); ++i) {
-      const Op& op = program_.op(phase.ops[i]);
-      const int32_t here = first + static_cast<int32_t>(i);
-      if (op.kind == OpKind::kView || MoveOf(op) != nullptr || StepsOnHost(op)) continue;
-      auto touch = [&](ValueId id, bool writes, bool fills = false) {
-        const ValueId root = program_.RootOf(id);
-        std::vector<Use>& uses = uses_[root];
-        if (repeated) repeated_[root] = true;
-        if (!uses.empty() && uses.back().end == here) {
-          uses.back().writes = uses.back().writes || writes;
-        } else {
-          uses.push_back({here, here, writes, fills});
-        }
-        return std::pair(root, uses.size() - 1);
-      };
-      std::vector<std::pair<ValueId, size_t>> read;
-      ForEachOperand(op, [&](ValueId id) {
-        read.push_back(touch(id, false));
-        auto found = sources.find(id);
-        if (found == sources.end() || !IsWait(op)) return;
-        for (const auto& [root, use] : found->second) uses_[root][use].end = here;
-      });
-      for (ValueId id : WrittenOperands(program_, op)) touch(id, true);
-      for (ValueId id : op.results) {
-        if (id == kNone) continue;
-        const Value& value = program_.value(id);
-        const bool fresh = value.root == id;
-        if (!fresh && !value.placed) continue;  // a view
-        read.push_back(touch(id, true, fresh || FillsRoot(program_, value)));
+  void Uses(const Phase& phase, int32_t first) {
+    const auto skip = [](const Op& op) { return op.kind == OpKind::kView || MoveOf(op) != nullptr || StepsOnHost(op); };
+    ForEachTouch(program_, phase, skip, [&](const Touch& touch) {
+      if (touch.how == Touch::How::kLeaves) return;
+      const bool makes = touch.how == Touch::How::kMakes, writes = makes || touch.how == Touch::How::kWrites;
+      const bool fills = makes && (touch.root == touch.value || FillsRoot(program_, program_.value(touch.value)));
+      std::vector<Use>& uses = uses_[touch.root];
+      if (touch.since == touch.at && !uses.empty() && uses.back().end == first + touch.at) {
+        uses.back().writes = uses.back().writes || writes;
+      } else {
+        uses.push_back({first + touch.since, first + touch.at, writes, fills});
       }
-      if (!IsStart(op)) continue;
-      for (ValueId id : op.results) {
-        if (id != kNone) sources[id] = read;
-      }
-    }
+    });
     for (OpId id : phase.ops) {  // what host_update moves keeps its places
       if (MoveOf(program_.op(id)) == nullptr) continue;
       ForEachOperand(program_.op(id), [&](ValueId operand) { moves_.insert(operand); });
@@ -134,7 +110,7 @@ class StepLineReader {
     if (movable.bytes == 0) return Ok{};
     // Uses that overlap or touch are one.
     std::vector<Use> uses = found->second;
-    std::sort(uses.begin(), uses.end(), [](const Use& a, const Use& b) { return a.begin < b.begin; });
+    std::stable_sort(uses.begin(), uses.end(), [](const Use& a, const Use& b) { return a.begin < b.begin; });
     for (const Use& use : uses) {
       if (!movable.uses.empty() && use.begin <= movable.uses.back().end + 1) {
         movable.uses.back().end = std::max(movable.uses.back().end, use.end);
@@ -152,7 +128,7 @@ class StepLineReader {
   StepLine line_;
   int64_t now_ps_ = 0;
   std::unordered_map<ValueId, std::vector<Use>> uses_;  // by root
-  std::unordered_map<ValueId, bool> pinned_, repeated_;
+  std::unordered_map<ValueId, bool> pinned_;
   std::unordered_set<ValueId> moves_;
 };
 
@@ -175,32 +151,21 @@ bool BeginGradients(Program& program) {
     Phase& phase = *program.FindPhase(run->name);
     const int64_t count = times;  // a lambda may not capture the binding itself
     PhaseEditor editor(program, phase);
-    for (int32_t i = 0; i < editor.size(); ++i) {
-      const OpId id = phase.ops[i];
-      if (IsPending(program.op(id))) continue;
-      std::vector<ValueId> begins;
-      const auto touch = [&](ValueId value, bool placed) {
-        const ValueId root = program.RootOf(value);
-        if (open.erase(root) > 0 && placed && count == 1 && !FillsRoot(program, program.value(value)))
-          begins.push_back(root);
-      };
-      const Op& op = program.op(id);
-      ForEachOperand(op, [&](ValueId value) { touch(value, false); });
-      for (ValueId value : op.writes) touch(value, false);
-      for (ValueId value : op.results) {
-        if (value != kNone) touch(value, program.value(value).placed);
+    std::vector<std::pair<int32_t, ValueId>> begins;  // before which op, which state
+    ForEachTouch(program, phase, IsPending, [&](const Touch& touch) {
+      const bool parts = touch.how == Touch::How::kMakes && !FillsRoot(program, program.value(touch.value));
+      if (open.erase(touch.root) > 0 && parts && count == 1) begins.emplace_back(touch.at, touch.root);
+    });
+    for (const auto& [at, root] : begins) {
+      const Type type = program.value(root).type;
+      Op& begin = program.AddOp(OpKind::kGradBegin);
+      for (const State& state : program.states) {
+        if (state.value == root) begin.units = {state.unit};
       }
-      for (ValueId root : begins) {
-        const Type type = program.value(root).type;
-        Op& begin = program.AddOp(OpKind::kGradBegin);
-        for (const State& state : program.states) {
-          if (state.value == root) begin.units = {state.unit};
-        }
-        CopyTags(program.op(id), begin);
-        program.AddPlaced(begin, type, root, Dim(0));
-        editor.Before(i, begin.id);
-        any = true;
-      }
+      CopyTags(program.op(phase.ops[at]), begin);
+      program.AddPlaced(begin, type, root, Dim(0));
+      editor.Before(at, begin.id);
+      any = true;
     }
     editor.Finish();
   }
@@ -222,29 +187,23 @@ bool FreeGradients(Program& program) {
   }
   if (facts.empty()) return false;
   for (Phase& phase : program.phases) {
-    for (size_t i = 0; i < phase.ops.size(); ++i) {
-      const Op& op = program.op(phase.ops[i]);
-      auto touch = [&](ValueId value, bool placed) {
-        auto found = facts.find(program.RootOf(value));
-        if (found == facts.end()) return;
-        Facts& f = found->second;
-        if (f.phase != nullptr) {
-          f.free = f.free && f.phase == &phase;
-          return;
-        }
-        f.phase = &phase;
-        f.first = i;
-        f.free = placed;  // a read first: it holds something from before
-        const Value& v = program.value(value);
-        const bool fills = placed && (op.kind == OpKind::kReduceStart || op.kind == OpKind::kGradBegin);
-        if (fills && v.offset == Dim(0) && v.type == program.value(v.root).type) f.whole = value;
-      };
-      ForEachOperand(op, [&](ValueId value) { touch(value, false); });
-      for (ValueId value : op.writes) touch(value, false);
-      for (ValueId value : op.results) {
-        if (value != kNone) touch(value, program.value(value).placed);
-      }
-    }
+    ForEachTouch(
+        program, phase, [](const Op&) { return false; },
+        [&](const Touch& touch) {
+          auto found = facts.find(touch.root);
+          if (found == facts.end()) return;
+          Facts& f = found->second;
+          if (f.phase != nullptr) {
+            f.free = f.free && f.phase == &phase;
+            return;
+          }
+          f.phase = &phase;
+          f.first = static_cast<size_t>(touch.at);
+          f.free = touch.how == Touch::How::kMakes;  // a read first: it holds something from before
+          const OpKind kind = program.op(phase.ops[touch.at]).kind;
+          const bool fills = f.free && (kind == OpKind::kReduceStart || kind == OpKind::kGradBegin);
+          if (fills && FillsRoot(program, program.value(touch.value))) f.whole = touch.value;
+        });
   }
   std::unordered_map<Phase*, PhaseEditor> editors;
   const auto count = std::erase_if(program.states, [&](const State& state) {

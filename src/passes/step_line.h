@@ -15,7 +15,7 @@ namespace interlace {
 
 // One op, or one transfer from its start to its wait, that needs a storage in memory.
 struct Use {
-  int32_t begin = 0, end = 0;  // places in the line
+  int32_t begin = 0, end = 0;  // indices in the line
   bool writes = false;
   bool fills = false;  // its first op writes the whole storage and reads nothing of it
 };
@@ -28,19 +28,20 @@ struct Movable {
   OffloadKind kind = OffloadKind::kStates;
   UnitId unit = kNone;
   int64_t bytes = 0;
-  bool state = false;     // lives from step to step
-  bool ends = false;      // a state that ends with its step: what it holds is of no use once it is filled anew
-  bool comes = false;     // it lies in the tier, and the program has it come for its uses: gaps are those between them
+  bool state = false;  // lives from step to step
+  bool ends = false;   // a state that ends with its step: what it holds is of no use once it is filled anew
+  bool comes =
+      false;  // it lies in the tier, and the program has it come for its uses: offload intervals lie between them
   std::vector<Use> uses;  // ascending, apart
 };
 
 struct StepLine {
-  struct Place {
+  struct Entry {
     Phase* phase = nullptr;
     int32_t index = 0;      // of the op in the phase
     bool repeated = false;  // the phase runs more than once a step
   };
-  std::vector<Place> ops;
+  std::vector<Entry> ops;
   std::vector<int64_t> bytes;     // P(o)
   std::vector<int64_t> begin_ps;  // when the op begins if nothing ever waits; one more at the end
   std::vector<Movable> movables;  // states by unit and role, then results by first use

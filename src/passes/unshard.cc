@@ -1,7 +1,6 @@
 #include "passes/unshard.h"
 
 #include <algorithm>
-#include <charconv>
 #include <unordered_map>
 
 #include "base/sort.h"
@@ -139,32 +138,6 @@ class UnshardPlan {
   std::vector<std::vector<int64_t>> memory_;  // P(o) by phase and place, with what was taken so far
 };
 
-// "u0+u3" as ids.
-Result<std::vector<UnitId>> ParseUnits(const Program& program, const std::string& text,
-                                       const std::vector<UnitId>& keepable) {
-  std::vector<UnitId> units;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t stop = std::min(text.find('+', at), text.size());
-    const std::string name = text.substr(at, stop - at);
-    at = stop + 1;
-    int32_t id = -1;
-    const char* end = name.data() + name.size();
-    const bool number = name.size() > 1 && name[0] == 'u' && std::from_chars(name.data() + 1, end, id).ptr == end;
-    if (!number)
-      return MakeError("option units=", text, ": '", name, "' is no unit; expected auto, all, none or u0+u3");
-    if (id < 0 || id >= static_cast<int32_t>(program.units.size())) {
-      return MakeError("option units=", text, ": there is no ", name, "; the program has ", program.units.size(),
-                       " units");
-    }
-    if (!std::binary_search(keepable.begin(), keepable.end(), id)) {
-      return MakeError("option units=", text, ": ", name,
-                       " is not gathered more than once in a step, so there is nothing to keep");
-    }
-    units.push_back(id);
-  }
-  return units;
-}
-
 }  // namespace
 
 Result<bool> Unshard(Program& program, const PassOptions& options) {
@@ -173,7 +146,12 @@ Result<bool> Unshard(Program& program, const PassOptions& options) {
   if (wanted == "none") return false;
   if (wanted == "all") return KeepGathered(program, keepable);
   if (wanted != "auto") {
-    INTERLACE_ASSIGN(std::vector<UnitId> units, ParseUnits(program, wanted, keepable));
+    INTERLACE_ASSIGN(const std::vector<UnitId> units, ReadUnits(program, wanted, "option units"));
+    for (UnitId unit : units) {
+      if (std::binary_search(keepable.begin(), keepable.end(), unit)) continue;
+      return MakeError("option units: u", unit,
+                       " is not gathered more than once in a step, so there is nothing to keep");
+    }
     return KeepGathered(program, units);
   }
   INTERLACE_ASSIGN(PassCosts costs, ReadCosts(program, options));

@@ -118,11 +118,11 @@ TEST(Unshard, AListIsTakenWhateverTheLimit) {
 TEST(Unshard, Errors) {
   const std::string shard = "shard(ranks=2),unshard(units=";
   EXPECT_EQ(RunText(std::string(kSums), shard + "u0+3)"),
-            "error: pass 'unshard': option units=u0+3: '3' is no unit; expected auto, all, none or u0+u3");
+            "error: pass 'unshard': option units: expected units such as u0+u3, found '3'");
   EXPECT_EQ(RunText(std::string(kSums), shard + "u7)"),
-            "error: pass 'unshard': option units=u7: there is no u7; the program has 3 units");
+            "error: pass 'unshard': option units: there is no u7; the program has 3 units");
   EXPECT_EQ(RunText(std::string(kSums), shard + "all),unshard(units=u1)"),
-            "error: pass 'unshard': option units=u1: u1 is not gathered more than once in a step, so there is nothing "
+            "error: pass 'unshard': option units: u1 is not gathered more than once in a step, so there is nothing "
             "to keep");
 }
 

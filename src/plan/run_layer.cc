@@ -11,7 +11,6 @@
 #include "passes/accumulate.h"
 #include "passes/replicate.h"
 #include "passes/shard.h"
-#include "passes/zero1.h"
 
 namespace interlace::plan {
 namespace {

@@ -78,9 +78,9 @@ def test_micro_batches_side_by_side(case: str, size: int) -> None:
     """Interleaved by 2 (two runs of a step) and by 4 (one), alone and with what else moves work; dropout is keyed by micro-batch."""
     everything = ["unshard(units=all)", "prefetch", "overlap_update"]
     others = [
-        pipeline(size, 4, "reduce_last", "interleave"),
-        pipeline(size, 4, "reduce_last", "interleave(micro_batches=4)", after=everything),
-        pipeline(size, 4, "reduce_last", "recompute,interleave", ahead=1, after=["reorder"]),
+        pipeline(size, 4, "reduce_last", "breadth_first"),
+        pipeline(size, 4, "reduce_last", "breadth_first(micro_batches=4)", after=everything),
+        pipeline(size, 4, "reduce_last", "recompute,breadth_first", ahead=1, after=["reorder"]),
         pipeline(size, 4, "reduce_last", after=["search(evaluations=80)"]),
     ]
     check(case, size, 4, "reduce_last", others)

@@ -127,8 +127,8 @@ def compare_widths(case: str, schedule: Any, **config: Any) -> list[dict[str, An
 
 @pytest.mark.parametrize(("case", "strategy"), [("gpt2_dropout", "shard"), ("llama", "zero1")])
 def test_swaps_to_micro_batches_side_by_side_and_back(case: str, strategy: str) -> None:
-    schedule = [(0, []), (2, ["interleave"]), (4, ["interleave(micro_batches=4)", "reorder"]),
-                (5, ["interleave", "reposition_update"]), (7, ["prefetch"])]  # fmt: skip
+    schedule = [(0, []), (2, ["breadth_first"]), (4, ["breadth_first(micro_batches=4)", "reorder"]),
+                (5, ["breadth_first", "reposition_update"]), (7, ["prefetch"])]  # fmt: skip
     for plain, swapped in ranks.run(compare_widths, 2, case, schedule, strategy=strategy):
         assert plain["width"] == [1] * 8 and swapped["width"] == [1, 1, 2, 2, 4, 2, 2, 1] and swapped["swaps"] >= 4
         assert plain["accumulation"] == swapped["accumulation"] == [4] * 8

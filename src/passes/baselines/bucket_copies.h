@@ -1,5 +1,5 @@
-// bucket_copies.h — coalesced calls in the form that peers use: one collective on a buffer of the whole bucket, and
-// copies in and out of it (SimpleFSDP 3.2.1), as ops that cost time and memory.
+// baselines/bucket_copies.h — coalesced calls in the form that peers use: one collective on a buffer of the whole
+// bucket, and copies in and out of it (SimpleFSDP 3.2.1), as ops that cost time and memory.
 //
 //   %1, %2 = gather.start(%s0, %s1)        %c = aten.cat([%s0, %s1], 0)   %f = gather.start(%c) units=[bucket]
 //   gather.wait(%1)                   →    gather.wait(%f)   %1, %2: copies of rows of %f   release(%f)

@@ -1,4 +1,4 @@
-#include "passes/interleave.h"
+#include "passes/breadth_first.h"
 
 #include <algorithm>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 Status CheckCaptured(const Program& program) {
   if (program.width > 1) {
-    return MakeError("the program runs ", program.width, " micro-batches side by side already; run interleave once");
+    return MakeError("the program runs ", program.width, " micro-batches side by side already; run breadth_first once");
   }
   if (program.MicroBatchPhase() == nullptr) return MakeError("the program has no single micro-batch phase");
   return Ok{};
@@ -44,9 +44,9 @@ Status CheckIndependent(const Program& program, const Phase& phase) {
   return Ok{};
 }
 
-class Interleaver {
+class BreadthFirstWriter {
  public:
-  Interleaver(Program& program, Phase& phase, int64_t count)
+  BreadthFirstWriter(Program& program, Phase& phase, int64_t count)
       : program_(program),
         phase_(phase),
         count_(count),
@@ -171,7 +171,7 @@ class Interleaver {
 
 }  // namespace
 
-Result<bool> Interleave(Program& program, const PassOptions& options) {
+Result<bool> BreadthFirst(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const int64_t count, options.Int("micro_batches", 2, 1));
   INTERLACE_TRY(CheckCaptured(program));
   constexpr int64_t kMost = 64;  // ops and inputs are written out for each
@@ -179,7 +179,7 @@ Result<bool> Interleave(Program& program, const PassOptions& options) {
   if (count == 1) return false;
   Phase& phase = *program.MicroBatchPhase();
   INTERLACE_TRY(CheckIndependent(program, phase));
-  Interleaver(program, phase, count).Run();
+  BreadthFirstWriter(program, phase, count).Run();
   program.width = program.accumulation = count;
   program.accumulate_mode = "reduce_last";
   return true;

@@ -1,4 +1,4 @@
-#include "passes/bucket_copies.h"
+#include "passes/baselines/bucket_copies.h"
 
 #include <algorithm>
 #include <numeric>

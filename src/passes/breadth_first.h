@@ -1,11 +1,10 @@
-// interleave.h — several micro-batches run side by side, layer by layer, so that the transfers of a step hide behind
+// breadth_first.h — several micro-batches run side by side, layer by layer, so that the transfers of a step hide behind
 // all of them: gathers behind the forward parts of the first ones, reductions behind the backward parts of the last
 // ones. It costs their activations.
 //
-//   captured        interleave(micro_batches=2)      reads of parameters cut the list of ops into pieces; a piece runs
-//   %5 = mm(%x, %w)      %5 = mm(%x, %w)             for one micro-batch after the other
-//   %6 = relu(%5)        %6 = relu(%5)
-//   %7 = mm(%6, %v)      %25 = mm(%22, %w) {micro=1}
+//   captured        breadth_first(micro_batches=2)      reads of parameters cut the list of ops into pieces; a piece
+//   runs %5 = mm(%x, %w)      %5 = mm(%x, %w)             for one micro-batch after the other %6 = relu(%5)        %6 =
+//   relu(%5) %7 = mm(%6, %v)      %25 = mm(%22, %w) {micro=1}
 //   ...                  %26 = relu(%25) {micro=1}
 //   grad(%w, %9)         %7 = mm(%6, %v) ...  grad(%w, %9)  grad(%w, %29) {micro=1}
 //
@@ -25,6 +24,6 @@ class Program;
 // Option: micro_batches. Runs on a captured program, after canonicalize, precision and recompute and before shard.
 // Errors: not so; the model changes buffers or runs Python, random numbers in program order (rng=compat), gradients
 // narrower than their parameter.
-Result<bool> Interleave(Program& program, const PassOptions& options = {});
+Result<bool> BreadthFirst(Program& program, const PassOptions& options = {});
 
 }  // namespace interlace

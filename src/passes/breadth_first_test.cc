@@ -11,8 +11,8 @@
 namespace interlace {
 namespace {
 
-TEST(Interleave, ReadsOfParametersCutTheOpsIntoPieces) {
-  EXPECT_EQ(Phases(RunText(std::string(kTwoLayers), "interleave")), R"(phase micro_batch takes () gives () {
+TEST(BreadthFirst, ReadsOfParametersCutTheOpsIntoPieces) {
+  EXPECT_EQ(Phases(RunText(std::string(kTwoLayers), "breadth_first")), R"(phase micro_batch takes () gives () {
   %4: f32[64] = aten.mul.Tensor(%2, %0) {fwd m1}
   %5: f32[64] = aten.mul.Tensor(%3, %0) {fwd m1 micro=1}
   %6: f32[64] = aten.mul.Tensor(%4, %1) {fwd m2}
@@ -39,9 +39,9 @@ TEST(Interleave, ReadsOfParametersCutTheOpsIntoPieces) {
 )");
 }
 
-TEST(Interleave, GradientsAreAddedInOrderAndReducedOnce) {
+TEST(BreadthFirst, GradientsAreAddedInOrderAndReducedOnce) {
   const std::string text =
-      RunText(std::string(kTwoLayers), "interleave,replicate(ranks=2),accumulate(steps=4,mode=reduce_last),update");
+      RunText(std::string(kTwoLayers), "breadth_first,replicate(ranks=2),accumulate(steps=4,mode=reduce_last),update");
   EXPECT_NE(text.find("\nstep 4 reduce_last by 2\n"), std::string::npos) << text;
   const std::string last = text.substr(text.find("phase micro_batch.last"));
   const auto count = [&](const std::string& what) {
@@ -54,7 +54,7 @@ TEST(Interleave, GradientsAreAddedInOrderAndReducedOnce) {
   EXPECT_EQ(text.find("phase micro_batch.middle"), std::string::npos);
 }
 
-TEST(Interleave, SameBitsAsTheTextbookStep) {
+TEST(BreadthFirst, SameBitsAsTheTextbookStep) {
   int done = 0;
   for (uint64_t seed = 1, last = Rounds(18); seed <= last; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -74,12 +74,12 @@ TEST(Interleave, SameBitsAsTheTextbookStep) {
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     for (const char* strategy : {"shard", "replicate", "zero1"}) {
       const std::string pipeline =
-          std::string(seed % 2 ? "canonicalize," : "") + "interleave(micro_batches=" + std::to_string(width) + ")," +
+          std::string(seed % 2 ? "canonicalize," : "") + "breadth_first(micro_batches=" + std::to_string(width) + ")," +
           strategy + "(ranks=" + std::to_string(run.ranks) + "),accumulate(steps=" + std::to_string(run.accumulation) +
           ",mode=reduce_last),update" + (run.clip ? "(clip=0.05)" : "") +
           (seed % 3 ? ",canonicalize" : ",prefetch,unshard,overlap_update");
       const std::string text = RunText(Print(captured), pipeline);
-      if (text.starts_with("error: pass 'interleave': the model changes")) break;
+      if (text.starts_with("error: pass 'breadth_first': the model changes")) break;
       Result<Program> program = Parse(text);
       ASSERT_TRUE(program.ok()) << pipeline << "\n" << text;
       EXPECT_EQ(Print(*program), text);
@@ -92,26 +92,27 @@ TEST(Interleave, SameBitsAsTheTextbookStep) {
   EXPECT_GE(done, 36);
 }
 
-TEST(Interleave, SaysWhatItCannotDo) {
+TEST(BreadthFirst, SaysWhatItCannotDo) {
   const std::string two(kTwoLayers);
-  EXPECT_EQ(RunText(two, "shard(ranks=2),interleave"),
-            "error: pass 'interleave': the program has units already (shard, replicate or zero1 has run); "
-            "interleave takes a captured one");
-  EXPECT_EQ(RunText(two, "interleave,interleave"),
-            "error: pass 'interleave': the program runs 2 micro-batches side by side already; run interleave once");
-  EXPECT_EQ(RunText(two, "interleave,shard(ranks=2),accumulate(steps=4)"),
-            "error: pass 'accumulate': micro-batches that run side by side are reduced together; use mode=reduce_last, "
-            "or no interleave");
+  EXPECT_EQ(RunText(two, "shard(ranks=2),breadth_first"),
+            "error: pass 'breadth_first': the program has units already (shard, replicate or zero1 has run); "
+            "breadth_first takes a captured one");
   EXPECT_EQ(
-      RunText(two, "interleave,shard(ranks=2),accumulate(steps=3,mode=reduce_last)"),
-      "error: pass 'accumulate': steps=3 micro-batches cannot run by 2; choose a multiple, or another interleave");
-  EXPECT_EQ(RunText(two, "interleave,precision(reduce=bf16)"),
-            "error: pass 'precision': micro-batches run side by side already; run precision before interleave");
+      RunText(two, "breadth_first,breadth_first"),
+      "error: pass 'breadth_first': the program runs 2 micro-batches side by side already; run breadth_first once");
+  EXPECT_EQ(RunText(two, "breadth_first,shard(ranks=2),accumulate(steps=4)"),
+            "error: pass 'accumulate': micro-batches that run side by side are reduced together; use mode=reduce_last, "
+            "or no breadth_first");
+  EXPECT_EQ(
+      RunText(two, "breadth_first,shard(ranks=2),accumulate(steps=3,mode=reduce_last)"),
+      "error: pass 'accumulate': steps=3 micro-batches cannot run by 2; choose a multiple, or another breadth_first");
+  EXPECT_EQ(RunText(two, "breadth_first,precision(reduce=bf16)"),
+            "error: pass 'precision': micro-batches run side by side already; run precision before breadth_first");
   std::string changes = two;
   changes.replace(changes.find("phase"), 0, "buffer %20: f32[64] \"seen\" plain\n");
   changes.replace(changes.find("  output(%5)"), 0, "  assign(%20, %4) {fwd}\n");
-  EXPECT_EQ(RunText(changes, "interleave"),
-            "error: pass 'interleave': the model changes %20, which the next micro-batch reads: one must end before "
+  EXPECT_EQ(RunText(changes, "breadth_first"),
+            "error: pass 'breadth_first': the model changes %20, which the next micro-batch reads: one must end before "
             "the next");
 }
 
@@ -135,11 +136,11 @@ double ChosenUs(const std::string& text) {
   return std::stod(row.substr(row.find('|') + 1));
 }
 
-TEST(Interleave, TheSearchChoosesItWhereTransfersHoldTheStepUp) {
+TEST(BreadthFirst, TheSearchChoosesItWhereTransfersHoldTheStepUp) {
   int faster = 0;
   for (uint64_t seed = 4; seed <= 12 && faster == 0; ++seed) {
     const std::string text = Searched(seed, ",recompute=none"),
-                      without = Searched(seed, ",recompute=none,interleave=none");
+                      without = Searched(seed, ",recompute=none,breadth_first=none");
     if (text.find("reduce_last by ") == std::string::npos) continue;
     EXPECT_LE(ChosenUs(text), ChosenUs(without));
     if (ChosenUs(text) == ChosenUs(without)) continue;  // to the digits that are told
