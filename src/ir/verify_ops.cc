@@ -223,8 +223,24 @@ class Meaning : OpChecks {
     return type.dtype == dtype && type.sizes.size() == 1 && type.sizes[0] == Dim(count);
   }
 
+  // Of an operand of norm.partial.
+  std::vector<std::string_view> ElementAxes(const Op& op, size_t i) const {
+    const Unit& unit = program_.units[op.units[i]];
+    return program_.AxesOfElements(unit, NumericElements(TypeOf(op.args[i].value)) != unit.numel);
+  }
+
   void NormPartial(const Op& op) {
     if (!Shape(op, 1, op.args.size(), 1)) return;
+    const size_t of_units = std::min(op.units.size(), op.args.size());
+    const std::vector<std::string_view> axes = of_units > 0 ? ElementAxes(op, 0) : std::vector<std::string_view>();
+    for (size_t i = 1; i < of_units; ++i) {
+      if (ElementAxes(op, i) == axes) continue;
+      report_.AtOp(op,
+                   "the elements of u" + std::to_string(op.units[i]) + " differ along other axes than those of u" +
+                       std::to_string(op.units[0]) + "; make one norm.partial for each such set of units",
+                   op.args[i].value);
+      break;
+    }
     if (!IsType(op.results[0], DType::kI64, kNormLimbs))
       report_.AtOp(op, "the result of norm.partial is i64[68]", op.results[0]);
   }
