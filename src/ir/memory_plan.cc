@@ -346,16 +346,35 @@ std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
   return name;
 }
 
+// Whether what each rank sends of a gather or an all-to-all is one piece of the result's memory.
+static bool LieInARow(const Op& op, const Type& result) {
+  const Arg* along = op.Attr(op.kind == OpKind::kAllToAllStart ? "to" : "dim");
+  if (along == nullptr) return true;  // of units: flat
+  for (int64_t i = 0; i < along->integer.value && i < static_cast<int64_t>(result.sizes.size()); ++i) {
+    if (!(result.sizes[static_cast<size_t>(i)] == Dim(1))) return false;
+  }
+  return true;
+}
+
 int64_t ReceiveBytes(const Program& program, const Op& op) {
-  if (op.kind != OpKind::kReduceStart && op.kind != OpKind::kAllReduceStart) return 0;
-  int64_t others = program.AxisSize(AxisOf(program, op)) - 1;
+  const Exchange exchange = IsStart(op) ? TraitsOf(op).exchange : Exchange::kNone;
+  if (exchange == Exchange::kNone || exchange == Exchange::kBroadcast || exchange == Exchange::kPointToPoint) return 0;
+  const int64_t ranks = program.AxisSize(AxisOf(program, op));
+  int64_t others = ranks - 1;
   // The sums of other replicas come into memory of their own, behind what is added up within the shard axes.
   if (op.kind == OpKind::kReduceStart) others += program.AxisSize(program.units[op.units[0]].replicas) - 1;
   int64_t sum = 0;
   for (ValueId id : op.results) {
     if (id == kNone) continue;
-    const Result<int64_t> bytes = program.StorageBytes(program.value(id).type);
-    if (bytes.ok() && *bytes < (int64_t{1} << 40)) sum += ArenaBytes(*bytes) * others;
+    const Type& type = program.value(id).type;
+    const Result<int64_t> bytes = program.StorageBytes(type);
+    if (!bytes.ok() || *bytes >= int64_t{1} << 40) continue;
+    int64_t piece = *bytes;  // from one rank
+    if (exchange == Exchange::kGather || exchange == Exchange::kAllToAll) {
+      if (LieInARow(op, type)) continue;  // they are received where they belong
+      piece /= ranks;
+    }
+    sum += ArenaBytes(piece) * others;
   }
   return sum;
 }

@@ -94,7 +94,8 @@ struct MemoryPlanOptions {
   bool pack = true;  // false: lives only, no offsets
 };
 
-// Bytes that a reduction receives in all, 0 for other ops and on an axis of one rank.
+// Bytes that a transfer receives in all beside its results: what is added up, or put together piece by piece. 0 for
+// what comes straight into a result, for other ops and on an axis of one rank.
 int64_t ReceiveBytes(const Program& program, const Op& op);
 
 // Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.

@@ -67,9 +67,11 @@ class TextParser {
   Status GroupLine();
   Status ModuleLine();
   Status SourceLine();
+  Result<std::string> AxisName();
   Result<std::string> AxisList();
   Status UnitLine();
   Result<bool> OneOf(std::string_view yes, std::string_view no);
+  Status CutOf(Param& param);
   Status ParamLine();
   Status BufferLine();
   Status InputLine();

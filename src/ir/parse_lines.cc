@@ -204,17 +204,22 @@ Status TextParser::SourceLine() {
   return EndLine();
 }
 
+Result<std::string> TextParser::AxisName() {
+  scan_.SkipBlanks();
+  const size_t pos = scan_.pos();
+  INTERLACE_ASSIGN(std::string axis, Name("an axis"));
+  std::vector<std::string_view> known;
+  for (const Axis& a : program_.mesh) {
+    if (a.name == axis) return axis;
+    known.push_back(a.name);
+  }
+  return Fail(pos, "unknown axis '" + axis + "'" + DidYouMean(axis, known) + " (declare it with a 'mesh' line)");
+}
+
 Result<std::string> TextParser::AxisList() {
   std::string axes;
   while (true) {
-    scan_.SkipBlanks();
-    const size_t pos = scan_.pos();
-    INTERLACE_ASSIGN(const std::string axis, Name("an axis"));
-    if (std::none_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == axis; })) {
-      std::vector<std::string_view> known;
-      for (const Axis& a : program_.mesh) known.push_back(a.name);
-      return Fail(pos, "unknown axis '" + axis + "'" + DidYouMean(axis, known) + " (declare it with a 'mesh' line)");
-    }
+    INTERLACE_ASSIGN(const std::string axis, AxisName());
     axes += (axes.empty() ? "" : ",") + axis;
     if (!scan_.Eat(',')) return axes;
   }
@@ -247,6 +252,19 @@ Result<bool> TextParser::OneOf(std::string_view yes, std::string_view no) {
   return Expected("'" + std::string(yes) + "' or '" + std::string(no) + "'");
 }
 
+// "AXIS DIM" or "AXIS DIM blocks COUNT".
+Status TextParser::CutOf(Param& param) {
+  Cut cut;
+  INTERLACE_ASSIGN(cut.axis, AxisName());
+  INTERLACE_ASSIGN(cut.dim, Int(0, 64, "the dimension that is cut"));
+  scan_.SkipBlanks();
+  if (scan_.EatWord("blocks")) {
+    INTERLACE_ASSIGN(cut.blocks, Int(2, 1 << 24, "the number of blocks"));
+  }
+  param.cuts.push_back(std::move(cut));
+  return Ok{};
+}
+
 Status TextParser::ParamLine() {
   Param param;
   INTERLACE_ASSIGN(param.value, Decl(ValueKind::kParam));
@@ -269,6 +287,10 @@ Status TextParser::ParamLine() {
     INTERLACE_ASSIGN(param.unit_offset, Int(0, std::numeric_limits<int64_t>::max() / 32, "the offset in a unit"));
   }
   scan_.SkipBlanks();
+  while (scan_.EatWord("cut")) {
+    INTERLACE_TRY(CutOf(param));
+    scan_.SkipBlanks();
+  }
   while (scan_.EatWord("alias")) {
     INTERLACE_ASSIGN(std::string alias, String());
     param.aliases.push_back(std::move(alias));

@@ -345,6 +345,13 @@ class Printer {
         out_ += '+';
         Int(param.unit_offset);
       }
+      for (const Cut& cut : param.cuts) {
+        out_ += " cut " + cut.axis + " ";
+        Int(cut.dim);
+        if (cut.blocks == 1) continue;
+        out_ += " blocks ";
+        Int(cut.blocks);
+      }
       for (const std::string& alias : param.aliases) {
         out_ += " alias ";
         AppendQuoted(out_, alias);

@@ -242,6 +242,20 @@ Dim Program::AxisRank(std::string_view axes) {
   return out;
 }
 
+std::vector<std::string_view> Program::AxesOfElements(const Unit& unit, bool shard) const {
+  std::vector<std::string_view> differ;
+  if (shard) differ = AxesOf(unit.axis);
+  for (const Param& param : params) {
+    if (param.unit != unit.id) continue;
+    for (const Cut& cut : param.cuts) differ.push_back(cut.axis);
+  }
+  std::vector<std::string_view> out;
+  for (const Axis& axis : mesh) {
+    if (axis.size > 1 && std::find(differ.begin(), differ.end(), axis.name) != differ.end()) out.push_back(axis.name);
+  }
+  return out;
+}
+
 const std::string* Program::Meta(std::string_view key) const {
   for (const auto& [name, text] : meta) {
     if (name == key) return &text;

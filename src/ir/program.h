@@ -115,6 +115,15 @@ struct Op {
   void SetAttr(std::string_view attr_name, Arg arg);  // adds or replaces
 };
 
+// A parameter's placement along a mesh axis that cuts it into equal parts along a dimension, one a rank: the type that
+// is declared is that of a part. Of fused weights each of `blocks` equal blocks of the dimension is cut, and a part
+// holds its piece of every one. Along an axis that no cut and no unit names, ranks hold the same.
+struct Cut {
+  std::string axis;
+  int64_t dim = 0;
+  int64_t blocks = 1;
+  friend bool operator==(const Cut&, const Cut&) = default;
+};
 struct Param {
   ValueId value = kNone;
   std::string name;
@@ -123,6 +132,7 @@ struct Param {
   UnitId unit = kNone;
   int64_t unit_offset = 0;           // elements
   std::vector<std::string> aliases;  // other names of a tied parameter
+  std::vector<Cut> cuts;
 };
 struct Buffer {
   ValueId value = kNone;
@@ -271,6 +281,9 @@ class Program {
   std::vector<std::string> TransferAxes(bool grids) const;
   // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
   int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
+  // The axes, in the mesh's order, along which ranks hold different elements of a unit's parameters: those that cut
+  // them, and with `shard` those that the unit is sharded over. Axes of one rank are left out.
+  std::vector<std::string_view> AxesOfElements(const Unit& unit, bool shard) const;
   const std::string* Meta(std::string_view key) const;
   void SetMeta(std::string_view key, std::string text);
   Phase* FindPhase(std::string_view name);

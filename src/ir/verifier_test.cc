@@ -105,6 +105,31 @@ phase update once takes (%40: f32[64]) gives (%40) {
 }
 )";
 
+// Activations along two axes, and a ring.
+constexpr char kActivations[] = R"(interlace 1 sharded
+mesh dp 2
+mesh tp 3
+symbol b 1 8
+step 1 reduce_each
+input %0: f32[6,b,12] "x"
+phase micro_batch takes () gives () {
+  %1: f32[6,b,36] = all_gather.start(%0) {fwd axis=tp dim=2}
+  all_gather.wait(%1) {fwd}
+  %2: f32[6,b,12] = reduce_scatter.start(%1) {fwd axis=tp dim=2}
+  reduce_scatter.wait(%2) {fwd}
+  %3: f32[18,b,4] = all_to_all.start(%2) {fwd axis=tp dim=2 to=0}
+  all_to_all.wait(%3) {fwd}
+  %4: f32[18,b,4] = broadcast.start(%3) {fwd axis=dp root=1}
+  broadcast.wait(%4) {fwd}
+  %5: f32[18,b,4] = all_reduce.start(%4) {fwd axis=dp}
+  all_reduce.wait(%5) {fwd}
+  %6: b8[0] = send.start(%5) {fwd axis=tp peer=(rank_tp+1)%3}
+  %7: f32[18,b,4] = recv.start() {fwd axis=tp peer=(rank_tp+2)%3}
+  send.wait(%6) {fwd}
+  recv.wait(%7) {fwd}
+}
+)";
+
 using Edits = std::vector<std::pair<std::string, std::string>>;
 
 struct BadEdit {
@@ -170,6 +195,28 @@ const std::vector<BadEdit>& BadEdits() {
       {"two parameters of one name",
        kSharded,
        {{"\"v\" trainable group 0 unit u0+64", "\"v\" trainable group 0 unit u0+64 alias \"w\""}}},
+      // cuts
+      {"cut over no axis of the dimension", kSharded, {{"mesh dp 2\n", "mesh dp 2\nmesh tp 2\n"}, {"unit u1+0\n", "unit u1+0 cut tp 1\n"}}},
+      {"cut over the shard axis", kSharded, {{"unit u1+0\n", "unit u1+0 cut dp 0\n"}}},
+      {"cut over the replicas",
+       kSharded,
+       {{"mesh dp 2\n", "mesh tp 2\nmesh dp 2\n"},
+        {"unit u1 dp f32", "unit u1 dp replicas tp f32"},
+        {"unit u1+0\n", "unit u1+0 cut tp 0\n"}}},
+      {"cut over an axis twice",
+       kSharded,
+       {{"mesh dp 2\n", "mesh dp 2\nmesh tp 2\n"}, {"unit u1+0\n", "unit u1+0 cut tp 0 cut tp 0\n"}}},
+      {"cut of blocks that do not fit",
+       kSharded,
+       {{"mesh dp 2\n", "mesh dp 2\nmesh tp 2\n"}, {"unit u1+0\n", "unit u1+0 cut tp 0 blocks 3\n"}}},
+      {"a unit of cut and whole parameters",
+       kSharded,
+       {{"mesh dp 2\n", "mesh dp 2\nmesh tp 2\n"}, {"unit u0+0\n", "unit u0+0 cut tp 0\n"}}},
+      {"a norm over cut and whole units",
+       kSharded,
+       {{"mesh dp 2\n", "mesh dp 2\nmesh tp 2\n"},
+        {"unit u1+0\n", "unit u1+0 cut tp 0\n"},
+        {"norm.partial(%7) {upd units=[u0]}", "norm.partial(%7, %8) {upd units=[u0, u1]}"}}},
       // single ops
       {"unknown own op", kSharded, {{"gather.wait(%10)", "gather.weit(%10)"}}},
       {"unknown op without a namespace", kCaptured, {{"aten.ones_like(%0)", "ones(%0)"}}},
@@ -228,6 +275,40 @@ const std::vector<BadEdit>& BadEdits() {
       {"full buffer read during a gather in place",
        kSharded,
        {{"  gather.wait(%20)", "  %40: f32[10] = aten.neg(%18)\n  gather.wait(%20)"}}},
+      {"gather of activations along no axis", kActivations, {{"{fwd axis=tp dim=2}", "{fwd axis=tq dim=2}"}}},
+      {"gather of activations without an axis", kActivations, {{"{fwd axis=tp dim=2}", "{fwd dim=2}"}}},
+      {"gather along no dimension", kActivations, {{"{fwd axis=tp dim=2}", "{fwd axis=tp dim=3}"}}},
+      {"gather without its dimension", kActivations, {{"{fwd axis=tp dim=2}", "{fwd axis=tp}"}}},
+      {"gather along another dimension", kActivations, {{"{fwd axis=tp dim=2}", "{fwd axis=tp dim=1}"}}},
+      {"gather that changes the dtype", kActivations, {{"%1: f32[6,b,36] =", "%1: bf16[6,b,36] ="}}},
+      {"gather into a strided result", kActivations, {{"%1: f32[6,b,36] =", "%1: f32[6,b,36]{36*b,1,b} ="}}},
+      {"gather with too many results", kActivations, {{"%1: f32[6,b,36] =", "%1: f32[6,b,36], %9: f32[4] ="}}},
+      {"part of a dimension that cannot be cut",
+       kActivations,
+       {{"reduce_scatter.start(%1) {fwd axis=tp dim=2}", "reduce_scatter.start(%1) {fwd axis=tp dim=1}"}}},
+      {"part of the wrong size", kActivations, {{"%2: f32[6,b,12] =", "%2: f32[6,b,18] ="}}},
+      {"all_to_all without a dimension to", kActivations, {{"dim=2 to=0", "dim=2"}}},
+      {"all_to_all with results of the wrong size", kActivations, {{"dim=2 to=0", "dim=0 to=2"}}},
+      {"all_to_all of what cannot be cut", kActivations, {{"dim=2 to=0", "dim=1 to=0"}}},
+      {"broadcast from a rank that is not there", kActivations, {{"root=1", "root=2"}}},
+      {"broadcast that changes the sizes", kActivations, {{"%4: f32[18,b,4] =", "%4: f32[18,b,2] ="}}},
+      {"sum of another dtype", kActivations, {{"%5: f32[18,b,4] =", "%5: f64[18,b,4] ="}}},
+      {"send without a token", kActivations, {{"%6: b8[0] =", "%6: f32[18,b,4] ="}}},
+      {"send to nobody", kActivations, {{"axis=tp peer=(rank_tp+1)%3", "axis=tp"}}},
+      {"send beyond the axis", kActivations, {{"peer=(rank_tp+1)%3", "peer=rank_tp+1"}}},
+      {"receive from a rank that is not there", kActivations, {{"peer=(rank_tp+2)%3", "peer=3"}}},
+      {"peer of another axis", kActivations, {{"peer=(rank_tp+2)%3", "peer=rank_dp"}}},
+      {"receive along no axis", kActivations, {{"axis=tp peer=(rank_tp+2)%3", "peer=0"}}},
+      {"receive with an operand", kActivations, {{"recv.start()", "recv.start(%5)"}}},
+      {"received value used before its wait",
+       kActivations,
+       {{"  send.wait(%6)", "  %9: f32[18,b,4] = aten.neg(%7) {fwd}\n  send.wait(%6)"}}},
+      {"sent value written before its wait",
+       kActivations,
+       {{"  send.wait(%6)", "  %9: f32[18,b,4] into %5+0 = aten.neg(%4) {fwd}\n  send.wait(%6)"}}},
+      {"sent value released before its wait", kActivations, {{"  send.wait(%6)", "  release(%5)\n  send.wait(%6)"}}},
+      {"message never waited for", kActivations, {{"  send.wait(%6) {fwd}\n", ""}}},
+      {"message waited for as another", kActivations, {{"send.wait(%6)", "recv.wait(%6)"}}},
       {"phases that do not fit together", kPhases, {{"takes (%30: f32[64])", "takes (%30: f32[63])"}}},
       {"phases with different counts",
        kPhases,
@@ -239,7 +320,7 @@ const std::vector<BadEdit>& BadEdits() {
 }
 
 TEST(Verifier, BasesAreValid) {
-  for (const char* base : {kCaptured, kSharded, kPhases}) {
+  for (const char* base : {kCaptured, kSharded, kPhases, kActivations}) {
     Result<Program> program = Parse(base);
     ASSERT_TRUE(program.ok()) << program.error().ToString();
     EXPECT_EQ(Print(*program), base);

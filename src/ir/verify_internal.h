@@ -57,9 +57,26 @@ ByteRange RangeOf(const Program& program, ValueId id);
 // Elements of a value, when they are a number.
 std::optional<int64_t> NumericElements(const Type& type);
 
+// Checks that ops of many kinds ask for. Each reports what it finds, and says whether to go on.
+class OpChecks {
+ protected:
+  OpChecks(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
+
+  const Type& TypeOf(ValueId id) const { return program_.value(id).type; }
+  // Every positional argument must be a value, and nothing is passed by name.
+  bool ValueOperands(const Op& op);
+  bool Shape(const Op& op, size_t min_args, size_t max_args, size_t results);
+  void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning);
+
+  const Program& program_;
+  VerifyReport& report_;
+};
+
 // Phases, names, symbols, units, constants. False: the run order does not hold.
 bool VerifyLayout(const Program& program, VerifyReport& report);
 void VerifyOps(const Program& program, VerifyReport& report);     // each op by itself
+// A start by itself. `dims`: a copy of the program's, in which sizes that follow are made.
+void VerifyTransfer(const Program& program, const Op& op, DimTable& dims, VerifyReport& report);
 void VerifyFlow(const Program& program,
                 VerifyReport& report);  // transfers in flight, takes and gives over the run order
 void VerifyResidency(const Program& program, VerifyReport& report);  // what is out is not used, and comes back

@@ -19,6 +19,7 @@ class Whole {
     Names();
     Dims();
     Units();
+    Cuts();
     Consts();
     return runs;
   }
@@ -215,6 +216,59 @@ class Whole {
                                          std::to_string(*count));
       }
     }
+  }
+
+  // ---- cuts ----
+
+  void Cuts() {
+    std::map<UnitId, const Param*> first;  // of a unit
+    for (const Param& param : program_.params) {
+      std::set<std::string_view> axes;
+      for (const Cut& cut : param.cuts) {
+        const bool first_over_axis = axes.insert(cut.axis).second;
+        if (const std::string problem = CutProblem(param, cut); !problem.empty()) {
+          report_.AtValue(param.value, "parameter '" + param.name + "' " + problem);
+        } else if (!first_over_axis) {
+          report_.AtValue(param.value, "parameter '" + param.name + "' is cut over " + cut.axis + " twice");
+        }
+      }
+      if (param.unit == kNone) continue;
+      const Param& other = *first.try_emplace(param.unit, &param).first->second;
+      std::set<std::string_view> others;
+      for (const Cut& cut : other.cuts) others.insert(cut.axis);
+      if (axes == others) continue;
+      report_.AtValue(param.value, "parameters '" + other.name + "' and '" + param.name + "' of u" +
+                                       std::to_string(param.unit) +
+                                       " are cut over different axes; give them units of their own, so that a norm "
+                                       "counts each element once");
+    }
+  }
+
+  std::string CutProblem(const Param& param, const Cut& cut) const {
+    if (std::none_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == cut.axis; })) {
+      return "is cut over " + InQuotes(cut.axis) + ", which is not an axis of the mesh";
+    }
+    if (param.unit != kNone) {
+      const Unit& unit = program_.units[param.unit];
+      for (const std::string* list : {&unit.axis, &unit.replicas}) {
+        for (std::string_view axis : AxesOf(*list)) {
+          if (axis != cut.axis) continue;
+          return "is cut over " + cut.axis + ", but u" + std::to_string(unit.id) + " is " +
+                 (list == &unit.axis ? "sharded" : "replicated") + " over it";
+        }
+      }
+    }
+    const std::vector<Dim>& sizes = program_.value(param.value).type.sizes;
+    if (cut.dim < 0 || cut.dim >= static_cast<int64_t>(sizes.size())) {
+      return "is cut along dimension " + std::to_string(cut.dim) + ", but has " + std::to_string(sizes.size()) +
+             (sizes.size() == 1 ? " dimension" : " dimensions");
+    }
+    const Dim& size = sizes[static_cast<size_t>(cut.dim)];
+    if (size.is_const() && size.value % cut.blocks != 0) {
+      return "has " + std::to_string(size.value) + " elements along dimension " + std::to_string(cut.dim) +
+             ", which are not pieces of " + std::to_string(cut.blocks) + " blocks";
+    }
+    return "";
   }
 
   void Layout(const Unit& unit, std::vector<const Param*>& params) {

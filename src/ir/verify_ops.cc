@@ -1,4 +1,4 @@
-// Each op of our own by itself: operand counts, sizes, attributes, the level it belongs to.
+// Each op of our own by itself: operand counts, sizes, attributes, the level it belongs to. Transfers: verify_transfers.cc.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -12,9 +12,9 @@
 namespace interlace {
 namespace {
 
-class Meaning {
+class Meaning : OpChecks {
  public:
-  Meaning(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
+  Meaning(const Program& program, VerifyReport& report) : OpChecks(program, report) {}
 
   void Run() {
     param_of_.assign(program_.num_values(), nullptr);
@@ -32,6 +32,7 @@ class Meaning {
       Unknown(op);
     } else {
       CheckKind(op);
+      if (IsStart(op)) VerifyTransfer(program_, op, dims_, report_);
       const OpTraits& traits = TraitsOf(op);
       if (traits.side == Side::kWait || traits.frees != kNoOperand || traits.family == OpFamily::kTier) {
         if (op.args.empty()) report_.AtOp(op, op.name + " needs at least one operand");
@@ -65,12 +66,6 @@ class Meaning {
         return Copy(op);
       case OpKind::kGradBegin:
         return GradBegin(op);
-      case OpKind::kGatherStart:
-        return GatherStart(op);
-      case OpKind::kReduceStart:
-        return ReduceStart(op);
-      case OpKind::kAllReduceStart:
-        return AllReduceStart(op);
       case OpKind::kNormPartial:
         return NormPartial(op);
       case OpKind::kNormCoef:
@@ -125,43 +120,6 @@ class Meaning {
     });
   }
 
-  const Type& TypeOf(ValueId id) const { return program_.value(id).type; }
-
-  // Every positional argument must be a value, and nothing is passed by name. False: reported.
-  bool ValueOperands(const Op& op) {
-    for (const Arg& arg : op.args) {
-      if (arg.kind == Arg::Kind::kValue) continue;
-      report_.AtOp(op, op.name + " takes values only");
-      return false;
-    }
-    if (op.named.empty()) return true;
-    report_.AtOp(op, op.name + " takes attributes in braces, not named arguments");
-    return false;
-  }
-  bool Shape(const Op& op, size_t min_args, size_t max_args, size_t results) {
-    if (!ValueOperands(op)) return false;
-    if (op.args.size() < min_args || op.args.size() > max_args) {
-      std::string range = min_args == max_args ? std::to_string(static_cast<int64_t>(min_args))
-                                               : std::to_string(static_cast<int64_t>(min_args)) + " to " +
-                                                     std::to_string(static_cast<int64_t>(max_args));
-      report_.AtOp(
-          op, op.name + " takes " + range + " operands, not " + std::to_string(static_cast<int64_t>(op.args.size())));
-      return false;
-    }
-    bool skipped = std::find(op.results.begin(), op.results.end(), kNone) != op.results.end();
-    if (op.results.size() == results && !skipped) return true;
-    report_.AtOp(op, op.name + " has " + std::to_string(static_cast<int64_t>(results)) + " results, not " +
-                         std::to_string(static_cast<int64_t>(op.results.size())) + (skipped ? " or '_'" : ""));
-    return false;
-  }
-  void Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
-    auto count = NumericElements(TypeOf(id));
-    if (count && *count == wanted) return;
-    report_.AtOp(op,
-                 "%" + std::to_string(id) + " must have " + std::to_string(wanted) +
-                     (wanted == 1 ? " element (" : " elements (") + meaning + ")",
-                 id);
-  }
   bool IsNumber(const Arg& arg) const {
     return arg.kind == Arg::Kind::kFloat || (arg.kind == Arg::Kind::kInt && arg.integer.is_const());
   }
@@ -260,74 +218,29 @@ class Meaning {
     if (zero != nullptr && zero->kind != Arg::Kind::kBool) report_.AtOp(op, "zero= must be true or false");
   }
 
-  bool Collective(const Op& op) {
-    if (!ValueOperands(op)) return false;
-    if (op.args.empty()) {
-      report_.AtOp(op, op.name + " needs at least one operand");
-      return false;
-    }
-    if (op.results.size() != op.args.size() ||
-        std::find(op.results.begin(), op.results.end(), kNone) != op.results.end()) {
-      report_.AtOp(op, op.name + " has one result for each operand");
-      return false;
-    }
-    return true;
-  }
-  bool UnitCollective(const Op& op) {
-    if (!Collective(op)) return false;
-    if (op.units.size() == op.args.size()) {
-      bool one_axis = std::all_of(op.units.begin(), op.units.end(),
-                                  [&](UnitId u) { return SameAxes(program_.units[u], program_.units[op.units[0]]); });
-      if (!one_axis) report_.AtOp(op, "the units of one " + op.name + " must share their axes");
-      return one_axis;
-    }
-    report_.AtOp(op, op.name + " needs units=[..] with one unit for each operand");
-    return false;
-  }
-
-  void GatherStart(const Op& op) {
-    if (!UnitCollective(op)) return;
-    for (size_t i = 0; i < op.args.size(); ++i) {
-      const Unit& unit = program_.units[op.units[i]];
-      Elements(op, op.args[i].value, unit.shard, "the shard of u" + std::to_string(unit.id));
-      Elements(op, op.results[i], unit.numel, "numel of u" + std::to_string(unit.id));
-      if (TypeOf(op.args[i].value).dtype != TypeOf(op.results[i]).dtype) {
-        report_.AtOp(op, "gather.start keeps the dtype of its operand", op.results[i]);
-      }
-    }
-  }
-
-  void ReduceStart(const Op& op) {
-    if (!UnitCollective(op)) return;
-    for (size_t i = 0; i < op.args.size(); ++i) {
-      const Unit& unit = program_.units[op.units[i]];
-      Elements(op, op.args[i].value, unit.numel, "numel of u" + std::to_string(unit.id));
-      Elements(op, op.results[i], unit.shard, "the shard of u" + std::to_string(unit.id));
-    }
-  }
-
-  void AllReduceStart(const Op& op) {
-    if (!Collective(op)) return;
-    const Arg* axis = op.Attr("axis");
-    bool known =
-        axis != nullptr && axis->kind == Arg::Kind::kWord &&
-        std::any_of(program_.mesh.begin(), program_.mesh.end(), [&](const Axis& a) { return a.name == axis->text; });
-    if (!known) report_.AtOp(op, "all_reduce.start needs axis=NAME with an axis of the mesh");
-    for (size_t i = 0; i < op.args.size(); ++i) {
-      const Type& from = TypeOf(op.args[i].value);
-      const Type& to = TypeOf(op.results[i]);
-      if (from.dtype != to.dtype || from.sizes != to.sizes)
-        report_.AtOp(op, "all_reduce.start keeps the type of its operand", op.results[i]);
-    }
-  }
-
   bool IsType(ValueId id, DType dtype, int64_t count) const {
     const Type& type = TypeOf(id);
     return type.dtype == dtype && type.sizes.size() == 1 && type.sizes[0] == Dim(count);
   }
 
+  // Of an operand of norm.partial.
+  std::vector<std::string_view> ElementAxes(const Op& op, size_t i) const {
+    const Unit& unit = program_.units[op.units[i]];
+    return program_.AxesOfElements(unit, NumericElements(TypeOf(op.args[i].value)) != unit.numel);
+  }
+
   void NormPartial(const Op& op) {
     if (!Shape(op, 1, op.args.size(), 1)) return;
+    const size_t of_units = std::min(op.units.size(), op.args.size());
+    const std::vector<std::string_view> axes = of_units > 0 ? ElementAxes(op, 0) : std::vector<std::string_view>();
+    for (size_t i = 1; i < of_units; ++i) {
+      if (ElementAxes(op, i) == axes) continue;
+      report_.AtOp(op,
+                   "the elements of u" + std::to_string(op.units[i]) + " differ along other axes than those of u" +
+                       std::to_string(op.units[0]) + "; make one norm.partial for each such set of units",
+                   op.args[i].value);
+      break;
+    }
     if (!IsType(op.results[0], DType::kI64, kNormLimbs))
       report_.AtOp(op, "the result of norm.partial is i64[68]", op.results[0]);
   }
@@ -407,11 +320,10 @@ class Meaning {
     if (!part_ok) report_.AtOp(op, "call.python needs part=\"forward\" or part=\"backward\"");
   }
 
-  const Program& program_;
-  VerifyReport& report_;
   std::vector<const Param*> param_of_;  // by value
   std::map<ValueId, int64_t> graded_;   // grad ops of a parameter, in this phase
   std::map<std::string, int64_t> outputs_;
+  DimTable dims_ = program_.dims;
 };
 
 }  // namespace

@@ -85,6 +85,43 @@ std::vector<Error> VerifyReport::Take() {
   return out;
 }
 
+// ---- checks of single ops ----
+
+bool OpChecks::ValueOperands(const Op& op) {
+  for (const Arg& arg : op.args) {
+    if (arg.kind == Arg::Kind::kValue) continue;
+    report_.AtOp(op, op.name + " takes values only");
+    return false;
+  }
+  if (op.named.empty()) return true;
+  report_.AtOp(op, op.name + " takes attributes in braces, not named arguments");
+  return false;
+}
+
+bool OpChecks::Shape(const Op& op, size_t min_args, size_t max_args, size_t results) {
+  if (!ValueOperands(op)) return false;
+  const auto number = [](size_t n) { return std::to_string(static_cast<int64_t>(n)); };
+  if (op.args.size() < min_args || op.args.size() > max_args) {
+    const std::string range = min_args == max_args ? number(min_args) : number(min_args) + " to " + number(max_args);
+    report_.AtOp(op, op.name + " takes " + range + " operands, not " + number(op.args.size()));
+    return false;
+  }
+  const bool skipped = std::find(op.results.begin(), op.results.end(), kNone) != op.results.end();
+  if (op.results.size() == results && !skipped) return true;
+  report_.AtOp(op, op.name + " has " + number(results) + " results, not " + number(op.results.size()) +
+                       (skipped ? " or '_'" : ""));
+  return false;
+}
+
+void OpChecks::Elements(const Op& op, ValueId id, int64_t wanted, const std::string& meaning) {
+  const auto count = NumericElements(TypeOf(id));
+  if (count && *count == wanted) return;
+  report_.AtOp(op,
+               "%" + std::to_string(id) + " must have " + std::to_string(wanted) +
+                   (wanted == 1 ? " element (" : " elements (") + meaning + ")",
+               id);
+}
+
 // ---- places ----
 
 std::optional<int64_t> NumericElements(const Type& type) {

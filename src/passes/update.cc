@@ -38,7 +38,10 @@ class Builder {
       if (buffer.name == kLossScale) loss_scale_ = buffer.value;
     }
     norm_ = norm_ || loss_scale_ != kNone;  // its coefficient undoes the scale, and says whether the step counts
-    ValueId coef = norm_ && !targets_.empty() ? Norm() : kNone;
+    ValueId coef = kNone;
+    if (norm_ && !targets_.empty()) {
+      INTERLACE_ASSIGN(coef, Norm());
+    }
     ValueId gathering = kNone;
     for (const Target& target : targets_) {
       ValueId own = UpdateUnit(target, coef);
@@ -103,8 +106,8 @@ class Builder {
     return Ok{};
   }
 
-  Op& Add(OpKind kind) {
-    Op& op = program_.AddOp(kind);
+  Op& Add(OpKind kind) { return Append(program_.AddOp(kind)); }
+  Op& Append(Op& op) {
     op.part = Part::kUpdate;
     phase_.ops.push_back(op.id);
     return op;
@@ -115,28 +118,54 @@ class Builder {
                   static_cast<double>(program_.accumulation));
   }
 
-  // Sums the squares of all gradients; ranks that hold shards add theirs up.
-  ValueId Norm() {
-    Op& partial = Add(OpKind::kNormPartial);
+  Op& AddLimbs(Op& op, ValueId& sum) {
+    sum = program_.AddResult(op, FlatType(DType::kI64, kNormLimbs));
+    return op;
+  }
+
+  // Sums the squares of all gradients. Units whose elements differ along the same axes have one sum, which the ranks
+  // along these axes add up; along the others all have the same, and it counts once. These sums are added to one another.
+  Result<ValueId> Norm() {
+    std::vector<std::pair<std::vector<std::string_view>, std::vector<const Target*>>> sets;
     for (const Target& target : targets_) {
-      partial.args.push_back(Arg::Of(target.grad));
-      partial.units.push_back(target.unit);
+      const Unit& unit = program_.units[target.unit];
+      const bool shard = !(program_.value(target.grad).type.sizes[0] == Dim(unit.numel));
+      const std::vector<std::string_view> axes = program_.AxesOfElements(unit, shard);
+      auto set = std::find_if(sets.begin(), sets.end(), [&](const auto& entry) { return entry.first == axes; });
+      if (set == sets.end()) set = sets.insert(sets.end(), {axes, {}});
+      set->second.push_back(&target);
+      if (Scale(unit.id) != Scale(targets_[0].unit)) {
+        return MakeError("u", unit.id, " and u", targets_[0].unit,
+                         " average their gradients over different numbers of ranks, and a norm has one scale for all");
+      }
     }
-    ValueId sum = program_.AddResult(partial, FlatType(DType::kI64, kNormLimbs));
-    const Unit& unit = program_.units[targets_[0].unit];
-    bool shards = program_.value(targets_[0].grad).type.sizes[0] == Dim(unit.shard) && unit.shard != unit.numel;
-    for (std::string_view axis : AxesOf(shards ? std::string_view(unit.axis) : std::string_view())) {
-      Op& start = Add(OpKind::kAllReduceStart);
-      start.args = {Arg::Of(sum)};
-      start.SetAttr("axis", Arg::Word(std::string(axis)));
-      sum = program_.AddResult(start, FlatType(DType::kI64, kNormLimbs));
-      Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
+    ValueId total = kNone;
+    for (const auto& [axes, members] : sets) {
+      ValueId sum = kNone;
+      Op& partial = Add(OpKind::kNormPartial);
+      for (const Target* target : members) {
+        partial.args.push_back(Arg::Of(target->grad));
+        partial.units.push_back(target->unit);
+      }
+      AddLimbs(partial, sum);
+      for (std::string_view axis : axes) {
+        Op& start = Add(OpKind::kAllReduceStart);
+        start.args = {Arg::Of(sum)};
+        AddLimbs(start, sum).SetAttr("axis", Arg::Word(std::string(axis)));
+        Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
+      }
+      if (total != kNone) {
+        Op& add = Append(program_.AddOp("aten.add.Tensor"));
+        add.args = {Arg::Of(total), Arg::Of(sum)};
+        AddLimbs(add, sum);
+      }
+      total = sum;
     }
     Op& coef = Add(OpKind::kNormCoef);
-    coef.args = {Arg::Of(sum)};
+    coef.args = {Arg::Of(total)};
     if (loss_scale_ != kNone) coef.args.push_back(Arg::Of(loss_scale_));
     coef.SetAttr("max_norm", clip_ ? Arg::Float(*clip_) : Arg::None());
-    coef.SetAttr("scale", Arg::Float(Scale(unit.id)));
+    coef.SetAttr("scale", Arg::Float(Scale(targets_[0].unit)));
     return program_.AddResult(coef, FlatType(DType::kF64, 3));
   }
 

@@ -44,8 +44,9 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
       } else if (op.kind == LoweredOp::Kind::kStart) {
         const OpCost& c = program.costs[op.cost];
         int64_t& lane = t.lanes[static_cast<size_t>(op.lane)];
-        // On a CPU the latency of a queued transfer passes while it waits for its lane.
-        lane = Sum(lane, cluster.cpu ? c.work_ps : Sum(c.latency_ps, c.work_ps));
+        // On a CPU the latency of a queued transfer passes while it waits for its lane. Messages of two directions do
+        // not wait for one another.
+        if (!op.IsMessage()) lane = Sum(lane, cluster.cpu ? c.work_ps : Sum(c.latency_ps, c.work_ps));
         int level = c.resource == Resource::kInterLink;
         if (c.resource == Resource::kIntraLink || c.resource == Resource::kInterLink) {
           if (c.sends) t.send[level] = Sum(t.send[level], c.work_ps);

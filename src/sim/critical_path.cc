@@ -32,7 +32,8 @@ class Tracer {
       if (transfer >= 0) {
         const TransferRecord& t = out_.transfers[transfer];
         rank = t.cause_rank;
-        Push(PathPiece::Kind::kTransfer, rank, t.op->op, t.op->lane, t.start_ps, t.end_ps, Alone(t));
+        const bool same = in_.programs[rank] == in_.programs[t.rank];  // ops have the same numbers there
+        Push(PathPiece::Kind::kTransfer, same ? rank : t.rank, t.op->op, t.op->lane, t.start_ps, t.end_ps, Alone(t));
         transfer = t.cause_transfer;
         instance = t.cause_instance;  // takes no time itself, but may have been launched late
         if (transfer < 0) Launch(rank, instance--);
@@ -76,7 +77,7 @@ class Tracer {
   }
 
   int64_t Alone(const TransferRecord& t) const {
-    const OpCost& cost = in_.programs[t.members[0]]->costs[t.op->cost];
+    const OpCost& cost = in_.programs[t.rank]->costs[t.op->cost];
     return cost.latency_ps + cost.work_ps;
   }
 

@@ -76,7 +76,8 @@ int64_t Engine::CoreSlow(int32_t r) {
   return static_cast<int64_t>((static_cast<__int128>(demand) << 20) / cores_) + 1;
 }
 
-int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
+int64_t Engine::TransferSlowOn(int32_t r, int32_t id) {
+  const OpCost& cost = *transfers_[id].cost;
   const RankState& rank = ranks_[r];
   NodeState& node = NodeOf(r);
   int set = rank.ClassSet();
@@ -85,7 +86,7 @@ int64_t Engine::TransferSlowOn(int32_t r, const OpCost& cost) {
     case Resource::kInterLink: {
       int level = cost.resource == Resource::kInterLink;
       int64_t share =
-          std::max<int64_t>(cost.sends ? rank.sending[level] : 1, cost.receives ? rank.receiving[level] : 1);
+          std::max<int64_t>(Sends(r, id) ? rank.sending[level] : 1, Receives(r, id) ? rank.receiving[level] : 1);
       int64_t slow = Mul(share * kOne, factor_[set][1]);
       return cost.core_share > 0 ? Mul(slow, CoreSlow(r)) : slow;
     }
@@ -135,7 +136,7 @@ void Engine::UpdateRatesOf(int32_t r) {
     Transfer& t = transfers_[id];
     const TransferRecord& record = out_.transfers[id];
     int64_t slow = kOne;
-    for (int32_t member : record.members) slow = std::max(slow, TransferSlowOn(member, *t.cost));
+    for (int32_t member : record.members) slow = std::max(slow, TransferSlowOn(member, id));
     if (t.planned && slow == t.slow) continue;
     t.remaining_ps -= std::min(t.remaining_ps, Done(now_ - t.since_ps, t.slow));
     t.since_ps = now_;
@@ -166,6 +167,17 @@ Error Engine::Deadlock(int32_t r) const {
 }  // namespace interlace::sim
 
 namespace interlace {
+
+std::vector<const LoweredOp*> IssuedOps(const Lowered& lowered, const RankRecord& record) {
+  std::vector<const LoweredOp*> out;
+  for (size_t run = 0; run < lowered.run.size(); ++run) {
+    const std::vector<LoweredOp>& ops = lowered.ops[lowered.run[run]];
+    for (size_t i = 0; i < ops.size(); ++i) {
+      if (record.transfer_of[static_cast<size_t>(lowered.first[run]) + i] >= 0) out.push_back(&ops[i]);
+    }
+  }
+  return out;
+}
 
 Result<EngineOutput> RunEngine(const EngineInput& input, const CostModel& model) {
   return sim::Engine(input, model).Run();

@@ -26,7 +26,8 @@
 namespace interlace {
 
 struct TransferRecord {
-  const LoweredOp* op = nullptr;
+  const LoweredOp* op = nullptr;  // that of the rank that came first
+  int32_t rank = 0;               // this one
   int64_t issued_ps = 0;  // by the last rank
   int64_t start_ps = -1;
   int64_t end_ps = -1;
@@ -42,6 +43,9 @@ struct RankRecord {
   std::vector<int32_t> transfer_of;       // by instance of a start
   std::vector<int32_t> transfers;         // of this rank, in the order of issue
 };
+
+// The ops of a rank that issued `record.transfers`, in their order: of a message each end has its own.
+std::vector<const LoweredOp*> IssuedOps(const Lowered& lowered, const RankRecord& record);
 
 struct EngineInput {
   std::vector<const Lowered*> programs;  // by simulated rank

@@ -39,6 +39,7 @@ struct Transfer {
   uint32_t version = 0;
   int32_t after = 0;               // steps on the host that had not ended when it was issued
   std::vector<int32_t> followers;  // of a step on the host: transfers that wait for it
+  int32_t sender = -1, receiver = -1;  // of a message
 };
 
 struct RankState {
@@ -148,10 +149,16 @@ class Engine {
 
   // Rank r's place along an axis and the others of its group. The last axis is innermost.
   Status Issue(int32_t r, const LoweredOp& op);
+  // The other rank of a message; -1: no message, or one to itself.
+  int32_t PeerOf(int32_t r, const LoweredOp& op) const;
   // The queue of a transfer: its lane, or on CPUs that of all collectives; messages do not hold up those of another
   // direction.
   int QueueOf(int32_t r, const LoweredOp& op) const;
-  int32_t NewTransfer(const RankState& rank, const LoweredOp& op, std::vector<int32_t> members);
+  static int MessageQueue(bool higher, bool receives) { return kLanes + 2 * higher + receives; }
+  // Directions of a link that a transfer fills on a rank.
+  bool Sends(int32_t r, int32_t id) const;
+  bool Receives(int32_t r, int32_t id) const;
+  int32_t NewTransfer(int32_t r, const LoweredOp& op, std::vector<int32_t> members);
   Status SameCollective(int32_t r, const LoweredOp& op, int32_t id) const;
   // The transfer heads its lane on rank r now, because it was just issued or because `before` has ended.
   void Arrive(int32_t r, int32_t id, int64_t instance, int32_t before);
@@ -163,7 +170,7 @@ class Engine {
   // ---- rates ----
 
   int64_t CoreSlow(int32_t r);
-  int64_t TransferSlowOn(int32_t r, const OpCost& cost);
+  int64_t TransferSlowOn(int32_t r, int32_t id);
   void UpdateRates();
   void UpdateRatesOf(int32_t r);
   Error Deadlock(int32_t r) const;

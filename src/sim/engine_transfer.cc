@@ -9,27 +9,32 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
   int lane = QueueOf(r, op);
   int32_t id;
   std::vector<int32_t> members;
-  if (num_ranks() == 1 || (op.group.size < 2 && op.peer < 0)) {
-    id = NewTransfer(rank, op, {r});
+  const int32_t peer = PeerOf(r, op);
+  if (num_ranks() == 1 || (op.IsMessage() ? peer < 0 : op.group.size < 2)) {
+    id = NewTransfer(r, op, {r});
   } else {
     // What is counted is one sequence: of a lane of a group, or of the messages from one rank to another.
     int64_t number = 0, mine = ((op.group.stride << 20) + op.group.size) * kQueues + lane;
-    if (op.peer >= 0) {
-      members = {std::min(r, op.peer), std::max(r, op.peer)};
-      mine = -1 - (int64_t{2} * op.peer + op.receives);
-      number = -1 - (op.receives ? int64_t{op.peer} * num_ranks() + r : int64_t{r} * num_ranks() + op.peer);
+    if (peer >= 0) {
+      members = {std::min(r, peer), std::max(r, peer)};
+      mine = -1 - (int64_t{2} * peer + op.receives);
+      number = -1 - (op.receives ? int64_t{peer} * num_ranks() + r : int64_t{r} * num_ranks() + peer);
     } else {
       number = op.group.BaseOf(r);
       for (int64_t i = 0; i < op.group.size; ++i) members.push_back(static_cast<int32_t>(number + i * op.group.stride));
     }
     int64_t turn = rank_turn_[{r, mine}]++;
-    std::vector<int32_t>& sequence = sequences_[{number, op.peer >= 0 ? -1 : mine}];
+    std::vector<int32_t>& sequence = sequences_[{number, peer >= 0 ? -1 : mine}];
     if (turn < static_cast<int64_t>(sequence.size())) {
       id = sequence[turn];
       INTERLACE_TRY(SameCollective(r, op, id));
     } else {
-      id = NewTransfer(rank, op, std::move(members));
+      id = NewTransfer(r, op, std::move(members));
       sequence.push_back(id);
+      if (peer >= 0) {
+        transfers_[id].sender = op.receives ? peer : r;
+        transfers_[id].receiver = op.receives ? r : peer;
+      }
     }
   }
   RankRecord& record = out_.ranks[r];
@@ -56,16 +61,31 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
   return Ok{};
 }
 
+int32_t Engine::PeerOf(int32_t r, const LoweredOp& op) const {
+  if (op.peers < 0) return op.peer;
+  const std::vector<int32_t>& row = ranks_[r].program->peers[op.peers];
+  const auto peer = static_cast<int32_t>(op.group.BaseOf(r) + row[op.group.IndexOf(r)] * op.group.stride);
+  return peer == r ? -1 : peer;
+}
+
 int Engine::QueueOf(int32_t r, const LoweredOp& op) const {
-  if (op.peer >= 0) return kLanes + 2 * (op.peer > r) + op.receives;
+  if (op.IsMessage()) return MessageQueue(PeerOf(r, op) > r, op.receives);
   return static_cast<int>(cluster_.cpu && op.group.size > 1 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
 }
 
-int32_t Engine::NewTransfer(const RankState& rank, const LoweredOp& op, std::vector<int32_t> members) {
+bool Engine::Sends(int32_t r, int32_t id) const {
+  return transfers_[id].sender < 0 ? transfers_[id].cost->sends : transfers_[id].sender == r;
+}
+bool Engine::Receives(int32_t r, int32_t id) const {
+  return transfers_[id].receiver < 0 ? transfers_[id].cost->receives : transfers_[id].receiver == r;
+}
+
+int32_t Engine::NewTransfer(int32_t r, const LoweredOp& op, std::vector<int32_t> members) {
   int32_t id = static_cast<int32_t>(transfers_.size());
-  transfers_.emplace_back().cost = &rank.program->costs[op.cost];
+  transfers_.emplace_back().cost = &ranks_[r].program->costs[op.cost];
   TransferRecord& record = out_.transfers.emplace_back();
   record.op = &op;
+  record.rank = r;
   record.members = std::move(members);
   return id;
 }
@@ -73,11 +93,11 @@ int32_t Engine::NewTransfer(const RankState& rank, const LoweredOp& op, std::vec
 Status Engine::SameCollective(int32_t r, const LoweredOp& op, int32_t id) const {
   const TransferRecord& record = out_.transfers[id];
   const Program& mine = *ranks_[r].program->program;
-  const Program& theirs = *ranks_[record.members[0]].program->program;
+  const Program& theirs = *ranks_[record.rank].program->program;
   const Op& a = mine.op(op.op);
   const Op& b = theirs.op(record.op->op);
   const OpCost& cost = ranks_[r].program->costs[op.cost];
-  if ((a.name == b.name || op.peer >= 0) && cost.bytes == transfers_[id].cost->bytes) return Ok{};
+  if ((a.name == b.name || op.IsMessage()) && cost.bytes == transfers_[id].cost->bytes) return Ok{};
   return MakeError("rank ", r, " meets the others of its group in another collective:\n  rank ", r, ": ",
                    PrintOp(mine, a), "\n  others: ", PrintOp(theirs, b));
 }
@@ -119,12 +139,8 @@ Status Engine::TransferEvent(int32_t id) {
   for (int32_t r : record.members) {
     RankState& rank = ranks_[r];
     // A message's record is the op of the rank that came first; its other end has the other direction.
-    int lane = QueueOf(r, *record.op);
-    if (record.op->peer >= 0 && record.members.size() == 2) {
-      bool first = record.op->peer != r;
-      bool receives = record.op->receives == first;
-      lane = kLanes + 2 * (record.members[record.members[0] == r] > r) + receives;
-    }
+    const int lane = t.sender < 0 ? QueueOf(r, *record.op)
+                                  : MessageQueue(r == std::min(t.sender, t.receiver), r == t.receiver);
     rank.lanes[lane].pop_front();
     if (!rank.lanes[lane].empty()) {
       Arrive(r, rank.lanes[lane].front(), -1, id);
@@ -154,8 +170,8 @@ void Engine::Use(int32_t r, int32_t id, int change) {
     case Resource::kIntraLink:
     case Resource::kInterLink: {
       int level = cost.resource == Resource::kInterLink;
-      rank.sending[level] += cost.sends ? change : 0;
-      rank.receiving[level] += cost.receives ? change : 0;
+      rank.sending[level] += Sends(r, id) ? change : 0;
+      rank.receiving[level] += Receives(r, id) ? change : 0;
       rank.classes[1] += change;
       break;
     }

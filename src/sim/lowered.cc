@@ -6,6 +6,7 @@
 
 #include "ir/op_table.h"
 #include "ir/residency.h"
+#include "ir/text.h"
 #include "sim/receive_buffers.h"
 
 namespace interlace {
@@ -21,8 +22,22 @@ AxisGroup TransferGroup(const Program& program, const Op& op) {
   return GroupOf(program.mesh, axes);
 }
 
+// By index along the axis of a message: that of the other rank.
+Result<std::vector<int32_t>> PeersOf(const Program& program, const Op& op, const AxisGroup& axis) {
+  const Arg* peer = op.Attr("peer");
+  if (peer == nullptr || peer->kind != Arg::Kind::kInt) return MakeError("no peer=");
+  const std::string own = "rank_" + std::string(AxisOf(program, op));
+  std::vector<int32_t> out;
+  for (int64_t rank = 0; rank < axis.size; ++rank) {
+    INTERLACE_ASSIGN(const int64_t index, program.dims.Evaluate(peer->integer, {{own, rank}}));
+    if (index < 0 || index >= axis.size) return MakeError("peer= is ", index, " of ", axis.size, " ranks");
+    out.push_back(static_cast<int32_t>(index));
+  }
+  return out;
+}
+
 // What one op waits for, starts or computes.
-Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model, std::vector<OpCost>& costs) {
+Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model, Lowered& lowered) {
   LoweredOp out;
   out.op = op.id;
   out.lane = LaneOf(op);
@@ -35,9 +50,16 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
     // What copies nothing (clean, fresh) waits for no copy before it.
     if (MoveOf(op) != nullptr && cost.resource == Resource::kNone) out.lane = Lane::kCompute;
     out.kind = LoweredOp::Kind::kStart;
-    if (cost.group_ranks > 1 && TraitsOf(op).family != OpFamily::kPeer) out.group = TransferGroup(program, op);
-    out.cost = static_cast<int32_t>(costs.size());
-    costs.push_back(cost);
+    if (cost.group_ranks > 1) out.group = TransferGroup(program, op);
+    if (TraitsOf(op).family == OpFamily::kPeer) {
+      out.receives = op.kind == OpKind::kRecvStart;
+      out.peers = static_cast<int32_t>(lowered.peers.size());
+      Result<std::vector<int32_t>> peers = PeersOf(program, op, out.group);
+      if (!peers.ok()) return Error{peers.error().message, PrintOp(program, op)};
+      lowered.peers.push_back(std::move(*peers));
+    }
+    out.cost = static_cast<int32_t>(lowered.costs.size());
+    lowered.costs.push_back(cost);
     return out;
   }
   if (cost.resource != Resource::kCompute) return out;
@@ -87,7 +109,7 @@ Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& 
         ops.push_back(known[id]);
         continue;
       }
-      INTERLACE_ASSIGN(LoweredOp op, LowerOp(program, program.op(id), model, out.costs));
+      INTERLACE_ASSIGN(LoweredOp op, LowerOp(program, program.op(id), model, out));
       ops.push_back(op);
     }
     int64_t count = static_cast<int64_t>(ops.size());

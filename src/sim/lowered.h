@@ -13,9 +13,12 @@ struct LoweredOp {
   enum class Kind : uint8_t { kFree, kCompute, kStart, kWait };
   Kind kind = Kind::kFree;
   Lane lane = Lane::kCompute;  // of a transfer
-  AxisGroup group;             // of a collective: who joins; one rank: alone, or with `peer`
-  int32_t peer = -1;      // the other rank of a message; the k-th one sent to it is the k-th that it receives from here
+  AxisGroup group;             // of a collective: who joins; of a message: the axis; one rank: alone, or with `peer`
+  // Of a message the other rank, the same for all who run this, or a row of Lowered::peers. The k-th one sent to a rank
+  // is the k-th that it receives from here.
+  int32_t peer = -1, peers = -1;
   bool receives = false;  // of a message
+  bool IsMessage() const { return peer >= 0 || peers >= 0; }
   OpId op = kNone;
   int32_t cost = -1;    // of a start: index in Lowered::costs
   int64_t work_ps = 0;  // of compute, alone on its cores
@@ -29,6 +32,7 @@ struct Lowered {
   std::vector<int32_t> run;                 // distinct phase of each run of a phase, in order
   std::vector<int64_t> first;               // instance number of its first op; one more entry at the end
   std::vector<OpCost> costs;
+  std::vector<std::vector<int32_t>> peers;  // by index along a message's axis: the index of the other rank
   // By distinct phase and place: what reductions under way receive into while the op runs (cpu), or empty:
   // receive_buffers.h
   std::vector<std::vector<int64_t>> receive_bytes;

@@ -76,7 +76,7 @@ class Placing {
       r.transfer_of[i] = static_cast<int32_t>(s_.output.transfers.size());
       r.transfers.push_back(r.transfer_of[i]);
       TransferRecord& t = s_.output.transfers.emplace_back();
-      t.op = &op, t.issued_ps = r.start_ps[i], t.start_ps = start, t.end_ps = end, t.members = {rank_};
+      t.op = &op, t.issued_ps = r.start_ps[i], t.start_ps = start, t.end_ps = end, t.members = {rank_}, t.rank = rank_;
       s_.output.makespan_ps = std::max(s_.output.makespan_ps, end);
     }
   }

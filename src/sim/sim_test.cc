@@ -109,8 +109,8 @@ TEST(Simulate, GatherAndReduceShareTheLink) {
 
 TEST(Simulate, SendAndReceiveUseTwoDirections) {
   Program program = Step(
-      "  %9: b8[0] = send.start(%0) {fwd lane=p2p axis=dp peer=1}\n"
-      "  %10: f32[1000] = recv.start() {fwd lane=gather axis=dp peer=1}\n"
+      "  %9: b8[0] = send.start(%0) {fwd lane=p2p axis=dp peer=1-rank_dp}\n"
+      "  %10: f32[1000] = recv.start() {fwd lane=gather axis=dp peer=1-rank_dp}\n"
       "  recv.wait(%10) {fwd}\n"
       "  %11: f32[1000] = aten.relu(%10) {fwd}\n"
       "  send.wait(%9) {fwd}\n");

@@ -54,11 +54,12 @@ RankUse UseOf(const Lowered& program, const EngineOutput& output, size_t rank) {
   }
   std::vector<std::pair<int64_t, int64_t>> intervals[kLaneCount];
   LaneUse lanes[kLaneCount];
-  for (int32_t id : r.transfers) {
-    const TransferRecord& t = output.transfers[id];
-    size_t lane = static_cast<size_t>(t.op->lane);
+  const std::vector<const LoweredOp*> issued = IssuedOps(program, r);
+  for (size_t i = 0; i < issued.size(); ++i) {
+    const TransferRecord& t = output.transfers[r.transfers[i]];
+    size_t lane = static_cast<size_t>(issued[i]->lane);
     ++lanes[lane].transfers;
-    lanes[lane].bytes += program.costs[t.op->cost].bytes;
+    lanes[lane].bytes += program.costs[issued[i]->cost].bytes;
     lanes[lane].busy_ps += t.end_ps - t.start_ps;
     intervals[lane].emplace_back(t.start_ps, t.end_ps);
     use.end_ps = std::max(use.end_ps, t.end_ps);
@@ -99,7 +100,8 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
   INTERLACE_TRY(ApplyToCosts(options.what_if, lowered));
   s.lowered = std::make_unique<Lowered>(std::move(lowered));
   s.coverage = model.coverage();
-  bool folded = !options.every_rank;
+  // Ranks that send to one another stand at different places at once.
+  bool folded = !options.every_rank && s.lowered->peers.empty();
   for (auto [rank, factor] : options.slow) {
     if (rank < 0 || rank >= s.ranks)
       return MakeError("rank ", rank, " is to be slow, but the program's mesh has ", s.ranks, " ranks");
@@ -151,17 +153,19 @@ Timeline SimulationTimeline(const Simulation& s) {
   for (int32_t rank = 0; rank < static_cast<int32_t>(s.output.ranks.size()); ++rank) {
     const RankRecord& r = s.output.ranks[rank];
     std::vector<int32_t> event_of(s.output.transfers.size(), -1);
-    for (int32_t id : r.transfers) {
+    const std::vector<const LoweredOp*> issued = IssuedOps(lowered, r);
+    for (size_t i = 0; i < issued.size(); ++i) {
+      const int32_t id = r.transfers[i];
       const TransferRecord& t = s.output.transfers[id];
-      const Op& op = program.op(t.op->op);
+      const Op& op = program.op(issued[i]->op);
       event_of[id] = static_cast<int32_t>(out.events.size());
       TraceEvent& e = out.events.emplace_back();
       e.rank = rank;
-      e.lane = static_cast<TraceLane>(t.op->lane);
+      e.lane = static_cast<TraceLane>(issued[i]->lane);
       e.start_ns = t.start_ps / 1000;
       e.duration_ns = t.end_ps / 1000 - e.start_ns;
-      e.bytes = lowered.costs[t.op->cost].bytes;
-      e.group_size = lowered.costs[t.op->cost].group_ranks;
+      e.bytes = lowered.costs[issued[i]->cost].bytes;
+      e.group_size = issued[i]->IsMessage() ? 2 : lowered.costs[issued[i]->cost].group_ranks;
       describe(e, op);
       ForEachOperand(op, [&](ValueId value) {
         elements(value, e.in_elements);

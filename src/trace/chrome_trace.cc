@@ -23,6 +23,8 @@ struct CollectiveName {
 constexpr CollectiveName kCollectives[] = {
     {"gather.start", "ncclDevKernel_AllGather_RING", "_allgather_base"},
     {"reduce.start", "ncclDevKernel_ReduceScatter_Sum", "_reduce_scatter_base"},
+    {"all_gather.start", "ncclDevKernel_AllGather_RING", "_allgather_base"},
+    {"reduce_scatter.start", "ncclDevKernel_ReduceScatter_Sum", "_reduce_scatter_base"},
     {"all_reduce.start", "ncclDevKernel_AllReduce_Sum", "allreduce"},
     {"broadcast.start", "ncclDevKernel_Broadcast_RING", "broadcast"},
     {"all_to_all.start", "ncclDevKernel_SendRecv(all_to_all)", "all_to_allv"},

@@ -12,11 +12,7 @@ from pathlib import Path
 CPP = 45_500  # src and tools, without tests and code for tests
 PYTHON = 16_500  # python/interlace
 FILE, TEST_FILE = 500, 560  # one file; split it by what it says, not in the middle
-<<<<<<< HEAD
 LONGER = {"src/ir/dim.cc"}  # until they are split
-=======
-LONGER = {"src/ir/dim.cc"}  # until it is split
->>>>>>> py
 FOR_TESTS = re.compile(r"_(test|fuzz)\.cc$|/testing/|_test_support\.h$")
 
 

@@ -41,13 +41,8 @@ def rooms(text: str) -> Table:
     """The rows `src/...`, `tools/...` and `bench` of the Rooms table: a room by name, and what it names itself. Rows `interlace/...` are
     of Python's packages (tests/python/test_imports.py)."""
     table: Table = {}
-<<<<<<< HEAD
     for first, last in re.findall(r"^\| (`[^|]*) \|.*\| ([^|]+) \|$", text, re.MULTILINE):
         for name in re.findall(r"`(?:src/(?=\w+`)|(?=tools/|bench`))([\w/-]+)`", first):
-=======
-    for first, last in re.findall(r"^\| (`(?!interlace/)[^|]*) \|.*\| ([^|]+) \|$", text, re.MULTILINE):
-        for name in re.findall(r"`(?:src/)?([\w/-]+)`", first):
->>>>>>> py
             table[name] = set(re.findall(r"[\w/-]*\w", last))
     everything = {name for name in table if "/" not in name}
     return {name: everything - {name} if below == {"all"} else below for name, below in table.items()}

@@ -202,22 +202,10 @@ class Config:
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
         return str(
             _core.standard_pipeline(
-<<<<<<< HEAD
-                strategy=self.strategy,
-                mesh=mesh,
-                accumulation=self.accumulation,
-                accumulate_mode=self.accumulate_mode,
-                param=param,
-                reduce="none" if wanted is None else NARROW.get(wanted, "f32"),
-                clip=self.clip_norm,
-                norm=self.skip_nonfinite and self.clip_norm is None,
-                momentum=momentum,
-=======
-                strategy=self.strategy, mesh=[("dp", ranks)], accumulation=self.accumulation,
+                strategy=self.strategy, mesh=mesh, accumulation=self.accumulation,
                 accumulate_mode=self.accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
->>>>>>> py
             )
         )  # fmt: skip
 

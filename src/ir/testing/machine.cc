@@ -145,48 +145,6 @@ Status Machine::Write(int64_t rank, ValueId id, const Dense& x) {
 
 // ---- first values ----
 
-Dense Machine::InitialParam(const Param& param) const {
-  DType dtype = program_.value(param.value).type.dtype;
-  Dense out{Sizes(param.value), std::vector<double>(Count(Sizes(param.value)))};
-  auto given = options_.params.find(param.name);
-  uint64_t key = Mix(options_.seed, HashText(param.name));
-  for (size_t i = 0; i < out.data.size(); ++i) {
-    bool have = given != options_.params.end() && i < given->second.size();
-    out.data[i] = RoundTo(dtype, have ? given->second[i] : Uniform(Mix(key, i)) - 0.5);
-  }
-  return out;
-}
-
-Dense Machine::Flat(const Unit& unit) const {
-  Dense flat{{unit.numel}, std::vector<double>(unit.numel, 0.0)};
-  for (const Param& param : program_.params) {
-    if (param.unit != unit.id) continue;
-    Dense value = InitialParam(param);
-    std::copy(value.data.begin(), value.data.end(), flat.data.begin() + param.unit_offset);
-  }
-  return flat;
-}
-
-Status Machine::InitStates() {
-  for (const State& state : program_.states) {
-    int64_t count = Count(Sizes(state.value));
-    Dense first{Sizes(state.value), std::vector<double>(count, 0.0)};
-    bool weights = state.unit != kNone && (state.role == "shard" || state.role == "full");
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      if (program_.RootOf(state.value) == state.value) INTERLACE_TRY(Allocate(rank, state.value));
-      if (!state.persistent) continue;
-      if (weights) {
-        const Unit& unit = program_.units[state.unit];
-        Dense flat = Flat(unit);
-        int64_t begin = count == unit.numel ? 0 : Coordinate(rank, unit.axis) * unit.shard;
-        first.data.assign(flat.data.begin() + begin, flat.data.begin() + begin + count);
-      }
-      INTERLACE_TRY(Write(rank, state.value, first));
-    }
-  }
-  return Ok{};
-}
-
 Status Machine::Init() {
   for (OpId id : PendingOps(program_)) {
     ForEachOperand(program_.op(id), [&](ValueId operand) { pending_[program_.RootOf(operand)] = id; });
@@ -203,7 +161,7 @@ Status Machine::Init() {
       bool owns = program_.RootOf(param.value) == param.value;
       if (owns && param.unit != kNone) continue;  // it exists only while its unit is gathered
       if (owns) INTERLACE_TRY(Allocate(rank, param.value));
-      INTERLACE_TRY(Write(rank, param.value, InitialParam(param)));
+      INTERLACE_TRY(Write(rank, param.value, InitialParam(param, rank)));
     }
     for (const Buffer& buffer : program_.buffers) {
       Dense first{Sizes(buffer.value), std::vector<double>(Count(Sizes(buffer.value)))};
@@ -282,36 +240,6 @@ Status Machine::BringBack() {
     }
   }
   return Ok{};
-}
-
-Result<std::map<std::string, std::vector<double>>> Machine::FinalParams() const {
-  std::map<std::string, std::vector<double>> out;
-  for (const Param& param : program_.params) {
-    int64_t count = Count(Sizes(param.value));
-    ValueId full = param.unit == kNone ? kNone : program_.FindState(param.unit, "full");
-    ValueId shard = param.unit == kNone ? kNone : program_.FindState(param.unit, "shard");
-    for (int64_t rank = 0; rank < ranks_; ++rank) {
-      std::vector<double> values;
-      if (shard != kNone) {
-        for (int64_t peer : Peers(rank, program_.units[param.unit].axis)) {
-          INTERLACE_ASSIGN(Dense part, Read(peer, shard));
-          values.insert(values.end(), part.data.begin(), part.data.end());
-        }
-      } else {
-        INTERLACE_ASSIGN(Dense all, Read(rank, full != kNone ? full : param.value));
-        values = std::move(all.data);
-      }
-      int64_t begin = shard != kNone || full != kNone ? param.unit_offset : 0;
-      if (begin + count > static_cast<int64_t>(values.size()))
-        return MakeError("parameter '", param.name, "' lies outside its unit");
-      std::vector<double> own(values.begin() + begin, values.begin() + begin + count);
-      auto [place, fresh] = out.emplace(param.name, own);
-      if (!fresh && !own.empty() && std::memcmp(place->second.data(), own.data(), own.size() * sizeof(double)) != 0) {
-        return MakeError("rank ", rank, " ends with other values of parameter '", param.name, "' than rank 0");
-      }
-    }
-  }
-  return out;
 }
 
 // ---- phases ----

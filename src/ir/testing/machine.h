@@ -32,10 +32,10 @@ class Machine {
   Status Write(int64_t rank, ValueId id, const Dense& x);
   // States that are out come back for whoever reads them after the last step.
   Status BringBack();
-  // First value of a parameter, as every rank gets it.
-  Dense InitialParam(const Param& param) const;
+  // First value of a rank's part of a parameter.
+  Dense InitialParam(const Param& param, int64_t rank) const;
   std::vector<double> Hyper(int32_t group, bool pending = false) const;  // with t of this step, or of the one before
-  // Parameters after the last step. Error: ranks disagree.
+  // Whole parameters after the last step. Error: ranks disagree.
   Result<std::map<std::string, std::vector<double>>> FinalParams() const;
 
   // What the phases of the step left: outputs by name and rank, gradients of `grad` ops by parameter value and rank.
@@ -62,7 +62,8 @@ class Machine {
   Result<Bytes> ReadBytes(int64_t rank, ValueId id) const;  // contiguous, row-major
   Status WriteBytes(int64_t rank, ValueId id, const Bytes& bytes);
   std::vector<int64_t> Sizes(ValueId id) const;
-  Dense Flat(const Unit& unit) const;  // initial weights in the unit's layout
+  std::vector<size_t> ElementsOf(const Param& param, int64_t rank, size_t& count) const;  // machine_params.cc
+  Dense Flat(const Unit& unit, int64_t rank) const;  // initial weights in the unit's layout
   Status InitStates();
 
   // ops
