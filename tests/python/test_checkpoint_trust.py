@@ -61,7 +61,7 @@ def test_no_file_is_unpickled_or_evaluated() -> None:
         if pattern.search(line) and not line.strip().startswith("#") and ".eval()" not in line
     }
     assert found == {
-        'python/interlace/convert.py: data = torch.load(path, map_location="cpu", weights_only=True)',
+        'python/interlace/checkpoint/convert.py: data = torch.load(path, map_location="cpu", weights_only=True)',
     }
 
 
