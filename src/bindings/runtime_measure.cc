@@ -48,6 +48,30 @@ void BindMeasure(py::module_& m) {
           },
           no_gil)
       .def(
+          "start_all_to_all",
+          [](Comm& c, at::Tensor from, at::Tensor to, std::string label) {
+            return Unwrap(c.StartAllToAll(std::move(from), std::move(to), std::move(label)));
+          },
+          no_gil)
+      .def(
+          "start_broadcast",
+          [](Comm& c, at::Tensor value, int64_t root, std::string label) {
+            return Unwrap(c.StartBroadcast(std::move(value), root, std::move(label)));
+          },
+          no_gil)
+      .def(
+          "start_send",
+          [](Comm& c, at::Tensor value, int64_t peer, std::string label) {
+            return Unwrap(c.StartSend(std::move(value), peer, std::move(label)));
+          },
+          no_gil)
+      .def(
+          "start_recv",
+          [](Comm& c, at::Tensor value, int64_t peer, std::string label) {
+            return Unwrap(c.StartRecv(std::move(value), peer, std::move(label)));
+          },
+          no_gil)
+      .def(
           "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
       .def("progress", &Comm::Progress, no_gil, "Moves what can be moved without waiting.")
       .def("set_recording", &Comm::SetRecording, py::arg("on"))

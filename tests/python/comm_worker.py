@@ -201,6 +201,38 @@ def check_native(ranks: Ranks) -> None:
     assert comm.stats()["calls"] == 3
 
 
+def check_activations(ranks: Ranks) -> None:
+    """What goes between ranks beside parameters and gradients; the same on our transport and on the group's own."""
+    size, rank = ranks.size, ranks.rank
+    for backend in ("tcp", "native"):
+        comm = ranks.comm(backend=backend)
+        every = [ranks.data(r, 6 * size, torch.float32) for r in range(size)]
+        to = torch.zeros(6 * size)
+        ticket = comm.start_all_to_all(every[rank].clone(), to, "all_to_all")
+        value = every[rank].clone()
+        second = comm.start_broadcast(value, size - 1, "broadcast")
+        comm.wait(second)
+        comm.wait(ticket)
+        assert same(to, torch.cat([part[6 * rank : 6 * (rank + 1)] for part in every])), backend
+        assert same(value, every[-1]), backend
+        # Around the ring, two messages each.
+        left, right = (rank - 1) % size, (rank + 1) % size
+        came = [torch.zeros(6 * size), torch.zeros(2)]
+        sent = [every[rank].clone(), torch.full((2,), float(rank))]
+        tickets = [comm.start_send(tensor, right, "send") for tensor in sent]
+        tickets += [comm.start_recv(tensor, left, "recv") for tensor in came]
+        for open_ticket in reversed(tickets):
+            comm.wait(open_ticket)
+        assert same(came[0], every[left]) and came[1].tolist() == [left, left], backend
+    large = ranks.data(rank, 50_001, torch.bfloat16)  # with three ranks, in two rounds
+    comm = ranks.comm()
+    comm.wait(comm.start_all_reduce(large, "all_reduce"))
+    assert same(large, ranks.rank_order_sum([ranks.data(r, 50_001, torch.bfloat16) for r in range(size)]))
+    assert message(lambda: comm.start_send(large, rank, "s")) == f"s on axis dp: no other rank {rank} to send to"
+    assert message(lambda: comm.start_broadcast(large, size, "b")) == f"b on axis dp: no rank {size} to send it"
+    assert "equal parts" in message(lambda: comm.start_all_to_all(torch.zeros(size + 1), torch.zeros(size + 1), "x"))
+
+
 def check_progress(ranks: Ranks) -> None:
     """What is more than the kernel's buffers hold moves while nobody waits for it."""
     comm = ranks.comm()
@@ -289,6 +321,7 @@ def everything(ranks: Ranks) -> dict[str, object]:
         check_buckets,
         check_many_in_flight,
         check_stats,
+        check_activations,
         check_progress,
         check_addresses,
         check_dropped,

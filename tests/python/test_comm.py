@@ -104,5 +104,10 @@ def test_one_rank_copies_or_does_nothing() -> None:
     with pytest.raises(RuntimeError, match="waited for twice"):
         comm.wait(ticket)
     assert comm.stats() == {"bytes_sent": 0, "bytes_received": 0, "receive_buffer_peak_bytes": 0, "calls": 4}
+    ticket = comm.start_all_to_all(shard, full.zero_(), "all_to_all")
+    comm.wait(ticket)
+    assert torch.equal(full, shard)
+    with pytest.raises(RuntimeError, match="there is no rank 1, this one is alone"):
+        comm.start_send(full, 1, "send")
     with pytest.raises(RuntimeError, match="rank 1 of 1 is not a rank"):
         _runtime.Comm("dp", 1, 1, "none", 5.0)

@@ -216,7 +216,7 @@ def test_streams_are_random() -> None:
 
 
 def test_micro_batches_draw_differently() -> None:
-    head = 'interlace 1 sharded\nmesh dp 1\nstep 2 reduce_each\ninput %0: f32[4,6] "x"\n'
+    head = 'interlace 1 sharded\nmesh dp 1\nstep 2 reduce_each\nrun micro_batch.first 0\nrun micro_batch.last 1\ninput %0: f32[4,6] "x"\n'
     phase = """phase micro_batch.{name} takes () gives () {{
   %{value}: f32[4,6] = aten.rand_like(%0) {{fwd rng=1}}
   output(%{value}) {{fwd name="y"}}
