@@ -5,7 +5,7 @@
 namespace interlace {
 namespace {
 
-// merge_releases.h — neighbouring releases are one op.
+// merge_releases.cc — neighbouring releases are one op.
 //   before: release(%1) {fwd}   release(%2) {fwd}
 //   after:  release(%1, %2) {fwd}
 // Runs after shard. No options, no errors.
@@ -17,7 +17,7 @@ Result<bool> MergeReleases(Program& program, const PassOptions&) {
     std::vector<OpId> ops;
     for (OpId id : phase.ops) {
       Op& op = program.op(id);
-      if (op.name == "release" && !ops.empty() && program.op(ops.back()).name == "release") {
+      if (op.kind == OpKind::kRelease && !ops.empty() && program.op(ops.back()).kind == OpKind::kRelease) {
         Op& before = program.op(ops.back());
         before.args.insert(before.args.end(), op.args.begin(), op.args.end());
         changed = true;

@@ -1,5 +1,28 @@
-#include "passes/bucket.h"
-
+// bucket.cc — gathers and reductions of several units become one call each (SimpleFSDP 3.2.1 and 3.3).
+//
+//   before: gather.start(u0)  gather.start(u1)  ...  reduce.start(u1)  reduce.start(u0)
+//   after:  gather.start(u0, u1)  ...                reduce.start(u1, u0)
+//
+// mode=manual, modules=a+b: a bucket is what one listed module owns, in forward, backward and reductions alike. A
+// module is a path as in the names of parameters (model.layers.0); `*` stands for any one component, so model.layers.*
+// makes each layer a bucket. What no listed module owns stays as it is. A tied parameter belongs to the first of its
+// names that a listed module owns.
+//
+// mode=greedy: the paper's Algorithm 1. It takes the gathers of one part of a phase in order of use; gather i joins the
+// open bucket m iff
+//   forward:   T_AG(m + i) <= Tc               and Mc + Mc_i <= limit
+//   backward:  T_RS(last) + T_AG(m + i) <= Tc  and Mc + Mc_i <= limit
+//   Tc          compute of the bucket before m, during which m is gathered (so the first gather stays alone)
+//   Mc_i, Mc    the largest op (operands, results, workspace) between the first use of i and that of the next gather;
+//               the sum of these in m
+//   T_RS(last)  time of reducing the gradients of the bucket before that one
+// Reductions of units that were gathered together in the backward part are merged as well. time=faithful: T = alpha +
+// beta * n, one latency and n bytes of the buffers at the rate of the links between nodes, or within one when there is
+// only one; time=model: this repository's cost model, with topology and measured times.
+//
+// pack=flat: one coalesced call, no copies. pack=copy: one call on one buffer, with copies in and out
+// (baselines/bucket_copies.h), as peers do it. Runs after shard and accumulate, before reorder. Errors: modules that
+// match nothing or overlap, a unit of two modules, reductions that cannot wait for one another.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -10,6 +33,7 @@
 #include "passes/bucket_greedy.h"
 #include "passes/bucket_modules.h"
 #include "passes/cost_options.h"
+#include "passes/passes.h"
 #include "passes/transfers.h"
 
 namespace interlace {
@@ -28,7 +52,8 @@ std::vector<std::vector<size_t>> GroupsOf(const Program& program, const std::vec
     const int32_t bucket = bucket_of[units[0]];
     const bool whole = std::all_of(units.begin(), units.end(), [&](UnitId unit) { return bucket_of[unit] == bucket; });
     if (bucket >= 0 && whole && key_of(all[i]) >= 0)
-      groups[{key_of(all[i]), bucket, program.units[units[0]].axis + " " + program.units[units[0]].replicas}].push_back(i);
+      groups[{key_of(all[i]), bucket, program.units[units[0]].axis + " " + program.units[units[0]].replicas}].push_back(
+          i);
   }
   std::vector<std::vector<size_t>> out;
   for (auto& [key, group] : groups) out.push_back(std::move(group));

@@ -1,6 +1,5 @@
-#include "passes/canonicalize.h"
-
 #include "passes/pass_test_support.h"
+#include "passes/passes.h"
 
 namespace interlace {
 namespace {

@@ -31,20 +31,20 @@ size_t PickFromFront(const std::vector<Candidate>& front, int64_t limit, double 
   return front.size();
 }
 
-Result<Choice> Choose(std::deque<Candidate>& tried, const PassCosts& costs, double slack,
+Result<Picked> Choose(std::deque<Candidate>& tried, const PassCosts& costs, double slack,
                       const std::function<Result<Program>(const Candidate&)>& make) {
   // Each round places one that is not yet, so that ends; bytes only grow, so what lives is a bound for what is left
   // out.
   for (;;) {
-    Choice out{FrontOf(tried), 0};
+    Picked out{FrontOf(tried), 0};
     out.chosen = PickFromFront(out.front, costs.limit, slack);
     if (costs.limit == std::numeric_limits<int64_t>::max()) return out;
-    const Candidate& picked = out.front[out.chosen < out.front.size() ? out.chosen : 0];
-    if (picked.placed) return out;
-    INTERLACE_ASSIGN(const Program program, make(picked));
-    INTERLACE_ASSIGN(const int64_t bytes, PlacedBytesOf(program, costs, picked.bytes));
+    const Candidate& one = out.front[out.chosen < out.front.size() ? out.chosen : 0];
+    if (one.placed) return out;
+    INTERLACE_ASSIGN(const Program program, make(one));
+    INTERLACE_ASSIGN(const int64_t bytes, PlacedBytesOf(program, costs, one.bytes));
     for (Candidate& c : tried) {
-      if (c.decisions != picked.decisions) continue;
+      if (c.decisions != one.decisions) continue;
       c.bytes = bytes;
       c.placed = true;
     }

@@ -1,4 +1,5 @@
-// Whole texts of one small model through the pipelines that people use; the files are read in review.
+// Whole texts of one small model before and after each pass, and through the pipelines that people use; the files are
+// read in review. (precision and recompute have tests of their own with whole texts.)
 #include "passes/pass_test_support.h"
 
 namespace interlace {
@@ -30,7 +31,26 @@ INSTANTIATE_TEST_SUITE_P(
         Golden{"mlp.shard2_each.il", "canonicalize,shard(ranks=2),accumulate(steps=3),update"},
         Golden{"mlp.shard2_last.il", "canonicalize,shard(ranks=2),accumulate(steps=2,mode=reduce_last),update"},
         Golden{"mlp.shard1_last.il", "canonicalize,shard(ranks=1),accumulate(steps=2,mode=reduce_last),update"},
-        Golden{"mlp.replicate2_each.il", "canonicalize,replicate(ranks=2),accumulate(steps=2),update"}),
+        Golden{"mlp.replicate2_each.il", "canonicalize,replicate(ranks=2),accumulate(steps=2),update"},
+        Golden{"mlp.bucket.il", "canonicalize,shard(ranks=2),update,bucket(modules=*)"},
+        Golden{"mlp.bucket_greedy.il", "canonicalize,shard(ranks=2),update,bucket(mode=greedy)"},
+        Golden{"mlp.bucket_copy.il", "canonicalize,shard(ranks=2),update,bucket(modules=*,pack=copy)"},
+        Golden{"mlp.prefetch.il", "canonicalize,shard(ranks=2),update,prefetch"},
+        Golden{"mlp.unshard.il", "canonicalize,shard(ranks=2),accumulate(steps=2),update,unshard(units=all)"},
+        Golden{"mlp.reorder.il", "canonicalize,shard(ranks=2),update,reorder"},
+        Golden{
+            "mlp.schedule.il",
+            "canonicalize,shard(ranks=2),update,schedule(keep=u2,forward=u0+u1:1;u4:head,backward=u2,reduce=u2+u0:1)"},
+        Golden{"mlp.overlap_update.il", "canonicalize,shard(ranks=2),update,overlap_update"},
+        Golden{"mlp.reposition_update.il", "canonicalize,zero1(ranks=2),update(clip=1.0),reposition_update"},
+        Golden{"mlp.offload.il", "canonicalize,shard(ranks=2),update,overlap_update,offload(limit=1600)"},
+        Golden{"mlp.offload_deepcompile.il",
+               "canonicalize,shard(ranks=1),update,offload_deepcompile(limit=2700,fragment=1B)"},
+        Golden{"mlp.offload_sync.il", "canonicalize,shard(ranks=2),update,offload_sync(kinds=states)"},
+        Golden{
+            "mlp.breadth_first.il",
+            "canonicalize,breadth_first(micro_batches=2),shard(ranks=2),accumulate(steps=4,mode=reduce_last),update"},
+        Golden{"mlp.search.il", "canonicalize,shard(ranks=2),update,search(evaluations=60)"}),
     [](const auto& info) {
       std::string name = info.param.file;
       for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';

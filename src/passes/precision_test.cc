@@ -1,5 +1,3 @@
-#include "passes/precision.h"
-
 #include <random>
 
 #include "base/rounds.h"
@@ -7,6 +5,7 @@
 #include "ir/testing/random_program.h"
 #include "passes/inspect.h"
 #include "passes/pass_test_support.h"
+#include "passes/passes.h"
 
 namespace interlace {
 namespace {

@@ -10,7 +10,7 @@
 #include "ir/testing/random_program.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
-#include "passes/canonicalize.h"
+#include "passes/passes.h"
 #include "passes/pipeline.h"
 #include "passes/runner.h"
 
@@ -134,8 +134,10 @@ TEST_P(PassProperty, SameBitsOnAMeshOfSeveralAxes) {
     const char *axes, *axis, *replicas;
     int64_t ranks, copies;
   };
-  constexpr Mesh kMeshes[] = {{"replica:2+dp:2", "dp", "replica", 4, 2},    {"replica:3+dp:2", "dp", "replica", 6, 3},
-                              {"replica:2+dp:1", "dp", "replica", 2, 2},    {"replica:1+dp:3", "dp", "replica", 3, 1},
+  constexpr Mesh kMeshes[] = {{"replica:2+dp:2", "dp", "replica", 4, 2},
+                              {"replica:3+dp:2", "dp", "replica", 6, 3},
+                              {"replica:2+dp:1", "dp", "replica", 2, 2},
+                              {"replica:1+dp:3", "dp", "replica", 3, 1},
                               {"pod:2+host:2+dp:2", "dp", "pod+host", 8, 4}};
   for (int i = 0; i < kEach; ++i) {
     auto seed = static_cast<uint64_t>(GetParam() * kEach + i);

@@ -1,5 +1,3 @@
-#include "passes/recompute.h"
-
 #include <algorithm>
 #include <map>
 #include <random>
@@ -12,6 +10,7 @@
 #include "ir/testing/random_program.h"
 #include "passes/pass_table.h"
 #include "passes/pass_test_support.h"
+#include "passes/passes.h"
 
 namespace interlace {
 namespace {

@@ -1,9 +1,8 @@
-#include "passes/reposition_update.h"
-
 #include <random>
 
 #include "base/rounds.h"
 #include "ir/testing/random_program.h"
+#include "passes/passes.h"
 #include "passes/schedule_test_support.h"
 
 namespace interlace {

@@ -5,7 +5,7 @@
 #include <map>
 #include <unordered_set>
 
-#include "passes/overlap_update.h"
+#include "passes/passes.h"
 #include "passes/runner.h"
 #include "passes/search_space.h"
 
@@ -291,13 +291,13 @@ Result<SearchResult> TrySchedules(const Program& base, const PassCosts& costs, c
 
 Result<SearchResult> SearchSchedules(const Program& base, const PassCosts& costs, const SearchOptions& options) {
   INTERLACE_ASSIGN(SearchResult found, TrySchedules(base, costs, options));
-  INTERLACE_ASSIGN(Choice choice, Choose(found.tried, costs, options.slack, [&](const Candidate& c) -> Result<Program> {
+  INTERLACE_ASSIGN(Picked picked, Choose(found.tried, costs, options.slack, [&](const Candidate& c) -> Result<Program> {
                      Program program = base.Clone();
                      INTERLACE_TRY(RunUnverified(program, CallsOf(c.decisions)));
                      return program;
                    }));
-  found.front = std::move(choice.front);
-  found.chosen = choice.chosen;
+  found.front = std::move(picked.front);
+  found.chosen = picked.chosen;
   return found;
 }
 

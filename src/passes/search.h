@@ -1,6 +1,6 @@
 // search.h — chooses what is gathered, kept and reduced when, all together, with the simulator as the judge.
 //
-//   the space   decisions.h, search_space.h (schedules), captured_space.h (what runs again, side by side)
+//   the space   decisions.h, search_space.h
 //   the judge   trials.h: each is simulated once, within a budget
 //   the policy  search.cc: heuristics as their authors describe them, a grid of bucket sizes, distances and kept units,
 //               moves on the transfers that hold the compute lane longest, what is left on making the smallest smaller

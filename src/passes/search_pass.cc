@@ -4,10 +4,10 @@
 #include <limits>
 
 #include "base/parallel.h"
-#include "passes/captured_space.h"
-#include "passes/overlap_update.h"
+#include "passes/passes.h"
 #include "passes/runner.h"
 #include "passes/search.h"
+#include "passes/search_space.h"
 
 namespace interlace {
 namespace {
@@ -244,13 +244,13 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
     if (best < front.size())
       INTERLACE_TRY(searches.Run(NeighboursOf(origin.captured, front[best].decisions.captured, variants)));
   }
-  INTERLACE_ASSIGN(Choice choice, Choose(all.tried, costs, search.slack, [&](const Candidate& c) -> Result<Program> {
+  INTERLACE_ASSIGN(Picked picked, Choose(all.tried, costs, search.slack, [&](const Candidate& c) -> Result<Program> {
                      INTERLACE_ASSIGN(Program made, searches.Base(c.decisions.captured));
                      INTERLACE_TRY(RunUnverified(made, CallsOf(c.decisions)));
                      return made;
                    }));
-  all.front = std::move(choice.front);
-  all.chosen = choice.chosen;
+  all.front = std::move(picked.front);
+  all.chosen = picked.chosen;
   all.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   INTERLACE_TRY(CheckFits(all, costs, options));
   // The fastest of those that decide otherwise.

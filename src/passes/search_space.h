@@ -1,12 +1,14 @@
-// search_space.h — the schedules a search walks through: a coarse grid of settings, and small moves from one schedule.
+// search_space.h — what a search walks through: variants of the captured program (what runs again in the backward part,
+// how many micro-batches run side by side), and schedules: a coarse grid of settings, and small moves from one
+// schedule.
 #pragma once
 
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "passes/decisions.h"
 #include "passes/predict.h"
-#include "passes/schedule.h"
 
 namespace interlace {
 
@@ -58,6 +60,16 @@ class SearchSpace {
   std::vector<int64_t> bytes_;                     // by unit
   std::string blocks_;
 };
+
+// No, selective, and a quarter to full recomputation where `recompute`; where `breadth_first`, and gradients are
+// reduced once a step, also 2 and 4 micro-batches side by side, which hides transfers behind all of them: without
+// recomputation and, because it takes the memory of their activations, with what takes least time to give it back and
+// with all of it. The first is the program as it is. `sharded`: what the strategy made of it.
+std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
+                                             bool breadth_first);
+// An eighth more and an eighth less recomputation than `chosen`, where that is a number of blocks and not among `all`.
+std::vector<CapturedDecisions> NeighboursOf(const Program& captured, const CapturedDecisions& chosen,
+                                            const std::vector<CapturedDecisions>& all);
 
 // The elements of the model's outermost module lists (model.layers.0, ...), in the order of their parameters.
 std::vector<std::string> BlocksOf(const Program& program);

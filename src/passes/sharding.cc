@@ -69,8 +69,8 @@ Result<ShardingOptions> ReadShardingOptions(const Program& program, const PassOp
   for (const std::string& axes : {out.axis, out.replicas}) {
     const std::vector<std::string_view> named = AxesOf(axes);
     const auto first = named.empty() ? known.end() : std::find(known.begin(), known.end(), named[0]);
-    const bool neighbours = static_cast<size_t>(known.end() - first) >= named.size() &&
-                            std::equal(named.begin(), named.end(), first);
+    const bool neighbours =
+        static_cast<size_t>(known.end() - first) >= named.size() && std::equal(named.begin(), named.end(), first);
     if (!known.empty() && !neighbours) {
       return MakeError("axes written together must follow one another in the mesh, and ", axes, " do not");
     }
@@ -147,7 +147,11 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
     int64_t count = *Elements(type);
     // Not less than one block, so that a unit of an empty parameter is no special case anywhere.
     int64_t shard = std::max(RoundUp((count + options.ranks - 1) / options.ranks, kUnitAlignment), kUnitAlignment);
-    Unit unit{static_cast<UnitId>(program.units.size()), options.axis, type.dtype, shard * options.ranks, shard,
+    Unit unit{static_cast<UnitId>(program.units.size()),
+              options.axis,
+              type.dtype,
+              shard * options.ranks,
+              shard,
               options.replicas};
     param.unit = unit.id;
     param.unit_offset = 0;

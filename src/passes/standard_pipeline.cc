@@ -44,15 +44,15 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   // gradient is handed over; the strategy turns that into narrow gathers and reductions.
   if (options.param != "none" || options.reduce != "none")
     passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
-  // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
-  // added up where is known only when they have a place in a unit.
-  // A mesh of several axes is declared first: the strategy takes their sizes from it.
+  // Before the strategy, because that takes the sizes of its axes from the mesh; a single axis needs none.
   if (options.mesh.size() > 1) {
     std::string axes;
     for (const auto& [name, size] : options.mesh)
       axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
     passes.push_back("mesh(axes=" + axes + ")");
   }
+  // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
+  // added up where is known only when they have a place in a unit.
   passes.push_back(strategy);
   // Before the update, because the mean is over ranks and micro-batches.
   if (options.accumulation > 1) {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "passes/overlap_update.h"
+#include "passes/passes.h"
 #include "passes/runner.h"
 
 namespace interlace {

@@ -8,9 +8,7 @@
 
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
-#include "passes/accumulate.h"
-#include "passes/replicate.h"
-#include "passes/shard.h"
+#include "passes/passes.h"
 
 namespace interlace::plan {
 namespace {

@@ -1,10 +1,16 @@
-#include "passes/baselines/offload.h"
+// baselines/offload.cc — two published ways of sending storages out of memory, to compare offload.h with.
+//
+//   offload_deepcompile(...)   DeepCompile, Algorithm 2: optimizer states in fragments, out from the head of forward
+//   offload_sync(...)          everything out after each use and back before the next, waited for at once
+//
+// Error: a limit that cannot be met, with the least that can (the loop in the paper does not end then).
+#include "passes/offload.h"
 
 #include <algorithm>
 
 #include "passes/cost_options.h"
-#include "passes/offload.h"
 #include "passes/offload_intervals.h"
+#include "passes/passes.h"
 
 namespace interlace {
 
