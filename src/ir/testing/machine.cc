@@ -264,6 +264,15 @@ Status Machine::RunPhase(const Phase& phase) {
     }
     if (i < given_.size() && given_[i].in_flight) flights_[id] = std::move(given_[i].flight);
   }
+  for (const Carried& load : phase.loads) {
+    auto found = carried_.find({load.name, micro_batch_});
+    if (found == carried_.end()) {
+      return MakeError("phase ", phase.name, " loads '", load.name, "' of micro-batch ", micro_batch_,
+                       ", which nobody saved");
+    }
+    for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][load.value] = found->second[static_cast<size_t>(rank)];
+    carried_.erase(found);
+  }
   const PhaseLiveness& liveness = liveness_[&phase];
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     const Op& op = program_.op(phase.ops[i]);
@@ -286,6 +295,13 @@ Status Machine::RunPhase(const Phase& phase) {
       next[i].in_flight = true;
       next[i].flight = std::move(flight->second);
       flights_.erase(flight);
+    }
+  }
+  for (const Carried& save : phase.saves) {
+    std::vector<Binding> bindings;
+    for (int64_t rank = 0; rank < ranks_; ++rank) bindings.push_back(storage_[rank][save.value]);
+    if (!carried_.emplace(std::pair(save.name, micro_batch_), std::move(bindings)).second) {
+      return MakeError("phase ", phase.name, " saves '", save.name, "' of micro-batch ", micro_batch_, " twice");
     }
   }
   if (!flights_.empty())

@@ -102,6 +102,7 @@ class Machine {
     Flight flight;
   };
   std::vector<Given> given_;  // by the last phase
+  std::map<std::pair<std::string, int64_t>, std::vector<Binding>> carried_;  // by name and micro-batch
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
   std::map<std::pair<int64_t, int64_t>, std::deque<Bytes>> messages_;  // (from, to): sent and not yet received
   std::unordered_map<ValueId, OpId> pending_;  // by root of a step state: the last pending op that uses it
