@@ -40,26 +40,35 @@ void CollectNumbers(const Arg& arg, std::vector<double>& out) {
 
 }  // namespace
 
-Machine::Machine(const Program& program, const InterpretOptions& options, int64_t ranks)
-    : program_(program), options_(options), ranks_(ranks) {
+Machine::Machine(const Program& program, const InterpretOptions& options, int64_t ranks, const StageOfSet* stage)
+    : program_(program), options_(options), mesh_(program.mesh), ranks_(ranks) {
+  for (Axis& axis : mesh_) {
+    if (stage != nullptr && axis.name == stage->axis) axis.size = 1;
+  }
   if (ranks_ == 0) {
     ranks_ = 1;
-    for (const Axis& axis : program_.mesh) ranks_ *= axis.size;
+    for (const Axis& axis : mesh_) ranks_ *= axis.size;
+  }
+  if (stage != nullptr) {
+    stage_axis_ = stage->axis;
+    first_address_ = stage->index * ranks_;
+    mail_ = stage->mail;
   }
   storage_.resize(ranks_, std::vector<Binding>(program_.num_values()));
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     interlace::Binding symbols;
-    for (const Axis& axis : program_.mesh) symbols["rank_" + axis.name] = Coordinate(rank, axis.name);
+    for (const Axis& axis : mesh_) symbols["rank_" + axis.name] = Coordinate(rank, axis.name);
+    if (stage != nullptr) symbols["rank_" + stage->axis] = stage->index;
     rank_symbols_.push_back(std::move(symbols));
   }
 }
 
 int64_t Machine::Coordinate(int64_t rank, std::string_view axes) const {
-  return GroupOf(program_.mesh, axes).IndexOf(rank);
+  return GroupOf(mesh_, axes).IndexOf(rank);
 }
 
 std::vector<int64_t> Machine::Peers(int64_t rank, std::string_view axes) const {
-  const AxisGroup group = GroupOf(program_.mesh, axes);
+  const AxisGroup group = GroupOf(mesh_, axes);
   std::vector<int64_t> peers;
   for (int64_t i = 0; i < group.size; ++i) peers.push_back(group.BaseOf(rank) + i * group.stride);
   return peers;
