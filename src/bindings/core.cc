@@ -19,7 +19,7 @@
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
-#include "passes/digest.h"
+#include "base/digest.h"
 #include "passes/explain.h"
 #include "passes/inspect.h"
 #include "passes/pass_table.h"

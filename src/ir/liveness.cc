@@ -31,9 +31,9 @@ class Analysis {
         if (places->second[i] != Place::kOut) INTERLACE_TRY(Take(residency.states[i], -1));
       }
     }
-    for (ValueId id : phase_.takes) INTERLACE_TRY(Begin(program_.RootOf(id), -1));
+    for (ValueId id : phase_.Incoming()) INTERLACE_TRY(Begin(program_.RootOf(id), -1));
     for (int32_t i = 0; i < end_; ++i) INTERLACE_TRY(Visit(program_.op(phase_.ops[i]), i));
-    for (ValueId id : phase_.gives) Touch(id, end_);
+    for (ValueId id : phase_.Outgoing()) Touch(id, end_);
     // A transfer that is not waited for here goes on after the phase, and so do its sources.
     for (const auto& [result, sources] : in_flight_) {
       for (ValueId source : sources) Touch(source, end_);

@@ -21,7 +21,7 @@ struct StorageLife {
 };
 
 struct PhaseLiveness {
-  std::vector<StorageLife> storages;             // of roots defined in, or taken or given by, the phase
+  std::vector<StorageLife> storages;             // of roots defined in the phase, or that come in or go out
   std::vector<int64_t> live_before;              // bytes before op i, by storage; size = ops + 1
   std::vector<std::vector<ValueId>> dies_after;  // roots to free after op i
   int64_t persistent_bytes = 0;                  // params that own storage, buffers, states that never move, consts

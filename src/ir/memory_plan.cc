@@ -5,13 +5,13 @@
 #include <numeric>
 #include <optional>
 #include <set>
-#include <sstream>
+#include <tuple>
 #include <unordered_map>
 
+#include "ir/carried_places.h"
 #include "ir/liveness.h"
 #include "ir/op_table.h"
 #include "ir/residency.h"
-#include "ir/text.h"
 
 namespace interlace {
 namespace {
@@ -33,9 +33,10 @@ class Planner {
 
   // nullopt: two storages of one place live together, so that more turns are needed.
   Result<std::optional<MemoryPlan>> Run(int32_t turns) {
-    MakeVariants(turns);
+    INTERLACE_TRY(MakeVariants(turns));
     for (size_t v = 0; v < plan_.variants.size(); ++v) INTERLACE_TRY(Collect(static_cast<int32_t>(v)));
     for (const auto& [from, to] : edges_) HandOn(from, to);
+    JoinPlaces();
     Renumber();
     FollowTransfers();
     if (!Spans()) return std::optional<MemoryPlan>();
@@ -49,22 +50,26 @@ class Planner {
   }
 
  private:
-  void MakeVariants(int32_t turns) {
-    int32_t axis = 0;
+  int32_t AddVariant(const Phase* phase, int32_t turn) {
+    PlanVariant& v = plan_.variants.emplace_back();
+    v.phase = phase;
+    v.turn = turn;
+    v.axis = axis_;
+    v.block_of.assign(program_.num_values(), -1);
+    v.workspace.assign(phase->ops.size(), -1);
+    v.receive.assign(phase->ops.size(), -1);
+    axis_ += static_cast<int32_t>(phase->ops.size()) + 2;
+    return static_cast<int32_t>(plan_.variants.size()) - 1;
+  }
+
+  Status MakeVariants(int32_t turns) {
+    if (program_.Carries()) return MakeCarriedVariants(turns);
     for (const auto& [phase, count] : program_.RunOrder()) {
       const auto used = static_cast<int32_t>(std::min<int64_t>(turns, count));
       const auto first = static_cast<int32_t>(plan_.variants.size());
-      plan_.first_variant.push_back(first);
-      plan_.turns.push_back(used);
+      plan_.turns.emplace_back();
       for (int32_t t = 0; t < used; ++t) {
-        PlanVariant& v = plan_.variants.emplace_back();
-        v.phase = phase;
-        v.turn = t;
-        v.axis = axis;
-        v.block_of.assign(program_.num_values(), -1);
-        v.workspace.assign(phase->ops.size(), -1);
-        v.receive.assign(phase->ops.size(), -1);
-        axis += static_cast<int32_t>(phase->ops.size()) + 2;
+        plan_.turns.back().push_back(AddVariant(phase, t));
         if (t > 0) edges_.emplace_back(first + t - 1, first + t);
       }
       if (count > used) edges_.emplace_back(first + used - 1, first);
@@ -72,6 +77,63 @@ class Planner {
       last_run_ = first + static_cast<int32_t>((count - 1) % used);
     }
     if (!plan_.variants.empty()) edges_.emplace_back(last_run_, 0);
+    return Ok{};
+  }
+
+  // A variant for each choice of places that a phase runs with.
+  Status MakeCarriedVariants(int32_t turns) {
+    INTERLACE_ASSIGN(const CarriedPlaces places, PlaceCarried(program_));
+    places_.assign(places.saved_by.size(), -1);
+    std::map<std::tuple<const Phase*, std::vector<int32_t>, int32_t>, int32_t> known;
+    std::set<std::pair<int32_t, int32_t>> edges, through;
+    int32_t run = 0, before = -1;
+    for (const auto& [phase, count] : program_.RunOrder()) {
+      std::vector<int32_t>& variants = plan_.turns.emplace_back();
+      for (int64_t i = 0; i < count; ++i, ++run) {
+        const CarriedRun& at = places.runs[static_cast<size_t>(run)];
+        std::vector<int32_t> choice = at.loads;
+        choice.insert(choice.end(), at.saves.begin(), at.saves.end());
+        const int32_t turn = run % turns;
+        auto [found, fresh] = known.try_emplace({phase, choice, turn}, -1);
+        if (fresh) {
+          if (axis_ > (1 << 30) - static_cast<int32_t>(phase->ops.size()))
+            return MakeError("the runs of a step are too many to be planned with what they save");
+          found->second = AddVariant(phase, turn);
+          choices_.push_back(std::move(choice));
+        }
+        const int32_t variant = found->second;
+        variants.push_back(variant);
+        if (before >= 0) edges.emplace(before, variant);
+        before = variant;
+        for (int32_t place : at.through) through.emplace(variant, place);
+      }
+    }
+    if (before >= 0) edges.emplace(before, 0);
+    edges_.assign(edges.begin(), edges.end());
+    through_.assign(through.begin(), through.end());
+    return Ok{};
+  }
+
+  // What is saved into a place, and loaded from it, is one storage, and alive in all runs between.
+  void JoinPlaces() {
+    for (size_t v = 0; v < choices_.size(); ++v) {
+      const PlanVariant& variant = plan_.variants[v];
+      size_t k = 0;
+      for (const std::vector<Carried>* list : {&variant.phase->loads, &variant.phase->saves}) {
+        for (const Carried& carried : *list) {
+          const int32_t block = variant.block_of[carried.value];
+          int32_t& of_place = places_[static_cast<size_t>(choices_[v][k++])];
+          if (block < 0) continue;
+          if (of_place < 0) of_place = block;
+          Join(of_place, block);
+        }
+      }
+    }
+    for (const auto& [variant, place] : through_) {
+      const int32_t block = places_[static_cast<size_t>(place)];
+      const auto end = static_cast<int32_t>(plan_.variants[static_cast<size_t>(variant)].phase->ops.size());
+      if (block >= 0) stays_.push_back({block, variant, -1, end});
+    }
   }
 
   int32_t NewBlock(PlannedBlock block) {
@@ -162,10 +224,14 @@ class Planner {
       if (x < 0 || y < 0 || program_.RootOf(give) != give || program_.RootOf(take) != take)
         continue;  // copied, or persistent
       if (program_.value(give).kind == ValueKind::kState) continue;
-      const int32_t low = std::min(Find(x), Find(y)), high = std::max(Find(x), Find(y));
-      parent_[high] = low;
-      plan_.blocks[low].bytes = std::max(plan_.blocks[low].bytes, plan_.blocks[high].bytes);
+      Join(x, y);
     }
+  }
+
+  void Join(int32_t x, int32_t y) {
+    const int32_t low = std::min(Find(x), Find(y)), high = std::max(Find(x), Find(y));
+    parent_[high] = low;
+    plan_.blocks[low].bytes = std::max(plan_.blocks[low].bytes, plan_.blocks[high].bytes);
   }
 
   void Renumber() {
@@ -280,10 +346,10 @@ class Planner {
     std::vector<int32_t> sequence;
     size_t entry = 0;
     for (const auto& [phase, count] : program_.RunOrder()) {
-      const int32_t turns = plan_.turns[entry], first = plan_.first_variant[entry];
+      const auto turns = static_cast<int64_t>(plan_.turns[entry].size());
       // As many runs as there are, or a few rounds of all turns and the odd rest.
       const int64_t runs = count <= 3 * turns ? count : 2 * turns + count % turns;
-      for (int64_t i = 0; i < runs; ++i) sequence.push_back(first + static_cast<int32_t>(i % turns));
+      for (int64_t i = 0; i < runs; ++i) sequence.push_back(plan_.VariantOf(entry, i));
       ++entry;
     }
     plan_.pages = PlanPages(plan_.lives, plan_.packing.offsets, slots, sequence);
@@ -314,7 +380,12 @@ class Planner {
   const std::vector<PhaseLiveness>& liveness_;
   MemoryPlan plan_;
   std::vector<std::pair<int32_t, int32_t>> edges_;  // variants that follow each other
-  int32_t last_run_ = 0;
+  int32_t axis_ = 0, last_run_ = 0;
+  // Of what runs save: by place its block; by variant the places of its loads and saves; variants that a place lives
+  // through.
+  std::vector<int32_t> places_;
+  std::vector<std::vector<int32_t>> choices_;
+  std::vector<std::pair<int32_t, int32_t>> through_;
   std::vector<int32_t> parent_;                       // of blocks that are one
   std::unordered_map<ValueId, int32_t> state_block_;  // of states that move
   std::set<int32_t> moves_;                           // blocks that go out and come back
@@ -325,26 +396,6 @@ class Planner {
 };
 
 }  // namespace
-
-std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
-  if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
-  if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
-  for (const State& state : program.states) {
-    if (state.value == block.root)
-      return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
-  }
-  const OpId def = program.value(block.root).def;
-  std::string name = "%" + std::to_string(block.root);
-  if (def == kNone) return name;
-  name += " " + program.op(def).name;
-  const std::vector<UnitId>& units = program.op(def).units;
-  if (!units.empty()) {
-    name += " u" +
-            std::to_string(
-                units[std::min<size_t>(static_cast<size_t>(program.value(block.root).result_index), units.size() - 1)]);
-  }
-  return name;
-}
 
 // Whether what each rank sends of a gather or an all-to-all is one piece of the result's memory.
 static bool LieInARow(const Op& op, const Type& result) {
@@ -391,65 +442,6 @@ Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& o
   }
   return MakeError("more than ", kMostTurns,
                    " micro-batches or steps hold the same handed-on value at once; wait for transfers sooner");
-}
-
-std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit) {
-  std::ostringstream out;
-  const auto mib = [](int64_t bytes) {
-    std::ostringstream text;
-    text.setf(std::ios::fixed);
-    text.precision(2);
-    text << static_cast<double>(bytes) / (1 << 20) << " MiB";
-    return text.str();
-  };
-  out.precision(3);
-  out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation "
-      << 100 * plan.Fragmentation() << " % over " << mib(plan.packing.live) << " live at once\n";
-  if (plan.pages.page_bytes > 0) {
-    int64_t returned = 0;
-    for (const PageReturn& r : plan.pages.returns) returned += r.bytes;
-    out << "pages          of " << plan.pages.page_bytes << " bytes in " << mib(plan.reserved_bytes)
-        << " of addresses; " << mib(returned) << " of pages are given back in a step and taken again\n";
-  }
-  const int32_t at = plan.packing.live_at;
-  for (const PlanVariant& v : plan.variants) {
-    const int32_t place = at - v.axis - 1;
-    if (place < -1 || place > static_cast<int32_t>(v.phase->ops.size())) continue;
-    out << "peak           in " << v.phase->name;
-    if (place >= 0 && place < static_cast<int32_t>(v.phase->ops.size()))
-      out << " at " << PrintOp(program, program.op(v.phase->ops[place]));
-    out << "\n";
-  }
-  const auto list = [&](const char* title, bool at_peak) {
-    std::vector<int32_t> ids;
-    for (int32_t i = 0; i < static_cast<int32_t>(plan.blocks.size()); ++i) {
-      const auto& spans = plan.lives[i].spans;
-      const bool lives =
-          std::any_of(spans.begin(), spans.end(), [&](const LifeSpan& s) { return s.first <= at && at <= s.last; });
-      if (lives || !at_peak) ids.push_back(i);
-    }
-    std::stable_sort(ids.begin(), ids.end(),
-                     [&](int32_t a, int32_t b) { return plan.blocks[a].bytes > plan.blocks[b].bytes; });
-    out << title << " (" << ids.size() << ")\n";
-    int64_t rest = 0;
-    for (size_t i = 0; i < ids.size(); ++i) {
-      const PlannedBlock& block = plan.blocks[ids[i]];
-      if (i >= static_cast<size_t>(limit)) {
-        rest += block.bytes;
-        continue;
-      }
-      const OpId op = block.op != kNone ? block.op : program.value(block.root).def;
-      const int32_t m = op == kNone ? kNone : program.op(op).module;
-      const std::string module =
-          m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
-      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOfBlock(program, block)
-          << (module.empty() ? "" : "  ") << module << "\n";
-    }
-    if (rest > 0) out << "  " << mib(rest) << " in " << ids.size() - static_cast<size_t>(limit) << " more\n";
-  };
-  list("live at the peak", true);
-  list("largest", false);
-  return out.str();
 }
 
 }  // namespace interlace

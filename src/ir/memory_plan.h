@@ -8,7 +8,9 @@
 // A storage is alive in one span, or in several when phases hand it on: what a phase gives is what the next takes, in
 // the same place. A phase that repeats runs with the same places every time; if it takes one storage and gives another
 // for it while the first is still alive (a transfer that is under way across micro-batches), it gets two or more
-// variants that take turns. The sources and the receive buffer of a transfer live until it is waited for, in whichever
+// variants that take turns. What a run saves for a micro-batch keeps a place of its own until it is loaded, and as many
+// places as are in use at once are made for a name (memory_plan_carried.cc): a phase has a variant for each choice of
+// places that it runs with. The sources and the receive buffer of a transfer live until it is waited for, in whichever
 // phase.
 //
 // What goes out to the tier (residency.h) has a place above the rest, and lives in the spans of its stays in memory,
@@ -50,7 +52,7 @@ struct Arrival {
   int32_t block = -1;
 };
 
-// One phase, or one of the takes-turns copies of a phase that repeats.
+// One phase, or one of the copies of a phase that runs with several choices of places.
 struct PlanVariant {
   const Phase* phase = nullptr;
   int32_t turn = 0;
@@ -67,13 +69,18 @@ struct MemoryPlan {
   std::vector<ArenaBlock> lives;  // of each block
   ArenaPacking packing;
   std::vector<PlanVariant> variants;
-  std::vector<int32_t> first_variant, turns;  // by entry of Program::RunOrder: variants of run i are first + i % turns
+  // By entry of Program::RunOrder: the variants that its runs are of, in turns.
+  std::vector<std::vector<int32_t>> turns;
   int64_t live_bytes = 0;                     // largest sum of live blocks, not rounded up
   int64_t reserved_bytes = 0;                 // of addresses: where the last block ends
   ArenaPages pages;                           // when something moves
   // What the runtime takes on CPUs: the arena's top; when something moves, the live sum in pieces of the heap.
   int64_t taken_bytes = 0;
 
+  // Of run `i` of an entry of Program::RunOrder.
+  int32_t VariantOf(size_t entry, int64_t i) const {
+    return turns[entry][static_cast<size_t>(i) % turns[entry].size()];
+  }
   // The most memory that the arena has at once.
   int64_t top() const { return pages.page_bytes > 0 ? pages.peak_bytes : packing.top; }
   // Where the storage of a state that moves lies when a step begins, and so when one ends; -1: out, or not in the

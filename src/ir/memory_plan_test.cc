@@ -108,12 +108,31 @@ phase update once takes (%20: f32[32]) gives (%23) {
 }
 )";
 
+// Pieces of 192 bytes from the two other ranks along tp: where they do not land in the result, at multiples of 64.
+TEST(MemoryPlan, ReceiveBuffersOfActivations) {
+  const auto received = [](const std::string& op) {
+    const Program program = Parsed(
+        "interlace 1 scheduled\nmesh dp 2\nmesh tp 3\nstep 1 reduce_each\ninput %0: f32[1,12,12] \"x\"\n"
+        "phase micro_batch takes () gives () {\n  %1: " + op + "\n}\n");
+    return ReceiveBytes(program, program.op(0));
+  };
+  EXPECT_EQ(received("f32[1,36,12] = all_gather.start(%0) {axis=tp dim=1}"), 0) << "side by side in memory";
+  EXPECT_EQ(received("f32[1,12,36] = all_gather.start(%0) {axis=tp dim=2}"), 2 * 576);
+  EXPECT_EQ(received("f32[1,12,4] = reduce_scatter.start(%0) {axis=tp dim=2}"), 2 * 192);
+  EXPECT_EQ(received("f32[1,12,12] = all_reduce.start(%0) {axis=dp}"), 576);
+  EXPECT_EQ(received("f32[1,36,4] = all_to_all.start(%0) {axis=tp dim=2 to=1}"), 0);
+  EXPECT_EQ(received("f32[1,4,36] = all_to_all.start(%0) {axis=tp dim=1 to=2}"), 2 * 192);
+  EXPECT_EQ(received("f32[1,12,12] = broadcast.start(%0) {axis=tp root=0}"), 0);
+  EXPECT_EQ(received("b8[0] = send.start(%0) {axis=tp peer=1}"), 0);
+  EXPECT_EQ(received("f32[1,12,12] = recv.start() {axis=tp peer=1}"), 0);
+}
+
 TEST(MemoryPlan, TransfersAcrossPhasesKeepTheirSourcesAndTakeTurns) {
   const Program program = Parsed(kAcross);
   const Result<MemoryPlan> plan = PlanMemory(program);
   ASSERT_TRUE(plan.ok()) << ErrorOf(plan);
   // Every micro-batch starts its reduction before it waits for that of the one before: two turns.
-  ASSERT_EQ(plan->turns, (std::vector<int32_t>{2, 1}));
+  ASSERT_EQ(plan->turns, (std::vector<std::vector<int32_t>>{{0, 1}, {2}}));
   const PlanVariant &even = plan->variants[0], &odd = plan->variants[1], &update = plan->variants[2];
   EXPECT_EQ(even.block_of[8], odd.block_of[3]);
   EXPECT_EQ(odd.block_of[8], even.block_of[3]);

@@ -11,6 +11,20 @@
 namespace interlace {
 // ---- phases ----
 
+// "(", items with commas between them, ")".
+template <typename Item>
+Status TextParser::InParentheses(Item item) {
+  INTERLACE_TRY(Want('('));
+  scan_.SkipBlanks();
+  if (scan_.Eat(')')) return Ok{};
+  while (true) {
+    INTERLACE_TRY(item());
+    scan_.SkipBlanks();
+    if (scan_.Eat(')')) return Ok{};
+    if (!scan_.Eat(',')) return Expected("',' or ')'");
+  }
+}
+
 Status TextParser::PhaseLine() {
   scan_.SkipBlanks();
   size_t pos = scan_.pos();
@@ -20,28 +34,36 @@ Status TextParser::PhaseLine() {
   scan_.SkipBlanks();
   if (scan_.EatWord("once")) phase.kind = PhaseKind::kStep;
   INTERLACE_TRY(WantWord("takes"));
-  INTERLACE_TRY(Want('('));
-  scan_.SkipBlanks();
-  if (!scan_.Eat(')')) {
-    while (true) {
-      INTERLACE_ASSIGN(ValueId id, Decl(ValueKind::kTake));
-      phase.takes.push_back(id);
-      scan_.SkipBlanks();
-      if (scan_.Eat(')')) break;
-      if (!scan_.Eat(',')) return Expected("',' or ')'");
-    }
-  }
+  INTERLACE_TRY(InParentheses([&]() -> Status {
+    INTERLACE_ASSIGN(ValueId id, Decl(ValueKind::kTake));
+    phase.takes.push_back(id);
+    return Ok{};
+  }));
   INTERLACE_TRY(WantWord("gives"));
-  INTERLACE_TRY(Want('('));
+  INTERLACE_TRY(InParentheses([&]() -> Status {
+    INTERLACE_ASSIGN(ValueId id, Use());
+    phase.gives.push_back(id);
+    return Ok{};
+  }));
   scan_.SkipBlanks();
-  if (!scan_.Eat(')')) {
-    while (true) {
+  if (scan_.EatWord("saves")) {
+    INTERLACE_TRY(InParentheses([&]() -> Status {
       INTERLACE_ASSIGN(ValueId id, Use());
-      phase.gives.push_back(id);
-      scan_.SkipBlanks();
-      if (scan_.Eat(')')) break;
-      if (!scan_.Eat(',')) return Expected("',' or ')'");
-    }
+      INTERLACE_TRY(WantWord("as"));
+      INTERLACE_ASSIGN(std::string name, Name("a name for what is saved", true));
+      phase.saves.push_back({std::move(name), id});
+      return Ok{};
+    }));
+    scan_.SkipBlanks();
+  }
+  if (scan_.EatWord("loads")) {
+    INTERLACE_TRY(InParentheses([&]() -> Status {
+      INTERLACE_ASSIGN(ValueId id, Decl(ValueKind::kTake));
+      INTERLACE_TRY(WantWord("of"));
+      INTERLACE_ASSIGN(std::string name, Name("the name of what was saved", true));
+      phase.loads.push_back({std::move(name), id});
+      return Ok{};
+    }));
   }
   INTERLACE_TRY(Want('{'));
   INTERLACE_TRY(EndLine());

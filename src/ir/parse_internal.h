@@ -79,6 +79,8 @@ class TextParser {
   Status StateLine();
 
   // ---- phases ----
+  template <typename Item>
+  Status InParentheses(Item item);
   Status PhaseLine();
   Result<OpId> OpLine();
   Status Results(Op& op);

@@ -1,4 +1,5 @@
 // Printing: plain string building, since programs have tens of thousands of ops.
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 
@@ -271,7 +272,10 @@ class Printer {
       Int(program_.width);
     }
     EndLine();
-    if (program_.order != program_.DefaultOrder()) {
+    const auto of_micro_batches =
+        std::count_if(program_.phases.begin(), program_.phases.end(),
+                      [](const Phase& phase) { return phase.kind == PhaseKind::kMicroBatch; });
+    if (of_micro_batches > 1 || program_.order != program_.DefaultOrder()) {
       for (const OrderEntry& run : program_.order) PrintRun(run);
     }
     for (const Group& group : program_.groups) {
@@ -401,7 +405,20 @@ class Printer {
       if (i > 0) out_ += ", ";
       ValueName(phase.gives[i]);
     }
-    out_ += ") {";
+    out_ += ')';
+    for (size_t i = 0; i < phase.saves.size(); ++i) {
+      out_ += i > 0 ? ", " : " saves (";
+      ValueName(phase.saves[i].value);
+      out_ += " as " + phase.saves[i].name;
+    }
+    if (!phase.saves.empty()) out_ += ')';
+    for (size_t i = 0; i < phase.loads.size(); ++i) {
+      out_ += i > 0 ? ", " : " loads (";
+      Decl(phase.loads[i].value);
+      out_ += " of " + phase.loads[i].name;
+    }
+    if (!phase.loads.empty()) out_ += ')';
+    out_ += " {";
     EndLine();
     for (OpId id : phase.ops) {
       out_ += "  ";

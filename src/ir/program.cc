@@ -1,7 +1,6 @@
 #include "ir/program.h"
 
 #include <algorithm>
-#include <set>
 
 #include "base/check.h"
 
@@ -183,79 +182,6 @@ ValueId Program::AddPlaced(Op& op, Type type, ValueId root, Dim offset) {
   return id;
 }
 
-std::vector<std::string_view> AxesOf(std::string_view axes) {
-  std::vector<std::string_view> out;
-  while (!axes.empty()) {
-    const size_t comma = std::min(axes.find(','), axes.size());
-    out.push_back(axes.substr(0, comma));
-    axes.remove_prefix(std::min(comma + 1, axes.size()));
-  }
-  return out;
-}
-
-AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
-  const std::vector<std::string_view> wanted = AxesOf(axes);
-  AxisGroup group;
-  bool within = false;
-  for (size_t i = mesh.size(); i-- > 0;) {
-    const bool member = std::find(wanted.begin(), wanted.end(), mesh[i].name) != wanted.end();
-    if (member) group.size *= mesh[i].size, within = true;
-    if (!within) group.stride *= mesh[i].size;
-  }
-  if (!within) group.stride = 1;
-  return group;
-}
-
-std::string Program::DataAxes(const Unit& unit) const {
-  std::string out;
-  for (const Axis& axis : mesh) {
-    bool named = false;
-    for (const std::string* axes : {&unit.axis, &unit.replicas}) {
-      for (std::string_view name : AxesOf(*axes)) named = named || name == axis.name;
-    }
-    if (named) out += (out.empty() ? "" : ",") + axis.name;
-  }
-  return out;
-}
-
-std::vector<std::string> Program::TransferAxes(bool grids) const {
-  std::set<std::string> found;
-  for (const Unit& unit : units) {
-    found.insert(unit.axis);
-    if (!unit.replicas.empty()) found.insert(grids ? DataAxes(unit) : unit.replicas);
-  }
-  for (const Phase& phase : phases) {
-    for (OpId id : phase.ops) {
-      const Arg* axis = op(id).Attr("axis");
-      if (axis != nullptr && axis->kind == Arg::Kind::kWord) found.insert(axis->text);
-    }
-  }
-  std::erase_if(found, [&](const std::string& axes) { return AxisSize(axes) < 2; });
-  return {found.begin(), found.end()};
-}
-
-Dim Program::AxisRank(std::string_view axes) {
-  Dim out = 0;
-  for (std::string_view axis : AxesOf(axes)) {
-    out = dims.Add(dims.Mul(out, Dim(AxisSize(axis))), dims.Symbol("rank_" + std::string(axis)));
-  }
-  return out;
-}
-
-std::vector<std::string_view> Program::AxesOfElements(const Unit& unit, bool shard) const {
-  std::vector<std::string_view> differ;
-  if (shard) differ = AxesOf(unit.axis);
-  for (const Param& param : params) {
-    if (param.unit != unit.id) continue;
-    for (const Cut& cut : param.cuts) differ.push_back(cut.axis);
-  }
-  std::vector<std::string_view> out;
-  for (const Axis& axis : mesh) {
-    if (axis.size > 1 && std::find(differ.begin(), differ.end(), axis.name) != differ.end()) out.push_back(axis.name);
-  }
-  return out;
-}
-
 const std::string* Program::Meta(std::string_view key) const {
   for (const auto& [name, text] : meta) {
     if (name == key) return &text;
@@ -380,6 +306,23 @@ std::vector<Program::StepRun> Program::RunsOfStep() const {
   return out;
 }
 
+bool Program::Carries() const {
+  return std::any_of(phases.begin(), phases.end(),
+                     [](const Phase& phase) { return !phase.saves.empty() || !phase.loads.empty(); });
+}
+
+std::vector<ValueId> Phase::Incoming() const {
+  std::vector<ValueId> out = takes;
+  for (const Carried& load : loads) out.push_back(load.value);
+  return out;
+}
+
+std::vector<ValueId> Phase::Outgoing() const {
+  std::vector<ValueId> out = gives;
+  for (const Carried& save : saves) out.push_back(save.value);
+  return out;
+}
+
 std::vector<std::pair<const Phase*, int64_t>> Program::RunOrder() const {
   std::vector<std::pair<const Phase*, int64_t>> out;
   for (const StepRun& run : RunsOfStep()) out.emplace_back(run.phase, run.count);
@@ -453,7 +396,7 @@ void Program::Compact() {
   std::deque<Op> old_ops;
   old_ops.swap(ops_);
   for (Phase& phase : phases) {
-    for (ValueId id : phase.takes) keep(id);
+    for (ValueId id : phase.Incoming()) keep(id);
     for (OpId& id : phase.ops) {
       Op& op = ops_.emplace_back(std::move(old_ops[id]));
       op.id = id = num_ops() - 1;
@@ -466,7 +409,7 @@ void Program::Compact() {
     for (ValueId id : op.writes) keep(id);
   }
   for (Phase& phase : phases) {
-    for (ValueId id : phase.gives) keep(id);
+    for (ValueId id : phase.Outgoing()) keep(id);
   }
   for (size_t i = 0; i < order.size(); ++i) keep(values_[order[i]].root);
 
@@ -484,6 +427,8 @@ void Program::Compact() {
   for (Phase& phase : phases) {
     for (ValueId& id : phase.takes) renumber(id);
     for (ValueId& id : phase.gives) renumber(id);
+    for (Carried& save : phase.saves) renumber(save.value);
+    for (Carried& load : phase.loads) renumber(load.value);
   }
   renumber_declared(params);
   renumber_declared(buffers);
@@ -520,6 +465,7 @@ void ReplaceUses(Program& program, Phase& phase, ValueId from, ValueId to) {
     for (ValueId& written : op.writes) replace(written);
   }
   for (ValueId& given : phase.gives) replace(given);
+  for (Carried& save : phase.saves) replace(save.value);
 }
 
 }  // namespace interlace

@@ -169,11 +169,20 @@ inline bool SameAxes(const Unit& a, const Unit& b) {
 }
 // What a phase runs for: each micro-batch, whose inputs it sees, or a step.
 enum class PhaseKind : uint8_t { kMicroBatch, kStep };
+// A storage that a run leaves, by name, for a later run for the same micro-batch.
+struct Carried {
+  std::string name;
+  ValueId value = kNone;
+};
 struct Phase {
   std::string name;
   std::vector<ValueId> takes, gives;
   std::vector<OpId> ops;
   PhaseKind kind = PhaseKind::kMicroBatch;
+  std::vector<Carried> saves = {}, loads = {};  // the values of loads are of kind kTake
+
+  std::vector<ValueId> Incoming() const;  // takes and loads
+  std::vector<ValueId> Outgoing() const;  // gives and what is saved
 };
 // Part of the run order: `count` runs of a phase, one after the other. Of a micro-batch phase the first run is of
 // micro-batch `first`, and each following one of the next (with `width` side by side: of the next `width`).
@@ -308,6 +317,8 @@ class Program {
     int64_t first = kNone, count = 1;
   };
   std::vector<StepRun> RunsOfStep() const;
+  // Whether a phase saves or loads.
+  bool Carries() const;
   // What is run when `order` is empty: a single micro-batch phase for every micro-batch, then the others, as they stand.
   std::vector<OrderEntry> DefaultOrder() const;
   // The micro-batch phase of a program that has one (captured, or without accumulation); nullptr: none, or several.

@@ -43,7 +43,7 @@ class Structure {
     phase_of_value_.assign(program_.num_values(), nullptr);
     std::vector<OpId> definitions(program_.num_values(), kNone);
     for (const Phase& phase : program_.phases) {
-      for (ValueId id : phase.takes) {
+      for (ValueId id : phase.Incoming()) {
         if (phase_of_value_[id] != nullptr) report_.AtPhase(phase, "%" + std::to_string(id) + " is taken twice");
         phase_of_value_[id] = &phase;
       }
@@ -85,8 +85,8 @@ class Structure {
       if (!check(s.value, ValueKind::kState, "states")) return false;
     }
     for (const Phase& phase : program_.phases) {
-      for (ValueId id : phase.takes) {
-        if (!check(id, ValueKind::kTake, "takes")) return false;
+      for (ValueId id : phase.Incoming()) {
+        if (!check(id, ValueKind::kTake, "takes and loads")) return false;
       }
     }
     return true;
@@ -102,7 +102,7 @@ class Structure {
     table(program_.consts);
     table(program_.states);
     for (const Phase& phase : program_.phases) {
-      for (ValueId id : phase.takes) Declared(id);
+      for (ValueId id : phase.Incoming()) Declared(id);
     }
     int32_t next = 0;
     for (const Unit& unit : program_.units) {
@@ -178,8 +178,9 @@ class Structure {
     for (const Input& input : program_.inputs) available_[input.value] = micro_batch ? index : kNever;
     phase_ = &phase;
     index_ = index;
-    for (ValueId id : phase.takes) available_[id] = index;
-    for (ValueId id : phase.takes) {
+    const std::vector<ValueId> incoming = phase.Incoming();
+    for (ValueId id : incoming) available_[id] = index;
+    for (ValueId id : incoming) {
       const Value& root = program_.value(SafeRoot(id));
       if (available_[root.id] != kAlways && available_[root.id] != index) {
         report_.AtPhase(
@@ -192,6 +193,13 @@ class Structure {
         report_.AtPhase(phase, "%" + std::to_string(id) + " is given but nothing defines it");
       } else if (std::string problem = UseProblem(id); !problem.empty()) {
         report_.AtPhase(phase, "given: " + problem);
+      }
+    }
+    for (const Carried& save : phase.saves) {
+      if (!program_.HasValue(save.value)) {
+        report_.AtPhase(phase, "%" + std::to_string(save.value) + " is saved but nothing defines it");
+      } else if (std::string problem = UseProblem(save.value); !problem.empty()) {
+        report_.AtPhase(phase, "saved as " + save.name + ": " + problem);
       }
     }
   }
@@ -309,6 +317,7 @@ std::vector<Error> VerifyAll(const Program& program) {
     VerifyOps(program, report);
     if (!runs) return report.Take();  // what follows walks the run order
     VerifyFlow(program, report);
+    VerifyCarried(program, report);
     VerifyResidency(program, report);
     VerifyPending(program, report);
   }

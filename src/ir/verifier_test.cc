@@ -130,6 +130,28 @@ phase micro_batch takes () gives () {
 }
 )";
 
+// Two micro-batches, both forward before both backward.
+constexpr char kCarried[] = R"(interlace 1 sharded
+mesh dp 2
+step 2 reduce_each
+run forward 0
+run forward 1
+run backward 0
+run backward 1
+unit u0 dp f32 numel 64 shard 32
+param %0: f32[64] "w" frozen unit u0+0
+input %1: f32[4,8] "x"
+state %2: f32[32] u0.shard persistent
+phase forward takes () gives () saves (%10 as h, %12 as y) {
+  %10: f32[4,8] = aten.tanh(%1) {fwd}
+  %11: f32[8,4]{1,8} in %10+0 = aten.t(%10) {fwd}
+  %12: f32[4,4] = aten.mm(%10, %11) {fwd}
+}
+phase backward takes () gives () loads (%20: f32[4,8] of h, %21: f32[4,4] of y) {
+  %22: f32[4,8] = aten.mm(%21, %20) {bwd}
+}
+)";
+
 using Edits = std::vector<std::pair<std::string, std::string>>;
 
 struct BadEdit {
@@ -217,6 +239,39 @@ const std::vector<BadEdit>& BadEdits() {
        {{"mesh dp 2\n", "mesh dp 2\nmesh tp 2\n"},
         {"unit u1+0\n", "unit u1+0 cut tp 0\n"},
         {"norm.partial(%7) {upd units=[u0]}", "norm.partial(%7, %8) {upd units=[u0, u1]}"}}},
+      // carried by micro-batch
+      {"loaded before it is saved",
+       kCarried,
+       {{"run forward 1\nrun backward 0\nrun backward 1", "run backward 1\nrun backward 0\nrun forward 1"}}},
+      {"loaded under another name", kCarried, {{"of y)", "of z)"}}},
+      {"loaded twice", kCarried, {{"f32[4,4] of y)", "f32[4,4] of y, %23: f32[4,8] of h)"}}},
+      {"loaded by two phases",
+       kCarried,
+       {{"run backward 1\n", "run backward 1\nrun again 0\nrun again 1\n"},
+        {"phase backward", "phase again takes () gives () loads (%30: f32[4,8] of h) {\n}\nphase backward"}}},
+      {"saved twice",
+       kCarried,
+       {{"run forward 1\n", "run forward 1\nrun other 1\n"},
+        {"phase backward",
+         "phase other takes () gives () saves (%30 as h) {\n  %30: f32[4,8] = aten.neg(%1)\n}\nphase backward"}}},
+      {"saved and never loaded", kCarried, {{", %21: f32[4,4] of y", ""}, {"aten.mm(%21, %20)", "aten.neg(%20)"}}},
+      {"loaded as another type", kCarried, {{"%21: f32[4,4] of y", "%21: f32[4,5] of y"}}},
+      {"saved under two names", kCarried, {{"%12 as y", "%12 as y, %10 as g"}}},
+      {"two values of one name", kCarried, {{"%12 as y", "%12 as h"}}},
+      {"saved as a view", kCarried, {{"%10 as h", "%11 as h"}}},
+      {"saved although it is declared", kCarried, {{"%10 as h", "%1 as h"}}},
+      {"saved although nothing defines it", kCarried, {{"%10 as h", "%20 as h"}}},
+      {"saved and given",
+       kCarried,
+       {{"gives () saves", "gives (%10) saves"}, {"phase backward takes ()", "phase backward takes (%29: f32[4,8])"}}},
+      {"saved while a transfer is under way",
+       kCarried,
+       {{"%10 as h", "%13 as h"}, {"  %12: f32[4,4]", "  %13: f32[4,8] = all_reduce.start(%10) {fwd axis=dp}\n  %12: f32[4,4]"}}},
+      {"saved after its release", kCarried, {{"aten.mm(%10, %11) {fwd}\n", "aten.mm(%10, %11) {fwd}\n  release(%10)\n"}}},
+      {"saved by a phase that runs once a step",
+       kCarried,
+       {{"run backward 1\n", "run backward 1\nrun update\n"},
+        {"phase backward", "phase update once takes () gives () loads (%30: f32[4,8] of h) {\n}\nphase backward"}}},
       // single ops
       {"unknown own op", kSharded, {{"gather.wait(%10)", "gather.weit(%10)"}}},
       {"unknown op without a namespace", kCaptured, {{"aten.ones_like(%0)", "ones(%0)"}}},
@@ -320,7 +375,7 @@ const std::vector<BadEdit>& BadEdits() {
 }
 
 TEST(Verifier, BasesAreValid) {
-  for (const char* base : {kCaptured, kSharded, kPhases, kActivations}) {
+  for (const char* base : {kCaptured, kSharded, kPhases, kActivations, kCarried}) {
     Result<Program> program = Parse(base);
     ASSERT_TRUE(program.ok()) << program.error().ToString();
     EXPECT_EQ(Print(*program), base);

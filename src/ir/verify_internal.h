@@ -79,6 +79,7 @@ void VerifyOps(const Program& program, VerifyReport& report);     // each op by 
 void VerifyTransfer(const Program& program, const Op& op, DimTable& dims, VerifyReport& report);
 void VerifyFlow(const Program& program,
                 VerifyReport& report);  // transfers in flight, takes and gives over the run order
+void VerifyCarried(const Program& program, VerifyReport& report);    // what runs save and load, along the run order
 void VerifyResidency(const Program& program, VerifyReport& report);  // what is out is not used, and comes back
 void VerifyPending(const Program& program, VerifyReport& report);    // ops of the step before, and what they touch
 

@@ -74,12 +74,13 @@ class PhaseCanonicalizer {
       if (program.op(id).kind != OpKind::kRelease) continue;
       ForEachOperand(std::as_const(program).op(id), [&](ValueId v) { released_[program.RootOf(v)] = 1; });
     }
-    for (ValueId id : phase.takes) by_place_.try_emplace(PlaceKey(program.value(id)), id);
+    for (ValueId id : phase.Incoming()) by_place_.try_emplace(PlaceKey(program.value(id)), id);
   }
 
   bool Run() {
     for (size_t i = 0; i < phase_.ops.size(); ++i) Visit(program_.op(phase_.ops[i]), static_cast<int32_t>(i));
     for (ValueId& id : phase_.gives) Substitute(id);
+    for (Carried& save : phase_.saves) Substitute(save.value);
     phase_.ops = std::move(ops_);
     DropDead();
     return changed_;
@@ -262,7 +263,7 @@ class PhaseCanonicalizer {
   void DropDead() {
     std::vector<char> used(program_.num_values(), 0);
     auto use = [&](ValueId id) { used[id] = used[program_.RootOf(id)] = 1; };
-    for (ValueId id : phase_.gives) use(id);
+    for (ValueId id : phase_.Outgoing()) use(id);
     std::vector<OpId> kept;
     for (size_t i = phase_.ops.size(); i-- > 0;) {
       const Op& op = std::as_const(program_).op(phase_.ops[i]);

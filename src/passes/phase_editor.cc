@@ -46,7 +46,7 @@ PhaseFacts::PhaseFacts(const Program& program, const Phase& phase)
       if (program.value(id).placed) add(writes[program.RootOf(id)]);
     }
   }
-  for (ValueId id : phase.gives) leaves[program.RootOf(id)] = 1;
+  for (ValueId id : phase.Outgoing()) leaves[program.RootOf(id)] = 1;
 }
 
 Type FlatType(DType dtype, int64_t count) {

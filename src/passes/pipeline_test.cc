@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "passes/digest.h"
+#include "base/digest.h"
 #include "passes/pass_table.h"
 
 namespace interlace {

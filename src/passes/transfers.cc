@@ -66,7 +66,7 @@ class TransferReader {
       ForEachOperand(op, [&](ValueId v) { ++uses[v]; });
       if (op.kind == OpKind::kGatherStart) gathers.push_back(id);
     }
-    for (ValueId v : phase_.gives) ++uses[v];
+    for (ValueId v : phase_.Outgoing()) ++uses[v];
     constexpr int32_t kStays = -1, kLead = -2;
     std::vector<int32_t> role(static_cast<size_t>(program_.num_ops()),
                               kStays);  // by op; of what can be moved: its lead
@@ -98,7 +98,7 @@ class TransferReader {
         AddToSkeleton(op);
       }
     }
-    for (ValueId id : phase_.gives) Outlives(id);
+    for (ValueId id : phase_.Outgoing()) Outlives(id);
     StableSort(out_.gathers, [](const Gather& a, const Gather& b) { return a.need < b.need; });
     return backward < 0 ? Here() : backward;
   }

@@ -108,7 +108,7 @@ class StepRunner {
 inline size_t PlanIndexOf(const Program& program, const MemoryPlan* arena, const Phase* phase, size_t entry,
                           int64_t i) {
   if (arena == nullptr) return static_cast<size_t>(phase - program.phases.data());
-  return static_cast<size_t>(arena->first_variant[entry] + i % arena->turns[entry]);
+  return static_cast<size_t>(arena->VariantOf(entry, i));
 }
 
 template <typename Observer>

@@ -38,7 +38,7 @@ class Drawing {
     for (const auto& [phase, count] : program_.RunOrder()) {
       for (int64_t i = 0; i < count; ++i, ++run) {
         goes_on.assign(open.size(), -1);
-        const int32_t variant = plan_.first_variant[entry] + static_cast<int32_t>(i % plan_.turns[entry]);
+        const int32_t variant = plan_.VariantOf(entry, i);
         const auto ops = static_cast<int32_t>(phase->ops.size());
         for (const Stay& stay : stays[variant]) {
           int64_t& piece = open[stay.block];

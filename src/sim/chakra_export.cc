@@ -1,6 +1,8 @@
 #include "sim/chakra_export.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -51,8 +53,10 @@ class Exporter {
       const Phase& phase = *lowered_.phases[p];
       for (size_t i = 0; i < phase.takes.size() && i < given_.size(); ++i)
         writers_[program_.RootOf(phase.takes[i])] = given_[i];
+      for (const Carried& load : phase.loads) writers_[load.value] = saved_[{load.name, lowered_.micro_batch[run]}];
       for (size_t i = 0; i < lowered_.ops[p].size(); ++i)
         Visit(lowered_.ops[p][i], lowered_.first[run] + static_cast<int64_t>(i));
+      for (const Carried& save : phase.saves) saved_[{save.name, lowered_.micro_batch[run]}] = writers_[save.value];
       given_.clear();
       for (ValueId id : phase.gives) given_.push_back(writers_[program_.RootOf(id)]);
     }
@@ -163,6 +167,7 @@ class Exporter {
   const RankRecord& record_;
   std::vector<Ids> writers_;  // by root
   std::vector<Ids> given_;    // by the last phase's gives
+  std::map<std::pair<std::string, int64_t>, Ids> saved_;  // by name and micro-batch
   Ids waited_;                // transfers that were waited for since the last compute node
   int64_t last_compute_ = -1;
   int64_t last_on_lane_[kLaneCount] = {-1, -1, -1, -1, -1, -1, -1, -1};

@@ -99,12 +99,15 @@ Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& 
   Lowered out;
   out.program = &program;
   out.first.push_back(0);
-  for (auto [phase, repeats] : program.RunOrder()) {
-    int32_t index = static_cast<int32_t>(out.phases.size());
-    out.phases.push_back(phase);
-    std::vector<LoweredOp>& ops = out.ops.emplace_back();
-    ops.reserve(phase->ops.size());
-    for (OpId id : phase->ops) {
+  for (const auto& [phase, micro_batch, repeats] : program.RunsOfStep()) {
+    const auto index = static_cast<int32_t>(std::find(out.phases.begin(), out.phases.end(), phase) - out.phases.begin());
+    const bool fresh = index == static_cast<int32_t>(out.phases.size());
+    if (fresh) {
+      out.phases.push_back(phase);
+      out.ops.emplace_back().reserve(phase->ops.size());
+    }
+    std::vector<LoweredOp>& ops = out.ops[static_cast<size_t>(index)];
+    for (OpId id : fresh ? phase->ops : std::vector<OpId>()) {
       if (static_cast<size_t>(id) < known.size() && known[id].op != kNone) {
         ops.push_back(known[id]);
         continue;
@@ -119,6 +122,7 @@ Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& 
     }
     for (int64_t i = 0; i < repeats; ++i) {
       out.run.push_back(index);
+      out.micro_batch.push_back(micro_batch == kNone ? kNone : micro_batch + i * program.width);
       out.first.push_back(out.first.back() + count);
     }
   }

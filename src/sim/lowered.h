@@ -30,6 +30,7 @@ struct Lowered {
   std::vector<const Phase*> phases;         // distinct
   std::vector<std::vector<LoweredOp>> ops;  // by distinct phase
   std::vector<int32_t> run;                 // distinct phase of each run of a phase, in order
+  std::vector<int64_t> micro_batch;         // of each run, the first of them; kNone: it runs once a step
   std::vector<int64_t> first;               // instance number of its first op; one more entry at the end
   std::vector<OpCost> costs;
   std::vector<std::vector<int32_t>> peers;  // by index along a message's axis: the index of the other rank

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <charconv>
+#include <map>
 #include <set>
 #include <type_traits>
 
 #include "base/sort.h"
+#include "ir/carried_places.h"
 #include "ir/liveness.h"
 #include "ir/memory_plan.h"
 #include "ir/residency.h"
@@ -111,6 +113,17 @@ Result<std::vector<int64_t>> BytesAtOps(const Lowered& lowered, size_t p, const 
   return at_op;
 }
 
+// The run of a phase with the most saved across it, the first of equals; the end when it never runs.
+size_t FullestRun(const Lowered& lowered, const std::vector<int64_t>& through, size_t phase) {
+  size_t best = lowered.run.size();
+  for (size_t run = 0; run < lowered.run.size(); ++run) {
+    if (lowered.run[run] != static_cast<int32_t>(phase)) continue;
+    if (best == lowered.run.size() || (!through.empty() && through[run] > through[best])) best = run;
+    if (through.empty()) break;
+  }
+  return best;
+}
+
 }  // namespace
 
 Result<int64_t> PeakBytes(const Lowered& lowered) {
@@ -118,10 +131,15 @@ Result<int64_t> PeakBytes(const Lowered& lowered) {
   const Residency residency = ComputeResidency(program);
   INTERLACE_ASSIGN(const int64_t persistent, PersistentBytes(program, residency));
   int64_t peak = persistent;
+  INTERLACE_ASSIGN(const std::vector<int64_t> through, BytesThroughRuns(program));
   for (size_t p = 0; p < lowered.phases.size(); ++p) {
     INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p], residency, false));
     INTERLACE_ASSIGN(std::vector<int64_t> at_op, BytesAtOps(lowered, p, life, persistent));
-    for (int64_t bytes : at_op) peak = std::max(peak, bytes);
+    const int64_t carried = through.empty() ? 0 : through[FullestRun(lowered, through, p)];
+    for (int64_t bytes : at_op) {
+      INTERLACE_TRY(AddBytes(bytes, carried));
+      peak = std::max(peak, bytes);
+    }
   }
   return peak;
 }
@@ -161,14 +179,17 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(input.value).type));
     INTERLACE_TRY(AddBytes(out.input_bytes, bytes));
   }
+  INTERLACE_ASSIGN(out.through, BytesThroughRuns(program));
   std::vector<PhaseLiveness> lives;
   std::vector<MemoryPeak> all;
   for (size_t p = 0; p < lowered.phases.size(); ++p) {
     INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p], residency, false));
     INTERLACE_ASSIGN(std::vector<int64_t> at_op, BytesAtOps(lowered, p, life, out.persistent_bytes));
-    const size_t run = std::find(lowered.run.begin(), lowered.run.end(), static_cast<int32_t>(p)) - lowered.run.begin();
+    const size_t run = FullestRun(lowered, out.through, p);
     for (size_t i = 0; i < at_op.size() && run < lowered.run.size(); ++i) {
-      all.push_back({at_op[i], run, static_cast<int64_t>(i), lowered.ops[p][i].op});
+      int64_t bytes = at_op[i];
+      INTERLACE_TRY(AddBytes(bytes, out.through.empty() ? 0 : out.through[run]));
+      all.push_back({bytes, run, static_cast<int64_t>(i), lowered.ops[p][i].op});
     }
     out.at_op.push_back(std::move(at_op));
     lives.push_back(std::move(life));
@@ -199,6 +220,8 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
         out.holders.push_back({NameOf(program, s.root), ModuleOfValue(program, s.root), s.bytes});
     }
     int64_t transient = lowered.ops[lowered.run[out.peak.run_index]][at].transient_bytes;
+    if (!out.through.empty() && out.through[out.peak.run_index] > 0)
+      out.holders.push_back({"saved for later runs", "", out.through[out.peak.run_index]});
     const int64_t receive = lowered.ReceiveAt(lowered.run[out.peak.run_index], at);
     if (receive > 0) out.holders.push_back({"receive buffers of reductions", "", receive});
     if (transient > 0)
@@ -268,6 +291,7 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
     }
   }
   std::vector<int64_t> carried;  // storages of what the last phase gave, in its order
+  std::map<std::pair<std::string, int64_t>, int64_t> saved;  // by name and micro-batch: the storage
   for (size_t run = 0; run < lowered.run.size(); ++run) {
     int32_t p = lowered.run[run];
     const Phase& phase = *lowered.phases[p];
@@ -283,6 +307,7 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
         begin(root, phase_start, bytes, NameOf(program, root), "");
       }
     }
+    for (const Carried& load : phase.loads) storage[load.value] = saved[{load.name, lowered.micro_batch[run]}];
     for (size_t i = 0; i < lowered.ops[p].size(); ++i) {
       for (const StorageLife* s : born[p][i]) {
         begin(s->root, start_ps[first + i], s->bytes, NameOf(program, s->root), ModuleOfValue(program, s->root));
@@ -290,6 +315,10 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
       for (ValueId root : lives[p].dies_after[i]) end(root, end_ps[first + i]);
     }
     int64_t phase_end = lowered.ops[p].empty() ? phase_start : end_ps[lowered.first[run + 1] - 1];
+    for (const Carried& save : phase.saves) {
+      saved[{save.name, lowered.micro_batch[run]}] = storage[save.value];
+      storage[save.value] = -1;  // goes on under this name
+    }
     carried.clear();
     for (ValueId id : phase.gives) carried.push_back(storage[program.RootOf(id)]);
     for (ValueId id : phase.gives) {

@@ -32,6 +32,11 @@ struct MemoryCurve {
   int64_t input_bytes = 0;
   // By distinct phase and place: bytes while that op runs, persistent ones included.
   std::vector<std::vector<int64_t>> at_op;
+  // By run: what runs before it saved for runs behind it, to be added; empty when nothing is carried.
+  std::vector<int64_t> through;
+  int64_t At(const Lowered& lowered, size_t run, size_t place) const {
+    return at_op[lowered.run[run]][place] + (through.empty() ? 0 : through[run]);
+  }
   MemoryPeak peak;
   std::vector<MemoryHolder> holders;  // what lives at the peak, largest first
   // The ops that need most, by distinct place, largest first; at most 10.

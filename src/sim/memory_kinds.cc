@@ -72,6 +72,7 @@ std::vector<MemoryKind> KindsOfRoots(const Lowered& lowered) {
   for (const Const& c : program.consts) kinds[c.value] = MemoryKind::kBuffers;
   for (const State& s : program.states) kinds[s.value] = KindOfState(s.role);
   for (const Phase* phase : lowered.phases) {
+    for (const Carried& load : phase->loads) kinds[load.value] = MemoryKind::kActivations;
     for (OpId id : phase->ops) {
       const Op& op = program.op(id);
       for (ValueId result : op.results) {
@@ -137,6 +138,8 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
           lowered.ops[p][i].transient_bytes + lowered.ReceiveAt(p, i);
     }
     if (!peak_here) continue;
+    if (!curve.through.empty() && curve.through[curve.peak.run_index] > 0)
+      hold(MemoryKind::kActivations, "", curve.through[curve.peak.run_index]);
     const LoweredOp& at = lowered.ops[p][curve.peak.place];
     if (const int64_t receive = lowered.ReceiveAt(p, curve.peak.place); receive > 0)
       hold(MemoryKind::kWorkspace, "", receive);

@@ -18,8 +18,8 @@ constexpr size_t kMostPieces = 5000;
 
 struct Sample {
   int64_t time_ps;
-  const BytesByKind* bytes;
-  int64_t total() const { return std::accumulate(bytes->begin(), bytes->end(), int64_t{0}); }
+  BytesByKind bytes;
+  int64_t total() const { return std::accumulate(bytes.begin(), bytes.end(), int64_t{0}); }
 };
 
 // Changes of the curve in order of time; too many are thinned to the highest of each stretch, which keeps the peak.
@@ -29,8 +29,9 @@ std::vector<Sample> Samples(const Simulation& s, const MemoryKinds& kinds, const
   for (size_t run = 0; run < lowered.run.size(); ++run) {
     const std::vector<BytesByKind>& at_op = kinds.at_op[lowered.run[run]];
     for (size_t i = 0; i < at_op.size(); ++i) {
-      if (all.empty() || *all.back().bytes != at_op[i])
-        all.push_back({rank.start_ps[lowered.first[run] + i], &at_op[i]});
+      BytesByKind bytes = at_op[i];
+      if (!s.memory.through.empty()) bytes[static_cast<size_t>(MemoryKind::kActivations)] += s.memory.through[run];
+      if (all.empty() || all.back().bytes != bytes) all.push_back({rank.start_ps[lowered.first[run] + i], bytes});
     }
   }
   if (all.size() <= kMostSamples) return all;
@@ -67,7 +68,7 @@ void WriteMemory(JsonWriter& w, const Simulation& s, const MemoryKinds& kinds, c
   w.EndArray().Key("bytes").BeginArray();
   for (const Sample& sample : samples) {
     w.BeginArray();
-    for (int64_t bytes : *sample.bytes) w.Int(bytes);
+    for (int64_t bytes : sample.bytes) w.Int(bytes);
     w.EndArray();
   }
   w.EndArray();

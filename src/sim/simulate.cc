@@ -186,8 +186,8 @@ Timeline SimulationTimeline(const Simulation& s) {
         int64_t instance = lowered.first[run] + static_cast<int64_t>(i);
         const Op& op = program.op(lop.op);
         int64_t start_ns = r.start_ps[instance] / 1000, end_ns = r.end_ps[instance] / 1000;
-        if (s.memory.at_op[p][i] != last_bytes) {
-          last_bytes = s.memory.at_op[p][i];
+        if (const int64_t bytes = s.memory.At(lowered, run, i); bytes != last_bytes) {
+          last_bytes = bytes;
           memory.samples.push_back({rank, start_ns, static_cast<double>(last_bytes)});
         }
         if (lop.kind == LoweredOp::Kind::kStart) {

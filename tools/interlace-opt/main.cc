@@ -9,9 +9,10 @@
 
 #include "base/suggest.h"
 #include "ir/program.h"
+#include "ir/program_set.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
-#include "passes/digest.h"
+#include "base/digest.h"
 #include "passes/explain.h"
 #include "passes/inspect.h"
 #include "passes/pass_table.h"
@@ -36,6 +37,7 @@ Reads a program (docs/ir.md), runs passes on it and prints the result.
   --print-summary     print what the program holds and costs instead of its text
   --explain           print what a search decided, with its numbers, instead of its text
   --digest            print the SHA-256 of the text instead of the text
+  --check-set         FILE is a program set (docs/ir.md): check that its stages fit, and run no pass
   --list-passes       print every pass with its options
   --help              this text
 
@@ -50,7 +52,7 @@ Exit codes: 0 fine, 1 the program or a pass says no, 2 wrong command line.
 
 struct Flags {
   std::string passes, bind, output = "-", dump_dir, repro, input;
-  bool verify = false, timing = false, summary = false, explain = false, digest = false, list = false, help = false;
+  bool verify = false, timing = false, summary = false, explain = false, digest = false, list = false, help = false, check_set = false;
 };
 
 // `--name=value`, `--name value` and single-dash -o alike.
@@ -64,6 +66,7 @@ Result<Flags> ReadFlags(const std::vector<std::string>& args) {
   const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
       {"--verify", &Flags::verify},   {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
       {"--explain", &Flags::explain}, {"--digest", &Flags::digest}, {"--list-passes", &Flags::list},
+      {"--check-set", &Flags::check_set},
       {"--help", &Flags::help},       {"-h", &Flags::help}};
   for (size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
@@ -141,6 +144,16 @@ Result<std::string> Transform(const Flags& flags, const std::vector<PassCall>& c
   return flags.digest ? Digest(printed) + "\n" : printed;
 }
 
+// The stages' files lie beside the set's own.
+Result<std::string> CheckSet(const std::string& path) {
+  INTERLACE_ASSIGN(const std::string text, ReadFile(path));
+  const std::string folder = path.substr(0, path.rfind('/') + 1);  // empty when it has none
+  INTERLACE_ASSIGN(const ProgramSet set,
+                   ParseProgramSet(text, path, [&](const std::string& file) { return ReadFile(folder + file); }));
+  INTERLACE_TRY(CheckProgramSet(set));
+  return "ok: " + std::to_string(set.stages.size()) + " stages along " + set.axis + "\n";
+}
+
 int Main(const std::vector<std::string>& args) {
   auto fail = [](const Error& error, int code) {
     std::cerr << "interlace-opt: " << error.ToString() << "\n";
@@ -162,7 +175,7 @@ int Main(const std::vector<std::string>& args) {
   if (!calls.ok()) return fail(calls.error(), 2);
   Result<Binding> binding = ReadBinding(flags->bind);
   if (!binding.ok()) return fail(binding.error(), 2);
-  Result<std::string> text = Transform(*flags, *calls, *binding);
+  Result<std::string> text = flags->check_set ? CheckSet(flags->input) : Transform(*flags, *calls, *binding);
   if (!text.ok()) return fail(text.error(), 1);
   if (flags->output == "-") {
     std::cout << *text << std::flush;

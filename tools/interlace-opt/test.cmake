@@ -33,6 +33,19 @@ expect(timing 0 "shard.ranks=2.: .* ms, changed" --passes shard\(ranks=2\) --tim
 expect(order 1 "pass 'update': the program has no units" --passes=update ${MLP} --repro repro.il)
 expect(repro 1 "pass 'update': the program has no units" --verify --passes=update repro.il)
 
+# A program set: one stage sends, the other receives.
+set(head "interlace 1 sharded\nmesh pp 2\nstep 1 reduce_each\ninput %0: f32[4] \"x\"\nphase micro_batch takes () gives () {\n")
+file(WRITE ${WORK}/0.il "${head}  %1: b8[0] = send.start(%0) {axis=pp peer=1}\n  send.wait(%1)\n}\n")
+file(WRITE ${WORK}/1.il "${head}  %1: f32[4] = recv.start() {axis=pp peer=0}\n  recv.wait(%1)\n}\n")
+file(SHA256 ${WORK}/0.il first)
+file(SHA256 ${WORK}/1.il second)
+file(WRITE ${WORK}/net.set "interlace-set 1\naxis pp\nstage 0 \"0.il\" digest \"${first}\"\nstage 1 \"1.il\" digest \"${second}\"\n")
+expect(set 0 "^ok: 2 stages along pp\n" --check-set net.set)
+file(WRITE ${WORK}/swapped.set "interlace-set 1\naxis pp\nstage 0 \"1.il\" digest \"${second}\"\nstage 1 \"0.il\" digest \"${first}\"\n")
+expect(set_order 1 "stage 0 .1.il., line 6: recv.start names this stage itself" --check-set swapped.set)
+file(WRITE ${WORK}/0.il "${head}}\n")
+expect(set_digest 1 "net.set:3:23: 0.il is not the text that the set was made of" --check-set net.set)
+
 # Text through files and pipes is the same text.
 expect(file 0 "" --verify --passes=canonicalize,shard\(ranks=2\),update\(clip=1.0\) --dump-ir dump ${MLP} -o out.il)
 file(READ ${WORK}/out.il written)

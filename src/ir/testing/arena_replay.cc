@@ -1,6 +1,7 @@
 #include "ir/testing/arena_replay.h"
 
 #include <algorithm>
+#include <map>
 #include <unordered_map>
 
 #include "ir/op_table.h"
@@ -37,10 +38,10 @@ class Replay {
       }
     }
     size_t entry = 0;
-    for (const auto& [phase, count] : program_.RunOrder()) {
+    for (const auto& [phase, first, count] : program_.RunsOfStep()) {
       for (int64_t i = 0; i < count; ++i) {
-        INTERLACE_TRY(
-            RunPhase(plan_.variants[static_cast<size_t>(plan_.first_variant[entry] + i % plan_.turns[entry])]));
+        micro_batch_ = first + i * program_.width;
+        INTERLACE_TRY(RunPhase(plan_.variants[static_cast<size_t>(plan_.VariantOf(entry, i))]));
       }
       ++entry;
     }
@@ -93,6 +94,14 @@ class Replay {
       now_[take] = here ? given_[i] : Write(block);
       if (i < given_flights_.size() && !given_flights_[i].empty()) flights_[take] = given_flights_[i];
     }
+    for (const Carried& load : phase.loads) {
+      const Stay saved = saved_[{load.name, micro_batch_}];
+      const int32_t block = v.block_of[load.value];
+      if (block >= 0 && saved.offset != plan_.OffsetOf(block)) {
+        return MakeError("%", load.value, " is loaded at ", plan_.OffsetOf(block), " but was saved at ", saved.offset);
+      }
+      if (block >= 0) now_[load.value] = saved;
+    }
     for (size_t i = 0; i < phase.ops.size(); ++i) INTERLACE_TRY(RunOp(v, program_.op(phase.ops[i]), i));
     given_.clear(), given_root_.clear(), given_flights_.clear();
     for (ValueId give : phase.gives) {
@@ -101,6 +110,7 @@ class Replay {
       given_root_.push_back(root == give && program_.value(root).kind != ValueKind::kState && now_.contains(root));
       given_flights_.push_back(flights_.contains(give) ? flights_[give] : std::vector<Stay>());
     }
+    for (const Carried& save : phase.saves) saved_[{save.name, micro_batch_}] = now_[save.value];
     flights_.clear();
     std::erase_if(now_, [&](const auto& item) { return program_.value(item.first).kind != ValueKind::kState; });
     return Ok{};
@@ -170,6 +180,8 @@ class Replay {
   uint32_t last_mark_ = 0;
   std::unordered_map<ValueId, Stay> now_;                   // roots that are in the arena
   std::unordered_map<ValueId, std::vector<Stay>> flights_;  // by result of a start: what must stay until its wait
+  int64_t micro_batch_ = 0;
+  std::map<std::pair<std::string, int64_t>, Stay> saved_;  // by name and micro-batch
   std::vector<Stay> given_;
   std::vector<char> given_root_;
   std::vector<std::vector<Stay>> given_flights_;

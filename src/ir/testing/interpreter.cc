@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "base/exact_sum.h"
@@ -185,11 +186,9 @@ std::string CompareRuns(const std::string& what, const Runs& a, const Runs& b) {
   return difference;
 }
 
-}  // namespace
-
-Result<RunResult> Interpret(const Program& program, const InterpretOptions& options) {
+Result<RunResult> RunProgram(const Program& program, const InterpretOptions& options, const StageOfSet* stage) {
   bool captured = program.level == Level::kCaptured;
-  Machine machine(program, options, captured ? options.ranks : 0);
+  Machine machine(program, options, captured ? options.ranks : 0, stage);
   INTERLACE_TRY(machine.Init());
   RunResult result;
   INTERLACE_TRY(captured ? RunCaptured(program, options, machine, result)
@@ -204,6 +203,35 @@ Result<RunResult> Interpret(const Program& program, const InterpretOptions& opti
     }
   }
   return result;
+}
+
+}  // namespace
+
+Result<RunResult> Interpret(const Program& program, const InterpretOptions& options) {
+  return RunProgram(program, options, nullptr);
+}
+
+Result<RunResult> InterpretSet(const ProgramSet& set, const InterpretOptions& options) {
+  Mailbox mail(/*shared=*/true);
+  std::vector<Result<RunResult>> results(set.stages.size(), RunResult());
+  std::vector<std::thread> threads;
+  for (size_t s = 0; s < set.stages.size(); ++s) {
+    threads.emplace_back([&, s] {
+      const StageOfSet stage{set.axis, static_cast<int64_t>(s), &mail};
+      results[s] = RunProgram(set.stages[s].program, options, &stage);
+      if (!results[s].ok()) mail.Close();  // the others need not wait for it
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  RunResult all;
+  for (size_t s = 0; s < results.size(); ++s) {
+    if (!results[s].ok()) return Error{results[s].error().message, "stage " + std::to_string(s) + ", " + results[s].error().where};
+    for (auto& [name, values] : results[s]->outputs) all.outputs[name] = std::move(values);
+    for (auto& [name, values] : results[s]->params) all.params[name] = std::move(values);
+    for (auto& [name, values] : results[s]->buffers) all.buffers[name] = std::move(values);
+    if (!results[s]->norms.empty()) all.norms = results[s]->norms;
+  }
+  return all;
 }
 
 std::string FirstDifference(const RunResult& a, const RunResult& b) {

@@ -40,26 +40,35 @@ void CollectNumbers(const Arg& arg, std::vector<double>& out) {
 
 }  // namespace
 
-Machine::Machine(const Program& program, const InterpretOptions& options, int64_t ranks)
-    : program_(program), options_(options), ranks_(ranks) {
+Machine::Machine(const Program& program, const InterpretOptions& options, int64_t ranks, const StageOfSet* stage)
+    : program_(program), options_(options), mesh_(program.mesh), ranks_(ranks) {
+  for (Axis& axis : mesh_) {
+    if (stage != nullptr && axis.name == stage->axis) axis.size = 1;
+  }
   if (ranks_ == 0) {
     ranks_ = 1;
-    for (const Axis& axis : program_.mesh) ranks_ *= axis.size;
+    for (const Axis& axis : mesh_) ranks_ *= axis.size;
+  }
+  if (stage != nullptr) {
+    stage_axis_ = stage->axis;
+    first_address_ = stage->index * ranks_;
+    mail_ = stage->mail;
   }
   storage_.resize(ranks_, std::vector<Binding>(program_.num_values()));
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     interlace::Binding symbols;
-    for (const Axis& axis : program_.mesh) symbols["rank_" + axis.name] = Coordinate(rank, axis.name);
+    for (const Axis& axis : mesh_) symbols["rank_" + axis.name] = Coordinate(rank, axis.name);
+    if (stage != nullptr) symbols["rank_" + stage->axis] = stage->index;
     rank_symbols_.push_back(std::move(symbols));
   }
 }
 
 int64_t Machine::Coordinate(int64_t rank, std::string_view axes) const {
-  return GroupOf(program_.mesh, axes).IndexOf(rank);
+  return GroupOf(mesh_, axes).IndexOf(rank);
 }
 
 std::vector<int64_t> Machine::Peers(int64_t rank, std::string_view axes) const {
-  const AxisGroup group = GroupOf(program_.mesh, axes);
+  const AxisGroup group = GroupOf(mesh_, axes);
   std::vector<int64_t> peers;
   for (int64_t i = 0; i < group.size; ++i) peers.push_back(group.BaseOf(rank) + i * group.stride);
   return peers;
@@ -264,6 +273,15 @@ Status Machine::RunPhase(const Phase& phase) {
     }
     if (i < given_.size() && given_[i].in_flight) flights_[id] = std::move(given_[i].flight);
   }
+  for (const Carried& load : phase.loads) {
+    auto found = carried_.find({load.name, micro_batch_});
+    if (found == carried_.end()) {
+      return MakeError("phase ", phase.name, " loads '", load.name, "' of micro-batch ", micro_batch_,
+                       ", which nobody saved");
+    }
+    for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][load.value] = found->second[static_cast<size_t>(rank)];
+    carried_.erase(found);
+  }
   const PhaseLiveness& liveness = liveness_[&phase];
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     const Op& op = program_.op(phase.ops[i]);
@@ -286,6 +304,13 @@ Status Machine::RunPhase(const Phase& phase) {
       next[i].in_flight = true;
       next[i].flight = std::move(flight->second);
       flights_.erase(flight);
+    }
+  }
+  for (const Carried& save : phase.saves) {
+    std::vector<Binding> bindings;
+    for (int64_t rank = 0; rank < ranks_; ++rank) bindings.push_back(storage_[rank][save.value]);
+    if (!carried_.emplace(std::pair(save.name, micro_batch_), std::move(bindings)).second) {
+      return MakeError("phase ", phase.name, " saves '", save.name, "' of micro-batch ", micro_batch_, " twice");
     }
   }
   if (!flights_.empty())

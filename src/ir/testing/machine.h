@@ -1,7 +1,6 @@
 // machine.h — the memory of all ranks and the execution of single ops; the interpreter drives it phase by phase.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -13,13 +12,21 @@
 #include "ir/residency.h"
 #include "ir/testing/dense.h"
 #include "ir/testing/interpreter.h"
+#include "ir/testing/mailbox.h"
 
 namespace interlace::testing {
+
+// A machine that is one stage of a program set: the ranks with this index along the axis.
+struct StageOfSet {
+  std::string axis;
+  int64_t index = 0;
+  Mailbox* mail = nullptr;
+};
 
 class Machine {
  public:
   // `ranks` is 0 for the ranks of the mesh. The program and the options must outlive the machine.
-  Machine(const Program& program, const InterpretOptions& options, int64_t ranks);
+  Machine(const Program& program, const InterpretOptions& options, int64_t ranks, const StageOfSet* stage = nullptr);
 
   int64_t ranks() const { return ranks_; }
   Status Init();                 // storage of parameters, buffers, constants and states, with their first values
@@ -52,7 +59,8 @@ class Machine {
   struct Flight {  // what a start computed and its wait delivers: contiguous, by rank
     std::vector<Bytes> data;
     OpKind start = OpKind::kUnknown;
-    std::vector<int64_t> peers;  // of a message: the other rank, by rank
+    std::vector<int64_t> peers;   // of a message: the other rank, by rank
+    std::vector<size_t> numbers;  // of a receive, by rank: which message from there
   };
 
   // memory
@@ -90,7 +98,12 @@ class Machine {
 
   const Program& program_;
   const InterpretOptions& options_;
+  std::vector<Axis> mesh_;     // the program's; of a stage without the axis of the stages
   int64_t ranks_ = 1;
+  std::string stage_axis_;     // empty: the program is no stage
+  int64_t first_address_ = 0;  // for messages: rank r of this machine is at first_address_ + r
+  Mailbox own_mail_;
+  Mailbox* mail_ = &own_mail_;
   int64_t step_ = 0, micro_batch_ = 0;
   std::vector<interlace::Binding> rank_symbols_;          // by rank: rank_AXIS
   std::vector<std::vector<Binding>> storage_;             // by rank and root
@@ -102,8 +115,9 @@ class Machine {
     Flight flight;
   };
   std::vector<Given> given_;  // by the last phase
+  std::map<std::pair<std::string, int64_t>, std::vector<Binding>> carried_;  // by name and micro-batch
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
-  std::map<std::pair<int64_t, int64_t>, std::deque<Bytes>> messages_;  // (from, to): sent and not yet received
+  std::map<std::pair<int64_t, int64_t>, size_t> receives_;  // by sender and receiver: receives begun
   std::unordered_map<ValueId, OpId> pending_;  // by root of a step state: the last pending op that uses it
 };
 

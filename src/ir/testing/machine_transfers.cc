@@ -135,9 +135,12 @@ Result<Machine::Bytes> Machine::Exchanged(const Op& op, size_t index, int64_t ra
 Status Machine::Start(const Op& op) {
   for (size_t i = 0; i < op.results.size(); ++i) {
     const ValueId result = op.results[i];
-    Flight flight{{}, op.kind, {}};
+    Flight flight;
+    flight.start = op.kind;
     if (TraitsOf(op).family == OpFamily::kPeer) {
       INTERLACE_TRY(StartMessage(op, flight));
+    } else if (!stage_axis_.empty() && AxisOf(program_, op) == stage_axis_) {
+      return MakeError("the interpreter lacks collectives along the axis of the stages");
     } else {
       std::vector<Bytes> all;
       for (int64_t rank = 0; rank < ranks_; ++rank) {
@@ -163,26 +166,32 @@ Status Machine::Start(const Op& op) {
   return Ok{};
 }
 
+// Where messages to and from the peer go.
 Result<int64_t> Machine::PeerOf(const Op& op, int64_t rank) const {
   const Arg* peer = op.Attr("peer");
   if (peer == nullptr || peer->kind != Arg::Kind::kInt) return MakeError(op.name, " names no peer");
   INTERLACE_ASSIGN(const int64_t index, program_.dims.Evaluate(peer->integer, rank_symbols_[rank]));
-  const std::vector<int64_t> ranks = Peers(rank, AxisOf(program_, op));
+  const std::string_view axis = AxisOf(program_, op);
+  if (axis == stage_axis_) return index * ranks_ + rank;  // in another stage
+  const std::vector<int64_t> ranks = Peers(rank, axis);
   if (index < 0 || index >= static_cast<int64_t>(ranks.size())) {
     return MakeError("rank ", rank, " names the peer ", index, " of ", ranks.size());
   }
-  return ranks[static_cast<size_t>(index)];
+  return first_address_ + ranks[static_cast<size_t>(index)];
 }
 
-// Messages between two ranks arrive in the order in which they were sent; a receive takes its own when waited for.
+// The k-th receive that begins takes the k-th message that was sent.
 Status Machine::StartMessage(const Op& op, Flight& flight) {
   flight.data.resize(static_cast<size_t>(ranks_));
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     INTERLACE_ASSIGN(const int64_t peer, PeerOf(op, rank));
     flight.peers.push_back(peer);
-    if (op.kind != OpKind::kSendStart) continue;
+    if (op.kind == OpKind::kRecvStart) {
+      flight.numbers.push_back(receives_[{peer, first_address_ + rank}]++);
+      continue;
+    }
     INTERLACE_ASSIGN(Bytes bytes, ReadBytes(rank, op.args[0].value));
-    messages_[{rank, peer}].push_back(std::move(bytes));
+    mail_->Send(first_address_ + rank, peer, std::move(bytes));
   }
   return Ok{};
 }
@@ -196,13 +205,10 @@ Status Machine::Wait(const Op& op) {
       return MakeError("%", arg.value, " comes from ", TraitsOf(flight.start).name);
     }
     for (int64_t rank = 0; rank < ranks_ && op.kind == OpKind::kRecvWait; ++rank) {
-      std::deque<Bytes>& inbox = messages_[{flight.peers[static_cast<size_t>(rank)], rank}];
-      if (inbox.empty()) {
-        return MakeError("rank ", rank, " waits for a message that rank ", flight.peers[static_cast<size_t>(rank)],
-                         " never sent");
-      }
-      flight.data[static_cast<size_t>(rank)] = std::move(inbox.front());
-      inbox.pop_front();
+      const auto r = static_cast<size_t>(rank);
+      std::optional<Bytes> message = mail_->Receive(flight.peers[r], first_address_ + rank, flight.numbers[r]);
+      if (!message) return MakeError("rank ", rank, " waits for a message that rank ", flight.peers[r], " never sent");
+      flight.data[r] = std::move(*message);
     }
     for (int64_t rank = 0; rank < ranks_ && op.kind != OpKind::kSendWait; ++rank) {
       INTERLACE_TRY(WriteBytes(rank, arg.value, flight.data[static_cast<size_t>(rank)]));

@@ -1,4 +1,4 @@
-#include "passes/digest.h"
+#include "base/digest.h"
 
 #include <array>
 #include <bit>

@@ -1,0 +1,82 @@
+// Axes of the mesh: the ranks along some, this rank among them, and along which what a unit holds differs.
+#include <algorithm>
+#include <set>
+
+#include "ir/program.h"
+
+namespace interlace {
+
+std::vector<std::string_view> AxesOf(std::string_view axes) {
+  std::vector<std::string_view> out;
+  while (!axes.empty()) {
+    const size_t comma = std::min(axes.find(','), axes.size());
+    out.push_back(axes.substr(0, comma));
+    axes.remove_prefix(std::min(comma + 1, axes.size()));
+  }
+  return out;
+}
+
+AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
+  const std::vector<std::string_view> wanted = AxesOf(axes);
+  AxisGroup group;
+  bool within = false;
+  for (size_t i = mesh.size(); i-- > 0;) {
+    const bool member = std::find(wanted.begin(), wanted.end(), mesh[i].name) != wanted.end();
+    if (member) group.size *= mesh[i].size, within = true;
+    if (!within) group.stride *= mesh[i].size;
+  }
+  if (!within) group.stride = 1;
+  return group;
+}
+
+std::string Program::DataAxes(const Unit& unit) const {
+  std::string out;
+  for (const Axis& axis : mesh) {
+    bool named = false;
+    for (const std::string* axes : {&unit.axis, &unit.replicas}) {
+      for (std::string_view name : AxesOf(*axes)) named = named || name == axis.name;
+    }
+    if (named) out += (out.empty() ? "" : ",") + axis.name;
+  }
+  return out;
+}
+
+std::vector<std::string> Program::TransferAxes(bool grids) const {
+  std::set<std::string> found;
+  for (const Unit& unit : units) {
+    found.insert(unit.axis);
+    if (!unit.replicas.empty()) found.insert(grids ? DataAxes(unit) : unit.replicas);
+  }
+  for (const Phase& phase : phases) {
+    for (OpId id : phase.ops) {
+      const Arg* axis = op(id).Attr("axis");
+      if (axis != nullptr && axis->kind == Arg::Kind::kWord) found.insert(axis->text);
+    }
+  }
+  std::erase_if(found, [&](const std::string& axes) { return AxisSize(axes) < 2; });
+  return {found.begin(), found.end()};
+}
+
+Dim Program::AxisRank(std::string_view axes) {
+  Dim out = 0;
+  for (std::string_view axis : AxesOf(axes)) {
+    out = dims.Add(dims.Mul(out, Dim(AxisSize(axis))), dims.Symbol("rank_" + std::string(axis)));
+  }
+  return out;
+}
+
+std::vector<std::string_view> Program::AxesOfElements(const Unit& unit, bool shard) const {
+  std::vector<std::string_view> differ;
+  if (shard) differ = AxesOf(unit.axis);
+  for (const Param& param : params) {
+    if (param.unit != unit.id) continue;
+    for (const Cut& cut : param.cuts) differ.push_back(cut.axis);
+  }
+  std::vector<std::string_view> out;
+  for (const Axis& axis : mesh) {
+    if (axis.size > 1 && std::find(differ.begin(), differ.end(), axis.name) != differ.end()) out.push_back(axis.name);
+  }
+  return out;
+}
+
+}  // namespace interlace

@@ -1,0 +1,303 @@
+// Whether the stages of a set fit: the messages and collectives along their axis are listed stage by stage in the order
+// of the run lines, compared, and then walked together as the ranks would.
+#include <algorithm>
+#include <map>
+
+#include "base/scan.h"
+#include "ir/op_table.h"
+#include "ir/program_set.h"
+#include "ir/text.h"
+#include "ir/verifier.h"
+
+namespace interlace {
+namespace {
+
+constexpr size_t kMostOfStage = size_t{1} << 24;  // of a stage: starts and waits of a step
+
+// A start or a wait along the axis of the stages. Of a message: its number among those from one stage to the other.
+struct Event {
+  OpId op = kNone;
+  int64_t micro_batch = kNone;
+  int32_t peer = -1;  // the other stage; -1: a collective of all
+  int64_t number = 0;
+  bool waits = false, sends = false;
+};
+
+class StageEvents {
+ public:
+  StageEvents(const ProgramSet& set, int32_t stage)
+      : program_(set.stages[static_cast<size_t>(stage)].program), axis_(set.axis), stage_(stage),
+        sent(set.stages.size()), received(set.stages.size()) {}
+
+  // Error: of an op, to be told with its stage.
+  Status Run(OpId& at) {
+    for (const Program::StepRun& run : program_.RunsOfStep()) {
+      for (int64_t i = 0; i < run.count; ++i) {
+        if (before_ != nullptr) HandOn(*before_, *run.phase);
+        const int64_t micro_batch = run.first == kNone ? kNone : run.first + i * program_.width;
+        for (OpId id : run.phase->ops) {
+          at = id;
+          INTERLACE_TRY(Visit(program_.op(id), micro_batch));
+        }
+        before_ = run.phase;
+      }
+    }
+    return Ok{};
+  }
+
+ private:
+  bool AlongTheStages(const Op& op) const {
+    std::string axes(AxisOf(program_, op));
+    if (TraitsOf(op).family == OpFamily::kUnit && !op.units.empty()) axes += "," + program_.units[op.units[0]].replicas;
+    const std::vector<std::string_view> list = AxesOf(axes);
+    return std::find(list.begin(), list.end(), axis_) != list.end();
+  }
+
+  Status Visit(const Op& op, int64_t micro_batch) {
+    if (events.size() > kMostOfStage) return MakeError("a step has more than ", kMostOfStage, " starts and waits");
+    if (IsWait(op)) {
+      ForEachOperand(op, [&](ValueId id) {
+        const auto started = in_flight_.find(id);
+        if (started == in_flight_.end()) return;  // along another axis, or of the step before
+        Event event = started->second;
+        event.op = op.id, event.micro_batch = micro_batch, event.waits = true;
+        events.push_back(event);
+        in_flight_.erase(started);
+      });
+      return Ok{};
+    }
+    if (!IsStart(op) || !AlongTheStages(op)) return Ok{};
+    Event event{.op = op.id, .micro_batch = micro_batch};
+    if (TraitsOf(op).family == OpFamily::kPeer) {
+      const std::string own = "rank_" + axis_;
+      INTERLACE_ASSIGN(const int64_t peer, program_.dims.Evaluate(op.Attr("peer")->integer, {{own, stage_}}));
+      if (peer == stage_) return MakeError(op.name, " names this stage itself; write peer= with another");
+      event.peer = static_cast<int32_t>(peer);
+      event.sends = op.kind == OpKind::kSendStart;
+      std::vector<OpId>& list = (event.sends ? sent : received)[static_cast<size_t>(peer)];
+      event.number = static_cast<int64_t>(list.size());
+      list.push_back(op.id);
+    } else {
+      event.number = static_cast<int64_t>(collectives.size());
+      collectives.push_back(op.id);
+    }
+    events.push_back(event);
+    for (ValueId id : op.results) {
+      if (id != kNone) in_flight_[id] = event;
+    }
+    return Ok{};
+  }
+
+  void HandOn(const Phase& from, const Phase& to) {
+    std::map<ValueId, Event> next;
+    for (size_t i = 0; i < from.gives.size() && i < to.takes.size(); ++i) {
+      const auto found = in_flight_.find(from.gives[i]);
+      if (found != in_flight_.end()) next[to.takes[i]] = found->second;
+    }
+    in_flight_ = std::move(next);
+  }
+
+  const Program& program_;
+  const std::string axis_;
+  const int32_t stage_;
+  const Phase* before_ = nullptr;
+  std::map<ValueId, Event> in_flight_;  // by result of a start
+
+ public:
+  std::vector<Event> events;
+  std::vector<std::vector<OpId>> sent, received;  // by the other stage, in order
+  std::vector<OpId> collectives;
+};
+
+// "f32[4,8]", whatever the strides.
+std::string Sizes(const Program& program, const Type& type) {
+  std::string out(DTypeName(type.dtype));
+  for (size_t i = 0; i < type.sizes.size(); ++i) out += (i > 0 ? "," : "[") + program.dims.ToString(type.sizes[i]);
+  return out + (type.sizes.empty() ? "[]" : "]");
+}
+
+class Check {
+ public:
+  explicit Check(const ProgramSet& set) : set_(set), count_(static_cast<int32_t>(set.stages.size())) {}
+
+  Status Run() {
+    INTERLACE_TRY(Programs());
+    for (int32_t s = 0; s < count_; ++s) {
+      StageEvents& stage = stages_.emplace_back(set_, s);
+      OpId at = kNone;
+      if (Status status = stage.Run(at); !status.ok()) return At(s, at, status.error().message);
+    }
+    for (int32_t from = 0; from < count_; ++from) {
+      for (int32_t to = 0; to < count_; ++to) INTERLACE_TRY(Messages(from, to));
+    }
+    for (int32_t s = 1; s < count_; ++s) INTERLACE_TRY(Collectives(s));
+    return Walk();
+  }
+
+ private:
+  const Program& ProgramOf(int32_t s) const { return set_.stages[static_cast<size_t>(s)].program; }
+  const std::string& FileOf(int32_t s) const { return set_.stages[static_cast<size_t>(s)].file; }
+  std::string NameOf(int32_t s) const { return "stage " + std::to_string(s) + " (" + FileOf(s) + ")"; }
+
+  int32_t LineOf(int32_t s, OpId op) {
+    auto [found, fresh] = lines_.try_emplace(s);
+    if (fresh) found->second = PrintWithLines(ProgramOf(s)).op_line;
+    return found->second[static_cast<size_t>(op)];
+  }
+  Error At(int32_t s, OpId op, const std::string& what) {
+    return Error{what + "\n  " + PrintOp(ProgramOf(s), ProgramOf(s).op(op)),
+                 NameOf(s) + ", line " + std::to_string(LineOf(s, op))};
+  }
+
+  Status Programs() {
+    for (int32_t s = 0; s < count_; ++s) {
+      if (Status valid = Verify(ProgramOf(s)); !valid.ok())
+        return Error{valid.error().message, NameOf(s) + ", " + valid.error().where};
+      const Program &mine = ProgramOf(s), &first = ProgramOf(0);
+      const bool same = std::equal(mine.mesh.begin(), mine.mesh.end(), first.mesh.begin(), first.mesh.end(),
+                                   [](const Axis& a, const Axis& b) { return a.name == b.name && a.size == b.size; });
+      if (!same) return Error{"its mesh is not that of " + NameOf(0) + "; write the same 'mesh' lines", NameOf(s)};
+      if (mine.accumulation != first.accumulation || mine.width != first.width) {
+        return Error{"it runs " + std::to_string(mine.accumulation) + " micro-batches a step, " + NameOf(0) + " runs " +
+                         std::to_string(first.accumulation) + "; write 'step " + std::to_string(first.accumulation) + "'",
+                     NameOf(s)};
+      }
+    }
+    const auto axis = std::find_if(ProgramOf(0).mesh.begin(), ProgramOf(0).mesh.end(),
+                                   [&](const Axis& a) { return a.name == set_.axis; });
+    if (axis == ProgramOf(0).mesh.end()) {
+      return Error{"the mesh has no axis " + InQuotes(set_.axis) + "; add 'mesh " + set_.axis + " " +
+                       std::to_string(count_) + "' to every stage",
+                   NameOf(0)};
+    }
+    if (axis->size != count_) {
+      return MakeError("axis ", set_.axis, " has ", axis->size, " ranks, but the set has ", count_,
+                       count_ == 1 ? " stage" : " stages",
+                       axis->size > count_ ? "; add a line 'stage " + std::to_string(count_) + " \"FILE\" digest \"...\"'"
+                                           : "; write 'mesh " + set_.axis + " " + std::to_string(count_) + "' in every stage");
+    }
+    return Ok{};
+  }
+
+  // What `from` sends to `to` is what `to` receives from it, in order.
+  Status Messages(int32_t from, int32_t to) {
+    const std::vector<OpId>& sent = stages_[static_cast<size_t>(from)].sent[static_cast<size_t>(to)];
+    const std::vector<OpId>& received = stages_[static_cast<size_t>(to)].received[static_cast<size_t>(from)];
+    for (size_t k = 0; k < std::max(sent.size(), received.size()); ++k) {
+      const std::string count = std::to_string(sent.size()) + " sent and " + std::to_string(received.size()) + " received";
+      if (k >= received.size()) {
+        return At(from, sent[k], "message " + std::to_string(k + 1) + " to " + NameOf(to) + " is not received there (" + count +
+                                     "); add %N: " + Sent(from, sent[k]) + " = recv.start() {axis=" + set_.axis +
+                                     " peer=" + std::to_string(from) + "} and its wait, or drop this send");
+      }
+      if (k >= sent.size()) {
+        return At(to, received[k], "message " + std::to_string(k + 1) + " from " + NameOf(from) + " is not sent there (" + count +
+                                       "); add a send.start of " + Received(to, received[k]) + " {axis=" + set_.axis +
+                                       " peer=" + std::to_string(to) + "}, or drop this receive");
+      }
+      if (const std::string a = Sent(from, sent[k]), b = Received(to, received[k]); a != b) {
+        return At(to, received[k], "message " + std::to_string(k + 1) + " from " + NameOf(from) + " is " + a + " (line " +
+                                       std::to_string(LineOf(from, sent[k])) + " there), not " + b + "; receive " + a);
+      }
+    }
+    return Ok{};
+  }
+  std::string Sent(int32_t s, OpId op) const {
+    return Sizes(ProgramOf(s), ProgramOf(s).value(ProgramOf(s).op(op).args[0].value).type);
+  }
+  std::string Received(int32_t s, OpId op) const {
+    return Sizes(ProgramOf(s), ProgramOf(s).value(ProgramOf(s).op(op).results[0]).type);
+  }
+
+  // All stages meet in the same ones.
+  Status Collectives(int32_t s) {
+    const std::vector<OpId> &first = stages_[0].collectives, &mine = stages_[static_cast<size_t>(s)].collectives;
+    for (size_t k = 0; k < std::max(first.size(), mine.size()); ++k) {
+      const bool lacks = k >= mine.size();
+      const int32_t at = lacks ? 0 : s, other = lacks ? s : 0;
+      const OpId op = lacks ? first[k] : mine[k];
+      if (lacks || k >= first.size()) {
+        return At(at, op, "the ranks of " + NameOf(other) + " do not join this collective along " + set_.axis +
+                              "; every stage needs it");
+      }
+      const Op &a = ProgramOf(0).op(first[k]), &b = ProgramOf(s).op(mine[k]);
+      std::string there = a.name, here = b.name;
+      for (ValueId id : a.results) there += " " + Sizes(ProgramOf(0), ProgramOf(0).value(id).type);
+      for (ValueId id : b.results) here += " " + Sizes(ProgramOf(s), ProgramOf(s).value(id).type);
+      if (there == here) continue;
+      return At(s, mine[k], "its ranks meet those of " + NameOf(0) + " in another collective, " + there + " at line " +
+                                std::to_string(LineOf(0, first[k])) + " there");
+    }
+    return Ok{};
+  }
+
+  // Each stage goes on until it waits for what nobody has started.
+  Status Walk() {
+    const auto stages = static_cast<size_t>(count_);
+    std::vector<size_t> place(stages, 0);
+    // Started so far: messages by sender and receiver, of each end; collectives by stage.
+    std::vector<std::vector<int64_t>> sent(stages, std::vector<int64_t>(stages, 0)), received = sent;
+    std::vector<int64_t> joined(stages, 0);
+    // Whom the event waits for; -1: nobody.
+    const auto blocked_by = [&](size_t s, const Event& event) -> int32_t {
+      if (!event.waits) return -1;
+      if (event.peer < 0) {
+        for (size_t other = 0; other < stages; ++other) {
+          if (joined[other] <= event.number) return static_cast<int32_t>(other);
+        }
+        return -1;
+      }
+      const auto peer = static_cast<size_t>(event.peer);
+      const int64_t started = event.sends ? received[s][peer] : sent[peer][s];
+      return started <= event.number ? event.peer : -1;
+    };
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (size_t s = 0; s < stages; ++s) {
+        const std::vector<Event>& events = stages_[s].events;
+        for (; place[s] < events.size() && blocked_by(s, events[place[s]]) < 0; ++place[s], moved = true) {
+          const Event& event = events[place[s]];
+          if (event.waits) continue;
+          if (event.peer < 0) {
+            ++joined[s];
+          } else {
+            ++(event.sends ? sent[s][static_cast<size_t>(event.peer)] : received[static_cast<size_t>(event.peer)][s]);
+          }
+        }
+      }
+    }
+    for (size_t s = 0; s < stages; ++s) {
+      if (place[s] == stages_[s].events.size()) continue;
+      // Whoever waits, waits for one that waits: follow them to the first that comes again.
+      std::vector<bool> seen(stages, false);
+      size_t at = s;
+      const auto event_of = [&](size_t stage) -> const Event& { return stages_[stage].events[place[stage]]; };
+      for (; !seen[at]; at = static_cast<size_t>(blocked_by(at, event_of(at)))) seen[at] = true;
+      std::string what = "the stages wait for one another, and none goes on; let one of them send before it waits, or wait for what it sent later:";
+      size_t next = at;
+      do {
+        const Event& event = event_of(next);
+        const auto stage = static_cast<int32_t>(next), other = blocked_by(next, event);
+        what += "\n  " + NameOf(stage) + ", line " + std::to_string(LineOf(stage, event.op)) +
+                (event.micro_batch == kNone ? "" : ", micro-batch " + std::to_string(event.micro_batch)) +
+                ", waits for stage " + std::to_string(other) + ": " + PrintOp(ProgramOf(stage), ProgramOf(stage).op(event.op));
+        next = static_cast<size_t>(other);
+      } while (next != at);
+      return Error{what, ""};
+    }
+    return Ok{};
+  }
+
+  const ProgramSet& set_;
+  const int32_t count_;
+  std::vector<StageEvents> stages_;
+  std::map<int32_t, std::vector<int32_t>> lines_;  // by stage: of each op
+};
+
+}  // namespace
+
+Status CheckProgramSet(const ProgramSet& set) {
+  return Check(set).Run();
+}
+
+}  // namespace interlace
