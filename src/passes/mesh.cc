@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "ir/program.h"
 #include "passes/passes.h"
 
 namespace interlace {
