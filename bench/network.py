@@ -8,7 +8,8 @@
         net0 10.77.0.1  --- veth ---  [ port0 bridge port1 ]  --- veth ---  net0 10.77.0.2
         tc tbf 500 Mbit/s                                      tc tbf 500 Mbit/s
 
-Only sending is shaped, so a link is full duplex; several ranks that send to one at once may exceed its rate. The bridge lives in a
+`per_host` ranks share a namespace, as on machines with several devices: what they send one another stays within it, unshaped, and they
+share its sending rate. Only sending is shaped, so a link is full duplex; several ranks that send to one at once may exceed its rate. The bridge lives in a
 namespace of its own: the host's interfaces stay as they are, and deleting the namespaces removes everything. Their names hold the
 process id and its start time, so a run also removes what a killed one left. mbit=None: the ranks run on plain loopback, and
 neither root nor `ip` is needed.
@@ -50,14 +51,18 @@ class NetworkError(RuntimeError):
 
 
 class Network:
-    """`ranks` namespaces on one bridge, every rank sending at `mbit` Mbit/s at most; loopback for mbit=None. Use with `with`."""
+    """Ranks in namespaces on one bridge, `per_host` in each, every namespace sending at `mbit` Mbit/s at most; loopback for mbit=None.
+    Use with `with`.
+    """
 
-    def __init__(self, ranks: int = 2, mbit: float | None = None) -> None:
+    def __init__(self, ranks: int = 2, mbit: float | None = None, per_host: int = 1) -> None:
         if not 1 <= ranks <= 200:
             raise NetworkError(f"ranks must be 1 to 200, not {ranks}")
+        if per_host < 1 or ranks % per_host:
+            raise NetworkError(f"{ranks} ranks cannot be {per_host} on each host")
         if mbit is not None and not 1 <= mbit <= 100_000:
             raise NetworkError(f"mbit must be 1 to 100000 Mbit/s, not {mbit:g}; leave it out for unshaped loopback")
-        self.ranks, self.mbit = ranks, mbit
+        self.ranks, self.mbit, self.per_host = ranks, mbit, per_host
         self._tag = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}"
         self._children: list[subprocess.Popen[Any]] = []
         self._port = PORT
@@ -98,8 +103,9 @@ class Network:
         _ip("netns", "add", hub)
         _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
         _ip("-n", hub, "link", "set", "bridge", "up")
-        for rank in range(self.ranks):
-            name, port = self.namespace(rank), f"port{rank}"
+        for host in range(self.ranks // self.per_host):
+            rank = host * self.per_host
+            name, port = self.namespace(rank), f"port{host}"
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", hub, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
@@ -110,12 +116,13 @@ class Network:
             _command(["tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape])
 
     def namespace(self, part: int | str) -> str:
-        return f"{self._tag}-{part}"
+        """Of a rank, or the hub."""
+        return f"{self._tag}-{part // self.per_host if isinstance(part, int) else part}"
 
     # ---- running ranks ----
 
     def address(self, rank: int) -> str:
-        return "127.0.0.1" if self.mbit is None else f"10.77.0.{rank + 1}"
+        return "127.0.0.1" if self.mbit is None else f"10.77.0.{rank // self.per_host + 1}"
 
     def environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set for this rank, and the interface that gloo must use."""
@@ -125,10 +132,10 @@ class Network:
             "MASTER_PORT": str(self._port),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_RANK": str(rank % self.per_host if self.per_host > 1 else rank),
+            "LOCAL_WORLD_SIZE": str(self.per_host if self.per_host > 1 else self.ranks),
+            "GROUP_RANK": str(rank // self.per_host if self.per_host > 1 else 0),
+            "GROUP_WORLD_SIZE": str(self.ranks // self.per_host if self.per_host > 1 else 1),
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self.ranks),
             "GLOO_SOCKET_IFNAME": interface,
@@ -161,7 +168,8 @@ class Network:
 
     def goodput(self, seconds: float = 1.0) -> float:
         """Duplex: bytes/s of payload that a rank sends while it receives as much; every rank to the next one, over plain sockets."""
-        return self._measure([(r, (r + 1) % self.ranks) for r in range(self.ranks)], seconds)
+        first = range(0, self.ranks, self.per_host)  # one rank of each host
+        return self._measure([(r, (r + self.per_host) % self.ranks) for r in first], seconds)
 
     def simplex_goodput(self, seconds: float = 1.0) -> float:
         """Bytes/s of payload from rank 0 to rank 1 while nothing else is sent."""

@@ -106,6 +106,33 @@ def fsdp2(settings: Settings, gathered: bool = False, compiled: bool = False) ->
     return step
 
 
+def fsdp2_hybrid(settings: Settings) -> Step:
+    """fully_shard on a mesh of two axes: shards within a host, the same on each of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = causal_model(settings.case)
+    mesh = init_device_mesh("cpu", hosts(), mesh_dim_names=("replicate", "shard"))
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model.parameters())
+
+    def step(batches: list[Batch]) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = accumulated(model, batches, model.set_requires_gradient_sync)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def hosts() -> tuple[int, int]:
+    """How many there are, and the ranks on each."""
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    return dist.get_world_size() // per_host, per_host
+
+
 def ddp(settings: Settings, zero: bool = False) -> Step:
     """DistributedDataParallel; with `zero` each rank updates its part of the parameters and sends it to the others."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -176,8 +203,10 @@ def deepspeed(settings: Settings, stage: int) -> Step:
 # ---- ours ----
 
 
-def interlace_step(settings: Settings, strategy: str) -> Step:
+def interlace_step(settings: Settings, strategy: str, hybrid: bool = False) -> Step:
     import interlace
+
+    mesh = dict(zip(("replica", "dp"), hosts(), strict=True)) if hybrid else None
 
     model = causal_model(settings.case)
     example = [
@@ -190,7 +219,7 @@ def interlace_step(settings: Settings, strategy: str) -> Step:
         adamw(model.parameters()),
         causal_loss,
         _whole(example),
-        interlace.Config(strategy=strategy, accumulation=settings.accumulation, accumulate_mode=mode, schedule=[]),
+        interlace.Config(strategy=strategy, mesh=mesh, accumulation=settings.accumulation, accumulate_mode=mode, schedule=[]),
     )
     return lambda batches: trainer.step(_whole(batches)).item()
 
@@ -211,7 +240,7 @@ def fsdp2_peak(settings: Settings) -> int:
     return int(least.item())
 
 
-def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
+def interlace_search(settings: Settings, as_fsdp2: bool, hybrid: bool = False) -> Step:
     """Plans in some steps of a trainer that is thrown away, then trains with the passes that were chosen there."""
     import interlace
     from interlace import _core
@@ -219,13 +248,14 @@ def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
 
     limit = fsdp2_peak(settings) if as_fsdp2 else None
     common: dict[str, Any] = {"accumulation": settings.accumulation, "accumulate_mode": settings.mode}
+    mesh = {"mesh": dict(zip(("replica", "dp"), hosts(), strict=True))} if hybrid else {}
     example = _whole(_some_batches(settings, 1)[0])
     model = causal_model(settings.case)
     search = "search(cluster={cluster},profile={profile},limit={limit})"
     first = search.replace("profile={profile},", "")  # nothing is measured yet; the limit holds from the first step on
     trainer = interlace.compile(
         model, adamw(model.parameters()), causal_loss, example,
-        interlace.Config(schedule=[(0, [first]), (PLAN_STEP, [search])], cache="off", **common, memory_limit=limit),
+        interlace.Config(schedule=[(0, [first]), (PLAN_STEP, [search])], cache="off", **common, **mesh, memory_limit=limit),
     )  # fmt: skip
     for batches in _some_batches(settings, PLAN_STEP + 1):
         trainer.step(_whole(batches))
@@ -235,7 +265,7 @@ def interlace_search(settings: Settings, as_fsdp2: bool) -> Step:
         print(f"memory limit {limit}\n{program.explain()}\n{recompute} {passes}", file=sys.stderr, flush=True)
     trainer.close()
     model = causal_model(settings.case)
-    config = interlace.Config(**common)
+    config = interlace.Config(**common, **mesh)
     pipeline = schedule.pipeline(config.pipeline(dist.get_world_size()), [p for p in (recompute, passes) if p])
     trainer = interlace.compile(
         model, adamw(model.parameters()), causal_loss, example, interlace.Config(passes=pipeline, cache="off", **common)
@@ -290,6 +320,23 @@ METHODS = {
             "gathered",
             "interlace",
             lambda s: interlace_search(s, as_fsdp2=False),
+            ours=True,
+        ),
+        Method("fsdp2-hybrid", "FSDP2, HSDP", "hybrid", "torch", fsdp2_hybrid),
+        Method(
+            "hybrid",
+            "interlace shard on the mesh",
+            "hybrid",
+            "interlace",
+            lambda s: interlace_step(s, "shard", hybrid=True),
+            ours=True,
+        ),
+        Method(
+            "hybrid-search",
+            "interlace search on the mesh",
+            "hybrid",
+            "interlace",
+            lambda s: interlace_search(s, as_fsdp2=False, hybrid=True),
             ours=True,
         ),
         Method("ddp", "DDP", "replicated", "torch", ddp),

@@ -5,6 +5,7 @@ With n ranks, P bytes of parameters (gradients are as many) and `a` micro-batche
     sharded     parameters only while used    ((2a gathers) + (a or 1 reduces)) * P (n-1)/n    each micro-batch gathers twice
     gathered    parameters whole for a step   (1 gather + 1 reduce) * P (n-1)/n
     replicated  parameters whole always       2 * P (n-1)/n                                    an all-reduce is a reduce and a gather
+    hybrid      shards within a host          2 * P (n-1)/n   of n hosts, all ranks of a host together; within it nothing counts
 
 A gather and a reduce send P (n-1)/n each (ring or direct, the least there is), so with one micro-batch sharded training moves three
 times that and the others twice. Wire time is these bytes over the measured duplex goodput; the bound of a step is the larger of
@@ -19,7 +20,7 @@ from typing import Any
 
 from common import Times, quartiles, ratios
 
-KINDS = ("sharded", "gathered", "replicated")
+KINDS = ("sharded", "gathered", "replicated", "hybrid")
 ACCUMULATE_MODES = ("reduce_last", "reduce_each")
 LOSS_TOLERANCE = (
     1e-4  # relative; equal within 1e-6 after 16 steps here, while without averaging the second step is 1e-3 off
@@ -27,7 +28,7 @@ LOSS_TOLERANCE = (
 
 
 def wire_bytes(kind: str, parameter_bytes: int, ranks: int, accumulation: int = 1, mode: str = "reduce_last") -> float:
-    """Bytes that a rank must send in an optimizer step. Errors: an unknown kind or mode, less than one rank or micro-batch."""
+    """Bytes that a rank (hybrid: a host) must send in an optimizer step. Errors: an unknown kind or mode, less than one rank or micro-batch."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if mode not in ACCUMULATE_MODES:

@@ -161,6 +161,7 @@ class Bench:
         self.methods = [*ALONE.values(), *methods]
         self.rows = {m.name: Row(m.name, m.kind, m.title, m.ours) for m in self.methods}
         self.crews: dict[str, Crew] = {}
+        self.baseline = BASELINE if args.per_host == 1 else "fsdp2-hybrid"
         self.parameter_bytes = 0
         self.goodput = 0.0
         self.interrupted = False
@@ -245,7 +246,7 @@ class Bench:
     def facts(self) -> dict[str, Any]:
         return {
             "compute_s": self.compute_s(), "goodput": self.goodput, "parameter_bytes": self.parameter_bytes,
-            "ranks": self.args.ranks, "accumulation": self.args.accumulation, "mode": self.args.accumulate_mode,
+            "ranks": self.args.ranks // self.args.per_host, "accumulation": self.args.accumulation, "mode": self.args.accumulate_mode,
         }  # fmt: skip
 
     def compared(self) -> list[Row]:
@@ -268,7 +269,7 @@ class Bench:
             low, middle, high = quartiles(row.seconds)
             print(f"{row.title}: {middle * 1e3:.0f} ms [{low * 1e3:.0f}, {high * 1e3:.0f}]")
         print(f"wire alone: {self.goodput / 1e6:.2f} MB/s duplex goodput a rank ({self.goodput * 8e-6:.0f} Mbit/s)")
-        print("\n".join(lines(rows, self.facts(), BASELINE, markdown=a.markdown)))
+        print("\n".join(lines(rows, self.facts(), self.baseline, markdown=a.markdown)))
         for v in verdicts(rows):
             word = "faster" if v["ratio_q3"] < 1 else "SLOWER" if v["ratio_q1"] > 1 else "about equal"
             print(
@@ -286,7 +287,7 @@ class Bench:
 
     def record(self) -> dict[str, Any]:
         rows = self.compared()
-        baseline = next((r for r in rows if r.name == BASELINE), None)
+        baseline = next((r for r in rows if r.name == self.baseline), None)
         return {
             "title": "peers", "settings": {k: v for k, v in vars(self.args).items() if k not in ("json", "logs", "markdown")},
             "parameter_bytes": self.parameter_bytes, "duplex_goodput": self.goodput,
@@ -297,10 +298,11 @@ class Bench:
         }  # fmt: skip
 
 
-def chosen(only: str | None) -> list[Method]:
-    """Methods by name, in the table's order. Error: an unknown name (did you mean)."""
+def chosen(only: str | None, hybrid: bool = False) -> list[Method]:
+    """Methods by name, in the table's order; by default those of a mesh of two axes, or all others. Error: an unknown name (did you
+    mean)."""
     if only is None:
-        return list(METHODS.values())
+        return [m for m in METHODS.values() if (m.kind == "hybrid") == hybrid]
     names = [name.strip() for name in only.split(",") if name.strip()]
     for name in names:
         if name not in METHODS:
@@ -324,6 +326,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=_at_least(2), default=2)
     parser.add_argument("--mbit", type=float, help="sending rate of each rank in Mbit/s (default: unshaped loopback)")
+    parser.add_argument(
+        "--per-host", type=_at_least(1), default=1,
+        help="ranks that share a host and its rate; more than one: methods that shard within a host and replicate across",
+    )
     parser.add_argument("--accumulation", type=_at_least(1), default=1, help="micro-batches a step")
     parser.add_argument(
         "--accumulate-mode", choices=ACCUMULATE_MODES, default="reduce_last", help="of FSDP2 eager, compiled and ours"
@@ -339,13 +345,13 @@ def main() -> None:
     parser.add_argument("--logs", help="a folder that keeps what every process printed")
     parser.add_argument("--json", metavar="FILE", help="add the figures to a list in this file")
     args = parser.parse_args()
-    bench = Bench(args, chosen(args.only))
+    bench = Bench(args, chosen(args.only, hybrid=args.per_host > 1))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(args.logs or scratch)
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            with Network(args.ranks, args.mbit) as net:
+            with Network(args.ranks, args.mbit, args.per_host) as net:
                 bench.run(net, logs)
         except NetworkError as e:
             sys.exit(f"error: {e}")
