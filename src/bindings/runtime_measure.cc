@@ -42,6 +42,14 @@ void BindMeasure(py::module_& m) {
           },
           no_gil)
       .def(
+          "start_grid_reduce",
+          [](Comm& c, Tensors flats, Tensors shards, std::vector<int> within, std::vector<int> across,
+             std::string label) {
+            const RankGrid grid{std::move(within), std::move(across)};
+            return Unwrap(c.StartGridReduce(std::move(flats), std::move(shards), grid, std::move(label)));
+          },
+          no_gil)
+      .def(
           "start_all_reduce",
           [](Comm& c, at::Tensor value, std::string label) {
             return Unwrap(c.StartAllReduce(std::move(value), std::move(label)));

@@ -8,6 +8,7 @@
 #include "base/suggest.h"
 #include "bindings/runtime.h"
 #include "cost/cluster.h"
+#include "cost/collective_model.h"
 #include "cost/cost_model.h"
 #include "cost/signature.h"
 #include "ir/op_table.h"
@@ -79,10 +80,13 @@ py::dict FactsOf(const Program& program, const Op& op) {
     const Status status = AppendProfileKey(program, op, key);
     if (!status.ok()) throw std::invalid_argument(status.error().ToString());
   }
+  const std::string replicas = op.kind == OpKind::kReduceStart ? program.units[op.units[0]].replicas : "";
   return py::dict(py::arg("key") = key, py::arg("name") = op.name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
                   py::arg("result_bytes") = ResultBytes(program, op),
                   py::arg("bytes") = starts && !moves ? CollectiveBytes(program, op) : 0,
                   py::arg("moves") = starts && moves && !IsClean(op) && !IsFresh(op),
+                  py::arg("axis") = std::string(AxisOf(program, op)), py::arg("replicas") = replicas,
+                  py::arg("ranks") = RanksWord(program.mesh, AxisOf(program, op), replicas),
                   py::arg("units") = std::max<int64_t>(static_cast<int64_t>(op.results.size()), 1),
                   py::arg("text") = PrintOp(program, op));
 }

@@ -9,6 +9,14 @@ std::string_view CollectiveKindName(CollectiveKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
+std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas) {
+  const auto word = [&](std::string_view along) {
+    const AxisGroup group = GroupOf(mesh, along);
+    return std::to_string(group.size) + (group.stride > 1 && group.size > 1 ? "/" + std::to_string(group.stride) : "");
+  };
+  return word(axes) + (GroupOf(mesh, replicas).size > 1 ? "+" + word(replicas) : "");
+}
+
 GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node) {
   const AxisGroup along = GroupOf(mesh, axes);
   GroupShape group;

@@ -180,19 +180,36 @@ Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
   INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
   int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
   INTERLACE_ASSIGN(OpCost cost, CollectiveCost(kind, axis, bytes, units));
-  if (op.kind == OpKind::kReduceStart && !program_->units[op.units[0]].replicas.empty()) {
-    INTERLACE_ASSIGN(const double part, OperandBytes(op, /*results=*/true));
-    INTERLACE_ASSIGN(const OpCost across, CollectiveCost(CollectiveKind::kAllReduce,
-                                                         program_->units[op.units[0]].replicas, part, units));
-    cost = OneAfterTheOther(cost, across);
+  if (op.kind == OpKind::kReduceStart && program_->AxisSize(program_->units[op.units[0]].replicas) > 1) {
+    INTERLACE_ASSIGN(cost, OntoReplicas(op, cost, bytes, units));
   }
   cost.sends = op.kind != OpKind::kRecvStart;
   cost.receives = op.kind != OpKind::kSendStart;
   return cost;
 }
 
+// A sum within the shard axes and then over the replicas: as measured together, or one after the other.
+Result<OpCost> CostModel::OntoReplicas(const Op& op, const OpCost& within, double bytes, int64_t units) {
+  const Unit& unit = program_->units[op.units[0]];
+  const std::string ranks = RanksWord(program_->mesh, unit.axis, unit.replicas);
+  if (profile_ != nullptr && profile_->collectives.contains({"reduce", ranks})) {
+    GroupShape group = GroupShapeOf(program_->mesh, unit.replicas, cluster_.per_node);
+    group.ranks *= program_->AxisSize(unit.axis);
+    INTERLACE_ASSIGN(OpCost cost, Timed(CollectiveKind::kReduce, group, ranks, bytes, units));
+    cost.resource = Resource::kInterLink;  // gathers within the shard axes go on beside it
+    return cost;
+  }
+  INTERLACE_ASSIGN(const double part, OperandBytes(op, /*results=*/true));
+  INTERLACE_ASSIGN(const OpCost across, CollectiveCost(CollectiveKind::kAllReduce, unit.replicas, part, units));
+  return OneAfterTheOther(within, across);
+}
+
 Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units) {
-  GroupShape group = GroupShapeOf(program_->mesh, axis, cluster_.per_node);
+  return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), RanksWord(program_->mesh, axis), bytes, units);
+}
+
+Result<OpCost> CostModel::Timed(CollectiveKind kind, GroupShape group, const std::string& ranks, double bytes,
+                                int64_t units) {
   OpCost cost;
   cost.group_ranks = group.ranks;
   cost.resource = group.within_node() ? Resource::kIntraLink : Resource::kInterLink;
@@ -204,7 +221,7 @@ Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view a
   cost.source = OpCost::Source::kEstimated;
   double core_us = cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6, finish_us = 0;
   if (profile_ != nullptr) {
-    std::pair<std::string, int64_t> key{CollectiveKindName(kind), group.ranks};
+    const std::pair<std::string, std::string> key{CollectiveKindName(kind), ranks};
     double size = bytes / static_cast<double>(messages), count = static_cast<double>(messages);
     auto at = [&](const ProfileTable::Sweeps& sweeps, double where) {
       auto sweep = sweeps.find(key);

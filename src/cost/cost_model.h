@@ -83,6 +83,9 @@ class CostModel {
       : program_(&program), cluster_(cluster), profile_(profile) {}
   Result<OpCost> Compute(const Op& op);
   Result<OpCost> Collective(const Op& op, CollectiveKind kind);
+  Result<OpCost> OntoReplicas(const Op& op, const OpCost& within, double bytes, int64_t units);
+  // `ranks`: the profile's word for the group.
+  Result<OpCost> Timed(CollectiveKind kind, GroupShape group, const std::string& ranks, double bytes, int64_t units);
   Result<OpCost> Copy(const Op& op, bool to_device);
   Result<OpCost> HostStep(const Op& op);
   void ReadPairs(const ProfileTable& profile);

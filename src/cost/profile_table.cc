@@ -67,8 +67,20 @@ class ProfileReader {
 
   Status CollectiveLine(ProfileTable::Sweeps& sweeps) {
     INTERLACE_ASSIGN(std::string kind, Kind({"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"}));
-    INTERLACE_ASSIGN(int64_t ranks, Count("ranks", 2));
+    INTERLACE_ASSIGN(std::string ranks, Ranks());
     return Point(sweeps[{kind, ranks}]);
+  }
+  // "2", "2/4", "2+2/2"
+  Result<std::string> Ranks() {
+    INTERLACE_ASSIGN(const int64_t first, Count("ranks", 2));
+    std::string word = std::to_string(first);
+    while (in_.Peek() == '/' || in_.Peek() == '+') {
+      word += in_.Peek();
+      in_.Advance();
+      INTERLACE_ASSIGN(const int64_t next, in_.Int());
+      word += std::to_string(next);
+    }
+    return word;
   }
   Status IssueLine(size_t begin) {
     if (out_.issue_us) return in_.ErrorAt(begin, "the time to start a transfer is given twice");
@@ -212,7 +224,7 @@ std::string PrintProfile(const ProfileTable& table) {
       {"collective ", &table.collectives}, {"core ", &table.core}, {"finish ", &table.finish}};
   for (const auto& [word, sweeps] : collectives) {
     for (const auto& [key, sweep] : *sweeps) {
-      AppendPoints(out, word + key.first + " ranks " + std::to_string(key.second), sweep);
+      AppendPoints(out, word + key.first + " ranks " + key.second, sweep);
     }
   }
   for (const auto& [kind, sweep] : table.copies) AppendPoints(out, "copy " + kind, sweep);

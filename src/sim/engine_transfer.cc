@@ -70,7 +70,7 @@ int32_t Engine::PeerOf(int32_t r, const LoweredOp& op) const {
 
 int Engine::QueueOf(int32_t r, const LoweredOp& op) const {
   if (op.IsMessage()) return MessageQueue(PeerOf(r, op) > r, op.receives);
-  return static_cast<int>(cluster_.cpu && op.group.size > 1 && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
+  return static_cast<int>(cluster_.cpu && op.group.size > 1 && !op.across && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
 }
 
 bool Engine::Sends(int32_t r, int32_t id) const {

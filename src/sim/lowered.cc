@@ -50,7 +50,10 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
     // What copies nothing (clean, fresh) waits for no copy before it.
     if (MoveOf(op) != nullptr && cost.resource == Resource::kNone) out.lane = Lane::kCompute;
     out.kind = LoweredOp::Kind::kStart;
-    if (cost.group_ranks > 1) out.group = TransferGroup(program, op);
+    if (cost.group_ranks > 1) {
+      out.group = TransferGroup(program, op);
+      out.across = op.kind == OpKind::kReduceStart && program.AxisSize(program.units[op.units[0]].replicas) > 1;
+    }
     if (TraitsOf(op).family == OpFamily::kPeer) {
       out.receives = op.kind == OpKind::kRecvStart;
       out.peers = static_cast<int32_t>(lowered.peers.size());

@@ -18,6 +18,7 @@ import torch
 
 from interlace.cost.measurements import SLOWDOWN
 from interlace.dist.groups import native_backend
+from interlace.dist.mesh import Mesh
 
 Rows = dict[tuple[str, str], dict[str, float]]
 Exchange = Callable[[Any], list[Any]]  # every rank's value, by rank
@@ -67,11 +68,11 @@ class StepTimes:
     def rows(self) -> Rows:
         """Instances of one signature differ in place and caches: the median of each, and the mean of these."""
         ops: dict[str, list[int]] = defaultdict(list)
-        collectives: dict[tuple[str, int], list[int]] = defaultdict(list)
+        collectives: dict[tuple[str, str, int], list[int]] = defaultdict(list)
         for op, facts in self.ops.items():
             if facts["bytes"]:
                 size = facts["bytes"] // facts["units"]
-                collectives[facts["name"].removesuffix(".start"), size].append(op)
+                collectives[facts["name"].removesuffix(".start"), facts["ranks"], size].append(op)
             elif facts["key"]:
                 ops[facts["key"]].append(op)
         found: Rows = {}
@@ -81,10 +82,10 @@ class StepTimes:
                 "us": us, "bytes": self.ops[places[0]]["result_bytes"],
                 "transient": max(self.transient[op] for op in places), "measured": 1, "steps": self.steps,
             }  # fmt: skip
-        for (kind, size), places in collectives.items():
+        for (kind, ranks, size), places in collectives.items():
             # Small ones are measured better by themselves: in place, how far apart the ranks are decides.
             moved = [op for op in places if self.collectives[op]]
-            if self.ranks < 2 or size < IN_PLACE or not moved:
+            if ranks == "1" or size < IN_PLACE or not moved:
                 continue
             units = self.ops[places[0]]["units"]
             wall = statistics.fmean(statistics.median(self.collectives[op]) for op in moved) / units
@@ -92,7 +93,7 @@ class StepTimes:
             finish = statistics.fmean(statistics.median(self.finishes[op]) for op in moved) / units
             if kind not in ("reduce", "all_reduce"):
                 finish = 0.0
-            found["collective", f"{kind} {self.ranks} {size}"] = {
+            found["collective", f"{kind} {ranks} {size}"] = {
                 "us": wall * 1e6, "core_us": core * 1e6, "finish_us": finish * 1e6, "steps": self.steps, "in_place": 1,
             }  # fmt: skip
         return found
@@ -162,15 +163,20 @@ def steps_within(budget_s: float, step_s: float) -> int:
 
 
 class Collectives:
-    """Gathers, reduces, all-reduces and point-to-point transfers on our own transport."""
+    """Gathers, reduces, all-reduces and point-to-point transfers on our own transport, among all ranks or along some axes of a mesh;
+    with replicas: reductions along the axes and then over the replicas."""
 
-    def __init__(self, peers: Any, timeout_s: float) -> None:
+    def __init__(self, peers: Any, timeout_s: float, mesh: Mesh | None = None, axes: str = "dp", replicas: str = "") -> None:
         from interlace import _runtime
 
-        group = peers.groups.native
+        mesh = mesh or Mesh({axes: peers.size}, peers.rank)
+        both = mesh.joined(axes, replicas)
+        ranks = mesh.group(both)
         backend = "tcp" if peers.device.type == "cpu" else native_backend(peers.device)
-        self.peers = peers
-        self.comm = _runtime.Comm("dp", peers.rank, peers.size, backend, timeout_s, group.group_name)
+        self.peers, self.size, self.members = peers, mesh.size(axes), len(ranks)
+        self.grid = [[ranks.index(r) for r in mesh.group(along)] for along in (axes, replicas)] if replicas else None
+        group = peers.groups.along(mesh, both).group_name
+        self.comm = _runtime.Comm(both, mesh.index(both), len(ranks), backend, timeout_s, group)
 
     def time(self, kind: str, size: int) -> dict[str, float]:
         """Medians over repeated calls of `size` bytes, as the cost model counts them, each until the last rank has it; ranks meet
@@ -192,11 +198,11 @@ class Collectives:
             elif number == -1:  # all ranks must agree on how often
                 slowest = torch.tensor([int(wall * 1e6)], dtype=torch.int64)
                 self.comm.wait(self.comm.start_all_reduce(slowest, "calls"))
-                mean_s = slowest.item() / 1e6 / self.peers.size
+                mean_s = slowest.item() / 1e6 / self.members
                 calls = max(MIN_CALLS, min(MAX_CALLS, int(POINT_S / max(mean_s, 1e-6))))
             number += 1
         own = torch.tensor(walls, dtype=torch.float64)
-        everyone = torch.empty(self.peers.size, len(walls), dtype=torch.float64)
+        everyone = torch.empty(self.members, len(walls), dtype=torch.float64)
         self.comm.wait(self.comm.start_gather([own], [everyone.view(-1)], "times"))
         last = everyone.amax(0).tolist()
         return {"us": statistics.median(last) * 1e6, "core_us": statistics.median(cores) * 1e6, "finish_us": 0.0}
@@ -247,11 +253,13 @@ class Collectives:
         return rows
 
     def _call(self, kind: str, size: int) -> Callable[[], None]:
-        ranks, comm = self.peers.size, self.comm
+        ranks, comm = self.size, self.comm
         shard = torch.ones(max(1, size // 4 // ranks))
         whole = torch.ones(shard.numel() * ranks)
         if kind == "gather":
             return lambda: comm.wait(comm.start_gather([shard], [whole], "gather"))
+        if self.grid is not None:
+            return lambda: comm.wait(comm.start_grid_reduce([whole], [shard], *self.grid, "reduce"))
         if kind == "reduce":
             return lambda: comm.wait(comm.start_reduce([whole], [shard], "reduce"))
         if kind == "all_reduce":

@@ -45,7 +45,7 @@ class Profile:
 
     fingerprint: str
     ops: dict[str, OpTime] = dataclasses.field(default_factory=dict)
-    collectives: dict[tuple[str, int, int], CollectiveTime] = dataclasses.field(default_factory=dict)  # kind, ranks, bytes
+    collectives: dict[tuple[str, str, int], CollectiveTime] = dataclasses.field(default_factory=dict)  # kind, ranks, bytes
     copies: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)  # kind, bytes
     slowdown: float | None = None  # of compute beside a collective, beyond what sharing cores explains
     together: dict[tuple[str, str], Together] = dataclasses.field(default_factory=dict)  # with the tier's copies
@@ -58,7 +58,7 @@ class Profile:
             self.ops[key] = OpTime(values["us"], int(values["bytes"]), int(values["transient"]), measured)
         elif kind == "collective":
             name, ranks, size = key.split()
-            self.collectives[name, int(ranks), int(size)] = CollectiveTime(values["us"], values["core_us"], values["finish_us"])
+            self.collectives[name, ranks, int(size)] = CollectiveTime(values["us"], values["core_us"], values["finish_us"])
         elif kind == "copy":
             name, size = key.split()
             self.copies[name, int(size)] = values["us"]

@@ -31,6 +31,11 @@ class Mesh:
         """Ranks along these axes; an axis that the mesh lacks counts as one."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes.split(",") if axis)
 
+    def joined(self, *axes: str) -> str:
+        """Several words as one, in the mesh's order."""
+        named = ",".join(axes).split(",")
+        return ",".join(name for name in self.sizes if name in named)
+
     def index(self, axes: str) -> int:
         """This rank's place among the ranks along these axes."""
         return self.group(axes).index(self.rank)

@@ -24,6 +24,7 @@ from interlace.cost.machine import Machine, available_bytes
 from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
 from interlace.cost.measurements import SLOWDOWN, from_rows
 from interlace.cost.store import Store, StoreError
+from interlace.dist.mesh import Mesh
 from interlace.dist.peers import Peers
 
 log = logging.getLogger("interlace")
@@ -67,26 +68,26 @@ class Profiler:
 
     def _sweep(self, text: str, room: int, number: int) -> Rows:
         """Transfers over sizes: what the store has, and what is measured now and put there."""
-        from interlace import _runtime
+        from interlace import _core, _runtime
 
         if self.peers.size == 1:
             return {}
-        facts = [f for f in _runtime.profile_plan(text).values() if f["bytes"]]
-        largest: dict[str, int] = {}
+        facts = [f for f in _runtime.profile_plan(text).values() if f["bytes"] and f["ranks"] != "1"]
+        largest: dict[tuple[str, str, str, str], int] = {}
         for f in facts:
-            kind = f["name"].removesuffix(".start")
+            what = f["name"].removesuffix(".start"), f["ranks"], f["axis"], f["replicas"]
             # Four units may become one call.
-            largest[kind] = max(largest.get(kind, 0), f["bytes"] if kind == "all_reduce" else 4 * f["bytes"])
+            largest[what] = max(largest.get(what, 0), f["bytes"] if what[0] == "all_reduce" else 4 * f["bytes"])
         wanted = [
-            (kind, size)
-            for kind in sorted(largest)
-            for size in sweep_sizes(min(largest[kind], SWEEP_LARGEST))
+            (*what, size)
+            for what in sorted(largest)
+            for size in sweep_sizes(min(largest[what], SWEEP_LARGEST))
             if 3 * size <= room
         ]
         known: Rows = {}
         if self.peers.rank == 0:
             known = self._stored()
-        keys = [("collective", f"{kind} {self.peers.size} {size}") for kind, size in wanted]
+        keys = [("collective", f"{kind} {ranks} {size}") for kind, ranks, _, _, size in wanted]
         todo: dict[str, Any] = {
             "points": [list(p) for p, key in zip(wanted, keys, strict=True) if key not in known],
             "beside": SLOWDOWN not in known and room >= BESIDE_BYTES,
@@ -94,11 +95,14 @@ class Profiler:
         todo = json.loads(self.peers.broadcast(f"points of profile {number}", json.dumps(todo).encode()))
         found: Rows = {}
         if todo["points"] or todo["beside"]:
-            collectives = Collectives(self.peers, self.timeout_s)
-            for kind, size in todo["points"]:
-                found["collective", f"{kind} {self.peers.size} {size}"] = collectives.time(kind, size)
+            mesh = Mesh(_core.Program.parse(text, "program").mesh, self.peers.rank)
+            along: dict[tuple[str, str], Collectives] = {}
+            for kind, ranks, axis, replicas, size in todo["points"]:
+                if (axis, replicas) not in along:
+                    along[axis, replicas] = Collectives(self.peers, self.timeout_s, mesh, axis, replicas)
+                found["collective", f"{kind} {ranks} {size}"] = along[axis, replicas].time(kind, size)
             if todo["beside"]:
-                found |= collectives.beside_compute(self.machine.cores)
+                found |= Collectives(self.peers, self.timeout_s).beside_compute(self.machine.cores)
         if self.peers.rank == 0:
             self._store(found)
         return {key: row for key, row in known.items() if key in keys or key[0] in ("slowdown", "issue")} | found
