@@ -60,6 +60,10 @@ def rows() -> list[dict[str, Any]]:
                     name = f"{model} {place} {strategy} x{accumulation}"
                     found.append({"row": name, "model": model, "ranks": ranks, "mbit": mbit, "strategy": strategy,
                                   "accumulation": accumulation})  # fmt: skip
+    # Two hosts of two ranks: shards within a host, the same on both.
+    for strategy in ("shard", "zero1"):
+        found.append({"row": f"llama 2x2@100 {strategy} x1", "model": "llama", "ranks": 4, "mbit": 100, "strategy": strategy,
+                      "accumulation": 1, "per_host": 2})  # fmt: skip
     return found
 
 
@@ -86,6 +90,7 @@ def run_rank(job_file: str) -> None:
         built = models.build(name, micro_batch=micro_batch, seq=seq, **spec)
         optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-5)
         config = interlace.Config(
+            mesh={"replica": row["ranks"] // row["per_host"], "dp": row["per_host"]} if "per_host" in row else None,
             strategy=row["strategy"], accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120, schedule=[]
         )
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
@@ -100,8 +105,10 @@ def run_rank(job_file: str) -> None:
 
 def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found: Times) -> dict[str, Any]:
     """Steps as `interlace profile` measures them and as they are, in turn; `found` keeps times from one program to the next."""
+    from interlace import _runtime
     from interlace.cost.measure import Collectives, StepTimes, sweep_sizes
     from interlace.cost.measurements import from_rows
+    from interlace.dist.mesh import Mesh
 
     ranks, executor = trainer.world_size, trainer._run.executor
     for _ in range(2):
@@ -109,9 +116,17 @@ def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found
     if ranks > 1 and ("issue", "start") not in found:
         collectives = Collectives(trainer._run.peers, 120.0)
         found.update(collectives.beside_compute(machine.cores))
-        for kind in ("gather", "reduce", "all_reduce"):
-            for size in sweep_sizes(1 << 20):
-                found["collective", f"{kind} {ranks} {size}"] = collectives.time(kind, size)
+        del collectives
+    mesh = Mesh(trainer._run.ir.mesh, trainer.rank)
+    facts = _runtime.profile_plan(trainer.program).values()
+    for kind, word, axis, replicas in sorted(
+        {(f["name"].removesuffix(".start"), f["ranks"], f["axis"], f["replicas"]) for f in facts if f["bytes"]}
+    ):
+        if ranks == 1 or word == "1" or ("collective", f"{kind} {word} {1 << 20}") in found:
+            continue
+        collectives = Collectives(trainer._run.peers, 120.0, mesh, axis, replicas)
+        for size in sweep_sizes(1 << 20):
+            found["collective", f"{kind} {word} {size}"] = collectives.time(kind, size)
         del collectives
     times = StepTimes(ranks, 1, machine.cores)
     busy, ours, spent = busy_seconds(), time.process_time(), time.monotonic()
@@ -176,7 +191,7 @@ def measure_group(group: list[dict[str, Any]], seconds: float) -> list[dict[str,
     from network import Network
 
     ranks, mbit = group[0]["ranks"], group[0]["mbit"]
-    with tempfile.TemporaryDirectory() as folder, Network(ranks, mbit) as net:
+    with tempfile.TemporaryDirectory() as folder, Network(ranks, mbit, group[0].get("per_host", 1)) as net:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps({"rows": group, "seconds": seconds}))
         out = Path(folder) / "out"
@@ -232,10 +247,10 @@ def main() -> None:
     kept = Path(args.json) if args.json else None
     found: list[dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else []
     done = {row["row"] for row in found}
-    groups: dict[tuple[int, float | None, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[int, int, float | None, str], list[dict[str, Any]]] = {}
     for row in wanted:
         if row["row"] not in done:
-            groups.setdefault((row["ranks"], row["mbit"], row["model"]), []).append(row)
+            groups.setdefault((row["ranks"], row.get("per_host", 1), row["mbit"], row["model"]), []).append(row)
     heads = (
         f"{'row':<34} {'measured ms':>11} {'quartiles':<16} {'predicted':>9} {'error':>9}   {'peak':>11} {'error':>8}"
     )
