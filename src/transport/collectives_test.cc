@@ -113,7 +113,7 @@ std::vector<Step> RandomProgram(uint64_t seed, int size, int count) {
   for (Step& step : steps) {
     step.kind = static_cast<int>(random() % 6);
     step.dtype = kTypes[random() % std::size(kTypes)];
-    constexpr int64_t kSizes[] = {0, 1, 31, 64, 1000, 4097, 40'000};
+    constexpr int64_t kSizes[] = {0, 1, 31, 64, 1000, 4097, 20'000};
     step.elements = kSizes[random() % std::size(kSizes)];
     step.from = static_cast<int>(random() % size);
     step.to = (step.from + 1 + static_cast<int>(random() % (size - 1))) % size;
@@ -235,7 +235,7 @@ TEST(Collectives, RandomTransfersGiveTheBitsOfAPlainLoop) {
   for (int size = 1; size <= 4; ++size) {
     const auto meshes = MeshesOf("dp", RanksTo(size));
     for (uint64_t seed = 0; seed < 3; ++seed) {
-      std::vector<Step> steps = RandomProgram(10 * seed + size, std::max(size, 2), 40);
+      std::vector<Step> steps = RandomProgram(10 * seed + size, std::max(size, 2), 30);
       if (size == 1) std::erase_if(steps, [](const Step& step) { return step.kind > 3; });
       OnEachRank(size, [&](int rank) {
         Collectives group(meshes[rank], 60);
