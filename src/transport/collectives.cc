@@ -151,10 +151,8 @@ Result<Ticket> Collectives::StartReduce(const std::vector<TypedSpan>& flats, con
   const auto row = static_cast<int>(grid.within.size());
   const auto index = static_cast<int>(std::find(grid.within.begin(), grid.within.end(), self) - grid.within.begin());
   auto open = std::make_unique<Open>();
-  open->operation = {.label = std::move(label),
-                     .kind = kReduce,
-                     .everyone = row == group().size(),
-                     .rounds = std::vector<Round>(1)};
+  open->operation = {
+      .label = std::move(label), .kind = kReduce, .everyone = row == group().size(), .rounds = std::vector<Round>(1)};
   std::vector<Round>& rounds = open->operation.rounds;
   if (shards.size() != flats.size()) return Misfit(*open, "as many shards as full buffers are needed");
   for (size_t i = 0; i < shards.size(); ++i) {

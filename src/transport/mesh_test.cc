@@ -119,7 +119,7 @@ TEST(Mesh, APeerThatTakesNothingEndsAtTheDeadline) {
 
 TEST(Mesh, GarbageIsAnotherOperation) {
   std::mt19937_64 random(11);
-  for (int i = 0; i < 20; ++i) {
+  for (int i = 0; i < 12; ++i) {
     Wired wired = WiredMesh(2);
     std::string frame = FrameOf(0, 0, "gather u0", "peer");
     if (i == 0) {
@@ -212,7 +212,7 @@ TEST(Mesh, ALossBetweenTheRoundsIsNamed) {
 
 TEST(Mesh, RandomWiresNeverCrash) {
   std::mt19937_64 random(5);
-  for (int i = 0; i < 300; ++i) {
+  for (int i = 0; i < 150; ++i) {
     std::vector<uint8_t> input(random() % 120);
     for (uint8_t& byte : input) byte = static_cast<uint8_t>(random() % (i % 2 == 0 ? 256 : 8));
     RunWire(input.data(), input.size());
