@@ -55,6 +55,11 @@ class HostSteps {
     const auto found = uses_.find(root);
     return found == uses_.end() ? none : found->second;
   }
+  // Where a step first needs the weights, as an index in the line of its ops.
+  int32_t Need(const HostStep& c) const {
+    const Uses& uses = UsesOf(c.weights);
+    return uses.first ? uses.first->line : INT32_MAX;
+  }
   const Phase& phase(int32_t index) const { return *phases_[static_cast<size_t>(index)]; }
   int32_t num_phases() const { return static_cast<int32_t>(phases_.size()); }
 
@@ -155,10 +160,90 @@ class HostSteps {
   std::vector<HostStep> candidates_;
 };
 
-// Ops that go in, phase by phase.
-class Inserter {
+// Puts the moves in, phase by phase.
+class HostWriter {
  public:
-  Inserter(Program& program, const HostSteps& steps) : program_(program), steps_(steps) {}
+  HostWriter(Program& program, const HostSteps& steps, std::vector<const HostStep*> chosen)
+      : program_(program), steps_(steps), chosen_(std::move(chosen)) {
+    std::stable_sort(chosen_.begin(), chosen_.end(),
+                     [&](const HostStep* a, const HostStep* b) { return steps_.Need(*a) < steps_.Need(*b); });
+  }
+
+  void Run() {
+    Updates();
+    Weights();
+    for (const HostStep* c : chosen_) Gradient(*c);
+    for (auto& [phase, editor] : editors_) editor.Finish();
+    for (State& state : program_.states) {
+      for (const HostStep* c : chosen_) {
+        const bool its = state.value == c->weights || state.value == c->grad ||
+                         std::find(c->states.begin(), c->states.end(), state.value) != c->states.end();
+        state.out = state.out || its;
+      }
+    }
+  }
+
+ private:
+  // Pending ones at the head of the step, in the order of need; the others wait for their gradient, and in a
+  // micro-batch stand where the next one was, so that the copy has time.
+  void Updates() {
+    std::map<int32_t, std::vector<const HostStep*>> by_phase;
+    for (const HostStep* c : chosen_) by_phase[c->spot.phase].push_back(c);
+    for (auto& [phase, list] : by_phase) {
+      PhaseEditor& editor = Of(phase);
+      const bool pending = IsPending(program_.op(list[0]->update));
+      const bool streams = !pending && steps_.phase(phase).kind == PhaseKind::kMicroBatch;
+      if (!pending) std::sort(list.begin(), list.end(), [](auto* a, auto* b) { return a->spot.line < b->spot.line; });
+      for (size_t k = 0; k < list.size(); ++k) {
+        const HostStep& c = *list[k];
+        program_.op(c.update).lane = Lane::kHost;
+        editor.Remove(c.spot.index);
+        const int32_t next = k + 1 < list.size() ? list[k + 1]->spot.index : editor.size();
+        const int32_t at = pending ? 0 : streams ? next : c.spot.index;
+        if (!pending) Put(editor, at, Move(OpKind::kOffloadWait, c.grad, c.unit, Part::kUpdate));
+        Put(editor, at, c.update);
+      }
+    }
+  }
+
+  // Here from before their first use to their last. The copy starts one unit ahead.
+  void Weights() {
+    std::optional<Spot> before;
+    for (const HostStep* c : chosen_) {
+      const std::optional<Spot>& first = steps_.UsesOf(c->weights).first;
+      if (!first) continue;
+      const bool same = before && before->phase == first->phase;
+      Of(first->phase)
+          .Before(same ? before->index : 0, Move(OpKind::kReloadStart, c->weights, c->unit, PartAt(*first)));
+      before = first;
+    }
+    for (const HostStep* c : chosen_) {
+      const Uses& uses = steps_.UsesOf(c->weights);
+      if (!uses.first) continue;
+      Before(*uses.first, OpKind::kReloadWait, c->weights, c->unit);
+      After(*uses.last, OpKind::kOffloadStart, c->weights, c->unit, "clean");
+      After(*uses.last, OpKind::kOffloadWait, c->weights, c->unit);
+    }
+  }
+
+  // Memory from its first write on; out as soon as it is whole.
+  void Gradient(const HostStep& c) {
+    const Uses& uses = steps_.UsesOf(c.grad);
+    if (program_.value(c.grad).kind == ValueKind::kState) {
+      Before(*uses.first, OpKind::kReloadStart, c.grad, c.unit, "fresh");
+      Before(*uses.first, OpKind::kReloadWait, c.grad, c.unit);
+      if (c.begin) {
+        Op& begin = program_.AddOp(OpKind::kGradBegin);
+        begin.units = {c.unit};
+        begin.part = PartAt(*uses.first);
+        program_.AddPlaced(begin, program_.value(c.grad).type, c.grad, Dim(0));
+        Of(uses.first->phase).Before(uses.first->index, begin.id);
+      }
+    }
+    After(*uses.last_write, OpKind::kOffloadStart, c.grad, c.unit);
+    if (IsPending(program_.op(c.update)))
+      Of(steps_.num_phases() - 1).AtEnd(Move(OpKind::kOffloadWait, c.grad, c.unit, Part::kUpdate));
+  }
 
   PhaseEditor& Of(int32_t phase) {
     auto found = editors_.find(phase);
@@ -166,6 +251,16 @@ class Inserter {
       found = editors_.try_emplace(phase, program_, *program_.FindPhase(steps_.phase(phase).name)).first;
     return found->second;
   }
+  static void Put(PhaseEditor& editor, int32_t index, OpId op) {
+    index < editor.size() ? editor.Before(index, op) : editor.AtEnd(op);
+  }
+  void Before(Spot at, OpKind kind, ValueId root, UnitId unit, const char* how = nullptr) {
+    Of(at.phase).Before(at.index, Move(kind, root, unit, PartAt(at), how));
+  }
+  void After(Spot at, OpKind kind, ValueId root, UnitId unit, const char* how = nullptr) {
+    Of(at.phase).After(at.index, Move(kind, root, unit, PartAt(at), how));
+  }
+  Part PartAt(Spot spot) { return Of(spot.phase).op(spot.index).part; }
   OpId Move(OpKind kind, ValueId root, UnitId unit, Part part, const char* how = nullptr) {
     Op& op = program_.AddOp(kind);
     op.args = {Arg::Of(root)};
@@ -174,127 +269,33 @@ class Inserter {
     if (how != nullptr) op.SetAttr(how, Arg::Bool(true));
     return op.id;
   }
-  Part PartAt(Spot spot) { return Of(spot.phase).op(spot.index).part; }
-  void Finish() {
-    for (auto& [phase, editor] : editors_) editor.Finish();
-  }
 
- private:
   Program& program_;
   const HostSteps& steps_;
+  std::vector<const HostStep*> chosen_;  // in the order in which a step needs their weights
   std::map<int32_t, PhaseEditor> editors_;
 };
-
-Status Apply(Program& program, const HostSteps& steps, std::vector<const HostStep*> chosen) {
-  Inserter in(program, steps);
-  // The updates: pending ones at the head of the step, in the order of need; the others wait for their gradient, and in
-  // a micro-batch stand where the next one was, so that the copy has time.
-  const auto need = [&](const HostStep* c) {
-    const Uses& uses = steps.UsesOf(c->weights);
-    return uses.first ? uses.first->line : INT32_MAX;
-  };
-  std::map<int32_t, std::vector<const HostStep*>> by_phase;
-  for (const HostStep* c : chosen) by_phase[c->spot.phase].push_back(c);
-  for (auto& [phase, list] : by_phase) {
-    PhaseEditor& editor = in.Of(phase);
-    const bool pending = IsPending(program.op(list[0]->update));
-    std::stable_sort(list.begin(), list.end(), [&](const HostStep* a, const HostStep* b) {
-      return pending ? need(a) < need(b) : a->spot.line < b->spot.line;
-    });
-    const bool streams = !pending && steps.phase(phase).kind == PhaseKind::kMicroBatch;
-    for (size_t k = 0; k < list.size(); ++k) {
-      const HostStep& c = *list[k];
-      program.op(c.update).lane = Lane::kHost;
-      std::vector<OpId> ops;
-      if (!pending) ops.push_back(in.Move(OpKind::kOffloadWait, c.grad, c.unit, Part::kUpdate));
-      ops.push_back(c.update);
-      editor.Remove(c.spot.index);
-      for (OpId id : ops) {
-        if (pending) {
-          editor.Before(0, id);
-        } else if (!streams) {
-          editor.Before(c.spot.index, id);
-        } else if (k + 1 < list.size()) {
-          editor.Before(list[k + 1]->spot.index, id);
-        } else {
-          editor.AtEnd(id);
-        }
-      }
-    }
-  }
-  // The weights: here from before their first use to their last. The copy starts one unit ahead.
-  std::stable_sort(chosen.begin(), chosen.end(),
-                   [&](const HostStep* a, const HostStep* b) { return need(a) < need(b); });
-  std::optional<Spot> before;
-  for (const HostStep* c : chosen) {
-    const Uses& uses = steps.UsesOf(c->weights);
-    if (!uses.first) continue;
-    const bool same = before && before->phase == uses.first->phase;
-    const Spot start{uses.first->phase, same ? before->index : 0, 0};
-    in.Of(start.phase).Before(start.index, in.Move(OpKind::kReloadStart, c->weights, c->unit, in.PartAt(*uses.first)));
-    before = uses.first;
-  }
-  for (const HostStep* c : chosen) {
-    const Uses& uses = steps.UsesOf(c->weights);
-    if (!uses.first) continue;
-    in.Of(uses.first->phase)
-        .Before(uses.first->index, in.Move(OpKind::kReloadWait, c->weights, c->unit, in.PartAt(*uses.first)));
-    PhaseEditor& editor = in.Of(uses.last->phase);
-    editor.After(uses.last->index, in.Move(OpKind::kOffloadStart, c->weights, c->unit, in.PartAt(*uses.last), "clean"));
-    editor.After(uses.last->index, in.Move(OpKind::kOffloadWait, c->weights, c->unit, in.PartAt(*uses.last)));
-  }
-  // The gradients: memory from their first write on; out as soon as they are whole.
-  for (const HostStep* c : chosen) {
-    const Uses& uses = steps.UsesOf(c->grad);
-    if (program.value(c->grad).kind == ValueKind::kState) {
-      const Part part = in.PartAt(*uses.first);
-      in.Of(uses.first->phase)
-          .Before(uses.first->index, in.Move(OpKind::kReloadStart, c->grad, c->unit, part, "fresh"));
-      in.Of(uses.first->phase).Before(uses.first->index, in.Move(OpKind::kReloadWait, c->grad, c->unit, part));
-      if (c->begin) {
-        Op& begin = program.AddOp(OpKind::kGradBegin);
-        begin.units = {c->unit};
-        begin.part = part;
-        program.AddPlaced(begin, program.value(c->grad).type, c->grad, Dim(0));
-        in.Of(uses.first->phase).Before(uses.first->index, begin.id);
-      }
-    }
-    in.Of(uses.last_write->phase)
-        .After(uses.last_write->index, in.Move(OpKind::kOffloadStart, c->grad, c->unit, in.PartAt(*uses.last_write)));
-    if (!IsPending(program.op(c->update))) continue;
-    in.Of(steps.num_phases() - 1).AtEnd(in.Move(OpKind::kOffloadWait, c->grad, c->unit, Part::kUpdate));
-  }
-  in.Finish();
-  for (State& state : program.states) {
-    for (const HostStep* c : chosen) {
-      const bool its = state.value == c->weights || state.value == c->grad ||
-                       std::find(c->states.begin(), c->states.end(), state.value) != c->states.end();
-      state.out = state.out || its;
-    }
-  }
-  return Ok{};
-}
 
 }  // namespace
 
 Result<std::vector<HostUnit>> HostUnits(const Program& program) {
   const HostSteps steps(program);
-  std::vector<std::pair<int32_t, HostUnit>> found;
+  std::vector<const HostStep*> able;
   for (const HostStep& c : steps.all()) {
-    if (!c.why_not.empty()) continue;
-    HostUnit unit{c.unit, 0};
-    for (ValueId id : c.states) {
+    if (c.why_not.empty()) able.push_back(&c);
+  }
+  std::stable_sort(able.begin(), able.end(),
+                   [&](const HostStep* a, const HostStep* b) { return steps.Need(*a) < steps.Need(*b); });
+  std::vector<HostUnit> units;
+  for (const HostStep* c : able) {
+    HostUnit& unit = units.emplace_back(HostUnit{c->unit, 0});
+    std::vector<ValueId> storages = c->states;
+    storages.push_back(c->weights);
+    for (ValueId id : storages) {
       INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(id).type));
       unit.bytes += bytes;
     }
-    INTERLACE_ASSIGN(const int64_t weights, program.StorageBytes(program.value(c.weights).type));
-    unit.bytes += weights;
-    const Uses& uses = steps.UsesOf(c.weights);
-    found.emplace_back(uses.first ? uses.first->line : INT32_MAX, unit);
   }
-  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::vector<HostUnit> units;
-  for (const auto& [need, unit] : found) units.push_back(unit);
   return units;
 }
 
@@ -322,7 +323,7 @@ Status StepOnHost(Program& program, const std::vector<UnitId>& units) {
       return MakeError("the optimizer step of u", unit, " cannot be made on the host: ", found->why_not);
     chosen.push_back(&*found);
   }
-  INTERLACE_TRY(Apply(program, steps, chosen));
+  HostWriter(program, steps, chosen).Run();
   std::string text = std::to_string(chosen.size()) + " of " + std::to_string(steps.all().size()) + " units:";
   for (const HostStep* c : chosen) text += " u" + std::to_string(c->unit);
   program.SetMeta("host_update", text);

@@ -1,7 +1,7 @@
 // captured_layers.h — the costs of a model's layers from their captured programs (model_text.h): a LayerSource.
 //
 // Each role has three programs: as captured, with its selective recomputation and with its full one
-// (passes/recompute.h), each also cut for tensor parallelism (tensor_parallel.h). Memory is evaluated from expressions
+// (passes/recompute.cc), each also cut for tensor parallelism (tensor_parallel.h). Memory is evaluated from expressions
 // (layer_memory.h); times are the kernel and collective models' on bound sizes. Costs are kept per (role, micro-batch,
 // tp), so a search may ask as often as it likes, from any thread.
 #pragma once
