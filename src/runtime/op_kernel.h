@@ -51,6 +51,7 @@ struct Counters {
 struct Transfer {
   Comm* comm = nullptr;
   Ticket ticket = 0;
+  std::function<void()> landed = {};  // what is left to do once it has come: unpacking
 };
 
 // The optimizer step that the last step left to the next one (ir/pending.h).
@@ -139,6 +140,8 @@ Target TargetOf(const BuildContext& context, ValueId placed);
 // have.
 Result<Kernel> BuildAtenKernel(const BuildContext& context, const Op& op);
 Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op);    // gather.*, reduce.*, all_reduce.*
+// all_gather, reduce_scatter, all_to_all, broadcast, send, recv: starts
+Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op);
 Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op);  // norm.*, update.*
 Result<Kernel> BuildOwnKernel(const BuildContext& context,
                               const Op& op);  // view, assign, copy, output, grad.begin, ...

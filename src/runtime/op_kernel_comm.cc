@@ -18,7 +18,7 @@ void ThrowIfError(const Status& status) {
 
 int32_t Record(Frame& frame, Comm* comm, Result<Ticket> ticket) {
   if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
-  frame.transfers.push_back({comm, *ticket});
+  frame.transfers.push_back({comm, *ticket, {}});
   return static_cast<int32_t>(frame.transfers.size()) - 1;
 }
 
@@ -112,6 +112,7 @@ struct WaitKernel final : KernelData {
       const Ticket ticket = transfer.ticket;
       transfer.ticket = 0;
       ThrowIfError(transfer.comm->Wait(ticket));
+      if (transfer.landed) std::exchange(transfer.landed, {})();
     }
   }
 };
@@ -161,6 +162,8 @@ Result<Kernel> BuildCommKernel(const BuildContext& context, const Op& op) {
     kernel->operands = operands;
     return MakeKernel(std::move(kernel));
   }
+  const bool of_activations = TraitsOf(op).family == OpFamily::kCollective || TraitsOf(op).family == OpFamily::kPeer;
+  if (of_activations && op.kind != OpKind::kAllReduceStart) return BuildExchangeKernel(context, op);
   auto kernel = std::make_unique<StartKernel>();
   kernel->receive_buffer = context.receive_buffer;
   if (context.on_heap) kernel->receive_bytes = ReceiveBytes(context.program, op);

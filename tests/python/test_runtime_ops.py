@@ -268,11 +268,6 @@ def test_opaque_modules_that_fail_or_give_something_else() -> None:
         run(OPAQUE + OUT, opaque=broken)
 
 
-def test_ops_this_runtime_lacks_are_said_so() -> None:
-    with pytest.raises(_runtime.Error, match=r"does not have the op all_to_all.start yet"):
-        run("%9: f32[4,6] = all_to_all.start(%0) {fwd}\nall_to_all.wait(%9) {fwd}" + OUT)
-
-
 def test_other_threads_run_python_during_a_step() -> None:
     lines = ["%1: f32[4,6] = aten.neg(%0) {fwd}"]
     lines += [f"%{i + 1}: f32[4,6] = aten.neg(%{i}) {{fwd}}" for i in range(1, 60000)]

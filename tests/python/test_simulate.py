@@ -265,7 +265,8 @@ def test_captured_program_on_a_cluster_names_the_command_that_works(error, tmp_p
     head, command = said.split("\n")
     assert head == "graph.il is a captured program for one device, and the cluster h100-80gb-8 has 8. Shard it with"
     assert command == (
-        "  interlace opt --passes='canonicalize,shard(axis=dp,ranks=8),update(clip=1.0)' graph.il -o graph-sharded.il"
+        "  interlace opt --passes='canonicalize,shard(axis=dp,ranks=8),"
+        "update(clip=1.0,norm=auto,momentum=true)' graph.il -o graph-sharded.il"
     )
     assert app.run(shlex.split(command)[1:]) == 0
     assert app.run(["simulate", "graph-sharded.il", "--cluster", "h100-80gb-8"]) == 0

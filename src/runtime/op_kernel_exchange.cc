@@ -1,0 +1,126 @@
+// Kernels of the transfers of activations along a mesh axis: all_gather, reduce_scatter, all_to_all, broadcast, send,
+// recv. The transport moves flat memory, one part a rank; what is cut or put together along another dimension than the
+// first is packed before the start, and unpacked when it has come.
+//
+//   all_gather dim=1 of [2,3] over two ranks:   [2,3] -> two parts [2][2,3] -> [2,2,3] -> [2,6]
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "ir/memory_plan.h"
+#include "runtime/op_kernel.h"
+
+namespace interlace {
+
+namespace {
+
+// The equal parts of x along a dimension, one after the other: [n, ...].
+at::Tensor Parts(const at::Tensor& x, int64_t dim, int64_t n) {
+  return x.unflatten(dim, {n, x.size(dim) / n}).movedim(dim, 0).contiguous();
+}
+
+// Parts side by side along a dimension: the inverse.
+at::Tensor SideBySide(const at::Tensor& parts, int64_t dim) {
+  return parts.movedim(0, dim).flatten(dim, dim + 1);
+}
+
+struct ExchangeKernel final : KernelData {
+  struct Item {
+    ValueId operand = kNone, result = kNone;
+    const Geometry* geometry = nullptr;
+    bool placed = false;
+    Target target;
+  };
+  OpKind kind = OpKind::kUnknown;
+  Comm* comm = nullptr;  // nullptr: one rank
+  int64_t ranks = 1, dim = 0, to = 0, root = 0, peer = 0;
+  std::vector<Item> items;
+  std::string label;
+  at::Tensor receive_buffer;
+
+  void Run(Frame& frame) {
+    for (const Item& item : items) {
+      at::Tensor out = item.placed ? item.target.Get(frame) : Allocate(*item.geometry, frame.device, false);
+      const at::Tensor source = item.operand == kNone ? at::Tensor() : frame.slots[item.operand];
+      frame.slots[item.result] = out;
+      if (comm == nullptr) {
+        if (source.defined() && kind != OpKind::kSendStart) out.copy_(source);
+        continue;
+      }
+      std::function<void()> landed;
+      Result<Ticket> ticket = Start(source, out, landed);
+      if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
+      frame.transfer_of[item.result] = static_cast<int32_t>(frame.transfers.size());
+      frame.transfers.push_back({comm, *ticket, std::move(landed)});
+    }
+  }
+
+  Result<Ticket> Start(const at::Tensor& source, const at::Tensor& out, std::function<void()>& landed) const {
+    const auto flat = [](const at::Tensor& x) { return x.contiguous().view(-1); };
+    // Where a whole result comes to.
+    at::Tensor land = out;
+    if (!out.is_contiguous() && kind != OpKind::kSendStart) {
+      land = at::empty(out.sizes(), out.options());
+      landed = [out, land] { out.copy_(land); };
+    }
+    switch (kind) {
+      case OpKind::kAllGatherStart: {
+        std::vector<int64_t> sizes = source.sizes().vec();
+        sizes.insert(sizes.begin(), ranks);
+        const at::Tensor parts = at::empty(sizes, source.options());
+        landed = [out, parts, along = dim] { out.copy_(SideBySide(parts, along)); };
+        return comm->StartGather({flat(source)}, {parts.view(-1)}, label);
+      }
+      case OpKind::kReduceScatterStart:
+        if (receive_buffer.defined()) comm->OfferReceiveBuffer(receive_buffer);
+        return comm->StartReduce({flat(Parts(source, dim, ranks))}, {land.view(-1)}, label);
+      case OpKind::kAllToAllStart: {
+        const at::Tensor gone = Parts(source, dim, ranks), parts = at::empty_like(gone);
+        landed = [out, parts, along = to] { out.copy_(SideBySide(parts, along)); };
+        return comm->StartAllToAll(gone.view(-1), parts.view(-1), label);
+      }
+      case OpKind::kBroadcastStart:
+        land.copy_(source);
+        return comm->StartBroadcast(land.view(-1), root, label);
+      case OpKind::kSendStart:
+        return comm->StartSend(flat(source), peer, label);
+      default:
+        return comm->StartRecv(land.view(-1), peer, label);
+    }
+  }
+};
+
+}  // namespace
+
+Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op) {
+  INTERLACE_ASSIGN(std::vector<ValueId> operands, OperandsOf(op));
+  auto kernel = std::make_unique<ExchangeKernel>();
+  kernel->kind = op.kind;
+  kernel->label = op.name;
+  const std::string axis(AxisOf(context.program, op));
+  kernel->ranks = context.program.AxisSize(axis);
+  for (const auto& [name, place] : {std::pair{"dim", &kernel->dim}, std::pair{"to", &kernel->to},
+                                    std::pair{"root", &kernel->root}, std::pair{"peer", &kernel->peer}}) {
+    const Arg* arg = op.Attr(name);
+    if (arg != nullptr && arg->kind == Arg::Kind::kInt && arg->integer.is_const()) *place = arg->integer.value;
+  }
+  if (kernel->ranks > 1) {
+    const auto found = context.comms.find(axis);
+    if (found == context.comms.end())
+      return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
+    kernel->comm = found->second;
+  }
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    ExchangeKernel::Item item;
+    if (i < operands.size()) item.operand = operands[i];
+    item.result = op.results[i];
+    if (item.result == kNone) return OpError(context, op, "every result of a transfer must have a value");
+    item.geometry = &context.geometry[item.result];
+    item.placed = context.has_place(item.result);
+    if (item.placed) item.target = TargetOf(context, item.result);
+    kernel->items.push_back(std::move(item));
+  }
+  if (kernel->items.size() == 1) kernel->receive_buffer = context.receive_buffer;
+  return MakeKernel(std::move(kernel));
+}
+
+}  // namespace interlace
