@@ -89,9 +89,9 @@ def test_last_line_of_stderr_when_a_rank_left_no_message(capfd):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_the_launcher(tmp_path, number):
-    rank = "import os, time; from interlace.launch import follow_parent; follow_parent(); "
+    rank = "import os, time; from interlace.dist.launch import follow_parent; follow_parent(); "
     rank += f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(600)"
-    parent = f"import sys; from interlace.launch import run_ranks; run_ranks([sys.executable, '-c', {rank!r}], 2)"
+    parent = f"import sys; from interlace.dist.launch import run_ranks; run_ranks([sys.executable, '-c', {rank!r}], 2)"
     process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_for(lambda: all(f.exists() and f.read_text() for f in files))
