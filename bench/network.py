@@ -8,11 +8,11 @@
         net0 10.77.0.1  --- veth ---  [ port0 bridge port1 ]  --- veth ---  net0 10.77.0.2
         tc tbf 500 Mbit/s                                      tc tbf 500 Mbit/s
 
-`per_host` ranks share a namespace, as on machines with several devices: what they send one another stays within it, unshaped, and they
-share its sending rate. Only sending is shaped, so a link is full duplex; several ranks that send to one at once may exceed its rate. The bridge lives in a
-namespace of its own: the host's interfaces stay as they are, and deleting the namespaces removes everything. Their names hold the
-process id and its start time, so a run also removes what a killed one left. mbit=None: the ranks run on plain loopback, and
-neither root nor `ip` is needed.
+`per_host` ranks share a namespace, as on machines with several devices: what they send one another stays within it, unshaped, and
+they share its sending rate. Only sending is shaped, so a link is full duplex; several ranks that send to one at once may exceed its
+rate. The bridge lives in a namespace of its own: the host's interfaces stay as they are, and deleting the namespaces removes
+everything. Their names hold the process id and its start time, so a run also removes what a killed one left. mbit=None: the ranks
+run on plain loopback, and neither root nor `ip` is needed.
 
 python bench/network.py --ranks 2 --mbit 500      # nominal rate and what plain sockets reach
 """

@@ -28,7 +28,7 @@ LOSS_TOLERANCE = (
 
 
 def wire_bytes(kind: str, parameter_bytes: int, ranks: int, accumulation: int = 1, mode: str = "reduce_last") -> float:
-    """Bytes that a rank (hybrid: a host) must send in an optimizer step. Errors: an unknown kind or mode, less than one rank or micro-batch."""
+    """Bytes that a rank (hybrid: a host) must send in a step. Errors: an unknown kind or mode, less than one rank or micro-batch."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if mode not in ACCUMULATE_MODES:
