@@ -171,7 +171,7 @@ def test_wire_bytes(kind: str, ranks: int, accumulation: int, mode: str, times_p
 
 
 def test_wire_bytes_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="kind must be one of sharded, gathered, replicated, not 'fsdp'"):
+    with pytest.raises(ValueError, match="kind must be one of sharded, gathered, replicated, hybrid, not 'fsdp'"):
         peer_table.wire_bytes("fsdp", 1000, 2)
     with pytest.raises(ValueError, match="mode must be one of reduce_last, reduce_each, not 'last'"):
         peer_table.wire_bytes("sharded", 1000, 2, mode="last")
