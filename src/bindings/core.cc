@@ -13,13 +13,13 @@
 #include <set>
 #include <string>
 
+#include "base/digest.h"
 #include "io/checksum.h"
 #include "ir/memory_plan.h"
 #include "ir/program.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
-#include "base/digest.h"
 #include "passes/explain.h"
 #include "passes/inspect.h"
 #include "passes/pass_table.h"

@@ -29,7 +29,8 @@ struct GroupShape {
   int64_t stride = 1;  // between neighbours of the group
   bool within_node() const { return nodes == 1; }
 };
-// How a profile names the ranks along axes, and those of a reduction onto replicas: "2", "2/4", "2+2/2" (profile_table.h).
+// How a profile names the ranks along axes, and those of a reduction onto replicas: "2", "2/4", "2+2/2"
+// (profile_table.h).
 std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas = "");
 GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node);
 

@@ -205,7 +205,8 @@ Result<OpCost> CostModel::OntoReplicas(const Op& op, const OpCost& within, doubl
 }
 
 Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units) {
-  return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), RanksWord(program_->mesh, axis), bytes, units);
+  return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), RanksWord(program_->mesh, axis), bytes,
+               units);
 }
 
 Result<OpCost> CostModel::Timed(CollectiveKind kind, GroupShape group, const std::string& ranks, double bytes,

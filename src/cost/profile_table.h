@@ -20,8 +20,8 @@
 // `us`), `issue` what its thread takes to start a transfer. Collectives: gather, reduce, all_reduce, broadcast,
 // all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
 //
-// `ranks`: how many, and where they are not neighbours in the mesh how far apart: "2/4" are two ranks four apart. "2+2/2" is
-// the reduction of hybrid sharding, within the first group and then across the second.
+// `ranks`: how many, and where they are not neighbours in the mesh how far apart: "2/4" are two ranks four apart.
+// "2+2/2" is the reduction of hybrid sharding, within the first group and then across the second.
 //
 // `together`: two kinds of work and the factor, at least 1, by which each takes longer while the other is under way:
 // compute, collective and the copies. What sharing cores explains is left out of a pair of compute and a collective,

@@ -7,8 +7,8 @@
 namespace interlace {
 namespace {
 
-constexpr int64_t kMostRuns = int64_t{1} << 20;    // of a step
-constexpr size_t kMostHeld = size_t{1} << 25;  // places in use, summed over the runs
+constexpr int64_t kMostRuns = int64_t{1} << 20;  // of a step
+constexpr size_t kMostHeld = size_t{1} << 25;    // places in use, summed over the runs
 
 class Placing {
  public:

@@ -15,13 +15,14 @@ namespace interlace {
 
 struct CarriedRun {
   const Phase* phase = nullptr;
-  std::vector<int32_t> loads, saves;  // places, by entry of the phase's lists; what is loaded and saved again keeps its own
-  std::vector<int32_t> through;       // places in use before the run and behind it that it does not touch
+  std::vector<int32_t> loads,
+      saves;                     // places, by entry of the phase's lists; what is loaded and saved again keeps its own
+  std::vector<int32_t> through;  // places in use before the run and behind it that it does not touch
 };
 
 struct CarriedPlaces {
-  std::vector<CarriedRun> runs;           // of a step, in order
-  std::vector<const Carried*> saved_by;   // by place: the first save into it, for its size
+  std::vector<CarriedRun> runs;          // of a step, in order
+  std::vector<const Carried*> saved_by;  // by place: the first save into it, for its size
 };
 
 // Of a verified program. Error: so many runs or values at once that they are not planned.

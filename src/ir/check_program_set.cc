@@ -26,8 +26,11 @@ struct Event {
 class StageEvents {
  public:
   StageEvents(const ProgramSet& set, int32_t stage)
-      : program_(set.stages[static_cast<size_t>(stage)].program), axis_(set.axis), stage_(stage),
-        sent(set.stages.size()), received(set.stages.size()) {}
+      : program_(set.stages[static_cast<size_t>(stage)].program),
+        axis_(set.axis),
+        stage_(stage),
+        sent(set.stages.size()),
+        received(set.stages.size()) {}
 
   // Error: of an op, to be told with its stage.
   Status Run(OpId& at) {
@@ -159,7 +162,8 @@ class Check {
       if (!same) return Error{"its mesh is not that of " + NameOf(0) + "; write the same 'mesh' lines", NameOf(s)};
       if (mine.accumulation != first.accumulation || mine.width != first.width) {
         return Error{"it runs " + std::to_string(mine.accumulation) + " micro-batches a step, " + NameOf(0) + " runs " +
-                         std::to_string(first.accumulation) + "; write 'step " + std::to_string(first.accumulation) + "'",
+                         std::to_string(first.accumulation) + "; write 'step " + std::to_string(first.accumulation) +
+                         "'",
                      NameOf(s)};
       }
     }
@@ -173,8 +177,9 @@ class Check {
     if (axis->size != count_) {
       return MakeError("axis ", set_.axis, " has ", axis->size, " ranks, but the set has ", count_,
                        count_ == 1 ? " stage" : " stages",
-                       axis->size > count_ ? "; add a line 'stage " + std::to_string(count_) + " \"FILE\" digest \"...\"'"
-                                           : "; write 'mesh " + set_.axis + " " + std::to_string(count_) + "' in every stage");
+                       axis->size > count_
+                           ? "; add a line 'stage " + std::to_string(count_) + " \"FILE\" digest \"...\"'"
+                           : "; write 'mesh " + set_.axis + " " + std::to_string(count_) + "' in every stage");
     }
     return Ok{};
   }
@@ -184,20 +189,24 @@ class Check {
     const std::vector<OpId>& sent = stages_[static_cast<size_t>(from)].sent[static_cast<size_t>(to)];
     const std::vector<OpId>& received = stages_[static_cast<size_t>(to)].received[static_cast<size_t>(from)];
     for (size_t k = 0; k < std::max(sent.size(), received.size()); ++k) {
-      const std::string count = std::to_string(sent.size()) + " sent and " + std::to_string(received.size()) + " received";
+      const std::string count =
+          std::to_string(sent.size()) + " sent and " + std::to_string(received.size()) + " received";
       if (k >= received.size()) {
-        return At(from, sent[k], "message " + std::to_string(k + 1) + " to " + NameOf(to) + " is not received there (" + count +
-                                     "); add %N: " + Sent(from, sent[k]) + " = recv.start() {axis=" + set_.axis +
-                                     " peer=" + std::to_string(from) + "} and its wait, or drop this send");
+        return At(from, sent[k],
+                  "message " + std::to_string(k + 1) + " to " + NameOf(to) + " is not received there (" + count +
+                      "); add %N: " + Sent(from, sent[k]) + " = recv.start() {axis=" + set_.axis +
+                      " peer=" + std::to_string(from) + "} and its wait, or drop this send");
       }
       if (k >= sent.size()) {
-        return At(to, received[k], "message " + std::to_string(k + 1) + " from " + NameOf(from) + " is not sent there (" + count +
-                                       "); add a send.start of " + Received(to, received[k]) + " {axis=" + set_.axis +
-                                       " peer=" + std::to_string(to) + "}, or drop this receive");
+        return At(to, received[k],
+                  "message " + std::to_string(k + 1) + " from " + NameOf(from) + " is not sent there (" + count +
+                      "); add a send.start of " + Received(to, received[k]) + " {axis=" + set_.axis +
+                      " peer=" + std::to_string(to) + "}, or drop this receive");
       }
       if (const std::string a = Sent(from, sent[k]), b = Received(to, received[k]); a != b) {
-        return At(to, received[k], "message " + std::to_string(k + 1) + " from " + NameOf(from) + " is " + a + " (line " +
-                                       std::to_string(LineOf(from, sent[k])) + " there), not " + b + "; receive " + a);
+        return At(to, received[k],
+                  "message " + std::to_string(k + 1) + " from " + NameOf(from) + " is " + a + " (line " +
+                      std::to_string(LineOf(from, sent[k])) + " there), not " + b + "; receive " + a);
       }
     }
     return Ok{};
@@ -211,22 +220,24 @@ class Check {
 
   // All stages meet in the same ones.
   Status Collectives(int32_t s) {
-    const std::vector<OpId> &first = stages_[0].collectives, &mine = stages_[static_cast<size_t>(s)].collectives;
+    const std::vector<OpId>&first = stages_[0].collectives, &mine = stages_[static_cast<size_t>(s)].collectives;
     for (size_t k = 0; k < std::max(first.size(), mine.size()); ++k) {
       const bool lacks = k >= mine.size();
       const int32_t at = lacks ? 0 : s, other = lacks ? s : 0;
       const OpId op = lacks ? first[k] : mine[k];
       if (lacks || k >= first.size()) {
-        return At(at, op, "the ranks of " + NameOf(other) + " do not join this collective along " + set_.axis +
-                              "; every stage needs it");
+        return At(at, op,
+                  "the ranks of " + NameOf(other) + " do not join this collective along " + set_.axis +
+                      "; every stage needs it");
       }
       const Op &a = ProgramOf(0).op(first[k]), &b = ProgramOf(s).op(mine[k]);
       std::string there = a.name, here = b.name;
       for (ValueId id : a.results) there += " " + Sizes(ProgramOf(0), ProgramOf(0).value(id).type);
       for (ValueId id : b.results) here += " " + Sizes(ProgramOf(s), ProgramOf(s).value(id).type);
       if (there == here) continue;
-      return At(s, mine[k], "its ranks meet those of " + NameOf(0) + " in another collective, " + there + " at line " +
-                                std::to_string(LineOf(0, first[k])) + " there");
+      return At(s, mine[k],
+                "its ranks meet those of " + NameOf(0) + " in another collective, " + there + " at line " +
+                    std::to_string(LineOf(0, first[k])) + " there");
     }
     return Ok{};
   }
@@ -273,14 +284,17 @@ class Check {
       size_t at = s;
       const auto event_of = [&](size_t stage) -> const Event& { return stages_[stage].events[place[stage]]; };
       for (; !seen[at]; at = static_cast<size_t>(blocked_by(at, event_of(at)))) seen[at] = true;
-      std::string what = "the stages wait for one another, and none goes on; let one of them send before it waits, or wait for what it sent later:";
+      std::string what =
+          "the stages wait for one another, and none goes on; let one of them send before it waits, or wait for what "
+          "it sent later:";
       size_t next = at;
       do {
         const Event& event = event_of(next);
         const auto stage = static_cast<int32_t>(next), other = blocked_by(next, event);
         what += "\n  " + NameOf(stage) + ", line " + std::to_string(LineOf(stage, event.op)) +
                 (event.micro_batch == kNone ? "" : ", micro-batch " + std::to_string(event.micro_batch)) +
-                ", waits for stage " + std::to_string(other) + ": " + PrintOp(ProgramOf(stage), ProgramOf(stage).op(event.op));
+                ", waits for stage " + std::to_string(other) + ": " +
+                PrintOp(ProgramOf(stage), ProgramOf(stage).op(event.op));
         next = static_cast<size_t>(other);
       } while (next != at);
       return Error{what, ""};

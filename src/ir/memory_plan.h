@@ -71,9 +71,9 @@ struct MemoryPlan {
   std::vector<PlanVariant> variants;
   // By entry of Program::RunOrder: the variants that its runs are of, in turns.
   std::vector<std::vector<int32_t>> turns;
-  int64_t live_bytes = 0;                     // largest sum of live blocks, not rounded up
-  int64_t reserved_bytes = 0;                 // of addresses: where the last block ends
-  ArenaPages pages;                           // when something moves
+  int64_t live_bytes = 0;      // largest sum of live blocks, not rounded up
+  int64_t reserved_bytes = 0;  // of addresses: where the last block ends
+  ArenaPages pages;            // when something moves
   // What the runtime takes on CPUs: the arena's top; when something moves, the live sum in pieces of the heap.
   int64_t taken_bytes = 0;
 

@@ -113,7 +113,8 @@ TEST(MemoryPlan, ReceiveBuffersOfActivations) {
   const auto received = [](const std::string& op) {
     const Program program = Parsed(
         "interlace 1 scheduled\nmesh dp 2\nmesh tp 3\nstep 1 reduce_each\ninput %0: f32[1,12,12] \"x\"\n"
-        "phase micro_batch takes () gives () {\n  %1: " + op + "\n}\n");
+        "phase micro_batch takes () gives () {\n  %1: " +
+        op + "\n}\n");
     return ReceiveBytes(program, program.op(0));
   };
   EXPECT_EQ(received("f32[1,36,12] = all_gather.start(%0) {axis=tp dim=1}"), 0) << "side by side in memory";

@@ -94,10 +94,10 @@ struct OpTraits {
   OpKind partner = OpKind::kLibrary;  // of a start its wait, of a wait its start
   Exchange exchange = Exchange::kNone;
   Lane lane = Lane::kCompute;
-  bool has_effect = false;         // stays although nobody uses its results
-  bool sharded_only = false;       // does not belong into a captured program
-  uint16_t writes = kNoOperand;    // operands whose storage it writes (update.*: WrittenOperands, for states may lack)
-  uint16_t frees = kNoOperand;     // operands whose memory ends here
+  bool has_effect = false;       // stays although nobody uses its results
+  bool sharded_only = false;     // does not belong into a captured program
+  uint16_t writes = kNoOperand;  // operands whose storage it writes (update.*: WrittenOperands, for states may lack)
+  uint16_t frees = kNoOperand;   // operands whose memory ends here
   std::string_view help;
 };
 

@@ -16,8 +16,16 @@ constexpr OpTraits Mark(OpKind kind, std::string_view name, std::string_view hel
 }
 constexpr OpTraits Start(OpKind kind, std::string_view name, OpFamily family, OpKind wait, Exchange exchange, Lane lane,
                          std::string_view help) {
-  return {.kind = kind, .name = name, .family = family, .side = Side::kStart, .partner = wait, .exchange = exchange,
-          .lane = lane, .has_effect = true, .sharded_only = family == OpFamily::kUnit, .help = help};
+  return {.kind = kind,
+          .name = name,
+          .family = family,
+          .side = Side::kStart,
+          .partner = wait,
+          .exchange = exchange,
+          .lane = lane,
+          .has_effect = true,
+          .sharded_only = family == OpFamily::kUnit,
+          .help = help};
 }
 constexpr OpTraits Wait(OpKind kind, std::string_view name, const OpTraits& start, std::string_view help) {
   OpTraits row = start;
@@ -41,8 +49,13 @@ constexpr OpTraits Norm(OpKind kind, std::string_view name, std::string_view hel
   return {.kind = kind, .name = name, .family = OpFamily::kNorm, .sharded_only = true, .help = help};
 }
 constexpr OpTraits Update(OpKind kind, std::string_view name, uint16_t writes, std::string_view help) {
-  return {.kind = kind, .name = name, .family = OpFamily::kUpdate, .has_effect = true, .sharded_only = true,
-          .writes = writes, .help = help};
+  return {.kind = kind,
+          .name = name,
+          .family = OpFamily::kUpdate,
+          .has_effect = true,
+          .sharded_only = true,
+          .writes = writes,
+          .help = help};
 }
 
 constexpr auto kUnitOps = OpFamily::kUnit;
@@ -109,11 +122,14 @@ constexpr OpTraits kRows[] = {
     Update(kUpdateAdamW, "update.adamw", Operands({0, 2, 3}), "AdamW step on flat shards"),
     Update(kUpdateAdam, "update.adam", Operands({0, 2, 3}), "Adam step on flat shards"),
     Update(kUpdateSgd, "update.sgd", Operands({0, 2}), "SGD step on flat shards"),
-    {.kind = kCallPython, .name = "call.python", .family = OpFamily::kPython, .has_effect = true,
+    {.kind = kCallPython,
+     .name = "call.python",
+     .family = OpFamily::kPython,
+     .has_effect = true,
      .help = "an opaque module"},
     kOffload,
-    Freeing(Wait(kOffloadWait, "offload.wait", kOffload,
-                 "the copy is complete, the storages take no memory from here")),
+    Freeing(
+        Wait(kOffloadWait, "offload.wait", kOffload, "the copy is complete, the storages take no memory from here")),
     Writing(kReload, kEveryOperand),
     Wait(kReloadWait, "reload.wait", kReload, "the storages may be used again from here"),
 };

@@ -272,9 +272,9 @@ class Printer {
       Int(program_.width);
     }
     EndLine();
-    const auto of_micro_batches =
-        std::count_if(program_.phases.begin(), program_.phases.end(),
-                      [](const Phase& phase) { return phase.kind == PhaseKind::kMicroBatch; });
+    const auto of_micro_batches = std::count_if(program_.phases.begin(), program_.phases.end(), [](const Phase& phase) {
+      return phase.kind == PhaseKind::kMicroBatch;
+    });
     if (of_micro_batches > 1 || program_.order != program_.DefaultOrder()) {
       for (const OrderEntry& run : program_.order) PrintRun(run);
     }

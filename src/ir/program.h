@@ -90,7 +90,7 @@ struct NamedArg {
 struct Op {
   OpId id = kNone;
   OpKind kind = OpKind::kUnknown;  // follows from the name
-  std::string name;                // "aten.mm", "gather.start", ...: for printing, and of a library's operator the operator
+  std::string name;  // "aten.mm", "gather.start", ...: for printing, and of a library's operator the operator
   std::vector<ValueId> results;  // kNone for "_"
   std::vector<Arg> args;         // positional
   std::vector<NamedArg> named;   // keyword arguments of the operator
@@ -240,8 +240,8 @@ class Program {
   std::vector<Input> inputs;
   std::vector<Const> consts;
   std::vector<State> states;
-  std::vector<Phase> phases;  // in text order
-  std::vector<OrderEntry> order;     // empty: DefaultOrder()
+  std::vector<Phase> phases;      // in text order
+  std::vector<OrderEntry> order;  // empty: DefaultOrder()
   DimTable dims;
 
   Program();
@@ -319,7 +319,8 @@ class Program {
   std::vector<StepRun> RunsOfStep() const;
   // Whether a phase saves or loads.
   bool Carries() const;
-  // What is run when `order` is empty: a single micro-batch phase for every micro-batch, then the others, as they stand.
+  // What is run when `order` is empty: a single micro-batch phase for every micro-batch, then the others, as they
+  // stand.
   std::vector<OrderEntry> DefaultOrder() const;
   // The micro-batch phase of a program that has one (captured, or without accumulation); nullptr: none, or several.
   Phase* MicroBatchPhase();

@@ -14,7 +14,8 @@ class SetParser {
 
   Result<ProgramSet> Run() {
     const size_t begin = scan_.pos();
-    INTERLACE_ASSIGN([[maybe_unused]] const int64_t version, scan_.Header("set", 1, 1, "write the set with this build"));
+    INTERLACE_ASSIGN([[maybe_unused]] const int64_t version,
+                     scan_.Header("set", 1, 1, "write the set with this build"));
     while (!scan_.AtEnd()) {
       const size_t pos = scan_.pos();
       const std::string_view word = scan_.Word();
@@ -27,7 +28,8 @@ class SetParser {
       }
     }
     if (set_.axis.empty()) return scan_.ErrorAt(begin, "no axis is named; add a line such as 'axis pp'");
-    if (set_.stages.empty()) return scan_.ErrorAt(begin, "the set has no stage; add a line 'stage 0 \"FILE\" digest \"...\"'");
+    if (set_.stages.empty())
+      return scan_.ErrorAt(begin, "the set has no stage; add a line 'stage 0 \"FILE\" digest \"...\"'");
     return std::move(set_);
   }
 
@@ -46,8 +48,8 @@ class SetParser {
     size_t pos = scan_.pos();
     INTERLACE_ASSIGN(const int64_t id, scan_.IntFrom(0, 1 << 20));
     if (id != static_cast<int64_t>(set_.stages.size())) {
-      return scan_.ErrorAt(pos, "stages count up from 0: stage " + std::to_string(set_.stages.size()) + " is missing, found " +
-                                    std::to_string(id));
+      return scan_.ErrorAt(pos, "stages count up from 0: stage " + std::to_string(set_.stages.size()) +
+                                    " is missing, found " + std::to_string(id));
     }
     scan_.SkipBlanks();
     pos = scan_.pos();
@@ -61,7 +63,8 @@ class SetParser {
     Result<std::string> text = read_(stage.file);
     if (!text.ok()) return scan_.ErrorAt(pos, text.error().message);
     if (const std::string actual = Digest(*text); actual != digest) {
-      return scan_.ErrorAt(digest_pos, stage.file + " is not the text that the set was made of; its digest is \"" + actual + "\"");
+      return scan_.ErrorAt(digest_pos,
+                           stage.file + " is not the text that the set was made of; its digest is \"" + actual + "\"");
     }
     INTERLACE_ASSIGN(stage.program, Parse(*text, stage.file));
     set_.stages.push_back(std::move(stage));

@@ -40,9 +40,10 @@ class CarriedValues {
     for (const auto& [name, ranges] : saved_) {
       if (ranges.empty()) continue;
       const Range& range = ranges.front();
-      report_.AtPhase(*range.phase, InQuotes(name) + " of micro-batch " + std::to_string(range.first) +
-                                        ", which phase " + InQuotes(range.phase->name) +
-                                        " saves, is never loaded; load it in a later run of the step, or do not save it");
+      report_.AtPhase(*range.phase,
+                      InQuotes(name) + " of micro-batch " + std::to_string(range.first) + ", which phase " +
+                          InQuotes(range.phase->name) +
+                          " saves, is never loaded; load it in a later run of the step, or do not save it");
     }
   }
 
@@ -50,8 +51,8 @@ class CarriedValues {
   // Names and values of one phase.
   void Lists(const Phase& phase) {
     if (phase.kind == PhaseKind::kStep && !(phase.saves.empty() && phase.loads.empty())) {
-      return report_.AtPhase(phase, "phase " + InQuotes(phase.name) +
-                                        " runs once a step; only phases of micro-batches save and load");
+      return report_.AtPhase(
+          phase, "phase " + InQuotes(phase.name) + " runs once a step; only phases of micro-batches save and load");
     }
     std::set<std::string_view> saved, loaded;
     std::set<ValueId> values;
@@ -68,8 +69,8 @@ class CarriedValues {
       Owns(phase, save, "saved");
       const ValueKind kind = program_.value(program_.RootOf(save.value)).kind;
       if (kind != ValueKind::kResult && kind != ValueKind::kTake) {
-        report_.AtPhase(phase, "%" + std::to_string(save.value) +
-                                   " is declared, and seen in every phase without being saved");
+        report_.AtPhase(phase,
+                        "%" + std::to_string(save.value) + " is declared, and seen in every phase without being saved");
       }
       if (std::any_of(phase.gives.begin(), phase.gives.end(),
                       [&](ValueId id) { return program_.RootOf(id) == program_.RootOf(save.value); })) {
@@ -82,8 +83,8 @@ class CarriedValues {
   void Owns(const Phase& phase, const Carried& carried, const char* verb) {
     const ValueId root = program_.RootOf(carried.value);
     if (root == carried.value) return;
-    report_.AtPhase(phase, "%" + std::to_string(carried.value) + " lies in %" + std::to_string(root) + "; whole storages are " +
-                               verb + ", and views of them made where they are needed");
+    report_.AtPhase(phase, "%" + std::to_string(carried.value) + " lies in %" + std::to_string(root) +
+                               "; whole storages are " + verb + ", and views of them made where they are needed");
   }
 
   // At the line of the run order, or at the phase where there is none.
@@ -96,8 +97,9 @@ class CarriedValues {
     for (const Range& range : ranges) {
       const int64_t both = std::max(range.first, first);
       if (both >= std::min(range.end, end)) continue;
-      At(phase, line, "phase " + InQuotes(phase.name) + " saves " + InQuotes(save.name) + " of micro-batch " +
-                          std::to_string(both) + " again before it was loaded");
+      At(phase, line,
+         "phase " + InQuotes(phase.name) + " saves " + InQuotes(save.name) + " of micro-batch " + std::to_string(both) +
+             " again before it was loaded");
       return false;
     }
     ranges.push_back({first, end, &phase, save.value});
@@ -127,9 +129,10 @@ class CarriedValues {
         for (const Carried& save : other.saves) known.push_back(save.name);
       }
       const bool named = std::find(known.begin(), known.end(), load.name) != known.end();
-      At(phase, line, "phase " + InQuotes(phase.name) + " loads " + InQuotes(load.name) + " of micro-batch " +
-                          std::to_string(next) + ", which no run before it has saved, or one has loaded and not saved again" +
-                          (named ? "" : DidYouMean(load.name, known)));
+      At(phase, line,
+         "phase " + InQuotes(phase.name) + " loads " + InQuotes(load.name) + " of micro-batch " + std::to_string(next) +
+             ", which no run before it has saved, or one has loaded and not saved again" +
+             (named ? "" : DidYouMean(load.name, known)));
       return false;
     }
     ranges = std::move(rest);

@@ -109,7 +109,9 @@ class Flow {
         const std::string& start = program_.op(flight.start).name;
         std::string what = "%" + std::to_string(id);
         what += id == flight.result ? " is used" : " touches %" + std::to_string(flight.result);
-        Report(op, what + " between " + start + " and " + std::string(TransferName(program_.op(flight.start))) + ".wait", id);
+        Report(op,
+               what + " between " + start + " and " + std::string(TransferName(program_.op(flight.start))) + ".wait",
+               id);
       }
     };
     auto write = [&](ValueId id, const char* verb) {

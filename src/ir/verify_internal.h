@@ -23,7 +23,7 @@ class VerifyReport {
   void AtUnit(UnitId unit, std::string what);
   void AtPhase(const Phase& phase, std::string what);
   void AtRun(size_t index, std::string what);  // of Program::order
-  void AtProgram(std::string what);  // the first line
+  void AtProgram(std::string what);            // the first line
   bool empty() const { return found_.empty(); }
   // In line order.
   std::vector<Error> Take();
@@ -74,7 +74,7 @@ class OpChecks {
 
 // Phases, names, symbols, units, constants. False: the run order does not hold.
 bool VerifyLayout(const Program& program, VerifyReport& report);
-void VerifyOps(const Program& program, VerifyReport& report);     // each op by itself
+void VerifyOps(const Program& program, VerifyReport& report);  // each op by itself
 // A start by itself. `dims`: a copy of the program's, in which sizes that follow are made.
 void VerifyTransfer(const Program& program, const Op& op, DimTable& dims, VerifyReport& report);
 void VerifyFlow(const Program& program,

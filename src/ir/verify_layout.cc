@@ -44,8 +44,10 @@ class Whole {
       return false;
     }
     if (program_.order.empty() && micro_batch_phases > 1) {
-      report_.AtPhase(program_.phases[0], "with several micro-batch phases the run order must be said: lines such as "
-                                          "'run " + program_.phases[0].name + " 0' behind 'step'");
+      report_.AtPhase(program_.phases[0],
+                      "with several micro-batch phases the run order must be said: lines such as "
+                      "'run " +
+                          program_.phases[0].name + " 0' behind 'step'");
       return false;
     }
     return Order();
@@ -66,10 +68,10 @@ class Whole {
         return false;
       }
       if ((phase->kind == PhaseKind::kStep) != (run.first == kNone)) {
-        report_.AtRun(i, phase->kind == PhaseKind::kStep
-                             ? "phase " + InQuotes(run.phase) + " runs once a step and has no micro-batch"
-                             : "phase " + InQuotes(run.phase) + " runs for a micro-batch; say which: 'run " +
-                                   run.phase + " 0'");
+        report_.AtRun(
+            i, phase->kind == PhaseKind::kStep
+                   ? "phase " + InQuotes(run.phase) + " runs once a step and has no micro-batch"
+                   : "phase " + InQuotes(run.phase) + " runs for a micro-batch; say which: 'run " + run.phase + " 0'");
         return false;
       }
       if (run.first == kNone) {
@@ -98,7 +100,7 @@ class Whole {
       if (done.count(&phase) > 0) continue;
       sound = false;
       report_.AtPhase(phase, "phase " + InQuotes(phase.name) + " is never run; add a line 'run " + phase.name +
-                                   (phase.kind == PhaseKind::kStep ? "'" : " 0'"));
+                                 (phase.kind == PhaseKind::kStep ? "'" : " 0'"));
     }
     for (int64_t m = 0; m < program_.accumulation; m += program_.width) {
       if (all.count(m) > 0) continue;
@@ -177,7 +179,8 @@ class Whole {
         } else if (!seen.insert(axis).second) {
           report_.AtUnit(unit.id, "axis " + InQuotes(axis) + " is named twice");
         } else if (before < program_.mesh.size() && at != before + 1) {
-          report_.AtUnit(unit.id, "axes written together must follow one another in the mesh, and " + *axes + " do not");
+          report_.AtUnit(unit.id,
+                         "axes written together must follow one another in the mesh, and " + *axes + " do not");
         }
         before = at;
       }

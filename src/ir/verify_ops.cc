@@ -1,4 +1,5 @@
-// Each op of our own by itself: operand counts, sizes, attributes, the level it belongs to. Transfers: verify_transfers.cc.
+// Each op of our own by itself: operand counts, sizes, attributes, the level it belongs to. Transfers:
+// verify_transfers.cc.
 #include <algorithm>
 #include <map>
 #include <set>

@@ -61,8 +61,10 @@ class Transfers : OpChecks {
       const ValueId shard = gathers ? op_.args[i].value : op_.results[i];
       const ValueId full = gathers ? op_.results[i] : op_.args[i].value;
       const std::string name = "u" + Text(unit.id);
-      Elements(op_, op_.args[i].value, gathers ? unit.shard : unit.numel, gathers ? "the shard of " + name : "numel of " + name);
-      Elements(op_, op_.results[i], gathers ? unit.numel : unit.shard, gathers ? "numel of " + name : "the shard of " + name);
+      Elements(op_, op_.args[i].value, gathers ? unit.shard : unit.numel,
+               gathers ? "the shard of " + name : "numel of " + name);
+      Elements(op_, op_.results[i], gathers ? unit.numel : unit.shard,
+               gathers ? "numel of " + name : "the shard of " + name);
       if (gathers && TypeOf(shard).dtype != TypeOf(full).dtype)
         Report("gather.start keeps the dtype of its operand", full);
     }
@@ -88,7 +90,9 @@ class Transfers : OpChecks {
     const bool number = arg != nullptr && arg->kind == Arg::Kind::kInt && arg->integer.is_const();
     if (number && arg->integer.value >= 0 && arg->integer.value < end) return arg->integer.value;
     Report(op_.name + " needs " + std::string(name) + "= with " + of + ": " +
-           (end < 1 ? "there is none" : end == 1 ? "0" : "0 to " + Text(end - 1)));
+           (end < 1    ? "there is none"
+            : end == 1 ? "0"
+                       : "0 to " + Text(end - 1)));
     return -1;
   }
 
@@ -123,9 +127,7 @@ class Transfers : OpChecks {
   bool Sizes(ValueId from, ValueId to, int64_t ranks) {
     std::vector<Dim> wanted = TypeOf(from).sizes;
     const auto end = static_cast<int64_t>(wanted.size());
-    const auto needs_dim = [&](std::string_view name) {
-      return Index(name, end, "a dimension of %" + Text(from));
-    };
+    const auto needs_dim = [&](std::string_view name) { return Index(name, end, "a dimension of %" + Text(from)); };
     const Exchange exchange = TraitsOf(op_).exchange;
     if (exchange == Exchange::kGather || exchange == Exchange::kReduce || exchange == Exchange::kAllToAll) {
       const int64_t dim = needs_dim("dim");
@@ -167,7 +169,8 @@ class Transfers : OpChecks {
     if (!sends) return Contiguous(op_.results[0]);
     const Type& token = TypeOf(op_.results[0]);
     if (token.dtype != DType::kB8 || token.sizes != std::vector<Dim>{Dim(0)})
-      Report("the result of send.start is a token to wait for, b8[0], not " + PrintType(program_, token), op_.results[0]);
+      Report("the result of send.start is a token to wait for, b8[0], not " + PrintType(program_, token),
+             op_.results[0]);
   }
 
   // A number, or an expression of this rank's own index: for every rank of the axis another one of it.

@@ -33,7 +33,8 @@ TEST(Canonicalize, WhatIsSavedForALaterRunStays) {
   const std::string head =
       "interlace 1 sharded\nstep 1 reduce_each\nrun forward 0\nrun backward 0\ninput %0: f32[4,8] \"x\"\n";
   const std::string backward = "phase backward takes () gives () loads (%2: f32[4,8] of h) {\n}\n";
-  const std::string forward = "phase forward takes () gives () saves (%1 as h) {\n  %1: f32[4,8] = aten.neg(%0) {fwd}\n";
+  const std::string forward =
+      "phase forward takes () gives () saves (%1 as h) {\n  %1: f32[4,8] = aten.neg(%0) {fwd}\n";
   EXPECT_EQ(RunText(head + forward + "  %3: f32[4,8] = aten.tanh(%1) {fwd}\n}\n" + backward, "canonicalize"),
             head + forward + "}\n" + backward);
 }

@@ -47,8 +47,7 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   // Before the strategy, because that takes the sizes of its axes from the mesh; a single axis needs none.
   if (options.mesh.size() > 1) {
     std::string axes;
-    for (const auto& [name, size] : options.mesh)
-      axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
+    for (const auto& [name, size] : options.mesh) axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
     passes.push_back("mesh(axes=" + axes + ")");
   }
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are

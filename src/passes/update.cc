@@ -142,7 +142,8 @@ class Builder {
   }
 
   // Sums the squares of all gradients. Units whose elements differ along the same axes have one sum, which the ranks
-  // along these axes add up; along the others all have the same, and it counts once. These sums are added to one another.
+  // along these axes add up; along the others all have the same, and it counts once. These sums are added to one
+  // another.
   Result<ValueId> Norm() {
     std::vector<std::pair<std::vector<std::string_view>, std::vector<const Target*>>> sets;
     for (const Target& target : targets_) {

@@ -25,10 +25,10 @@ std::string StepText(const std::string& mesh, const std::vector<Placed>& params)
                 unit + "+0" + params[i].cuts + "\n";
     states += "state " + id(10) + ": f32[" + shard + "] " + unit + ".shard persistent\nstate " + id(20) + ": f32[" +
               shard + "] " + unit + ".grad step\n";
-    ops += "  " + id(30) + ": f32[" + full + "] = gather.start(" + id(10) + ") {fwd units=[" + unit + "]}\n  gather.wait(" +
-           id(30) + ") {fwd}\n  " + id(40) + ": f32[" + full + "] = aten.mul.Tensor(" + id(30) + ", " + id(30) +
-           ") {bwd}\n  " + id(50) + ": f32[" + shard + "] into " + id(20) + "+0 = reduce.start(" + id(40) +
-           ") {bwd units=[" + unit + "]}\n  reduce.wait(" + id(50) + ") {bwd}\n";
+    ops += "  " + id(30) + ": f32[" + full + "] = gather.start(" + id(10) + ") {fwd units=[" + unit +
+           "]}\n  gather.wait(" + id(30) + ") {fwd}\n  " + id(40) + ": f32[" + full + "] = aten.mul.Tensor(" + id(30) +
+           ", " + id(30) + ") {bwd}\n  " + id(50) + ": f32[" + shard + "] into " + id(20) + "+0 = reduce.start(" +
+           id(40) + ") {bwd units=[" + unit + "]}\n  reduce.wait(" + id(50) + ") {bwd}\n";
   }
   return "interlace 1 sharded\n" + mesh + "step 1 reduce_each\ngroup 0 adamw\n" + units + declared + states +
          "phase micro_batch takes () gives () {\n" + ops + "}\n";
@@ -63,7 +63,8 @@ TEST(Update, TheNormCountsEachElementOnce) {
       {tp, {{"w", "32,64", " cut tp 0", 2048}, {"b", "64", "", 64}, {"e", "128,32", "", 4096}}},
       {tp, {{"w", "64,32", " cut tp 1", 2048}, {"b", "64", "", 64}, {"e", "64,32", " cut tp 0 blocks 4", 2048}}},
       {ep, {{"w", "64,32", " cut tp 1", 2048}, {"b", "64", "", 64}, {"e", "64,32", " cut ep 0", 2048}}},
-      {ep, {{"w", "32,32", " cut tp 0 cut ep 1", 1024}, {"b", "64", "", 64}, {"e", "32,32", " cut ep 0 cut tp 0", 1024}}},
+      {ep,
+       {{"w", "32,32", " cut tp 0 cut ep 1", 1024}, {"b", "64", "", 64}, {"e", "32,32", " cut ep 0 cut tp 0", 1024}}},
   };
   for (const auto& test : same) {
     const std::string text = StepText(test.mesh, test.params);
@@ -76,9 +77,9 @@ TEST(Update, TheNormCountsEachElementOnce) {
 }
 
 TEST(Update, OneSumForEachSetOfAxes) {
-  const Program program = Updated(StepText("mesh dp 2\nmesh tp 2\n", {{"w", "32,32", " cut tp 0", 1024},
-                                                                      {"b", "64", "", 64},
-                                                                      {"v", "64", " cut tp 0", 64}}));
+  const Program program =
+      Updated(StepText("mesh dp 2\nmesh tp 2\n",
+                       {{"w", "32,32", " cut tp 0", 1024}, {"b", "64", "", 64}, {"v", "64", " cut tp 0", 64}}));
   const std::string text = Print(program);
   const size_t begin = text.find("  %24: "), end = text.find("  update.");
   ASSERT_NE(begin, std::string::npos) << text;

@@ -123,7 +123,8 @@ Status Executor::OpenTier() {
 Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
   INTERLACE_ASSIGN(Program parsed, Parse(text));
   INTERLACE_TRY(Verify(parsed));
-  if (parsed.Carries()) return MakeError("the runtime does not yet carry saved values from one run of a micro-batch to another");
+  if (parsed.Carries())
+    return MakeError("the runtime does not yet carry saved values from one run of a micro-batch to another");
   INTERLACE_TRY(JoinAxes(parsed, axes, timeout_s));
   Binding used;
   for (const auto& [name, value] : ranks_) used[name] = value;

@@ -79,10 +79,10 @@ struct StartKernel final : KernelData {
       frame.slots[item.result] = results.back();
     }
     if (collective == Collective::kReduce) OfferReceiveBuffer();
-    Result<Ticket> ticket = collective == Collective::kGather
-                                ? comm->StartGather(std::move(sources), std::move(results), label)
-                            : grid.within.empty() ? comm->StartReduce(std::move(sources), std::move(results), label)
-                                                  : comm->StartGridReduce(std::move(sources), std::move(results), grid, label);
+    Result<Ticket> ticket =
+        collective == Collective::kGather ? comm->StartGather(std::move(sources), std::move(results), label)
+        : grid.within.empty()             ? comm->StartReduce(std::move(sources), std::move(results), label)
+                                          : comm->StartGridReduce(std::move(sources), std::move(results), grid, label);
     if (column != nullptr) {
       if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
       return ReduceAlongColumn(frame, *ticket);

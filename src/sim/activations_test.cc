@@ -11,9 +11,9 @@ namespace interlace {
 namespace {
 
 Program OnMesh(const std::string& mesh, const std::string& ops) {
-  Result<Program> program = Parse("interlace 1 scheduled\n" + mesh +
-                                  "step 1 reduce_each\ninput %0: f32[1200] \"x\"\nphase micro_batch takes () gives () {\n" +
-                                  ops + "}\n");
+  Result<Program> program =
+      Parse("interlace 1 scheduled\n" + mesh +
+            "step 1 reduce_each\ninput %0: f32[1200] \"x\"\nphase micro_batch takes () gives () {\n" + ops + "}\n");
   EXPECT_TRUE(program.ok()) << ErrorOf(program);
   if (!program.ok()) return Program();
   const Status valid = Verify(*program);
@@ -24,8 +24,9 @@ Program OnMesh(const std::string& mesh, const std::string& ops) {
 // 1200 floats, 4.8 us of one GB/s.
 TEST(Activations, TimesOfCollectives) {
   const auto time = [](const std::string& name, int64_t result, const std::string& attributes) {
-    Program program = OnMesh("mesh dp 2\nmesh tp 3\n", "  %1: f32[" + std::to_string(result) + "] = " + name +
-                                                        ".start(%0) {" + attributes + "}\n  " + name + ".wait(%1)\n");
+    Program program =
+        OnMesh("mesh dp 2\nmesh tp 3\n", "  %1: f32[" + std::to_string(result) + "] = " + name + ".start(%0) {" +
+                                             attributes + "}\n  " + name + ".wait(%1)\n");
     Result<Simulation> folded = Simulate(program, RoundCluster(6, 6), nullptr, {});
     Result<Simulation> s = Simulate(program, RoundCluster(6, 6), nullptr, {.every_rank = true});
     EXPECT_TRUE(s.ok()) << ErrorOf(s);
@@ -44,11 +45,11 @@ TEST(Activations, TimesOfCollectives) {
 // Each sends to the next and receives from the one before, in both directions of its links at once.
 TEST(Activations, RingOfMessages) {
   Program program = OnMesh("mesh dp 3\n",
-                         "  %9: b8[0] = send.start(%0) {fwd axis=dp peer=(rank_dp+1)%3}\n"
-                         "  %10: f32[1200] = recv.start() {fwd axis=dp peer=(rank_dp+2)%3}\n"
-                         "  recv.wait(%10) {fwd}\n"
-                         "  %11: f32[1200] = aten.relu(%10) {fwd}\n"
-                         "  send.wait(%9) {fwd}\n");
+                           "  %9: b8[0] = send.start(%0) {fwd axis=dp peer=(rank_dp+1)%3}\n"
+                           "  %10: f32[1200] = recv.start() {fwd axis=dp peer=(rank_dp+2)%3}\n"
+                           "  recv.wait(%10) {fwd}\n"
+                           "  %11: f32[1200] = aten.relu(%10) {fwd}\n"
+                           "  send.wait(%9) {fwd}\n");
   Result<Simulation> s = Simulate(program, RoundCluster(3, 3), nullptr, {});
   ASSERT_TRUE(s.ok()) << ErrorOf(s);
   EXPECT_EQ(s->output.ranks.size(), 3u) << "ranks that send to one another are not folded";
@@ -72,10 +73,10 @@ TEST(Activations, RingOfMessages) {
 // Along the outer axis of two: 0 and 2, 1 and 3 exchange what they have; 0 and 1 do not.
 TEST(Activations, MessagesAlongOneAxisOfTwo) {
   Program program = OnMesh("mesh pp 2\nmesh tp 2\n",
-                         "  %9: b8[0] = send.start(%0) {fwd axis=pp peer=1-rank_pp}\n"
-                         "  %10: f32[1200] = recv.start() {fwd axis=pp peer=1-rank_pp}\n"
-                         "  recv.wait(%10) {fwd}\n"
-                         "  send.wait(%9) {fwd}\n");
+                           "  %9: b8[0] = send.start(%0) {fwd axis=pp peer=1-rank_pp}\n"
+                           "  %10: f32[1200] = recv.start() {fwd axis=pp peer=1-rank_pp}\n"
+                           "  recv.wait(%10) {fwd}\n"
+                           "  send.wait(%9) {fwd}\n");
   Result<Simulation> s = Simulate(program, RoundCluster(4, 4), nullptr, {});
   ASSERT_TRUE(s.ok()) << ErrorOf(s);
   ASSERT_EQ(s->output.transfers.size(), 4u);
@@ -85,10 +86,10 @@ TEST(Activations, MessagesAlongOneAxisOfTwo) {
 // Everybody waits before it sends.
 TEST(Activations, ReceivingBeforeSendingStandsStill) {
   Program program = OnMesh("mesh dp 2\n",
-                         "  %10: f32[1200] = recv.start() {fwd axis=dp peer=1-rank_dp}\n"
-                         "  recv.wait(%10) {fwd}\n"
-                         "  %9: b8[0] = send.start(%0) {fwd axis=dp peer=1-rank_dp}\n"
-                         "  send.wait(%9) {fwd}\n");
+                           "  %10: f32[1200] = recv.start() {fwd axis=dp peer=1-rank_dp}\n"
+                           "  recv.wait(%10) {fwd}\n"
+                           "  %9: b8[0] = send.start(%0) {fwd axis=dp peer=1-rank_dp}\n"
+                           "  send.wait(%9) {fwd}\n");
   Result<Simulation> s = Simulate(program, RoundCluster(2, 2), nullptr, {});
   ASSERT_FALSE(s.ok());
   EXPECT_EQ(s.error().ToString(), "rank 0 waits for ever at 'recv.wait(%10) {fwd}': not started by rank 1");

@@ -165,10 +165,10 @@ class Exporter {
   const Lowered& lowered_;
   const Program& program_;
   const RankRecord& record_;
-  std::vector<Ids> writers_;  // by root
-  std::vector<Ids> given_;    // by the last phase's gives
+  std::vector<Ids> writers_;                              // by root
+  std::vector<Ids> given_;                                // by the last phase's gives
   std::map<std::pair<std::string, int64_t>, Ids> saved_;  // by name and micro-batch
-  Ids waited_;                // transfers that were waited for since the last compute node
+  Ids waited_;                                            // transfers that were waited for since the last compute node
   int64_t last_compute_ = -1;
   int64_t last_on_lane_[kLaneCount] = {-1, -1, -1, -1, -1, -1, -1, -1};
   uint64_t next_id_ = 1;

@@ -28,7 +28,7 @@ namespace interlace {
 struct TransferRecord {
   const LoweredOp* op = nullptr;  // that of the rank that came first
   int32_t rank = 0;               // this one
-  int64_t issued_ps = 0;  // by the last rank
+  int64_t issued_ps = 0;          // by the last rank
   int64_t start_ps = -1;
   int64_t end_ps = -1;
   int32_t cause_rank = 0;       // the rank that came last

@@ -37,8 +37,8 @@ struct Transfer {
   int64_t since_ps = 0;  // remaining_ps is as of this time
   int64_t slow = kOne;
   uint32_t version = 0;
-  int32_t after = 0;               // steps on the host that had not ended when it was issued
-  std::vector<int32_t> followers;  // of a step on the host: transfers that wait for it
+  int32_t after = 0;                   // steps on the host that had not ended when it was issued
+  std::vector<int32_t> followers;      // of a step on the host: transfers that wait for it
   int32_t sender = -1, receiver = -1;  // of a message
 };
 

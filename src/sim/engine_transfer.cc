@@ -70,7 +70,8 @@ int32_t Engine::PeerOf(int32_t r, const LoweredOp& op) const {
 
 int Engine::QueueOf(int32_t r, const LoweredOp& op) const {
   if (op.IsMessage()) return MessageQueue(PeerOf(r, op) > r, op.receives);
-  return static_cast<int>(cluster_.cpu && op.group.size > 1 && !op.across && op.lane == Lane::kReduce ? Lane::kGather : op.lane);
+  return static_cast<int>(cluster_.cpu && op.group.size > 1 && !op.across && op.lane == Lane::kReduce ? Lane::kGather
+                                                                                                      : op.lane);
 }
 
 bool Engine::Sends(int32_t r, int32_t id) const {
@@ -139,8 +140,8 @@ Status Engine::TransferEvent(int32_t id) {
   for (int32_t r : record.members) {
     RankState& rank = ranks_[r];
     // A message's record is the op of the rank that came first; its other end has the other direction.
-    const int lane = t.sender < 0 ? QueueOf(r, *record.op)
-                                  : MessageQueue(r == std::min(t.sender, t.receiver), r == t.receiver);
+    const int lane =
+        t.sender < 0 ? QueueOf(r, *record.op) : MessageQueue(r == std::min(t.sender, t.receiver), r == t.receiver);
     rank.lanes[lane].pop_front();
     if (!rank.lanes[lane].empty()) {
       Arrive(r, rank.lanes[lane].front(), -1, id);

@@ -103,7 +103,8 @@ Result<Lowered> Lower(const Program& program, CostModel& model, const KnownOps& 
   out.program = &program;
   out.first.push_back(0);
   for (const auto& [phase, micro_batch, repeats] : program.RunsOfStep()) {
-    const auto index = static_cast<int32_t>(std::find(out.phases.begin(), out.phases.end(), phase) - out.phases.begin());
+    const auto index =
+        static_cast<int32_t>(std::find(out.phases.begin(), out.phases.end(), phase) - out.phases.begin());
     const bool fresh = index == static_cast<int32_t>(out.phases.size());
     if (fresh) {
       out.phases.push_back(phase);

@@ -16,7 +16,7 @@ struct LoweredOp {
   AxisGroup group;             // of a collective: who joins; of a message: the axis; one rank: alone, or with `peer`
   // Of a message the other rank, the same for all who run this, or a row of Lowered::peers. The k-th one sent to a rank
   // is the k-th that it receives from here.
-  bool across = false;         // onto replicas: on connections of its own, beside those of the shard axes
+  bool across = false;  // onto replicas: on connections of its own, beside those of the shard axes
   int32_t peer = -1, peers = -1;
   bool receives = false;  // of a message
   bool IsMessage() const { return peer >= 0 || peers >= 0; }

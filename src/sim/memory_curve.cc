@@ -290,7 +290,7 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
       if (s.first >= 0) by_op[s.first].push_back(&s);
     }
   }
-  std::vector<int64_t> carried;  // storages of what the last phase gave, in its order
+  std::vector<int64_t> carried;                              // storages of what the last phase gave, in its order
   std::map<std::pair<std::string, int64_t>, int64_t> saved;  // by name and micro-batch: the storage
   for (size_t run = 0; run < lowered.run.size(); ++run) {
     int32_t p = lowered.run[run];

@@ -29,7 +29,8 @@ Result<SetSimulation> SimulateSet(const ProgramSet& set, const ClusterSpec& clus
   for (int64_t rank = 0; rank < models[0].ranks(); ++rank) {
     const Lowered& lowered = *out.stages[static_cast<size_t>(stages.IndexOf(rank))];
     instances += lowered.instances();
-    if (instances > kMaxInstances) return MakeError("simulating every rank of the set is too much: more than ", kMaxInstances, " ops");
+    if (instances > kMaxInstances)
+      return MakeError("simulating every rank of the set is too much: more than ", kMaxInstances, " ops");
     out.input.programs.push_back(&lowered);
     out.input.compute_slow.push_back(kOne);
   }

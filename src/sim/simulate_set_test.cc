@@ -34,7 +34,8 @@ TEST(SimulateSet, TwoStagesOfTwoRanks) {
   const RankRecord &first = s->output.ranks[0], &second = s->output.ranks[2];
   EXPECT_EQ(s->output.ranks[1].end_ps, first.end_ps);
   EXPECT_EQ(s->output.ranks[3].end_ps, second.end_ps);
-  for (const std::vector<int64_t>* ends : {&first.end_ps, &second.end_ps}) EXPECT_LE(ends->back(), s->output.makespan_ps);
+  for (const std::vector<int64_t>* ends : {&first.end_ps, &second.end_ps})
+    EXPECT_LE(ends->back(), s->output.makespan_ps);
   // The first stage holds one activation more while it works on the next: begin, f0 f1 b0 f2 b1 f3 b2 b3, update.
   EXPECT_EQ(s->memory[0].through, (std::vector<int64_t>{0, 0, 128, 128, 128, 128, 128, 128, 0, 0}));
   EXPECT_TRUE(s->memory[1].through.empty());

@@ -7,12 +7,12 @@
 #include <string_view>
 #include <vector>
 
+#include "base/digest.h"
 #include "base/suggest.h"
 #include "ir/program.h"
 #include "ir/program_set.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
-#include "base/digest.h"
 #include "passes/explain.h"
 #include "passes/inspect.h"
 #include "passes/pass_table.h"
@@ -52,7 +52,8 @@ Exit codes: 0 fine, 1 the program or a pass says no, 2 wrong command line.
 
 struct Flags {
   std::string passes, bind, output = "-", dump_dir, repro, input;
-  bool verify = false, timing = false, summary = false, explain = false, digest = false, list = false, help = false, check_set = false;
+  bool verify = false, timing = false, summary = false, explain = false, digest = false, list = false, help = false,
+       check_set = false;
 };
 
 // `--name=value`, `--name value` and single-dash -o alike.
@@ -64,10 +65,9 @@ Result<Flags> ReadFlags(const std::vector<std::string>& args) {
                                                                                 {"--dump-ir", &Flags::dump_dir},
                                                                                 {"--repro", &Flags::repro}};
   const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
-      {"--verify", &Flags::verify},   {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
-      {"--explain", &Flags::explain}, {"--digest", &Flags::digest}, {"--list-passes", &Flags::list},
-      {"--check-set", &Flags::check_set},
-      {"--help", &Flags::help},       {"-h", &Flags::help}};
+      {"--verify", &Flags::verify},       {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
+      {"--explain", &Flags::explain},     {"--digest", &Flags::digest}, {"--list-passes", &Flags::list},
+      {"--check-set", &Flags::check_set}, {"--help", &Flags::help},     {"-h", &Flags::help}};
   for (size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
     if (arg == "-" || !arg.starts_with("-")) {

@@ -259,7 +259,8 @@ class Collectives:
         if kind == "gather":
             return lambda: comm.wait(comm.start_gather([shard], [whole], "gather"))
         if self.grid is not None:
-            return lambda: comm.wait(comm.start_grid_reduce([whole], [shard], *self.grid, "reduce"))
+            within, across = self.grid
+            return lambda: comm.wait(comm.start_grid_reduce([whole], [shard], within, across, "reduce"))
         if kind == "reduce":
             return lambda: comm.wait(comm.start_reduce([whole], [shard], "reduce"))
         if kind == "all_reduce":

@@ -1,5 +1,5 @@
-// A small network of two layers whose step runs in the orders of pipelines: whatever the order, the numbers are those of
-// one phase that does it all, and the memory plan's places hold what is saved for later runs.
+// A small network of two layers whose step runs in the orders of pipelines: whatever the order, the numbers are those
+// of one phase that does it all, and the memory plan's places hold what is saved for later runs.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -45,15 +45,15 @@ struct PhaseText {
 };
 
 std::string StepText(int micro_batches, const std::string& runs, const std::vector<PhaseText>& phases) {
-  std::string text = "interlace 1 sharded\nmesh dp 1\nstep " + std::to_string(micro_batches) +
-                     " reduce_each\nrun begin\n" + runs +
-                     "run update\ngroup 0 sgd\nunit u0 dp f32 numel 64 shard 64\nunit u1 dp f32 numel 64 shard 64\n"
-                     "param %0: f32[8,8] in %10+0 \"w\" trainable group 0 unit u0+0\n"
-                     "param %1: f32[8,8] in %11+0 \"v\" trainable group 0 unit u1+0\ninput %2: f32[4,8] \"x\"\n"
-                     "state %10: f32[64] u0.full persistent\nstate %11: f32[64] u1.full persistent\n"
-                     "state %12: f32[64] u0.grad step\nstate %13: f32[64] u1.grad step\n"
-                     "phase begin once takes () gives () {\n  %20: f32[64] = aten.zeros_like(%12) {upd}\n"
-                     "  assign(%12, %20) {upd}\n  %21: f32[64] = aten.zeros_like(%13) {upd}\n  assign(%13, %21) {upd}\n}\n";
+  std::string text =
+      "interlace 1 sharded\nmesh dp 1\nstep " + std::to_string(micro_batches) + " reduce_each\nrun begin\n" + runs +
+      "run update\ngroup 0 sgd\nunit u0 dp f32 numel 64 shard 64\nunit u1 dp f32 numel 64 shard 64\n"
+      "param %0: f32[8,8] in %10+0 \"w\" trainable group 0 unit u0+0\n"
+      "param %1: f32[8,8] in %11+0 \"v\" trainable group 0 unit u1+0\ninput %2: f32[4,8] \"x\"\n"
+      "state %10: f32[64] u0.full persistent\nstate %11: f32[64] u1.full persistent\n"
+      "state %12: f32[64] u0.grad step\nstate %13: f32[64] u1.grad step\n"
+      "phase begin once takes () gives () {\n  %20: f32[64] = aten.zeros_like(%12) {upd}\n"
+      "  assign(%12, %20) {upd}\n  %21: f32[64] = aten.zeros_like(%13) {upd}\n  assign(%13, %21) {upd}\n}\n";
   int base = 100;
   for (const PhaseText& phase : phases) {
     std::map<std::string, int> ids;
@@ -61,7 +61,8 @@ std::string StepText(int micro_batches, const std::string& runs, const std::vect
       return "%" + std::to_string(ids.try_emplace(name, base + static_cast<int>(ids.size())).first->second);
     };
     std::string loads, saves, ops;
-    for (const std::string& name : phase.loads) loads += (loads.empty() ? "" : ", ") + id(name) + ": f32[4,8] of " + name;
+    for (const std::string& name : phase.loads)
+      loads += (loads.empty() ? "" : ", ") + id(name) + ": f32[4,8] of " + name;
     for (const std::string& part : phase.parts) {
       std::string lines = Parts().at(part);
       for (size_t at; (at = lines.find('$')) != std::string::npos;) {
@@ -88,7 +89,8 @@ std::string Runs(const std::string& order, const std::map<char, std::string>& na
   return out;
 }
 
-const std::map<char, std::string> kNames = {{'f', "forward"}, {'b', "backward"}, {'w', "weights"}, {'g', "forward.1"}, {'c', "backward.1"}};
+const std::map<char, std::string> kNames = {
+    {'f', "forward"}, {'b', "backward"}, {'w', "weights"}, {'g', "forward.1"}, {'c', "backward.1"}};
 
 std::string Whole() {
   return StepText(4, "run all 0 x4\n", {{"all", {"f0", "f1", "i1", "w1", "i0", "w0"}, {}, {}}});

@@ -225,7 +225,8 @@ Result<RunResult> InterpretSet(const ProgramSet& set, const InterpretOptions& op
   for (std::thread& thread : threads) thread.join();
   RunResult all;
   for (size_t s = 0; s < results.size(); ++s) {
-    if (!results[s].ok()) return Error{results[s].error().message, "stage " + std::to_string(s) + ", " + results[s].error().where};
+    if (!results[s].ok())
+      return Error{results[s].error().message, "stage " + std::to_string(s) + ", " + results[s].error().where};
     for (auto& [name, values] : results[s]->outputs) all.outputs[name] = std::move(values);
     for (auto& [name, values] : results[s]->params) all.params[name] = std::move(values);
     for (auto& [name, values] : results[s]->buffers) all.buffers[name] = std::move(values);

@@ -48,8 +48,8 @@ struct RunResult {
 // Error: invalid programs (not verified here), ops the interpreter lacks, reads of storage that is gone, ranks that
 // disagree.
 Result<RunResult> Interpret(const Program& program, const InterpretOptions& options = {});
-// The stages of a checked set beside one another, and what all of them together gave. Their ranks are those of one stage:
-// inputs are drawn as for a program on the mesh without the axis of the stages.
+// The stages of a checked set beside one another, and what all of them together gave. Their ranks are those of one
+// stage: inputs are drawn as for a program on the mesh without the axis of the stages.
 Result<RunResult> InterpretSet(const ProgramSet& set, const InterpretOptions& options = {});
 // What differs first, bit by bit: "parameter 'fc1.weight' element 3: 0.1 and 0.2"; "" when nothing does. NaN differs
 // from all.

@@ -79,7 +79,7 @@ class Machine {
   Status RunLibraryOp(const Op& op);
   Status RunOwnOp(const Op& op);
   Status DefineResults(const Op& op);  // storage of results that own it
-  Status Mark(const Op& op);  // grad, output
+  Status Mark(const Op& op);           // grad, output
   Status Copy(const Op& op, ValueId from, ValueId to);
   Status Start(const Op& op);  // machine_transfers.cc
   Status StartMessage(const Op& op, Flight& flight);
@@ -98,7 +98,7 @@ class Machine {
 
   const Program& program_;
   const InterpretOptions& options_;
-  std::vector<Axis> mesh_;     // the program's; of a stage without the axis of the stages
+  std::vector<Axis> mesh_;  // the program's; of a stage without the axis of the stages
   int64_t ranks_ = 1;
   std::string stage_axis_;     // empty: the program is no stage
   int64_t first_address_ = 0;  // for messages: rank r of this machine is at first_address_ + r
@@ -114,11 +114,11 @@ class Machine {
     bool in_flight = false;
     Flight flight;
   };
-  std::vector<Given> given_;  // by the last phase
+  std::vector<Given> given_;                                                 // by the last phase
   std::map<std::pair<std::string, int64_t>, std::vector<Binding>> carried_;  // by name and micro-batch
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
   std::map<std::pair<int64_t, int64_t>, size_t> receives_;  // by sender and receiver: receives begun
-  std::unordered_map<ValueId, OpId> pending_;  // by root of a step state: the last pending op that uses it
+  std::unordered_map<ValueId, OpId> pending_;               // by root of a step state: the last pending op that uses it
 };
 
 }  // namespace interlace::testing

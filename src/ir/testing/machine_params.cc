@@ -25,7 +25,8 @@ std::vector<size_t> Machine::ElementsOf(const Param& param, int64_t rank, size_t
       size[d] *= ranks;
     }
     element = 0;
-    for (size_t d = 0; d < whole.size(); ++d) element = element * static_cast<size_t>(whole[d]) + static_cast<size_t>(place[d]);
+    for (size_t d = 0; d < whole.size(); ++d)
+      element = element * static_cast<size_t>(whole[d]) + static_cast<size_t>(place[d]);
     for (size_t d = part.size(); d-- > 0 && ++at[d] == part[d];) at[d] = 0;
   }
   return out;

@@ -87,7 +87,8 @@ TEST(ProgramSet, Messages) {
     EXPECT_FALSE(status.ok()) << what;
     text += "== " + what + "\n" + (status.ok() ? "ok" : status.error().ToString()) + "\n";
   };
-  const auto edit = [&](const std::string& what, const std::string& file, const std::string& from, const std::string& to) {
+  const auto edit = [&](const std::string& what, const std::string& file, const std::string& from,
+                        const std::string& to) {
     Files files = good;
     files[file] = Edited(files[file], from, to);
     add(what, SetText(files), files);
@@ -127,7 +128,8 @@ TEST(ProgramSet, Messages) {
   edit("a receive without its send", "stage0.il", "  recv.wait(%41) {bwd}\n",
        "  recv.wait(%41) {bwd}\n  %49: f32[4,8] = recv.start() {axis=pp peer=1}\n  recv.wait(%49)\n");
   edit("another type", "stage0.il", "%41: f32[4,8] = recv", "%41: f32[4,4] = recv");
-  edit("a message to itself", "stage0.il", "send.start(%31) {fwd axis=pp peer=1}", "send.start(%31) {fwd axis=pp peer=0}");
+  edit("a message to itself", "stage0.il", "send.start(%31) {fwd axis=pp peer=1}",
+       "send.start(%31) {fwd axis=pp peer=0}");
   edit("a collective that one stage lacks", "stage0.il", "  send.wait(%32) {fwd}\n",
        "  send.wait(%32) {fwd}\n  %39: f32[4,8] = all_reduce.start(%31) {axis=pp}\n  all_reduce.wait(%39)\n");
   // the waits: both stages receive first
@@ -136,7 +138,8 @@ TEST(ProgramSet, Messages) {
     std::string& first = files["stage0.il"];
     first = Edited(first, "saves (%31 as h) {\n",
                    "saves (%31 as h) {\n  %38: f32[4,8] = recv.start() {axis=pp peer=1}\n  recv.wait(%38)\n");
-    first = Edited(first, "%41: f32[4,8] = recv.start() {bwd axis=pp peer=1}\n  recv.wait(%41)", "%41: f32[4,8] = aten.neg(%40)");
+    first = Edited(first, "%41: f32[4,8] = recv.start() {bwd axis=pp peer=1}\n  recv.wait(%41)",
+                   "%41: f32[4,8] = aten.neg(%40)");
     add("a cycle of waits", SetText(files), files);
   }
   {

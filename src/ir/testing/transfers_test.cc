@@ -1,5 +1,5 @@
-// Transfers of activations in the interpreter, along each axis and dimension of several meshes, against plain arithmetic
-// over what the ranks put in.
+// Transfers of activations in the interpreter, along each axis and dimension of several meshes, against plain
+// arithmetic over what the ranks put in.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -132,9 +132,8 @@ double SumOf(const std::vector<std::vector<double>>& x, const Sizes& at) {
 
 TEST(Activations, AllReduceAndReduceScatter) {
   ForEachAxis([](const Mesh& mesh, size_t axis, int64_t n, const std::string& along) {
-    Check(mesh, axis, kSizes, Collective("all_reduce", kSizes, along), [&](size_t, const auto& x) {
-      return Fill(kSizes, [&](const Sizes& at) { return SumOf(x, at); });
-    });
+    Check(mesh, axis, kSizes, Collective("all_reduce", kSizes, along),
+          [&](size_t, const auto& x) { return Fill(kSizes, [&](const Sizes& at) { return SumOf(x, at); }); });
     for (size_t dim = 0; dim < kSizes.size(); ++dim) {
       Sizes part = kSizes;
       part[dim] /= n;
@@ -187,15 +186,15 @@ TEST(Activations, RingOfMessages) {
     const std::string next = along + " peer=(" + ring + "+1)%" + std::to_string(n);
     const std::string before = along + " peer=(" + ring + "+" + std::to_string(n - 1) + ")%" + std::to_string(n);
     std::string ops = "  %100: b8[0] = send.start(%0) {" + next + "}\n  %200: b8[0] = send.start(%0) {" + next +
-                      "}\n  %300: " + type + " = recv.start() {" + before + "}\n  %400: " + type +
-                      " = recv.start() {" + before + "}\n  recv.wait(%300)\n  recv.wait(%400)\n  send.wait(%100)\n" +
+                      "}\n  %300: " + type + " = recv.start() {" + before + "}\n  %400: " + type + " = recv.start() {" +
+                      before + "}\n  recv.wait(%300)\n  recv.wait(%400)\n  send.wait(%100)\n" +
                       "  send.wait(%200)\n  %500: " + type + " = aten.add.Tensor(%300, %400)\n";
     for (int64_t i = 1; i < n; ++i) {  // the sum goes round
       const auto name = [&](int64_t base) { return "%" + std::to_string(base + i); };
-      ops += "  " + name(100) + ": b8[0] = send.start(%" + std::to_string(499 + i) + ") {" + next + "}\n  " + name(300) +
-             ": " + type + " = recv.start() {" + before + "}\n  recv.wait(" + name(300) + ")\n  send.wait(" +
-             name(100) + ")\n  " + name(500) + ": " + type + " = aten.add.Tensor(" + name(300) + ", " + name(300) +
-             ")\n";
+      ops += "  " + name(100) + ": b8[0] = send.start(%" + std::to_string(499 + i) + ") {" + next + "}\n  " +
+             name(300) + ": " + type + " = recv.start() {" + before + "}\n  recv.wait(" + name(300) +
+             ")\n  send.wait(" + name(100) + ")\n  " + name(500) + ": " + type + " = aten.add.Tensor(" + name(300) +
+             ", " + name(300) + ")\n";
     }
     ops += "  %1: " + type + " = aten.neg(%" + std::to_string(499 + n) + ")\n";
     Check(mesh, axis, kSizes, ops, [&](size_t mine, const auto& x) {

@@ -1,5 +1,5 @@
-// two_stages.h — a network of two layers, x -> h = tanh(x w) -> y = tanh(h v) -> loss, in one program and in two stages.
-// Four micro-batches, two ranks with data of their own beside each other in each stage.
+// two_stages.h — a network of two layers, x -> h = tanh(x w) -> y = tanh(h v) -> loss, in one program and in two
+// stages. Four micro-batches, two ranks with data of their own beside each other in each stage.
 #pragma once
 
 #include <string>
