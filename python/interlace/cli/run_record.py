@@ -19,7 +19,7 @@ FORMAT = 2
 # Of a resumed run: what describes the run is taken over; where and how this process works is not.
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
-    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks"),
+    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks", "mesh"),
     *("eval_text", "eval_every", "eval_sequences"),
 )
 
@@ -78,7 +78,8 @@ def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettin
     record = _newest_record(settings)
     types = {field.name for field in dataclasses.fields(TrainSettings)}
     for name in KEPT_ON_RESUME:
-        if name in record.settings and name in types and name not in explicit:
+        elsewhere = name == "mesh" and "ranks" in explicit  # a mesh is for its ranks; others begin with dp alone
+        if name in record.settings and name in types and name not in explicit and not elsewhere:
             setattr(settings, name, record.settings[name])
     if settings.save is None:
         settings.save = settings.resume
