@@ -412,7 +412,7 @@ def test_ranks_that_a_launcher_started_measure_for_later_starts(tmp_path: Path) 
 
 def test_a_collective_takes_until_the_last_rank_has_it() -> None:
     times = StepTimes(ranks=2, threads=1, cores=2)
-    facts = {"key": "", "name": "reduce.start", "result_bytes": 0, "bytes": 1 << 20, "units": 1}
+    facts = {"key": "", "name": "reduce.start", "result_bytes": 0, "bytes": 1 << 20, "units": 1, "ranks": "2"}
     for mine, other in ((4.0, 6.0), (5.0, 3.0), (9.0, 70.0)):  # seconds of this rank and of the other, the data of both
         times.add(
             {"ops": {7: facts}, "transfers": [(7, 0, 1 << 20, mine - 1)], "samples": [(7, 0, mine, 0.5, 0, 0)]},
