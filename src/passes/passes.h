@@ -12,6 +12,7 @@ class Program;
 // On a captured program.
 Result<bool> Canonicalize(Program& program, const PassOptions& options = {});
 Result<bool> DeclareMesh(Program& program, const PassOptions& options = {});
+Result<bool> Tensor(Program& program, const PassOptions& options = {});
 Result<bool> Precision(Program& program, const PassOptions& options = {});
 Result<bool> Recompute(Program& program, const PassOptions& options = {});
 Result<bool> BreadthFirst(Program& program, const PassOptions& options = {});

@@ -1,0 +1,163 @@
+// What makes a value fit: transfers between placements, slices of what is whole, views of another storage.
+#include <utility>
+
+#include "ir/op_table.h"
+#include "passes/phase_editor.h"
+#include "passes/tensor/cutter.h"
+
+namespace interlace::tensor {
+namespace {
+using Kind = Placement::Kind;
+}
+
+ValueId Cutter::AsWhole(ValueId id) {
+  const ValueId root = program_.RootOf(id);
+  if (placement_[root].is_whole()) return id;
+  return SeenIn(Storage(root, {}), id);
+}
+
+ValueId Cutter::AsPart(ValueId id, DimCut cut) {
+  const ValueId root = program_.RootOf(id);
+  const Geometry geometry = geometry_[id];
+  const int64_t size = geometry.sizes[cut.dim], stride = geometry.strides[cut.dim];
+  const std::optional<int64_t> period = PeriodOf(geometry, cut, ranks_);
+  const Placement& placement = placement_[root];
+  if (placement.is_cut() && period == placement.period) return id;
+  if (period && copies_.count({root, *period}) != 0) return SeenIn(copies_[{root, *period}], id);
+  if (placement.is_sum() && period && IsDense(geometry_[root])) return SeenIn(Storage(root, {Kind::kCut, *period}), id);
+  const ValueId whole = AsWhole(id);
+  // Of what is whole a rank takes its part where it lies: a view.
+  if (stride == 0 || cut.blocks == 1) {
+    Op& op = NewOp("view");
+    op.args.push_back(Arg::Of(whole));
+    Geometry part = geometry;
+    part.sizes[cut.dim] = size / ranks_;
+    const ValueId seen = AddView(op, program_.RootOf(whole), part);
+    if (stride != 0)
+      program_.value(seen).offset = program_.dims.Add(Dim(part.offset), RankTimes(size / ranks_ * stride));
+    phase_.ops.push_back(op.id);
+    return seen;
+  }
+  const ValueId dense = Storage(program_.RootOf(whole), {Kind::kCut, *period});
+  return SeenIn(dense, id);
+}
+
+// All transfers see a storage as rows of a period each, [numel / L, L], or flat where it is one.
+ValueId Cutter::Storage(ValueId root, Placement wanted) {
+  const Placement from = placement_[root];
+  if (auto known = copies_.find({root, wanted.period}); known != copies_.end()) return known->second;
+  const int64_t period = wanted.is_cut() ? wanted.period : from.is_cut() ? from.period : geometry_[root].numel();
+  const int64_t rows = geometry_[root].numel() / period;
+  Geometry whole{geometry_[root].dtype, {rows, period}, {period, 1}, 0};
+  Geometry part{geometry_[root].dtype, {rows, period / ranks_}, {period / ranks_, 1}, 0};
+  if (rows == 1) whole.sizes = {period}, whole.strides = {1}, part.sizes = {period / ranks_}, part.strides = {1};
+  const auto dim = static_cast<int64_t>(whole.sizes.size()) - 1;
+  const Geometry& seen = from.is_cut() ? part : whole;
+  Op& view = NewOp("view");
+  view.args.push_back(Arg::Of(root));
+  const ValueId operand = program_.AddView(view, TypeOf(seen), root, Dim(0));
+  Know(operand, whole);
+  phase_.ops.push_back(view.id);
+  ValueId result = kNone;
+  if (from.is_sum()) {
+    result = wanted.is_cut() ? Exchange(OpKind::kReduceScatterStart, operand, whole, dim, wanted)
+                             : Exchange(OpKind::kAllReduceStart, operand, whole, -1, wanted);
+  } else if (from.is_cut() && wanted.is_whole()) {
+    result = Exchange(OpKind::kAllGatherStart, operand, whole, dim, wanted);
+  } else {  // whole to cut: a copy of this rank's segments
+    Op& slice = NewOp("view");
+    slice.args.push_back(Arg::Of(operand));
+    Geometry strided{whole.dtype, part.sizes, whole.strides, 0};
+    const ValueId mine = AddView(slice, root, strided);
+    program_.value(mine).offset = RankTimes(period / ranks_);
+    phase_.ops.push_back(slice.id);
+    Op& copy = NewOp("copy");
+    copy.args.push_back(Arg::Of(mine));
+    result = AddResult(copy, whole, wanted);
+    phase_.ops.push_back(copy.id);
+  }
+  views_[result] = views_[root];
+  copies_[{root, wanted.period}] = result;
+  return result;
+}
+
+ValueId Cutter::Exchange(OpKind kind, ValueId operand, const Geometry& result, int64_t dim, Placement placement) {
+  Op& start = program_.AddOp(kind);
+  if (current_ != nullptr) CopyTags(*current_, start);
+  start.part = part_;
+  start.args.push_back(Arg::Of(operand));
+  start.SetAttr("axis", Arg::Word(options_.axis));
+  if (dim >= 0) start.SetAttr("dim", Arg::Int(dim));
+  const ValueId value = AddResult(start, result, placement);
+  Op& wait = program_.AddOp(TraitsOf(kind).partner);
+  CopyTags(start, wait);
+  wait.args.push_back(Arg::Of(value));
+  phase_.ops.push_back(start.id);
+  phase_.ops.push_back(wait.id);
+  bytes_ += result.numel() * DTypeBytes(result.dtype);
+  return value;
+}
+
+ValueId Cutter::SeenIn(ValueId root, ValueId id) {
+  Op& view = NewOp("view");
+  view.args.push_back(Arg::Of(root));
+  const ValueId seen = AddView(view, root, geometry_[id]);
+  phase_.ops.push_back(view.id);
+  Apply(seen);
+  return seen;
+}
+
+ValueId Cutter::AddResult(Op& op, const Geometry& geometry, Placement placement) {
+  const ValueId id = program_.AddResult(op, TypeOf(geometry));
+  Know(id, geometry);
+  placement_[id] = placement;
+  Apply(id);
+  return id;
+}
+
+ValueId Cutter::AddView(Op& op, ValueId root, const Geometry& geometry) {
+  const ValueId id = program_.AddView(op, TypeOf(geometry), root, Dim(geometry.offset));
+  Know(id, geometry);
+  return id;
+}
+
+Op& Cutter::NewOp(std::string name) {
+  Op& op = program_.AddOp(std::move(name));
+  if (current_ != nullptr) CopyTags(*current_, op);
+  op.part = part_;
+  return op;
+}
+
+ValueId Cutter::Emit(std::string name, std::vector<Arg> args, const Geometry& geometry, Placement placement,
+                     std::vector<NamedArg> named) {
+  Op& op = NewOp(std::move(name));
+  op.args = std::move(args);
+  op.named = std::move(named);
+  const ValueId id = AddResult(op, geometry, placement);
+  phase_.ops.push_back(op.id);
+  return id;
+}
+
+void Cutter::Know(ValueId id, Geometry geometry) {
+  const auto size = static_cast<size_t>(id) + 1;
+  if (geometry_.size() < size) {
+    geometry_.resize(size);
+    placement_.resize(size);
+    unseen_.resize(size);
+    views_.resize(size);
+  }
+  geometry_[id] = std::move(geometry);
+}
+
+Type Cutter::TypeOf(const Geometry& geometry) const {
+  Type type{geometry.dtype, {}, {}};
+  for (int64_t size : geometry.sizes) type.sizes.emplace_back(size);
+  for (int64_t stride : geometry.strides) type.strides.emplace_back(stride);
+  return type;
+}
+
+Dim Cutter::RankTimes(int64_t step) {
+  return program_.dims.Mul(program_.AxisRank(options_.axis), Dim(step));
+}
+
+}  // namespace interlace::tensor

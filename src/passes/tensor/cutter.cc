@@ -1,0 +1,390 @@
+#include "passes/tensor/cutter.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+
+#include "ir/op_table.h"
+#include "ir/text.h"
+#include "passes/phase_editor.h"
+#include "passes/tensor/special.h"
+
+namespace interlace::tensor {
+namespace {
+
+using Kind = Placement::Kind;
+constexpr double kImpossible = std::numeric_limits<double>::infinity();
+constexpr double kParameter = 1e6;  // a parameter is cut to stay so: times its bytes to gather it for one op
+constexpr double kAgain = 1e-3;     // times the bytes of results that every rank makes whole, to break ties
+
+int64_t BytesOf(const Geometry& geometry) {
+  return geometry.numel() * DTypeBytes(geometry.dtype);
+}
+
+}  // namespace
+
+Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
+    : program_(program), phase_(phase), options_(options), ranks_(program.AxisSize(options.axis)) {
+  const auto count = static_cast<size_t>(program.num_values());
+  geometry_.resize(count);
+  placement_.resize(count);
+  unseen_.resize(count);
+  views_.resize(count);
+  for (ValueId id = 0; id < program.num_values(); ++id) {
+    if (!program.HasValue(id)) continue;
+    if (std::optional<Geometry> known = GeometryOf(program, id)) geometry_[id] = *std::move(known);
+    views_[program.RootOf(id)].push_back(id);
+  }
+}
+
+Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
+  const Geometry& geometry = geometry_[param.value];
+  const auto rank = static_cast<int64_t>(geometry.sizes.size());
+  if (dim >= rank)
+    return MakeError("'", param.name, "' has ", rank, " dimensions, so there is no dimension ", dim, " to cut");
+  const DimCut cut{static_cast<int32_t>(dim), blocks};
+  const std::optional<int64_t> period = PeriodOf(geometry, cut, ranks_);
+  if (!period || !IsDense(geometry) || program_.RootOf(param.value) != param.value) {
+    return MakeError("dimension ", dim, " of '", param.name, "', ", geometry.sizes[dim], " in ", blocks, " block",
+                     blocks == 1 ? "" : "s", ", cannot be cut into ", ranks_, " equal parts");
+  }
+  placement_[param.value] = {Kind::kCut, *period};
+  Apply(param.value);
+  param.cuts.push_back({options_.axis, dim, blocks});
+  return Ok{};
+}
+
+Status Cutter::Run() {
+  std::vector<OpId> old = std::move(phase_.ops);
+  phase_.ops.clear();
+  FindGradientsOfRows(old);
+  for (OpId id : old) {
+    const Op& op = program_.op(id);
+    if (op.part == Part::kBackward && part_ != Part::kBackward) {
+      part_ = Part::kBackward;
+      if (options_.regather) copies_.clear();
+    }
+    current_ = &op;
+    Status done = Visit(id);
+    if (!done.ok()) {
+      Error error = done.error();
+      error.where = PrintOp(program_, program_.op(id));
+      return error;
+    }
+  }
+  INTERLACE_TRY(SumsBehind());
+  return Ok{};
+}
+
+// What is handed over as such a gradient, and what is added up to it.
+void Cutter::FindGradientsOfRows(const std::vector<OpId>& ops) {
+  rows_gradients_.assign(static_cast<size_t>(program_.num_values()), false);
+  for (auto id = ops.rbegin(); id != ops.rend(); ++id) {
+    const Op& op = program_.op(*id);
+    if (op.kind == OpKind::kGrad) {
+      const std::optional<DimCut> cut = CutOf(op.args[0].value);
+      if (cut && cut->dim == 0 && cut->blocks == 1) rows_gradients_[op.args[1].value] = true;
+    } else if (BaseName(op.name) == "aten.add" && rows_gradients_[op.results[0]]) {
+      ForEachOperand(op, [&](ValueId operand) { rows_gradients_[operand] = true; });
+    }
+  }
+}
+
+Status Cutter::Visit(OpId id) {
+  Op& op = program_.op(id);
+  const bool views = op.kind == OpKind::kView || IsPureView(program_, op);
+  if (views) return View(id), Ok{};
+  if (op.kind == OpKind::kGrad) return Grad(id), Ok{};
+  for (ValueId written : WrittenOperands(program_, op)) {
+    if (!PlacementOf(written).is_whole())
+      return MakeError("%", written, " is cut over the ranks of axis ", options_.axis, " and written in place");
+  }
+  if (IsOwn(op) && op.kind != OpKind::kCopy) {  // output, assign, opaque modules
+    ForEachOperand(op, [&](ValueId& operand) { operand = AsWhole(operand); });
+    phase_.ops.push_back(id);
+    return Ok{};
+  }
+  Special special(*this);
+  INTERLACE_ASSIGN(const bool done, special.Visit(id));
+  if (done) return Ok{};
+  return Generic(id);
+}
+
+void Cutter::View(OpId id) {
+  Op& op = program_.op(id);
+  bool any = false;
+  for (ValueId result : op.results) {
+    if (result == kNone) continue;
+    Apply(result);
+    any = any || !unseen_[result];
+  }
+  if (any) phase_.ops.push_back(id);
+}
+
+// Gives a value the geometry that a rank's part of its storage has.
+void Cutter::Apply(ValueId id) {
+  const Placement& placement = PlacementOf(id);
+  if (!placement.is_cut()) return;
+  const std::optional<DimCut> cut = CutOf(id);
+  if (!cut) {
+    unseen_[id] = true;
+    return;
+  }
+  const Geometry part = PartOfView(geometry_[id], *cut, placement.period, ranks_);
+  Value& value = program_.value(id);
+  value.type = TypeOf(part);
+  value.offset = part.offset;
+}
+
+std::optional<DimCut> Cutter::CutOf(ValueId id) const {
+  const Placement& placement = PlacementOf(id);
+  if (!placement.is_cut()) return std::nullopt;
+  return CutOfView(geometry_[id], placement.period, ranks_);
+}
+
+// Of all ways to cut the outer dimensions of a storage the coarsest that all its views can show.
+int64_t Cutter::RowPeriod(ValueId root) {
+  const Geometry& own = geometry_[root];
+  if (!options_.sequence || !IsDense(own)) return 0;
+  std::set<int64_t, std::greater<>> periods;
+  for (ValueId view : views_[root]) {
+    const Geometry& g = geometry_[view];
+    for (size_t d = 0; d < g.sizes.size(); ++d) {
+      if (g.sizes[d] > 1 && g.strides[d] > 1) periods.insert(g.sizes[d] * g.strides[d]);
+    }
+  }
+  for (int64_t period : periods) {
+    if (period % ranks_ != 0 || own.numel() % period != 0) continue;
+    const bool shown = std::all_of(views_[root].begin(), views_[root].end(), [&](ValueId view) {
+      const std::optional<DimCut> cut = CutOfView(geometry_[view], period, ranks_);
+      return cut && geometry_[view].strides[cut->dim] > 1;
+    });
+    if (shown) return period;
+  }
+  return 0;
+}
+
+// ---- ways ----
+
+std::optional<DimCut> Cutter::CutIn(const std::vector<int32_t>& dims, const Way& way) const {
+  if (way.factor == kWholeDim) return std::nullopt;
+  auto it = std::find(dims.begin(), dims.end(), way.factor);
+  if (it == dims.end()) return std::nullopt;
+  return DimCut{static_cast<int32_t>(it - dims.begin()), way.blocks};
+}
+
+std::vector<Cutter::Way> Cutter::WaysOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands) {
+  std::vector<Way> ways;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Placement& placement = PlacementOf(operands[i]);
+    std::optional<DimCut> cut = CutOf(operands[i]);
+    if (placement.is_sum()) {
+      if (int64_t period = RowPeriod(program_.RootOf(operands[i])); period > 0)
+        cut = CutOfView(geometry_[operands[i]], period, ranks_);
+    }
+    if (!cut || rule.operands[i].empty()) continue;
+    const int32_t factor = rule.operands[i][cut->dim];
+    if (factor == kWholeDim) continue;
+    const bool known = std::any_of(ways.begin(), ways.end(),
+                                   [&](const Way& w) { return w.factor == factor && w.blocks == cut->blocks; });
+    if (!known) ways.push_back({factor, cut->blocks});
+  }
+  ways.push_back({});
+  for (Way& way : ways) way.cost = CostOf(op, rule, operands, way);
+  return ways;
+}
+
+double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands, const Way& way) {
+  double cost = 0;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const std::optional<DimCut> cut = CutIn(rule.operands[i], way);
+    if (rule.shape_only && !cut && PlacementOf(operands[i]).is_sum()) continue;
+    cost += CostOf(operands[i], cut ? &*cut : nullptr);
+  }
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    const ValueId result = op.results[i];
+    if (result == kNone) continue;
+    if (program_.RootOf(result) != result) return way.factor == kWholeDim ? cost : kImpossible;
+    if (std::optional<DimCut> cut = CutIn(rule.results[i], way)) {
+      cut->blocks *= rule.joins[way.factor];
+      if (!IsDense(geometry_[result]) || !PeriodOf(geometry_[result], *cut, ranks_)) return kImpossible;
+    } else {
+      cost += kAgain * static_cast<double>(BytesOf(geometry_[result]));
+    }
+  }
+  return cost;
+}
+
+// Bytes that a rank sends or receives to have an operand whole (nullptr) or cut so.
+double Cutter::CostOf(ValueId operand, const DimCut* cut) {
+  const ValueId root = program_.RootOf(operand);
+  const Placement& placement = placement_[root];
+  const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
+  const bool gathered = copies_.count({root, 0}) != 0;
+  if (cut == nullptr) {
+    if (placement.is_whole() || gathered) return 0;
+    const double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
+    return placement.is_sum() ? 2 * bytes : times * bytes;
+  }
+  const int64_t size = geometry_[operand].sizes[cut->dim];
+  if (size % cut->blocks != 0 || size / cut->blocks % ranks_ != 0) return kImpossible;
+  if (placement.is_whole()) return 0;
+  if (geometry_[operand].strides[cut->dim] == 0 && placement.is_cut()) return CostOf(operand, nullptr);
+  const std::optional<int64_t> period = PeriodOf(geometry_[operand], *cut, ranks_);
+  if (placement.is_cut() && period == placement.period) return 0;
+  if (period && copies_.count({root, *period}) != 0) return 0;
+  if (gathered) return 0;
+  if (placement.is_sum()) return period && IsDense(geometry_[root]) ? bytes : 2 * bytes;
+  return (program_.value(root).kind == ValueKind::kParam ? kParameter : 1) * bytes;
+}
+
+// ---- generic ops ----
+
+Status Cutter::Generic(OpId id) {
+  const Op& op = program_.op(id);
+  std::vector<ValueId> operands;
+  ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+  const Rule rule = RuleOf(program_, op, geometry_);
+  const bool sums = rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
+    return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
+  });
+  if (sums) {  // one sum over ranks for all of them
+    phase_.ops.push_back(id);
+    for (ValueId result : op.results) {
+      if (result != kNone) placement_[result] = {Kind::kSum, 0};
+    }
+    return Ok{};
+  }
+  const std::vector<Way> ways = WaysOf(op, rule, operands);
+  const Way way = *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) { return a.cost < b.cost; });
+  if (!rule.known) {
+    for (ValueId operand : operands) {
+      if (!PlacementOf(operand).is_whole()) made_whole_[op.name] += BytesOf(geometry_[operand]);
+    }
+  }
+  const bool biased = BaseName(op.name) == "aten.addmm" && way.factor != kWholeDim && !CutIn(rule.results[0], way);
+  if (!biased) return Carry(id, rule, way), Ok{};
+  // The bias is added once, to the sum: %p = mm(a, b), then add(%p, bias).
+  Op& product = program_.op(id);
+  const ValueId result = product.results[0];
+  const Arg bias = product.args[0];
+  product.SetName("aten.mm");
+  product.args.erase(product.args.begin());
+  const ValueId partial = program_.AddResult(product, TypeOf(geometry_[result]));
+  product.results = {partial};
+  Know(partial, geometry_[result]);
+  views_[partial] = views_[result];  // as whom its rows are seen later on
+  INTERLACE_TRY(Generic(id));
+  Op& add = program_.AddOp("aten.add.Tensor");
+  CopyTags(program_.op(id), add);
+  add.args = {Arg::Of(partial), bias};
+  add.results = {result};
+  program_.value(result).def = add.id;
+  current_ = &add;
+  return Generic(add.id);
+}
+
+void Cutter::Carry(OpId id, const Rule& rule, const Way& way) {
+  size_t i = 0;
+  std::vector<ValueId> fitted;
+  std::vector<ValueId> operands;
+  ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) { operands.push_back(v); });
+  for (ValueId operand : operands) {
+    const std::optional<DimCut> cut = CutIn(rule.operands[i++], way);
+    if (cut) {
+      fitted.push_back(AsPart(operand, *cut));
+    } else if (rule.shape_only && PlacementOf(operand).is_sum()) {
+      fitted.push_back(operand);
+    } else {
+      fitted.push_back(AsWhole(operand));
+    }
+  }
+  Op& op = program_.op(id);
+  i = 0;
+  ForEachOperand(op, [&](ValueId& v) { v = fitted[i++]; });
+  PlaceResults(op, rule, way);
+  phase_.ops.push_back(id);
+}
+
+void Cutter::PlaceResults(Op& op, const Rule& rule, const Way& way) {
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    const ValueId result = op.results[i];
+    if (result == kNone || program_.RootOf(result) != result || way.factor == kWholeDim) continue;
+    if (std::optional<DimCut> cut = CutIn(rule.results[i], way)) {
+      cut->blocks *= rule.joins[way.factor];
+      placement_[result] = {Kind::kCut, *PeriodOf(geometry_[result], *cut, ranks_)};
+      Apply(result);
+    } else {
+      placement_[result] = {Kind::kSum, 0};
+    }
+  }
+  auto sizes = [&](int32_t argument, size_t result) {
+    if (argument < 0 || static_cast<size_t>(argument) >= op.args.size() || op.results.size() <= result) return;
+    if (op.results[result] == kNone || op.args[argument].kind != Arg::Kind::kList) return;
+    std::vector<Arg> list;
+    for (const Dim& size : program_.value(op.results[result]).type.sizes) list.push_back(Arg::Int(size));
+    op.args[argument] = Arg::List(std::move(list));
+  };
+  sizes(rule.sizes_argument, 0);
+  sizes(rule.bias_sizes, 2);
+}
+
+// A gradient is placed as its parameter is.
+void Cutter::Grad(OpId id) {
+  const ValueId param = program_.op(id).args[0].value, value = program_.op(id).args[1].value;
+  if (std::optional<DimCut> cut = CutOf(param)) {
+    const ValueId part = AsPart(value, *cut);
+    program_.op(id).args[1].value = part;
+  } else if (PlacementOf(value).is_sum() && copies_.count({program_.RootOf(value), 0}) == 0) {
+    sums_behind_.emplace_back(id, value);
+    return;
+  } else {
+    const ValueId whole = AsWhole(value);
+    program_.op(id).args[1].value = whole;
+  }
+  phase_.ops.push_back(id);
+}
+
+// Gradients of whole parameters (norms, biases) are small and many: one transfer for all of a dtype.
+Status Cutter::SumsBehind() {
+  std::map<DType, std::vector<ValueId>> roots;
+  for (const auto& [grad, value] : sums_behind_) {
+    std::vector<ValueId>& of_type = roots[geometry_[value].dtype];
+    const ValueId root = program_.RootOf(value);
+    if (std::find(of_type.begin(), of_type.end(), root) == of_type.end()) of_type.push_back(root);
+  }
+  for (const auto& [dtype, values] : roots) {
+    Op& start = program_.AddOp(OpKind::kAllReduceStart);
+    start.part = Part::kBackward;
+    start.SetAttr("axis", Arg::Word(options_.axis));
+    Op& wait = program_.AddOp(OpKind::kAllReduceWait);
+    wait.part = Part::kBackward;
+    std::vector<OpId> views;
+    for (ValueId root : values) {
+      const Geometry& own = geometry_[root];
+      if (!IsDense(own)) return MakeError("a sum over ranks with gaps between its elements");
+      Geometry flat{own.dtype, {own.numel()}, {1}, 0};
+      Op& view = program_.AddOp(OpKind::kView);
+      view.part = Part::kBackward;
+      view.args.push_back(Arg::Of(root));
+      start.args.push_back(Arg::Of(AddView(view, root, flat)));
+      views.push_back(view.id);
+      const ValueId sum = AddResult(start, flat, {});
+      wait.args.push_back(Arg::Of(sum));
+      copies_[{root, 0}] = sum;
+      bytes_ += BytesOf(flat);
+    }
+    phase_.ops.insert(phase_.ops.end(), views.begin(), views.end());
+    phase_.ops.push_back(start.id);
+    phase_.ops.push_back(wait.id);
+  }
+  for (const auto& [grad, value] : sums_behind_) {
+    current_ = &program_.op(grad);
+    const ValueId whole = AsWhole(value);
+    program_.op(grad).args[1].value = whole;
+    phase_.ops.push_back(grad);
+  }
+  return Ok{};
+}
+
+}  // namespace interlace::tensor

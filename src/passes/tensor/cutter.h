@@ -1,0 +1,110 @@
+// cutter.h — rewrites a captured program as one of P ranks runs it: a placement for every storage, transfers where
+// placements do not fit. tensor.cc has the pass; special.cc the operators that are cut along what they sum over.
+//
+// Ops are visited in order. Each has few ways to be run (whole, or cut along one factor of its rule that an operand is
+// cut along, or could be after its sum over ranks is made); the one whose operands cost the fewest bytes to make fit is
+// taken. What an operand is turned into is remembered, so a value is gathered or summed once.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/result.h"
+#include "ir/program.h"
+#include "passes/tensor/placement.h"
+#include "passes/tensor/rules.h"
+
+namespace interlace::tensor {
+
+struct CutterOptions {
+  std::string axis = "tp";
+  bool sequence = true;    // a sum over ranks may be scattered along rows instead of made whole
+  bool regather = false;   // what was gathered in the forward part is gathered again for the backward part
+};
+
+class Cutter {
+ public:
+  Cutter(Program& program, Phase& phase, const CutterOptions& options);
+
+  // A parameter that a rank holds a part of. Error: it cannot be cut so.
+  Status CutParam(Param& param, int64_t dim, int64_t blocks);
+  // The whole phase. Error: a size that is not a number, a value written in place that is cut.
+  Status Run();
+
+  int64_t transferred() const { return bytes_; }  // bytes of all operands of transfers, whole
+  const std::map<std::string, int64_t>& made_whole() const { return made_whole_; }  // bytes by operator without a rule
+
+ private:
+  friend class Special;
+
+  // One way to run an op: along a factor, or whole.
+  struct Way {
+    int32_t factor = kWholeDim;
+    int64_t blocks = 1;
+    double cost = 0;
+  };
+
+  Status Visit(OpId id);
+  void View(OpId id);
+  Status Generic(OpId id);
+  void Grad(OpId id);
+  Status SumsBehind();
+
+  std::vector<Way> WaysOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands);
+  // Bytes to make everything fit; infinite: impossible.
+  double CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands, const Way& way);
+  double CostOf(ValueId operand, const DimCut* cut);
+  void Carry(OpId id, const Rule& rule, const Way& way);
+  void PlaceResults(Op& op, const Rule& rule, const Way& way);
+  std::optional<DimCut> CutIn(const std::vector<int32_t>& dims, const Way& way) const;
+
+  // Whether a value is a part of the gradient of a parameter that is cut along its rows.
+  bool IsGradientOfRows(ValueId id) const { return rows_gradients_[id]; }
+  void FindGradientsOfRows(const std::vector<OpId>& ops);
+
+  const Placement& PlacementOf(ValueId id) const { return placement_[program_.RootOf(id)]; }
+  std::optional<DimCut> CutOf(ValueId id) const;
+  // Where rows of the sum in a storage would be cut; 0: nowhere.
+  int64_t RowPeriod(ValueId root);
+
+  // The value to use in place of `id` so that it is whole, or cut so.
+  ValueId AsWhole(ValueId id);
+  ValueId AsPart(ValueId id, DimCut cut);
+  // A copy of a storage with another placement, made once.
+  ValueId Storage(ValueId root, Placement wanted);
+  // What `id` is of its root, of another storage of the same elements.
+  ValueId SeenIn(ValueId root, ValueId id);
+  ValueId Exchange(OpKind kind, ValueId operand, const Geometry& result, int64_t dim, Placement placement);
+  void Apply(ValueId id);
+
+  // Adds a value to an op: `geometry` on one device, of which a rank holds what `placement` says.
+  ValueId AddResult(Op& op, const Geometry& geometry, Placement placement);
+  ValueId AddView(Op& op, ValueId root, const Geometry& geometry);
+  Op& NewOp(std::string name);
+  ValueId Emit(std::string name, std::vector<Arg> args, const Geometry& geometry, Placement placement = {},
+               std::vector<NamedArg> named = {});
+  void Know(ValueId id, Geometry geometry);
+  Type TypeOf(const Geometry& geometry) const;
+  Dim RankTimes(int64_t step);
+
+  Program& program_;
+  Phase& phase_;
+  CutterOptions options_;
+  int64_t ranks_ = 1;
+  std::vector<Geometry> geometry_;       // by value, before the rewrite
+  std::vector<Placement> placement_;     // by root
+  std::vector<bool> unseen_;             // by value: a view that a rank's part of the storage does not have
+  std::vector<std::vector<ValueId>> views_;  // by root
+  std::map<std::pair<ValueId, int64_t>, ValueId> copies_;  // root and period (0: whole) → root
+  std::vector<std::pair<OpId, ValueId>> sums_behind_;      // gradients of whole parameters that are sums
+  std::vector<bool> rows_gradients_;  // by value
+  std::map<std::string, int64_t> made_whole_;
+  const Op* current_ = nullptr;
+  Part part_ = Part::kForward;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace interlace::tensor

@@ -1,0 +1,87 @@
+#include "passes/tensor/placement.h"
+
+#include <algorithm>
+
+namespace interlace::tensor {
+
+int64_t Geometry::numel() const {
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  return count;
+}
+
+std::optional<Geometry> GeometryOf(const Program& program, ValueId id) {
+  const Value& value = program.value(id);
+  Geometry out{value.type.dtype, {}, {}, value.offset.value};
+  if (!value.offset.is_const()) return std::nullopt;
+  for (const Dim& size : value.type.sizes) {
+    if (!size.is_const()) return std::nullopt;
+    out.sizes.push_back(size.value);
+  }
+  for (const Dim& stride : value.type.strides) {
+    if (!stride.is_const()) return std::nullopt;
+    out.strides.push_back(stride.value);
+  }
+  return out;
+}
+
+bool IsDense(const Geometry& geometry) {
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride, size
+  for (size_t i = 0; i < geometry.sizes.size(); ++i) {
+    if (geometry.sizes[i] != 1) steps.emplace_back(geometry.strides[i], geometry.sizes[i]);
+  }
+  std::sort(steps.begin(), steps.end());
+  int64_t next = 1;
+  for (const auto& [stride, size] : steps) {
+    if (stride != next) return false;
+    next *= size;
+  }
+  return geometry.offset == 0;
+}
+
+std::optional<DimCut> CutOfView(const Geometry& view, int64_t period, int64_t ranks) {
+  const int64_t segment = period / ranks;
+  std::optional<DimCut> found;
+  int64_t step = 0;
+  for (size_t i = 0; i < view.sizes.size(); ++i) {
+    const int64_t size = view.sizes[i], stride = view.strides[i];
+    if (size == 1 || stride == 0 || stride >= period) continue;
+    if (segment % stride != 0 || size * stride % period != 0) continue;
+    if (found) return std::nullopt;  // dimensions that overlap
+    found = DimCut{static_cast<int32_t>(i), size * stride / period};
+    step = stride;
+  }
+  if (!found) return std::nullopt;
+  // All other dimensions step over periods, or stay within one step of the cut one.
+  int64_t inside = view.offset % period;
+  for (size_t i = 0; i < view.sizes.size(); ++i) {
+    const int64_t size = view.sizes[i], stride = view.strides[i];
+    if (size == 1 || stride == 0 || static_cast<int32_t>(i) == found->dim) continue;
+    if (stride < step) {
+      inside += (size - 1) * stride;
+    } else if (stride % period != 0) {
+      return std::nullopt;
+    }
+  }
+  if (inside >= step) return std::nullopt;
+  return found;
+}
+
+std::optional<int64_t> PeriodOf(const Geometry& view, DimCut cut, int64_t ranks) {
+  const int64_t size = view.sizes[cut.dim], stride = view.strides[cut.dim];
+  if (size % cut.blocks != 0 || size / cut.blocks % ranks != 0 || stride == 0) return std::nullopt;
+  const int64_t period = size / cut.blocks * stride;
+  if (CutOfView(view, period, ranks) != cut) return std::nullopt;
+  return period;
+}
+
+Geometry PartOfView(Geometry view, DimCut cut, int64_t period, int64_t ranks) {
+  for (size_t i = 0; i < view.strides.size(); ++i) {
+    if (view.strides[i] >= period) view.strides[i] /= ranks;
+  }
+  view.sizes[cut.dim] /= ranks;
+  view.offset = view.offset / period * (period / ranks) + view.offset % period;
+  return view;
+}
+
+}  // namespace interlace::tensor

@@ -1,0 +1,81 @@
+#include "passes/tensor/plan.h"
+
+#include <algorithm>
+#include <charconv>
+
+namespace interlace::tensor {
+namespace {
+
+std::vector<std::string_view> Words(std::string_view line) {
+  std::vector<std::string_view> out;
+  for (size_t at = 0; at < line.size();) {
+    const size_t begin = line.find_first_not_of(" \t\r", at);
+    if (begin == std::string_view::npos) break;
+    const size_t end = std::min(line.find_first_of(" \t\r", begin), line.size());
+    out.push_back(line.substr(begin, end - begin));
+    at = end;
+  }
+  return out;
+}
+
+bool Number(std::string_view text, int64_t min, int64_t* out) {
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), *out);
+  return problem == std::errc() && end == text.data() + text.size() && *out >= min && *out < (int64_t{1} << 20);
+}
+
+}  // namespace
+
+Result<std::vector<PlanEntry>> ReadPlan(std::string_view text) {
+  std::vector<PlanEntry> out;
+  int64_t number = 1;
+  for (size_t at = 0; at <= text.size(); ++number) {
+    const size_t end = std::min(text.find_first_of(";\n", at), text.size());
+    std::string_view line = text.substr(at, end - at);
+    at = end + 1;
+    line = line.substr(0, line.find('#'));
+    const std::vector<std::string_view> words = Words(line);
+    if (words.empty()) continue;
+    PlanEntry entry{std::string(words[0])};
+    const bool good = (words.size() == 2 || (words.size() == 4 && words[2] == "blocks")) &&
+                      Number(words[1], 0, &entry.dim) && (words.size() == 2 || Number(words[3], 1, &entry.blocks));
+    if (!good) {
+      return MakeError("entry ", number, " of the plan, '", line,
+                       "', is not PARAMETER DIMENSION [blocks N], such as model.layers.*.mlp.up_proj.weight 0");
+    }
+    out.push_back(std::move(entry));
+  }
+  return out;
+}
+
+bool Matches(std::string_view pattern, std::string_view name) {
+  const size_t star = pattern.find('*');
+  if (star == std::string_view::npos) return pattern == name;
+  if (!name.starts_with(pattern.substr(0, star))) return false;
+  pattern.remove_prefix(star + 1);
+  name.remove_prefix(star);
+  for (size_t i = 0;; ++i) {
+    if (i > 0 && Matches(pattern, name.substr(i))) return true;
+    if (i >= name.size() || name[i] == '.') return false;
+  }
+}
+
+Result<const PlanEntry*> EntryOf(const std::vector<PlanEntry>& plan, const Param& param) {
+  const PlanEntry* found = nullptr;
+  auto look = [&](const std::string& name) -> Status {
+    for (const PlanEntry& entry : plan) {
+      if (!Matches(entry.pattern, name)) continue;
+      if (found != nullptr && (found->dim != entry.dim || found->blocks != entry.blocks)) {
+        return MakeError("the plan cuts '", param.name, "' in two ways: '", found->pattern, "' along dimension ",
+                         found->dim, ", '", entry.pattern, "' along dimension ", entry.dim,
+                         param.aliases.empty() ? "" : "; it is tied: write one of them");
+      }
+      found = &entry;
+    }
+    return Ok{};
+  };
+  INTERLACE_TRY(look(param.name));
+  for (const std::string& alias : param.aliases) INTERLACE_TRY(look(alias));
+  return found;
+}
+
+}  // namespace interlace::tensor

@@ -1,0 +1,268 @@
+#include "passes/tensor/special.h"
+
+#include <string_view>
+
+#include "passes/tensor/cutter.h"
+
+namespace interlace::tensor {
+namespace {
+
+using Kind = Placement::Kind;
+
+Geometry Contiguous(DType dtype, std::vector<int64_t> sizes) {
+  Geometry out{dtype, std::move(sizes), {}, 0};
+  out.strides.assign(out.sizes.size(), 1);
+  for (size_t d = out.sizes.size(); d-- > 1;) out.strides[d - 1] = out.strides[d] * out.sizes[d];
+  return out;
+}
+
+bool IsValue(const Op& op, size_t index) {
+  return op.args.size() > index && op.args[index].kind == Arg::Kind::kValue;
+}
+
+std::vector<Arg> Dims(int64_t dim) {
+  std::vector<Arg> out;
+  out.push_back(Arg::Int(dim));
+  return out;
+}
+
+}  // namespace
+
+Result<bool> Special::Visit(OpId id) {
+  const std::string_view name = BaseName(c_.program_.op(id).name);
+  if (name == "aten.embedding") return Embedding(id);
+  if (name == "aten.embedding_dense_backward") return EmbeddingBackward(id);
+  if (name == "aten._log_softmax") return LogSoftmax(id);
+  if (name == "aten._log_softmax_backward_data") return LogSoftmaxBackward(id);
+  if (name == "aten.nll_loss_forward") return NllLoss(id);
+  if (name == "aten.nll_loss_backward") return NllLossBackward(id);
+  if (c_.program_.op(id).rng) return Draw(id);
+  return false;
+}
+
+Special::Local Special::LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored) {
+  index = c_.AsWhole(index);
+  const int64_t part = rows / c_.ranks_;
+  const Geometry ints = Contiguous(c_.geometry_[index].dtype, c_.geometry_[index].sizes);
+  const Geometry bools = Contiguous(DType::kB8, ints.sizes);
+  Dim first = c_.RankTimes(part);
+  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(index), Arg::Int(first)}, ints);
+  const ValueId below = c_.Emit("aten.lt.Scalar", {Arg::Of(local), Arg::Int(0)}, bools);
+  const ValueId above = c_.Emit("aten.ge.Scalar", {Arg::Of(local), Arg::Int(part)}, bools);
+  ValueId outside = c_.Emit("aten.logical_or", {Arg::Of(below), Arg::Of(above)}, bools);
+  if (ignored != nullptr) {
+    const ValueId left = c_.Emit("aten.eq.Scalar", {Arg::Of(index), *ignored}, bools);
+    outside = c_.Emit("aten.logical_or", {Arg::Of(outside), Arg::Of(left)}, bools);
+  }
+  return {c_.Emit("aten.masked_fill.Scalar", {Arg::Of(local), Arg::Of(outside), other}, ints), outside};
+}
+
+// (w, ids, ...), w cut along its rows.
+bool Special::Embedding(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const std::optional<DimCut> cut = IsValue(op, 0) ? c_.CutOf(op.args[0].value) : std::nullopt;
+  if (!cut || cut->dim != 0 || cut->blocks != 1) return false;
+  const ValueId result = op.results[0], table = op.args[0].value;
+  const Local local = LocalIndex(op.args[1].value, c_.geometry_[table].sizes[0], Arg::Int(0), nullptr);
+  const Geometry rows = c_.geometry_[result];
+  const ValueId found = c_.Emit("aten.embedding", {Arg::Of(table), Arg::Of(local.index)}, rows);
+  Geometry column = c_.geometry_[local.outside];
+  column.sizes.push_back(1);
+  column.strides.push_back(1);
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(local.outside));
+  const ValueId outside = c_.AddView(view, local.outside, column);
+  c_.phase_.ops.push_back(view.id);
+  Op& sum = c_.program_.op(id);
+  sum.SetName("aten.masked_fill.Scalar");
+  sum.args = {Arg::Of(found), Arg::Of(outside), Arg::Int(0)};
+  sum.named.clear();
+  c_.placement_[result] = {Kind::kSum, 0};
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+// (g, ids, rows, padding, scale): where the table is cut by rows, which the gradient of its result says.
+bool Special::EmbeddingBackward(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const ValueId result = op.results[0];
+  const Geometry table = c_.geometry_[result];
+  if (!IsValue(op, 0) || !IsValue(op, 1) || op.args.size() < 5 || !c_.IsGradientOfRows(result)) return false;
+  if (table.sizes[0] % c_.ranks_ != 0 || !(op.args[4] == Arg::Bool(false))) return false;
+  const int64_t part = table.sizes[0] / c_.ranks_;
+  const bool pads = op.args[3].kind == Arg::Kind::kInt && op.args[3].integer.is_const() && op.args[3].integer.value >= 0;
+  const Arg padding = op.args[3];
+  const ValueId gradient = c_.AsWhole(op.args[0].value);
+  const Local local = LocalIndex(op.args[1].value, table.sizes[0], Arg::Int(0), pads ? &padding : nullptr);
+  Geometry column = c_.geometry_[local.outside];
+  column.sizes.push_back(1);
+  column.strides.push_back(1);
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(local.outside));
+  const ValueId outside = c_.AddView(view, local.outside, column);
+  c_.phase_.ops.push_back(view.id);
+  const Geometry rows = Contiguous(c_.geometry_[gradient].dtype, c_.geometry_[gradient].sizes);
+  const ValueId mine =
+      c_.Emit("aten.masked_fill.Scalar", {Arg::Of(gradient), Arg::Of(outside), Arg::Int(0)}, rows);
+  Op& sum = c_.program_.op(id);
+  sum.args[0] = Arg::Of(mine);
+  sum.args[1] = Arg::Of(local.index);
+  sum.args[2] = Arg::Int(part);
+  sum.args[3] = Arg::Int(-1);
+  c_.placement_[result] = {Kind::kCut, table.numel()};
+  c_.Apply(result);
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+// (x, dim, to f32): y = x - log(sum(exp(x))); of the sum each rank makes its part.
+bool Special::LogSoftmax(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const std::optional<DimCut> cut = IsValue(op, 0) ? c_.CutOf(op.args[0].value) : std::nullopt;
+  const ValueId result = op.results[0];
+  const Geometry out = c_.geometry_[result];
+  const int64_t dim = DimArgument(op, 1, out.sizes.size());
+  if (!cut || cut->dim != dim || dim != static_cast<int64_t>(out.sizes.size()) - 1) return false;
+  const std::optional<int64_t> period = PeriodOf(out, *cut, c_.ranks_);
+  if (!period || !IsDense(out)) return false;
+  ValueId x = op.args[0].value;
+  if (c_.geometry_[x].dtype != out.dtype)
+    x = c_.Emit("aten._to_copy", {Arg::Of(x)}, out, {Kind::kCut, *period}, {{"dtype", Arg::Word(std::string(DTypeName(out.dtype)))}});
+  Geometry row = Contiguous(out.dtype, out.sizes);
+  row.sizes[dim] = 1;
+  row = Contiguous(out.dtype, row.sizes);
+  const ValueId part =
+      c_.Emit("aten.logsumexp", {Arg::Of(x), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
+  Geometry gathered = row;
+  gathered.sizes[dim] = c_.ranks_;
+  gathered = Contiguous(out.dtype, gathered.sizes);
+  const ValueId parts = c_.Exchange(OpKind::kAllGatherStart, part, gathered, dim, {});
+  const ValueId sum =
+      c_.Emit("aten.logsumexp", {Arg::Of(parts), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
+  Op& difference = c_.program_.op(id);
+  difference.SetName("aten.sub.Tensor");
+  difference.args = {Arg::Of(x), Arg::Of(sum)};
+  difference.named.clear();
+  c_.placement_[result] = {Kind::kCut, *period};
+  c_.Apply(result);
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+// (g, y, dim, dtype): g - exp(y) sum(g).
+bool Special::LogSoftmaxBackward(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const ValueId result = op.results[0];
+  const Geometry out = c_.geometry_[result];
+  const std::optional<DimCut> cut = IsValue(op, 1) ? c_.CutOf(op.args[1].value) : std::nullopt;
+  const int64_t dim = DimArgument(op, 2, out.sizes.size());
+  if (!cut || cut->dim != dim) return false;
+  const std::optional<int64_t> period = PeriodOf(out, *cut, c_.ranks_);
+  if (!period || !IsDense(out)) return false;
+  const ValueId y = op.args[1].value, g = c_.AsPart(op.args[0].value, *cut);
+  const Geometry wide = Contiguous(c_.geometry_[y].dtype, out.sizes);
+  Geometry row = wide;
+  row.sizes[dim] = 1;
+  row = Contiguous(wide.dtype, row.sizes);
+  const ValueId part = c_.Emit("aten.sum.dim_IntList", {Arg::Of(g), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
+  const ValueId sum = c_.Exchange(OpKind::kAllReduceStart, part, row, -1, {});
+  const Placement placed{Kind::kCut, *PeriodOf(wide, *cut, c_.ranks_)};
+  const ValueId e = c_.Emit("aten.exp", {Arg::Of(y)}, wide, placed);
+  Op& last = c_.program_.op(id);
+  if (out.dtype != wide.dtype) {
+    const ValueId x = c_.Emit("aten.addcmul", {Arg::Of(g), Arg::Of(e), Arg::Of(sum)}, wide, placed,
+                              {{"value", Arg::Float(-1.0)}});
+    last.SetName("aten._to_copy");
+    last.args = {Arg::Of(x)};
+    last.named = {{"dtype", Arg::Word(std::string(DTypeName(out.dtype)))}};
+  } else {
+    last.SetName("aten.addcmul");
+    last.args = {Arg::Of(g), Arg::Of(e), Arg::Of(sum)};
+    last.named = {{"value", Arg::Float(-1.0)}};
+  }
+  c_.placement_[result] = {Kind::kCut, *period};
+  c_.Apply(result);
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+// (y, target, no weights, reduction, ignored) → loss, weight: 0 none, 1 mean, 2 sum.
+bool Special::NllLoss(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const std::optional<DimCut> cut = IsValue(op, 0) ? c_.CutOf(op.args[0].value) : std::nullopt;
+  const bool plain = op.args.size() == 5 && op.args[2].kind == Arg::Kind::kNone && op.args[3].kind == Arg::Kind::kInt;
+  if (!cut || cut->dim != 1 || c_.geometry_[op.args[0].value].sizes.size() != 2 || !plain) return false;
+  const ValueId y = op.args[0].value, loss = op.results[0], weight = op.results[1];
+  const int64_t reduction = op.args[3].integer.value;
+  if (reduction < 1 || reduction > 2 || loss == kNone || weight == kNone) return false;
+  const Arg ignored = op.args[4];
+  const ValueId local = LocalIndex(op.args[1].value, c_.geometry_[y].sizes[1], Arg::Int(-100), &ignored).index;
+  const Geometry scalar = Contiguous(c_.geometry_[loss].dtype, {});
+  Op& part = c_.NewOp("aten.nll_loss_forward");
+  part.args = {Arg::Of(y), Arg::Of(local), Arg::None(), Arg::Int(2), Arg::Int(-100)};
+  const ValueId sum = c_.AddResult(part, scalar, {});
+  const ValueId count = c_.AddResult(part, scalar, {});
+  c_.phase_.ops.push_back(part.id);
+  const ValueId sums = c_.Exchange(OpKind::kAllReduceStart, sum, scalar, -1, {});
+  const ValueId counts = c_.Exchange(OpKind::kAllReduceStart, count, scalar, -1, {});
+  // The results are made of these, so that whoever uses them finds them.
+  Op& total = c_.NewOp("copy");
+  total.args = {Arg::Of(counts)};
+  total.results = {weight};
+  c_.program_.value(weight).def = total.id;
+  c_.program_.value(weight).result_index = 0;
+  c_.phase_.ops.push_back(total.id);
+  Op& mean = c_.program_.op(id);
+  mean.SetName(reduction == 1 ? "aten.div.Tensor" : "copy");
+  mean.args = {Arg::Of(sums)};
+  if (reduction == 1) mean.args.push_back(Arg::Of(counts));
+  mean.results = {loss};
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+// (g, y, target, no weights, reduction, ignored, weight)
+bool Special::NllLossBackward(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const std::optional<DimCut> cut = IsValue(op, 1) ? c_.CutOf(op.args[1].value) : std::nullopt;
+  const bool plain = op.args.size() == 7 && op.args[3].kind == Arg::Kind::kNone && IsValue(op, 0) && IsValue(op, 6);
+  const ValueId result = op.results[0];
+  if (!cut || cut->dim != 1 || !plain || c_.geometry_[result].sizes.size() != 2) return false;
+  const std::optional<int64_t> period = PeriodOf(c_.geometry_[result], *cut, c_.ranks_);
+  if (!period) return false;
+  const ValueId g = c_.AsWhole(op.args[0].value), weight = c_.AsWhole(op.args[6].value);
+  const Arg ignored = op.args[5];
+  const ValueId local = LocalIndex(op.args[2].value, c_.geometry_[result].sizes[1], Arg::Int(-100), &ignored).index;
+  Op& mine = c_.program_.op(id);
+  mine.args[0] = Arg::Of(g);
+  mine.args[2] = Arg::Of(local);
+  mine.args[5] = Arg::Int(-100);
+  mine.args[6] = Arg::Of(weight);
+  c_.placement_[result] = {Kind::kCut, *period};
+  c_.Apply(result);
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+// A draw reads no more than the sizes of its operand: a whole one that takes no memory stands for it.
+bool Special::Draw(OpId id) {
+  const Op& op = c_.program_.op(id);
+  const std::string_view name = BaseName(op.name);
+  if (name != "aten.bernoulli" && name != "aten.rand_like" && name != "aten.randn_like") return false;
+  if (name == "aten.bernoulli" && op.args.size() != 2) return false;
+  if (!IsValue(op, 0) || c_.PlacementOf(op.args[0].value).is_whole()) return false;
+  Geometry whole = c_.geometry_[op.args[0].value];
+  const ValueId zero = c_.Emit("aten.zeros", {Arg::List({})}, Contiguous(whole.dtype, {}), {},
+                               {{"dtype", Arg::Word(std::string(DTypeName(whole.dtype)))}});
+  whole.strides.assign(whole.strides.size(), 0);
+  whole.offset = 0;
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(zero));
+  const ValueId seen = c_.AddView(view, zero, whole);
+  c_.phase_.ops.push_back(view.id);
+  c_.program_.op(id).args[0] = Arg::Of(seen);
+  c_.phase_.ops.push_back(id);
+  return true;
+}
+
+}  // namespace interlace::tensor

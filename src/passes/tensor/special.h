@@ -1,0 +1,43 @@
+// special.h — operators that are cut along a dimension that they sum over, or look up in, each by what it means.
+//
+//   embedding of a table cut by rows    a rank looks up what it has, zero elsewhere: the sum over ranks is the row
+//   log_softmax over a cut vocabulary   a number a row from each rank (its logsumexp), never a whole row of logits
+//   nll_loss on it                      each target is on one rank: two numbers are summed
+//   random draws                        whole on every rank, so that a mask does not depend on the ranks
+//
+// Source: Megatron-LM (Shoeybi et al. 2019, section 3), for the vocabulary.
+#pragma once
+
+#include "base/result.h"
+#include "ir/program.h"
+
+namespace interlace::tensor {
+
+class Cutter;
+
+class Special {
+ public:
+  explicit Special(Cutter& cutter) : c_(cutter) {}
+  // Whether the op was one of these, and is done.
+  Result<bool> Visit(OpId id);
+
+ private:
+  bool Embedding(OpId id);
+  bool EmbeddingBackward(OpId id);
+  bool LogSoftmax(OpId id);
+  bool LogSoftmaxBackward(OpId id);
+  bool NllLoss(OpId id);
+  bool NllLossBackward(OpId id);
+  bool Draw(OpId id);
+
+  // Indices into a cut dimension of `rows` on each rank: counted from this rank's first, with `other` in place of
+  // those of other ranks and of `ignored` (kNone: of none). `outside`: where that was.
+  struct Local {
+    ValueId index = -1, outside = -1;
+  };
+  Local LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored);
+
+  Cutter& c_;
+};
+
+}  // namespace interlace::tensor

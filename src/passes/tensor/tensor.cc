@@ -1,0 +1,64 @@
+// tensor.cc — tensor parallelism: parameters are cut over the ranks of a mesh axis, and what follows from that is
+// propagated through the whole captured program, forward and backward.
+//   before: param %1: f32[64,64] "q_proj.weight"       after: param %1: f32[32,64] "q_proj.weight" ... cut tp 0
+//           %32: f32[64,64]{1,64} = view(%1)                  %g: f32[2048] = all_gather.start(%x) {axis=tp dim=0}
+//           %34: f32[32,64] = aten.mm(%33, %32)               all_gather.wait(%g)
+//           ... 4 heads ...                                   %34: f32[32,32] = aten.mm(view of %g, %32)
+//           %64: f32[32,64] = aten.mm(%63, %62)               ... 2 heads ...
+//           %66: f32[2,16,64] = aten.add.Tensor(%17, %65)     %64: f32[32,64] = aten.mm(%63, %62)        a sum over tp
+//                                                             %s: f32[1024] = reduce_scatter.start(%64) {axis=tp dim=0}
+//                                                             %66: f32[1,16,64] = aten.add.Tensor(...)    half the rows
+// Options: axis, plan=auto|model (the plan in the program's meta line "tensor", see plan.h), sequence=true|false
+// (between the products a rank has a part of the rows), regather=true|false (rows that the forward part gathered are
+// gathered again by the backward part: memory for time). Runs after canonicalize and mesh, before the strategy.
+// Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022, section 4.2.2), GSPMD (Xu
+// et al. 2021).
+#include "ir/op_table.h"
+#include "passes/passes.h"
+#include "passes/tensor/cutter.h"
+#include "passes/tensor/plan.h"
+
+namespace interlace {
+
+Result<bool> Tensor(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const std::string axis, options.Name("axis", "tp"));
+  INTERLACE_ASSIGN(const std::string sequence, options.Choice("sequence", {"true", "false"}));
+  INTERLACE_ASSIGN(const std::string regather, options.Choice("regather", {"false", "true"}));
+  bool declared = false;
+  for (const Axis& one : program.mesh) declared = declared || one.name == axis;
+  if (!declared) return MakeError("the mesh has no axis '", axis, "'; declare it first: mesh(axes=dp:1+", axis, ":2)");
+  for (const Param& param : program.params) {
+    for (const Cut& cut : param.cuts) {
+      if (cut.axis == axis) return false;
+    }
+  }
+  if (program.AxisSize(axis) == 1) return false;
+  Phase* phase = program.MicroBatchPhase();
+  if (phase == nullptr) return MakeError("the program has no single micro-batch phase");
+  if (!program.symbols.empty())
+    return MakeError("size '", program.symbols[0].name, "' is not a number yet; bind it first");
+  const std::string* text = program.Meta("tensor");
+  if (text == nullptr) {
+    return MakeError("the program has no plan for tensor parallelism (meta line \"tensor\"); write one: PARAMETER "
+                     "DIMENSION, for each weight that is cut");
+  }
+  INTERLACE_ASSIGN(const std::vector<tensor::PlanEntry> plan, tensor::ReadPlan(*text));
+  for (const tensor::PlanEntry& entry : plan) {
+    bool names = false;
+    for (const Param& param : program.params) {
+      names = names || tensor::Matches(entry.pattern, param.name);
+      for (const std::string& alias : param.aliases) names = names || tensor::Matches(entry.pattern, alias);
+    }
+    if (!names) return MakeError("the plan names '", entry.pattern, "', and the model has no such parameter");
+  }
+  tensor::Cutter cutter(program, *phase, {axis, sequence == "true", regather == "true"});
+  for (Param& param : program.params) {
+    INTERLACE_ASSIGN(const tensor::PlanEntry* entry, tensor::EntryOf(plan, param));
+    if (entry != nullptr) INTERLACE_TRY(cutter.CutParam(param, entry->dim, entry->blocks));
+  }
+  INTERLACE_TRY(cutter.Run());
+  program.Compact();
+  return true;
+}
+
+}  // namespace interlace
