@@ -47,7 +47,11 @@ class Printer {
         TypeOf(arg.value);
         break;
       case Arg::Kind::kInt:
-        Size(arg.integer);
+        if (!arg.integer.is_const() && OfRank(arg.integer)) {
+          out_.append("rank");  // which rank it is changes no time
+        } else {
+          Size(arg.integer);
+        }
         break;
       case Arg::Kind::kFloat:
         out_.push_back('f');
@@ -76,6 +80,10 @@ class Printer {
       if (i > 0) out_.push_back(',');
       Size(dims[i]);
     }
+  }
+  bool OfRank(Dim dim) const {
+    const std::vector<std::string> symbols = program_.dims.SymbolsOf(dim);
+    return std::all_of(symbols.begin(), symbols.end(), [](const std::string& s) { return s.starts_with("rank_"); });
   }
   const Program& program_;
   std::string& out_;

@@ -2,7 +2,8 @@
 //
 //   %9: f32[4,32] = aten.mm(%2, %8)        →  aten.mm(f32[4,32],f32[32,32]{1,32})->f32[4,32]
 // Operands and results by type (strides only when not contiguous), integers, booleans, words and strings as they are,
-// floats as "f" (a learning rate changes no time), "!" before a placed result. Modules, tags, units and streams do not
+// floats as "f" (a learning rate changes no time), "rank" for an
+// expression of the rank's number, "!" before a placed result. Modules, tags, units and streams do not
 // count.
 #pragma once
 

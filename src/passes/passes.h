@@ -12,7 +12,9 @@ class Program;
 // On a captured program.
 Result<bool> Canonicalize(Program& program, const PassOptions& options = {});
 Result<bool> DeclareMesh(Program& program, const PassOptions& options = {});
+Result<bool> Split(Program& program, const PassOptions& options = {});
 Result<bool> Tensor(Program& program, const PassOptions& options = {});
+Result<bool> Overlap(Program& program, const PassOptions& options = {});
 Result<bool> Precision(Program& program, const PassOptions& options = {});
 Result<bool> Recompute(Program& program, const PassOptions& options = {});
 Result<bool> BreadthFirst(Program& program, const PassOptions& options = {});

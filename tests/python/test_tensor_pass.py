@@ -111,11 +111,13 @@ def captured(made, dtype=torch.float64):
     return program, tensors, inputs
 
 
-def compare(made, ranks, options="", dtype=torch.float64, bound=1e-12):
+def compare(made, ranks, options="", dtype=torch.float64, bound=1e-12, first=""):
     """The cut text of the program; its loss and gradients are those of the whole one."""
     program, tensors, inputs = captured(made, dtype)
     torch.manual_seed(7)
     expected = Evaluator(program.print(), tensors).run(inputs)
+    if first:
+        program.run_passes(first)
     program.run_passes(f"mesh(axes=dp:1+tp:{ranks}),tensor(axis=tp,plan=model{options})")
     text = program.print()
     assert _core.Program.parse(text).print() == text
@@ -218,3 +220,34 @@ def test_what_is_wrong_with_a_plan_is_said(plan, message):
     program, _, _ = captured((model, batch, plan))
     with pytest.raises(ValueError, match=re.escape(message)):
         program.run_passes("mesh(axes=dp:1+tp:2),tensor(axis=tp,plan=model)")
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, t5], ids=lambda f: f.__name__)
+def test_halves_of_a_batch_side_by_side(make):
+    """Split, cut over two ranks and ordered anew: the numbers of the whole batch."""
+    torch.manual_seed(0)
+    model, batch, plan = make()
+    batch["labels"][0, :9] = -100  # unlike counts of tokens: the mean is over all of them
+    text = compare((model, batch, plan), 2, "),canonicalize,overlap(cluster=local-2", first="split(parts=2),canonicalize")
+    assert len(re.findall(r"= aten._scaled_dot_product_flash_attention_for_cpu\(|= aten._safe_softmax\(", text)) >= 4
+
+
+def test_a_part_travels_while_another_is_computed():
+    torch.manual_seed(0)
+    text = compare(llama(), 2, "),canonicalize,overlap(cluster=local-2", first="split(parts=2),canonicalize")
+    lines = text.splitlines()
+    under_way, beside = {}, 0
+    for line in lines:
+        if found := re.match(r"\s*(%\d+)\S* .* = (all_gather|reduce_scatter)\.start", line):
+            under_way[found[1].rstrip(":")] = 0
+        elif found := re.match(r"\s*(all_gather|reduce_scatter)\.wait\((%\d+)\)", line):
+            beside += under_way.pop(found[2]) > 0
+        elif " = aten.mm(" in line:
+            under_way = {name: products + 1 for name, products in under_way.items()}
+    assert beside >= 12  # of the 40 transfers of activations, those with a product beside them
+
+
+def test_parts_must_divide_the_batch():
+    program, _, _ = captured(llama())
+    with pytest.raises(ValueError, match="a micro-batch of 2 samples cannot be split into 3 equal parts"):
+        program.run_passes("split(parts=3)")

@@ -54,6 +54,10 @@ Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
   return Ok{};
 }
 
+void Cutter::CutInput(ValueId input) {
+  row_inputs_[input] = geometry_[input].numel();
+}
+
 Status Cutter::Run() {
   std::vector<OpId> old = std::move(phase_.ops);
   phase_.ops.clear();
@@ -79,11 +83,13 @@ Status Cutter::Run() {
 // What is handed over as such a gradient, and what is added up to it.
 void Cutter::FindGradientsOfRows(const std::vector<OpId>& ops) {
   rows_gradients_.assign(static_cast<size_t>(program_.num_values()), false);
+  gradients_.assign(static_cast<size_t>(program_.num_values()), false);
   for (auto id = ops.rbegin(); id != ops.rend(); ++id) {
     const Op& op = program_.op(*id);
     if (op.kind == OpKind::kGrad) {
       const std::optional<DimCut> cut = CutOf(op.args[0].value);
       if (cut && cut->dim == 0 && cut->blocks == 1) rows_gradients_[op.args[1].value] = true;
+      if (!cut) gradients_[program_.RootOf(op.args[1].value)] = true;
     } else if (BaseName(op.name) == "aten.add" && rows_gradients_[op.results[0]]) {
       ForEachOperand(op, [&](ValueId operand) { rows_gradients_[operand] = true; });
     }
@@ -106,8 +112,9 @@ Status Cutter::Visit(OpId id) {
   }
   Special special(*this);
   INTERLACE_ASSIGN(const bool done, special.Visit(id));
-  if (done) return Ok{};
-  return Generic(id);
+  if (!done) INTERLACE_TRY(Generic(id));
+  if (!options_.sums_behind) SumGradients(program_.op(id));
+  return Ok{};
 }
 
 void Cutter::View(OpId id) {
@@ -178,6 +185,8 @@ std::vector<Cutter::Way> Cutter::WaysOf(const Op& op, const Rule& rule, const st
   for (size_t i = 0; i < operands.size(); ++i) {
     const Placement& placement = PlacementOf(operands[i]);
     std::optional<DimCut> cut = CutOf(operands[i]);
+    if (auto input = row_inputs_.find(program_.RootOf(operands[i])); input != row_inputs_.end())
+      cut = CutOfView(geometry_[operands[i]], input->second, ranks_);
     if (placement.is_sum()) {
       if (int64_t period = RowPeriod(program_.RootOf(operands[i])); period > 0)
         cut = CutOfView(geometry_[operands[i]], period, ranks_);
@@ -208,11 +217,21 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
     if (std::optional<DimCut> cut = CutIn(rule.results[i], way)) {
       cut->blocks *= rule.joins[way.factor];
       if (!IsDense(geometry_[result]) || !PeriodOf(geometry_[result], *cut, ranks_)) return kImpossible;
-    } else {
-      cost += kAgain * static_cast<double>(BytesOf(geometry_[result]));
+    } else if (way.factor == kWholeDim) {  // every rank computes all of it
+      cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) + (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
+    } else {  // a sum that is made later
+      cost += static_cast<double>(BytesOf(geometry_[result])) * (ranks_ - 1) / ranks_;
     }
   }
   return cost;
+}
+
+double Cutter::FlopsOf(const Op& op) const {
+  const std::string_view name = BaseName(op.name);
+  const bool biased = name == "aten.addmm";
+  if (!biased && name != "aten.mm" && name != "aten.bmm") return 0;
+  const Geometry& a = geometry_[op.args[biased ? 1 : 0].value];
+  return 2.0 * static_cast<double>(geometry_[op.results[0]].numel()) * static_cast<double>(a.sizes.back());
 }
 
 // Bytes that a rank sends or receives to have an operand whole (nullptr) or cut so.
@@ -343,6 +362,14 @@ void Cutter::Grad(OpId id) {
     program_.op(id).args[1].value = whole;
   }
   phase_.ops.push_back(id);
+}
+
+void Cutter::SumGradients(const Op& op) {
+  const std::vector<ValueId> results = op.results;
+  for (ValueId result : results) {
+    const bool gradient = result != kNone && static_cast<size_t>(result) < gradients_.size() && gradients_[result];
+    if (gradient && placement_[result].is_sum()) Storage(result, {});
+  }
 }
 
 // Gradients of whole parameters (norms, biases) are small and many: one transfer for all of a dtype.

@@ -22,6 +22,8 @@ namespace interlace::tensor {
 struct CutterOptions {
   std::string axis = "tp";
   bool sequence = true;    // a sum over ranks may be scattered along rows instead of made whole
+  bool sums_behind = true;  // gradients of whole parameters are summed last, all at once; else as soon as they are there
+  double flops_per_byte = 1000;  // of products, in the time that a byte travels: 600 (a PC) to 2500 (H100, NVLink)
   bool regather = false;   // what was gathered in the forward part is gathered again for the backward part
 };
 
@@ -31,6 +33,8 @@ class Cutter {
 
   // A parameter that a rank holds a part of. Error: it cannot be cut so.
   Status CutParam(Param& param, int64_t dim, int64_t blocks);
+  // An input of which a part of the rows may be used on each rank, though all have the whole.
+  void CutInput(ValueId input);
   // The whole phase. Error: a size that is not a number, a value written in place that is cut.
   Status Run();
 
@@ -52,11 +56,13 @@ class Cutter {
   Status Generic(OpId id);
   void Grad(OpId id);
   Status SumsBehind();
+  void SumGradients(const Op& op);
 
   std::vector<Way> WaysOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands);
   // Bytes to make everything fit; infinite: impossible.
   double CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands, const Way& way);
   double CostOf(ValueId operand, const DimCut* cut);
+  double FlopsOf(const Op& op) const;
   void Carry(OpId id, const Rule& rule, const Way& way);
   void PlaceResults(Op& op, const Rule& rule, const Way& way);
   std::optional<DimCut> CutIn(const std::vector<int32_t>& dims, const Way& way) const;
@@ -101,6 +107,8 @@ class Cutter {
   std::map<std::pair<ValueId, int64_t>, ValueId> copies_;  // root and period (0: whole) → root
   std::vector<std::pair<OpId, ValueId>> sums_behind_;      // gradients of whole parameters that are sums
   std::vector<bool> rows_gradients_;  // by value
+  std::vector<bool> gradients_;       // by root: handed over as a gradient of a whole parameter
+  std::map<ValueId, int64_t> row_inputs_;  // their periods
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
   Part part_ = Part::kForward;

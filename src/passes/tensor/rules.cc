@@ -38,6 +38,7 @@ const std::unordered_map<std::string_view, Row>& Table() {
         {"aten.mm", {kSpec, "ik,kj->ij"}},
         {"aten.addmm", {kSpec, "ij,ik,kj->ij"}},
         {"aten.bmm", {kSpec, "bik,bkj->bij"}},
+        {"aten.nll_loss_backward", {kSpec, ",n_,n,->n_"}},
         {"aten.convolution", {kSpec, "n___,o___,o->no__"}},
         {"aten.convolution_backward", {.form = kSpec, .spec = "no__,n___,o___->n___,o___,o", .bias_sizes = 3}},
         {"aten._scaled_dot_product_flash_attention_for_cpu", {kSpec, "bh__,bh__,bh__,bh__->bh__,bh_"}},

@@ -51,7 +51,11 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
     }
     if (!names) return MakeError("the plan names '", entry.pattern, "', and the model has no such parameter");
   }
-  tensor::Cutter cutter(program, *phase, {axis, sequence == "true", regather == "true"});
+  tensor::CutterOptions way;
+  way.axis = axis;
+  way.sequence = sequence == "true";
+  way.regather = regather == "true";
+  tensor::Cutter cutter(program, *phase, way);
   for (Param& param : program.params) {
     INTERLACE_ASSIGN(const tensor::PlanEntry* entry, tensor::EntryOf(plan, param));
     if (entry != nullptr) INTERLACE_TRY(cutter.CutParam(param, entry->dim, entry->blocks));

@@ -1,0 +1,259 @@
+// overlap.cc — orders the ops of a micro-batch so that its activations travel while something else is computed.
+//   before: %g = all_gather.start(%a)                   after: %g = all_gather.start(%a)
+//           all_gather.wait(%g)                                %h = all_gather.start(%b)      of the other half (split)
+//           %1 = aten.mm(%g, %w)                               all_gather.wait(%g)
+//           %h = all_gather.start(%b)                          %1 = aten.mm(%g, %w)           %h travels
+//           all_gather.wait(%h)                                all_gather.wait(%h)
+//           %2 = aten.mm(%h, %w)                               %2 = aten.mm(%h, %w)
+// List scheduling (Graham 1969) of forward and backward part, on one lane that computes and one for each axis' transfers,
+// with times of the cost model: of the ops that could run now the one with the longest way to the end of the part goes
+// first, so what nothing waits for (gradients of weights) fills the waits; a transfer starts as soon as its operand is
+// there and is waited for where it is first needed. An op is put off by at most `window` of the part's compute time, so
+// that activations do not pile up. Order changes no bit: operands stay what they were.
+// Options: window, cluster, profile.
+#include <algorithm>
+#include <queue>
+
+#include "ir/op_table.h"
+#include "passes/cost_options.h"
+#include "passes/passes.h"
+#include "passes/phase_editor.h"
+
+namespace interlace {
+namespace {
+
+struct Node {
+  OpId op = kNone;
+  std::vector<int32_t> before, after;  // nodes
+  int32_t waits = 0;                   // of `before`, how many have not run
+  int64_t compute_ps = 0, transfer_ps = 0;
+  int64_t to_end_ps = 0;  // longest way to the end of the part, itself included
+  int64_t turn_ps = 0;    // compute time of what stood before it
+  int64_t ready_ps = 0;   // when what it needs is there
+  int32_t start = kNone;  // of a wait: its start
+  bool done = false;
+};
+
+class Scheduler {
+ public:
+  Scheduler(Program& program, CostModel& model, double window) : program_(program), model_(model), window_(window) {}
+
+  // A stretch of ops, in a better order.
+  Result<std::vector<OpId>> Order(const std::vector<OpId>& ops) {
+    nodes_.clear();
+    INTERLACE_TRY(Read(ops));
+    for (size_t i = nodes_.size(); i-- > 0;) {
+      int64_t longest = 0;
+      for (int32_t next : nodes_[i].after) longest = std::max(longest, nodes_[next].to_end_ps);
+      nodes_[i].to_end_ps = longest + nodes_[i].compute_ps + nodes_[i].transfer_ps;
+    }
+    return Run();
+  }
+
+ private:
+  Status Read(const std::vector<OpId>& ops) {
+    const auto roots = static_cast<size_t>(program_.num_values());
+    std::vector<int32_t> writer(roots, kNone);        // by root: who wrote it last
+    std::vector<std::vector<int32_t>> readers(roots);  // since then
+    std::vector<int32_t> start_of(roots, kNone);       // by root: the start whose result it is
+    int32_t python = kNone;
+    int64_t turn = 0;
+    for (OpId id : ops) {
+      const auto at = static_cast<int32_t>(nodes_.size());
+      nodes_.emplace_back();
+      Node& node = nodes_.back();
+      const Op& op = program_.op(id);
+      node.op = id;
+      if (!TakesNoTime(op)) {
+        INTERLACE_ASSIGN(const OpCost cost, model_.Cost(op));
+        (IsStart(op) ? node.transfer_ps : node.compute_ps) = TimeOf(cost);
+      }
+      node.turn_ps = turn;
+      turn += node.compute_ps;
+      std::vector<int32_t> before;
+      auto reads = [&](ValueId v) {
+        const ValueId root = program_.RootOf(v);
+        if (writer[root] != kNone) before.push_back(writer[root]);
+        readers[root].push_back(at);
+      };
+      auto writes = [&](ValueId v) {
+        const ValueId root = program_.RootOf(v);
+        if (writer[root] != kNone) before.push_back(writer[root]);
+        before.insert(before.end(), readers[root].begin(), readers[root].end());
+        readers[root].clear();
+        writer[root] = at;
+      };
+      ForEachOperand(op, reads);
+      for (ValueId v : WrittenOperands(program_, op)) writes(v);
+      if (IsWait(op)) {
+        for (const Arg& arg : op.args) {
+          const ValueId root = program_.RootOf(arg.value);
+          node.start = std::max(node.start, start_of[root]);
+          writes(arg.value);  // from here its readers may run
+        }
+        if (node.start != kNone) {  // and its operands may be written
+          ForEachOperand(program_.op(nodes_[node.start].op), [&](ValueId v) { readers[program_.RootOf(v)].push_back(at); });
+        }
+      }
+      for (ValueId result : op.results) {
+        if (result == kNone) continue;
+        if (IsStart(op)) start_of[program_.RootOf(result)] = at;
+        if (program_.RootOf(result) == result || program_.value(result).placed) writes(result);
+        // Whoever reads a view comes after it, too.
+        if (program_.RootOf(result) != result) view_of_.resize(roots, kNone), view_of_[result] = at;
+      }
+      ForEachOperand(op, [&](ValueId v) {
+        if (static_cast<size_t>(v) < view_of_.size() && view_of_[v] != kNone && view_of_[v] != at)
+          before.push_back(view_of_[v]);
+      });
+      if (op.kind == OpKind::kCallPython) {
+        if (python != kNone) before.push_back(python);
+        python = at;
+      }
+      std::sort(before.begin(), before.end());
+      before.erase(std::unique(before.begin(), before.end()), before.end());
+      before.erase(std::remove(before.begin(), before.end(), at), before.end());
+      node.before = std::move(before);
+      node.waits = static_cast<int32_t>(node.before.size());
+      for (int32_t from : node.before) nodes_[from].after.push_back(at);
+    }
+    view_of_.clear();
+    total_ps_ = turn;
+    return Ok{};
+  }
+
+  static int64_t TimeOf(const OpCost& cost) { return cost.latency_ps + cost.work_ps + cost.finish_ps; }
+
+  // A wait runs when somebody needs it: it is ready once its start has run, at the time of arrival.
+  std::vector<OpId> Run() {
+    std::vector<OpId> out;
+    out.reserve(nodes_.size());
+    std::vector<int32_t> ready;  // compute
+    std::vector<int32_t> free;   // take no time
+    int64_t now = 0, wire = 0;
+    size_t oldest = 0;
+    auto finish = [&](int32_t at, int64_t when, auto& self) -> void {
+      nodes_[at].done = true;
+      for (int32_t next : nodes_[at].after) {
+        Node& node = nodes_[next];
+        node.ready_ps = std::max(node.ready_ps, when);
+        if (--node.waits > 0) continue;
+        if (node.compute_ps > 0) {
+          ready.push_back(next);
+        } else {
+          free.push_back(next);
+        }
+      }
+      (void)self;
+    };
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      if (nodes_[i].waits == 0) (nodes_[i].compute_ps > 0 ? ready : free).push_back(static_cast<int32_t>(i));
+    }
+    const auto longest_first = [&](int32_t a, int32_t b) {
+      return nodes_[a].to_end_ps != nodes_[b].to_end_ps ? nodes_[a].to_end_ps > nodes_[b].to_end_ps : a < b;
+    };
+    // Ops that take no time: starts at once; waits and views are put in front of who needs them (Emit).
+    auto drain = [&] {
+      while (!free.empty()) {
+        std::sort(free.begin(), free.end(), longest_first);
+        const int32_t at = free.front();
+        free.erase(free.begin());
+        Node& node = nodes_[at];
+        const Op& op = program_.op(node.op);
+        if (IsStart(op)) {
+          wire = std::max(wire, std::max(now, node.ready_ps)) + node.transfer_ps;
+          arrival_[at] = wire;
+          Emit(at, out);
+          finish(at, node.ready_ps, finish);
+        } else {
+          int64_t when = node.ready_ps;
+          if (node.start != kNone) when = std::max(when, arrival_[node.start]);
+          if (NeededLater(op)) {
+            pending_[at] = 1;
+          } else {
+            Emit(at, out);
+          }
+          finish(at, when, finish);
+        }
+      }
+    };
+    arrival_.assign(nodes_.size(), 0);
+    pending_.assign(nodes_.size(), 0);
+    drain();
+    const auto window = static_cast<int64_t>(window_ * static_cast<double>(total_ps_));
+    while (!ready.empty()) {
+      while (oldest < nodes_.size() && (nodes_[oldest].done || nodes_[oldest].compute_ps == 0)) ++oldest;
+      const int64_t turn = oldest < nodes_.size() ? nodes_[oldest].turn_ps : total_ps_;
+      size_t best = ready.size();
+      const auto better = [&](int32_t a, int32_t b) {
+        const bool a_now = nodes_[a].ready_ps <= now, b_now = nodes_[b].ready_ps <= now;
+        if (a_now != b_now) return a_now;
+        if (!a_now && nodes_[a].ready_ps != nodes_[b].ready_ps) return nodes_[a].ready_ps < nodes_[b].ready_ps;
+        const bool a_due = nodes_[a].turn_ps <= turn, b_due = nodes_[b].turn_ps <= turn;
+        // What has been put off for long enough goes first.
+        if (late_ && a_due != b_due) return a_due;
+        return longest_first(a, b);
+      };
+      late_ = false;
+      for (int32_t i : ready) late_ = late_ || (nodes_[i].ready_ps <= now && nodes_[i].turn_ps - turn > window);
+      for (size_t i = 0; i < ready.size(); ++i) {
+        if (best == ready.size() || better(ready[i], ready[best])) best = i;
+      }
+      const int32_t at = ready[best];
+      ready.erase(ready.begin() + static_cast<int64_t>(best));
+      now = std::max(now, nodes_[at].ready_ps) + nodes_[at].compute_ps;
+      Emit(at, out);
+      finish(at, now, finish);
+      drain();
+    }
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      if (pending_[i]) Emit(static_cast<int32_t>(i), out);
+    }
+    return out;
+  }
+
+  static bool NeededLater(const Op& op) { return IsWait(op) || op.kind == OpKind::kView; }
+
+  // The op, behind the waits and views it needs.
+  void Emit(int32_t at, std::vector<OpId>& out) {
+    for (int32_t before : nodes_[at].before) {
+      if (pending_[before]) Emit(before, out);
+    }
+    pending_[at] = 0;
+    out.push_back(nodes_[at].op);
+  }
+
+  Program& program_;
+  CostModel& model_;
+  double window_;
+  std::vector<Node> nodes_;
+  std::vector<int32_t> view_of_;  // by value: the node of the view
+  std::vector<int64_t> arrival_;  // by node: of a start's data
+  std::vector<char> pending_;     // by node: done, and not yet written down
+  int64_t total_ps_ = 0;
+  bool late_ = false;
+};
+
+}  // namespace
+
+Result<bool> Overlap(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const double window, options.Number("window", 0.125));
+  Phase* phase = program.MicroBatchPhase();
+  if (phase == nullptr) return MakeError("the program has no single micro-batch phase");
+  INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
+  INTERLACE_ASSIGN(CostModel model, costs.Model(program));
+  Scheduler scheduler(program, model, window);
+  std::vector<OpId> ordered;
+  for (size_t at = 0; at < phase->ops.size();) {
+    const Part part = program.op(phase->ops[at]).part;
+    std::vector<OpId> stretch;
+    while (at < phase->ops.size() && program.op(phase->ops[at]).part == part) stretch.push_back(phase->ops[at++]);
+    INTERLACE_ASSIGN(const std::vector<OpId> better, scheduler.Order(stretch));
+    ordered.insert(ordered.end(), better.begin(), better.end());
+  }
+  const bool changed = ordered != phase->ops;
+  phase->ops = std::move(ordered);
+  return changed;
+}
+
+}  // namespace interlace
