@@ -123,7 +123,7 @@ def read_plan(path: str | Path, shapes: Mapping[str, tuple[int, ...]], tied: Map
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise PlanError(f"cannot read the plan of tensor parallelism {path}: {reason}; tensor is 'auto', 'model' or a file") from None
     cuts: dict[str, tuple[int, int] | None] = dict.fromkeys(shapes)
-    by: dict[str, int] = {}
+    by: dict[str, tuple[int, str]] = {}  # the line, and the name that it has there
     for number, pattern, dim, blocks in _lines(text, str(path)):
         place = f"{path}:{number}"
         names = {name: name for name in shapes if _matches(pattern, name)}
@@ -136,11 +136,12 @@ def read_plan(path: str | Path, shapes: Mapping[str, tuple[int, ...]], tied: Map
                 raise PlanError(f"{place}: '{name}' is {shape} and has no dimension {dim}")
             if shape[dim] % blocks:
                 raise PlanError(f"{place}: {blocks} blocks do not divide dimension {dim} of '{name}', which is {shape}")
-            if name in by and called != name and cuts[name] != (dim, blocks):
-                raise PlanError(f"{place}: '{called}' is tied to '{name}', which line {by[name]} cuts another way")
-            if name in by and called == name:
-                raise PlanError(f"{place}: '{name}' is cut in line {by[name]} already; write one line for it")
-            by[name], cuts[name] = number, (dim, blocks)
+            line, before = by.get(name, (0, ""))
+            if before == called:
+                raise PlanError(f"{place}: '{called}' is cut in line {line} already; write one line for it")
+            if before and cuts[name] != (dim, blocks):
+                raise PlanError(f"{place}: '{called}' is tied to '{before}', which line {line} cuts another way")
+            by[name], cuts[name] = (number, called), (dim, blocks)
     if not by:
         raise PlanError(f"{path} cuts nothing; write lines such as 'model.layers.*.mlp.up_proj.weight 0'")
     return plan_text(cuts)
@@ -162,7 +163,7 @@ def _starred(name: str) -> str:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
