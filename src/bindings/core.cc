@@ -70,6 +70,9 @@ py::list Params(const Program& program) {
     entry["unit"] = OrNone(param.unit);
     entry["unit_offset"] = param.unit_offset;
     entry["aliases"] = param.aliases;
+    py::list cuts;
+    for (const Cut& cut : param.cuts) cuts.append(py::make_tuple(cut.axis, cut.dim, cut.blocks));
+    entry["cuts"] = cuts;
     out.append(entry);
   }
   return out;
@@ -356,14 +359,27 @@ PYBIND11_MODULE(_core, m) {
       "standard_pipeline",
       [](const std::string& strategy, std::vector<std::pair<std::string, int64_t>> mesh, const std::string& shard_axis,
          int64_t accumulation, const std::string& accumulate_mode, const std::string& param, const std::string& reduce,
-         std::optional<double> clip, bool norm, bool momentum) {
-        return PrintPipeline(Take(StandardPipeline({strategy, std::move(mesh), shard_axis, accumulation,
-                                                    accumulate_mode, param, reduce, clip, norm, momentum})));
+         std::optional<double> clip, bool norm, bool momentum, const std::string& tensor_axis,
+         const std::string& tensor_plan, bool sequence) {
+        return PrintPipeline(Take(StandardPipeline({.strategy = strategy,
+                                                    .mesh = std::move(mesh),
+                                                    .shard_axis = shard_axis,
+                                                    .tensor_axis = tensor_axis,
+                                                    .tensor_plan = tensor_plan,
+                                                    .sequence = sequence,
+                                                    .accumulation = accumulation,
+                                                    .accumulate_mode = accumulate_mode,
+                                                    .param = param,
+                                                    .reduce = reduce,
+                                                    .clip = clip,
+                                                    .norm = norm,
+                                                    .momentum = momentum})));
       },
       py::arg("strategy") = "shard", py::arg("mesh") = std::vector<std::pair<std::string, int64_t>>{{"dp", 1}},
       py::arg("shard_axis") = "dp", py::arg("accumulation") = 1, py::arg("accumulate_mode") = "reduce_each",
       py::arg("param") = "none", py::arg("reduce") = "none", py::arg("clip") = std::nullopt, py::arg("norm") = false,
-      py::arg("momentum") = true,
+      py::arg("momentum") = true, py::arg("tensor_axis") = "", py::arg("tensor_plan") = "auto",
+      py::arg("sequence") = true,
       "The passes that make a training step, in their order (standard_pipeline.cc says why).");
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),

@@ -22,7 +22,7 @@ Result<std::string> Strategy(const StandardOptions& options) {
   for (const auto& axis : options.mesh) {
     if (axis.first == options.shard_axis) {
       shards = &axis;
-    } else {
+    } else if (axis.first != options.tensor_axis) {
       replicas += (replicas.empty() ? "" : "+") + axis.first;
     }
   }
@@ -30,6 +30,17 @@ Result<std::string> Strategy(const StandardOptions& options) {
     return MakeError("the mesh has no axis ", options.shard_axis, " to ", options.strategy, " over");
   return options.strategy + "(axis=" + options.shard_axis +
          (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) + ")";
+}
+
+// Ranks that products are cut over.
+Result<int64_t> TensorRanks(const StandardOptions& options) {
+  if (options.tensor_axis.empty()) return 1;
+  if (options.tensor_axis == options.shard_axis)
+    return MakeError("axis ", options.shard_axis, " cannot both ", options.strategy, " and cut products");
+  for (const auto& [name, size] : options.mesh) {
+    if (name == options.tensor_axis) return size;
+  }
+  return MakeError("the mesh has no axis ", options.tensor_axis, " to cut products over");
 }
 
 }  // namespace
@@ -40,16 +51,22 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   // First, because all others tell memory by roots: a cast, a use or a gradient that hides behind a repeated op or a
   // view of a view would be missed.
   passes.push_back("canonicalize");
-  // Before the strategy, because it says at the captured level which casts are made on shards and in which dtype a
-  // gradient is handed over; the strategy turns that into narrow gathers and reductions.
-  if (options.param != "none" || options.reduce != "none")
-    passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
-  // Before the strategy, because that takes the sizes of its axes from the mesh; a single axis needs none.
+  // Before the passes that lay something along its axes, because they take their sizes from it; a single axis needs none.
   if (options.mesh.size() > 1) {
     std::string axes;
     for (const auto& [name, size] : options.mesh) axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
     passes.push_back("mesh(axes=" + axes + ")");
   }
+  // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its parameters.
+  INTERLACE_ASSIGN(const int64_t parts, TensorRanks(options));
+  if (parts > 1) {
+    passes.push_back("tensor(axis=" + options.tensor_axis + ",plan=" + options.tensor_plan +
+                     ",sequence=" + (options.sequence ? "true" : "false") + ")");
+  }
+  // Before the strategy, because it says at the captured level which casts are made on shards and in which dtype a
+  // gradient is handed over; the strategy turns that into narrow gathers and reductions.
+  if (options.param != "none" || options.reduce != "none")
+    passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
   // added up where is known only when they have a place in a unit.
   passes.push_back(strategy);

@@ -2,6 +2,7 @@
 // a search or a user adds goes between them or behind them (docs/passes.md).
 //
 //   canonicalize,precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),accumulate(...),update(clip=1.0,...)
+//   canonicalize,mesh(axes=dp:2+tp:2),tensor(axis=tp,plan=auto,sequence=true),shard(axis=dp,ranks=2),update(...)
 #pragma once
 
 #include <optional>
@@ -16,7 +17,10 @@ namespace interlace {
 struct StandardOptions {
   std::string strategy = "shard";                                   // or replicate, zero1
   std::vector<std::pair<std::string, int64_t>> mesh = {{"dp", 1}};  // axes by name and size, the last varies fastest
-  std::string shard_axis = "dp";                                    // all others replicate
+  std::string shard_axis = "dp";                                    // all others but the tensor axis replicate
+  std::string tensor_axis;                                          // along which products are cut; empty: none are
+  std::string tensor_plan = "auto";                                 // or model: as the program says
+  bool sequence = true;                                             // what lies between the products is cut, too
   int64_t accumulation = 1;                                         // micro-batches of a step
   std::string accumulate_mode = "reduce_each";
   std::string param = "none", reduce = "none";  // dtypes that parameters are gathered and gradients reduced in
@@ -25,7 +29,7 @@ struct StandardOptions {
   bool momentum = true;                         // sgd has a buffer
 };
 
-// Error: a mesh without the shard axis, a value that a pass refuses.
+// Error: a mesh without the shard axis or the tensor axis, one axis as both, a value that a pass refuses.
 Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options);
 
 }  // namespace interlace

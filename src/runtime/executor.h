@@ -142,6 +142,7 @@ class Executor {
   StateStore store_;
   std::map<std::string, std::shared_ptr<Comm>> comms_;
   int64_t rank_ = 0, ranks_in_run_ = 1;
+  int64_t data_rank_ = 0;  // among the ranks that see different batches
   Binding ranks_;
   std::map<int32_t, int32_t> group_position_;
   // By variant of the memory plan; without arena, and those of debug steps, which are built when first wanted, by index

@@ -76,6 +76,22 @@ Status Executor::TakeFrom(const Executor& donor, bool take_states) {
   return Ok{};
 }
 
+namespace {
+
+// Whether ranks along an axis see batches of their own: those that units shard or replicate over do. Along the others,
+// which cut what one batch goes through, random numbers are the same. A program without units has data on every axis.
+bool HasDataAlong(const Program& program, std::string_view axis) {
+  const auto names = [&](std::string_view axes) {
+    const std::vector<std::string_view> found = AxesOf(axes);
+    return std::find(found.begin(), found.end(), axis) != found.end();
+  };
+  return program.units.empty() || std::any_of(program.units.begin(), program.units.end(), [&](const Unit& unit) {
+           return names(unit.axis) || names(unit.replicas);
+         });
+}
+
+}  // namespace
+
 // Those of a donor go on: one set of connections, whatever program runs on it.
 Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& axes, double timeout_s) {
   for (const Axis& axis : parsed.mesh) {
@@ -96,6 +112,7 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
       return MakeError("rank ", spec->rank, " is not in 0..", spec->size - 1);
     ranks_["rank_" + axis.name] = spec->rank;
     rank_ = rank_ * spec->size + spec->rank;
+    if (HasDataAlong(parsed, axis.name)) data_rank_ = data_rank_ * spec->size + spec->rank;
   }
   const auto open = [&](std::string_view group) -> Status {
     const auto spec = std::find_if(axes.begin(), axes.end(), [&](const AxisSpec& s) { return s.name == group; });
@@ -142,7 +159,7 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   frame.transfer_of.assign(program_.num_values(), -1);
   runner_.SetComms(comms_);
   if (options_.keyed_random)
-    runner_.SetRandom(std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(rank_)));
+    runner_.SetRandom(std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(data_rank_)));
   INTERLACE_TRY(OpenTier());
   try {
     return Prepare();

@@ -28,6 +28,7 @@ from interlace.capture.opaque import OpaqueCall, OpaqueTrace, learn_calls
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import Sites, user_place
 from interlace.capture.symbols import make_symbols
+from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
     check_model,
     followed_modules,
@@ -358,6 +359,9 @@ class _Trace:
         lines.append(f"meta micro_batch {quote(str(first[0]) if first else '1')}")
         lines.append(f"meta micro_batches {quote(str(micro_batches))}")
         lines.append(f"meta rng {quote(rng_mode)}")
+        plan = model_plan(self.model)
+        if plan:
+            lines.append(f"meta tensor {quote(plan)}")
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")

@@ -20,6 +20,7 @@ FORMAT = 2
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
     *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks", "mesh"),
+    *("tensor", "sequence_parallel"),
     *("eval_text", "eval_every", "eval_sequences"),
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.checkpoint.folder import kept_checkpoints
-from interlace.config import STRATEGIES, did_you_mean, mesh_form, parse_bytes
+from interlace.config import STRATEGIES, Config, did_you_mean, mesh_form, parse_bytes
 from interlace.cost.machine import cores
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
@@ -50,8 +50,11 @@ class TrainSettings:
     accumulation: int = _option(1, "Micro-batches that a step is cut into on each rank.")
     strategy: str = _option("shard", "shard (ZeRO-3), zero1, or replicate (DDP).")
     mesh: str | None = _option(
-        None, "Ranks by axis, for example replica=2,dp=2: shards within dp, the same on each replica.", shown="dp=RANKS"
-    )
+        None, "Ranks by axis: replica=2,dp=2 shards within dp, the same on each replica; dp=2,tp=2 cuts products over tp.",
+        shown="dp=RANKS",
+    )  # fmt: skip
+    tensor: str = _option("auto", "With axis tp, how parameters are cut: auto, model (Hugging Face's plan), or a file.")
+    sequence_parallel: bool = _option(True, "With axis tp, cut what lies between the products along the sequence.")
     clip: float | None = _option(1.0, "Largest global gradient norm, or none.")
     save: str | None = _option(None, "A folder for the trained model.")
     save_every: int | None = _option(None, "Save also after every so many steps.", shown="at the end")
@@ -123,9 +126,14 @@ class TrainSettings:
         if mesh is not None and math.prod(size for _, size in mesh) != self.ranks:
             raise SettingError(f"--mesh {self.mesh} is for {math.prod(size for _, size in mesh)} ranks, but --ranks is {self.ranks}")
         _one_of("dtype", self.dtype, DTYPES)
-        parts = self.ranks * self.accumulation
+        if self.tensor != "auto" and self.data_ranks == self.ranks:
+            raise SettingError(f"--tensor {self.tensor} needs an axis tp, as in --mesh dp=1,tp={self.ranks}")
+        if self.tensor not in ("auto", "model") and not os.path.isfile(self.tensor):
+            hint = did_you_mean(self.tensor, ("auto", "model"))
+            raise SettingError(f"--tensor '{self.tensor}' is neither auto, model nor a file{hint}")
+        parts = self.data_ranks * self.accumulation
         if self.batch % parts:
-            why = f"{self.ranks} ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
+            why = f"{self.data_ranks} {'data ' if self.data_ranks < self.ranks else ''}ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
             raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
 
     def trace_files(self) -> TraceFiles | None:
@@ -162,8 +170,13 @@ class TrainSettings:
         return min(self.steps, self.stop_at or self.steps)
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks with batches of their own: those along axis tp have the same."""
+        return Config(mesh=self.mesh, passes=self.passes).data_place(0, self.ranks)[1]
+
+    @property
     def micro_batch(self) -> int:
-        return self.batch // (self.ranks * self.accumulation)
+        return self.batch // (self.data_ranks * self.accumulation)
 
     def threads_per_rank(self) -> int:
         return self.threads or max(1, cores() // self.ranks)
@@ -178,7 +191,7 @@ class TrainSettings:
 
 def check_explicit(settings: TrainSettings, explicit: set[str]) -> None:
     """Options of the command line that --passes decides too. Error: one of them."""
-    for name in ("strategy", "mesh", "clip", "param_dtype", "plan"):
+    for name in ("strategy", "mesh", "tensor", "sequence_parallel", "clip", "param_dtype", "plan"):
         if settings.passes is not None and name in explicit:
             option = "--" + name.replace("_", "-")
             raise SettingError(f"{option} contradicts --passes, which names every pass: leave one of them out")

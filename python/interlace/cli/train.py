@@ -52,6 +52,8 @@ def _signature() -> inspect.Signature:
         if field.name == "clip":  # a number, or none
             default, of = str(default), str
         name = "--json" if field.name == "as_json" else "--" + field.name.replace("_", "-")
+        if of is bool and default:  # what can only be turned off
+            name = f"{name}/--no-{field.name.replace('_', '-')}"
         shown = field.metadata["shown"] or True
         option = typer.Option(name, help=field.metadata["help"], show_default=shown)
         found.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[of, option]))

@@ -171,8 +171,9 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
     model = language_model.build(settings.model, vocab, settings.seq, dtype, keep_vocab=planned is not None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
-    example = _batch(data, first_step, rank, world)
-    with interlace.compile(model, optimizer, next_token_loss, example, _config(settings, planned, model)) as trainer:
+    config = _config(settings, planned, model)
+    example = _batch(data, first_step, *config.data_place(rank, world))
+    with interlace.compile(model, optimizer, next_token_loss, example, config) as trainer:
         if settings.save:
             trainer.reserve(settings.save)
         if settings.resume:
@@ -213,7 +214,8 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
 
 def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.Module) -> interlace.Config:
     return interlace.Config(
-        strategy=settings.strategy, mesh=settings.mesh, accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
+        strategy=settings.strategy, mesh=settings.mesh, tensor=settings.tensor, sequence_parallel=settings.sequence_parallel,
+        accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip, seed=settings.seed, timeout_s=TIMEOUT_S, weights=settings.weights,
         memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,
@@ -231,7 +233,7 @@ def _steps(
     trainer: Any, optimizer: torch.optim.Optimizer, settings: TrainSettings, data: TokenDataset, first_step: int,
     view: TrainView | None, save: Saver, stop: Stop, validation: Validation | None,
 ) -> Result:  # fmt: skip
-    rank, world = trainer.rank, trainer.world_size
+    rank, world = trainer.data_rank, trainer.data_ranks
     traces = settings.trace_files()
     losses, times, evals = [], [], {}
     begin = time.monotonic()
@@ -248,11 +250,11 @@ def _steps(
             batch = _batch(data, step, rank, world)
             last = step == settings.end - 1
             loss = _traced(trainer, batch, traces, view) if last and traces is not None else trainer.step(batch)
-            # The ranks stop at the same step, whichever of them was asked.
+            # The ranks stop at the same step, whichever of them was asked. As many of them have each batch, so the mean is that of batches.
             both = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
-            if world > 1:
+            if trainer.world_size > 1:
                 dist.all_reduce(both)
-            losses.append(both[0].item() / world)
+            losses.append(both[0].item() / trainer.world_size)
             times.append(time.monotonic() - start)
             stopping = both[1].item() > 0 and step + 1 < settings.end
             if view is not None:

@@ -20,7 +20,7 @@ class Validation:
     def __init__(self, settings: TrainSettings, tokens: TokenFile) -> None:
         assert settings.eval_text is not None
         self.every = settings.eval_every
-        batch = settings.micro_batch * settings.ranks
+        batch = settings.micro_batch * settings.data_ranks
         try:
             file = prepare_tokens(find_text(settings.eval_text), cache_folder(), tokenizer=tokens.tokenizer)
             self.data = TokenDataset(file.open(), settings.seq, batch)
@@ -35,7 +35,7 @@ class Validation:
         """Mean loss of a token. Every rank must call it."""
         total = torch.zeros((), dtype=torch.float64)
         for i in range(self.batches):
-            inputs, labels = self.data.batch_at(i, trainer.rank, trainer.world_size)
+            inputs, labels = self.data.batch_at(i, trainer.data_rank, trainer.data_ranks)
             total += trainer.evaluate({"input_ids": inputs, "labels": labels})["loss"].double().cpu()
         if trainer.world_size > 1:
             dist.all_reduce(total)

@@ -27,7 +27,7 @@ _LATER = frozenset(
     {
         "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
         "profile", "cluster", "cache", "arena", "strategy", "mesh", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
-        "tier", "tier_bandwidth",
+        "tier", "tier_bandwidth", "tensor", "sequence_parallel",
     }
 )  # fmt: skip
 
@@ -42,7 +42,12 @@ class Captures:
         self.config = programs.config
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
-        """The captured text for a micro-batch, and the tensors that only the trace has seen."""
+        """The captured text for a micro-batch, and the tensors that only the trace has seen. Once the run's cuts are settled, the text has
+        them as its plan."""
+        text, constants = self._text(micro_batch)
+        return self.programs.with_cuts(text), constants
+
+    def _text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
         cache = self.programs.cache
         with self.programs.timed("capture"):
             key, drops, holders = self._key(micro_batch)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from interlace.compiling.cache import key_of
+from interlace.capture.tensor_plan import cuts_text
 from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
 from interlace.config import Config, ConfigError
-from interlace.config.schedule import Schedule, fill, needs_profile, pass_name, pipeline
+from interlace.config.schedule import Schedule, fill, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, cores
 
 
@@ -64,6 +65,29 @@ class Planner:
             profile = self.profile if needs_profile(passes) else ""
             self.programs.cache.put("plan", key, {"text": template, "reports": reports, "profile": profile})
         return Source(text, reports, constants, captured)
+
+    def settle_cuts(self, captured: str, given: str | None) -> str:
+        """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given`, or as
+        pass `tensor` does it on this captured text. Gives the text with that as its plan. Error: what the pass refuses.
+        """
+        passes = items(self.standard)
+        at = next((i for i, text in enumerate(passes) if pass_name(text) == "tensor"), None)
+        if at is None:
+            return captured
+        self.programs.cuts = given
+        captured = self.programs.with_cuts(captured)
+        first = ",".join(passes[: at + 1])
+        key = key_of(captured, first)
+        found = self.programs.cache.get("cuts", key)
+        if found is not None:
+            self.programs.cuts = found[0]["cuts"]
+        else:
+            program, _ = self.programs.run_passes(captured, first)
+            self.programs.cuts = cuts_text(program)
+            self.programs.cache.put("cuts", key, {"cuts": self.programs.cuts})
+        passes[at] = re.sub(r"(?<=plan=)\w+", "model", passes[at])
+        self.standard = ",".join(passes)
+        return self.programs.with_cuts(captured)
 
     def rehearse(self, captured: str, later: Schedule) -> None:
         """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its

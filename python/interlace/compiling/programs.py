@@ -66,6 +66,7 @@ class Programs:
         self.cache = Cache(None if config.dump_ir else self.cache_folder())
         self.seconds: dict[str, float] = {}  # of compiling, by part
         self.cached: list[str] = []  # parts that came from the cache
+        self.cuts: str | None = None  # how tensor parallelism cuts the parameters, the same in all programs of the run; rank 0 only
         self._shared = 0
 
     @contextlib.contextmanager
@@ -101,6 +102,16 @@ class Programs:
         packed = save_tensors({n: t.contiguous() for n, t in constants.items()})
         data = self.peers.broadcast(f"{what}: constants", packed, patience)
         return Source(parts["text"], parts["reports"], load_tensors(data), captured)
+
+    def with_cuts(self, captured: str) -> str:
+        """A captured text with the run's cuts as its plan."""
+        if self.cuts is None:
+            return captured
+        from interlace import _core
+
+        program = _core.Program.parse(captured, "captured")
+        program.set_meta("tensor", self.cuts)
+        return str(program.print())
 
     def run_passes(self, captured: str, pipeline: str, micro_batches: int | None = None) -> Made:
         """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""

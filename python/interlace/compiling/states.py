@@ -5,7 +5,8 @@ A unit is a flat buffer of several parameters. A state of a unit is either whole
     unit u0 (numel 1024, 2 ranks)   | fc1.weight ........ | pad | fc1.bias | pad |
     state u0.exp_avg on rank 1                    [512, 1024)  ← the window
 
-so the part of a parameter that a rank holds is the overlap of its range with the rank's window.
+so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Where the mesh cuts a parameter (cuts.py),
+that range is of the rank's part of it; all that comes in and goes out is of the whole.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 import torch
 
 from interlace.capture.literals import DTYPES as NAMES
+from interlace.compiling.cuts import Cuts
 from interlace.dist.mesh import Mesh
 from interlace.dist.peers import Peers
 
 Tensor = torch.Tensor
 WEIGHT = "weight"  # the role under which parameters themselves are addressed here
+
+READ_ELEMENTS = 1 << 22  # that a parameter is read in at a time where this rank's part of it lies in many places
 
 _TORCH_NAMES = {"momentum": "momentum_buffer"}  # roles that torch.optim calls otherwise
 
@@ -33,13 +37,14 @@ class Parameter:
     name: str
     aliases: tuple[str, ...]
     value: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
     trainable: bool
     group: int | None
     unit: int | None  # None: it owns its storage
     offset: int  # elements from the unit's start
-    numel: int
+    numel: int  # of this rank's part; of the whole where nothing cuts it
+    cuts: Cuts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +65,10 @@ class States:
         self.mesh = Mesh(program.mesh, peers.rank)
         self.parameters: dict[str, Parameter] = {}
         for p in program.params():
-            shape = tuple(p["shape"])
+            cuts = Cuts.of(p["cuts"], tuple(p["shape"]), self.mesh)
             self.parameters[p["name"]] = Parameter(
-                p["name"], tuple(p["aliases"]), p["value"], shape, DTYPES[p["dtype"]], p["trainable"], p["group"],
-                p["unit"], p["unit_offset"] if p["unit"] is not None else 0, torch.Size(shape).numel(),
+                p["name"], tuple(p["aliases"]), p["value"], cuts.whole, DTYPES[p["dtype"]], p["trainable"], p["group"],
+                p["unit"], p["unit_offset"] if p["unit"] is not None else 0, torch.Size(cuts.part).numel(), cuts,
             )  # fmt: skip
         by_unit: dict[int | None, list[Parameter]] = {}
         for q in self.parameters.values():
@@ -121,13 +126,16 @@ class States:
     def written(self, unit: Unit, role: str) -> tuple[int, int]:
         """The elements of a unit's role that this rank writes into a checkpoint: its share of what it and others have."""
         t, base = self.local(unit, role)
-        alike = unit.replicas if t.numel() < unit.numel else ",".join(self.mesh.sizes)
+        cuts = next((p.cuts.axes for p in unit.parameters), ())  # a unit's parameters are cut over the same axes
+        apart = {*cuts, *(unit.axis.split(",") if t.numel() < unit.numel else ())}
+        alike = ",".join(axis for axis in self.mesh.sizes if axis not in apart)
         part = -(-t.numel() // self.mesh.size(alike))
         low = base + min(self.mesh.index(alike) * part, t.numel())
         return low, min(low + part, base + t.numel())
 
     def parts(self, p: Parameter, role: str) -> Iterator[tuple[Tensor, int, int]]:
-        """(flat storage, start, end): the elements [start, end) of the parameter that lie on this rank. None when there are none."""
+        """(flat storage, start, end): the elements [start, end) of this rank's part of the parameter that lie here; none when there are
+        none."""
         if p.unit is None:
             if role == WEIGHT:
                 yield self._loose[p.name].view(-1), 0, p.numel
@@ -140,10 +148,10 @@ class States:
             yield t[start - base : end - base], start - p.offset, end - p.offset
 
     def fill(self, name: str, role: str, read: Callable[[int, int], Tensor]) -> None:
-        """Copies read(start, end), elements of the parameter in row-major order, to where they lie on this rank."""
+        """Copies read(start, end), elements of the whole parameter in row-major order, to where they lie on this rank."""
         with torch.no_grad():
             for part, start, end in self.parts(self.parameters[name], role):
-                part.copy_(read(start, end))
+                _fill(part, start, end, self.parameters[name].cuts, read)
         self.settle(self.parameters[name].unit, role)
 
     def settle(self, unit: int | None, role: str) -> None:
@@ -165,26 +173,35 @@ class States:
             self.executor.put_back(self._moving[unit.id, role])
 
     def gather(self, unit: Unit, role: str, everywhere: bool = False) -> Tensor | None:
-        """The whole flat buffer of a unit's role on rank 0 (or on all ranks), None elsewhere. All ranks must call it."""
+        """The flat buffer of a unit's role that no rank has a shard of only: on the first rank along the unit's axes (or on all ranks),
+        None elsewhere. All ranks must call it."""
         t, _ = self.local(unit, role)
         if t.numel() == unit.numel:
             return t
-        whole = self.peers.groups.gather(t, self.mesh, unit.axis, everywhere)
-        return whole if everywhere or self.peers.rank == 0 else None
+        return self.peers.groups.gather(t, self.mesh, unit.axis, everywhere)
 
-    def cut(self, p: Parameter, flat: Tensor) -> Tensor:
-        """A parameter's view of its unit's whole buffer."""
-        return flat[p.offset : p.offset + p.numel].view(p.shape)
+    def _whole(self, p: Parameter, flat: Tensor | None, everywhere: bool) -> Tensor | None:
+        """A parameter in its unit's buffer, with the parts of other ranks where it is cut; on rank 0 (or on all ranks), None elsewhere."""
+        mine = None if flat is None else flat[p.offset : p.offset + p.numel]
+        if p.cuts.axes:
+            group = self.peers.groups.along(self.mesh, p.cuts.word)  # which all ranks make, whoever transfers
+            if mine is None or not (everywhere or 0 in self.mesh.group(p.cuts.word)):
+                return None
+            mine = self.peers.groups.gather_in(group, mine, self.mesh.size(p.cuts.word), everywhere)
+            mine = None if mine is None else p.cuts.joined(mine.chunk(self.mesh.size(p.cuts.word)))
+        if mine is None or not (everywhere or self.peers.rank == 0):
+            return None
+        return mine.view(p.shape)
 
     def resident(self, name: str) -> Tensor | None:
         """A view of the whole parameter where this rank holds it, else None."""
         p = self.parameters[name]
         if p.unit is None:
             return self._loose[name]
-        if (p.unit, WEIGHT) in self._moving:
+        if (p.unit, WEIGHT) in self._moving or p.cuts.axes:
             return None
         t, _ = self.local(self.units[p.unit], WEIGHT)
-        return self.cut(p, t) if t.numel() == self.units[p.unit].numel else None
+        return t[p.offset : p.offset + p.numel].view(p.shape) if t.numel() == self.units[p.unit].numel else None
 
     def whole(self, role: str, everywhere: bool = False) -> Iterator[tuple[Parameter, Tensor | None]]:
         """Every parameter's values of a role, unit by unit, whole on rank 0 (or everywhere). The views live until the next one."""
@@ -192,8 +209,28 @@ class States:
             if (unit.id, role) in self._tensors:
                 flat = self.gather(unit, role, everywhere)
                 for p in unit.parameters:
-                    yield p, None if flat is None else self.cut(p, flat)
+                    yield p, self._whole(p, flat, everywhere)
                 self.put_back(unit, role)
         if role == WEIGHT:
             for p in self.loose:
                 yield p, self._loose[p.name]
+
+
+def _fill(part: Tensor, start: int, end: int, cuts: Cuts, read: Callable[[int, int], Tensor]) -> None:
+    """Elements [start, end) of a part, of reads from the whole: few and long ones, whatever lies between what is wanted."""
+    waiting: list[tuple[int, int, int]] = []
+
+    def take() -> None:
+        first = waiting[0][2]
+        low, high, place = waiting[-1]
+        values = read(first, place + high - low)
+        for low, high, place in waiting:
+            part[low - start : high - start].copy_(values[place - first : place - first + high - low])
+        waiting.clear()
+
+    for run in cuts.runs(start, end):
+        if waiting and run[2] + run[1] - run[0] - waiting[0][2] > READ_ELEMENTS:
+            take()
+        waiting.append(run)
+    if waiting:
+        take()

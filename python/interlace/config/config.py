@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from interlace.config.forms import ConfigError, did_you_mean, mesh_form, schedule_form, shapes_form
+from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
 
 STRATEGIES = ("shard", "replicate", "zero1")
 ACCUMULATE_MODES = ("reduce_each", "reduce_last")
@@ -54,7 +54,11 @@ class Config:
 
     strategy         "shard" (ZeRO-3), "zero1" or "replicate" (DDP)
     mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
-                     the same on the ranks of replica, which add up their gradients (hybrid sharding); None: all ranks on dp
+                     the same on the ranks of replica, which add up their gradients (hybrid sharding); {"dp": 2, "tp": 4}: four ranks work
+                     on one batch, each with a part of every product (tensor parallel); None: all ranks on dp
+    tensor           with axis tp: "auto" chooses how parameters are cut, "model" takes what the model says (Hugging Face's tp_plan), or
+                     a file with a line "PARAMETER DIMENSION [blocks N]" for each, where * stands for the numbers in names
+    sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients) or "reduce_last" (full gradients, reduced once)
     clip_norm        largest global norm of the gradient, or None
@@ -93,6 +97,8 @@ class Config:
 
     strategy: str = "shard"
     mesh: Any = None
+    tensor: str = "auto"
+    sequence_parallel: bool = True
     accumulation: int = 1
     accumulate_mode: str = "reduce_each"
     clip_norm: float | None = None
@@ -132,7 +138,7 @@ class Config:
         self._one_of("rng", ("keyed", "compat"))
         self._whole("accumulation", 1)
         self._whole("seed", 0)
-        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic"):
+        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._positive("timeout_s")
@@ -156,10 +162,11 @@ class Config:
             raise ConfigError(
                 "param_dtype, reduce_dtype, output_dtype and loss_scale need mode='compiled'; the eager mode runs the model as it is"
             )
-        for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier"):
+        for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier", "tensor"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, str(value))
+        self._tensor_parallel()
         object.__setattr__(self, "profile", str(self.profile))
         object.__setattr__(self, "schedule", schedule_form(self.schedule))
         shapes, pad = shapes_form(self.shapes, self.pad)
@@ -168,6 +175,40 @@ class Config:
         chosen = self.schedule not in ("auto", ())
         if self.mode == "eager" and (chosen or shapes):
             raise ConfigError(f'{"schedule" if chosen else "shapes"} needs mode="compiled"')
+
+    def _tensor_parallel(self) -> None:
+        if self.tensor_ranks == 1:
+            if self.tensor != "auto":
+                raise ConfigError(f"tensor={self.tensor!r} needs an axis tp in the mesh, for example mesh={{'dp': 2, 'tp': 2}}")
+            return
+        if self.mode == "eager":
+            raise ConfigError(
+                "axis tp of the mesh needs mode='compiled': the eager mode runs the model's own Python, which works on whole parameters; "
+                "leave tp out of the mesh to look at the model"
+            )
+        if self.rng == "compat":
+            raise ConfigError("axis tp of the mesh needs rng='keyed': each rank's own generator would give each rank another dropout mask")
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...] | None:
+        """The mesh, or where passes replaces it the one that is declared there; None: all ranks on dp."""
+        found = re.search(r"\bmesh\(axes=([\w:+]+)\)", self.passes or "")
+        if found is None:
+            return self.mesh
+        named = [entry.partition(":") for entry in found[1].split("+")]
+        return tuple((name, int(size)) for name, _, size in named if size.isdecimal())
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks along axis tp."""
+        return dict(self.axes or ()).get("tp", 1)
+
+    def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Which of how many different batches a rank of so many gets: (rank, ranks), but ranks along axis tp get the same.
+
+            sampler = DistributedSampler(data, *reversed(config.data_place(rank, ranks)))
+        """
+        return data_place(self.axes, rank, ranks)
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -202,8 +243,9 @@ class Config:
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
         return str(
             _core.standard_pipeline(
-                strategy=self.strategy, mesh=mesh, accumulation=self.accumulation,
-                accumulate_mode=self.accumulate_mode, param=param,
+                strategy=self.strategy, mesh=mesh, tensor_axis="tp" if "tp" in dict(mesh) else "",
+                tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
+                accumulation=self.accumulation, accumulate_mode=self.accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )

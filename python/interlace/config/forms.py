@@ -53,12 +53,12 @@ def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
     return tuple(found)
 
 
-AXES = ("replica", "dp")
+AXES = ("replica", "dp", "tp")
 
 
 def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
-    """The axes of the mesh by name and size, the last one fastest: of {"replica": 2, "dp": 2} or "replica=2,dp=2". Error: another form,
-    an axis that no pass lays anything along, no axis dp, an axis twice.
+    """The axes of the mesh by name and size, the last one fastest: of {"replica": 2, "dp": 2} or "replica=2,dp=2". Without a data axis
+    dp of one rank comes first. Error: another form, an axis that no pass lays anything along, no axis dp, an axis twice, data axes apart.
     """
     form = 'mesh must name axes and their ranks, for example {"replica": 2, "dp": 4} (the last axis is the fastest)'
     if value is None:
@@ -79,14 +79,28 @@ def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
         if name not in AXES:
             raise ConfigError(
                 f"unknown axis {name!r} of the mesh{did_you_mean(str(name), AXES)} (dp: its ranks share the units; "
-                "replica: its ranks hold the same and add up their gradients)"
+                "replica: its ranks hold the same and add up their gradients; tp: its ranks cut the products of one batch)"
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"axis {name} of the mesh must have a whole number of ranks, not {size!r}")
+    if [name for name, _ in value] == ["tp"]:
+        value = [("dp", 1), *value]
     names = [name for name, _ in value]
     if len(set(names)) < len(names) or "dp" not in names:
         raise ConfigError(f"{form}: {'an axis is named twice' if 'dp' in names else 'axis dp is missing'} in {names}")
+    if names[1:2] == ["tp"] and len(names) == 3:
+        raise ConfigError(f"axis tp of the mesh stands between {names[0]} and {names[2]}, which must be neighbours: put it last, or first")
     return tuple((name, size) for name, size in value)
+
+
+def data_place(mesh: tuple[tuple[str, int], ...] | None, rank: int, ranks: int) -> tuple[int, int]:
+    """Which of how many different batches a rank of a run gets; those along axis tp get the same."""
+    at, count, rest = 0, 1, ranks
+    for name, size in mesh or (("dp", ranks),):
+        rest //= size
+        if name != "tp":
+            at, count = at * size + rank // max(rest, 1) % size, count * size
+    return at, count
 
 
 def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:

@@ -91,15 +91,17 @@ class Groups:
         None elsewhere. The group's timeout holds.
         """
         size = mesh.size(axes)
-        if size == 1:
-            return mine
-        here = everywhere or mesh.index(axes) == 0
+        return mine if size == 1 else self.gather_in(self.along(mesh, axes), mine, size, everywhere)
+
+    def gather_in(self, group: Any, mine: torch.Tensor, size: int, everywhere: bool) -> torch.Tensor | None:
+        """gather() in a group of so many ranks."""
+        here = everywhere or dist.get_rank(group) == 0
         whole = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device) if here else None
         parts = list(whole.chunk(size)) if whole is not None else None
         if everywhere:
-            dist.all_gather(parts, mine.contiguous(), group=self.along(mesh, axes))
+            dist.all_gather(parts, mine.contiguous(), group=group)
         else:
-            dist.gather(mine.contiguous(), parts, group=self.along(mesh, axes), group_dst=0)
+            dist.gather(mine.contiguous(), parts, group=group, group_dst=0)
         return whole
 
     def gather_objects(self, mine: Any) -> list[Any] | None:

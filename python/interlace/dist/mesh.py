@@ -4,7 +4,8 @@
                                       dp 0     0 2       index along dp      0, its group 2 3
                                       dp 1     1 3       along replica,dp    2, its group 0 1 2 3
 
-Several axes are written as one word, "replica,dp", neighbours in the mesh and in its order.
+Several axes are written as one word, "replica,dp", in the mesh's order. Ranks along the axis tp cut the work on one batch; those along
+all others, the data axes, have batches of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+
+
+TENSOR = "tp"
 
 
 class Mesh:
@@ -30,6 +34,11 @@ class Mesh:
     def size(self, axes: str) -> int:
         """Ranks along these axes; an axis that the mesh lacks counts as one."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes.split(",") if axis)
+
+    @property
+    def data(self) -> str:
+        """The axes along which ranks have different batches."""
+        return ",".join(name for name in self.sizes if name != TENSOR)
 
     def joined(self, *axes: str) -> str:
         """Several words as one, in the mesh's order."""

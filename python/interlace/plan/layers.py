@@ -15,7 +15,6 @@ Blocks are found by structure: the outermost list of modules whose elements are 
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,18 +23,11 @@ from torch import nn
 
 from interlace.capture.layers import ROLES, capture_layers
 from interlace.capture.literals import dtype_name, quote
+from interlace.capture.tensor_plan import cut_of, style_of, styles_of
 from interlace.errors import InterlaceError
 from interlace.models import config_of, hf_loss, on_meta
 
 _TRACED = {"b": 6, "s": 154}  # sizes of the batch that is traced; both stay open
-# How tensor parallel cuts the parameters of families whose transformers config does not say: by output features
-# (column), by input features (row).
-_PLANS: dict[str, dict[str, str]] = {
-    "gpt2": {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise",
-             "h.*.mlp.c_proj": "rowwise"},
-    "falcon": {"h.*.self_attention.query_key_value": "colwise", "h.*.self_attention.dense": "rowwise",
-               "h.*.mlp.dense_h_to_4h": "colwise", "h.*.mlp.dense_4h_to_h": "rowwise"},
-}  # fmt: skip
 
 
 def model_text(
@@ -70,7 +62,7 @@ def model_text(
         "sequence": seq or 2048, "flash": "true" if flash else "false", "tied": quote(tied) if tied else "none",
     }  # fmt: skip
     lines = ["interlace-model 1", *(f"{key} {value}" for key, value in facts.items())]
-    lines += _parallel(model, config, f"{path}.0")
+    lines += _parallel(model, f"{path}.0")
     for role in ROLES:
         lines.append(f"program {role} {programs[role].count(chr(10))}")
         lines += programs[role].splitlines()
@@ -148,25 +140,18 @@ def _tied(model: nn.Module) -> str:
 # ---- tensor parallel ----
 
 
-def _parallel(model: nn.Module, config: Any, block: str) -> list[str]:
+def _parallel(model: nn.Module, block: str) -> list[str]:
     """Lines "parallel column|row|packed NAME" for the parameters that are cut, and for the vocabulary."""
-    plan = _PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
-    prefix = f"{model.base_model_prefix}."
+    styles = styles_of(model)
     lines = []
     for name, p in model.named_parameters():
         if not name.startswith(block + "."):
             continue
-        module, _, leaf = name.removeprefix(prefix).rpartition(".")
-        style = next((s for pattern, s in plan.items() if fnmatch.fnmatch(module, pattern)), None)
-        direct = next((s for pattern, s in plan.items() if fnmatch.fnmatch(f"{module}.{leaf}", pattern)), None)
-        kind = {"colwise": "column", "rowwise": "row", "packed_colwise": "column"}.get(direct or style or "")
-        if kind is None or (kind == "row" and p.dim() < 2):
-            continue  # a bias after a row-parallel product is added once, to the whole result
-        # Which dimension: of [out, in] weights (Linear) and of [experts, out, in]; GPT-2's Conv1D has [in, out].
-        turned = type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
-        out = p.dim() - 2 if p.dim() > 1 else 0
-        dim = (out if kind == "column" else out + 1) if not turned or p.dim() == 1 else (1 if kind == "column" else 0)
-        lines.append(f"parallel {kind} {dim} {quote(name)}")
+        style = style_of(styles, name)
+        kind = {"colwise": "column", "rowwise": "row", "packed_colwise": "column"}.get((style or "").partition(" ")[0])
+        cut = cut_of(style, p, model.get_submodule(name.rpartition(".")[0]))
+        if kind is not None and cut is not None:  # a bias after a row-parallel product is added once, to the whole result
+            lines.append(f"parallel {kind} {cut[0]} {quote(name)}")
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
         table = getattr(embedding, "weight", None)
         lines += [f"parallel vocabulary 0 {quote(n)}" for n, p in model.named_parameters() if p is table]

@@ -22,6 +22,7 @@ from torch import nn
 from interlace.capture import InputSpec
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import check_parameters, collect
+from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
@@ -35,7 +36,7 @@ from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train.eager import EagerRunner, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
-from interlace.train.materialize import adopt, initialize, release
+from interlace.train.materialize import adopt, checksum, initialize, release
 from interlace.train.run import Run, Tensors
 from interlace.train.shapes import Shapes, check_shapes_of
 from interlace.train.trainer import Trainer
@@ -168,12 +169,22 @@ class _Build:
 
         def make() -> Source:
             captured, constants = self._capture(used)
+            if self.config.tensor_ranks > 1:
+                captured = self.planner.settle_cuts(captured, self._given_cuts())
             stage = stage_at(self.config.schedule, 0)
             source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
             self.planner.rehearse(captured, self.config.schedule[stage + 1 :])
             return source
 
         return self.programs.share("program" if used is None else "program of the used parameters", make)
+
+    def _given_cuts(self) -> str | None:
+        """Those of a plan file, if there is one."""
+        if self.config.tensor in ("auto", "model"):
+            return None
+        parameters = [t for t in self.tensors if t.kind == "param"]
+        tied = {alias: t.name for t in parameters for alias in t.aliases}
+        return read_plan(self.config.tensor, {t.name: tuple(t.real.shape) for t in parameters}, tied)
 
     def _capture(self, used: list[str] | None) -> tuple[str, dict[str, Tensor]]:
         if self.config.mode == "eager":
@@ -238,7 +249,7 @@ class _Build:
         if self.peers.size == 1:
             return
         real = [t.real for t in self.tensors if not t.real.is_meta]
-        digests = self.peers.exchange("values", hashlib.sha256(b"".join(_checksum(t) for t in real)).hexdigest())
+        digests = self.peers.exchange("values", hashlib.sha256(b"".join(checksum(t) for t in real)).hexdigest())
         if len(set(digests)) > 1:
             for t in real:
                 value = t.detach().contiguous()
@@ -306,8 +317,3 @@ class _Build:
             assert value is not None
             built.states.fill_from(p.name, WEIGHT, value)
         return built
-
-
-def _checksum(t: Tensor) -> bytes:
-    flat = t.detach().cpu().contiguous().reshape(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy().data if flat.numel() else b"", digest_size=16).digest()

@@ -13,7 +13,6 @@ States that lie in the tier between steps stay there while forward does not need
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,13 +28,12 @@ from interlace.dist.peers import PeerError, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner, default_loss, named_outputs
-from interlace.train.hyper import uses_momentum
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
-STRUCTURE = ("canonicalize", "precision", "shard", "replicate", "zero1", "update")
+STRUCTURE = ("canonicalize", "mesh", "tensor", "precision", "shard", "replicate", "zero1", "update")
 
 
 @contextlib.contextmanager
@@ -56,8 +54,7 @@ class Evaluation:
 
     def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
         self.run, self.captures, self.planner = run, captures, planner
-        plain = dataclasses.replace(run.config, accumulation=1).pipeline(run.world_size, uses_momentum(run.optimizer))
-        self.structure = [text for text in items(plain) if pass_name(text) in STRUCTURE]
+        self.structure = [text for text in items(planner.standard) if pass_name(text) in STRUCTURE]
         self._built: dict[Any, tuple[_Ready, InputSpec, LossFn | None]] = {}
         self._calls = 0
 
@@ -74,13 +71,14 @@ class Evaluation:
         out = tuple(state_name(s) for s in run.ir.states() if s["out"])
         tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
         key = (id(loss_fn), trainable, out, tensors, repr(dict(spec.constants)))
+        inputs = batches.flatten(spec, [batch], run.peers.device)
         if key not in self._built:
+            run.check_same_batch(f"batch of evaluation {self._calls}", inputs)
             made = self._build(batch, loss_fn, out)
             if isinstance(made, str):
                 return made
             self._built[key] = (made, spec, loss_fn)  # with it, so that its id stays its own
-        ready, spec, _ = self._built[key]
-        inputs = batches.flatten(spec, [batch], run.peers.device)
+        ready, _, _ = self._built[key]
         if ready.moves:
             run.settle_save()  # what a save has not copied yet must not leave memory
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)

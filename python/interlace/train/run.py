@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,12 +20,13 @@ from interlace.compiling.programs import Built, Programs
 from interlace.compiling.states import Parameter
 from interlace.config import Config
 from interlace.config.schedule import stage_at
-from interlace.dist.peers import Peers
+from interlace.dist.mesh import TENSOR
+from interlace.dist.peers import PeerError, Peers
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
 from interlace.train.hyper import Hyper
 from interlace.train.loss_scale import LossScale
-from interlace.train.materialize import release
+from interlace.train.materialize import checksum, release
 
 if TYPE_CHECKING:
     from interlace.train.shapes import Shapes
@@ -61,6 +63,8 @@ class Run:
         self.programs, self.spec, self.runner, self.tensors = programs, spec, runner, tensors
         self.hyper, self.shapes, self.loss_scale = hyper, shapes, LossScale(config.loss_scale)
         self.rank, self.world_size = peers.rank, peers.size
+        self.mesh = built.states.mesh
+        self.data_rank, self.data_ranks = self.mesh.index(self.mesh.data), self.mesh.size(self.mesh.data)
         self.steps = self.swaps = 0
         self.norm: float | None = None
         self.outputs: dict[str, list[Tensor]] = {}
@@ -151,6 +155,21 @@ class Run:
         """A micro-batch of a step, as the program takes it."""
         parts = batches.micro_batches(self.spec if self.shapes is None else None, batch, self.config.accumulation)
         return parts[0] if self.shapes is None else self.shapes.filled(parts, self.shapes.current)[0]
+
+    def check_same_batch(self, what: str, inputs: Any) -> None:
+        """Error: ranks along axis tp, which work on one batch, that were given different ones. Every rank must call it."""
+        if self.mesh.size(TENSOR) == 1:
+            return
+        digest = hashlib.sha256(b"".join(checksum(t) for part in inputs for t in part)).hexdigest()
+        with self.peers.guard():
+            everyone = self.peers.exchange(what, digest)
+            for group in self.mesh.groups(TENSOR):
+                other = next((r for r in group if everyone[r] != everyone[group[0]]), None)
+                if other is not None:
+                    raise PeerError(
+                        f"ranks {group[0]} and {other} cut one batch along axis {TENSOR} of the mesh, but were given different ones; "
+                        "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other
+                    )  # fmt: skip
 
     # ---- the schedule ----
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER
 from interlace.checkpoint.folder import Staging, check_place
 from interlace.checkpoint.optimizer import kind_of, plain_hyper
 from interlace.checkpoint.saver import Locks, Piece, Save
 from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layout
-from interlace.compiling.states import WEIGHT, Unit
+from interlace.compiling.states import WEIGHT, Parameter, Unit
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
+SHORT_RUN = 64 << 10  # bytes; where parts of a parameter alternate in shorter runs than these, ranks first put rows together
 
 
 class Saving:
@@ -133,6 +136,10 @@ class Saving:
         States that are out of memory at times come in one by one, and go back when they are copied. So they come first: what stays
         where it is may be copied later, beside the next step.
         """
+        for unit in self._run.states.units:
+            for p in unit.parameters:  # groups that all ranks make
+                if p.cuts.axes:
+                    self._run.peers.groups.along(self._run.mesh, p.cuts.word)
         units = [(role, unit) for role in (WEIGHT, *roles) for unit in self._run.states.units if self._run.states.has(unit, role)]
         for role, unit in units:
             if self._run.states.moves(unit, role):
@@ -154,9 +161,9 @@ class Saving:
         return min(self._run.rank * part, count), min((self._run.rank + 1) * part, count)
 
     def _unit_pieces(self, unit: Unit, role: str, files: dict[str, Layout]) -> list[Piece]:
-        t, base = self._run.states.local(unit, role)
+        here, origin = self._run.states.local(unit, role)
         low, high = self._run.states.written(unit, role)
-        t = t.detach()
+        t, base, here = here.detach(), origin, here.detach()
         if t.device.type != "cpu":
             t, base = t[low - base : high - base].cpu(), low
         pieces: list[Piece] = []
@@ -166,10 +173,44 @@ class Saving:
                 entries = [files[MODEL].entries[place] for place in self._run.tensors.places(p.name)]
             else:
                 entries = [files[OPTIMIZER].entries[f"{role}.{p.name}"]] if self._run.has_state(p) else []
-            if begin < end:
-                number = 0 if role == WEIGHT else 1
-                pieces += [_piece(t, begin - base, end - base, number, entry, begin - p.offset) for entry in entries]
+            if begin < end and entries:
+                number, mine = 0 if role == WEIGHT else 1, here[begin - origin : end - origin]
+                for part, first, last, place in self._stretches(p, mine, t[begin - base : end - base], begin - p.offset):
+                    pieces += [_piece(part, first, last, number, entry, place) for entry in entries]
         return pieces
+
+    def _stretches(self, p: Parameter, mine: Tensor, host: Tensor, first: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """What this rank writes of a parameter, elements [first, ...) of its part of which it has as `mine` on the device and as `host`:
+        (tensor, begin, end, first element in the whole).
+
+        Ranks whose parts alternate in short runs exchange them, so that each writes rows of the whole that follow on each other.
+        """
+        end, cuts = first + mine.numel(), p.cuts
+        low = high = end  # of the elements that are exchanged
+        if len(cuts.steps) == 1 and cuts.run * mine.element_size() < SHORT_RUN:
+            low, high = -(-first // cuts.run) * cuts.run, end // cuts.run * cuts.run
+        if low < high:
+            rows, row = self._rows(p, mine[low - first : high - first])
+            yield rows, 0, rows.numel(), (low // cuts.run + row) * cuts.run * cuts.steps[0].ranks
+        else:
+            low = high = end
+        for begin, stop, place in (*cuts.runs(first, low), *cuts.runs(high, end)):
+            yield host, begin - first, stop - first, place
+
+    def _rows(self, p: Parameter, runs: Tensor) -> tuple[Tensor, int]:
+        """Of whole runs of a part, as every rank along the cut has as many: this rank's share of the rows that they make, and the number of
+        its first row."""
+        step = p.cuts.steps[0]
+        count, width = runs.numel() // step.run, step.run * runs.element_size()
+        borders = [count * i // step.ranks for i in range(step.ranks + 1)]
+        low, high = borders[step.index : step.index + 2]
+        found = torch.empty(step.ranks * (high - low) * width, dtype=torch.uint8, device=runs.device)
+        dist.all_to_all_single(
+            found, runs.contiguous().view(torch.uint8), [(high - low) * width] * step.ranks,
+            [(b - a) * width for a, b in pairwise(borders)], group=self._run.peers.groups.along(self._run.mesh, p.cuts.word),
+        )  # fmt: skip
+        rows = found.view(step.ranks, high - low, width).transpose(0, 1).contiguous().view(-1).view(runs.dtype)
+        return rows.cpu(), low
 
     def _loose_pieces(self, model: dict[str, Entry]) -> list[Piece]:
         pieces: list[Piece] = []

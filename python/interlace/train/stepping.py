@@ -21,7 +21,7 @@ class Stepping:
 
     def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None) -> None:
         self._run, self._loop, self._diagnosis, self._frozen = run, loop, diagnosis, frozen
-        self._traced = False
+        self._traced = self._compared = False
 
     def step(self, batch: Any) -> Tensor:
         run = self._run
@@ -30,6 +30,9 @@ class Stepping:
             inputs = run.inputs(batch)
             if self._frozen is not None:
                 self._frozen.follow(batch)
+        if not self._compared:
+            run.check_same_batch("the first batch", inputs)
+            self._compared = True
         self._loop.before_step(self._traced)
         if self._traced:
             run.executor.set_trace("on")  # of the program that this step runs

@@ -1,4 +1,5 @@
 // What makes a value fit: transfers between placements, slices of what is whole, views of another storage.
+#include <algorithm>
 #include <utility>
 
 #include "ir/op_table.h"
@@ -8,7 +9,13 @@
 namespace interlace::tensor {
 namespace {
 using Kind = Placement::Kind;
+
+// Kernels that take the elements of a mean or a deviation one after the other in memory, whatever the strides say.
+bool ReadsMemoryInOrder(std::string_view name) {
+  return BaseName(name) == "aten.native_layer_norm_backward" || BaseName(name) == "aten.native_group_norm_backward";
 }
+
+}  // namespace
 
 ValueId Cutter::AsWhole(ValueId id) {
   const ValueId root = program_.RootOf(id);
@@ -26,8 +33,10 @@ ValueId Cutter::AsPart(ValueId id, DimCut cut) {
   if (period && copies_.count({root, *period}) != 0) return SeenIn(copies_[{root, *period}], id);
   if (placement.is_sum() && period && IsDense(geometry_[root])) return SeenIn(Storage(root, {Kind::kCut, *period}), id);
   const ValueId whole = AsWhole(id);
-  // Of what is whole a rank takes its part where it lies: a view.
-  if (stride == 0 || cut.blocks == 1) {
+  // Of what is whole a rank takes its part where it lies: a view, which has gaps where an outer dimension is not cut.
+  const bool gaps = std::any_of(geometry.sizes.begin(), geometry.sizes.begin() + cut.dim, [](int64_t n) { return n > 1; });
+  const bool packed = gaps && period && current_ != nullptr && ReadsMemoryInOrder(current_->name);
+  if (stride == 0 || (cut.blocks == 1 && !packed)) {
     Op& op = NewOp("view");
     op.args.push_back(Arg::Of(whole));
     Geometry part = geometry;

@@ -1,0 +1,104 @@
+"""Models whose sizes two and four ranks of axis tp divide, and training runs of them on a mesh and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import torch
+from torch import nn
+
+import interlace
+
+Tensor = torch.Tensor
+ROWS, LENGTH, VOCAB = 2, 12, 64
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+WIDE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def llama(**more: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**COMMON, **WIDE, **more}))
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=16, **drops))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON, **WIDE, head_dim=8))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "gpt2_dropout": lambda: gpt2(0.1),
+    "qwen3": qwen3,
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]().to(dtype).train()
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["input_ids"][:, 1:].reshape(-1))
+
+
+def batch_of(step: int, place: int, rows: int = ROWS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + place)
+    return {"input_ids": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)}
+
+
+def compiled(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any) -> interlace.Trainer:
+    settings = interlace.Config(**{"timeout_s": 60, "cache": "off", "schedule": [], "profile": "off", **config})
+    place, _ = settings.data_place(*parity.rank_and_size())
+    model = build(name, dtype, seed)
+    return interlace.compile(
+        model, parity.make_optimizer("adamw", model), loss_of, batch_of(0, place, ROWS * settings.accumulation), settings
+    )
+
+
+def steps(trainer: interlace.Trainer, first: int, last: int) -> list[float]:
+    """Mean losses of the global batch."""
+    rows = ROWS * trainer.config.accumulation
+    return [parity.mean_over_ranks(trainer.step(batch_of(step, trainer.data_rank, rows))) for step in range(first, last)]
+
+
+def on_mesh(name: str, count: int, dtype: torch.dtype = torch.float64, **config: Any) -> parity.Run:
+    with compiled(name, dtype, **config) as trainer:
+        losses = steps(trainer, 0, count)
+        return losses, dict(trainer.state_dict(all_ranks=True))
+
+
+def in_one_process(name: str, count: int, places: int, clip: float | None, accumulation: int) -> parity.Run:
+    """Plain PyTorch on the batches of so many data ranks, one after the other."""
+    model = build(name)
+    optimizer = parity.make_optimizer("adamw", model)
+    losses = []
+    for step in range(count):
+        total = 0.0
+        for place in range(places):
+            for part in parity.pieces(batch_of(step, place, ROWS * accumulation), accumulation):
+                loss = loss_of(model, part) / (accumulation * places)
+                loss.backward()
+                total += loss.item()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, dict(model.state_dict())

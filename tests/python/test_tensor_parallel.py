@@ -1,0 +1,178 @@
+"""Tensor parallelism on real ranks: the numbers of one process, the same bits twice, checkpoints between meshes, and what cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import tensor_models
+import torch
+from safetensors.torch import load_file, save_file
+from test_trainer_bits import digest
+
+import interlace
+from interlace.checkpoint.contents import MODEL, OPTIMIZER
+from interlace.train import saving
+
+STEPS = 20
+
+
+def distances(name: str, mesh: dict[str, int], settings: list[dict[str, Any]]) -> list[parity.Distance]:
+    places = mesh.get("dp", 1)
+    known: dict[Any, parity.Run] = {}
+    found = []
+    for config in settings:
+        key = config.get("clip_norm"), config.get("accumulation", 1)
+        if key not in known:
+            known[key] = tensor_models.in_one_process(name, STEPS, places, *key)
+        found.append(parity.distance(tensor_models.on_mesh(name, STEPS, mesh=mesh, **config), known[key]))
+    return found
+
+
+EACH: list[dict[str, Any]] = [{"accumulation": a, "clip_norm": c} for a in (1, 4) for c in (None, 0.3)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "tied"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_numbers_of_one_process(name: str, size: int) -> None:
+    for config, distance in zip(EACH, ranks.run(distances, size, name, {"tp": size}, EACH, timeout_s=300)[0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
+STRATEGIES: list[dict[str, Any]] = [{"strategy": s, **config} for s in ("shard", "zero1", "replicate") for config in EACH]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama", {"dp": 2, "tp": 2}), ("llama", {"tp": 2, "dp": 2}), ("gpt2", {"dp": 2, "tp": 2})])
+def test_with_every_strategy_of_data_parallelism(name: str, mesh: dict[str, int]) -> None:
+    settings = STRATEGIES if mesh == {"dp": 2, "tp": 2} and name == "llama" else STRATEGIES[::3]
+    for config, distance in zip(settings, ranks.run(distances, 4, name, mesh, settings, timeout_s=600)[0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"sequence_parallel": False},
+    {"tensor": "model"},
+    {"accumulation": 2, "accumulate_mode": "reduce_last"},
+    {"schedule": [(0, ["bucket(modules=model.layers.*)", "reorder"])]},
+    {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
+    {"schedule": [(0, ["unshard(units=all)", "reposition_update"])]},
+    {"schedule": [(0, ["recompute(modules=model.layers.*)"])]},
+    {"arena": False},
+]
+
+
+def test_with_other_settings() -> None:
+    found = ranks.run(distances, 4, "llama", {"dp": 2, "tp": 2}, VARIANTS, timeout_s=600)[0]
+    for config, distance in zip(VARIANTS, found, strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
+def twice(mesh: dict[str, int], config: dict[str, Any]) -> list[str]:
+    runs = [tensor_models.on_mesh("gpt2_dropout", 5, torch.float32, mesh=mesh, **config) for _ in range(2)]
+    return [f"{losses} {digest(weights)}" for losses, weights in runs]
+
+
+@pytest.mark.parametrize("config", [{}, {"accumulation": 2, "clip_norm": 0.3, "strategy": "zero1"}])
+def test_the_same_bits_twice_and_on_every_rank(config: dict[str, Any]) -> None:
+    found = ranks.run(twice, 4, {"dp": 2, "tp": 2}, config, timeout_s=300)
+    assert len({text for texts in found for text in texts}) == 1
+
+
+# ---- dropout, evaluation, first values ----
+
+
+def dropped(mesh: dict[str, int] | None) -> parity.Run:
+    return tensor_models.on_mesh("gpt2_dropout", STEPS, mesh=mesh)
+
+
+def test_dropout_does_not_depend_on_the_ranks_that_cut() -> None:
+    """Masks are those of the data rank: with tp 2 and 4 as alone, with dp 2 x tp 2 as with dp 2."""
+    alone, two = ranks.run(dropped, 1, None)[0], ranks.run(dropped, 2, None)[0]
+    for size, mesh, other in ((2, {"tp": 2}, alone), (4, {"tp": 4}, alone), (4, {"dp": 2, "tp": 2}, two), (4, {"tp": 2, "dp": 2}, two)):
+        distance = parity.distance(ranks.run(dropped, size, mesh)[0], other)
+        assert distance.within(1e-9), f"{mesh}: {distance}"
+    assert not parity.distance(alone, two).within(1e-9)
+
+
+def evaluated(mesh: dict[str, int] | None) -> list[float]:
+    found = []
+    with tensor_models.compiled("gpt2_dropout", mesh=mesh) as trainer:
+        for step in range(2):
+            batch = tensor_models.batch_of(100, trainer.data_rank)
+            found.append(parity.mean_over_ranks(trainer.evaluate(batch)["loss"]))
+            wide = tensor_models.batch_of(101, trainer.data_rank, 4)
+            found.append(parity.mean_over_ranks(trainer.evaluate(wide, tensor_models.loss_of)["loss"]))
+            tensor_models.steps(trainer, step, step + 1)
+    return found
+
+
+def test_evaluate() -> None:
+    two = ranks.run(evaluated, 2, None)[0]
+    for mesh in ({"dp": 2, "tp": 2}, {"replica": 2, "dp": 1, "tp": 2}):
+        assert ranks.run(evaluated, 4, mesh)[0] == pytest.approx(two, rel=1e-9), mesh
+
+
+def first_values(mesh: dict[str, int] | None, weights: str | None) -> dict[str, torch.Tensor]:
+    """Of a model built on meta: initialized, or read from a file."""
+    with torch.device("meta"):
+        model = tensor_models.MODELS["gpt2"]().train()
+    settings = interlace.Config(mesh=mesh, weights=weights, timeout_s=60, cache="off", schedule=[], profile="off")
+    batch = tensor_models.batch_of(0, 0)
+    with interlace.compile(model, parity.make_optimizer("adamw", model), tensor_models.loss_of, batch, settings) as trainer:
+        return dict(trainer.state_dict())
+
+
+def test_first_values_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
+    alone = ranks.run(first_values, 1, None, None)[0]
+    save_file({n: t.clone() for n, t in alone.items()}, tmp_path / "model.safetensors")
+    for size, mesh in ((2, {"tp": 2}), (4, {"dp": 2, "tp": 2})):
+        for weights in (None, str(tmp_path / "model.safetensors")):
+            found = ranks.run(first_values, size, mesh, weights)[0]
+            assert digest(found) == digest(alone), f"{mesh}, {weights}"
+
+
+# ---- checkpoints ----
+
+MESHES: list[tuple[int, Any]] = [
+    (1, None), (2, None), (2, {"tp": 2}), (4, {"tp": 4}), (4, {"dp": 2, "tp": 2}), (4, {"tp": 2, "dp": 2}), (4, {"replica": 2, "dp": 1, "tp": 2}),
+]  # fmt: skip
+
+
+def resumed(name: str, folder: str, start: int, stop: int, mesh: Any, strategy: str) -> parity.Run:
+    with tensor_models.compiled(name, mesh=mesh, strategy=strategy) as trainer:
+        if start:
+            trainer.load(folder)
+            assert trainer.steps == start
+        losses = tensor_models.steps(trainer, start, stop)
+        trainer.save(folder)
+        return losses, dict(trainer.state_dict(all_ranks=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("size", "mesh", "strategy"), [(4, {"dp": 2, "tp": 2}, "shard"), (2, {"tp": 2}, "shard"), (4, {"dp": 2, "tp": 2}, "replicate"), (2, None, "shard")])  # fmt: skip
+@pytest.mark.parametrize("short", [0, 1 << 30])
+def test_a_checkpoint_loads_on_any_other_mesh(
+    name: str, size: int, mesh: Any, strategy: str, short: int, tmp_path: Path
+) -> None:  # fmt: skip
+    """Saved after three steps, loaded and saved again elsewhere: the same bytes; and the next two steps have the same losses."""
+    ranks.run(short_runs, size, short)
+    _, saved = ranks.run(resumed, size, name, str(tmp_path / "start"), 0, 3, mesh, strategy)[0]
+    for file, values in ((MODEL, saved), (OPTIMIZER, None)):
+        kept = load_file(tmp_path / "start" / file)
+        assert values is None or digest(kept) == digest({n: values[n] for n in kept})
+    for other_size, other in MESHES:
+        folder = tmp_path / f"{other_size} {other}"
+        shutil.copytree(tmp_path / "start", folder)
+        ranks.run(short_runs, other_size, short)
+        assert digest(ranks.run(resumed, other_size, name, str(folder), 3, 3, other, "shard")[0][1]) == digest(saved), other
+        for file in (MODEL, OPTIMIZER):
+            assert digest(load_file(folder / file)) == digest(load_file(tmp_path / "start" / file)), f"{file}, {other}"
+
+
+def short_runs(count: int) -> None:
+    """From how few bytes on ranks write what they have themselves."""
+    saving.SHORT_RUN = count or 64 << 10
