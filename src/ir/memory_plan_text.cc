@@ -37,14 +37,9 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
     return text.str();
   };
   out.precision(3);
-  out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation "
-      << 100 * plan.Fragmentation() << " % over " << mib(plan.packing.live) << " live at once\n";
-  if (plan.pages.page_bytes > 0) {
-    int64_t returned = 0;
-    for (const PageReturn& r : plan.pages.returns) returned += r.bytes;
-    out << "pages          of " << plan.pages.page_bytes << " bytes in " << mib(plan.reserved_bytes)
-        << " of addresses; " << mib(returned) << " of pages are given back in a step and taken again\n";
-  }
+  out << (plan.placed() ? "arena          " : "heap           ") << mib(plan.taken_bytes) << " in "
+      << plan.blocks.size() << " blocks, fragmentation " << 100 * plan.Fragmentation() << " % over "
+      << mib(plan.packing.live) << " live at once\n";
   const int32_t at = plan.packing.live_at;
   for (const PlanVariant& v : plan.variants) {
     const int32_t place = at - v.axis - 1;
@@ -76,8 +71,9 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
       const int32_t m = op == kNone ? kNone : program.op(op).module;
       const std::string module =
           m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
-      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOfBlock(program, block)
-          << (module.empty() ? "" : "  ") << module << "\n";
+      out << "  " << mib(block.bytes);
+      if (plan.placed()) out << " at " << plan.OffsetOf(ids[i]);
+      out << "  " << NameOfBlock(program, block) << (module.empty() ? "" : "  ") << module << "\n";
     }
     if (rest > 0) out << "  " << mib(rest) << " in " << ids.size() - static_cast<size_t>(limit) << " more\n";
   };
