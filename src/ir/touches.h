@@ -1,5 +1,7 @@
-// touches.h — who touches which storage when, in the order of a phase's ops. A transfer touches its sources, and what it
-// brings, from its start to its wait; a result of a coalesced one that has been waited for is left alone.
+// touches.h — who touches which storage when, in the order of a phase's ops. A transfer touches its sources, and what
+// it brings, from its start to its wait; a result of a coalesced one that has been waited for is left alone.
+//
+// Every question of how long a storage is needed is answered by this walk (liveness.h among them).
 //
 //   0  %4 = reduce.start(%g)     %g kReads at 0, %4 kMakes at 0
 //   1  %5 = aten.mm(..)
