@@ -1,7 +1,6 @@
 #include "ir/liveness.h"
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "ir/residency.h"
 #include "ir/text.h"
@@ -22,8 +21,7 @@ class Analysis {
       : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
 
   Result<PhaseLiveness> Run(const Residency& residency, bool with_deaths) {
-    moving_.insert(residency.states.begin(), residency.states.end());
-    INTERLACE_TRY(Persistent());
+    INTERLACE_TRY(Persistent(residency));
     storage_of_.assign(program_.num_values(), -1);
     if (auto places = residency.at_begin.find(&phase_); places != residency.at_begin.end()) {
       for (size_t i = 0; i < residency.states.size(); ++i) {
@@ -45,20 +43,14 @@ class Analysis {
   }
 
  private:
-  Status Persistent() {
-    auto add = [&](ValueId id) -> Status {
-      if (program_.RootOf(id) != id || moving_.contains(id)) return Ok{};
-      INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(program_.value(id).type));
-      out_.persistent_bytes += bytes;
-      return Ok{};
-    };
-    for (const Param& p : program_.params) {
-      if (p.unit == kNone) INTERLACE_TRY(add(p.value));  // otherwise a gather brings it
-    }
-    for (const Buffer& b : program_.buffers) INTERLACE_TRY(add(b.value));
-    for (const Const& c : program_.consts) INTERLACE_TRY(add(c.value));
-    for (const State& s : program_.states) INTERLACE_TRY(add(s.value));
-    return Ok{};
+  Status Persistent(const Residency& residency) {
+    Status status = Ok{};
+    ForEachPersistent(program_, residency, [&](const auto& entry) {
+      const Result<int64_t> bytes = program_.StorageBytes(program_.value(entry.value).type);
+      if (status.ok() && !bytes.ok()) status = bytes.error();
+      if (bytes.ok()) out_.persistent_bytes += *bytes;
+    });
+    return status;
   }
 
   Status Begin(ValueId root, int32_t index) {
@@ -123,7 +115,6 @@ class Analysis {
   PhaseLiveness out_;
   std::vector<int32_t> storage_of_;  // by value id (roots): index in storages, or -1
   std::vector<bool> released_;
-  std::unordered_set<ValueId> moving_;  // states that are not persistent
 };
 
 }  // namespace

@@ -92,7 +92,9 @@ int64_t ReceiveBytes(const Program& program, const Op& op);
 // Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.
 Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& options = {});
 
-// "u3.exp_avg", "%12 aten.mm", "inside aten.mm".
+// "u3.exp_avg", "%12 aten.mm".
+std::string NameOfStorage(const Program& program, ValueId root);
+// The same, or "inside aten.mm", "receive buffer of reduce.start".
 std::string NameOfBlock(const Program& program, const PlannedBlock& block);
 
 // The text of `interlace inspect --memory`: what is taken, live sum, fragmentation, what lives at the peak, the largest

@@ -7,24 +7,24 @@
 
 namespace interlace {
 
+std::string NameOfStorage(const Program& program, ValueId root) {
+  const Value& value = program.value(root);
+  for (const State& state : program.states) {
+    if (value.kind == ValueKind::kState && state.value == root)
+      return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
+  }
+  std::string name = "%" + std::to_string(root);
+  if (value.def == kNone) return name;
+  const Op& op = program.op(value.def);
+  name += " " + op.name;
+  if (op.units.empty()) return name;
+  return name + " u" + std::to_string(op.units[std::min<size_t>(value.result_index, op.units.size() - 1)]);
+}
+
 std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
   if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
   if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
-  for (const State& state : program.states) {
-    if (state.value == block.root)
-      return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
-  }
-  const OpId def = program.value(block.root).def;
-  std::string name = "%" + std::to_string(block.root);
-  if (def == kNone) return name;
-  name += " " + program.op(def).name;
-  const std::vector<UnitId>& units = program.op(def).units;
-  if (!units.empty()) {
-    name += " u" +
-            std::to_string(
-                units[std::min<size_t>(static_cast<size_t>(program.value(block.root).result_index), units.size() - 1)]);
-  }
-  return name;
+  return NameOfStorage(program, block.root);
 }
 
 std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit) {
