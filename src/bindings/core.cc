@@ -229,7 +229,7 @@ py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<in
   options.workspace = workspaces;
   const MemoryPlan plan = Take(PlanMemory(bound, options));
   py::dict out;
-  out["top_bytes"] = plan.top();
+  out["top_bytes"] = plan.taken_bytes;
   out["live_bytes"] = plan.live_bytes;
   out["taken_bytes"] = plan.taken_bytes;
   out["fragmentation"] = plan.Fragmentation();

@@ -1,12 +1,10 @@
 #include "ir/liveness.h"
 
 #include <algorithm>
-#include <unordered_map>
-#include <unordered_set>
 
-#include "ir/op_table.h"
 #include "ir/residency.h"
 #include "ir/text.h"
+#include "ir/touches.h"
 
 namespace interlace {
 namespace {
@@ -23,8 +21,7 @@ class Analysis {
       : program_(program), phase_(phase), end_(static_cast<int32_t>(phase.ops.size())) {}
 
   Result<PhaseLiveness> Run(const Residency& residency, bool with_deaths) {
-    moving_.insert(residency.states.begin(), residency.states.end());
-    INTERLACE_TRY(Persistent());
+    INTERLACE_TRY(Persistent(residency));
     storage_of_.assign(program_.num_values(), -1);
     if (auto places = residency.at_begin.find(&phase_); places != residency.at_begin.end()) {
       for (size_t i = 0; i < residency.states.size(); ++i) {
@@ -32,32 +29,28 @@ class Analysis {
       }
     }
     for (ValueId id : phase_.Incoming()) INTERLACE_TRY(Begin(program_.RootOf(id), -1));
-    for (int32_t i = 0; i < end_; ++i) INTERLACE_TRY(Visit(program_.op(phase_.ops[i]), i));
-    for (ValueId id : phase_.Outgoing()) Touch(id, end_);
-    // A transfer that is not waited for here goes on after the phase, and so do its sources.
-    for (const auto& [result, sources] : in_flight_) {
-      for (ValueId source : sources) Touch(source, end_);
-    }
-    for (ValueId id : residency.states) Touch(id, end_);  // what is in memory at the end stays there
+    Status status = Ok{};
+    ForEachTouch(
+        program_, phase_, [](const Op&) { return false; },
+        [&](const Touch& touch) {
+          if (status.ok()) status = Visit(touch);
+        });
+    INTERLACE_TRY(status);
+    for (ValueId id : phase_.Outgoing()) Touched(program_.RootOf(id), end_);
+    for (ValueId id : residency.states) Touched(id, end_);  // what is in memory at the end stays there
     Summarize(with_deaths);
     return std::move(out_);
   }
 
  private:
-  Status Persistent() {
-    auto add = [&](ValueId id) -> Status {
-      if (program_.RootOf(id) != id || moving_.contains(id)) return Ok{};
-      INTERLACE_ASSIGN(int64_t bytes, program_.StorageBytes(program_.value(id).type));
-      out_.persistent_bytes += bytes;
-      return Ok{};
-    };
-    for (const Param& p : program_.params) {
-      if (p.unit == kNone) INTERLACE_TRY(add(p.value));  // otherwise a gather brings it
-    }
-    for (const Buffer& b : program_.buffers) INTERLACE_TRY(add(b.value));
-    for (const Const& c : program_.consts) INTERLACE_TRY(add(c.value));
-    for (const State& s : program_.states) INTERLACE_TRY(add(s.value));
-    return Ok{};
+  Status Persistent(const Residency& residency) {
+    Status status = Ok{};
+    ForEachPersistent(program_, residency, [&](const auto& entry) {
+      const Result<int64_t> bytes = program_.StorageBytes(program_.value(entry.value).type);
+      if (status.ok() && !bytes.ok()) status = bytes.error();
+      if (bytes.ok()) out_.persistent_bytes += *bytes;
+    });
+    return status;
   }
 
   Status Begin(ValueId root, int32_t index) {
@@ -79,51 +72,22 @@ class Analysis {
     return Ok{};
   }
 
-  void Touch(ValueId id, int32_t index) {
-    int32_t storage = storage_of_[program_.RootOf(id)];
+  void Touched(ValueId root, int32_t index) {
+    const int32_t storage = storage_of_[root];
     if (storage >= 0 && !released_[storage]) out_.storages[storage].last = std::max(out_.storages[storage].last, index);
   }
 
-  Status Visit(const Op& op, int32_t index) {
-    if (const Move* move = MoveOf(op)) return Visit(op, *move, index);
-    for (ValueId id : op.results) {
-      if (id == kNone) continue;
-      if (program_.RootOf(id) == id) INTERLACE_TRY(Begin(id, index));
-      Touch(id, index);
-    }
-    bool is_release = op.kind == OpKind::kRelease;
-    bool is_wait = IsWait(op);
-    ForEachOperand(op, [&](ValueId id) {
-      Touch(id, index);
-      if (is_release) {
-        int32_t storage = storage_of_[program_.RootOf(id)];
-        if (storage >= 0) released_[storage] = true;
-      }
-      if (!is_wait) return;
-      auto found = in_flight_.find(id);
-      if (found == in_flight_.end()) return;
-      for (ValueId source : found->second) Touch(source, index);
-      in_flight_.erase(found);
-    });
-    for (ValueId id : op.writes) Touch(id, index);
-    if (IsStart(op)) {
-      std::vector<ValueId> sources;
-      ForEachOperand(op, [&](ValueId id) { sources.push_back(id); });
-      for (ValueId id : op.results) {
-        if (id != kNone) in_flight_[id] = sources;
-      }
-    }
+  Status Visit(const Touch& touch) {
+    const ValueId root = touch.root;
+    if (touch.how == Touch::How::kMakes && touch.value == root) INTERLACE_TRY(Begin(root, touch.at));
+    if (touch.how != Touch::How::kReads) return Touched(root, touch.at), Ok{};
+    const Op& op = program_.op(phase_.ops[touch.at]);
+    const Move* move = MoveOf(op);
+    if (move != nullptr && move->to == Place::kComing) INTERLACE_TRY(Take(root, touch.at));
+    Touched(root, touch.at);
+    if (move != nullptr && move->to == Place::kOut) storage_of_[root] = -1;
+    if (op.kind == OpKind::kRelease && storage_of_[root] >= 0) released_[storage_of_[root]] = true;
     return Ok{};
-  }
-
-  Status Visit(const Op& op, const Move& move, int32_t index) {
-    Status status = Ok{};
-    ForEachOperand(op, [&](ValueId id) {
-      if (move.to == Place::kComing && status.ok()) status = Take(id, index);
-      Touch(id, index);
-      if (move.to == Place::kOut && storage_of_[id] >= 0) storage_of_[id] = -1;
-    });
-    return status;
   }
 
   void Summarize(bool with_deaths) {
@@ -151,8 +115,6 @@ class Analysis {
   PhaseLiveness out_;
   std::vector<int32_t> storage_of_;  // by value id (roots): index in storages, or -1
   std::vector<bool> released_;
-  std::unordered_set<ValueId> moving_;                           // states that are not persistent
-  std::unordered_map<ValueId, std::vector<ValueId>> in_flight_;  // result of a start → its sources
 };
 
 }  // namespace

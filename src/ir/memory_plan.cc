@@ -42,8 +42,18 @@ class Planner {
     if (!Spans()) return std::optional<MemoryPlan>();
     INTERLACE_TRY(Total());
     if (!options_.pack) return std::optional<MemoryPlan>(std::move(plan_));
-    Place();
-    if (Status status = CheckPacking(plan_.lives, plan_.packing.offsets, plan_.reserved_bytes); !status.ok()) {
+    if (moves_) {
+      LiveOf(plan_.lives, plan_.packing);
+      std::vector<ArenaBlock> pieces = plan_.lives;
+      for (ArenaBlock& piece : pieces) piece.bytes = HeapBytes(piece.bytes);
+      ArenaPacking heap;
+      LiveOf(pieces, heap);
+      plan_.taken_bytes = heap.live;
+      return std::optional<MemoryPlan>(std::move(plan_));
+    }
+    plan_.packing = PackArena(plan_.lives);
+    plan_.taken_bytes = plan_.packing.top;
+    if (Status status = CheckPacking(plan_.lives, plan_.packing.offsets, plan_.packing.top); !status.ok()) {
       return MakeError("the memory plan is wrong, a bug: ", status.error().message);
     }
     return std::optional<MemoryPlan>(std::move(plan_));
@@ -159,12 +169,8 @@ class Planner {
       } else {
         block = NewBlock({PlannedBlock::What::kStorage, life.root, kNone, life.bytes});
       }
-      if (comes_back) {
-        v.arrivals.push_back({life.first, life.root, block});
-      } else {
-        v.block_of[life.root] = block;
-      }
-      if (state || comes_back) moves_.insert(block);
+      if (!state) v.block_of[life.root] = block;
+      moves_ = moves_ || state || comes_back;
       stays_.push_back({block, index, life.first, life.last});
     }
     std::unordered_map<ValueId, int32_t> waited;  // place of the last wait
@@ -223,7 +229,6 @@ class Planner {
       const int32_t x = a.block_of[program_.RootOf(give)], y = b.block_of[program_.RootOf(take)];
       if (x < 0 || y < 0 || program_.RootOf(give) != give || program_.RootOf(take) != take)
         continue;  // copied, or persistent
-      if (program_.value(give).kind == ValueKind::kState) continue;
       Join(x, y);
     }
   }
@@ -249,7 +254,6 @@ class Planner {
       for (auto* list : {&v.block_of, &v.workspace, &v.receive}) {
         for (int32_t& block : *list) renumber(block);
       }
-      for (Arrival& arrival : v.arrivals) renumber(arrival.block);
     }
     for (Stay& stay : stays_) renumber(stay.block);
     for (auto& [variant, pending] : pending_) {
@@ -258,9 +262,6 @@ class Planner {
       }
     }
     plan_.blocks = std::move(blocks);
-    std::set<int32_t> moves;
-    for (int32_t block : moves_) moves.insert(number[Find(block)]);
-    moves_ = std::move(moves);
   }
 
   // A transfer that a later phase waits for keeps its sources and its receive buffer until there.
@@ -322,43 +323,6 @@ class Planner {
     return true;
   }
 
-  // What moves lies above the rest, each storage of pages of its own unless it is small.
-  void Place() {
-    if (moves_.empty()) {
-      plan_.packing = PackArena(plan_.lives);
-      plan_.reserved_bytes = plan_.taken_bytes = plan_.packing.top;
-      return;
-    }
-    std::vector<ArenaBlock> rest = plan_.lives;
-    for (int32_t block : moves_) rest[static_cast<size_t>(block)].bytes = 0;
-    plan_.packing = PackArena(rest);
-    int64_t at = plan_.packing.top;
-    for (int32_t block : moves_) {
-      const int64_t bytes = plan_.lives[static_cast<size_t>(block)].bytes;
-      if (bytes >= kArenaPage) at = (at + kArenaPage - 1) / kArenaPage * kArenaPage;
-      plan_.packing.offsets[static_cast<size_t>(block)] = at;
-      at += bytes;
-    }
-    plan_.packing.top = plan_.reserved_bytes = at;
-    LiveOf(plan_.lives, plan_.packing);
-    std::vector<PageSlots> slots;
-    for (const PlanVariant& v : plan_.variants) slots.push_back({v.axis, static_cast<int32_t>(v.phase->ops.size())});
-    std::vector<int32_t> sequence;
-    size_t entry = 0;
-    for (const auto& [phase, count] : program_.RunOrder()) {
-      const auto turns = static_cast<int64_t>(plan_.turns[entry].size());
-      // As many runs as there are, or a few rounds of all turns and the odd rest.
-      const int64_t runs = count <= 3 * turns ? count : 2 * turns + count % turns;
-      for (int64_t i = 0; i < runs; ++i) sequence.push_back(plan_.VariantOf(entry, i));
-      ++entry;
-    }
-    plan_.pages = PlanPages(plan_.lives, plan_.packing.offsets, slots, sequence);
-    for (ArenaBlock& block : rest = plan_.lives) block.bytes = HeapBytes(block.bytes);
-    ArenaPacking heap;
-    LiveOf(rest, heap);
-    plan_.taken_bytes = heap.live;
-  }
-
   Status Total() {
     std::map<int32_t, int64_t> change;
     double sum = 0;
@@ -388,7 +352,7 @@ class Planner {
   std::vector<std::pair<int32_t, int32_t>> through_;
   std::vector<int32_t> parent_;                       // of blocks that are one
   std::unordered_map<ValueId, int32_t> state_block_;  // of states that move
-  std::set<int32_t> moves_;                           // blocks that go out and come back
+  bool moves_ = false;                                // something goes out and comes back
   std::vector<Stay> stays_;
   std::map<int32_t, Pending> pending_;  // by variant: started there or before, and not waited for at its end
   std::set<std::pair<std::pair<int32_t, ValueId>, int32_t>> seen_;

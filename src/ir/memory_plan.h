@@ -13,11 +13,10 @@
 // places that it runs with. The sources and the receive buffer of a transfer live until it is waited for, in whichever
 // phase.
 //
-// What goes out to the tier (residency.h) has a place above the rest, and lives in the spans of its stays in memory,
-// each from its reload.start to its offload.wait. So a state that moves is in the arena whenever it is in memory,
-// between steps as well, and the arena is larger than what is in memory at once: pages that nothing lives on are given
-// back when others are needed (arena_pages.h). Other persistent storages (states, parameters, buffers, constants) and
-// inputs are not in the arena.
+// What goes out to the tier (residency.h) lives in the spans of its stays in memory, each from its reload.start to its
+// offload.wait. A program that moves storages has lives but no places: its memory comes from a heap of pages
+// (tier/page_heap.h). Other persistent storages (states, parameters, buffers, constants) and inputs are not in the
+// arena.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +24,11 @@
 #include <vector>
 
 #include "ir/arena_pack.h"
-#include "ir/arena_pages.h"
 #include "ir/program.h"
 
 namespace interlace {
 
+inline constexpr int64_t kArenaPage = 4096;  // bytes: what systems map, and what direct I/O is aligned to
 // Pieces of the heap that programs which move storages have instead of the arena (tier/page_heap.h): whole pages
 // from this size on; smaller ones come from malloc, which gives an aligned block up to kArenaAlignment more.
 inline constexpr int64_t kHeapLeast = 16 * kArenaPage;  // bytes
@@ -45,21 +44,12 @@ struct PlannedBlock {
   int64_t bytes = 0;     // as asked for; in the arena rounded up to kArenaAlignment
 };
 
-// A storage that comes back from the tier: the block that it lives in from this reload.start on.
-struct Arrival {
-  int32_t place = 0;  // of the op in its phase
-  ValueId root = kNone;
-  int32_t block = -1;
-};
-
 // One phase, or one of the copies of a phase that runs with several choices of places.
 struct PlanVariant {
   const Phase* phase = nullptr;
   int32_t turn = 0;
-  int32_t axis = 0;  // of the slot of its beginning; op i is at axis + 1 + i
-  std::vector<int32_t>
-      block_of;  // by value id: block of a root that lives here, or -1; of a state: when the phase begins
-  std::vector<Arrival> arrivals;   // in program order
+  int32_t axis = 0;                // of the slot of its beginning; op i is at axis + 1 + i
+  std::vector<int32_t> block_of;   // by value id: block of a root that lives here, or -1
   std::vector<int32_t> workspace;  // by place of the op: block, or -1
   std::vector<int32_t> receive;    // likewise
 };
@@ -67,13 +57,11 @@ struct PlanVariant {
 struct MemoryPlan {
   std::vector<PlannedBlock> blocks;
   std::vector<ArenaBlock> lives;  // of each block
-  ArenaPacking packing;
+  ArenaPacking packing;           // its offsets are empty when something moves
   std::vector<PlanVariant> variants;
   // By entry of Program::RunOrder: the variants that its runs are of, in turns.
   std::vector<std::vector<int32_t>> turns;
-  int64_t live_bytes = 0;      // largest sum of live blocks, not rounded up
-  int64_t reserved_bytes = 0;  // of addresses: where the last block ends
-  ArenaPages pages;            // when something moves
+  int64_t live_bytes = 0;  // largest sum of live blocks, not rounded up
   // What the runtime takes on CPUs: the arena's top; when something moves, the live sum in pieces of the heap.
   int64_t taken_bytes = 0;
 
@@ -81,15 +69,11 @@ struct MemoryPlan {
   int32_t VariantOf(size_t entry, int64_t i) const {
     return turns[entry][static_cast<size_t>(i) % turns[entry].size()];
   }
-  // The most memory that the arena has at once.
-  int64_t top() const { return pages.page_bytes > 0 ? pages.peak_bytes : packing.top; }
-  // Where the storage of a state that moves lies when a step begins, and so when one ends; -1: out, or not in the
-  // arena.
-  int32_t BlockBetweenSteps(ValueId state) const { return variants.empty() ? -1 : variants[0].block_of[state]; }
+  bool placed() const { return !packing.offsets.empty() || blocks.empty(); }
   int64_t OffsetOf(int32_t block) const { return packing.offsets[block]; }
-  // Top / live - 1, of the sum rounded up to the alignment.
+  // Taken / live - 1, of the sum rounded up to the alignment.
   double Fragmentation() const {
-    return packing.live == 0 ? 0 : static_cast<double>(top()) / static_cast<double>(packing.live) - 1;
+    return packing.live == 0 ? 0 : static_cast<double>(taken_bytes) / static_cast<double>(packing.live) - 1;
   }
 };
 
@@ -108,10 +92,13 @@ int64_t ReceiveBytes(const Program& program, const Op& op);
 // Error: a symbolic size; values handed from phase to phase in a way that no few variants cover.
 Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& options = {});
 
-// "u3.exp_avg", "%12 aten.mm", "inside aten.mm".
+// "u3.exp_avg", "%12 aten.mm".
+std::string NameOfStorage(const Program& program, ValueId root);
+// The same, or "inside aten.mm", "receive buffer of reduce.start".
 std::string NameOfBlock(const Program& program, const PlannedBlock& block);
 
-// The text of `interlace inspect --memory`: top, live sum, fragmentation, what lives at the peak, the largest blocks.
+// The text of `interlace inspect --memory`: what is taken, live sum, fragmentation, what lives at the peak, the largest
+// blocks.
 std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit = 12);
 
 }  // namespace interlace

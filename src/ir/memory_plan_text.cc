@@ -7,24 +7,24 @@
 
 namespace interlace {
 
+std::string NameOfStorage(const Program& program, ValueId root) {
+  const Value& value = program.value(root);
+  for (const State& state : program.states) {
+    if (value.kind == ValueKind::kState && state.value == root)
+      return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
+  }
+  std::string name = "%" + std::to_string(root);
+  if (value.def == kNone) return name;
+  const Op& op = program.op(value.def);
+  name += " " + op.name;
+  if (op.units.empty()) return name;
+  return name + " u" + std::to_string(op.units[std::min<size_t>(value.result_index, op.units.size() - 1)]);
+}
+
 std::string NameOfBlock(const Program& program, const PlannedBlock& block) {
   if (block.what == PlannedBlock::What::kReceive) return "receive buffer of " + program.op(block.op).name;
   if (block.what == PlannedBlock::What::kWorkspace) return "inside " + program.op(block.op).name;
-  for (const State& state : program.states) {
-    if (state.value == block.root)
-      return state.unit == kNone ? state.role : "u" + std::to_string(state.unit) + "." + state.role;
-  }
-  const OpId def = program.value(block.root).def;
-  std::string name = "%" + std::to_string(block.root);
-  if (def == kNone) return name;
-  name += " " + program.op(def).name;
-  const std::vector<UnitId>& units = program.op(def).units;
-  if (!units.empty()) {
-    name += " u" +
-            std::to_string(
-                units[std::min<size_t>(static_cast<size_t>(program.value(block.root).result_index), units.size() - 1)]);
-  }
-  return name;
+  return NameOfStorage(program, block.root);
 }
 
 std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, int limit) {
@@ -37,14 +37,9 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
     return text.str();
   };
   out.precision(3);
-  out << "arena          " << mib(plan.top()) << " in " << plan.blocks.size() << " blocks, fragmentation "
-      << 100 * plan.Fragmentation() << " % over " << mib(plan.packing.live) << " live at once\n";
-  if (plan.pages.page_bytes > 0) {
-    int64_t returned = 0;
-    for (const PageReturn& r : plan.pages.returns) returned += r.bytes;
-    out << "pages          of " << plan.pages.page_bytes << " bytes in " << mib(plan.reserved_bytes)
-        << " of addresses; " << mib(returned) << " of pages are given back in a step and taken again\n";
-  }
+  out << (plan.placed() ? "arena          " : "heap           ") << mib(plan.taken_bytes) << " in "
+      << plan.blocks.size() << " blocks, fragmentation " << 100 * plan.Fragmentation() << " % over "
+      << mib(plan.packing.live) << " live at once\n";
   const int32_t at = plan.packing.live_at;
   for (const PlanVariant& v : plan.variants) {
     const int32_t place = at - v.axis - 1;
@@ -76,8 +71,9 @@ std::string DescribeMemoryPlan(const Program& program, const MemoryPlan& plan, i
       const int32_t m = op == kNone ? kNone : program.op(op).module;
       const std::string module =
           m >= 0 && m < static_cast<int32_t>(program.modules.size()) ? program.modules[m].path : "";
-      out << "  " << mib(block.bytes) << " at " << plan.OffsetOf(ids[i]) << "  " << NameOfBlock(program, block)
-          << (module.empty() ? "" : "  ") << module << "\n";
+      out << "  " << mib(block.bytes);
+      if (plan.placed()) out << " at " << plan.OffsetOf(ids[i]);
+      out << "  " << NameOfBlock(program, block) << (module.empty() ? "" : "  ") << module << "\n";
     }
     if (rest > 0) out << "  " << mib(rest) << " in " << ids.size() - static_cast<size_t>(limit) << " more\n";
   };

@@ -16,6 +16,7 @@
 
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "ir/program.h"
@@ -44,5 +45,21 @@ struct Residency {
 
 // Of a program whose offloads and reloads are well paired (verifier.h).
 Residency ComputeResidency(const Program& program);
+
+// What is allocated for the whole step: parameters without a unit (a gather brings the others), buffers, constants, and
+// states that do not move. Calls f(entry of its table).
+template <typename F>
+void ForEachPersistent(const Program& program, const Residency& residency, F&& f) {
+  const std::unordered_set<ValueId> moving(residency.states.begin(), residency.states.end());
+  const auto add = [&](const auto& entry) {
+    if (program.RootOf(entry.value) == entry.value && !moving.contains(entry.value)) f(entry);
+  };
+  for (const Param& p : program.params) {
+    if (p.unit == kNone) add(p);
+  }
+  for (const Buffer& b : program.buffers) add(b);
+  for (const Const& c : program.consts) add(c);
+  for (const State& s : program.states) add(s);
+}
 
 }  // namespace interlace

@@ -8,8 +8,8 @@
 
 #include "ir/pending.h"
 #include "ir/residency.h"
+#include "ir/touches.h"
 #include "passes/phase_editor.h"
-#include "passes/touches.h"
 
 namespace interlace {
 namespace {

@@ -12,8 +12,8 @@
 // True when an update moved. Runs after accumulate and update, and after the schedule passes. No errors.
 #include <algorithm>
 
+#include "ir/touches.h"
 #include "passes/passes.h"
-#include "passes/touches.h"
 #include "passes/transfers.h"
 
 namespace interlace {

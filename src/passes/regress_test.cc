@@ -3,6 +3,7 @@
 //   # What went wrong, in one line.
 //   # passes: shard(ranks=2),update,...          none: the text is read and verified
 //   # expect: ok | same bits | same bits as PASSES | error: first line of the message
+//   # then: an op of the text after the passes, behind that of the "then" before it
 //
 // "same bits": the interpreter gives, after the passes, the bits of the textbook step, or those of the same program
 // after other passes. The program is verified after every pass, and its text reads back.
@@ -18,13 +19,21 @@
 namespace interlace {
 namespace {
 
-// What stands behind "# KEY: " in a line of its own at the head of a text, or "".
-std::string Field(const std::string& text, const std::string& key) {
+// What stands behind "# KEY: " in each line of its own at the head of a text.
+std::vector<std::string> Fields(const std::string& text, const std::string& key) {
   const std::string begin = "\n# " + key + ": ";
-  const size_t at = text.find(begin);
-  if (at == std::string::npos) return "";
-  const size_t from = at + begin.size();
-  return text.substr(from, text.find('\n', from) - from);
+  std::vector<std::string> out;
+  for (size_t at = text.find(begin); at != std::string::npos; at = text.find(begin, at + 1)) {
+    const size_t from = at + begin.size();
+    out.push_back(text.substr(from, text.find('\n', from) - from));
+  }
+  return out;
+}
+
+// The only one, or "".
+std::string Field(const std::string& text, const std::string& key) {
+  const std::vector<std::string> all = Fields(text, key);
+  return all.empty() ? "" : all[0];
 }
 
 // The number behind "ranks=" or the like in a pipeline; 1 where it does not stand.
@@ -64,6 +73,11 @@ TEST(Regress, EveryBugOfThePastStaysAway) {
     Result<Program> again = Parse(after, "after");
     ASSERT_TRUE(again.ok()) << after;
     EXPECT_EQ(Print(*again), after);
+    size_t found = 0;
+    for (const std::string& then : Fields(*text, "then")) {
+      found = after.find("\n  " + then + "\n", found);
+      ASSERT_NE(found, std::string::npos) << "not there, or too early: " << then << "\n" << after;
+    }
     if (expect == "ok") continue;
     const std::string reference = expect == bits ? "" : expect.substr((bits + " as ").size());
     EXPECT_EQ(Compare(*text, passes, reference), "");

@@ -31,9 +31,9 @@
 #include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/residency.h"
+#include "ir/touches.h"
 #include "passes/passes.h"
 #include "passes/phase_editor.h"
-#include "passes/touches.h"
 
 namespace interlace {
 namespace {

@@ -7,8 +7,8 @@
 #include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/residency.h"
+#include "ir/touches.h"
 #include "passes/phase_editor.h"
-#include "passes/touches.h"
 
 namespace interlace {
 namespace {

@@ -7,7 +7,7 @@
 #include <unordered_set>
 
 #include "ir/memory_plan.h"
-#include "ir/op_table.h"
+#include "ir/touches.h"
 
 namespace interlace::plan {
 namespace {
@@ -72,7 +72,25 @@ class Counting {
         life.last = std::max(life.first, 0);
       }
     }
-    for (size_t i = 0; i < phase_.ops.size(); ++i) Visit(program_.op(phase_.ops[i]), static_cast<int32_t>(i), middle);
+    std::unordered_map<int32_t, size_t> received;  // by index of a start: the memory that it receives into
+    for (size_t i = 0; i < phase_.ops.size() && receives_; ++i) {
+      const int64_t bytes = ReceiveBytes(program_, program_.op(phase_.ops[i]));
+      if (bytes == 0) continue;
+      received[static_cast<int32_t>(i)] = lives_.size();
+      lives_.push_back({Dim(bytes), static_cast<int32_t>(i), static_cast<int32_t>(i), true});
+    }
+    ForEachTouch(
+        program_, phase_, [](const Op&) { return false; },
+        [&](const Touch& touch) {
+          if (touch.how == Touch::How::kLeaves) return;
+          Life& life = lives_[touch.root];
+          if (touch.how == Touch::How::kMakes && touch.root == touch.value)
+            life = {Bytes(program_, program_.value(touch.root).type), touch.at, touch.at, true};
+          life.last = std::max(life.last, touch.at);
+          const auto found = touch.how == Touch::How::kWaits ? received.find(touch.since) : received.end();
+          if (found != received.end()) lives_[found->second].last = touch.at;
+        });
+    for (size_t i = 0; i < phase_.ops.size(); ++i) HandOn(program_.op(phase_.ops[i]), static_cast<int32_t>(i), middle);
     for (const Input& input : program_.inputs) {
       const Life& life = lives_[input.value];
       bool batch = input.name == "input_ids" || input.name == "labels";
@@ -82,19 +100,9 @@ class Counting {
     }
   }
 
-  void Visit(const Op& op, int32_t index, int32_t middle) {
-    for (ValueId id : op.results) {
-      if (id != kNone && program_.RootOf(id) == id) {
-        lives_[id] = {Bytes(program_, program_.value(id).type), index, index, true};
-      }
-    }
-    ForEachOperand(op, [&](ValueId id) {
-      Life& life = lives_[program_.RootOf(id)];
-      // Being handed on is no use: the next layer counts the activation, the one before it the gradient.
-      life.last = std::max(life.last, index);
-    });
-    for (ValueId id : op.writes) lives_[program_.RootOf(id)].last = std::max(lives_[program_.RootOf(id)].last, index);
-    if (IsStart(op) || IsWait(op)) Transfer(op, index);
+  // What an output hands on lives to the end of its part, and no longer: the next layer counts the activation, the one
+  // before it the gradient.
+  void HandOn(const Op& op, int32_t index, int32_t middle) {
     if (op.kind == OpKind::kGrad && op.args.size() == 2 && op.args[1].kind == Arg::Kind::kValue) {
       lives_[program_.RootOf(op.args[1].value)].counted = false;  // written into the stage's gradients
     }
@@ -109,29 +117,10 @@ class Counting {
     }
   }
 
-  // What a transfer reads, and the memory that it receives into, live until it is waited for.
-  void Transfer(const Op& op, int32_t index) {
-    if (IsWait(op)) {
-      ForEachOperand(op, [&](ValueId id) {
-        for (auto [found, last] = in_flight_.equal_range(id); found != last; ++found)
-          lives_[found->second].last = index;
-      });
-      return;
-    }
-    const int64_t bytes = receives_ ? ReceiveBytes(program_, op) : 0;
-    if (bytes > 0) lives_.push_back({Dim(bytes), index, index, true});
-    for (ValueId result : op.results) {
-      if (result == kNone) continue;
-      if (bytes > 0) in_flight_.emplace(result, static_cast<ValueId>(lives_.size()) - 1);
-      ForEachOperand(op, [&](ValueId id) { in_flight_.emplace(result, program_.RootOf(id)); });
-    }
-  }
-
   Program& program_;
   const Phase& phase_;
   const bool receives_;
-  std::vector<Life> lives_;                              // by root, then what is received into
-  std::unordered_multimap<ValueId, ValueId> in_flight_;  // result of a start → lives that it keeps
+  std::vector<Life> lives_;  // by root, then what is received into
   Dim shared_, boundary_;
 };
 

@@ -14,7 +14,7 @@ Result<std::unique_ptr<StepArena>> StepArena::Create(const Program& program, con
     for (const OpNeeds& op : phase) workspace.push_back(op.workspace);
   }
   INTERLACE_ASSIGN(arena->plan_, PlanMemory(program, options));
-  INTERLACE_ASSIGN(std::unique_ptr<ArenaMemory> memory, ArenaMemory::Create(arena->plan_.top()));
+  INTERLACE_ASSIGN(std::unique_ptr<ArenaMemory> memory, ArenaMemory::Create(arena->plan_.taken_bytes));
   arena->memory_ = std::move(memory);
   return arena;
 }

@@ -114,7 +114,7 @@ ArenaStats LearnedArena::Statistics(const std::vector<Plan>& plans, int64_t outs
   const MemoryPlan& plan = arena_->plan();
   out.on = true;
   out.settled = !learning_;
-  out.planned_bytes = plan.top();
+  out.planned_bytes = plan.taken_bytes;
   out.live_bytes = plan.live_bytes;
   out.fragmentation = plan.Fragmentation();
   out.resident_bytes = arena_->memory().ResidentBytes();

@@ -49,7 +49,7 @@ class LearnedArena : public NoObserver {
   bool on() const { return arena_ != nullptr; }
   // nullptr while it is off.
   const MemoryPlan* plan() const { return arena_ ? &arena_->plan() : nullptr; }
-  int64_t top() const { return arena_ ? arena_->plan().top() : 0; }
+  int64_t top() const { return arena_ ? arena_->plan().taken_bytes : 0; }
   // By turn of the plan: tensors that are always in their slots, by value id. nullptr while it is off.
   const std::vector<std::vector<at::Tensor>>* slots_of_turn() const { return arena_ ? &slots_of_turn_ : nullptr; }
   std::vector<at::Tensor> ReceiveBuffers(int32_t variant) const;

@@ -27,8 +27,7 @@ class Drawing {
 
   ArenaPicture Run() {
     ArenaPicture out;
-    out.top_bytes = plan_.top();
-    out.reserved_bytes = plan_.reserved_bytes;
+    out.top_bytes = plan_.taken_bytes;
     out.live_bytes = plan_.live_bytes;
     out.fragmentation = plan_.Fragmentation();
     const std::vector<std::vector<Stay>> stays = StaysOfVariants();
@@ -122,6 +121,7 @@ Result<ArenaPicture> DrawArena(const Lowered& lowered, const std::vector<int64_t
     for (size_t i = 0; i < inside.size(); ++i) inside[i] = lowered.ops[p][i].transient_bytes;
   }
   INTERLACE_ASSIGN(const MemoryPlan plan, PlanMemory(program, options));
+  if (!plan.placed()) return MakeError("a program that moves storages has no arena");
   return Drawing(lowered, plan, start_ps, end_ps).Run();
 }
 

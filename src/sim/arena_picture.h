@@ -6,7 +6,8 @@
 //   │  ┌─────%12───────┴──┐          what phases hand on is one piece, and so is what begins before the step
 //   └──┴──────────────────┴─────► time
 //
-// Kernels' workspaces are in it as far as the profile knows them. Only CPUs have an arena.
+// Kernels' workspaces are in it as far as the profile knows them. Only CPUs have an arena, and only for
+// programs that move no storages.
 #pragma once
 
 #include <cstdint>
@@ -31,14 +32,13 @@ struct ArenaPiece {
 };
 
 struct ArenaPicture {
-  int64_t top_bytes = 0;       // the most memory that the arena has
-  int64_t reserved_bytes = 0;  // of addresses: more than that when storages go out to the tier
-  int64_t live_bytes = 0;      // the largest sum of what lives at once
+  int64_t top_bytes = 0;   // the memory that the arena has
+  int64_t live_bytes = 0;  // the largest sum of what lives at once
   double fragmentation = 0;
   std::vector<ArenaPiece> pieces;  // by their first slot, then by block
 };
 
-// Error: the program has no plan (ir/memory_plan.h).
+// Error: the program has no plan (ir/memory_plan.h), or moves storages and so has no arena.
 Result<ArenaPicture> DrawArena(const Lowered& program, const std::vector<int64_t>& start_ps,
                                const std::vector<int64_t>& end_ps);
 

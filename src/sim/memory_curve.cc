@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <map>
-#include <set>
 #include <type_traits>
 
 #include "base/sort.h"
@@ -27,32 +26,13 @@ struct Declared {
   std::string name;
 };
 
-std::string NameOfState(const State& s) {
-  return s.unit == kNone ? s.role : "u" + std::to_string(s.unit) + "." + s.role;
-}
-
-// What is allocated for the whole step: not the states that `residency` moves. Calls f(value, entry of its table).
-template <typename F>
-void ForEachPersistent(const Program& program, const Residency& residency, F&& f) {
-  const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
-  auto add = [&](const auto& entry) {
-    if (program.RootOf(entry.value) == entry.value && !moving.contains(entry.value)) f(entry.value, entry);
-  };
-  for (const Param& p : program.params) {
-    if (p.unit == kNone) add(p);
-  }
-  for (const Buffer& b : program.buffers) add(b);
-  for (const Const& c : program.consts) add(c);
-  for (const State& s : program.states) add(s);
-}
-
 std::vector<Declared> Persistent(const Program& program, const Residency& residency) {
   std::vector<Declared> out;
-  ForEachPersistent(program, residency, [&](ValueId id, const auto& entry) {
+  ForEachPersistent(program, residency, [&](const auto& entry) {
     if constexpr (std::is_same_v<std::decay_t<decltype(entry)>, State>) {
-      out.push_back({id, NameOfState(entry)});
+      out.push_back({entry.value, NameOfStorage(program, entry.value)});
     } else {
-      out.push_back({id, entry.name});
+      out.push_back({entry.value, entry.name});
     }
   });
   return out;
@@ -61,30 +41,13 @@ std::vector<Declared> Persistent(const Program& program, const Residency& reside
 Result<int64_t> PersistentBytes(const Program& program, const Residency& residency) {
   int64_t sum = 0;
   Status status = Ok{};
-  ForEachPersistent(program, residency, [&](ValueId id, const auto&) {
+  ForEachPersistent(program, residency, [&](const auto& entry) {
     if (!status.ok()) return;
-    Result<int64_t> bytes = program.StorageBytes(program.value(id).type);
+    Result<int64_t> bytes = program.StorageBytes(program.value(entry.value).type);
     status = bytes.ok() ? AddBytes(sum, *bytes) : Status(bytes.error());
   });
   INTERLACE_TRY(status);
   return sum;
-}
-
-std::string NameOf(const Program& program, ValueId id) {
-  const Value& value = program.value(id);
-  if (value.kind == ValueKind::kState) {
-    for (const State& s : program.states) {
-      if (s.value == id) return NameOfState(s);
-    }
-  }
-  std::string name = "%" + std::to_string(id);
-  if (value.def != kNone) name += " " + program.op(value.def).name;
-  if (value.def != kNone && !program.op(value.def).units.empty()) {
-    const std::vector<UnitId>& units = program.op(value.def).units;
-    size_t which = std::min<size_t>(static_cast<size_t>(value.result_index), units.size() - 1);
-    name += " u" + std::to_string(units[which]);
-  }
-  return name;
 }
 
 std::string ModuleOfValue(const Program& program, ValueId id) {
@@ -211,17 +174,18 @@ Result<MemoryCurve> ComputeMemory(const Lowered& lowered) {
   }
 
   for (const Declared& d : Persistent(program, residency)) {
-    out.holders.push_back({d.name, "", *program.StorageBytes(program.value(d.value).type)});
+    out.holders.push_back({d.name, "", *program.StorageBytes(program.value(d.value).type), d.value});
   }
   if (out.peak.place >= 0) {
     int32_t at = static_cast<int32_t>(out.peak.place);
     for (const StorageLife& s : lives[lowered.run[out.peak.run_index]].storages) {
       if (s.first <= at && at <= s.last)
-        out.holders.push_back({NameOf(program, s.root), ModuleOfValue(program, s.root), s.bytes});
+        out.holders.push_back({NameOfStorage(program, s.root), ModuleOfValue(program, s.root), s.bytes, s.root});
     }
     int64_t transient = lowered.ops[lowered.run[out.peak.run_index]][at].transient_bytes;
     if (!out.through.empty() && out.through[out.peak.run_index] > 0)
-      out.holders.push_back({"saved for later runs", "", out.through[out.peak.run_index]});
+      out.holders.push_back(
+          {"saved for later runs", "", out.through[out.peak.run_index], kNone, MemoryKind::kActivations});
     const int64_t receive = lowered.ReceiveAt(lowered.run[out.peak.run_index], at);
     if (receive > 0) out.holders.push_back({"receive buffers of reductions", "", receive});
     if (transient > 0)
@@ -268,7 +232,7 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
     if (storage[root] < 0) return;
     MemoryEvent& e = out.emplace_back();
     e.rank = rank, e.time_ns = time_ps / 1000, e.allocate = false, e.storage = storage[root],
-    e.name = NameOf(program, root);
+    e.name = NameOfStorage(program, root);
     storage[root] = -1;
   };
   const Residency residency = ComputeResidency(program);
@@ -276,7 +240,7 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
     const ValueId id = residency.states[i];
     if (residency.at_begin.at(lowered.phases[0])[i] == Place::kOut) continue;
     INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(id).type));
-    begin(id, 0, bytes, NameOf(program, id), "");
+    begin(id, 0, bytes, NameOfStorage(program, id), "");
   }
   std::vector<PhaseLiveness> lives;
   std::vector<std::vector<std::vector<const StorageLife*>>> born;
@@ -304,13 +268,13 @@ Result<std::vector<MemoryEvent>> MemoryEvents(const Lowered& lowered, const std:
         storage[root] = carried[i];
       } else {
         INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(root).type));
-        begin(root, phase_start, bytes, NameOf(program, root), "");
+        begin(root, phase_start, bytes, NameOfStorage(program, root), "");
       }
     }
     for (const Carried& load : phase.loads) storage[load.value] = saved[{load.name, lowered.micro_batch[run]}];
     for (size_t i = 0; i < lowered.ops[p].size(); ++i) {
       for (const StorageLife* s : born[p][i]) {
-        begin(s->root, start_ps[first + i], s->bytes, NameOf(program, s->root), ModuleOfValue(program, s->root));
+        begin(s->root, start_ps[first + i], s->bytes, NameOfStorage(program, s->root), ModuleOfValue(program, s->root));
       }
       for (ValueId root : lives[p].dies_after[i]) end(root, end_ps[first + i]);
     }

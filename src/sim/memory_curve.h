@@ -5,8 +5,10 @@
 // buffers of reductions under way. Inputs belong to the caller and are given apart.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sim/lowered.h"
@@ -21,10 +23,32 @@ struct MemoryPeak {
   OpId op = kNone;
 };
 
+// What bytes are for:
+//
+//   parameters   shards and whole parameters, master copies    gathered      buffers that gathers fill
+//   gradients    flat gradients, reduced shards                activations   results of the forward part
+//   optimizer    every other state                             temporaries   results of the backward part and update
+//   buffers      buffers and constants                         workspace     inside the op that runs
+enum class MemoryKind : uint8_t {
+  kParameters,
+  kGradients,
+  kOptimizer,
+  kBuffers,
+  kGathered,
+  kActivations,
+  kTemporaries,
+  kWorkspace
+};
+inline constexpr int kMemoryKinds = 8;
+inline constexpr std::array<std::string_view, kMemoryKinds> kMemoryKindNames = {
+    "parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "temporaries", "workspace"};
+
 struct MemoryHolder {
   std::string name;  // "u0.exp_avg", "%12 aten.mm", a parameter's name
   std::string module;
   int64_t bytes = 0;
+  ValueId root = kNone;                      // of a storage, whose kind is that of its root (memory_kinds.h)
+  MemoryKind kind = MemoryKind::kWorkspace;  // of anything else
 };
 
 struct MemoryCurve {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
+#include <type_traits>
 #include <utility>
 
 #include "base/sort.h"
@@ -26,39 +26,24 @@ MemoryKind KindOfResult(const Op& op) {
   return op.part == Part::kForward ? MemoryKind::kActivations : MemoryKind::kTemporaries;
 }
 
-// The module a unit's states are for.
-std::vector<std::string> ModulesOfUnits(const Program& program) {
-  std::vector<std::string> out(program.units.size());
-  std::vector<bool> known(program.units.size(), false);
-  for (const Param& param : program.params) {
-    if (param.unit == kNone || known[param.unit]) continue;
-    known[param.unit] = true;
-    size_t dot = param.name.rfind('.');
-    out[param.unit] = dot == std::string::npos ? "" : param.name.substr(0, dot);
-  }
-  return out;
+std::string ParentOf(std::string_view name) {
+  return std::string(name.substr(0, name.rfind('.') == name.npos ? 0 : name.rfind('.')));
 }
 
-struct PersistentRoot {
-  ValueId value;
-  std::string module;
-};
-
-std::vector<PersistentRoot> PersistentRoots(const Program& program) {
-  std::vector<PersistentRoot> out;
-  std::vector<std::string> units = ModulesOfUnits(program);
-  auto parent = [](std::string_view name) {
-    return std::string(name.substr(0, name.rfind('.') == name.npos ? 0 : name.rfind('.')));
-  };
-  auto add = [&](ValueId id, std::string module) {
-    if (program.RootOf(id) == id) out.push_back({id, std::move(module)});
-  };
-  for (const Param& p : program.params) {
-    if (p.unit == kNone) add(p.value, parent(p.name));
-  }
-  for (const Buffer& b : program.buffers) add(b.value, parent(b.name));
-  for (const Const& c : program.consts) add(c.value, "");
-  for (const State& s : program.states) add(s.value, s.unit == kNone ? "" : units[s.unit]);
+// The module that what is persistent is for; of a unit's states that of its first parameter.
+std::map<ValueId, std::string> PersistentModules(const Program& program, const Residency& residency) {
+  std::map<UnitId, std::string> units;
+  for (const Param& param : program.params) units.try_emplace(param.unit, ParentOf(param.name));
+  std::map<ValueId, std::string> out;
+  ForEachPersistent(program, residency, [&](const auto& entry) {
+    using Entry = std::decay_t<decltype(entry)>;
+    std::string& module = out[entry.value];
+    if constexpr (std::is_same_v<Entry, State>) {
+      if (entry.unit != kNone) module = units[entry.unit];
+    } else if constexpr (!std::is_same_v<Entry, Const>) {
+      module = ParentOf(entry.name);
+    }
+  });
   return out;
 }
 
@@ -100,34 +85,21 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
   MemoryKinds out;
   if (lowered.run.empty()) return out;
   std::vector<MemoryKind> kinds = KindsOfRoots(lowered);
-  std::map<std::pair<MemoryKind, std::string>, KindHolder> holders;
-  auto hold = [&](MemoryKind kind, std::string module, int64_t bytes) {
-    KindHolder& h = holders[{kind, module}];
-    h.kind = kind, h.module = std::move(module), h.bytes += bytes, ++h.storages;
-  };
-  BytesByKind persistent{};
   const Residency residency = ComputeResidency(program);
-  const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
-  for (PersistentRoot& root : PersistentRoots(program)) {
-    if (moving.contains(root.value)) continue;  // among the storages of each phase
-    INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(root.value).type));
-    persistent[static_cast<size_t>(kinds[root.value])] += bytes;
-    hold(kinds[root.value], std::move(root.module), bytes);
-  }
+  BytesByKind persistent{};
+  ForEachPersistent(program, residency, [&](const auto& entry) {
+    persistent[static_cast<size_t>(kinds[entry.value])] += *program.StorageBytes(program.value(entry.value).type);
+  });
   for (size_t p = 0; p < lowered.phases.size(); ++p) {
-    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p]));
+    INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, *lowered.phases[p], residency, false));
     size_t count = lowered.ops[p].size();
     std::vector<BytesByKind> change(count + 1, BytesByKind{});
-    bool peak_here = curve.peak.place >= 0 && lowered.run[curve.peak.run_index] == static_cast<int32_t>(p);
     for (const StorageLife& s : life.storages) {
       size_t kind = static_cast<size_t>(kinds[s.root]);
       int32_t first = std::max(s.first, 0);
       if (first > s.last) continue;
       if (static_cast<size_t>(first) < count) change[first][kind] += s.bytes;
       if (static_cast<size_t>(s.last) < count) change[s.last + 1][kind] -= s.bytes;
-      if (!peak_here || first > curve.peak.place || s.last < curve.peak.place) continue;
-      OpId def = program.value(s.root).def;
-      hold(kinds[s.root], def == kNone ? "" : ModuleOf(program, program.op(def)), s.bytes);
     }
     std::vector<BytesByKind>& at_op = out.at_op.emplace_back(count);
     BytesByKind now = persistent;
@@ -137,13 +109,15 @@ Result<MemoryKinds> ComputeMemoryKinds(const Lowered& lowered, const MemoryCurve
       at_op[i][static_cast<size_t>(MemoryKind::kWorkspace)] +=
           lowered.ops[p][i].transient_bytes + lowered.ReceiveAt(p, i);
     }
-    if (!peak_here) continue;
-    if (!curve.through.empty() && curve.through[curve.peak.run_index] > 0)
-      hold(MemoryKind::kActivations, "", curve.through[curve.peak.run_index]);
-    const LoweredOp& at = lowered.ops[p][curve.peak.place];
-    if (const int64_t receive = lowered.ReceiveAt(p, curve.peak.place); receive > 0)
-      hold(MemoryKind::kWorkspace, "", receive);
-    if (at.transient_bytes > 0) hold(MemoryKind::kWorkspace, ModuleOf(program, program.op(at.op)), at.transient_bytes);
+  }
+  std::map<ValueId, std::string> modules = PersistentModules(program, residency);
+  std::map<std::pair<MemoryKind, std::string>, KindHolder> holders;
+  for (const MemoryHolder& at : curve.holders) {
+    const auto persists = modules.find(at.root);
+    const MemoryKind kind = at.root == kNone ? at.kind : kinds[at.root];
+    const std::string& module = persists == modules.end() ? at.module : persists->second;
+    KindHolder& h = holders[{kind, module}];
+    h.kind = kind, h.module = module, h.bytes += at.bytes, ++h.storages;
   }
   for (auto& [key, holder] : holders) out.at_peak.push_back(std::move(holder));
   StableSort(out.at_peak, [](const KindHolder& a, const KindHolder& b) { return a.bytes > b.bytes; });

@@ -1,9 +1,4 @@
 // memory_kinds.h — what the bytes of the memory curve (memory_curve.h) are for.
-//
-//   parameters   shards and whole parameters, master copies    gathered      buffers that gathers fill
-//   gradients    flat gradients, reduced shards                activations   results of the forward part
-//   optimizer    every other state                             temporaries   results of the backward part and update
-//   buffers      buffers and constants                         workspace     inside the op that runs
 #pragma once
 
 #include <array>
@@ -14,20 +9,6 @@
 #include "sim/memory_curve.h"
 
 namespace interlace {
-
-enum class MemoryKind : uint8_t {
-  kParameters,
-  kGradients,
-  kOptimizer,
-  kBuffers,
-  kGathered,
-  kActivations,
-  kTemporaries,
-  kWorkspace
-};
-inline constexpr int kMemoryKinds = 8;
-inline constexpr std::array<std::string_view, kMemoryKinds> kMemoryKindNames = {
-    "parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "temporaries", "workspace"};
 
 using BytesByKind = std::array<int64_t, kMemoryKinds>;
 

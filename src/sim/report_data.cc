@@ -111,7 +111,7 @@ void WriteArena(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
     if (fresh) names.push_back(name);
     return found->second;
   };
-  w.BeginObject().Field("top_bytes", arena->top_bytes).Field("reserved_bytes", arena->reserved_bytes);
+  w.BeginObject().Field("top_bytes", arena->top_bytes).Field("reserved_bytes", arena->top_bytes);
   w.Field("live_bytes", arena->live_bytes).Field("fragmentation", arena->fragmentation);
   w.Field("left_out", static_cast<int64_t>(all - pieces.size())).Key("pieces").BeginArray();
   for (const ArenaPiece& p : pieces) {

@@ -1,11 +1,9 @@
 #include "ir/testing/arena_replay.h"
 
-#include <algorithm>
 #include <map>
 #include <unordered_map>
 
 #include "ir/op_table.h"
-#include "ir/residency.h"
 #include "ir/text.h"
 
 namespace interlace::testing {
@@ -19,24 +17,9 @@ struct Stay {
 class Replay {
  public:
   Replay(const Program& program, const MemoryPlan& plan)
-      : program_(program),
-        plan_(plan),
-        cells_(static_cast<size_t>(plan.reserved_bytes / kArenaAlignment) + 1, 0),
-        touched_(plan.pages.page_bytes > 0 ? static_cast<size_t>(plan.reserved_bytes / plan.pages.page_bytes) + 1 : 0,
-                 0) {}
+      : program_(program), plan_(plan), cells_(static_cast<size_t>(plan.packing.top / kArenaAlignment) + 1, 0) {}
 
   Status Step() {
-    for (const State& state : program_.states) {
-      const int32_t block = plan_.BlockBetweenSteps(state.value);
-      if (block < 0) continue;
-      const auto found = now_.find(state.value);
-      if (found == now_.end()) {
-        now_[state.value] = Write(block);
-      } else if (found->second.offset != plan_.OffsetOf(block)) {
-        return MakeError("%", state.value, " lies at ", found->second.offset, " when the step begins, planned at ",
-                         plan_.OffsetOf(block));
-      }
-    }
     size_t entry = 0;
     for (const auto& [phase, first, count] : program_.RunsOfStep()) {
       for (int64_t i = 0; i < count; ++i) {
@@ -53,28 +36,14 @@ class Replay {
     const Stay stay{plan_.OffsetOf(block), plan_.blocks[static_cast<size_t>(block)].bytes, ++last_mark_};
     for (int64_t at = stay.offset; at < stay.offset + stay.bytes; at += kArenaAlignment) {
       cells_[static_cast<size_t>(at / kArenaAlignment)] = stay.mark;
-      if (touched_.empty()) continue;
-      char& page = touched_[static_cast<size_t>(at / plan_.pages.page_bytes)];
-      pages_ += page == 0;
-      page = 1;
     }
     return stay;
-  }
-
-  void GiveBack(int64_t from, int64_t bytes) {
-    for (int64_t at = from; at < from + bytes; at += plan_.pages.page_bytes) {
-      char& page = touched_[static_cast<size_t>(at / plan_.pages.page_bytes)];
-      pages_ -= page;
-      page = 0;
-    }
-    for (int64_t at = from; at < std::min(from + bytes, plan_.reserved_bytes); at += kArenaAlignment)
-      cells_[static_cast<size_t>(at / kArenaAlignment)] = 0;
   }
 
   Status Read(const Stay& stay, const Op& op, std::string_view what) const {
     for (int64_t at = stay.offset; at < stay.offset + stay.bytes; at += kArenaAlignment) {
       if (cells_[static_cast<size_t>(at / kArenaAlignment)] != stay.mark) {
-        return MakeError(what, " at ", at, " were overwritten or given back before ", PrintOp(program_, op));
+        return MakeError(what, " at ", at, " were overwritten before ", PrintOp(program_, op));
       }
     }
     return Ok{};
@@ -107,28 +76,18 @@ class Replay {
     for (ValueId give : phase.gives) {
       const ValueId root = program_.RootOf(give);
       given_.push_back(now_.contains(root) ? now_[root] : Stay{});
-      given_root_.push_back(root == give && program_.value(root).kind != ValueKind::kState && now_.contains(root));
+      given_root_.push_back(root == give && now_.contains(root));
       given_flights_.push_back(flights_.contains(give) ? flights_[give] : std::vector<Stay>());
     }
     for (const Carried& save : phase.saves) saved_[{save.name, micro_batch_}] = now_[save.value];
     flights_.clear();
-    std::erase_if(now_, [&](const auto& item) { return program_.value(item.first).kind != ValueKind::kState; });
+    now_.clear();
     return Ok{};
   }
 
   Status RunOp(const PlanVariant& v, const Op& op, size_t place) {
-    const Move* move = MoveOf(op);
-    for (const PageReturn& back : plan_.pages.returns) {
-      if (&plan_.variants[static_cast<size_t>(back.variant)] == &v && back.place == static_cast<int32_t>(place))
-        GiveBack(back.from, back.bytes);
-    }
     std::vector<ValueId> operands;
     ForEachOperand(op, [&](ValueId id) { operands.push_back(id); });
-    if (move != nullptr && move->to == Place::kComing) {
-      for (const Arrival& a : v.arrivals) {
-        if (a.place == static_cast<int32_t>(place)) now_[a.root] = Write(a.block);
-      }
-    }
     std::vector<Stay> flight;
     for (ValueId id : operands) {
       if (now_.contains(program_.RootOf(id))) flight.push_back(now_[program_.RootOf(id)]);
@@ -138,10 +97,6 @@ class Replay {
     if (v.receive[place] >= 0) flight.push_back(Write(v.receive[place]));
     for (ValueId id : op.results) {
       if (id != kNone && program_.RootOf(id) == id && v.block_of[id] >= 0) now_[id] = Write(v.block_of[id]);
-    }
-    if (!touched_.empty() && pages_ * plan_.pages.page_bytes > plan_.pages.peak_bytes) {
-      return MakeError(pages_ * plan_.pages.page_bytes, " bytes of pages at ", PrintOp(program_, op), ", planned ",
-                       plan_.pages.peak_bytes);
     }
     if (op.kind != OpKind::kView) {
       for (ValueId id : operands) INTERLACE_TRY(Touch(op, id));
@@ -156,12 +111,12 @@ class Replay {
       for (const Stay& stay : found->second) INTERLACE_TRY(Read(stay, op, "sources or receive buffers of a transfer"));
       flights_.erase(found);
     }
-    if (IsStart(op) && move == nullptr) {
+    if (IsStart(op)) {
       for (ValueId id : op.results) {
         if (id != kNone) flights_[id] = flight;
       }
     }
-    if (op.kind == OpKind::kRelease || (move != nullptr && move->to == Place::kOut)) {
+    if (op.kind == OpKind::kRelease) {
       for (ValueId id : operands) now_.erase(program_.RootOf(id));
     }
     return Ok{};
@@ -175,8 +130,6 @@ class Replay {
   const Program& program_;
   const MemoryPlan& plan_;
   std::vector<uint32_t> cells_;  // by offset / kArenaAlignment: mark of who wrote there last
-  std::vector<char> touched_;    // by page, when pages are given back
-  int64_t pages_ = 0;            // touched and not given back
   uint32_t last_mark_ = 0;
   std::unordered_map<ValueId, Stay> now_;                   // roots that are in the arena
   std::unordered_map<ValueId, std::vector<Stay>> flights_;  // by result of a start: what must stay until its wait

@@ -168,7 +168,7 @@ TEST(Carried, TheWindowOf1F1BIsSmaller) {
   EXPECT_EQ(places(TwoParts(kOneEach)), 2u);
   EXPECT_EQ(places(TwoParts(k1F1B)), 2u * 2);
   EXPECT_EQ(places(TwoParts(kAllForward)), 2u * 4);
-  const auto bytes = [](const std::string& text) { return PlanMemory(Parsed(text))->top(); };
+  const auto bytes = [](const std::string& text) { return PlanMemory(Parsed(text))->taken_bytes; };
   EXPECT_LT(bytes(TwoParts(kOneEach)), bytes(TwoParts(k1F1B)));
   EXPECT_LT(bytes(TwoParts(k1F1B)), bytes(TwoParts(kAllForward)));
   const std::vector<int64_t> through = *BytesThroughRuns(Parsed(TwoParts(k1F1B)));  // h and y: 256 bytes

@@ -1,5 +1,7 @@
-// touches.h — who touches which storage when, in the order of a phase's ops. A transfer touches its source, and what it
-// brings, from its start to its wait.
+// touches.h — who touches which storage when, in the order of a phase's ops. A transfer touches its sources, and what
+// it brings, from its start to its wait; a result of a coalesced one that has been waited for is left alone.
+//
+// Every question of how long a storage is needed is answered by this walk (liveness.h among them).
 //
 //   0  %4 = reduce.start(%g)     %g kReads at 0, %4 kMakes at 0
 //   1  %5 = aten.mm(..)
@@ -49,11 +51,12 @@ void ForEachTouch(const Program& program, const Phase& phase, Skip&& skip, Visit
     for (ValueId id : op.results) {
       if (id == kNone || (program.RootOf(id) != id && !program.value(id).placed)) continue;
       visit(Touch{How::kMakes, program.RootOf(id), id, i, i});
-      if (starts) roots.push_back(program.RootOf(id));
     }
     if (!starts) continue;
     for (ValueId id : op.results) {
-      if (id != kNone) started[id] = {i, roots};
+      if (id == kNone) continue;
+      Started& transfer = started[id] = {i, roots};
+      transfer.roots.push_back(program.RootOf(id));
     }
   }
   for (const auto& [result, transfer] : started) {
