@@ -74,6 +74,11 @@ class Placer {
           if (write < i) gradient.done = std::max(gradient.done, write);
         }
         if (facts_.def[value] > gradient.done) gradient.done = facts_.def[value];
+        if (IsStart(edit_.op(facts_.def[root]))) {  // a sum over ranks: there once it was waited for
+          for (int32_t use : facts_.uses[root]) {
+            if (use < i && IsWait(edit_.op(use))) gradient.done = std::max(gradient.done, use);
+          }
+        }
         if (first == first_of.end() && CanPlace(gradient, value, root)) {
           gradient.owner = root;
           gradient.done = facts_.def[root];
