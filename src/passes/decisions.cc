@@ -5,6 +5,10 @@ namespace interlace {
 std::vector<PassCall> CallsOf(const CapturedDecisions& decisions) {
   using Recompute = CapturedDecisions::Recompute;
   std::vector<PassCall> calls;
+  if (decisions.parts > 1) {
+    calls.push_back(MakeCall("split", {{"parts", std::to_string(decisions.parts)}}));
+    calls.push_back(MakeCall("canonicalize"));
+  }
   if (decisions.recompute == Recompute::kSelective) calls.push_back(MakeCall("recompute", {{"mode", "selective"}}));
   if (decisions.recompute == Recompute::kBlocks) {
     std::string blocks;
@@ -37,6 +41,7 @@ std::string NameOf(const std::string& origin, const Decisions& decisions) {
     name += std::string(", ") + share + " of the updates in the next step";
   }
   if (decisions.offload) name += ", offload";
+  if (captured.parts > 1) name += ", " + std::to_string(captured.parts) + " parts of a micro-batch side by side";
   if (captured.width > 1) name += ", " + std::to_string(captured.width) + " micro-batches side by side";
   if (captured.recompute == Recompute::kSelective) name += ", selective recomputation";
   if (captured.recompute == Recompute::kBlocks) {

@@ -22,6 +22,7 @@ struct CapturedDecisions {
   std::vector<std::string> blocks;  // kBlocks: those in which everything runs again,
   size_t all_blocks = 0;            // of so many
   int64_t width = 1;                // micro-batches side by side
+  int64_t parts = 1;                // of a micro-batch, side by side
   friend bool operator==(const CapturedDecisions&, const CapturedDecisions&) = default;
 };
 

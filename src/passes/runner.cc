@@ -25,6 +25,10 @@ int64_t CountOps(const Program& program) {
   return ops;
 }
 
+bool IsCut(const Program& program) {
+  return std::any_of(program.params.begin(), program.params.end(), [](const Param& p) { return !p.cuts.empty(); });
+}
+
 Status Dump(const Program& program, const std::string& dir, size_t index, std::string_view name) {
   if (dir.empty()) return Ok{};
   std::string path = dir;
@@ -82,7 +86,7 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
   }
   std::vector<PassReport> reports;
   Program work = options.uses_up ? std::move(program) : program.Clone();
-  // What a pass further on goes back to: the last captured program, and the passes since.
+  // What a pass further on goes back to: the last captured program that every rank has whole, and the passes since.
   std::optional<Program> captured;
   size_t since = 0;
   const auto goes_back = [](const PassCall& c) { return c.pass->goes_back != nullptr && c.pass->goes_back(c.options); };
@@ -91,7 +95,7 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
     const PassCall& call = calls[i];
     Program before;
     if (!ReproFile(options).empty()) before = work.Clone();
-    if (will_go_back && work.level == Level::kCaptured && work.width == 1) {
+    if (will_go_back && work.level == Level::kCaptured && work.width == 1 && !IsCut(work)) {
       captured = work.Clone();
       since = i;
     }

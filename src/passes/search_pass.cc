@@ -155,7 +155,12 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
 class VariantSearch {
  public:
   VariantSearch(const Origin& origin, const PassCosts& costs, const SearchOptions& search)
-      : origin_(origin), costs_(costs), search_(search) {}
+      : origin_(origin), since_(origin.since), costs_(costs), search_(search) {
+    for (PassCall& call : since_) {  // orders by cost, too
+      if (call.pass != FindPass("overlap")) continue;
+      for (const auto& [name, text] : search.costs.items()) call.options.Set(name, text);
+    }
+  }
 
   // Error: what runs between the captured program and the search.
   Status Run(const std::vector<CapturedDecisions>& variants) {
@@ -165,8 +170,10 @@ class VariantSearch {
       INTERLACE_ASSIGN(SearchResult found, std::move(results[i]));
       if (variants[i] == CapturedDecisions{}) {
         all_.heuristics = std::move(found.heuristics);
-        all_.lower_bound_ps = found.lower_bound_ps;
       }
+      // Of those that were searched: a variant whose passes refuse has none.
+      if (found.lower_bound_ps > 0 && (all_.lower_bound_ps == 0 || found.lower_bound_ps < all_.lower_bound_ps))
+        all_.lower_bound_ps = found.lower_bound_ps;
       for (Candidate& c : found.tried) {
         c.decisions.captured = variants[i];
         all_.tried.push_back(std::move(c));
@@ -183,7 +190,7 @@ class VariantSearch {
   Result<Program> Base(const CapturedDecisions& captured) const {
     Program base = origin_.captured.Clone();
     INTERLACE_TRY(RunUnverified(base, CallsOf(captured)));
-    INTERLACE_TRY(RunUnverified(base, origin_.since));
+    INTERLACE_TRY(RunUnverified(base, since_));
     return base;
   }
 
@@ -192,11 +199,12 @@ class VariantSearch {
     Program base = origin_.captured.Clone();
     // Nothing can run again, or micro-batches depend on one another.
     if (!RunUnverified(base, CallsOf(captured)).ok()) return SearchResult{};
-    INTERLACE_TRY(RunUnverified(base, origin_.since));
+    INTERLACE_TRY(RunUnverified(base, since_));
     return TrySchedules(base, costs_, search_);
   }
 
   const Origin& origin_;
+  std::vector<PassCall> since_;
   const PassCosts& costs_;
   const SearchOptions& search_;
   SearchResult all_;
@@ -262,6 +270,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   };
   add_without("nothing recomputed",
               [](const CapturedDecisions& c) { return c.recompute != CapturedDecisions::Recompute::kNothing; });
+  add_without("a micro-batch in one part", [](const CapturedDecisions& c) { return c.parts > 1; });
   add_without("one micro-batch after the other", [](const CapturedDecisions& c) { return c.width > 1; });
   INTERLACE_ASSIGN(Program base, searches.Base(all.front[all.chosen].decisions.captured));
   INTERLACE_TRY(Finish(std::move(base), costs, all, program));

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <set>
 
+#include "ir/op_table.h"
 #include "passes/keep.h"
 #include "passes/recompute_choice.h"
 #include "passes/transfers.h"
@@ -286,6 +288,27 @@ void SearchSpace::Regroup(const Schedule& schedule, const std::function<bool(con
   }
 }
 
+namespace {
+
+// Whether activations travel between ranks.
+bool Exchanges(const Program& program) {
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      if (IsStart(program.op(id)) && TraitsOf(program.op(id)).family == OpFamily::kCollective) return true;
+    }
+  }
+  return false;
+}
+
+bool DividesMicroBatch(const Program& program, int64_t parts) {
+  const std::string* text = program.Meta("micro_batch");
+  int64_t samples = 0;
+  if (text != nullptr) std::from_chars(text->data(), text->data() + text->size(), samples);
+  return samples >= parts && samples % parts == 0;
+}
+
+}  // namespace
+
 std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
                                              bool breadth_first) {
   std::vector<CapturedDecisions> all = {{}};
@@ -296,8 +319,14 @@ std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Prog
     for (size_t quarter : {1, 2, 3, 4}) counts.insert(std::max<size_t>(blocks.size() * quarter / 4, 1));
     for (size_t count : counts) all.push_back(RecomputationOf(blocks, count));
   }
-  if (!breadth_first || sharded.accumulate_mode != "reduce_last" || sharded.width != 1) return all;
   const size_t recomputations = all.size();
+  if (breadth_first && Exchanges(sharded) && DividesMicroBatch(captured, 2)) {
+    for (size_t i = 0; i < recomputations; ++i) {
+      all.push_back(all[i]);
+      all.back().parts = 2;
+    }
+  }
+  if (!breadth_first || sharded.accumulate_mode != "reduce_last" || sharded.width != 1) return all;
   for (int64_t width : {2, 4}) {
     if (sharded.accumulation % width != 0) continue;
     std::vector<size_t> with = {0};

@@ -62,6 +62,9 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   if (parts > 1) {
     passes.push_back("tensor(axis=" + options.tensor_axis + ",plan=" + options.tensor_plan +
                      ",sequence=" + (options.sequence ? "true" : "false") + ")");
+    // What it adds are views of views; then there is something to travel while something else is computed.
+    passes.push_back("canonicalize");
+    passes.push_back("overlap");
   }
   // Before the strategy, because it says at the captured level which casts are made on shards and in which dtype a
   // gradient is handed over; the strategy turns that into narrow gathers and reductions.
