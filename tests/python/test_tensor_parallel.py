@@ -60,7 +60,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"schedule": [(0, ["bucket(modules=model.layers.*)", "reorder"])]},
     {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
     {"schedule": [(0, ["unshard(units=all)", "reposition_update"])]},
-    {"schedule": [(0, ["recompute(modules=model.layers.*)"])]},
+    {"schedule": [(0, ["recompute(mode=full)"])]},
     {"arena": False},
 ]
 
@@ -176,3 +176,18 @@ def test_a_checkpoint_loads_on_any_other_mesh(
 def short_runs(count: int) -> None:
     """From how few bytes on ranks write what they have themselves."""
     saving.SHORT_RUN = count or 64 << 10
+
+
+def recorded(mesh: dict[str, int], mode: str) -> list[float]:
+    with tensor_models.compiled("llama", mesh=mesh) as trainer:
+        found = tensor_models.steps(trainer, 0, 1)
+        trainer._run.executor.set_trace(mode)
+        return found + tensor_models.steps(trainer, 1, 4)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}])
+def test_a_recorded_step_trains_as_any_other(mesh: dict[str, int]) -> None:
+    """Also one whose transfers are completed one by one, as for profiles."""
+    size = 2 * mesh.get("dp", 1)
+    found = [ranks.run(recorded, size, mesh, mode)[0] for mode in ("off", "on", "serial")]
+    assert found[0] == found[1] == found[2]
