@@ -138,8 +138,15 @@ def test_first_values_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
 # ---- checkpoints ----
 
 MESHES: list[tuple[int, Any]] = [
-    (1, None), (2, None), (2, {"tp": 2}), (4, {"tp": 4}), (4, {"dp": 2, "tp": 2}), (4, {"tp": 2, "dp": 2}), (4, {"replica": 2, "dp": 1, "tp": 2}),
-]  # fmt: skip
+    (1, None),
+    (2, None),
+    (2, {"tp": 2}),
+    (4, {"tp": 4}),
+    (4, {"dp": 2, "tp": 2}),
+    (4, {"tp": 2, "dp": 2}),
+    (4, {"replica": 2, "dp": 1, "tp": 2}),
+]
+FROM = [(4, {"dp": 2, "tp": 2}, "shard"), (2, {"tp": 2}, "shard"), (4, {"dp": 2, "tp": 2}, "replicate"), (2, None, "shard")]
 
 
 def resumed(name: str, folder: str, start: int, stop: int, mesh: Any, strategy: str) -> parity.Run:
@@ -153,7 +160,7 @@ def resumed(name: str, folder: str, start: int, stop: int, mesh: Any, strategy: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize(("size", "mesh", "strategy"), [(4, {"dp": 2, "tp": 2}, "shard"), (2, {"tp": 2}, "shard"), (4, {"dp": 2, "tp": 2}, "replicate"), (2, None, "shard")])  # fmt: skip
+@pytest.mark.parametrize(("size", "mesh", "strategy"), FROM)
 @pytest.mark.parametrize("short", [0, 1 << 30])
 def test_a_checkpoint_loads_on_any_other_mesh(
     name: str, size: int, mesh: Any, strategy: str, short: int, tmp_path: Path
