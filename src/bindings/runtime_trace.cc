@@ -1,5 +1,6 @@
 // runtime_trace.cc — what the executor recorded of a step, as a trace and as the raw times that profiles are made of.
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -71,8 +72,8 @@ std::string TraceText(const Executor& self, const std::string& format, int32_t r
   throw std::invalid_argument("unknown trace format \"" + format + "\"" + DidYouMean(format, {"chrome", "json"}));
 }
 
-// What profiles know of an op: its key ("" for what costs nothing or moves data), the bytes of its results, and of a
-// collective its bytes and units; of what goes to or comes from the tier, where its bytes are copied: "moves".
+// What profiles know of an op: its key ("" for what costs nothing or moves data), its name (of a collective that of its
+// kind: all_gather is a gather), the bytes of its results, and of a collective its bytes and units; of what goes to or comes from the tier, where its bytes are copied: "moves".
 py::dict FactsOf(const Program& program, const Op& op) {
   const bool starts = IsStart(op), moves = MoveOf(op) != nullptr;
   std::string key;
@@ -80,8 +81,10 @@ py::dict FactsOf(const Program& program, const Op& op) {
     const Status status = AppendProfileKey(program, op, key);
     if (!status.ok()) throw std::invalid_argument(status.error().ToString());
   }
+  const std::optional<CollectiveKind> kind = CollectiveOf(op);
+  const std::string name = kind ? std::string(CollectiveKindName(*kind)) + ".start" : op.name;
   const std::string replicas = op.kind == OpKind::kReduceStart ? program.units[op.units[0]].replicas : "";
-  return py::dict(py::arg("key") = key, py::arg("name") = op.name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
+  return py::dict(py::arg("key") = key, py::arg("name") = name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
                   py::arg("result_bytes") = ResultBytes(program, op),
                   py::arg("bytes") = starts && !moves ? CollectiveBytes(program, op) : 0,
                   py::arg("moves") = starts && moves && !IsClean(op) && !IsFresh(op),

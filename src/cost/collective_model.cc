@@ -2,11 +2,34 @@
 
 #include <algorithm>
 
+#include "ir/op_table.h"
+
 namespace interlace {
 
 std::string_view CollectiveKindName(CollectiveKind kind) {
   static constexpr std::string_view kNames[] = {"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"};
   return kNames[static_cast<int>(kind)];
+}
+
+std::optional<CollectiveKind> CollectiveOf(const Op& op) {
+  if (!IsStart(op)) return std::nullopt;
+  switch (TraitsOf(op).exchange) {
+    case Exchange::kGather:
+      return CollectiveKind::kGather;
+    case Exchange::kReduce:
+      return CollectiveKind::kReduce;
+    case Exchange::kAllReduce:
+      return CollectiveKind::kAllReduce;
+    case Exchange::kBroadcast:
+      return CollectiveKind::kBroadcast;
+    case Exchange::kAllToAll:
+      return CollectiveKind::kAllToAll;
+    case Exchange::kPointToPoint:
+      return CollectiveKind::kPointToPoint;
+    case Exchange::kNone:
+      return std::nullopt;
+  }
+  return std::nullopt;
 }
 
 std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas) {

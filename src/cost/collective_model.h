@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,6 +21,7 @@ namespace interlace {
 
 enum class CollectiveKind : uint8_t { kGather, kReduce, kAllReduce, kBroadcast, kAllToAll, kPointToPoint };
 std::string_view CollectiveKindName(CollectiveKind kind);  // as in profiles
+std::optional<CollectiveKind> CollectiveOf(const Op& op);    // that it starts
 
 // How a group along one axis lies on the machines.
 struct GroupShape {

@@ -13,27 +13,6 @@
 namespace interlace {
 namespace {
 
-std::optional<CollectiveKind> CollectiveOf(const Op& op) {
-  if (!IsStart(op)) return std::nullopt;
-  switch (TraitsOf(op).exchange) {
-    case Exchange::kGather:
-      return CollectiveKind::kGather;
-    case Exchange::kReduce:
-      return CollectiveKind::kReduce;
-    case Exchange::kAllReduce:
-      return CollectiveKind::kAllReduce;
-    case Exchange::kBroadcast:
-      return CollectiveKind::kBroadcast;
-    case Exchange::kAllToAll:
-      return CollectiveKind::kAllToAll;
-    case Exchange::kPointToPoint:
-      return CollectiveKind::kPointToPoint;
-    case Exchange::kNone:
-      return std::nullopt;
-  }
-  return std::nullopt;
-}
-
 // Two transfers of one op: a sum within the shard axes, and then over the replicas.
 OpCost OneAfterTheOther(const OpCost& a, const OpCost& b) {
   OpCost out = a.resource == Resource::kInterLink || b.group_ranks < 2 ? a : b;

@@ -18,8 +18,16 @@ class Printer {
     out_.append(buffer, end);
   }
   void Size(Dim dim) {
-    bad_ = bad_ || !dim.is_const();
+    if (!dim.is_const()) return OfRankZero(dim);
     Number(dim.value);
+  }
+  // Where a number depends on the rank (the first row of its part), that of rank 0 stands for all: it is as much work.
+  void OfRankZero(Dim dim) {
+    Binding ranks;
+    for (const Axis& axis : program_.mesh) ranks["rank_" + axis.name] = 0;
+    const Result<int64_t> value = program_.dims.Evaluate(dim, ranks);
+    bad_ = bad_ || !value.ok();
+    Number(value.ok() ? *value : 0);
   }
   void TypeOf(ValueId id) {
     const Type& type = program_.value(id).type;

@@ -64,6 +64,7 @@ struct ExchangeKernel final : KernelData {
     }
     switch (kind) {
       case OpKind::kAllGatherStart: {
+        if (dim == 0) return comm->StartGather({flat(source)}, {land.view(-1)}, label);
         std::vector<int64_t> sizes = source.sizes().vec();
         sizes.insert(sizes.begin(), ranks);
         const at::Tensor parts = at::empty(sizes, source.options());

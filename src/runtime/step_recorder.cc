@@ -112,8 +112,11 @@ void StepRecorder::RunAlone(const Instruction& at, Frame& frame, OpSample& sampl
   const int64_t cpu = NanosOf(CLOCK_PROCESS_CPUTIME_ID);
   at.run(at.data, frame);
   RememberTransfers(at, frame, first);
-  for (size_t i = first; i < frame.transfers.size(); ++i)
-    wait(frame.transfers[i].comm, std::exchange(frame.transfers[i].ticket, 0));
+  for (size_t i = first; i < frame.transfers.size(); ++i) {
+    Transfer& transfer = frame.transfers[i];
+    wait(transfer.comm, std::exchange(transfer.ticket, 0));
+    if (transfer.landed) std::exchange(transfer.landed, {})();
+  }
   sample.cpu_ns = NanosOf(CLOCK_PROCESS_CPUTIME_ID) - cpu;
 }
 

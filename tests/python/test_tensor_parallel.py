@@ -60,7 +60,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"schedule": [(0, ["bucket(modules=model.layers.*)", "reorder"])]},
     {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
     {"schedule": [(0, ["unshard(units=all)", "reposition_update"])]},
-    {"schedule": [(0, ["recompute(modules=model.layers.*)"])]},
+    {"schedule": [(0, ["recompute(mode=full)"])]},
     {"arena": False},
 ]
 
@@ -138,8 +138,15 @@ def test_first_values_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
 # ---- checkpoints ----
 
 MESHES: list[tuple[int, Any]] = [
-    (1, None), (2, None), (2, {"tp": 2}), (4, {"tp": 4}), (4, {"dp": 2, "tp": 2}), (4, {"tp": 2, "dp": 2}), (4, {"replica": 2, "dp": 1, "tp": 2}),
-]  # fmt: skip
+    (1, None),
+    (2, None),
+    (2, {"tp": 2}),
+    (4, {"tp": 4}),
+    (4, {"dp": 2, "tp": 2}),
+    (4, {"tp": 2, "dp": 2}),
+    (4, {"replica": 2, "dp": 1, "tp": 2}),
+]
+FROM = [(4, {"dp": 2, "tp": 2}, "shard"), (2, {"tp": 2}, "shard"), (4, {"dp": 2, "tp": 2}, "replicate"), (2, None, "shard")]
 
 
 def resumed(name: str, folder: str, start: int, stop: int, mesh: Any, strategy: str) -> parity.Run:
@@ -153,7 +160,7 @@ def resumed(name: str, folder: str, start: int, stop: int, mesh: Any, strategy: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize(("size", "mesh", "strategy"), [(4, {"dp": 2, "tp": 2}, "shard"), (2, {"tp": 2}, "shard"), (4, {"dp": 2, "tp": 2}, "replicate"), (2, None, "shard")])  # fmt: skip
+@pytest.mark.parametrize(("size", "mesh", "strategy"), FROM)
 @pytest.mark.parametrize("short", [0, 1 << 30])
 def test_a_checkpoint_loads_on_any_other_mesh(
     name: str, size: int, mesh: Any, strategy: str, short: int, tmp_path: Path
@@ -176,3 +183,18 @@ def test_a_checkpoint_loads_on_any_other_mesh(
 def short_runs(count: int) -> None:
     """From how few bytes on ranks write what they have themselves."""
     saving.SHORT_RUN = count or 64 << 10
+
+
+def recorded(mesh: dict[str, int], mode: str) -> list[float]:
+    with tensor_models.compiled("llama", mesh=mesh) as trainer:
+        found = tensor_models.steps(trainer, 0, 1)
+        trainer._run.executor.set_trace(mode)
+        return found + tensor_models.steps(trainer, 1, 4)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}])
+def test_a_recorded_step_trains_as_any_other(mesh: dict[str, int]) -> None:
+    """Also one whose transfers are completed one by one, as for profiles."""
+    size = 2 * mesh.get("dp", 1)
+    found = [ranks.run(recorded, size, mesh, mode)[0] for mode in ("off", "on", "serial")]
+    assert found[0] == found[1] == found[2]

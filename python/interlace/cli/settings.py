@@ -133,7 +133,8 @@ class TrainSettings:
             raise SettingError(f"--tensor '{self.tensor}' is neither auto, model nor a file{hint}")
         parts = self.data_ranks * self.accumulation
         if self.batch % parts:
-            why = f"{self.data_ranks} {'data ' if self.data_ranks < self.ranks else ''}ranks" + (f" x {self.accumulation} micro-batches" if self.accumulation > 1 else "")
+            why = f"{self.data_ranks} ranks" + ("" if self.data_ranks == self.ranks else " with batches of their own")
+            why += f" x {self.accumulation} micro-batches" if self.accumulation > 1 else ""
             raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
 
     def trace_files(self) -> TraceFiles | None:

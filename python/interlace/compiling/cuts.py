@@ -84,7 +84,7 @@ class Cuts:
             at = self.axes.index(step.axis)
             groups: dict[tuple[int, ...], list[Tensor]] = {}
             for place, t in sorted(held.items(), key=lambda item: item[0]):
-                groups.setdefault(place[:at] + (0,) + place[at + 1 :], []).append(t.reshape(-1, step.run))
+                groups.setdefault((*place[:at], 0, *place[at + 1 :]), []).append(t.reshape(-1, step.run))
             held = {place: torch.stack(found, 1).reshape(-1) for place, found in groups.items()}
         (whole,) = held.values()
         return whole.view(self.whole)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from interlace.compiling.cache import key_of
 from interlace.capture.tensor_plan import cuts_text
+from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
 from interlace.config import Config, ConfigError

@@ -36,9 +36,9 @@ class Trainer:
     """A compiled model in training. Make one with interlace.compile; close it, or use it in a with statement, to free everything.
 
     Attributes: `config`; `rank`, `world_size`; `data_rank` of `data_ranks`: which of how many different batches this rank gets (as
-    Config.data_place says before compiling: ranks along axis tp of the mesh get the same); `steps` made so far; `norm` of the last step's gradient (None when not computed);
-    `outputs` of the last step by name, one tensor per micro-batch; `skipped`: whether the last update was left out; `swaps` so far;
-    `program`: the text that runs, `passes`: reports of what made it.
+    Config.data_place says before compiling: ranks along axis tp of the mesh get the same); `steps` made so far; `norm` of the last step's
+    gradient (None when not computed); `outputs` of the last step by name, one tensor per micro-batch; `skipped`: whether the last update
+    was left out; `swaps` so far; `program`: the text that runs, `passes`: reports of what made it.
     """
 
     config, rank, world_size = _of_run("config"), _of_run("rank"), _of_run("world_size")
