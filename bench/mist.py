@@ -46,8 +46,8 @@ def text_of(model: str, flash: bool, blocks: int | None = None) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def core_layers(model: str, flash: bool, cluster: str, sequence: int, blocks: int | None) -> _core.PlanLayers:
-    return _core.PlanLayers(text_of(model, flash, blocks), cluster, sequence)
+def core_layers(model: str, flash: bool, cluster: str, sequence: int, blocks: int | None) -> _core.testing.PlanLayers:
+    return _core.testing.PlanLayers(text_of(model, flash, blocks), cluster, sequence)
 
 
 class Kept:
@@ -92,7 +92,7 @@ class Layers:
     sequence: int
     blocks: int | None = None
 
-    def core(self) -> _core.PlanLayers:
+    def core(self) -> _core.testing.PlanLayers:
         return core_layers(self.model, self.flash, self.cluster, self.sequence, self.blocks)
 
     def tune(self, system: str, batch: int) -> Tuned:
@@ -352,7 +352,7 @@ def space(_: list[str]) -> dict[str, Any]:
     )
     print("\nwhole tuning, full space, from the model's text")
     for model, cluster, sequence, size, limit in promised[:1] if QUICK else promised:
-        fresh = _core.PlanLayers(text_of(model, True), cluster, sequence)
+        fresh = _core.testing.PlanLayers(text_of(model, True), cluster, sequence)
         t = fresh.tune("full", size)
         out[f"{model} {cluster}"] = t["wall_s"]
         print(

@@ -91,7 +91,7 @@ def predict(row: dict[str, Any], texts: dict[str, str]) -> int:
         texts[row["model"]] = model_text(row["model"], seq=SEQ, dtype="float32", **MODELS[row["model"]])
     text = texts[row["model"]]
     blocks = int(re.search(r"(?m)^blocks (\d+)$", text)[1])  # type: ignore[index]
-    memory = _core.stage_memory(
+    memory = _core.testing.stage_memory(
         text, f"local-{row['ranks']}", SEQ, micro_batch=row["batch"], micro_batches=ZERO[row["zero"]][1], dp=row["ranks"], zero=row["zero"],
         full=blocks if row["mode"] == "full" else 0, selective=blocks if row["mode"] == "selective" else 0,
     )  # fmt: skip

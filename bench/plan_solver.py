@@ -64,7 +64,7 @@ def boundary(a: tuple[int, int], b: tuple[int, int], inside: bool) -> float:
 
 
 def run(case: Case, seed: int, micro_batches: int, points: int = 30) -> dict[str, float]:
-    result = _core.solve_stages(
+    result = _core.testing.solve_stages(
         case.stages,
         case.layers,
         micro_batches,

@@ -385,7 +385,6 @@ PYBIND11_MODULE(_core, m) {
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
       "SHA-256 of a text, hexadecimal.");
   AddSimulation(m);
-  AddPipeline(m);
   AddPlanner(m);
-  AddLayers(m);
+  if (AddTesting != nullptr) AddTesting(m);
 }

@@ -23,11 +23,9 @@ T Take(Result<T> result) {
 
 // Simulation, cluster presets, checkers of the trace formats (core_sim.cc).
 void AddSimulation(pybind11::module_& m);
-// The planner's choice between stages (core_pipeline.cc).
-void AddPipeline(pybind11::module_& m);
 // Plans: read, checked, found (core_plan.cc).
 void AddPlanner(pybind11::module_& m);
-// What layers, and a stage of them, cost (core_layers.cc).
-void AddLayers(pybind11::module_& m);
+// Readers of trace files, parts of the planner (testing/core_testing.cc): null unless the build has INTERLACE_TESTING.
+[[gnu::weak]] void AddTesting(pybind11::module_& m);
 
 }  // namespace interlace

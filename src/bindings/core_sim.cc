@@ -1,5 +1,4 @@
-// core_sim.cc — `_core.Simulator`, `_core.Simulation`: a predicted step and its results as texts; cluster presets;
-// checkers of the formats.
+// core_sim.cc — `_core.Simulator`, `_core.Simulation`: a predicted step and its results as texts; cluster presets.
 //
 // All of it runs with the interpreter lock released. A Simulator keeps its own verified copy of the program, which its
 // simulations share: the same program on many machines is verified and copied once.
@@ -19,8 +18,6 @@
 #include "sim/measured.h"
 #include "sim/report_data.h"
 #include "sim/simulate.h"
-#include "trace/chrome_trace.h"
-#include "trace/memory_snapshot.h"
 
 namespace py = pybind11;
 
@@ -207,12 +204,6 @@ void AddSimulation(py::module_& m) {
       [](const std::string& text, const std::string& file) { return Take(LoadCluster(text, file)).devices; },
       py::arg("text"), py::arg("file") = "cluster", Unlocked(),
       "How many devices a cluster has; error: what is wrong with its file.");
-  m.def(
-      "check_chrome_trace", [](const std::string& json) { Take(CheckChromeTrace(json)); }, py::arg("json"), Unlocked(),
-      "Error: the first rule that a trace breaks.");
-  m.def(
-      "check_memory_snapshot", [](const std::string& json) { Take(CheckMemorySnapshot(json)); }, py::arg("json"),
-      Unlocked());
 }
 
 }  // namespace interlace

@@ -181,23 +181,18 @@ PYBIND11_MODULE(_runtime, m) {
            "without "
            "take_states its tier only.")
       .def(
-          "tensor", [](Executor& self, ValueId id) { return WithoutLock([&] { return Unwrap(self.TensorOf(id)); }); },
-          py::arg("value_id"),
+          "tensor", &Unlocked<&Executor::TensorOf>::Call, py::arg("value_id"),
           "The storage of a state, parameter, buffer or constant; shared, not copied. What lies in the tier comes into "
           "memory until the next step or settle().")
-      .def(
-          "settle", [](Executor& self) { WithoutLock([&] { return Unwrap(self.Settle()), 0; }); },
-          "Sends every state that lies in the tier between steps back there; tensors over it must not be read until "
-          "tensor().")
-      .def(
-          "flush", [](Executor& self) { return WithoutLock([&] { return Unwrap(self.Flush()); }); },
-          "Runs the optimizer step that the last step left pending (pass reposition_update); whether there was one. "
-          "Every rank must "
-          "call it before parameters or states are read.")
-      .def(
-          "put_back", [](Executor& self, ValueId id) { WithoutLock([&] { return Unwrap(self.PutBack(id)), 0; }); },
-          py::arg("value_id"),
-          "Like settle(), for one state that tensor() gave and nobody has changed: it is not written again.")
+      .def("settle", &Unlocked<&Executor::Settle>::Call,
+           "Sends every state that lies in the tier between steps back there; tensors over it must not be read until "
+           "tensor().")
+      .def("flush", &Unlocked<&Executor::Flush>::Call,
+           "Runs the optimizer step that the last step left pending (pass reposition_update); whether there was one. "
+           "Every rank must "
+           "call it before parameters or states are read.")
+      .def("put_back", &Unlocked<&Executor::PutBack>::Call, py::arg("value_id"),
+           "Like settle(), for one state that tensor() gave and nobody has changed: it is not written again.")
       .def(
           "step",
           [](Executor& self, Batches micro_batches, const Hyper& hyper, int64_t step) {
@@ -221,19 +216,10 @@ PYBIND11_MODULE(_runtime, m) {
           },
           py::arg("micro_batches"), py::arg("step"), py::arg("stop_at") = "",
           "Runs the micro-batches op by op without an update; describes every floating result.")
-      .def(
-          "gather_unit",
-          [](Executor& self, UnitId unit) { return WithoutLock([&] { return Unwrap(self.GatherUnit(unit)); }); },
-          py::arg("unit"), "The full flat buffer of a unit; every rank must call it.")
-      .def(
-          "leave",
-          [](Executor& self) {
-            WithoutLock([&] {
-              self.Leave();
-              return 0;
-            });
-          },
-          "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
+      .def("gather_unit", &Unlocked<&Executor::GatherUnit>::Call, py::arg("unit"),
+           "The full flat buffer of a unit; every rank must call it.")
+      .def("leave", &Executor::Leave, py::call_guard<py::gil_scoped_release>(),
+           "Closes this rank's connections: ranks that wait for it hear of it at once. Nothing can run afterwards.")
       .def(
           "arena_stats", [](const Executor& self) { return ArenaDict(self.ArenaStatistics()); },
           "What the arena of a step is, and what did not go through it.")

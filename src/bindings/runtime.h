@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 #include "base/result.h"
@@ -22,6 +23,21 @@ T Unwrap(Result<T> result) {
   if (!result.ok()) throw Exception(result.error().ToString());
   return std::move(*result);
 }
+
+// A method as a function that throws its error and runs without the interpreter lock.
+template <auto Method>
+struct Unlocked;
+template <typename Class, typename Value, typename... Args, Result<Value> (Class::*Method)(Args...)>
+struct Unlocked<Method> {
+  static auto Call(Class& self, std::decay_t<Args>... args) {
+    pybind11::gil_scoped_release released;
+    if constexpr (std::is_same_v<Value, Ok>) {
+      Unwrap((self.*Method)(std::forward<Args>(args)...));
+    } else {
+      return Unwrap((self.*Method)(std::forward<Args>(args)...));
+    }
+  }
+};
 
 // Collectives and tier copies without a program (runtime_measure.cc).
 void BindMeasure(pybind11::module_& m);

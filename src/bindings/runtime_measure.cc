@@ -29,18 +29,8 @@ void BindMeasure(py::module_& m) {
   py::class_<Comm>(m, "Comm")
       .def(py::init(&CreateComm), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("backend"),
            py::arg("timeout_s"), py::arg("group") = "", no_gil)
-      .def(
-          "start_gather",
-          [](Comm& c, Tensors shards, Tensors fulls, std::string label) {
-            return Unwrap(c.StartGather(std::move(shards), std::move(fulls), std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_reduce",
-          [](Comm& c, Tensors flats, Tensors shards, std::string label) {
-            return Unwrap(c.StartReduce(std::move(flats), std::move(shards), std::move(label)));
-          },
-          no_gil)
+      .def("start_gather", &Unlocked<&Comm::StartGather>::Call)
+      .def("start_reduce", &Unlocked<&Comm::StartReduce>::Call)
       .def(
           "start_grid_reduce",
           [](Comm& c, Tensors flats, Tensors shards, std::vector<int> within, std::vector<int> across,
@@ -49,36 +39,11 @@ void BindMeasure(py::module_& m) {
             return Unwrap(c.StartGridReduce(std::move(flats), std::move(shards), grid, std::move(label)));
           },
           no_gil)
-      .def(
-          "start_all_reduce",
-          [](Comm& c, at::Tensor value, std::string label) {
-            return Unwrap(c.StartAllReduce(std::move(value), std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_all_to_all",
-          [](Comm& c, at::Tensor from, at::Tensor to, std::string label) {
-            return Unwrap(c.StartAllToAll(std::move(from), std::move(to), std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_broadcast",
-          [](Comm& c, at::Tensor value, int64_t root, std::string label) {
-            return Unwrap(c.StartBroadcast(std::move(value), root, std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_send",
-          [](Comm& c, at::Tensor value, int64_t peer, std::string label) {
-            return Unwrap(c.StartSend(std::move(value), peer, std::move(label)));
-          },
-          no_gil)
-      .def(
-          "start_recv",
-          [](Comm& c, at::Tensor value, int64_t peer, std::string label) {
-            return Unwrap(c.StartRecv(std::move(value), peer, std::move(label)));
-          },
-          no_gil)
+      .def("start_all_reduce", &Unlocked<&Comm::StartAllReduce>::Call)
+      .def("start_all_to_all", &Unlocked<&Comm::StartAllToAll>::Call)
+      .def("start_broadcast", &Unlocked<&Comm::StartBroadcast>::Call)
+      .def("start_send", &Unlocked<&Comm::StartSend>::Call)
+      .def("start_recv", &Unlocked<&Comm::StartRecv>::Call)
       .def(
           "wait", [](Comm& c, int64_t ticket) { Unwrap(c.Wait(ticket)); }, no_gil)
       .def("progress", &Comm::Progress, no_gil, "Moves what can be moved without waiting.")

@@ -81,8 +81,8 @@ py::dict FactsOf(const Program& program, const Op& op) {
     const Status status = AppendProfileKey(program, op, key);
     if (!status.ok()) throw std::invalid_argument(status.error().ToString());
   }
-  const std::optional<CollectiveKind> kind = CollectiveOf(op);
-  const std::string name = kind ? std::string(CollectiveKindName(*kind)) + ".start" : op.name;
+  const Exchange kind = starts ? TraitsOf(op).exchange : Exchange::kNone;
+  const std::string name = kind != Exchange::kNone ? std::string(ExchangeName(kind)) + ".start" : op.name;
   const std::string replicas = op.kind == OpKind::kReduceStart ? program.units[op.units[0]].replicas : "";
   return py::dict(py::arg("key") = key, py::arg("name") = name, py::arg("lane") = std::string(LaneName(LaneOf(op))),
                   py::arg("result_bytes") = ResultBytes(program, op),

@@ -2,34 +2,11 @@
 
 #include <algorithm>
 
-#include "ir/op_table.h"
-
 namespace interlace {
 
-std::string_view CollectiveKindName(CollectiveKind kind) {
-  static constexpr std::string_view kNames[] = {"gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"};
+std::string_view ExchangeName(Exchange kind) {
+  static constexpr std::string_view kNames[] = {"", "gather", "reduce", "all_reduce", "broadcast", "all_to_all", "p2p"};
   return kNames[static_cast<int>(kind)];
-}
-
-std::optional<CollectiveKind> CollectiveOf(const Op& op) {
-  if (!IsStart(op)) return std::nullopt;
-  switch (TraitsOf(op).exchange) {
-    case Exchange::kGather:
-      return CollectiveKind::kGather;
-    case Exchange::kReduce:
-      return CollectiveKind::kReduce;
-    case Exchange::kAllReduce:
-      return CollectiveKind::kAllReduce;
-    case Exchange::kBroadcast:
-      return CollectiveKind::kBroadcast;
-    case Exchange::kAllToAll:
-      return CollectiveKind::kAllToAll;
-    case Exchange::kPointToPoint:
-      return CollectiveKind::kPointToPoint;
-    case Exchange::kNone:
-      return std::nullopt;
-  }
-  return std::nullopt;
 }
 
 std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas) {
@@ -50,12 +27,12 @@ GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, in
   return group;
 }
 
-CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, double bytes,
+CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, Exchange kind, double bytes,
                         int64_t messages) {
   CollectiveTime out;
   if (group.ranks <= 1) return out;
   double n = static_cast<double>(group.ranks);
-  bool all_reduce = kind == CollectiveKind::kAllReduce;
+  bool all_reduce = kind == Exchange::kAllReduce;
   const LinkSpec& link = group.within_node() ? cluster.intra : cluster.inter;
   auto rate = [&](const LinkSpec& l) {
     return (all_reduce && l.all_reduce_gb_per_s > 0 ? l.all_reduce_gb_per_s : l.gb_per_s) * 1e3;
@@ -70,8 +47,8 @@ CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, Col
   double rounds = all_reduce ? 2 : 1;
   double share = (n - 1) / n;
   double hops = n - 1;
-  if (kind == CollectiveKind::kBroadcast) share = 1;
-  if (kind == CollectiveKind::kPointToPoint) share = 1, hops = 1;
+  if (kind == Exchange::kBroadcast) share = 1;
+  if (kind == Exchange::kPointToPoint) share = 1, hops = 1;
   out.latency_us = rounds * alpha * hops * static_cast<double>(std::max<int64_t>(messages, 1));
   out.moved_bytes = rounds * bytes * share;
   out.transfer_us = out.moved_bytes / bytes_per_us;

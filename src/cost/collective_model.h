@@ -19,9 +19,7 @@
 
 namespace interlace {
 
-enum class CollectiveKind : uint8_t { kGather, kReduce, kAllReduce, kBroadcast, kAllToAll, kPointToPoint };
-std::string_view CollectiveKindName(CollectiveKind kind);  // as in profiles
-std::optional<CollectiveKind> CollectiveOf(const Op& op);    // that it starts
+std::string_view ExchangeName(Exchange kind);  // as in profiles
 
 // How a group along one axis lies on the machines.
 struct GroupShape {
@@ -42,7 +40,7 @@ struct CollectiveTime {
   double moved_bytes = 0;  // sent by one rank
 };
 // `bytes`: the whole buffer of a rank (a gather's result, a reduce's source); `messages`: latencies to pay.
-CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, double bytes,
+CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, Exchange kind, double bytes,
                         int64_t messages);
 
 }  // namespace interlace

@@ -85,8 +85,8 @@ void CostModel::ReadPairs(const ProfileTable& profile) {
 
 Result<OpCost> CostModel::Cost(const Op& op) {
   Result<OpCost> cost = OpCost{};
-  if (std::optional<CollectiveKind> kind = CollectiveOf(op)) {
-    cost = Collective(op, *kind);
+  if (const Exchange kind = TraitsOf(op).exchange; IsStart(op) && kind != Exchange::kNone) {
+    cost = Collective(op, kind);
   } else if (op.kind == OpKind::kOffloadStart || op.kind == OpKind::kReloadStart) {
     if (!IsClean(op) && !IsFresh(op)) cost = Copy(op, op.kind == OpKind::kReloadStart);
   } else if (StepsOnHost(op)) {
@@ -151,11 +151,11 @@ Result<double> CostModel::OperandBytes(const Op& op, bool results) const {
   return bytes;
 }
 
-Result<OpCost> CostModel::Collective(const Op& op, CollectiveKind kind) {
+Result<OpCost> CostModel::Collective(const Op& op, Exchange kind) {
   std::string axis(AxisOf(*program_, op));
   if (axis.empty() && program_->mesh.size() == 1) axis = program_->mesh[0].name;
   // A gather's whole buffer is its results, everything else is counted by what goes in (recv by what comes out).
-  bool by_results = kind == CollectiveKind::kGather || op.kind == OpKind::kRecvStart;
+  bool by_results = kind == Exchange::kGather || op.kind == OpKind::kRecvStart;
   INTERLACE_ASSIGN(double bytes, OperandBytes(op, by_results));
   int64_t units = std::max<int64_t>(static_cast<int64_t>(by_results ? op.results.size() : op.args.size()), 1);
   INTERLACE_ASSIGN(OpCost cost, CollectiveCost(kind, axis, bytes, units));
@@ -174,34 +174,34 @@ Result<OpCost> CostModel::OntoReplicas(const Op& op, const OpCost& within, doubl
   if (profile_ != nullptr && profile_->collectives.contains({"reduce", ranks})) {
     GroupShape group = GroupShapeOf(program_->mesh, unit.replicas, cluster_.per_node);
     group.ranks *= program_->AxisSize(unit.axis);
-    INTERLACE_ASSIGN(OpCost cost, Timed(CollectiveKind::kReduce, group, ranks, bytes, units));
+    INTERLACE_ASSIGN(OpCost cost, Timed(Exchange::kReduce, group, ranks, bytes, units));
     cost.resource = Resource::kInterLink;  // gathers within the shard axes go on beside it
     return cost;
   }
   INTERLACE_ASSIGN(const double part, OperandBytes(op, /*results=*/true));
-  INTERLACE_ASSIGN(const OpCost across, CollectiveCost(CollectiveKind::kAllReduce, unit.replicas, part, units));
+  INTERLACE_ASSIGN(const OpCost across, CollectiveCost(Exchange::kAllReduce, unit.replicas, part, units));
   return OneAfterTheOther(within, across);
 }
 
-Result<OpCost> CostModel::CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units) {
+Result<OpCost> CostModel::CollectiveCost(Exchange kind, std::string_view axis, double bytes, int64_t units) {
   return Timed(kind, GroupShapeOf(program_->mesh, axis, cluster_.per_node), RanksWord(program_->mesh, axis), bytes,
                units);
 }
 
-Result<OpCost> CostModel::Timed(CollectiveKind kind, GroupShape group, const std::string& ranks, double bytes,
+Result<OpCost> CostModel::Timed(Exchange kind, GroupShape group, const std::string& ranks, double bytes,
                                 int64_t units) {
   OpCost cost;
   cost.group_ranks = group.ranks;
   cost.resource = group.within_node() ? Resource::kIntraLink : Resource::kInterLink;
   cost.sends = cost.receives = true;
-  if (kind == CollectiveKind::kPointToPoint && group.ranks < 2) group.ranks = 2;
+  if (kind == Exchange::kPointToPoint && group.ranks < 2) group.ranks = 2;
   if (group.ranks < 2) return cost;
   int64_t messages = cluster_.coalesce ? 1 : units;
   CollectiveTime time = RingTime(cluster_, group, kind, bytes, messages);
   cost.source = OpCost::Source::kEstimated;
   double core_us = cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6, finish_us = 0;
   if (profile_ != nullptr) {
-    const std::pair<std::string, std::string> key{CollectiveKindName(kind), ranks};
+    const std::pair<std::string, std::string> key{ExchangeName(kind), ranks};
     double size = bytes / static_cast<double>(messages), count = static_cast<double>(messages);
     auto at = [&](const ProfileTable::Sweeps& sweeps, double where) {
       auto sweep = sweeps.find(key);

@@ -62,7 +62,7 @@ class CostModel {
   // Error: a size that is not yet a number, a time beyond 64 bits, a lane that the op cannot run on.
   Result<OpCost> Cost(const Op& op);
   // Of a collective that need not exist: `units` buffers of `bytes` together, in one call along `axis`.
-  Result<OpCost> CollectiveCost(CollectiveKind kind, std::string_view axis, double bytes, int64_t units);
+  Result<OpCost> CollectiveCost(Exchange kind, std::string_view axis, double bytes, int64_t units);
 
   // Of bytes that go out to the tier, or come from it.
   Result<OpCost> CopyCost(Lane lane, bool to_device, double bytes);
@@ -82,10 +82,10 @@ class CostModel {
   CostModel(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile)
       : program_(&program), cluster_(cluster), profile_(profile) {}
   Result<OpCost> Compute(const Op& op);
-  Result<OpCost> Collective(const Op& op, CollectiveKind kind);
+  Result<OpCost> Collective(const Op& op, Exchange kind);
   Result<OpCost> OntoReplicas(const Op& op, const OpCost& within, double bytes, int64_t units);
   // `ranks`: the profile's word for the group.
-  Result<OpCost> Timed(CollectiveKind kind, GroupShape group, const std::string& ranks, double bytes, int64_t units);
+  Result<OpCost> Timed(Exchange kind, GroupShape group, const std::string& ranks, double bytes, int64_t units);
   Result<OpCost> Copy(const Op& op, bool to_device);
   Result<OpCost> HostStep(const Op& op);
   void ReadPairs(const ProfileTable& profile);

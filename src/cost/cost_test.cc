@@ -8,6 +8,7 @@
 #include "cost/kernel_model.h"
 #include "cost/profile_table.h"
 #include "cost/signature.h"
+#include "cost/testing/print_profile.h"
 #include "ir/testing/golden.h"
 #include "ir/text.h"
 
@@ -138,16 +139,16 @@ TEST(Collectives, RingByHand) {
   ClusterSpec c = Preset("h100-80gb-16");
   c.inter = {10, 320, 0, 0};
   GroupShape group = GroupShapeOf({{"dp", 16}}, "dp", 8);
-  CollectiveTime gather = RingTime(c, group, CollectiveKind::kGather, 320e6, 1);
+  CollectiveTime gather = RingTime(c, group, Exchange::kGather, 320e6, 1);
   EXPECT_DOUBLE_EQ(gather.latency_us, 150);
   EXPECT_DOUBLE_EQ(gather.transfer_us, 320e6 * 15 / 16 / 320e3);
-  CollectiveTime all = RingTime(c, group, CollectiveKind::kAllReduce, 320e6, 1);
+  CollectiveTime all = RingTime(c, group, Exchange::kAllReduce, 320e6, 1);
   EXPECT_DOUBLE_EQ(all.latency_us, 300);
   EXPECT_DOUBLE_EQ(all.transfer_us, 2 * gather.transfer_us);
   // One member of each node has an eighth of its network.
   GroupShape thin = GroupShapeOf({{"dp", 2}, {"tp", 8}}, "dp", 8);
-  EXPECT_DOUBLE_EQ(RingTime(c, thin, CollectiveKind::kGather, 80e6, 1).transfer_us, 80e6 / 2 / 40e3);
-  EXPECT_EQ(RingTime(c, GroupShapeOf({{"dp", 1}}, "dp", 8), CollectiveKind::kGather, 1e6, 1).transfer_us, 0);
+  EXPECT_DOUBLE_EQ(RingTime(c, thin, Exchange::kGather, 80e6, 1).transfer_us, 80e6 / 2 / 40e3);
+  EXPECT_EQ(RingTime(c, GroupShapeOf({{"dp", 1}}, "dp", 8), Exchange::kGather, 1e6, 1).transfer_us, 0);
 }
 
 TEST(Kernels, PublicH100Rates) {

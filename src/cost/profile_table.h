@@ -82,7 +82,5 @@ struct ProfileTable {
 // Error: "file:line:col" with the line and a caret: unknown words (did you mean), times that are not positive,
 // duplicates.
 Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file);
-// Sorted by key; ParseProfile reads it back.
-std::string PrintProfile(const ProfileTable& table);
 
 }  // namespace interlace

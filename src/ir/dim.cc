@@ -381,12 +381,6 @@ Dim DimTable::FloorDiv(Dim a, Dim b) {
 Dim DimTable::Mod(Dim a, Dim b) {
   return OrLargest(DimTableImpl{*this}.Mod(a, b));
 }
-Dim DimTable::Max(Dim a, Dim b) {
-  return OrLargest(DimTableImpl{*this}.MaxMin(a, b, true));
-}
-Dim DimTable::Min(Dim a, Dim b) {
-  return OrLargest(DimTableImpl{*this}.MaxMin(a, b, false));
-}
 
 Result<Dim> DimTable::CheckedMul(Dim a, Dim b) {
   if (auto out = DimTableImpl{*this}.Mul(a, b)) return *out;

@@ -41,8 +41,6 @@ class DimTable {
   Dim Mul(Dim a, Dim b);
   Dim FloorDiv(Dim a, Dim b);
   Dim Mod(Dim a, Dim b);
-  Dim Max(Dim a, Dim b);
-  Dim Min(Dim a, Dim b);
 
   // Product that reports overflow. Error: the product does not fit in 64 bits or is too long.
   Result<Dim> CheckedMul(Dim a, Dim b);

@@ -61,9 +61,9 @@ class GreedyWalk {
     const std::string& axis = unit.axis;
     if (!SameAxes(program_.units[transfers_.gathers[open.gathers[0]].units[0]], unit)) return false;
     const auto units = static_cast<int64_t>(gather.units.size());
-    INTERLACE_ASSIGN(double time, Time(CollectiveKind::kGather, axis, open.bytes + gather.bytes, open.units + units));
+    INTERLACE_ASSIGN(double time, Time(Exchange::kGather, axis, open.bytes + gather.bytes, open.units + units));
     if (backward) {
-      INTERLACE_ASSIGN(double reduce, Time(CollectiveKind::kReduce, axis, before.reduce_bytes, before.reduce_units));
+      INTERLACE_ASSIGN(double reduce, Time(Exchange::kReduce, axis, before.reduce_bytes, before.reduce_units));
       time += reduce;
     }
     return time <= static_cast<double>(current.time_ps) && step.peak <= options_.limit - open.peak;
@@ -87,7 +87,7 @@ class GreedyWalk {
   }
 
   // Picoseconds.
-  Result<double> Time(CollectiveKind kind, const std::string& axis, int64_t bytes, int64_t units) {
+  Result<double> Time(Exchange kind, const std::string& axis, int64_t bytes, int64_t units) {
     if (units == 0) return 0.0;
     if (options_.model_time) {
       INTERLACE_ASSIGN(OpCost cost, model_.CollectiveCost(kind, axis, static_cast<double>(bytes), units));

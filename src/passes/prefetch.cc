@@ -131,7 +131,7 @@ class PrefetchScan {
   }
 
   Result<int64_t> Time(const Gather& gather, int64_t bytes, size_t units) {
-    INTERLACE_ASSIGN(OpCost cost, model_.CollectiveCost(CollectiveKind::kGather, program_.units[gather.units[0]].axis,
+    INTERLACE_ASSIGN(OpCost cost, model_.CollectiveCost(Exchange::kGather, program_.units[gather.units[0]].axis,
                                                         static_cast<double>(bytes), static_cast<int64_t>(units)));
     return TimeAlone(cost);
   }

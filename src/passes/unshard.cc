@@ -79,8 +79,8 @@ class UnshardPlan {
     KeptUnit candidate;
     candidate.unit = id;
     candidate.bytes = unit.numel * DTypeBytes(unit.dtype);
-    INTERLACE_ASSIGN(OpCost cost, model_.CollectiveCost(CollectiveKind::kGather, unit.axis,
-                                                        static_cast<double>(candidate.bytes), 1));
+    INTERLACE_ASSIGN(OpCost cost,
+                     model_.CollectiveCost(Exchange::kGather, unit.axis, static_cast<double>(candidate.bytes), 1));
     candidate.time_ps = TimeAlone(cost);
     candidates_.push_back(std::move(candidate));
     return Ok{};

@@ -35,11 +35,8 @@ struct LayerTimes {
 
 Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterSpec& cluster, int64_t tp) {
   // The whole of what is gathered, scattered or summed.
-  const Exchange exchange = TraitsOf(op).exchange;
-  CollectiveKind kind = exchange == Exchange::kGather   ? CollectiveKind::kGather
-                        : exchange == Exchange::kReduce ? CollectiveKind::kReduce
-                                                        : CollectiveKind::kAllReduce;
-  ValueId whole = kind == CollectiveKind::kReduce ? op.args[0].value : op.results[0];
+  const Exchange kind = TraitsOf(op).exchange;
+  ValueId whole = kind == Exchange::kReduce ? op.args[0].value : op.results[0];
   INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(whole).type));
   CollectiveTime time =
       RingTime(cluster, GroupShapeOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);

@@ -15,6 +15,7 @@
 #include "plan/layer_memory.h"
 #include "plan/model_text.h"
 #include "plan/tensor_parallel.h"
+#include "plan/testing/write_model.h"
 
 namespace interlace::plan {
 namespace {
@@ -190,11 +191,11 @@ TEST(Layers, TensorParallelDividesWhatABlockSavesAndGathersWhatItNeeds) {
   EXPECT_EQ(one.tp_forward_us, 0);
   // Forward: gather, scatter twice. Backward: the same, and what the weights' gradients read is gathered again.
   const double bytes = 2 * 64 * 128 * 4;
-  auto ring = [&](CollectiveKind kind) {
+  auto ring = [&](Exchange kind) {
     CollectiveTime time = RingTime(cluster, GroupShapeOf({{"tp", 2}}, "tp", cluster.per_node), kind, bytes, 1);
     return time.latency_us + time.transfer_us;
   };
-  const double gather = ring(CollectiveKind::kGather), scatter = ring(CollectiveKind::kReduce);
+  const double gather = ring(Exchange::kGather), scatter = ring(Exchange::kReduce);
   EXPECT_NEAR(two.tp_forward_us, 2 * gather + 2 * scatter, 1e-6);
   EXPECT_NEAR(two.tp_backward_us, 4 * gather + 2 * scatter, 1e-6);
   // GPT-2: products with biases, one for queries, keys and values.

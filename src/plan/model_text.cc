@@ -158,44 +158,12 @@ class ModelReader {
 std::string_view RoleName(Role role) {
   return kRoleNames[static_cast<int>(role)];
 }
+std::string_view KindName(ParallelParameter::Kind kind) {
+  return kKindNames[static_cast<int>(kind)];
+}
 
 Result<ModelText> ReadModelText(std::string_view text, std::string_view file) {
   return ModelReader(text, file).Run();
-}
-
-std::string WriteModelText(const ModelText& model) {
-  std::string out = "interlace-model 1\nname ";
-  AppendQuoted(out, model.name);
-  out += "\nfamily ";
-  AppendQuoted(out, model.family);
-  auto fact = [&](const char* key, int64_t number) { (out += key) += ' ' + std::to_string(number) + '\n'; };
-  out += '\n';
-  fact("blocks", model.blocks);
-  out += "dtype " + std::string(DTypeName(model.dtype)) + '\n';
-  fact("hidden", model.hidden);
-  fact("heads", model.heads);
-  fact("kv_heads", model.kv_heads);
-  fact("vocab", model.vocab);
-  fact("sequence", model.sequence);
-  out += model.flash ? "flash true\n" : "flash false\n";
-  out += "tied ";
-  if (model.tied.empty()) {
-    out += "none";
-  } else {
-    AppendQuoted(out, model.tied);
-  }
-  out += '\n';
-  for (const ParallelParameter& cut : model.parallel) {
-    out += "parallel " + std::string(kKindNames[static_cast<int>(cut.kind)]) + ' ' + std::to_string(cut.dim) + ' ';
-    AppendQuoted(out, cut.name);
-    out += '\n';
-  }
-  for (int role = 0; role < kRoles; ++role) {
-    std::string program = Print(model.programs[role]);
-    out += "program " + std::string(RoleName(static_cast<Role>(role))) + ' ' +
-           std::to_string(std::count(program.begin(), program.end(), '\n')) + '\n' + program;
-  }
-  return out;
 }
 
 }  // namespace interlace::plan

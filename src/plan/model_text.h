@@ -32,6 +32,7 @@ struct ParallelParameter {
   int32_t dim = 0;
   std::string name;
 };
+std::string_view KindName(ParallelParameter::Kind kind);  // "column", "row", "vocabulary"
 
 struct ModelText {
   std::string name, family;
@@ -46,7 +47,5 @@ struct ModelText {
 
 // Error: "file:line:col: what" with the line and a caret; a program that does not verify, or lacks its activations.
 Result<ModelText> ReadModelText(std::string_view text, std::string_view file);
-// What ReadModelText reads.
-std::string WriteModelText(const ModelText& model);
 
 }  // namespace interlace::plan

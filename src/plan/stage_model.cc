@@ -13,8 +13,7 @@ bool Allowed(const std::vector<int32_t>& list, int32_t value) {
   return list.empty() || std::find(list.begin(), list.end(), value) != list.end();
 }
 
-LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, CollectiveKind kind, int64_t bytes,
-                int64_t messages) {
+LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, Exchange kind, int64_t bytes, int64_t messages) {
   CollectiveTime time = RingTime(cluster, group, kind, static_cast<double>(bytes), messages);
   LinkTime out{time.latency_us + time.transfer_us, 0};
   // On a cpu the thread that computes also moves the data.
@@ -43,10 +42,9 @@ LayerPart PartOf(const LayerCost& cost, const StageParts& stage, const ClusterSp
     part.cost.work_backward_selective = run->work_backward_selective,
     part.cost.work_backward_full = run->work_backward_full;
   }
-  part.gather = TimeOf(cluster, group, CollectiveKind::kGather, options.weight_bytes * cost.parameters, messages);
-  part.scatter = TimeOf(cluster, group, CollectiveKind::kReduce, options.gradient_bytes * cost.parameters, messages);
-  part.all_reduce =
-      TimeOf(cluster, group, CollectiveKind::kAllReduce, options.gradient_bytes * cost.parameters, messages);
+  part.gather = TimeOf(cluster, group, Exchange::kGather, options.weight_bytes * cost.parameters, messages);
+  part.scatter = TimeOf(cluster, group, Exchange::kReduce, options.gradient_bytes * cost.parameters, messages);
+  part.all_reduce = TimeOf(cluster, group, Exchange::kAllReduce, options.gradient_bytes * cost.parameters, messages);
   // The update reads states and gradients and writes states and weights: bound by memory.
   const double updated = static_cast<double>(stage.zero >= 1 ? shard : cost.parameters);
   const double bytes_per_us =

@@ -13,6 +13,23 @@
 
 namespace interlace {
 
+// The form of a kernel for a floating dtype; nullptr for others.
+template <typename F>
+F FormFor(at::ScalarType dtype, F f64, F f32, F f16, F bf16) {
+  switch (dtype) {
+    case at::kDouble:
+      return f64;
+    case at::kFloat:
+      return f32;
+    case at::kHalf:
+      return f16;
+    case at::kBFloat16:
+      return bf16;
+    default:
+      return nullptr;
+  }
+}
+
 // Adam family; the formulas of torch.optim (fused=True). t counts from 1. grad is multiplied by grad_scale first.
 struct AdamArgs {
   double lr, beta1, beta2, eps, weight_decay, t;

@@ -45,8 +45,6 @@ template <typename T, typename Index>
   }
 }
 
-using AddRowsFunction = void (*)(void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t);
-
 #define INTERLACE_ADD_ROWS(name, T, Index)                                                                   \
   INTERLACE_CLONES void name(void* out, const void* grad, const void* indices, int64_t count, int64_t width, \
                              int64_t padding_idx, int64_t begin, int64_t end) {                              \
@@ -62,21 +60,6 @@ INTERLACE_ADD_ROWS(AddRowsF16I32, Float16, int32_t)
 INTERLACE_ADD_ROWS(AddRowsBF16I32, BFloat16, int32_t)
 #undef INTERLACE_ADD_ROWS
 
-AddRowsFunction FunctionOf(c10::ScalarType dtype, bool wide) {
-  switch (dtype) {
-    case c10::ScalarType::Double:
-      return wide ? &AddRowsF64I64 : &AddRowsF64I32;
-    case c10::ScalarType::Float:
-      return wide ? &AddRowsF32I64 : &AddRowsF32I32;
-    case c10::ScalarType::Half:
-      return wide ? &AddRowsF16I64 : &AddRowsF16I32;
-    case c10::ScalarType::BFloat16:
-      return wide ? &AddRowsBF16I64 : &AddRowsBF16I32;
-    default:
-      return nullptr;
-  }
-}
-
 }  // namespace
 
 bool EmbeddingBackwardInto(const at::Tensor& grad, const at::Tensor& indices, int64_t num_weights, int64_t padding_idx,
@@ -88,7 +71,8 @@ bool EmbeddingBackwardInto(const at::Tensor& grad, const at::Tensor& indices, in
   const int64_t width = grad.size(-1);
   if (!grad.is_contiguous() || !indices.is_contiguous() || !out.is_contiguous()) return false;
   if (grad.numel() != indices.numel() * width || out.numel() != num_weights * width) return false;
-  const AddRowsFunction add = FunctionOf(grad.scalar_type(), wide);
+  const auto add = wide ? FormFor(grad.scalar_type(), &AddRowsF64I64, &AddRowsF32I64, &AddRowsF16I64, &AddRowsBF16I64)
+                        : FormFor(grad.scalar_type(), &AddRowsF64I32, &AddRowsF32I32, &AddRowsF16I32, &AddRowsBF16I32);
   if (add == nullptr) return false;
   if (out.numel() == 0) return true;
   void* const table = out.mutable_data_ptr();

@@ -98,23 +98,8 @@ void NormPartial(const at::Tensor& flat, const at::Tensor& acc) {
                         "the norm's accumulator must be int64[68] beside its buffer");
   if (flat.numel() == 0) return;
   if (!flat.device().is_cpu()) return NormPartialAten(flat, acc);
-  void (*squares)(ExactSum&, const void*, int64_t, int64_t) = nullptr;
-  switch (flat.scalar_type()) {
-    case at::kDouble:
-      squares = &SquaresF64;
-      break;
-    case at::kFloat:
-      squares = &SquaresF32;
-      break;
-    case at::kHalf:
-      squares = &SquaresF16;
-      break;
-    case at::kBFloat16:
-      squares = &SquaresBF16;
-      break;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "the norm of ", c10::toString(flat.scalar_type()));
-  }
+  const auto squares = FormFor(flat.scalar_type(), &SquaresF64, &SquaresF32, &SquaresF16, &SquaresBF16);
+  TORCH_INTERNAL_ASSERT(squares != nullptr, "the norm of ", c10::toString(flat.scalar_type()));
   int64_t* const limbs = acc.mutable_data_ptr<int64_t>();
   ExactSum total(limbs);
   const void* const data = flat.const_data_ptr();

@@ -214,23 +214,8 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
   if (w.numel() == 0) return;
   if (!w.device().is_cpu()) return AdamStepAten(w, g, exp_avg, exp_avg_sq, args);
   const AdamConstants constants = ConstantsOf(args);
-  void (*step)(void*, const void*, void*, void*, const AdamConstants&, int64_t, int64_t) = nullptr;
-  switch (w.scalar_type()) {
-    case at::kDouble:
-      step = &AdamF64;
-      break;
-    case at::kFloat:
-      step = &AdamF32;
-      break;
-    case at::kHalf:
-      step = &AdamF16;
-      break;
-    case at::kBFloat16:
-      step = &AdamBF16;
-      break;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "Adam of ", c10::toString(w.scalar_type()));
-  }
+  const auto step = FormFor(w.scalar_type(), &AdamF64, &AdamF32, &AdamF16, &AdamBF16);
+  TORCH_INTERNAL_ASSERT(step != nullptr, "Adam of ", c10::toString(w.scalar_type()));
   void *const weight = w.mutable_data_ptr(), *const mean = exp_avg.mutable_data_ptr(),
               *const square = exp_avg_sq.mutable_data_ptr();
   const void* const grad = g.const_data_ptr();
@@ -259,23 +244,8 @@ void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentu
                                .minus_lr = -args.lr,
                                .first = args.t <= 1,
                                .nesterov = args.nesterov};
-  void (*step)(void*, const void*, void*, const SgdConstants&, int64_t, int64_t) = nullptr;
-  switch (w.scalar_type()) {
-    case at::kDouble:
-      step = &SgdF64;
-      break;
-    case at::kFloat:
-      step = &SgdF32;
-      break;
-    case at::kHalf:
-      step = &SgdF16;
-      break;
-    case at::kBFloat16:
-      step = &SgdBF16;
-      break;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "SGD of ", c10::toString(w.scalar_type()));
-  }
+  const auto step = FormFor(w.scalar_type(), &SgdF64, &SgdF32, &SgdF16, &SgdBF16);
+  TORCH_INTERNAL_ASSERT(step != nullptr, "SGD of ", c10::toString(w.scalar_type()));
   void* const weight = w.mutable_data_ptr();
   void* const buffer = momentum.defined() ? momentum.mutable_data_ptr() : nullptr;
   const void* const grad = g.const_data_ptr();

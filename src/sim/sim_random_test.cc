@@ -17,6 +17,7 @@
 #include "sim/testing/random_step.h"
 #include "trace/chrome_trace.h"
 #include "trace/memory_snapshot.h"
+#include "trace/testing/check_trace.h"
 
 namespace interlace {
 namespace {

@@ -9,6 +9,7 @@
 #include "trace/chrome_trace.h"
 #include "trace/json.h"
 #include "trace/memory_snapshot.h"
+#include "trace/testing/check_trace.h"
 
 namespace interlace {
 namespace {

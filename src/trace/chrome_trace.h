@@ -21,9 +21,4 @@ int StreamOf(TraceLane lane);
 // One file. rank < 0: all ranks in it; else that rank alone, which is what tools for distributed runs read.
 std::string WriteChromeTrace(const Timeline& timeline, int32_t rank = -1);
 
-// What a reader relies on: valid JSON; every event has its fields; slices of one thread nest; every flow has one start
-// and one end, in that order in time, each within a slice; counters are numbers, not negative, in order of time. Error:
-// the first violation.
-Status CheckChromeTrace(std::string_view json);
-
 }  // namespace interlace

@@ -19,8 +19,4 @@ namespace interlace {
 // where another lives, addresses beyond 64 bits.
 Result<std::string> WriteMemorySnapshot(const std::vector<MemoryEvent>& events);
 
-// Valid JSON with the fields above; live blocks of a device never overlap; every end matches a beginning; the blocks of
-// the segments are what lives at the end. Error: the first violation.
-Status CheckMemorySnapshot(std::string_view json);
-
 }  // namespace interlace

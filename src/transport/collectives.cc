@@ -210,19 +210,15 @@ Result<Ticket> Collectives::StartBroadcast(const TypedSpan& value, int root, std
 }
 
 Result<Ticket> Collectives::StartSend(const TypedSpan& value, int peer, std::string label, std::string tag) {
-  auto open = std::make_unique<Open>();
-  open->operation = {.label = std::move(label),
-                     .tag = std::move(tag),
-                     .kind = kSend,
-                     .everyone = false,
-                     .rounds = std::vector<Round>(1)};
-  if (peer < 0 || peer >= group().size() || peer == group().index)
-    return Misfit(*open, "no other rank " + std::to_string(peer) + " to send to");
-  open->operation.rounds[0].sends.push_back(PeerSpanOf(peer, value));
-  return Start(std::move(open));
+  return StartMessage(value, peer, std::move(label), std::move(tag), &Round::sends, "send to");
 }
 
 Result<Ticket> Collectives::StartRecv(const TypedSpan& value, int peer, std::string label, std::string tag) {
+  return StartMessage(value, peer, std::move(label), std::move(tag), &Round::receives, "receive from");
+}
+
+Result<Ticket> Collectives::StartMessage(const TypedSpan& value, int peer, std::string label, std::string tag,
+                                         std::vector<PeerSpan> Round::*side, const char* what) {
   auto open = std::make_unique<Open>();
   open->operation = {.label = std::move(label),
                      .tag = std::move(tag),
@@ -230,8 +226,8 @@ Result<Ticket> Collectives::StartRecv(const TypedSpan& value, int peer, std::str
                      .everyone = false,
                      .rounds = std::vector<Round>(1)};
   if (peer < 0 || peer >= group().size() || peer == group().index)
-    return Misfit(*open, "no other rank " + std::to_string(peer) + " to receive from");
-  open->operation.rounds[0].receives.push_back(PeerSpanOf(peer, value));
+    return Misfit(*open, "no other rank " + std::to_string(peer) + " to " + what);
+  (open->operation.rounds[0].*side).push_back(PeerSpanOf(peer, value));
   return Start(std::move(open));
 }
 

@@ -113,6 +113,9 @@ class Collectives {
   };
   Error Misfit(const Open& open, const std::string& what) const;
   Result<Ticket> Start(std::unique_ptr<Open> open);
+  // One side of a message; `what`: of which, for the error.
+  Result<Ticket> StartMessage(const TypedSpan& value, int peer, std::string label, std::string tag,
+                              std::vector<PeerSpan> Round::*side, const char* what);
   Status WaitFor(Ticket ticket, double timeout_s);
 
   const std::shared_ptr<Mesh> mesh_;

@@ -71,8 +71,8 @@ def test_lines_summary_and_progress(two_ranks):
 
 def test_the_last_step_in_the_formats_of_a_predicted_one(two_ranks, folder):
     trace = (folder / "step.json").read_text()
-    _core.check_chrome_trace(trace)
-    _core.check_memory_snapshot((folder / "memory.json").read_text())
+    _core.testing.check_chrome_trace(trace)
+    _core.testing.check_memory_snapshot((folder / "memory.json").read_text())
     assert json.loads(trace)["distributedInfo"]["world_size"] == 2
     for rank in range(2):
         _, nodes = chakra_decoder.read((folder / "traces" / f"step.{rank}.et").read_bytes())

@@ -89,3 +89,23 @@ def test_make_targets_of_the_readme_exist():
     for document in DOCUMENTS:
         for target in re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", document.read_text(), flags=re.M):
             assert re.search(rf"^{target[0] or target[1]}:", makefile, flags=re.M), target
+
+
+WALK = (ROOT / "docs" / "architecture.md").read_text().split("## A walk from a model to a step")[1].split("\n## ")[0]
+STATIONS = re.findall(r"^\| (\d) \| `([^`]+)` \| ([^|]+) \|", WALK, flags=re.M)
+
+
+def test_the_walk_has_at_most_eight_files():
+    assert [int(number) for number, _, _ in STATIONS] == list(range(1, len(STATIONS) + 1)) and 0 < len(STATIONS) <= 8
+
+
+@pytest.mark.parametrize(("file", "words"), [(file, words) for _, file, words in STATIONS])
+def test_what_the_walk_looks_for_is_there(file, words):
+    text = (ROOT / file).read_text()
+    for word in re.findall(r"`([^`]+)`", words):
+        assert re.search(rf"\b{re.escape(word)}\b", text), f"{file} has no {word}"
+
+
+@pytest.mark.parametrize("file", sorted(set(re.findall(r"`((?:src|python|docs|tools)/[\w/.]+\.\w+)`", WALK))))
+def test_files_of_the_walk_exist(file):
+    assert (ROOT / file).is_file()

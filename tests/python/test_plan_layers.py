@@ -72,14 +72,14 @@ def test_text_has_the_facts_and_three_programs():
     assert facts["dtype"] == "bf16" and facts["flash"] == "true" and facts["tied"] == "none"
     assert re.findall(r"(?m)^program (\w+) \d+$", text) == list(ROLES)
     assert "flash_attention" in text and "flash_attention" not in model_text("llama-tiny", flash=False)
-    cost = _core.layer_costs(text, "a100-40gb-8", 64, micro_batch=2, tp=2)["block"]
+    cost = _core.testing.layer_costs(text, "a100-40gb-8", 64, micro_batch=2, tp=2)["block"]
     assert cost["tp_forward_us"] > 0 and cost["boundary"] == 2 * 64 * 128  # bf16, half of the sequence
     assert 'tied "transformer.wte.weight"' in model_text("gpt2-tiny")
 
 
 def test_a_70b_model_needs_no_memory():
     text = model_text("llama-3-70b", seq=4096)
-    assert _core.layer_costs(text, "h100-80gb-8", 4096)["block"]["parameters"] == 855_654_400
+    assert _core.testing.layer_costs(text, "h100-80gb-8", 4096)["block"]["parameters"] == 855_654_400
 
 
 def test_models_that_cannot_be_planned_are_named():

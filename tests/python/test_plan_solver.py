@@ -79,7 +79,7 @@ def ours(p: Problem) -> float:
         return [(t, d, devices, 1) for size, count, t, d in p.options[stage] if (size, count) == (layers, devices)]
 
     assert p.micro_batches >= p.stages
-    found = _core.solve_stages(p.stages, p.layers, p.micro_batches, frontier, p.devices, p.devices, p.counts)
+    found = _core.testing.solve_stages(p.stages, p.layers, p.micro_batches, frontier, p.devices, p.devices, p.counts)
     return found["plans"][0]["cost_us"] if found["plans"] else math.inf
 
 

@@ -118,8 +118,8 @@ def test_profile_is_used_and_marked_when_foreign(cli):
 def test_outputs_are_valid(cli, tmp_path):
     code, _, err = cli(STEP, "--cluster", "a100-40gb-2", "--trace", "t.json", "--snapshot", "m.json", "--slow", "0=1.5")
     assert code == 0 and err == "wrote t.json\nwrote m.json\n"
-    _core.check_chrome_trace((tmp_path / "t.json").read_text())
-    _core.check_memory_snapshot((tmp_path / "m.json").read_text())
+    _core.testing.check_chrome_trace((tmp_path / "t.json").read_text())
+    _core.testing.check_memory_snapshot((tmp_path / "m.json").read_text())
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert any(event.get("args", {}).get("source") == "net.py:12" for event in events)
@@ -130,9 +130,9 @@ def test_checkers_refuse_what_is_broken():
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 7]
     slices[0]["dur"] += slices[1]["dur"] / 2
     with pytest.raises(_core.Error, match="slices overlap on thread 7"):
-        _core.check_chrome_trace(json.dumps(trace))
+        _core.testing.check_chrome_trace(json.dumps(trace))
     with pytest.raises(_core.Error, match="no 'segments'"):
-        _core.check_memory_snapshot("{}")
+        _core.testing.check_memory_snapshot("{}")
 
 
 # ---- what others read ----

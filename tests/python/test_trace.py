@@ -78,7 +78,7 @@ def test_one_rank_every_op_once_a_run() -> None:
         assert len(record["samples"]) == executor.stats()["instructions"]
         inside = sum(seconds for _, _, seconds, *_ in record["samples"])
         assert 0 < inside <= record["seconds"]
-        _core.check_chrome_trace(executor.trace("chrome"))
+        _core.testing.check_chrome_trace(executor.trace("chrome"))
         executor.set_trace("off")
         trainer.step(batch)
         with pytest.raises(ValueError, match='call set_trace\\("on"\\)'):
@@ -89,7 +89,7 @@ def test_one_rank_every_op_once_a_run() -> None:
 
 def test_file_is_a_trace_of_both_ranks(traced) -> None:
     _, trace, text = traced
-    _core.check_chrome_trace(text)
+    _core.testing.check_chrome_trace(text)
     assert trace["producer"] == "measured" and trace["distributedInfo"]["world_size"] == 2
     assert trace["distributedInfo"]["backend"] == "tcp"
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
@@ -149,7 +149,7 @@ def test_the_memory_snapshot_is_read_by_torch(traced) -> None:
 
     found, _, _ = traced
     snapshot = pickle.loads(Path(f"{found[0]['file']}.pickle").read_bytes())
-    _core.check_memory_snapshot(json.dumps(snapshot))
+    _core.testing.check_memory_snapshot(json.dumps(snapshot))
     assert "<html>" in viz.trace_plot(snapshot) and "total_reserved" in viz.segsum(snapshot)
     for rank in (0, 1):
         live = peak = 0
@@ -219,7 +219,7 @@ def test_a_trace_on_a_full_disk_costs_the_trace_alone(tmp_path: Path) -> None:
     for text, steps, losses in ranks.run(on_a_full_disk, 2, str(file)):
         assert text == f"cannot write the trace {file}: File too large" and steps == 1 and losses[0] > 0
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
-    _core.check_chrome_trace(file.read_text())
+    _core.testing.check_chrome_trace(file.read_text())
 
 
 def test_a_file_that_cannot_be_written_is_named_before_the_step(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@
 
 #include "cost/cluster.h"
 #include "cost/profile_table.h"
+#include "cost/testing/print_profile.h"
 #include "ir/text.h"
 #include "passes/explain.h"
 #include "passes/pipeline.h"
 #include "plan/model_text.h"
 #include "plan/plan_text.h"
+#include "plan/testing/write_model.h"
 #include "sim/simulate.h"
 #include "trace/json.h"
 

@@ -1,5 +1,5 @@
-// core_pipeline.cc — the planner's parts for tests and benchmarks: `_core.solve_stages`, the choice between stages on
-// frontiers given as numbers, and `_core.PlanLayers`, a model's layers on a cluster, tuned in any space
+// core_pipeline.cc — the planner's parts for tests and benchmarks: `_core.testing.solve_stages`, the choice between
+// stages on frontiers given as numbers, and `PlanLayers`, a model's layers on a cluster, tuned in any space
 // (src/plan/baselines.h).
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "bindings/core.h"
+#include "bindings/testing/core_testing.h"
 #include "plan/baselines.h"
 #include "plan/captured_layers.h"
 #include "plan/inter_stage.h"

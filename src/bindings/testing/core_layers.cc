@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bindings/core.h"
+#include "bindings/testing/core_testing.h"
 #include "cost/cluster.h"
 #include "plan/captured_layers.h"
 #include "plan/stage_model.h"

@@ -1,0 +1,13 @@
+// core_testing.h — what the files of the Python module `_core.testing` share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace interlace {
+
+// The planner's choice between stages, and a model's layers tuned in any space (core_pipeline.cc).
+void AddPipeline(pybind11::module_& m);
+// What layers, and a stage of them, cost (core_layers.cc).
+void AddLayers(pybind11::module_& m);
+
+}  // namespace interlace
