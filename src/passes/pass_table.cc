@@ -53,10 +53,13 @@ std::span<const PassInfo> PassTable() {
           "tensor parallelism: weights are cut over the ranks of an axis, and what follows from that is propagated "
           "through the whole program",
           {OptionInfo{"axis", kName, "tp", "mesh axis over whose ranks is cut"},
-           Choice("plan", {"auto", "model"}, "which weights are cut how: found by search, or as the model says"),
+           OptionInfo{"plan", kText, "auto",
+                      "which weights are cut how: auto (found by search), model (as the program's meta line says), or a "
+                      "file"},
            Choice("sequence", {"true", "false"}, "between the products a rank has a part of the rows"),
            Choice("regather", {"false", "true"},
-                  "what the forward part gathered is gathered again for the backward part: memory for time")}),
+                  "what the forward part gathered is gathered again for the backward part: memory for time"),
+           kLimitOption, kClusterOption, kProfileOption}),
       Row("split", Split, Takes::kCaptured, Pending::kRefused,
           "a micro-batch runs as several parts side by side: one is computed while activations of another travel",
           {Count("parts", "2", 1, "of a micro-batch's samples")}),

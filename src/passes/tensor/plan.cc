@@ -47,6 +47,15 @@ Result<std::vector<PlanEntry>> ReadPlan(std::string_view text) {
   return out;
 }
 
+std::string PrintPlan(const std::vector<PlanEntry>& plan) {
+  std::string out;
+  for (const PlanEntry& entry : plan) {
+    out += (out.empty() ? "" : "; ") + entry.pattern + " " + std::to_string(entry.dim);
+    if (entry.blocks != 1) out += " blocks " + std::to_string(entry.blocks);
+  }
+  return out;
+}
+
 bool Matches(std::string_view pattern, std::string_view name) {
   const size_t star = pattern.find('*');
   if (star == std::string_view::npos) return pattern == name;

@@ -23,6 +23,8 @@ struct PlanEntry {
 
 // Error: a line that is no entry, with its number; a parameter that two entries cut along different dimensions.
 Result<std::vector<PlanEntry>> ReadPlan(std::string_view text);
+// The text that reads back: entries separated by "; ".
+std::string PrintPlan(const std::vector<PlanEntry>& plan);
 bool Matches(std::string_view pattern, std::string_view name);
 // The entry for a parameter, by any of its names; nullptr: none. Error: tied names that are cut in two ways.
 Result<const PlanEntry*> EntryOf(const std::vector<PlanEntry>& plan, const Param& param);

@@ -13,9 +13,11 @@
 // gathered again by the backward part: memory for time). Runs after canonicalize and mesh, before the strategy.
 // Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022, section 4.2.2), GSPMD (Xu
 // et al. 2021).
-#include "ir/op_table.h"
+#include "passes/cost_options.h"
 #include "passes/passes.h"
-#include "passes/tensor/cutter.h"
+#include "passes/runner.h"
+#include "passes/tensor/apply.h"
+#include "passes/tensor/auto.h"
 #include "passes/tensor/plan.h"
 
 namespace interlace {
@@ -37,30 +39,32 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
   if (phase == nullptr) return MakeError("the program has no single micro-batch phase");
   if (!program.symbols.empty())
     return MakeError("size '", program.symbols[0].name, "' is not a number yet; bind it first");
+  tensor::CutterOptions how;
+  how.axis = axis;
+  how.sequence = sequence == "true";
+  how.regather = regather == "true";
+  const std::string which = options.Text("plan", "auto");
   const std::string* text = program.Meta("tensor");
-  if (text == nullptr) {
+  std::vector<tensor::PlanEntry> plan;
+  if (which == "model" && text == nullptr) {
     return MakeError("the program has no plan for tensor parallelism (meta line \"tensor\"); write one: PARAMETER "
-                     "DIMENSION, for each weight that is cut");
+                     "DIMENSION, for each weight that is cut; or let one be found: plan=auto");
   }
-  INTERLACE_ASSIGN(const std::vector<tensor::PlanEntry> plan, tensor::ReadPlan(*text));
-  for (const tensor::PlanEntry& entry : plan) {
-    bool names = false;
-    for (const Param& param : program.params) {
-      names = names || tensor::Matches(entry.pattern, param.name);
-      for (const std::string& alias : param.aliases) names = names || tensor::Matches(entry.pattern, alias);
-    }
-    if (!names) return MakeError("the plan names '", entry.pattern, "', and the model has no such parameter");
+  const bool file = which != "auto" && which != "model";
+  if (file) {
+    INTERLACE_ASSIGN(const std::string content, ReadFile(which));
+    INTERLACE_ASSIGN(plan, tensor::ReadPlan(content));
+  } else if (text != nullptr) {
+    INTERLACE_ASSIGN(plan, tensor::ReadPlan(*text));
   }
-  tensor::CutterOptions way;
-  way.axis = axis;
-  way.sequence = sequence == "true";
-  way.regather = regather == "true";
-  tensor::Cutter cutter(program, *phase, way);
-  for (Param& param : program.params) {
-    INTERLACE_ASSIGN(const tensor::PlanEntry* entry, tensor::EntryOf(plan, param));
-    if (entry != nullptr) INTERLACE_TRY(cutter.CutParam(param, entry->dim, entry->blocks));
+  if (which == "auto") {
+    INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
+    INTERLACE_ASSIGN(tensor::FoundPlan found, tensor::FindPlan(program, plan, how, costs));
+    plan = std::move(found.judged[0].plan);
+    tensor::WriteReasons(program, found);
   }
-  INTERLACE_TRY(cutter.Run());
+  INTERLACE_ASSIGN(const tensor::Applied applied, tensor::ApplyPlan(program, plan, how, file));
+  program.SetMeta("tensor", tensor::PrintPlan(plan));
   program.Compact();
   return true;
 }

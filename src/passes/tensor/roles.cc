@@ -1,0 +1,230 @@
+#include "passes/tensor/roles.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+
+#include "passes/tensor/fold.h"
+#include "passes/tensor/placement.h"
+#include "passes/tensor/rules.h"
+
+namespace interlace::tensor {
+namespace {
+
+// "h.*.attn.c_attn.weight": numbers of blocks, those with a module and a parameter behind them.
+std::string PatternOf(const std::string& name) {
+  std::string out;
+  for (size_t at = 0; at <= name.size();) {
+    const size_t end = std::min(name.find('.', at), name.size());
+    const std::string part = name.substr(at, end - at);
+    const bool number = !part.empty() && part.find_first_not_of("0123456789") == std::string::npos;
+    const bool block = number && std::count(name.begin() + static_cast<ptrdiff_t>(end), name.end(), '.') >= 2;
+    out += (out.empty() && at == 0 ? "" : ".") + (block ? "*" : part);
+    at = end + 1;
+  }
+  return out;
+}
+
+class Reader {
+ public:
+  Reader(const Program& program, int64_t ranks) : program_(program), ranks_(ranks) {
+    geometry_.resize(static_cast<size_t>(program.num_values()));
+    views_.resize(geometry_.size());
+    for (ValueId id = 0; id < program.num_values(); ++id) {
+      if (!program.HasValue(id)) continue;
+      if (std::optional<Geometry> known = GeometryOf(program, id)) geometry_[id] = *std::move(known);
+      views_[program.RootOf(id)].push_back(id);
+    }
+  }
+
+  std::vector<Role> Read() {
+    Name();
+    std::map<std::string, size_t> index;  // by pattern
+    for (OpId id : program_.MicroBatchPhase()->ops) {
+      const Op& op = program_.op(id);
+      if (op.part == Part::kBackward) break;
+      ForEachOperand(op, [&](ValueId operand) {
+        const Param* param = ParamAt(operand);
+        if (param == nullptr || geometry_[param->value].sizes.size() < 2 || !param->trainable) return;
+        if (index.emplace(names_[param->name], roles_.size()).second) Add(*param);
+      });
+      Results(op);
+      Biases(op, index);
+    }
+    for (Role& role : roles_) AddChoices(role);
+    return std::move(roles_);
+  }
+
+ private:
+  // The pattern of each parameter: its own name, unless all that have the pattern are alike.
+  void Name() {
+    std::map<std::string, std::vector<const Param*>> groups;
+    for (const Param& param : program_.params) groups[PatternOf(param.name)].push_back(&param);
+    for (const auto& [pattern, params] : groups) {
+      const bool alike = params.size() > 1 && std::all_of(params.begin(), params.end(), [&](const Param* p) {
+                           return program_.value(p->value).type == program_.value(params[0]->value).type;
+                         });
+      for (const Param* param : params) {
+        names_[param->name] = alike ? pattern : param->name;
+        members_[names_[param->name]].push_back(param->name);
+      }
+    }
+  }
+
+  const Param* ParamAt(ValueId id) const {
+    const ValueId root = program_.RootOf(id);
+    return program_.value(root).kind == ValueKind::kParam ? program_.ParamOf(root) : nullptr;
+  }
+
+  int64_t BytesOf(const Param& param) const {
+    return geometry_[param.value].numel() * DTypeBytes(geometry_[param.value].dtype);
+  }
+
+  void Add(const Param& param) {
+    Role role{names_[param.name], members_[names_[param.name]], 0, "", {}, {}};
+    const std::string_view block = BlockOfPath(param.name);
+    role.list = role.pattern.find('*') == std::string::npos ? "" : block.substr(0, block.rfind('.') + 1);
+    role.bytes = BytesOf(param) * static_cast<int64_t>(role.names.size());
+    weights_.push_back(&param);
+    roles_.push_back(std::move(role));
+  }
+
+  // The dimension of a parameter that a dimension of its view walks along.
+  int32_t DimOfParam(const Param& param, ValueId view, size_t dim) const {
+    const Geometry &own = geometry_[param.value], &seen = geometry_[view];
+    for (size_t d = 0; d < own.sizes.size(); ++d) {
+      if (own.strides[d] == seen.strides[dim] && own.sizes[d] == seen.sizes[dim]) return static_cast<int32_t>(d);
+    }
+    return -1;
+  }
+
+  // Of what products make: along which dimension of which weight the last dimension of the result walks.
+  void Results(const Op& op) {
+    if (op.results.empty() || op.results[0] == kNone) return;
+    const Rule rule = RuleOf(program_, op, geometry_);
+    if (rule.results.empty() || rule.results[0].empty()) return;
+    const int32_t factor = rule.results[0].back();
+    size_t i = 0;
+    ForEachOperand(op, [&](ValueId operand) {
+      const size_t at = i++;
+      const Param* param = ParamAt(operand);
+      if (param == nullptr || geometry_[param->value].sizes.size() < 2 || factor == kWholeDim) return;
+      const std::vector<int32_t>& dims = rule.operands[at];
+      const auto it = std::find(dims.begin(), dims.end(), factor);
+      if (it == dims.end()) return;
+      const int32_t dim = DimOfParam(*param, operand, static_cast<size_t>(it - dims.begin()));
+      if (dim >= 0) made_by_[op.results[0]] = {param, dim};
+    });
+  }
+
+  // A parameter of one dimension beside a weight, or added to what a product made.
+  void Biases(const Op& op, const std::map<std::string, size_t>& index) {
+    std::vector<ValueId> operands;
+    ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+    for (size_t i = 0; i < operands.size(); ++i) {
+      const Param* bias = ParamAt(operands[i]);
+      if (bias == nullptr || geometry_[bias->value].sizes.size() != 1 || followers_.count(bias->name) != 0) continue;
+      const Rule rule = RuleOf(program_, op, geometry_);
+      if (rule.operands[i].empty() || rule.operands[i].back() == kWholeDim) continue;
+      const int32_t factor = rule.operands[i].back();
+      for (size_t k = 0; k < operands.size(); ++k) {
+        const std::vector<int32_t>& dims = rule.operands[k];
+        const auto it = std::find(dims.begin(), dims.end(), factor);
+        if (k == i || it == dims.end()) continue;
+        const Param* weight = ParamAt(operands[k]);
+        int32_t dim = -1;
+        if (weight != nullptr && geometry_[weight->value].sizes.size() >= 2) {
+          dim = DimOfParam(*weight, operands[k], static_cast<size_t>(it - dims.begin()));
+        } else if (auto made = made_by_.find(program_.RootOf(operands[k])); made != made_by_.end()) {
+          const bool last = it + 1 == dims.end() && geometry_[operands[k]].sizes.back() == geometry_[made->first].sizes.back();
+          if (last && BaseName(op.name) == "aten.add") weight = made->second.first, dim = made->second.second;
+        }
+        if (weight == nullptr || dim < 0 || geometry_[weight->value].sizes[dim] != geometry_[bias->value].numel()) continue;
+        followers_.insert(bias->name);
+        Role& role = roles_[index.at(names_[weight->name])];
+        const std::string& pattern = names_[bias->name];
+        role.bytes += BytesOf(*bias);
+        if (std::none_of(role.biases.begin(), role.biases.end(), [&](const Bias& b) { return b.pattern == pattern; }))
+          role.biases.push_back({pattern, members_[pattern], dim});
+        break;
+      }
+    }
+  }
+
+  void AddChoices(Role& role) {
+    const Param& param = *weights_[static_cast<size_t>(&role - roles_.data())];
+    const Geometry& geometry = geometry_[param.value];
+    role.choices.push_back({});
+    for (size_t d = 0; d < geometry.sizes.size(); ++d) {
+      const auto dim = static_cast<int32_t>(d);
+      if (PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});
+      for (int64_t blocks : {2, 3}) {
+        if (IsSplit(param, dim, blocks) && PeriodOf(geometry, {dim, blocks}, ranks_)) role.choices.push_back({dim, blocks});
+      }
+    }
+  }
+
+  // Whether the product's result is taken as so many equal parts: views that begin at one, or step from one to the next.
+  bool IsSplit(const Param& param, int32_t dim, int64_t blocks) const {
+    for (const auto& [result, made] : made_by_) {
+      if (made.first != &param || made.second != dim) continue;
+      const int64_t size = geometry_[result].sizes.back();
+      if (size % blocks != 0) continue;
+      for (ValueId view : views_[result]) {
+        const Geometry& g = geometry_[view];
+        if (g.offset % size != 0 && g.offset % (size / blocks) == 0 && Extent(g, size) <= size / blocks) return true;
+        for (size_t d = 0; d < g.sizes.size(); ++d) {
+          if (g.sizes[d] == blocks && g.strides[d] == size / blocks) return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  // Elements that a view spans within a row.
+  static int64_t Extent(const Geometry& g, int64_t row) {
+    int64_t extent = 1;
+    for (size_t d = 0; d < g.sizes.size(); ++d) {
+      if (g.strides[d] < row) extent += (g.sizes[d] - 1) * g.strides[d];
+    }
+    return extent;
+  }
+
+  const Program& program_;
+  int64_t ranks_;
+  std::vector<Geometry> geometry_;
+  std::vector<std::vector<ValueId>> views_;
+  std::map<std::string, std::string> names_;                  // parameter → pattern
+  std::map<std::string, std::vector<std::string>> members_;   // pattern → parameters
+  std::map<ValueId, std::pair<const Param*, int32_t>> made_by_;  // result of a product → weight, dimension
+  std::set<std::string> followers_;
+  std::vector<const Param*> weights_;  // by role: the first
+  std::vector<Role> roles_;
+};
+
+}  // namespace
+
+std::vector<Role> RolesOf(const Program& program, int64_t ranks) {
+  return Reader(program, ranks).Read();
+}
+
+std::vector<PlanEntry> PlanOf(const std::vector<Role>& roles, const Choices& choices) {
+  std::vector<PlanEntry> plan;
+  for (size_t i = 0; i < roles.size(); ++i) {
+    const Held& held = roles[i].choices[static_cast<size_t>(choices[i])];
+    if (held.dim < 0) continue;
+    plan.push_back({roles[i].pattern, held.dim, held.blocks});
+    for (const Bias& bias : roles[i].biases) {
+      if (bias.dim == held.dim) plan.push_back({bias.pattern, 0, held.blocks});
+    }
+  }
+  return plan;
+}
+
+std::string PrintHeld(const Held& held) {
+  if (held.dim < 0) return "whole";
+  return std::to_string(held.dim) + (held.blocks == 1 ? "" : " blocks " + std::to_string(held.blocks));
+}
+
+}  // namespace interlace::tensor
