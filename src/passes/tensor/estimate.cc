@@ -70,7 +70,7 @@ double Estimate::SharedSums(const Op& op) {
     const Result<int64_t> size = variant_.StorageBytes(root.type);
     bytes += (size.ok() ? static_cast<double>(*size) : 0) * (module == kNone ? 1 : folded_.times[module]);
   });
-  const Result<OpCost> cost = model_->CollectiveCost(CollectiveKind::kAllReduce, options_.axis, bytes, 1);
+  const Result<OpCost> cost = model_->CollectiveCost(Exchange::kAllReduce, options_.axis, bytes, 1);
   return cost.ok() ? TimeOf(*cost) : kNever;
 }
 
@@ -100,7 +100,7 @@ Estimate::Time Estimate::Of(const Choices& choices) {
   }
   double sharded = held;
   for (const std::string& axis : data_axes_) {
-    for (CollectiveKind kind : {CollectiveKind::kGather, CollectiveKind::kGather, CollectiveKind::kReduce}) {
+    for (Exchange kind : {Exchange::kGather, Exchange::kGather, Exchange::kReduce}) {
       const Result<OpCost> cost = model_->CollectiveCost(kind, axis, held, 1);
       if (cost.ok()) data += TimeOf(*cost);
     }
