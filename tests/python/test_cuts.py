@@ -149,7 +149,7 @@ def test_the_standard_pipeline_cuts_before_it_shards() -> None:
     config = interlace.Config(mesh={"replica": 2, "dp": 2, "tp": 2}, param_dtype="bfloat16", sequence_parallel=False)
     assert config.pipeline(8) == (
         "canonicalize,mesh(axes=replica:2+dp:2+tp:2),tensor(axis=tp,plan=auto,sequence=false),canonicalize,overlap,"
-            "precision(param=bf16,reduce=bf16),"
+        "precision(param=bf16,reduce=bf16),"
         "shard(axis=dp,replicas=replica),update(clip=none,norm=auto,momentum=true)"
     )
     assert "tensor" not in interlace.Config(mesh={"dp": 2, "tp": 1}).pipeline(2)
