@@ -32,28 +32,32 @@ namespace py = pybind11;
 namespace interlace {
 namespace {
 
+using namespace py::literals;  // NOLINT: "name"_a
+
+// A list with one entry for each, made by `entry`.
+template <typename Entries, typename F>
+py::list ListOf(const Entries& entries, F&& entry) {
+  py::list out;
+  for (const auto& each : entries) out.append(entry(each));
+  return out;
+}
+
 py::object DimObject(const Program& program, const Dim& dim) {
   if (dim.is_const()) return py::int_(dim.value);
   return py::str(program.dims.ToString(dim));
 }
 
 py::list DimList(const Program& program, const std::vector<Dim>& dims) {
-  py::list out;
-  for (const Dim& dim : dims) out.append(DimObject(program, dim));
-  return out;
+  return ListOf(dims, [&](const Dim& dim) { return DimObject(program, dim); });
 }
 
-// What every declared value has: id, dtype, shape, strides, and the place when it lies in another storage.
-py::dict ValueDict(const Program& program, ValueId id) {
+// What every declared value has: id, dtype, shape, strides, and the place when it lies in another storage; and more.
+template <typename... More>
+py::dict ValueDict(const Program& program, ValueId id, More&&... more) {
   const Value& value = program.value(id);
-  py::dict out;
-  out["value"] = id;
-  out["dtype"] = std::string(DTypeName(value.type.dtype));
-  out["shape"] = DimList(program, value.type.sizes);
-  out["strides"] = DimList(program, value.type.strides);
-  out["root"] = value.root;
-  out["offset"] = DimObject(program, value.offset);
-  return out;
+  return py::dict("value"_a = id, "dtype"_a = std::string(DTypeName(value.type.dtype)),
+                  "shape"_a = DimList(program, value.type.sizes), "strides"_a = DimList(program, value.type.strides),
+                  "root"_a = value.root, "offset"_a = DimObject(program, value.offset), std::forward<More>(more)...);
 }
 
 py::object OrNone(int32_t id) {
@@ -61,73 +65,41 @@ py::object OrNone(int32_t id) {
 }
 
 py::list Params(const Program& program) {
-  py::list out;
-  for (const Param& param : program.params) {
-    py::dict entry = ValueDict(program, param.value);
-    entry["name"] = param.name;
-    entry["trainable"] = param.trainable;
-    entry["group"] = OrNone(param.group);
-    entry["unit"] = OrNone(param.unit);
-    entry["unit_offset"] = param.unit_offset;
-    entry["aliases"] = param.aliases;
-    py::list cuts;
-    for (const Cut& cut : param.cuts) cuts.append(py::make_tuple(cut.axis, cut.dim, cut.blocks));
-    entry["cuts"] = cuts;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.params, [&](const Param& param) {
+    const py::list cuts =
+        ListOf(param.cuts, [](const Cut& cut) { return py::make_tuple(cut.axis, cut.dim, cut.blocks); });
+    return ValueDict(program, param.value, "name"_a = param.name, "trainable"_a = param.trainable,
+                     "group"_a = OrNone(param.group), "unit"_a = OrNone(param.unit),
+                     "unit_offset"_a = param.unit_offset, "aliases"_a = param.aliases, "cuts"_a = cuts);
+  });
 }
 
 py::list Units(const Program& program) {
-  py::list out;
-  for (const Unit& unit : program.units) {
-    py::dict entry;
-    entry["id"] = unit.id;
-    entry["axis"] = unit.axis;
-    entry["replicas"] = unit.replicas;
-    entry["dtype"] = std::string(DTypeName(unit.dtype));
-    entry["numel"] = unit.numel;
-    entry["shard"] = unit.shard;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.units, [](const Unit& unit) {
+    return py::dict("id"_a = unit.id, "axis"_a = unit.axis, "replicas"_a = unit.replicas,
+                    "dtype"_a = std::string(DTypeName(unit.dtype)), "numel"_a = unit.numel, "shard"_a = unit.shard);
+  });
 }
 
 py::list States(const Program& program) {
-  py::list out;
   const Residency residency = ComputeResidency(program);
   const std::set<ValueId> moving(residency.states.begin(), residency.states.end());
-  for (const State& state : program.states) {
-    py::dict entry = ValueDict(program, state.value);
-    entry["role"] = state.role;
-    entry["unit"] = OrNone(state.unit);
-    entry["persistent"] = state.persistent;
-    entry["out"] = state.out;
-    entry["moves"] = moving.contains(state.value);  // lies out of memory at times
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.states, [&](const State& state) {
+    const bool moves = moving.contains(state.value);  // lies out of memory at times
+    return ValueDict(program, state.value, "role"_a = state.role, "unit"_a = OrNone(state.unit),
+                     "persistent"_a = state.persistent, "out"_a = state.out, "moves"_a = moves);
+  });
 }
 
 py::list Buffers(const Program& program) {
-  py::list out;
-  for (const Buffer& buffer : program.buffers) {
-    py::dict entry = ValueDict(program, buffer.value);
-    entry["name"] = buffer.name;
-    entry["persistent"] = buffer.persistent;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.buffers, [&](const Buffer& buffer) {
+    return ValueDict(program, buffer.value, "name"_a = buffer.name, "persistent"_a = buffer.persistent);
+  });
 }
 
 py::list Inputs(const Program& program) {
-  py::list out;
-  for (const Input& input : program.inputs) {
-    py::dict entry = ValueDict(program, input.value);
-    entry["name"] = input.name;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.inputs,
+                [&](const Input& input) { return ValueDict(program, input.value, "name"_a = input.name); });
 }
 
 py::object ArgObject(const Program& program, const Arg& arg) {
@@ -148,56 +120,31 @@ py::object ArgObject(const Program& program, const Arg& arg) {
     case Arg::Kind::kList:
       break;
   }
-  py::list out;
-  for (const Arg& item : arg.list) out.append(ArgObject(program, item));
-  return out;
+  return ListOf(arg.list, [&](const Arg& item) { return ArgObject(program, item); });
 }
 
 py::list Consts(const Program& program) {
-  py::list out;
-  for (const Const& constant : program.consts) {
-    py::dict entry = ValueDict(program, constant.value);
-    entry["name"] = constant.name;
-    entry["data"] = ArgObject(program, constant.data);
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.consts, [&](const Const& constant) {
+    return ValueDict(program, constant.value, "name"_a = constant.name, "data"_a = ArgObject(program, constant.data));
+  });
 }
 
 py::list Groups(const Program& program) {
-  py::list out;
-  for (const Group& group : program.groups) {
-    py::dict entry;
-    entry["id"] = group.id;
-    entry["optimizer"] = group.optimizer;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.groups,
+                [](const Group& group) { return py::dict("id"_a = group.id, "optimizer"_a = group.optimizer); });
 }
 
 py::list Symbols(const Program& program) {
-  py::list out;
-  for (const Symbol& symbol : program.symbols) {
-    py::dict entry;
-    entry["name"] = symbol.name;
-    entry["min"] = symbol.min;
-    entry["max"] = symbol.max;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(program.symbols, [](const Symbol& symbol) {
+    return py::dict("name"_a = symbol.name, "min"_a = symbol.min, "max"_a = symbol.max);
+  });
 }
 
 py::dict SummaryDict(const ProgramSummary& summary) {
-  py::list phases;
-  for (const PhaseSummary& phase : summary.phases) {
-    py::dict entry;
-    entry["name"] = phase.name;
-    entry["repeats"] = phase.repeats;
-    entry["ops"] = phase.ops;
-    entry["kinds"] = phase.kinds;
-    entry["peak_bytes"] = phase.peak_bytes;
-    phases.append(entry);
-  }
+  const py::list phases = ListOf(summary.phases, [](const PhaseSummary& phase) {
+    return py::dict("name"_a = phase.name, "repeats"_a = phase.repeats, "ops"_a = phase.ops, "kinds"_a = phase.kinds,
+                    "peak_bytes"_a = phase.peak_bytes);
+  });
   py::dict out;
   out["level"] = summary.level;
   out["ops"] = summary.ops;
@@ -246,38 +193,21 @@ py::list RunPipeline(Program& program, const std::string& pipeline, bool verify,
     std::vector<PassCall> calls = Take(ParsePipeline(pipeline));
     reports = Take(RunPasses(program, calls, {verify, dump_dir.value_or(""), repro.value_or("")}));
   }
-  py::list out;
-  for (const PassReport& report : reports) {
-    py::dict entry;
-    entry["name"] = report.pass;
-    entry["seconds"] = report.seconds;
-    entry["changed"] = report.changed;
-    entry["ops"] = report.ops;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(reports, [](const PassReport& report) {
+    return py::dict("name"_a = report.pass, "seconds"_a = report.seconds, "changed"_a = report.changed,
+                    "ops"_a = report.ops);
+  });
 }
 
 py::list PassTableList() {
-  py::list out;
-  for (const PassInfo& pass : PassTable()) {
-    py::list options;
-    for (const OptionInfo& option : pass.options) {
-      py::dict entry;
-      entry["name"] = std::string(option.name);
-      entry["help"] = std::string(option.help);
-      entry["required"] = option.missing.empty();
-      entry["default"] = std::string(option.missing);
-      entry["choices"] = std::vector<std::string>(option.choices.begin(), option.choices.end());
-      options.append(entry);
-    }
-    py::dict entry;
-    entry["name"] = std::string(pass.name);
-    entry["help"] = std::string(pass.help);
-    entry["options"] = options;
-    out.append(entry);
-  }
-  return out;
+  return ListOf(PassTable(), [](const PassInfo& pass) {
+    const py::list options = ListOf(pass.options, [](const OptionInfo& option) {
+      return py::dict("name"_a = std::string(option.name), "help"_a = std::string(option.help),
+                      "required"_a = option.missing.empty(), "default"_a = std::string(option.missing),
+                      "choices"_a = std::vector<std::string>(option.choices.begin(), option.choices.end()));
+    });
+    return py::dict("name"_a = std::string(pass.name), "help"_a = std::string(pass.help), "options"_a = options);
+  });
 }
 
 constexpr std::array<const char*, 3> kLevels = {"captured", "sharded", "scheduled"};

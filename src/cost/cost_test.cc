@@ -227,9 +227,10 @@ TEST(CostModel, OpsOfAProgram) {
 
 TEST(CostModel, MeasuredTimesComeFirst) {
   Program program = ParseOrDie(kProgram);
-  Result<std::string> key = OpSignature(program, program.op(program.phases[0].ops[5]));
-  EXPECT_EQ(*key, "aten.mm(f32[512,256],f32[256,256]{1,256})->f32[512,256]");
-  std::string text = "interlace-profile 1\nfingerprint \"me\"\nop \"" + *key +
+  std::string key;
+  ASSERT_TRUE(AppendSignature(program, program.op(program.phases[0].ops[5]), key).ok());
+  EXPECT_EQ(key, "aten.mm(f32[512,256],f32[256,256]{1,256})->f32[512,256]");
+  std::string text = "interlace-profile 1\nfingerprint \"me\"\nop \"" + key +
                      "\" us 12.5 bytes 524288 transient 64 measured\n" +
                      "collective gather ranks 2 bytes 0 us 5\ncollective gather ranks 2 bytes 1048576 us 105\n";
   Result<ProfileTable> table = ParseProfile(text, "p");

@@ -138,10 +138,4 @@ Status AppendProfileKey(const Program& program, const Op& op, std::string& out) 
   return Ok{};
 }
 
-Result<std::string> OpSignature(const Program& program, const Op& op) {
-  std::string out;
-  INTERLACE_TRY(AppendSignature(program, op, out));
-  return out;
-}
-
 }  // namespace interlace

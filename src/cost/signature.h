@@ -15,7 +15,6 @@ namespace interlace {
 
 // Appends the key of `op` to `out`. Error: a size that is not yet a number.
 Status AppendSignature(const Program& program, const Op& op, std::string& out);
-Result<std::string> OpSignature(const Program& program, const Op& op);
 // The key under which profiles hold the op: its signature, and the attributes of our own ops that change the work.
 Status AppendProfileKey(const Program& program, const Op& op, std::string& out);
 
