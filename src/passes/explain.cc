@@ -144,10 +144,40 @@ std::string DecisionsText(const Program& program, const Row& chosen) {
   return text;
 }
 
+// How pass tensor found its plan: whole plans in the simulator, and each weight held otherwise, by the estimate.
+std::string TensorText(const Program& program) {
+  const std::vector<Row> judged = Table(program, "tensor.judged");
+  if (judged.empty()) return "";
+  const std::string* estimates = program.Meta("tensor.estimates");
+  std::string out = "tensor parallelism";
+  if (estimates != nullptr) out += ": " + *estimates + " ways to cut the weights were estimated, the best simulated";
+  out += "\n";
+  for (size_t i = 0; i < judged.size(); ++i)
+    out += Line(judged[i].name, judged[i], i == 0 ? "chosen" : Against(judged[i], judged[0]));
+  const std::string* reasons = program.Meta("tensor.reasons");
+  if (reasons == nullptr || reasons->empty()) return out;
+  out += "\nhow each weight is held: whole, or cut along a dimension; and the step if it were held otherwise\n";
+  for (std::string_view line : Split(*reasons, '\n')) {
+    const std::vector<std::string_view> parts = Split(line, '|');
+    if (parts.size() < 3) continue;
+    const double chosen = Number(parts[2]);
+    out += "  " + Padded(std::string(parts[0]), 56) + Padded(std::string(parts[1]), 13);
+    for (size_t i = 3; i < parts.size(); ++i) {
+      const size_t equals = parts[i].find('=');
+      out += (i > 3 ? ", " : "") + std::string(parts[i].substr(0, equals)) + " " +
+             Format("%+.1f %%", 100 * (Number(parts[i].substr(equals + 1)) / std::max(chosen, 1e-9) - 1));
+    }
+    out += "\n";
+  }
+  return out;
+}
+
 }  // namespace
 
 Result<std::string> Explain(const Program& program) {
+  const std::string tensor = TensorText(program);
   const std::vector<Row> chosen_rows = Table(program, "search.chosen");
+  if (chosen_rows.empty() && !tensor.empty()) return tensor;
   if (chosen_rows.empty()) {
     return MakeError(
         "the program was not made by a search; run the pass search on it (after shard, accumulate and update)");
@@ -189,6 +219,7 @@ Result<std::string> Explain(const Program& program) {
                                                             : Against(front[i], chosen);
     out += Line(front[i].name, front[i], remark);
   }
+  if (!tensor.empty()) out += "\n" + tensor;
   return out;
 }
 

@@ -1,5 +1,5 @@
 // explain.h — what a search decided, with its numbers, as text for people; read from the program's meta lines
-// (search.*), so any program file explains itself.
+// (search.*, tensor.*), so any program file explains itself.
 #pragma once
 
 #include <string>

@@ -61,12 +61,20 @@ Status Estimate::Propagate(const Choices& choices) {
   return cutter.Run();
 }
 
+double Estimate::Times(const Op& op) const {
+  if (op.module != kNone) return folded_.times[op.module];
+  if (!IsStart(op)) return 1;
+  // Of a gradient, which counts as often as the block that made it.
+  const OpId def = variant_.value(variant_.RootOf(op.args[0].value)).def;
+  return def == kNone || variant_.op(def).module == kNone ? 1 : folded_.times[variant_.op(def).module];
+}
+
 // One transfer for the gradients of all blocks: each operand counts as often as its block.
 double Estimate::SharedSums(const Op& op) {
   double bytes = 0;
   ForEachOperand(op, [&](ValueId operand) {
-    const Value& root = variant_.value(variant_.RootOf(operand));
-    const int32_t module = root.def == kNone ? kNone : variant_.op(root.def).module;
+    const Value& root = std::as_const(variant_).value(variant_.RootOf(operand));
+    const int32_t module = root.def == kNone ? kNone : std::as_const(variant_).op(root.def).module;
     const Result<int64_t> size = variant_.StorageBytes(root.type);
     bytes += (size.ok() ? static_cast<double>(*size) : 0) * (module == kNone ? 1 : folded_.times[module]);
   });
@@ -81,13 +89,13 @@ Estimate::Time Estimate::Of(const Choices& choices) {
   for (OpId id : variant_.MicroBatchPhase()->ops) {
     const Op& op = std::as_const(variant_).op(id);
     if (IsWait(op)) continue;
-    if (op.kind == OpKind::kAllReduceStart && op.module == kNone) {
-      transfers += SharedSums(op);
+    if (op.kind == OpKind::kAllReduceStart && op.module == kNone && op.args.size() > 1) {
+        transfers += SharedSums(op);
       continue;
     }
     const Result<OpCost> cost = model_->Cost(op);
     if (!cost.ok()) return {kNever, false};
-    const double time = TimeOf(*cost) * (op.module == kNone ? 1 : folded_.times[op.module]);
+    const double time = TimeOf(*cost) * Times(op);
     (IsStart(op) ? transfers : compute) += time;
     if (op.kind != OpKind::kAllGatherStart) continue;
     const ValueId root = variant_.RootOf(op.args[0].value);

@@ -37,6 +37,7 @@ class Estimate {
  private:
   Estimate(const Folded& folded, const std::vector<Role>& roles, const CutterOptions& options, const PassCosts& costs);
   Status Propagate(const Choices& choices);
+  double Times(const Op& op) const;  // that it stands for
   double SharedSums(const Op& op);
 
   const Folded& folded_;

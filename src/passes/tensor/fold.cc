@@ -9,7 +9,7 @@
 namespace interlace::tensor {
 namespace {
 
-constexpr size_t kKept = 3;
+constexpr size_t kKept = 4;  // the first, the middle one, and the last two
 
 struct Block {
   std::string path, list;
@@ -93,13 +93,13 @@ Folded Fold(const Program& whole) {
       if (blocks[end].list != blocks[begin].list || blocks[end].signature != blocks[begin].signature) break;
     }
     if (end - begin <= kKept) continue;
-    const Block &middle = blocks[begin + 1], &last = blocks[end - 1];
-    for (size_t i = begin + 2; i + 1 < end; ++i) {
+    const Block &middle = blocks[begin + 1], &behind = blocks[end - 2];
+    for (size_t i = begin + 2; i + 2 < end; ++i) {
       replace(blocks[i].forward, middle.forward);
-      replace(blocks[i].backward, last.backward);
+      replace(blocks[i].backward, behind.backward);
     }
     for (const Module& module : program.modules) {
-      if (BlockOfPath(module.path) == middle.path) out.times[module.id] = static_cast<double>(end - begin - 2);
+      if (BlockOfPath(module.path) == middle.path) out.times[module.id] = static_cast<double>(end - begin - 3);
     }
   }
   auto twin_of = [&](ValueId id) { return id != kNone && twin[id] != kNone ? twin[id] : id; };

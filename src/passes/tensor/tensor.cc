@@ -59,8 +59,8 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
   }
   if (which == "auto") {
     INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
-    INTERLACE_ASSIGN(tensor::FoundPlan found, tensor::FindPlan(program, plan, how, costs));
-    plan = std::move(found.judged[0].plan);
+    INTERLACE_ASSIGN(const tensor::FoundPlan found, tensor::FindPlan(program, plan, how, costs));
+    plan = found.judged[0].plan;
     tensor::WriteReasons(program, found);
   }
   INTERLACE_ASSIGN(const tensor::Applied applied, tensor::ApplyPlan(program, plan, how, file));

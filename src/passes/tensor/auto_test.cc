@@ -1,0 +1,182 @@
+// The search for a plan: folded programs estimate as whole ones, roles are found, and what is chosen is never slower in
+// prediction than no plan or the model's.
+#include "passes/tensor/auto.h"
+
+#include "ir/verifier.h"
+#include "passes/explain.h"
+#include "passes/pass_test_support.h"
+#include "passes/tensor/estimate.h"
+#include "passes/tensor/fold.h"
+
+namespace interlace {
+namespace {
+
+using namespace tensor;
+
+// Blocks x + down(relu(up(x))) on `rows` rows, forward and backward; nothing is run, so sizes may be real ones.
+std::string Deep(int blocks, int64_t rows, int64_t width, int64_t inner, const std::string& meta = "") {
+  const std::string x = "f32[" + std::to_string(rows) + "," + std::to_string(width) + "]",
+                    h = "f32[" + std::to_string(rows) + "," + std::to_string(inner) + "]",
+                    up = "f32[" + std::to_string(inner) + "," + std::to_string(width) + "]",
+                    down = "f32[" + std::to_string(width) + "," + std::to_string(inner) + "]";
+  const auto turned = [](int64_t a, int64_t b, int64_t step) {
+    return "f32[" + std::to_string(a) + "," + std::to_string(b) + "]{1," + std::to_string(step) + "}";
+  };
+  std::string text = "interlace 1 captured\nmeta model \"deep\"\n" + meta + "mesh dp 1\nmesh tp 2\nstep 1 reduce_each\ngroup 0 adamw\n";
+  text += "module 0 \"\" \"Deep\"\n";
+  for (int i = 0; i < blocks; ++i) {
+    const std::string path = "layers." + std::to_string(i);
+    text += "module " + std::to_string(2 * i + 1) + " \"" + path + ".up\" \"Linear\"\n";
+    text += "module " + std::to_string(2 * i + 2) + " \"" + path + ".down\" \"Linear\"\n";
+  }
+  int next = 0;
+  const auto fresh = [&] { return "%" + std::to_string(next++); };
+  std::vector<std::string> ups, downs;
+  for (int i = 0; i < blocks; ++i) {
+    const std::string path = "layers." + std::to_string(i);
+    ups.push_back(fresh());
+    downs.push_back(fresh());
+    text += "param " + ups.back() + ": " + up + " \"" + path + ".up.weight\" trainable group 0\n";
+    text += "param " + downs.back() + ": " + down + " \"" + path + ".down.weight\" trainable group 0\n";
+  }
+  std::string at = fresh();
+  text += "input " + at + ": " + x + " \"x\"\nphase micro_batch takes () gives () {\n";
+  std::vector<std::string> xs, rs;
+  const auto line = [&](const std::string& type, const std::string& call, const std::string& tail) {
+    const std::string id = fresh();
+    text += "  " + id + ": " + type + " = " + call + " {" + tail + "}\n";
+    return id;
+  };
+  for (int i = 0; i < blocks; ++i) {
+    const std::string up_tail = "fwd m" + std::to_string(2 * i + 1), down_tail = "fwd m" + std::to_string(2 * i + 2);
+    xs.push_back(at);
+    const std::string t = line(turned(width, inner, width) + " in " + ups[i] + "+0", "view(" + ups[i] + ")", up_tail);
+    rs.push_back(line(h, "aten.relu(" + line(h, "aten.mm(" + at + ", " + t + ")", up_tail) + ")", up_tail));
+    const std::string d =
+        line(turned(inner, width, inner) + " in " + downs[i] + "+0", "view(" + downs[i] + ")", down_tail);
+    at = line(x, "aten.add.Tensor(" + at + ", " + line(x, "aten.mm(" + rs[i] + ", " + d + ")", down_tail) + ")", down_tail);
+  }
+  const std::string loss = line("f32[]", "aten.sum(" + at + ")", "fwd m0");
+  text += "  output(" + loss + ") {fwd name=\"loss\"}\n";
+  std::string g = line(x, "aten.ones_like(" + at + ")", "bwd m0");
+  for (int i = blocks; i-- > 0;) {
+    const std::string up_tail = "bwd m" + std::to_string(2 * i + 1), down_tail = "bwd m" + std::to_string(2 * i + 2);
+    const std::string gt = line(turned(width, rows, width) + " in " + g + "+0", "view(" + g + ")", down_tail);
+    text += "  grad(" + downs[i] + ", " + line(down, "aten.mm(" + gt + ", " + rs[i] + ")", down_tail) + ") {bwd}\n";
+    const std::string gr = line(h, "aten.mm(" + g + ", " + downs[i] + ")", down_tail);
+    const std::string gu = line(h, "aten.threshold_backward(" + gr + ", " + rs[i] + ", 0)", up_tail);
+    const std::string gut = line(turned(inner, rows, inner) + " in " + gu + "+0", "view(" + gu + ")", up_tail);
+    text += "  grad(" + ups[i] + ", " + line(up, "aten.mm(" + gut + ", " + xs[i] + ")", up_tail) + ") {bwd}\n";
+    g = line(x, "aten.add.Tensor(" + g + ", " + line(x, "aten.mm(" + gu + ", " + ups[i] + ")", up_tail) + ")", up_tail);
+  }
+  return text + "}\n";
+}
+
+Program Read(const std::string& text) {
+  Result<Program> program = Parse(text, "test");
+  EXPECT_TRUE(program.ok()) << program.error().ToString();
+  return std::move(*program);
+}
+
+PassCosts H100(int64_t ranks) {
+  PassCosts costs;
+  costs.cluster = *LoadCluster("h100-80gb-" + std::to_string(ranks), "cluster");
+  costs.limit = costs.cluster.MemoryLimitBytes();
+  return costs;
+}
+
+TEST(TensorFold, FourOfManyBlocksStay) {
+  const Program whole = Read(Deep(9, 64, 32, 96));
+  const Folded folded = Fold(whole);
+  const Status good = Verify(folded.program);
+  EXPECT_TRUE(good.ok()) << good.error().ToString();
+  ASSERT_EQ(folded.program.params.size(), 8u);
+  EXPECT_EQ(folded.program.params[6].name, "layers.8.up.weight");
+  double blocks = 0;
+  for (OpId id : folded.program.phases[0].ops) {
+    const Op& op = folded.program.op(id);
+    if (op.name == "aten.relu") blocks += folded.times[op.module];
+  }
+  EXPECT_EQ(blocks, 9);
+}
+
+TEST(TensorFold, EstimatesAsTheWholeProgram) {
+  const Program whole = Read(Deep(7, 4096, 512, 2048));
+  const std::vector<Role> roles = RolesOf(whole, 2);
+  const Folded folded = Fold(whole), unfolded{whole.Clone(), std::vector<double>(whole.modules.size(), 1.0)};
+  const PassCosts costs = H100(2);
+  const auto few = std::move(*Estimate::Create(folded, roles, {}, costs));
+  const auto all = std::move(*Estimate::Create(unfolded, roles, {}, costs));
+  ASSERT_EQ(roles.size(), 2u);
+  for (int32_t up = 0; up < 3; ++up) {
+    for (int32_t down = 0; down < 3; ++down) {
+      const double expected = all->Of({up, down}).ps;
+      EXPECT_NEAR(few->Of({up, down}).ps, expected, 1e-9 * expected) << up << " " << down;
+    }
+  }
+}
+
+TEST(TensorRoles, BlocksShareOneAndFusedWeightsSaySo) {
+  const std::vector<Role> deep = RolesOf(Read(Deep(4, 8, 4, 12)), 2);
+  ASSERT_EQ(deep.size(), 2u);
+  EXPECT_EQ(deep[0].pattern, "layers.*.up.weight");
+  EXPECT_EQ(deep[0].names.size(), 4u);
+  EXPECT_EQ(deep[0].choices, (std::vector<Held>{{-1, 1}, {0, 1}, {1, 1}}));
+  const std::vector<Role> attention = RolesOf(Read(GoldenInput("attention.il")), 2);
+  ASSERT_EQ(attention.size(), 2u);
+  EXPECT_EQ(attention[0].pattern, "qkv.weight");
+  EXPECT_EQ(PrintHeld(attention[0].choices[2]), "0 blocks 3");
+  ASSERT_EQ(attention[0].biases.size(), 1u);
+  EXPECT_EQ(PrintPlan(PlanOf(attention, {2, 2})), "qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1");
+  EXPECT_EQ(PrintPlan(PlanOf(attention, {0, 1})), "out.weight 0; out.bias 0");
+}
+
+TEST(TensorAuto, IsNeverSlowerThanThePlanOfTheModelOrNone) {
+  for (int64_t rows : {64, 4096, 32768}) {
+    const Program program = Read(Deep(5, rows, 1024, 4096));
+    for (const char* own : {"layers.*.up.weight 0; layers.*.down.weight 1", "layers.*.up.weight 1", ""}) {
+      const Result<FoundPlan> found = FindPlan(program, *ReadPlan(own), {}, H100(2));
+      ASSERT_TRUE(found.ok()) << found.error().ToString();
+      bool whole = false;
+      for (const Judged& other : found->judged) {
+        EXPECT_LE(found->judged[0].time_ps, other.time_ps) << rows << ": " << other.name;
+        whole = whole || other.plan.empty();
+      }
+      EXPECT_TRUE(whole);
+    }
+  }
+}
+
+TEST(TensorAuto, SmallBlocksStayWholeAndLargeOnesAreCut) {
+  EXPECT_TRUE(FindPlan(Read(Deep(5, 8, 64, 256)), {}, {}, H100(2))->judged[0].plan.empty());
+  const FoundPlan large = *FindPlan(Read(Deep(5, 8192, 4096, 16384)), {}, {}, H100(2));
+  EXPECT_EQ(PrintPlan(large.judged[0].plan), "layers.*.up.weight 0; layers.*.down.weight 1");
+}
+
+TEST(TensorAuto, WhatDoesNotFitIsNotChosen) {
+  PassCosts costs = H100(2);
+  const Program program = Read(Deep(5, 8, 256, 1024));
+  const FoundPlan free = *FindPlan(program, {}, {}, costs);
+  ASSERT_TRUE(free.judged[0].plan.empty());
+  costs.limit = free.judged[0].bytes * 3 / 4;
+  const FoundPlan tight = *FindPlan(program, {}, {}, costs);
+  EXPECT_LE(tight.judged[0].bytes, costs.limit);
+  EXPECT_FALSE(tight.judged[0].plan.empty());
+}
+
+TEST(TensorAuto, ThePlanIsWrittenDownAndReadBack) {
+  const std::string text = Deep(5, 8192, 2048, 8192);
+  Program program = Read(text);
+  const Status done = Apply(program, "tensor(cluster=h100-80gb-2)");
+  ASSERT_TRUE(done.ok()) << done.error().ToString();
+  Program again = Read(Deep(5, 8192, 2048, 8192, "meta tensor \"" + *program.Meta("tensor") + "\"\n"));
+  ASSERT_TRUE(Apply(again, "tensor(plan=model)").ok());
+  EXPECT_EQ(Phases(Print(again)), Phases(Print(program)));
+  const Result<std::string> why = Explain(program);
+  ASSERT_TRUE(why.ok()) << why.error().ToString();
+  EXPECT_NE(why->find("chosen"), std::string::npos);
+  EXPECT_NE(why->find("layers.*.up.weight"), std::string::npos) << *why;
+}
+
+}  // namespace
+}  // namespace interlace
