@@ -24,7 +24,11 @@ int64_t BytesOf(const Geometry& geometry) {
 }  // namespace
 
 Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
-    : program_(program), phase_(phase), options_(options), ranks_(program.AxisSize(options.axis)) {
+    : program_(program),
+      phase_(phase),
+      options_(options),
+      sizes_(program, options.axis, options.sample),
+      ranks_(sizes_.ranks()) {
   const auto count = static_cast<size_t>(program.num_values());
   geometry_.resize(count);
   placement_.resize(count);
@@ -32,7 +36,7 @@ Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
   views_.resize(count);
   for (ValueId id = 0; id < program.num_values(); ++id) {
     if (!program.HasValue(id)) continue;
-    if (std::optional<Geometry> known = GeometryOf(program, id)) geometry_[id] = *std::move(known);
+    geometry_[id] = sizes_.GeometryOf(id);
     views_[program.RootOf(id)].push_back(id);
   }
 }
@@ -56,6 +60,22 @@ Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
 
 void Cutter::CutInput(ValueId input) {
   row_inputs_[input] = geometry_[input].numel();
+}
+
+Status Cutter::CutActivation(const std::string& name, int64_t dim) {
+  activations_[name] = static_cast<int32_t>(dim);
+  for (const Input& input : program_.inputs) {
+    if (input.name != name) continue;
+    const Geometry& geometry = geometry_[input.value];
+    const bool has = dim < static_cast<int64_t>(geometry.sizes.size());
+    const DimCut cut{static_cast<int32_t>(dim), 1};
+    const std::optional<int64_t> period = has ? PeriodOf(geometry, cut, ranks_) : std::nullopt;
+    if (!period || !IsDense(geometry))
+      return MakeError("input '", name, "' cannot be cut along dimension ", dim, " into ", ranks_, " equal parts");
+    placement_[input.value] = {Kind::kCut, *period};
+    Apply(input.value);
+  }
+  return Ok{};
 }
 
 Status Cutter::Run() {
@@ -106,7 +126,9 @@ Status Cutter::Visit(OpId id) {
       return MakeError("%", written, " is cut over the ranks of axis ", options_.axis, " and written in place");
   }
   if (IsOwn(op) && op.kind != OpKind::kCopy) {  // output, assign, opaque modules
-    ForEachOperand(op, [&](ValueId& operand) { operand = AsWhole(operand); });
+    const Arg* name = op.kind == OpKind::kOutput ? op.Attr("name") : nullptr;
+    const auto cut = name == nullptr ? activations_.end() : activations_.find(name->text);
+    ForEachOperand(op, [&](ValueId& v) { v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1}); });
     phase_.ops.push_back(id);
     return Ok{};
   }
@@ -137,10 +159,7 @@ void Cutter::Apply(ValueId id) {
     unseen_[id] = true;
     return;
   }
-  const Geometry part = PartOfView(geometry_[id], *cut, placement.period, ranks_);
-  Value& value = program_.value(id);
-  value.type = TypeOf(part);
-  value.offset = part.offset;
+  sizes_.WritePart(geometry_[id], *cut, placement.period, program_.value(id));
 }
 
 std::optional<DimCut> Cutter::CutOf(ValueId id) const {
@@ -289,7 +308,7 @@ Status Cutter::Generic(OpId id) {
   const Arg bias = product.args[0];
   product.SetName("aten.mm");
   product.args.erase(product.args.begin());
-  const ValueId partial = program_.AddResult(product, TypeOf(geometry_[result]));
+  const ValueId partial = program_.AddResult(product, sizes_.TypeOf(geometry_[result]));
   product.results = {partial};
   Know(partial, geometry_[result]);
   views_[partial] = views_[result];  // as whom its rows are seen later on

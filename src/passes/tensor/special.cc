@@ -42,13 +42,11 @@ Result<bool> Special::Visit(OpId id) {
 
 Special::Local Special::LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored) {
   index = c_.AsWhole(index);
-  const int64_t part = rows / c_.ranks_;
   const Geometry ints = Contiguous(c_.geometry_[index].dtype, c_.geometry_[index].sizes);
   const Geometry bools = Contiguous(DType::kB8, ints.sizes);
-  Dim first = c_.RankTimes(part);
-  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(index), Arg::Int(first)}, ints);
+  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(index), Arg::Int(c_.sizes_.RankTimesPart(rows))}, ints);
   const ValueId below = c_.Emit("aten.lt.Scalar", {Arg::Of(local), Arg::Int(0)}, bools);
-  const ValueId above = c_.Emit("aten.ge.Scalar", {Arg::Of(local), Arg::Int(part)}, bools);
+  const ValueId above = c_.Emit("aten.ge.Scalar", {Arg::Of(local), Arg::Int(c_.sizes_.Part(rows))}, bools);
   ValueId outside = c_.Emit("aten.logical_or", {Arg::Of(below), Arg::Of(above)}, bools);
   if (ignored != nullptr) {
     const ValueId left = c_.Emit("aten.eq.Scalar", {Arg::Of(index), *ignored}, bools);
@@ -89,7 +87,6 @@ bool Special::EmbeddingBackward(OpId id) {
   const Geometry table = c_.geometry_[result];
   if (!IsValue(op, 0) || !IsValue(op, 1) || op.args.size() < 5 || !c_.IsGradientOfRows(result)) return false;
   if (table.sizes[0] % c_.ranks_ != 0 || !(op.args[4] == Arg::Bool(false))) return false;
-  const int64_t part = table.sizes[0] / c_.ranks_;
   const bool pads = op.args[3].kind == Arg::Kind::kInt && op.args[3].integer.is_const() && op.args[3].integer.value >= 0;
   const Arg padding = op.args[3];
   const ValueId gradient = c_.AsWhole(op.args[0].value);
@@ -107,7 +104,7 @@ bool Special::EmbeddingBackward(OpId id) {
   Op& sum = c_.program_.op(id);
   sum.args[0] = Arg::Of(mine);
   sum.args[1] = Arg::Of(local.index);
-  sum.args[2] = Arg::Int(part);
+  sum.args[2] = Arg::Int(c_.sizes_.Part(table.sizes[0]));
   sum.args[3] = Arg::Int(-1);
   c_.placement_[result] = {Kind::kCut, table.numel()};
   c_.Apply(result);
@@ -137,6 +134,9 @@ bool Special::LogSoftmax(OpId id) {
   gathered.sizes[dim] = c_.ranks_;
   gathered = Contiguous(out.dtype, gathered.sizes);
   const ValueId parts = c_.Exchange(OpKind::kAllGatherStart, part, gathered, dim, {});
+  Type& type = c_.program_.value(parts).type;
+  type.sizes[dim] = c_.sizes_.written_ranks();
+  type.strides = c_.program_.ContiguousStrides(type.sizes);
   const ValueId sum =
       c_.Emit("aten.logsumexp", {Arg::Of(parts), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
   Op& difference = c_.program_.op(id);
