@@ -104,7 +104,7 @@ TEST(Layers, MemoryExpressionsEqualCountingOneByOne) {
             ASSERT_EQ(ErrorOf(Recompute(program, {{"mode", mode}})), "no error");
           }
           if (cut) {
-            ASSERT_EQ(ErrorOf(CutForTensorParallel(program, model.parallel)), "no error");
+            ASSERT_EQ(ErrorOf(CutForTensorParallel(program, model)), "no error");
           }
           Result<LayerMemory> memory = MemoryOfLayer(program);
           ASSERT_EQ(ErrorOf(memory), "no error");
@@ -161,7 +161,7 @@ TEST(Layers, CutForTwoRanksIsTheModelOfHalfTheHeadsAndWidths) {
       SCOPED_TRACE(std::string(whole_file) + " " + std::string(RoleName(static_cast<Role>(role))));
       Program& cut = whole.programs[role];
       ASSERT_TRUE(Canonicalize(cut).ok() && Canonicalize(half.programs[role]).ok());
-      ASSERT_EQ(ErrorOf(CutForTensorParallel(cut, whole.parallel)), "no error");
+      ASSERT_EQ(ErrorOf(CutForTensorParallel(cut, whole)), "no error");
       auto found = BytesOfOps(cut, {{"b", 4}, {"s", 96}, {"tp", 2}}),
            wanted = BytesOfOps(half.programs[role], {{"b", 4}, {"s", 96}});
       ASSERT_EQ(found.size(), wanted.size());

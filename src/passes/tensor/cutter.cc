@@ -86,7 +86,12 @@ Status Cutter::Run() {
     const Op& op = program_.op(id);
     if (op.part == Part::kBackward && part_ != Part::kBackward) {
       part_ = Part::kBackward;
-      if (options_.regather) copies_.clear();
+      if (options_.regather) {
+        for (const auto& [known, copy] : copies_) {
+          if (known.second == 0) gathered_before_.insert(known.first);
+        }
+        copies_.clear();
+      }
     }
     current_ = &op;
     Status done = Visit(id);
@@ -260,7 +265,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
   const bool gathered = copies_.count({root, 0}) != 0;
   if (cut == nullptr) {
-    if (placement.is_whole() || gathered) return 0;
+    if (placement.is_whole() || gathered || gathered_before_.count(root) != 0) return 0;
     const double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
     return placement.is_sum() ? 2 * bytes : times * bytes;
   }

@@ -8,6 +8,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -113,6 +114,7 @@ class Cutter {
   std::vector<bool> gradients_;       // by root: handed over as a gradient of a whole parameter
   std::map<ValueId, int64_t> row_inputs_;  // their periods
   std::map<std::string, int32_t> activations_;  // dimension by name
+  std::set<ValueId> gathered_before_;  // roots whose whole copies the forward part had, and the backward part will have
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
   Part part_ = Part::kForward;
