@@ -82,8 +82,9 @@ Type Sizes::TypeOf(const Geometry& geometry) {
 void Sizes::WritePart(const Geometry& geometry, DimCut cut, int64_t period, Value& value) {
   DimTable& dims = program_.dims;
   value.type = TypeOf(geometry);
-  value.type.sizes[cut.dim] = dims.Mul(Written(cut.blocks), Part(geometry.sizes[cut.dim] / cut.blocks));
-  const Dim step = Part(period);
+  const Dim part = Part(geometry.sizes[cut.dim] / cut.blocks);
+  const Dim step = dims.Mul(part, Written(geometry.strides[cut.dim]));  // a period's
+  value.type.sizes[cut.dim] = dims.Mul(Written(cut.blocks), part);
   for (size_t i = 0; i < geometry.strides.size(); ++i) {
     const int64_t stride = geometry.strides[i];
     if (stride < period) continue;  // else whole periods, but for a dimension of length 1, whose stride says nothing
