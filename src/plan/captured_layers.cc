@@ -34,10 +34,14 @@ struct LayerTimes {
 };
 
 Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterSpec& cluster, int64_t tp) {
-  // The whole of what is gathered, scattered or summed.
+  // The whole of what is gathered, scattered or summed, several at once among it.
   const Exchange kind = TraitsOf(op).exchange;
-  ValueId whole = kind == Exchange::kReduce ? op.args[0].value : op.results[0];
-  INTERLACE_ASSIGN(int64_t bytes, program.StorageBytes(program.value(whole).type));
+  int64_t bytes = 0;
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    const ValueId whole = kind == Exchange::kReduce ? op.args[i].value : op.results[i];
+    INTERLACE_ASSIGN(const int64_t each, program.StorageBytes(program.value(whole).type));
+    bytes += each;
+  }
   CollectiveTime time =
       RingTime(cluster, GroupShapeOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
   return time.latency_us + time.transfer_us;
@@ -64,21 +68,21 @@ Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const
 // The programs of a role at tp = 1, or with tp as a symbol.
 class Layer {
  public:
-  // `cut`: how tensor parallel cuts parameters; `tied`: the head's parameter that is the embedding's.
-  static Result<Layer> Of(const Program& captured, Role role, const std::vector<ParallelParameter>* cut,
-                          const std::string& tied) {
+  // `cuts`: for tensor parallelism.
+  static Result<Layer> Of(const ModelText& model, Role role, bool cuts) {
+    const Program& captured = model.programs[static_cast<int>(role)];
     Layer layer;
     layer.role_ = role;
-    INTERLACE_ASSIGN(layer.kept_, Make(captured, "", cut));
+    INTERLACE_ASSIGN(layer.kept_, Make(captured, "", model, cuts));
     Program& program = layer.kept_.program;
     for (const Param& param : program.params) {
       INTERLACE_ASSIGN(Dim elements, ElementsOf(program, program.value(param.value).type));
       layer.parameters_ = program.dims.Add(layer.parameters_, elements);
-      if (role == Role::kHead && param.name == tied) layer.tied_ = elements;
+      if (role == Role::kHead && param.name == model.tied) layer.tied_ = elements;
     }
     if (role != Role::kBlock) return layer;
-    INTERLACE_ASSIGN(layer.selective_, Make(captured, "selective", cut));
-    INTERLACE_ASSIGN(layer.full_, Make(captured, "full", cut));
+    INTERLACE_ASSIGN(layer.selective_, Make(captured, "selective", model, cuts));
+    INTERLACE_ASSIGN(layer.full_, Make(captured, "full", model, cuts));
     return layer;
   }
 
@@ -142,12 +146,11 @@ class Layer {
 
  private:
   // `mode` of the pass recompute, "" for none. It runs first: what is run again is cut, gathered and summed again.
-  static Result<Variant> Make(const Program& captured, const std::string& mode,
-                              const std::vector<ParallelParameter>* cut) {
+  static Result<Variant> Make(const Program& captured, const std::string& mode, const ModelText& model, bool cuts) {
     Variant out;
     out.program = captured.Clone();
     if (!mode.empty()) INTERLACE_TRY(Recompute(out.program, {{"mode", mode}}));
-    if (cut != nullptr) INTERLACE_TRY(CutForTensorParallel(out.program, *cut));
+    if (cuts) INTERLACE_TRY(CutForTensorParallel(out.program, model));
     INTERLACE_ASSIGN(out.memory, MemoryOfLayer(out.program));
     return out;
   }
@@ -181,6 +184,7 @@ class CapturedLayers : public LayerSource {
     dtype_ = model.dtype;
     tied_ = model.tied;
     largest_tp_ = static_cast<int32_t>(std::gcd<int64_t>(LargestTensorParallel(model), sequence_));
+    cut_binding_ = BindingOf(model, 1, sequence_, 1);
     for (int role = 0; role < kRoles; ++role) {
       Program& program = model.programs[role];
       // The trace calls a size of 1 another case because of broadcasting, which changes no size that is counted here.
@@ -191,9 +195,9 @@ class CapturedLayers : public LayerSource {
         }
       }
       INTERLACE_TRY(Canonicalize(program));
-      INTERLACE_ASSIGN(layers_[role], Layer::Of(program, static_cast<Role>(role), nullptr, model.tied));
+      INTERLACE_ASSIGN(layers_[role], Layer::Of(model, static_cast<Role>(role), false));
       if (largest_tp_ == 1) continue;
-      INTERLACE_ASSIGN(cut_layers_[role], Layer::Of(program, static_cast<Role>(role), &model.parallel, model.tied));
+      INTERLACE_ASSIGN(cut_layers_[role], Layer::Of(model, static_cast<Role>(role), true));
     }
     return Ok{};
   }
@@ -216,7 +220,7 @@ class CapturedLayers : public LayerSource {
     }
     const auto& layers = tp == 1 ? layers_ : cut_layers_;
     Binding binding{{"b", micro_batch}, {"s", sequence_}};
-    if (tp > 1) binding["tp"] = tp;
+    if (tp > 1) binding = cut_binding_, binding["b"] = micro_batch, binding["tp"] = tp;
     INTERLACE_ASSIGN(LayerCost cost, layers[static_cast<int>(role)].Cost(binding, cluster_));
     if (role == Role::kEmbedding) {  // makes what all blocks share
       INTERLACE_ASSIGN(int64_t shared, layers[static_cast<int>(Role::kBlock)].SharedBytes(binding));
@@ -286,6 +290,7 @@ class CapturedLayers : public LayerSource {
   DType dtype_ = DType::kF32;
   std::string tied_;
   std::array<Layer, kRoles> layers_, cut_layers_;
+  Binding cut_binding_;  // of the latter, but for micro-batch and degree
   mutable std::mutex mutex_;
   mutable std::map<std::tuple<Role, int32_t, int32_t>, LayerCost> known_;
   mutable std::map<RunSetting, std::array<Layer::AsRun, kRoles>> runs_;

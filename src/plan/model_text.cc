@@ -78,6 +78,12 @@ class ModelReader {
     INTERLACE_ASSIGN(int64_t dim, scan_.IntFrom(0, 7));
     cut.dim = static_cast<int32_t>(dim);
     scan_.SkipBlanks();
+    if (scan_.Peek() == 'b') {
+      INTERLACE_TRY(scan_.OneOf("word", {"blocks"}));
+      scan_.SkipBlanks();
+      INTERLACE_ASSIGN(cut.blocks, scan_.IntFrom(1, kMaxBlocks));
+      scan_.SkipBlanks();
+    }
     INTERLACE_ASSIGN(cut.name, scan_.String());
     return scan_.EndLine();
   }

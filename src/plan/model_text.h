@@ -5,6 +5,7 @@
 //   name "llama-3-8b"                      facts, one a line: name, family, blocks, dtype, hidden, heads, kv_heads,
 //   blocks 32                              vocab, sequence, flash, tied (one parameter of embedding and head, or none)
 //   parallel column 0 "model.layers.0."    cut along dimension 0: column | row | vocabulary
+//   parallel column 1 blocks 3 "h.0."      in each of three fused blocks
 //   program block 412                      the next 412 lines are the program; embedding, block and head, each once
 //
 // A program has the inputs "hidden" (not the embedding's) and "hidden.grad" (not the head's): the activation that
@@ -30,6 +31,7 @@ struct ParallelParameter {
   enum class Kind : uint8_t { kColumn, kRow, kVocabulary };
   Kind kind = Kind::kColumn;
   int32_t dim = 0;
+  int64_t blocks = 1;  // of fused weights each of so many equal blocks is cut
   std::string name;
 };
 std::string_view KindName(ParallelParameter::Kind kind);  // "column", "row", "vocabulary"

@@ -6,6 +6,7 @@ The ranks of the axis run in one process (rank_evaluator.py), so that models, pl
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,6 +195,39 @@ def test_fewer_key_value_heads_than_ranks():
 def test_a_mask_does_not_depend_on_the_ranks():
     torch.manual_seed(0)
     compare(gpt2(dropout=0.25), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("role", ["embedding", "block"])
+def test_dropout_as_one_operator(role, ranks):
+    """Of a layer as the planner has it: the mask of the whole program, of which a rank keeps its part for the backward part."""
+    lines = (Path(__file__).parent.parent / "models" / "gpt2.model").read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"program {role} "))
+    program = _core.Program.parse("".join(lines[at + 1 : at + 1 + int(lines[at].split()[2])])).bind({"b": 2, "s": 16})
+    program.run_passes("canonicalize")
+    text = program.print().replace("\nmeta rng", f'\nmeta tensor "{GPT2.partition("; ")[2] if role == "block" else "transformer.wte.weight 0"}"\nmeta rng', 1)
+    program = _core.Program.parse(text)
+    torch.manual_seed(0)
+    tensors = {p["name"]: torch.randn(p["shape"]) * 0.1 for p in program.params()}
+    whole = program.print()
+    inputs = [
+        torch.randint(0, 512, (2, 16)) if "i64" in line else torch.randn(2, 16, 96)
+        for line in whole.splitlines() if line.startswith("input ")
+    ]  # fmt: skip
+    torch.manual_seed(7)
+    expected = Evaluator(whole, tensors).run(inputs)
+    program.run_passes(f"mesh(axes=dp:1+tp:{ranks}),tensor(axis=tp,plan=model)")
+    text = program.print()
+    assert re.search(rf"b8\[2,{16 // ranks},96\] = copy\(|b8\[{2 // ranks},16,96\] = copy\(", text)
+    torch.manual_seed(7)
+    cut = RankEvaluator(text, tensors, "tp", ranks)
+    results = cut.run(inputs)
+    for result in results:
+        for name, value in expected["outputs"].items():
+            torch.testing.assert_close(result["outputs"][name], value, rtol=1e-4, atol=1e-5)
+    for name, gradient in expected["grads"].items():
+        got = cut.whole(name, [r["grads"][name] for r in results])
+        torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_odd_batches_are_cut_along_the_sequence():

@@ -7,7 +7,7 @@ facts the planner needs beside them, as one text (read by src/plan/model_text.h)
     interlace-model 1
     name "llama-3-70b"
     blocks 80 ... hidden 8192 heads 64 ...          one fact a line
-    parallel column "self_attn.q_proj.weight"       how tensor parallel cuts a block's parameters
+    parallel column 0 "self_attn.q_proj.weight"     how tensor parallel cuts a block's parameters
     program block 412                               the next 412 lines are a program (docs/ir.md)
 
 Blocks are found by structure: the outermost list of modules whose elements are alike.
@@ -141,7 +141,7 @@ def _tied(model: nn.Module) -> str:
 
 
 def _parallel(model: nn.Module, block: str) -> list[str]:
-    """Lines "parallel column|row|packed NAME" for the parameters that are cut, and for the vocabulary."""
+    """Lines "parallel column|row DIM [blocks N] NAME" for the parameters that are cut, and for the vocabulary."""
     styles = styles_of(model)
     lines = []
     for name, p in model.named_parameters():
@@ -151,7 +151,8 @@ def _parallel(model: nn.Module, block: str) -> list[str]:
         kind = {"colwise": "column", "rowwise": "row", "packed_colwise": "column"}.get((style or "").partition(" ")[0])
         cut = cut_of(style, p, model.get_submodule(name.rpartition(".")[0]))
         if kind is not None and cut is not None:  # a bias after a row-parallel product is added once, to the whole result
-            lines.append(f"parallel {kind} {cut[0]} {quote(name)}")
+            blocks = f" blocks {cut[1]}" if cut[1] > 1 else ""
+            lines.append(f"parallel {kind} {cut[0]}{blocks} {quote(name)}")
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
         table = getattr(embedding, "weight", None)
         lines += [f"parallel vocabulary 0 {quote(n)}" for n, p in model.named_parameters() if p is table]

@@ -43,7 +43,8 @@ ValueId Cutter::AsPart(ValueId id, DimCut cut) {
     part.sizes[cut.dim] = size / ranks_;
     const ValueId seen = AddView(op, program_.RootOf(whole), part);
     if (stride != 0)
-      program_.value(seen).offset = program_.dims.Add(Dim(part.offset), RankTimes(size / ranks_ * stride));
+      program_.value(seen).offset = program_.dims.Add(sizes_.Written(part.offset), sizes_.RankTimesPart(size * stride));
+    program_.value(seen).type.sizes[cut.dim] = sizes_.Part(size);
     phase_.ops.push_back(op.id);
     return seen;
   }
@@ -58,13 +59,16 @@ ValueId Cutter::Storage(ValueId root, Placement wanted) {
   const int64_t period = wanted.is_cut() ? wanted.period : from.is_cut() ? from.period : geometry_[root].numel();
   const int64_t rows = geometry_[root].numel() / period;
   Geometry whole{geometry_[root].dtype, {rows, period}, {period, 1}, 0};
-  Geometry part{geometry_[root].dtype, {rows, period / ranks_}, {period / ranks_, 1}, 0};
-  if (rows == 1) whole.sizes = {period}, whole.strides = {1}, part.sizes = {period / ranks_}, part.strides = {1};
+  if (rows == 1) whole.sizes = {period}, whole.strides = {1};
   const auto dim = static_cast<int64_t>(whole.sizes.size()) - 1;
-  const Geometry& seen = from.is_cut() ? part : whole;
   Op& view = NewOp("view");
   view.args.push_back(Arg::Of(root));
-  const ValueId operand = program_.AddView(view, TypeOf(seen), root, Dim(0));
+  Type seen = sizes_.TypeOf(whole);
+  if (from.is_cut()) {
+    seen.sizes[dim] = sizes_.Part(period);
+    seen.strides = program_.ContiguousStrides(seen.sizes);
+  }
+  const ValueId operand = program_.AddView(view, std::move(seen), root, Dim(0));
   Know(operand, whole);
   phase_.ops.push_back(view.id);
   ValueId result = kNone;
@@ -76,9 +80,11 @@ ValueId Cutter::Storage(ValueId root, Placement wanted) {
   } else {  // whole to cut: a copy of this rank's segments
     Op& slice = NewOp("view");
     slice.args.push_back(Arg::Of(operand));
-    Geometry strided{whole.dtype, part.sizes, whole.strides, 0};
+    Geometry strided = whole;
+    strided.sizes[dim] = period / ranks_;
     const ValueId mine = AddView(slice, root, strided);
-    program_.value(mine).offset = RankTimes(period / ranks_);
+    program_.value(mine).type.sizes[dim] = sizes_.Part(period);
+    program_.value(mine).offset = sizes_.RankTimesPart(period);
     phase_.ops.push_back(slice.id);
     Op& copy = NewOp("copy");
     copy.args.push_back(Arg::Of(mine));
@@ -117,7 +123,7 @@ ValueId Cutter::SeenIn(ValueId root, ValueId id) {
 }
 
 ValueId Cutter::AddResult(Op& op, const Geometry& geometry, Placement placement) {
-  const ValueId id = program_.AddResult(op, TypeOf(geometry));
+  const ValueId id = program_.AddResult(op, sizes_.TypeOf(geometry));
   Know(id, geometry);
   placement_[id] = placement;
   Apply(id);
@@ -125,7 +131,7 @@ ValueId Cutter::AddResult(Op& op, const Geometry& geometry, Placement placement)
 }
 
 ValueId Cutter::AddView(Op& op, ValueId root, const Geometry& geometry) {
-  const ValueId id = program_.AddView(op, TypeOf(geometry), root, Dim(geometry.offset));
+  const ValueId id = program_.AddView(op, sizes_.TypeOf(geometry), root, sizes_.Written(geometry.offset));
   Know(id, geometry);
   return id;
 }
@@ -156,17 +162,6 @@ void Cutter::Know(ValueId id, Geometry geometry) {
     views_.resize(size);
   }
   geometry_[id] = std::move(geometry);
-}
-
-Type Cutter::TypeOf(const Geometry& geometry) const {
-  Type type{geometry.dtype, {}, {}};
-  for (int64_t size : geometry.sizes) type.sizes.emplace_back(size);
-  for (int64_t stride : geometry.strides) type.strides.emplace_back(stride);
-  return type;
-}
-
-Dim Cutter::RankTimes(int64_t step) {
-  return program_.dims.Mul(program_.AxisRank(options_.axis), Dim(step));
 }
 
 }  // namespace interlace::tensor

@@ -24,7 +24,11 @@ int64_t BytesOf(const Geometry& geometry) {
 }  // namespace
 
 Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
-    : program_(program), phase_(phase), options_(options), ranks_(program.AxisSize(options.axis)) {
+    : program_(program),
+      phase_(phase),
+      options_(options),
+      sizes_(program, options.axis, options.sample),
+      ranks_(sizes_.ranks()) {
   const auto count = static_cast<size_t>(program.num_values());
   geometry_.resize(count);
   placement_.resize(count);
@@ -32,7 +36,7 @@ Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
   views_.resize(count);
   for (ValueId id = 0; id < program.num_values(); ++id) {
     if (!program.HasValue(id)) continue;
-    if (std::optional<Geometry> known = GeometryOf(program, id)) geometry_[id] = *std::move(known);
+    geometry_[id] = sizes_.GeometryOf(id);
     views_[program.RootOf(id)].push_back(id);
   }
 }
@@ -58,6 +62,22 @@ void Cutter::CutInput(ValueId input) {
   row_inputs_[input] = geometry_[input].numel();
 }
 
+Status Cutter::CutActivation(const std::string& name, int64_t dim) {
+  activations_[name] = static_cast<int32_t>(dim);
+  for (const Input& input : program_.inputs) {
+    if (input.name != name) continue;
+    const Geometry& geometry = geometry_[input.value];
+    const bool has = dim < static_cast<int64_t>(geometry.sizes.size());
+    const DimCut cut{static_cast<int32_t>(dim), 1};
+    const std::optional<int64_t> period = has ? PeriodOf(geometry, cut, ranks_) : std::nullopt;
+    if (!period || !IsDense(geometry))
+      return MakeError("input '", name, "' cannot be cut along dimension ", dim, " into ", ranks_, " equal parts");
+    placement_[input.value] = {Kind::kCut, *period};
+    Apply(input.value);
+  }
+  return Ok{};
+}
+
 Status Cutter::Run() {
   std::vector<OpId> old = std::move(phase_.ops);
   phase_.ops.clear();
@@ -66,7 +86,12 @@ Status Cutter::Run() {
     const Op& op = program_.op(id);
     if (op.part == Part::kBackward && part_ != Part::kBackward) {
       part_ = Part::kBackward;
-      if (options_.regather) copies_.clear();
+      if (options_.regather) {
+        for (const auto& [known, copy] : copies_) {
+          if (known.second == 0) gathered_before_.insert(known.first);
+        }
+        copies_.clear();
+      }
     }
     current_ = &op;
     Status done = Visit(id);
@@ -106,7 +131,9 @@ Status Cutter::Visit(OpId id) {
       return MakeError("%", written, " is cut over the ranks of axis ", options_.axis, " and written in place");
   }
   if (IsOwn(op) && op.kind != OpKind::kCopy) {  // output, assign, opaque modules
-    ForEachOperand(op, [&](ValueId& operand) { operand = AsWhole(operand); });
+    const Arg* name = op.kind == OpKind::kOutput ? op.Attr("name") : nullptr;
+    const auto cut = name == nullptr ? activations_.end() : activations_.find(name->text);
+    ForEachOperand(op, [&](ValueId& v) { v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1}); });
     phase_.ops.push_back(id);
     return Ok{};
   }
@@ -137,10 +164,7 @@ void Cutter::Apply(ValueId id) {
     unseen_[id] = true;
     return;
   }
-  const Geometry part = PartOfView(geometry_[id], *cut, placement.period, ranks_);
-  Value& value = program_.value(id);
-  value.type = TypeOf(part);
-  value.offset = part.offset;
+  sizes_.WritePart(geometry_[id], *cut, placement.period, program_.value(id));
 }
 
 std::optional<DimCut> Cutter::CutOf(ValueId id) const {
@@ -241,7 +265,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
   const bool gathered = copies_.count({root, 0}) != 0;
   if (cut == nullptr) {
-    if (placement.is_whole() || gathered) return 0;
+    if (placement.is_whole() || gathered || gathered_before_.count(root) != 0) return 0;
     const double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
     return placement.is_sum() ? 2 * bytes : times * bytes;
   }
@@ -289,7 +313,7 @@ Status Cutter::Generic(OpId id) {
   const Arg bias = product.args[0];
   product.SetName("aten.mm");
   product.args.erase(product.args.begin());
-  const ValueId partial = program_.AddResult(product, TypeOf(geometry_[result]));
+  const ValueId partial = program_.AddResult(product, sizes_.TypeOf(geometry_[result]));
   product.results = {partial};
   Know(partial, geometry_[result]);
   views_[partial] = views_[result];  // as whom its rows are seen later on

@@ -8,6 +8,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "ir/program.h"
 #include "passes/tensor/placement.h"
 #include "passes/tensor/rules.h"
+#include "passes/tensor/sizes.h"
 
 namespace interlace::tensor {
 
@@ -25,6 +27,7 @@ struct CutterOptions {
   bool sums_behind = true;  // gradients of whole parameters are summed last, all at once; else as soon as they are there
   double flops_per_byte = 1000;  // of products, in the time that a byte travels: 600 (a PC) to 2500 (H100, NVLink)
   bool regather = false;   // what was gathered in the forward part is gathered again for the backward part
+  Binding sample = {};     // where sizes, or the axis's, are symbols: numbers to decide by (sizes.h)
 };
 
 class Cutter {
@@ -35,6 +38,8 @@ class Cutter {
   Status CutParam(Param& param, int64_t dim, int64_t blocks);
   // An input of which a part of the rows may be used on each rank, though all have the whole.
   void CutInput(ValueId input);
+  // An input that a rank gets a part of, an output that it hands on a part of, or both, by name. Error: as above.
+  Status CutActivation(const std::string& name, int64_t dim);
   // The whole phase. Error: a size that is not a number, a value written in place that is cut.
   Status Run();
 
@@ -93,12 +98,11 @@ class Cutter {
   ValueId Emit(std::string name, std::vector<Arg> args, const Geometry& geometry, Placement placement = {},
                std::vector<NamedArg> named = {});
   void Know(ValueId id, Geometry geometry);
-  Type TypeOf(const Geometry& geometry) const;
-  Dim RankTimes(int64_t step);
 
   Program& program_;
   Phase& phase_;
   CutterOptions options_;
+  Sizes sizes_;
   int64_t ranks_ = 1;
   std::vector<Geometry> geometry_;       // by value, before the rewrite
   std::vector<Placement> placement_;     // by root
@@ -109,6 +113,8 @@ class Cutter {
   std::vector<bool> rows_gradients_;  // by value
   std::vector<bool> gradients_;       // by root: handed over as a gradient of a whole parameter
   std::map<ValueId, int64_t> row_inputs_;  // their periods
+  std::map<std::string, int32_t> activations_;  // dimension by name
+  std::set<ValueId> gathered_before_;  // roots whose whole copies the forward part had, and the backward part will have
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
   Part part_ = Part::kForward;

@@ -75,13 +75,4 @@ std::optional<int64_t> PeriodOf(const Geometry& view, DimCut cut, int64_t ranks)
   return period;
 }
 
-Geometry PartOfView(Geometry view, DimCut cut, int64_t period, int64_t ranks) {
-  for (size_t i = 0; i < view.strides.size(); ++i) {
-    if (view.strides[i] >= period) view.strides[i] /= ranks;
-  }
-  view.sizes[cut.dim] /= ranks;
-  view.offset = view.offset / period * (period / ranks) + view.offset % period;
-  return view;
-}
-
 }  // namespace interlace::tensor

@@ -58,7 +58,4 @@ std::optional<DimCut> CutOfView(const Geometry& view, int64_t period, int64_t ra
 // The period of a dense storage whose view is cut so; nullopt: it cannot be cut in equal parts.
 std::optional<int64_t> PeriodOf(const Geometry& view, DimCut cut, int64_t ranks);
 
-// A view of the packed part of a storage.
-Geometry PartOfView(Geometry view, DimCut cut, int64_t period, int64_t ranks);
-
 }  // namespace interlace::tensor

@@ -36,19 +36,18 @@ Result<bool> Special::Visit(OpId id) {
   if (name == "aten._log_softmax_backward_data") return LogSoftmaxBackward(id);
   if (name == "aten.nll_loss_forward") return NllLoss(id);
   if (name == "aten.nll_loss_backward") return NllLossBackward(id);
+  if (name == "aten.native_dropout") return Dropout(id);
   if (c_.program_.op(id).rng) return Draw(id);
   return false;
 }
 
 Special::Local Special::LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored) {
   index = c_.AsWhole(index);
-  const int64_t part = rows / c_.ranks_;
   const Geometry ints = Contiguous(c_.geometry_[index].dtype, c_.geometry_[index].sizes);
   const Geometry bools = Contiguous(DType::kB8, ints.sizes);
-  Dim first = c_.RankTimes(part);
-  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(index), Arg::Int(first)}, ints);
+  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(index), Arg::Int(c_.sizes_.RankTimesPart(rows))}, ints);
   const ValueId below = c_.Emit("aten.lt.Scalar", {Arg::Of(local), Arg::Int(0)}, bools);
-  const ValueId above = c_.Emit("aten.ge.Scalar", {Arg::Of(local), Arg::Int(part)}, bools);
+  const ValueId above = c_.Emit("aten.ge.Scalar", {Arg::Of(local), Arg::Int(c_.sizes_.Part(rows))}, bools);
   ValueId outside = c_.Emit("aten.logical_or", {Arg::Of(below), Arg::Of(above)}, bools);
   if (ignored != nullptr) {
     const ValueId left = c_.Emit("aten.eq.Scalar", {Arg::Of(index), *ignored}, bools);
@@ -89,7 +88,6 @@ bool Special::EmbeddingBackward(OpId id) {
   const Geometry table = c_.geometry_[result];
   if (!IsValue(op, 0) || !IsValue(op, 1) || op.args.size() < 5 || !c_.IsGradientOfRows(result)) return false;
   if (table.sizes[0] % c_.ranks_ != 0 || !(op.args[4] == Arg::Bool(false))) return false;
-  const int64_t part = table.sizes[0] / c_.ranks_;
   const bool pads = op.args[3].kind == Arg::Kind::kInt && op.args[3].integer.is_const() && op.args[3].integer.value >= 0;
   const Arg padding = op.args[3];
   const ValueId gradient = c_.AsWhole(op.args[0].value);
@@ -107,7 +105,7 @@ bool Special::EmbeddingBackward(OpId id) {
   Op& sum = c_.program_.op(id);
   sum.args[0] = Arg::Of(mine);
   sum.args[1] = Arg::Of(local.index);
-  sum.args[2] = Arg::Int(part);
+  sum.args[2] = Arg::Int(c_.sizes_.Part(table.sizes[0]));
   sum.args[3] = Arg::Int(-1);
   c_.placement_[result] = {Kind::kCut, table.numel()};
   c_.Apply(result);
@@ -137,6 +135,9 @@ bool Special::LogSoftmax(OpId id) {
   gathered.sizes[dim] = c_.ranks_;
   gathered = Contiguous(out.dtype, gathered.sizes);
   const ValueId parts = c_.Exchange(OpKind::kAllGatherStart, part, gathered, dim, {});
+  Type& type = c_.program_.value(parts).type;
+  type.sizes[dim] = c_.sizes_.written_ranks();
+  type.strides = c_.program_.ContiguousStrides(type.sizes);
   const ValueId sum =
       c_.Emit("aten.logsumexp", {Arg::Of(parts), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
   Op& difference = c_.program_.op(id);
@@ -248,23 +249,62 @@ bool Special::NllLossBackward(OpId id) {
   return true;
 }
 
-// A draw reads no more than the sizes of its operand: a whole one that takes no memory stands for it.
+// A whole value of one number that takes no memory.
+ValueId Special::Filled(std::string fill, Geometry whole) {
+  const ValueId number = c_.Emit(std::move(fill), {Arg::List({})}, Contiguous(whole.dtype, {}), {},
+                                 {{"dtype", Arg::Word(std::string(DTypeName(whole.dtype)))}});
+  whole.strides.assign(whole.strides.size(), 0);
+  whole.offset = 0;
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(number));
+  const ValueId seen = c_.AddView(view, number, whole);
+  c_.phase_.ops.push_back(view.id);
+  return seen;
+}
+
+// (x, p, train) → x mask / (1 - p), mask: drawn whole of ones, of which a rank takes its part. The mask, which waits for
+// the backward part, is a copy, so that the whole one does not.
+bool Special::Dropout(OpId id) {
+  const Op& op = c_.program_.op(id);
+  if (!IsValue(op, 0) || op.results.size() != 2 || op.results[0] == kNone || op.results[1] == kNone) return false;
+  const ValueId x = op.args[0].value, y = op.results[0], mask = op.results[1], root = c_.program_.RootOf(x);
+  std::optional<DimCut> cut = c_.CutOf(x);
+  if (c_.placement_[root].is_sum()) {
+    const int64_t rows = c_.RowPeriod(root);
+    if (rows > 0) cut = CutOfView(c_.geometry_[x], rows, c_.ranks_);
+  }
+  const Geometry out = c_.geometry_[y], bits = c_.geometry_[mask];
+  const std::optional<int64_t> period = cut ? PeriodOf(out, *cut, c_.ranks_) : std::nullopt;
+  if (!period || !IsDense(out) || out.strides != bits.strides) return false;
+  const ValueId part = c_.AsPart(x, *cut);
+  Op& draw = c_.program_.op(id);
+  draw.args[0] = Arg::Of(Filled("aten.ones", out));
+  const ValueId factor = c_.AddResult(draw, out, {}), drawn = c_.AddResult(draw, bits, {});
+  draw.results = {factor, drawn};
+  c_.phase_.ops.push_back(id);
+  auto make = [&](std::string name, std::vector<Arg> args, ValueId result) {
+    Op& last = c_.NewOp(std::move(name));
+    last.args = std::move(args);
+    last.results = {result};
+    c_.program_.value(result).def = last.id;
+    c_.program_.value(result).result_index = 0;
+    c_.placement_[result] = {Kind::kCut, *period};
+    c_.Apply(result);
+    c_.phase_.ops.push_back(last.id);
+  };
+  make("aten.mul.Tensor", {Arg::Of(part), Arg::Of(c_.AsPart(factor, *cut))}, y);
+  make("copy", {Arg::Of(c_.AsPart(drawn, *cut))}, mask);
+  return true;
+}
+
+// A draw reads no more than the sizes of its operand: zeros stand for it.
 bool Special::Draw(OpId id) {
   const Op& op = c_.program_.op(id);
   const std::string_view name = BaseName(op.name);
   if (name != "aten.bernoulli" && name != "aten.rand_like" && name != "aten.randn_like") return false;
   if (name == "aten.bernoulli" && op.args.size() != 2) return false;
   if (!IsValue(op, 0) || c_.PlacementOf(op.args[0].value).is_whole()) return false;
-  Geometry whole = c_.geometry_[op.args[0].value];
-  const ValueId zero = c_.Emit("aten.zeros", {Arg::List({})}, Contiguous(whole.dtype, {}), {},
-                               {{"dtype", Arg::Word(std::string(DTypeName(whole.dtype)))}});
-  whole.strides.assign(whole.strides.size(), 0);
-  whole.offset = 0;
-  Op& view = c_.NewOp("view");
-  view.args.push_back(Arg::Of(zero));
-  const ValueId seen = c_.AddView(view, zero, whole);
-  c_.phase_.ops.push_back(view.id);
-  c_.program_.op(id).args[0] = Arg::Of(seen);
+  c_.program_.op(id).args[0] = Arg::Of(Filled("aten.zeros", c_.geometry_[op.args[0].value]));
   c_.phase_.ops.push_back(id);
   return true;
 }

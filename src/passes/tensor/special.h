@@ -8,6 +8,8 @@
 // Source: Megatron-LM (Shoeybi et al. 2019, section 3), for the vocabulary.
 #pragma once
 
+#include <string>
+
 #include "base/result.h"
 #include "ir/program.h"
 
@@ -28,7 +30,9 @@ class Special {
   bool LogSoftmaxBackward(OpId id);
   bool NllLoss(OpId id);
   bool NllLossBackward(OpId id);
+  bool Dropout(OpId id);
   bool Draw(OpId id);
+  ValueId Filled(std::string fill, Geometry whole);
 
   // Indices into a cut dimension of `rows` on each rank: counted from this rank's first, with `other` in place of
   // those of other ranks and of `ignored` (kNone: of none). `outside`: where that was.

@@ -31,6 +31,7 @@ std::string WriteModelText(const ModelText& model) {
   out += '\n';
   for (const ParallelParameter& cut : model.parallel) {
     out += "parallel " + std::string(KindName(cut.kind)) + ' ' + std::to_string(cut.dim) + ' ';
+    if (cut.blocks > 1) out += "blocks " + std::to_string(cut.blocks) + ' ';
     AppendQuoted(out, cut.name);
     out += '\n';
   }
