@@ -46,6 +46,13 @@ class Cutter {
   int64_t transferred() const { return bytes_; }  // bytes of all operands of transfers, whole
   const std::map<std::string, int64_t>& made_whole() const { return made_whole_; }  // bytes by operator without a rule
 
+  // Of a loss by targets, what goes back to the cut logits.
+  struct LossGradient {
+    ValueId target = kNone, gradient = kNone, weight = kNone;
+    Arg ignored;
+    bool mean = true;
+  };
+
  private:
   friend class Special;
 
@@ -115,6 +122,7 @@ class Cutter {
   std::map<ValueId, int64_t> row_inputs_;  // their periods
   std::map<std::string, int32_t> activations_;  // dimension by name
   std::set<ValueId> gathered_before_;  // roots whose whole copies the forward part had, and the backward part will have
+  std::map<ValueId, LossGradient> loss_gradients_;
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
   Part part_ = Part::kForward;

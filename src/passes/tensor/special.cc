@@ -165,8 +165,13 @@ bool Special::LogSoftmaxBackward(OpId id) {
   Geometry row = wide;
   row.sizes[dim] = 1;
   row = Contiguous(wide.dtype, row.sizes);
-  const ValueId part = c_.Emit("aten.sum.dim_IntList", {Arg::Of(g), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
-  const ValueId sum = c_.Exchange(OpKind::kAllReduceStart, part, row, -1, {});
+  ValueId sum = kNone;
+  if (auto loss = c_.loss_gradients_.find(op.args[0].value); loss != c_.loss_gradients_.end()) {
+    sum = RowSums(loss->second, row);
+  } else {
+    const ValueId part = c_.Emit("aten.sum.dim_IntList", {Arg::Of(g), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
+    sum = c_.Exchange(OpKind::kAllReduceStart, part, row, -1, {});
+  }
   const Placement placed{Kind::kCut, *PeriodOf(wide, *cut, c_.ranks_)};
   const ValueId e = c_.Emit("aten.exp", {Arg::Of(y)}, wide, placed);
   Op& last = c_.program_.op(id);
@@ -185,6 +190,29 @@ bool Special::LogSoftmaxBackward(OpId id) {
   c_.Apply(result);
   c_.phase_.ops.push_back(id);
   return true;
+}
+
+// Which targets count.
+ValueId Special::Counted(ValueId target, const Arg& ignored) {
+  const ValueId whole = c_.AsWhole(target);
+  return c_.Emit("aten.ne.Scalar", {Arg::Of(whole), ignored}, Contiguous(DType::kB8, c_.geometry_[whole].sizes));
+}
+
+// The sums over the vocabulary of what nll_loss gives back: it has one number in each row that counts.
+ValueId Special::RowSums(const Cutter::LossGradient& of, const Geometry& row) {
+  const Geometry scalar = Contiguous(row.dtype, {});
+  ValueId one = c_.Emit("aten.neg", {Arg::Of(of.gradient)}, scalar);
+  if (of.mean) one = c_.Emit("aten.div.Tensor", {Arg::Of(one), Arg::Of(of.weight)}, scalar);
+  const ValueId counted = Counted(of.target, of.ignored);
+  const Geometry flat = Contiguous(row.dtype, c_.geometry_[counted].sizes);
+  const ValueId ones = c_.Emit("aten._to_copy", {Arg::Of(counted)}, flat, {},
+                               {{"dtype", Arg::Word(std::string(DTypeName(row.dtype)))}});
+  const ValueId sums = c_.Emit("aten.mul.Tensor", {Arg::Of(ones), Arg::Of(one)}, flat);
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(sums));
+  const ValueId seen = c_.AddView(view, sums, row);
+  c_.phase_.ops.push_back(view.id);
+  return seen;
 }
 
 // (y, target, no weights, reduction, ignored) → loss, weight: 0 none, 1 mean, 2 sum.
@@ -206,13 +234,15 @@ bool Special::NllLoss(OpId id) {
   Op& part = c_.NewOp("aten.nll_loss_forward");
   part.args = {Arg::Of(y), Arg::Of(local), Arg::None(), Arg::Int(2), skipped};
   const ValueId sum = c_.AddResult(part, scalar, {});
-  const ValueId count = c_.AddResult(part, scalar, {});
+  c_.AddResult(part, scalar, {});  // the count of this rank's own
   c_.phase_.ops.push_back(part.id);
   const ValueId sums = c_.Exchange(OpKind::kAllReduceStart, sum, scalar, -1, {});
-  const ValueId counts = c_.Exchange(OpKind::kAllReduceStart, count, scalar, -1, {});
-  // The results are made of these, so that whoever uses them finds them.
-  Op& total = c_.NewOp("copy");
+  // The count of all is a matter of the targets, which every rank has: it waits for nobody.
+  const ValueId counts = c_.Emit("aten.sum", {Arg::Of(Counted(c_.program_.op(id).args[1].value, ignored))},
+                                 Contiguous(DType::kI64, {}));
+  Op& total = c_.NewOp("aten._to_copy");
   total.args = {Arg::Of(counts)};
+  total.named = {{"dtype", Arg::Word(std::string(DTypeName(scalar.dtype)))}};
   total.results = {weight};
   c_.program_.value(weight).def = total.id;
   c_.program_.value(weight).result_index = 0;
@@ -220,7 +250,7 @@ bool Special::NllLoss(OpId id) {
   Op& mean = c_.program_.op(id);
   mean.SetName(reduction == 1 ? "aten.div.Tensor" : "copy");
   mean.args = {Arg::Of(sums)};
-  if (reduction == 1) mean.args.push_back(Arg::Of(counts));
+  if (reduction == 1) mean.args.push_back(Arg::Of(weight));
   mean.results = {loss};
   c_.phase_.ops.push_back(id);
   return true;
@@ -237,7 +267,10 @@ bool Special::NllLossBackward(OpId id) {
   if (!period) return false;
   const ValueId g = c_.AsWhole(op.args[0].value), weight = c_.AsWhole(op.args[6].value);
   const Arg ignored = op.args[5];
-  const ValueId local = LocalIndex(op.args[2].value, c_.geometry_[result].sizes[1], Arg::Int(-100), &ignored).index;
+  const ValueId target = op.args[2].value;
+  if (op.args[4] == Arg::Int(1) || op.args[4] == Arg::Int(2))
+    c_.loss_gradients_.emplace(result, Cutter::LossGradient{target, g, weight, ignored, op.args[4] == Arg::Int(1)});
+  const ValueId local = LocalIndex(target, c_.geometry_[result].sizes[1], Arg::Int(-100), &ignored).index;
   Op& mine = c_.program_.op(id);
   mine.args[0] = Arg::Of(g);
   mine.args[2] = Arg::Of(local);

@@ -12,10 +12,9 @@
 
 #include "base/result.h"
 #include "ir/program.h"
+#include "passes/tensor/cutter.h"
 
 namespace interlace::tensor {
-
-class Cutter;
 
 class Special {
  public:
@@ -32,6 +31,8 @@ class Special {
   bool NllLossBackward(OpId id);
   bool Dropout(OpId id);
   bool Draw(OpId id);
+  ValueId Counted(ValueId target, const Arg& ignored);
+  ValueId RowSums(const Cutter::LossGradient& of, const Geometry& row);
   ValueId Filled(std::string fill, Geometry whole);
 
   // Indices into a cut dimension of `rows` on each rank: counted from this rank's first, with `other` in place of
