@@ -8,7 +8,6 @@
 
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,6 +74,8 @@ class Cutter {
   // Whether a value is a part of the gradient of a parameter that is cut along its rows.
   bool IsGradientOfRows(ValueId id) const { return rows_gradients_[id]; }
   void FindGradientsOfRows(const std::vector<OpId>& ops);
+  void ForgetGathered();
+  bool IsUnread(const Rule& rule, ValueId operand) const;
 
   const Placement& PlacementOf(ValueId id) const { return placement_[program_.RootOf(id)]; }
   std::optional<DimCut> CutOf(ValueId id) const;
@@ -114,7 +115,6 @@ class Cutter {
   std::vector<bool> gradients_;       // by root: handed over as a gradient of a whole parameter
   std::map<ValueId, int64_t> row_inputs_;  // their periods
   std::map<std::string, int32_t> activations_;  // dimension by name
-  std::set<ValueId> gathered_before_;  // roots whose whole copies the forward part had, and the backward part will have
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
   Part part_ = Part::kForward;
