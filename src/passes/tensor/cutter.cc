@@ -15,6 +15,7 @@ namespace {
 using Kind = Placement::Kind;
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 constexpr double kParameter = 1e6;  // a parameter is cut to stay so: times its bytes to gather it for one op
+constexpr double kColumns = 64;     // what products made is not gathered where rows that several need are gathered again
 constexpr double kAgain = 1e-3;     // times the bytes of results that every rank makes whole, to break ties
 
 int64_t BytesOf(const Geometry& geometry) {
@@ -86,12 +87,7 @@ Status Cutter::Run() {
     const Op& op = program_.op(id);
     if (op.part == Part::kBackward && part_ != Part::kBackward) {
       part_ = Part::kBackward;
-      if (options_.regather) {
-        for (const auto& [known, copy] : copies_) {
-          if (known.second == 0) gathered_before_.insert(known.first);
-        }
-        copies_.clear();
-      }
+      if (options_.regather) ForgetGathered();
     }
     current_ = &op;
     Status done = Visit(id);
@@ -103,6 +99,11 @@ Status Cutter::Run() {
   }
   INTERLACE_TRY(SumsBehind());
   return Ok{};
+}
+
+// Sums stay: they would keep their parts.
+void Cutter::ForgetGathered() {
+  std::erase_if(copies_, [&](const auto& entry) { return !placement_[entry.first.first].is_sum(); });
 }
 
 // What is handed over as such a gradient, and what is added up to it.
@@ -231,7 +232,7 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
   double cost = 0;
   for (size_t i = 0; i < operands.size(); ++i) {
     const std::optional<DimCut> cut = CutIn(rule.operands[i], way);
-    if (rule.shape_only && !cut && PlacementOf(operands[i]).is_sum()) continue;
+    if (!cut && IsUnread(rule, operands[i])) continue;
     cost += CostOf(operands[i], cut ? &*cut : nullptr);
   }
   for (size_t i = 0; i < op.results.size(); ++i) {
@@ -250,6 +251,12 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
   return cost;
 }
 
+// Whether an operand may be what it is: no element of it is read, nor its sizes.
+bool Cutter::IsUnread(const Rule& rule, ValueId operand) const {
+  const Placement& placement = PlacementOf(operand);
+  return rule.shape_only && (placement.is_sum() || (rule.sizes.empty() && placement.is_cut() && !unseen_[operand]));
+}
+
 double Cutter::FlopsOf(const Op& op) const {
   const std::string_view name = BaseName(op.name);
   const bool biased = name == "aten.addmm";
@@ -265,8 +272,10 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
   const bool gathered = copies_.count({root, 0}) != 0;
   if (cut == nullptr) {
-    if (placement.is_whole() || gathered || gathered_before_.count(root) != 0) return 0;
-    const double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
+    if (placement.is_whole() || gathered) return 0;
+    double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
+    const std::optional<DimCut> columns = options_.regather ? CutOf(operand) : std::nullopt;
+    if (columns && geometry_[operand].strides[columns->dim] == 1) times *= kColumns;
     return placement.is_sum() ? 2 * bytes : times * bytes;
   }
   const int64_t size = geometry_[operand].sizes[cut->dim];
@@ -336,7 +345,7 @@ void Cutter::Carry(OpId id, const Rule& rule, const Way& way) {
     const std::optional<DimCut> cut = CutIn(rule.operands[i++], way);
     if (cut) {
       fitted.push_back(AsPart(operand, *cut));
-    } else if (rule.shape_only && PlacementOf(operand).is_sum()) {
+    } else if (IsUnread(rule, operand)) {
       fitted.push_back(operand);
     } else {
       fitted.push_back(AsWhole(operand));

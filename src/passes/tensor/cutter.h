@@ -8,7 +8,6 @@
 
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -82,6 +81,8 @@ class Cutter {
   // Whether a value is a part of the gradient of a parameter that is cut along its rows.
   bool IsGradientOfRows(ValueId id) const { return rows_gradients_[id]; }
   void FindGradientsOfRows(const std::vector<OpId>& ops);
+  void ForgetGathered();
+  bool IsUnread(const Rule& rule, ValueId operand) const;
 
   const Placement& PlacementOf(ValueId id) const { return placement_[program_.RootOf(id)]; }
   std::optional<DimCut> CutOf(ValueId id) const;

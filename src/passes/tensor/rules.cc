@@ -17,7 +17,7 @@ enum class Form : uint8_t {
   kCat,
   kPad,
   kSelectBackward,
-  kRows,  // whole rows are moved: (x[n,...], [index], ...); trailing dimensions
+  kRows,  // whole rows are moved along one dimension: (x[n,...], [index], ...); the others
   kEmbedding,
   kEmbeddingBackward,
   kNoOperands  // operands are not read and results have sizes of their own
@@ -331,13 +331,19 @@ class Builder {
     }
   }
 
-  // (x[n, ...], [index of rows][, values[m, ...]]): the index is of one dimension.
+  // (x[..., n, ...], [none, ..., index][, values[..., m, ...]]): one index, of one dimension.
   void Rows() {
     const size_t rank = operands_[0]->sizes.size();
-    const bool one = op_.args.size() >= 2 && op_.args[1].kind == Arg::Kind::kList && op_.args[1].list.size() == 1;
+    if (op_.args.size() < 2 || op_.args[1].kind != Arg::Kind::kList) return Unknown();
+    const std::vector<Arg>& indices = op_.args[1].list;
+    const size_t at = indices.empty() ? 0 : indices.size() - 1;
+    const bool one = at < indices.size() && indices[at].kind == Arg::Kind::kValue &&
+                     std::all_of(indices.begin(), indices.begin() + static_cast<std::ptrdiff_t>(at),
+                                 [](const Arg& arg) { return arg.kind == Arg::Kind::kNone; });
     if (!one || operands_.size() < 2 || operands_[1]->sizes.size() != 1 || results_[0]->sizes.size() != rank)
       return Unknown();
-    for (size_t d = 1; d < rank; ++d) {
+    for (size_t d = 0; d < rank; ++d) {
+      if (d == at) continue;
       const int32_t factor = Factor(results_[0]->sizes[d]);
       for (size_t i = 0; i < operands_.size(); ++i) {
         if (i != 1 && operands_[i]->sizes.size() == rank) Walk(rule_.operands[i], *operands_[i], d, factor);

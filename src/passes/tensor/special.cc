@@ -1,5 +1,6 @@
 #include "passes/tensor/special.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include "passes/tensor/cutter.h"
@@ -37,6 +38,7 @@ Result<bool> Special::Visit(OpId id) {
   if (name == "aten.nll_loss_forward") return NllLoss(id);
   if (name == "aten.nll_loss_backward") return NllLossBackward(id);
   if (name == "aten.native_dropout") return Dropout(id);
+  if (name == "aten.as_strided_scatter") Overwrite(id);
   if (c_.program_.op(id).rng) return Draw(id);
   return false;
 }
@@ -280,6 +282,33 @@ bool Special::NllLossBackward(OpId id) {
   c_.Apply(result);
   c_.phase_.ops.push_back(id);
   return true;
+}
+
+// (x, src, sizes, strides, offset) that leaves nothing of x, as in-place additions are traced: a copy of src.
+void Special::Overwrite(OpId id) {
+  const Op& op = c_.program_.op(id);
+  if (op.args.size() != 5 || !IsValue(op, 1) || !(op.args[4] == Arg::Int(0))) return;
+  const ValueId src = op.args[1].value, root = c_.program_.RootOf(src);
+  const Geometry &from = c_.geometry_[src], out = c_.geometry_[op.results[0]];
+  const Type& type = c_.program_.value(src).type;
+  auto are = [](const Arg& list, const std::vector<Dim>& dims) {
+    return std::equal(list.list.begin(), list.list.end(), dims.begin(), dims.end(),
+                      [](const Arg& arg, Dim dim) { return arg == Arg::Int(dim); });
+  };
+  const bool all = from.numel() == out.numel() && c_.geometry_[root].numel() == from.numel() && from.offset == 0 &&
+                   from.strides == Contiguous(from.dtype, from.sizes).strides &&
+                   out.strides == Contiguous(out.dtype, out.sizes).strides && are(op.args[2], type.sizes) &&
+                   are(op.args[3], type.strides);
+  if (!all) return;
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(root));
+  const ValueId seen = c_.AddView(view, root, out);
+  c_.Apply(seen);
+  c_.phase_.ops.push_back(view.id);
+  Op& copy = c_.program_.op(id);
+  copy.SetName("aten.clone");
+  copy.args = {Arg::Of(seen)};
+  copy.named = {{"memory_format", Arg::Word("contiguous")}};
 }
 
 // A whole value of one number that takes no memory.

@@ -3,6 +3,7 @@
 //   embedding of a table cut by rows    a rank looks up what it has, zero elsewhere: the sum over ranks is the row
 //   log_softmax over a cut vocabulary   a number a row from each rank (its logsumexp), never a whole row of logits
 //   nll_loss on it                      each target is on one rank: two numbers are summed
+//   in-place additions, as traced       a copy, of which the operator reads nothing else
 //   random draws                        whole on every rank, so that a mask does not depend on the ranks
 //
 // Source: Megatron-LM (Shoeybi et al. 2019, section 3), for the vocabulary.
@@ -30,6 +31,7 @@ class Special {
   bool NllLoss(OpId id);
   bool NllLossBackward(OpId id);
   bool Dropout(OpId id);
+  void Overwrite(OpId id);
   bool Draw(OpId id);
   ValueId Counted(ValueId target, const Arg& ignored);
   ValueId RowSums(const Cutter::LossGradient& of, const Geometry& row);
