@@ -75,8 +75,9 @@ class Worker:
     def build(self, name: str) -> dict[str, Any]:
         from cases import causal_model
         from peer_methods import ALONE, METHODS
+        from tensor_methods import TENSOR
 
-        self.steps[name] = (METHODS | ALONE)[name].build(self.settings)
+        self.steps[name] = (METHODS | ALONE | TENSOR)[name].build(self.settings)
         parameters = causal_model(self.settings.case).parameters() if self.rank == 0 else []
         return {"parameter_bytes": sum(p.numel() * p.element_size() for p in parameters)}
 
@@ -85,7 +86,7 @@ class Worker:
 
         first = (step % DISTINCT_BATCHES) * self.settings.accumulation
         return [
-            token_batch(self.settings.case, seed=first + i, rank=self.data_rank)
+            token_batch(self.settings.case, self.settings.case.get("rows", 1), seed=first + i, rank=self.data_rank)
             for i in range(self.settings.accumulation)
         ]
 

@@ -16,6 +16,7 @@ from test_trainer_bits import digest
 
 import interlace
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
+from interlace.dist.peers import PeerError
 from interlace.train import saving
 
 STEPS = 20
@@ -123,6 +124,7 @@ def first_values(mesh: dict[str, int] | None, weights: str | None) -> dict[str, 
     settings = interlace.Config(mesh=mesh, weights=weights, timeout_s=60, cache="off", schedule=[], profile="off")
     batch = tensor_models.batch_of(0, 0)
     with interlace.compile(model, parity.make_optimizer("adamw", model), tensor_models.loss_of, batch, settings) as trainer:
+        trainer.evaluate(batch)  # which captures a model of which some parameters are here and some are parts
         return dict(trainer.state_dict())
 
 
@@ -198,3 +200,47 @@ def test_a_recorded_step_trains_as_any_other(mesh: dict[str, int]) -> None:
     size = 2 * mesh.get("dp", 1)
     found = [ranks.run(recorded, size, mesh, mode)[0] for mode in ("off", "on", "serial")]
     assert found[0] == found[1] == found[2]
+
+
+# ---- what cannot be ----
+
+
+def other_batches() -> None:
+    with tensor_models.compiled("llama", mesh={"dp": 2, "tp": 2}) as trainer:
+        trainer.step(tensor_models.batch_of(0, trainer.rank))
+
+
+def test_ranks_that_cut_one_batch_must_have_the_same() -> None:
+    for outcome in ranks.outcomes(other_batches, 4):
+        assert outcome is not None and isinstance(outcome.error, PeerError)
+        assert "ranks 0 and 1 cut one batch along axis tp of the mesh, but were given different ones" in str(outcome.error)
+
+
+def of_plan(config: dict[str, Any]) -> None:
+    tensor_models.compiled("llama", **config).close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("model.layers.*.mlp.up_proj.weigh 0\n", "plan.txt:1: the model has no parameter 'model.layers.*.mlp.up_proj.weigh'; did you mean"),
+        ("model.layers.*.mlp.up_proj.weight 0 blocks 16\n", "in 16 blocks, cannot be cut into 2 equal parts"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_before_anything_runs(lines: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.txt").write_text(lines)
+    for outcome in ranks.outcomes(of_plan, 2, {"mesh": {"tp": 2}, "tensor": str(tmp_path / "plan.txt")}):
+        assert outcome is not None and words in str(outcome.error)
+
+
+def by_plan(file: str) -> tuple[parity.Run, str]:
+    with tensor_models.compiled("llama", mesh={"tp": 2}, tensor=file) as trainer:
+        return (tensor_models.steps(trainer, 0, 3), dict(trainer.state_dict(all_ranks=True))), trainer.program
+
+
+def test_a_plan_file_decides(tmp_path: Path) -> None:
+    (tmp_path / "plan.txt").write_text("model.layers.*.mlp.up_proj.weight 0\nmodel.layers.*.mlp.down_proj.weight 1  # by rows\n")
+    found, program = ranks.run(by_plan, 2, str(tmp_path / "plan.txt"))[0]
+    cut = [line for line in program.splitlines() if " cut tp " in line]
+    assert len(cut) == 4 and all("up_proj" in line or "down_proj" in line for line in cut)
+    assert parity.distance(found, tensor_models.in_one_process("llama", 3, 1, None, 1)).within(1e-9)

@@ -67,25 +67,27 @@ class Planner:
         return Source(text, reports, constants, captured)
 
     def settle_cuts(self, captured: str, given: str | None) -> str:
-        """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given`, or as
-        pass `tensor` does it on this captured text. Gives the text with that as its plan. Error: what the pass refuses.
+        """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given` (lines
+        of a plan), or as pass `tensor` does it on this captured text. Gives the text with that as its plan. Error: what the pass refuses.
         """
         passes = items(self.standard)
         at = next((i for i, text in enumerate(passes) if pass_name(text) == "tensor"), None)
         if at is None:
             return captured
-        self.programs.cuts = given
-        captured = self.programs.with_cuts(captured)
-        first = ",".join(passes[: at + 1])
-        key = key_of(captured, first)
+        asked = passes[at]
+        if "plan=auto" in asked and "cluster=" not in asked:
+            asked = asked.replace("plan=auto", "plan=auto,limit={limit},cluster={cluster}")
+        key = key_of(captured, *passes[:at], asked, given or "", self.cluster_text(), str(self.config.memory_limit_bytes))
         found = self.programs.cache.get("cuts", key)
-        if found is not None:
-            self.programs.cuts = found[0]["cuts"]
-        else:
-            program, _ = self.programs.run_passes(captured, first)
-            self.programs.cuts = cuts_text(program)
-            self.programs.cache.put("cuts", key, {"cuts": self.programs.cuts})
-        passes[at] = re.sub(r"(?<=plan=)\w+", "model", passes[at])
+        if found is None:
+            if given is not None:
+                asked = re.sub(r"plan=[^,)]+", "plan=" + self._file(given, ".plan"), asked)
+            program, _ = self.programs.run_passes(captured, ",".join(self.filled([*passes[:at], asked])))
+            meta = {name: text for name, text in program.meta().items() if name.startswith("tensor.")}
+            found = {"meta": meta | {"tensor": cuts_text(program)}}, {}
+            self.programs.cache.put("cuts", key, found[0])
+        self.programs.cuts = found[0]["meta"]
+        passes[at] = re.sub(r"plan=[^,)]+", "plan=model", passes[at])
         self.standard = ",".join(passes)
         return self.programs.with_cuts(captured)
 

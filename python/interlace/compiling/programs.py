@@ -66,7 +66,8 @@ class Programs:
         self.cache = Cache(None if config.dump_ir else self.cache_folder())
         self.seconds: dict[str, float] = {}  # of compiling, by part
         self.cached: list[str] = []  # parts that came from the cache
-        self.cuts: str | None = None  # how tensor parallelism cuts the parameters, the same in all programs of the run; rank 0 only
+        # How tensor parallelism cuts the parameters, and why: meta lines of all programs of the run, whose states are the same; rank 0 only.
+        self.cuts: dict[str, str] = {}
         self._shared = 0
 
     @contextlib.contextmanager
@@ -105,12 +106,13 @@ class Programs:
 
     def with_cuts(self, captured: str) -> str:
         """A captured text with the run's cuts as its plan."""
-        if self.cuts is None:
+        if not self.cuts:
             return captured
         from interlace import _core
 
         program = _core.Program.parse(captured, "captured")
-        program.set_meta("tensor", self.cuts)
+        for name, text in self.cuts.items():
+            program.set_meta(name, text)
         return str(program.print())
 
     def run_passes(self, captured: str, pipeline: str, micro_batches: int | None = None) -> Made:

@@ -19,7 +19,7 @@ from interlace.config.forms import ConfigError, did_you_mean
 
 Schedule = tuple[tuple[int, tuple[str, ...]], ...]
 # These work on the captured program: they run after canonicalize, before parameters are sharded.
-CAPTURED_LEVEL = ("recompute", "precision", "breadth_first")
+CAPTURED_LEVEL = ("recompute", "precision", "breadth_first", "split")
 
 
 AUTO_STEP = 10  # the last steps before it are measured

@@ -232,6 +232,7 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
 def release(parameter: Tensor) -> None:
     """Frees a parameter's memory; every reference to it sees a meta tensor of the same shape (or, at worst, an empty one)."""
     if parameter.is_meta:
+        setattr(parameter, RELEASED, True)
         return
     empty = torch.empty_like(parameter, device="meta")
     if isinstance(parameter, nn.Parameter):
