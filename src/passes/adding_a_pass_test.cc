@@ -1,4 +1,5 @@
 // The example of docs/adding_a_pass.md, compiled and run; the last test holds the page and this file together.
+#include "base/files.h"
 #include "passes/pass_test_support.h"
 #include "passes/phase_editor.h"
 

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "passes/runner.h"
+#include "base/files.h"
 
 namespace interlace {
 

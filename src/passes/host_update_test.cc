@@ -1,3 +1,4 @@
+#include "base/files.h"
 #include "passes/host_update.h"
 
 #include "base/rounds.h"

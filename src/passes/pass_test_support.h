@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/files.h"
 #include "ir/program.h"
 #include "ir/text.h"
 #include "passes/pipeline.h"

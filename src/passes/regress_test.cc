@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/files.h"
 #include "passes/schedule_test_support.h"
 
 namespace interlace {

@@ -1,15 +1,11 @@
 #include "passes/runner.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstdio>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <optional>
-#include <sstream>
 
+#include "base/files.h"
 #include "ir/pending.h"
 #include "ir/program.h"
 #include "ir/text.h"
@@ -133,39 +129,6 @@ Status RunUnverified(Program& program, const std::vector<PassCall>& calls) {
   if (calls.empty()) return Ok{};
   Result<std::vector<PassReport>> reports = RunPasses(program, calls, {.verify = false, .uses_up = true});
   if (!reports.ok()) return reports.error();
-  return Ok{};
-}
-
-Result<std::string> ReadFile(const std::string& path) {
-  std::error_code code;
-  if (std::filesystem::is_directory(path, code)) return MakeError("cannot read ", path, ": is a directory");
-  std::ifstream in(path, std::ios::binary);
-  if (!in) return MakeError("cannot read ", path, ": ", std::strerror(errno));
-  std::ostringstream text;
-  text << in.rdbuf();
-  if (in.bad()) return MakeError("cannot read ", path, ": ", std::strerror(errno));
-  return std::move(text).str();
-}
-
-Status WriteFile(const std::string& path, std::string_view text) {
-  // Devices and pipes cannot be renamed onto.
-  std::error_code code;
-  bool plain = !std::filesystem::exists(path, code) || std::filesystem::is_regular_file(path, code);
-  std::string target = plain ? path + ".part" : path;
-  {
-    std::ofstream out(target, std::ios::binary | std::ios::trunc);
-    if (out) out.write(text.data(), static_cast<std::streamsize>(text.size()));
-    if (out) out.flush();
-    if (!out) {
-      Error error = MakeError("cannot write ", path, ": ", std::strerror(errno));
-      if (plain) std::remove(target.c_str());
-      return error;
-    }
-  }
-  if (plain) {
-    std::filesystem::rename(target, path, code);
-    if (code) return MakeError("cannot write ", path, ": ", code.message());
-  }
   return Ok{};
 }
 

@@ -35,8 +35,4 @@ Result<std::vector<PassReport>> RunPasses(Program& program, const std::vector<Pa
 // Passes on a program that nobody needs when one fails, without the verifier: for many tries.
 Status RunUnverified(Program& program, const std::vector<PassCall>& calls);
 
-// A file's content; a file written whole (through a temporary name). Errors name the file and the system's reason.
-Result<std::string> ReadFile(const std::string& path);
-Status WriteFile(const std::string& path, std::string_view text);
-
 }  // namespace interlace

@@ -1,3 +1,4 @@
+#include "base/files.h"
 #include "passes/runner.h"
 
 #include <filesystem>

@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include "base/files.h"
 #include "ir/testing/interpreter.h"
 #include "passes/pass_test_support.h"
 

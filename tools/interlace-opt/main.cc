@@ -1,14 +1,14 @@
 // interlace-opt — programs in, programs out: runs passes on a text file. Exit codes: 0 fine, 1 the program or a pass
 // says no, 2 wrong command line.
 #include <iostream>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/command_line.h"
 #include "base/digest.h"
-#include "base/suggest.h"
+#include "base/files.h"
 #include "ir/program.h"
 #include "ir/program_set.h"
 #include "ir/text.h"
@@ -56,46 +56,23 @@ struct Flags {
        check_set = false;
 };
 
-// `--name=value`, `--name value` and single-dash -o alike.
-Result<Flags> ReadFlags(const std::vector<std::string>& args) {
-  Flags flags;
-  const std::vector<std::pair<std::string_view, std::string Flags::*>> texts = {{"--passes", &Flags::passes},
-                                                                                {"--bind", &Flags::bind},
-                                                                                {"-o", &Flags::output},
-                                                                                {"--dump-ir", &Flags::dump_dir},
-                                                                                {"--repro", &Flags::repro}};
-  const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {
-      {"--verify", &Flags::verify},       {"--timing", &Flags::timing}, {"--print-summary", &Flags::summary},
-      {"--explain", &Flags::explain},     {"--digest", &Flags::digest}, {"--list-passes", &Flags::list},
-      {"--check-set", &Flags::check_set}, {"--help", &Flags::help},     {"-h", &Flags::help}};
-  for (size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "-" || !arg.starts_with("-")) {
-      if (!flags.input.empty()) return MakeError("one program at a time: ", flags.input, " or ", arg, "?");
-      flags.input = arg;
-      continue;
-    }
-    size_t equals = arg.find('=');
-    std::string_view name = std::string_view(arg).substr(0, equals);
-    bool known = false;
-    for (auto [flag, field] : switches) {
-      if (flag != name) continue;
-      if (equals != std::string::npos) return MakeError(name, " takes no value");
-      flags.*field = known = true;
-    }
-    for (auto [flag, field] : texts) {
-      if (flag != name) continue;
-      known = true;
-      if (equals == std::string::npos && i + 1 == args.size()) return MakeError(name, " needs a value");
-      flags.*field = equals == std::string::npos ? args[++i] : arg.substr(equals + 1);
-    }
-    if (known) continue;
-    std::vector<std::string_view> names;
-    for (auto [flag, field] : texts) names.push_back(flag);
-    for (auto [flag, field] : switches) names.push_back(flag);
-    return MakeError("unknown option ", name, DidYouMean(name, names));
-  }
-  return flags;
+Status Read(const std::vector<std::string>& args, Flags& flags) {
+  return ReadFlags(args,
+                   {{"--passes", &flags.passes},
+                    {"--bind", &flags.bind},
+                    {"-o", &flags.output},
+                    {"--dump-ir", &flags.dump_dir},
+                    {"--repro", &flags.repro},
+                    {"--verify", &flags.verify},
+                    {"--timing", &flags.timing},
+                    {"--print-summary", &flags.summary},
+                    {"--explain", &flags.explain},
+                    {"--digest", &flags.digest},
+                    {"--list-passes", &flags.list},
+                    {"--check-set", &flags.check_set},
+                    {"--help", &flags.help},
+                    {"-h", &flags.help}},
+                   flags.input);
 }
 
 // "b=4,s=128"
@@ -115,11 +92,6 @@ Result<Binding> ReadBinding(std::string_view text) {
     }
   }
   return binding;
-}
-
-Result<std::string> ReadInput(const std::string& path) {
-  if (path != "-") return ReadFile(path);
-  return std::string(std::istreambuf_iterator<char>(std::cin), {});
 }
 
 // What the command line asks for, as text for the output.
@@ -159,29 +131,29 @@ int Main(const std::vector<std::string>& args) {
     std::cerr << "interlace-opt: " << error.ToString() << "\n";
     return code;
   };
-  Result<Flags> flags = ReadFlags(args);
-  if (!flags.ok()) return fail(flags.error(), 2);
-  if (flags->help) {
+  Flags flags;
+  if (Status status = Read(args, flags); !status.ok()) return fail(status.error(), 2);
+  if (flags.help) {
     std::cout << kHelp;
     return 0;
   }
-  if (flags->list) {
+  if (flags.list) {
     std::cout << PassTableText();
     return 0;
   }
-  if (flags->input.empty())
+  if (flags.input.empty())
     return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
-  Result<std::vector<PassCall>> calls = ParsePipeline(flags->passes);
+  Result<std::vector<PassCall>> calls = ParsePipeline(flags.passes);
   if (!calls.ok()) return fail(calls.error(), 2);
-  Result<Binding> binding = ReadBinding(flags->bind);
+  Result<Binding> binding = ReadBinding(flags.bind);
   if (!binding.ok()) return fail(binding.error(), 2);
-  Result<std::string> text = flags->check_set ? CheckSet(flags->input) : Transform(*flags, *calls, *binding);
+  Result<std::string> text = flags.check_set ? CheckSet(flags.input) : Transform(flags, *calls, *binding);
   if (!text.ok()) return fail(text.error(), 1);
-  if (flags->output == "-") {
+  if (flags.output == "-") {
     std::cout << *text << std::flush;
     return std::cout ? 0 : fail(Error{"cannot write to standard output", {}}, 1);
   }
-  Status written = WriteFile(flags->output, *text);
+  Status written = WriteFile(flags.output, *text);
   return written.ok() ? 0 : fail(written.error(), 1);
 }
 

@@ -1,17 +1,14 @@
 // interlace-sim — predicts a step: program and cluster in; a summary, JSON, a trace or a memory snapshot out. Exit
 // codes: 0 fine, 1 the program, cluster or profile says no, 2 wrong command line.
-#include <cerrno>
 #include <charconv>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "base/suggest.h"
+#include "base/command_line.h"
+#include "base/files.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "sim/simulate.h"
@@ -51,54 +48,21 @@ struct Flags {
   bool foreign = false, every_rank = false, json = false, help = false;
 };
 
-// `--name=value` and `--name value` alike.
-Result<Flags> ReadFlags(const std::vector<std::string>& args) {
-  Flags flags;
-  const std::vector<std::pair<std::string_view, std::string Flags::*>> texts = {
-      {"--cluster", &Flags::cluster}, {"--profile", &Flags::profile},   {"--machine", &Flags::machine},
-      {"--trace", &Flags::trace},     {"--snapshot", &Flags::snapshot}, {"--show-cluster", &Flags::show_cluster}};
-  const std::vector<std::pair<std::string_view, bool Flags::*>> switches = {{"--foreign", &Flags::foreign},
-                                                                            {"--every-rank", &Flags::every_rank},
-                                                                            {"--json", &Flags::json},
-                                                                            {"--help", &Flags::help},
-                                                                            {"-h", &Flags::help}};
-  for (size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg == "-" || !arg.starts_with("-")) {
-      if (!flags.input.empty()) return MakeError("one program at a time: ", flags.input, " or ", arg, "?");
-      flags.input = arg;
-      continue;
-    }
-    size_t equals = arg.find('=');
-    std::string_view name = std::string_view(arg).substr(0, equals);
-    auto value = [&]() -> Result<std::string> {
-      if (equals != std::string::npos) return arg.substr(equals + 1);
-      if (i + 1 == args.size()) return MakeError(name, " needs a value");
-      return args[++i];
-    };
-    bool known = false;
-    for (auto [flag, field] : switches) {
-      if (flag != name) continue;
-      if (equals != std::string::npos) return MakeError(name, " takes no value");
-      flags.*field = known = true;
-    }
-    for (auto [flag, field] : texts) {
-      if (flag != name) continue;
-      known = true;
-      INTERLACE_ASSIGN(flags.*field, value());
-    }
-    if (name == "--slow") {
-      known = true;
-      INTERLACE_ASSIGN(std::string text, value());
-      flags.slow.push_back(text);
-    }
-    if (known) continue;
-    std::vector<std::string_view> names = {"--slow"};
-    for (auto [flag, field] : texts) names.push_back(flag);
-    for (auto [flag, field] : switches) names.push_back(flag);
-    return MakeError("unknown option ", name, DidYouMean(name, names));
-  }
-  return flags;
+Status Read(const std::vector<std::string>& args, Flags& flags) {
+  return ReadFlags(args,
+                   {{"--cluster", &flags.cluster},
+                    {"--profile", &flags.profile},
+                    {"--machine", &flags.machine},
+                    {"--trace", &flags.trace},
+                    {"--snapshot", &flags.snapshot},
+                    {"--show-cluster", &flags.show_cluster},
+                    {"--slow", &flags.slow},
+                    {"--foreign", &flags.foreign},
+                    {"--every-rank", &flags.every_rank},
+                    {"--json", &flags.json},
+                    {"--help", &flags.help},
+                    {"-h", &flags.help}},
+                   flags.input);
 }
 
 // "3=1.5"
@@ -115,28 +79,6 @@ Result<std::pair<int64_t, double>> ReadSlow(std::string_view text) {
   return MakeError("--slow: expected RANK=FACTOR, found '", text, "'");
 }
 
-Result<std::string> ReadText(const std::string& path) {
-  std::error_code ignored;
-  std::ifstream in(path, std::ios::binary);
-  if (!in || std::filesystem::is_directory(path, ignored)) {
-    return MakeError("cannot read ", path, ": ", in ? "it is a folder" : std::strerror(errno));
-  }
-  return std::string(std::istreambuf_iterator<char>(in), {});
-}
-
-Status WriteText(const std::string& path, std::string_view text) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  if (!out) return MakeError("cannot write ", path, ": ", std::strerror(errno));
-  out << text << std::flush;
-  if (!out) return MakeError("cannot write all of ", path, ": ", std::strerror(errno));
-  return Ok{};
-}
-
-Result<std::string> ReadInput(const std::string& path) {
-  if (path != "-") return ReadText(path);
-  return std::string(std::istreambuf_iterator<char>(std::cin), {});
-}
-
 Status Run(const Flags& flags, const SimulateOptions& options) {
   INTERLACE_ASSIGN(std::string text, ReadInput(flags.input));
   INTERLACE_ASSIGN(Program program, Parse(text, flags.input == "-" ? "standard input" : flags.input));
@@ -144,21 +86,21 @@ Status Run(const Flags& flags, const SimulateOptions& options) {
   std::string cluster_text = flags.cluster;
   std::error_code ignored;
   if (std::filesystem::is_regular_file(flags.cluster, ignored)) {
-    INTERLACE_ASSIGN(std::string file, ReadText(flags.cluster));
+    INTERLACE_ASSIGN(std::string file, ReadFile(flags.cluster));
     cluster_text = file + "\n";  // one line without '=' would be taken for a preset
   }
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, flags.cluster));
   ProfileTable table;
   if (!flags.profile.empty()) {
-    INTERLACE_ASSIGN(std::string profile, ReadText(flags.profile));
+    INTERLACE_ASSIGN(std::string profile, ReadFile(flags.profile));
     INTERLACE_ASSIGN(table, ParseProfile(profile, flags.profile));
   }
   INTERLACE_ASSIGN(Simulation simulation,
                    Simulate(program, cluster, flags.profile.empty() ? nullptr : &table, options));
-  if (!flags.trace.empty()) INTERLACE_TRY(WriteText(flags.trace, SimulationTrace(simulation)));
+  if (!flags.trace.empty()) INTERLACE_TRY(WriteFile(flags.trace, SimulationTrace(simulation)));
   if (!flags.snapshot.empty()) {
     INTERLACE_ASSIGN(std::string snapshot, SimulationSnapshot(simulation));
-    INTERLACE_TRY(WriteText(flags.snapshot, snapshot));
+    INTERLACE_TRY(WriteFile(flags.snapshot, snapshot));
   }
   std::cout << (flags.json ? SimulationJson(simulation) : SimulationSummary(simulation)) << std::flush;
   if (!std::cout) return MakeError("cannot write to standard output");
@@ -170,31 +112,31 @@ int Main(const std::vector<std::string>& args) {
     std::cerr << "interlace-sim: " << error.ToString() << "\n";
     return code;
   };
-  Result<Flags> flags = ReadFlags(args);
-  if (!flags.ok()) return fail(flags.error(), 2);
-  if (flags->help) {
+  Flags flags;
+  if (Status status = Read(args, flags); !status.ok()) return fail(status.error(), 2);
+  if (flags.help) {
     std::cout << kHelp;
     return 0;
   }
-  if (!flags->show_cluster.empty()) {
-    Result<std::string> preset = PresetCluster(flags->show_cluster);
+  if (!flags.show_cluster.empty()) {
+    Result<std::string> preset = PresetCluster(flags.show_cluster);
     if (!preset.ok()) return fail(preset.error(), 2);
     std::cout << *preset;
     return 0;
   }
-  if (flags->input.empty())
+  if (flags.input.empty())
     return fail(Error{"give a program file, or - for standard input; --help shows examples", {}}, 2);
-  if (flags->cluster.empty()) return fail(Error{"give --cluster, a file or a preset such as h100-80gb-8", {}}, 2);
+  if (flags.cluster.empty()) return fail(Error{"give --cluster, a file or a preset such as h100-80gb-8", {}}, 2);
   SimulateOptions options;
-  options.every_rank = flags->every_rank;
-  options.machine = flags->machine;
-  options.foreign = flags->foreign;
-  for (const std::string& text : flags->slow) {
+  options.every_rank = flags.every_rank;
+  options.machine = flags.machine;
+  options.foreign = flags.foreign;
+  for (const std::string& text : flags.slow) {
     Result<std::pair<int64_t, double>> slow = ReadSlow(text);
     if (!slow.ok()) return fail(slow.error(), 2);
     options.slow.push_back(*slow);
   }
-  Status status = Run(*flags, options);
+  Status status = Run(flags, options);
   return status.ok() ? 0 : fail(status.error(), 1);
 }
 

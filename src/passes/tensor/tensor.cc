@@ -13,9 +13,9 @@
 // gathered again by the backward part: memory for time). Runs after canonicalize and mesh, before the strategy.
 // Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022, section 4.2.2), GSPMD (Xu
 // et al. 2021).
+#include "base/files.h"
 #include "passes/cost_options.h"
 #include "passes/passes.h"
-#include "passes/runner.h"
 #include "passes/tensor/apply.h"
 #include "passes/tensor/auto.h"
 #include "passes/tensor/plan.h"
