@@ -122,7 +122,6 @@ class Cutter {
   std::vector<bool> gradients_;       // by root: handed over as a gradient of a whole parameter
   std::map<ValueId, int64_t> row_inputs_;  // their periods
   std::map<std::string, int32_t> activations_;  // dimension by name
-  std::set<ValueId> gathered_before_;  // roots whose whole copies the forward part had, and the backward part will have
   std::map<ValueId, LossGradient> loss_gradients_;
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
