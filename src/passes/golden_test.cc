@@ -57,6 +57,17 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
+// Fused q, k, v are cut in three blocks, so that each rank has one of two heads.
+TEST(TensorGolden, TextIsAsReviewed) {
+  const std::string meta = "meta tensor \"qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1\"\nmesh dp";
+  std::string text = GoldenInput("attention.il");
+  text.replace(text.find("mesh dp"), 7, meta);
+  ExpectGolden("attention.tensor.il", RunText(text, "tensor(plan=model)"));
+  text = GoldenInput("mlp.il");
+  text.replace(text.find("step 1"), 6, "meta tensor \"up.weight 0; up.bias 0; down.weight 1\"\nstep 1");
+  ExpectGolden("mlp.tensor.il", RunText(text, "canonicalize,mesh(axes=dp:1+tp:2),tensor(plan=model)"));
+}
+
 TEST(ForwardOnly, StatesThatStayOutAreNamed) {
   EXPECT_EQ(RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2),update,forward_only(out=u0.exp_avg+u2.exp_av)"),
             "error: pass 'forward_only': the program has no state 'u2.exp_av', did you mean 'u2.exp_avg'?");

@@ -39,6 +39,12 @@ PhaseFacts::PhaseFacts(const Program& program, const Phase& phase)
       add(uses[program.RootOf(id)]);
       if (op.kind == OpKind::kOutput) leaves[program.RootOf(id)] = 1;
     });
+    if (IsWait(op) && op.units.empty()) {  // activations travel: their source is read until here
+      ForEachOperand(op, [&](ValueId id) {
+        const OpId start = program.value(id).def;
+        if (start != kNone) ForEachOperand(program.op(start), [&](ValueId source) { add(uses[program.RootOf(source)]); });
+      });
+    }
     for (ValueId id : WrittenOperands(program, op)) add(writes[program.RootOf(id)]);
     for (ValueId id : op.results) {
       if (id == kNone) continue;

@@ -70,6 +70,7 @@ class Gathers {
       if (ParamOfStorage(value) >= 0) value = Local(value, op, index, backward);
       return;
     }
+    if (IsWait(op)) return ReadUntil(op, index);
     bool of_param = false;
     ForEachOperand(op, [&](ValueId& id) { of_param = of_param || ParamOfStorage(id) >= 0; });
     if (!of_param) return;
@@ -81,6 +82,19 @@ class Gathers {
       if (ParamOfStorage(id) >= 0) id = Local(id, op, index, backward);
     });
     if (op.kind == OpKind::kOutput) CopyOut(op, index);
+  }
+
+  // A gathered parameter that is sent on is read until the wait.
+  void ReadUntil(const Op& wait, int32_t index) {
+    ForEachOperand(wait, [&](ValueId id) {
+      const OpId start = program_.value(id).def;
+      if (start == kNone) return;
+      ForEachOperand(std::as_const(program_).op(start), [&](ValueId source) {
+        for (Stretch& stretch : stretches_) {
+          if (stretch.full == program_.RootOf(source)) stretch.last = index;
+        }
+      });
+    });
   }
 
   // The stand-in of a parameter or of a view of it within the stretch.

@@ -12,17 +12,18 @@ using Kernel = Result<Dense> (*)(const AtenCall&);
 bool IsValue(const AtenCall& call, size_t i) {
   return i < call.op.args.size() && call.op.args[i].kind == Arg::Kind::kValue;
 }
-double NumberOf(const Arg& arg, double fallback) {
+double NumberOf(const AtenCall& call, const Arg& arg, double fallback) {
   if (arg.kind == Arg::Kind::kFloat) return arg.real;
   if (arg.kind == Arg::Kind::kInt && arg.integer.is_const()) return static_cast<double>(arg.integer.value);
+  if (arg.kind == Arg::Kind::kInt && call.integer) return static_cast<double>(call.integer(arg.integer));
   if (arg.kind == Arg::Kind::kBool) return arg.boolean ? 1 : 0;
   return fallback;
 }
 // A positional number, a named one, or the fallback.
 double Number(const AtenCall& call, size_t i, std::string_view name, double fallback) {
-  if (i < call.op.args.size()) return NumberOf(call.op.args[i], fallback);
+  if (i < call.op.args.size()) return NumberOf(call, call.op.args[i], fallback);
   for (const NamedArg& named : call.op.named) {
-    if (named.name == name) return NumberOf(named.arg, fallback);
+    if (named.name == name) return NumberOf(call, named.arg, fallback);
   }
   return fallback;
 }
@@ -191,6 +192,65 @@ Result<Dense> EmbeddingBackward(const AtenCall& call) {
   }
   return out;
 }
+// What a row along a dimension runs over: calls f(first element, step) for each of `rows` rows of `size` elements.
+template <typename F>
+void EachRow(const std::vector<int64_t>& sizes, int64_t dim, F f) {
+  int64_t step = 1, outer = 1;
+  for (size_t d = static_cast<size_t>(dim) + 1; d < sizes.size(); ++d) step *= sizes[d];
+  for (int64_t d = 0; d < dim; ++d) outer *= sizes[static_cast<size_t>(d)];
+  for (int64_t o = 0; o < outer; ++o) {
+    for (int64_t i = 0; i < step; ++i) f(o * step * sizes[static_cast<size_t>(dim)] + i, step);
+  }
+}
+double LogSumExp(const Dense& x, int64_t first, int64_t step, int64_t size) {
+  double most = x.data[first], sum = 0;
+  for (int64_t k = 1; k < size; ++k) most = std::max(most, x.data[first + k * step]);
+  for (int64_t k = 0; k < size; ++k) sum += std::exp(x.data[first + k * step] - most);
+  return most + std::log(sum);
+}
+// logsumexp(x, [dim], keepdim)
+Result<Dense> LogSumExp(const AtenCall& call) {
+  const Dense x = call.read(call.op.args[0].value);
+  const std::vector<int64_t> dims = Integers(call, 1);
+  if (dims.size() != 1) return MakeError("logsumexp of one dimension only");
+  const int64_t dim = AxisOf(dims[0], x.sizes.size());
+  Dense out{OutSizes(call), {}};
+  EachRow(x.sizes, dim, [&](int64_t first, int64_t step) { out.data.push_back(LogSumExp(x, first, step, x.sizes[dim])); });
+  return out;
+}
+// _log_softmax(x, dim, half_to_float)
+Result<Dense> LogSoftmax(const AtenCall& call) {
+  Dense x = call.read(call.op.args[0].value);
+  const int64_t dim = AxisOf(static_cast<int64_t>(Number(call, 1, "dim", -1)), x.sizes.size());
+  EachRow(x.sizes, dim, [&](int64_t first, int64_t step) {
+    const double sum = LogSumExp(x, first, step, x.sizes[dim]);
+    for (int64_t k = 0; k < x.sizes[dim]; ++k) x.data[first + k * step] -= sum;
+  });
+  return x;
+}
+// _log_softmax_backward_data(g, y, dim, dtype)
+Result<Dense> LogSoftmaxBackward(const AtenCall& call) {
+  Dense g = Operand(call, 0), y = Operand(call, 1);
+  const int64_t dim = AxisOf(static_cast<int64_t>(Number(call, 2, "dim", -1)), y.sizes.size());
+  EachRow(y.sizes, dim, [&](int64_t first, int64_t step) {
+    double sum = 0;
+    for (int64_t k = 0; k < y.sizes[dim]; ++k) sum += g.data[first + k * step];
+    for (int64_t k = 0; k < y.sizes[dim]; ++k) g.data[first + k * step] -= std::exp(y.data[first + k * step]) * sum;
+  });
+  return g;
+}
+// addcmul(x, a, b, value)
+Result<Dense> AddCMul(const AtenCall& call) {
+  Dense x = Operand(call, 0), a = Operand(call, 1), b = Operand(call, 2);
+  const double value = Number(call, 3, "value", 1);
+  for (size_t i = 0; i < x.data.size(); ++i) x.data[i] += value * a.data[i] * b.data[i];
+  return x;
+}
+Result<Dense> MaskedFill(const AtenCall& call) {
+  Dense x = Operand(call, 0), mask = Operand(call, 1), value = Operand(call, 2);
+  for (size_t i = 0; i < x.data.size(); ++i) x.data[i] = mask.data[i] != 0 ? value.data[i] : x.data[i];
+  return x;
+}
 Result<Dense> Where(const AtenCall& call) {
   Dense mask = Operand(call, 0), yes = Operand(call, 1), no = Operand(call, 2);
   for (size_t i = 0; i < yes.data.size(); ++i) yes.data[i] = mask.data[i] != 0 ? yes.data[i] : no.data[i];
@@ -226,6 +286,35 @@ Result<Dense> Bernoulli(const AtenCall& call) {
   return out;
 }
 
+// nll_loss_forward(y, target, no weights, reduction, ignored) → loss, weight; 1: mean, 2: sum
+Result<std::vector<Dense>> Nll(const AtenCall& call) {
+  const Dense y = call.read(call.op.args[0].value), target = call.read(call.op.args[1].value);
+  const auto reduction = static_cast<int64_t>(Number(call, 3, "", 1)), ignored = static_cast<int64_t>(Number(call, 4, "", -100));
+  double loss = 0, count = 0;
+  for (size_t i = 0; i < target.data.size(); ++i) {
+    const auto row = static_cast<int64_t>(target.data[i]);
+    if (row == ignored) continue;
+    if (row < 0 || row >= y.sizes[1]) return MakeError("target ", row, " is out of range of the loss");
+    loss -= y.data[static_cast<int64_t>(i) * y.sizes[1] + row];
+    count += 1;
+  }
+  return std::vector<Dense>{{{}, {reduction == 1 ? loss / count : loss}}, {{}, {count}}};
+}
+// nll_loss_backward(g, y, target, no weights, reduction, ignored, weight)
+Result<Dense> NllBackward(const AtenCall& call) {
+  const Dense g = call.read(call.op.args[0].value), y = call.read(call.op.args[1].value),
+              target = call.read(call.op.args[2].value), weight = call.read(call.op.args[6].value);
+  const auto reduction = static_cast<int64_t>(Number(call, 4, "", 1)), ignored = static_cast<int64_t>(Number(call, 5, "", -100));
+  Dense out{OutSizes(call), std::vector<double>(Count(OutSizes(call)), 0.0)};
+  for (size_t i = 0; i < target.data.size(); ++i) {
+    const auto row = static_cast<int64_t>(target.data[i]);
+    if (row == ignored) continue;
+    if (row < 0 || row >= y.sizes[1]) return MakeError("target ", row, " is out of range of the loss");
+    out.data[static_cast<int64_t>(i) * y.sizes[1] + row] = -g.data[0] / (reduction == 1 ? weight.data[0] : 1.0);
+  }
+  return out;
+}
+
 const std::unordered_map<std::string_view, Kernel>& Kernels() {
   static const std::unordered_map<std::string_view, Kernel> kernels = {
       {"mm", [](const AtenCall& c) { return Mm(c); }},
@@ -252,6 +341,11 @@ const std::unordered_map<std::string_view, Kernel>& Kernels() {
       {"mul", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a * b; }); }},
       {"div", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a / b; }); }},
       {"maximum", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a > b ? a : b; }); }},
+      {"eq", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a == b ? 1.0 : 0.0; }); }},
+      {"lt", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a < b ? 1.0 : 0.0; }); }},
+      {"ge", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a >= b ? 1.0 : 0.0; }); }},
+      {"logical_or",
+       [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a != 0 || b != 0 ? 1.0 : 0.0; }); }},
       {"gt", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a > b ? 1.0 : 0.0; }); }},
       {"le", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a <= b ? 1.0 : 0.0; }); }},
       {"add",
@@ -274,6 +368,12 @@ const std::unordered_map<std::string_view, Kernel>& Kernels() {
        [](const AtenCall& c) { return Binary(c, [](double g, double y) { return g * (1 - y * y); }); }},
       {"sum", Sum},
       {"mean", Mean},
+      {"logsumexp", [](const AtenCall& c) { return LogSumExp(c); }},
+      {"_log_softmax", LogSoftmax},
+      {"_log_softmax_backward_data", LogSoftmaxBackward},
+      {"nll_loss_backward", NllBackward},
+      {"addcmul", AddCMul},
+      {"masked_fill", MaskedFill},
       {"where", Where},
       {"cat", Cat},
       {"embedding", Embedding},
@@ -296,6 +396,7 @@ Result<std::vector<Dense>> RunAten(const AtenCall& call) {
   if (!name.starts_with("aten.")) return MakeError("the interpreter knows aten ops only, not ", name);
   name.remove_prefix(5);
   name = name.substr(0, name.find('.'));
+  if (name == "nll_loss_forward") return Nll(call);
   auto found = Kernels().find(name);
   // An in-place op is its functional form, stored over the operand.
   if (found == Kernels().end() && name.ends_with('_')) found = Kernels().find(name.substr(0, name.size() - 1));

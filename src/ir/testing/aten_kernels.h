@@ -18,6 +18,7 @@ struct AtenCall {
   std::vector<std::vector<int64_t>> result_sizes;  // in-place ops: the sizes of the operand written
   uint64_t random_key = 0;                         // of the op's stream, when it has one
   DType dtype = DType::kF64;                       // of the first result, which the caller rounds to it
+  std::function<int64_t(Dim)> integer = nullptr;   // an argument that is an index of this rank; null: numbers only
 };
 
 // The results of the op, one per result (one for an in-place op). Error: the interpreter lacks the op, or odd

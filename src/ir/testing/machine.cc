@@ -67,6 +67,20 @@ int64_t Machine::Coordinate(int64_t rank, std::string_view axes) const {
   return GroupOf(mesh_, axes).IndexOf(rank);
 }
 
+int64_t Machine::DataRank(int64_t rank) const {
+  const auto cuts = [&](const Axis& axis) {
+    return std::any_of(program_.params.begin(), program_.params.end(), [&](const Param& param) {
+      return std::any_of(param.cuts.begin(), param.cuts.end(), [&](const Cut& cut) { return cut.axis == axis.name; });
+    });
+  };
+  if (std::none_of(mesh_.begin(), mesh_.end(), cuts)) return rank;
+  int64_t index = 0;
+  for (const Axis& axis : mesh_) {
+    if (!cuts(axis)) index = index * axis.size + Coordinate(rank, axis.name);
+  }
+  return index;
+}
+
 std::vector<int64_t> Machine::Peers(int64_t rank, std::string_view axes) const {
   const AxisGroup group = GroupOf(mesh_, axes);
   std::vector<int64_t> peers;
@@ -220,7 +234,7 @@ void Machine::SetInputs(int64_t micro_batch) {
     const int64_t own = micro_batch + static_cast<int64_t>(at / count);  // of those side by side
     bool integer = !IsFloating(program_.value(input.value).type.dtype);
     for (int64_t rank = 0; rank < ranks_; ++rank) {
-      uint64_t key = Mix(Mix(Mix(Mix(options_.seed, HashText(input.name)), step_), own), rank);
+      uint64_t key = Mix(Mix(Mix(Mix(options_.seed, HashText(input.name)), step_), own), DataRank(rank));
       Dense x{Sizes(input.value), std::vector<double>(Count(Sizes(input.value)))};
       for (size_t i = 0; i < x.data.size(); ++i) {
         double drawn = Uniform(Mix(key, i));

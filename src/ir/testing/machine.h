@@ -95,6 +95,7 @@ class Machine {
   Result<Bytes> AddInRankOrder(const std::vector<Bytes>& parts, DType dtype) const;
   std::vector<int64_t> Peers(int64_t rank, std::string_view axis) const;  // ranks along an axis, this one among them
   int64_t Coordinate(int64_t rank, std::string_view axis) const;
+  int64_t DataRank(int64_t rank) const;  // ranks along axes that cut parameters see the same inputs and draw the same
 
   const Program& program_;
   const InterpretOptions& options_;

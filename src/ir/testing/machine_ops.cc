@@ -59,8 +59,13 @@ Status Machine::RunLibraryOp(const Op& op) {
                   },
                   {},
                   0};
+    call.integer = [&](Dim dim) {
+      const Result<int64_t> value = program_.dims.Evaluate(dim, rank_symbols_[rank]);
+      if (!value.ok()) read_status = value.error();
+      return value.ok() ? *value : 0;
+    };
     if (op.rng) {
-      uint64_t key = Mix(Mix(Mix(options_.seed, step_), micro_batch_ + MicroBatchOf(op)), rank);
+      uint64_t key = Mix(Mix(Mix(options_.seed, step_), micro_batch_ + MicroBatchOf(op)), DataRank(rank));
       call.random_key = Mix(key, static_cast<uint64_t>(*op.rng));
     }
     const std::vector<ValueId>& targets = op.writes.empty() ? op.results : op.writes;

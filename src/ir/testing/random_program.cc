@@ -1,5 +1,6 @@
 #include "ir/testing/random_program.h"
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <random>
@@ -18,15 +19,15 @@ class Generator {
     program_.modules.push_back({0, "", "Random"});
     program_.sources = {{0, "random.py:1"}, {1, "random.py:2"}};
     program_.phases.push_back({"micro_batch", {}, {}, {}});
-    rows_ = Between(1, 5);
+    rows_ = options_.multiple > 1 ? options_.multiple * Between(1, 2) : Between(1, 5);
     Begin();
     for (int i = 0; i < options_.layers; ++i) {
       module_ = static_cast<int32_t>(program_.modules.size());
       program_.modules.push_back({module_, "layers." + std::to_string(i), "Layer"});
       Layer();
     }
-    if (Chance(2)) NewParam({Between(1, options_.max_width)}, "unused", true);
-    if (Chance(3)) NewParam({Between(1, options_.max_width)}, "unused_frozen", false);
+    if (Chance(2)) NewParam({Width()}, "unused", true);
+    if (Chance(3)) NewParam({Width()}, "unused_frozen", false);
     Loss();
     part_ = Part::kBackward;
     for (size_t i = tape_.size(); i-- > 0;) tape_[i]();
@@ -38,6 +39,7 @@ class Generator {
  private:
   // ---- randomness ----
   int64_t Between(int64_t low, int64_t high) { return low + static_cast<int64_t>(random_() % (high - low + 1)); }
+  int64_t Width() { return options_.multiple * Between(1, std::max<int64_t>(options_.max_width / options_.multiple, 1)); }
   bool Chance(int one_in) { return random_() % one_in == 0; }
 
   // ---- building ----
@@ -128,12 +130,12 @@ class Generator {
 
   // ---- forward ----
   void Begin() {
-    int64_t width = Between(1, options_.max_width);
+    int64_t width = Width();
     if (Chance(2)) {
       Type type = Contiguous({rows_}, DType::kI64);
       ValueId tokens = program_.AddValue(ValueKind::kInput, type).id;
       program_.inputs.push_back({tokens, "tokens"});
-      int64_t entries = Between(8, 12);
+      int64_t entries = options_.multiple > 1 ? 12 : Between(8, 12);
       ValueId table = NewParam({entries, width}, "embedding", true);
       x_ = Emit("aten.embedding", {V(table), V(tokens)}, Contiguous({rows_, width}));
       OnBackward(x_, [=, this](ValueId g) {
@@ -177,9 +179,10 @@ class Generator {
     }
   }
 
-  void Linear() {
+  void Linear() { Linear(Width()); }
+  void Linear(int64_t out) {
     ValueId x = x_;
-    int64_t in = Sizes(x)[1], out = Between(1, options_.max_width);
+    int64_t in = Sizes(x)[1];
     ValueId weight = NewParam({out, in}, "weight");
     weights_.push_back(weight);
     x_ = Mm(x, T(weight));
@@ -346,7 +349,28 @@ class Generator {
   }
 
   // ---- loss and end ----
+  void CrossEntropy() {
+    Linear(12);
+    module_ = 0;
+    const ValueId x = x_;
+    const ValueId labels = program_.AddValue(ValueKind::kInput, Contiguous({rows_}, DType::kI64)).id;
+    program_.inputs.push_back({labels, "labels"});
+    const ValueId y = Emit("aten._log_softmax", {V(x), Arg::Int(1), Arg::Bool(false)}, Contiguous(Sizes(x)));
+    Op& op = NewOp("aten.nll_loss_forward", {V(y), V(labels), Arg::None(), Arg::Int(1), Arg::Int(-100)});
+    const ValueId loss = program_.AddResult(op, Contiguous({})), weight = program_.AddResult(op, Contiguous({}));
+    NewOp("output", {V(loss)}).SetAttr("name", Arg::String("loss"));
+    tape_.push_back([=, this] {
+      const ValueId one = Emit("aten.ones_like", {V(loss)}, Contiguous({}));
+      const ValueId g = Emit("aten.nll_loss_backward",
+                             {V(one), V(y), V(labels), Arg::None(), Arg::Int(1), Arg::Int(-100), V(weight)},
+                             Contiguous(Sizes(x)));
+      AddGrad(x, Emit("aten._log_softmax_backward_data",
+                      {V(g), V(y), Arg::Int(1), Arg::Word(std::string(DTypeName(options_.dtype)))}, Contiguous(Sizes(x))));
+    });
+  }
+
   void Loss() {
+    if (options_.cross_entropy) return CrossEntropy();
     module_ = 0;
     ValueId x = x_;
     std::vector<int64_t> sizes = Sizes(x);
@@ -361,7 +385,7 @@ class Generator {
     ValueId penalized = kNone;
     if (Chance(3)) {
       // The gradient of the penalty is a number broadcast by a stride of 0.
-      penalized = NewParam({Between(1, options_.max_width)}, "penalty", true);
+      penalized = NewParam({Width()}, "penalty", true);
       ValueId penalty = Emit("aten.sum", {V(penalized)}, Contiguous({}));
       loss = Emit("aten.add.Tensor", {V(loss), V(penalty)}, Contiguous({}));
     }

@@ -17,6 +17,8 @@ struct RandomProgramOptions {
   DType dtype = DType::kF32;
   bool random_ops = true;  // dropout
   bool buffers = true;
+  int64_t multiple = 1;        // of which sizes are multiples: what ranks are to divide
+  bool cross_entropy = false;  // of 12 classes, labels being integers below 8; else the square of a difference
 };
 
 // The same program for the same options. It satisfies the verifier.

@@ -223,6 +223,7 @@ bool Special::NllLoss(OpId id) {
   const std::optional<DimCut> cut = IsValue(op, 0) ? c_.CutOf(op.args[0].value) : std::nullopt;
   const bool plain = op.args.size() == 5 && op.args[2].kind == Arg::Kind::kNone && op.args[3].kind == Arg::Kind::kInt;
   if (!cut || c_.geometry_[op.args[0].value].sizes.size() != 2 || !plain) return false;
+  if (cut->dim == 1 && cut->blocks != 1) return false;
   const ValueId y = op.args[0].value, loss = op.results[0], weight = op.results[1];
   const int64_t reduction = op.args[3].integer.value;
   if (reduction < 1 || reduction > 2 || loss == kNone || weight == kNone) return false;
@@ -264,7 +265,7 @@ bool Special::NllLossBackward(OpId id) {
   const std::optional<DimCut> cut = IsValue(op, 1) ? c_.CutOf(op.args[1].value) : std::nullopt;
   const bool plain = op.args.size() == 7 && op.args[3].kind == Arg::Kind::kNone && IsValue(op, 0) && IsValue(op, 6);
   const ValueId result = op.results[0];
-  if (!cut || cut->dim != 1 || !plain || c_.geometry_[result].sizes.size() != 2) return false;
+  if (!cut || *cut != DimCut{1, 1} || !plain || c_.geometry_[result].sizes.size() != 2) return false;
   const std::optional<int64_t> period = PeriodOf(c_.geometry_[result], *cut, c_.ranks_);
   if (!period) return false;
   const ValueId g = c_.AsWhole(op.args[0].value), weight = c_.AsWhole(op.args[6].value);
