@@ -14,6 +14,7 @@ from interlace.capture import Casts, InputSpec, capture
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
+from interlace.capture.watch import Watch
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
@@ -60,12 +61,13 @@ class Captures:
                 if text is not None:
                     self.programs.cached.append("capture")
                     return text, constants
+            watch = Watch(self.model, self.loss_fn)
             with reads_of(holders) as read:
                 captured = capture(
                     self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
                     rng_mode=self.config.rng, casts=Casts.named(
                         self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
-                    ),
+                    ), watch=watch,
                 )  # fmt: skip
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
