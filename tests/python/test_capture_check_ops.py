@@ -128,8 +128,9 @@ def test_what_symbols_left_unchecked_is_checked_with_numbers(monkeypatch):
 def test_operator_that_lies(function, name, wrong, times):
     with pytest.raises(CaptureError) as e:
         run(function)
+    line = f"test_capture_check_ops.py:{Net.forward.__code__.co_firstlineno + 1}"
     assert str(e.value) == (
-        f"operator interlace_test.{name} {wrong}, which its schema and its fake implementation do not "
+        f"{line}: operator interlace_test.{name} {wrong}, which its schema and its fake implementation do not "
         "say; a program that uses it "
         "would be wrong. Use another operator, or fix its registration (torch.library)"
     )

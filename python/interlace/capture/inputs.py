@@ -31,12 +31,12 @@ def path_name(path: Path) -> str:
 
 def _children(x: Any) -> list[tuple[Any, Any]] | None:
     """(key, child) pairs of a container, or None for a leaf."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # Hugging Face's results are mappings too, without their None fields
+        return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
     if isinstance(x, Mapping):
         return list(x.items())
     if isinstance(x, (list, tuple)):
         return list(enumerate(x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
     return None
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from interlace.capture.casts import NO_CASTS
-from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.inputs import InputSpec, leaves, path_name, rebuild
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import check_parameters, collect
@@ -153,5 +152,5 @@ def capture_layers(
     with without_collection():
         trace = _LayerTrace(model, blocks, batch)
         trace.run(loss_fn, batch)
-        check_op_kinds(trace.recorder.calls.values())
+        trace.check()
         return {role: trace.program(role) for role in ROLES}

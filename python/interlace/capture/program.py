@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
-from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.effects import as_after, drawing_line, generators, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
-from interlace.capture.opaque import OpaqueCall, learn_calls
+from interlace.capture.opaque import LOSS, TAIL, OpaqueCall, Unfit, learn_calls, only_in
+from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
@@ -40,6 +40,7 @@ class Captured:
     outputs: list[str]  # "loss" first
     opaque: list[str]  # paths of the modules that run in Python
     opaque_calls: list[OpaqueCall]  # what OpaqueTable needs to run them
+    sometimes: list[str]  # parameters that have a gradient in steps in which an opaque module uses them, and no other user
     num_ops: int
     seconds: float
 
@@ -48,7 +49,7 @@ def capture(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any] | None, example_batch: Any, *,
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
-    watch: Watch | None = None,
+    watch: Watch | None = None, values: Mapping[int, Tensor] | None = None,
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -59,6 +60,7 @@ def capture(
     runtime for one generator in program order, as eager PyTorch has, instead of keyed streams. `casts` has the model
     run in another precision than that of its parameters. `numbers`: places of numbers (see watch.py) that become buffers of the
     program, by their names. `watch`: of the model and loss function as they are, made here when not given.
+    `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from.
 
     Raises CaptureError: the message names the parameter, the batch entry or the source line, and what to do.
     """
@@ -72,16 +74,19 @@ def capture(
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     with without_collection():
-        trace = _traced(model, tensors, batch, loss_fn or _default_loss, symbolic, fullgraph, casts, numbers, watch or Watch(model, loss_fn))
-        check_op_kinds(trace.recorder.calls.values())
+        loss_fn = loss_fn or _default_loss
+        watch = watch or Watch(model, loss_fn)
+        trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
         text = trace.text(kinds, group_of, micro_batches, rng_mode)
+    params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
+    opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
     return Captured(
-        text=text, input_spec=trace.spec,
-        params={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"},
+        text=text, input_spec=trace.spec, params=params,
         buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"}, consts=trace.consts,
         tensors={t.name: t.real for t in trace.tensors},
         aliases={a: t.name for t in trace.tensors for a in t.aliases}, outputs=list(trace.outputs),
-        opaque=list(trace.opaque_calls), opaque_calls=[c for calls in trace.opaque_calls.values() for c in calls],
+        opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
+        sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
@@ -99,12 +104,13 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
+    values: Mapping[int, Tensor] | None,
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch)
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
     with regions_opened() as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch)
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
     if opened:
         return trace
 
@@ -112,16 +118,18 @@ def _traced(
         with torch.autocast("cpu"):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
+    values: Mapping[int, Tensor] | None,
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
     calls: dict[str, list[OpaqueCall]] = {}
+    opaque: dict[str, str] = {}  # paths, with the reasons
     while True:
 
         def trace() -> Trace:
@@ -129,26 +137,38 @@ def _whole(
 
         found = trace()
         try:
-            return _watched(found, trace, loss_fn, batch, watch, numbers)
-        except CaptureError:
+            _watched(found, trace, loss_fn, batch, watch, numbers)
+            found.check()
+            return found
+        except CaptureError as e:
             path = found.sites.failed
-            if fullgraph or path is None or path in calls:
+            if path is None or path == OUTSIDE:
+                path = LOSS if TAIL in opaque else TAIL
+            if fullgraph or symbolic or path in opaque or casts.param is not None:
                 raise
-            if casts.param is not None:
-                raise CaptureError(
-                    f"module '{path}' cannot be traced, and param_dtype reaches traced modules only; use torch.autocast in "
-                    "the loss function instead"
-                ) from None
-            inside = f"{path}." if path else ""
-            paths = [p for p in calls if not p.startswith(inside)] + [path]
-            calls = learn_calls(model, paths, loss_fn, batch)
+            reason = str(e).partition(" (.item()")[0].partition("; ")[0]
+        while True:
+            opaque = _with(opaque, path, reason)
+            try:
+                calls = learn_calls(model, opaque, loss_fn, batch, values)
+                break
+            except Unfit as e:
+                path = LOSS if e.path in ("", TAIL) else e.path.rpartition(".")[0]
+
+
+def _with(opaque: dict[str, str], path: str, why: str) -> dict[str, str]:
+    """Another opaque module; those in it are no longer opaque by themselves."""
+    if path == LOSS:
+        return {path: why}
+    inside = f"{path}." if path else ""
+    return {p: r for p, r in opaque.items() if TAIL in (p, path) or not p.startswith(inside)} | {path: why}
 
 
 def _watched(
     trace: Trace, again: Callable[[], Trace], loss_fn: Callable[[nn.Module, Any], Any], batch: Any, watch: Watch,
     numbers: Collection[str],
-) -> Trace:  # fmt: skip
-    """The trace after its run. Python sees nothing of it; a model that another run would find changed is refused."""
+) -> None:  # fmt: skip
+    """Runs the trace. Python sees nothing of it; a model that another run would find changed is refused."""
 
     def run(one: Trace) -> list[Change]:
         try:
@@ -187,6 +207,5 @@ def _watched(
             if differs:
                 trace.sites.failed = next((c.owner for c in made if c.owner is not None), None)
                 raise refusal(made)
-    return trace
 
 

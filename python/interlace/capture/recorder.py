@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self.part = "fwd"
         self.num_ops = 0
         self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
+        self.tags: dict[Any, str] = {}  # of these calls
         self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
@@ -268,7 +269,7 @@ class Recorder(TorchDispatchMode):
         flat = results if isinstance(results, (tuple, list)) else (results,)
         if not any(isinstance(r, Tensor) for r in flat):
             return  # a number (such as which attention kernel to use): already a constant of the program
-        self.calls.setdefault((func, dtypes_of(args)), (func, args, kwargs))
+        kind = (func, dtypes_of(args))
         attrs = ""
         tensors: list[Tensor | None] = []
         for r in flat:
@@ -304,6 +305,9 @@ class Recorder(TorchDispatchMode):
         else:
             self.constants.note(func, args, kwargs, tensors)
         ids = self._line(info.name, text, decls, attrs)
+        if kind not in self.calls:
+            self.calls[kind] = (func, args, kwargs)
+            self.tags[kind] = self.lines[-1].rpartition("{")[2].rstrip("}")
         self._storages.update(fresh)
         for r, storage, vid in zip(tensors, owners, ids, strict=True):
             if r is not None and storage is not None:

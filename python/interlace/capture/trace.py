@@ -16,14 +16,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture.casts import Casts
+from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.effects import Stored, generators
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
-from interlace.capture.opaque import OpaqueCall, OpaqueTrace
+from interlace.capture.opaque import LOSS, TAIL, OpaqueCall, OpaqueTrace, StandIn
 from interlace.capture.recorder import Recorder
-from interlace.capture.sites import Sites, user_place
+from interlace.capture.sites import OUTSIDE, Sites, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
@@ -150,7 +151,8 @@ class Trace:
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_checkpointing(self.model))
             stack.enter_context(known_values_are_no_trace(self.constants))
-            stack.enter_context(followed_modules(self.sites, OpaqueTrace(self.model, self.opaque_calls, rec)))
+            self._opaque = OpaqueTrace(self.model, self.opaque_calls, rec, loss_fn)
+            stack.enter_context(followed_modules(self.sites, self._opaque))
             stack.enter_context(without_log())
             stack.enter_context(without_assertions())
             stack.enter_context(without_branches())
@@ -221,7 +223,7 @@ class Trace:
             raise CaptureError("the loss depends on no trainable parameter")
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        result = loss_fn(self.model, batch)
+        result = self._result(loss_fn, batch)
         named: dict[str, Any]
         if isinstance(result, dict):
             if "loss" not in result:
@@ -246,6 +248,35 @@ class Trace:
                     f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss"
                 )
             self.outputs[name] = value
+
+    def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
+        if LOSS in self.opaque_calls:
+            return self._opaque.modules[LOSS](batch)
+        if TAIL not in self.opaque_calls:
+            return loss_fn(self.model, batch)
+        results: list[Any] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            results.append(self.model(*args, **kwargs))
+            return results[-1]
+
+        try:
+            loss_fn(StandIn(self.model, call), batch)  # type: ignore[arg-type]
+        except Exception:
+            if not results or self.sites.failed not in (None, OUTSIDE):
+                raise
+        self.sites.failed = None
+        return self._opaque.modules[TAIL](results, batch)
+
+    def check(self) -> None:
+        """Every kind of op does what the text says. Error: one does not, with the line and module that have it first."""
+        for key, call in self.recorder.calls.items():
+            try:
+                check_op_kinds([call])
+            except CaptureError as e:
+                self.sites.failed, place = self.sites.place_of(self.recorder.tags[key])
+                raise CaptureError(f"{place}: {e}{self.module()}" if place else str(e)) from e
 
     def _locating(self, what: str, call: Callable[[], Any]) -> Any:
         """Runs call(); errors become CaptureErrors that name the user's line and module."""
@@ -281,7 +312,7 @@ class Trace:
             raise CaptureError(text) from e
 
     def module(self) -> str:
-        return f" in module '{self.sites.failed}'" if self.sites.failed else ""
+        return f" in module '{self.sites.failed}'" if self.sites.failed not in ("", None, OUTSIDE) else ""
 
     # ---- the text ----
 

@@ -19,7 +19,7 @@ from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train.evaluation import Evaluation
 from interlace.train.materialize import adopt
-from interlace.train.run import Run
+from interlace.train.run import Run, gathered
 
 log = logging.getLogger("interlace")
 
@@ -82,7 +82,8 @@ class Frozen:
             text, constants = self.captures.text(micro_batch)
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
-        source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
+        with gathered(run, self.captures):
+            source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
         programs.compare_digests(source)
         run.flush()
         built = programs.build(source, run.executor, take_states=False)

@@ -202,13 +202,15 @@ class Trainer:
     # ---- what there is ----
 
     def summary(self) -> dict[str, Any]:
-        """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes."""
+        """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes, and `opaque`: what runs in
+        Python, why, and how long (seconds, on this rank) it has taken so far."""
         summary = self._run.ir.summary()
         names = summary["largest_unit_params"]
         summary["largest_unit"] = {
             "unit": summary["largest_unit"], "name": ", ".join(names), "bytes": summary["largest_unit_bytes"],
         }  # fmt: skip
         summary["passes"] = self.passes
+        summary["opaque"] = self._run.programs.opaque.summary() if self._run.programs.opaque is not None else []
         return summary
 
     def stats(self) -> dict[str, Any]:
