@@ -100,8 +100,9 @@ class Watch:
         self._attributes: list[tuple[dict, dict, Callable[[Any], str], str | None]] = []  # whole, where only mentioned ones are held
         self._names: list[tuple[Any, str, Any, str, str | None]] = []  # of modules: globals that code mentions
         self._cells: list[tuple[Any, Any, str]] = []
-        self.tensors: dict[str, tuple[Tensor, int]] = {}  # neither parameters nor buffers, with their versions
+        self.tensors: dict[str, tuple[Tensor, int, str | None]] = {}  # neither parameters nor buffers, with their versions
         self._seen: dict[int, Any] = {}
+        self._read: set[str] = set()  # names that functions of the user's own mention
         self._mentioned: dict[type, frozenset[str] | None] = {}
         self._paths = {id(m): path for path, m in model.named_modules()}
         for path, module in model.named_modules():
@@ -134,9 +135,9 @@ class Watch:
             now = cell.cell_contents
             if now is not value and not same(value, now):
                 found.append(Change(where, value, now, "value", functools.partial(setattr, cell, "cell_contents")))
-        for where, (t, version) in self.tensors.items():
+        for where, (t, version, owner) in self.tensors.items():
             if t._version != version:
-                found.append(Change(where, t, t, "tensor", lambda value: None))
+                found.append(Change(where, t, t, "tensor", lambda value: None, owner))
         return found
 
     def restore(self) -> list[Change]:
@@ -257,7 +258,7 @@ class Watch:
         self._seen[id(x)] = x
         if isinstance(x, Tensor):
             if not isinstance(x, nn.Parameter) and not x.is_inference():
-                self.tensors[where] = (x, x._version)
+                self.tensors[where] = (x, x._version, owner)
         elif isinstance(x, nn.Module):
             self._module(x, self._paths.get(id(x), where))
         elif isinstance(x, types.FunctionType):
@@ -287,6 +288,7 @@ class Watch:
 
     def _object(self, x: Any, where: str, owner: str | None) -> None:
         names = self._names_of(type(x))
+        names = None if names is None else names | self._read
         values = vars(x)
         self._seen[id(values)] = x
         self._hold_all(values, lambda key: f"'{key}' of {where}", "value", owner, names)
@@ -335,6 +337,9 @@ class Watch:
             return
         self._seen[id(f.__code__)] = f
         code = f.__code__
+        installed = code.co_filename.startswith((*_INSTALLED, "<frozen"))
+        if not installed:
+            self._read |= _mentions(code)
         for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=False):
             if id(cell) in self._seen:
                 continue
@@ -347,7 +352,7 @@ class Watch:
             self._value(content, f"'{name}' of {where}")
         for default in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
             self._value(default, f"a default of {where}")
-        if code.co_filename.startswith((*_INSTALLED, "<frozen")):
+        if installed:
             return
         names = _mentions(code)
         for name in sorted(names & f.__globals__.keys()):

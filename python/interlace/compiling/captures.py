@@ -41,6 +41,7 @@ class Captures:
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
         self.config = programs.config
+        self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
@@ -68,7 +69,7 @@ class Captures:
                     self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
                     rng_mode=self.config.rng, casts=Casts.named(
                         self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
-                    ), watch=watch, values=self.values,
+                    ), watch=watch, values=self.values, numbers=self.numbers,
                 )  # fmt: skip
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
@@ -112,6 +113,7 @@ class Captures:
         tensors = [t for t in collect(self.model) if t.kind == "param"]
         kinds, groups = optimizer_groups(self.optimizer, tensors)
         mark.word(kinds, [groups.get(id(t)) for t in tensors])
+        mark.word(sorted(self.numbers))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 

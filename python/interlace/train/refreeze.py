@@ -31,6 +31,7 @@ class Frozen:
         self.run, self.captures, self.planner, self.evaluation = run, captures, planner, evaluation
         self._parameters = list(captures.model.named_parameters())
         self._flags = [p.requires_grad for _, p in self._parameters]
+        self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
         """Between steps: compiles again when a parameter's requires_grad has changed; all ranks must have changed the same."""
@@ -84,6 +85,12 @@ class Frozen:
 
         with gathered(run, self.captures):
             source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
+        self.rebuild(source)
+
+    def rebuild(self, source: Source) -> None:
+        """Goes on with a program of other units, on copies of the values."""
+        run, programs = self.run, self.planner.programs
+        self.recompiled = True
         programs.compare_digests(source)
         run.flush()
         built = programs.build(source, run.executor, take_states=False)

@@ -9,6 +9,7 @@ import torch
 
 from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
+from interlace.train.follow import Follow
 from interlace.train.loop import Loop
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run
@@ -18,10 +19,11 @@ Tensor = torch.Tensor
 
 
 class Stepping:
-    """The steps of one trainer. `frozen`: None in the eager mode, which looks at the parameters itself."""
+    """The steps of one trainer. `frozen` and `follow`: None in the eager mode, which looks at the model itself."""
 
-    def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None) -> None:
+    def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None, follow: Follow | None) -> None:
         self._run, self._loop, self._diagnosis, self._frozen = run, loop, diagnosis, frozen
+        self._follow = follow
         self._traced = self._compared = False
         self._unused = Unused(run) if frozen is not None else None
 
@@ -30,8 +32,9 @@ class Stepping:
         run.check_open()
         with run.peers.guard():
             inputs = run.inputs(batch)
-            if self._frozen is not None:
+            if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
+                self._follow.follow(batch)
         if not self._compared:
             run.check_same_batch("the first batch", inputs)
             self._compared = True

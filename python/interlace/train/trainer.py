@@ -17,6 +17,7 @@ from interlace.observe.step_trace import TraceFiles
 from interlace.train import state_dicts
 from interlace.train.diagnosis import Diagnosis
 from interlace.train.evaluation import Evaluation
+from interlace.train.follow import Follow
 from interlace.train.loading import Loading
 from interlace.train.loop import Loop
 from interlace.train.refreeze import Frozen
@@ -54,7 +55,8 @@ class Trainer:
         self._evaluation = Evaluation(run, captures, planner)
         self._diagnosis = Diagnosis(run)
         frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
-        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen)
+        follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
+        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, follow)
         self._saving = Saving(run, self._loop)
         self._loading = Loading(run, self._saving, self._loop)
         run.peers.on_close(self._drop)
