@@ -117,7 +117,8 @@ def regions_opened() -> Iterator[list[bool]]:
     enter = torch.autocast.__enter__
 
     def noting(region: torch.autocast) -> Any:
-        opened.append(True)
+        if region._enabled:  # type: ignore[attr-defined]
+            opened.append(True)
         return enter(region)
 
     torch.autocast.__enter__ = noting  # type: ignore[method-assign, assignment]
