@@ -131,10 +131,13 @@ class InputSpec:
                 raise CaptureError(f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}")
             if x.dtype != t.dtype or not self._fits(tuple(x.shape), t.shape, bound):
                 got = InputTensor(t.name, t.path, x.dtype, tuple(x.shape)).describe()
-                raise CaptureError(
-                    f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; "
-                    "pass batches like the example batch, or compile again"
-                )
+                advice = "pass batches like the example batch, or compile again"
+                if x.dtype == t.dtype and x.dim() == len(t.shape) and x.dim() > 0:
+                    advice = (
+                        "leave a smaller last batch out (DataLoader(drop_last=True)), or declare the sizes that there are with "
+                        "Config(shapes=...) and what fills them up with pad=..."
+                    )
+                raise CaptureError(f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; {advice}")
             out.append(x)
         for path, value in self.constants:
             if path not in found:
