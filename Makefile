@@ -15,7 +15,7 @@ PY = $$(cat build/python-path)
 BIN = $$(dirname $$(cat build/python-path))
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test core-test asan-test fuzz bench soak lint tidy clean
+.PHONY: help build train test core-test asan-test fuzz bench zoo soak lint tidy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ bench: build  ## measure against PyTorch, alternating in the same processes; fig
 	  echo "» $$case"; $(PY) bench/$$case.py --json out/bench.json $(ARGS) || exit 1; done
 	@echo "» prediction" && $(PY) bench/prediction.py --json out/prediction.json $(ARGS)
 	@echo "» peers" && $(PY) bench/peers.py --rounds 3 --block 1 $$([ $$(id -u) = 0 ] && echo --mbit 500) --json out/bench.json $(ARGS)
+
+zoo: build  ## train public model classes, one rank against eager, two against one process; a table of what passes and what does not
+	@$(SETUP) test
+	@$(PY) tests/python/zoo_models.py $(ARGS)
 
 soak: build  ## the long runs of tests that `make test` samples, and ten minutes of fuzzing
 	@$(SETUP) test

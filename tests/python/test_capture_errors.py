@@ -168,10 +168,10 @@ def test_several_devices():
     )
 
 
-def test_not_contiguous():
+def test_not_dense():
     model = Net()
-    model.fc.weight = nn.Parameter(torch.randn(4, 4).t())
-    fails("parameter 'fc.weight' is not contiguous (strides (1, 4)); set it to a .contiguous() copy", model)
+    model.fc.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    fails("parameter 'fc.weight' is not dense (strides (8, 2)); set it to a .contiguous() copy", model)
 
 
 def test_shared_storage():
@@ -329,8 +329,9 @@ def spec(**batch):
         ({}, "batch entry 'x' is missing; the program was compiled for 'x'"),
         (
             {"x": torch.zeros(2, 3), "n": 2},
-            "batch entry 'x' is float32[2, 3], but the program was compiled for float32[2, 4]; pass batches like the "
-            "example batch, or compile again",
+            "batch entry 'x' is float32[2, 3], but the program was compiled for float32[2, 4]; leave a smaller "
+            "last batch out (DataLoader(drop_last=True)), or declare the sizes that there are with Config(shapes=...) and what fills "
+            "them up with pad=...",
         ),
         (
             {"x": torch.zeros(2, 4, dtype=torch.int32), "n": 2},

@@ -77,6 +77,7 @@ class OpaqueEvaluator(Evaluator):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_both_branches_equal_eager(seed):
+    torch.manual_seed(1)
     model = Net(Branch())
     c = capture(model, loss_fn, batch(0), fullgraph=False)
     program = _core.Program.parse(c.text, "captured")
@@ -148,13 +149,33 @@ def test_everything_else_is_captured_as_before():
     assert plain.opaque == [] and plain.text == capture(Net(Plain()), loss_fn, batch(0)).text
 
 
-def test_errors():
-    def reads(model, b):
+@pytest.mark.parametrize("kind", ["after", "parts", "criterion"])
+def test_loss_functions(kind):
+    def after(model, b):
         loss = loss_fn(model, b)
         return loss if loss > 0 else -loss
 
-    with pytest.raises(CaptureError, match=r"the model reads a tensor's value"):
-        capture(Net(nn.ReLU()), reads, batch(0), fullgraph=False)  # outside of every module
+    def parts(model, b):
+        return after(model, b) + model.last.weight.square().sum()
+
+    class Criterion(nn.Module):
+        def forward(self, y):
+            return y[y > 0].square().mean()
+
+    criterion = Criterion()
+    chosen = {"after": after, "parts": parts, "criterion": lambda m, b: criterion(m(b["x"]))}[kind]
+    model = Net(nn.ReLU())
+    c = capture(model, chosen, batch(0), fullgraph=False)
+    assert c.opaque == ["(loss function)" if kind == "parts" else "(loss after the model)"]
+    run = OpaqueEvaluator(c, model)
+    run.table = OpaqueTable(model, c.opaque_calls, chosen)
+    got = run.run(c.input_spec.flatten(batch(1)))
+    loss, grads, _ = eager(model, chosen, batch(1))
+    assert same(got["outputs"]["loss"], loss)
+    assert all(same(got["grads"][n], g) for n, g in grads.items())
+
+
+def test_errors():
     with torch.device("meta"):
         model = Net(Branch())
     with pytest.raises(CaptureError) as e:

@@ -9,12 +9,13 @@ __all__ = ["Captured", "Casts", "InputSpec", "InputTensor", "OpaqueCall", "Opaqu
 if TYPE_CHECKING:
     from interlace.capture.casts import Casts
     from interlace.capture.inputs import InputSpec, InputTensor
-    from interlace.capture.opaque import OpaqueCall, OpaqueTable
+    from interlace.capture.opaque import OpaqueCall
+    from interlace.capture.opaque_run import OpaqueTable
     from interlace.capture.program import Captured, capture
 
 _HOMES = {
     "Captured": "program", "Casts": "casts", "InputSpec": "inputs", "InputTensor": "inputs",
-    "OpaqueCall": "opaque", "OpaqueTable": "opaque", "capture": "program",
+    "OpaqueCall": "opaque", "OpaqueTable": "opaque_run", "capture": "program",
 }  # fmt: skip
 
 

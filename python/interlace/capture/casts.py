@@ -45,6 +45,7 @@ class Casts:
     param: torch.dtype | None = None
     output: torch.dtype | None = None
     loss_scale: float | None = None
+    autocast: bool = False  # the loss function runs under torch.autocast, unless it opens such a region itself
 
     @staticmethod
     def named(param: str | None, output: str | None, loss_scale: float | None = None) -> Casts:
@@ -53,7 +54,7 @@ class Casts:
         def dtype(name: str | None) -> torch.dtype | None:
             return None if name in (None, "autocast") else getattr(torch, str(name))
 
-        return Casts(dtype(param), dtype(output), loss_scale)
+        return Casts(dtype(param), dtype(output), loss_scale, param == "autocast")
 
     def seed(self) -> ModelTensor | None:
         """The buffer of the loss scale."""
@@ -107,3 +108,21 @@ class Casts:
 
 
 NO_CASTS = Casts()
+
+
+@contextlib.contextmanager
+def regions_opened() -> Iterator[list[bool]]:
+    """A list that has something in it once a torch.autocast region was entered."""
+    opened: list[bool] = []
+    enter = torch.autocast.__enter__
+
+    def noting(region: torch.autocast) -> Any:
+        if region._enabled:  # type: ignore[attr-defined]
+            opened.append(True)
+        return enter(region)
+
+    torch.autocast.__enter__ = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield opened
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]

@@ -1,16 +1,17 @@
 """Schemas can lie: every kind of op in a captured program is run once on small real tensors, and what it did is
-compared with what the text says: which operands it wrote, which results share storage with which operands, dtypes,
-sizes and strides.
+compared with what the text says: which operands it wrote, which results share storage with which operands, dtypes and
+sizes, and the strides of views. (A fresh result in another layout than the text's is copied by the runtime.)
 
-Results are kept per operator for the life of the process. The sizes are those of the first call of the operator,
-scaled down when they are large: by giving each distinct size a small one of its own (right for products and
-elementwise ops), or by dropping factors of two (right for reshapes). An operator that cannot be run so is left
-unchecked.
+A kind of op is an operator with the dtypes of its operands; what is found holds for one call, with its sizes, strides and
+numbers, and is kept for the life of the process, so that it never depends on what was captured before. Large sizes are
+scaled down: by giving each distinct size a small one of its own (right for products and elementwise ops), or by dropping
+factors of two (right for reshapes). An operator that cannot be run so is left unchecked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,31 +19,89 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from interlace.capture import functional
-from interlace.capture.functional import op_name
+from interlace.capture.functional import op_name, promised
 from interlace.capture.tracing import without_log
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
 RIGHT, UNCHECKED = "right", "unchecked"
+_HALF = frozenset({torch.float16, torch.bfloat16})
 _SMALL = 1 << 14  # elements of all operands of a call that is run at its own sizes
-_verdicts: dict[OpOverload, str] = {}  # "right", "unchecked", or what is wrong
+_verdicts: dict[Any, str] = {}  # of a call: "right", "unchecked", or what is wrong
+_dtypes: dict[Any, tuple[torch.dtype | None, ...] | None] = {}  # of an operator's results, by the dtypes of its operands
 
 
 def check_op_kinds(calls: Iterable[tuple[OpOverload, tuple, dict]]) -> None:
-    """Checks one call of each operator, given with fake arguments. Raises CaptureError for an operator that does not
-    do what the program's text would say of it."""
+    """Checks calls, given with fake arguments. Raises CaptureError for an operator that does not do what the program's
+    text would say of it."""
     for func, args, kwargs in calls:
-        if _verdicts.get(func, UNCHECKED) == UNCHECKED:  # sizes of before may have been symbols
+        key = (func, _key(args), _key(kwargs))
+        if key not in _verdicts:
             with without_log():
-                _verdicts[func] = _check(func, args, kwargs)
-        wrong = _verdicts[func]
+                _verdicts[key] = _check(func, args, kwargs)
+        wrong = _verdicts[key]
         if wrong not in (RIGHT, UNCHECKED):
             raise CaptureError(
                 f"operator {op_name(func)} {wrong}, which its schema and its fake implementation do not say; a "
                 "program that uses "
                 "it would be wrong. Use another operator, or fix its registration (torch.library)"
             )
+
+
+def _key(x: Any) -> Any:
+    """What a verdict depends on; symbolic sizes by their names."""
+    if isinstance(x, Tensor):
+        sizes = (tuple(x.shape), x.stride())
+        return x.dtype, sizes if all(type(n) is int for n in (*sizes[0], *sizes[1])) else str(sizes)
+    if isinstance(x, (list, tuple)):
+        return tuple(_key(item) for item in x)
+    if isinstance(x, dict):
+        return tuple((name, _key(item)) for name, item in x.items())
+    return type(x), x if type(x) in (int, float, bool) else str(x)
+
+
+def dtypes_of(args: Iterable[Any]) -> tuple[torch.dtype, ...]:
+    """Of the tensors among the arguments, in their order."""
+    found: list[torch.dtype] = []
+    for a in args:
+        if isinstance(a, Tensor):
+            found.append(a.dtype)
+        elif isinstance(a, (list, tuple)):
+            found += [x.dtype for x in a if isinstance(x, Tensor)]
+    return tuple(found)
+
+
+def promise(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """The results of a call on fake tensors, in the dtypes that the operator really gives: fake implementations are wrong about
+    the statistics of normalizations in half precision."""
+    results = promised(func, args, kwargs)
+    dtypes = dtypes_of(args)
+    if _HALF.isdisjoint(dtypes):
+        return results
+    true = _true_dtypes(func, args, kwargs, dtypes)
+    if true is None or isinstance(results, list):
+        return results
+    several = isinstance(results, tuple)
+    flat = results if several else (results,)
+    if len(flat) != len(true):
+        return results
+    cast = [r if t is None or not isinstance(r, Tensor) or r.dtype == t else r.to(t) for r, t in zip(flat, true, strict=True)]
+    return tuple(cast) if several else cast[0]
+
+
+def _true_dtypes(func: OpOverload, args: tuple, kwargs: dict, dtypes: tuple) -> tuple[torch.dtype | None, ...] | None:
+    """What a run on small tensors shows; None when it cannot be run."""
+    key = (func, dtypes)
+    if key not in _dtypes:
+        _dtypes[key] = None
+        operands = _tensors([args, kwargs])
+        if all(isinstance(n, int) for t in operands for n in t.shape):
+            for scale in _scales(operands):
+                with contextlib.suppress(Exception), without_log():
+                    _, _, results = _run_real(func, args, kwargs, scale)
+                    _dtypes[key] = tuple(None if r is None else r.dtype for r in results)
+                    break
+    return _dtypes[key]
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -57,7 +116,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def verdicts() -> dict[str, str]:
     """What is known of each operator met so far in this process: "right", "unchecked" or what is wrong, by name."""
-    return {op_name(func): verdict for func, verdict in _verdicts.items()}
+    return {op_name(key[0]): verdict for key, verdict in _verdicts.items()}
 
 
 def _check(func: OpOverload, args: tuple, kwargs: dict) -> str:
@@ -66,9 +125,8 @@ def _check(func: OpOverload, args: tuple, kwargs: dict) -> str:
         return RIGHT  # nothing to write or to share
     if any(not isinstance(n, int) for t in operands for n in t.shape):
         return UNCHECKED
-    small = sum(t.numel() for t in operands) <= _SMALL
     wrong = UNCHECKED
-    for scale in [int] if small else [_distinct(operands, 2), _without_twos, _distinct(operands, 16)]:
+    for scale in _scales(operands):
         try:
             verdict = _run(func, args, kwargs, scale)
         except Exception:  # sizes that the operator does not take
@@ -77,6 +135,12 @@ def _check(func: OpOverload, args: tuple, kwargs: dict) -> str:
             return RIGHT
         wrong = verdict
     return wrong
+
+
+def _scales(operands: list[Tensor]) -> list[Callable[[int], int]]:
+    if sum(t.numel() for t in operands) <= _SMALL:
+        return [int]
+    return [_distinct(operands, 2), _without_twos, _distinct(operands, 16)]
 
 
 def _distinct(operands: list[Tensor], multiple: int) -> Callable[[int], int]:
@@ -133,13 +197,32 @@ def _shares(results: list[Tensor], operands: list[Tensor]) -> list[tuple[int, in
     ]
 
 
-def _geometry(t: Tensor) -> tuple:
-    strides = tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else ()
-    return t.dtype, tuple(t.shape), strides
+def _strides(t: Tensor) -> tuple[int, ...]:
+    return tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else ()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Outside of the trace: no modes, no casts, and no random numbers of the model's are used up."""
+    with no_dispatch(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _run_real(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int]) -> tuple[tuple, dict, list]:
+    """Small real arguments of the call, and what the operator gives for them: tensors, and None for those it leaves out."""
+    with _alone(), torch.no_grad():
+        made: dict[int, Tensor] = {}
+        real_args = tuple(_scaled(args, scale, made))
+        real_kwargs = {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
+        results = func(*real_args, **real_kwargs)
+    flat: list[Tensor | None] = []
+    for r in results if isinstance(results, (list, tuple)) else [results]:
+        flat += r if isinstance(r, (list, tuple)) else [r]
+    return real_args, real_kwargs, flat
 
 
 def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int]) -> str:
-    with no_dispatch(), torch.random.fork_rng(devices=[]):
+    with _alone():
         made: dict[int, Tensor] = {}
         real_args = _scaled(args, scale, made)
         real_kwargs = {k: _scaled(v, scale, made) for k, v in kwargs.items() if k != "device"}
@@ -157,20 +240,22 @@ def _run(func: OpOverload, args: tuple, kwargs: dict, scale: Callable[[int], int
                 return known[id(x)]
             return [fake(item) for item in x] if isinstance(x, (list, tuple)) else x
 
-        promised = _tensors(functional.promised(func, tuple(fake(real_args)), {k: fake(v) for k, v in real_kwargs.items()}))
-        promised_operands = [fake(t) for t in operands]
-    with no_dispatch(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        fake_results = _tensors(promise(func, tuple(fake(real_args)), {k: fake(v) for k, v in real_kwargs.items()}))
+        fake_operands = [fake(t) for t in operands]
+    with _alone(), torch.no_grad():
         results = _tensors(func(*real_args, **real_kwargs))
     for i, (t, old) in enumerate(zip(operands, before, strict=True)):
         if not torch.equal(t, old) or t.storage_offset() != versions[i]:
             return f"writes to its tensor operand {i}"
-    shares, promise = _shares(results, operands), _shares(promised, promised_operands)
-    if shares != promise:
-        i, j = next(iter(set(shares) ^ set(promise)))
+    shares, promised_shares = _shares(results, operands), _shares(fake_results, fake_operands)
+    if shares != promised_shares:
+        i, j = next(iter(set(shares) ^ set(promised_shares)))
         verb = "shares" if (i, j) in shares else "does not share"
         return f"gives a result {i} that {verb} storage with its tensor operand {j}"
-    for i, (r, p) in enumerate(zip(results, promised, strict=False)):
-        if _geometry(r) != _geometry(p):
+    views = {i for i, _ in shares}
+    for i, (r, p) in enumerate(zip(results, fake_results, strict=False)):
+        same = (r.dtype, r.shape) == (p.dtype, p.shape) and (i not in views or _strides(r) == _strides(p))
+        if not same:
             return f"gives a result {i} of another dtype, size or stride ({_text(r)} in place of {_text(p)})"
     return RIGHT
 

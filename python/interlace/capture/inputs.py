@@ -31,12 +31,12 @@ def path_name(path: Path) -> str:
 
 def _children(x: Any) -> list[tuple[Any, Any]] | None:
     """(key, child) pairs of a container, or None for a leaf."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # Hugging Face's results are mappings too, without their None fields
+        return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
     if isinstance(x, Mapping):
         return list(x.items())
     if isinstance(x, (list, tuple)):
         return list(enumerate(x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
     return None
 
 
@@ -131,10 +131,13 @@ class InputSpec:
                 raise CaptureError(f"batch entry '{t.name}' is a {type(x).__name__}; compiled for a tensor {t.describe()}")
             if x.dtype != t.dtype or not self._fits(tuple(x.shape), t.shape, bound):
                 got = InputTensor(t.name, t.path, x.dtype, tuple(x.shape)).describe()
-                raise CaptureError(
-                    f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; "
-                    "pass batches like the example batch, or compile again"
-                )
+                advice = "pass batches like the example batch, or compile again"
+                if x.dtype == t.dtype and x.dim() == len(t.shape) and x.dim() > 0:
+                    advice = (
+                        "leave a smaller last batch out (DataLoader(drop_last=True)), or declare the sizes that there are with "
+                        "Config(shapes=...) and what fills them up with pad=..."
+                    )
+                raise CaptureError(f"batch entry '{t.name}' is {got}, but the program was compiled for {t.describe()}; {advice}")
             out.append(x)
         for path, value in self.constants:
             if path not in found:

@@ -21,11 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from interlace.capture.casts import NO_CASTS
-from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.inputs import InputSpec, leaves, path_name, rebuild
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import check_parameters, collect
-from interlace.capture.program import _Trace
+from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
 from interlace.errors import CaptureError
 
@@ -45,7 +44,7 @@ class _Cut(nn.Module):
         return self.call(self.block, args, kwargs)
 
 
-class _LayerTrace(_Trace):
+class _LayerTrace(Trace):
     """One run of the model; the recorder writes into the lines of the part that runs."""
 
     def __init__(self, model: nn.Module, blocks: nn.ModuleList, batch: Any) -> None:
@@ -153,5 +152,5 @@ def capture_layers(
     with without_collection():
         trace = _LayerTrace(model, blocks, batch)
         trace.run(loss_fn, batch)
-        check_op_kinds(trace.recorder.calls.values())
+        trace.check()
         return {role: trace.program(role) for role in ROLES}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.errors import CaptureError
@@ -105,9 +106,9 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
                 "move the model to one device"
             )
-        if not t.is_contiguous():
+        if not is_non_overlapping_and_dense_or_false(t):
             raise CaptureError(
-                f"parameter '{p.name}' is not contiguous (strides {tuple(t.stride())}); set it to a .contiguous() copy"
+                f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy"
             )
         if t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None):
             raise CaptureError(f"parameter '{p.name}' has a gradient hook, which a program cannot run; remove it")
@@ -130,10 +131,18 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
 def make_fake(t: ModelTensor) -> Tensor:
     """A fake CPU tensor of the same geometry; call under the fake mode."""
     real = t.real
-    fake = torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device="cpu")
-    if t.kind == "param":
-        return nn.Parameter(fake, requires_grad=real.requires_grad)
-    return fake
+    if t.kind == "param":  # a program keeps them contiguous, see in_memory_order
+        return nn.Parameter(torch.empty(tuple(real.shape), dtype=real.dtype, device="cpu"), requires_grad=real.requires_grad)
+    return torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device="cpu")
+
+
+def in_memory_order(real: Tensor, fake: Tensor) -> Tensor:
+    """The fake of a parameter in the layout that the model has it in (channels_last), made of the contiguous one."""
+    if real.is_contiguous():
+        return fake
+    strides = real.stride()
+    order = sorted(range(real.dim()), key=lambda d: (-strides[d], d))
+    return fake.permute(order).contiguous().permute([order.index(d) for d in range(real.dim())])
 
 
 @contextlib.contextmanager

@@ -3,29 +3,34 @@ part="forward"}`.
 
 What such a module gives is learnt from one real run of the model on the example batch. In the program its parameters
 and buffers are operands, so they may be sharded and gathered like all others, and the Python module itself holds no
-state: forward runs it with the tensors it is given, backward runs it again under autograd.
+state: forward runs it with the tensors it is given, backward runs it again under autograd (opaque_run.py).
 
     forward:   (inputs, parameters, buffers) -> (outputs, buffers that it changes, seed if it draws random numbers)
     backward:  (gradients of the outputs, inputs, parameters, buffers, seed) -> gradients of inputs and parameters
 
-Random numbers: forward draws a seed from the default generator and runs under it; backward runs under the same one.
+A loss function that cannot be captured is opaque as well: what it does with the results of the model's calls, or all of it with the
+model in it where it uses more of the model than that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from interlace.capture.effects import generators, kept_generators
 from interlace.capture.inputs import Path, leaves, rebuild
+from interlace.capture.model_tensors import swapped
 from interlace.capture.recorder import Recorder
+from interlace.capture.watch import Watch, plain
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
+LOSS, TAIL = "(loss function)", "(loss after the model)"  # paths of what is no module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,8 @@ class OpaqueCall:
 
     key: str  # the module's path; "path@1" for its second call
     path: str
-    training: bool
+    why: str  # it is not captured
+    training: list[bool]  # flags of the module and those in it
     call: tuple[tuple, dict]  # arguments, None in place of tensors
     inputs: list[tuple[Path, Meta]]
     params: list[str]  # names within the module
@@ -54,45 +60,133 @@ class OpaqueCall:
     changed: list[str]  # buffers that forward writes
     result: Any  # structure of the result, None in place of tensors
     outputs: list[tuple[Path, Meta]]
-    random: bool
+    random: bool  # it draws random numbers, of torch's default generator at least
+    stateful: bool  # it draws others, or changes attributes
     wanted: list[int] = dataclasses.field(default_factory=list)  # inputs, then parameters, whose gradients backward gives
 
 
-def _tensor_leaves(x: Any) -> list[tuple[Path, Tensor]]:
+class Unfit(CaptureError):
+    """A module takes or gives more than tensors, so that what has it in it must be opaque."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def tensor_leaves(x: Any) -> list[tuple[Path, Tensor]]:
     return [(path, leaf) for path, leaf in leaves(x) if isinstance(leaf, Tensor)]
 
 
 def _blank(x: Any) -> Any:
     """The structure without its tensors."""
-    return rebuild(x, {path: None for path, _ in _tensor_leaves(x)})
+    return rebuild(x, {path: None for path, _ in tensor_leaves(x)})
+
+
+def _holds_tensors(x: Any, depth: int = 3) -> bool:
+    """Whether an object that is no container hides tensors, as a cache of keys and values does."""
+    if plain(x) or isinstance(x, (nn.Module, type)) or not hasattr(x, "__dict__"):
+        return False
+    inside = [leaf for _, leaf in leaves(vars(x))]
+    return any(isinstance(v, Tensor) or (depth > 0 and _holds_tensors(v, depth - 1)) for v in inside)
+
+
+def _hiding(x: Any) -> Iterator[tuple[Path, Any]]:
+    return ((path, leaf) for path, leaf in leaves(x) if not isinstance(leaf, Tensor) and _holds_tensors(leaf))
+
+
+# ---- the loss function as a module ----
+
+
+class Whole(nn.Module):
+    """A loss function with the model in it."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, batch: Any) -> Any:
+        return self.loss_fn(self.model, batch)
+
+
+class StandIn:
+    """In the model's place in its loss function: calls give what `call` gives, and what else is used of the model is noted."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        self._model, self._call, self.calls, self.touched = model, call, 0, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        if isinstance(value, (Tensor, nn.Module)) or callable(value):
+            self.touched = True
+        return value
+
+
+class Tail(nn.Module):
+    """What a loss function does with the results of the model's calls."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self._outside = (model, loss_fn)  # in a tuple, where it is no part of this module
+
+    def forward(self, results: list[Any], batch: Any) -> Any:
+        model, loss_fn = self._outside
+        left = iter(results)
+        return loss_fn(StandIn(model, lambda *args, **kwargs: next(left)), batch)
+
+
+def module_at(path: str, model: nn.Module, loss_fn: Any) -> nn.Module:
+    if path in (LOSS, TAIL):
+        return (Whole if path == LOSS else Tail)(model, loss_fn)
+    return model.get_submodule(path)
 
 
 # ---- learning what the modules give ----
 
 
 def learn_calls(
-    model: nn.Module, paths: Sequence[str], loss_fn: Callable[[nn.Module, Any], Any], batch: Any
-) -> dict[str, list[OpaqueCall]]:
-    """Runs the model for real, once, and notes each call of the named modules. Leaves buffers and generators as they
-    were.
+    model: nn.Module, paths: Mapping[str, str], loss_fn: Callable[[nn.Module, Any], Any], batch: Any,
+    values: Mapping[int, Tensor] | None = None,
+) -> dict[str, list[OpaqueCall]]:  # fmt: skip
+    """Runs the model for real, once, and notes each call of the modules at these paths (with why they are opaque). Leaves buffers,
+    attributes and generators as they were. `values`: of parameters on meta, by their ids.
 
-    Errors: a model on meta, a model that fails.
+    Errors: a model on meta, a model that fails; Unfit.
     """
-    if any(p.is_meta for p in model.parameters()):
+    if values is None and any(p.is_meta for p in model.parameters()):
         raise CaptureError(
-            f"module '{paths[0]}' cannot be captured, and what it gives cannot be learnt from a model on "
+            f"module '{next(iter(paths))}' cannot be captured, and what it gives cannot be learnt from a model on "
             "meta; build the model "
             "in memory, or change the module"
         )
     calls: dict[str, list[OpaqueCall]] = {path: [] for path in paths}
-    saved = [(b, b.clone()) for b in model.buffers()]
+    saved = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
+    watch = Watch(model, loss_fn)
+    run = loss_fn
     with contextlib.ExitStack() as stack:
+        stack.callback(watch.restore)
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng())
-        for path in paths:
-            stack.enter_context(_noting(model.get_submodule(path), path, calls[path]))
+        stack.enter_context(kept_generators())
+        if values is not None:
+            own = {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}
+            stack.enter_context(swapped(model, own))
+        for path, why in paths.items():
+            if path == LOSS:
+                whole = Whole(model, loss_fn)
+                stack.enter_context(_noting(whole, path, why, calls[path]))
+                run = lambda _, batch: whole(batch)  # noqa: E731, B023
+            elif path == TAIL:
+                run = _running_tail(loss_fn, why, calls[path])
+            else:
+                stack.enter_context(_noting(model.get_submodule(path), path, why, calls[path]))
         try:
-            loss_fn(model, batch)
+            run(model, batch)
+        except CaptureError:
+            raise
         except Exception as e:
             raise CaptureError(f"the model fails on the example batch: {type(e).__name__}: {e}") from e
         finally:
@@ -101,22 +195,49 @@ def learn_calls(
     return calls
 
 
+def _running_tail(loss_fn: Callable[[Any, Any], Any], why: str, calls: list[OpaqueCall]) -> Callable[[nn.Module, Any], None]:
+    def run(model: nn.Module, batch: Any) -> None:
+        results: list[Any] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            results.append(model(*args, **kwargs))
+            return results[-1]
+
+        stand_in = StandIn(model, call)
+        loss_fn(stand_in, batch)
+        if stand_in.touched or not results:
+            raise Unfit(TAIL, "the loss function uses parts of the model")
+        tail = Tail(model, loss_fn)
+        with _noting(tail, TAIL, why, calls):
+            tail(results, batch)
+
+    return run
+
+
 @contextlib.contextmanager
-def _noting(module: nn.Module, path: str, calls: list[OpaqueCall]) -> Iterator[None]:
+def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall]) -> Iterator[None]:
     forward = module.forward
+    root = path in ("", LOSS, TAIL)
 
     def noting(*args: Any, **kwargs: Any) -> Any:
+        if not root and next(_hiding((args, kwargs)), None) is not None:
+            raise Unfit(path, f"module '{path}' takes an object with tensors in it")
         before = {n: b.clone() for n, b in module.named_buffers()}
-        state = torch.random.get_rng_state()
+        state, others, watch = torch.random.get_rng_state(), generators(), Watch(module)
         result = forward(*args, **kwargs)
+        hidden = [p for p, _ in _hiding(result)]
+        if hidden and not root:
+            raise Unfit(path, f"module '{path}' gives an object with tensors in it")
+        result = rebuild(result, dict.fromkeys(hidden))
+        stateful = generators() != others or any(c.kind == "value" for c in watch.moved())
         calls.append(
             OpaqueCall(
-                key=f"{path}@{len(calls)}" if calls else path, path=path, training=module.training,
-                call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in _tensor_leaves((args, kwargs))],
+                key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=[m.training for m in module.modules()],
+                call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
                 params=[n for n, _ in module.named_parameters()], buffers=list(before),
                 changed=[n for n, b in module.named_buffers() if not torch.equal(b, before[n])],
-                result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in _tensor_leaves(result)],
-                random=not torch.equal(state, torch.random.get_rng_state()),
+                result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
+                random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful,
             )
         )  # fmt: skip
         return result
@@ -134,8 +255,9 @@ def _noting(module: nn.Module, path: str, calls: list[OpaqueCall]) -> Iterator[N
 class OpaqueTrace:
     """Stands in for the opaque modules while the model is traced: records calls instead of running them."""
 
-    def __init__(self, model: nn.Module, calls: dict[str, list[OpaqueCall]], recorder: Recorder) -> None:
-        self._path = {id(model.get_submodule(path)): path for path in calls}
+    def __init__(self, model: nn.Module, calls: dict[str, list[OpaqueCall]], recorder: Recorder, loss_fn: Any = None) -> None:
+        self.modules = {path: module_at(path, model, loss_fn) for path in calls}
+        self._path = {id(module): path for path, module in self.modules.items()}
         self._calls = {path: iter(c) for path, c in calls.items()}
         self._recorder = recorder
 
@@ -145,7 +267,7 @@ class OpaqueTrace:
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         path = self._path[id(module)]
         call = next(self._calls[path], None)
-        inputs = _tensor_leaves((args, kwargs))
+        inputs = tensor_leaves((args, kwargs))
         if call is None or [(p, Meta.of(t)) for p, t in inputs] != call.inputs:
             raise CaptureError(
                 f"module '{path}' is called otherwise while traced than in the real run on the example batch; an "
@@ -190,77 +312,17 @@ class _Opaque(torch.autograd.Function):
         return None, None, None, *(given.get(i) for i in range(len(saved) - call.random))
 
 
-# ---- at run time ----
-
-
-class OpaqueTable:
-    """What the runtime calls for `call.python`; made on every rank from its own model and rank 0's calls."""
-
-    def __init__(self, model: nn.Module, calls: Sequence[OpaqueCall]) -> None:
-        self._calls = {c.key: c for c in calls}
-        self._modules = {c.key: model.get_submodule(c.path) for c in calls}
-
-    def run_opaque(self, key: str, part: str, tensors: list[Tensor]) -> list[Tensor]:
-        """Runs one part of a call on the operands that the program lists. The results own their storage."""
-        call, module = self._calls[key], self._modules[key]
-        run = self._forward if part == "forward" else self._backward
-        results = run(call, module, tensors)
-        used = {t.untyped_storage()._cdata for t in tensors}
-        return [r.clone() if r.untyped_storage()._cdata in used else r for r in results]
-
-    @staticmethod
-    def _run(call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Outputs and new values of the buffers; runs on copies of the buffers."""
-        n, m = len(call.inputs), len(call.inputs) + len(call.params)
-        given = {path: t for (path, _), t in zip(call.inputs, operands[:n], strict=True)}
-        args, kwargs = rebuild(call.call, given)
-        buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
-        state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
-        trained = module.training
-        module.train(call.training)
-        try:
-            result = torch.func.functional_call(module, state, args, kwargs)
-        finally:
-            module.train(trained)
-        outputs = [t for _, t in _tensor_leaves(result)]
-        got = [Meta.of(t) for t in outputs]
-        if got != [meta for _, meta in call.outputs]:
-            raise CaptureError(
-                f"opaque module '{call.path}' gave {[(str(g.dtype), g.size) for g in got]}, but on the example "
-                "batch it gave "
-                f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes "
-                "with the data"
-            )
-        return outputs, buffers
-
-    def _forward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad(), _seeded(torch.randint(1 << 62, ()) if call.random else None) as seed:
-            outputs, buffers = self._run(call, module, operands)
-        last = [seed.to(operands[0].device)] if seed is not None else []
-        return [*(o.detach() for o in outputs), *(buffers[n] for n in call.changed), *last]
-
-    def _backward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
-        count = sum(meta.dtype.is_floating_point for _, meta in call.outputs)
-        grads, operands = operands[:count], operands[count:]
-        seed = operands.pop() if call.random else None
-        with torch.enable_grad(), _seeded(seed):
-            operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
-            outputs, _ = self._run(call, module, operands)
-            outputs = [t for t in outputs if t.dtype.is_floating_point]
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-            wanted = [operands[i] for i in call.wanted]
-            if not pairs:
-                return [torch.zeros_like(t) for t in wanted]
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        return [torch.zeros_like(t) if f is None else f for t, f in zip(wanted, found, strict=True)]
-
-
-@contextlib.contextmanager
-def _seeded(seed: Tensor | None) -> Iterator[Tensor | None]:
-    """Runs under a seed and puts the generators back; does nothing without one."""
-    if seed is None:
-        yield None
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(int(seed))
-        yield seed
+def only_in(calls: Sequence[OpaqueCall], names: Mapping[str, int], lines: Sequence[str]) -> list[str]:
+    """Of the parameters (name -> value id) that opaque calls give gradients to, those that nothing else uses: in a step in which their
+    module does not use them they have no gradient at all."""
+    asked: set[str] = set()
+    for call in calls:
+        inside = "" if call.path in ("", LOSS, TAIL) else f"{call.path}."
+        own = [n.removeprefix("model.") if call.path == LOSS else n for n in call.params]
+        asked |= {f"{inside}{own[i - len(call.inputs)]}" for i in call.wanted if i >= len(call.inputs)}
+    elsewhere: set[str] = set()
+    for line in lines:
+        right = line.partition(" = ")[2] if " = " in line else line
+        if not right.startswith("call.python(") and not right.lstrip().startswith(("grad(", "output(")):
+            elsewhere.update(word.strip("[]()") for word in right.replace("(", " ").replace(",", " ").split() if word.startswith("%"))
+    return [n for n in names if n in asked and f"%{names[n]}" not in elsewhere]

@@ -3,45 +3,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection
-from importlib import metadata
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._mode_utils import no_dispatch
 
-from interlace.capture.casts import NO_CASTS, Casts
-from interlace.capture.check_ops import check_op_kinds
-from interlace.capture.constants import Constants
+from interlace.capture.casts import NO_CASTS, Casts, regions_opened
+from interlace.capture.effects import as_after, drawing_line, generators, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
-from interlace.capture.inputs import InputSpec, Path, rebuild
-from interlace.capture.literals import DimPrinter, number, quote
-from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, make_fake, swapped
-from interlace.capture.opaque import OpaqueCall, OpaqueTrace, learn_calls
-from interlace.capture.recorder import Recorder
-from interlace.capture.sites import Sites, user_place
-from interlace.capture.symbols import make_symbols
-from interlace.capture.tensor_plan import model_plan
-from interlace.capture.tracing import (
-    check_model,
-    followed_modules,
-    known_values_are_no_trace,
-    without_checkpointing,
-    without_collection,
-    without_fused_recurrence,
-    without_log,
-)
+from interlace.capture.inputs import InputSpec
+from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
+from interlace.capture.opaque import LOSS, TAIL, OpaqueCall, Unfit, learn_calls, only_in
+from interlace.capture.sites import OUTSIDE
+from interlace.capture.trace import Trace
+from interlace.capture.tracing import check_model, without_collection
+from interlace.capture.watch import Change, Watch
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
-_MAX_CONST = 64  # elements; a bigger tensor met on the way becomes a plain buffer instead of numbers in the text
 
 
 @dataclasses.dataclass
@@ -58,6 +40,7 @@ class Captured:
     outputs: list[str]  # "loss" first
     opaque: list[str]  # paths of the modules that run in Python
     opaque_calls: list[OpaqueCall]  # what OpaqueTable needs to run them
+    sometimes: list[str]  # parameters that have a gradient in steps in which an opaque module uses them, and no other user
     num_ops: int
     seconds: float
 
@@ -65,7 +48,8 @@ class Captured:
 def capture(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any] | None, example_batch: Any, *,
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
-    fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS,
+    fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
+    watch: Watch | None = None, values: Mapping[int, Tensor] | None = None,
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -74,7 +58,9 @@ def capture(
     other tensors become named outputs; None means `model(**batch).loss` for dict-like batches, else `model(batch)`.
     `symbolic` leaves the sizes of dimension 0 ("b") and 1 ("s") of the inputs open. `rng_mode` "compat" asks the
     runtime for one generator in program order, as eager PyTorch has, instead of keyed streams. `casts` has the model
-    run in another precision than that of its parameters.
+    run in another precision than that of its parameters. `numbers`: places of numbers (see watch.py) that become buffers of the
+    program, by their names. `watch`: of the model and loss function as they are, made here when not given.
+    `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from.
 
     Raises CaptureError: the message names the parameter, the batch entry or the source line, and what to do.
     """
@@ -88,16 +74,19 @@ def capture(
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     with without_collection():
-        trace = _traced(model, tensors, batch, loss_fn or _default_loss, symbolic, fullgraph, casts)
-        check_op_kinds(trace.recorder.calls.values())
+        loss_fn = loss_fn or _default_loss
+        watch = watch or Watch(model, loss_fn)
+        trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
         text = trace.text(kinds, group_of, micro_batches, rng_mode)
+    params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
+    opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
     return Captured(
-        text=text, input_spec=trace.spec,
-        params={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"},
+        text=text, input_spec=trace.spec, params=params,
         buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"}, consts=trace.consts,
         tensors={t.name: t.real for t in trace.tensors},
         aliases={a: t.name for t in trace.tensors for a in t.aliases}, outputs=list(trace.outputs),
-        opaque=list(trace.opaque_calls), opaque_calls=[c for calls in trace.opaque_calls.values() for c in calls],
+        opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
+        sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
         num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
@@ -114,273 +103,109 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
-    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts,
-) -> _Trace:  # fmt: skip
+    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
+    values: Mapping[int, Tensor] | None,
+) -> Trace:  # fmt: skip
+    """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
+    if not casts.autocast:
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
+    with regions_opened() as opened:
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
+    if opened:
+        return trace
+
+    def cast(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast("cpu"):
+            return loss_fn(model, batch)
+
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values)
+
+
+def _whole(
+    model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
+    symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
+    values: Mapping[int, Tensor] | None,
+) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
     calls: dict[str, list[OpaqueCall]] = {}
+    opaque: dict[str, str] = {}  # paths, with the reasons
     while True:
-        trace = _Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts)
+
+        def trace() -> Trace:
+            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts)  # noqa: B023
+
+        found = trace()
         try:
-            trace.run(loss_fn, batch)
-            return trace
-        except CaptureError:
-            path = trace.sites.failed
-            if fullgraph or path is None or path in calls:
-                raise
-            if casts.param is not None:
-                raise CaptureError(
-                    f"module '{path}' cannot be traced, and param_dtype reaches traced modules only; use torch.autocast in "
-                    "the loss function instead"
-                ) from None
-            inside = f"{path}." if path else ""
-            paths = [p for p in calls if not p.startswith(inside)] + [path]
-            calls = learn_calls(model, paths, loss_fn, batch)
-
-
-class _Trace:
-    """One run of the model on fakes, and the parts of its text."""
-
-    def __init__(
-        self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
-        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts,
-    ) -> None:  # fmt: skip
-        self.opaque_calls, self.casts = opaque_calls, casts
-        self.model, self.tensors = model, tensors
-        self.symbols, self.spec = make_symbols(spec, symbolic)
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.symbols.env if self.symbols else None)
-        self.sites = Sites(model)
-        self.dims = DimPrinter()
-        if self.symbols:
-            self.dims.names.update(self.symbols.expressions)
-        self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
-        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self._lift)
-        self.ids: dict[int, int] = {}  # id(ModelTensor) -> value id
-        self.consts: dict[str, int] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self._decls: dict[int, str] = {}
-        self._input_lines: list[str] = []
-        self._const_lines: list[str] = []
-        self._lifted: dict[int, tuple[Tensor, Tensor]] = {}  # id(real) -> real (kept alive), fake
-        self._num_captured = 0
-        self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
-
-    # ---- tensors that are not results ----
-
-    def _declare(self, t: ModelTensor) -> None:
-        with self.fakes:
-            t.fake = make_fake(t)
-        self.ids[id(t)] = self.recorder.next_value
-        self._decls[id(t)] = self.recorder.declare(t.fake)
-
-    def _inputs(self, batch: Any) -> Any:
-        """The batch with fakes in place of its tensors."""
-        replacement: dict[Path, Tensor] = {}
-        for t in self.spec.tensors:
-            size: list[Any] = [self.symbols.sizes[n] if self.symbols and isinstance(n, str) else n for n in t.shape]
-            with self.fakes:
-                fake = torch.empty(size, dtype=t.dtype, device="cpu")
-            self._input_lines.append(f"input {self.recorder.declare(fake)} {quote(t.name)}")
-            replacement[t.path] = fake
-        return rebuild(batch, replacement)
-
-    def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
-        """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
-        constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
-        known = self._lifted.get(id(real))
-        if known is not None and fake is None:
-            return known[1]
-        if real.requires_grad:
-            raise CaptureError(
-                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; "
-                "make it an nn.Parameter of the model (a loss with parameters must be a module of the model)"
-            )
-        if real.layout != torch.strided:
-            raise CaptureError(f"a tensor of layout {real.layout} is used by the model; make it dense (.to_dense())")
-        literal = fake is not None and not real.is_complex()
-        if fake is None:
-            with self.fakes:
-                fake = torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device="cpu")
-        self._lifted[id(real)] = (real, fake)
-        if literal:
-            self.constants.set_value(fake, real)
-        if literal and real.numel() <= _MAX_CONST and real.is_contiguous():
-            with no_dispatch():
-                data = real.detach().cpu().reshape(-1).tolist()
-            items = ", ".join(str(int(x)) if isinstance(x, bool) else number(x) for x in data)
-            type_text = self.dims.type(real.dtype, tuple(real.shape), real.stride())
-            value = self._const_values.get((type_text, items))
-            if value is not None:
-                self.recorder.declare_as(fake, value)
-            else:
-                decl = self.recorder.declare(fake)
-                value = int(decl.partition(":")[0][1:])
-                name = f"c{len(self.consts)}"
-                self.consts[name] = self._const_values[(type_text, items)] = value
-                self._const_lines.append(f"const {decl} {quote(name)} = [{items}]")
-        else:
-            t = ModelTensor(f"captured.{self._num_captured}", real, "plain", False, fake=fake)
-            self._num_captured += 1
-            self.tensors.append(t)
-            self.ids[id(t)] = self.recorder.next_value
-            self._decls[id(t)] = self.recorder.declare(fake)
-        return fake
-
-    # ---- the run ----
-
-    def run(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        for t in self.tensors:
-            self._declare(t)
-        model_tensors = list(self.tensors)
-        scale = self.casts.seed()
-        if scale is not None:
-            self.tensors.append(scale)
-            self._declare(scale)
-        batch = self._inputs(batch)
-        params = [t for t in model_tensors if t.kind == "param" and t.real.requires_grad]
-        replaced = {id(t.real): t.fake for t in model_tensors}
-        rec = self.recorder
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_checkpointing(self.model))
-            stack.enter_context(known_values_are_no_trace(self.constants))
-            stack.enter_context(followed_modules(self.sites, OpaqueTrace(self.model, self.opaque_calls, rec)))
-            stack.enter_context(without_log())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(without_fused_recurrence())
-            if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
-                stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(self.fakes)
-            stack.enter_context(rec)
-            replaced.update(self.casts.parameters(self.model, model_tensors, self.sites))
-            stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
-            stack.enter_context(self.casts.of_calls(self.model))
-            self._locating("forward", lambda: self._forward(loss_fn, batch))
-            for name, value in self.outputs.items():
-                rec.mark("output", f"%{rec.value_of(value)}", attrs=f" name={quote(name)}")
-            rec.part = "bwd"
-            self._locating("backward", lambda: self._gradients(params, scale))
-        rec.part = "fwd"
-        for t in self.tensors:
-            if t.fake is not None and rec.was_written(t.fake):
-                if t.kind == "param":
-                    raise CaptureError(
-                        f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead"
-                    )
-                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
-
-    def _gradients(self, params: list[ModelTensor], scale: ModelTensor | None) -> None:
-        """Traces the backward part and marks the parameters' gradients."""
-        seed = None
-        if scale is not None and scale.fake is not None:
-            seed = scale.fake.to(self.outputs["loss"].dtype)
-        fakes: Any = [p.fake for p in params]
-        grads = torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True)
-        for p, g in zip(params, grads, strict=True):
-            if g is not None:
-                self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
-        if all(g is None for g in grads):
-            raise CaptureError("the loss depends on no trainable parameter")
-
-    def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        result = loss_fn(self.model, batch)
-        named: dict[str, Any]
-        if isinstance(result, dict):
-            if "loss" not in result:
-                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
-            named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
-        elif isinstance(result, (tuple, list)) and result:
-            named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
-        else:
-            named = {"loss": result}
-        loss = named["loss"]
-        if not isinstance(loss, Tensor):
-            raise CaptureError(f"the loss is a {type(loss).__name__}; return a scalar tensor")
-        if loss.dim() != 0:
-            raise CaptureError(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
-        if not loss.is_floating_point():
-            raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
-        if not loss.requires_grad:
-            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
-        for name, value in named.items():
-            if not isinstance(value, Tensor):
-                raise CaptureError(
-                    f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss"
-                )
-            self.outputs[name] = value
-
-    def _locating(self, what: str, call: Callable[[], Any]) -> Any:
-        """Runs call(); errors become CaptureErrors that name the user's line and module."""
-        try:
-            return call()
+            _watched(found, trace, loss_fn, batch, watch, numbers)
+            found.check()
+            return found
         except CaptureError as e:
-            place = user_place(e.__traceback__)
-            if not place:
+            path = found.sites.failed
+            if path is None or path == OUTSIDE:
+                path = LOSS if TAIL in opaque else TAIL
+            if fullgraph or symbolic or path in opaque or casts.param is not None:
                 raise
-            raise CaptureError(f"{place}: {e}{self._module()}") from e
-        except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
-            place = user_place(e.__traceback__) or what
-            raise CaptureError(
-                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a "
-                "loop on a tensor)"
-                f"{self._module()}; a program cannot branch on data. Keep the value a tensor (torch.where, "
-                "masks), or pass "
-                "fullgraph=False to run that module in Python"
-            ) from e
-        except DynamicOutputShapeException as e:
-            place = user_place(e.__traceback__) or what
-            raise CaptureError(
-                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self._module()}; "
-                "use a form with "
-                "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
-            ) from e
-        except Exception as e:
-            place = user_place(e.__traceback__) or what
-            text = f"{place}: {type(e).__name__} while tracing {what}{self._module()}: {e}"
-            if self.symbols and self.symbols.rename(str(e)) != str(e):
-                names = " and ".join(self.symbols.sizes)
-                text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
-            raise CaptureError(text) from e
+            reason = str(e).partition(" (.item()")[0].partition("; ")[0]
+        while True:
+            opaque = _with(opaque, path, reason)
+            try:
+                calls = learn_calls(model, opaque, loss_fn, batch, values)
+                break
+            except Unfit as e:
+                path = LOSS if e.path in ("", TAIL) else e.path.rpartition(".")[0]
 
-    def _module(self) -> str:
-        return f" in module '{self.sites.failed}'" if self.sites.failed else ""
 
-    # ---- the text ----
+def _with(opaque: dict[str, str], path: str, why: str) -> dict[str, str]:
+    """Another opaque module; those in it are no longer opaque by themselves."""
+    if path == LOSS:
+        return {path: why}
+    inside = f"{path}." if path else ""
+    return {p: r for p, r in opaque.items() if TAIL in (p, path) or not p.startswith(inside)} | {path: why}
 
-    def text(self, kinds: list[str], group_of: dict[int, int], micro_batches: int, rng_mode: str) -> str:
-        lines = ["interlace 1 captured"]
+
+def _watched(
+    trace: Trace, again: Callable[[], Trace], loss_fn: Callable[[nn.Module, Any], Any], batch: Any, watch: Watch,
+    numbers: Collection[str],
+) -> None:  # fmt: skip
+    """Runs the trace. Python sees nothing of it; a model that another run would find changed is refused."""
+
+    def run(one: Trace) -> list[Change]:
         try:
-            version = metadata.version("interlace")
-        except metadata.PackageNotFoundError:
-            version = "0.1.0"
-        lines.append(f"meta model {quote(type(self.model).__name__)}")
-        lines.append(f"meta created_by {quote('interlace ' + version)}")
-        lines.append(f"meta torch {quote(torch.__version__)}")
-        first = self.spec.tensors[0].shape
-        lines.append(f"meta micro_batch {quote(str(first[0]) if first else '1')}")
-        lines.append(f"meta micro_batches {quote(str(micro_batches))}")
-        lines.append(f"meta rng {quote(rng_mode)}")
-        plan = model_plan(self.model)
-        if plan:
-            lines.append(f"meta tensor {quote(plan)}")
-        if self.symbols:
-            lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
-        lines.append("step 1 reduce_each")
-        lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
-        lines += [f"module {i} {quote(path)} {quote(cls)}" for path, (i, cls) in self.sites.modules.items()]
-        lines += [f"source {i} {quote(place)}" for place, i in self.sites.sources.items()]
-        for t in self.tensors:
-            decl, name = self._decls[id(t)], quote(t.name)
-            if t.kind != "param":
-                lines.append(f"buffer {decl} {name} {'persistent' if t.persistent else 'plain'}")
-                continue
-            line = f"param {decl} {name}"
-            if t.real.requires_grad:
-                line += f" trainable group {group_of[id(t.real)]}"
-            else:
-                line += " frozen"
-            lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))
-        lines += self._input_lines + self._const_lines
-        lines.append("phase micro_batch takes () gives () {")
-        lines += self.recorder.lines
-        lines.append("}")
-        return "\n".join(lines) + "\n"
+            with kept_generators(), watch.as_tensors(numbers, one.number_dtype()) as names:
+                one.names.update(names)
+                one.run(loss_fn, batch)
+        finally:
+            changes = watch.restore()
+        return changes
+
+    before = generators()
+    with kept_generators():
+        changes = run(trace)
+        drew = trace.drew
+    assert generators() == before
+    if drew:
+        with kept_generators():
+            second = again()
+            line, trace.sites.failed = drawing_line(lambda: run(second), second.sites)
+        raise CaptureError(
+            f"{line}: random numbers of Python or NumPy are drawn{trace.module()}, which a program would draw once and keep; draw "
+            "them with torch, or in the training loop, as a part of the batch"
+        )
+    with as_after([c for c in changes if c.kind == "value"]) as made:
+        if made:
+            second = again()
+            watched = Watch(trace.model, loss_fn)
+            try:
+                with kept_generators():
+                    second.run(loss_fn, batch)
+                differs = second.body() != trace.body()
+            except CaptureError:
+                differs = True
+            finally:
+                watched.restore()
+            if differs:
+                trace.sites.failed = next((c.owner for c in made if c.owner is not None), None)
+                raise refusal(made)
+
+

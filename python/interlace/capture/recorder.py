@@ -27,8 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from interlace.capture.check_ops import dtypes_of, promise
 from interlace.capture.constants import Constants, NotConstant
-from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info, promised
+from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
 from interlace.errors import CaptureError
@@ -66,7 +67,8 @@ class Recorder(TorchDispatchMode):
         self.lines: list[str] = []
         self.part = "fwd"
         self.num_ops = 0
-        self.calls: dict[OpOverload, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator, with fakes
+        self.calls: dict[Any, tuple[OpOverload, tuple, dict]] = {}  # the first of each operator and dtypes, with fakes
+        self.tags: dict[Any, str] = {}  # of these calls
         self._lift_real = lift  # turns a tensor that is not the model's into a fake that it has declared
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
@@ -228,7 +230,7 @@ class Recorder(TorchDispatchMode):
         if info.mutated:
             return self._mutate(func, info, args, kwargs)
         text = self._arguments(args, kwargs)
-        results = promised(func, args, kwargs)
+        results = promise(func, args, kwargs)
         self._emit(func, info, args, kwargs, text, results)
         return results
 
@@ -267,8 +269,7 @@ class Recorder(TorchDispatchMode):
         flat = results if isinstance(results, (tuple, list)) else (results,)
         if not any(isinstance(r, Tensor) for r in flat):
             return  # a number (such as which attention kernel to use): already a constant of the program
-        if func not in self.calls:
-            self.calls[func] = (func, args, kwargs)
+        kind = (func, dtypes_of(args))
         attrs = ""
         tensors: list[Tensor | None] = []
         for r in flat:
@@ -304,6 +305,9 @@ class Recorder(TorchDispatchMode):
         else:
             self.constants.note(func, args, kwargs, tensors)
         ids = self._line(info.name, text, decls, attrs)
+        if kind not in self.calls:
+            self.calls[kind] = (func, args, kwargs)
+            self.tags[kind] = self.lines[-1].rpartition("{")[2].rstrip("}")
         self._storages.update(fresh)
         for r, storage, vid in zip(tensors, owners, ids, strict=True):
             if r is not None and storage is not None:
@@ -339,7 +343,7 @@ class Recorder(TorchDispatchMode):
     def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
         """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
         text = self._arguments(form_args, {})
-        results = form(*form_args)
+        results = promise(form, form_args, {})
         self._emit(form, op_info(form), form_args, {}, text, results)
         keep = len(results) - len(written)
         for at, new in zip(written, results[keep:], strict=True):

@@ -16,6 +16,7 @@ from torch import nn
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OUTSIDE = "(outside)"  # the path of what runs in no module of the model
 _current_node = torch._C._current_autograd_node
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
@@ -63,7 +64,7 @@ class Sites:
         path = self.paths.get(id(module))
         if path is None:  # a module outside the model, such as a criterion
             self.stack.append(self.stack[-1] if self.stack else "")
-            self.stack_paths.append(self.stack_paths[-1] if self.stack_paths else "")
+            self.stack_paths.append(self.stack_paths[-1] if self.stack_paths else OUTSIDE)
             return
         entry = self.modules.get(path)
         if entry is None:
@@ -86,6 +87,14 @@ class Sites:
         if node is None:
             return ""
         return self._by_sequence.get(node._sequence_nr(), "")
+
+    def place_of(self, tags: str) -> tuple[str | None, str]:
+        """The module's path and "file:line" of an op's tags."""
+        words = tags.split()
+        modules = {f"m{i}": path for path, (i, _) in self.modules.items()}
+        sources = {f"s{i}": place for place, i in self.sources.items()}
+        path = next((modules[w] for w in words if w in modules), None)
+        return path, next((sources[w] for w in words if w in sources), "")
 
     def _source(self, frame: FrameType | None) -> str:
         known = self._is_user

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch.utils.checkpoint
 from torch import nn
+from torch._higher_order_ops.cond import cond
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._pytree import tree_map
 
 from interlace.capture.constants import Constants
 from interlace.capture.sites import Sites
@@ -89,6 +92,46 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
             m.gradient_checkpointing = True  # type: ignore[assignment]
         for owner, name, old in reversed(saved):
             delattr(owner, name) if old is absent else setattr(owner, name, old)
+
+
+@contextlib.contextmanager
+def without_assertions() -> Iterator[None]:
+    """Assertions on values that only a step will know (torch._check_tensor_all) are left out; those that are known are made."""
+    check = torch._check_tensor_all_with
+
+    def known(error_type: type[Exception], cond: Any, message: Any = None) -> None:
+        with contextlib.suppress(DataDependentOutputException):
+            check(error_type, cond, message)
+
+    torch._check_tensor_all_with = known
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = check
+
+
+def _both(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """torch.cond in a program: both branches run, and each result is that of the branch that holds."""
+    if not isinstance(pred, torch.Tensor):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    pred = pred.reshape(()).bool()
+    return tree_map(lambda a, b: torch.where(pred, a, b), true_fn(*operands), false_fn(*operands))
+
+
+@contextlib.contextmanager
+def without_branches() -> Iterator[None]:
+    """torch.cond has pure branches, so that both may be computed. Users hold references to it, so its code is replaced."""
+    code = cond.__code__
+    cond.__globals__["_interlace_both"] = _both
+    cond.__code__ = _cond.__code__
+    try:
+        yield
+    finally:
+        cond.__code__ = code
+
+
+def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    return _interlace_both(pred, true_fn, false_fn, operands)  # type: ignore[name-defined]  # noqa: F821
 
 
 @contextlib.contextmanager

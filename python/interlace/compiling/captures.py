@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture import Casts, InputSpec, capture
+from interlace.capture import Casts, InputSpec, OpaqueCall, capture
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
+from interlace.capture.watch import Watch
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
@@ -40,6 +41,8 @@ class Captures:
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
         self.config = programs.config
+        self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
+        self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
         """The captured text for a micro-batch, and the tensors that only the trace has seen. Once the run's cuts are settled, the text has
@@ -60,19 +63,35 @@ class Captures:
                 if text is not None:
                     self.programs.cached.append("capture")
                     return text, constants
+            watch = Watch(self.model, self.loss_fn)
             with reads_of(holders) as read:
                 captured = capture(
                     self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
                     rng_mode=self.config.rng, casts=Casts.named(
                         self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
-                    ),
+                    ), watch=watch, values=self.values, numbers=self.numbers,
                 )  # fmt: skip
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
             constants = {n: t.detach().cpu() for n, t in captured.tensors.items() if n not in own}
             text, constants = _by_content(captured.text, constants)
+            text = self._named(text, captured.opaque_calls)
+            if captured.opaque_calls:
+                self.programs.learnt = (captured.opaque_calls, captured.sometimes)
             cache.put("capture", key, {"text": text, "drops": drops}, constants)
         return text, constants
+
+    def _named(self, text: str, calls: list[OpaqueCall]) -> str:
+        """The text with names of opaque calls that no other call of this run has."""
+        known = self.programs.opaque.calls if self.programs.opaque is not None else {}
+        for call in calls:
+            key, number = call.key, 1
+            while known.get(call.key, call) != call:
+                number += 1
+                call.key = f"{key}#{number}"
+            if call.key != key:
+                text = text.replace(f"module={quote(key)} ", f"module={quote(call.key)} ")
+        return text
 
     def _key(self, micro_batch: Any) -> tuple[str | None, list[tuple[str, float]], dict[str, tuple[Any, str]]]:
         """The key of the capture, the dropout probabilities that it leaves out and who holds them. None when it is not sure what the
@@ -94,6 +113,7 @@ class Captures:
         tensors = [t for t in collect(self.model) if t.kind == "param"]
         kinds, groups = optimizer_groups(self.optimizer, tensors)
         mark.word(kinds, [groups.get(id(t)) for t in tensors])
+        mark.word(sorted(self.numbers))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from interlace.capture import OpaqueCall, OpaqueTable
 from interlace.compiling.cache import Cache
 from interlace.compiling.states import DTYPES, States
 from interlace.config import Config, format_bytes
@@ -68,6 +70,8 @@ class Programs:
         self.cached: list[str] = []  # parts that came from the cache
         # How tensor parallelism cuts the parameters, and why: meta lines of all programs of the run, whose states are the same; rank 0 only.
         self.cuts: dict[str, str] = {}
+        self.opaque: OpaqueTable | None = None  # what runs in Python, of all programs
+        self.learnt: tuple[list[OpaqueCall], list[str]] | None = None  # on rank 0, until the others know it: OpaqueTable.add
         self._shared = 0
 
     @contextlib.contextmanager
@@ -88,20 +92,25 @@ class Programs:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return Path(home) / "interlace"
 
-    def share(self, what: str, make: Callable[[], Source]) -> Source:
-        """What make() gives on rank 0, on every rank."""
+    def share(self, what: str, make: Callable[[], Source], loss_fn: Any = None) -> Source:
+        """What make() gives on rank 0, on every rank. `loss_fn`: what it captures, where that is not the one of training."""
         parts: dict[str, Any] = {}
         constants: dict[str, Tensor] = {}
         captured = ""
         if self.peers.rank == 0:
             source = make()
             parts, constants, captured = ({"text": source.text, "reports": source.reports}, source.constants, source.captured)
+            parts["opaque"] = pickle.dumps(self.learnt).hex() if self.learnt else ""
+            self.learnt = None
         self._shared += 1
         what = f"{what} ({self._shared})"  # a key of the store is written once
         patience = self.config.timeout_s * COMPILE_PATIENCE
         parts = json.loads(self.peers.broadcast(what, json.dumps(parts).encode(), patience))
         packed = save_tensors({n: t.contiguous() for n, t in constants.items()})
         data = self.peers.broadcast(f"{what}: constants", packed, patience)
+        if parts["opaque"] and self.opaque is not None:  # rank 0's, of this very run
+            calls, sometimes = pickle.loads(bytes.fromhex(parts["opaque"]))
+            self.opaque.add(calls, sometimes, loss_fn)
         return Source(parts["text"], parts["reports"], load_tensors(data), captured)
 
     def with_cuts(self, captured: str) -> str:
@@ -165,6 +174,10 @@ class Programs:
             "skip_nonfinite": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
         }  # fmt: skip
+        if "call.python(" in source.text:
+            if self.opaque is None or not self.opaque.calls:
+                raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
+            options["opaque"] = self.opaque.run_opaque
         axes = self.peers.groups.axes(program)
         try:
             executor = _runtime.Executor(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.capture import InputSpec
+from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import check_parameters, collect
 from interlace.capture.tensor_plan import read_plan
@@ -34,7 +34,7 @@ from interlace.dist.groups import default_device
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
-from interlace.train.eager import EagerRunner, eager_text
+from interlace.train.eager import EagerRunner, default_loss, eager_text
 from interlace.train.hyper import Hyper, uses_momentum
 from interlace.train.materialize import adopt, checksum, initialize, release
 from interlace.train.run import Run, Tensors
@@ -96,6 +96,7 @@ class _Build:
         optimizer_groups(optimizer, [t for t in self.tensors if t.kind == "param"])
         self.names = {id(t.real): t.name for t in self.tensors}
         self.programs = Programs(config, peers)
+        self.programs.opaque = OpaqueTable(model, loss_fn=loss_fn or default_loss)
         self.captures = Captures(model, loss_fn, optimizer, self.programs)
         self.planner = Planner(config, self.programs, config.pipeline(peers.size, uses_momentum(optimizer)))
 

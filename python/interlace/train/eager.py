@@ -49,7 +49,8 @@ def eager_text(
     inputs: list[str] = []
     ops: list[str] = []
     for i, t in enumerate(tensors):
-        decl = f"%{i}: {_type(t.real)} {quote(t.name)}"
+        kept = torch.empty(t.real.shape, dtype=t.real.dtype, device="meta") if t.kind == "param" else t.real
+        decl = f"%{i}: {_type(kept)} {quote(t.name)}"
         if t.kind != "param":
             lines.append(f"buffer {decl} {'persistent' if t.persistent else 'plain'}")
             continue
@@ -58,7 +59,7 @@ def eager_text(
         lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))
         if trainable and (used is None or t.name in used):
             value = len(tensors) + len(inputs)
-            inputs.append(f"input %{value}: {_type(t.real)} {quote('grad of ' + t.name)}")
+            inputs.append(f"input %{value}: {_type(kept)} {quote('grad of ' + t.name)}")
             ops.append(f"  grad(%{i}, %{value}) {{bwd}}")
     return "\n".join([*lines, *inputs, "phase micro_batch takes () gives () {", *ops, "}"]) + "\n"
 

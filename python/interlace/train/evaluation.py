@@ -28,7 +28,7 @@ from interlace.dist.peers import PeerError, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe
 from interlace.train.eager import EagerRunner, default_loss, named_outputs
-from interlace.train.run import Run
+from interlace.train.run import Run, gathered
 
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
@@ -113,7 +113,8 @@ class Evaluation:
             program, reports = self._within_limit(text, out)
             return Source(program.print(), reports, constants, text)
 
-        source = programs.share(f"program of evaluation {self._calls}", make)
+        with gathered(run, captures):
+            source = programs.share(f"program of evaluation {self._calls}", make, loss_fn)
         problem = programs.over_limit(programs.parse(source), run.ir)
         if problem is not None:
             return f"evaluate: {problem}, or evaluate on a smaller batch"

@@ -19,7 +19,7 @@ from interlace.dist.peers import PeerError, ranks_text
 from interlace.errors import InterlaceError
 from interlace.train.evaluation import Evaluation
 from interlace.train.materialize import adopt
-from interlace.train.run import Run
+from interlace.train.run import Run, gathered
 
 log = logging.getLogger("interlace")
 
@@ -31,6 +31,7 @@ class Frozen:
         self.run, self.captures, self.planner, self.evaluation = run, captures, planner, evaluation
         self._parameters = list(captures.model.named_parameters())
         self._flags = [p.requires_grad for _, p in self._parameters]
+        self.recompiled = False  # since somebody asked: programs on the states of before are out of date
 
     def follow(self, batch: Any) -> None:
         """Between steps: compiles again when a parameter's requires_grad has changed; all ranks must have changed the same."""
@@ -82,7 +83,14 @@ class Frozen:
             text, constants = self.captures.text(micro_batch)
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
-        source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
+        with gathered(run, self.captures):
+            source = programs.share(f"program of other trainable parameters at step {run.steps}", make)
+        self.rebuild(source)
+
+    def rebuild(self, source: Source) -> None:
+        """Goes on with a program of other units, on copies of the values."""
+        run, programs = self.run, self.planner.programs
+        self.recompiled = True
         programs.compare_digests(source)
         run.flush()
         built = programs.build(source, run.executor, take_states=False)

@@ -16,8 +16,9 @@ from interlace.capture.model_tensors import collect
 from interlace.checkpoint.optimizer import STATE_NAMES, kind_of
 from interlace.checkpoint.saver import Save
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
+from interlace.compiling.captures import Captures
 from interlace.compiling.programs import Built, Programs
-from interlace.compiling.states import Parameter
+from interlace.compiling.states import WEIGHT, Parameter
 from interlace.config import Config
 from interlace.config.schedule import stage_at
 from interlace.dist.mesh import TENSOR
@@ -204,3 +205,20 @@ class Run:
             by_id = {id(t): name for name, t in self.model.named_parameters()}
             self._group_names = [[by_id[id(t)] for t in g["params"]] for g in self.optimizer.param_groups]
         return self._group_names[i]
+
+
+@contextlib.contextmanager
+def gathered(run: Run, captures: Captures) -> Iterator[None]:
+    """For a capture of a model with opaque modules, which are run for real to learn what they give: the whole parameters, on every
+    rank, of a model whose own are on meta. Every rank must enter it."""
+    opaque = run.programs.opaque
+    if opaque is None or not opaque.calls or all(run.states.resident(name) is not None for name in run.states.parameters):
+        yield
+        return
+    run.flush()
+    whole = {p.name: t for p, t in run.states.whole(WEIGHT, everywhere=True) if t is not None}
+    captures.values = {id(p): whole[name] for name, p in run.model.named_parameters() if name in whole}
+    try:
+        yield
+    finally:
+        captures.values = None

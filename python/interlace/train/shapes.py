@@ -26,7 +26,7 @@ from interlace.config import Config, ConfigError, did_you_mean
 from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
-from interlace.train.run import Run
+from interlace.train.run import Run, gathered
 
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
@@ -93,7 +93,8 @@ class Shapes:
             return self.planner.source(text, run.planned_passes, constants, run.limit)
 
         log.info("step %d: compiling for %s", run.steps, bucket.describe())
-        source = programs.share(f"program for {bucket.describe()}", make)
+        with gathered(run, self.captures):
+            source = programs.share(f"program for {bucket.describe()}", make)
         return programs.build_beside(source, run.executor, run.ir)
 
     def forget(self) -> None:

@@ -9,27 +9,32 @@ import torch
 
 from interlace.observe.step_trace import TraceError, TraceFiles, write_trace
 from interlace.train.diagnosis import Diagnosis, NonFiniteError
+from interlace.train.follow import Follow
 from interlace.train.loop import Loop
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run
+from interlace.train.unused import Unused
 
 Tensor = torch.Tensor
 
 
 class Stepping:
-    """The steps of one trainer. `frozen`: None in the eager mode, which looks at the parameters itself."""
+    """The steps of one trainer. `frozen` and `follow`: None in the eager mode, which looks at the model itself."""
 
-    def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None) -> None:
+    def __init__(self, run: Run, loop: Loop, diagnosis: Diagnosis, frozen: Frozen | None, follow: Follow | None) -> None:
         self._run, self._loop, self._diagnosis, self._frozen = run, loop, diagnosis, frozen
+        self._follow = follow
         self._traced = self._compared = False
+        self._unused = Unused(run) if frozen is not None else None
 
     def step(self, batch: Any) -> Tensor:
         run = self._run
         run.check_open()
         with run.peers.guard():
             inputs = run.inputs(batch)
-            if self._frozen is not None:
+            if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
+                self._follow.follow(batch)
         if not self._compared:
             run.check_same_batch("the first batch", inputs)
             self._compared = True
@@ -40,12 +45,18 @@ class Stepping:
             run.save.before_step(run.runner)
         with run.peers.guard(), run.determinism():
             run.hyper.before_step()
-            result = run.runner.step(inputs, run.hyper.values(), run.steps)
+            rows = run.hyper.values()
+            if self._unused is not None:
+                self._unused.before_step()
+            result = run.runner.step(inputs, rows, run.steps)
             self._loop.after_step()
         run.norm, run.outputs = result["norm"], result["outputs"]
         losses = run.outputs["loss"]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         run.skipped = run.norm is not None and not math.isfinite(run.norm)
+        if self._unused is not None:
+            with run.peers.guard():
+                self._unused.after_step(rows)
         run.loss_scale.after_step(not run.skipped)
         skips = run.config.skip_nonfinite
         if run.skipped and (run.loss_scale.exhausted or not (skips or run.loss_scale.dynamic)):

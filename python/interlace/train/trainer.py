@@ -17,6 +17,7 @@ from interlace.observe.step_trace import TraceFiles
 from interlace.train import state_dicts
 from interlace.train.diagnosis import Diagnosis
 from interlace.train.evaluation import Evaluation
+from interlace.train.follow import Follow
 from interlace.train.loading import Loading
 from interlace.train.loop import Loop
 from interlace.train.refreeze import Frozen
@@ -54,7 +55,8 @@ class Trainer:
         self._evaluation = Evaluation(run, captures, planner)
         self._diagnosis = Diagnosis(run)
         frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
-        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen)
+        follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
+        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, follow)
         self._saving = Saving(run, self._loop)
         self._loading = Loading(run, self._saving, self._loop)
         run.peers.on_close(self._drop)
@@ -202,13 +204,15 @@ class Trainer:
     # ---- what there is ----
 
     def summary(self) -> dict[str, Any]:
-        """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes."""
+        """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes, and `opaque`: what runs in
+        Python, why, and how long (seconds, on this rank) it has taken so far."""
         summary = self._run.ir.summary()
         names = summary["largest_unit_params"]
         summary["largest_unit"] = {
             "unit": summary["largest_unit"], "name": ", ".join(names), "bytes": summary["largest_unit_bytes"],
         }  # fmt: skip
         summary["passes"] = self.passes
+        summary["opaque"] = self._run.programs.opaque.summary() if self._run.programs.opaque is not None else []
         return summary
 
     def stats(self) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""What a run of the model does beside computing tensors: attributes that it stores, Python's and NumPy's random numbers that it draws.
+
+A program does none of that, so the model is left as it was before the trace, and what the next run would read is refused by name. A
+buffer or tensor attribute that is assigned anew becomes an `assign` of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture.sites import Sites, is_user_file
+from interlace.capture.watch import MISSING, Change
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+def generators() -> tuple[Any, Any]:
+    """States of the generators that no program draws from."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    before, other = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(other)
+
+
+def drawing_line(run: Callable[[], Any], sites: Sites) -> tuple[str, str | None]:
+    """ "file.py:12" of the first line of the user's or a library's code that draws, and the module that runs there."""
+    state = generators()
+    last: tuple[str, str | None] = ("", None)
+    found: tuple[str, str | None] | None = None
+
+    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal last, found
+        if not is_user_file(frame.f_code.co_filename):
+            return None
+        if found is None and generators() != state:
+            found = last
+        last = (f"{frame.f_code.co_filename}:{frame.f_lineno}", sites.stack_paths[-1] if sites.stack_paths else None)
+        return follow
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return found or last
+
+
+class Stored:
+    """Buffers and tensor attributes by their places, while fakes are in them."""
+
+    def __init__(self, model: nn.Module, fakes: dict[int, Any]) -> None:
+        """`fakes`: what is declared, by the id of the fake."""
+        self._places: list[tuple[dict, str, Tensor, Any, str]] = []
+        for path, module in model.named_modules():
+            for table in (module._buffers, vars(module)):
+                for name, value in table.items():
+                    if isinstance(value, Tensor) and id(value) in fakes:
+                        self._places.append((table, name, value, fakes[id(value)], f"{path}.{name}" if path else name))
+
+    def replaced(self) -> Iterator[tuple[Any, Tensor, str]]:
+        """(what was declared, the tensor that is in its place now, the place's name)."""
+        for table, name, fake, declared, where in self._places:
+            now = table.get(name)
+            if isinstance(now, Tensor) and now is not fake:
+                yield declared, now, where
+
+
+def _without_fakes(x: Any) -> Any:
+    """The value with real zeros in place of fake tensors, to trace with; MISSING when it holds others than containers."""
+    if isinstance(x, Tensor):
+        return torch.zeros((), dtype=x.dtype).expand(tuple(int(n) for n in x.shape))
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        items = [_without_fakes(item) for item in x]
+        return MISSING if any(item is MISSING for item in items) else type(x)(items)
+    if type(x) is dict:
+        values = {k: _without_fakes(v) for k, v in x.items()}
+        return MISSING if any(v is MISSING for v in values.values()) else values
+    return x if isinstance(x, (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)) else MISSING
+
+
+@contextlib.contextmanager
+def as_after(changes: list[Change]) -> Iterator[list[Change]]:
+    """The model's attributes as its run left them, for another run; gives the changes that could be made."""
+    made: list[Change] = []
+    try:
+        for change in changes:
+            value = change.after if change.after is MISSING else _without_fakes(change.after)
+            if change.kind == "value" and (value is not MISSING or change.after is MISSING):
+                change.put(value)
+                made.append(change)
+        yield made
+    finally:
+        for change in reversed(made):
+            change.put(change.before)
+
+
+def refusal(made: list[Change]) -> CaptureError:
+    names = ", ".join(c.where for c in made[:3])
+    are = "is" if len(made) == 1 else "are"
+    return CaptureError(
+        f"{names} {are} changed by the model while it runs, and its next run would compute something else; keep such a value in a "
+        "buffer that is changed in place (register_buffer), or set it between the steps"
+    )

@@ -1,0 +1,180 @@
+"""Opaque modules at run time: what the runtime calls for `call.python`, on every rank with its own model and rank 0's calls."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.capture.effects import kept_generators
+from interlace.capture.inputs import rebuild
+from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, module_at, tensor_leaves
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+
+
+class OpaqueTable:
+    """The opaque calls of a model's programs, and what they cost. `loss_fn`: that of training.
+
+    `used`: the parameters that got a gradient since it was emptied. `sometimes`: those with a gradient in those steps alone in which an
+    opaque module uses them."""
+
+    def __init__(self, model: nn.Module, calls: Iterable[OpaqueCall] = (), loss_fn: Any = None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.sometimes: set[str] = set()
+        self.calls: dict[str, OpaqueCall] = {}
+        self.used: set[str] = set()
+        self._modules: dict[str, nn.Module] = {}
+        self._cost: dict[str, list[float]] = {}  # runs, seconds
+        self._states: dict[int, _State] = {}  # of stateful calls, between forward and backward, by their seeds
+        self.add(calls)
+
+    def add(self, calls: Iterable[OpaqueCall], sometimes: Iterable[str] = (), loss_fn: Any = None) -> None:
+        self.sometimes.update(sometimes)
+        for call in calls:
+            self.calls[call.key] = call
+            self._modules[call.key] = module_at(call.path, self.model, loss_fn or self.loss_fn)
+            self._cost.setdefault(call.key, [0, 0.0])
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Of each call: what it is, why it is not captured, how often and how long (seconds) it has run."""
+        rows = []
+        for key, call in self.calls.items():
+            runs, seconds = self._cost[key]
+            size = sum(p.numel() * p.element_size() for n, p in self._modules[key].named_parameters() if n in call.params)
+            rows.append({"module": key, "why": call.why, "parameter_bytes": size, "runs": int(runs), "seconds": seconds})
+        return rows
+
+    def run_opaque(self, key: str, part: str, tensors: list[Tensor]) -> list[Tensor]:
+        """Runs one part of a call on the operands that the program lists. The results own their storage."""
+        call, module = self.calls[key], self._modules[key]
+        begin = time.perf_counter()
+        run = self._forward if part == "forward" else self._backward
+        results = run(call, module, tensors)
+        seen = {t.untyped_storage()._cdata for t in tensors}
+        own: list[Tensor] = []
+        for r in results:
+            shared = r.untyped_storage()._cdata in seen
+            own.append(r.clone() if shared else r)
+            seen.add(own[-1].untyped_storage()._cdata)
+        cost = self._cost[key]
+        cost[0] += part == "forward"
+        cost[1] += time.perf_counter() - begin
+        return own
+
+    @staticmethod
+    def _run(call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Outputs and new values of the buffers; runs on copies of the buffers."""
+        n, m = len(call.inputs), len(call.inputs) + len(call.params)
+        given = {path: t for (path, _), t in zip(call.inputs, operands[:n], strict=True)}
+        args, kwargs = rebuild(call.call, given)
+        buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
+        state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
+        with _flags(module, call.training):
+            result = torch.func.functional_call(module, state, args, kwargs)
+        found = dict(tensor_leaves(result))
+        got = [(path, Meta.of(t)) for path, t in found.items() if any(path == p for p, _ in call.outputs)]
+        if got != call.outputs:
+            raise CaptureError(
+                f"opaque module '{call.path}' gave {[(str(g.dtype), g.size) for _, g in got]}, but on the example "
+                "batch it gave "
+                f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes "
+                "with the data"
+            )
+        return [found[path] for path, _ in call.outputs], buffers
+
+    def _forward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad(), _seeded(torch.randint(1 << 62, ()) if call.random else None) as seed:
+            if call.stateful and seed is not None:
+                self._states[int(seed)] = _State(module)
+            outputs, buffers = self._run(call, module, operands)
+        last = [seed.to(operands[0].device)] if seed is not None else []
+        return [*(o.detach() for o in outputs), *(buffers[n] for n in call.changed), *last]
+
+    def _backward(self, call: OpaqueCall, module: nn.Module, operands: list[Tensor]) -> list[Tensor]:
+        count = sum(meta.dtype.is_floating_point for _, meta in call.outputs)
+        grads, operands = operands[:count], operands[count:]
+        seed = operands.pop() if call.random else None
+        state = self._states.pop(int(seed), None) if seed is not None else None
+        with torch.enable_grad(), _seeded(seed), state.again() if state is not None else contextlib.nullcontext():
+            operands = [t.detach().requires_grad_(i in call.wanted) for i, t in enumerate(operands)]
+            outputs, _ = self._run(call, module, operands)
+            outputs = [t for t in outputs if t.dtype.is_floating_point]
+            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+            wanted = [operands[i] for i in call.wanted]
+            found: Iterable[Tensor | None] = [None] * len(wanted)
+            if pairs:
+                found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        for i, f in zip(call.wanted, found, strict=True):
+            if f is not None and i >= len(call.inputs):
+                self.used.add(full_name(call, call.params[i - len(call.inputs)]))
+        return [torch.zeros_like(t) if f is None else f for t, f in zip(wanted, found, strict=True)]
+
+
+def full_name(call: OpaqueCall, name: str) -> str:
+    """A parameter's name in the model."""
+    if call.path == LOSS:
+        return name.removeprefix("model.")
+    return name if call.path in ("", TAIL) else f"{call.path}.{name}"
+
+
+@contextlib.contextmanager
+def _flags(module: nn.Module, training: list[bool]) -> Iterator[None]:
+    """The training flags that a call was learnt with."""
+    modules = list(module.modules())
+    before = [m.training for m in modules]
+    if before == training:
+        yield
+        return
+    for m, flag in zip(modules, training, strict=True):
+        m.training = flag
+    try:
+        yield
+    finally:
+        for m, flag in zip(modules, before, strict=True):
+            m.training = flag
+
+
+class _State:
+    """Python's and NumPy's generators and a module's attributes as they are before forward; backward runs from the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        numpy = sys.modules.get("numpy")
+        self.generators = random.getstate(), numpy.random.get_state() if numpy is not None else None
+        self.attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        now = [dict(values) for values, _ in self.attributes]
+        with kept_generators():
+            python, other = self.generators
+            random.setstate(python)
+            if other is not None:
+                sys.modules["numpy"].random.set_state(other)
+            for values, before in self.attributes:
+                values.clear()
+                values.update(before)
+            try:
+                yield
+            finally:
+                for (values, _), after in zip(self.attributes, now, strict=True):
+                    values.clear()
+                    values.update(after)
+
+
+@contextlib.contextmanager
+def _seeded(seed: Tensor | None) -> Iterator[Tensor | None]:
+    """Runs under a seed and puts the generators back; does nothing without one."""
+    if seed is None:
+        yield None
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(int(seed))
+        yield seed

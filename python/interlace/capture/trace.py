@@ -1,0 +1,356 @@
+"""One run of a model on fake tensors, and the parts of its text: declarations, ops of forward and backward, what is written at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._mode_utils import no_dispatch
+
+from interlace.capture.casts import Casts
+from interlace.capture.check_ops import check_op_kinds
+from interlace.capture.constants import Constants
+from interlace.capture.effects import Stored, generators
+from interlace.capture.inputs import InputSpec, Path, rebuild
+from interlace.capture.literals import DimPrinter, number, quote
+from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
+from interlace.capture.opaque import LOSS, TAIL, OpaqueCall, OpaqueTrace, StandIn
+from interlace.capture.recorder import Recorder
+from interlace.capture.sites import OUTSIDE, Sites, user_place
+from interlace.capture.symbols import make_symbols
+from interlace.capture.tensor_plan import model_plan
+from interlace.capture.tracing import (
+    followed_modules,
+    known_values_are_no_trace,
+    without_assertions,
+    without_branches,
+    without_checkpointing,
+    without_fused_recurrence,
+    without_log,
+)
+from interlace.errors import CaptureError
+
+Tensor = torch.Tensor
+_MAX_CONST = 64  # elements; a bigger tensor met on the way becomes a plain buffer instead of numbers in the text
+
+
+class Trace:
+    """One run of the model on fakes, and the parts of its text."""
+
+    def __init__(
+        self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
+        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts,
+    ) -> None:  # fmt: skip
+        self.opaque_calls, self.casts = opaque_calls, casts
+        self.model, self.tensors = model, tensors
+        self.symbols, self.spec = make_symbols(spec, symbolic)
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.symbols.env if self.symbols else None)
+        self.sites = Sites(model)
+        self.dims = DimPrinter()
+        if self.symbols:
+            self.dims.names.update(self.symbols.expressions)
+        self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
+        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self._lift)
+        self.ids: dict[int, int] = {}  # id(ModelTensor) -> value id
+        self.consts: dict[str, int] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self._decls: dict[int, str] = {}
+        self._input_lines: list[str] = []
+        self._const_lines: list[str] = []
+        self._lifted: dict[int, tuple[Tensor, Tensor]] = {}  # id(real) -> real (kept alive), fake
+        self._num_captured = 0
+        self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
+        self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
+        self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
+        self.drew = False  # random numbers of Python or NumPy
+
+    # ---- tensors that are not results ----
+
+    def _declare(self, t: ModelTensor) -> None:
+        with self.fakes:
+            t.fake = make_fake(t)
+        self.ids[id(t)] = self.recorder.next_value
+        self._decls[id(t)] = self.recorder.declare(t.fake)
+
+    def _inputs(self, batch: Any) -> Any:
+        """The batch with fakes in place of its tensors."""
+        replacement: dict[Path, Tensor] = {}
+        for t in self.spec.tensors:
+            size: list[Any] = [self.symbols.sizes[n] if self.symbols and isinstance(n, str) else n for n in t.shape]
+            with self.fakes:
+                fake = torch.empty(size, dtype=t.dtype, device="cpu")
+            self._input_lines.append(f"input {self.recorder.declare(fake)} {quote(t.name)}")
+            replacement[t.path] = fake
+        return rebuild(batch, replacement)
+
+    def _lift(self, real: Tensor, fake: Tensor | None = None) -> Tensor:
+        """A real tensor that reached an op. A literal of the model's code (then its `fake` exists already) becomes a
+        constant of the program; any other tensor may change between steps, so it becomes a plain buffer."""
+        known = self._lifted.get(id(real))
+        if known is not None and fake is None:
+            return known[1]
+        if real.requires_grad:
+            raise CaptureError(
+                f"a tensor of shape {tuple(real.shape)} that requires gradients is not part of the model; "
+                "make it an nn.Parameter of the model (a loss with parameters must be a module of the model)"
+            )
+        if real.layout != torch.strided:
+            raise CaptureError(f"a tensor of layout {real.layout} is used by the model; make it dense (.to_dense())")
+        literal = fake is not None and not real.is_complex()
+        if fake is None:
+            with self.fakes:
+                fake = torch.empty_strided(tuple(real.shape), real.stride(), dtype=real.dtype, device="cpu")
+        self._lifted[id(real)] = (real, fake)
+        if literal:
+            self.constants.set_value(fake, real)
+        if literal and real.numel() <= _MAX_CONST and real.is_contiguous():
+            with no_dispatch():
+                data = real.detach().cpu().reshape(-1).tolist()
+            items = ", ".join(str(int(x)) if isinstance(x, bool) else number(x) for x in data)
+            type_text = self.dims.type(real.dtype, tuple(real.shape), real.stride())
+            value = self._const_values.get((type_text, items))
+            if value is not None:
+                self.recorder.declare_as(fake, value)
+            else:
+                decl = self.recorder.declare(fake)
+                value = int(decl.partition(":")[0][1:])
+                name = f"c{len(self.consts)}"
+                self.consts[name] = self._const_values[(type_text, items)] = value
+                self._const_lines.append(f"const {decl} {quote(name)} = [{items}]")
+        else:
+            name = self.names.get(id(real), f"captured.{self._num_captured}")
+            self._num_captured += id(real) not in self.names
+            t = ModelTensor(name, real, "plain", False, fake=fake)
+            self.tensors.append(t)
+            self.ids[id(t)] = self.recorder.next_value
+            self._decls[id(t)] = self.recorder.declare(fake)
+        return fake
+
+    # ---- the run ----
+
+    def run(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+        for t in self.tensors:
+            self._declare(t)
+        model_tensors = list(self.tensors)
+        scale = self.casts.seed()
+        if scale is not None:
+            self.tensors.append(scale)
+            self._declare(scale)
+        batch = self._inputs(batch)
+        params = [t for t in model_tensors if t.kind == "param" and t.real.requires_grad]
+        replaced = {id(t.real): t.fake for t in model_tensors}
+        rec = self.recorder
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_checkpointing(self.model))
+            stack.enter_context(known_values_are_no_trace(self.constants))
+            self._opaque = OpaqueTrace(self.model, self.opaque_calls, rec, loss_fn)
+            stack.enter_context(followed_modules(self.sites, self._opaque))
+            stack.enter_context(without_log())
+            stack.enter_context(without_assertions())
+            stack.enter_context(without_branches())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_fused_recurrence())
+            if self.symbols:  # operators whose C++ form would fix symbolic sizes have a Python form
+                stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(self.fakes)
+            stack.enter_context(rec)
+            replaced.update(self.casts.parameters(self.model, model_tensors, self.sites))
+            for p in model_tensors:
+                if p.kind == "param":
+                    replaced[id(p.real)] = in_memory_order(p.real, replaced[id(p.real)])  # type: ignore[arg-type]
+            stack.enter_context(swapped(self.model, replaced))  # type: ignore[arg-type]
+            stored = Stored(self.model, {id(t.fake): t for t in model_tensors if t.kind != "param"})
+            stack.enter_context(self.casts.of_calls(self.model))
+            before = generators()
+            self._locating("forward", lambda: self._forward(loss_fn, batch))
+            self.drew = generators() != before
+            for name, value in self.outputs.items():
+                rec.mark("output", f"%{rec.value_of(value)}", attrs=f" name={quote(name)}")
+            rec.part = "bwd"
+            self._locating("backward", lambda: self._gradients(params, scale))
+            rec.part = "fwd"
+            self._locating("forward", lambda: self._replaced(stored))
+        for t in self.tensors:
+            if t.fake is not None and rec.was_written(t.fake) and id(t) not in self._assigned:
+                if t.kind == "param":
+                    raise CaptureError(
+                        f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead"
+                    )
+                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
+
+    def number_dtype(self) -> torch.dtype:
+        """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
+        widest = {t.real.dtype for t in self.tensors if t.kind == "param"}
+        return torch.float64 if torch.float64 in widest else torch.float32
+
+    def body(self) -> str:
+        """The text without what another trace of the same would have in other words."""
+        return "\n".join([*self._decls.values(), *self._const_lines, *self.recorder.lines])
+
+    def _replaced(self, stored: Stored) -> None:
+        """Buffers and tensor attributes that the model assigned anew: their next values."""
+        for t, new, where in stored.replaced():
+            read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
+            if t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
+                continue  # it is only kept for somebody to look at
+            if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
+                raise CaptureError(
+                    f"'{where}' is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
+                    "place while it runs; a program keeps its size"
+                )
+            self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new.detach())}")
+            self._assigned.add(id(t))
+
+    def _gradients(self, params: list[ModelTensor], scale: ModelTensor | None) -> None:
+        """Traces the backward part and marks the parameters' gradients."""
+        seed = None
+        if scale is not None and scale.fake is not None:
+            seed = scale.fake.to(self.outputs["loss"].dtype)
+        fakes: Any = [p.fake for p in params]
+        grads = torch.autograd.grad(self.outputs["loss"], fakes, seed, allow_unused=True)
+        for p, g in zip(params, grads, strict=True):
+            if g is not None:
+                self.recorder.mark("grad", f"%{self.ids[id(p)]}", f"%{self.recorder.value_of(g)}")
+        if all(g is None for g in grads):
+            raise CaptureError("the loss depends on no trainable parameter")
+
+    def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+        result = self._result(loss_fn, batch)
+        named: dict[str, Any]
+        if isinstance(result, dict):
+            if "loss" not in result:
+                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
+            named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
+        elif isinstance(result, (tuple, list)) and result:
+            named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
+        else:
+            named = {"loss": result}
+        loss = named["loss"]
+        if not isinstance(loss, Tensor):
+            raise CaptureError(f"the loss is a {type(loss).__name__}; return a scalar tensor")
+        if loss.dim() != 0:
+            raise CaptureError(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
+        if not loss.is_floating_point():
+            raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
+        if not loss.requires_grad:
+            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                raise CaptureError(
+                    f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss"
+                )
+            self.outputs[name] = value
+
+    def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
+        if LOSS in self.opaque_calls:
+            return self._opaque.modules[LOSS](batch)
+        if TAIL not in self.opaque_calls:
+            return loss_fn(self.model, batch)
+        results: list[Any] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            results.append(self.model(*args, **kwargs))
+            return results[-1]
+
+        try:
+            loss_fn(StandIn(self.model, call), batch)  # type: ignore[arg-type]
+        except Exception:
+            if not results or self.sites.failed not in (None, OUTSIDE):
+                raise
+        self.sites.failed = None
+        return self._opaque.modules[TAIL](results, batch)
+
+    def check(self) -> None:
+        """Every kind of op does what the text says. Error: one does not, with the line and module that have it first."""
+        for key, call in self.recorder.calls.items():
+            try:
+                check_op_kinds([call])
+            except CaptureError as e:
+                self.sites.failed, place = self.sites.place_of(self.recorder.tags[key])
+                raise CaptureError(f"{place}: {e}{self.module()}" if place else str(e)) from e
+
+    def _locating(self, what: str, call: Callable[[], Any]) -> Any:
+        """Runs call(); errors become CaptureErrors that name the user's line and module."""
+        try:
+            return call()
+        except CaptureError as e:
+            place = user_place(e.__traceback__)
+            if not place:
+                raise
+            raise CaptureError(f"{place}: {e}{self.module()}") from e
+        except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
+            place = user_place(e.__traceback__) or what
+            raise CaptureError(
+                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a "
+                "loop on a tensor)"
+                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, "
+                "masks), or pass "
+                "fullgraph=False to run that module in Python"
+            ) from e
+        except DynamicOutputShapeException as e:
+            place = user_place(e.__traceback__) or what
+            raise CaptureError(
+                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; "
+                "use a form with "
+                "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
+            ) from e
+        except Exception as e:
+            place = user_place(e.__traceback__) or what
+            text = f"{place}: {type(e).__name__} while tracing {what}{self.module()}: {e}"
+            if self.symbols and self.symbols.rename(str(e)) != str(e):
+                names = " and ".join(self.symbols.sizes)
+                text = self.symbols.rename(text) + f" (The size {names} is symbolic; symbolic=False captures with numbers.)"
+            raise CaptureError(text) from e
+
+    def module(self) -> str:
+        return f" in module '{self.sites.failed}'" if self.sites.failed not in ("", None, OUTSIDE) else ""
+
+    # ---- the text ----
+
+    def text(self, kinds: list[str], group_of: dict[int, int], micro_batches: int, rng_mode: str) -> str:
+        lines = ["interlace 1 captured"]
+        try:
+            version = metadata.version("interlace")
+        except metadata.PackageNotFoundError:
+            version = "0.1.0"
+        lines.append(f"meta model {quote(type(self.model).__name__)}")
+        lines.append(f"meta created_by {quote('interlace ' + version)}")
+        lines.append(f"meta torch {quote(torch.__version__)}")
+        first = self.spec.tensors[0].shape
+        lines.append(f"meta micro_batch {quote(str(first[0]) if first else '1')}")
+        lines.append(f"meta micro_batches {quote(str(micro_batches))}")
+        lines.append(f"meta rng {quote(rng_mode)}")
+        plan = model_plan(self.model)
+        if plan:
+            lines.append(f"meta tensor {quote(plan)}")
+        if self.symbols:
+            lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
+        lines.append("step 1 reduce_each")
+        lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
+        lines += [f"module {i} {quote(path)} {quote(cls)}" for path, (i, cls) in self.sites.modules.items()]
+        lines += [f"source {i} {quote(place)}" for place, i in self.sites.sources.items()]
+        for t in self.tensors:
+            decl, name = self._decls[id(t)], quote(t.name)
+            if t.kind != "param":
+                lines.append(f"buffer {decl} {name} {'persistent' if t.persistent else 'plain'}")
+                continue
+            line = f"param {decl} {name}"
+            if t.real.requires_grad:
+                line += f" trainable group {group_of[id(t.real)]}"
+            else:
+                line += " frozen"
+            lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))
+        lines += self._input_lines + self._const_lines
+        lines.append("phase micro_batch takes () gives () {")
+        lines += self.recorder.lines
+        lines.append("}")
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,153 @@
+"""Parameters that got no gradient in a step, because the opaque module that has them did not use them: as in torch.optim they stay as
+they are, with their moments, and their own count of steps does not go on.
+
+The program gives them zeros and updates them like all others. So what this rank holds of those that may go unused is kept over a step
+and put back; what went unused for the first time is computed back, from a step whose gradient is known to be zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from interlace.checkpoint.optimizer import kind_of
+from interlace.compiling.states import WEIGHT
+from interlace.train.run import Run
+
+Tensor = torch.Tensor
+Kept = dict[str, list[Tensor]]  # role → the parts on this rank
+
+
+class Unused:
+    """Of one trainer; every rank must call both methods in every step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.table = run.programs.opaque
+        self.skipped: dict[str, int] = {}  # steps that a parameter was left out of
+        self._doubtful: set[str] | None = None  # kept over each step; in the first one, all
+        self._kept: dict[str, Kept] = {}
+
+    def _names(self) -> list[str]:
+        known = self.run.states.parameters
+        sometimes = self.table.sometimes if self.table is not None else ()
+        return sorted(n for n in sometimes if n in known and known[n].unit is not None)
+
+    def before_step(self) -> None:
+        names = self._names()
+        if self.table is None or not names:
+            return
+        self.table.used.clear()
+        doubtful = names if self._doubtful is None else [n for n in names if n in self._doubtful]
+        if doubtful:
+            self.run.settle_save()
+        self._kept = {name: {role: [t.clone() for t, _, _ in parts] for role, parts in self._parts(name)} for name in doubtful}
+
+    @torch.no_grad()
+    def after_step(self, rows: list[list[float]]) -> None:
+        """`rows`: the hyper-parameters that the step was made with."""
+        names = self._names()
+        if self.table is None or not names:
+            return
+        flags = self.run.peers.groups.largest([int(n in self.table.used) for n in names])
+        unused = [n for n, used in zip(names, flags, strict=True) if not used]
+        if self._doubtful is None:
+            self._doubtful = set()
+        kept, self._kept = self._kept, {}
+        if self.run.skipped or not (unused or self.skipped):
+            return
+        self.run.flush()
+        kind = kind_of(self.run.optimizer, self.run.optimizer.param_groups[0])
+        for name in unused:
+            row = rows[self.run.states.parameters[name].group or 0]
+            if name in kept:
+                self._put_back(name, kept[name])
+            else:
+                self._undo(name, kind, row)
+            self.skipped[name] = self.skipped.get(name, 0) + 1
+            self._doubtful.add(name)
+        for name in self.skipped:
+            if name not in unused and name in kept and kind != "sgd":
+                self._as_own_step(name, kind, rows[self.run.states.parameters[name].group or 0], kept[name])
+
+    def _parts(self, name: str) -> Iterator[tuple[str, list[tuple[Tensor, int, int]]]]:
+        """What this rank holds of a parameter, by role: a tensor and the elements that it is of."""
+        states = self.run.states
+        p = states.parameters[name]
+        assert p.unit is not None
+        for role in (WEIGHT, *states.roles(states.units[p.unit])):
+            yield role, list(states.parts(p, role))
+
+    def _at(self, name: str, role: str, start: int, end: int) -> Tensor:
+        """Elements of a state, wherever they are: with zero1 every rank has all weights and a part of the states."""
+        states = self.run.states
+        p = states.parameters[name]
+        assert p.unit is not None
+        unit = states.units[p.unit]
+        if states.local(unit, WEIGHT)[0].numel() == states.local(unit, role)[0].numel():
+            return next(part[start - low : end - low] for part, low, high in states.parts(p, role) if low <= start and end <= high)
+        whole = states.gather(unit, role, everywhere=True)
+        assert whole is not None
+        return states.cut(p, whole).reshape(-1)[start:end]
+
+    def _settle(self, name: str) -> None:
+        for role, _ in self._parts(name):
+            self.run.states.settle(self.run.states.parameters[name].unit, role)
+
+    def _put_back(self, name: str, kept: Kept) -> None:
+        for role, parts in self._parts(name):
+            for (part, _, _), old in zip(parts, kept[role], strict=True):
+                part.copy_(old)
+        self._settle(name)
+
+    def _undo(self, name: str, kind: str, row: list[float]) -> None:
+        """The step of a zero gradient, backwards: first the weights, then the states, which depend on them."""
+        roles = dict(self._parts(name))
+        whole: dict[tuple[int, int], Tensor] = {}
+        if kind == "sgd":
+            lr, momentum, dampening, decay, nesterov, t, _ = row
+            moves = momentum != 0 and "momentum_buffer" in roles
+            for w, start, end in roles[WEIGHT]:
+                if moves:
+                    w.add_(self._at(name, "momentum_buffer", start, end), alpha=lr * momentum if nesterov else lr)
+                if nesterov or not moves:
+                    w.div_(1 - lr * decay)
+                whole[start, end] = w
+            for buffer, start, end in roles.get("momentum_buffer", ()) if moves else ():
+                if t == 1:
+                    buffer.zero_()
+                else:
+                    buffer.sub_(_within(whole, start, end), alpha=(1 - dampening) * decay).div_(momentum)
+        else:
+            lr, beta1, beta2, _, decay, t, _ = row
+            for w, start, end in roles[WEIGHT]:
+                w.add_(self._move(self._at(name, "exp_avg", start, end), self._at(name, "exp_avg_sq", start, end), row, t))
+                if kind == "adamw":
+                    w.div_(1 - lr * decay)
+                whole[start, end] = w
+            decay = 0.0 if kind == "adamw" else decay
+            for (m, start, end), (v, _, _) in zip(roles["exp_avg"], roles["exp_avg_sq"], strict=True):
+                w = _within(whole, start, end)
+                m.sub_(w, alpha=(1 - beta1) * decay).div_(beta1)
+                v.addcmul_(w, w, value=-(1 - beta2) * decay**2).clamp_(min=0).div_(beta2)
+        self._settle(name)
+
+    def _as_own_step(self, name: str, kind: str, row: list[float], kept: Kept) -> None:
+        """The weights as of a step with the parameter's own count."""
+        lr, decay, t = row[0], row[4], row[5] - self.skipped[name]
+        for (w, start, end), before in zip(dict(self._parts(name))[WEIGHT], kept[WEIGHT], strict=True):
+            m, v = self._at(name, "exp_avg", start, end), self._at(name, "exp_avg_sq", start, end)
+            w.copy_((before * (1 - lr * decay) if kind == "adamw" else before) - self._move(m, v, row, t))
+        self._settle(name)
+
+    @staticmethod
+    def _move(m: Tensor, v: Tensor, row: list[float], t: float) -> Tensor:
+        """What step t of Adam takes from the weights."""
+        lr, beta1, beta2, eps = row[:4]
+        return (lr / (1 - beta1**t)) * m / (v.sqrt() / math.sqrt(1 - beta2**t) + eps)
+
+
+def _within(parts: dict[tuple[int, int], Tensor], start: int, end: int) -> Tensor:
+    return next(t[start - low : end - low] for (low, high), t in parts.items() if low <= start and end <= high)

@@ -1,0 +1,191 @@
+"""What a model does beside computing: attributes it stores, assertions, branches of torch.cond, draws of other generators."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import interlace
+from interlace.capture import capture
+from interlace.errors import CaptureError
+
+
+class Net(nn.Module):
+    """`function(self, y)` is what its forward does with a product."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 4)
+        self.n, self.first, self.seen = 0, None, []
+        self.memory = torch.zeros(3, 4, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(4))
+        self.function = function
+        self.double()
+
+    def forward(self, x):
+        return self.function(self, self.fc(x))
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+def eager(model, steps):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = loss_fn(model, X)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compiled(model, steps, **config):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with interlace.compile(model, optimizer, loss_fn, X, interlace.Config(schedule=[], **config)) as trainer:
+        losses = [trainer.step(X).item() for _ in range(steps)]
+        trainer.evaluate(X)
+        return losses
+
+
+def asserts(self, y):
+    torch._check_tensor_all(y > -1e9)
+    return y
+
+
+def branches(self, y):
+    return torch.cond(y.sum() > 0, lambda a: a * 2, lambda a: a.sin(), (y,))
+
+
+def keeps(self, y):
+    self.last, self.seen = y, [*self.seen, y]
+    return y
+
+
+def counts_calls(self, y):
+    self.n += 1
+    return y
+
+
+def remembers(self, y):
+    y = y + self.memory
+    self.memory = y.detach()
+    return y
+
+
+def averages(self, y):
+    y = y - self.mean
+    self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+    return y
+
+
+@pytest.mark.parametrize("function", [asserts, branches, keeps, counts_calls, remembers, averages], ids=lambda f: f.__name__)
+def test_trains_as_eager_does(function):
+    model = Net(function)
+    expected = eager(copy.deepcopy(model), 4)
+    assert compiled(model, 4) == pytest.approx(expected, rel=1e-10)
+    assert not any(isinstance(v, FakeTensor) for v in (getattr(model, "last", None), model.memory, *model.seen))
+    assert model.n == 0 and model.seen == []
+
+
+def weighs_by_calls(self, y):
+    self.n += 1
+    return y * self.n
+
+
+def adds_the_first(self, y):
+    if self.first is not None:
+        y = y + self.first
+    self.first = y.detach()
+    return y
+
+
+@pytest.mark.parametrize(("function", "name"), [(weighs_by_calls, "n"), (adds_the_first, "first")])
+def test_what_the_next_run_would_read_is_refused(function, name):
+    with pytest.raises(CaptureError, match=rf"'{name}' of the model is changed by the model while it runs, and its next run would"):
+        capture(Net(function), loss_fn, X)
+
+
+def draws_python(self, y):
+    return y * random.random()
+
+
+def draws_numpy(self, y):
+    return y * float(np.random.rand())
+
+
+@pytest.mark.parametrize("function", [draws_python, draws_numpy], ids=lambda f: f.__name__)
+def test_draws_of_other_generators_are_refused_by_line(function):
+    random.seed(3)
+    np.random.seed(3)
+    before, other = random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(CaptureError) as e:
+        capture(nn.Sequential(Net(function)), loss_fn, X)
+    line = f"{__file__}:{function.__code__.co_firstlineno + 1}"
+    assert str(e.value).startswith(f"{line}: random numbers of Python or NumPy are drawn in module '0'")
+    assert random.getstate() == before and np.random.get_state()[1].tolist() == other
+
+
+def images(seed):
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 3, 6, 6, generator=g).double(), "y": torch.randint(0, 5, (4,), generator=g)}
+
+
+def convnet():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 5)).double()
+    return body.to(memory_format=torch.channels_last)
+
+
+def class_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_channels_last(mode):
+    theirs, ours = convnet(), convnet()
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (theirs, ours)]
+    with interlace.compile(ours, opts[1], class_loss, images(0), interlace.Config(schedule=[], mode=mode)) as trainer:
+        for step in range(4):
+            loss = class_loss(theirs, images(step))
+            loss.backward()
+            opts[0].step()
+            opts[0].zero_grad()
+            assert trainer.step(images(step)).item() == pytest.approx(loss.item(), rel=1e-10)
+        for name, t in trainer.state_dict().items():
+            torch.testing.assert_close(t, theirs.state_dict()[name], rtol=1e-8, atol=1e-10)
+
+
+def plain_loss(model, batch):
+    return class_loss(model, {"x": batch["x"].float(), "y": batch["y"]})
+
+
+def cast_loss(model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return plain_loss(model, batch)
+
+
+@pytest.mark.parametrize("loss", [plain_loss, cast_loss], ids=["ours opens the region", "its own region"])
+def test_autocast_with_batch_normalization(loss):
+    theirs, ours = convnet().float(), convnet().float()
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (theirs, ours)]
+    settings = interlace.Config(schedule=[], param_dtype="autocast")
+    with interlace.compile(ours, opts[1], loss, images(0), settings) as trainer:
+        for step in range(4):
+            expected = cast_loss(theirs, images(step))
+            expected.backward()
+            opts[0].step()
+            opts[0].zero_grad()
+            assert trainer.step(images(step)).item() == pytest.approx(expected.item(), rel=2e-3)
