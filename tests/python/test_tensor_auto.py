@@ -127,7 +127,8 @@ def test_models_without_a_plan_of_any_kind(cluster):
     torch.manual_seed(0)
     from interlace.capture import capture
 
-    for model, x in [(Mixer(), torch.zeros(4, 16, 32)), (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)), torch.zeros(2, 3, 8, 8))]:
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    for model, x in [(Mixer(), torch.zeros(4, 16, 32)), (convolutions, torch.zeros(2, 3, 8, 8))]:
         program = _core.Program.parse(capture(model, lambda m, b: m(b["x"]).square().sum(), {"x": x}).text)
         program.run_passes(f"canonicalize,mesh(axes=dp:1+tp:2),tensor(cluster={cluster})")
         rows = judged(program)

@@ -205,7 +205,8 @@ def test_dropout_as_one_operator(role, ranks):
     at = next(i for i, line in enumerate(lines) if line.startswith(f"program {role} "))
     program = _core.Program.parse("".join(lines[at + 1 : at + 1 + int(lines[at].split()[2])])).bind({"b": 2, "s": 16})
     program.run_passes("canonicalize")
-    text = program.print().replace("\nmeta rng", f'\nmeta tensor "{GPT2.partition("; ")[2] if role == "block" else "transformer.wte.weight 0"}"\nmeta rng', 1)
+    plan = GPT2.partition("; ")[2] if role == "block" else "transformer.wte.weight 0"
+    text = program.print().replace("\nmeta rng", f'\nmeta tensor "{plan}"\nmeta rng', 1)
     program = _core.Program.parse(text)
     torch.manual_seed(0)
     tensors = {p["name"]: torch.randn(p["shape"]) * 0.1 for p in program.params()}

@@ -223,16 +223,17 @@ bool Special::NllLoss(OpId id) {
   const std::optional<DimCut> cut = IsValue(op, 0) ? c_.CutOf(op.args[0].value) : std::nullopt;
   const bool plain = op.args.size() == 5 && op.args[2].kind == Arg::Kind::kNone && op.args[3].kind == Arg::Kind::kInt;
   if (!cut || c_.geometry_[op.args[0].value].sizes.size() != 2 || !plain) return false;
-  if (cut->dim == 1 && cut->blocks != 1) return false;
+  const DimCut of = cut.value_or(DimCut{});
+  if (of.dim == 1 && of.blocks != 1) return false;
   const ValueId y = op.args[0].value, loss = op.results[0], weight = op.results[1];
   const int64_t reduction = op.args[3].integer.value;
   if (reduction < 1 || reduction > 2 || loss == kNone || weight == kNone) return false;
   const Arg ignored = op.args[4];
   // Of the rows, each rank sums up its own.
-  const ValueId local = cut->dim == 0
-                            ? c_.AsPart(op.args[1].value, {0, cut->blocks})
+  const ValueId local = of.dim == 0
+                            ? c_.AsPart(op.args[1].value, {0, of.blocks})
                             : LocalIndex(op.args[1].value, c_.geometry_[y].sizes[1], Arg::Int(-100), &ignored).index;
-  const Arg skipped = cut->dim == 0 ? ignored : Arg::Int(-100);
+  const Arg skipped = of.dim == 0 ? ignored : Arg::Int(-100);
   const Geometry scalar = Contiguous(c_.geometry_[loss].dtype, {});
   Op& part = c_.NewOp("aten.nll_loss_forward");
   part.args = {Arg::Of(y), Arg::Of(local), Arg::None(), Arg::Int(2), skipped};
