@@ -91,6 +91,16 @@ def t5():
     return model, tokens(), named_plan(model, r"(\.(q|k|v|wi)|^shared)\.weight$", r"\.(o|wo)\.weight$")
 
 
+def falcon():
+    """Queries, keys and values of a head side by side in one weight, taken out by an index; attention and MLP side by side."""
+    config = transformers.FalconConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_kv_heads=4, hidden_size=64, vocab_size=128, new_decoder_architecture=True,
+        hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model, tokens(), named_plan(model, r"(query_key_value|dense_h_to_4h|embeddings)\.weight$", r"(attention\.dense|dense_4h_to_h)\.weight$")
+
+
 def vit():
     config = transformers.ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8, num_labels=10)
     model = transformers.ViTForImageClassification(config)
@@ -140,7 +150,7 @@ def count(text, kind):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("make", [llama, qwen3, gpt2, t5], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [llama, qwen3, gpt2, t5, falcon], ids=lambda f: f.__name__)
 def test_same_numbers_as_the_whole_program(make, ranks):
     torch.manual_seed(0)
     compare(make(), ranks)
@@ -169,6 +179,14 @@ def test_megatrons_transfers():
     whole = count(compare(llama(), 2, ",sequence=false"), "all_reduce")
     assert whole == 4 * layers + 3  # embedding, head and loss; norms need none
     assert not re.search(r": f64\[32,128\]", text), "whole logits"
+
+
+def test_attention_beside_the_mlp_takes_one_sum():
+    torch.manual_seed(0)
+    text = compare(falcon(), 2)
+    assert count(text, "reduce_scatter") == (1 + 2) * 2 + 2  # a layer's sum; of both norms the gradients; embedding, head
+    assert count(text, "all_gather") == (2 + 1) * 2 + 3
+    assert not re.search(r": f64\[2,16,4,3,16\] = aten.index", text)
 
 
 def test_rows_between_the_products():
