@@ -69,6 +69,19 @@ def test_lines_summary_and_progress(two_ranks):
     assert facts["resident_bytes"] > facts["peak_bytes"] and facts["tokens_per_second"] > 0
 
 
+def test_two_ranks_that_cut_one_batch(two_ranks, folder):
+    """The same global batches, so the same losses, evaluated as well; and the run goes on without the axis."""
+    facts, _ = train(
+        folder, "--ranks", "2", "--dtype", "fp64", "--mesh", "tp=2", "--tensor", "model", "--save", "cut", "--eval-text", "text.py"
+    )  # fmt: skip
+    assert facts["losses"] == pytest.approx(two_ranks[0]["losses"], rel=1e-9)
+    assert facts["eval_losses"]["6"] < facts["first_loss"]
+    process = start(folder, "--resume", "cut", "--ranks", "1", "--steps", "7", "--json")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert json.loads(out)["first_step"] == 6
+
+
 def test_the_last_step_in_the_formats_of_a_predicted_one(two_ranks, folder):
     trace = (folder / "step.json").read_text()
     _core.testing.check_chrome_trace(trace)

@@ -62,6 +62,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
     {"schedule": [(0, ["unshard(units=all)", "reposition_update"])]},
     {"schedule": [(0, ["recompute(mode=full)"])]},
+    {"schedule": [(0, ["split(parts=2)"])]},
+    {"schedule": [(0, ["search(evaluations=60)"])]},
     {"arena": False},
 ]
 
@@ -244,3 +246,45 @@ def test_a_plan_file_decides(tmp_path: Path) -> None:
     cut = [line for line in program.splitlines() if " cut tp " in line]
     assert len(cut) == 4 and all("up_proj" in line or "down_proj" in line for line in cut)
     assert parity.distance(found, tensor_models.in_one_process("llama", 3, 1, None, 1)).within(1e-9)
+
+
+# ---- with what else there is ----
+
+
+def narrow(mesh: dict[str, int] | None, config: dict[str, Any]) -> list[float]:
+    return tensor_models.on_mesh("llama", 6, torch.float32, mesh=mesh, **config)[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"param_dtype": "bfloat16"},
+        {"param_dtype": "bfloat16", "reduce_dtype": "float32", "strategy": "zero1", "clip_norm": 0.3},
+        {"loss_scale": 1024.0, "clip_norm": 0.3},
+    ],
+)
+def test_with_other_precisions(config: dict[str, Any]) -> None:
+    found, expected = ranks.run(narrow, 4, {"dp": 2, "tp": 2}, config)[0], ranks.run(narrow, 2, None, config)[0]
+    assert found == pytest.approx(expected, rel=5e-3 if "param_dtype" in config else 1e-5)
+
+
+def of_lengths(mesh: dict[str, int] | None) -> list[float]:
+    """Batches of two lengths, a parameter frozen on the way."""
+    shapes = {"input_ids": [(2, 8), (2, 12)]}
+    found = []
+    with tensor_models.compiled("llama", mesh=mesh, shapes=shapes, pad={"input_ids": 0}) as trainer:
+        for step in range(6):
+            if step == 4:
+                trainer._run.model.lm_head.weight.requires_grad_(False)
+            batch = tensor_models.batch_of(step, trainer.data_rank)["input_ids"][:, : 8 if step % 2 else 12].contiguous()
+            found.append(parity.mean_over_ranks(trainer.step({"input_ids": batch})))
+            if step == 3:
+                head = trainer.state_dict(all_ranks=True)["lm_head.weight"]
+        assert torch.equal(trainer.state_dict(all_ranks=True)["lm_head.weight"], head)
+    return found
+
+
+def test_lengths_that_vary_and_parameters_that_freeze() -> None:
+    two = ranks.run(of_lengths, 2, None)[0]
+    assert ranks.run(of_lengths, 4, {"dp": 2, "tp": 2})[0] == pytest.approx(two, rel=1e-9)
+    assert ranks.run(of_lengths, 4, {"tp": 2, "dp": 2})[0] == pytest.approx(two, rel=1e-9)

@@ -79,7 +79,7 @@ def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettin
     record = _newest_record(settings)
     types = {field.name for field in dataclasses.fields(TrainSettings)}
     for name in KEPT_ON_RESUME:
-        elsewhere = name == "mesh" and "ranks" in explicit  # a mesh is for its ranks; others begin with dp alone
+        elsewhere = name in ("mesh", "tensor") and "ranks" in explicit  # a mesh is for its ranks; others begin with dp alone
         if name in record.settings and name in types and name not in explicit and not elsewhere:
             setattr(settings, name, record.settings[name])
     if settings.save is None:
