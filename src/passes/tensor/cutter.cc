@@ -271,11 +271,11 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   const Placement& placement = placement_[root];
   const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
   const bool gathered = copies_.count({root, 0}) != 0;
+  double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
+  const std::optional<DimCut> columns = options_.regather ? CutOf(operand) : std::nullopt;
+  if (columns && geometry_[operand].strides[columns->dim] == 1) times *= kColumns;
   if (cut == nullptr) {
     if (placement.is_whole() || gathered) return 0;
-    double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
-    const std::optional<DimCut> columns = options_.regather ? CutOf(operand) : std::nullopt;
-    if (columns && geometry_[operand].strides[columns->dim] == 1) times *= kColumns;
     return placement.is_sum() ? 2 * bytes : times * bytes;
   }
   const int64_t size = geometry_[operand].sizes[cut->dim];
@@ -287,7 +287,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   if (period && copies_.count({root, *period}) != 0) return 0;
   if (gathered) return 0;
   if (placement.is_sum()) return period && IsDense(geometry_[root]) ? bytes : 2 * bytes;
-  return (program_.value(root).kind == ValueKind::kParam ? kParameter : 1) * bytes;
+  return times * bytes;
 }
 
 // ---- generic ops ----
