@@ -342,6 +342,7 @@ const std::unordered_map<std::string_view, Kernel>& Kernels() {
       {"div", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a / b; }); }},
       {"maximum", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a > b ? a : b; }); }},
       {"eq", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a == b ? 1.0 : 0.0; }); }},
+      {"ne", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a != b ? 1.0 : 0.0; }); }},
       {"lt", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a < b ? 1.0 : 0.0; }); }},
       {"ge", [](const AtenCall& c) { return Binary(c, [](double a, double b) { return a >= b ? 1.0 : 0.0; }); }},
       {"logical_or",

@@ -5,10 +5,21 @@
 #include <gtest/gtest.h>
 
 #include <random>
-#include <set>
+
+#include "passes/tensor/sizes.h"
 
 namespace interlace::tensor {
 namespace {
+
+// A view of the packed part of a storage.
+Geometry PartOfView(const Geometry& view, DimCut cut, int64_t period, int64_t ranks) {
+  Program program;
+  program.mesh = {{"tp", ranks}};
+  Value& value = program.AddValue(ValueKind::kInput, {view.dtype, {}, {}});
+  const ValueId id = value.id;
+  Sizes(program, "tp", {}).WritePart(view, cut, period, value);
+  return *GeometryOf(program, id);
+}
 
 Geometry View(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset = 0) {
   return {DType::kF32, std::move(sizes), std::move(strides), offset};
