@@ -146,8 +146,13 @@ std::string DecisionsText(const Program& program, const Row& chosen) {
 
 // How pass tensor found its plan: whole plans in the simulator, and each weight held otherwise, by the estimate.
 std::string TensorText(const Program& program) {
+  std::string notes;
+  if (const std::string* told = program.Meta("tensor.notes")) {
+    for (std::string_view note : Split(*told, '\n')) notes += "  " + std::string(note) + "\n";
+    notes = "\nnot cut over the ranks\n" + notes;
+  }
   const std::vector<Row> judged = Table(program, "tensor.judged");
-  if (judged.empty()) return "";
+  if (judged.empty()) return notes.empty() ? notes : notes.substr(1);
   const std::string* estimates = program.Meta("tensor.estimates");
   std::string out = "tensor parallelism";
   if (estimates != nullptr) out += ": " + *estimates + " ways to cut the weights were estimated, the best simulated";
@@ -155,7 +160,7 @@ std::string TensorText(const Program& program) {
   for (size_t i = 0; i < judged.size(); ++i)
     out += Line(judged[i].name, judged[i], i == 0 ? "chosen" : Against(judged[i], judged[0]));
   const std::string* reasons = program.Meta("tensor.reasons");
-  if (reasons == nullptr || reasons->empty()) return out;
+  if (reasons == nullptr || reasons->empty()) return out + notes;
   out += "\nhow each weight is held: whole, or cut along a dimension; and the step if it were held otherwise\n";
   for (std::string_view line : Split(*reasons, '\n')) {
     const std::vector<std::string_view> parts = Split(line, '|');
@@ -169,7 +174,7 @@ std::string TensorText(const Program& program) {
     }
     out += "\n";
   }
-  return out;
+  return out + notes;
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ def explain(
     program = read_program(file)
     text = program.explain()
     if as_json:
-        decided = {key: value for key, value in program.meta().items() if key.startswith(("search.", "recompute"))}
+        decided = {key: value for key, value in program.meta().items() if key.startswith(("search.", "recompute", "tensor"))}
         print_json({"file": file, **decided})
         return
     print(text, end="")

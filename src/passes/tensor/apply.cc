@@ -1,5 +1,8 @@
 #include "passes/tensor/apply.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace interlace::tensor {
 
 Result<Applied> ApplyPlan(Program& program, const std::vector<PlanEntry>& plan, const CutterOptions& options,
@@ -18,18 +21,32 @@ Result<Applied> ApplyPlan(Program& program, const std::vector<PlanEntry>& plan, 
     INTERLACE_ASSIGN(const PlanEntry* entry, EntryOf(plan, param));
     if (entry == nullptr) continue;
     const Status cut = cutter.CutParam(param, entry->dim, entry->blocks);
-    if (cut.ok()) {
-      ++applied.cut;
-    } else if (strict || entry->dim >= static_cast<int64_t>(program.value(param.value).type.sizes.size())) {
+    if (cut.ok()) continue;
+    if (strict || entry->dim >= static_cast<int64_t>(program.value(param.value).type.sizes.size())) {
       return cut.error();
-    } else {
-      applied.kept_whole.push_back(cut.error().message);
     }
+    applied.kept_whole.push_back(cut.error().message);
   }
   INTERLACE_TRY(cutter.Run());
   applied.made_whole = cutter.made_whole();
-  applied.transferred = cutter.transferred();
+  for (OpId id : program.MicroBatchPhase()->ops) {
+    const Op& op = std::as_const(program).op(id);
+    const Arg* module = op.kind == OpKind::kCallPython ? op.Attr("module") : nullptr;
+    if (module == nullptr) continue;
+    if (std::find(applied.opaque.begin(), applied.opaque.end(), module->text) == applied.opaque.end())
+      applied.opaque.push_back(module->text);
+  }
   return applied;
+}
+
+std::vector<std::string> NotesOf(const Applied& applied) {
+  std::vector<std::string> notes;
+  for (const std::string& why : applied.kept_whole) notes.push_back(why + ": it stays whole");
+  for (const auto& [name, bytes] : applied.made_whole)
+    notes.push_back(name + " has no rule: every rank computes all of it, on " + std::to_string(bytes) + " bytes made whole before");
+  for (const std::string& path : applied.opaque)
+    notes.push_back("module '" + path + "' is opaque: every rank runs all of it");
+  return notes;
 }
 
 }  // namespace interlace::tensor

@@ -261,6 +261,9 @@ Result<FoundPlan> FindPlan(const Program& program, const std::vector<PlanEntry>&
   }
   std::rotate(found.judged.begin(), found.judged.begin() + static_cast<ptrdiff_t>(chosen),
               found.judged.begin() + static_cast<ptrdiff_t>(chosen) + 1);
+  for (const Role& role : search.roles()) {
+    if (!role.undivided.empty()) found.undivided.push_back(role.undivided);
+  }
   found.estimates = search.estimates();
   return found;
 }

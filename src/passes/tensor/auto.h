@@ -36,6 +36,7 @@ struct FoundPlan {
     std::vector<std::pair<Held, int64_t>> others;  // the same with this role held otherwise
   };
   std::vector<Reason> reasons;  // empty: no plan of the search was chosen
+  std::vector<std::string> undivided;  // weights that stay whole along their longest dimension, and why
   int64_t estimates = 0;
 };
 

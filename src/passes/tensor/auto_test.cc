@@ -164,6 +164,28 @@ TEST(TensorAuto, WhatDoesNotFitIsNotChosen) {
   EXPECT_FALSE(tight.judged[0].plan.empty());
 }
 
+TEST(TensorAuto, WhatRanksDoNotDivideIsTold) {
+  EXPECT_EQ(DoesNotDivide("lm_head.weight", 0, 50257, 1, 2),
+            "dimension 0 of 'lm_head.weight', 50257 in 1 block, cannot be cut into 2 equal parts; 50258 could, and 50257 into "
+            "29");
+  EXPECT_EQ(DoesNotDivide("qkv.weight", 0, 90, 3, 4),
+            "dimension 0 of 'qkv.weight', 90 in 3 blocks, cannot be cut into 4 equal parts; 96 could, and 90 into 2, 3, 5, 6, "
+            "10, 15, 30");
+  const std::string meta = "meta tensor \"layers.*.up.weight 0; layers.*.down.weight 1\"\n";
+  Program program = Read(Deep(2, 8, 4, 9, meta));
+  ASSERT_TRUE(Apply(program, "tensor(plan=model)").ok());
+  EXPECT_TRUE(program.params[0].cuts.empty());
+  const Result<std::string> why = Explain(program);
+  ASSERT_TRUE(why.ok()) << why.error().ToString();
+  EXPECT_NE(why->find("dimension 0 of 'layers.0.up.weight', 9 in 1 block, cannot be cut into 2 equal parts; 10 could, and 9 "
+                      "into 3, 9: it stays whole"),
+            std::string::npos)
+      << *why;
+  program = Read(Deep(2, 8, 4, 9));
+  ASSERT_TRUE(Apply(program, "tensor(cluster=h100-80gb-2)").ok());
+  EXPECT_NE(program.Meta("tensor.notes")->find("dimension 0 of 'layers.*.up.weight'"), std::string::npos);
+}
+
 TEST(TensorAuto, ThePlanIsWrittenDownAndReadBack) {
   const std::string text = Deep(5, 8192, 2048, 8192);
   Program program = Read(text);

@@ -7,6 +7,7 @@
 #include "ir/op_table.h"
 #include "ir/text.h"
 #include "passes/phase_editor.h"
+#include "passes/tensor/plan.h"
 #include "passes/tensor/special.h"
 
 namespace interlace::tensor {
@@ -50,8 +51,7 @@ Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
   const DimCut cut{static_cast<int32_t>(dim), blocks};
   const std::optional<int64_t> period = PeriodOf(geometry, cut, ranks_);
   if (!period || !IsDense(geometry) || program_.RootOf(param.value) != param.value) {
-    return MakeError("dimension ", dim, " of '", param.name, "', ", geometry.sizes[dim], " in ", blocks, " block",
-                     blocks == 1 ? "" : "s", ", cannot be cut into ", ranks_, " equal parts");
+    return Error{DoesNotDivide(param.name, dim, geometry.sizes[dim], blocks, ranks_), ""};
   }
   placement_[param.value] = {Kind::kCut, *period};
   Apply(param.value);

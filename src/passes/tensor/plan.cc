@@ -56,6 +56,25 @@ std::string PrintPlan(const std::vector<PlanEntry>& plan) {
   return out;
 }
 
+std::string DoesNotDivide(std::string_view name, int64_t dim, int64_t size, int64_t blocks, int64_t ranks) {
+  const auto words = [](auto... word) {
+    std::string out;
+    ((out += word), ...);
+    return out;
+  };
+  std::string out = words("dimension ", std::to_string(dim), " of '", std::string(name), "', ", std::to_string(size), " in ",
+                          std::to_string(blocks), blocks == 1 ? " block" : " blocks", ", cannot be cut into ",
+                          std::to_string(ranks), " equal parts");
+  const int64_t unit = blocks * ranks;
+  if (size % unit == 0) return out;
+  out += words("; ", std::to_string((size / unit + 1) * unit), " could");
+  std::string others;
+  for (int64_t parts = 2; parts <= 64 && size % blocks == 0; ++parts) {
+    if (size / blocks % parts == 0) others += (others.empty() ? "" : ", ") + std::to_string(parts);
+  }
+  return others.empty() ? out : words(out, ", and ", std::to_string(size), " into ", others);
+}
+
 bool Matches(std::string_view pattern, std::string_view name) {
   const size_t star = pattern.find('*');
   if (star == std::string_view::npos) return pattern == name;

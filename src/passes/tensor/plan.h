@@ -26,6 +26,9 @@ Result<std::vector<PlanEntry>> ReadPlan(std::string_view text);
 // The text that reads back: entries separated by "; ".
 std::string PrintPlan(const std::vector<PlanEntry>& plan);
 bool Matches(std::string_view pattern, std::string_view name);
+// Why a dimension is not cut so, and what could be done: "dimension 0 of 'lm_head.weight', 50257 in 1 block, cannot be
+// cut into 2 equal parts; 50258 could, and 50257 into 29".
+std::string DoesNotDivide(std::string_view name, int64_t dim, int64_t size, int64_t blocks, int64_t ranks);
 // The entry for a parameter, by any of its names; nullptr: none. Error: tied names that are cut in two ways.
 Result<const PlanEntry*> EntryOf(const std::vector<PlanEntry>& plan, const Param& param);
 

@@ -82,7 +82,7 @@ class Reader {
   }
 
   void Add(const Param& param) {
-    Role role{names_[param.name], members_[names_[param.name]], 0, "", {}, {}};
+    Role role{names_[param.name], members_[names_[param.name]], 0, "", {}, {}, ""};
     const std::string_view block = BlockOfPath(param.name);
     role.list = role.pattern.find('*') == std::string::npos ? "" : block.substr(0, block.rfind('.') + 1);
     role.bytes = BytesOf(param) * static_cast<int64_t>(role.names.size());
@@ -156,6 +156,9 @@ class Reader {
     const Param& param = *weights_[static_cast<size_t>(&role - roles_.data())];
     const Geometry& geometry = geometry_[param.value];
     role.choices.push_back({});
+    const auto longest = std::max_element(geometry.sizes.begin(), geometry.sizes.end());
+    if (*longest % ranks_ != 0)
+      role.undivided = DoesNotDivide(role.pattern, longest - geometry.sizes.begin(), *longest, 1, ranks_);
     for (size_t d = 0; d < geometry.sizes.size(); ++d) {
       const auto dim = static_cast<int32_t>(d);
       if (PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});

@@ -36,6 +36,7 @@ struct Role {
   std::string list;                // where its blocks lie: "model.layers."; empty: in no block
   std::vector<Held> choices;       // whole first
   std::vector<Bias> biases;
+  std::string undivided;  // why its longest dimension is no choice; empty: it is one
 };
 
 // Roles of all weights of two dimensions and more, in the order of their first use.

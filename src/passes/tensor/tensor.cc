@@ -13,6 +13,9 @@
 // gathered again by the backward part: memory for time). Runs after canonicalize and mesh, before the strategy.
 // Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022, section 4.2.2), GSPMD (Xu
 // et al. 2021).
+#include <algorithm>
+#include <utility>
+
 #include "base/files.h"
 #include "passes/cost_options.h"
 #include "passes/passes.h"
@@ -57,14 +60,22 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
   } else if (text != nullptr) {
     INTERLACE_ASSIGN(plan, tensor::ReadPlan(*text));
   }
+  std::vector<std::string> notes;
   if (which == "auto") {
     INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
     INTERLACE_ASSIGN(const tensor::FoundPlan found, tensor::FindPlan(program, plan, how, costs));
     plan = found.judged[0].plan;
     tensor::WriteReasons(program, found);
+    notes = found.undivided;
   }
   INTERLACE_ASSIGN(const tensor::Applied applied, tensor::ApplyPlan(program, plan, how, file));
   program.SetMeta("tensor", tensor::PrintPlan(plan));
+  for (std::string& note : tensor::NotesOf(applied)) {
+    if (std::find(notes.begin(), notes.end(), note) == notes.end()) notes.push_back(std::move(note));
+  }
+  std::string told;
+  for (const std::string& note : notes) told += (told.empty() ? "" : "\n") + note;
+  if (!told.empty()) program.SetMeta("tensor.notes", std::move(told));
   program.Compact();
   return true;
 }
