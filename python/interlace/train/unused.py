@@ -90,7 +90,7 @@ class Unused:
             return next(part[start - low : end - low] for part, low, high in states.parts(p, role) if low <= start and end <= high)
         whole = states.gather(unit, role, everywhere=True)
         assert whole is not None
-        return states.cut(p, whole).reshape(-1)[start:end]
+        return whole[p.offset + start : p.offset + end]
 
     def _settle(self, name: str) -> None:
         for role, _ in self._parts(name):
