@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections import OrderedDict
@@ -261,6 +262,39 @@ def test_a_module_that_hands_on_a_cache_is_opaque_with_what_is_around_it() -> No
     with interlace.compile(model, optimizer, lambda m, b: m(b).square().mean(), x, interlace.Config(fullgraph=False)) as trainer:
         assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
         assert [row["module"] for row in trainer.summary()["opaque"]] == ["1"]
+
+
+def test_a_module_that_gives_numbers_is_opaque_with_what_reads_them() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: Tensor) -> list[int]:
+            return (x > 0).sum(1).tolist()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.sizes = nn.Linear(4, 4), Sizes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            return torch.stack([row * n for row, n in zip(y, self.sizes(y), strict=True)])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Block()).double()
+    theirs = copy.deepcopy(model)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, theirs)]
+    xs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
+
+    def loss_fn(m: nn.Module, b: Tensor) -> Tensor:
+        return m(b).square().mean()
+
+    with interlace.compile(model, opts[0], loss_fn, xs[0], interlace.Config(fullgraph=False)) as trainer:
+        assert [row["module"] for row in trainer.summary()["opaque"]] == ["1"]
+        for x in xs:
+            loss = loss_fn(theirs, x)
+            loss.backward()
+            opts[1].step()
+            opts[1].zero_grad()
+            assert float(trainer.step(x)) == pytest.approx(loss.item(), rel=1e-12)
 
 
 def test_what_is_refused_says_how() -> None:

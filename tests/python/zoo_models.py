@@ -42,7 +42,8 @@ SMALL = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "image_size": 16,
     "patch_size": 4, "num_labels": 5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
     "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "use_cache": False,
-    "pooler_num_attention_heads": 4, "state_size": 4, "time_step_rank": 4,
+    "pooler_num_attention_heads": 4, "state_size": 4, "time_step_rank": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 
 

@@ -228,6 +228,8 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall]) -> 
         hidden = [p for p, _ in _hiding(result)]
         if hidden and not root:
             raise Unfit(path, f"module '{path}' gives an object with tensors in it")
+        if not root and any(type(leaf) in (int, float) for _, leaf in leaves(result)):
+            raise Unfit(path, f"module '{path}' gives numbers, which may depend on the data")
         result = rebuild(result, dict.fromkeys(hidden))
         stateful = generators() != others or any(c.kind == "value" for c in watch.moved())
         calls.append(
