@@ -98,7 +98,8 @@ def falcon():
         hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
-    return model, tokens(), named_plan(model, r"(query_key_value|dense_h_to_4h|embeddings)\.weight$", r"(attention\.dense|dense_4h_to_h)\.weight$")
+    columns, rows = r"(query_key_value|dense_h_to_4h|embeddings)\.weight$", r"(attention\.dense|dense_4h_to_h)\.weight$"
+    return model, tokens(), named_plan(model, columns, rows)
 
 
 def vit():
