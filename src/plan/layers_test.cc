@@ -141,8 +141,8 @@ std::vector<OpBytes> BytesOfOps(const Program& program, const Binding& binding) 
   for (OpId id : program.FindPhase("micro_batch")->ops) {
     const Op& op = program.op(id);
     // A copy is a rank's part of what is whole.
-    const bool computes = op.kind != OpKind::kView && op.kind != OpKind::kCopy &&
-                          TraitsOf(op).family != OpFamily::kCollective;
+    const bool computes =
+        op.kind != OpKind::kView && op.kind != OpKind::kCopy && TraitsOf(op).family != OpFamily::kCollective;
     if (!computes || op.results.empty()) continue;
     OpBytes entry{op.name, 0, false};
     for (ValueId result : op.results) {
@@ -169,7 +169,8 @@ TEST(Layers, CutForTwoRanksIsTheModelOfHalfTheHeadsAndWidths) {
       ASSERT_EQ(ErrorOf(CutForTensorParallel(cut, whole)), "no error");
       auto found = BytesOfOps(cut, BindingOf(whole, 4, 96, 2)),
            wanted = BytesOfOps(half.programs[role], {{"b", 4}, {"s", 96}});
-      if (role != static_cast<int>(Role::kBlock)) {  // a vocabulary that is cut takes ops of its own, on no whole logits
+      if (role !=
+          static_cast<int>(Role::kBlock)) {  // a vocabulary that is cut takes ops of its own, on no whole logits
         auto less = [](const OpBytes& a, const OpBytes& b) { return a.bytes < b.bytes; };
         EXPECT_EQ(std::max_element(found.begin(), found.end(), less)->bytes,
                   std::max_element(wanted.begin(), wanted.end(), less)->bytes);
