@@ -215,7 +215,8 @@ Result<Dense> LogSumExp(const AtenCall& call) {
   if (dims.size() != 1) return MakeError("logsumexp of one dimension only");
   const int64_t dim = AxisOf(dims[0], x.sizes.size());
   Dense out{OutSizes(call), {}};
-  EachRow(x.sizes, dim, [&](int64_t first, int64_t step) { out.data.push_back(LogSumExp(x, first, step, x.sizes[dim])); });
+  EachRow(x.sizes, dim,
+          [&](int64_t first, int64_t step) { out.data.push_back(LogSumExp(x, first, step, x.sizes[dim])); });
   return out;
 }
 // _log_softmax(x, dim, half_to_float)
@@ -289,7 +290,8 @@ Result<Dense> Bernoulli(const AtenCall& call) {
 // nll_loss_forward(y, target, no weights, reduction, ignored) → loss, weight; 1: mean, 2: sum
 Result<std::vector<Dense>> Nll(const AtenCall& call) {
   const Dense y = call.read(call.op.args[0].value), target = call.read(call.op.args[1].value);
-  const auto reduction = static_cast<int64_t>(Number(call, 3, "", 1)), ignored = static_cast<int64_t>(Number(call, 4, "", -100));
+  const auto reduction = static_cast<int64_t>(Number(call, 3, "", 1)),
+             ignored = static_cast<int64_t>(Number(call, 4, "", -100));
   double loss = 0, count = 0;
   for (size_t i = 0; i < target.data.size(); ++i) {
     const auto row = static_cast<int64_t>(target.data[i]);
@@ -304,7 +306,8 @@ Result<std::vector<Dense>> Nll(const AtenCall& call) {
 Result<Dense> NllBackward(const AtenCall& call) {
   const Dense g = call.read(call.op.args[0].value), y = call.read(call.op.args[1].value),
               target = call.read(call.op.args[2].value), weight = call.read(call.op.args[6].value);
-  const auto reduction = static_cast<int64_t>(Number(call, 4, "", 1)), ignored = static_cast<int64_t>(Number(call, 5, "", -100));
+  const auto reduction = static_cast<int64_t>(Number(call, 4, "", 1)),
+             ignored = static_cast<int64_t>(Number(call, 5, "", -100));
   Dense out{OutSizes(call), std::vector<double>(Count(OutSizes(call)), 0.0)};
   for (size_t i = 0; i < target.data.size(); ++i) {
     const auto row = static_cast<int64_t>(target.data[i]);

@@ -39,7 +39,9 @@ class Generator {
  private:
   // ---- randomness ----
   int64_t Between(int64_t low, int64_t high) { return low + static_cast<int64_t>(random_() % (high - low + 1)); }
-  int64_t Width() { return options_.multiple * Between(1, std::max<int64_t>(options_.max_width / options_.multiple, 1)); }
+  int64_t Width() {
+    return options_.multiple * Between(1, std::max<int64_t>(options_.max_width / options_.multiple, 1));
+  }
   bool Chance(int one_in) { return random_() % one_in == 0; }
 
   // ---- building ----
@@ -361,11 +363,12 @@ class Generator {
     NewOp("output", {V(loss)}).SetAttr("name", Arg::String("loss"));
     tape_.push_back([=, this] {
       const ValueId one = Emit("aten.ones_like", {V(loss)}, Contiguous({}));
-      const ValueId g = Emit("aten.nll_loss_backward",
-                             {V(one), V(y), V(labels), Arg::None(), Arg::Int(1), Arg::Int(-100), V(weight)},
-                             Contiguous(Sizes(x)));
-      AddGrad(x, Emit("aten._log_softmax_backward_data",
-                      {V(g), V(y), Arg::Int(1), Arg::Word(std::string(DTypeName(options_.dtype)))}, Contiguous(Sizes(x))));
+      const ValueId g =
+          Emit("aten.nll_loss_backward", {V(one), V(y), V(labels), Arg::None(), Arg::Int(1), Arg::Int(-100), V(weight)},
+               Contiguous(Sizes(x)));
+      AddGrad(x,
+              Emit("aten._log_softmax_backward_data",
+                   {V(g), V(y), Arg::Int(1), Arg::Word(std::string(DTypeName(options_.dtype)))}, Contiguous(Sizes(x))));
     });
   }
 

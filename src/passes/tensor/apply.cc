@@ -43,7 +43,8 @@ std::vector<std::string> NotesOf(const Applied& applied) {
   std::vector<std::string> notes;
   for (const std::string& why : applied.kept_whole) notes.push_back(why + ": it stays whole");
   for (const auto& [name, bytes] : applied.made_whole)
-    notes.push_back(name + " has no rule: every rank computes all of it, on " + std::to_string(bytes) + " bytes made whole before");
+    notes.push_back(name + " has no rule: every rank computes all of it, on " + std::to_string(bytes) +
+                    " bytes made whole before");
   for (const std::string& path : applied.opaque)
     notes.push_back("module '" + path + "' is opaque: every rank runs all of it");
   return notes;

@@ -13,11 +13,11 @@
 namespace interlace::tensor {
 namespace {
 
-constexpr int64_t kExact = 2500;   // combinations of a block that are all tried
-constexpr int64_t kWindow = 250;   // of a window,
-constexpr int64_t kSweep = 2000;   // of all windows of one walk through a group
+constexpr int64_t kExact = 2500;  // combinations of a block that are all tried
+constexpr int64_t kWindow = 250;  // of a window,
+constexpr int64_t kSweep = 2000;  // of all windows of one walk through a group
 constexpr int kSweeps = 4;
-constexpr size_t kJudged = 3;      // of the search's own
+constexpr size_t kJudged = 3;  // of the search's own
 
 class PlanSearch {
  public:
@@ -222,7 +222,8 @@ size_t Pick(const std::vector<Judged>& judged, int64_t limit) {
   for (size_t i = 1; i < judged.size(); ++i) {
     const bool fits = judged[i].bytes <= limit, best_fits = judged[best].bytes <= limit;
     if (fits != best_fits ? fits
-                          : fits ? judged[i].time_ps < judged[best].time_ps : judged[i].bytes < judged[best].bytes)
+        : fits            ? judged[i].time_ps < judged[best].time_ps
+                          : judged[i].bytes < judged[best].bytes)
       best = i;
   }
   return best;
@@ -238,7 +239,8 @@ Result<FoundPlan> FindPlan(const Program& program, const std::vector<PlanEntry>&
   const std::vector<Choices> best = search.Best();
   for (const Choices& choices : best) found.judged.push_back({"search", PlanOf(search.roles(), choices), 0, 0});
   if (!own.empty()) found.judged.push_back({"the model's plan", own, 0, 0});
-  const bool whole = std::any_of(found.judged.begin(), found.judged.end(), [](const Judged& j) { return j.plan.empty(); });
+  const bool whole =
+      std::any_of(found.judged.begin(), found.judged.end(), [](const Judged& j) { return j.plan.empty(); });
   if (!whole) found.judged.push_back({"whole", {}, 0, 0});
   std::vector<Status> done(found.judged.size(), Ok{});
   InParallel(found.judged.size(), [&](size_t i) { done[i] = Judge(program, options, costs, found.judged[i]); });
@@ -247,8 +249,10 @@ Result<FoundPlan> FindPlan(const Program& program, const std::vector<PlanEntry>&
   if (chosen < best.size()) {
     for (size_t r = 0; r < search.roles().size(); ++r) {
       const Role& role = search.roles()[r];
-      FoundPlan::Reason reason{role.pattern, role.choices[static_cast<size_t>(best[chosen][r])],
-                               static_cast<int64_t>(search.CostOf(best[chosen])), {}};
+      FoundPlan::Reason reason{role.pattern,
+                               role.choices[static_cast<size_t>(best[chosen][r])],
+                               static_cast<int64_t>(search.CostOf(best[chosen])),
+                               {}};
       for (size_t c = 0; c < role.choices.size(); ++c) {
         Choices other = best[chosen];
         if (other[r] == static_cast<int32_t>(c)) continue;

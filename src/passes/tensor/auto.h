@@ -35,7 +35,7 @@ struct FoundPlan {
     int64_t time_ps = 0;                           // of the estimate
     std::vector<std::pair<Held, int64_t>> others;  // the same with this role held otherwise
   };
-  std::vector<Reason> reasons;  // empty: no plan of the search was chosen
+  std::vector<Reason> reasons;         // empty: no plan of the search was chosen
   std::vector<std::string> undivided;  // weights that stay whole along their longest dimension, and why
   int64_t estimates = 0;
 };

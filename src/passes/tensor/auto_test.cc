@@ -22,7 +22,8 @@ std::string Deep(int blocks, int64_t rows, int64_t width, int64_t inner, const s
   const auto turned = [](int64_t a, int64_t b, int64_t step) {
     return "f32[" + std::to_string(a) + "," + std::to_string(b) + "]{1," + std::to_string(step) + "}";
   };
-  std::string text = "interlace 1 captured\nmeta model \"deep\"\n" + meta + "mesh dp 1\nmesh tp 2\nstep 1 reduce_each\ngroup 0 adamw\n";
+  std::string text = "interlace 1 captured\nmeta model \"deep\"\n" + meta +
+                     "mesh dp 1\nmesh tp 2\nstep 1 reduce_each\ngroup 0 adamw\n";
   text += "module 0 \"\" \"Deep\"\n";
   for (int i = 0; i < blocks; ++i) {
     const std::string path = "layers." + std::to_string(i);
@@ -54,7 +55,8 @@ std::string Deep(int blocks, int64_t rows, int64_t width, int64_t inner, const s
     rs.push_back(line(h, "aten.relu(" + line(h, "aten.mm(" + at + ", " + t + ")", up_tail) + ")", up_tail));
     const std::string d =
         line(turned(inner, width, inner) + " in " + downs[i] + "+0", "view(" + downs[i] + ")", down_tail);
-    at = line(x, "aten.add.Tensor(" + at + ", " + line(x, "aten.mm(" + rs[i] + ", " + d + ")", down_tail) + ")", down_tail);
+    at = line(x, "aten.add.Tensor(" + at + ", " + line(x, "aten.mm(" + rs[i] + ", " + d + ")", down_tail) + ")",
+              down_tail);
   }
   const std::string loss = line("f32[]", "aten.sum(" + at + ")", "fwd m0");
   text += "  output(" + loss + ") {fwd name=\"loss\"}\n";
@@ -166,10 +168,12 @@ TEST(TensorAuto, WhatDoesNotFitIsNotChosen) {
 
 TEST(TensorAuto, WhatRanksDoNotDivideIsTold) {
   EXPECT_EQ(DoesNotDivide("lm_head.weight", 0, 50257, 1, 2),
-            "dimension 0 of 'lm_head.weight', 50257 in 1 block, cannot be cut into 2 equal parts; 50258 could, and 50257 into "
+            "dimension 0 of 'lm_head.weight', 50257 in 1 block, cannot be cut into 2 equal parts; 50258 could, and "
+            "50257 into "
             "29");
   EXPECT_EQ(DoesNotDivide("qkv.weight", 0, 90, 3, 4),
-            "dimension 0 of 'qkv.weight', 90 in 3 blocks, cannot be cut into 4 equal parts; 96 could, and 90 into 2, 3, 5, 6, "
+            "dimension 0 of 'qkv.weight', 90 in 3 blocks, cannot be cut into 4 equal parts; 96 could, and 90 into 2, "
+            "3, 5, 6, "
             "10, 15, 30");
   const std::string meta = "meta tensor \"layers.*.up.weight 0; layers.*.down.weight 1\"\n";
   Program program = Read(Deep(2, 8, 4, 9, meta));
@@ -177,9 +181,10 @@ TEST(TensorAuto, WhatRanksDoNotDivideIsTold) {
   EXPECT_TRUE(program.params[0].cuts.empty());
   const Result<std::string> why = Explain(program);
   ASSERT_TRUE(why.ok()) << why.error().ToString();
-  EXPECT_NE(why->find("dimension 0 of 'layers.0.up.weight', 9 in 1 block, cannot be cut into 2 equal parts; 10 could, and 9 "
-                      "into 3, 9: it stays whole"),
-            std::string::npos)
+  EXPECT_NE(
+      why->find("dimension 0 of 'layers.0.up.weight', 9 in 1 block, cannot be cut into 2 equal parts; 10 could, and 9 "
+                "into 3, 9: it stays whole"),
+      std::string::npos)
       << *why;
   program = Read(Deep(2, 8, 4, 9));
   ASSERT_TRUE(Apply(program, "tensor(cluster=h100-80gb-2)").ok());

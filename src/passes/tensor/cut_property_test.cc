@@ -70,9 +70,9 @@ void Check(uint64_t seed) {
   const char* strategies[] = {"shard", "zero1", "replicate"};
   const std::string pipeline =
       "canonicalize,mesh(axes=dp:" + std::to_string(run.ranks) + "+tp:" + std::to_string(ranks) +
-      "),tensor(plan=model,sequence=" + (random() % 3 ? "true" : "false") + ",regather=" +
-      (random() % 3 ? "false" : "true") + ")," + strategies[random() % 3] + "(axis=dp),accumulate(steps=" +
-      std::to_string(run.accumulation) + "),update" + (run.clip ? "(clip=0.05)" : "");
+      "),tensor(plan=model,sequence=" + (random() % 3 ? "true" : "false") +
+      ",regather=" + (random() % 3 ? "false" : "true") + ")," + strategies[random() % 3] +
+      "(axis=dp),accumulate(steps=" + std::to_string(run.accumulation) + "),update" + (run.clip ? "(clip=0.05)" : "");
   SCOPED_TRACE(pipeline + "  " + plan);
   const Status done = Apply(program, pipeline);
   // One value that is the gradient of two parameters, of which one is cut, is a value and a view of it.
@@ -80,7 +80,8 @@ void Check(uint64_t seed) {
   if (twice && run.accumulation > 1) return;
   ASSERT_TRUE(done.ok()) << done.error().ToString();
   const std::string text = Print(program);
-  const bool cut = std::any_of(program.params.begin(), program.params.end(), [](const Param& p) { return !p.cuts.empty(); });
+  const bool cut =
+      std::any_of(program.params.begin(), program.params.end(), [](const Param& p) { return !p.cuts.empty(); });
   if (!cut) return;  // no rank has a part: all would be ranks of their own
   const Result<RunResult> actual = Interpret(program, run);
   ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << text;
@@ -88,7 +89,8 @@ void Check(uint64_t seed) {
     const auto& each = actual->outputs.at(name);
     ASSERT_EQ(each.size(), runs.size() * static_cast<size_t>(ranks));
     for (size_t i = 0; i < each.size(); ++i) {
-      ASSERT_LT(Apart(runs[i / static_cast<size_t>(ranks)], each[i]), kBound) << "output " << name << " " << i << "\n" << text;
+      ASSERT_LT(Apart(runs[i / static_cast<size_t>(ranks)], each[i]), kBound) << "output " << name << " " << i << "\n"
+                                                                              << text;
     }
   }
   for (const auto& [name, value] : expected->params)

@@ -10,7 +10,8 @@
 namespace interlace::tensor {
 namespace {
 
-constexpr double kUpdateBytes = 7;  // AdamW reads the weight, its gradient and two moments, and writes all but the gradient
+constexpr double kUpdateBytes =
+    7;  // AdamW reads the weight, its gradient and two moments, and writes all but the gradient
 
 double TimeOf(const OpCost& cost) {
   return static_cast<double>(cost.latency_ps + cost.work_ps + cost.issue_ps + cost.finish_ps);
@@ -90,7 +91,7 @@ Estimate::Time Estimate::Of(const Choices& choices) {
     const Op& op = std::as_const(variant_).op(id);
     if (IsWait(op)) continue;
     if (op.kind == OpKind::kAllReduceStart && op.module == kNone && op.args.size() > 1) {
-        transfers += SharedSums(op);
+      transfers += SharedSums(op);
       continue;
     }
     const Result<OpCost> cost = model_->Cost(op);
@@ -114,7 +115,8 @@ Estimate::Time Estimate::Of(const Choices& choices) {
     }
     sharded /= static_cast<double>(variant_.AxisSize(axis));
   }
-  const double update = 1e6 * KernelUs(costs_.cluster, {.kind = KernelWork::Kind::kMemory, .bytes = kUpdateBytes * sharded});
+  const double update =
+      1e6 * KernelUs(costs_.cluster, {.kind = KernelWork::Kind::kMemory, .bytes = kUpdateBytes * sharded});
   return {transfers + std::max(compute, data) + update, gathers};
 }
 

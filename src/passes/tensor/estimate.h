@@ -29,7 +29,7 @@ class Estimate {
   static Result<std::unique_ptr<Estimate>> Create(const Folded& folded, const std::vector<Role>& roles,
                                                   const CutterOptions& options, const PassCosts& costs);
   struct Time {
-    double ps = 0;               // kNever: it cannot be cut so
+    double ps = 0;                // kNever: it cannot be cut so
     bool gathers_weight = false;  // a weight is made whole again for an operator: no gain
   };
   Time Of(const Choices& choices);

@@ -1,5 +1,5 @@
-// Placements: which dimension of a view a cut of its storage cuts, and what a rank's part of it looks like. What is told
-// by periods is checked against elements, one by one, on random views.
+// Placements: which dimension of a view a cut of its storage cuts, and what a rank's part of it looks like. What is
+// told by periods is checked against elements, one by one, on random views.
 #include "passes/tensor/placement.h"
 
 #include <gtest/gtest.h>

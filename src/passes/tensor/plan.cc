@@ -62,8 +62,8 @@ std::string DoesNotDivide(std::string_view name, int64_t dim, int64_t size, int6
     ((out += word), ...);
     return out;
   };
-  std::string out = words("dimension ", std::to_string(dim), " of '", std::string(name), "', ", std::to_string(size), " in ",
-                          std::to_string(blocks), blocks == 1 ? " block" : " blocks", ", cannot be cut into ",
+  std::string out = words("dimension ", std::to_string(dim), " of '", std::string(name), "', ", std::to_string(size),
+                          " in ", std::to_string(blocks), blocks == 1 ? " block" : " blocks", ", cannot be cut into ",
                           std::to_string(ranks), " equal parts");
   const int64_t unit = blocks * ranks;
   if (size % unit == 0) return out;

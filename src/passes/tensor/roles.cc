@@ -137,10 +137,12 @@ class Reader {
         if (weight != nullptr && geometry_[weight->value].sizes.size() >= 2) {
           dim = DimOfParam(*weight, operands[k], static_cast<size_t>(it - dims.begin()));
         } else if (auto made = made_by_.find(program_.RootOf(operands[k])); made != made_by_.end()) {
-          const bool last = it + 1 == dims.end() && geometry_[operands[k]].sizes.back() == geometry_[made->first].sizes.back();
+          const bool last =
+              it + 1 == dims.end() && geometry_[operands[k]].sizes.back() == geometry_[made->first].sizes.back();
           if (last && BaseName(op.name) == "aten.add") weight = made->second.first, dim = made->second.second;
         }
-        if (weight == nullptr || dim < 0 || geometry_[weight->value].sizes[dim] != geometry_[bias->value].numel()) continue;
+        if (weight == nullptr || dim < 0 || geometry_[weight->value].sizes[dim] != geometry_[bias->value].numel())
+          continue;
         followers_.insert(bias->name);
         Role& role = roles_[index.at(names_[weight->name])];
         const std::string& pattern = names_[bias->name];
@@ -163,12 +165,14 @@ class Reader {
       const auto dim = static_cast<int32_t>(d);
       if (PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});
       for (int64_t blocks : {2, 3}) {
-        if (IsSplit(param, dim, blocks) && PeriodOf(geometry, {dim, blocks}, ranks_)) role.choices.push_back({dim, blocks});
+        if (IsSplit(param, dim, blocks) && PeriodOf(geometry, {dim, blocks}, ranks_))
+          role.choices.push_back({dim, blocks});
       }
     }
   }
 
-  // Whether the product's result is taken as so many equal parts: views that begin at one, or step from one to the next.
+  // Whether the product's result is taken as so many equal parts: views that begin at one, or step from one to the
+  // next.
   bool IsSplit(const Param& param, int32_t dim, int64_t blocks) const {
     for (const auto& [result, made] : made_by_) {
       if (made.first != &param || made.second != dim) continue;
@@ -198,8 +202,8 @@ class Reader {
   int64_t ranks_;
   std::vector<Geometry> geometry_;
   std::vector<std::vector<ValueId>> views_;
-  std::map<std::string, std::string> names_;                  // parameter → pattern
-  std::map<std::string, std::vector<std::string>> members_;   // pattern → parameters
+  std::map<std::string, std::string> names_;                     // parameter → pattern
+  std::map<std::string, std::vector<std::string>> members_;      // pattern → parameters
   std::map<ValueId, std::pair<const Param*, int32_t>> made_by_;  // result of a product → weight, dimension
   std::set<std::string> followers_;
   std::vector<const Param*> weights_;  // by role: the first
