@@ -115,7 +115,9 @@ def tiny(config: type, **more: Any) -> Any:
     given |= {k: 0.0 for k, v in known.items() if isinstance(v, float) and ("drop" in k or k.endswith("pdrop") or k == "layerdrop")}
     if _staged(config):  # their widths and heads are lists that go together
         given = {k: v for k, v in given.items() if k in ("num_labels", "patch_size") or isinstance(v, float)}
-        given |= {"image_size": 64} if "image_size" in known else {}
+        given |= {k: v for k, v in (("image_size", 64), ("window_size", 4)) if isinstance(known.get(k), int)}
+    if config.__name__.startswith("Swin") and "num_heads" in known:
+        given |= {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
     if "attention_types" in known:  # GPT-Neo's layers
         given["attention_types"] = [[["global", "local"], 1]]
     if "rotary_dim" in known:
