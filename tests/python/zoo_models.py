@@ -51,6 +51,7 @@ def listed(words: str) -> list[str]:
     return words.split()
 
 
+STAGED = {"depths", "hidden_sizes", "embed_dims", "neck_hidden_sizes", "width_coefficient", "depth_multiplier", "stage_channels"}
 LANGUAGE = listed(
     """
     Llama GPT2 GPTNeo GPTNeoX GPTJ GPTBigCode OPT Bloom Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Gemma Gemma2
@@ -101,11 +102,22 @@ class Model:
     loss: Callable[[nn.Module, Any], Tensor]
 
 
+def _staged(config: type) -> bool:
+    """Whether images become smaller from stage to stage."""
+    known = config().to_dict()
+    return bool(known.keys() & STAGED)
+
+
 def tiny(config: type, **more: Any) -> Any:
     """A configuration with the settings of SMALL that it has, and no dropout."""
     known = config().to_dict()
     given = {k: v for k, v in SMALL.items() if k in known and not isinstance(known[k], (list, dict))}
     given |= {k: 0.0 for k, v in known.items() if isinstance(v, float) and ("drop" in k or k.endswith("pdrop") or k == "layerdrop")}
+    if _staged(config):  # their widths and heads are lists that go together
+        given = {k: v for k, v in given.items() if k in ("num_labels", "patch_size") or isinstance(v, float)}
+        given |= {k: v for k, v in (("image_size", 64), ("window_size", 4)) if isinstance(known.get(k), int)}
+    if config.__name__.startswith("Swin") and "num_heads" in known:
+        given |= {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
     if "attention_types" in known:  # GPT-Neo's layers
         given["attention_types"] = [[["global", "local"], 1]]
     if "rotary_dim" in known:
@@ -134,6 +146,10 @@ def classes(rows: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": torch.randint(0, 2, (rows,), generator=generator(seed))}
 
 
+def large_pixels(rows: int, seed: int) -> dict[str, Tensor]:
+    return pixels(rows, seed, 64)
+
+
 def pixels(rows: int, seed: int, size: int = 16) -> dict[str, Tensor]:
     x = torch.randn(rows, 3, size, size, generator=generator(seed)).double()
     return {"pixel_values": x, "labels": torch.randint(0, 2, (rows,), generator=generator(seed))}
@@ -153,7 +169,8 @@ def found(head: str, families: list[str], batch: Callable[[int, int], dict[str, 
         cls = getattr(transformers, family + head, None)
         config = getattr(cls, "config_class", None)
         if cls is not None and config is not None:
-            cases.append(Model(family + head, lambda cls=cls, config=config: cls(tiny(config)), batch, own_loss))
+            mine = large_pixels if batch is pixels and _staged(config) else batch
+            cases.append(Model(family + head, lambda cls=cls, config=config: cls(tiny(config)), mine, own_loss))
     return cases
 
 

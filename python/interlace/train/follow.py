@@ -40,14 +40,20 @@ class Follow:
         self.run, self.captures, self.planner, self.evaluation, self.frozen = run, captures, planner, evaluation, frozen
         self._fixed: set[str] = set()  # numbers that cannot be read from buffers: the model branches on them, say
         self._programs: dict[str, tuple[Built, int]] = {}  # by the state of what is watched; with the schedule's stage
-        self._states = run.states
         self._look()
 
     def _look(self) -> None:
         self.watch = Watch(self.captures.model, self.captures.loss_fn)
 
+    def forget(self) -> None:
+        """The programs that are kept hold the connections of the ranks, and the states."""
+        self._programs.clear()
+
     def follow(self, batch: Any) -> None:
         """Between steps; all ranks must have changed the same. Error: what cannot be followed."""
+        if self.frozen.recompiled:
+            self.frozen.recompiled = False
+            self._programs.clear()
         changes = self.watch.moved()
         if not changes:
             return
@@ -102,9 +108,6 @@ class Follow:
     def _again(self, changes: list[Change], batch: Any) -> None:
         """Captures again; the program of this state of the model then runs, or the one that runs where it is the same."""
         run, programs = self.run, self.planner.programs
-        if run.states is not self._states and self.frozen.recompiled:
-            self._programs.clear()
-            self.frozen.recompiled = False
         numbers = {c.where for c in changes if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
         before = self._key(self.watch)
         self._look()
@@ -166,7 +169,6 @@ class Follow:
         run.use(built)
         run.runner = built.executor
         run.made_for_stage()
-        self._states = run.states
 
     def _running(self) -> Built:
         run = self.run

@@ -55,8 +55,8 @@ class Trainer:
         self._evaluation = Evaluation(run, captures, planner)
         self._diagnosis = Diagnosis(run)
         frozen = Frozen(run, captures, planner, self._evaluation) if run.config.mode == "compiled" else None
-        follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
-        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, follow)
+        self._follow = Follow(run, captures, planner, self._evaluation, frozen) if frozen is not None else None
+        self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, self._follow)
         self._saving = Saving(run, self._loop)
         self._loading = Loading(run, self._saving, self._loop)
         run.peers.on_close(self._drop)
@@ -282,6 +282,8 @@ class Trainer:
         if hasattr(run.executor, "leave"):
             run.executor.leave()
         self._evaluation.forget()
+        if self._follow is not None:
+            self._follow.forget()
         if run.shapes is not None:
             run.shapes.forget()  # their executors hold the connections too
         run.drop()
