@@ -1,5 +1,6 @@
 #include "cost/signature.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "ir/text.h"

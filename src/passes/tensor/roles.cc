@@ -61,7 +61,9 @@ class Reader {
   void Name() {
     std::map<std::string, std::vector<const Param*>> groups;
     for (const Param& param : program_.params) groups[PatternOf(param.name)].push_back(&param);
-    for (const auto& [pattern, params] : groups) {
+    for (const auto& group : groups) {  // no structured binding: the lambda below reads it
+      const std::string& pattern = group.first;
+      const std::vector<const Param*>& params = group.second;
       const bool alike = params.size() > 1 && std::all_of(params.begin(), params.end(), [&](const Param* p) {
                            return program_.value(p->value).type == program_.value(params[0]->value).type;
                          });
