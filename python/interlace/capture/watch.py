@@ -50,6 +50,9 @@ class Change:
     owner: str | None = None  # path of the module whose attribute it is
 
 
+_OF_SAVING = frozenset({"architectures", "transformers_version"})  # Hugging Face's save_pretrained writes them, on whatever rank saves
+
+
 def plain(x: Any) -> bool:
     return isinstance(x, _PLAIN) or (isinstance(x, (tuple, frozenset)) and all(map(plain, x)))
 
@@ -199,6 +202,8 @@ class Watch:
         before = dict(zip(h.keys, h.values, strict=True))
         found = []
         for key in dict.fromkeys((*h.keys, *h.holder)):
+            if key in _OF_SAVING:
+                continue
             old, new = before.get(key, MISSING), h.holder.get(key, MISSING)
             if old is MISSING and isinstance(key, str) and h.kind == "value" and not self._counts(h, key):
                 continue

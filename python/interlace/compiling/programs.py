@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import save as save_tensors
 from interlace.capture import OpaqueCall, OpaqueTable
 from interlace.compiling.cache import Cache
 from interlace.compiling.states import DTYPES, States
+from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
@@ -100,7 +100,7 @@ class Programs:
         if self.peers.rank == 0:
             source = make()
             parts, constants, captured = ({"text": source.text, "reports": source.reports}, source.constants, source.captured)
-            parts["opaque"] = pickle.dumps(self.learnt).hex() if self.learnt else ""
+            parts["opaque"] = pack(self.learnt) if self.learnt else ""
             self.learnt = None
         self._shared += 1
         what = f"{what} ({self._shared})"  # a key of the store is written once
@@ -109,7 +109,7 @@ class Programs:
         packed = save_tensors({n: t.contiguous() for n, t in constants.items()})
         data = self.peers.broadcast(f"{what}: constants", packed, patience)
         if parts["opaque"] and self.opaque is not None:  # rank 0's, of this very run
-            calls, sometimes = pickle.loads(bytes.fromhex(parts["opaque"]))
+            calls, sometimes = unpack(parts["opaque"])
             self.opaque.add(calls, sometimes, loss_fn)
         return Source(parts["text"], parts["reports"], load_tensors(data), captured)
 

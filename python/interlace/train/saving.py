@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -255,6 +256,7 @@ class Saving:
         config: Any = getattr(self._run.model, "config", None)
         if not (hasattr(config, "to_json_string") and hasattr(config, "architectures")):
             return {}
+        config = copy.copy(config)  # the user's own stays as it is on all ranks
         config.architectures = [type(self._run.model).__name__]
         configs = {"config.json": config, "generation_config.json": getattr(self._run.model, "generation_config", None)}
         present = {name: c for name, c in configs.items() if hasattr(c, "to_json_string")}
