@@ -290,14 +290,9 @@ void SearchSpace::Regroup(const Schedule& schedule, const std::function<bool(con
 
 namespace {
 
-// Whether activations travel between ranks.
+// Whether activations travel between ranks. (The norm of a sharded gradient does as well, and is no activation.)
 bool Exchanges(const Program& program) {
-  for (const Phase& phase : program.phases) {
-    for (OpId id : phase.ops) {
-      if (IsStart(program.op(id)) && TraitsOf(program.op(id)).family == OpFamily::kCollective) return true;
-    }
-  }
-  return false;
+  return std::any_of(program.params.begin(), program.params.end(), [](const Param& p) { return !p.cuts.empty(); });
 }
 
 bool DividesMicroBatch(const Program& program, int64_t parts) {

@@ -14,7 +14,7 @@ from interlace.config import Config, ConfigError, format_bytes, parse_bytes
     [
         (
             {"acumulation": 4},
-            "unknown setting 'acumulation'; did you mean 'accumulation'? (settings: strategy, mesh, accumulation, ",
+            "unknown setting 'acumulation'; did you mean 'accumulation'? (settings: strategy, mesh, tensor, ",
         ),
         (
             {"strategy": "shrd"},
