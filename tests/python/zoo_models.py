@@ -118,6 +118,8 @@ def tiny(config: type, **more: Any) -> Any:
         given |= {k: v for k, v in (("image_size", 64), ("window_size", 4)) if isinstance(known.get(k), int)}
     if config.__name__.startswith("Swin") and "num_heads" in known:
         given |= {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+    if known.get("is_encoder_decoder"):  # not among a fresh configuration's settings
+        given["decoder_start_token_id"] = 0
     if "attention_types" in known:  # GPT-Neo's layers
         given["attention_types"] = [[["global", "local"], 1]]
     if "rotary_dim" in known:
