@@ -36,11 +36,19 @@ class StageEvents {
   Status Run(OpId& at) {
     for (const Program::StepRun& run : program_.RunsOfStep()) {
       for (int64_t i = 0; i < run.count; ++i) {
-        if (before_ != nullptr) HandOn(*before_, *run.phase);
         const int64_t micro_batch = run.first == kNone ? kNone : run.first + i * program_.width;
+        if (before_ != nullptr) HandOn(*before_, *run.phase);
+        for (const Carried& load : run.phase->loads) {
+          if (const auto found = saved_.find({load.name, micro_batch}); found != saved_.end())
+            in_flight_[load.value] = saved_.extract(found).mapped();
+        }
         for (OpId id : run.phase->ops) {
           at = id;
           INTERLACE_TRY(Visit(program_.op(id), micro_batch));
+        }
+        for (const Carried& save : run.phase->saves) {
+          if (const auto found = in_flight_.find(save.value); found != in_flight_.end())
+            saved_[{save.name, micro_batch}] = found->second;
         }
         before_ = run.phase;
       }
@@ -104,7 +112,8 @@ class StageEvents {
   const std::string axis_;
   const int32_t stage_;
   const Phase* before_ = nullptr;
-  std::map<ValueId, Event> in_flight_;  // by result of a start
+  std::map<ValueId, Event> in_flight_;                        // by result of a start
+  std::map<std::pair<std::string, int64_t>, Event> saved_;  // by name and micro-batch
 
  public:
   std::vector<Event> events;
@@ -160,6 +169,11 @@ class Check {
       const bool same = std::equal(mine.mesh.begin(), mine.mesh.end(), first.mesh.begin(), first.mesh.end(),
                                    [](const Axis& a, const Axis& b) { return a.name == b.name && a.size == b.size; });
       if (!same) return Error{"its mesh is not that of " + NameOf(0) + "; write the same 'mesh' lines", NameOf(s)};
+      if (mine.stage && (mine.stage->axis != set_.axis || mine.stage->index != s)) {
+        return Error{"its text is that of stage " + std::to_string(mine.stage->index) + " along " + mine.stage->axis +
+                         "; name it there, or write 'stage " + set_.axis + " " + std::to_string(s) + "'",
+                     NameOf(s)};
+      }
       if (mine.accumulation != first.accumulation || mine.width != first.width) {
         return Error{"it runs " + std::to_string(mine.accumulation) + " micro-batches a step, " + NameOf(0) + " runs " +
                          std::to_string(first.accumulation) + "; write 'step " + std::to_string(first.accumulation) +
@@ -212,10 +226,15 @@ class Check {
     return Ok{};
   }
   std::string Sent(int32_t s, OpId op) const {
-    return Sizes(ProgramOf(s), ProgramOf(s).value(ProgramOf(s).op(op).args[0].value).type);
+    return Sizes(ProgramOf(s), ProgramOf(s).value(ProgramOf(s).op(op).args[0].value).type) + NameOfMessage(s, op);
   }
   std::string Received(int32_t s, OpId op) const {
-    return Sizes(ProgramOf(s), ProgramOf(s).value(ProgramOf(s).op(op).results[0]).type);
+    return Sizes(ProgramOf(s), ProgramOf(s).value(ProgramOf(s).op(op).results[0]).type) + NameOfMessage(s, op);
+  }
+  // Messages that are called something are the same message at both ends.
+  std::string NameOfMessage(int32_t s, OpId op) const {
+    const Arg* name = ProgramOf(s).op(op).Attr("message");
+    return name == nullptr ? "" : " " + InQuotes(name->text);
   }
 
   // All stages meet in the same ones.

@@ -59,6 +59,8 @@ class TextParser {
   Status Line();
   Status Meta();
   Status Mesh();
+  Status StageLine();
+  Status SharedBy(Param& param);
   Status SymbolLine();
   Status Step();
   Status RunLine();

@@ -62,6 +62,7 @@ Status TextParser::Line() {
   std::string_view word = scan_.Word();
   if (word == "meta") return Meta();
   if (word == "mesh") return Mesh();
+  if (word == "stage") return StageLine();
   if (word == "symbol") return SymbolLine();
   if (word == "step") return Step();
   if (word == "run") return RunLine();
@@ -78,8 +79,8 @@ Status TextParser::Line() {
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
   return Fail("unknown line '" + std::string(word) + "'" +
-              DidYouMean(word, {"meta", "mesh", "symbol", "step", "run", "group", "module", "source", "unit", "param",
-                                "buffer", "input", "const", "state", "phase"}));
+              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "group", "module", "source", "unit",
+                                "param", "buffer", "input", "const", "state", "phase"}));
 }
 
 Status TextParser::Meta() {
@@ -99,6 +100,16 @@ Status TextParser::Mesh() {
   }
   symbols_.insert("rank_" + name);
   program_.mesh.push_back({std::move(name), size});
+  return EndLine();
+}
+
+Status TextParser::StageLine() {
+  scan_.SkipBlanks();
+  const size_t pos = scan_.pos();
+  if (program_.stage) return Fail(pos, "a program is one stage; this is its second 'stage' line");
+  INTERLACE_ASSIGN(std::string axis, AxisName());
+  INTERLACE_ASSIGN(const int64_t index, Int(0, program_.AxisSize(axis) - 1, "the index of the stage along the axis"));
+  program_.stage = StageOf{std::move(axis), index};
   return EndLine();
 }
 
@@ -265,6 +276,24 @@ Status TextParser::CutOf(Param& param) {
   return Ok{};
 }
 
+Status TextParser::SharedBy(Param& param) {
+  scan_.SkipBlanks();
+  const size_t pos = scan_.pos();
+  if (!program_.stage)
+    return Fail(pos, "parameters are shared by stages, and this program is none (it needs a 'stage' line above)");
+  const int64_t ranks = program_.AxisSize(program_.stage->axis);
+  do {
+    INTERLACE_ASSIGN(const int64_t rank, Int(0, ranks - 1, "the index of a stage"));
+    if (!param.shared.empty() && rank <= param.shared.back()) return Fail(pos, "stages that share are written ascending");
+    param.shared.push_back(rank);
+  } while (scan_.Eat(','));
+  const bool own = std::find(param.shared.begin(), param.shared.end(), program_.stage->index) != param.shared.end();
+  if (!own || param.shared.size() < 2)
+    return Fail(pos, "a shared parameter is this stage's, " + std::to_string(program_.stage->index) + ", and another's");
+  scan_.SkipBlanks();
+  return Ok{};
+}
+
 Status TextParser::ParamLine() {
   Param param;
   INTERLACE_ASSIGN(param.value, Decl(ValueKind::kParam));
@@ -291,6 +320,7 @@ Status TextParser::ParamLine() {
     INTERLACE_TRY(CutOf(param));
     scan_.SkipBlanks();
   }
+  if (scan_.EatWord("shared")) INTERLACE_TRY(SharedBy(param));
   while (scan_.EatWord("alias")) {
     INTERLACE_ASSIGN(std::string alias, String());
     param.aliases.push_back(std::move(alias));

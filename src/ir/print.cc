@@ -257,6 +257,11 @@ class Printer {
       Int(axis.size);
       EndLine();
     }
+    if (program_.stage) {
+      out_ += "stage " + program_.stage->axis + " ";
+      Int(program_.stage->index);
+      EndLine();
+    }
     for (const Symbol& symbol : program_.symbols) {
       out_ += "symbol " + symbol.name + " ";
       Int(symbol.min);
@@ -355,6 +360,10 @@ class Printer {
         if (cut.blocks == 1) continue;
         out_ += " blocks ";
         Int(cut.blocks);
+      }
+      for (size_t i = 0; i < param.shared.size(); ++i) {
+        out_ += i > 0 ? "," : " shared ";
+        Int(param.shared[i]);
       }
       for (const std::string& alias : param.aliases) {
         out_ += " alias ";

@@ -100,6 +100,7 @@ Program Program::Clone() const {
   out.level = level;
   out.meta = meta;
   out.mesh = mesh;
+  out.stage = stage;
   out.symbols = symbols;
   out.accumulation = accumulation;
   out.width = width;

@@ -133,6 +133,9 @@ struct Param {
   int64_t unit_offset = 0;           // elements
   std::vector<std::string> aliases;  // other names of a tied parameter
   std::vector<Cut> cuts;
+  // Of a stage: the ranks along the axis of the stages that have the parameter, this one among them, ascending; empty:
+  // no other has. They hold the same and add up their gradients; the first is the one that counts in a norm.
+  std::vector<int64_t> shared;
 };
 struct Buffer {
   ValueId value = kNone;
@@ -205,6 +208,11 @@ struct AxisGroup {
 // Of "dp" or "replica,dp"; an axis that the mesh lacks counts as one rank.
 AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes);
 std::vector<std::string_view> AxesOf(std::string_view axes);  // "replica,dp" → "replica", "dp"
+// Which stage of a program set a program is: that of the ranks with this index along the axis of the stages.
+struct StageOf {
+  std::string axis;
+  int64_t index = 0;
+};
 struct Symbol {
   std::string name;
   int64_t min = 0, max = 0;
@@ -227,6 +235,7 @@ class Program {
   Level level = Level::kCaptured;
   std::vector<std::pair<std::string, std::string>> meta;
   std::vector<Axis> mesh;
+  std::optional<StageOf> stage;  // none: all ranks run the program
   std::vector<Symbol> symbols;
   int64_t accumulation = 1;  // micro-batches a step
   int64_t width = 1;         // of them in one run of a micro-batch phase, side by side (pass breadth_first)
@@ -290,8 +299,8 @@ class Program {
   std::vector<std::string> TransferAxes(bool grids) const;
   // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
   int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
-  // The axes, in the mesh's order, along which ranks hold different elements of a unit's parameters: those that cut
-  // them, and with `shard` those that the unit is sharded over. Axes of one rank are left out.
+  // The axes, in the mesh's order, along which ranks that run this program hold different elements of a unit's
+  // parameters: those that cut them, and with `shard` those that the unit is sharded over. Axes of one rank are left out.
   std::vector<std::string_view> AxesOfElements(const Unit& unit, bool shard) const;
   const std::string* Meta(std::string_view key) const;
   void SetMeta(std::string_view key, std::string text);

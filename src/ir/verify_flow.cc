@@ -1,6 +1,8 @@
 // Transfers in flight, and what phases hand to one another. The run order is walked twice: the first lap only learns
 // what is in flight where a phase begins (the last phase hands on to the first of the next step), the second lap
-// reports.
+// reports. What a phase saves may be in flight, too, and is then waited for by who loads it; a message on its way out
+// is saved with what it sends, so that this lasts as long.
+#include <map>
 #include <set>
 
 #include "ir/op_table.h"
@@ -18,6 +20,12 @@ struct Flight {
   std::vector<ByteRange> sources;  // still read by the transfer
 };
 
+// One that is saved; `with`: the names under which its sources are.
+struct SavedFlight {
+  Flight flight;
+  std::vector<std::string> with;  // by source
+};
+
 class Flow {
  public:
   Flow(const Program& program, VerifyReport& report) : program_(program), report_(report) {}
@@ -29,7 +37,9 @@ class Flow {
     MatchPhases(laps);
     for (reporting_ = false;; reporting_ = true) {
       for (size_t i = 0; i < laps.size(); ++i) {
+        Load(*laps[i]);
         RunPhase(*laps[i]);
+        Save(*laps[i]);
         HandOn(*laps[i], *laps[(i + 1) % laps.size()]);
       }
       if (reporting_) break;
@@ -77,6 +87,61 @@ class Flow {
       Touches(op);
       if (IsStart(op)) Start(op);
     }
+  }
+
+  // What was saved in flight still is.
+  void Load(const Phase& phase) {
+    for (const Carried& load : phase.loads) {
+      const auto found = saved_.find(load.name);
+      if (found == saved_.end()) continue;
+      const SavedFlight& saved = found->second;
+      Flight flight{load.value, saved.flight.origin, saved.flight.start, {}};
+      for (size_t i = 0; i < saved.with.size(); ++i) {
+        const auto source = std::find_if(phase.loads.begin(), phase.loads.end(),
+                                         [&](const Carried& other) { return other.name == saved.with[i]; });
+        if (source == phase.loads.end()) {
+          if (reporting_) {
+            report_.AtPhase(phase, "'" + load.name + "' is a message on its way; load '" + saved.with[i] +
+                                       "', which it sends, in the same phase");
+          }
+          continue;
+        }
+        ByteRange range = saved.flight.sources[i];
+        range.root = source->value;
+        flight.sources.push_back(range);
+      }
+      flights_.push_back(std::move(flight));
+    }
+  }
+
+  void Save(const Phase& phase) {
+    for (const Carried& save : phase.saves) {
+      const auto found = std::find_if(flights_.begin(), flights_.end(),
+                                      [&](const Flight& flight) { return flight.result == save.value; });
+      if (found == flights_.end()) continue;
+      if (TraitsOf(program_.op(found->start)).family != OpFamily::kPeer) continue;  // only messages: reported by HandOn
+      SavedFlight saved{*found, {}};
+      std::erase_if(saved.flight.sources, [&](const ByteRange& source) { return !IsLocal(source.root); });
+      for (const ByteRange& source : saved.flight.sources) {
+        const auto with = std::find_if(phase.saves.begin(), phase.saves.end(),
+                                       [&](const Carried& other) { return other.value == source.root; });
+        if (with == phase.saves.end()) {
+          Report(program_.op(found->start),
+                 "%" + std::to_string(found->origin) + " is still in flight when it is saved; save %" +
+                     std::to_string(source.root) + ", which is sent, as well",
+                 found->origin);
+        }
+        saved.with.push_back(with == phase.saves.end() ? std::string() : with->name);
+      }
+      saved_.insert_or_assign(save.name, std::move(saved));
+      flights_.erase(found);
+    }
+  }
+
+  // What is local to a phase cannot be named in the next.
+  bool IsLocal(ValueId root) const {
+    const ValueKind kind = program_.value(root).kind;
+    return kind == ValueKind::kResult || kind == ValueKind::kTake;
   }
 
   void Wait(const Op& op) {
@@ -157,16 +222,13 @@ class Flow {
       for (size_t k = 0; k < from.gives.size() && k < to.takes.size() && !given; ++k) {
         if (from.gives[k] != flight.result) continue;
         given = true;
-        std::erase_if(flight.sources, [&](const ByteRange& source) {
-          ValueKind kind = program_.value(source.root).kind;  // what is local to a phase cannot be named in the next
-          return kind == ValueKind::kResult || kind == ValueKind::kTake;
-        });
+        std::erase_if(flight.sources, [&](const ByteRange& source) { return IsLocal(source.root); });
         next.push_back({to.takes[k], flight.origin, flight.start, std::move(flight.sources)});
       }
       if (!given) {
         Report(program_.op(flight.start),
                "%" + std::to_string(flight.origin) + " is still in flight when phase '" + from.name +
-                   "' ends; wait for it there, or give it to the next phase",
+                   "' ends; wait for it there, or give it to the next phase (messages may be saved)",
                flight.origin);
       }
     }
@@ -177,6 +239,7 @@ class Flow {
   VerifyReport& report_;
   bool reporting_ = false;
   std::vector<Flight> flights_;
+  std::map<std::string, SavedFlight, std::less<>> saved_;  // by name
   std::set<std::pair<OpId, std::string>> reported_;
 };
 

@@ -34,7 +34,9 @@ class Whole {
     }
     int64_t micro_batch_phases = 0;
     for (const Phase& phase : program_.phases) micro_batch_phases += phase.kind == PhaseKind::kMicroBatch;
-    if (program_.level == Level::kCaptured && (micro_batch_phases != 1 || program_.phases.size() != 1)) {
+    const bool whole = program_.phases.size() == 1 || program_.stage;  // a stage has its parts of a micro-batch apart
+    if (program_.level == Level::kCaptured &&
+        (micro_batch_phases != static_cast<int64_t>(program_.phases.size()) || !whole)) {
       for (size_t i = 1; i < program_.phases.size(); ++i) {
         report_.AtPhase(program_.phases[i], "a captured program has one phase, that of a micro-batch; " +
                                                 InQuotes(program_.phases[i].name) + " comes with later passes");

@@ -12,9 +12,13 @@
 // `last` gathers the summed gradient. With one rank gradients are added in the state in either mode. The two modes
 // round differently: the mode is part of a program's meaning (ZeRO-2/3 memory, or DDP traffic).
 //
+// Of a stage of a pipeline each phase that makes gradients has these variants.
+//
 // Options: steps, mode=reduce_each|reduce_last. Runs after shard, replicate or zero1 and before update.
 // Error: not so, or the program accumulates already.
 #include <algorithm>
+#include <array>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -61,8 +65,13 @@ class VariantWriter {
       INTERLACE_TRY(CloneValue(id, kNone, 0));
       phase_.takes.push_back(new_[id]);
     }
+    for (const Carried& load : from.loads) {
+      INTERLACE_TRY(CloneValue(load.value, kNone, 0));
+      phase_.loads.push_back({load.name, new_[load.value]});
+    }
     for (OpId id : from.ops) INTERLACE_TRY(WriteOp(program_.op(id)));
     for (ValueId id : from.gives) phase_.gives.push_back(Map(id));
+    for (const Carried& save : from.saves) phase_.saves.push_back({save.name, Map(save.value)});
     return std::move(phase_);
   }
 
@@ -386,8 +395,6 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
   if (program.UpdatePhase() != nullptr) {
     return MakeError("run accumulate before update, whose mean depends on the number of micro-batches");
   }
-  const Phase* found = program.MicroBatchPhase();
-  if (found == nullptr) return MakeError("the program has no single micro-batch phase");
   if (program.width > 1) {
     if (mode != "reduce_last") {
       return MakeError(
@@ -403,25 +410,46 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
     program.accumulate_mode = mode;
     return changed;
   }
-  const Phase phase = *found;
   const int64_t runs = steps / program.width;
-  Plan plan = MakePlan(program, phase, mode == "reduce_last");
-  int32_t old_values = program.num_values();
-  std::vector<Phase> variants;
-  program.order.clear();
-  for (auto [variant, suffix, first, count] :
-       {std::tuple{Variant::kFirst, ".first", int64_t{0}, int64_t{1}},
-        std::tuple{Variant::kMiddle, ".middle", program.width, runs - 2},
-        std::tuple{Variant::kLast, ".last", (runs - 1) * program.width, int64_t{1}}}) {
-    if (count == 0) continue;
-    INTERLACE_ASSIGN(Phase written,
-                     VariantWriter(program, plan, variant, old_values).Write(phase, phase.name + suffix));
-    program.order.push_back({written.name, first, count});
-    variants.push_back(std::move(written));
+  const bool single = program.MicroBatchPhase() != nullptr && program.order.empty();
+  std::vector<const Phase*> path;  // that a micro-batch goes by
+  for (const auto& run : program.RunsOfStep()) path.push_back(run.phase);
+  // By phase: that of the first, of a middle and of the last micro-batch; one that has nothing to do with gradients is
+  // the same for all.
+  std::vector<Phase> phases;
+  std::map<std::string, std::array<std::string, 3>> variants;
+  const std::vector<Phase> old = program.phases;
+  for (const Phase& phase : old) {
+    const Plan plan = MakePlan(program, phase, mode == "reduce_last");
+    if (plan.landings.empty() && !single) {
+      variants[phase.name].fill(phase.name);
+      phases.push_back(phase);
+      continue;
+    }
+    const int32_t old_values = program.num_values();
+    for (auto [variant, suffix] :
+         {std::pair{Variant::kFirst, ".first"}, std::pair{Variant::kMiddle, ".middle"}, std::pair{Variant::kLast, ".last"}}) {
+      if (variant == Variant::kMiddle && runs == 2) continue;
+      INTERLACE_ASSIGN(Phase written,
+                       VariantWriter(program, plan, variant, old_values).Write(phase, phase.name + suffix));
+      variants[phase.name][static_cast<size_t>(variant)] = written.name;
+      phases.push_back(std::move(written));
+    }
   }
-  std::erase_if(program.phases, [&](const Phase& p) { return p.name == phase.name; });
-  program.phases.insert(program.phases.begin(), std::make_move_iterator(variants.begin()),
-                        std::make_move_iterator(variants.end()));
+  std::vector<OrderEntry> order;
+  for (int64_t run = 0; run < runs; ++run) {
+    const size_t variant = run == 0 ? 0 : run == runs - 1 ? 2 : 1;
+    for (const Phase* phase : path) {
+      const std::string& name = variants[phase->name][variant];
+      if (!order.empty() && order.back().phase == name) {
+        ++order.back().count;
+      } else {
+        order.push_back({name, run * program.width, 1});
+      }
+    }
+  }
+  program.order = std::move(order);
+  program.phases = std::move(phases);
   program.accumulation = steps;
   program.accumulate_mode = mode;
   return true;

@@ -19,12 +19,9 @@ namespace {
 Result<bool> MakeResident(Program& program, const PassOptions& options, bool whole) {
   INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(program, options));
   INTERLACE_TRY(CheckShardable(program, sharding));
-  Phase& phase = *program.MicroBatchPhase();
-  PhaseFacts facts(program, phase);
-  DeclareUnits(program, sharding, /*resident=*/true);
-  PhaseEditor edit(program, phase);
-  PlaceGradients(program, edit, facts, sharding, whole);
-  edit.Finish();
+  ForEachPhaseOfUnits(program, sharding, /*resident=*/true, [&](PhaseEditor& edit, const PhaseFacts& facts) {
+    PlaceGradients(program, edit, facts, sharding, whole);
+  });
   return true;
 }
 

@@ -209,13 +209,10 @@ Result<bool> Shard(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(ShardingOptions sharding, ReadShardingOptions(program, options));
   INTERLACE_ASSIGN(int64_t ahead, options.Int("ahead", 1, 0));
   INTERLACE_TRY(CheckShardable(program, sharding));
-  Phase& phase = *program.MicroBatchPhase();
-  PhaseFacts facts(program, phase);
-  DeclareUnits(program, sharding, /*resident=*/false);
-  PhaseEditor edit(program, phase);
-  if (sharding.ranks > 1) Gathers(program, edit, ahead).Run();
-  PlaceGradients(program, edit, facts, sharding, /*whole=*/false);
-  edit.Finish();
+  ForEachPhaseOfUnits(program, sharding, /*resident=*/false, [&](PhaseEditor& edit, const PhaseFacts& facts) {
+    if (sharding.ranks > 1) Gathers(program, edit, ahead).Run();
+    PlaceGradients(program, edit, facts, sharding, /*whole=*/false);
+  });
   return true;
 }
 

@@ -18,7 +18,12 @@ std::optional<int64_t> Elements(const Type& type) {
   return count;
 }
 
-// Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions.
+int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
 bool IsDense(const Type& type) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (size_t i = 0; i < type.sizes.size(); ++i) {
@@ -35,12 +40,6 @@ bool IsDense(const Type& type) {
   }
   return true;
 }
-
-int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-}  // namespace
 
 bool SameGeometry(const Type& a, const Type& b) {
   if (a.sizes != b.sizes) return false;
@@ -91,12 +90,33 @@ Result<ShardingOptions> ReadShardingOptions(const Program& program, const PassOp
   return out;
 }
 
+// Nothing in the phase changes a parameter, or views one in ways that no gather can stand in for.
+static Status CheckUses(const Program& program, const Phase& phase) {
+  const std::vector<int32_t> param_index = ParamIndex(program);
+  const PhaseFacts facts(program, phase);
+  for (const Param& param : program.params) {
+    if (facts.writes[param.value].empty()) continue;
+    const Op& op = program.op(phase.ops[facts.writes[param.value][0]]);
+    return Error{"parameter '" + param.name + "' is changed in place by the model; only buffers may be",
+                 PrintOp(program, op)};
+  }
+  for (OpId id : phase.ops) {
+    const Op& op = program.op(id);
+    if (IsPureView(program, op)) continue;
+    for (ValueId result : op.results) {
+      if (result == kNone || param_index[program.RootOf(result)] < 0) continue;
+      return Error{"%" + std::to_string(result) + " is a view of parameter '" +
+                       program.params[param_index[program.RootOf(result)]].name +
+                       "' made by an op that does more than view",
+                   PrintOp(program, op)};
+    }
+  }
+  return Ok{};
+}
+
 Status CheckShardable(const Program& program, const ShardingOptions& options) {
-  const Phase* phase = program.MicroBatchPhase();
-  if (phase == nullptr) return MakeError("the program has no phase micro_batch");
   constexpr int64_t kMaxElements = int64_t{1} << 56;  // bytes and padding still fit in 64 bits
   if (options.ranks > (1 << 24)) return MakeError("ranks=", options.ranks, " is more than ", 1 << 24);
-  std::vector<int32_t> param_index = ParamIndex(program);
   for (const Param& param : program.params) {
     const Type& type = program.value(param.value).type;
     std::optional<int64_t> count = Elements(type);
@@ -115,24 +135,7 @@ Status CheckShardable(const Program& program, const ShardingOptions& options) {
       return MakeError("parameter '", param.name, "' is trainable but ", DTypeName(type.dtype), " is no floating type");
     }
   }
-  PhaseFacts facts(program, *phase);
-  for (const Param& param : program.params) {
-    if (facts.writes[param.value].empty()) continue;
-    const Op& op = program.op(phase->ops[facts.writes[param.value][0]]);
-    return Error{"parameter '" + param.name + "' is changed in place by the model; only buffers may be",
-                 PrintOp(program, op)};
-  }
-  for (OpId id : phase->ops) {
-    const Op& op = program.op(id);
-    if (IsPureView(program, op)) continue;
-    for (ValueId result : op.results) {
-      if (result == kNone || param_index[program.RootOf(result)] < 0) continue;
-      return Error{"%" + std::to_string(result) + " is a view of parameter '" +
-                       program.params[param_index[program.RootOf(result)]].name +
-                       "' made by an op that does more than view",
-                   PrintOp(program, op)};
-    }
-  }
+  for (const Phase& phase : program.phases) INTERLACE_TRY(CheckUses(program, phase));
   return Ok{};
 }
 
@@ -162,8 +165,9 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
   }
   program.level = Level::kSharded;
   if (!resident) return;
-  for (OpId id : program.MicroBatchPhase()->ops) {  // nothing is gathered, so the casts stay what they are
-    std::erase_if(program.op(id).attrs, [](const NamedArg& attr) { return attr.name == kOnShard; });
+  for (const Phase& phase : program.phases) {  // nothing is gathered, so the casts stay what they are
+    for (OpId id : phase.ops)
+      std::erase_if(program.op(id).attrs, [](const NamedArg& attr) { return attr.name == kOnShard; });
   }
   for (ValueId id = 0; id < static_cast<ValueId>(home.size()); ++id) {
     // A value's root may have moved already only when it is the parameter itself.

@@ -24,6 +24,8 @@ namespace interlace {
 // result.
 inline constexpr std::string_view kOnShard = "on_shard";
 
+// Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions.
+bool IsDense(const Type& type);
 // Equal sizes and equal steps through memory, whatever the dtypes (the stride of a dimension of size 1 is never taken).
 bool SameGeometry(const Type& a, const Type& b);
 
@@ -47,6 +49,19 @@ Status CheckShardable(const Program& program, const ShardingOptions& options);
 // Declares the axis and one unit per parameter, with the state `shard`, or `full` when the parameters are resident
 // (always so with one rank); resident parameters and their views then lie in that state.
 void DeclareUnits(Program& program, const ShardingOptions& options, bool resident);
+
+// Declares the units and calls `change` for each phase, with what it was like before.
+template <typename F>
+void ForEachPhaseOfUnits(Program& program, const ShardingOptions& options, bool resident, F&& change) {
+  std::vector<PhaseFacts> facts;
+  for (const Phase& phase : program.phases) facts.emplace_back(program, phase);
+  DeclareUnits(program, options, resident);
+  for (size_t p = 0; p < program.phases.size(); ++p) {
+    PhaseEditor edit(program, program.phases[p]);
+    change(edit, facts[p]);
+    edit.Finish();
+  }
+}
 
 // Replaces the `grad` markers of the phase. `whole`: every rank ends with the whole summed gradient (its own part
 // reduced, the others gathered in place), else with its shard.

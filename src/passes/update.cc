@@ -40,6 +40,7 @@ struct Target {
   ValueId grad = kNone;
   bool own_part = false;             // the weights are whole, the gradient is a shard
   std::vector<const Param*> params;  // with a gradient, by offset
+  std::vector<int64_t> shared;       // stages that have the unit too; empty: none
 };
 
 class Builder {
@@ -54,6 +55,9 @@ class Builder {
     phase_.kind = PhaseKind::kStep;
     for (const Buffer& buffer : program_.buffers) {
       if (buffer.name == kLossScale) loss_scale_ = buffer.value;
+    }
+    for (Target& target : targets_) {
+      if (!target.shared.empty()) AddStages(target);
     }
     norm_ = norm_ || loss_scale_ != kNone;  // its coefficient undoes the scale, and says whether the step counts
     ValueId coef = kNone;
@@ -107,7 +111,10 @@ class Builder {
       if (!target.params.empty() && target.optimizer != group->second) {
         return MakeError("unit u", param.unit, " mixes parameters of ", target.optimizer, " and ", group->second);
       }
+      if (!target.params.empty() && target.shared != param.shared)
+        return MakeError("unit u", param.unit, " mixes parameters of different stages");
       target.unit = param.unit;
+      target.shared = param.shared;
       target.optimizer = group->second;
       target.grad = grad;
       target.params.push_back(&param);
@@ -141,12 +148,57 @@ class Builder {
     return op;
   }
 
+  ValueId SumOver(std::string_view axis, ValueId limbs) {
+    ValueId sum = kNone;
+    Op& start = Add(OpKind::kAllReduceStart);
+    start.args = {Arg::Of(limbs)};
+    AddLimbs(start, sum).SetAttr("axis", Arg::Word(std::string(axis)));
+    Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
+    return sum;
+  }
+
+  // The gradient of a unit that stages share: each sends its own to the others, and all add them up in their order.
+  void AddStages(Target& target) {
+    const Type type = program_.value(target.grad).type;
+    const auto address = [&](Op& op, int64_t peer) {
+      op.SetAttr("axis", Arg::Word(program_.stage->axis));
+      op.SetAttr("peer", Arg::Int(Dim(peer)));
+      op.SetAttr("message", Arg::String("grad of " + target.params[0]->name));
+    };
+    std::vector<ValueId> tokens, parts;
+    for (const int64_t peer : target.shared) {
+      if (peer == program_.stage->index) {
+        parts.push_back(target.grad);
+        continue;
+      }
+      Op& send = Add(OpKind::kSendStart);
+      send.args = {Arg::Of(target.grad)};
+      address(send, peer);
+      tokens.push_back(program_.AddResult(send, FlatType(DType::kB8, 0)));
+      Op& receive = Add(OpKind::kRecvStart);
+      address(receive, peer);
+      parts.push_back(program_.AddResult(receive, type));
+    }
+    for (const ValueId part : parts) {
+      if (part != target.grad) Add(OpKind::kRecvWait).args = {Arg::Of(part)};
+    }
+    for (const ValueId token : tokens) Add(OpKind::kSendWait).args = {Arg::Of(token)};
+    ValueId sum = parts[0];
+    for (size_t i = 1; i < parts.size(); ++i) {
+      Op& add = Append(program_.AddOp("aten.add.Tensor"));
+      add.args = {Arg::Of(sum), Arg::Of(parts[i])};
+      sum = program_.AddResult(add, type);
+    }
+    target.grad = sum;
+  }
+
   // Sums the squares of all gradients. Units whose elements differ along the same axes have one sum, which the ranks
   // along these axes add up; along the others all have the same, and it counts once. These sums are added to one
-  // another.
+  // another. Those of stages are added up in the end, what they share by the first that has it.
   Result<ValueId> Norm() {
     std::vector<std::pair<std::vector<std::string_view>, std::vector<const Target*>>> sets;
     for (const Target& target : targets_) {
+      if (!target.shared.empty() && target.shared[0] != program_.stage->index) continue;
       const Unit& unit = program_.units[target.unit];
       const bool shard = !(program_.value(target.grad).type.sizes[0] == Dim(unit.numel));
       const std::vector<std::string_view> axes = program_.AxesOfElements(unit, shard);
@@ -167,12 +219,7 @@ class Builder {
         partial.units.push_back(target->unit);
       }
       AddLimbs(partial, sum);
-      for (std::string_view axis : axes) {
-        Op& start = Add(OpKind::kAllReduceStart);
-        start.args = {Arg::Of(sum)};
-        AddLimbs(start, sum).SetAttr("axis", Arg::Word(std::string(axis)));
-        Add(OpKind::kAllReduceWait).args = {Arg::Of(sum)};
-      }
+      for (std::string_view axis : axes) sum = SumOver(axis, sum);
       if (total != kNone) {
         Op& add = Append(program_.AddOp("aten.add.Tensor"));
         add.args = {Arg::Of(total), Arg::Of(sum)};
@@ -180,6 +227,8 @@ class Builder {
       }
       total = sum;
     }
+    if (total == kNone) return MakeError("every parameter of stage ", program_.stage->index, " is another stage's, too");
+    if (program_.stage) total = SumOver(program_.stage->axis, total);
     Op& coef = Add(OpKind::kNormCoef);
     coef.args = {Arg::Of(total)};
     if (loss_scale_ != kNone) coef.args.push_back(Arg::Of(loss_scale_));

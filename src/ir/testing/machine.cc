@@ -52,6 +52,7 @@ Machine::Machine(const Program& program, const InterpretOptions& options, int64_
   if (stage != nullptr) {
     stage_axis_ = stage->axis;
     first_address_ = stage->index * ranks_;
+    stages_ = program.AxisSize(stage->axis);
     mail_ = stage->mail;
   }
   storage_.resize(ranks_, std::vector<Binding>(program_.num_values()));
@@ -293,7 +294,9 @@ Status Machine::RunPhase(const Phase& phase) {
       return MakeError("phase ", phase.name, " loads '", load.name, "' of micro-batch ", micro_batch_,
                        ", which nobody saved");
     }
-    for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][load.value] = found->second[static_cast<size_t>(rank)];
+    Given& saved = found->second;
+    for (int64_t rank = 0; rank < ranks_; ++rank) storage_[rank][load.value] = saved.storage[static_cast<size_t>(rank)];
+    if (saved.in_flight) flights_[load.value] = std::move(saved.flight);
     carried_.erase(found);
   }
   const PhaseLiveness& liveness = liveness_[&phase];
@@ -321,9 +324,14 @@ Status Machine::RunPhase(const Phase& phase) {
     }
   }
   for (const Carried& save : phase.saves) {
-    std::vector<Binding> bindings;
-    for (int64_t rank = 0; rank < ranks_; ++rank) bindings.push_back(storage_[rank][save.value]);
-    if (!carried_.emplace(std::pair(save.name, micro_batch_), std::move(bindings)).second) {
+    Given saved;
+    for (int64_t rank = 0; rank < ranks_; ++rank) saved.storage.push_back(storage_[rank][save.value]);
+    if (const auto flight = flights_.find(save.value); flight != flights_.end()) {
+      saved.in_flight = true;
+      saved.flight = std::move(flight->second);
+      flights_.erase(flight);
+    }
+    if (!carried_.emplace(std::pair(save.name, micro_batch_), std::move(saved)).second) {
       return MakeError("phase ", phase.name, " saves '", save.name, "' of micro-batch ", micro_batch_, " twice");
     }
   }

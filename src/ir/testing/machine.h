@@ -56,11 +56,13 @@ class Machine {
     std::shared_ptr<Bytes> bytes;
     int64_t base = 0;
   };
+  static constexpr int64_t kOfCollectives = int64_t{1} << 40;  // added to addresses: their own messages
   struct Flight {  // what a start computed and its wait delivers: contiguous, by rank
     std::vector<Bytes> data;
     OpKind start = OpKind::kUnknown;
     std::vector<int64_t> peers;   // of a message: the other rank, by rank
-    std::vector<size_t> numbers;  // of a receive, by rank: which message from there
+    std::vector<size_t> numbers;  // of a receive, by rank: which message from there; with all stages: by rank and stage
+    bool with_stages = false;     // a sum over the stages
   };
 
   // memory
@@ -83,6 +85,8 @@ class Machine {
   Status Copy(const Op& op, ValueId from, ValueId to);
   Status Start(const Op& op);  // machine_transfers.cc
   Status StartMessage(const Op& op, Flight& flight);
+  Status StartWithStages(const Op& op, ValueId source, Flight& flight);
+  Status AddStages(Flight& flight, DType dtype);
   Result<int64_t> PeerOf(const Op& op, int64_t rank) const;
   Status Wait(const Op& op);
   Result<Bytes> Exchanged(const Op& op, size_t index, int64_t rank, const std::vector<Bytes>& all) const;
@@ -102,6 +106,7 @@ class Machine {
   std::vector<Axis> mesh_;  // the program's; of a stage without the axis of the stages
   int64_t ranks_ = 1;
   std::string stage_axis_;     // empty: the program is no stage
+  int64_t stages_ = 1;
   int64_t first_address_ = 0;  // for messages: rank r of this machine is at first_address_ + r
   Mailbox own_mail_;
   Mailbox* mail_ = &own_mail_;
@@ -115,8 +120,8 @@ class Machine {
     bool in_flight = false;
     Flight flight;
   };
-  std::vector<Given> given_;                                                 // by the last phase
-  std::map<std::pair<std::string, int64_t>, std::vector<Binding>> carried_;  // by name and micro-batch
+  std::vector<Given> given_;                                  // by the last phase
+  std::map<std::pair<std::string, int64_t>, Given> carried_;  // by name and micro-batch
   std::unordered_map<const Phase*, PhaseLiveness> liveness_;
   std::map<std::pair<int64_t, int64_t>, size_t> receives_;  // by sender and receiver: receives begun
   std::unordered_map<ValueId, OpId> pending_;               // by root of a step state: the last pending op that uses it

@@ -140,7 +140,7 @@ Status Machine::Start(const Op& op) {
     if (TraitsOf(op).family == OpFamily::kPeer) {
       INTERLACE_TRY(StartMessage(op, flight));
     } else if (!stage_axis_.empty() && AxisOf(program_, op) == stage_axis_) {
-      return MakeError("the interpreter lacks collectives along the axis of the stages");
+      INTERLACE_TRY(StartWithStages(op, op.args[i].value, flight));
     } else {
       std::vector<Bytes> all;
       for (int64_t rank = 0; rank < ranks_; ++rank) {
@@ -196,6 +196,43 @@ Status Machine::StartMessage(const Op& op, Flight& flight) {
   return Ok{};
 }
 
+// A sum over the stages: each sends its part to all others, and adds up what came when it waits.
+Status Machine::StartWithStages(const Op& op, ValueId source, Flight& flight) {
+  if (op.kind != OpKind::kAllReduceStart)
+    return MakeError("the interpreter lacks ", op.name, " along the axis of the stages");
+  flight.with_stages = true;
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    INTERLACE_ASSIGN(Bytes bytes, ReadBytes(rank, source));
+    for (int64_t stage = 0; stage < stages_; ++stage) {
+      const int64_t peer = stage * ranks_ + rank, own = first_address_ + rank;
+      if (peer == own) continue;
+      mail_->Send(kOfCollectives + own, kOfCollectives + peer, bytes);
+      flight.numbers.push_back(receives_[{kOfCollectives + peer, kOfCollectives + own}]++);
+    }
+    flight.data.push_back(std::move(bytes));
+  }
+  return Ok{};
+}
+
+Status Machine::AddStages(Flight& flight, DType dtype) {
+  size_t next = 0;
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    std::vector<Bytes> parts;
+    for (int64_t stage = 0; stage < stages_; ++stage) {
+      const int64_t peer = stage * ranks_ + rank, own = first_address_ + rank;
+      if (peer == own) {
+        parts.push_back(flight.data[static_cast<size_t>(rank)]);
+        continue;
+      }
+      std::optional<Bytes> part = mail_->Receive(kOfCollectives + peer, kOfCollectives + own, flight.numbers[next++]);
+      if (!part) return MakeError("stage ", stage, " never joined a sum over the stages");
+      parts.push_back(std::move(*part));
+    }
+    INTERLACE_ASSIGN(flight.data[static_cast<size_t>(rank)], AddInRankOrder(parts, dtype));
+  }
+  return Ok{};
+}
+
 Status Machine::Wait(const Op& op) {
   for (const Arg& arg : op.args) {
     auto found = flights_.find(arg.value);
@@ -204,6 +241,7 @@ Status Machine::Wait(const Op& op) {
     if (TraitsOf(op).partner != flight.start) {
       return MakeError("%", arg.value, " comes from ", TraitsOf(flight.start).name);
     }
+    if (flight.with_stages) INTERLACE_TRY(AddStages(flight, program_.value(arg.value).type.dtype));
     for (int64_t rank = 0; rank < ranks_ && op.kind == OpKind::kRecvWait; ++rank) {
       const auto r = static_cast<size_t>(rank);
       std::optional<Bytes> message = mail_->Receive(flight.peers[r], first_address_ + rank, flight.numbers[r]);

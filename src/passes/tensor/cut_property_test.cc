@@ -2,14 +2,13 @@
 // step after it, is what the textbook step of the whole program gives. INTERLACE_SOAK=1 runs more of them.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <random>
 
 #include "base/rounds.h"
 #include "ir/testing/interpreter.h"
 #include "ir/testing/random_program.h"
 #include "ir/text.h"
-#include "passes/pass_test_support.h"
+#include "passes/testing/training_case.h"
 
 namespace interlace {
 namespace {
@@ -32,18 +31,6 @@ std::string RandomPlan(std::mt19937_64& random, const Program& program) {
             (blocks > 1 ? " blocks " + std::to_string(blocks) : "");
   }
   return plan;
-}
-
-// The furthest that two runs lie apart, relative to the largest number of the two.
-double Apart(const std::vector<double>& a, const std::vector<double>& b) {
-  if (a.size() != b.size()) return INFINITY;
-  double most = 1e-300, apart = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (!std::isfinite(a[i]) || !std::isfinite(b[i])) return std::isfinite(a[i]) || std::isfinite(b[i]) ? INFINITY : 0;
-    most = std::max({most, std::fabs(a[i]), std::fabs(b[i])});
-    apart = std::max(apart, std::fabs(a[i] - b[i]));
-  }
-  return apart / std::max(most, 1e-6);
 }
 
 void Check(uint64_t seed) {

@@ -2,6 +2,8 @@
 // the optimizer's. For tests only.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <string>
 
@@ -10,6 +12,18 @@
 #include "passes/pass_test_support.h"
 
 namespace interlace {
+
+// The furthest that two runs lie apart, relative to the largest number of the two.
+inline double Apart(const std::vector<double>& a, const std::vector<double>& b) {
+  if (a.size() != b.size()) return INFINITY;
+  double most = 1e-300, apart = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i]) || !std::isfinite(b[i])) return std::isfinite(a[i]) || std::isfinite(b[i]) ? INFINITY : 0;
+    most = std::max({most, std::fabs(a[i]), std::fabs(b[i])});
+    apart = std::max(apart, std::fabs(a[i] - b[i]));
+  }
+  return apart / std::max(most, 1e-6);
+}
 
 struct TrainingCase {
   testing::RandomProgramOptions shape;

@@ -1,0 +1,176 @@
+#include "passes/stages/balance.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/suggest.h"
+#include "passes/step_line.h"
+
+namespace interlace::stages {
+namespace {
+
+// Whether `name` is the parameter, or a module that it belongs to.
+bool Names(std::string_view name, std::string_view param) {
+  return param.starts_with(name) && (param.size() == name.size() || param[name.size()] == '.');
+}
+
+int64_t TimeOf(const OpCost& cost) {
+  return cost.latency_ps + cost.work_ps + cost.issue_ps + cost.finish_ps;
+}
+
+// Times of all stages that begin at one border and end at another, from sums over ops.
+class StageTimes {
+ public:
+  StageTimes(const std::vector<Border>& all, const Flow& flow) : flow_(flow) {
+    // levels_[i]: the number of borders that op i is above.
+    levels_.assign(static_cast<size_t>(flow.size()), 0);
+    for (const Border& border : all) {
+      const std::vector<char> above = flow.Above(border.position);
+      for (size_t i = 0; i < above.size(); ++i) levels_[i] += above[i];
+    }
+    sums_.assign(all.size() + 2, 0);
+  }
+
+  Status Measure(CostModel& model) {
+    for (int32_t i = 0; i < flow_.size(); ++i) {
+      if (flow_.Repeats(i) || TakesNoTime(flow_.op(i))) continue;
+      INTERLACE_ASSIGN(const OpCost cost, model.Cost(flow_.op(i)));
+      sums_[static_cast<size_t>(levels_[i]) + 1] += TimeOf(cost);
+    }
+    for (size_t k = 1; k < sums_.size(); ++k) sums_[k] += sums_[k - 1];
+    return Ok{};
+  }
+
+  // Of the ops that are above `from` borders at least and fewer than `to`.
+  int64_t Between(size_t from, size_t to) const { return sums_[to] - sums_[from]; }
+
+ private:
+  const Flow& flow_;
+  std::vector<int32_t> levels_;
+  std::vector<int64_t> sums_;
+};
+
+// choice[k][b]: the border in front of stage k when stage k ends at border b (the count of borders: at the end).
+// Minimizes the slowest stage or, with a limit for it, the sum of the bytes that cross.
+std::vector<size_t> Best(const std::vector<Border>& all, const StageTimes& times, size_t stages, int64_t limit) {
+  const size_t count = all.size();
+  const double never = std::numeric_limits<double>::infinity();
+  std::vector<double> best(count + 1, never);
+  std::vector<std::vector<size_t>> choice(stages, std::vector<size_t>(count + 1, 0));
+  for (size_t b = 0; b <= count; ++b) {
+    // Stage 0 begins at no border and ends at border b, so its ops are above at most b borders.
+    const int64_t time = times.Between(0, b + 1);
+    best[b] = limit == 0 ? static_cast<double>(time) : time <= limit ? 0 : never;
+  }
+  for (size_t k = 1; k < stages; ++k) {
+    std::vector<double> next(count + 1, never);
+    for (size_t b = k; b <= count; ++b) {
+      for (size_t a = k - 1; a < b; ++a) {
+        if (best[a] == never) continue;
+        const int64_t time = times.Between(a + 1, b + 1);
+        const double cost = limit == 0      ? std::max(best[a], static_cast<double>(time))
+                            : time <= limit ? best[a] + all[a].bytes
+                                            : never;
+        if (cost < next[b]) next[b] = cost, choice[k][b] = a;
+      }
+    }
+    best = std::move(next);
+  }
+  std::vector<size_t> borders(stages);
+  for (size_t k = stages, b = count; k-- > 1;) borders[k] = b = choice[k][b];
+  borders.erase(borders.begin());
+  return borders;
+}
+
+}  // namespace
+
+std::vector<Border> BordersOf(const Program& program, const Flow& flow) {
+  std::vector<int32_t> first(static_cast<size_t>(program.num_values()), -1);  // by parameter: its first use
+  for (int32_t i = 0; i < flow.first_backward(); ++i) {
+    for (ValueId need : flow.Needs(i)) {
+      if (first[need] < 0) first[need] = i;
+    }
+  }
+  std::vector<std::pair<int32_t, const Param*>> uses;
+  for (const Param& param : program.params) {
+    if (param.trainable && first[param.value] >= 0) uses.emplace_back(first[param.value], &param);
+  }
+  std::stable_sort(uses.begin(), uses.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<Border> out;
+  for (size_t k = 1; k < uses.size(); ++k) {
+    const int32_t after = uses[k - 1].first, until = uses[k].first;
+    if (after == until) continue;
+    Border border{uses[k].second->name, after + 1, flow.Crossing()[static_cast<size_t>(after) + 1]};
+    for (int32_t p = after + 2; p <= until; ++p) {
+      const double bytes = flow.Crossing()[static_cast<size_t>(p)];
+      if (bytes < border.bytes) border.position = p, border.bytes = bytes;
+    }
+    out.push_back(std::move(border));
+  }
+  return out;
+}
+
+Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names) {
+  std::vector<Border> out;
+  for (const std::string& name : names) {
+    const auto found =
+        std::find_if(all.begin(), all.end(), [&](const Border& border) { return Names(name, border.param); });
+    if (found == all.end()) {
+      std::vector<std::string_view> known;
+      for (const Border& border : all) known.push_back(border.param);
+      return MakeError("'", name, "' is no parameter or module that a stage can begin with", DidYouMean(name, known),
+                       known.empty() ? "" : "; the first that can is '" + std::string(known[0]) + "'");
+    }
+    if (!out.empty() && found->position <= out.back().position) {
+      return MakeError("'", name, "' is not used behind '", out.back().param,
+                       "': write the borders of stages in the order of the forward part");
+    }
+    out.push_back(*found);
+  }
+  return out;
+}
+
+Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& all, const Flow& flow, CostModel& model,
+                                            int64_t stages) {
+  if (stages < 2) return std::vector<Border>();
+  if (static_cast<int64_t>(all.size()) < stages - 1) {
+    return MakeError("the model cannot be cut into ", stages, " stages: parameters are used at ", all.size() + 1,
+                     " places only; ask for ", all.size() + 1, " stages at most");
+  }
+  StageTimes times(all, flow);
+  INTERLACE_TRY(times.Measure(model));
+  const auto count = static_cast<size_t>(stages);
+  const std::vector<size_t> fastest = Best(all, times, count, 0);
+  int64_t slowest = 1;
+  size_t from = 0;
+  for (size_t k = 0; k <= fastest.size(); ++k) {
+    const size_t to = k < fastest.size() ? fastest[k] + 1 : all.size() + 1;
+    slowest = std::max(slowest, times.Between(from, to));
+    from = to;
+  }
+  std::vector<Border> out;
+  for (size_t border : Best(all, times, count, slowest + slowest / 50)) out.push_back(all[border]);
+  return out;
+}
+
+Result<std::vector<int32_t>> StagesOf(const Flow& flow, const std::vector<Border>& borders) {
+  std::vector<int32_t> stage(static_cast<size_t>(flow.size()), 0);
+  for (const Border& border : borders) {
+    const std::vector<char> above = flow.Above(border.position);
+    for (size_t i = 0; i < above.size(); ++i) stage[i] += above[i];
+  }
+  for (int32_t i = 0; i < flow.size(); ++i) {
+    if (flow.Repeats(i)) {
+      stage[i] = -1;
+      continue;
+    }
+    // A backward op stands at or below the stages of what it reads.
+    if (i < flow.first_backward() || flow.op(i).kind == OpKind::kGrad) continue;
+    for (ValueId root : flow.Needs(i)) {
+      if (const int32_t from = flow.DefOf(root); from >= flow.first_backward()) stage[i] = std::min(stage[i], stage[from]);
+    }
+  }
+  return stage;
+}
+
+}  // namespace interlace::stages

@@ -1,0 +1,36 @@
+// balance.h — where a model is cut into stages: in front of the first use of a parameter, which names the border, so
+// that other programs of the same model (for other shapes, for evaluation) are cut at the same place.
+//
+//   h.0.ln_1.weight  h.0.attn.weight ... | h.1.ln_1.weight ...       border "h.1.ln_1.weight"
+//
+// Between the uses of two parameters the position that sends the fewest bytes is taken. The slowest stage is made as
+// fast as it can be (exactly, by dynamic programming over the borders); of choices within a fiftieth of that, the one
+// whose messages are the fewest bytes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "cost/cost_model.h"
+#include "passes/stages/flow.h"
+
+namespace interlace::stages {
+
+struct Border {
+  std::string param;    // whose first use is the first behind it
+  int32_t position = 0;  // in front of this forward op
+  double bytes = 0;     // that cross it forward
+};
+
+// All that a program offers, by position.
+std::vector<Border> BordersOf(const Program& program, const Flow& flow);
+// Those in front of these parameters, or of the first parameter of these modules. Error: no such name, or not in order.
+Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names);
+// `stages` - 1 of them, balanced. Error: fewer borders than that.
+Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& all, const Flow& flow, CostModel& model,
+                                            int64_t stages);
+// By op: the stage it belongs to; -1: any (Flow::Repeats).
+Result<std::vector<int32_t>> StagesOf(const Flow& flow, const std::vector<Border>& borders);
+
+}  // namespace interlace::stages

@@ -1,0 +1,216 @@
+#include "passes/stages/flow.h"
+
+#include <algorithm>
+#include <span>
+
+#include "ir/op_table.h"
+#include "passes/phase_editor.h"
+#include "passes/sharding.h"
+
+namespace interlace::stages {
+namespace {
+
+constexpr double kNever = 1e18;  // bytes
+
+}  // namespace
+
+Flow::Flow(const Program& program, const Phase& phase) : program_(program), phase_(phase) {
+  const auto values = static_cast<size_t>(program.num_values());
+  const auto ops = phase.ops.size();
+  first_backward_ = static_cast<int32_t>(ops);
+  repeats_.assign(ops, 0);
+  def_.assign(values, -1);
+  last_write_.assign(values, -1);
+  param_of_.assign(values, kNone);
+  readers_.resize(values);
+  needs_.resize(ops);
+  for (const Symbol& symbol : program.symbols) largest_[symbol.name] = symbol.max;
+  for (const Axis& axis : program.mesh) largest_["rank_" + axis.name] = 0;
+  for (const Param& param : program.params) param_of_[param.value] = param.value;
+  for (int32_t i = size(); i-- > 0;) {
+    if (op(i).part == Part::kBackward) first_backward_ = i;
+  }
+  for (int32_t i = 0; i < size(); ++i) {
+    for (ValueId id : op(i).results) {
+      if (id != kNone && program.RootOf(id) == id) def_[id] = last_write_[id] = i;
+    }
+    for (ValueId id : WrittenOperands(program, op(i))) last_write_[program.RootOf(id)] = i;
+    if (IsWait(op(i))) {  // what travelled is there
+      ForEachOperand(op(i), [&](ValueId id) { last_write_[program.RootOf(id)] = i; });
+    }
+    if (op(i).Attr(kOnShard) != nullptr) param_of_[op(i).results[0]] = program.RootOf(op(i).args[0].value);
+  }
+  FindRepeated();
+  for (int32_t i = 0; i < size(); ++i) {
+    if (Repeats(i)) continue;
+    std::vector<ValueId>& needs = needs_[i];
+    const auto need = [&](ValueId id) {
+      const ValueId root = NeedOf(id);
+      if (root != kNone && std::find(needs.begin(), needs.end(), root) == needs.end()) needs.push_back(root);
+    };
+    if (op(i).kind == OpKind::kGrad) {
+      need(op(i).args[1].value);  // its first operand only names the parameter
+    } else {
+      ForEachOperand(op(i), need);
+    }
+    for (ValueId root : needs) readers_[root].push_back(i);
+  }
+  sums_for_.assign(ops, kNone);
+  for (int32_t i = 0; i < size(); ++i) {
+    if (op(i).kind == OpKind::kGrad) FindSums(i, program.RootOf(op(i).args[0].value));
+  }
+  FindCrossing();
+}
+
+// A gradient that is a sum which nothing else reads, of addends of its own sizes; these may be sums again.
+void Flow::FindSums(int32_t index, ValueId param) {
+  sums_for_[index] = param;
+  const auto addends = op(index).kind == OpKind::kGrad ? std::span(op(index).args).subspan(1) : std::span(op(index).args);
+  for (const Arg& arg : addends) {
+    const ValueId value = arg.value;
+    const int32_t def = program_.RootOf(value) == value ? DefOf(value) : -1;
+    if (def < first_backward_ || Repeats(def) || Readers(value).size() != 1) continue;
+    const Op& sum = op(def);
+    const bool adds = sum.name == "aten.add.Tensor" && sum.named.empty() && sum.args.size() == 2 &&
+                      std::all_of(sum.args.begin(), sum.args.end(), [&](const Arg& part) {
+                        if (part.kind != Arg::Kind::kValue) return false;
+                        const Type &a = program_.value(part.value).type, &b = program_.value(value).type;
+                        return a.sizes == b.sizes && a.dtype == b.dtype;
+                      });
+    if (adds) FindSums(def, param);
+  }
+}
+
+ValueId Flow::NeedOf(ValueId id) const {
+  const ValueId root = program_.RootOf(id);
+  if (param_of_[root] != kNone) return param_of_[root];
+  if (def_[root] < 0) {
+    // What the model changes is that of the stage that changes it.
+    return last_write_[root] >= 0 ? root : kNone;
+  }
+  return repeats_[def_[root]] != 0 ? kNone : root;
+}
+
+// In the order of the ops, so that what a repeated op reads is known to be repeated or not.
+void Flow::FindRepeated() {
+  for (int32_t i = 0; i < size(); ++i) {
+    const Op& at = op(i);
+    if (at.Attr(kOnShard) != nullptr) {
+      repeats_[i] = 1;
+      continue;
+    }
+    const bool pure = (at.kind == OpKind::kView || at.kind == OpKind::kCopy || !IsOwn(at)) && !at.rng &&
+                      !HasEffect(program_, at) && at.kind != OpKind::kCallPython;
+    bool repeats = pure, of_param = false;
+    ForEachOperand(at, [&](ValueId id) {
+      const ValueId root = program_.RootOf(id);
+      of_param = of_param || param_of_[root] != kNone;
+      repeats = repeats && NeedOf(id) == kNone;
+    });
+    for (ValueId id : at.results) {
+      if (id == kNone) continue;
+      const ValueId root = program_.RootOf(id);
+      if (root == id) repeats = repeats && last_write_[id] == i;  // nobody changes it later
+    }
+    // A view lies where its storage does, and is made again where it is used.
+    repeats_[i] = repeats || (IsPureView(program_, at) && !at.results.empty()) ? 1 : 0;
+  }
+}
+
+double Flow::Bytes(ValueId root) const {
+  const Type& type = program_.value(root).type;
+  double bytes = static_cast<double>(DTypeBytes(type.dtype));
+  for (const Dim& size : type.sizes) {
+    const Result<int64_t> number = program_.dims.Evaluate(size, largest_);
+    bytes *= number.ok() ? static_cast<double>(*number) : 1;
+  }
+  return bytes;
+}
+
+void Flow::FindCrossing() {
+  std::vector<double> change(static_cast<size_t>(first_backward_) + 1, 0);
+  for (ValueId root = 0; root < program_.num_values(); ++root) {
+    const int32_t from = def_[root];
+    if (from < 0 || from >= first_backward_ || Repeats(from)) continue;
+    int32_t last = -1;
+    for (int32_t reader : readers_[root]) {
+      if (reader < first_backward_) last = std::max(last, reader);
+    }
+    if (last <= from) continue;
+    const double bytes = Bytes(root);
+    if (const int32_t there = last_write_[root]; IsStart(op(from)) && there > from) {  // nothing is cut in flight
+      change[static_cast<size_t>(from) + 1] += kNever;
+      change[std::min(static_cast<size_t>(there) + 1, change.size() - 1)] -= kNever;
+    }
+    change[static_cast<size_t>(from) + 1] += bytes;
+    change[static_cast<size_t>(last) + 1 < change.size() ? static_cast<size_t>(last) + 1 : change.size() - 1] -= bytes;
+  }
+  double sum = 0;
+  for (double bytes : change) crossing_.push_back(sum += bytes);
+}
+
+std::vector<char> Flow::Above(int32_t border) const {
+  std::vector<char> above(static_cast<size_t>(size()), 0);
+  std::vector<char> there(static_cast<size_t>(program_.num_values()), 0);   // by root: known above without being sent
+  std::vector<char> below(static_cast<size_t>(program_.num_values()), 0);  // by root: used below
+  for (int32_t i = 0; i < first_backward_; ++i) {
+    above[i] = i >= border ? 1 : 0;
+    for (ValueId root : Needs(i)) (above[i] != 0 ? there : below)[root] = 1;
+    for (ValueId id : op(i).results) {
+      if (id != kNone && above[i] != 0) there[program_.RootOf(id)] = 1;
+    }
+  }
+  for (int32_t i = first_backward_; i < size(); ++i) {
+    if (Repeats(i)) continue;
+    const Op& at = op(i);
+    if (at.kind == OpKind::kGrad) {
+      above[i] = below[program_.RootOf(at.args[0].value)] == 0 ? 1 : 0;
+      continue;
+    }
+    bool up = true;
+    for (ValueId root : Needs(i)) {
+      const int32_t from = DefOf(root);
+      up = up && (from >= first_backward_ ? above[from] != 0 : there[root] != 0);
+      if (from >= first_backward_ && last_write_[root] > from && last_write_[root] < i)
+        up = up && above[last_write_[root]] != 0;
+    }
+    above[i] = up ? 1 : 0;
+  }
+  MoveDown(above, there);
+  return above;
+}
+
+// From the end: an op above, whose results are read below only, goes down when what it reads is less to send. Part of the
+// gradient of a parameter that is used above, too, stays: it is added up there.
+void Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there) const {
+  for (int32_t i = size(); i-- > first_backward_;) {
+    const Op& at = op(i);
+    if (above[i] == 0 || Repeats(i) || at.kind == OpKind::kGrad || at.kind == OpKind::kOutput || IsWait(at) ||
+        IsStart(at) || !at.writes.empty()) {
+      continue;
+    }
+    bool only_below = true, read = false;
+    double sent = 0, instead = 0;
+    for (ValueId id : at.results) {
+      if (id == kNone || program_.RootOf(id) != id) continue;
+      for (int32_t reader : readers_[id]) {
+        const ValueId param = SumsFor(reader);
+        read = true;
+        only_below = only_below && above[reader] == 0 && (param == kNone || there[param] == 0);
+      }
+      if (last_write_[id] != i) only_below = false;
+      sent += Bytes(id);
+    }
+    if (!only_below || !read) continue;
+    for (ValueId root : Needs(i)) {
+      const bool sent_anyway = std::any_of(readers_[root].begin(), readers_[root].end(), [&](int32_t reader) {
+        return reader >= first_backward_ && above[reader] == 0;
+      });
+      const int32_t from = DefOf(root);
+      if (!sent_anyway && from >= 0 && above[from] != 0) instead += Bytes(root);
+    }
+    if (instead <= sent) above[i] = 0;
+  }
+}
+
+}  // namespace interlace::stages

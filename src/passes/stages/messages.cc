@@ -1,0 +1,215 @@
+#include "passes/stages/messages.h"
+
+#include <algorithm>
+#include <map>
+
+#include "ir/op_table.h"
+#include "ir/text.h"
+
+namespace interlace::stages {
+namespace {
+
+class Planner {
+ public:
+  Planner(const Program& program, const Flow& flow, Layout& layout) : program_(program), flow_(flow), layout_(layout) {}
+
+  Status Run(bool split) {
+    layout_.turn.assign(static_cast<size_t>(flow_.size()), Turn::kForward);
+    for (int32_t i = flow_.first_backward(); i < flow_.size(); ++i) layout_.turn[i] = Turn::kBackward;
+    FindHomes();
+    for (int32_t i = flow_.first_backward(); i < flow_.size(); ++i) {
+      if (flow_.op(i).kind == OpKind::kGrad) ShareGradient(i);
+    }
+    if (split) SplitBackward();
+    for (auto& [grad, parts] : layout_.gradients) {
+      for (GradPart& part : parts) {
+        for (ValueId id : part.values) {
+          const int32_t def = flow_.DefOf(program_.RootOf(id));
+          part.place.turn = std::max(part.place.turn, def < 0 ? Turn::kBackward : layout_.turn[def]);
+        }
+      }
+    }
+    std::map<ValueId, std::vector<Place>> uses;  // by storage, each place once
+    for (int32_t i = 0; i < flow_.size(); ++i) {
+      if (layout_.stage[i] < 0) continue;
+      const Place place{layout_.stage[i], layout_.turn[i]};
+      for (ValueId root : flow_.Needs(i)) {
+        std::vector<Place>& places = uses[root];
+        if (std::find(places.begin(), places.end(), place) == places.end()) places.push_back(place);
+      }
+      INTERLACE_TRY(CheckWrites(i));
+    }
+    for (const auto& [root, places] : uses) INTERLACE_TRY(Send(root, places));
+    std::stable_sort(layout_.messages.begin(), layout_.messages.end(), [](const Message& a, const Message& b) {
+      return a.after != b.after ? a.after < b.after : a.root < b.root;
+    });
+    return Ok{};
+  }
+
+ private:
+  void FindHomes() {
+    layout_.trained.assign(static_cast<size_t>(program_.num_values()), 0);
+    layout_.home.assign(static_cast<size_t>(program_.num_values()), -1);
+    for (const bool forward : {true, false}) {
+      for (int32_t i = 0; i < flow_.size(); ++i) {
+        if ((i < flow_.first_backward()) != forward || layout_.stage[i] < 0) continue;
+        for (ValueId root : flow_.Needs(i)) {
+          int32_t& home = layout_.home[root];
+          if (program_.value(root).kind != ValueKind::kParam) continue;
+          if (home < 0 || (forward && layout_.stage[i] < home)) home = layout_.stage[i];
+        }
+      }
+    }
+    for (const Param& param : program_.params) layout_.home[param.value] = std::max(layout_.home[param.value], 0);
+  }
+
+  // The values that a gradient is the sum of, one after the other, and the ops that add them up.
+  void Addends(ValueId value, std::vector<ValueId>& values, std::vector<int32_t>& sums) const {
+    const int32_t def = program_.RootOf(value) == value ? flow_.DefOf(value) : -1;
+    if (def < 0 || flow_.SumsFor(def) == kNone) return values.push_back(value);
+    sums.push_back(def);
+    for (const Arg& arg : flow_.op(def).args) Addends(arg.value, values, sums);
+  }
+
+  // The parameter belongs to the stage that makes its gradient, or to all ranks that make parts of it.
+  void ShareGradient(int32_t index) {
+    const Op& op = flow_.op(index);
+    const ValueId param = program_.RootOf(op.args[0].value);
+    layout_.trained[param] = 1;
+    std::vector<ValueId> values;
+    std::vector<int32_t> sums;
+    Addends(op.args[1].value, values, sums);
+    std::map<int64_t, GradPart> parts;  // by rank
+    for (ValueId value : values) {
+      const int32_t def = flow_.DefOf(program_.RootOf(value));
+      const int32_t stage = def < 0 || layout_.stage[def] < 0 ? layout_.home[param] : layout_.stage[def];
+      GradPart& part = parts.try_emplace(layout_.RankOf(stage), GradPart{{stage, Turn::kBackward}, {}}).first->second;
+      part.place.stage = std::min(part.place.stage, stage);
+      part.values.push_back(value);
+    }
+    if (parts.size() == 1) {
+      layout_.stage[index] = layout_.home[param] = parts.begin()->second.place.stage;
+      return;
+    }
+    layout_.stage[index] = -1;
+    for (int32_t sum : sums) layout_.stage[sum] = -1;
+    layout_.home[param] = parts.begin()->second.place.stage;
+    for (auto& [rank, part] : parts) {
+      layout_.shared[param].push_back(rank);
+      layout_.gradients[index].push_back(std::move(part));
+    }
+  }
+
+  // What no other stage needs, directly or through other ops, can wait.
+  void SplitBackward() {
+    std::vector<char> needed(static_cast<size_t>(program_.num_values()), 0);  // by root
+    for (int32_t i = flow_.size(); i-- > flow_.first_backward();) {
+      if (layout_.stage[i] < 0) continue;
+      const int32_t stage = layout_.stage[i];
+      const Op& op = flow_.op(i);
+      bool soon = stage == 0 || op.kind == OpKind::kOutput || op.kind == OpKind::kCallPython;
+      for (ValueId id : op.results) soon = soon || (id != kNone && needed[program_.RootOf(id)] != 0);
+      for (ValueId id : WrittenOperands(program_, op)) soon = soon || needed[program_.RootOf(id)] != 0;
+      if (IsWait(op)) ForEachOperand(op, [&](ValueId id) { soon = soon || needed[program_.RootOf(id)] != 0; });
+      if (!soon) layout_.turn[i] = Turn::kWeights;
+      for (ValueId root : flow_.Needs(i)) {
+        const int32_t from = flow_.DefOf(root);
+        if (from < flow_.first_backward()) continue;
+        if (soon || layout_.stage[from] != stage) needed[root] = 1;
+      }
+    }
+  }
+
+  Status CheckWrites(int32_t index) const {
+    const Op& op = flow_.op(index);
+    for (ValueId id : WrittenOperands(program_, op)) {
+      const int32_t from = flow_.DefOf(program_.RootOf(id));
+      if (from < 0 || flow_.Repeats(from) || layout_.stage[from] == layout_.stage[index]) continue;
+      return Error{"%" + std::to_string(id) + " is made by stage " + std::to_string(layout_.stage[from]) +
+                       " and changed by stage " + std::to_string(layout_.stage[index]) + "; choose another border",
+                   PrintOp(program_, op)};
+    }
+    return Ok{};
+  }
+
+  Status Send(ValueId root, const std::vector<Place>& uses) {
+    const int32_t made = flow_.DefOf(root);
+    const ValueKind kind = program_.value(root).kind;
+    if (kind == ValueKind::kBuffer) return SendBuffer(root, uses);
+    Place from{0, Turn::kForward};
+    if (kind == ValueKind::kParam) {
+      if (!layout_.trained[root]) return Ok{};  // every rank that uses it has it
+      from.stage = layout_.home[root];
+    } else if (made >= 0) {
+      from = {layout_.stage[made], layout_.turn[made]};
+    }
+    std::map<int32_t, std::vector<Place>> by_rank;
+    const auto shared = layout_.shared.find(root);
+    for (const Place& place : uses) {
+      const int32_t rank = layout_.RankOf(place.stage);
+      if (rank == layout_.RankOf(from.stage)) continue;
+      if (shared != layout_.shared.end() && std::count(shared->second.begin(), shared->second.end(), rank) > 0) continue;
+      by_rank[rank].push_back(place);
+    }
+    for (auto& [rank, places] : by_rank) {
+      std::sort(places.begin(), places.end(), Before);
+      Message message{root, flow_.LastWrite(root), from, places[0]};
+      if (from.turn == Turn::kForward) {
+        const auto up = std::find_if(places.begin(), places.end(), [&](const Place& p) { return p.stage > from.stage; });
+        if (up != places.end()) {
+          message.to = {up->stage, Turn::kForward};
+          for (const Place& p : places) {
+            if (p.stage > from.stage) message.to.stage = std::min(message.to.stage, p.stage);
+          }
+        } else {
+          message.from.turn = message.to.turn = Turn::kBackward;
+          message.after = -1;
+        }
+      } else if (message.to.turn == Turn::kWeights) {
+        message.to.turn = Turn::kBackward;
+      }
+      const bool late = message.to.turn == Turn::kBackward && message.to.stage >= message.from.stage;
+      if (late || from.turn == Turn::kWeights || Before(places[0], message.to)) {
+        return MakeError("%", root, ", made by ", made >= 0 ? flow_.op(made).name : "the model", " in stage ",
+                         from.stage, ", is needed by stage ", places[0].stage,
+                         " before it can be there; choose other borders");
+      }
+      layout_.messages.push_back(message);
+    }
+    return Ok{};
+  }
+
+  Status SendBuffer(ValueId root, const std::vector<Place>& uses) const {
+    for (const Place& place : uses) {
+      if (layout_.RankOf(place.stage) == layout_.RankOf(uses[0].stage)) continue;
+      for (const Buffer& buffer : program_.buffers) {
+        if (buffer.value != root) continue;
+        return MakeError("buffer '", buffer.name, "' is changed by the model and used by stages ", uses[0].stage,
+                         " and ", place.stage, ", on two ranks; choose borders that leave it to one");
+      }
+    }
+    return Ok{};
+  }
+
+  const Program& program_;
+  const Flow& flow_;
+  Layout& layout_;
+};
+
+}  // namespace
+
+bool Before(const Place& a, const Place& b) {
+  if (a.turn != b.turn) return a.turn < b.turn;
+  return a.turn == Turn::kForward ? a.stage < b.stage : a.stage > b.stage;
+}
+
+Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
+                          bool split) {
+  Layout layout;
+  layout.ranks = ranks;
+  layout.stage = std::move(stage);
+  INTERLACE_TRY(Planner(program, flow, layout).Run(split));
+  return layout;
+}
+
+}  // namespace interlace::stages

@@ -1,0 +1,62 @@
+// messages.h — which ops run where, and what travels, when a captured program is cut into stages.
+//
+// A model of V stages runs on S ranks, stage k on rank k % S. A micro-batch passes the places of a rank in this order:
+//
+//   forward of its stages, first to last | backward, last to first | where what that sent is waited for, last to first |
+//   gradients of weights, last to first (when split)
+//
+// A parameter whose gradient comes from several ranks (a tied embedding) is on all of these; their parts are added up when
+// the step ends. Any other storage is made in one place; every other rank that needs it gets one message, which is sent and received in the
+// forward places of both stages when it goes up, and in their backward places when it goes down.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "base/result.h"
+#include "passes/stages/flow.h"
+
+namespace interlace::stages {
+
+enum class Turn : uint8_t { kForward, kBackward, kSent, kWeights };
+
+struct Place {
+  int32_t stage = 0;
+  Turn turn = Turn::kForward;
+  friend bool operator==(const Place&, const Place&) = default;
+};
+// Whether a micro-batch comes by `a` before `b`.
+bool Before(const Place& a, const Place& b);
+
+struct Message {
+  ValueId root = kNone;  // the storage that is sent, or the parameter
+  int32_t after = -1;    // index of the op behind which it is complete; -1: when the place begins
+  Place from, to;        // where it is sent and received
+};
+
+// What one rank adds to the gradient of a parameter that it shares: the sum of `values`, all there.
+struct GradPart {
+  Place place;
+  std::vector<ValueId> values;
+};
+
+struct Layout {
+  int64_t ranks = 1;           // along the axis of the stages
+  std::vector<int32_t> stage;  // by op; -1: any, or none (sums that the parts of a shared gradient stand for)
+  std::vector<Turn> turn;      // by op
+  std::vector<int32_t> home;   // by value: of a parameter the first stage that has it; -1
+  std::vector<char> trained;   // by value: a parameter with a gradient
+  std::map<ValueId, std::vector<int64_t>> shared;     // by parameter that several ranks have and change: those, ascending
+  std::map<int32_t, std::vector<GradPart>> gradients;  // of shared parameters, by index of the op `grad`
+  std::vector<Message> messages;                       // in the order they are sent
+  int32_t RankOf(int32_t of_stage) const { return static_cast<int32_t>(of_stage % ranks); }
+  bool At(int32_t op, const Place& place) const { return stage[op] == place.stage && turn[op] == place.turn; }
+};
+
+// `split`: gradients of weights have a turn of their own. Error: something would have to be sent against the order of
+// places, or is changed by one rank and read by another.
+Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
+                          bool split);
+
+}  // namespace interlace::stages
