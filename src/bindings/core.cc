@@ -16,7 +16,9 @@
 #include "base/digest.h"
 #include "io/checksum.h"
 #include "ir/memory_plan.h"
+#include "ir/op_table.h"
 #include "ir/program.h"
+#include "ir/program_set.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -70,7 +72,8 @@ py::list Params(const Program& program) {
         ListOf(param.cuts, [](const Cut& cut) { return py::make_tuple(cut.axis, cut.dim, cut.blocks); });
     return ValueDict(program, param.value, "name"_a = param.name, "trainable"_a = param.trainable,
                      "group"_a = OrNone(param.group), "unit"_a = OrNone(param.unit),
-                     "unit_offset"_a = param.unit_offset, "aliases"_a = param.aliases, "cuts"_a = cuts);
+                     "unit_offset"_a = param.unit_offset, "aliases"_a = param.aliases, "cuts"_a = cuts,
+                     "shared"_a = param.shared);
   });
 }
 
@@ -92,9 +95,28 @@ py::list States(const Program& program) {
 }
 
 py::list Buffers(const Program& program) {
+  std::set<ValueId> changed;  // storages that the model writes
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      for (ValueId written : WrittenOperands(program, program.op(id))) changed.insert(program.RootOf(written));
+    }
+  }
   return ListOf(program.buffers, [&](const Buffer& buffer) {
-    return ValueDict(program, buffer.value, "name"_a = buffer.name, "persistent"_a = buffer.persistent);
+    return ValueDict(program, buffer.value, "name"_a = buffer.name, "persistent"_a = buffer.persistent,
+                     "changed"_a = changed.contains(buffer.value));
   });
+}
+
+// Names of what a step gives, each once.
+std::set<std::string> Outputs(const Program& program) {
+  std::set<std::string> names;
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      const Arg* name = program.op(id).kind == OpKind::kOutput ? program.op(id).Attr("name") : nullptr;
+      if (name != nullptr) names.insert(name->text);
+    }
+  }
+  return names;
 }
 
 py::list Inputs(const Program& program) {
@@ -255,6 +277,12 @@ PYBIND11_MODULE(_core, m) {
       .def("units", &Units)
       .def("states", &States)
       .def("buffers", &Buffers)
+      .def("outputs", &Outputs)
+      .def_property_readonly("stage",
+                             [](const Program& p) -> std::optional<std::pair<std::string, int64_t>> {
+                               if (!p.stage) return std::nullopt;
+                               return std::pair(p.stage->axis, p.stage->index);
+                             })
       .def("inputs", &Inputs)
       .def("consts", &Consts)
       .def("groups", &Groups)
@@ -290,13 +318,18 @@ PYBIND11_MODULE(_core, m) {
       [](const std::string& strategy, std::vector<std::pair<std::string, int64_t>> mesh, const std::string& shard_axis,
          int64_t accumulation, const std::string& accumulate_mode, const std::string& param, const std::string& reduce,
          std::optional<double> clip, bool norm, bool momentum, const std::string& tensor_axis,
-         const std::string& tensor_plan, bool sequence) {
+         const std::string& tensor_plan, bool sequence, const std::string& stage_axis, const std::string& stages_at,
+         const std::string& stage_order, int64_t stage_chunks) {
         return PrintPipeline(Take(StandardPipeline({.strategy = strategy,
                                                     .mesh = std::move(mesh),
                                                     .shard_axis = shard_axis,
                                                     .tensor_axis = tensor_axis,
                                                     .tensor_plan = tensor_plan,
                                                     .sequence = sequence,
+                                                    .stage_axis = stage_axis,
+                                                    .stages_at = stages_at,
+                                                    .stage_order = stage_order,
+                                                    .stage_chunks = stage_chunks,
                                                     .accumulation = accumulation,
                                                     .accumulate_mode = accumulate_mode,
                                                     .param = param,
@@ -309,11 +342,25 @@ PYBIND11_MODULE(_core, m) {
       py::arg("shard_axis") = "dp", py::arg("accumulation") = 1, py::arg("accumulate_mode") = "reduce_each",
       py::arg("param") = "none", py::arg("reduce") = "none", py::arg("clip") = std::nullopt, py::arg("norm") = false,
       py::arg("momentum") = true, py::arg("tensor_axis") = "", py::arg("tensor_plan") = "auto",
-      py::arg("sequence") = true,
+      py::arg("sequence") = true, py::arg("stage_axis") = "", py::arg("stages_at") = "auto",
+      py::arg("stage_order") = "1f1b", py::arg("stage_chunks") = 1,
       "The passes that make a training step, in their order (standard_pipeline.cc says why).");
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
       "SHA-256 of a text, hexadecimal.");
+  m.def(
+      "check_stages",
+      [](const std::string& axis, const std::vector<std::string>& texts) {
+        ProgramSet set;
+        set.axis = axis;
+        for (const std::string& text : texts) {
+          const std::string file = "stage" + std::to_string(set.stages.size()) + ".il";
+          set.stages.push_back({file, Take(Parse(text, file))});
+        }
+        Take(CheckProgramSet(set));
+      },
+      py::arg("axis"), py::arg("texts"), Unlocked(),
+      "Raises _core.Error where the programs of a pipeline's stages do not fit one another (docs/ir.md, program sets).");
   AddSimulation(m);
   AddPlanner(m);
   if (AddTesting != nullptr) AddTesting(m);

@@ -22,7 +22,7 @@ Result<std::string> Strategy(const StandardOptions& options) {
   for (const auto& axis : options.mesh) {
     if (axis.first == options.shard_axis) {
       shards = &axis;
-    } else if (axis.first != options.tensor_axis) {
+    } else if (axis.first != options.tensor_axis && axis.first != options.stage_axis) {
       replicas += (replicas.empty() ? "" : "+") + axis.first;
     }
   }
@@ -32,15 +32,14 @@ Result<std::string> Strategy(const StandardOptions& options) {
          (replicas.empty() ? ",ranks=" + std::to_string(shards->second) : ",replicas=" + replicas) + ")";
 }
 
-// Ranks that products are cut over.
-Result<int64_t> TensorRanks(const StandardOptions& options) {
-  if (options.tensor_axis.empty()) return 1;
-  if (options.tensor_axis == options.shard_axis)
-    return MakeError("axis ", options.shard_axis, " cannot both ", options.strategy, " and cut products");
+// Ranks along an axis that is there to `what`; 1 for none.
+Result<int64_t> RanksTo(const StandardOptions& options, const std::string& axis, const char* what) {
+  if (axis.empty()) return 1;
+  if (axis == options.shard_axis) return MakeError("axis ", axis, " cannot both ", options.strategy, " and ", what);
   for (const auto& [name, size] : options.mesh) {
-    if (name == options.tensor_axis) return size;
+    if (name == axis) return size;
   }
-  return MakeError("the mesh has no axis ", options.tensor_axis, " to cut products over");
+  return MakeError("the mesh has no axis ", axis, " to ", what);
 }
 
 }  // namespace
@@ -58,18 +57,25 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
     passes.push_back("mesh(axes=" + axes + ")");
   }
   // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its parameters.
-  INTERLACE_ASSIGN(const int64_t parts, TensorRanks(options));
+  INTERLACE_ASSIGN(const int64_t parts, RanksTo(options, options.tensor_axis, "cut products"));
+  INTERLACE_ASSIGN(const int64_t stages, RanksTo(options, options.stage_axis, "deal stages over"));
   if (parts > 1) {
     passes.push_back("tensor(axis=" + options.tensor_axis + ",plan=" + options.tensor_plan +
                      ",sequence=" + (options.sequence ? "true" : "false") + ")");
     // What it adds are views of views; then there is something to travel while something else is computed.
     passes.push_back("canonicalize");
-    passes.push_back("overlap");
+    if (stages == 1) passes.push_back("overlap");
   }
   // Before the strategy, because it says at the captured level which casts are made on shards and in which dtype a
   // gradient is handed over; the strategy turns that into narrow gathers and reductions.
   if (options.param != "none" || options.reduce != "none")
     passes.push_back("precision(param=" + options.param + ",reduce=" + options.reduce + ")");
+  // Between what works on the whole model and the strategy, which makes units of the stage's own parameters.
+  if (stages > 1) {
+    passes.push_back("pipeline(axis=" + options.stage_axis + ",stage=" + std::to_string(options.stage) +
+                     ",at=" + options.stages_at + ",chunks=" + std::to_string(options.stage_chunks) +
+                     ",backward=" + (options.stage_order == "zero_bubble" ? "split" : "whole") + ")");
+  }
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
   // added up where is known only when they have a place in a unit.
   passes.push_back(strategy);
@@ -82,6 +88,8 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   // scheduled, which all that moves transfers, updates and storages starts from.
   passes.push_back("update(clip=" + (options.clip ? Decimal(*options.clip) : "none") + ",norm=" +
                    (options.norm ? "always" : "auto") + ",momentum=" + (options.momentum ? "true" : "false") + ")");
+  // Behind everything that has phases of its own for the first and the last micro-batch.
+  if (stages > 1) passes.push_back("order(schedule=" + options.stage_order + ")");
   std::string text;
   for (const std::string& pass : passes) text += (text.empty() ? "" : ",") + pass;
   return ParsePipeline(text);  // which checks every value by the table

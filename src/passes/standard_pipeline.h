@@ -3,6 +3,7 @@
 //
 //   canonicalize,precision(param=bf16,reduce=bf16),shard(axis=dp,ranks=2),accumulate(...),update(clip=1.0,...)
 //   canonicalize,mesh(axes=dp:2+tp:2),tensor(axis=tp,plan=auto,sequence=true),shard(axis=dp,ranks=2),update(...)
+//   canonicalize,mesh(axes=pp:2+dp:2),pipeline(axis=pp,stage=0,at=auto,...),shard(axis=dp),...,order(schedule=1f1b)
 #pragma once
 
 #include <optional>
@@ -21,6 +22,11 @@ struct StandardOptions {
   std::string tensor_axis;                                          // along which products are cut; empty: none are
   std::string tensor_plan = "auto";                                 // or model: as the program says
   bool sequence = true;                                             // what lies between the products is cut, too
+  std::string stage_axis;                                           // of the stages of a pipeline; empty: none
+  int64_t stage = 0;                                                // whose program it becomes
+  std::string stages_at = "auto";                                   // where they begin: pass `pipeline`
+  std::string stage_order = "1f1b";                                 // what they run when: pass `order`
+  int64_t stage_chunks = 1;                                         // stages of each rank
   int64_t accumulation = 1;                                         // micro-batches of a step
   std::string accumulate_mode = "reduce_each";
   std::string param = "none", reduce = "none";  // dtypes that parameters are gathered and gradients reduced in

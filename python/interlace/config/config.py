@@ -15,6 +15,7 @@ from typing import Any
 from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
 
 STRATEGIES = ("shard", "replicate", "zero1")
+STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 ACCUMULATE_MODES = ("reduce_each", "reduce_last")
 NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -59,6 +60,10 @@ class Config:
     tensor           with axis tp: "auto" chooses how parameters are cut, "model" takes what the model says (Hugging Face's tp_plan), or
                      a file with a line "PARAMETER DIMENSION [blocks N]" for each, where * stands for the numbers in names
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
+    stages           with axis pp, whose ranks run one stage each of a pipeline: "auto" cuts the model into stages that take the same time,
+                     or the parameters or modules that the second stage and the following ones begin with, joined by +
+    stage_order      "1f1b", "gpipe", "interleaved" (several stages a rank) or "zero_bubble": what a stage runs when
+    stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients) or "reduce_last" (full gradients, reduced once)
     clip_norm        largest global norm of the gradient, or None
@@ -99,6 +104,9 @@ class Config:
     mesh: Any = None
     tensor: str = "auto"
     sequence_parallel: bool = True
+    stages: str = "auto"
+    stage_order: str = "1f1b"
+    stage_chunks: int = 1
     accumulation: int = 1
     accumulate_mode: str = "reduce_each"
     clip_norm: float | None = None
@@ -136,7 +144,9 @@ class Config:
         self._one_of("accumulate_mode", ACCUMULATE_MODES)
         self._one_of("mode", ("compiled", "eager"))
         self._one_of("rng", ("keyed", "compat"))
+        self._one_of("stage_order", STAGE_ORDERS)
         self._whole("accumulation", 1)
+        self._whole("stage_chunks", 1)
         self._whole("seed", 0)
         for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
@@ -162,11 +172,12 @@ class Config:
             raise ConfigError(
                 "param_dtype, reduce_dtype, output_dtype and loss_scale need mode='compiled'; the eager mode runs the model as it is"
             )
-        for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier", "tensor"):
+        for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier", "tensor", "stages"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, str(value))
         self._tensor_parallel()
+        self._stages()
         object.__setattr__(self, "profile", str(self.profile))
         object.__setattr__(self, "schedule", schedule_form(self.schedule))
         shapes, pad = shapes_form(self.shapes, self.pad)
@@ -189,6 +200,26 @@ class Config:
         if self.rng == "compat":
             raise ConfigError("axis tp of the mesh needs rng='keyed': each rank's own generator would give each rank another dropout mask")
 
+    def _stages(self) -> None:
+        if self.stage_ranks == 1:
+            for name, plain in (("stages", "auto"), ("stage_order", "1f1b"), ("stage_chunks", 1)):
+                if getattr(self, name) != plain:
+                    raise ConfigError(f"{name}={getattr(self, name)!r} needs an axis pp in the mesh, for example mesh={{'pp': 2, 'dp': 2}}")
+            return
+        if self.mode == "eager":
+            raise ConfigError("axis pp of the mesh needs mode='compiled': the eager mode runs the model's own Python, which has no stages")
+        if self.rng == "compat":
+            raise ConfigError("axis pp of the mesh needs rng='keyed': one generator in program order knows no stages")
+        if self.stage_chunks > 1 and self.stage_order not in ("interleaved", "gpipe"):
+            raise ConfigError(f'stage_chunks={self.stage_chunks} needs stage_order="interleaved" (or "gpipe"), not "{self.stage_order}"')
+        if self.stage_order == "interleaved" and self.accumulation % self.stage_ranks:
+            raise ConfigError(
+                f'stage_order="interleaved" runs micro-batches in groups of {self.stage_ranks}, and accumulation={self.accumulation} is '
+                f"no multiple; write accumulation={-(-self.accumulation // self.stage_ranks) * self.stage_ranks}"
+            )
+        if self.debug:
+            raise ConfigError("debug runs a step op by op on all ranks, which stages of a pipeline are not; leave axis pp out for that")
+
     @property
     def axes(self) -> tuple[tuple[str, int], ...] | None:
         """The mesh, or where passes replaces it the one that is declared there; None: all ranks on dp."""
@@ -203,8 +234,13 @@ class Config:
         """Ranks along axis tp."""
         return dict(self.axes or ()).get("tp", 1)
 
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks along axis pp."""
+        return dict(self.axes or ()).get("pp", 1)
+
     def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Which of how many different batches a rank of so many gets: (rank, ranks), but ranks along axis tp get the same.
+        """Which of how many different batches a rank of so many gets: (rank, ranks), but ranks along axes tp and pp get the same.
 
             sampler = DistributedSampler(data, *reversed(config.data_place(rank, ranks)))
         """
@@ -245,6 +281,8 @@ class Config:
             _core.standard_pipeline(
                 strategy=self.strategy, mesh=mesh, tensor_axis="tp" if "tp" in dict(mesh) else "",
                 tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
+                stage_axis="pp" if self.stage_ranks > 1 else "", stages_at=self.stages, stage_order=self.stage_order,
+                stage_chunks=self.stage_chunks,
                 accumulation=self.accumulation, accumulate_mode=self.accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,

@@ -94,11 +94,11 @@ def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
 
 
 def data_place(mesh: tuple[tuple[str, int], ...] | None, rank: int, ranks: int) -> tuple[int, int]:
-    """Which of how many different batches a rank of a run gets; those along axis tp get the same."""
+    """Which of how many different batches a rank of a run gets; those along axes tp and pp get the same."""
     at, count, rest = 0, 1, ranks
     for name, size in mesh or (("dp", ranks),):
         rest //= size
-        if name != "tp":
+        if name not in ("tp", "pp"):
             at, count = at * size + rank // max(rest, 1) % size, count * size
     return at, count
 

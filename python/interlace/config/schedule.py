@@ -30,7 +30,7 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
 
     It changes no bit of the training. One rank without a limit has nothing to decide; for accelerators it needs Config.cluster.
     """
-    if config.mode == "eager" or config.passes is not None or config.profile == "off":
+    if config.mode == "eager" or config.passes is not None or config.profile == "off" or config.stage_ranks > 1:
         return ()
     limited = config.memory_limit is not None
     known = config.cluster is not None or device == "cpu"

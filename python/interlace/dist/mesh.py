@@ -4,8 +4,8 @@
                                       dp 0     0 2       index along dp      0, its group 2 3
                                       dp 1     1 3       along replica,dp    2, its group 0 1 2 3
 
-Several axes are written as one word, "replica,dp", in the mesh's order. Ranks along the axis tp cut the work on one batch; those along
-all others, the data axes, have batches of their own.
+Several axes are written as one word, "replica,dp", in the mesh's order. Ranks along the axis tp cut the work on one batch, those along pp
+its layers; ranks along all others, the data axes, have batches of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 
 
-TENSOR = "tp"
+TENSOR, STAGES = "tp", "pp"
 
 
 class Mesh:
@@ -38,7 +38,12 @@ class Mesh:
     @property
     def data(self) -> str:
         """The axes along which ranks have different batches."""
-        return ",".join(name for name in self.sizes if name != TENSOR)
+        return ",".join(name for name in self.sizes if name not in (TENSOR, STAGES))
+
+    @property
+    def shared(self) -> str:
+        """The axes along which ranks have the same batch."""
+        return ",".join(name for name in self.sizes if name in (TENSOR, STAGES))
 
     def joined(self, *axes: str) -> str:
         """Several words as one, in the mesh's order."""

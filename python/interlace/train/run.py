@@ -21,7 +21,6 @@ from interlace.compiling.programs import Built, Programs
 from interlace.compiling.states import WEIGHT, Parameter
 from interlace.config import Config
 from interlace.config.schedule import stage_at
-from interlace.dist.mesh import TENSOR
 from interlace.dist.peers import PeerError, Peers
 from interlace.errors import InterlaceError
 from interlace.train import batch as batches
@@ -158,17 +157,18 @@ class Run:
         return parts[0] if self.shapes is None else self.shapes.filled(parts, self.shapes.current)[0]
 
     def check_same_batch(self, what: str, inputs: Any) -> None:
-        """Error: ranks along axis tp, which work on one batch, that were given different ones. Every rank must call it."""
-        if self.mesh.size(TENSOR) == 1:
+        """Error: ranks along axes tp and pp, which work on one batch, that were given different ones. Every rank must call it."""
+        axes = self.mesh.shared
+        if self.mesh.size(axes) == 1:
             return
         digest = hashlib.sha256(b"".join(checksum(t) for part in inputs for t in part)).hexdigest()
         with self.peers.guard():
             everyone = self.peers.exchange(what, digest)
-            for group in self.mesh.groups(TENSOR):
+            for group in self.mesh.groups(axes):
                 other = next((r for r in group if everyone[r] != everyone[group[0]]), None)
                 if other is not None:
                     raise PeerError(
-                        f"ranks {group[0]} and {other} cut one batch along axis {TENSOR} of the mesh, but were given different ones; "
+                        f"ranks {group[0]} and {other} work on one batch along {axes} of the mesh, but were given different ones; "
                         "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other
                     )  # fmt: skip
 
@@ -194,7 +194,7 @@ class Run:
     def roles(self) -> list[str]:
         """In torch's order."""
         kind = kind_of(self.optimizer, self.optimizer.param_groups[0])
-        present = {role for unit in self.states.units for role in self.states.roles(unit)}
+        present = {role for record in self.states.everything for role in record.roles}
         return [role for role in STATE_NAMES[kind] if role in present]
 
     def has_state(self, p: Parameter) -> bool:

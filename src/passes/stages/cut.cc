@@ -28,13 +28,8 @@
 #include "passes/stages/messages.h"
 
 namespace interlace {
+namespace stages {
 namespace {
-
-using stages::Flow;
-using stages::Layout;
-using stages::Message;
-using stages::Place;
-using stages::Turn;
 
 class StageWriter {
  public:
@@ -42,10 +37,10 @@ class StageWriter {
       : program_(program), flow_(flow), layout_(layout), axis_(std::move(axis)), rank_(rank), count_(count) {}
 
   Status Run() {
-    FindPlaces();
+    FindStations();
     INTERLACE_TRY(FindLives());
     std::vector<Phase> phases;
-    for (size_t p = 0; p < places_.size(); ++p) {
+    for (size_t p = 0; p < stations_.size(); ++p) {
       INTERLACE_TRY(Write(p));
       phases.push_back(std::move(phase_));
     }
@@ -59,15 +54,15 @@ class StageWriter {
   bool Here(int32_t stage) const { return layout_.RankOf(stage) == rank_; }
 
   // Places of this rank that have something to do, in the order a micro-batch comes by.
-  void FindPlaces() {
-    const auto add = [&](const Place& place) {
-      if (Here(place.stage) && std::find(places_.begin(), places_.end(), place) == places_.end()) places_.push_back(place);
+  void FindStations() {
+    const auto add = [&](const Station& place) {
+      if (Here(place.stage) && std::find(stations_.begin(), stations_.end(), place) == stations_.end()) stations_.push_back(place);
     };
     for (int32_t i = 0; i < flow_.size(); ++i) {
       if (layout_.stage[i] >= 0) add({layout_.stage[i], layout_.turn[i]});
     }
     for (const auto& [grad, parts] : layout_.gradients) {
-      for (const stages::GradPart& part : parts) add(part.place);
+      for (const GradPart& part : parts) add(part.place);
     }
     for (const Message& message : layout_.messages) {
       add(message.from);
@@ -76,12 +71,12 @@ class StageWriter {
     for (const Message& message : layout_.messages) {
       if (message.from.turn == Turn::kBackward) add({message.from.stage, Turn::kSent});
     }
-    std::sort(places_.begin(), places_.end(), stages::Before);
+    std::sort(stations_.begin(), stations_.end(), Before);
   }
 
-  int32_t PlaceIndex(const Place& place) const {
-    const auto found = std::find(places_.begin(), places_.end(), place);
-    return found == places_.end() ? -1 : static_cast<int32_t>(found - places_.begin());
+  int32_t StationIndex(const Station& place) const {
+    const auto found = std::find(stations_.begin(), stations_.end(), place);
+    return found == stations_.end() ? -1 : static_cast<int32_t>(found - stations_.begin());
   }
 
   // A storage of this rank that more than one place may need.
@@ -121,18 +116,18 @@ class StageWriter {
     for (const Message& message : layout_.messages) {
       if (Here(message.to.stage)) {
         Life& life = lives_[message.root];
-        life.from = PlaceIndex(message.to);
+        life.from = StationIndex(message.to);
         life.received = true;
         life.wanted.insert(life.from);
       }
     }
-    for (size_t p = 0; p < places_.size(); ++p) {
+    for (size_t p = 0; p < stations_.size(); ++p) {
       const auto place = static_cast<int32_t>(p);
       for (int32_t i = 0; i < flow_.size(); ++i) {
-        if (const stages::GradPart* part = PartAt(i, places_[p])) {
+        if (const GradPart* part = PartAt(i, stations_[p])) {
           for (ValueId id : part->values) Want(program_.RootOf(id), place);
         }
-        if (!layout_.At(i, places_[p])) continue;
+        if (!layout_.At(i, stations_[p])) continue;
         for (ValueId id : flow_.op(i).results) {
           if (id != kNone && program_.RootOf(id) == id) lives_[id].from = place, lives_[id].wanted.insert(place);
         }
@@ -143,7 +138,7 @@ class StageWriter {
         }
       }
       for (const Message& message : layout_.messages) {
-        if (!(message.from == places_[p])) continue;
+        if (!(message.from == stations_[p])) continue;
         Want(message.root, place);
         if (const int32_t end = WaitedAt(message); end > place) Want(message.root, end);
       }
@@ -157,10 +152,10 @@ class StageWriter {
   }
 
   // What this rank adds to the shared gradient of op `index` at a place; nullptr: nothing.
-  const stages::GradPart* PartAt(int32_t index, const Place& place) const {
+  const GradPart* PartAt(int32_t index, const Station& place) const {
     const auto found = layout_.gradients.find(index);
     if (found == layout_.gradients.end()) return nullptr;
-    for (const stages::GradPart& part : found->second) {
+    for (const GradPart& part : found->second) {
       if (part.place == place) return &part;
     }
     return nullptr;
@@ -169,7 +164,7 @@ class StageWriter {
   // The place where a message that is sent is waited for.
   int32_t WaitedAt(const Message& message) const {
     const Turn turn = message.from.turn == Turn::kForward ? Turn::kBackward : Turn::kSent;
-    return std::max(PlaceIndex(message.from), PlaceIndex({message.from.stage, turn}));
+    return std::max(StationIndex(message.from), StationIndex({message.from.stage, turn}));
   }
 
   // ---- one phase ----
@@ -179,7 +174,7 @@ class StageWriter {
     return "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
   }
 
-  std::string NameOf(const Place& place) const {
+  std::string NameOf(const Station& place) const {
     const char* turn = std::array{"forward", "backward", "sent", "weights"}[static_cast<size_t>(place.turn)];
     const int64_t chunk = place.stage / layout_.ranks;
     return count_ > layout_.ranks ? std::string(turn) + "." + std::to_string(chunk) : turn;
@@ -187,7 +182,7 @@ class StageWriter {
 
   Status Write(size_t index) {
     here_ = static_cast<int32_t>(index);
-    const Place& place = places_[index];
+    const Station& place = stations_[index];
     phase_ = Phase{NameOf(place), {}, {}, {}};
     now_.clear();
     arriving_.clear();
@@ -197,7 +192,7 @@ class StageWriter {
       if (life.from != here_ && life.wanted.contains(here_)) Load(Name(root), root, Stored(root));
     }
     for (const Message& message : layout_.messages) {  // the tokens of what was sent before
-      if (!Here(message.from.stage) || WaitedAt(message) != here_ || PlaceIndex(message.from) == here_) continue;
+      if (!Here(message.from.stage) || WaitedAt(message) != here_ || StationIndex(message.from) == here_) continue;
       const ValueId token = AddLoad(TokenName(message), Token());
       if (IsDeclared(message.root)) AddLoad(TokenName(message) + ".copy", Copied(message.root));
       Finish(OpKind::kSendWait, token);
@@ -208,7 +203,7 @@ class StageWriter {
     INTERLACE_TRY(SendAfter(-1));
     for (int32_t i = 0; i < flow_.size(); ++i) {
       if (layout_.At(i, place)) Clone(flow_.op(i));
-      if (const stages::GradPart* part = PartAt(i, place)) AddGradient(flow_.op(i), part->values);
+      if (const GradPart* part = PartAt(i, place)) AddGradient(flow_.op(i), part->values);
       INTERLACE_TRY(SendAfter(i));
     }
     while (!arriving_.empty()) Arrive(arriving_.begin()->first);
@@ -275,7 +270,7 @@ class StageWriter {
 
   Status SendAfter(int32_t index) {
     for (const Message& message : layout_.messages) {
-      if (!(message.from == places_[static_cast<size_t>(here_)]) || message.after != index) continue;
+      if (!(message.from == stations_[static_cast<size_t>(here_)]) || message.after != index) continue;
       ValueId value = Use(message.root), copied = kNone;
       if (IsDeclared(message.root)) {  // gathered here or not, it stays what it is until it has been sent
         Op& copy = Add(OpKind::kCopy);
@@ -394,7 +389,7 @@ class StageWriter {
 
   // ---- tables ----
 
-  // Parameters of other ranks go, and what is changed or read there only.
+  // Parameters of other ranks go, and constants that are read there only. Buffers are few, and all ranks keep them.
   Status Drop() {
     std::vector<char> used(static_cast<size_t>(program_.num_values()), 0), everywhere(used);
     const auto mark = [&](const std::vector<OpId>& ops, std::vector<char>& marks) {
@@ -419,7 +414,6 @@ class StageWriter {
       if (const auto shared = layout_.shared.find(param.value); shared != layout_.shared.end())
         param.shared = shared->second;
     }
-    std::erase_if(program_.buffers, [&](const Buffer& buffer) { return !keep(buffer.value); });
     std::erase_if(program_.consts, [&](const Const& constant) { return !keep(constant.value); });
     if (!trains) return MakeError("stage ", rank_, " would have nothing to train; ask for fewer stages, or choose borders with at=");
     return Ok{};
@@ -430,7 +424,7 @@ class StageWriter {
   const Layout& layout_;
   const std::string axis_;
   const int32_t rank_, count_;
-  std::vector<Place> places_;
+  std::vector<Station> stations_;
   std::map<ValueId, Life> lives_;  // by root
   // Of the phase that is written:
   int32_t here_ = 0;
@@ -460,6 +454,7 @@ Status CheckCuttable(const Program& program, const Phase& phase) {
 }
 
 }  // namespace
+}  // namespace stages
 
 Result<bool> Pipeline(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const std::string axis, options.Name("axis", "pp"));
@@ -477,8 +472,8 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   constexpr int64_t kMostChunks = 64;
   if (chunks > kMostChunks) return MakeError("chunks=", chunks, " is more than ", kMostChunks);
   const Phase phase = *found;
-  INTERLACE_TRY(CheckCuttable(program, phase));
-  const Flow flow(program, phase);
+  INTERLACE_TRY(stages::CheckCuttable(program, phase));
+  const stages::Flow flow(program, phase);
   const std::vector<stages::Border> all = stages::BordersOf(program, flow);
   std::string at = options.Text("at", "auto");
   const std::string* model = program.Meta("stages");
@@ -504,9 +499,9 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   std::string text;
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
   INTERLACE_ASSIGN(std::vector<int32_t> stage_of, stages::StagesOf(flow, borders));
-  INTERLACE_ASSIGN(const Layout layout,
+  INTERLACE_ASSIGN(const stages::Layout layout,
                    stages::MakeLayout(program, flow, std::move(stage_of), ranks, backward == "split"));
-  INTERLACE_TRY(StageWriter(program, flow, layout, axis, static_cast<int32_t>(rank), static_cast<int32_t>(ranks * chunks)).Run());
+  INTERLACE_TRY(stages::StageWriter(program, flow, layout, axis, static_cast<int32_t>(rank), static_cast<int32_t>(ranks * chunks)).Run());
   program.SetMeta("stages", text);
   program.stage = StageOf{axis, rank};
   program.Compact();

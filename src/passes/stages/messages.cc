@@ -29,12 +29,12 @@ class Planner {
         }
       }
     }
-    std::map<ValueId, std::vector<Place>> uses;  // by storage, each place once
+    std::map<ValueId, std::vector<Station>> uses;  // by storage, each place once
     for (int32_t i = 0; i < flow_.size(); ++i) {
       if (layout_.stage[i] < 0) continue;
-      const Place place{layout_.stage[i], layout_.turn[i]};
+      const Station place{layout_.stage[i], layout_.turn[i]};
       for (ValueId root : flow_.Needs(i)) {
-        std::vector<Place>& places = uses[root];
+        std::vector<Station>& places = uses[root];
         if (std::find(places.begin(), places.end(), place) == places.end()) places.push_back(place);
       }
       INTERLACE_TRY(CheckWrites(i));
@@ -132,20 +132,20 @@ class Planner {
     return Ok{};
   }
 
-  Status Send(ValueId root, const std::vector<Place>& uses) {
+  Status Send(ValueId root, const std::vector<Station>& uses) {
     const int32_t made = flow_.DefOf(root);
     const ValueKind kind = program_.value(root).kind;
     if (kind == ValueKind::kBuffer) return SendBuffer(root, uses);
-    Place from{0, Turn::kForward};
+    Station from{0, Turn::kForward};
     if (kind == ValueKind::kParam) {
       if (!layout_.trained[root]) return Ok{};  // every rank that uses it has it
       from.stage = layout_.home[root];
     } else if (made >= 0) {
       from = {layout_.stage[made], layout_.turn[made]};
     }
-    std::map<int32_t, std::vector<Place>> by_rank;
+    std::map<int32_t, std::vector<Station>> by_rank;
     const auto shared = layout_.shared.find(root);
-    for (const Place& place : uses) {
+    for (const Station& place : uses) {
       const int32_t rank = layout_.RankOf(place.stage);
       if (rank == layout_.RankOf(from.stage)) continue;
       if (shared != layout_.shared.end() && std::count(shared->second.begin(), shared->second.end(), rank) > 0) continue;
@@ -155,10 +155,10 @@ class Planner {
       std::sort(places.begin(), places.end(), Before);
       Message message{root, flow_.LastWrite(root), from, places[0]};
       if (from.turn == Turn::kForward) {
-        const auto up = std::find_if(places.begin(), places.end(), [&](const Place& p) { return p.stage > from.stage; });
+        const auto up = std::find_if(places.begin(), places.end(), [&](const Station& p) { return p.stage > from.stage; });
         if (up != places.end()) {
           message.to = {up->stage, Turn::kForward};
-          for (const Place& p : places) {
+          for (const Station& p : places) {
             if (p.stage > from.stage) message.to.stage = std::min(message.to.stage, p.stage);
           }
         } else {
@@ -179,8 +179,8 @@ class Planner {
     return Ok{};
   }
 
-  Status SendBuffer(ValueId root, const std::vector<Place>& uses) const {
-    for (const Place& place : uses) {
+  Status SendBuffer(ValueId root, const std::vector<Station>& uses) const {
+    for (const Station& place : uses) {
       if (layout_.RankOf(place.stage) == layout_.RankOf(uses[0].stage)) continue;
       for (const Buffer& buffer : program_.buffers) {
         if (buffer.value != root) continue;
@@ -198,7 +198,7 @@ class Planner {
 
 }  // namespace
 
-bool Before(const Place& a, const Place& b) {
+bool Before(const Station& a, const Station& b) {
   if (a.turn != b.turn) return a.turn < b.turn;
   return a.turn == Turn::kForward ? a.stage < b.stage : a.stage > b.stage;
 }

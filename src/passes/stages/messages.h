@@ -21,23 +21,23 @@ namespace interlace::stages {
 
 enum class Turn : uint8_t { kForward, kBackward, kSent, kWeights };
 
-struct Place {
+struct Station {
   int32_t stage = 0;
   Turn turn = Turn::kForward;
-  friend bool operator==(const Place&, const Place&) = default;
+  friend bool operator==(const Station&, const Station&) = default;
 };
 // Whether a micro-batch comes by `a` before `b`.
-bool Before(const Place& a, const Place& b);
+bool Before(const Station& a, const Station& b);
 
 struct Message {
   ValueId root = kNone;  // the storage that is sent, or the parameter
   int32_t after = -1;    // index of the op behind which it is complete; -1: when the place begins
-  Place from, to;        // where it is sent and received
+  Station from, to;        // where it is sent and received
 };
 
 // What one rank adds to the gradient of a parameter that it shares: the sum of `values`, all there.
 struct GradPart {
-  Place place;
+  Station place;
   std::vector<ValueId> values;
 };
 
@@ -51,7 +51,7 @@ struct Layout {
   std::map<int32_t, std::vector<GradPart>> gradients;  // of shared parameters, by index of the op `grad`
   std::vector<Message> messages;                       // in the order they are sent
   int32_t RankOf(int32_t of_stage) const { return static_cast<int32_t>(of_stage % ranks); }
-  bool At(int32_t op, const Place& place) const { return stage[op] == place.stage && turn[op] == place.turn; }
+  bool At(int32_t op, const Station& place) const { return stage[op] == place.stage && turn[op] == place.turn; }
 };
 
 // `split`: gradients of weights have a turn of their own. Error: something would have to be sent against the order of

@@ -13,9 +13,6 @@
 namespace interlace {
 namespace {
 
-using stages::Run;
-using stages::Turn;
-
 // Of a phase: forward when nothing of a backward part runs in it.
 bool IsForward(const Program& program, const Phase& phase) {
   return std::none_of(phase.ops.begin(), phase.ops.end(),
@@ -62,14 +59,14 @@ Result<bool> Order(Program& program, const PassOptions& options) {
     return MakeError("stage ", shape.rank, " has ", forward, " forward and ", phases - forward,
                      " backward phases; a schedule needs as many of both");
   }
-  INTERLACE_ASSIGN(const std::vector<Run> runs, stages::RunsOf(schedule, shape));
+  INTERLACE_ASSIGN(const std::vector<stages::Run> runs, stages::RunsOf(schedule, shape));
   std::vector<OrderEntry> order = std::move(head);
-  for (const Run& run : runs) {
+  for (const stages::Run& run : runs) {
     int64_t at = run.chunk;
-    if (run.turn != Turn::kForward) at = 2 * shape.chunks - 1 - run.chunk;
-    if (run.turn == Turn::kWeights) at += shape.chunks;
-    if (run.turn == Turn::kSent) at = shape.chunks - 1 - run.chunk;
-    const auto& of = (run.turn == Turn::kSent ? waits : path)[static_cast<size_t>(run.micro_batch)];
+    if (run.turn != stages::Turn::kForward) at = 2 * shape.chunks - 1 - run.chunk;
+    if (run.turn == stages::Turn::kWeights) at += shape.chunks;
+    if (run.turn == stages::Turn::kSent) at = shape.chunks - 1 - run.chunk;
+    const auto& of = (run.turn == stages::Turn::kSent ? waits : path)[static_cast<size_t>(run.micro_batch)];
     if (at >= static_cast<int64_t>(of.size())) continue;
     const std::string& name = of[static_cast<size_t>(at)]->name;
     if (!order.empty() && order.back().phase == name && order.back().first != kNone &&
