@@ -314,6 +314,7 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
       "SHA-256 of a text, hexadecimal.");
+  AddSets(m);
   AddSimulation(m);
   AddPlanner(m);
   if (AddTesting != nullptr) AddTesting(m);
