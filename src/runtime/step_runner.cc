@@ -69,13 +69,14 @@ Status StepRunner::BindInputs(MicroBatches& micro_batches, size_t first, std::ve
 Status StepRunner::EnterPhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch) {
   if (!phase.takes.empty()) INTERLACE_TRY(Take(phase, variant));
   for (const Carried& load : phase.loads) {
-    if (InArena(variant, load.value)) continue;  // it lies where it was saved
+    const bool here = InArena(variant, load.value);  // where it was saved
     auto saved = saved_.extract({load.name, micro_batch});
-    if (saved.empty()) {
+    if (saved.empty() && !here) {
       return MakeError("the phase ", phase.name, " loads ", load.name, " of micro-batch ", micro_batch,
                        ", which no run has saved");
     }
-    frame.slots[load.value] = std::move(saved.mapped());
+    if (!here) frame.slots[load.value] = std::move(saved.mapped().tensor);
+    frame.transfer_of[load.value] = saved.empty() ? -1 : saved.mapped().transfer;
   }
   return Ok{};
 }
@@ -111,7 +112,11 @@ void StepRunner::LeavePhase(const Phase& phase, const PlanVariant* variant, size
     frame.transfer_of[id] = -1;
   }
   for (const Carried& save : phase.saves) {
-    if (!InArena(variant, save.value)) saved_[{save.name, micro_batch}] = std::move(frame.slots[save.value]);
+    Saved saved;
+    if (!InArena(variant, save.value)) saved.tensor = std::move(frame.slots[save.value]);
+    const int32_t transfer = frame.transfer_of[save.value];
+    if (transfer >= 0 && frame.transfers[transfer].ticket != 0) saved.transfer = transfer;
+    if (saved.tensor.defined() || saved.transfer >= 0) saved_[{save.name, micro_batch}] = std::move(saved);
   }
 }
 

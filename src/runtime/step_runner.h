@@ -102,8 +102,13 @@ class StepRunner {
   std::vector<std::vector<at::Tensor>> parked_slots_;  // of turns that do not run
   int32_t turn_ = 0;
   std::vector<std::pair<at::Tensor, int32_t>> handed_on_;  // gives of the last phase, with their transfers
-  // By name and micro-batch: what runs saved that has no place in the arena, where what is saved lies until its load.
-  std::map<std::pair<std::string_view, size_t>, at::Tensor> saved_;
+  // By name and micro-batch: what runs saved that has no place in the arena, where what is saved lies until its load,
+  // and messages under way.
+  struct Saved {
+    at::Tensor tensor;
+    int32_t transfer = -1;
+  };
+  std::map<std::pair<std::string_view, size_t>, Saved> saved_;
   // What Where() tells; written without an order, because a place that is one op old tells as much.
   std::atomic<OpId> at_op_{kNone};
   std::atomic<int64_t> at_step_{-1};

@@ -27,6 +27,7 @@ class Net:
     clip: float | None = None
     shows_input: bool = False  # as an output of the step
     hold: int = 1  # a send is waited for so many runs later
+    carries: bool = False  # but activations in the backward part of their micro-batch
 
     def before(self, chunk: int) -> list[int]:
         return [*(a for a, b in self.skips if b == chunk), *([chunk - 1] if chunk else [])]
@@ -310,7 +311,8 @@ def stage(net: Net, stages: int, s: int, order: Order, dp: int = 1) -> str:
             phases[key] = f"{run.kind}.{run.chunk}.{sum(held)}.{held[0]}" + (".last" if last else "")
             texts += one_run(net, stages, layers, names, run, phases[key], sum(held), held[0], last)
         runs += f"run {phases[key]} {run.micro_batch}\n"
-        held = [*held[1:], len(messages(net, stages, run)[1])]
+        saved = net.carries and run.kind == "forward"
+        held = [*held[1:], 0 if saved else len(messages(net, stages, run)[1])]
     return (
         heading(net, f"mesh pp {stages}\nmesh dp {dp}\n", runs) + layers.declarations(dp)
         + phase("begin", "once takes () gives ()", begin) + texts + phase("update", "once takes () gives ()", update)
@@ -330,6 +332,11 @@ def one_run(net: Net, stages: int, layers: Layers, names: Names, run: Run, name:
     come, go = messages(net, stages, run)
     taken = [names.fresh() for _ in range(tokens)]
     received = {b: ops(ACTIVATION, f"recv.start() {{{part} axis=pp peer={b % stages}}}") for b in come}
+    if net.carries and run.kind == "backward":
+        sent = [b for b in net.behind(c) if b % stages != c % stages]
+        arrived = [names.fresh() for _ in sent]
+        for token in arrived:
+            ops.do(f"send.wait({token}) {{{part}}}")
     for token in taken[:due]:
         ops.do(f"send.wait({token}) {{{part}}}")
     for value in received.values():
@@ -362,14 +369,20 @@ def one_run(net: Net, stages: int, layers: Layers, names: Names, run: Run, name:
     for what in here.values():
         saves[what] = ops(ACTIVATION, f"copy({out}) {{{part}}}")
     sends = [ops("b8[0]", f"send.start({out}) {{{part} axis=pp peer={b % stages}}}") for b in go]
+    if net.carries and run.kind == "forward":
+        saves.update((f"sent{c}.{b}", token) for b, token in zip(go, sends, strict=True))
+        sends = []
     open_ = [*taken[due:], *sends]
     for token in open_ if last else []:
         ops.do(f"send.wait({token}) {{{part}}}")
     lists = f"takes ({', '.join(f'{t}: b8[0]' for t in taken)}) gives ({', '.join([] if last else open_)})"
     if saves:
         lists += f" saves ({', '.join(f'{v} as {n}' for n, v in saves.items())})"
-    if loads:
-        lists += f" loads ({', '.join(f'{v}: {ACTIVATION} of {n}' for n, v in loads.items())})"
+    loaded = [f"{v}: {ACTIVATION} of {n}" for n, v in loads.items()]
+    if net.carries and run.kind == "backward":
+        loaded += [f"{v}: b8[0] of sent{c}.{b}" for b, v in zip(sent, arrived, strict=True)]
+    if loaded:
+        lists += f" loads ({', '.join(loaded)})"
     return phase(name, lists, ops)
 
 

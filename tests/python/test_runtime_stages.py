@@ -24,6 +24,7 @@ CASES: dict[str, tuple[int, Net, Any]] = {
     "1f1b": (2, Net(2, 4, clip=0.5), stage_texts.one_f_one_b),
     "interleaved": (2, FOUR, stage_texts.one_f_one_b),
     "split": (2, Net(2, 4, split=True), stage_texts.one_f_one_b),
+    "carried": (2, Net(2, 4, carries=True), stage_texts.one_f_one_b),
     "gpipe-4": (4, FOUR, stage_texts.gpipe),
     "1f1b-4": (4, Net(4, 8, clip=0.5), stage_texts.one_f_one_b),
     "interleaved-4": (4, Net(8, 8, layers=1, hold=4), stage_texts.one_f_one_b),
@@ -239,8 +240,8 @@ def random_set(seed: int) -> tuple[int, Net, stage_texts.Order]:
         pairs = [(a, b) for a in range(chunks) for b in range(a + 2, chunks)]
         skips = tuple(sorted(rng.sample(pairs, min(len(pairs), rng.randint(0, 2)))))
         net = Net(
-            chunks, rng.randint(1, 5), rng.randint(1, 2), skips, rng.random() < 0.5,
-            shows_input=True, hold=rng.randint(1, 4),
+            chunks, rng.randint(1, 5), rng.randint(1, 2), skips, rng.random() < 0.5, rng.choice([None, 0.5]),
+            shows_input=True, hold=rng.randint(1, 4), carries=rng.random() < 0.5,
         )  # fmt: skip
         try:
             order = stage_texts.at_random(net, stages, rng)
