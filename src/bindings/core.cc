@@ -18,7 +18,6 @@
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "ir/program.h"
-#include "ir/program_set.h"
 #include "ir/residency.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
@@ -348,19 +347,7 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),
       "SHA-256 of a text, hexadecimal.");
-  m.def(
-      "check_stages",
-      [](const std::string& axis, const std::vector<std::string>& texts) {
-        ProgramSet set;
-        set.axis = axis;
-        for (const std::string& text : texts) {
-          const std::string file = "stage" + std::to_string(set.stages.size()) + ".il";
-          set.stages.push_back({file, Take(Parse(text, file))});
-        }
-        Take(CheckProgramSet(set));
-      },
-      py::arg("axis"), py::arg("texts"), Unlocked(),
-      "Raises _core.Error where the programs of a pipeline's stages do not fit one another (docs/ir.md, program sets).");
+  AddSets(m);
   AddSimulation(m);
   AddPlanner(m);
   if (AddTesting != nullptr) AddTesting(m);

@@ -23,6 +23,8 @@ T Take(Result<T> result) {
 
 // Simulation, cluster presets, checkers of the trace formats (core_sim.cc).
 void AddSimulation(pybind11::module_& m);
+// Program sets (core_set.cc).
+void AddSets(pybind11::module_& m);
 // Plans: read, checked, found (core_plan.cc).
 void AddPlanner(pybind11::module_& m);
 // Readers of trace files, parts of the planner (testing/core_testing.cc): null unless the build has INTERLACE_TESTING.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <set>
 
+#include "ir/op_table.h"
 #include "ir/program.h"
 
 namespace interlace {
@@ -51,6 +52,17 @@ std::vector<std::string> Program::TransferAxes(bool grids) const {
     for (OpId id : phase.ops) {
       const Arg* axis = op(id).Attr("axis");
       if (axis != nullptr && axis->kind == Arg::Kind::kWord) found.insert(axis->text);
+    }
+  }
+  std::erase_if(found, [&](const std::string& axes) { return AxisSize(axes) < 2; });
+  return {found.begin(), found.end()};
+}
+
+std::vector<std::string> Program::MessageAxes() const {
+  std::set<std::string> found;
+  for (const Phase& phase : phases) {
+    for (OpId id : phase.ops) {
+      if (TraitsOf(op(id)).family == OpFamily::kPeer && IsStart(op(id))) found.emplace(AxisOf(*this, op(id)));
     }
   }
   std::erase_if(found, [&](const std::string& axes) { return AxisSize(axes) < 2; });

@@ -4,6 +4,8 @@
 #include <set>
 #include <string>
 
+#include "ir/op_table.h"
+
 namespace interlace {
 namespace {
 
@@ -42,16 +44,62 @@ class Placing {
     }
     run.through.assign(in_use_.begin(), in_use_.end());
     held_ += run.through.size();
+    std::map<ValueId, int32_t> of_value = here;  // all that this run touches
     for (const Carried& save : phase.saves) {
       const auto found = here.find(save.value);
       const int32_t place = found != here.end() ? found->second : NewPlace(save);
       if (found != here.end()) here.erase(found);
+      of_value[save.value] = place;
       run.saves.push_back(place);
       in_use_.insert(place);
       saved_[{save.name, micro_batch}] = place;
     }
-    for (const auto& [value, place] : here) free_[out_.saved_by[static_cast<size_t>(place)]->name].insert(place);
+    for (const auto& [value, place] : here) ending_.insert(place);
+    FollowTransfers(phase, of_value);
     return Ok{};
+  }
+
+  // Places of sources go with the transfers that the run gives to the next one. What is neither saved nor read by any
+  // is free.
+  void FollowTransfers(const Phase& phase, const std::map<ValueId, int32_t>& of_value) {
+    std::map<ValueId, std::set<int32_t>> flights;  // by result of a start
+    for (size_t i = 0; i < phase.takes.size() && i < flights_.size(); ++i) flights[phase.takes[i]] = flights_[i];
+    for (OpId id : TransfersOf(phase)) {
+      const Op& op = program_.op(id);
+      if (IsWait(op)) ForEachOperand(op, [&](ValueId value) { flights.erase(value); });
+      if (!IsStart(op)) continue;
+      std::set<int32_t> sources;
+      ForEachOperand(op, [&](ValueId value) {
+        const auto found = of_value.find(program_.RootOf(value));
+        if (found != of_value.end()) sources.insert(found->second);
+      });
+      for (ValueId result : op.results) {
+        if (result != kNone && !sources.empty()) flights[result] = sources;
+      }
+    }
+    flights_.clear();
+    std::set<int32_t> read;
+    for (ValueId give : phase.gives) {
+      flights_.push_back(flights[give]);
+      read.insert(flights_.back().begin(), flights_.back().end());
+    }
+    for (auto place = ending_.begin(); place != ending_.end();) {
+      if (read.contains(*place)) {
+        ++place;
+        continue;
+      }
+      free_[out_.saved_by[static_cast<size_t>(*place)]->name].insert(*place);
+      place = ending_.erase(place);
+    }
+  }
+
+  // Starts and waits, in their order.
+  const std::vector<OpId>& TransfersOf(const Phase& phase) {
+    const auto [found, fresh] = transfers_.try_emplace(&phase);
+    for (OpId id : fresh ? phase.ops : std::vector<OpId>()) {
+      if (IsStart(program_.op(id)) || IsWait(program_.op(id))) found->second.push_back(id);
+    }
+    return found->second;
   }
 
   int32_t NewPlace(const Carried& save) {
@@ -66,6 +114,9 @@ class Placing {
   std::map<std::pair<std::string, int64_t>, int32_t> saved_;  // by name and micro-batch: the place
   std::map<std::string, std::set<int32_t>> free_;             // by name
   std::set<int32_t> in_use_;
+  std::set<int32_t> ending_;                // neither saved nor free: a transfer may still read them
+  std::vector<std::set<int32_t>> flights_;  // by what the last run gave: places that its transfer reads
+  std::map<const Phase*, std::vector<OpId>> transfers_;
   size_t held_ = 0;
 };
 

@@ -142,6 +142,7 @@ class Check {
     for (int32_t from = 0; from < count_; ++from) {
       for (int32_t to = 0; to < count_; ++to) INTERLACE_TRY(Messages(from, to));
     }
+    for (int32_t s = 0; s < count_; ++s) INTERLACE_TRY(HasMessages(s));
     for (int32_t s = 1; s < count_; ++s) INTERLACE_TRY(Collectives(s));
     return Walk();
   }
@@ -235,6 +236,17 @@ class Check {
   std::string NameOfMessage(int32_t s, OpId op) const {
     const Arg* name = ProgramOf(s).op(op).Attr("message");
     return name == nullptr ? "" : " " + InQuotes(name->text);
+  }
+
+  // The ranks along the axis connect before the first step, and a stage that sends nothing would not know of it.
+  Status HasMessages(int32_t s) const {
+    const StageEvents& stage = stages_[static_cast<size_t>(s)];
+    const auto none = [](const std::vector<std::vector<OpId>>& lists) {
+      return std::all_of(lists.begin(), lists.end(), [](const std::vector<OpId>& list) { return list.empty(); });
+    };
+    if (count_ == 1 || !none(stage.sent) || !none(stage.received)) return Ok{};
+    return Error{"it neither sends to another stage nor receives from one; drop it from the set and from the mesh",
+                 NameOf(s)};
   }
 
   // All stages meet in the same ones.

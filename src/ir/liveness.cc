@@ -36,6 +36,7 @@ class Analysis {
           if (status.ok()) status = Visit(touch);
         });
     INTERLACE_TRY(status);
+    LoadedMessages();
     for (ValueId id : phase_.Outgoing()) Touched(program_.RootOf(id), end_);
     for (ValueId id : residency.states) Touched(id, end_);  // what is in memory at the end stays there
     Summarize(with_deaths);
@@ -75,6 +76,23 @@ class Analysis {
   void Touched(ValueId root, int32_t index) {
     const int32_t storage = storage_of_[root];
     if (storage >= 0 && !released_[storage]) out_.storages[storage].last = std::max(out_.storages[storage].last, index);
+  }
+
+  // A message that was loaded on its way out reads what was loaded with it until it is waited for.
+  void LoadedMessages() {
+    const auto loaded = [&](ValueId id) {
+      return std::any_of(phase_.loads.begin(), phase_.loads.end(),
+                         [&](const Carried& load) { return load.value == id; });
+    };
+    for (int32_t i = 0; i < end_ && !phase_.loads.empty(); ++i) {
+      const Op& op = program_.op(phase_.ops[i]);
+      if (op.kind != OpKind::kSendWait) continue;
+      bool any = false;
+      ForEachOperand(op, [&](ValueId id) { any = any || loaded(id); });
+      for (const Carried& load : phase_.loads) {
+        if (any) Touched(load.value, i);
+      }
+    }
   }
 
   Status Visit(const Touch& touch) {

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <optional>
 #include <set>
-#include <tuple>
 #include <unordered_map>
 
 #include "ir/carried_places.h"
@@ -16,7 +15,7 @@
 namespace interlace {
 namespace {
 
-constexpr int32_t kMostTurns = 4;
+constexpr int32_t kMostTurns = 4, kMostTurnsCarried = 64;  // with what runs save
 
 // A span of a block in one variant, by places of ops: -1 the beginning, ops.size() the end.
 struct Stay {
@@ -94,7 +93,8 @@ class Planner {
   Status MakeCarriedVariants(int32_t turns) {
     INTERLACE_ASSIGN(const CarriedPlaces places, PlaceCarried(program_));
     places_.assign(places.saved_by.size(), -1);
-    std::map<std::tuple<const Phase*, std::vector<int32_t>, int32_t>, int32_t> known;
+    // Of a phase with a choice: its runs so far, and the variants that they take turns with.
+    std::map<std::pair<const Phase*, std::vector<int32_t>>, std::pair<int32_t, std::vector<int32_t>>> known;
     std::set<std::pair<int32_t, int32_t>> edges, through;
     int32_t run = 0, before = -1;
     for (const auto& [phase, count] : program_.RunOrder()) {
@@ -103,15 +103,15 @@ class Planner {
         const CarriedRun& at = places.runs[static_cast<size_t>(run)];
         std::vector<int32_t> choice = at.loads;
         choice.insert(choice.end(), at.saves.begin(), at.saves.end());
-        const int32_t turn = run % turns;
-        auto [found, fresh] = known.try_emplace({phase, choice, turn}, -1);
-        if (fresh) {
+        auto& [ran, taking_turns] = known[{phase, choice}];
+        if (static_cast<int32_t>(taking_turns.size()) < turns) {
           if (axis_ > (1 << 30) - static_cast<int32_t>(phase->ops.size()))
             return MakeError("the runs of a step are too many to be planned with what they save");
-          found->second = AddVariant(phase, turn);
+          // Its own turn: where it finds its tensors depends on all of its places.
+          taking_turns.push_back(AddVariant(phase, static_cast<int32_t>(plan_.variants.size())));
           choices_.push_back(std::move(choice));
         }
-        const int32_t variant = found->second;
+        const int32_t variant = taking_turns[static_cast<size_t>(ran++ % turns)];
         variants.push_back(variant);
         if (before >= 0) edges.emplace(before, variant);
         before = variant;
@@ -400,11 +400,13 @@ Result<MemoryPlan> PlanMemory(const Program& program, const MemoryPlanOptions& o
     INTERLACE_ASSIGN(PhaseLiveness life, ComputeLiveness(program, phase));
     liveness.push_back(std::move(life));
   }
-  for (int32_t turns = 1; turns <= kMostTurns; ++turns) {
+  const bool carries = program.Carries();
+  const int32_t most = carries ? kMostTurnsCarried : kMostTurns;
+  for (int32_t turns = 1; turns <= most; turns = carries ? 2 * turns : turns + 1) {
     INTERLACE_ASSIGN(std::optional<MemoryPlan> plan, Planner(program, options, liveness).Run(turns));
     if (plan) return std::move(*plan);
   }
-  return MakeError("more than ", kMostTurns,
+  return MakeError("more than ", most,
                    " micro-batches or steps hold the same handed-on value at once; wait for transfers sooner");
 }
 

@@ -36,8 +36,9 @@ Result<ProgramSet> ParseProgramSet(std::string_view text, std::string_view file,
 std::string PrintProgramSet(const ProgramSet& set);
 
 // Each program is valid and they fit: one mesh and number of micro-batches, every send has its recv of the same type
-// and the other way round, all meet in the same collectives along the axis, and no stages wait for one another for ever
-// (a wait for a message needs both ends started). Error: the stage, its line, and what to write instead.
+// and the other way round, no stage is without messages, all meet in the same collectives along the axis, and no stages
+// wait for one another for ever (a wait for a message needs both ends started). Error: the stage, its line, and what to
+// write instead.
 Status CheckProgramSet(const ProgramSet& set);
 
 }  // namespace interlace

@@ -26,6 +26,9 @@ struct AxisSpec {
   std::string backend;  // "tcp" (CPU) | "nccl" | "native" (any group's own collectives) | "none" (size 1)
   // The process group's name for c10d::resolve_process_group. "tcp" only exchanges addresses through it, once a group.
   std::string native;
+  // TCP: connections of their own for what two ranks send one another. Those of collectives may stand still until the
+  // last rank has come, which may wait for just such a message.
+  bool messages = false;
 };
 
 class Comm {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "base/suggest.h"
 #include "ir/text.h"
@@ -140,8 +141,9 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
 StepResult Executor::ResultOfStep() {
   Frame& frame = runner_.frame;
   StepResult result;
-  result.outputs = std::move(frame.outputs);
-  frame.outputs.clear();
+  for (auto& [name, by_micro_batch] : std::exchange(frame.outputs, {})) {
+    for (auto& [micro_batch, tensor] : by_micro_batch) result.outputs[name].push_back(std::move(tensor));
+  }
   result.has_norm = frame.has_norm;
   result.norm = frame.norm;
   result.finite = !frame.has_norm || frame.finite;

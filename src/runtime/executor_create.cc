@@ -79,15 +79,19 @@ Status Executor::TakeFrom(const Executor& donor, bool take_states) {
 namespace {
 
 // Whether ranks along an axis see batches of their own: those that units shard or replicate over do. Along the others,
-// which cut what one batch goes through, random numbers are the same. A program without units has data on every axis.
+// which cut what one batch goes through, random numbers are the same. A program without units has data on every axis
+// but those of stages and rings, whose ranks send to one another.
 bool HasDataAlong(const Program& program, std::string_view axis) {
   const auto names = [&](std::string_view axes) {
     const std::vector<std::string_view> found = AxesOf(axes);
     return std::find(found.begin(), found.end(), axis) != found.end();
   };
-  return program.units.empty() || std::any_of(program.units.begin(), program.units.end(), [&](const Unit& unit) {
-           return names(unit.axis) || names(unit.replicas);
-         });
+  if (program.units.empty()) {
+    const std::vector<std::string> messages = program.MessageAxes();
+    return std::find(messages.begin(), messages.end(), axis) == messages.end();
+  }
+  return std::any_of(program.units.begin(), program.units.end(),
+                     [&](const Unit& unit) { return names(unit.axis) || names(unit.replicas); });
 }
 
 }  // namespace
@@ -125,6 +129,13 @@ Status Executor::JoinAxes(const Program& parsed, const std::vector<AxisSpec>& ax
   };
   const bool tcp = std::any_of(axes.begin(), axes.end(), [](const AxisSpec& s) { return s.backend == "tcp"; });
   for (const std::string& group : parsed.TransferAxes(/*grids=*/tcp)) INTERLACE_TRY(open(group));
+  for (const std::string& axis : parsed.MessageAxes()) {
+    AxisSpec spec = comms_.at(axis)->spec();
+    spec.messages = true;
+    if (std::shared_ptr<Comm>& comm = comms_[MessagesAlong(axis)]; comm == nullptr) {
+      INTERLACE_ASSIGN(comm, Comm::Create(spec, timeout_s));
+    }
+  }
   return Ok{};
 }
 
@@ -140,8 +151,6 @@ Status Executor::OpenTier() {
 Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, double timeout_s) {
   INTERLACE_ASSIGN(Program parsed, Parse(text));
   INTERLACE_TRY(Verify(parsed));
-  if (parsed.Carries())
-    return MakeError("the runtime does not yet carry saved values from one run of a micro-batch to another");
   INTERLACE_TRY(JoinAxes(parsed, axes, timeout_s));
   Binding used;
   for (const auto& [name, value] : ranks_) used[name] = value;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "ir/text.h"
 #include "runtime/executor.h"
@@ -49,9 +50,10 @@ ExecutorStats Executor::stats() const {
     stats.peak_bytes = total.peak;
   }
   std::map<std::string, int64_t> counts;
+  std::set<const Phase*> counted;
   for (size_t i = 0; i < plans_.size(); ++i) {
     const Plan& plan = plans_[i];
-    if (arena_.on() && arena_.plan()->variants[i].turn > 0) continue;  // the same phase again
+    if (!counted.insert(plan.phase).second) continue;  // another variant of it
     stats.instructions += static_cast<int64_t>(plan.instructions.size());
     for (const Instruction& instruction : plan.instructions) ++counts[program_.op(instruction.op).name];
   }

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/result.h"
@@ -61,6 +62,11 @@ struct PendingUpdate {
   std::vector<std::vector<double>> hyper;  // of the step that made the gradients
 };
 
+// The name, among an executor's groups, of that for messages between two ranks of an axis (AxisSpec::messages).
+inline std::string MessagesAlong(std::string_view axis) {
+  return std::string(axis) + " messages";
+}
+
 // Everything a kernel may touch while a step runs.
 struct Frame {
   explicit Frame(c10::Device on) : device(on) {}
@@ -72,8 +78,9 @@ struct Frame {
   std::vector<Transfer> transfers;                          // of the current step
   KeyedRandom* random = nullptr;                            // nullptr in compat mode
   const std::vector<std::vector<double>>* hyper = nullptr;  // one list per optimizer group, in program order
-  std::map<std::string, std::vector<at::Tensor>> outputs;
-  double norm = 0, coef = 1;  // of the last norm.coef
+  int64_t micro_batch = 0;                                  // of the run; behind all of them: it runs once a step
+  std::map<std::string, std::multimap<int64_t, at::Tensor>> outputs;  // by name and micro-batch, in the order of ops
+  double norm = 0, coef = 1;                                          // of the last norm.coef
   bool has_norm = false, finite = true;
   PendingUpdate pending;
   const RuntimeOptions* options = nullptr;

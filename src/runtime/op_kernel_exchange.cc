@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include "ir/memory_plan.h"
+#include "ir/op_table.h"
 #include "runtime/op_kernel.h"
 
 namespace interlace {
@@ -105,7 +106,8 @@ Result<Kernel> BuildExchangeKernel(const BuildContext& context, const Op& op) {
     if (arg != nullptr && arg->kind == Arg::Kind::kInt && arg->integer.is_const()) *place = arg->integer.value;
   }
   if (kernel->ranks > 1) {
-    const auto found = context.comms.find(axis);
+    const bool message = TraitsOf(op).family == OpFamily::kPeer;
+    const auto found = context.comms.find(message ? MessagesAlong(axis) : axis);
     if (found == context.comms.end())
       return OpError(context, op, "no process group was given for the mesh axis \"" + axis + "\"");
     kernel->comm = found->second;

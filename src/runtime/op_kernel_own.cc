@@ -56,7 +56,7 @@ struct OutputKernel final : KernelData {
     const bool owns = !persistent && tensor.storage_offset() == 0 &&
                       tensor.storage().nbytes() <= static_cast<size_t>(tensor.numel()) * tensor.itemsize() + 64;
     ArenaHook::Outside outside;
-    frame.outputs[name].push_back(owns ? tensor : tensor.clone());
+    frame.outputs[name].emplace(frame.micro_batch, owns ? tensor : tensor.clone());
   }
 };
 

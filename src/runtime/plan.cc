@@ -108,7 +108,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
   for (int32_t i = 0; i < count; ++i) {
     ForEachTouched(program, program.op(phase.ops[i]), [&](ValueId id) { last_use[id] = i; });
   }
-  for (ValueId id : phase.gives) last_use[id] = count;
+  for (ValueId id : phase.Outgoing()) last_use[id] = count;
   std::vector<std::vector<ValueId>> dies_after(count);
   for (const auto& [id, at] : last_use) {
     if (at < count && !outer.is_fixed(id)) dies_after[at].push_back(id);
@@ -144,7 +144,7 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
   const auto unused = [&](ValueId id) {
     if (!last_use.contains(id) && !outer.is_fixed(id)) plan.unused.push_back(id);
   };
-  for (ValueId id : phase.takes) unused(id);
+  for (ValueId id : phase.Incoming()) unused(id);
   for (const Input& input : program.inputs) unused(input.value);
   return plan;
 }

@@ -25,7 +25,7 @@ struct Plan {
   std::vector<Instruction> instructions;
   std::vector<ValueId> frees;
   std::vector<ExpectedBlock> expected;
-  std::vector<ValueId> unused;  // inputs and takes that no op of the phase uses: dropped at once
+  std::vector<ValueId> unused;  // inputs, takes and loads that no op of the phase uses: dropped at once
   std::vector<std::unique_ptr<KernelData>> data;
 };
 

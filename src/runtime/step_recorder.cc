@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 
+#include "ir/carried_places.h"
 #include "ir/liveness.h"
 #include "ir/op_table.h"
 #include "runtime/allocator.h"
@@ -17,6 +18,10 @@ void StepRecorder::Begin(TraceMode mode, size_t instructions, int64_t persistent
   record_.samples.reserve(instructions);
   record_.persistent_bytes = persistent_bytes;
   live_before_ = live_before;
+  through_.clear();
+  if (arena_.on()) {
+    if (Result<std::vector<int64_t>> through = BytesThroughRuns(program_); through.ok()) through_ = std::move(*through);
+  }
   for (const auto& [axis, comm] : comms_) comm->SetRecording(true);
   record_.begin_ns = NanosNow();
 }
@@ -49,7 +54,11 @@ void StepRecorder::FindLiveBytes(const Phase& phase) {
   for (const StorageLife& life : liveness->storages) {
     if (life.first >= 0) live_[life.first].second += life.bytes;
   }
-  for (size_t i = 0; i < live_.size(); ++i) live_[i].second += arena_.WorkspaceOf(&phase, i);
+  const int64_t through = through_.empty() ? 0 : through_[run_];
+  for (size_t i = 0; i < live_.size(); ++i) {
+    live_[i].first += through;
+    live_[i].second += through + arena_.WorkspaceOf(&phase, i);
+  }
 }
 
 Status StepRecorder::Before(const Instruction& at) {
@@ -64,7 +73,8 @@ Status StepRecorder::Before(const Instruction& at) {
 void StepRecorder::Run(const Instruction& at, Frame& frame) {
   OpSample& sample = record_.samples.back();
   const bool serial = record_.mode == TraceMode::kSerial;
-  if (serial && IsStart(program_.op(at.op))) return RunAlone(at, frame, sample);
+  const Op& op = program_.op(at.op);
+  if (serial && IsStart(op) && !IsAlongStages(std::string(AxisOf(program_, op)))) return RunAlone(at, frame, sample);
   const size_t transfers = frame.transfers.size();
   const int64_t cpu = serial ? NanosOf(CLOCK_THREAD_CPUTIME_ID) : 0;
   at.run(at.data, frame);
@@ -105,8 +115,10 @@ void StepRecorder::RunAlone(const Instruction& at, Frame& frame, OpSample& sampl
     const Status status = comm->Wait(*ticket);
     if (!status.ok()) TORCH_CHECK(false, status.error().ToString());
   };
-  for (const auto& [axis, comm] : comms_)
+  for (const auto& [axis, comm] : comms_) {
+    if (comm->spec().messages || IsAlongStages(axis)) continue;
     wait(comm.get(), comm->StartAllReduce(at::zeros({1}, at::kInt), "meeting before " + program_.op(at.op).name));
+  }
   const size_t first = frame.transfers.size();
   sample.begin_ns = NanosNow();
   const int64_t cpu = NanosOf(CLOCK_PROCESS_CPUTIME_ID);

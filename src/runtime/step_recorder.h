@@ -33,7 +33,9 @@ class StepRecorder : public NoObserver {
   Status Ended(const Instruction& at);
 
  private:
-  // Serial mode: waits until every rank has come here, then runs a collective's start, its transfer and its sum.
+  // Serial mode: waits until every rank has come here, then runs a collective's start, its transfer and its sum. What
+  // goes along the stages of a pipeline is left as it is: each of them comes to other ops at other times.
+  bool IsAlongStages(const std::string& axis) const { return comms_.contains(MessagesAlong(axis)); }
   void RunAlone(const Instruction& at, Frame& frame, OpSample& sample);
   void RememberTransfers(const Instruction& at, const Frame& frame, size_t first);
   void FindLiveBytes(const Phase& phase);
@@ -48,6 +50,7 @@ class StepRecorder : public NoObserver {
   int32_t run_ = 0;
   int64_t now_ = 0;
   std::vector<std::pair<int64_t, int64_t>> live_;
+  std::vector<int64_t> through_;  // by run: bytes in the arena that are saved across it
 };
 
 }  // namespace interlace

@@ -37,6 +37,7 @@ void StepRunner::DropTemporaries(const std::vector<std::vector<at::Tensor>>* of_
   frame.transfers.clear();
   frame.outputs.clear();
   handed_on_.clear();
+  saved_.clear();
 }
 
 std::vector<int32_t> StepRunner::UsesOfInputs(const std::vector<Program::StepRun>& runs) const {
@@ -65,8 +66,22 @@ Status StepRunner::BindInputs(MicroBatches& micro_batches, size_t first, std::ve
   return Ok{};
 }
 
-Status StepRunner::EnterPhase(const Phase& phase, const PlanVariant* variant) {
-  if (phase.takes.empty()) return Ok{};
+Status StepRunner::EnterPhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch) {
+  if (!phase.takes.empty()) INTERLACE_TRY(Take(phase, variant));
+  for (const Carried& load : phase.loads) {
+    const bool here = InArena(variant, load.value);  // where it was saved
+    auto saved = saved_.extract({load.name, micro_batch});
+    if (saved.empty() && !here) {
+      return MakeError("the phase ", phase.name, " loads ", load.name, " of micro-batch ", micro_batch,
+                       ", which no run has saved");
+    }
+    if (!here) frame.slots[load.value] = std::move(saved.mapped().tensor);
+    frame.transfer_of[load.value] = saved.empty() ? -1 : saved.mapped().transfer;
+  }
+  return Ok{};
+}
+
+Status StepRunner::Take(const Phase& phase, const PlanVariant* variant) {
   if (handed_on_.size() != phase.takes.size()) {
     return MakeError("the phase ", phase.name, " takes ", phase.takes.size(), " values, but the phase before gave ",
                      handed_on_.size());
@@ -90,11 +105,18 @@ Status StepRunner::EnterPhase(const Phase& phase, const PlanVariant* variant) {
   return Ok{};
 }
 
-void StepRunner::LeavePhase(const Phase& phase, const PlanVariant* variant) {
+void StepRunner::LeavePhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch) {
   for (ValueId id : phase.gives) {
     handed_on_.emplace_back(frame.slots[id], frame.transfer_of[id]);
     if (!IsFixed(id) && !InArena(variant, id)) frame.slots[id].reset();
     frame.transfer_of[id] = -1;
+  }
+  for (const Carried& save : phase.saves) {
+    Saved saved;
+    if (!InArena(variant, save.value)) saved.tensor = std::move(frame.slots[save.value]);
+    const int32_t transfer = frame.transfer_of[save.value];
+    if (transfer >= 0 && frame.transfers[transfer].ticket != 0) saved.transfer = transfer;
+    if (saved.tensor.defined() || saved.transfer >= 0) saved_[{save.name, micro_batch}] = std::move(saved);
   }
 }
 

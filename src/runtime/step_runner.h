@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -80,8 +81,10 @@ class StepRunner {
     at_op_.store(op, std::memory_order_relaxed);
     MemoryScope::SetCurrentOp(op);
   }
-  Status EnterPhase(const Phase& phase, const PlanVariant* variant);
-  void LeavePhase(const Phase& phase, const PlanVariant* variant);
+  // Around a run: what it takes, and loads of its micro-batch, into its slots; what it gives and saves out of them.
+  Status EnterPhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch);
+  void LeavePhase(const Phase& phase, const PlanVariant* variant, size_t micro_batch);
+  Status Take(const Phase& phase, const PlanVariant* variant);
   // By micro-batch: how many runs of a step see its inputs.
   std::vector<int32_t> UsesOfInputs(const std::vector<Program::StepRun>& runs) const;
   // Into the slots; at the last of their uses nothing else holds them any more.
@@ -99,6 +102,13 @@ class StepRunner {
   std::vector<std::vector<at::Tensor>> parked_slots_;  // of turns that do not run
   int32_t turn_ = 0;
   std::vector<std::pair<at::Tensor, int32_t>> handed_on_;  // gives of the last phase, with their transfers
+  // By name and micro-batch: what runs saved that has no place in the arena, where what is saved lies until its load,
+  // and messages under way.
+  struct Saved {
+    at::Tensor tensor;
+    int32_t transfer = -1;
+  };
+  std::map<std::pair<std::string_view, size_t>, Saved> saved_;
   // What Where() tells; written without an order, because a place that is one op old tells as much.
   std::atomic<OpId> at_op_{kNone};
   std::atomic<int64_t> at_step_{-1};
@@ -154,14 +164,15 @@ Status StepRunner::RunStep(const std::vector<Plan>& plans, const MemoryPlan* are
       const Plan& plan = plans[index];
       const PlanVariant* variant = arena != nullptr ? &arena->variants[index] : nullptr;
       if (variant != nullptr) UseTurn(variant->turn);
-      INTERLACE_TRY(EnterPhase(phase, variant));
+      frame.micro_batch = static_cast<int64_t>(micro_batch);
+      INTERLACE_TRY(EnterPhase(phase, variant, micro_batch));
       if (random_) random_->SetPosition(static_cast<uint64_t>(step), micro_batch);
       if (takes_inputs) INTERLACE_TRY(BindInputs(micro_batches, micro_batch, uses));
       for (ValueId id : plan.unused) frame.slots[id].reset();
       observer.BeginPhase(plan, variant, micro_batch);
       INTERLACE_TRY(RunPhase(plan, observer));
       if (observer.stopped()) return Ok{};
-      LeavePhase(phase, variant);
+      LeavePhase(phase, variant, micro_batch);
     }
   }
   return Ok{};

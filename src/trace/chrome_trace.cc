@@ -1,7 +1,9 @@
 #include "trace/chrome_trace.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -92,8 +94,29 @@ void WriteMetadata(JsonWriter& w, std::string_view what, int32_t pid, int tid, s
   w.Key("args").BeginObject().Field(key, text).EndObject().EndObject();
 }
 
-void WriteEvent(JsonWriter& w, const TraceEvent& e, int64_t correlation) {
-  int stream = StreamOf(e.lane);
+// By event: its stream. Messages to several ranks go at once, where transfers of other lanes follow one another: they
+// have as many streams, from the lane's own on, as there are at the same time.
+std::vector<int> StreamsOf(const Timeline& timeline) {
+  std::vector<int> out(timeline.events.size());
+  std::vector<std::pair<int64_t, size_t>> messages;  // by their starts
+  for (size_t i = 0; i < out.size(); ++i) {
+    out[i] = StreamOf(timeline.events[i].lane);
+    if (timeline.events[i].lane == TraceLane::kP2P) messages.emplace_back(timeline.events[i].start_ns, i);
+  }
+  std::sort(messages.begin(), messages.end());
+  std::map<int32_t, std::vector<int64_t>> ends;  // by rank and stream: of the last message there
+  for (const auto& [start, i] : messages) {
+    const TraceEvent& e = timeline.events[i];
+    std::vector<int64_t>& of_rank = ends[e.rank];
+    auto free = std::find_if(of_rank.begin(), of_rank.end(), [&](int64_t end) { return end <= e.start_ns; });
+    if (free == of_rank.end()) free = of_rank.insert(free, 0);
+    *free = e.start_ns + e.duration_ns;
+    out[i] += static_cast<int>(free - of_rank.begin());
+  }
+  return out;
+}
+
+void WriteEvent(JsonWriter& w, const TraceEvent& e, int stream, int64_t correlation) {
   w.NewLine().BeginObject().Field("ph", "X").Field("cat", Category(e)).Field("name", EventName(e));
   w.Field("pid", e.rank).Field("tid", stream).Key("ts").Micros(e.start_ns).Key("dur").Micros(e.duration_ns);
   w.Key("args").BeginObject().Field("correlation", correlation).Field("External id", correlation);
@@ -120,9 +143,9 @@ void WriteEvent(JsonWriter& w, const TraceEvent& e, int64_t correlation) {
 }
 
 void WriteFlowEnd(JsonWriter& w, const char* phase, std::string_view category, int64_t id, const TraceEvent& at,
-                  int64_t time_ns) {
+                  int stream, int64_t time_ns) {
   w.NewLine().BeginObject().Field("ph", phase).Field("id", id).Field("cat", category).Field("name", category);
-  w.Field("pid", at.rank).Field("tid", StreamOf(at.lane)).Key("ts").Micros(time_ns);
+  w.Field("pid", at.rank).Field("tid", stream).Key("ts").Micros(time_ns);
   if (phase[0] == 'f') w.Field("bp", "e");
   w.EndObject();
 }
@@ -139,11 +162,13 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   w.BeginObject().Field("schemaVersion", 1).Field("displayTimeUnit", "ms").Field("producer", timeline.producer);
   w.Key("distributedInfo").BeginObject().Field("backend", timeline.backend).Field("rank", std::max(rank, 0));
   w.Field("world_size", timeline.world_size).EndObject();
-  std::set<std::pair<int32_t, TraceLane>> lanes;
+  const std::vector<int> streams = StreamsOf(timeline);
+  std::set<std::tuple<int32_t, TraceLane, int>> lanes;
   std::set<int32_t> ranks;
-  for (const TraceEvent& e : timeline.events) {
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const TraceEvent& e = timeline.events[i];
     if (!shown(e.rank)) continue;
-    lanes.insert({e.rank, e.lane});
+    lanes.insert({e.rank, e.lane, streams[i]});
     ranks.insert(e.rank);
   }
   w.Key("deviceProperties").BeginArray();
@@ -156,13 +181,15 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   }
   w.EndArray().Key("traceEvents").BeginArray();
   for (int32_t r : ranks) {
-    WriteMetadata(w, "process_name", r, 0, "name", "rank " + std::to_string(r));
+    const bool named = static_cast<size_t>(r) < timeline.rank_names.size();
+    WriteMetadata(w, "process_name", r, 0, "name",
+                  named ? timeline.rank_names[static_cast<size_t>(r)] : "rank " + std::to_string(r));
     WriteMetadata(w, "process_labels", r, 0, "labels", timeline.producer);
   }
-  for (auto [r, lane] : lanes) {
-    std::string name = lane == TraceLane::kHost ? "host thread" : "stream " + std::to_string(StreamOf(lane)) + " ";
+  for (auto [r, lane, stream] : lanes) {
+    std::string name = lane == TraceLane::kHost ? "host thread" : "stream " + std::to_string(stream) + " ";
     if (lane != TraceLane::kHost) name.append(kTraceLaneNames[static_cast<int>(lane)]);
-    WriteMetadata(w, "thread_name", r, StreamOf(lane), "name", name);
+    WriteMetadata(w, "thread_name", r, stream, "name", name);
   }
   // A device event shares the correlation id of its launch.
   std::vector<int64_t> correlation(timeline.events.size());
@@ -171,16 +198,16 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
     if (timeline.events[flow.from].lane == TraceLane::kHost) correlation[flow.to] = correlation[flow.from];
   }
   for (size_t i = 0; i < timeline.events.size(); ++i) {
-    if (shown(timeline.events[i].rank)) WriteEvent(w, timeline.events[i], correlation[i]);
+    if (shown(timeline.events[i].rank)) WriteEvent(w, timeline.events[i], streams[i], correlation[i]);
   }
   for (size_t i = 0; i < timeline.flows.size(); ++i) {
-    const TraceEvent& from = timeline.events[timeline.flows[i].from];
-    const TraceEvent& to = timeline.events[timeline.flows[i].to];
+    const TraceFlow& flow = timeline.flows[i];
+    const TraceEvent &from = timeline.events[flow.from], &to = timeline.events[flow.to];
     if (!shown(from.rank) || !shown(to.rank)) continue;
     bool launch = from.lane == TraceLane::kHost;
     std::string_view category = launch ? "ac2g" : "wait";
-    WriteFlowEnd(w, "s", category, static_cast<int64_t>(i) + 1, from, from.start_ns);
-    WriteFlowEnd(w, "f", category, static_cast<int64_t>(i) + 1, to,
+    WriteFlowEnd(w, "s", category, static_cast<int64_t>(i) + 1, from, streams[flow.from], from.start_ns);
+    WriteFlowEnd(w, "f", category, static_cast<int64_t>(i) + 1, to, streams[flow.to],
                  launch ? to.start_ns : to.start_ns + to.duration_ns);
   }
   for (const TraceCounterTrack& track : timeline.counters) {

@@ -62,6 +62,7 @@ struct Timeline {
   int64_t world_size = 1;
   std::string device_name;
   int64_t device_memory_bytes = 0;
+  std::vector<std::string> rank_names;  // "stage 3"; may be shorter: "rank 3" then
   std::vector<TraceEvent> events;
   std::vector<TraceFlow> flows;
   std::vector<TraceCounterTrack> counters;

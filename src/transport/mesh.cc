@@ -252,6 +252,7 @@ bool Mesh::Read(Peer& peer) {
     while (left > 0) {
       Frame& frame = peer.in.front();
       const bool checked = frame.at > 0;
+      if (!frame.operation->everyone && frame.operation->begin_ns == 0) frame.operation->begin_ns = NanosNow();
       left = Take(frame, left);
       if (!checked && frame.at > 0 && std::memcmp(&frame.header, &frame.expected, sizeof(Header)) != 0) {
         peer.differs = true;

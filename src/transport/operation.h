@@ -44,7 +44,8 @@ struct Operation {
   int32_t kind = 0;        // likewise
   bool everyone = true;    // in each round everyone sends to everyone
   std::vector<Round> rounds = {};
-  // Written by the mesh, nanoseconds of the steady clock: the first byte was handed over; everything has come and gone.
+  // Written by the mesh, nanoseconds of the steady clock: the first byte was handed over (or came, where not everyone
+  // sends); everything has come and gone.
   int64_t begin_ns = 0, end_ns = 0;
 
   // The mesh's own.

@@ -9,5 +9,7 @@ namespace interlace {
 void AddPipeline(pybind11::module_& m);
 // What layers, and a stage of them, cost (core_layers.cc).
 void AddLayers(pybind11::module_& m);
+// The reference interpreter (core_interpreter.cc).
+void AddInterpreter(pybind11::module_& m);
 
 }  // namespace interlace

@@ -112,11 +112,20 @@ class TextbookStep {
   std::map<ValueId, Dense> first_, second_;      // optimizer states
 };
 
-void KeepOutputs(Machine& machine, RunResult& result) {
+// Of one step, by name and then by micro-batch, whatever the order of runs.
+using StepOutputs = std::map<std::string, std::multimap<int64_t, std::vector<double>>>;
+
+void KeepOutputs(Machine& machine, int64_t micro_batch, StepOutputs& step) {
   for (auto& [name, by_rank] : machine.outputs) {
-    for (Dense& x : by_rank) result.outputs[name].push_back(std::move(x.data));
+    for (Dense& x : by_rank) step[name].emplace(micro_batch, std::move(x.data));
   }
   machine.outputs.clear();
+}
+
+void AddStep(StepOutputs& step, RunResult& result) {
+  for (auto& [name, by_micro_batch] : step) {
+    for (auto& [micro_batch, data] : by_micro_batch) result.outputs[name].push_back(std::move(data));
+  }
 }
 
 Status RunCaptured(const Program& program, const InterpretOptions& options, Machine& machine, RunResult& result) {
@@ -125,12 +134,14 @@ Status RunCaptured(const Program& program, const InterpretOptions& options, Mach
   TextbookStep textbook(program, options, machine);
   for (int64_t step = 0; step < options.steps; ++step) {
     machine.BeginStep(step);
+    StepOutputs outputs;
     for (int64_t micro_batch = 0; micro_batch < options.accumulation; ++micro_batch) {
       machine.SetInputs(micro_batch);
       INTERLACE_TRY(machine.RunPhase(*phase));
-      KeepOutputs(machine, result);
+      KeepOutputs(machine, micro_batch, outputs);
       textbook.Add();
     }
+    AddStep(outputs, result);
     INTERLACE_TRY(textbook.Apply(result));
   }
   return Ok{};
@@ -139,13 +150,17 @@ Status RunCaptured(const Program& program, const InterpretOptions& options, Mach
 Status RunSharded(const Program& program, const InterpretOptions& options, Machine& machine, RunResult& result) {
   for (int64_t step = 0; step < options.steps; ++step) {
     machine.BeginStep(step);
+    StepOutputs outputs;
     for (const auto& [phase, first, count] : program.RunsOfStep()) {
       for (int64_t i = 0; i < count; ++i) {
-        if (phase->kind == PhaseKind::kMicroBatch) machine.SetInputs(first + i * program.width);
+        const bool once = phase->kind == PhaseKind::kStep;
+        const int64_t micro_batch = once ? program.accumulation : first + i * program.width;
+        if (!once) machine.SetInputs(micro_batch);
         INTERLACE_TRY(machine.RunPhase(*phase));
-        KeepOutputs(machine, result);
+        KeepOutputs(machine, micro_batch, outputs);
       }
     }
+    AddStep(outputs, result);
     if (machine.norm >= 0 || std::isnan(machine.norm)) result.norms.push_back(machine.norm);
   }
   return Ok{};

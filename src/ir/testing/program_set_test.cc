@@ -132,6 +132,12 @@ TEST(ProgramSet, Messages) {
        "send.start(%31) {fwd axis=pp peer=0}");
   edit("a collective that one stage lacks", "stage0.il", "  send.wait(%32) {fwd}\n",
        "  send.wait(%32) {fwd}\n  %39: f32[4,8] = all_reduce.start(%31) {axis=pp}\n  all_reduce.wait(%39)\n");
+  {
+    Files files = good;
+    files["stage2.il"] = Edited(WholeNetwork(), "mesh dp 2", "mesh pp 2\nmesh dp 2");
+    for (auto& [file, program] : files) program = Edited(program, "mesh pp 2", "mesh pp 3");
+    add("a stage without messages", SetText(files), files);
+  }
   // the waits: both stages receive first
   {
     Files files = good;
