@@ -106,16 +106,19 @@ py::list Buffers(const Program& program) {
   });
 }
 
-// Names of what a step gives, each once.
-std::set<std::string> Outputs(const Program& program) {
-  std::set<std::string> names;
+// By name what a micro-batch gives.
+py::dict Outputs(const Program& program) {
+  py::dict out;
   for (const Phase& phase : program.phases) {
     for (OpId id : phase.ops) {
-      const Arg* name = program.op(id).kind == OpKind::kOutput ? program.op(id).Attr("name") : nullptr;
-      if (name != nullptr) names.insert(name->text);
+      const Op& op = program.op(id);
+      if (op.kind != OpKind::kOutput || op.Attr("name") == nullptr) continue;
+      const Type& type = program.value(op.args[0].value).type;
+      out[py::str(op.Attr("name")->text)] =
+          py::dict("dtype"_a = std::string(DTypeName(type.dtype)), "shape"_a = DimList(program, type.sizes));
     }
   }
-  return names;
+  return out;
 }
 
 py::list Inputs(const Program& program) {

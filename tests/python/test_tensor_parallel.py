@@ -215,7 +215,7 @@ def other_batches() -> None:
 def test_ranks_that_cut_one_batch_must_have_the_same() -> None:
     for outcome in ranks.outcomes(other_batches, 4):
         assert outcome is not None and isinstance(outcome.error, PeerError)
-        assert "ranks 0 and 1 cut one batch along axis tp of the mesh, but were given different ones" in str(outcome.error)
+        assert "ranks 0 and 1 work on one batch along tp of the mesh, but were given different ones" in str(outcome.error)
 
 
 def of_plan(config: dict[str, Any]) -> None:

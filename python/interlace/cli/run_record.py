@@ -20,7 +20,7 @@ FORMAT = 2
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
     *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks", "mesh"),
-    *("tensor", "sequence_parallel"),
+    *("tensor", "sequence_parallel", "stages", "stage_order", "stage_chunks"),
     *("eval_text", "eval_every", "eval_sequences"),
 )
 

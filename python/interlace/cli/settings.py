@@ -50,11 +50,15 @@ class TrainSettings:
     accumulation: int = _option(1, "Micro-batches that a step is cut into on each rank.")
     strategy: str = _option("shard", "shard (ZeRO-3), zero1, or replicate (DDP).")
     mesh: str | None = _option(
-        None, "Ranks by axis: replica=2,dp=2 shards within dp, the same on each replica; dp=2,tp=2 cuts products over tp.",
+        None, "Ranks by axis: replica=2,dp=2 shards within dp, the same on each replica; dp=2,tp=2 cuts products over tp; pp=2,dp=2 "
+        "runs the layers on two stages.",
         shown="dp=RANKS",
     )  # fmt: skip
     tensor: str = _option("auto", "With axis tp, how parameters are cut: auto, model (Hugging Face's plan), or a file.")
     sequence_parallel: bool = _option(True, "With axis tp, cut what lies between the products along the sequence.")
+    stages: str = _option("auto", "With axis pp, where stages begin: auto, or parameters or modules joined by +.")
+    stage_order: str = _option("1f1b", "With axis pp, what a stage runs when: 1f1b, gpipe, interleaved or zero_bubble.")
+    stage_chunks: int = _option(1, "With axis pp, stages of each rank (interleaved).")
     clip: float | None = _option(1.0, "Largest global gradient norm, or none.")
     save: str | None = _option(None, "A folder for the trained model.")
     save_every: int | None = _option(None, "Save also after every so many steps.", shown="at the end")
@@ -192,7 +196,7 @@ class TrainSettings:
 
 def check_explicit(settings: TrainSettings, explicit: set[str]) -> None:
     """Options of the command line that --passes decides too. Error: one of them."""
-    for name in ("strategy", "mesh", "tensor", "sequence_parallel", "clip", "param_dtype", "plan"):
+    for name in ("strategy", "mesh", "tensor", "sequence_parallel", "stages", "clip", "param_dtype", "plan"):
         if settings.passes is not None and name in explicit:
             option = "--" + name.replace("_", "-")
             raise SettingError(f"{option} contradicts --passes, which names every pass: leave one of them out")

@@ -19,12 +19,28 @@ from interlace.compiling.programs import Made, ProgramError, Programs, Source
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, cores
+from interlace.dist.mesh import STAGES
 
 
 @dataclasses.dataclass
 class Prediction:
     step_us: float
     peak_bytes: int
+
+
+def for_stage(passes: str, stage: int) -> str:
+    """A pipeline for another stage of the model than the first."""
+    return re.sub(r"(\bpipeline\(axis=\w+,stage=)\d+", rf"\g<1>{stage}", passes)
+
+
+def check_stages(texts: list[str]) -> None:
+    """Error: programs of stages that do not fit one another, or would wait for one another for ever."""
+    from interlace import _core
+
+    try:
+        _core.ProgramSet(STAGES, [_core.Program.parse(text, f"stage{s}.il") for s, text in enumerate(texts)]).check()
+    except _core.Error as e:
+        raise ProgramError(str(e)) from e
 
 
 class Planner:
@@ -42,17 +58,29 @@ class Planner:
         self, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None = None,
         fresh: bool = False,
     ) -> Source:  # fmt: skip
-        """The program after the standard passes and these, from the cache unless `fresh`. Error: what a pass refuses."""
-        key, numbers = self._key(captured, passes, limit)
+        """The program after the standard passes and these, from the cache unless `fresh`; of a pipeline, those of all stages. Error: what a
+        pass refuses, stages that do not fit one another."""
+        count = self.config.stage_ranks
+        if count == 1:
+            return self._source(self.standard, captured, passes, constants, limit, fresh)
+        made = [self._source(for_stage(self.standard, s), captured, passes, constants, limit, fresh) for s in range(count)]
+        made[0].stages = [source.text for source in made]
+        check_stages(made[0].stages)
+        return made[0]
+
+    def _source(
+        self, standard: str, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None, fresh: bool,
+    ) -> Source:  # fmt: skip
+        key, numbers = self._key(captured, passes, limit, standard)
         found = None if fresh else self.programs.cache.get("plan", key)
         text = put_back(found[0]["text"], numbers) if found is not None else None
         if found is not None and text is not None:
             self.programs.cached.append("passes")
             self.profile = found[0]["profile"] or self.profile
-            return Source(text, found[0]["reports"], constants, captured)
+            return Source(text, found[0]["reports"], constants, captured=captured)
 
         def made(within: int | None) -> Made:
-            return self.programs.run_passes(captured, pipeline(self.standard, self.filled(passes, within)))
+            return self.programs.run_passes(captured, pipeline(standard, self.filled(passes, within)))
 
         most = self._limit(limit)
         if most is not None and any("{limit}" in text for text in passes):
@@ -64,7 +92,23 @@ class Planner:
         if left.keys() <= numbers.keys() and put_back(template, numbers) == text:
             profile = self.profile if needs_profile(passes) else ""
             self.programs.cache.put("plan", key, {"text": template, "reports": reports, "profile": profile})
-        return Source(text, reports, constants, captured)
+        return Source(text, reports, constants, captured=captured)
+
+    def settle_stages(self, captured: str) -> None:
+        """Decides once where the model is cut into stages, for all programs of the run: as pass `pipeline` does it on this captured text."""
+        passes = items(self.standard)
+        at = next((i for i, text in enumerate(passes) if pass_name(text) == "pipeline"), None)
+        if at is None or ",at=auto" not in passes[at]:
+            return
+        asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}")
+        key = key_of(captured, *passes[:at], asked, self.cluster_text())
+        found = self.programs.cache.get("stages", key)
+        if found is None:
+            program, _ = self.programs.run_passes(captured, ",".join(self.filled([*passes[:at], asked])))
+            found = {"at": program.meta()["stages"]}, {}
+            self.programs.cache.put("stages", key, found[0])
+        passes[at] = passes[at].replace(",at=auto", f",at={found[0]['at']}")
+        self.standard = ",".join(passes)
 
     def settle_cuts(self, captured: str, given: str | None) -> str:
         """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given` (lines
@@ -109,14 +153,16 @@ class Planner:
 
     def has(self, captured: str, passes: tuple[str, ...], limit: int | None = None) -> bool:
         """Whether source() would take this plan from the cache."""
-        return self.programs.cache.get("plan", self._key(captured, passes, limit)[0]) is not None
+        return self.programs.cache.get("plan", self._key(captured, passes, limit, for_stage(self.standard, 0))[0]) is not None
 
-    def _key(self, captured: str, passes: tuple[str, ...], limit: int | None) -> tuple[str, dict[int, str]]:
+    def _key(
+        self, captured: str, passes: tuple[str, ...], limit: int | None, standard: str
+    ) -> tuple[str, dict[int, str]]:  # fmt: skip
         """Everything that decides what the passes make: the captured text without its dropout probabilities, the passes, the machines, the
         limit, and the profile or, where it is measured here, the machine that it is measured on."""
         template, numbers = take_out(captured)
         values = {"limit": limit if limit is not None else self.config.memory_limit_bytes, "ranks": self.ranks}
-        parts = [template, str(self.config.accumulation), *fill([self.standard, *passes], values)]
+        parts = [template, str(self.config.accumulation), *fill([standard, *passes], values)]
         if any("{cluster}" in text for text in passes):
             parts.append(self.cluster_text())
         if needs_profile(passes):

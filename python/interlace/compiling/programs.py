@@ -25,6 +25,7 @@ from interlace.compiling.cache import Cache
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
+from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 
@@ -46,6 +47,7 @@ class Source:
     text: str
     reports: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     constants: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # tensors that only the trace has seen
+    stages: list[str] = dataclasses.field(default_factory=list)  # of a pipeline the texts of all stages, this rank's among them
     # A program made from other passes over the same captured text begins here; rank 0 only, empty elsewhere.
     captured: str = ""
 
@@ -99,7 +101,8 @@ class Programs:
         captured = ""
         if self.peers.rank == 0:
             source = make()
-            parts, constants, captured = ({"text": source.text, "reports": source.reports}, source.constants, source.captured)
+            parts = {"text": source.text, "stages": source.stages, "reports": source.reports}
+            constants, captured = source.constants, source.captured
             parts["opaque"] = pack(self.learnt) if self.learnt else ""
             self.learnt = None
         self._shared += 1
@@ -111,7 +114,13 @@ class Programs:
         if parts["opaque"] and self.opaque is not None:  # rank 0's, of this very run
             calls, sometimes = unpack(parts["opaque"])
             self.opaque.add(calls, sometimes, loss_fn)
-        return Source(parts["text"], parts["reports"], load_tensors(data), captured)
+        text = parts["stages"][self.stage] if parts["stages"] else parts["text"]
+        return Source(text, parts["reports"], load_tensors(data), captured=captured, stages=parts["stages"])
+
+    @property
+    def stage(self) -> int:
+        """This rank's place along the axis of the stages."""
+        return Mesh(dict(self.config.axes or ()), self.peers.rank).index(STAGES) if self.config.stage_ranks > 1 else 0
 
     def with_cuts(self, captured: str) -> str:
         """A captured text with the run's cuts as its plan."""
@@ -195,8 +204,8 @@ class Programs:
         from interlace import _core
 
         self._shared += 1
-        what = f"digest of {len(source.text)} characters ({self._shared})"
-        digests = self.peers.exchange(what, _core.digest(source.text))
+        what = f"digest of a program ({self._shared})"
+        digests = self.peers.exchange(what, _core.digest("".join(source.stages) or source.text))
         wrong = [r for r, d in enumerate(digests) if d != digests[0]]
         if wrong:
             raise PeerError(

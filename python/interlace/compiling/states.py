@@ -6,7 +6,8 @@ A unit is a flat buffer of several parameters. A state of a unit is either whole
     state u0.exp_avg on rank 1                    [512, 1024)  ← the window
 
 so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Where the mesh cuts a parameter (cuts.py),
-that range is of the rank's part of it; all that comes in and goes out is of the whole.
+that range is of the rank's part of it; all that comes in and goes out is of the whole. Of a pipeline a rank has the parameters of its stage;
+`everything` lists those of all stages.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from interlace.capture.literals import DTYPES as NAMES
 from interlace.compiling.cuts import Cuts
-from interlace.dist.mesh import Mesh
+from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import Peers
 
 Tensor = torch.Tensor
@@ -45,6 +47,18 @@ class Parameter:
     offset: int  # elements from the unit's start
     numel: int  # of this rank's part; of the whole where nothing cuts it
     cuts: Cuts
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A parameter of any stage."""
+
+    stage: int  # the first that has it
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    dtype: torch.dtype
+    group: int | None
+    roles: dict[str, torch.dtype]  # optimizer states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +115,34 @@ class States:
             if role not in ("full", "shard", "grad", WEIGHT):
                 self._roles[unit].append(role)
         self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
+        self.stage, self.stages = self.mesh.index(STAGES), self.mesh.size(STAGES)
+        # Shared parameters of which another stage is the first that has them.
+        self._elsewhere = {p["name"] for p in program.params() if p["shared"] and p["shared"][0] != self.stage}
+        self._changed = [b["name"] for b in program.buffers() if b["changed"]]
+        own = [self._entry(p, u) for u in self.units for p in u.parameters] + [self._entry(p, None) for p in self.loose]
+        own = [entry for entry in own if entry.name not in self._elsewhere]
+        self.everything: list[Entry] = own
+        self.outputs: list[dict[str, Any]] = [program.outputs()]  # by stage and name: dtype and shape
+        self.changed: list[list[str]] = [self._changed]  # buffers that the model changes, by stage
+        if self.stages > 1:
+            found: list[Any] = [None] * self.stages
+            dist.all_gather_object(found, (own, self.outputs[0], self._changed), group=self._along_stages())
+            self.everything = [entry for entries, _, _ in found for entry in entries]
+            self.outputs, self.changed = [outputs for _, outputs, _ in found], [changed for _, _, changed in found]
+
+    def _along_stages(self) -> Any:
+        return self.peers.groups.along(self.mesh, STAGES)
+
+    def _entry(self, p: Parameter, unit: Unit | None) -> Entry:
+        roles = {role: self._tensors[unit.id, role].dtype for role in self._roles[unit.id]} if unit is not None else {}
+        return Entry(self.stage, p.name, p.shape, p.dtype, p.group, roles)
+
+    def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
+        """What the ranks of a stage have as `tensor`, on all ranks. Every rank must call it, with a tensor of that form."""
+        if self.stages > 1:
+            tensor = tensor.detach().contiguous()
+            dist.broadcast(tensor, group=self._along_stages(), group_src=stage)
+        return tensor
 
     def roles(self, unit: Unit) -> list[str]:
         """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
@@ -128,7 +170,9 @@ class States:
         t, base = self.local(unit, role)
         cuts = next((p.cuts.axes for p in unit.parameters), ())  # a unit's parameters are cut over the same axes
         apart = {*cuts, *(unit.axis.split(",") if t.numel() < unit.numel else ())}
-        alike = ",".join(axis for axis in self.mesh.sizes if axis not in apart)
+        alike = ",".join(axis for axis in self.mesh.sizes if axis not in apart and axis != STAGES)
+        if any(p.name in self._elsewhere for p in unit.parameters):
+            return base, base
         part = -(-t.numel() // self.mesh.size(alike))
         low = base + min(self.mesh.index(alike) * part, t.numel())
         return low, min(low + part, base + t.numel())
@@ -185,16 +229,23 @@ class States:
         mine = None if flat is None else flat[p.offset : p.offset + p.numel]
         if p.cuts.axes:
             group = self.peers.groups.along(self.mesh, p.cuts.word)  # which all ranks make, whoever transfers
-            if mine is None or not (everywhere or 0 in self.mesh.group(p.cuts.word)):
+            if mine is None or not (everywhere or self._leader in self.mesh.group(p.cuts.word)):
                 return None
             mine = self.peers.groups.gather_in(group, mine, self.mesh.size(p.cuts.word), everywhere)
             mine = None if mine is None else p.cuts.joined(mine.chunk(self.mesh.size(p.cuts.word)))
-        if mine is None or not (everywhere or self.peers.rank == 0):
+        if mine is None or not (everywhere or self.peers.rank == self._leader):
             return None
         return mine.view(p.shape)
 
+    @property
+    def _leader(self) -> int:
+        """The first rank of this rank's stage."""
+        return min(group[self.stage] for group in self.mesh.groups(STAGES))
+
     def resident(self, name: str) -> Tensor | None:
         """A view of the whole parameter where this rank holds it, else None."""
+        if name not in self.parameters:
+            return None
         p = self.parameters[name]
         if p.unit is None:
             return self._loose[name]
@@ -203,8 +254,28 @@ class States:
         t, _ = self.local(self.units[p.unit], WEIGHT)
         return t[p.offset : p.offset + p.numel].view(p.shape) if t.numel() == self.units[p.unit].numel else None
 
-    def whole(self, role: str, everywhere: bool = False) -> Iterator[tuple[Parameter, Tensor | None]]:
+    def whole(self, role: str, everywhere: bool = False) -> Iterator[tuple[Entry, Tensor | None]]:
         """Every parameter's values of a role, unit by unit, whole on rank 0 (or everywhere). The views live until the next one."""
+        own = ((p, t) for p, t in self._whole_of_stage(role, everywhere) if p.name not in self._elsewhere)
+        leaders = self.mesh.group(STAGES)
+        takes_part = everywhere or 0 in leaders
+        for entry in self.everything:
+            dtype = entry.dtype if role == WEIGHT else entry.roles.get(role)
+            if dtype is None:
+                continue
+            value = None
+            if entry.stage == self.stage:
+                p, value = next(own)
+                assert p.name == entry.name, f"{p.name} came where {entry.name} was expected"
+            if self.stages > 1 and (entry.stage > 0 or everywhere) and takes_part:
+                if value is None:
+                    value = torch.empty(entry.shape, dtype=dtype, device=self.peers.device)
+                value = self.from_stage(entry.stage, value)
+            yield entry, value if everywhere or self.peers.rank == 0 else None
+        for _ in own:  # what comes behind the last parameter
+            raise AssertionError("more parameters than entries")
+
+    def _whole_of_stage(self, role: str, everywhere: bool) -> Iterator[tuple[Parameter, Tensor | None]]:
         for unit in self.units:
             if (unit.id, role) in self._tensors:
                 flat = self.gather(unit, role, everywhere)

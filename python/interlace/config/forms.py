@@ -53,7 +53,7 @@ def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
     return tuple(found)
 
 
-AXES = ("replica", "dp", "tp")
+AXES = ("replica", "dp", "tp", "pp")
 
 
 def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
@@ -79,17 +79,22 @@ def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
         if name not in AXES:
             raise ConfigError(
                 f"unknown axis {name!r} of the mesh{did_you_mean(str(name), AXES)} (dp: its ranks share the units; "
-                "replica: its ranks hold the same and add up their gradients; tp: its ranks cut the products of one batch)"
+                "replica: its ranks hold the same and add up their gradients; tp: its ranks cut the products of one batch; pp: its ranks run "
+                "one stage each of a pipeline)"
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"axis {name} of the mesh must have a whole number of ranks, not {size!r}")
-    if [name for name, _ in value] == ["tp"]:
-        value = [("dp", 1), *value]
+    if {name for name, _ in value} <= {"tp", "pp"}:
+        value = [*(entry for entry in value if entry[0] == "pp"), ("dp", 1), *(entry for entry in value if entry[0] == "tp")]
     names = [name for name, _ in value]
     if len(set(names)) < len(names) or "dp" not in names:
         raise ConfigError(f"{form}: {'an axis is named twice' if 'dp' in names else 'axis dp is missing'} in {names}")
-    if names[1:2] == ["tp"] and len(names) == 3:
-        raise ConfigError(f"axis tp of the mesh stands between {names[0]} and {names[2]}, which must be neighbours: put it last, or first")
+    data = [i for i, name in enumerate(names) if name in ("replica", "dp")]
+    if data[-1] - data[0] >= len(data):
+        raise ConfigError(
+            f"axis {names[data[0] + 1]} of the mesh stands between {names[data[0]]} and {names[data[-1]]}, which must be neighbours: put pp "
+            "first and tp last"
+        )
     return tuple((name, size) for name, size in value)
 
 

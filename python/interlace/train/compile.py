@@ -172,6 +172,7 @@ class _Build:
             captured, constants = self._capture(used)
             if self.config.tensor_ranks > 1:
                 captured = self.planner.settle_cuts(captured, self._given_cuts())
+            self.planner.settle_stages(captured)
             stage = stage_at(self.config.schedule, 0)
             source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
             self.planner.rehearse(captured, self.config.schedule[stage + 1 :])
@@ -224,6 +225,9 @@ class _Build:
         missing: set[str] = set()
         for t in self.tensors:
             if t.kind != "param":
+                continue
+            if t.name not in states.parameters:  # another stage's
+                release(t.real)
                 continue
             file = find_name(weights, [t.name, *t.aliases], prefix) if weights else None
             if file is not None and weights is not None:
@@ -281,7 +285,7 @@ class _Build:
         for p, state in self.optimizer.state.items():
             name = self.names[id(p)]
             for role, value in state.items():
-                if role == "step" or not isinstance(value, Tensor):
+                if role == "step" or not isinstance(value, Tensor) or name not in states.parameters:
                     continue
                 unit = states.parameters[name].unit
                 if unit is None or role not in states.roles(states.units[unit]):

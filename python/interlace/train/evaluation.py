@@ -21,7 +21,7 @@ from torch import nn
 
 from interlace.capture.inputs import InputSpec
 from interlace.compiling.captures import Captures
-from interlace.compiling.planner import Planner
+from interlace.compiling.planner import Planner, check_stages, for_stage
 from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
 from interlace.config.schedule import items, pass_name
 from interlace.dist.peers import PeerError, ranks_text
@@ -33,7 +33,7 @@ from interlace.train.run import Run, gathered
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
-STRUCTURE = ("canonicalize", "mesh", "tensor", "precision", "shard", "replicate", "zero1", "update")
+STRUCTURE = ("canonicalize", "mesh", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
 
 
 @contextlib.contextmanager
@@ -54,9 +54,12 @@ class Evaluation:
 
     def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
         self.run, self.captures, self.planner = run, captures, planner
-        self.structure = [text for text in items(planner.standard) if pass_name(text) in STRUCTURE]
         self._built: dict[Any, tuple[_Ready, InputSpec, LossFn | None]] = {}
         self._calls = 0
+
+    @property
+    def structure(self) -> list[str]:
+        return [text for text in items(self.planner.standard) if pass_name(text) in STRUCTURE]
 
     def run_on(self, batch: Any, loss_fn: LossFn | None) -> dict[str, Tensor] | str:
         """The outputs of the loss function by name, the loss first; or why memory does not suffice, the same on every rank. Every rank
@@ -82,6 +85,7 @@ class Evaluation:
         if ready.moves:
             run.settle_save()  # what a save has not copied yet must not leave memory
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
+        run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
         return {name: values[0] for name, values in result["outputs"].items()}
 
@@ -110,8 +114,11 @@ class Evaluation:
         def make() -> Source:
             with in_eval_mode(run.model):
                 text, constants = captures.text(batch)
-            program, reports = self._within_limit(text, out)
-            return Source(program.print(), reports, constants, text)
+            made = [self._within_limit(text, out, stage) for stage in range(run.config.stage_ranks)]
+            texts = [program.print() for program, _ in made]
+            if len(texts) > 1:
+                check_stages(texts)
+            return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])
 
         with gathered(run, captures):
             source = programs.share(f"program of evaluation {self._calls}", make, loss_fn)
@@ -120,13 +127,13 @@ class Evaluation:
             return f"evaluate: {problem}, or evaluate on a smaller batch"
         return _Ready(programs.build_beside(source, run.executor, run.ir))
 
-    def _within_limit(self, text: str, out: tuple[str, ...]) -> Made:
-        """The program that moves least among those that the limit allows; else the one that needs least."""
+    def _within_limit(self, text: str, out: tuple[str, ...], stage: int) -> Made:
+        """The program (of a stage) that moves least among those that the limit allows; else the one that needs least."""
 
         run, programs = self.run, self.run.programs
 
         def made(idle: str, *more: str) -> Made:
-            passes = [*self.structure, f"forward_only(out={idle})", "reorder", *more]
+            passes = [*items(for_stage(",".join(self.structure), stage)), f"forward_only(out={idle})", "reorder", *more]
             return programs.run_passes(text, ",".join(passes), micro_batches=1)
 
         found = made("+".join(out) or "none")

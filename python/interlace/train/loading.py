@@ -79,7 +79,7 @@ class Loading:
         steps = [int(g["steps"]) for g in record["groups"]]
         wanted = {}
         roles = self._run.roles()
-        for role, _, p in self._run.states.updated(roles):
+        for role, p in ((role, p) for role in roles for p in self._run.states.everything if role in p.roles):
             if p.group is not None and steps[p.group] > 0:
                 wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
         check_shapes(moments, wanted)
@@ -130,7 +130,7 @@ class Loading:
     def _weight_names(self, weights: Weights | CheckedTensors) -> dict[str, str]:
         """The file's name for every parameter and saved buffer, checked."""
         names: dict[str, str] = {}
-        shapes = {p.name: p.shape for p in self._run.states.parameters.values()}
+        shapes = {p.name: p.shape for p in self._run.states.everything}
         shapes |= {n: tuple(t.shape) for n, t in self._run.tensors.buffers.items()}
         for name in dict.fromkeys(canonical for _, canonical, _ in self._run.tensors.entries):
             found = find_name(weights, [name, *self._run.tensors.places(name)], self._run.tensors.hf_prefix)
@@ -142,5 +142,5 @@ class Loading:
         for name, file in names.items():
             if name in self._run.states.parameters:
                 self._run.states.fill(name, WEIGHT, partial(weights.read_range, file))
-            else:
+            elif name in self._run.tensors.buffers:
                 self._run.tensors.buffers[name].copy_(weights.read(file))

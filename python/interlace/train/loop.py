@@ -151,7 +151,7 @@ class Loop:
                 if reason in ("schedule", "shapes"):
                     raise
                 failure.append(str(e))  # the plan that runs is still a good one
-                return Source(old.text, old.reports, {}, old.captured)
+                return Source(old.text, old.reports, {}, captured=old.captured, stages=old.stages)
 
         with self.peers.guard():
             source = self.programs.share(f"plan for step {self.count}", make)

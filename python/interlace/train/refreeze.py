@@ -107,6 +107,8 @@ class Frozen:
         run, old, new = self.run, self.run.states, built.states
         for role in (WEIGHT, *run.roles()):
             for p, value in old.whole(role, everywhere=True):
+                if p.name not in new.parameters:  # another stage's
+                    continue
                 unit = new.parameters[p.name].unit
                 if value is not None and (role == WEIGHT or (unit is not None and role in new.roles(new.units[unit]))):
                     new.fill_from(p.name, role, value)

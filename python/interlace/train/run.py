@@ -18,7 +18,7 @@ from interlace.checkpoint.saver import Save
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.compiling.captures import Captures
 from interlace.compiling.programs import Built, Programs
-from interlace.compiling.states import WEIGHT, Parameter
+from interlace.compiling.states import DTYPES, WEIGHT, Entry, Parameter, States
 from interlace.config import Config
 from interlace.config.schedule import stage_at
 from interlace.dist.peers import PeerError, Peers
@@ -197,7 +197,33 @@ class Run:
         present = {role for record in self.states.everything for role in record.roles}
         return [role for role in STATE_NAMES[kind] if role in present]
 
-    def has_state(self, p: Parameter) -> bool:
+    def share_buffers(self) -> None:
+        """Of a pipeline: every rank's buffers are those of the stage that changes them. Every rank must call it."""
+        if self.states.stages == 1:
+            return
+        for stage, names in enumerate(self.states.changed):
+            for name in names:
+                if name in self.tensors.buffers:
+                    storage = self.tensors.buffers[name]
+                    storage.copy_(self.states.from_stage(stage, storage.clone()))
+
+    def share_outputs(self, states: States, result: dict[str, Any], micro_batches: int) -> None:
+        """Of a pipeline: what any stage gave, on all ranks. Every rank must call it."""
+        if states.stages == 1:
+            return
+        mine, outputs = result["outputs"], {}
+        for stage, named in enumerate(states.outputs):
+            for name, form in sorted(named.items()):
+                if stage == states.stage:
+                    found = torch.stack(list(mine[name]))
+                else:
+                    found = torch.empty((micro_batches, *form["shape"]), dtype=DTYPES[form["dtype"]], device=self.peers.device)
+                outputs[name] = list(states.from_stage(stage, found))
+        result["outputs"] = outputs
+        scalars = [t for values in outputs.values() for t in values if t.numel() == 1 and t.is_floating_point()]
+        result["finite"] = result["finite"] and all(bool(torch.isfinite(t)) for t in scalars)
+
+    def has_state(self, p: Parameter | Entry) -> bool:
         return p.group is not None and self.hyper.steps[p.group] > 0
 
     def names_of_group(self, i: int) -> list[str]:

@@ -95,6 +95,7 @@ class Saving:
         """Starts it on every rank; or says what is wrong with the place."""
         name = f"save {self.next()} at step {self._run.steps}"
         roles, rng = self._run.roles(), self._rng_states()
+        self._run.share_buffers()
         model_list, optimizer_list = self._file_lists(roles, rng)
         files = {MODEL: Layout(model_list, {"format": "pt"}), OPTIMIZER: Layout(optimizer_list, {"format": "pt"})}
         staging: Staging | None = None
@@ -233,14 +234,13 @@ class Saving:
     def _file_lists(self, roles: list[str], rng: list[Tensor]) -> tuple[list[Any], list[Any]]:
         """(name, dtype, shape) of both files, in the order in which tensors are gathered."""
         states = self._run.states
-        order = [p for unit in states.units for p in unit.parameters] + list(states.loose)
-        model = [(name, p.dtype, p.shape) for p in order for name in self._run.tensors.places(p.name)]
+        model = [(name, p.dtype, p.shape) for p in states.everything for name in self._run.tensors.places(p.name)]
         buffers = self._run.tensors.buffers
         model += [
             (e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter
         ]
-        kept = [(r, u, p) for r, u, p in states.updated(roles) if self._run.has_state(p)]
-        optimizer = [(f"{role}.{p.name}", states.dtype(unit, role), p.shape) for role, unit, p in kept]
+        kept = [(role, p) for role in roles for p in states.everything if role in p.roles and self._run.has_state(p)]
+        optimizer = [(f"{role}.{p.name}", p.roles[role], p.shape) for role, p in kept]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]
         return model, optimizer
 

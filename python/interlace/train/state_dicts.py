@@ -22,6 +22,7 @@ def state_dict(run: Run, all_ranks: bool = False) -> OrderedDict[str, Tensor]:
         for p, t in run.states.whole(WEIGHT, everywhere=all_ranks):
             if t is not None and (all_ranks or run.rank == 0):
                 values[p.name] = t.detach().to("cpu", copy=True)
+        run.share_buffers()
         for name, t in run.tensors.buffers.items():
             copy = t.detach().clone()
             if all_ranks:

@@ -49,6 +49,7 @@ class Stepping:
             if self._unused is not None:
                 self._unused.before_step()
             result = run.runner.step(inputs, rows, run.steps)
+            run.share_outputs(run.states, result, run.config.accumulation)
             self._loop.after_step()
         run.norm, run.outputs = result["norm"], result["outputs"]
         losses = run.outputs["loss"]

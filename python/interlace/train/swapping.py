@@ -20,7 +20,7 @@ class Swapping:
         run = self._run
         with run.peers.guard():
             what = f"program of a swap at step {run.steps}"
-            source = run.programs.share(what, lambda: Source(text, [], {}, run.source.captured))
+            source = run.programs.share(what, lambda: Source(text, [], {}, captured=run.source.captured))
         self.swap_to(source)
 
     def swap_to(self, source: Source) -> None:

@@ -1,0 +1,124 @@
+"""Pipelines on real ranks: the numbers of one process under every schedule, tied weights on two stages, checkpoints between meshes,
+evaluation, and what cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import ranks
+import tensor_models
+from safetensors.torch import load_file
+from test_tensor_parallel import distances, resumed
+from test_trainer_bits import digest
+
+from interlace.checkpoint.contents import MODEL, OPTIMIZER
+from interlace.dist.peers import PeerError
+
+STEPS = 20
+
+ORDERS: list[dict[str, Any]] = [
+    {"accumulation": 4, "stage_order": "1f1b"},
+    {"accumulation": 4, "stage_order": "gpipe", "clip_norm": 0.3},
+    {"accumulation": 4, "stage_order": "zero_bubble"},
+    {"accumulation": 4, "stage_order": "interleaved", "stage_chunks": 2, "clip_norm": 0.3},
+    {"accumulation": 4, "accumulate_mode": "reduce_last", "clip_norm": 0.3},
+    {},
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_numbers_of_one_process(name: str) -> None:
+    """Two stages; of GPT-2 the embedding is on both."""
+    for config, distance in zip(ORDERS, ranks.run(distances, 2, name, {"pp": 2}, ORDERS, timeout_s=300)[0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 4}, {"pp": 2, "dp": 2}, {"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}])
+def test_on_four_ranks(mesh: dict[str, int]) -> None:
+    strategies = [{"strategy": s, "accumulation": 4, "clip_norm": 0.3} for s in ("shard", "zero1", "replicate")]
+    settings = strategies + [c for c in ORDERS if mesh.get("pp") == 2 or c.get("stage_chunks", 1) == 1]
+    for config, distance in zip(settings, ranks.run(distances, 4, "tied", mesh, settings, timeout_s=600)[0], strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
+def schedules(name: str, mesh: dict[str, int]) -> list[str]:
+    found = []
+    for config in ORDERS[:3]:
+        losses, weights = tensor_models.on_mesh(name, 4, mesh=mesh, **{**config, "clip_norm": 0.3})
+        found.append(f"{losses} {digest(weights)}")
+    return found
+
+
+def test_schedules_that_reduce_in_one_order_have_the_same_bits() -> None:
+    everywhere = ranks.run(schedules, 4, "gpt2_dropout", {"pp": 2, "dp": 2}, timeout_s=300)
+    assert len({text for found in everywhere for text in found}) == 1
+
+
+def evaluated(mesh: dict[str, int] | None) -> list[float]:
+    found = []
+    with tensor_models.compiled("gpt2_dropout", mesh=mesh, accumulation=2) as trainer:
+        for step in range(2):
+            found.append(parity.mean_over_ranks(trainer.evaluate(tensor_models.batch_of(100, trainer.data_rank))["loss"]))
+            tensor_models.steps(trainer, step, step + 1)
+    return found
+
+
+def test_evaluate() -> None:
+    two = ranks.run(evaluated, 2, None)[0]
+    assert ranks.run(evaluated, 4, {"pp": 2, "dp": 2})[0] == pytest.approx(two, rel=1e-9)
+
+
+MESHES: list[tuple[int, Any]] = [(1, None), (2, None), (2, {"pp": 2}), (4, {"pp": 2, "dp": 2}), (4, {"pp": 4}), (4, {"dp": 2, "tp": 2})]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("size", "mesh"), [(4, {"pp": 2, "dp": 2}), (2, None)])
+def test_a_checkpoint_loads_on_any_other_mesh(name: str, size: int, mesh: Any, tmp_path: Path) -> None:
+    """Saved after three steps, loaded and saved again elsewhere: the same tensors."""
+    _, saved = ranks.run(resumed, size, name, str(tmp_path / "start"), 0, 3, mesh, "shard")[0]
+    kept = load_file(tmp_path / "start" / MODEL)
+    assert digest(kept) == digest({n: saved[n] for n in kept})
+    for other_size, other in MESHES:
+        folder = tmp_path / f"{other_size} {other}"
+        shutil.copytree(tmp_path / "start", folder)
+        assert digest(ranks.run(resumed, other_size, name, str(folder), 3, 3, other, "shard")[0][1]) == digest(saved), other
+        for file in (MODEL, OPTIMIZER):
+            assert digest(load_file(folder / file)) == digest(load_file(tmp_path / "start" / file)), f"{file}, {other}"
+
+
+# ---- what cannot be ----
+
+
+def other_batches() -> None:
+    with tensor_models.compiled("llama", mesh={"pp": 2}) as trainer:
+        trainer.step(tensor_models.batch_of(0, trainer.rank))
+
+
+def test_stages_of_one_pipeline_must_have_the_same_batch() -> None:
+    for outcome in ranks.outcomes(other_batches, 2):
+        assert outcome is not None and isinstance(outcome.error, PeerError)
+        assert "ranks 0 and 1 work on one batch along pp of the mesh, but were given different ones" in str(outcome.error)
+
+
+def refused(config: dict[str, Any]) -> None:
+    tensor_models.compiled("llama", **config).close()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"mesh": {"pp": 2}, "stages": "model.layers.7"}, "'model.layers.7' is no parameter or module that a stage can begin with"),
+        ({"mesh": {"pp": 2}, "stages": "model.layers.1+lm_head"}, "2 borders make 3 stages"),
+        ({"mesh": {"pp": 2}, "stage_order": "interleaved", "accumulation": 3}, "write accumulation=4"),
+        ({"mesh": {"pp": 2}, "stage_chunks": 2}, 'needs stage_order="interleaved"'),
+        ({"mesh": {"dp": 2}, "stage_order": "gpipe"}, "needs an axis pp in the mesh"),
+        ({"mesh": {"pp": 2}, "stage_chunks": 20, "stage_order": "gpipe"}, "cannot be cut into 40 stages"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_runs(config: dict[str, Any], words: str) -> None:
+    for outcome in ranks.outcomes(refused, 2, config):
+        assert outcome is not None and words in str(outcome.error)
