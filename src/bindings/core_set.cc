@@ -11,6 +11,7 @@
 #include "bindings/core.h"
 #include "ir/program_set.h"
 #include "ir/text.h"
+#include "sim/simulate_set.h"
 
 namespace py = pybind11;
 
@@ -69,6 +70,18 @@ void AddSets(py::module_& m) {
       .def(
           "check", [](const PySet& self) { Take(CheckProgramSet(*self.set)); }, Unlocked(),
           "Error: a stage that is not valid, stages that do not fit, or that would wait for one another for ever.");
+  m.def(
+      "simulate_set",
+      [](const PySet& set, const std::string& cluster, const std::string& profile, const std::string& output,
+         bool every_rank, const std::string& machine, bool foreign) {
+        return Take(SimulateSetText(*set.set, cluster, profile, output, {every_rank, machine, foreign}));
+      },
+      py::arg("set"), py::arg("cluster"), py::arg("profile") = "", py::arg("output") = "json",
+      py::arg("every_rank") = false, py::arg("machine") = "", py::arg("foreign") = false, Unlocked(),
+      "A predicted step of all stages together (sim/simulate_set.h). cluster: a preset's name or the text of a "
+      "cluster\n"
+      "file; profile: its text; output: \"json\", \"summary\" or \"trace\"; machine: the fingerprint that the profile "
+      "must have\nunless foreign. Error: also what `check` finds.");
 }
 
 }  // namespace interlace

@@ -48,7 +48,7 @@ Status Engine::SetUp() {
   }
   ranks_.resize(n);
   out_.ranks.resize(n);
-  nodes_.resize(n / model_.ranks_per_node() + 1);
+  for (int32_t r = 0; r < n; ++r) nodes_.resize(std::max(nodes_.size(), NodeIndex(r) + 1));
   for (int32_t r = 0; r < n; ++r) {
     RankState& rank = ranks_[r];
     rank.program = in_.programs[r];
@@ -62,7 +62,7 @@ Status Engine::SetUp() {
     record.waited_for.assign(count, -1);
     record.transfer_of.assign(count, -1);
     NodeOf(r).ranks.push_back(r);
-    NodeOf(r).demand += threads_ * in_.fold;
+    NodeOf(r).demand += threads_ * FoldOf(r);
     rank.dirty = true;
     dirty_.push_back(r);
   }

@@ -12,13 +12,16 @@
 // where collectives are point-to-point messages on one connection, they go out in the order of issue whatever their
 // lane: the first started is the first to end, and a transfer that waits behind another has its latency behind it.
 // Starting one, and adding up what a reduction has received, is work of the compute lane there (OpCost::issue_ps,
-// finish_ps). Rates change only at events; between two events every running thing advances at its rate. Time is 64-bit
-// picoseconds, rates fixed point, ties go to the lower rank, then to the older transfer: the same bits each time.
+// finish_ps). A message between two ranks goes when both have started it; on CPUs when its sender has, for sockets take
+// it before it is asked for. Those to one rank follow one another, and wait for no others. Rates change only at events;
+// between two events every running thing advances at its rate. Time is 64-bit picoseconds, rates fixed point, ties go
+// to the lower rank, then to the older transfer: the same bits each time.
 //
 // Identical ranks are folded into one, which then stands for all that share its host.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "sim/lowered.h"
@@ -51,6 +54,12 @@ struct EngineInput {
   std::vector<const Lowered*> programs;  // by simulated rank
   std::vector<int64_t> compute_slow;     // by simulated rank, fixed point: kOne = as the cost model says
   int64_t fold = 1;                      // ranks of one host that each simulated rank stands for
+  // One rank for all that are alike in each stage of a pipeline, in the order of the stages; `fold` is not used then.
+  struct Stages {
+    AxisGroup axis;                   // of the stages, on the mesh
+    std::vector<int64_t> node, fold;  // by stage: the host of its first rank, and how many of its ranks are there
+  };
+  std::optional<Stages> stages = {};
 };
 
 struct EngineOutput {

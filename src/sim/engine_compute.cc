@@ -131,6 +131,11 @@ Status Engine::NextPhase(int32_t r) {
   RankState& rank = ranks_[r];
   const Lowered& p = *rank.program;
   const Phase& ended = *p.phases[p.run[rank.run_index]];
+  for (const Carried& save : ended.saves) {
+    const int32_t transfer = rank.in_flight[save.value];
+    if (transfer >= 0 && !transfers_[transfer].finished)
+      rank.saved[{save.name, p.micro_batch[rank.run_index]}] = transfer;
+  }
   if (rank.run_index + 1 == p.run.size()) {
     rank.finished = true;
     rank.running = false;
@@ -143,6 +148,14 @@ Status Engine::NextPhase(int32_t r) {
   std::vector<int32_t> given;
   for (ValueId id : ended.gives) given.push_back(rank.in_flight[id]);
   for (size_t i = 0; i < next.takes.size(); ++i) rank.in_flight[next.takes[i]] = i < given.size() ? given[i] : -1;
+  for (const Carried& load : next.loads) {
+    rank.in_flight[load.value] = -1;
+    if (rank.saved.empty()) continue;
+    const auto found = rank.saved.find({load.name, p.micro_batch[rank.run_index]});
+    if (found == rank.saved.end()) continue;
+    rank.in_flight[load.value] = found->second;
+    rank.saved.erase(found);
+  }
   return Ok{};
 }
 
@@ -155,7 +168,7 @@ void Engine::SetComputing(int32_t r, bool on) {
 void Engine::ChangeDemand(int32_t r, int64_t change) {
   NodeState& node = NodeOf(r);
   int64_t before = node.demand;
-  node.demand += change * in_.fold;
+  node.demand += change * FoldOf(r);
   if (std::max(before, node.demand) <= cores_) return;  // nobody is slowed, before or after
   for (int32_t other : node.ranks) MarkDirty(other);
 }

@@ -11,6 +11,7 @@
 #include <queue>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -19,8 +20,7 @@
 namespace interlace::sim {
 
 inline constexpr int kLanes = kLaneCount;
-inline constexpr int kQueues = kLanes + 4;  // and messages sent to and received from lower and higher ranks
-inline constexpr int kHorizon = 256;        // ops looked ahead when the next event of a compute lane is computed
+inline constexpr int kHorizon = 256;  // ops looked ahead when the next event of a compute lane is computed
 
 inline int64_t Mul(int64_t a, int64_t b) {
   if (b == kOne) return a;
@@ -60,12 +60,14 @@ struct RankState {
   uint32_t version = 0;
   bool dirty = false;
   // Transfers.
-  std::deque<int32_t> lanes[kQueues];
+  std::deque<int32_t> lanes[kLanes];
+  std::map<int32_t, std::deque<int32_t>> messages;  // by 2 * the other rank, + 1 of those that it sends
   std::vector<int32_t> active;
   int32_t sending[2] = {0, 0}, receiving[2] = {0, 0};  // transfers on the links within a node and between nodes
   int32_t classes[4] = {0, 0, 0, 0};
-  std::vector<int32_t> in_flight;     // by value id: the transfer that makes it
-  std::set<int32_t> thread_finished;  // transfers with a finish_ps, whose finish is done
+  std::vector<int32_t> in_flight;                                 // by value id: the transfer that makes it
+  std::map<std::pair<std::string_view, int64_t>, int32_t> saved;  // by name and micro-batch: messages under way
+  std::set<int32_t> thread_finished;                              // transfers with a finish_ps, whose finish is done
   int ClassSet() const {
     return (classes[0] > 0) | (classes[1] > 0) << 1 | (classes[2] > 0) << 2 | (classes[3] > 0) << 3;
   }
@@ -106,7 +108,11 @@ class Engine {
   Status Handle(const Event& event);
   Status SetUp();
   int32_t num_ranks() const { return static_cast<int32_t>(in_.programs.size()); }
-  NodeState& NodeOf(int32_t r) { return nodes_[static_cast<size_t>(r / model_.ranks_per_node())]; }
+  size_t NodeIndex(int32_t r) const {
+    return static_cast<size_t>(in_.stages ? in_.stages->node[static_cast<size_t>(r)] : r / model_.ranks_per_node());
+  }
+  NodeState& NodeOf(int32_t r) { return nodes_[NodeIndex(r)]; }
+  int64_t FoldOf(int32_t r) const { return in_.stages ? in_.stages->fold[static_cast<size_t>(r)] : in_.fold; }
   const std::vector<LoweredOp>& PhaseOps(const RankState& rank) const {
     return rank.program->ops[rank.program->run[rank.run_index]];
   }
@@ -151,10 +157,14 @@ class Engine {
   Status Issue(int32_t r, const LoweredOp& op);
   // The other rank of a message; -1: no message, or one to itself.
   int32_t PeerOf(int32_t r, const LoweredOp& op) const;
-  // The queue of a transfer: its lane, or on CPUs that of all collectives; messages do not hold up those of another
-  // direction.
-  int QueueOf(int32_t r, const LoweredOp& op) const;
-  static int MessageQueue(bool higher, bool receives) { return kLanes + 2 * higher + receives; }
+  // The simulated ranks of a collective; one: it is alone, or stands for ranks like it.
+  std::vector<int32_t> MembersOf(int32_t r, const AxisGroup& group) const;
+  // The lane of a transfer that is no message: its own, or on CPUs that of all collectives.
+  int LaneIndex(const LoweredOp& op) const;
+  // The queue of a transfer: its lane; of messages, those to one rank or from one.
+  std::deque<int32_t>& QueueOf(int32_t r, const LoweredOp& op);
+  // A message comes whether its receiver has asked for it or not.
+  bool ComesByItself(int32_t id) const { return cluster_.cpu && transfers_[id].sender >= 0; }
   // Directions of a link that a transfer fills on a rank.
   bool Sends(int32_t r, int32_t id) const;
   bool Receives(int32_t r, int32_t id) const;

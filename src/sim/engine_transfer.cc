@@ -6,22 +6,19 @@ namespace interlace::sim {
 
 Status Engine::Issue(int32_t r, const LoweredOp& op) {
   RankState& rank = ranks_[r];
-  int lane = QueueOf(r, op);
   int32_t id;
+  const int32_t peer = num_ranks() == 1 ? -1 : PeerOf(r, op);
   std::vector<int32_t> members;
-  const int32_t peer = PeerOf(r, op);
-  if (num_ranks() == 1 || (op.IsMessage() ? peer < 0 : op.group.size < 2)) {
+  if (peer >= 0) members = {std::min(r, peer), std::max(r, peer)};
+  if (!op.IsMessage()) members = MembersOf(r, op.group);
+  if (members.size() < 2) {
     id = NewTransfer(r, op, {r});
   } else {
     // What is counted is one sequence: of a lane of a group, or of the messages from one rank to another.
-    int64_t number = 0, mine = ((op.group.stride << 20) + op.group.size) * kQueues + lane;
+    int64_t number = members[0], mine = ((op.group.stride << 20) + op.group.size) * kLanes + LaneIndex(op);
     if (peer >= 0) {
-      members = {std::min(r, peer), std::max(r, peer)};
       mine = -1 - (int64_t{2} * peer + op.receives);
       number = -1 - (op.receives ? int64_t{peer} * num_ranks() + r : int64_t{r} * num_ranks() + peer);
-    } else {
-      number = op.group.BaseOf(r);
-      for (int64_t i = 0; i < op.group.size; ++i) members.push_back(static_cast<int32_t>(number + i * op.group.stride));
     }
     int64_t turn = rank_turn_[{r, mine}]++;
     std::vector<int32_t>& sequence = sequences_[{number, peer >= 0 ? -1 : mine}];
@@ -55,23 +52,43 @@ Status Engine::Issue(int32_t r, const LoweredOp& op) {
       rank.in_flight[operand] = id;
     });
   }
+  if (op.receives && ComesByItself(id)) return Ok{};
   out_.transfers[id].issued_ps = now_;
-  rank.lanes[lane].push_back(id);
-  if (rank.lanes[lane].front() == id) Arrive(r, id, rank.instance, -1);
+  std::deque<int32_t>& queue = QueueOf(r, op);
+  queue.push_back(id);
+  if (queue.front() == id) Arrive(r, id, rank.instance, -1);
   return Ok{};
+}
+
+std::vector<int32_t> Engine::MembersOf(int32_t r, const AxisGroup& group) const {
+  std::vector<int32_t> out;
+  if (num_ranks() == 1 || group.size < 2) return {r};
+  if (in_.stages) {  // all of them, or ranks of this one
+    const AxisGroup& axis = in_.stages->axis;
+    if (group.stride > axis.stride || group.stride * group.size < axis.stride * axis.size) return {r};
+    for (int32_t stage = 0; stage < num_ranks(); ++stage) out.push_back(stage);
+    return out;
+  }
+  for (int64_t i = 0; i < group.size; ++i) out.push_back(static_cast<int32_t>(group.BaseOf(r) + i * group.stride));
+  return out;
 }
 
 int32_t Engine::PeerOf(int32_t r, const LoweredOp& op) const {
   if (op.peers < 0) return op.peer;
   const std::vector<int32_t>& row = ranks_[r].program->peers[op.peers];
-  const auto peer = static_cast<int32_t>(op.group.BaseOf(r) + row[op.group.IndexOf(r)] * op.group.stride);
+  const int32_t peer =
+      in_.stages ? row[r] : static_cast<int32_t>(op.group.BaseOf(r) + row[op.group.IndexOf(r)] * op.group.stride);
   return peer == r ? -1 : peer;
 }
 
-int Engine::QueueOf(int32_t r, const LoweredOp& op) const {
-  if (op.IsMessage()) return MessageQueue(PeerOf(r, op) > r, op.receives);
-  return static_cast<int>(cluster_.cpu && op.group.size > 1 && !op.across && op.lane == Lane::kReduce ? Lane::kGather
-                                                                                                      : op.lane);
+int Engine::LaneIndex(const LoweredOp& op) const {
+  const bool of_collectives = cluster_.cpu && op.group.size > 1 && !op.across && op.lane == Lane::kReduce;
+  return static_cast<int>(of_collectives ? Lane::kGather : op.lane);
+}
+
+std::deque<int32_t>& Engine::QueueOf(int32_t r, const LoweredOp& op) {
+  if (op.IsMessage()) return ranks_[r].messages[2 * PeerOf(r, op) + op.receives];
+  return ranks_[r].lanes[LaneIndex(op)];
 }
 
 bool Engine::Sends(int32_t r, int32_t id) const {
@@ -106,7 +123,8 @@ Status Engine::SameCollective(int32_t r, const LoweredOp& op, int32_t id) const 
 void Engine::Arrive(int32_t r, int32_t id, int64_t instance, int32_t before) {
   Transfer& t = transfers_[id];
   TransferRecord& record = out_.transfers[id];
-  if (++t.arrived < static_cast<int32_t>(record.members.size()) + t.after) return;
+  const auto needed = ComesByItself(id) ? 1 : static_cast<int32_t>(record.members.size());
+  if (++t.arrived < needed + t.after) return;
   record.start_ps = now_;
   record.cause_rank = r;
   record.cause_transfer = before;
@@ -140,11 +158,11 @@ Status Engine::TransferEvent(int32_t id) {
   for (int32_t r : record.members) {
     RankState& rank = ranks_[r];
     // A message's record is the op of the rank that came first; its other end has the other direction.
-    const int lane =
-        t.sender < 0 ? QueueOf(r, *record.op) : MessageQueue(r == std::min(t.sender, t.receiver), r == t.receiver);
-    rank.lanes[lane].pop_front();
-    if (!rank.lanes[lane].empty()) {
-      Arrive(r, rank.lanes[lane].front(), -1, id);
+    const int32_t other = r == t.sender ? t.receiver : t.sender;
+    std::deque<int32_t>& queue = t.sender < 0 ? QueueOf(r, *record.op) : rank.messages[2 * other + (r == t.receiver)];
+    if (r != t.receiver || !ComesByItself(id)) {
+      queue.pop_front();
+      if (!queue.empty()) Arrive(r, queue.front(), -1, id);
     }
     for (int32_t follower : std::exchange(transfers_[id].followers, {})) Arrive(r, follower, -1, id);
     Unblock(r, id);
@@ -180,16 +198,16 @@ void Engine::Use(int32_t r, int32_t id, int change) {
     case Resource::kDeviceToHost: {
       int direction = cost.resource == Resource::kDeviceToHost;
       rank.classes[2 + direction] += change;
-      node.copies[direction] += change * in_.fold;
+      node.copies[direction] += change * FoldOf(r);
       for (int32_t other : node.ranks) MarkDirty(other);
       break;
     }
     case Resource::kHostMemory:
-      node.steps += change * in_.fold;
+      node.steps += change * FoldOf(r);
       for (int32_t other : node.ranks) MarkDirty(other);
       break;
     case Resource::kFile:
-      node.files[cost.sends] += change * in_.fold * FixedPointShare(cost.store_share);
+      node.files[cost.sends] += change * FoldOf(r) * FixedPointShare(cost.store_share);
       if (cluster_.file_tier) rank.classes[2 + cost.sends] += change;
       for (int32_t other : node.ranks) MarkDirty(other);
       break;

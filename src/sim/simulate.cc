@@ -6,6 +6,7 @@
 #include "base/suggest.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
+#include "sim/simulated_timeline.h"
 #include "trace/chrome_trace.h"
 #include "trace/memory_snapshot.h"
 
@@ -129,94 +130,9 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
 }
 
 Timeline SimulationTimeline(const Simulation& s) {
-  const Lowered& lowered = *s.lowered;
-  const Program& program = *lowered.program;
-  Timeline out;
-  out.producer = "simulated on " + s.cluster.name;
-  out.backend = s.cluster.cpu ? "tcp" : "nccl";
-  out.world_size = s.ranks;
-  out.device_name = s.cluster.device_name;
-  out.device_memory_bytes = s.cluster.MemoryLimitBytes();
-  static constexpr std::string_view kParts[] = {"", "fwd", "bwd", "upd"};
-  auto describe = [&](TraceEvent& e, const Op& op) {
-    e.op = op.name;
-    e.module = ModuleOf(program, op);
-    e.part = kParts[static_cast<size_t>(op.part)];
-    if (op.source >= 0 && op.source < static_cast<int32_t>(program.sources.size()))
-      e.source = program.sources[op.source].place;
-    for (UnitId unit : op.units) e.detail += (e.detail.empty() ? "u" : " u") + std::to_string(unit);
-  };
-  auto elements = [&](ValueId id, int64_t& sum) {
-    Result<int64_t> bytes = program.StorageBytes(program.value(id).type);
-    if (bytes.ok()) sum += *bytes / DTypeBytes(program.value(id).type.dtype);
-  };
-  for (int32_t rank = 0; rank < static_cast<int32_t>(s.output.ranks.size()); ++rank) {
-    const RankRecord& r = s.output.ranks[rank];
-    std::vector<int32_t> event_of(s.output.transfers.size(), -1);
-    const std::vector<const LoweredOp*> issued = IssuedOps(lowered, r);
-    for (size_t i = 0; i < issued.size(); ++i) {
-      const int32_t id = r.transfers[i];
-      const TransferRecord& t = s.output.transfers[id];
-      const Op& op = program.op(issued[i]->op);
-      event_of[id] = static_cast<int32_t>(out.events.size());
-      TraceEvent& e = out.events.emplace_back();
-      e.rank = rank;
-      e.lane = static_cast<TraceLane>(issued[i]->lane);
-      e.start_ns = t.start_ps / 1000;
-      e.duration_ns = t.end_ps / 1000 - e.start_ns;
-      e.bytes = lowered.costs[issued[i]->cost].bytes;
-      e.group_size = issued[i]->IsMessage() ? 2 : lowered.costs[issued[i]->cost].group_ranks;
-      describe(e, op);
-      ForEachOperand(op, [&](ValueId value) {
-        elements(value, e.in_elements);
-        e.dtype = std::string(DTypeName(program.value(value).type.dtype));
-      });
-      for (ValueId value : op.results) {
-        if (value != kNone) elements(value, e.out_elements);
-      }
-    }
-    TraceCounterTrack& memory = out.counters.emplace_back();
-    memory.name = "memory: live bytes";
-    std::vector<int32_t> in_flight(program.num_values(), -1);
-    int64_t last_bytes = -1;
-    for (size_t run = 0; run < lowered.run.size(); ++run) {
-      int32_t p = lowered.run[run];
-      for (size_t i = 0; i < lowered.ops[p].size(); ++i) {
-        const LoweredOp& lop = lowered.ops[p][i];
-        int64_t instance = lowered.first[run] + static_cast<int64_t>(i);
-        const Op& op = program.op(lop.op);
-        int64_t start_ns = r.start_ps[instance] / 1000, end_ns = r.end_ps[instance] / 1000;
-        if (const int64_t bytes = s.memory.At(lowered, run, i); bytes != last_bytes) {
-          last_bytes = bytes;
-          memory.samples.push_back({rank, start_ns, static_cast<double>(last_bytes)});
-        }
-        if (lop.kind == LoweredOp::Kind::kStart) {
-          for (ValueId value : op.results) {
-            if (value != kNone) in_flight[value] = r.transfer_of[instance];
-          }
-        }
-        bool wait = lop.kind == LoweredOp::Kind::kWait;
-        if (!wait && end_ns == start_ns) continue;
-        int32_t index = static_cast<int32_t>(out.events.size());
-        TraceEvent& e = out.events.emplace_back();
-        e.rank = rank, e.start_ns = start_ns, e.duration_ns = end_ns - start_ns, e.wait = wait;
-        describe(e, op);
-        if (!wait) continue;
-        std::vector<int32_t> arrows;
-        ForEachOperand(op, [&](ValueId value) {
-          if (in_flight[value] >= 0) arrows.push_back(in_flight[value]);
-        });
-        std::sort(arrows.begin(), arrows.end());
-        arrows.erase(std::unique(arrows.begin(), arrows.end()), arrows.end());
-        for (int32_t transfer : arrows) out.flows.push_back({event_of[transfer], index});
-      }
-      if (run + 1 == lowered.run.size()) continue;
-      std::vector<int32_t> given;
-      for (ValueId id : lowered.phases[p]->gives) given.push_back(in_flight[id]);
-      const Phase& next = *lowered.phases[lowered.run[run + 1]];
-      for (size_t i = 0; i < next.takes.size(); ++i) in_flight[next.takes[i]] = i < given.size() ? given[i] : -1;
-    }
-  }
+  Timeline out = SimulatedTimeline(s.cluster, s.ranks);
+  for (size_t rank = 0; rank < s.output.ranks.size(); ++rank)
+    AddRank(out, *s.lowered, s.memory, s.output, static_cast<int32_t>(rank));
   return out;
 }
 

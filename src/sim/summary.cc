@@ -4,13 +4,12 @@
 
 #include "ir/text.h"
 #include "sim/simulate.h"
+#include "sim/words.h"
 #include "trace/json.h"
 
 namespace interlace {
-namespace {
 
-// "12.3 ms", with three digits.
-std::string Time(int64_t ps) {
+std::string TimeInWords(int64_t ps) {
   static constexpr std::pair<double, const char*> kUnits[] = {{1e12, "s"}, {1e9, "ms"}, {1e6, "us"}};
   double value = static_cast<double>(ps);
   for (auto [size, unit] : kUnits) {
@@ -26,7 +25,7 @@ std::string Time(int64_t ps) {
   return "";
 }
 
-std::string Bytes(int64_t bytes) {
+std::string BytesInWords(int64_t bytes) {
   static constexpr std::pair<double, const char*> kUnits[] = {
       {1ll << 30, "GiB"}, {1ll << 20, "MiB"}, {1ll << 10, "KiB"}, {1, "B"}};
   double value = static_cast<double>(bytes);
@@ -39,9 +38,7 @@ std::string Bytes(int64_t bytes) {
   return "";
 }
 
-double Percent(int64_t part, int64_t whole) {
-  return whole > 0 ? 100.0 * static_cast<double>(part) / static_cast<double>(whole) : 0;
-}
+namespace {
 
 // The busiest rank: the one that ends last.
 size_t LastRank(const Simulation& s) {
@@ -50,18 +47,6 @@ size_t LastRank(const Simulation& s) {
     if (s.use[r].end_ps > s.use[last].end_ps) last = r;
   }
   return last;
-}
-
-template <typename... Args>
-void Line(std::string& out, const char* format, Args... args) {
-  char buffer[512];
-  std::snprintf(buffer, sizeof buffer, format, args...);
-  out += buffer;
-  out += '\n';
-}
-
-std::string Shown(std::string_view module) {
-  return module.empty() ? "(no module)" : std::string(module);
 }
 
 }  // namespace
@@ -128,48 +113,50 @@ std::string SimulationSummary(const Simulation& s) {
   const Lowered& lowered = *s.lowered;
   const Program& program = *lowered.program;
   std::string out;
-  Line(out, "%lld %s on %s%s", static_cast<long long>(s.ranks), s.ranks == 1 ? "rank" : "ranks", s.cluster.name.c_str(),
-       s.input.programs.size() == 1 && s.ranks > 1 ? " (alike, one simulated)" : "");
+  AddLine(out, "%lld %s on %s%s", static_cast<long long>(s.ranks), s.ranks == 1 ? "rank" : "ranks",
+          s.cluster.name.c_str(), s.input.programs.size() == 1 && s.ranks > 1 ? " (alike, one simulated)" : "");
   if (s.fingerprint.empty()) {
-    Line(out, "times: estimated, no profile (%lld kinds of op)", static_cast<long long>(s.coverage.ops));
+    AddLine(out, "times: estimated, no profile (%lld kinds of op)", static_cast<long long>(s.coverage.ops));
   } else {
-    Line(out, "times: %lld of %lld kinds of op measured, profile of %s%s", static_cast<long long>(s.coverage.measured),
-         static_cast<long long>(s.coverage.ops), s.fingerprint.c_str(), s.foreign ? " (ANOTHER MACHINE)" : "");
+    AddLine(out, "times: %lld of %lld kinds of op measured, profile of %s%s",
+            static_cast<long long>(s.coverage.measured), static_cast<long long>(s.coverage.ops), s.fingerprint.c_str(),
+            s.foreign ? " (ANOTHER MACHINE)" : "");
   }
   const Bound& bound = s.bounds.front();
-  Line(out, "step          %s", Time(s.makespan_ps()).c_str());
-  Line(out, "lower bound   %s (%s), gap %.1f %%", Time(bound.time_ps).c_str(), std::string(bound.name).c_str(),
-       bound.time_ps > 0 ? Percent(s.makespan_ps(), bound.time_ps) - 100 : 0.0);
+  AddLine(out, "step          %s", TimeInWords(s.makespan_ps()).c_str());
+  AddLine(out, "lower bound   %s (%s), gap %.1f %%", TimeInWords(bound.time_ps).c_str(),
+          std::string(bound.name).c_str(), bound.time_ps > 0 ? Percent(s.makespan_ps(), bound.time_ps) - 100 : 0.0);
   size_t last = LastRank(s);
   const RankUse& use = s.use[last];
-  if (s.use.size() > 1) Line(out, "the last rank to end is %zu:", last);
-  Line(out, "compute       %s (%.1f %%), held by waits %s", Time(use.compute_ps).c_str(),
-       Percent(use.compute_ps, s.makespan_ps()), Time(use.blocked_ps).c_str());
+  if (s.use.size() > 1) AddLine(out, "the last rank to end is %zu:", last);
+  AddLine(out, "compute       %s (%.1f %%), held by waits %s", TimeInWords(use.compute_ps).c_str(),
+          Percent(use.compute_ps, s.makespan_ps()), TimeInWords(use.blocked_ps).c_str());
   for (const LaneUse& lane : use.lanes) {
-    Line(out, "%-13s %s busy, %s exposed, %lld transfers, %s", lane.lane.c_str(), Time(lane.busy_ps).c_str(),
-         Time(lane.exposed_ps).c_str(), static_cast<long long>(lane.transfers), Bytes(lane.bytes).c_str());
+    AddLine(out, "%-13s %s busy, %s exposed, %lld transfers, %s", lane.lane.c_str(), TimeInWords(lane.busy_ps).c_str(),
+            TimeInWords(lane.exposed_ps).c_str(), static_cast<long long>(lane.transfers),
+            BytesInWords(lane.bytes).c_str());
   }
-  Line(out, "critical path, by module:");
+  AddLine(out, "critical path, by module:");
   std::vector<Blame> blame = BlameModules(s.input, s.path);
   for (size_t i = 0; i < std::min<size_t>(blame.size(), 10); ++i) {
     const Blame& b = blame[i];
-    Line(out, "  %5.1f %%  %-10s %-12s %s%s", Percent(b.time_ps, s.makespan_ps()), Time(b.time_ps).c_str(),
-         b.lane.c_str(), Shown(b.module).c_str(),
-         b.slowed_ps > 0 ? (" (" + Time(b.slowed_ps) + " of it by sharing)").c_str() : "");
+    AddLine(out, "  %5.1f %%  %-10s %-12s %s%s", Percent(b.time_ps, s.makespan_ps()), TimeInWords(b.time_ps).c_str(),
+            b.lane.c_str(), ModuleInWords(b.module).c_str(),
+            b.slowed_ps > 0 ? (" (" + TimeInWords(b.slowed_ps) + " of it by sharing)").c_str() : "");
   }
   const MemoryCurve& m = s.memory;
   int64_t limit = s.cluster.MemoryLimitBytes();
-  Line(out, "memory        peak %s of %s%s; %s persistent; inputs %s apart", Bytes(m.peak.bytes).c_str(),
-       Bytes(limit).c_str(), m.peak.bytes > limit ? " (DOES NOT FIT)" : "", Bytes(m.persistent_bytes).c_str(),
-       Bytes(m.input_bytes).c_str());
+  AddLine(out, "memory        peak %s of %s%s; %s persistent; inputs %s apart", BytesInWords(m.peak.bytes).c_str(),
+          BytesInWords(limit).c_str(), m.peak.bytes > limit ? " (DOES NOT FIT)" : "",
+          BytesInWords(m.persistent_bytes).c_str(), BytesInWords(m.input_bytes).c_str());
   if (m.peak.place >= 0) {
     const Op& op = program.op(m.peak.op);
-    Line(out, "  at %s in %s, %s", op.name.c_str(), Shown(ModuleOf(program, op)).c_str(),
-         lowered.phases[lowered.run[m.peak.run_index]]->name.c_str());
+    AddLine(out, "  at %s in %s, %s", op.name.c_str(), ModuleInWords(ModuleOf(program, op)).c_str(),
+            lowered.phases[lowered.run[m.peak.run_index]]->name.c_str());
   }
   for (size_t i = 0; i < std::min<size_t>(m.holders.size(), 8); ++i) {
-    Line(out, "  %-12s %s%s", Bytes(m.holders[i].bytes).c_str(), m.holders[i].name.c_str(),
-         m.holders[i].module.empty() ? "" : (" in " + m.holders[i].module).c_str());
+    AddLine(out, "  %-12s %s%s", BytesInWords(m.holders[i].bytes).c_str(), m.holders[i].name.c_str(),
+            m.holders[i].module.empty() ? "" : (" in " + m.holders[i].module).c_str());
   }
   return out;
 }
