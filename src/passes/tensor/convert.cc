@@ -34,7 +34,8 @@ ValueId Cutter::AsPart(ValueId id, DimCut cut) {
   if (placement.is_sum() && period && IsDense(geometry_[root])) return SeenIn(Storage(root, {Kind::kCut, *period}), id);
   const ValueId whole = AsWhole(id);
   // Of what is whole a rank takes its part where it lies: a view, which has gaps where an outer dimension is not cut.
-  const bool gaps = std::any_of(geometry.sizes.begin(), geometry.sizes.begin() + cut.dim, [](int64_t n) { return n > 1; });
+  const bool gaps =
+      std::any_of(geometry.sizes.begin(), geometry.sizes.begin() + cut.dim, [](int64_t n) { return n > 1; });
   const bool packed = gaps && period && current_ != nullptr && ReadsMemoryInOrder(current_->name);
   if (stride == 0 || (cut.blocks == 1 && !packed)) {
     Op& op = NewOp("view");
@@ -109,7 +110,6 @@ ValueId Cutter::Exchange(OpKind kind, ValueId operand, const Geometry& result, i
   wait.args.push_back(Arg::Of(value));
   phase_.ops.push_back(start.id);
   phase_.ops.push_back(wait.id);
-  bytes_ += result.numel() * DTypeBytes(result.dtype);
   return value;
 }
 

@@ -16,8 +16,8 @@ namespace {
 using Kind = Placement::Kind;
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 constexpr double kParameter = 1e6;  // a parameter is cut to stay so: times its bytes to gather it for one op
-constexpr double kColumns = 64;     // what products made is not gathered where rows that several need are gathered again
-constexpr double kAgain = 1e-3;     // times the bytes of results that every rank makes whole, to break ties
+constexpr double kColumns = 64;  // what products made is not gathered where rows that several need are gathered again
+constexpr double kAgain = 1e-3;  // times the bytes of results that every rank makes whole, to break ties
 
 int64_t BytesOf(const Geometry& geometry) {
   return geometry.numel() * DTypeBytes(geometry.dtype);
@@ -31,16 +31,11 @@ Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
       options_(options),
       sizes_(program, options.axis, options.sample),
       ranks_(sizes_.ranks()) {
-  const auto count = static_cast<size_t>(program.num_values());
-  geometry_.resize(count);
-  placement_.resize(count);
-  unseen_.resize(count);
-  views_.resize(count);
-  for (ValueId id = 0; id < program.num_values(); ++id) {
-    if (!program.HasValue(id)) continue;
-    geometry_[id] = sizes_.GeometryOf(id);
-    views_[program.RootOf(id)].push_back(id);
-  }
+  Layout layout = LayoutOf(program, [&](Dim dim) { return sizes_.Number(dim); });
+  geometry_ = std::move(layout.geometry);
+  views_ = std::move(layout.views);
+  placement_.resize(geometry_.size());
+  unseen_.resize(geometry_.size());
 }
 
 Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
@@ -243,7 +238,8 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
       cut->blocks *= rule.joins[way.factor];
       if (!IsDense(geometry_[result]) || !PeriodOf(geometry_[result], *cut, ranks_)) return kImpossible;
     } else if (way.factor == kWholeDim) {  // every rank computes all of it
-      cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) + (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
+      cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) +
+              (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
     } else {  // a sum that is made later
       cost += static_cast<double>(BytesOf(geometry_[result])) * (ranks_ - 1) / ranks_;
     }
@@ -296,10 +292,11 @@ Status Cutter::Generic(OpId id) {
   const Op& op = program_.op(id);
   std::vector<ValueId> operands;
   ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
-  const Rule rule = RuleOf(program_, op, geometry_);
-  const bool sums = rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
-    return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
-  });
+  const Rule rule = RuleOf(op, geometry_);
+  const bool sums =
+      rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
+        return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
+      });
   if (sums) {  // one sum over ranks for all of them
     phase_.ops.push_back(id);
     for (ValueId result : op.results) {
@@ -308,7 +305,8 @@ Status Cutter::Generic(OpId id) {
     return Ok{};
   }
   const std::vector<Way> ways = WaysOf(op, rule, operands);
-  const Way way = *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) { return a.cost < b.cost; });
+  const Way way =
+      *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) { return a.cost < b.cost; });
   if (!rule.known) {
     for (ValueId operand : operands) {
       if (!PlacementOf(operand).is_whole()) made_whole_[op.name] += BytesOf(geometry_[operand]);
@@ -432,7 +430,6 @@ Status Cutter::SumsBehind() {
       const ValueId sum = AddResult(start, flat, {});
       wait.args.push_back(Arg::Of(sum));
       copies_[{root, 0}] = sum;
-      bytes_ += BytesOf(flat);
     }
     phase_.ops.insert(phase_.ops.end(), views.begin(), views.end());
     phase_.ops.push_back(start.id);

@@ -26,9 +26,9 @@ struct Rule {
   std::vector<std::vector<int32_t>> operands;  // factor by operand (ForEachOperand's order) and dimension
   std::vector<std::vector<int32_t>> results;   // likewise; results that are not produced have no dimensions
   std::vector<int64_t> sizes;                  // by factor: of its longest dimension
-  std::vector<int64_t> joins;                  // by factor: operands that a result has side by side along it (cat), else 1
-  bool additive = false;    // sums of operands give the sum of results: f(a + b) = f(a) + f(b), all operands at once
-  bool shape_only = false;  // no operand is read
+  std::vector<int64_t> joins;  // by factor: operands that a result has side by side along it (cat), else 1
+  bool additive = false;       // sums of operands give the sum of results: f(a + b) = f(a) + f(b), all operands at once
+  bool shape_only = false;     // no operand is read
   int32_t sizes_argument = -1;  // the positional argument that repeats the sizes of result 0
   int32_t bias_sizes = -1;      // likewise, of result 2
   bool known = false;           // else every operand and result is whole
@@ -36,7 +36,7 @@ struct Rule {
 };
 
 // The rule for one op, by its name, the geometry of its values and its arguments.
-Rule RuleOf(const Program& program, const Op& op, const std::vector<Geometry>& geometry);
+Rule RuleOf(const Op& op, const std::vector<Geometry>& geometry);
 
 // "aten.mul" of "aten.mul.Tensor".
 std::string_view BaseName(std::string_view name);
