@@ -14,8 +14,8 @@ namespace interlace::tensor {
 namespace {
 
 constexpr int64_t kExact = 2500;  // combinations of a block that are all tried
-constexpr int64_t kWindow = 250;  // of a window,
-constexpr int64_t kSweep = 2000;  // of all windows of one walk through a group
+constexpr int64_t kWindow = 128;  // of a window,
+constexpr int64_t kSweep = 1000;  // of all windows of one walk through a group
 constexpr int kSweeps = 4;
 constexpr size_t kJudged = 3;  // of the search's own
 

@@ -25,17 +25,25 @@ int64_t BytesOf(const Geometry& geometry) {
 
 }  // namespace
 
-Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
+Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options, const Facts* facts)
     : program_(program),
       phase_(phase),
       options_(options),
       sizes_(program, options.axis, options.sample),
-      ranks_(sizes_.ranks()) {
-  Layout layout = LayoutOf(program, [&](Dim dim) { return sizes_.Number(dim); });
-  geometry_ = std::move(layout.geometry);
-  views_ = std::move(layout.views);
-  placement_.resize(geometry_.size());
-  unseen_.resize(geometry_.size());
+      ranks_(sizes_.ranks()),
+      facts_(facts != nullptr
+                 ? *facts
+                 : own_facts_.emplace(FactsOf(program, phase, [&](Dim dim) { return sizes_.Number(dim); }))),
+      geometry_(facts_.layout.geometry) {
+  placement_.resize(facts_.layout.geometry.size());
+  unseen_.resize(placement_.size());
+}
+
+const std::vector<ValueId>& Cutter::ViewsOf(ValueId root) const {
+  static const std::vector<ValueId> none;
+  const auto found = seen_as_.find(root);
+  const auto at = static_cast<size_t>(found == seen_as_.end() ? root : found->second);
+  return at < facts_.layout.views.size() ? facts_.layout.views[at] : none;
 }
 
 Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
@@ -174,7 +182,8 @@ int64_t Cutter::RowPeriod(ValueId root) {
   const Geometry& own = geometry_[root];
   if (!options_.sequence || !IsDense(own)) return 0;
   std::set<int64_t, std::greater<>> periods;
-  for (ValueId view : views_[root]) {
+  const std::vector<ValueId>& views = ViewsOf(root);
+  for (ValueId view : views) {
     const Geometry& g = geometry_[view];
     for (size_t d = 0; d < g.sizes.size(); ++d) {
       if (g.sizes[d] > 1 && g.strides[d] > 1) periods.insert(g.sizes[d] * g.strides[d]);
@@ -182,7 +191,7 @@ int64_t Cutter::RowPeriod(ValueId root) {
   }
   for (int64_t period : periods) {
     if (period % ranks_ != 0 || own.numel() % period != 0) continue;
-    const bool shown = std::all_of(views_[root].begin(), views_[root].end(), [&](ValueId view) {
+    const bool shown = std::all_of(views.begin(), views.end(), [&](ValueId view) {
       const std::optional<DimCut> cut = CutOfView(geometry_[view], period, ranks_);
       return cut && geometry_[view].strides[cut->dim] > 1;
     });
@@ -292,7 +301,10 @@ Status Cutter::Generic(OpId id) {
   const Op& op = program_.op(id);
   std::vector<ValueId> operands;
   ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
-  const Rule rule = RuleOf(op, geometry_);
+  const bool as_it_was = static_cast<size_t>(id) < facts_.rules.size() && op.name == facts_.names[id];
+  std::optional<Rule> anew;
+  const Rule& rule = as_it_was ? facts_.rules[id]
+                               : anew.emplace(RuleOf(op, [&](ValueId v) -> const Geometry& { return geometry_[v]; }));
   const bool sums =
       rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
         return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
@@ -323,7 +335,7 @@ Status Cutter::Generic(OpId id) {
   const ValueId partial = program_.AddResult(product, sizes_.TypeOf(geometry_[result]));
   product.results = {partial};
   Know(partial, geometry_[result]);
-  views_[partial] = views_[result];  // as whom its rows are seen later on
+  seen_as_[partial] = result;  // later on, as whom its rows are seen
   INTERLACE_TRY(Generic(id));
   Op& add = program_.AddOp("aten.add.Tensor");
   CopyTags(program_.op(id), add);

@@ -6,6 +6,8 @@
 // taken. What an operand is turned into is remembered, so a value is gathered or summed once.
 #pragma once
 
+#include <algorithm>
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
@@ -30,9 +32,28 @@ struct CutterOptions {
   Binding sample = {};           // where sizes, or the axis's, are symbols: numbers to decide by (sizes.h)
 };
 
+// The geometries of a program's values, and of those that are added to it; they stay where they are.
+class Geometries {
+ public:
+  explicit Geometries(const std::vector<Geometry>& before) : before_(before) {}
+  const Geometry& operator[](ValueId id) const {
+    const auto at = static_cast<size_t>(id);
+    return at < before_.size() ? before_[at] : added_[at - before_.size()];
+  }
+  void Add(ValueId id, Geometry geometry) {
+    added_.resize(std::max(added_.size(), static_cast<size_t>(id) + 1 - before_.size()));
+    added_[static_cast<size_t>(id) - before_.size()] = std::move(geometry);
+  }
+
+ private:
+  const std::vector<Geometry>& before_;
+  std::deque<Geometry> added_;
+};
+
 class Cutter {
  public:
-  Cutter(Program& program, Phase& phase, const CutterOptions& options);
+  // `facts`: of the program, where they are known; they must outlive the cutter.
+  Cutter(Program& program, Phase& phase, const CutterOptions& options, const Facts* facts = nullptr);
 
   // A parameter that a rank holds a part of. Error: it cannot be cut so.
   Status CutParam(Param& param, int64_t dim, int64_t blocks);
@@ -120,16 +141,20 @@ class Cutter {
   ValueId Emit(std::string name, std::vector<Arg> args, const Geometry& geometry, Placement placement = {},
                std::vector<NamedArg> named = {});
   void Know(ValueId id, Geometry geometry);
+  // Before the rewrite, of the storage or of what it is seen as.
+  const std::vector<ValueId>& ViewsOf(ValueId root) const;
 
   Program& program_;
   Phase& phase_;
   CutterOptions options_;
   Sizes sizes_;
   int64_t ranks_ = 1;
-  std::vector<Geometry> geometry_;           // by value, before the rewrite
-  std::vector<Placement> placement_;         // by root
-  std::vector<bool> unseen_;                 // by value: a view that a rank's part of the storage does not have
-  std::vector<std::vector<ValueId>> views_;  // by root
+  std::optional<Facts> own_facts_;
+  const Facts& facts_;
+  Geometries geometry_;                 // by value, before the rewrite
+  std::vector<Placement> placement_;    // by root
+  std::vector<bool> unseen_;            // by value: a view that a rank's part of the storage does not have
+  std::map<ValueId, ValueId> seen_as_;  // by a storage that was added: the one before the rewrite whose views it has
   std::map<std::pair<ValueId, int64_t>, ValueId> copies_;  // root and period (0: whole) → root
   std::vector<std::pair<OpId, ValueId>> sums_behind_;      // gradients of whole parameters that are sums
   std::vector<bool> rows_gradients_;                       // by value

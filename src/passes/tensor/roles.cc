@@ -43,7 +43,7 @@ class Reader {
         if (param == nullptr || geometry_[param->value].sizes.size() < 2 || !param->trainable) continue;
         if (index.emplace(names_[param->name], roles_.size()).second) Add(*param);
       }
-      const Rule rule = RuleOf(op, geometry_);
+      const Rule rule = RuleOf(op, [&](ValueId id) -> const Geometry& { return geometry_[id]; });
       Results(op, rule, operands);
       Biases(op, rule, operands, index);
     }

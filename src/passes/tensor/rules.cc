@@ -110,9 +110,9 @@ int64_t DimOf(const Arg& arg, size_t rank) {
 
 class Builder {
  public:
-  Builder(const Op& op, const std::vector<Geometry>& geometry) : op_(op) {
-    ForEachOperand(op, [&](ValueId id) { operands_.push_back(&geometry[id]); });
-    for (ValueId id : op.results) results_.push_back(id == kNone ? nullptr : &geometry[id]);
+  Builder(const Op& op, const GeometryOfValue& geometry) : op_(op) {
+    ForEachOperand(op, [&](ValueId id) { operands_.push_back(&geometry(id)); });
+    for (ValueId id : op.results) results_.push_back(id == kNone ? nullptr : &geometry(id));
     for (const Geometry* g : operands_) rule_.operands.emplace_back(g->sizes.size(), kWholeDim);
     for (const Geometry* g : results_) rule_.results.emplace_back(g == nullptr ? 0 : g->sizes.size(), kWholeDim);
   }
@@ -402,8 +402,20 @@ bool Rule::Has(int32_t operand, int32_t factor) const {
   return std::find(dims.begin(), dims.end(), factor) != dims.end();
 }
 
-Rule RuleOf(const Op& op, const std::vector<Geometry>& geometry) {
+Rule RuleOf(const Op& op, const GeometryOfValue& geometry) {
   return Builder(op, geometry).Build();
+}
+
+Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number) {
+  Facts out{LayoutOf(program, number), {}, {}};
+  out.names.resize(static_cast<size_t>(program.num_ops()));
+  out.rules.resize(out.names.size());
+  const GeometryOfValue geometry = [&](ValueId id) -> const Geometry& { return out.layout.geometry[id]; };
+  for (OpId id : phase.ops) {
+    out.names[id] = program.op(id).name;
+    out.rules[id] = RuleOf(program.op(id), geometry);
+  }
+  return out;
 }
 
 std::string_view BaseName(std::string_view name) {

@@ -13,6 +13,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "ir/program.h"
@@ -35,8 +37,18 @@ struct Rule {
   bool Has(int32_t operand, int32_t factor) const;
 };
 
+using GeometryOfValue = std::function<const Geometry&(ValueId)>;
+
 // The rule for one op, by its name, the geometry of its values and its arguments.
-Rule RuleOf(const Op& op, const std::vector<Geometry>& geometry);
+Rule RuleOf(const Op& op, const GeometryOfValue& geometry);
+
+// What propagation reads of a program before it changes it: made once for all ways to cut it.
+struct Facts {
+  Layout layout;
+  std::vector<std::string> names;  // by op of the phase
+  std::vector<Rule> rules;         // likewise
+};
+Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number);
 
 // "aten.mul" of "aten.mul.Tensor".
 std::string_view BaseName(std::string_view name);
