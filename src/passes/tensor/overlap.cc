@@ -8,8 +8,9 @@
 // List scheduling (Graham 1969) of forward and backward part, on one lane that computes and one for each axis'
 // transfers, with times of the cost model: of the ops that could run now the one with the longest way to the end of the
 // part goes first, so what nothing waits for (gradients of weights) fills the waits; a transfer starts as soon as its
-// operand is there and is waited for where it is first needed. An op is put off by at most `window` of the part's
-// compute time, so that activations do not pile up. Order changes no bit: operands stay what they were.
+// operand is there and is waited for where it is first needed. No op is put off, or comes before its turn, by more than
+// `window` of the part's compute time (a start by no more than four times what it takes), so that activations do not
+// pile up. Order changes no bit: operands stay what they were.
 // Options: window, cluster, profile.
 #include <algorithm>
 #include <set>
@@ -21,6 +22,8 @@
 
 namespace interlace {
 namespace {
+
+constexpr int64_t kAhead = 4;  // times of a transfer that it may start before its turn
 
 struct Node {
   OpId op = kNone;
@@ -136,10 +139,23 @@ class Scheduler {
     std::set<int32_t, decltype(longest_first)> free(longest_first);    // what takes no time
     std::set<int32_t, decltype(soonest_first)> coming(soonest_first);  // compute whose operands are under way
     std::set<int32_t, decltype(longest_first)> here(longest_first);    // compute whose operands are there
-    std::set<int32_t> stood;                                           // the same, as they stood
+    std::set<int32_t> far;                                             // compute whose turn is too far away
+    std::set<std::pair<int64_t, int32_t>> early;  // starts, by the compute time that must have passed
+    const auto window = static_cast<int64_t>(window_ * static_cast<double>(total_ps_));
+    int64_t now = 0, wire = 0, computed = 0;
+    size_t oldest = 0;  // compute that has not run
+    const auto turn = [&] { return oldest < nodes_.size() ? nodes_[oldest].turn_ps : total_ps_; };
     const auto add = [&](int32_t at) {
-      if (nodes_[at].compute_ps > 0) {
-        coming.insert(at);
+      const Node& node = nodes_[at];
+      const int64_t from = node.turn_ps - std::min(window, kAhead * node.transfer_ps);
+      if (node.compute_ps > 0) {
+        if (node.turn_ps <= turn() + window) {
+          coming.insert(at);
+        } else {
+          far.insert(at);
+        }
+      } else if (IsStart(program_.op(node.op)) && from > computed) {
+        early.emplace(from, at);
       } else {
         free.insert(at);
       }
@@ -154,7 +170,6 @@ class Scheduler {
     };
     std::vector<OpId> out;
     out.reserve(nodes_.size());
-    int64_t now = 0, wire = 0;
     // Ops that take no time: starts at once; waits and views are put in front of who needs them (Emit).
     const auto drain = [&] {
       while (!free.empty()) {
@@ -182,28 +197,28 @@ class Scheduler {
       if (nodes_[i].waits == 0) add(static_cast<int32_t>(i));
     }
     drain();
-    const auto window = static_cast<int64_t>(window_ * static_cast<double>(total_ps_));
-    for (int32_t oldest = 0; !coming.empty() || !here.empty();) {
-      while (!coming.empty() && nodes_[*coming.begin()].ready_ps <= now) {
-        const int32_t at = coming.extract(coming.begin()).value();
-        here.insert(at);
-        stood.insert(at);
+    while (!coming.empty() || !here.empty() || !far.empty() || !early.empty()) {
+      while (oldest < nodes_.size() && (nodes_[oldest].done || nodes_[oldest].compute_ps == 0)) ++oldest;
+      while (!far.empty() && nodes_[*far.begin()].turn_ps <= turn() + window)
+        coming.insert(far.extract(far.begin()).value());
+      if (coming.empty() && here.empty()) {  // the oldest needs what is held back
+        if (early.empty()) {
+          coming.insert(far.extract(far.begin()).value());
+        } else {
+          free.insert(early.extract(early.begin()).value().second);
+          drain();
+        }
+        continue;
       }
-      int32_t at = kNone;
-      if (here.empty()) {
-        at = coming.extract(coming.begin()).value();
-        now = nodes_[at].ready_ps;
-      } else {
-        while (nodes_[oldest].done || nodes_[oldest].compute_ps == 0) ++oldest;
-        // What has been put off for long enough goes first.
-        const bool late = nodes_[*stood.rbegin()].turn_ps - nodes_[oldest].turn_ps > window;
-        at = late && stood.count(oldest) != 0 ? oldest : *here.begin();
-        here.erase(at);
-        stood.erase(at);
-      }
-      now += nodes_[at].compute_ps;
+      while (!coming.empty() && nodes_[*coming.begin()].ready_ps <= now)
+        here.insert(coming.extract(coming.begin()).value());
+      const int32_t at = here.empty() ? coming.extract(coming.begin()).value() : here.extract(here.begin()).value();
+      now = std::max(now, nodes_[at].ready_ps) + nodes_[at].compute_ps;
+      computed += nodes_[at].compute_ps;
       Emit(at, out);
       finish(at, now);
+      while (!early.empty() && early.begin()->first <= computed)
+        free.insert(early.extract(early.begin()).value().second);
       drain();
     }
     for (size_t i = 0; i < nodes_.size(); ++i) {
