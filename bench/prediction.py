@@ -2,6 +2,7 @@
 
 python bench/prediction.py                               # all rows, about 10 minutes
 python bench/prediction.py --only 'llama.*shard'         # rows whose name matches
+python bench/prediction.py --only tp                     # those whose ranks cut products, alone and with dp
 python bench/prediction.py --json out.json               # keeps every row as it is done; a second start goes on from there
 
 For every model, number of ranks and network, the ranks run each program as `interlace profile` does (op after op, transfers
@@ -40,7 +41,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PLACES: list[tuple[int, float | None]] = [(1, None), (2, None), (2, 1000), (2, 500), (2, 250), (4, 250)]
 STRATEGIES = ("replicate", "zero1", "shard")
-WANTED = {"mean": 5.0, "mean_4": 10.0, "worst": 15.0, "memory": 1.0}
+# model, mesh, network, what else
+TENSOR: list[tuple[str, dict[str, int], float | None, dict[str, Any]]] = [
+    *(("llama", {"dp": 1, "tp": 2}, mbit, {}) for mbit in (None, 1000, 500, 250)),
+    *(("gpt2", {"dp": 1, "tp": 2}, mbit, {}) for mbit in (None, 500)),
+    *(("llama", {"dp": 1, "tp": 2}, mbit, {"accumulation": 4}) for mbit in (None, 500)),
+    ("llama", {"dp": 1, "tp": 2}, 500, {"sequence": False}),
+    ("llama", {"dp": 1, "tp": 2}, 500, {"passes": ["split(parts=2)"], "rows": 2}),
+    *(("llama", {"dp": 2, "tp": 2}, None, {"strategy": strategy}) for strategy in ("shard", "replicate")),
+    *(("llama", {"dp": 2, "tp": 2}, 500, {"strategy": strategy}) for strategy in ("shard", "zero1")),
+    *(("llama", {"dp": 1, "tp": 4}, mbit, {}) for mbit in (None, 500)),
+]
 
 
 def rows() -> list[dict[str, Any]]:
@@ -64,7 +75,18 @@ def rows() -> list[dict[str, Any]]:
     for strategy in ("shard", "zero1"):
         found.append({"row": f"llama 2x2@100 {strategy} x1", "model": "llama", "ranks": 4, "mbit": 100, "strategy": strategy,
                       "accumulation": 1, "per_host": 2})  # fmt: skip
-    return found
+    return found + [tensor_row(*row) for row in TENSOR]
+
+
+def tensor_row(model: str, mesh: dict[str, int], mbit: float | None, more: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": model, "ranks": mesh["dp"] * mesh["tp"], "mbit": mbit, "strategy": "shard", "accumulation": 1,
+                           "mesh": mesh} | more  # fmt: skip
+    shape = "".join(f"{axis}{size}" for axis, size in mesh.items() if size > 1)
+    variant = " whole rows" if more.get("sequence") is False else " split" if "passes" in more else ""
+    row["row"] = (
+        f"{model} {shape}@{'loopback' if mbit is None else f'{mbit:g}'} {row['strategy']} x{row['accumulation']}{variant}"
+    )
+    return row
 
 
 # ---- in a rank ----
@@ -84,15 +106,17 @@ def run_rank(job_file: str) -> None:
     machine = None
     for row in job["rows"]:
         spec = dict(MODELS[row["model"]])
-        name, micro_batch, seq = spec.pop("name"), spec.pop("micro_batch") * row["accumulation"], spec.pop("seq")
+        rows_of = spec.pop("micro_batch") * row.get("rows", 1)
+        name, micro_batch, seq = spec.pop("name"), rows_of * row["accumulation"], spec.pop("seq")
         if name.startswith("gpt2"):
             spec |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         built = models.build(name, micro_batch=micro_batch, seq=seq, **spec)
         optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-5)
+        hosts = {"replica": row["ranks"] // row["per_host"], "dp": row["per_host"]} if "per_host" in row else None
         config = interlace.Config(
-            mesh={"replica": row["ranks"] // row["per_host"], "dp": row["per_host"]} if "per_host" in row else None,
-            strategy=row["strategy"], accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120, schedule=[]
-        )
+            mesh=row.get("mesh", hosts), sequence_parallel=row.get("sequence", True), strategy=row["strategy"],
+            accumulation=row["accumulation"], clip_norm=1.0, timeout_s=120, schedule=[(0, row["passes"])] if "passes" in row else [],
+        )  # fmt: skip
         with interlace.compile(built.model, optimizer, built.loss_fn, built.example_batch, config) as trainer:
             network = f"{row['mbit']:g} Mbit/s" if row["mbit"] else None
             machine = machine or Machine.here(trainer.world_size, 1, network)
@@ -182,7 +206,7 @@ def predict(record: dict[str, Any]) -> dict[str, Any]:
         **{key: record[key] for key in ("row", "model", "ranks", "mbit", "strategy", "accumulation")},
         "measured_ms": measured * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3, "predicted_ms": predicted * 1e3,
         "error": predicted / measured - 1, "peak_bytes": record["peak_bytes"], "predicted_peak_bytes": simulation.peak_bytes,
-        "others": record["others"], "memory_error": simulation.peak_bytes / record["peak_bytes"] - 1,
+        "others": record["others"], "memory_error": simulation.peak_bytes / record["peak_bytes"] - 1, "tensor": "mesh" in record,
     }  # fmt: skip
 
 
@@ -216,15 +240,18 @@ def show(row: dict[str, Any]) -> None:
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean and worst errors in percent, of up to two ranks and of four."""
-    few = [100 * abs(row["error"]) for row in found if row["ranks"] < 4]
-    many = [100 * abs(row["error"]) for row in found if row["ranks"] >= 4]
+    """Mean and worst errors in percent: of up to two ranks, of four, and of those that cut products."""
     memory = [100 * abs(row["memory_error"]) for row in found]
-    result = {"rows": float(len(found)), "worst": max(few + many), "memory_worst": max(memory)}
-    if few:
-        result["mean"] = statistics.fmean(few)
-    if many:
-        result["mean_4"] = statistics.fmean(many)
+    result = {"rows": float(len(found)), "memory_worst": max(memory)}
+    kinds = {
+        "": [row for row in found if not row.get("tensor") and row["ranks"] < 4],
+        "_4": [row for row in found if not row.get("tensor") and row["ranks"] >= 4],
+        "_tensor": [row for row in found if row.get("tensor")],
+    }
+    for name, rows_of in kinds.items():
+        if rows_of:
+            errors = [100 * abs(row["error"]) for row in rows_of]
+            result |= {f"mean{name}": statistics.fmean(errors), f"worst{name}": max(errors)}
     return result
 
 

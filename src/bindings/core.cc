@@ -188,6 +188,7 @@ py::dict SummaryDict(const ProgramSummary& summary) {
   out["persistent_bytes"] = summary.persistent_bytes;
   out["step_bytes"] = summary.step_bytes;
   out["activation_peak_bytes"] = summary.activation_peak_bytes;
+  out["not_cut"] = summary.not_cut;
   out["text"] = SummaryText(summary);
   return out;
 }

@@ -226,6 +226,16 @@ std::string_view AxisOf(const Program& program, const Op& op) {
   return axis != nullptr && axis->kind == Arg::Kind::kWord ? std::string_view(axis->text) : std::string_view();
 }
 
+std::string_view ActivationAxisOf(const Program& program, const Op& op) {
+  if (TraitsOf(op).family != OpFamily::kCollective) return {};
+  const std::string_view axis = AxisOf(program, op);
+  if (axis.find(',') != std::string_view::npos) return {};
+  for (const Unit& unit : program.units) {
+    if (axis == unit.axis || axis == unit.replicas) return {};
+  }
+  return axis;
+}
+
 std::vector<ValueId> WrittenOperands(const Program&, const Op& op) {
   std::vector<ValueId> out = op.writes;
   uint16_t writes = TraitsOf(op).writes;

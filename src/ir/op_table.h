@@ -44,6 +44,8 @@ std::string_view OptimizerOf(const Op& op);
 size_t FlatOperands(const Op& op);
 // The mesh axes that a transfer goes along: of its units or of its attribute; empty for others.
 std::string_view AxisOf(const Program& program, const Op& op);
+// The axis of a transfer of activations along which no unit is sharded or copied, "tp": such transfers are shown apart.
+std::string_view ActivationAxisOf(const Program& program, const Op& op);
 std::string_view LaneName(Lane lane);
 std::optional<Lane> ParseLane(std::string_view name);
 // Operands whose storage the op writes: `writes`, and what its own semantics mutate (assign's dst, update's states).

@@ -284,16 +284,20 @@ class VariantWriter {
     to.offset = from.offset;
     to.placed = from.placed;
     if (from.placed || plan_.sums.count(old) > 0 || !Fresh(landing, from.root)) return Ok{};
-    // A view of a gradient that has a storage of its own here.
+    // A view of a gradient that has a storage of its own here. Which one, says where the first rank's lies: each rank's
+    // part of a whole gradient, where a parameter that is cut has the same, lies in one.
+    Binding first;
+    for (const Axis& axis : program_.mesh) first["rank_" + axis.name] = 0;
+    const Result<int64_t> at = program_.dims.Evaluate(from.offset, first);
     for (ValueId id : landing->contributions) {
       const Value& whole = program_.value(id);
       int64_t bytes = DTypeBytes(from.type.dtype), whole_bytes = DTypeBytes(whole.type.dtype);
-      if (!from.offset.is_const() || !whole.offset.is_const()) continue;
-      int64_t start = from.offset.value * bytes - whole.offset.value * whole_bytes;
+      if (!at.ok() || !whole.offset.is_const() || (bytes != whole_bytes && !from.offset.is_const())) continue;
+      int64_t start = *at * bytes - whole.offset.value * whole_bytes;
       Dim count = program_.NumElements(whole.type);
       if (start < 0 || start >= count.value * whole_bytes || start % bytes != 0 || new_[id] == kNone) continue;
       to.root = new_[id];
-      to.offset = Dim(start / bytes);
+      to.offset = from.offset.is_const() ? Dim(start / bytes) : program_.dims.Sub(from.offset, whole.offset);
       return Ok{};
     }
     return MakeError("%", old, ": ", PrintType(program_, from.type),

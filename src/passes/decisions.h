@@ -23,6 +23,7 @@ struct CapturedDecisions {
   size_t all_blocks = 0;            // of so many
   int64_t width = 1;                // micro-batches side by side
   int64_t parts = 1;                // of a micro-batch, side by side
+  bool regather = false;            // rows that tensor parallelism gathered are gathered again for the backward part
   friend bool operator==(const CapturedDecisions&, const CapturedDecisions&) = default;
 };
 

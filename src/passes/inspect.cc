@@ -5,6 +5,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/scan.h"
 #include "ir/liveness.h"
 #include "ir/op_table.h"
 #include "ir/program.h"
@@ -118,6 +119,9 @@ ProgramSummary Summarize(const Program& program) {
     if (!moving.contains(state.value))
       (state.persistent ? out.persistent_bytes : out.step_bytes) += Bytes(program, state.value);
   }
+  if (const std::string* notes = program.Meta("tensor.notes")) {
+    for (std::string_view note : Split(*notes, '\n')) out.not_cut.emplace_back(note);
+  }
   out.units = static_cast<int64_t>(program.units.size());
   UnitId largest = kNone;
   for (const Unit& unit : program.units) {
@@ -174,6 +178,7 @@ std::string SummaryText(const ProgramSummary& summary) {
   }
   out << "persistent     " << BytesText(summary.persistent_bytes) << ", and " << BytesText(summary.step_bytes)
       << " within a step\n";
+  for (const std::string& note : summary.not_cut) out << "not cut        " << note << "\n";
   out << "activations    " << bytes(summary.activation_peak_bytes) << " at the peak of a micro-batch\n";
   return out.str();
 }

@@ -154,11 +154,18 @@ Result<std::vector<Candidate>> WithoutEach(const Program& base, const PassCosts&
 // Searches one variant after the other, several at a time; what is found does not depend on how many.
 class VariantSearch {
  public:
-  VariantSearch(const Origin& origin, const PassCosts& costs, const SearchOptions& search)
-      : origin_(origin), since_(origin.since), costs_(costs), search_(search) {
-    for (PassCall& call : since_) {  // orders by cost, too
-      if (call.pass != FindPass("overlap")) continue;
-      for (const auto& [name, text] : search.costs.items()) call.options.Set(name, text);
+  // `program`: what the passes since made of the captured one as it is.
+  VariantSearch(const Origin& origin, const Program& program, const PassCosts& costs, const SearchOptions& search)
+      : captured_(origin.captured.Clone()), since_(origin.since), costs_(costs), search_(search) {
+    for (PassCall& call : since_) {
+      if (call.pass == FindPass("overlap")) {  // orders by cost, too
+        for (const auto& [name, text] : search.costs.items()) call.options.Set(name, text);
+      } else if (call.pass == FindPass("tensor")) {  // parameters are cut in one way
+        call.options.Set("plan", "model");
+        for (const auto& [name, text] : program.meta) {
+          if (name == "tensor" || name.starts_with("tensor.")) captured_.SetMeta(name, text);
+        }
+      }
     }
   }
 
@@ -188,22 +195,30 @@ class VariantSearch {
 
   // The sharded program of these decisions.
   Result<Program> Base(const CapturedDecisions& captured) const {
-    Program base = origin_.captured.Clone();
+    Program base = captured_.Clone();
     INTERLACE_TRY(RunUnverified(base, CallsOf(captured)));
-    INTERLACE_TRY(RunUnverified(base, since_));
+    INTERLACE_TRY(RunUnverified(base, Since(captured)));
     return base;
   }
 
  private:
   Result<SearchResult> One(const CapturedDecisions& captured) const {
-    Program base = origin_.captured.Clone();
+    Program base = captured_.Clone();
     // Nothing can run again, or micro-batches depend on one another.
     if (!RunUnverified(base, CallsOf(captured)).ok()) return SearchResult{};
-    INTERLACE_TRY(RunUnverified(base, since_));
+    INTERLACE_TRY(RunUnverified(base, Since(captured)));
     return TrySchedules(base, costs_, search_);
   }
 
-  const Origin& origin_;
+  std::vector<PassCall> Since(const CapturedDecisions& captured) const {
+    std::vector<PassCall> calls = since_;
+    for (PassCall& call : calls) {
+      if (captured.regather && call.pass == FindPass("tensor")) call.options.Set("regather", "true");
+    }
+    return calls;
+  }
+
+  Program captured_;
   std::vector<PassCall> since_;
   const PassCosts& costs_;
   const SearchOptions& search_;
@@ -242,7 +257,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   }
   search.seconds *= static_cast<double>(ThreadsFor(variants.size())) / static_cast<double>(count);
   const auto begin = std::chrono::steady_clock::now();
-  VariantSearch searches(origin, costs, search);
+  VariantSearch searches(origin, program, costs, search);
   INTERLACE_TRY(searches.Run(variants));
   SearchResult& all = searches.all();
   // With offload the best amount lies between the quarters: what is next to the best of them is tried as well.
@@ -270,6 +285,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   };
   add_without("nothing recomputed",
               [](const CapturedDecisions& c) { return c.recompute != CapturedDecisions::Recompute::kNothing; });
+  add_without("rows gathered once", [](const CapturedDecisions& c) { return c.regather; });
   add_without("a micro-batch in one part", [](const CapturedDecisions& c) { return c.parts > 1; });
   add_without("one micro-batch after the other", [](const CapturedDecisions& c) { return c.width > 1; });
   INTERLACE_ASSIGN(Program base, searches.Base(all.front[all.chosen].decisions.captured));

@@ -321,6 +321,14 @@ std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Prog
       all.back().parts = 2;
     }
   }
+  if (recompute && Exchanges(sharded)) {
+    const size_t count = all.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (all[i].recompute == Recompute::kBlocks) continue;
+      all.push_back(all[i]);
+      all.back().regather = true;
+    }
+  }
   if (!breadth_first || sharded.accumulate_mode != "reduce_last" || sharded.width != 1) return all;
   for (int64_t width : {2, 4}) {
     if (sharded.accumulation % width != 0) continue;

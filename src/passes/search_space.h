@@ -64,8 +64,9 @@ class SearchSpace {
 // No, selective, and a quarter to full recomputation where `recompute`; where `breadth_first`, and gradients are
 // reduced once a step, also 2 and 4 micro-batches side by side, which hides transfers behind all of them: without
 // recomputation and, because it takes the memory of their activations, with what takes least time to give it back and
-// with all of it. Where activations travel between ranks each of these without more micro-batches also with a micro-batch
-// in two parts. The first is the program as it is. `sharded`: what the strategy made of it.
+// with all of it. Where activations travel between ranks each of these without more micro-batches also with a
+// micro-batch in two parts; and, for memory, without recomputation and with selective, rows gathered again for the
+// backward part. The first is the program as it is. `sharded`: what the strategy made of it.
 std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
                                              bool breadth_first);
 // An eighth more and an eighth less recomputation than `chosen`, where that is a number of blocks and not among `all`.

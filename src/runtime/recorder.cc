@@ -39,6 +39,7 @@ TraceEvent EventOf(const Program& program, const TransferSample& sample, int32_t
   TraceEvent event;
   event.rank = rank;
   event.lane = static_cast<TraceLane>(LaneOf(op));
+  event.axis = std::string(ActivationAxisOf(program, op));
   int64_t& end = lane_end[static_cast<size_t>(event.lane)];
   if (event.lane == TraceLane::kP2P) end = 0;  // messages of two directions, and to two ranks, are independent
   event.start_ns = std::max(sample.times.begin_ns - origin_ns, end);

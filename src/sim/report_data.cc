@@ -126,13 +126,17 @@ void WriteArena(JsonWriter& w, const Simulation& s, const RankRecord& rank) {
 // Neighbours on one lane are one piece.
 void WritePath(JsonWriter& w, const Simulation& s) {
   w.Key("path").BeginArray();
+  const auto lane_of = [&](const PathPiece& piece) {
+    if (piece.kind == PathPiece::Kind::kLaunch) return std::string("launch");
+    const Program& program = *s.input.programs[piece.rank]->program;
+    const bool transfer = piece.kind == PathPiece::Kind::kTransfer;
+    return ShownLane(piece.lane, transfer ? ActivationAxisOf(program, program.op(piece.op)) : std::string_view());
+  };
   for (size_t i = 0; i < s.path.size();) {
     const PathPiece& first = s.path[i];
+    const std::string lane = lane_of(first);
     size_t end = i;
-    while (end < s.path.size() && s.path[end].rank == first.rank && s.path[end].lane == first.lane &&
-           s.path[end].kind == first.kind)
-      ++end;
-    std::string_view lane = first.kind == PathPiece::Kind::kLaunch ? "launch" : LaneName(first.lane);
+    while (end < s.path.size() && s.path[end].rank == first.rank && lane_of(s.path[end]) == lane) ++end;
     w.BeginObject()
         .Field("start_us", Microseconds(first.start_ps))
         .Field("end_us", Microseconds(s.path[end - 1].end_ps));

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "base/suggest.h"
+#include "ir/op_table.h"
 #include "ir/text.h"
 #include "ir/verifier.h"
 #include "sim/simulated_timeline.h"
@@ -53,28 +55,36 @@ RankUse UseOf(const Lowered& program, const EngineOutput& output, size_t rank) {
       }
     }
   }
-  std::vector<std::pair<int64_t, int64_t>> intervals[kLaneCount];
-  LaneUse lanes[kLaneCount];
+  struct Used {
+    LaneUse use;
+    std::vector<std::pair<int64_t, int64_t>> intervals;
+  };
+  std::map<std::pair<Lane, std::string_view>, Used> lanes;  // and the axis that has lanes of its own
   const std::vector<const LoweredOp*> issued = IssuedOps(program, r);
   for (size_t i = 0; i < issued.size(); ++i) {
     const TransferRecord& t = output.transfers[r.transfers[i]];
-    size_t lane = static_cast<size_t>(issued[i]->lane);
-    ++lanes[lane].transfers;
-    lanes[lane].bytes += program.costs[issued[i]->cost].bytes;
-    lanes[lane].busy_ps += t.end_ps - t.start_ps;
-    intervals[lane].emplace_back(t.start_ps, t.end_ps);
+    Used& lane = lanes[{issued[i]->lane, ActivationAxisOf(*program.program, program.program->op(issued[i]->op))}];
+    ++lane.use.transfers;
+    lane.use.bytes += program.costs[issued[i]->cost].bytes;
+    lane.use.busy_ps += t.end_ps - t.start_ps;
+    lane.intervals.emplace_back(t.start_ps, t.end_ps);
     use.end_ps = std::max(use.end_ps, t.end_ps);
   }
-  for (size_t lane = 1; lane < kLaneCount; ++lane) {  // what moves nothing is on no lane of its own
-    if (lanes[lane].transfers == 0) continue;
-    lanes[lane].lane = std::string(LaneName(static_cast<Lane>(lane)));
-    lanes[lane].exposed_ps = Uncovered(intervals[lane], busy);
-    use.lanes.push_back(std::move(lanes[lane]));
+  for (auto& [key, lane] : lanes) {
+    if (key.first == Lane::kCompute) continue;  // what moves nothing is on no lane of its own
+    lane.use.lane = ShownLane(key.first, key.second);
+    lane.use.exposed_ps = Uncovered(lane.intervals, busy);
+    use.lanes.push_back(std::move(lane.use));
   }
   return use;
 }
 
 }  // namespace
+
+std::string ShownLane(Lane lane, std::string_view axis) {
+  std::string name(LaneName(lane));
+  return axis.empty() ? name : name + " " + std::string(axis);
+}
 
 Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile,
                             const SimulateOptions& options) {

@@ -30,8 +30,11 @@ struct SimulateOptions {
   WhatIf what_if = {};
 };
 
+// "gather"; of activations along an axis of their own (ActivationAxisOf) "gather tp".
+std::string ShownLane(Lane lane, std::string_view axis);
+
 struct LaneUse {
-  std::string lane;
+  std::string lane;  // ShownLane
   int64_t transfers = 0;
   int64_t bytes = 0;
   int64_t busy_ps = 0;

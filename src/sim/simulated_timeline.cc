@@ -46,6 +46,7 @@ void AddRank(Timeline& out, const Lowered& lowered, const MemoryCurve& memory, c
     TraceEvent& e = out.events.emplace_back();
     e.rank = rank;
     e.lane = static_cast<TraceLane>(issued[i]->lane);
+    e.axis = std::string(ActivationAxisOf(program, op));
     e.start_ns = t.start_ps / 1000;
     e.duration_ns = t.end_ps / 1000 - e.start_ns;
     e.bytes = lowered.costs[issued[i]->cost].bytes;

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kStreams[kTraceLanes] = {7, 16, 17, 18, 19, 20, 21, 1};  // by lane; the host is a thread, not a stream
 constexpr int kMemoryThread = 0;
+constexpr int kAxisStreams = 64;  // from an axis' streams to the next one's
 
 struct CollectiveName {
   std::string_view op, kernel, record;
@@ -98,9 +99,12 @@ void WriteMetadata(JsonWriter& w, std::string_view what, int32_t pid, int tid, s
 // have as many streams, from the lane's own on, as there are at the same time.
 std::vector<int> StreamsOf(const Timeline& timeline) {
   std::vector<int> out(timeline.events.size());
+  std::map<std::string_view, int> axes;              // that have lanes of their own, counted from 1
   std::vector<std::pair<int64_t, size_t>> messages;  // by their starts
   for (size_t i = 0; i < out.size(); ++i) {
-    out[i] = StreamOf(timeline.events[i].lane);
+    const std::string& axis = timeline.events[i].axis;
+    const int place = axis.empty() ? 0 : axes.emplace(axis, static_cast<int>(axes.size()) + 1).first->second;
+    out[i] = StreamOf(timeline.events[i].lane) + kAxisStreams * place;
     if (timeline.events[i].lane == TraceLane::kP2P) messages.emplace_back(timeline.events[i].start_ns, i);
   }
   std::sort(messages.begin(), messages.end());
@@ -163,12 +167,12 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
   w.Key("distributedInfo").BeginObject().Field("backend", timeline.backend).Field("rank", std::max(rank, 0));
   w.Field("world_size", timeline.world_size).EndObject();
   const std::vector<int> streams = StreamsOf(timeline);
-  std::set<std::tuple<int32_t, TraceLane, int>> lanes;
+  std::map<std::tuple<int32_t, TraceLane, int>, std::string_view> lanes;  // by rank, lane and stream: the axis
   std::set<int32_t> ranks;
   for (size_t i = 0; i < streams.size(); ++i) {
     const TraceEvent& e = timeline.events[i];
     if (!shown(e.rank)) continue;
-    lanes.insert({e.rank, e.lane, streams[i]});
+    lanes.emplace(std::tuple{e.rank, e.lane, streams[i]}, e.axis);
     ranks.insert(e.rank);
   }
   w.Key("deviceProperties").BeginArray();
@@ -186,9 +190,11 @@ std::string WriteChromeTrace(const Timeline& timeline, int32_t rank) {
                   named ? timeline.rank_names[static_cast<size_t>(r)] : "rank " + std::to_string(r));
     WriteMetadata(w, "process_labels", r, 0, "labels", timeline.producer);
   }
-  for (auto [r, lane, stream] : lanes) {
+  for (const auto& [key, axis] : lanes) {
+    const auto [r, lane, stream] = key;
     std::string name = lane == TraceLane::kHost ? "host thread" : "stream " + std::to_string(stream) + " ";
     if (lane != TraceLane::kHost) name.append(kTraceLaneNames[static_cast<int>(lane)]);
+    if (!axis.empty()) name.append(" ").append(axis);
     WriteMetadata(w, "thread_name", r, stream, "name", name);
   }
   // A device event shares the correlation id of its launch.

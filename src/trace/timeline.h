@@ -26,6 +26,8 @@ inline constexpr std::array<std::string_view, kTraceLanes> kTraceLaneNames = {"c
 struct TraceEvent {
   int32_t rank = 0;
   TraceLane lane = TraceLane::kCompute;
+  std::string
+      axis;  // of activations that travel along an axis of their own: "tp"; they are shown as a lane "gather tp"
   bool wait = false;  // the compute lane stands still until a transfer has ended
   int64_t start_ns = 0;
   int64_t duration_ns = 0;

@@ -43,6 +43,16 @@ def captured(rows: int | None = 32) -> str:
     return CAPTURED.format(symbol="", rows=rows)
 
 
+def cut() -> str:
+    """On two data ranks of two that cut both products."""
+    from interlace import _core
+
+    plan = 'meta tensor "layers.0.weight 1; layers.1.weight 0"\n'
+    program = _core.Program.parse(captured().replace('meta model "tiny"\n', 'meta model "tiny"\n' + plan))
+    program.run_passes("canonicalize,mesh(axes=dp:2+tp:2),tensor(plan=model),canonicalize,shard(axis=dp,ranks=2),update(clip=1.0)")
+    return program.print()
+
+
 def sharded(ranks: int = 2, accumulation: int = 1, rows: int = 32) -> str:
     from interlace import _core
 

@@ -39,12 +39,37 @@ def qwen3() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**COMMON, **WIDE, head_dim=8))
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts: dict[str, Any] = {"num_local_experts": 4, "experts_implementation": "batched_mm"}
+    return MixtralForCausalLM(MixtralConfig(**COMMON, **WIDE, **experts))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    small: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=VOCAB, use_cache=False, decoder_start_token_id=0, dropout_rate=0.0, **small)
+    return T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {name: size for name, size in WIDE.items() if name not in ("num_key_value_heads", "max_position_embeddings")}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=8))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
     "gpt2": gpt2,
     "gpt2_dropout": lambda: gpt2(0.1),
     "qwen3": qwen3,
+    "mixtral": mixtral,
+    "t5": t5,
+    "vit": vit,
 }
 
 
@@ -54,13 +79,20 @@ def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Mo
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if "labels" in batch:  # of images, or of a decoder
+        logits = model(**batch).logits
+        return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1))
     logits = model(input_ids=batch["input_ids"]).logits
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["input_ids"][:, 1:].reshape(-1))
 
 
-def batch_of(step: int, place: int, rows: int = ROWS) -> dict[str, Tensor]:
+def batch_of(step: int, place: int, rows: int = ROWS, name: str = "llama") -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + place)
-    return {"input_ids": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)}
+    if name == "vit":
+        pixels = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 8, (rows,), generator=generator)}
+    tokens = {"input_ids": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)}
+    return tokens | ({"labels": torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)} if name == "t5" else {})
 
 
 def compiled(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any) -> interlace.Trainer:
@@ -68,19 +100,20 @@ def compiled(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **con
     place, _ = settings.data_place(*parity.rank_and_size())
     model = build(name, dtype, seed)
     return interlace.compile(
-        model, parity.make_optimizer("adamw", model), loss_of, batch_of(0, place, ROWS * settings.accumulation), settings
+        model, parity.make_optimizer("adamw", model), loss_of, batch_of(0, place, ROWS * settings.accumulation, name), settings
     )
 
 
-def steps(trainer: interlace.Trainer, first: int, last: int) -> list[float]:
+def steps(trainer: interlace.Trainer, first: int, last: int, name: str = "llama") -> list[float]:
     """Mean losses of the global batch."""
     rows = ROWS * trainer.config.accumulation
-    return [parity.mean_over_ranks(trainer.step(batch_of(step, trainer.data_rank, rows))) for step in range(first, last)]
+    batches = (batch_of(step, trainer.data_rank, rows, name) for step in range(first, last))
+    return [parity.mean_over_ranks(trainer.step(batch)) for batch in batches]
 
 
 def on_mesh(name: str, count: int, dtype: torch.dtype = torch.float64, **config: Any) -> parity.Run:
     with compiled(name, dtype, **config) as trainer:
-        losses = steps(trainer, 0, count)
+        losses = steps(trainer, 0, count, name)
         return losses, dict(trainer.state_dict(all_ranks=True))
 
 
@@ -92,7 +125,7 @@ def in_one_process(name: str, count: int, places: int, clip: float | None, accum
     for step in range(count):
         total = 0.0
         for place in range(places):
-            for part in parity.pieces(batch_of(step, place, ROWS * accumulation), accumulation):
+            for part in parity.pieces(batch_of(step, place, ROWS * accumulation, name), accumulation):
                 loss = loss_of(model, part) / (accumulation * places)
                 loss.backward()
                 total += loss.item()

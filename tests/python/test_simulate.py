@@ -10,12 +10,14 @@ import shutil
 import subprocess
 
 import pytest
-from simulation_support import PROFILE, STEP, captured, sharded
+from simulation_support import PROFILE, STEP, captured, cut, sharded
 
 from interlace import _core, models
 from interlace.capture import capture
 from interlace.cli import app
+from interlace.config import Config
 from interlace.cost.machine import Machine
+from interlace.report import read_trace
 
 
 @pytest.fixture
@@ -270,6 +272,31 @@ def test_captured_program_on_a_cluster_names_the_command_that_works(error, tmp_p
     )
     assert app.run(shlex.split(command)[1:]) == 0
     assert app.run(["simulate", "graph-sharded.il", "--cluster", "h100-80gb-8"]) == 0
+
+
+def test_a_captured_program_is_laid_out_on_a_mesh(cli, error, tmp_path):
+    """As `interlace opt` does it with the standard passes for that mesh and the cluster's costs."""
+    (tmp_path / "graph.il").write_text(captured())
+    costs = "cluster=local-4"
+    passes = Config(mesh="dp=2,tp=2", clip_norm=1.0).pipeline(4)
+    passes = passes.replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
+    assert costs in passes and app.run(["opt", f"--passes={passes}", "graph.il", "-o", "laid.il"]) == 0
+    code, out, _ = cli("graph.il", "--mesh", "dp=2,tp=2", "--cluster", "local-4")
+    assert code == 0 and out.startswith("4 ranks on local-4") and out == cli("laid.il", "--cluster", "local-4")[1]
+    assert error("laid.il", "--mesh", "dp=4", "--cluster", "local-4") == (
+        "--mesh lays a captured program out, and laid.il is laid out already: leave --mesh out"
+    )
+    assert error("graph.il", "--mesh", "dp=2,tq=2", "--cluster", "local-4").startswith("unknown axis 'tq' of the mesh")
+
+
+def test_activations_of_an_axis_have_lanes_of_their_own(cli, tmp_path):
+    (tmp_path / "cut.il").write_text(cut())
+    code, out, _ = cli("cut.il", "--cluster", "local-4", "--json", "--trace", "t.json")
+    (rank,) = json.loads(out)["per_rank"]
+    lanes = {lane["lane"]: lane["transfers"] for lane in rank["lanes"]}
+    assert code == 0 and {"gather", "reduce"} < lanes.keys() and any(name.endswith(" tp") for name in lanes)
+    shown = read_trace((tmp_path / "t.json").read_bytes(), "t.json").lanes
+    assert {name: len(events) for name, events in shown.items() if name != "compute"} == lanes
 
 
 @pytest.mark.parametrize(

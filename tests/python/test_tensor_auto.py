@@ -4,12 +4,14 @@ model's plan or none, and is written down so that it can be fed back."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from evaluator import Evaluator
 from rank_evaluator import RankEvaluator
-from test_tensor_pass import captured, gpt2, llama, mixtral, qwen3, t5, vit
+from test_tensor_pass import LLAMA, SMALL, captured, gpt2, llama, mixtral, qwen3, t5, tokens, vit
 from torch import nn
 
 from interlace import _core
@@ -147,3 +149,22 @@ def test_the_plan_can_be_read_edited_and_fed_back(cluster, tmp_path):
     again = _core.Program.parse(text)
     again.run_passes(f"mesh(axes=dp:1+tp:2),tensor(plan={path})")
     assert again.print().split("\nphase ")[1] == program.print().split("\nphase ")[1]
+
+
+def test_memory_decides_whether_rows_are_gathered_again(cluster, tmp_path):
+    """With a limit the search keeps no gathered rows for the backward part: activations are at most 1.05 x the whole program's over tp."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 6, "intermediate_size": 176}, num_key_value_heads=4)
+    program, _, _ = captured((transformers.AutoModelForCausalLM.from_config(config), tokens(8, 64), LLAMA), torch.float32)
+    whole, kept = program.clone(), program.clone()
+    whole.run_passes("shard(axis=dp,ranks=1),update")
+    fast = tmp_path / "fast.toml"
+    fast.write_text(Path(cluster).read_text().replace("gb_per_s = 20", "gb_per_s = 200"))
+    cut = f"mesh(axes=dp:1+tp:2),tensor(plan=model),canonicalize,overlap(cluster={fast}),shard(axis=dp,ranks=1),update"
+    kept.run_passes(cut)
+    part = whole.summary()["activation_peak_bytes"] / 2
+    assert kept.summary()["activation_peak_bytes"] > 1.05 * part
+    limit = int(kept.summary()["persistent_bytes"] + kept.summary()["step_bytes"] + 1.06 * part)
+    program.run_passes(f"{cut},search(cluster={fast},limit={limit},evaluations=200)")
+    assert "rows gathered again" in program.meta()["search.chosen"] and "rows gathered once" in program.explain()
+    assert program.summary()["activation_peak_bytes"] <= 1.05 * part

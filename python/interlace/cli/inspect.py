@@ -63,7 +63,7 @@ def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str,
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.items())
     unknown = "symbolic: give numbers with --bind"
     rows = {"file": f"{file} ({facts['level']}{', mesh ' + mesh if mesh else ''})"}
-    rows |= {key: value for key, value in program.meta().items() if len(value) < 200}
+    rows |= {key: value for key, value in program.meta().items() if len(value) < 200 and key != "tensor.notes"}
     inputs = [f"{i['name']} {i['dtype']}[{','.join(str(d) for d in i['shape'])}]" for i in program.inputs()]
     rows["inputs"] = ", ".join(inputs) or "none"
     for symbol in program.symbols():
@@ -79,6 +79,8 @@ def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str,
         rows["received a step"] = f"{gathered} by gathers, {reduced} by reduces (each rank)"
         placed, copied, added = (format_bytes(facts[f"{how}_gradient_bytes"]) for how in ("placed", "copied", "added"))
         rows["gradients"] = f"{placed} written in place, {copied} copied, {added} added"
+    if facts["not_cut"]:
+        rows["not cut"] = "; ".join(facts["not_cut"])
     rows["held between steps"] = format_bytes(facts["persistent_bytes"])
     if facts["step_bytes"]:
         rows["held within a step"] = format_bytes(facts["step_bytes"])

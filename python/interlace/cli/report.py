@@ -18,6 +18,7 @@ The page needs nothing else and works offline.
 
 [bold]Examples[/bold]
   interlace report sharded.il --cluster h100-80gb-32 -o report.html
+  interlace report captured.il --mesh dp=2,tp=2 --cluster h100-80gb-4 -o report.html
   interlace report sharded.il --cluster local-2 --profile here.profile --measured trace.json -o report.html
   interlace report sharded.il --cluster a100-40gb-8 --slow 3=1.2 --json -o report.html
   interlace report --plan gpt.plan -o plan.html
@@ -28,6 +29,7 @@ MEASURED_HELP = "A trace of a real step (interlace train --trace), shown below t
 def report(
     program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help=sim.MESH_HELP)] = None,
     profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
     machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
     foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
@@ -52,8 +54,7 @@ def report(
     if cluster is None:
         raise FileError("no cluster: give --cluster, a file or a preset such as h100-80gb-8")
     step = _read_measured(measured) if measured is not None else None
-    loaded = sim.load_program(program)
-
+    loaded = sim.load_program(program, mesh, cluster)
     simulate = sim.simulator(loaded, program, cluster, profile, slow, every_rank, machine, foreign)
     facts = {"program": sim.shown(program), "cluster": cluster}
     if profile is not None:

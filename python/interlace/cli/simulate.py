@@ -18,6 +18,7 @@ PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its
 
 [bold]Examples[/bold]
   interlace simulate sharded.il --cluster h100-80gb-32
+  interlace simulate captured.il --mesh dp=4,tp=8 --cluster h100-80gb-32
   interlace simulate sharded.il --cluster local-2 --profile here.profile --json
   interlace simulate sharded.il --cluster a100-40gb-8 --slow 3=1.2 --trace step.json
   interlace simulate --show-cluster l4-24gb-8 > mine.toml
@@ -29,6 +30,7 @@ SNAPSHOT_HELP = "Write the memory history as torch.cuda.memory._snapshot() gives
 def simulate(
     program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help=sim.MESH_HELP)] = None,
     profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
     machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
     foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
@@ -51,7 +53,8 @@ def simulate(
         presets = ", ".join(f"{name}-8" for name in _core.preset_names())
         raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
     folder = writable_folder(chakra) if chakra is not None else None
-    result = sim.simulator(sim.load_program(program), program, cluster, profile, slow, every_rank, machine, foreign)()
+    loaded = sim.load_program(program, mesh, cluster)
+    result = sim.simulator(loaded, program, cluster, profile, slow, every_rank, machine, foreign)()
     if trace is not None:
         write_text(trace, result.trace())
         err().print(f"wrote {trace}")

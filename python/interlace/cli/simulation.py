@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cli.program_file import FileError, read_program
+from interlace.config import Config
 
 PROGRAM_HELP = "A program file; - reads stdin."
 CLUSTER_HELP = "A cluster file (TOML), or a preset with a number of devices: h100-80gb-32, local-2."
+MESH_HELP = "Lay a captured program out on this mesh first, with the standard passes: dp=2,tp=2 (tp cuts products)."
 PROFILE_HELP = "Times measured on the real machine; what is not in it is estimated."
 MACHINE_HELP = "The fingerprint that the profile must have; by default local-N takes profiles of this machine."
 FOREIGN_HELP = "Use a profile of another machine, and say so in the result."
@@ -21,8 +24,8 @@ SLOW_HELP = "RANK=FACTOR: this rank computes FACTOR times slower; may be given s
 EVERY_RANK_HELP = "Simulate every rank although they are alike."
 
 
-def load_program(file: str) -> Any:
-    """A program whose sizes are numbers; else an error with the command that makes one."""
+def load_program(file: str, mesh: str | None = None, cluster: str = "") -> Any:
+    """A program whose sizes are numbers, laid out on the mesh where there is one; else an error with the command that makes one."""
     program = read_program(file)
     program.verify()
     symbols = [symbol["name"] for symbol in program.symbols()]
@@ -33,7 +36,20 @@ def load_program(file: str) -> Any:
             f"{shown(file)}: the sizes {listed} are not yet numbers: the time of a step depends on them. Give them with\n"
             f"  {opt_command(file, f'--bind {sizes}')}"
         )
+    if mesh is not None:
+        lay_out(program, file, mesh, cluster)
     return program
+
+
+def lay_out(program: Any, file: str, mesh: str, cluster: str) -> None:
+    """A captured program becomes the one that the ranks of a mesh run: sharded over dp, its products cut over tp as is fastest there."""
+    if program.level != "captured" or program.mesh:
+        raise FileError(f"--mesh lays a captured program out, and {shown(file)} is laid out already: leave --mesh out")
+    config = Config(mesh=mesh, clip_norm=1.0)
+    assert config.mesh is not None
+    passes = config.pipeline(math.prod(size for _, size in config.mesh))
+    costs = f"cluster={cluster}"
+    program.run_passes(passes.replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),"))
 
 
 def opt_command(file: str, options: str) -> str:

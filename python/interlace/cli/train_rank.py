@@ -306,5 +306,5 @@ def _facts(
         "train_seconds": result.train_seconds, "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
         "resident_bytes": max(stats["resident_bytes"] for stats in everyone),
         "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps, "largest_unit": unit,
-        "saved": settings.save,
+        "not_cut": summary["not_cut"], "saved": settings.save,
     }  # fmt: skip

@@ -121,6 +121,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     unit = summary["largest_unit"]
     if unit["name"]:
         rows["largest unit"] = f"{unit['name']}, {format_bytes(unit['bytes'])}"
+    if summary["not_cut"]:
+        rows["not cut"] = "; ".join(summary["not_cut"])
     rows["saved"] = summary["saved"] or "nothing (--save FOLDER keeps the model)"
     print_facts(rows)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from interlace.report.decisions import Decisions, decisions_of
 from interlace.report.modules import Row, breakdown, merge_blame, merge_holders
-from interlace.report.timeline import Timeline, read_trace
+from interlace.report.timeline import Timeline, lane_kind, read_trace
 
 MOST_RANKS_ONE_BY_ONE = 64  # above, the row with one slower rank would take longer than all others together
 
@@ -91,7 +91,7 @@ def build_report(
 
 def scenarios(forecast: dict[str, Any]) -> list[Scenario]:
     """Those that say something about this step: no network for one rank, no copies where nothing is copied."""
-    lanes = {lane["lane"] for rank in forecast["per_rank"] for lane in rank["lanes"]}
+    lanes = {lane_kind(lane["lane"]) for rank in forecast["per_rank"] for lane in rank["lanes"]}
     launches = next((bound["us"] for bound in forecast["bounds"] if bound["name"] == "launches"), 0)
     out = list(NETWORK if lanes & {"gather", "reduce", "p2p"} else ()) + list(COMPUTE)
     out += COPIES if lanes & {"h2d", "d2h", "file"} else ()

@@ -8,7 +8,7 @@ from interlace.report.build import Report
 from interlace.report.decisions import render_decisions
 from interlace.report.html import document, dot, header, meter, table, tile, tiles_section, timeline
 from interlace.report.modules import Row
-from interlace.report.timeline import columns
+from interlace.report.timeline import columns, lane_kind
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
 MOST_BLAME = 14  # rows of the critical path that are shown at once
@@ -90,7 +90,7 @@ def _exposed(report: Report) -> str:
     for lane in last["lanes"]:
         name = lane["lane"]
         other = measured.get(name)
-        row = [dot(f"c-{name}", name), f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
+        row = [dot(f"c-{lane_kind(name)}", name), f"{lane['transfers']:,}", bytes_text(lane["bytes"])]
         for key in ("busy_us", "exposed_us"):
             row.append(time_text(lane[key]) + (f"<small>measured {time_text(other[key])}</small>" if other else ""))
         row.append(percent_text(lane["exposed_us"] / step))

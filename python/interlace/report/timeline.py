@@ -1,7 +1,7 @@
 """Timelines from traces in Chrome's JSON: those of `interlace simulate --trace` and of a measured step alike.
 
 A lane is a thread of one process (rank). Times are nanoseconds from the first event. Lanes of our own traces are named
-"stream 16 gather" and "host thread"; other traces keep the names of their threads.
+"stream 16 gather", along an axis of its own "stream 48 gather tp", and "host thread"; other traces keep the names of their threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from interlace.errors import InterlaceError
 
 ORDER = ("compute", "gather", "reduce", "p2p", "h2d", "d2h", "file", "host")
-_OUR_LANE = re.compile(r"^stream \d+ (\w+)$")
+_OUR_LANE = re.compile(r"^stream \d+ (\w+(?: \w+)?)$")
 MEMORY_COUNTER = "memory: live bytes"
 
 
@@ -115,8 +115,8 @@ def _timeline(listed: list[dict[str, Any]], producer: str, file: str, rank: int 
         for event in events:
             event.start_ns -= first
         last = max(last, max(event.end_ns for event in events) + first)
-    known = [lane for lane in ORDER if lane in lanes]
-    ordered = {lane: lanes[lane] for lane in [*known, *sorted(set(lanes) - set(known))]}
+    place = {name: number for number, name in enumerate(ORDER)}
+    ordered = {lane: lanes[lane] for lane in sorted(lanes, key=lambda lane: (place.get(lane_kind(lane), len(place)), lane))}
     return Timeline(producer, chosen, last - first, ordered, sorted(memory))
 
 
@@ -133,6 +133,12 @@ def _event(entry: dict[str, Any]) -> Event:
 def _lane_name(thread: str) -> str:
     ours = _OUR_LANE.match(thread)
     return ours.group(1) if ours else "host" if thread == "host thread" else thread
+
+
+def lane_kind(lane: str) -> str:
+    """ "gather" of "gather tp": what gives a lane its colour."""
+    first = lane.split(" ")[0]
+    return first if first in ORDER else lane
 
 
 def union(spans: Any) -> list[tuple[int, int]]:

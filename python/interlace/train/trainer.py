@@ -204,8 +204,8 @@ class Trainer:
     # ---- what there is ----
 
     def summary(self) -> dict[str, Any]:
-        """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes, and `opaque`: what runs in
-        Python, why, and how long (seconds, on this rank) it has taken so far."""
+        """What the program holds and costs (docs: `interlace inspect`), with `largest_unit` as name and bytes; `not_cut`: what tensor
+        parallelism leaves whole, and why; and `opaque`: what runs in Python, why, and how long (seconds, on this rank) it has taken."""
         summary = self._run.ir.summary()
         names = summary["largest_unit_params"]
         summary["largest_unit"] = {

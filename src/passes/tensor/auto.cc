@@ -13,17 +13,20 @@
 namespace interlace::tensor {
 namespace {
 
-constexpr int64_t kExact = 2500;  // combinations of a block that are all tried
-constexpr int64_t kWindow = 250;  // of a window,
-constexpr int64_t kSweep = 2000;  // of all windows of one walk through a group
+constexpr int64_t kExact = 2500;   // combinations of a block that are all tried
+constexpr int64_t kSweep = 2000;   // of all windows of one walk through a group, an eighth of them of one window;
+constexpr int64_t kOps = 2000000;  // fewer where they would propagate through more ops than so many
 constexpr int kSweeps = 4;
 constexpr size_t kJudged = 3;  // of the search's own
 
 class PlanSearch {
  public:
   PlanSearch(const Program& program, const CutterOptions& options, const PassCosts& costs)
-      : folded_(Fold(program)), roles_(RolesOf(program, program.AxisSize(options.axis))) {
-    const size_t threads = ThreadsFor(static_cast<size_t>(kWindow));
+      : folded_(Fold(program)),
+        sweep_(std::clamp<int64_t>(kOps / static_cast<int64_t>(folded_.program.MicroBatchPhase()->ops.size() + 1), 250,
+                                   kSweep)),
+        roles_(RolesOf(program, program.AxisSize(options.axis))) {
+    const size_t threads = ThreadsFor(static_cast<size_t>(kSweep));
     for (size_t t = 0; t < threads; ++t) {
       Result<std::unique_ptr<Estimate>> made = Estimate::Create(folded_, roles_, options, costs);
       if (!made.ok()) {
@@ -148,7 +151,7 @@ class PlanSearch {
         all += one;
         largest = std::max(largest, one);
       }
-      if (largest <= kWindow && all <= kSweep) width = w;
+      if (largest <= sweep_ / 8 && all <= sweep_) width = w;
     }
     for (size_t begin = 0; begin < group.size(); begin += (width + 1) / 2) {
       const size_t end = std::min(begin + width, group.size());
@@ -187,6 +190,7 @@ class PlanSearch {
   }
 
   Folded folded_;
+  const int64_t sweep_;
   std::vector<Role> roles_;
   Status failed_ = Ok{};
   std::vector<std::unique_ptr<Estimate>> workers_;

@@ -127,10 +127,15 @@ TEST(TensorRoles, BlocksShareOneAndFusedWeightsSaySo) {
   const std::vector<Role> attention = RolesOf(Read(GoldenInput("attention.il")), 2);
   ASSERT_EQ(attention.size(), 2u);
   EXPECT_EQ(attention[0].pattern, "qkv.weight");
-  EXPECT_EQ(PrintHeld(attention[0].choices[2]), "0 blocks 3");
+  EXPECT_EQ(PrintHeld(attention[0].choices[1]), "0 blocks 3");
   ASSERT_EQ(attention[0].biases.size(), 1u);
-  EXPECT_EQ(PrintPlan(PlanOf(attention, {2, 2})), "qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1");
+  EXPECT_EQ(PrintPlan(PlanOf(attention, {1, 2})), "qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1");
   EXPECT_EQ(PrintPlan(PlanOf(attention, {0, 1})), "out.weight 0; out.bias 0");
+  EXPECT_TRUE(CheckBlocks(attention, *ReadPlan("qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1")).ok());
+  EXPECT_EQ(
+      CheckBlocks(attention, *ReadPlan("qkv.weight 0; out.weight 1")).error().message,
+      "'qkv.weight' is fused: what it makes is taken in 3 parts, and one cut along dimension 0 goes through them; "
+      "write 'qkv.weight 0 blocks 3', which cuts each of them");
 }
 
 TEST(TensorAuto, IsNeverSlowerThanThePlanOfTheModelOrNone) {

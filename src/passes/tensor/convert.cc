@@ -25,7 +25,7 @@ ValueId Cutter::AsWhole(ValueId id) {
 
 ValueId Cutter::AsPart(ValueId id, DimCut cut) {
   const ValueId root = program_.RootOf(id);
-  const Geometry geometry = geometry_[id];
+  const Geometry& geometry = geometry_[id];
   const int64_t size = geometry.sizes[cut.dim], stride = geometry.strides[cut.dim];
   const std::optional<int64_t> period = PeriodOf(geometry, cut, ranks_);
   const Placement& placement = placement_[root];
@@ -34,7 +34,8 @@ ValueId Cutter::AsPart(ValueId id, DimCut cut) {
   if (placement.is_sum() && period && IsDense(geometry_[root])) return SeenIn(Storage(root, {Kind::kCut, *period}), id);
   const ValueId whole = AsWhole(id);
   // Of what is whole a rank takes its part where it lies: a view, which has gaps where an outer dimension is not cut.
-  const bool gaps = std::any_of(geometry.sizes.begin(), geometry.sizes.begin() + cut.dim, [](int64_t n) { return n > 1; });
+  const bool gaps =
+      std::any_of(geometry.sizes.begin(), geometry.sizes.begin() + cut.dim, [](int64_t n) { return n > 1; });
   const bool packed = gaps && period && current_ != nullptr && ReadsMemoryInOrder(current_->name);
   if (stride == 0 || (cut.blocks == 1 && !packed)) {
     Op& op = NewOp("view");
@@ -91,7 +92,8 @@ ValueId Cutter::Storage(ValueId root, Placement wanted) {
     result = AddResult(copy, whole, wanted);
     phase_.ops.push_back(copy.id);
   }
-  views_[result] = views_[root];
+  const auto before = seen_as_.find(root);
+  seen_as_[result] = before == seen_as_.end() ? root : before->second;
   copies_[{root, wanted.period}] = result;
   return result;
 }
@@ -109,7 +111,6 @@ ValueId Cutter::Exchange(OpKind kind, ValueId operand, const Geometry& result, i
   wait.args.push_back(Arg::Of(value));
   phase_.ops.push_back(start.id);
   phase_.ops.push_back(wait.id);
-  bytes_ += result.numel() * DTypeBytes(result.dtype);
   return value;
 }
 
@@ -155,13 +156,11 @@ ValueId Cutter::Emit(std::string name, std::vector<Arg> args, const Geometry& ge
 
 void Cutter::Know(ValueId id, Geometry geometry) {
   const auto size = static_cast<size_t>(id) + 1;
-  if (geometry_.size() < size) {
-    geometry_.resize(size);
+  if (placement_.size() < size) {
     placement_.resize(size);
     unseen_.resize(size);
-    views_.resize(size);
   }
-  geometry_[id] = std::move(geometry);
+  geometry_.Add(id, std::move(geometry));
 }
 
 }  // namespace interlace::tensor

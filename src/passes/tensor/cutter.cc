@@ -16,8 +16,8 @@ namespace {
 using Kind = Placement::Kind;
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 constexpr double kParameter = 1e6;  // a parameter is cut to stay so: times its bytes to gather it for one op
-constexpr double kColumns = 64;     // what products made is not gathered where rows that several need are gathered again
-constexpr double kAgain = 1e-3;     // times the bytes of results that every rank makes whole, to break ties
+constexpr double kColumns = 64;  // what products made is not gathered where rows that several need are gathered again
+constexpr double kAgain = 1e-3;  // times the bytes of results that every rank makes whole, to break ties
 
 int64_t BytesOf(const Geometry& geometry) {
   return geometry.numel() * DTypeBytes(geometry.dtype);
@@ -25,22 +25,25 @@ int64_t BytesOf(const Geometry& geometry) {
 
 }  // namespace
 
-Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options)
+Cutter::Cutter(Program& program, Phase& phase, const CutterOptions& options, const Facts* facts)
     : program_(program),
       phase_(phase),
       options_(options),
       sizes_(program, options.axis, options.sample),
-      ranks_(sizes_.ranks()) {
-  const auto count = static_cast<size_t>(program.num_values());
-  geometry_.resize(count);
-  placement_.resize(count);
-  unseen_.resize(count);
-  views_.resize(count);
-  for (ValueId id = 0; id < program.num_values(); ++id) {
-    if (!program.HasValue(id)) continue;
-    geometry_[id] = sizes_.GeometryOf(id);
-    views_[program.RootOf(id)].push_back(id);
-  }
+      ranks_(sizes_.ranks()),
+      facts_(facts != nullptr
+                 ? *facts
+                 : own_facts_.emplace(FactsOf(program, phase, [&](Dim dim) { return sizes_.Number(dim); }))),
+      geometry_(facts_.layout.geometry) {
+  placement_.resize(facts_.layout.geometry.size());
+  unseen_.resize(placement_.size());
+}
+
+const std::vector<ValueId>& Cutter::ViewsOf(ValueId root) const {
+  static const std::vector<ValueId> none;
+  const auto found = seen_as_.find(root);
+  const auto at = static_cast<size_t>(found == seen_as_.end() ? root : found->second);
+  return at < facts_.layout.views.size() ? facts_.layout.views[at] : none;
 }
 
 Status Cutter::CutParam(Param& param, int64_t dim, int64_t blocks) {
@@ -179,7 +182,8 @@ int64_t Cutter::RowPeriod(ValueId root) {
   const Geometry& own = geometry_[root];
   if (!options_.sequence || !IsDense(own)) return 0;
   std::set<int64_t, std::greater<>> periods;
-  for (ValueId view : views_[root]) {
+  const std::vector<ValueId>& views = ViewsOf(root);
+  for (ValueId view : views) {
     const Geometry& g = geometry_[view];
     for (size_t d = 0; d < g.sizes.size(); ++d) {
       if (g.sizes[d] > 1 && g.strides[d] > 1) periods.insert(g.sizes[d] * g.strides[d]);
@@ -187,7 +191,7 @@ int64_t Cutter::RowPeriod(ValueId root) {
   }
   for (int64_t period : periods) {
     if (period % ranks_ != 0 || own.numel() % period != 0) continue;
-    const bool shown = std::all_of(views_[root].begin(), views_[root].end(), [&](ValueId view) {
+    const bool shown = std::all_of(views.begin(), views.end(), [&](ValueId view) {
       const std::optional<DimCut> cut = CutOfView(geometry_[view], period, ranks_);
       return cut && geometry_[view].strides[cut->dim] > 1;
     });
@@ -243,7 +247,8 @@ double Cutter::CostOf(const Op& op, const Rule& rule, const std::vector<ValueId>
       cut->blocks *= rule.joins[way.factor];
       if (!IsDense(geometry_[result]) || !PeriodOf(geometry_[result], *cut, ranks_)) return kImpossible;
     } else if (way.factor == kWholeDim) {  // every rank computes all of it
-      cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) + (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
+      cost += kAgain * static_cast<double>(BytesOf(geometry_[result])) +
+              (ranks_ - 1) * FlopsOf(op) / ranks_ / options_.flops_per_byte;
     } else {  // a sum that is made later
       cost += static_cast<double>(BytesOf(geometry_[result])) * (ranks_ - 1) / ranks_;
     }
@@ -296,10 +301,14 @@ Status Cutter::Generic(OpId id) {
   const Op& op = program_.op(id);
   std::vector<ValueId> operands;
   ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
-  const Rule rule = RuleOf(program_, op, geometry_);
-  const bool sums = rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
-    return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
-  });
+  const bool as_it_was = static_cast<size_t>(id) < facts_.rules.size() && op.name == facts_.names[id];
+  std::optional<Rule> anew;
+  const Rule& rule = as_it_was ? facts_.rules[id]
+                               : anew.emplace(RuleOf(op, [&](ValueId v) -> const Geometry& { return geometry_[v]; }));
+  const bool sums =
+      rule.additive && !operands.empty() && std::all_of(operands.begin(), operands.end(), [&](ValueId v) {
+        return PlacementOf(v).is_sum() && copies_.count({program_.RootOf(v), RowPeriod(program_.RootOf(v))}) == 0;
+      });
   if (sums) {  // one sum over ranks for all of them
     phase_.ops.push_back(id);
     for (ValueId result : op.results) {
@@ -308,7 +317,8 @@ Status Cutter::Generic(OpId id) {
     return Ok{};
   }
   const std::vector<Way> ways = WaysOf(op, rule, operands);
-  const Way way = *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) { return a.cost < b.cost; });
+  const Way way =
+      *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) { return a.cost < b.cost; });
   if (!rule.known) {
     for (ValueId operand : operands) {
       if (!PlacementOf(operand).is_whole()) made_whole_[op.name] += BytesOf(geometry_[operand]);
@@ -325,7 +335,7 @@ Status Cutter::Generic(OpId id) {
   const ValueId partial = program_.AddResult(product, sizes_.TypeOf(geometry_[result]));
   product.results = {partial};
   Know(partial, geometry_[result]);
-  views_[partial] = views_[result];  // as whom its rows are seen later on
+  seen_as_[partial] = result;  // later on, as whom its rows are seen
   INTERLACE_TRY(Generic(id));
   Op& add = program_.AddOp("aten.add.Tensor");
   CopyTags(program_.op(id), add);
@@ -432,7 +442,6 @@ Status Cutter::SumsBehind() {
       const ValueId sum = AddResult(start, flat, {});
       wait.args.push_back(Arg::Of(sum));
       copies_[{root, 0}] = sum;
-      bytes_ += BytesOf(flat);
     }
     phase_.ops.insert(phase_.ops.end(), views.begin(), views.end());
     phase_.ops.push_back(start.id);

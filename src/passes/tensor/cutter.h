@@ -6,6 +6,8 @@
 // taken. What an operand is turned into is remembered, so a value is gathered or summed once.
 #pragma once
 
+#include <algorithm>
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
@@ -22,16 +24,36 @@ namespace interlace::tensor {
 
 struct CutterOptions {
   std::string axis = "tp";
-  bool sequence = true;    // a sum over ranks may be scattered along rows instead of made whole
-  bool sums_behind = true;  // gradients of whole parameters are summed last, all at once; else as soon as they are there
+  bool sequence = true;  // a sum over ranks may be scattered along rows instead of made whole
+  bool sums_behind =
+      true;  // gradients of whole parameters are summed last, all at once; else as soon as they are there
   double flops_per_byte = 1000;  // of products, in the time that a byte travels: 600 (a PC) to 2500 (H100, NVLink)
-  bool regather = false;   // what was gathered in the forward part is gathered again for the backward part
-  Binding sample = {};     // where sizes, or the axis's, are symbols: numbers to decide by (sizes.h)
+  bool regather = false;         // what was gathered in the forward part is gathered again for the backward part
+  Binding sample = {};           // where sizes, or the axis's, are symbols: numbers to decide by (sizes.h)
+};
+
+// The geometries of a program's values, and of those that are added to it; they stay where they are.
+class Geometries {
+ public:
+  explicit Geometries(const std::vector<Geometry>& before) : before_(before) {}
+  const Geometry& operator[](ValueId id) const {
+    const auto at = static_cast<size_t>(id);
+    return at < before_.size() ? before_[at] : added_[at - before_.size()];
+  }
+  void Add(ValueId id, Geometry geometry) {
+    added_.resize(std::max(added_.size(), static_cast<size_t>(id) + 1 - before_.size()));
+    added_[static_cast<size_t>(id) - before_.size()] = std::move(geometry);
+  }
+
+ private:
+  const std::vector<Geometry>& before_;
+  std::deque<Geometry> added_;
 };
 
 class Cutter {
  public:
-  Cutter(Program& program, Phase& phase, const CutterOptions& options);
+  // `facts`: of the program, where they are known; they must outlive the cutter.
+  Cutter(Program& program, Phase& phase, const CutterOptions& options, const Facts* facts = nullptr);
 
   // A parameter that a rank holds a part of. Error: it cannot be cut so.
   Status CutParam(Param& param, int64_t dim, int64_t blocks);
@@ -42,7 +64,6 @@ class Cutter {
   // The whole phase. Error: a size that is not a number, a value written in place that is cut.
   Status Run();
 
-  int64_t transferred() const { return bytes_; }  // bytes of all operands of transfers, whole
   const std::map<std::string, int64_t>& made_whole() const { return made_whole_; }  // bytes by operator without a rule
 
   // Of a loss by targets, what goes back to the cut logits.
@@ -50,6 +71,20 @@ class Cutter {
     ValueId target = kNone, gradient = kNone, weight = kNone;
     Arg ignored;
     bool mean = true;
+  };
+  // Indices into a cut dimension of `rows`: `mine` counts from this rank's first, with `other` in place of those of
+  // other ranks and of `ignored` (kNone: of none). `outside`: where that was.
+  struct LocalIndex {
+    ValueId of = kNone;
+    int64_t rows = 0;
+    Arg other, ignored;
+    ValueId mine = kNone, outside = kNone;
+  };
+  // Of targets, which are not `ignored`.
+  struct Counted {
+    ValueId target = kNone;
+    Arg ignored;
+    ValueId which = kNone;
   };
 
  private:
@@ -106,27 +141,32 @@ class Cutter {
   ValueId Emit(std::string name, std::vector<Arg> args, const Geometry& geometry, Placement placement = {},
                std::vector<NamedArg> named = {});
   void Know(ValueId id, Geometry geometry);
+  // Before the rewrite, of the storage or of what it is seen as.
+  const std::vector<ValueId>& ViewsOf(ValueId root) const;
 
   Program& program_;
   Phase& phase_;
   CutterOptions options_;
   Sizes sizes_;
   int64_t ranks_ = 1;
-  std::vector<Geometry> geometry_;       // by value, before the rewrite
-  std::vector<Placement> placement_;     // by root
-  std::vector<bool> unseen_;             // by value: a view that a rank's part of the storage does not have
-  std::vector<std::vector<ValueId>> views_;  // by root
+  std::optional<Facts> own_facts_;
+  const Facts& facts_;
+  Geometries geometry_;                 // by value, before the rewrite
+  std::vector<Placement> placement_;    // by root
+  std::vector<bool> unseen_;            // by value: a view that a rank's part of the storage does not have
+  std::map<ValueId, ValueId> seen_as_;  // by a storage that was added: the one before the rewrite whose views it has
   std::map<std::pair<ValueId, int64_t>, ValueId> copies_;  // root and period (0: whole) → root
   std::vector<std::pair<OpId, ValueId>> sums_behind_;      // gradients of whole parameters that are sums
-  std::vector<bool> rows_gradients_;  // by value
-  std::vector<bool> gradients_;       // by root: handed over as a gradient of a whole parameter
-  std::map<ValueId, int64_t> row_inputs_;  // their periods
-  std::map<std::string, int32_t> activations_;  // dimension by name
+  std::vector<bool> rows_gradients_;                       // by value
+  std::vector<bool> gradients_;                            // by root: handed over as a gradient of a whole parameter
+  std::map<ValueId, int64_t> row_inputs_;                  // their periods
+  std::map<std::string, int32_t> activations_;             // dimension by name
   std::map<ValueId, LossGradient> loss_gradients_;
+  std::vector<LocalIndex> local_indices_;  // made in the forward part, used again in the backward part
+  std::vector<Counted> counted_;
   std::map<std::string, int64_t> made_whole_;
   const Op* current_ = nullptr;
   Part part_ = Part::kForward;
-  int64_t bytes_ = 0;
 };
 
 }  // namespace interlace::tensor

@@ -21,7 +21,12 @@ double TimeOf(const OpCost& cost) {
 
 Estimate::Estimate(const Folded& folded, const std::vector<Role>& roles, const CutterOptions& options,
                    const PassCosts& costs)
-    : folded_(folded), roles_(roles), options_(options), costs_(costs), variant_(folded.program.Clone()) {
+    : folded_(folded),
+      roles_(roles),
+      options_(options),
+      costs_(costs),
+      facts_(FactsOf(folded.program, *folded.program.MicroBatchPhase(), Constant)),
+      variant_(folded.program.Clone()) {
   std::map<std::string, std::pair<int32_t, int32_t>> owner;
   for (size_t r = 0; r < roles.size(); ++r) {
     for (const std::string& name : roles[r].names) owner[name] = {static_cast<int32_t>(r), -1};
@@ -51,7 +56,7 @@ Result<std::unique_ptr<Estimate>> Estimate::Create(const Folded& folded, const s
 Status Estimate::Propagate(const Choices& choices) {
   variant_.TakeBack(folded_.program);
   for (Param& param : variant_.params) param.cuts.clear();
-  Cutter cutter(variant_, *variant_.MicroBatchPhase(), options_);
+  Cutter cutter(variant_, *variant_.MicroBatchPhase(), options_, &facts_);
   for (size_t i = 0; i < variant_.params.size(); ++i) {
     const auto [role, bias] = owner_[i];
     if (role < 0) continue;

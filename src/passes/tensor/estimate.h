@@ -44,6 +44,7 @@ class Estimate {
   const std::vector<Role>& roles_;
   CutterOptions options_;
   const PassCosts& costs_;
+  Facts facts_;
   Program variant_;
   std::unique_ptr<CostModel> model_;
   std::vector<std::pair<int32_t, int32_t>> owner_;  // by parameter: its role, and which of its biases it is (-1: none)

@@ -5,14 +5,15 @@
 //           %h = all_gather.start(%b)                          %1 = aten.mm(%g, %w)           %h travels
 //           all_gather.wait(%h)                                all_gather.wait(%h)
 //           %2 = aten.mm(%h, %w)                               %2 = aten.mm(%h, %w)
-// List scheduling (Graham 1969) of forward and backward part, on one lane that computes and one for each axis' transfers,
-// with times of the cost model: of the ops that could run now the one with the longest way to the end of the part goes
-// first, so what nothing waits for (gradients of weights) fills the waits; a transfer starts as soon as its operand is
-// there and is waited for where it is first needed. An op is put off by at most `window` of the part's compute time, so
-// that activations do not pile up. Order changes no bit: operands stay what they were.
+// List scheduling (Graham 1969) of forward and backward part, on one lane that computes and one for each axis'
+// transfers, with times of the cost model: of the ops that could run now the one with the longest way to the end of the
+// part goes first, so what nothing waits for (gradients of weights) fills the waits; a transfer starts as soon as its
+// operand is there and is waited for where it is first needed. No op is put off, or comes before its turn, by more than
+// `window` of the part's compute time (a start by no more than four times what it takes), so that activations do not
+// pile up. Order changes no bit: operands stay what they were.
 // Options: window, cluster, profile.
 #include <algorithm>
-#include <queue>
+#include <set>
 
 #include "ir/op_table.h"
 #include "passes/cost_options.h"
@@ -21,6 +22,8 @@
 
 namespace interlace {
 namespace {
+
+constexpr int64_t kAhead = 4;  // times of a transfer that it may start before its turn
 
 struct Node {
   OpId op = kNone;
@@ -53,7 +56,7 @@ class Scheduler {
  private:
   Status Read(const std::vector<OpId>& ops) {
     const auto roots = static_cast<size_t>(program_.num_values());
-    std::vector<int32_t> writer(roots, kNone);        // by root: who wrote it last
+    std::vector<int32_t> writer(roots, kNone);         // by root: who wrote it last
     std::vector<std::vector<int32_t>> readers(roots);  // since then
     std::vector<int32_t> start_of(roots, kNone);       // by root: the start whose result it is
     int32_t python = kNone;
@@ -92,7 +95,8 @@ class Scheduler {
           writes(arg.value);  // from here its readers may run
         }
         if (node.start != kNone) {  // and its operands may be written
-          ForEachOperand(program_.op(nodes_[node.start].op), [&](ValueId v) { readers[program_.RootOf(v)].push_back(at); });
+          ForEachOperand(program_.op(nodes_[node.start].op),
+                         [&](ValueId v) { readers[program_.RootOf(v)].push_back(at); });
         }
       }
       for (ValueId result : op.results) {
@@ -126,84 +130,95 @@ class Scheduler {
 
   // A wait runs when somebody needs it: it is ready once its start has run, at the time of arrival.
   std::vector<OpId> Run() {
-    std::vector<OpId> out;
-    out.reserve(nodes_.size());
-    std::vector<int32_t> ready;  // compute
-    std::vector<int32_t> free;   // take no time
-    int64_t now = 0, wire = 0;
-    size_t oldest = 0;
-    auto finish = [&](int32_t at, int64_t when, auto& self) -> void {
+    const auto longest_first = [&](int32_t a, int32_t b) {
+      return nodes_[a].to_end_ps != nodes_[b].to_end_ps ? nodes_[a].to_end_ps > nodes_[b].to_end_ps : a < b;
+    };
+    const auto soonest_first = [&](int32_t a, int32_t b) {
+      return nodes_[a].ready_ps != nodes_[b].ready_ps ? nodes_[a].ready_ps < nodes_[b].ready_ps : longest_first(a, b);
+    };
+    std::set<int32_t, decltype(longest_first)> free(longest_first);    // what takes no time
+    std::set<int32_t, decltype(soonest_first)> coming(soonest_first);  // compute whose operands are under way
+    std::set<int32_t, decltype(longest_first)> here(longest_first);    // compute whose operands are there
+    std::set<int32_t> far;                                             // compute whose turn is too far away
+    std::set<std::pair<int64_t, int32_t>> early;  // starts, by the compute time that must have passed
+    const auto window = static_cast<int64_t>(window_ * static_cast<double>(total_ps_));
+    int64_t now = 0, wire = 0, computed = 0;
+    size_t oldest = 0;  // compute that has not run
+    const auto turn = [&] { return oldest < nodes_.size() ? nodes_[oldest].turn_ps : total_ps_; };
+    const auto add = [&](int32_t at) {
+      const Node& node = nodes_[at];
+      const int64_t from = node.turn_ps - std::min(window, kAhead * node.transfer_ps);
+      if (node.compute_ps > 0) {
+        if (node.turn_ps <= turn() + window) {
+          coming.insert(at);
+        } else {
+          far.insert(at);
+        }
+      } else if (IsStart(program_.op(node.op)) && from > computed) {
+        early.emplace(from, at);
+      } else {
+        free.insert(at);
+      }
+    };
+    const auto finish = [&](int32_t at, int64_t when) {
       nodes_[at].done = true;
       for (int32_t next : nodes_[at].after) {
         Node& node = nodes_[next];
         node.ready_ps = std::max(node.ready_ps, when);
-        if (--node.waits > 0) continue;
-        if (node.compute_ps > 0) {
-          ready.push_back(next);
-        } else {
-          free.push_back(next);
-        }
+        if (--node.waits == 0) add(next);
       }
-      (void)self;
     };
-    for (size_t i = 0; i < nodes_.size(); ++i) {
-      if (nodes_[i].waits == 0) (nodes_[i].compute_ps > 0 ? ready : free).push_back(static_cast<int32_t>(i));
-    }
-    const auto longest_first = [&](int32_t a, int32_t b) {
-      return nodes_[a].to_end_ps != nodes_[b].to_end_ps ? nodes_[a].to_end_ps > nodes_[b].to_end_ps : a < b;
-    };
+    std::vector<OpId> out;
+    out.reserve(nodes_.size());
     // Ops that take no time: starts at once; waits and views are put in front of who needs them (Emit).
-    auto drain = [&] {
+    const auto drain = [&] {
       while (!free.empty()) {
-        std::sort(free.begin(), free.end(), longest_first);
-        const int32_t at = free.front();
-        free.erase(free.begin());
-        Node& node = nodes_[at];
+        const int32_t at = free.extract(free.begin()).value();
+        const Node& node = nodes_[at];
         const Op& op = program_.op(node.op);
+        int64_t when = node.ready_ps;
         if (IsStart(op)) {
-          wire = std::max(wire, std::max(now, node.ready_ps)) + node.transfer_ps;
+          wire = std::max({wire, now, when}) + node.transfer_ps;
           arrival_[at] = wire;
-          Emit(at, out);
-          finish(at, node.ready_ps, finish);
-        } else {
-          int64_t when = node.ready_ps;
-          if (node.start != kNone) when = std::max(when, arrival_[node.start]);
-          if (NeededLater(op)) {
-            pending_[at] = 1;
-          } else {
-            Emit(at, out);
-          }
-          finish(at, when, finish);
+        } else if (node.start != kNone) {
+          when = std::max(when, arrival_[node.start]);
         }
+        if (NeededLater(op)) {
+          pending_[at] = 1;
+        } else {
+          Emit(at, out);
+        }
+        finish(at, when);
       }
     };
     arrival_.assign(nodes_.size(), 0);
     pending_.assign(nodes_.size(), 0);
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      if (nodes_[i].waits == 0) add(static_cast<int32_t>(i));
+    }
     drain();
-    const auto window = static_cast<int64_t>(window_ * static_cast<double>(total_ps_));
-    while (!ready.empty()) {
+    while (!coming.empty() || !here.empty() || !far.empty() || !early.empty()) {
       while (oldest < nodes_.size() && (nodes_[oldest].done || nodes_[oldest].compute_ps == 0)) ++oldest;
-      const int64_t turn = oldest < nodes_.size() ? nodes_[oldest].turn_ps : total_ps_;
-      size_t best = ready.size();
-      const auto better = [&](int32_t a, int32_t b) {
-        const bool a_now = nodes_[a].ready_ps <= now, b_now = nodes_[b].ready_ps <= now;
-        if (a_now != b_now) return a_now;
-        if (!a_now && nodes_[a].ready_ps != nodes_[b].ready_ps) return nodes_[a].ready_ps < nodes_[b].ready_ps;
-        const bool a_due = nodes_[a].turn_ps <= turn, b_due = nodes_[b].turn_ps <= turn;
-        // What has been put off for long enough goes first.
-        if (late_ && a_due != b_due) return a_due;
-        return longest_first(a, b);
-      };
-      late_ = false;
-      for (int32_t i : ready) late_ = late_ || (nodes_[i].ready_ps <= now && nodes_[i].turn_ps - turn > window);
-      for (size_t i = 0; i < ready.size(); ++i) {
-        if (best == ready.size() || better(ready[i], ready[best])) best = i;
+      while (!far.empty() && nodes_[*far.begin()].turn_ps <= turn() + window)
+        coming.insert(far.extract(far.begin()).value());
+      if (coming.empty() && here.empty()) {  // the oldest needs what is held back
+        if (early.empty()) {
+          coming.insert(far.extract(far.begin()).value());
+        } else {
+          free.insert(early.extract(early.begin()).value().second);
+          drain();
+        }
+        continue;
       }
-      const int32_t at = ready[best];
-      ready.erase(ready.begin() + static_cast<int64_t>(best));
+      while (!coming.empty() && nodes_[*coming.begin()].ready_ps <= now)
+        here.insert(coming.extract(coming.begin()).value());
+      const int32_t at = here.empty() ? coming.extract(coming.begin()).value() : here.extract(here.begin()).value();
       now = std::max(now, nodes_[at].ready_ps) + nodes_[at].compute_ps;
+      computed += nodes_[at].compute_ps;
       Emit(at, out);
-      finish(at, now, finish);
+      finish(at, now);
+      while (!early.empty() && early.begin()->first <= computed)
+        free.insert(early.extract(early.begin()).value().second);
       drain();
     }
     for (size_t i = 0; i < nodes_.size(); ++i) {
@@ -231,7 +246,6 @@ class Scheduler {
   std::vector<int64_t> arrival_;  // by node: of a start's data
   std::vector<char> pending_;     // by node: done, and not yet written down
   int64_t total_ps_ = 0;
-  bool late_ = false;
 };
 
 }  // namespace

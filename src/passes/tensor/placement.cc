@@ -10,17 +10,30 @@ int64_t Geometry::numel() const {
   return count;
 }
 
-std::optional<Geometry> GeometryOf(const Program& program, ValueId id) {
+int64_t Constant(Dim dim) {
+  return dim.is_const() ? dim.value : -1;
+}
+
+Geometry GeometryOf(const Program& program, ValueId id, const NumberOf& number) {
   const Value& value = program.value(id);
-  Geometry out{value.type.dtype, {}, {}, value.offset.value};
-  if (!value.offset.is_const()) return std::nullopt;
-  for (const Dim& size : value.type.sizes) {
-    if (!size.is_const()) return std::nullopt;
-    out.sizes.push_back(size.value);
-  }
-  for (const Dim& stride : value.type.strides) {
-    if (!stride.is_const()) return std::nullopt;
-    out.strides.push_back(stride.value);
+  Geometry out{value.type.dtype, {}, {}, number(value.offset)};
+  bool known = out.offset >= 0;
+  auto add = [&](std::vector<int64_t>& numbers, Dim dim) {
+    numbers.push_back(number(dim));
+    known = known && numbers.back() >= 0;
+  };
+  for (Dim size : value.type.sizes) add(out.sizes, size);
+  for (Dim stride : value.type.strides) add(out.strides, stride);
+  return known ? out : Geometry{};
+}
+
+Layout LayoutOf(const Program& program, const NumberOf& number) {
+  const auto count = static_cast<size_t>(program.num_values());
+  Layout out{std::vector<Geometry>(count), std::vector<std::vector<ValueId>>(count)};
+  for (ValueId id = 0; id < program.num_values(); ++id) {
+    if (!program.HasValue(id)) continue;
+    out.geometry[id] = GeometryOf(program, id, number);
+    out.views[program.RootOf(id)].push_back(id);
   }
   return out;
 }

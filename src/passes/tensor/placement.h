@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -46,8 +47,17 @@ struct Geometry {
   int64_t numel() const;
 };
 
-// Nullopt: sizes that are not numbers yet.
-std::optional<Geometry> GeometryOf(const Program& program, ValueId id);
+// A program's values as numbers, before the rewrite.
+struct Layout {
+  std::vector<Geometry> geometry;           // by value; empty: a size is no number
+  std::vector<std::vector<ValueId>> views;  // by root, itself included
+};
+// `number`: a size as a number, or below 0.
+using NumberOf = std::function<int64_t(Dim)>;
+Geometry GeometryOf(const Program& program, ValueId id, const NumberOf& number);
+Layout LayoutOf(const Program& program, const NumberOf& number);
+// A size that is written as a number.
+int64_t Constant(Dim dim);
 
 // Whether a storage of this geometry has each element once and nothing between them, in whatever order.
 bool IsDense(const Geometry& geometry);

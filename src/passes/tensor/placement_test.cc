@@ -18,7 +18,7 @@ Geometry PartOfView(const Geometry& view, DimCut cut, int64_t period, int64_t ra
   Value& value = program.AddValue(ValueKind::kInput, {view.dtype, {}, {}});
   const ValueId id = value.id;
   Sizes(program, "tp", {}).WritePart(view, cut, period, value);
-  return *GeometryOf(program, id);
+  return GeometryOf(program, id, Constant);
 }
 
 Geometry View(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset = 0) {

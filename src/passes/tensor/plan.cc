@@ -1,48 +1,50 @@
 #include "passes/tensor/plan.h"
 
 #include <algorithm>
-#include <charconv>
+
+#include "base/scan.h"
 
 namespace interlace::tensor {
 namespace {
 
-std::vector<std::string_view> Words(std::string_view line) {
-  std::vector<std::string_view> out;
-  for (size_t at = 0; at < line.size();) {
-    const size_t begin = line.find_first_not_of(" \t\r", at);
-    if (begin == std::string_view::npos) break;
-    const size_t end = std::min(line.find_first_of(" \t\r", begin), line.size());
-    out.push_back(line.substr(begin, end - begin));
-    at = end;
-  }
-  return out;
-}
+constexpr int64_t kMost = (int64_t{1} << 20) - 1;
 
-bool Number(std::string_view text, int64_t min, int64_t* out) {
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), *out);
-  return problem == std::errc() && end == text.data() + text.size() && *out >= min && *out < (int64_t{1} << 20);
+// PARAMETER DIMENSION [blocks N]
+Result<PlanEntry> ReadEntry(Scanner& in) {
+  PlanEntry entry;
+  while (!in.AtLineEnd() && in.Peek() != ' ' && in.Peek() != '\t') {
+    entry.pattern += in.Peek();
+    in.Advance();
+  }
+  in.SkipBlanks();
+  INTERLACE_ASSIGN(entry.dim, in.IntFrom(0, kMost));
+  in.SkipBlanks();
+  if (in.EatWord("blocks")) {
+    in.SkipBlanks();
+    INTERLACE_ASSIGN(entry.blocks, in.IntFrom(1, kMost));
+  }
+  INTERLACE_TRY(in.EndLine());
+  return entry;
 }
 
 }  // namespace
 
 Result<std::vector<PlanEntry>> ReadPlan(std::string_view text) {
   std::vector<PlanEntry> out;
-  int64_t number = 1;
-  for (size_t at = 0; at <= text.size(); ++number) {
-    const size_t end = std::min(text.find_first_of(";\n", at), text.size());
-    std::string_view line = text.substr(at, end - at);
-    at = end + 1;
-    line = line.substr(0, line.find('#'));
-    const std::vector<std::string_view> words = Words(line);
-    if (words.empty()) continue;
-    PlanEntry entry{std::string(words[0])};
-    const bool good = (words.size() == 2 || (words.size() == 4 && words[2] == "blocks")) &&
-                      Number(words[1], 0, &entry.dim) && (words.size() == 2 || Number(words[3], 1, &entry.blocks));
-    if (!good) {
-      return MakeError("entry ", number, " of the plan, '", line,
-                       "', is not PARAMETER DIMENSION [blocks N], such as model.layers.*.mlp.up_proj.weight 0");
+  int64_t number = 0;
+  for (std::string_view line : Split(text, '\n')) {
+    for (std::string_view entry : Split(line.substr(0, line.find('#')), ';')) {
+      ++number;
+      Scanner in(entry, "the plan");
+      in.SkipToContent();
+      if (in.AtEnd()) continue;
+      Result<PlanEntry> read = ReadEntry(in);
+      if (!read.ok()) {
+        return MakeError("entry ", number, " of the plan, '", entry,
+                         "', is not PARAMETER DIMENSION [blocks N], such as model.layers.*.mlp.up_proj.weight 0");
+      }
+      out.push_back(*std::move(read));
     }
-    out.push_back(std::move(entry));
   }
   return out;
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <set>
 
 #include "passes/tensor/fold.h"
@@ -28,15 +27,8 @@ std::string PatternOf(const std::string& name) {
 
 class Reader {
  public:
-  Reader(const Program& program, int64_t ranks) : program_(program), ranks_(ranks) {
-    geometry_.resize(static_cast<size_t>(program.num_values()));
-    views_.resize(geometry_.size());
-    for (ValueId id = 0; id < program.num_values(); ++id) {
-      if (!program.HasValue(id)) continue;
-      if (std::optional<Geometry> known = GeometryOf(program, id)) geometry_[id] = *std::move(known);
-      views_[program.RootOf(id)].push_back(id);
-    }
-  }
+  Reader(const Program& program, int64_t ranks)
+      : program_(program), ranks_(ranks), layout_(LayoutOf(program, Constant)) {}
 
   std::vector<Role> Read() {
     Name();
@@ -44,13 +36,16 @@ class Reader {
     for (OpId id : program_.MicroBatchPhase()->ops) {
       const Op& op = program_.op(id);
       if (op.part == Part::kBackward) break;
-      ForEachOperand(op, [&](ValueId operand) {
+      std::vector<ValueId> operands;
+      ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+      for (ValueId operand : operands) {
         const Param* param = ParamAt(operand);
-        if (param == nullptr || geometry_[param->value].sizes.size() < 2 || !param->trainable) return;
+        if (param == nullptr || geometry_[param->value].sizes.size() < 2 || !param->trainable) continue;
         if (index.emplace(names_[param->name], roles_.size()).second) Add(*param);
-      });
-      Results(op);
-      Biases(op, index);
+      }
+      const Rule rule = RuleOf(op, [&](ValueId id) -> const Geometry& { return geometry_[id]; });
+      Results(op, rule, operands);
+      Biases(op, rule, operands, index);
     }
     for (Role& role : roles_) AddChoices(role);
     return std::move(roles_);
@@ -102,32 +97,26 @@ class Reader {
   }
 
   // Of what products make: along which dimension of which weight the last dimension of the result walks.
-  void Results(const Op& op) {
-    if (op.results.empty() || op.results[0] == kNone) return;
-    const Rule rule = RuleOf(program_, op, geometry_);
-    if (rule.results.empty() || rule.results[0].empty()) return;
+  void Results(const Op& op, const Rule& rule, const std::vector<ValueId>& operands) {
+    if (op.results.empty() || op.results[0] == kNone || rule.results[0].empty()) return;
     const int32_t factor = rule.results[0].back();
-    size_t i = 0;
-    ForEachOperand(op, [&](ValueId operand) {
-      const size_t at = i++;
-      const Param* param = ParamAt(operand);
-      if (param == nullptr || geometry_[param->value].sizes.size() < 2 || factor == kWholeDim) return;
-      const std::vector<int32_t>& dims = rule.operands[at];
+    for (size_t i = 0; i < operands.size(); ++i) {
+      const Param* param = ParamAt(operands[i]);
+      if (param == nullptr || geometry_[param->value].sizes.size() < 2 || factor == kWholeDim) continue;
+      const std::vector<int32_t>& dims = rule.operands[i];
       const auto it = std::find(dims.begin(), dims.end(), factor);
-      if (it == dims.end()) return;
-      const int32_t dim = DimOfParam(*param, operand, static_cast<size_t>(it - dims.begin()));
+      if (it == dims.end()) continue;
+      const int32_t dim = DimOfParam(*param, operands[i], static_cast<size_t>(it - dims.begin()));
       if (dim >= 0) made_by_[op.results[0]] = {param, dim};
-    });
+    }
   }
 
   // A parameter of one dimension beside a weight, or added to what a product made.
-  void Biases(const Op& op, const std::map<std::string, size_t>& index) {
-    std::vector<ValueId> operands;
-    ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
+  void Biases(const Op& op, const Rule& rule, const std::vector<ValueId>& operands,
+              const std::map<std::string, size_t>& index) {
     for (size_t i = 0; i < operands.size(); ++i) {
       const Param* bias = ParamAt(operands[i]);
       if (bias == nullptr || geometry_[bias->value].sizes.size() != 1 || followers_.count(bias->name) != 0) continue;
-      const Rule rule = RuleOf(program_, op, geometry_);
       if (rule.operands[i].empty() || rule.operands[i].back() == kWholeDim) continue;
       const int32_t factor = rule.operands[i].back();
       for (size_t k = 0; k < operands.size(); ++k) {
@@ -165,11 +154,12 @@ class Reader {
       role.undivided = DoesNotDivide(role.pattern, longest - geometry.sizes.begin(), *longest, 1, ranks_);
     for (size_t d = 0; d < geometry.sizes.size(); ++d) {
       const auto dim = static_cast<int32_t>(d);
-      if (PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});
+      const size_t before = role.choices.size();
       for (int64_t blocks : {2, 3}) {
         if (IsSplit(param, dim, blocks) && PeriodOf(geometry, {dim, blocks}, ranks_))
           role.choices.push_back({dim, blocks});
       }
+      if (role.choices.size() == before && PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});
     }
   }
 
@@ -180,7 +170,7 @@ class Reader {
       if (made.first != &param || made.second != dim) continue;
       const int64_t size = geometry_[result].sizes.back();
       if (size % blocks != 0) continue;
-      for (ValueId view : views_[result]) {
+      for (ValueId view : layout_.views[result]) {
         const Geometry& g = geometry_[view];
         if (g.offset % size != 0 && g.offset % (size / blocks) == 0 && Extent(g, size) <= size / blocks) return true;
         for (size_t d = 0; d < g.sizes.size(); ++d) {
@@ -202,8 +192,8 @@ class Reader {
 
   const Program& program_;
   int64_t ranks_;
-  std::vector<Geometry> geometry_;
-  std::vector<std::vector<ValueId>> views_;
+  const Layout layout_;
+  const std::vector<Geometry>& geometry_ = layout_.geometry;
   std::map<std::string, std::string> names_;                     // parameter → pattern
   std::map<std::string, std::vector<std::string>> members_;      // pattern → parameters
   std::map<ValueId, std::pair<const Param*, int32_t>> made_by_;  // result of a product → weight, dimension
@@ -229,6 +219,23 @@ std::vector<PlanEntry> PlanOf(const std::vector<Role>& roles, const Choices& cho
     }
   }
   return plan;
+}
+
+Status CheckBlocks(const std::vector<Role>& roles, const std::vector<PlanEntry>& plan) {
+  for (const PlanEntry& entry : plan) {
+    if (entry.blocks != 1) continue;
+    for (const Role& role : roles) {
+      const bool named = std::any_of(role.names.begin(), role.names.end(),
+                                     [&](const std::string& name) { return Matches(entry.pattern, name); });
+      for (const Held& held : role.choices) {
+        if (!named || held.dim != entry.dim || held.blocks == 1) continue;
+        return MakeError("'", entry.pattern, "' is fused: what it makes is taken in ", held.blocks,
+                         " parts, and one cut along dimension ", entry.dim, " goes through them; write '",
+                         entry.pattern, " ", PrintHeld(held), "', which cuts each of them");
+      }
+    }
+  }
+  return Ok{};
 }
 
 std::string PrintHeld(const Held& held) {

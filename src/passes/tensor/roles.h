@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/result.h"
 #include "ir/program.h"
 #include "passes/tensor/plan.h"
 
@@ -34,13 +35,16 @@ struct Role {
   std::vector<std::string> names;  // of the parameters
   int64_t bytes = 0;               // of all of them, with their biases
   std::string list;                // where its blocks lie: "model.layers."; empty: in no block
-  std::vector<Held> choices;       // whole first
+  std::vector<Held> choices;       // whole first; in blocks where what it makes is used in parts
   std::vector<Bias> biases;
   std::string undivided;  // why its longest dimension is no choice; empty: it is one
 };
 
 // Roles of all weights of two dimensions and more, in the order of their first use.
 std::vector<Role> RolesOf(const Program& program, int64_t ranks);
+
+// Error: an entry cuts a weight as one block whose result is used in several parts.
+Status CheckBlocks(const std::vector<Role>& roles, const std::vector<PlanEntry>& plan);
 
 // How each role is held: an index in its choices.
 using Choices = std::vector<int32_t>;

@@ -4,6 +4,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "base/scan.h"
+
 namespace interlace::tensor {
 namespace {
 
@@ -12,8 +14,7 @@ enum class Form : uint8_t {
   kPointwise,  // with broadcasting, dimensions counted from the back
   kReduce,     // of the dimensions in argument `at`; keepdim behind it
   kAllBut,     // pointwise but for the dimension in argument `at`
-  kNorm,       // layer norm: leading dimensions; weights are whole
-  kNormBackward,
+  kNorm,       // layer norm and its backward: leading dimensions; weights are whole
   kCat,
   kPad,
   kSelectBackward,
@@ -30,6 +31,17 @@ struct Row {
   bool additive = false, shape_only = false;
   int32_t sizes_argument = -1, bias_sizes = -1;
 };
+
+constexpr std::string_view kPointwiseNames =
+    "mul div pow rsqrt sqrt exp log log1p expm1 abs sign reciprocal square relu gelu silu sigmoid "
+    "tanh elu leaky_relu softplus hardtanh hardswish hardsigmoid mish erf sin cos tan atan maximum "
+    "minimum clamp clamp_min clamp_max where eq ne lt le gt ge logical_and logical_or logical_not "
+    "logical_xor bitwise_and bitwise_or bitwise_not masked_fill fill addcmul addcdiv lerp remainder "
+    "fmod floor_divide floor ceil round trunc isnan isinf _to_copy rsub atan2 threshold "
+    "log_sigmoid_forward logit copy gelu_backward silu_backward tanh_backward sigmoid_backward "
+    "threshold_backward elu_backward leaky_relu_backward softplus_backward hardtanh_backward "
+    "hardswish_backward hardsigmoid_backward mish_backward log_sigmoid_backward "
+    "native_dropout_backward";
 
 const std::unordered_map<std::string_view, Row>& Table() {
   using enum Form;
@@ -56,7 +68,7 @@ const std::unordered_map<std::string_view, Row>& Table() {
         {"aten.slice_backward", {.form = kAllBut, .at = 2, .additive = true, .sizes_argument = 1}},
         {"aten.select_backward", {.form = kSelectBackward, .at = 2, .additive = true, .sizes_argument = 1}},
         {"aten.native_layer_norm", {kNorm}},
-        {"aten.native_layer_norm_backward", {kNormBackward}},
+        {"aten.native_layer_norm_backward", {kNorm}},
         {"aten.cat", {.form = kCat, .additive = true}},
         {"aten.constant_pad_nd", {kPad}},
         {"aten.index", {kRows}},
@@ -73,21 +85,7 @@ const std::unordered_map<std::string_view, Row>& Table() {
       rows.emplace(name, Row{.form = kPointwise, .additive = true});
     for (std::string_view name : {"ones_like", "zeros_like", "empty_like", "full_like"})
       rows.emplace(name, Row{.form = kPointwise, .shape_only = true});
-    for (std::string_view name :
-         {"mul",        "div",         "pow",          "rsqrt",         "sqrt",          "exp",          "log",
-          "log1p",      "expm1",       "abs",          "sign",          "reciprocal",    "square",       "relu",
-          "gelu",       "silu",        "sigmoid",      "tanh",          "elu",           "leaky_relu",   "softplus",
-          "hardtanh",   "hardswish",   "hardsigmoid",  "mish",          "erf",           "sin",          "cos",
-          "tan",        "atan",        "maximum",      "minimum",       "clamp",         "clamp_min",    "clamp_max",
-          "where",      "eq",          "ne",           "lt",            "le",            "gt",           "ge",
-          "logical_and", "logical_or", "logical_not",  "logical_xor",   "bitwise_and",   "bitwise_or",   "bitwise_not",
-          "masked_fill", "fill",       "addcmul",      "addcdiv",       "lerp",          "remainder",    "fmod",
-          "floor_divide", "floor",     "ceil",         "round",         "trunc",         "isnan",        "isinf",
-          "_to_copy",   "rsub",        "atan2",        "threshold",     "log_sigmoid_forward", "logit", "copy",
-          "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "threshold_backward", "elu_backward",
-          "leaky_relu_backward", "softplus_backward", "hardtanh_backward", "hardswish_backward",
-          "hardsigmoid_backward", "mish_backward", "log_sigmoid_backward", "native_dropout_backward"})
-      rows.emplace(name, Row{.form = kPointwise});
+    for (std::string_view name : Split(kPointwiseNames, ' ')) rows.emplace(name, Row{.form = kPointwise});
     return rows;
   }();
   return table;
@@ -103,14 +101,20 @@ const Row* Find(const Op& op) {
   return it == table.end() ? nullptr : &it->second;
 }
 
+// Counted from the front. -1: no number, or out of range.
+int64_t DimOf(const Arg& arg, size_t rank) {
+  if (arg.kind != Arg::Kind::kInt || !arg.integer.is_const()) return -1;
+  const int64_t dim = arg.integer.value < 0 ? arg.integer.value + static_cast<int64_t>(rank) : arg.integer.value;
+  return dim >= 0 && dim < static_cast<int64_t>(rank) ? dim : -1;
+}
+
 class Builder {
  public:
-  Builder(const Program& program, const Op& op, const std::vector<Geometry>& geometry) : op_(op) {
-    ForEachOperand(op, [&](ValueId id) { operands_.push_back(&geometry[id]); });
-    for (ValueId id : op.results) results_.push_back(id == kNone ? nullptr : &geometry[id]);
+  Builder(const Op& op, const GeometryOfValue& geometry) : op_(op) {
+    ForEachOperand(op, [&](ValueId id) { operands_.push_back(&geometry(id)); });
+    for (ValueId id : op.results) results_.push_back(id == kNone ? nullptr : &geometry(id));
     for (const Geometry* g : operands_) rule_.operands.emplace_back(g->sizes.size(), kWholeDim);
     for (const Geometry* g : results_) rule_.results.emplace_back(g == nullptr ? 0 : g->sizes.size(), kWholeDim);
-    (void)program;
   }
 
   Rule Build() {
@@ -135,7 +139,6 @@ class Builder {
         AllBut(row->at);
         break;
       case Form::kNorm:
-      case Form::kNormBackward:
         Norm();
         break;
       case Form::kCat:
@@ -151,8 +154,10 @@ class Builder {
         Rows();
         break;
       case Form::kEmbedding:
+        Embedding(false);
+        break;
       case Form::kEmbeddingBackward:
-        Embedding(row->form == Form::kEmbeddingBackward);
+        Embedding(true);
         break;
       case Form::kNoOperands:
         break;
@@ -235,7 +240,8 @@ class Builder {
         if (own >= from_back) Walk(rule_.operands[i], *operands_[i], own - from_back, factor);
       }
       for (size_t i = 0; i < results_.size(); ++i) {
-        if (results_[i] != nullptr && results_[i]->sizes.size() == rank) Walk(rule_.results[i], *results_[i], d, factor);
+        if (results_[i] != nullptr && results_[i]->sizes.size() == rank)
+          Walk(rule_.results[i], *results_[i], d, factor);
       }
     }
   }
@@ -254,13 +260,12 @@ class Builder {
   void Reduce(bool sums) {
     if (operands_.size() != 1 || results_.size() != 1) return Unknown();
     const size_t rank = operands_[0]->sizes.size();
-    std::vector<bool> reduced(rank, op_.args.size() < 2 || op_.args[1].kind != Arg::Kind::kList ||
-                                        op_.args[1].list.empty());
+    std::vector<bool> reduced(rank,
+                              op_.args.size() < 2 || op_.args[1].kind != Arg::Kind::kList || op_.args[1].list.empty());
     if (op_.args.size() >= 2 && op_.args[1].kind == Arg::Kind::kList) {
       for (const Arg& item : op_.args[1].list) {
-        if (item.kind != Arg::Kind::kInt || !item.integer.is_const()) return Unknown();
-        const int64_t dim = item.integer.value < 0 ? item.integer.value + static_cast<int64_t>(rank) : item.integer.value;
-        if (dim < 0 || dim >= static_cast<int64_t>(rank)) return Unknown();
+        const int64_t dim = DimOf(item, rank);
+        if (dim < 0) return Unknown();
         reduced[dim] = true;
       }
     }
@@ -397,8 +402,20 @@ bool Rule::Has(int32_t operand, int32_t factor) const {
   return std::find(dims.begin(), dims.end(), factor) != dims.end();
 }
 
-Rule RuleOf(const Program& program, const Op& op, const std::vector<Geometry>& geometry) {
-  return Builder(program, op, geometry).Build();
+Rule RuleOf(const Op& op, const GeometryOfValue& geometry) {
+  return Builder(op, geometry).Build();
+}
+
+Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number) {
+  Facts out{LayoutOf(program, number), {}, {}};
+  out.names.resize(static_cast<size_t>(program.num_ops()));
+  out.rules.resize(out.names.size());
+  const GeometryOfValue geometry = [&](ValueId id) -> const Geometry& { return out.layout.geometry[id]; };
+  for (OpId id : phase.ops) {
+    out.names[id] = program.op(id).name;
+    out.rules[id] = RuleOf(program.op(id), geometry);
+  }
+  return out;
 }
 
 std::string_view BaseName(std::string_view name) {
@@ -407,10 +424,7 @@ std::string_view BaseName(std::string_view name) {
 }
 
 int64_t DimArgument(const Op& op, size_t index, size_t rank) {
-  if (op.args.size() <= index || op.args[index].kind != Arg::Kind::kInt || !op.args[index].integer.is_const()) return -1;
-  const int64_t dim = op.args[index].integer.value;
-  const int64_t at = dim < 0 ? dim + static_cast<int64_t>(rank) : dim;
-  return at >= 0 && at < static_cast<int64_t>(rank) ? at : -1;
+  return index < op.args.size() ? DimOf(op.args[index], rank) : -1;
 }
 
 }  // namespace interlace::tensor

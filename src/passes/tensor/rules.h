@@ -13,6 +13,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "ir/program.h"
@@ -26,17 +28,27 @@ struct Rule {
   std::vector<std::vector<int32_t>> operands;  // factor by operand (ForEachOperand's order) and dimension
   std::vector<std::vector<int32_t>> results;   // likewise; results that are not produced have no dimensions
   std::vector<int64_t> sizes;                  // by factor: of its longest dimension
-  std::vector<int64_t> joins;                  // by factor: operands that a result has side by side along it (cat), else 1
-  bool additive = false;    // sums of operands give the sum of results: f(a + b) = f(a) + f(b), all operands at once
-  bool shape_only = false;  // no operand is read
+  std::vector<int64_t> joins;  // by factor: operands that a result has side by side along it (cat), else 1
+  bool additive = false;       // sums of operands give the sum of results: f(a + b) = f(a) + f(b), all operands at once
+  bool shape_only = false;     // no operand is read
   int32_t sizes_argument = -1;  // the positional argument that repeats the sizes of result 0
   int32_t bias_sizes = -1;      // likewise, of result 2
   bool known = false;           // else every operand and result is whole
   bool Has(int32_t operand, int32_t factor) const;
 };
 
+using GeometryOfValue = std::function<const Geometry&(ValueId)>;
+
 // The rule for one op, by its name, the geometry of its values and its arguments.
-Rule RuleOf(const Program& program, const Op& op, const std::vector<Geometry>& geometry);
+Rule RuleOf(const Op& op, const GeometryOfValue& geometry);
+
+// What propagation reads of a program before it changes it: made once for all ways to cut it.
+struct Facts {
+  Layout layout;
+  std::vector<std::string> names;  // by op of the phase
+  std::vector<Rule> rules;         // likewise
+};
+Facts FactsOf(const Program& program, const Phase& phase, const NumberOf& number);
 
 // "aten.mul" of "aten.mul.Tensor".
 std::string_view BaseName(std::string_view name);

@@ -28,19 +28,6 @@ int64_t Sizes::Number(Dim dim) {
   return *number;
 }
 
-Geometry Sizes::GeometryOf(ValueId id) {
-  const Value& value = program_.value(id);
-  Geometry out{value.type.dtype, {}, {}, Number(value.offset)};
-  bool known = out.offset >= 0;
-  auto add = [&](std::vector<int64_t>& numbers, Dim dim) {
-    numbers.push_back(Number(dim));
-    known = known && numbers.back() >= 0;
-  };
-  for (Dim size : value.type.sizes) add(out.sizes, size);
-  for (Dim stride : value.type.strides) add(out.strides, stride);
-  return known ? out : Geometry{};
-}
-
 Dim Sizes::Product(int64_t number, bool part) {
   Dim out = 1;
   for (const Factor& factor : factors_) {

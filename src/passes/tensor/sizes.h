@@ -27,7 +27,8 @@ class Sizes {
 
   int64_t ranks() const { return ranks_; }
   Dim written_ranks() const { return written_ranks_; }
-  Geometry GeometryOf(ValueId id);  // empty: a size is no number, even so
+  // A size as a number; below 0: it is none, even so.
+  int64_t Number(Dim dim);
 
   Dim Written(int64_t number);
   Dim Part(int64_t number);  // a rank's part of what the ranks divide
@@ -42,7 +43,6 @@ class Sizes {
     int64_t number = 1;
     Dim dim;
   };
-  int64_t Number(Dim dim);
   // `number` as a product of symbols and a constant; with `part`, of the first factor that ranks divide only a part.
   Dim Product(int64_t number, bool part);
 

@@ -21,10 +21,18 @@ bool IsValue(const Op& op, size_t index) {
   return op.args.size() > index && op.args[index].kind == Arg::Kind::kValue;
 }
 
-std::vector<Arg> Dims(int64_t dim) {
-  std::vector<Arg> out;
-  out.push_back(Arg::Int(dim));
-  return out;
+// One number for each row along a dimension.
+Geometry OnePerRow(DType dtype, std::vector<int64_t> sizes, int64_t dim, int64_t count = 1) {
+  sizes[dim] = count;
+  return Contiguous(dtype, std::move(sizes));
+}
+
+std::vector<Arg> AlongOf(ValueId value, int64_t dim) {
+  return {Arg::Of(value), Arg::List({Arg::Int(dim)}), Arg::Bool(true)};
+}
+
+NamedArg ToDtype(DType dtype) {
+  return {"dtype", Arg::Word(std::string(DTypeName(dtype)))};
 }
 
 }  // namespace
@@ -43,19 +51,63 @@ Result<bool> Special::Visit(OpId id) {
   return false;
 }
 
-Special::Local Special::LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored) {
-  index = c_.AsWhole(index);
-  const Geometry ints = Contiguous(c_.geometry_[index].dtype, c_.geometry_[index].sizes);
+const Cutter::LocalIndex& Special::LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored) {
+  const Arg left = ignored == nullptr ? Arg::None() : *ignored;
+  for (const Cutter::LocalIndex& known : c_.local_indices_) {
+    if (known.of == index && known.rows == rows && known.other == other && known.ignored == left) return known;
+  }
+  const ValueId whole = c_.AsWhole(index);
+  const Geometry ints = Contiguous(c_.geometry_[whole].dtype, c_.geometry_[whole].sizes);
   const Geometry bools = Contiguous(DType::kB8, ints.sizes);
-  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(index), Arg::Int(c_.sizes_.RankTimesPart(rows))}, ints);
+  const ValueId local = c_.Emit("aten.sub.Tensor", {Arg::Of(whole), Arg::Int(c_.sizes_.RankTimesPart(rows))}, ints);
   const ValueId below = c_.Emit("aten.lt.Scalar", {Arg::Of(local), Arg::Int(0)}, bools);
   const ValueId above = c_.Emit("aten.ge.Scalar", {Arg::Of(local), Arg::Int(c_.sizes_.Part(rows))}, bools);
   ValueId outside = c_.Emit("aten.logical_or", {Arg::Of(below), Arg::Of(above)}, bools);
   if (ignored != nullptr) {
-    const ValueId left = c_.Emit("aten.eq.Scalar", {Arg::Of(index), *ignored}, bools);
-    outside = c_.Emit("aten.logical_or", {Arg::Of(outside), Arg::Of(left)}, bools);
+    const ValueId skipped = c_.Emit("aten.eq.Scalar", {Arg::Of(whole), left}, bools);
+    outside = c_.Emit("aten.logical_or", {Arg::Of(outside), Arg::Of(skipped)}, bools);
   }
-  return {c_.Emit("aten.masked_fill.Scalar", {Arg::Of(local), Arg::Of(outside), other}, ints), outside};
+  const ValueId mine = c_.Emit("aten.masked_fill.Scalar", {Arg::Of(local), Arg::Of(outside), other}, ints);
+  c_.local_indices_.push_back({index, rows, other, left, mine, outside});
+  return c_.local_indices_.back();
+}
+
+// A value seen by a view that has a dimension of length 1 more, the last.
+ValueId Special::Column(ValueId id) {
+  Geometry column = c_.geometry_[id];
+  column.sizes.push_back(1);
+  column.strides.push_back(1);
+  return SeenAs(id, column);
+}
+
+ValueId Special::SeenAs(ValueId id, const Geometry& geometry) {
+  Op& view = c_.NewOp("view");
+  view.args.push_back(Arg::Of(id));
+  const ValueId seen = c_.AddView(view, id, geometry);
+  c_.phase_.ops.push_back(view.id);
+  return seen;
+}
+
+// The next op of the phase is this one, with its results placed so.
+void Special::Take(OpId id, Placement placement) {
+  for (ValueId result : c_.program_.op(id).results) {
+    if (result == kNone) continue;
+    c_.placement_[result] = placement;
+    c_.Apply(result);
+  }
+  c_.phase_.ops.push_back(id);
+}
+
+// An op that makes what another one made.
+void Special::Instead(std::string name, std::vector<Arg> args, ValueId result, Placement placement,
+                      std::vector<NamedArg> named) {
+  Op& op = c_.NewOp(std::move(name));
+  op.args = std::move(args);
+  op.named = std::move(named);
+  op.results = {result};
+  c_.program_.value(result).def = op.id;
+  c_.program_.value(result).result_index = 0;
+  Take(op.id, placement);
 }
 
 // (w, ids, ...), w cut along its rows.
@@ -64,22 +116,15 @@ bool Special::Embedding(OpId id) {
   const std::optional<DimCut> cut = IsValue(op, 0) ? c_.CutOf(op.args[0].value) : std::nullopt;
   if (!cut || cut->dim != 0 || cut->blocks != 1) return false;
   const ValueId result = op.results[0], table = op.args[0].value;
-  const Local local = LocalIndex(op.args[1].value, c_.geometry_[table].sizes[0], Arg::Int(0), nullptr);
+  const Cutter::LocalIndex local = LocalIndex(op.args[1].value, c_.geometry_[table].sizes[0], Arg::Int(0), nullptr);
   const Geometry rows = c_.geometry_[result];
-  const ValueId found = c_.Emit("aten.embedding", {Arg::Of(table), Arg::Of(local.index)}, rows);
-  Geometry column = c_.geometry_[local.outside];
-  column.sizes.push_back(1);
-  column.strides.push_back(1);
-  Op& view = c_.NewOp("view");
-  view.args.push_back(Arg::Of(local.outside));
-  const ValueId outside = c_.AddView(view, local.outside, column);
-  c_.phase_.ops.push_back(view.id);
+  const ValueId found = c_.Emit("aten.embedding", {Arg::Of(table), Arg::Of(local.mine)}, rows);
+  const ValueId outside = Column(local.outside);
   Op& sum = c_.program_.op(id);
   sum.SetName("aten.masked_fill.Scalar");
   sum.args = {Arg::Of(found), Arg::Of(outside), Arg::Int(0)};
   sum.named.clear();
-  c_.placement_[result] = {Kind::kSum, 0};
-  c_.phase_.ops.push_back(id);
+  Take(id, {Kind::kSum, 0});
   return true;
 }
 
@@ -90,28 +135,20 @@ bool Special::EmbeddingBackward(OpId id) {
   const Geometry table = c_.geometry_[result];
   if (!IsValue(op, 0) || !IsValue(op, 1) || op.args.size() < 5 || !c_.IsGradientOfRows(result)) return false;
   if (table.sizes[0] % c_.ranks_ != 0 || !(op.args[4] == Arg::Bool(false))) return false;
-  const bool pads = op.args[3].kind == Arg::Kind::kInt && op.args[3].integer.is_const() && op.args[3].integer.value >= 0;
+  const bool pads =
+      op.args[3].kind == Arg::Kind::kInt && op.args[3].integer.is_const() && op.args[3].integer.value >= 0;
   const Arg padding = op.args[3];
   const ValueId gradient = c_.AsWhole(op.args[0].value);
-  const Local local = LocalIndex(op.args[1].value, table.sizes[0], Arg::Int(0), pads ? &padding : nullptr);
-  Geometry column = c_.geometry_[local.outside];
-  column.sizes.push_back(1);
-  column.strides.push_back(1);
-  Op& view = c_.NewOp("view");
-  view.args.push_back(Arg::Of(local.outside));
-  const ValueId outside = c_.AddView(view, local.outside, column);
-  c_.phase_.ops.push_back(view.id);
+  const Cutter::LocalIndex local = LocalIndex(op.args[1].value, table.sizes[0], Arg::Int(0), pads ? &padding : nullptr);
+  const ValueId outside = Column(local.outside);
   const Geometry rows = Contiguous(c_.geometry_[gradient].dtype, c_.geometry_[gradient].sizes);
-  const ValueId mine =
-      c_.Emit("aten.masked_fill.Scalar", {Arg::Of(gradient), Arg::Of(outside), Arg::Int(0)}, rows);
+  const ValueId mine = c_.Emit("aten.masked_fill.Scalar", {Arg::Of(gradient), Arg::Of(outside), Arg::Int(0)}, rows);
   Op& sum = c_.program_.op(id);
   sum.args[0] = Arg::Of(mine);
-  sum.args[1] = Arg::Of(local.index);
+  sum.args[1] = Arg::Of(local.mine);
   sum.args[2] = Arg::Int(c_.sizes_.Part(table.sizes[0]));
   sum.args[3] = Arg::Int(-1);
-  c_.placement_[result] = {Kind::kCut, table.numel()};
-  c_.Apply(result);
-  c_.phase_.ops.push_back(id);
+  Take(id, {Kind::kCut, table.numel()});
   return true;
 }
 
@@ -127,28 +164,20 @@ bool Special::LogSoftmax(OpId id) {
   if (!period || !IsDense(out)) return false;
   ValueId x = op.args[0].value;
   if (c_.geometry_[x].dtype != out.dtype)
-    x = c_.Emit("aten._to_copy", {Arg::Of(x)}, out, {Kind::kCut, *period}, {{"dtype", Arg::Word(std::string(DTypeName(out.dtype)))}});
-  Geometry row = Contiguous(out.dtype, out.sizes);
-  row.sizes[dim] = 1;
-  row = Contiguous(out.dtype, row.sizes);
-  const ValueId part =
-      c_.Emit("aten.logsumexp", {Arg::Of(x), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
-  Geometry gathered = row;
-  gathered.sizes[dim] = c_.ranks_;
-  gathered = Contiguous(out.dtype, gathered.sizes);
+    x = c_.Emit("aten._to_copy", {Arg::Of(x)}, out, {Kind::kCut, *period}, {ToDtype(out.dtype)});
+  const Geometry row = OnePerRow(out.dtype, out.sizes, dim);
+  const ValueId part = c_.Emit("aten.logsumexp", AlongOf(x, dim), row);
+  const Geometry gathered = OnePerRow(out.dtype, out.sizes, dim, c_.ranks_);
   const ValueId parts = c_.Exchange(OpKind::kAllGatherStart, part, gathered, dim, {});
   Type& type = c_.program_.value(parts).type;
   type.sizes[dim] = c_.sizes_.written_ranks();
   type.strides = c_.program_.ContiguousStrides(type.sizes);
-  const ValueId sum =
-      c_.Emit("aten.logsumexp", {Arg::Of(parts), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
+  const ValueId sum = c_.Emit("aten.logsumexp", AlongOf(parts, dim), row);
   Op& difference = c_.program_.op(id);
   difference.SetName("aten.sub.Tensor");
   difference.args = {Arg::Of(x), Arg::Of(sum)};
   difference.named.clear();
-  c_.placement_[result] = {Kind::kCut, *period};
-  c_.Apply(result);
-  c_.phase_.ops.push_back(id);
+  Take(id, {Kind::kCut, *period});
   return true;
 }
 
@@ -164,40 +193,38 @@ bool Special::LogSoftmaxBackward(OpId id) {
   if (!period || !IsDense(out)) return false;
   const ValueId y = op.args[1].value, g = c_.AsPart(op.args[0].value, *cut);
   const Geometry wide = Contiguous(c_.geometry_[y].dtype, out.sizes);
-  Geometry row = wide;
-  row.sizes[dim] = 1;
-  row = Contiguous(wide.dtype, row.sizes);
+  const Geometry row = OnePerRow(wide.dtype, out.sizes, dim);
   ValueId sum = kNone;
   if (auto loss = c_.loss_gradients_.find(op.args[0].value); loss != c_.loss_gradients_.end()) {
     sum = RowSums(loss->second, row);
   } else {
-    const ValueId part = c_.Emit("aten.sum.dim_IntList", {Arg::Of(g), Arg::List(Dims(dim)), Arg::Bool(true)}, row);
+    const ValueId part = c_.Emit("aten.sum.dim_IntList", AlongOf(g, dim), row);
     sum = c_.Exchange(OpKind::kAllReduceStart, part, row, -1, {});
   }
   const Placement placed{Kind::kCut, *PeriodOf(wide, *cut, c_.ranks_)};
   const ValueId e = c_.Emit("aten.exp", {Arg::Of(y)}, wide, placed);
+  const std::vector<Arg> terms = {Arg::Of(g), Arg::Of(e), Arg::Of(sum)};
+  const std::vector<NamedArg> minus = {{"value", Arg::Float(-1.0)}};
+  const bool narrows = out.dtype != wide.dtype;
+  const ValueId x = narrows ? c_.Emit("aten.addcmul", terms, wide, placed, minus) : kNone;
   Op& last = c_.program_.op(id);
-  if (out.dtype != wide.dtype) {
-    const ValueId x = c_.Emit("aten.addcmul", {Arg::Of(g), Arg::Of(e), Arg::Of(sum)}, wide, placed,
-                              {{"value", Arg::Float(-1.0)}});
-    last.SetName("aten._to_copy");
-    last.args = {Arg::Of(x)};
-    last.named = {{"dtype", Arg::Word(std::string(DTypeName(out.dtype)))}};
-  } else {
-    last.SetName("aten.addcmul");
-    last.args = {Arg::Of(g), Arg::Of(e), Arg::Of(sum)};
-    last.named = {{"value", Arg::Float(-1.0)}};
-  }
-  c_.placement_[result] = {Kind::kCut, *period};
-  c_.Apply(result);
-  c_.phase_.ops.push_back(id);
+  last.SetName(narrows ? "aten._to_copy" : "aten.addcmul");
+  last.args = narrows ? std::vector<Arg>{Arg::Of(x)} : terms;
+  last.named = narrows ? std::vector<NamedArg>{ToDtype(out.dtype)} : minus;
+  Take(id, {Kind::kCut, *period});
   return true;
 }
 
 // Which targets count.
 ValueId Special::Counted(ValueId target, const Arg& ignored) {
+  for (const Cutter::Counted& known : c_.counted_) {
+    if (known.target == target && known.ignored == ignored) return known.which;
+  }
   const ValueId whole = c_.AsWhole(target);
-  return c_.Emit("aten.ne.Scalar", {Arg::Of(whole), ignored}, Contiguous(DType::kB8, c_.geometry_[whole].sizes));
+  const ValueId which =
+      c_.Emit("aten.ne.Scalar", {Arg::Of(whole), ignored}, Contiguous(DType::kB8, c_.geometry_[whole].sizes));
+  c_.counted_.push_back({target, ignored, which});
+  return which;
 }
 
 // The sums over the vocabulary of what nll_loss gives back: it has one number in each row that counts.
@@ -207,14 +234,8 @@ ValueId Special::RowSums(const Cutter::LossGradient& of, const Geometry& row) {
   if (of.mean) one = c_.Emit("aten.div.Tensor", {Arg::Of(one), Arg::Of(of.weight)}, scalar);
   const ValueId counted = Counted(of.target, of.ignored);
   const Geometry flat = Contiguous(row.dtype, c_.geometry_[counted].sizes);
-  const ValueId ones = c_.Emit("aten._to_copy", {Arg::Of(counted)}, flat, {},
-                               {{"dtype", Arg::Word(std::string(DTypeName(row.dtype)))}});
-  const ValueId sums = c_.Emit("aten.mul.Tensor", {Arg::Of(ones), Arg::Of(one)}, flat);
-  Op& view = c_.NewOp("view");
-  view.args.push_back(Arg::Of(sums));
-  const ValueId seen = c_.AddView(view, sums, row);
-  c_.phase_.ops.push_back(view.id);
-  return seen;
+  const ValueId ones = c_.Emit("aten._to_copy", {Arg::Of(counted)}, flat, {}, {ToDtype(row.dtype)});
+  return SeenAs(c_.Emit("aten.mul.Tensor", {Arg::Of(ones), Arg::Of(one)}, flat), row);
 }
 
 // (y, target, no weights, reduction, ignored) → loss, weight: 0 none, 1 mean, 2 sum.
@@ -232,7 +253,7 @@ bool Special::NllLoss(OpId id) {
   // Of the rows, each rank sums up its own.
   const ValueId local = of.dim == 0
                             ? c_.AsPart(op.args[1].value, {0, of.blocks})
-                            : LocalIndex(op.args[1].value, c_.geometry_[y].sizes[1], Arg::Int(-100), &ignored).index;
+                            : LocalIndex(op.args[1].value, c_.geometry_[y].sizes[1], Arg::Int(-100), &ignored).mine;
   const Arg skipped = of.dim == 0 ? ignored : Arg::Int(-100);
   const Geometry scalar = Contiguous(c_.geometry_[loss].dtype, {});
   Op& part = c_.NewOp("aten.nll_loss_forward");
@@ -242,15 +263,9 @@ bool Special::NllLoss(OpId id) {
   c_.phase_.ops.push_back(part.id);
   const ValueId sums = c_.Exchange(OpKind::kAllReduceStart, sum, scalar, -1, {});
   // The count of all is a matter of the targets, which every rank has: it waits for nobody.
-  const ValueId counts = c_.Emit("aten.sum", {Arg::Of(Counted(c_.program_.op(id).args[1].value, ignored))},
-                                 Contiguous(DType::kI64, {}));
-  Op& total = c_.NewOp("aten._to_copy");
-  total.args = {Arg::Of(counts)};
-  total.named = {{"dtype", Arg::Word(std::string(DTypeName(scalar.dtype)))}};
-  total.results = {weight};
-  c_.program_.value(weight).def = total.id;
-  c_.program_.value(weight).result_index = 0;
-  c_.phase_.ops.push_back(total.id);
+  const ValueId counts =
+      c_.Emit("aten.sum", {Arg::Of(Counted(c_.program_.op(id).args[1].value, ignored))}, Contiguous(DType::kI64, {}));
+  Instead("aten._to_copy", {Arg::Of(counts)}, weight, {}, {ToDtype(scalar.dtype)});
   Op& mean = c_.program_.op(id);
   mean.SetName(reduction == 1 ? "aten.div.Tensor" : "copy");
   mean.args = {Arg::Of(sums)};
@@ -274,15 +289,13 @@ bool Special::NllLossBackward(OpId id) {
   const ValueId target = op.args[2].value;
   if (op.args[4] == Arg::Int(1) || op.args[4] == Arg::Int(2))
     c_.loss_gradients_.emplace(result, Cutter::LossGradient{target, g, weight, ignored, op.args[4] == Arg::Int(1)});
-  const ValueId local = LocalIndex(target, c_.geometry_[result].sizes[1], Arg::Int(-100), &ignored).index;
+  const ValueId local = LocalIndex(target, c_.geometry_[result].sizes[1], Arg::Int(-100), &ignored).mine;
   Op& mine = c_.program_.op(id);
   mine.args[0] = Arg::Of(g);
   mine.args[2] = Arg::Of(local);
   mine.args[5] = Arg::Int(-100);
   mine.args[6] = Arg::Of(weight);
-  c_.placement_[result] = {Kind::kCut, *period};
-  c_.Apply(result);
-  c_.phase_.ops.push_back(id);
+  Take(id, {Kind::kCut, *period});
   return true;
 }
 
@@ -302,11 +315,8 @@ void Special::Overwrite(OpId id) {
                    out.strides == Contiguous(out.dtype, out.sizes).strides && are(op.args[2], type.sizes) &&
                    are(op.args[3], type.strides);
   if (!all) return;
-  Op& view = c_.NewOp("view");
-  view.args.push_back(Arg::Of(root));
-  const ValueId seen = c_.AddView(view, root, out);
+  const ValueId seen = SeenAs(root, out);
   c_.Apply(seen);
-  c_.phase_.ops.push_back(view.id);
   Op& copy = c_.program_.op(id);
   copy.SetName("aten.clone");
   copy.args = {Arg::Of(seen)};
@@ -315,19 +325,15 @@ void Special::Overwrite(OpId id) {
 
 // A whole value of one number that takes no memory.
 ValueId Special::Filled(std::string fill, Geometry whole) {
-  const ValueId number = c_.Emit(std::move(fill), {Arg::List({})}, Contiguous(whole.dtype, {}), {},
-                                 {{"dtype", Arg::Word(std::string(DTypeName(whole.dtype)))}});
+  const ValueId number =
+      c_.Emit(std::move(fill), {Arg::List({})}, Contiguous(whole.dtype, {}), {}, {ToDtype(whole.dtype)});
   whole.strides.assign(whole.strides.size(), 0);
   whole.offset = 0;
-  Op& view = c_.NewOp("view");
-  view.args.push_back(Arg::Of(number));
-  const ValueId seen = c_.AddView(view, number, whole);
-  c_.phase_.ops.push_back(view.id);
-  return seen;
+  return SeenAs(number, whole);
 }
 
-// (x, p, train) → x mask / (1 - p), mask: drawn whole of ones, of which a rank takes its part. The mask, which waits for
-// the backward part, is a copy, so that the whole one does not.
+// (x, p, train) → x mask / (1 - p), mask: drawn whole of ones, of which a rank takes its part. The mask, which waits
+// for the backward part, is a copy, so that the whole one does not.
 bool Special::Dropout(OpId id) {
   const Op& op = c_.program_.op(id);
   if (!IsValue(op, 0) || op.results.size() != 2 || op.results[0] == kNone || op.results[1] == kNone) return false;
@@ -346,18 +352,9 @@ bool Special::Dropout(OpId id) {
   const ValueId factor = c_.AddResult(draw, out, {}), drawn = c_.AddResult(draw, bits, {});
   draw.results = {factor, drawn};
   c_.phase_.ops.push_back(id);
-  auto make = [&](std::string name, std::vector<Arg> args, ValueId result) {
-    Op& last = c_.NewOp(std::move(name));
-    last.args = std::move(args);
-    last.results = {result};
-    c_.program_.value(result).def = last.id;
-    c_.program_.value(result).result_index = 0;
-    c_.placement_[result] = {Kind::kCut, *period};
-    c_.Apply(result);
-    c_.phase_.ops.push_back(last.id);
-  };
-  make("aten.mul.Tensor", {Arg::Of(part), Arg::Of(c_.AsPart(factor, *cut))}, y);
-  make("copy", {Arg::Of(c_.AsPart(drawn, *cut))}, mask);
+  const Placement placed{Kind::kCut, *period};
+  Instead("aten.mul.Tensor", {Arg::Of(part), Arg::Of(c_.AsPart(factor, *cut))}, y, placed);
+  Instead("copy", {Arg::Of(c_.AsPart(drawn, *cut))}, mask, placed);
   return true;
 }
 

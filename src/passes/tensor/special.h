@@ -36,13 +36,12 @@ class Special {
   ValueId Counted(ValueId target, const Arg& ignored);
   ValueId RowSums(const Cutter::LossGradient& of, const Geometry& row);
   ValueId Filled(std::string fill, Geometry whole);
-
-  // Indices into a cut dimension of `rows` on each rank: counted from this rank's first, with `other` in place of
-  // those of other ranks and of `ignored` (kNone: of none). `outside`: where that was.
-  struct Local {
-    ValueId index = -1, outside = -1;
-  };
-  Local LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored);
+  ValueId Column(ValueId id);
+  ValueId SeenAs(ValueId id, const Geometry& geometry);
+  void Take(OpId id, Placement placement);
+  void Instead(std::string name, std::vector<Arg> args, ValueId result, Placement placement,
+               std::vector<NamedArg> named = {});
+  const Cutter::LocalIndex& LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored);
 
   Cutter& c_;
 };

@@ -9,6 +9,7 @@
 // batch, a mean over the batch is a sum of the parts' sums over their count, gradients of weights are added up, and an
 // op that knows no rows is run once, on all of them. So the loss is that of the whole micro-batch, to rounding.
 // Options: parts. Error: parts that do not divide the micro-batch.
+#include <algorithm>
 #include <charconv>
 #include <map>
 #include <set>
@@ -51,20 +52,16 @@ class Copies {
   }
 
  private:
-  bool HasIndex(Dim dim) const { return !dim.is_const(); }
-  bool HasIndex(const Arg& arg) const {
-    if (arg.kind == Arg::Kind::kInt) return HasIndex(arg.integer);
-    for (const Arg& item : arg.list) {
-      if (HasIndex(item)) return true;
-    }
-    return false;
+  static bool HasIndex(const Arg& arg) {
+    if (arg.kind == Arg::Kind::kInt) return !arg.integer.is_const();
+    return std::any_of(arg.list.begin(), arg.list.end(), HasIndex);
   }
 
   bool Varies(const Op& op) const {
     bool found = false;
     ForEachOperand(op, [&](ValueId v) { found = found || varies_[v] || varies_[program_.RootOf(v)]; });
     for (const Arg& arg : op.args) found = found || HasIndex(arg);
-    for (ValueId result : op.results) found = found || (result != kNone && HasIndex(program_.value(result).offset));
+    for (ValueId result : op.results) found = found || (result != kNone && !program_.value(result).offset.is_const());
     return found;
   }
 
@@ -204,7 +201,8 @@ Result<bool> Split(Program& program, const PassOptions& options) {
   int64_t rows = 0;
   if (const std::string* text = program.Meta("micro_batch"))
     std::from_chars(text->data(), text->data() + text->size(), rows);
-  if (rows < 1) return MakeError("the program does not say how many samples a micro-batch has (meta line \"micro_batch\")");
+  if (rows < 1)
+    return MakeError("the program does not say how many samples a micro-batch has (meta line \"micro_batch\")");
   if (rows % parts != 0)
     return MakeError("a micro-batch of ", rows, " samples cannot be split into ", parts, " equal parts");
   program.mesh.push_back({std::string(kCopies), parts});

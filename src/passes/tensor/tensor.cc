@@ -8,9 +8,10 @@
 //           %66: f32[2,16,64] = aten.add.Tensor(%17, %65)     %64: f32[32,64] = aten.mm(%63, %62)        a sum over tp
 //                                                             %s: f32[1024] = reduce_scatter.start(%64) {axis=tp dim=0}
 //                                                             %66: f32[1,16,64] = aten.add.Tensor(...)    half the rows
-// Options: axis, plan=auto|model (the plan in the program's meta line "tensor", see plan.h), sequence=true|false
-// (between the products a rank has a part of the rows), regather=true|false (rows that the forward part gathered are
-// gathered again by the backward part: memory for time). Runs after canonicalize and mesh, before the strategy.
+// Options: axis, plan=auto (found by search, auto.h)|model (in the program's meta line "tensor")|FILE (plan.h says how
+// it is written), sequence=true|false (between the products a rank has a part of the rows), regather=true|false (rows
+// that the forward part gathered are gathered again by the backward part: memory for time).
+// Runs after canonicalize and mesh, before the strategy.
 // Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022, section 4.2.2), GSPMD (Xu
 // et al. 2021).
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include "passes/tensor/apply.h"
 #include "passes/tensor/auto.h"
 #include "passes/tensor/plan.h"
+#include "passes/tensor/roles.h"
 
 namespace interlace {
 
@@ -50,13 +52,15 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
   const std::string* text = program.Meta("tensor");
   std::vector<tensor::PlanEntry> plan;
   if (which == "model" && text == nullptr) {
-    return MakeError("the program has no plan for tensor parallelism (meta line \"tensor\"); write one: PARAMETER "
-                     "DIMENSION, for each weight that is cut; or let one be found: plan=auto");
+    return MakeError(
+        "the program has no plan for tensor parallelism (meta line \"tensor\"); write one: PARAMETER "
+        "DIMENSION, for each weight that is cut; or let one be found: plan=auto");
   }
   const bool file = which != "auto" && which != "model";
   if (file) {
     INTERLACE_ASSIGN(const std::string content, ReadFile(which));
     INTERLACE_ASSIGN(plan, tensor::ReadPlan(content));
+    INTERLACE_TRY(tensor::CheckBlocks(tensor::RolesOf(program, program.AxisSize(axis)), plan));
   } else if (text != nullptr) {
     INTERLACE_ASSIGN(plan, tensor::ReadPlan(*text));
   }

@@ -51,7 +51,7 @@ function readTimeline(source, title) {
       lane.what[i] = events[5 * i + 2];
       lane.bytes[i] = events[5 * i + 3];
       const part = source.text[source.what[lane.what[i]][2]];
-      lane.color[i] = events[5 * i + 4] ? "wait" : !computes ? (colors[name] ? name : name.startsWith("sends") ? "p2p" : "host") : part === "bwd" || part === "upd" ? part : "fwd";
+      lane.color[i] = events[5 * i + 4] ? "wait" : !computes ? (colors[name.split(" ")[0]] ? name.split(" ")[0] : name.startsWith("sends") ? "p2p" : "host") : part === "bwd" || part === "upd" ? part : "fwd";
     }
     return lane;
   });
