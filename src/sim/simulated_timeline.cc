@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "ir/op_table.h"
 #include "sim/critical_path.h"
 
 namespace interlace {
