@@ -211,7 +211,7 @@ def with_plan(settings: TrainSettings, explicit: set[str]) -> Execution | None:
     how = execution_of(read_plan(settings.plan))
     decided = {"model": how.model, "ranks": how.ranks, "batch": how.batch, "seq": how.seq, "strategy": how.strategy,
                "accumulation": how.accumulation, "accumulate_mode": how.accumulate_mode,
-               "param_dtype": how.param_dtype}  # fmt: skip
+               "param_dtype": how.param_dtype, "mesh": how.mesh}  # fmt: skip
     for name, value in decided.items():
         if name in explicit and getattr(settings, name) != value:
             option = "--" + name.replace("_", "-")

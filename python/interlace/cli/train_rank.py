@@ -215,7 +215,8 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
 def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.Module) -> interlace.Config:
     return interlace.Config(
         strategy=settings.strategy, mesh=settings.mesh, tensor=settings.tensor, sequence_parallel=settings.sequence_parallel,
-        stages=settings.stages, stage_order=settings.stage_order, stage_chunks=settings.stage_chunks,
+        stages=settings.stages if planned is None else planned.borders(model), stage_order=settings.stage_order,
+        stage_chunks=settings.stage_chunks,
         accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip, seed=settings.seed, timeout_s=TIMEOUT_S, weights=settings.weights,
         memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,

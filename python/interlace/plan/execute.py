@@ -1,4 +1,4 @@
-"""A plan carried out: the settings and passes that make the runtime do what a plan of one stage says.
+"""A plan carried out: the settings and passes that make the runtime do what a plan says, of one stage or of several that are alike.
 
 plan = read_plan("gpt.plan")
 how = execution_of(plan)             # error: names everything the runtime cannot do yet
@@ -6,6 +6,8 @@ how.passes(model)                    # ["recompute(mode=full,blocks=model.layers
 
 ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   zero1, reduced in every micro-batch
 ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
+
+Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; recomputed blocks are those of its own.
 
 Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
 how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more.
@@ -56,8 +58,18 @@ def read_plan(file: str) -> Plan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """Blocks [first, first + count) of a model, and how many of them are recomputed."""
+
+    first: int
+    count: int
+    full: int
+    selective: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Execution:
-    """What a plan of one stage asks of the runtime."""
+    """What a plan asks of the runtime."""
 
     model: str
     ranks: int
@@ -69,12 +81,26 @@ class Execution:
     accumulate_mode: str
     param_dtype: str | None  # parameters are float32 in the optimizer
     blocks: int
-    full: int
-    selective: int
+    stages: tuple[Stage, ...]
+    tp: int
     offload: dict[str, float]  # shares by kind
     memory_limit: int
     step_us: float  # predicted; 0: not known
     peak_bytes: int
+
+    @property
+    def mesh(self) -> str | None:
+        """As Config.mesh takes it, "pp=2,dp=2"; None: all ranks on dp."""
+        pp, dp = len(self.stages), self.ranks // (len(self.stages) * self.tp)
+        sizes = {"pp": pp, "dp": dp, "tp": self.tp}
+        return None if dp == self.ranks else ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp")
+
+    def borders(self, model: nn.Module) -> str:
+        """Config.stages: the blocks that the second stage and the following ones begin with."""
+        if len(self.stages) == 1:
+            return "auto"
+        paths = block_paths(model, self.blocks)
+        return "+".join(paths[stage.first] for stage in self.stages[1:])
 
     def passes(self, model: nn.Module) -> list[str]:
         """The passes beside strategy and accumulation."""
@@ -87,13 +113,17 @@ class Execution:
         return ["overlap_update", f"offload(cluster={{cluster}},limit={self.memory_limit},kinds={'+'.join(kinds)})"]
 
     def _recompute(self, model: nn.Module) -> list[str]:
-        """Recomputed blocks are spread evenly among the others."""
-        if self.full + self.selective == 0:
+        """Recomputed blocks are spread evenly among the others of a stage."""
+        chosen: list[int] = []
+        whole: list[int] = []
+        for stage in self.stages:
+            own = [stage.first + i for i in spread(stage.full + stage.selective, stage.count)]
+            chosen += own
+            whole += [own[i] for i in spread(stage.full, len(own))]
+        if not chosen:
             return []
         paths = block_paths(model, self.blocks)
-        chosen = spread(self.full + self.selective, self.blocks)
-        whole = [chosen[i] for i in spread(self.full, len(chosen))]
-        if self.selective == 0:
+        if len(whole) == len(chosen):
             return [f"recompute(mode=full,blocks={'+'.join(paths[i] for i in chosen)})"]
         more = f",whole={'+'.join(paths[i] for i in whole)}" if whole else ""
         return [f"recompute(mode=selective,blocks={'+'.join(paths[i] for i in chosen)}{more})"]
@@ -107,22 +137,27 @@ def execution_of(plan: Plan) -> Execution:
     stage = plan["stages"][0]
     strategy, mode = _LEVELS[stage["zero"]]
     return Execution(
-        model=plan["model"], ranks=stage["dp"], batch=plan["global_batch"], micro_batch=stage["micro_batch"],
+        model=plan["model"], ranks=sum(s["devices"] for s in plan["stages"]), batch=plan["global_batch"], micro_batch=stage["micro_batch"],
         accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
-        param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"], full=stage["full"],
-        selective=stage["selective"], offload=dict(stage["offload"]), memory_limit=plan["memory_limit"],
-        step_us=plan["step_us"], peak_bytes=stage["peak_bytes"],
+        param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"],
+        stages=tuple(Stage(s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]), tp=stage["tp"],
+        offload=dict(stage["offload"]), memory_limit=plan["memory_limit"],
+        step_us=plan["step_us"],
+        peak_bytes=max(s["peak_bytes"] for s in plan["stages"]),
     )  # fmt: skip
 
 
 def _missing(plan: Plan) -> list[str]:
     out = []
     stages = plan["stages"]
-    if len(stages) > 1:
-        out.append(f"it has {len(stages)} pipeline stages, and the runtime runs one")
-    widest = max(stage["tp"] for stage in stages)
-    if widest > 1:
-        out.append(f"tensor parallel {widest}, and the runtime has none")
+    for name, word in (("dp", "data parallel"), ("tp", "tensor parallel"), ("micro_batch", "micro-batches of"), ("zero", "ZeRO level")):
+        values = [stage[name] for stage in stages]
+        if len(set(values)) > 1:
+            out.append(f"its stages differ, {word} {', '.join(map(str, values))}, and the runtime runs stages that are alike")
+    if len(stages) > 1 and any(share > 0 for stage in stages for share in stage["offload"].values()):
+        out.append("it moves storages out of memory on several stages, and the runtime does so on one")
+    if any(stage["layers"] == 0 for stage in stages):
+        out.append("a stage without blocks, and the runtime cuts at blocks")
     if not plan["flash_attention"]:
         out.append("attention without the flash kernel, and the runtime trains with it")
     return out
