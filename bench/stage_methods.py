@@ -97,6 +97,7 @@ STAGES = {
         Method("ours-1f1b", "interlace 1F1B", "stages", "interlace", lambda s: ours(s), ours=True),
         Method("ours-interleaved", "interlace interleaved", "stages", "interlace",
                lambda s: ours(s, stage_order="interleaved", stage_chunks=2), ours=True),
+        Method("ours-auto", "interlace auto", "stages", "interlace", lambda s: ours(s, stage_order="auto"), ours=True),
         Method("ours-zb", "interlace zero bubble", "stages", "interlace", lambda s: ours(s, stage_order="zero_bubble"), ours=True),
     )
 }  # fmt: skip

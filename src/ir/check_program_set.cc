@@ -112,7 +112,7 @@ class StageEvents {
   const std::string axis_;
   const int32_t stage_;
   const Phase* before_ = nullptr;
-  std::map<ValueId, Event> in_flight_;                        // by result of a start
+  std::map<ValueId, Event> in_flight_;                      // by result of a start
   std::map<std::pair<std::string, int64_t>, Event> saved_;  // by name and micro-batch
 
  public:

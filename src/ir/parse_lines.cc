@@ -284,12 +284,14 @@ Status TextParser::SharedBy(Param& param) {
   const int64_t ranks = program_.AxisSize(program_.stage->axis);
   do {
     INTERLACE_ASSIGN(const int64_t rank, Int(0, ranks - 1, "the index of a stage"));
-    if (!param.shared.empty() && rank <= param.shared.back()) return Fail(pos, "stages that share are written ascending");
+    if (!param.shared.empty() && rank <= param.shared.back())
+      return Fail(pos, "stages that share are written ascending");
     param.shared.push_back(rank);
   } while (scan_.Eat(','));
   const bool own = std::find(param.shared.begin(), param.shared.end(), program_.stage->index) != param.shared.end();
   if (!own || param.shared.size() < 2)
-    return Fail(pos, "a shared parameter is this stage's, " + std::to_string(program_.stage->index) + ", and another's");
+    return Fail(pos,
+                "a shared parameter is this stage's, " + std::to_string(program_.stage->index) + ", and another's");
   scan_.SkipBlanks();
   return Ok{};
 }

@@ -302,7 +302,8 @@ class Program {
   // Ranks that add up their gradients of a unit, and so what a sum is divided by for the mean.
   int64_t DataRanks(const Unit& unit) const { return AxisSize(unit.axis) * AxisSize(unit.replicas); }
   // The axes, in the mesh's order, along which ranks that run this program hold different elements of a unit's
-  // parameters: those that cut them, and with `shard` those that the unit is sharded over. Axes of one rank are left out.
+  // parameters: those that cut them, and with `shard` those that the unit is sharded over. Axes of one rank are left
+  // out.
   std::vector<std::string_view> AxesOfElements(const Unit& unit, bool shard) const;
   const std::string* Meta(std::string_view key) const;
   void SetMeta(std::string_view key, std::string text);

@@ -431,8 +431,8 @@ Result<bool> Accumulate(Program& program, const PassOptions& options) {
       continue;
     }
     const int32_t old_values = program.num_values();
-    for (auto [variant, suffix] :
-         {std::pair{Variant::kFirst, ".first"}, std::pair{Variant::kMiddle, ".middle"}, std::pair{Variant::kLast, ".last"}}) {
+    for (auto [variant, suffix] : {std::pair{Variant::kFirst, ".first"}, std::pair{Variant::kMiddle, ".middle"},
+                                   std::pair{Variant::kLast, ".last"}}) {
       if (variant == Variant::kMiddle && runs == 2) continue;
       INTERLACE_ASSIGN(Phase written,
                        VariantWriter(program, plan, variant, old_values).Write(phase, phase.name + suffix));

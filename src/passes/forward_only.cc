@@ -124,12 +124,11 @@ Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   const size_t phases = program.phases.size();
   if (program.stage) {
     std::erase_if(program.phases, [&](const Phase& phase) {
-      return phase.kind == PhaseKind::kMicroBatch &&
-             std::any_of(phase.ops.begin(), phase.ops.end(),
-                         [&](OpId id) { return program.op(id).part == Part::kBackward; });
+      return phase.kind == PhaseKind::kMicroBatch && std::any_of(phase.ops.begin(), phase.ops.end(), [&](OpId id) {
+               return program.op(id).part == Part::kBackward;
+             });
     });
-    std::erase_if(program.order,
-                  [&](const OrderEntry& entry) { return program.FindPhase(entry.phase) == nullptr; });
+    std::erase_if(program.order, [&](const OrderEntry& entry) { return program.FindPhase(entry.phase) == nullptr; });
   }
   std::vector<char> used(static_cast<size_t>(program.num_values()), 0);
   std::set<std::string> wanted;
@@ -149,9 +148,8 @@ Result<bool> ForwardOnly(Program& program, const PassOptions& options) {
   }
   INTERLACE_ASSIGN(const bool out, LeaveOut(program, options.Text("out", "none"), used));
   // Gradients and what else lasts for one step: nothing of it is left to be used.
-  const auto gone = std::erase_if(program.states, [&](const State& state) {
-    return !state.persistent && used[program.RootOf(state.value)] == 0;
-  });
+  const auto gone = std::erase_if(
+      program.states, [&](const State& state) { return !state.persistent && used[program.RootOf(state.value)] == 0; });
   return changed || out || gone > 0;
 }
 

@@ -79,7 +79,7 @@ std::span<const PassInfo> PassTable() {
            kClusterOption, kProfileOption}),
       Row("order", Order, Takes::kAny, Pending::kKept,
           "when a stage runs which part of which micro-batch: the run lines of a schedule",
-          {Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble"}, "of the pipeline")}),
+          {Choice("schedule", {"1f1b", "gpipe", "interleaved", "zero_bubble", "auto"}, "of the pipeline")}),
       Row("precision", Precision, Takes::kCaptured, Pending::kRefused,
           "narrower transfers: casts of parameters move onto their shards, gradients are reduced in another dtype",
           {Choice("param", {"none", "bf16", "f16", "auto"},

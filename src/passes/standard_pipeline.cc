@@ -50,13 +50,15 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   // First, because all others tell memory by roots: a cast, a use or a gradient that hides behind a repeated op or a
   // view of a view would be missed.
   passes.push_back("canonicalize");
-  // Before the passes that lay something along its axes, because they take their sizes from it; a single axis needs none.
+  // Before the passes that lay something along its axes, because they take their sizes from it; a single axis needs
+  // none.
   if (options.mesh.size() > 1) {
     std::string axes;
     for (const auto& [name, size] : options.mesh) axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
     passes.push_back("mesh(axes=" + axes + ")");
   }
-  // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its parameters.
+  // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its
+  // parameters.
   INTERLACE_ASSIGN(const int64_t parts, RanksTo(options, options.tensor_axis, "cut products"));
   INTERLACE_ASSIGN(const int64_t stages, RanksTo(options, options.stage_axis, "deal stages over"));
   if (parts > 1) {
@@ -74,7 +76,7 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   if (stages > 1) {
     passes.push_back("pipeline(axis=" + options.stage_axis + ",stage=" + std::to_string(options.stage) +
                      ",at=" + options.stages_at + ",chunks=" + std::to_string(options.stage_chunks) +
-                     ",backward=" + (options.stage_order == "zero_bubble" ? "split" : "whole") + ")");
+                     ",backward=" + (options.stage_order == "zero_bubble" || options.stage_order == "auto" ? "split" : "whole") + ")");
   }
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
   // added up where is known only when they have a place in a unit.

@@ -227,7 +227,8 @@ class Builder {
       }
       total = sum;
     }
-    if (total == kNone) return MakeError("every parameter of stage ", program_.stage->index, " is another stage's, too");
+    if (total == kNone)
+      return MakeError("every parameter of stage ", program_.stage->index, " is another stage's, too");
     if (program_.stage) total = SumOver(program_.stage->axis, total);
     Op& coef = Add(OpKind::kNormCoef);
     coef.args = {Arg::Of(total)};

@@ -15,7 +15,7 @@ from typing import Any
 from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
 
 STRATEGIES = ("shard", "replicate", "zero1")
-STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble", "auto")
 ACCUMULATE_MODES = ("reduce_each", "reduce_last")
 NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -62,7 +62,8 @@ class Config:
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
     stages           with axis pp, whose ranks run one stage each of a pipeline: "auto" cuts the model into stages that take the same time,
                      or the parameters or modules that the second stage and the following ones begin with, joined by +
-    stage_order      "1f1b", "gpipe", "interleaved" (several stages a rank) or "zero_bubble": what a stage runs when
+    stage_order      "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble", or "auto", the fastest by the times of the stages
+                     that holds no more micro-batches than 1f1b: what a stage runs when
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients) or "reduce_last" (full gradients, reduced once)

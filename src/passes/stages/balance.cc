@@ -14,10 +14,6 @@ bool Names(std::string_view name, std::string_view param) {
   return param.starts_with(name) && (param.size() == name.size() || param[name.size()] == '.');
 }
 
-int64_t TimeOf(const OpCost& cost) {
-  return cost.latency_ps + cost.work_ps + cost.issue_ps + cost.finish_ps;
-}
-
 // Times of all stages that begin at one border and end at another, from sums over ops.
 class StageTimes {
  public:
@@ -167,7 +163,8 @@ Result<std::vector<int32_t>> StagesOf(const Flow& flow, const std::vector<Border
     // A backward op stands at or below the stages of what it reads.
     if (i < flow.first_backward() || flow.op(i).kind == OpKind::kGrad) continue;
     for (ValueId root : flow.Needs(i)) {
-      if (const int32_t from = flow.DefOf(root); from >= flow.first_backward()) stage[i] = std::min(stage[i], stage[from]);
+      if (const int32_t from = flow.DefOf(root); from >= flow.first_backward())
+        stage[i] = std::min(stage[i], stage[from]);
     }
   }
   return stage;

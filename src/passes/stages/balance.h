@@ -17,10 +17,15 @@
 
 namespace interlace::stages {
 
+// Of an op alone, in picoseconds.
+inline int64_t TimeOf(const OpCost& cost) {
+  return cost.latency_ps + cost.work_ps + cost.issue_ps + cost.finish_ps;
+}
+
 struct Border {
-  std::string param;    // whose first use is the first behind it
+  std::string param;     // whose first use is the first behind it
   int32_t position = 0;  // in front of this forward op
-  double bytes = 0;     // that cross it forward
+  double bytes = 0;      // that cross it forward
 };
 
 // All that a program offers, by position.

@@ -65,7 +65,8 @@ Flow::Flow(const Program& program, const Phase& phase) : program_(program), phas
 // A gradient that is a sum which nothing else reads, of addends of its own sizes; these may be sums again.
 void Flow::FindSums(int32_t index, ValueId param) {
   sums_for_[index] = param;
-  const auto addends = op(index).kind == OpKind::kGrad ? std::span(op(index).args).subspan(1) : std::span(op(index).args);
+  const auto addends =
+      op(index).kind == OpKind::kGrad ? std::span(op(index).args).subspan(1) : std::span(op(index).args);
   for (const Arg& arg : addends) {
     const ValueId value = arg.value;
     const int32_t def = program_.RootOf(value) == value ? DefOf(value) : -1;
@@ -151,7 +152,7 @@ void Flow::FindCrossing() {
 
 std::vector<char> Flow::Above(int32_t border) const {
   std::vector<char> above(static_cast<size_t>(size()), 0);
-  std::vector<char> there(static_cast<size_t>(program_.num_values()), 0);   // by root: known above without being sent
+  std::vector<char> there(static_cast<size_t>(program_.num_values()), 0);  // by root: known above without being sent
   std::vector<char> below(static_cast<size_t>(program_.num_values()), 0);  // by root: used below
   for (int32_t i = 0; i < first_backward_; ++i) {
     above[i] = i >= border ? 1 : 0;
@@ -180,8 +181,8 @@ std::vector<char> Flow::Above(int32_t border) const {
   return above;
 }
 
-// From the end: an op above, whose results are read below only, goes down when what it reads is less to send. Part of the
-// gradient of a parameter that is used above, too, stays: it is added up there.
+// From the end: an op above, whose results are read below only, goes down when what it reads is less to send. Part of
+// the gradient of a parameter that is used above, too, stays: it is added up there.
 void Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there) const {
   for (int32_t i = size(); i-- > first_backward_;) {
     const Op& at = op(i);

@@ -1,9 +1,9 @@
 // flow.h — what a cut of a captured program into an upper and a lower part of its model makes of every op.
 //
-// The forward part is cut by position. A backward op goes as far up as what it reads is there: gradients from above, and
-// values and parameters of the forward part where a forward op has used them. So a layer's backward ops end up beside
-// its forward ops whatever their order, without a look at modules; what then only serves the lower part (the gradient of
-// an embedding) moves down where that sends less.
+// The forward part is cut by position. A backward op goes as far up as what it reads is there: gradients from above,
+// and values and parameters of the forward part where a forward op has used them. So a layer's backward ops end up
+// beside its forward ops whatever their order, without a look at modules; what then only serves the lower part (the
+// gradient of an embedding) moves down where that sends less.
 //
 //   forward  f0 f1 | f2 f3          cut between f1 and f2
 //   backward b3 b2 | b1 b0          b2 reads the gradient of b3 and what f2 read; b1 reads what f1 read
@@ -60,13 +60,13 @@ class Flow {
   const Program& program_;
   const Phase& phase_;
   int32_t first_backward_ = 0;
-  std::vector<char> repeats_;                // by op
-  std::vector<int32_t> def_, last_write_;    // by root: index of op, or -1
-  std::vector<ValueId> param_of_;            // by root: the parameter that it is, or is a cast of
-  std::vector<std::vector<ValueId>> needs_;  // by op
+  std::vector<char> repeats_;                  // by op
+  std::vector<int32_t> def_, last_write_;      // by root: index of op, or -1
+  std::vector<ValueId> param_of_;              // by root: the parameter that it is, or is a cast of
+  std::vector<std::vector<ValueId>> needs_;    // by op
   std::vector<std::vector<int32_t>> readers_;  // by root: ops that need it
-  std::vector<ValueId> sums_for_;            // by op
-  std::vector<double> crossing_;             // by position
+  std::vector<ValueId> sums_for_;              // by op
+  std::vector<double> crossing_;               // by position
   Binding largest_;
 };
 

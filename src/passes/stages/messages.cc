@@ -148,14 +148,16 @@ class Planner {
     for (const Station& place : uses) {
       const int32_t rank = layout_.RankOf(place.stage);
       if (rank == layout_.RankOf(from.stage)) continue;
-      if (shared != layout_.shared.end() && std::count(shared->second.begin(), shared->second.end(), rank) > 0) continue;
+      if (shared != layout_.shared.end() && std::count(shared->second.begin(), shared->second.end(), rank) > 0)
+        continue;
       by_rank[rank].push_back(place);
     }
     for (auto& [rank, places] : by_rank) {
       std::sort(places.begin(), places.end(), Before);
       Message message{root, flow_.LastWrite(root), from, places[0]};
       if (from.turn == Turn::kForward) {
-        const auto up = std::find_if(places.begin(), places.end(), [&](const Station& p) { return p.stage > from.stage; });
+        const auto up =
+            std::find_if(places.begin(), places.end(), [&](const Station& p) { return p.stage > from.stage; });
         if (up != places.end()) {
           message.to = {up->stage, Turn::kForward};
           for (const Station& p : places) {

@@ -5,9 +5,10 @@
 //   forward of its stages, first to last | backward, last to first | where what that sent is waited for, last to first |
 //   gradients of weights, last to first (when split)
 //
-// A parameter whose gradient comes from several ranks (a tied embedding) is on all of these; their parts are added up when
-// the step ends. Any other storage is made in one place; every other rank that needs it gets one message, which is sent and received in the
-// forward places of both stages when it goes up, and in their backward places when it goes down.
+// A parameter whose gradient comes from several ranks (a tied embedding) is on all of these; their parts are added up
+// when the step ends. Any other storage is made in one place; every other rank that needs it gets one message, which is
+// sent and received in the forward places of both stages when it goes up, and in their backward places when it goes
+// down.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,7 @@ bool Before(const Station& a, const Station& b);
 struct Message {
   ValueId root = kNone;  // the storage that is sent, or the parameter
   int32_t after = -1;    // index of the op behind which it is complete; -1: when the place begins
-  Station from, to;        // where it is sent and received
+  Station from, to;      // where it is sent and received
 };
 
 // What one rank adds to the gradient of a parameter that it shares: the sum of `values`, all there.
@@ -47,7 +48,7 @@ struct Layout {
   std::vector<Turn> turn;      // by op
   std::vector<int32_t> home;   // by value: of a parameter the first stage that has it; -1
   std::vector<char> trained;   // by value: a parameter with a gradient
-  std::map<ValueId, std::vector<int64_t>> shared;     // by parameter that several ranks have and change: those, ascending
+  std::map<ValueId, std::vector<int64_t>> shared;  // by parameter that several ranks have and change: those, ascending
   std::map<int32_t, std::vector<GradPart>> gradients;  // of shared parameters, by index of the op `grad`
   std::vector<Message> messages;                       // in the order they are sent
   int32_t RankOf(int32_t of_stage) const { return static_cast<int32_t>(of_stage % ranks); }

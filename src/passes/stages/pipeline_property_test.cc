@@ -45,7 +45,7 @@ void Check(uint64_t seed, Counts& counts) {
   const int64_t chunks = random() % 4 == 0 ? 2 : 1;
   const bool split = chunks == 1 && random() % 3 == 0;
   std::string schedule = "1f1b";
-  if (split && random() % 2) schedule = "zero_bubble";
+  if (split && random() % 2) schedule = random() % 2 ? "zero_bubble" : "auto";
   if (chunks > 1) schedule = test.run.accumulation % stages == 0 && random() % 2 ? "interleaved" : "gpipe";
   if (chunks == 1 && random() % 3 == 0) schedule = "gpipe";
   const char* strategies[] = {"shard", "zero1", "replicate"};

@@ -5,6 +5,7 @@
 //   1f1b         F0 F1 B0 F2 B1 F3 B2 B3           PipeDream-Flush, Narayanan et al. 2021: fewer micro-batches in flight
 //   interleaved  1f1b over several stages a rank   Megatron-LM, Narayanan et al. 2021: the pipe fills in shorter parts
 //   zero_bubble  F0 F1 B0 F2 B1 F3 B2 W0 B3 W1 ..  Qi et al. 2024, ZB-H1: W fills what the others leave
+//   auto         the one that ends first by the times of the stages, of 1f1b and list schedules (list_schedule.h)
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,13 @@ struct Shape {
   bool split = false;  // W apart from B, but on the first stage
 };
 
-// Where what a B sent is waited for (S) stands behind the run that follows; with several stages a rank it stands later,
-// since another chunk of the rank it goes to may have its turn first. Error: a schedule that does not go with the shape, and which does.
-Result<std::vector<Run>> RunsOf(std::string_view schedule, const Shape& shape);
+struct StageTime;  // list_schedule.h
+
+// `times`: of all stages, for "auto" only. Where what a B sent is waited for (S) stands behind the run that follows;
+// with several stages a rank it stands later, since another chunk of the rank it goes to may have its turn first.
+// Error: a schedule that does not go with the shape, and which does.
+Result<std::vector<Run>> RunsOf(std::string_view schedule, const Shape& shape, const std::vector<StageTime>& times);
+// Each W right behind its B where the shape is split.
+std::vector<Run> OneForwardOneBackward(const Shape& shape);
 
 }  // namespace interlace::stages

@@ -1,0 +1,36 @@
+// list_schedule.h — orders of a pipeline's runs made by running it: whoever is free takes what is there, a backward
+// part before a forward part before gradients of weights, which fill what would be waits. With equal times that is
+// ZB-H1 of Qi et al. 2024; with those of the stages it fits them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "passes/stages/schedules.h"
+
+namespace interlace::stages {
+
+// Picoseconds of one micro-batch on one stage, and until what it sends is there.
+struct StageTime {
+  int64_t forward = 1, backward = 1, weights = 1, message = 0;
+  friend bool operator==(const StageTime&, const StageTime&) = default;
+};
+
+struct ListOptions {
+  // Micro-batches that stage k holds at most, from their forward part until nothing needs their values: `ranks` - k as
+  // 1F1B does, or `ranks` on all, as many as its first stage.
+  bool as_1f1b = false;
+  double worth = 0;  // gradients of weights begin where the wait that is known is this part of their time
+};
+
+// One list a stage. `times`: of each; the first stage has no gradients of weights apart.
+std::vector<std::vector<Run>> ListSchedule(const std::vector<StageTime>& times, int64_t micro_batches,
+                                           const ListOptions& options);
+// When the last run of such lists ends, each begun as soon as its rank is free and what it needs is there. -1: never.
+int64_t EndOf(const std::vector<std::vector<Run>>& runs, const std::vector<StageTime>& times);
+// The one that ends first of 1F1B with gradients of weights behind their backward parts and of list schedules that hold
+// no more micro-batches on any stage than 1F1B does on its first.
+std::vector<std::vector<Run>> FastestSchedule(const std::vector<StageTime>& times, int64_t micro_batches);
+
+}  // namespace interlace::stages

@@ -1,0 +1,92 @@
+// Orders of runs: what is in them, what they hold, and how much of a step is left empty.
+#include "passes/stages/list_schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+namespace interlace::stages {
+namespace {
+
+using Lists = std::vector<std::vector<Run>>;
+
+// Micro-batches that a stage holds at most, from their forward part until nothing needs their values.
+int64_t MostHeld(const std::vector<Run>& list, bool first) {
+  int64_t held = 0, most = 0;
+  for (const Run& run : list) {
+    if (run.turn == Turn::kForward) most = std::max(most, ++held);
+    if (run.turn == (first ? Turn::kBackward : Turn::kWeights)) --held;
+  }
+  return most;
+}
+
+Lists OneForwardOneBackwardOfAll(int64_t ranks, int64_t micro_batches) {
+  Lists out;
+  for (int64_t r = 0; r < ranks; ++r)
+    out.push_back(OneForwardOneBackward({.rank = r, .ranks = ranks, .micro_batches = micro_batches, .split = true}));
+  return out;
+}
+
+// Time of the slowest stage's work alone, and what a schedule adds to it.
+int64_t Busy(const std::vector<StageTime>& times, int64_t micro_batches) {
+  int64_t busy = 0;
+  for (size_t s = 0; s < times.size(); ++s) {
+    busy = std::max(busy, micro_batches * (times[s].forward + times[s].backward + (s > 0 ? times[s].weights : 0)));
+  }
+  return busy;
+}
+
+// The first stage makes its gradients of weights with its backward parts.
+std::vector<StageTime> Even(size_t stages, int64_t message) {
+  std::vector<StageTime> times(stages, {100, 100, 100, message});
+  times[0] = {100, 200, 0, message};
+  return times;
+}
+
+TEST(ListSchedule, EveryRunOnceAndInOrder) {
+  std::mt19937_64 random(5);
+  for (int round = 0; round < 200; ++round) {
+    const size_t stages = 2 + random() % 7;
+    const auto micro_batches = static_cast<int64_t>(1 + random() % 20);
+    std::vector<StageTime> times;
+    for (size_t s = 0; s < stages; ++s) {
+      const auto time = [&] { return static_cast<int64_t>(1 + random() % 100); };
+      times.push_back({time(), time(), time(), static_cast<int64_t>(random() % 50)});
+    }
+    const Lists found = FastestSchedule(times, micro_batches);
+    for (size_t s = 0; s < stages; ++s) {
+      std::array<int64_t, 4> next = {0, 0, 0, 0};
+      for (const Run& run : found[s]) EXPECT_EQ(run.micro_batch, next[static_cast<size_t>(run.turn)]++);
+      EXPECT_EQ(next[static_cast<size_t>(Turn::kForward)], micro_batches);
+      EXPECT_EQ(next[static_cast<size_t>(Turn::kBackward)], micro_batches);
+      EXPECT_EQ(next[static_cast<size_t>(Turn::kWeights)], s == 0 ? 0 : micro_batches);
+      EXPECT_LE(MostHeld(found[s], s == 0), static_cast<int64_t>(stages));
+    }
+    const int64_t end = EndOf(found, times);
+    EXPECT_GE(end, Busy(times, micro_batches));
+    EXPECT_LE(end, EndOf(OneForwardOneBackwardOfAll(static_cast<int64_t>(stages), micro_batches), times));
+    EXPECT_LE(end, EndOf(ListSchedule(std::vector<StageTime>(stages), micro_batches, {}), times));
+  }
+}
+
+TEST(ListSchedule, AtMostHalfOfTheBubbleOf1F1B) {
+  for (const size_t stages : {4, 6, 8, 12, 16}) {
+    for (const int64_t message : {0, 10}) {
+      const std::vector<StageTime> times = Even(stages, message);
+      const auto micro_batches = static_cast<int64_t>(4 * stages);
+      const int64_t busy = Busy(times, micro_batches);
+      const int64_t plain = EndOf(OneForwardOneBackwardOfAll(static_cast<int64_t>(stages), micro_batches), times);
+      const int64_t found = EndOf(FastestSchedule(times, micro_batches), times);
+      EXPECT_LE(found - busy, (plain - busy) / 2) << stages << " stages, message " << message;
+    }
+  }
+}
+
+TEST(ListSchedule, WhatWaitsForItselfNeverEnds) {
+  const Lists wrong = {{{Turn::kBackward, 0, 0}, {Turn::kForward, 0, 0}},
+                       {{Turn::kForward, 0, 0}, {Turn::kBackward, 0, 0}}};
+  EXPECT_EQ(EndOf(wrong, Even(2, 0)), -1);
+}
+
+}  // namespace
+}  // namespace interlace::stages

@@ -1,0 +1,439 @@
+#include "passes/stages/stage_writer.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "ir/op_table.h"
+#include "ir/text.h"
+#include "passes/phase_editor.h"
+#include "passes/sharding.h"
+
+namespace interlace::stages {
+namespace {
+
+class StageWriter {
+ public:
+  StageWriter(Program& program, const Flow& flow, const Layout& layout, std::string axis, int32_t rank, int32_t count)
+      : program_(program), flow_(flow), layout_(layout), axis_(std::move(axis)), rank_(rank), count_(count) {}
+
+  Status Run() {
+    FindStations();
+    INTERLACE_TRY(FindLives());
+    std::vector<Phase> phases;
+    for (size_t p = 0; p < stations_.size(); ++p) {
+      INTERLACE_TRY(Write(p));
+      phases.push_back(std::move(phase_));
+    }
+    program_.order.clear();
+    for (const Phase& phase : phases) program_.order.push_back({phase.name, 0, 1});
+    program_.phases = std::move(phases);
+    return Drop();
+  }
+
+ private:
+  bool Here(int32_t stage) const { return layout_.RankOf(stage) == rank_; }
+
+  // Places of this rank that have something to do, in the order a micro-batch comes by.
+  void FindStations() {
+    const auto add = [&](const Station& place) {
+      if (Here(place.stage) && std::find(stations_.begin(), stations_.end(), place) == stations_.end())
+        stations_.push_back(place);
+    };
+    for (int32_t i = 0; i < flow_.size(); ++i) {
+      if (layout_.stage[i] >= 0) add({layout_.stage[i], layout_.turn[i]});
+    }
+    for (const auto& [grad, parts] : layout_.gradients) {
+      for (const GradPart& part : parts) add(part.place);
+    }
+    for (const Message& message : layout_.messages) {
+      add(message.from);
+      add(message.to);
+    }
+    for (const Message& message : layout_.messages) {
+      if (message.from.turn == Turn::kBackward) add({message.from.stage, Turn::kSent});
+    }
+    std::sort(stations_.begin(), stations_.end(), Before);
+  }
+
+  int32_t StationIndex(const Station& place) const {
+    const auto found = std::find(stations_.begin(), stations_.end(), place);
+    return found == stations_.end() ? -1 : static_cast<int32_t>(found - stations_.begin());
+  }
+
+  // A storage of this rank that more than one place may need.
+  struct Life {
+    int32_t from = -1;         // place where it is made or received
+    std::set<int32_t> wanted;  // places
+    bool received = false;
+  };
+
+  // A parameter that changes, and that another rank has.
+  bool IsForeign(ValueId root) const {
+    if (layout_.trained[root] == 0 || Here(layout_.home[root])) return false;
+    const auto shared = layout_.shared.find(root);
+    return shared == layout_.shared.end() ||
+           std::find(shared->second.begin(), shared->second.end(), rank_) == shared->second.end();
+  }
+  // Declared here: seen in every phase.
+  bool IsDeclared(ValueId root) const { return flow_.DefOf(root) < 0 && !IsForeign(root); }
+  // Made again in every place that uses it: casts of parameters that are there.
+  bool IsMadeAnew(ValueId root) const {
+    const int32_t def = flow_.DefOf(root);
+    return def >= 0 && flow_.op(def).Attr(kOnShard) != nullptr;
+  }
+
+  void Want(ValueId root, int32_t place) {
+    if (IsDeclared(root)) return;
+    const int32_t def = flow_.DefOf(root);
+    if (IsMadeAnew(root)) return Want(program_.RootOf(flow_.op(def).args[0].value), place);
+    const bool first = lives_.find(root) == lives_.end();
+    lives_[root].wanted.insert(place);
+    if (!first || def < 0 || !flow_.Repeats(def)) return;
+    lives_[root].from = place;  // made where it is first needed, and kept
+    ForEachOperand(flow_.op(def), [&](ValueId id) { Want(program_.RootOf(id), place); });
+  }
+
+  Status FindLives() {
+    for (const Message& message : layout_.messages) {
+      if (Here(message.to.stage)) {
+        Life& life = lives_[message.root];
+        life.from = StationIndex(message.to);
+        life.received = true;
+        life.wanted.insert(life.from);
+      }
+    }
+    for (size_t p = 0; p < stations_.size(); ++p) {
+      const auto place = static_cast<int32_t>(p);
+      for (int32_t i = 0; i < flow_.size(); ++i) {
+        if (const GradPart* part = PartAt(i, stations_[p])) {
+          for (ValueId id : part->values) Want(program_.RootOf(id), place);
+        }
+        if (!layout_.At(i, stations_[p])) continue;
+        for (ValueId id : flow_.op(i).results) {
+          if (id != kNone && program_.RootOf(id) == id) lives_[id].from = place, lives_[id].wanted.insert(place);
+        }
+        if (flow_.op(i).kind == OpKind::kGrad) {
+          Want(program_.RootOf(flow_.op(i).args[1].value), place);
+        } else {
+          ForEachOperand(flow_.op(i), [&](ValueId id) { Want(program_.RootOf(id), place); });
+        }
+      }
+      for (const Message& message : layout_.messages) {
+        if (!(message.from == stations_[p])) continue;
+        Want(message.root, place);
+        if (const int32_t end = WaitedAt(message); end > place) Want(message.root, end);
+      }
+    }
+    for (const auto& [root, life] : lives_) {
+      if (life.from < 0 || *life.wanted.begin() < life.from) {
+        return MakeError("%", root, " would be needed before it is made; choose other borders of the stages");
+      }
+    }
+    return Ok{};
+  }
+
+  // What this rank adds to the shared gradient of op `index` at a place; nullptr: nothing.
+  const GradPart* PartAt(int32_t index, const Station& place) const {
+    const auto found = layout_.gradients.find(index);
+    if (found == layout_.gradients.end()) return nullptr;
+    for (const GradPart& part : found->second) {
+      if (part.place == place) return &part;
+    }
+    return nullptr;
+  }
+
+  // The place where a message that is sent is waited for.
+  int32_t WaitedAt(const Message& message) const {
+    const Turn turn = message.from.turn == Turn::kForward ? Turn::kBackward : Turn::kSent;
+    return std::max(StationIndex(message.from), StationIndex({message.from.stage, turn}));
+  }
+
+  // ---- one phase ----
+
+  static std::string Name(ValueId root) { return "v" + std::to_string(root); }
+  std::string TokenName(const Message& message) const {
+    return "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
+  }
+
+  std::string NameOf(const Station& place) const {
+    const char* turn = std::array{"forward", "backward", "sent", "weights"}[static_cast<size_t>(place.turn)];
+    const int64_t chunk = place.stage / layout_.ranks;
+    return count_ > layout_.ranks ? std::string(turn) + "." + std::to_string(chunk) : turn;
+  }
+
+  Status Write(size_t index) {
+    here_ = static_cast<int32_t>(index);
+    const Station& place = stations_[index];
+    phase_ = Phase{NameOf(place), {}, {}, {}};
+    now_.clear();
+    arriving_.clear();
+    sent_.clear();
+    part_ = place.turn == Turn::kForward ? Part::kForward : Part::kBackward;
+    for (const auto& [root, life] : lives_) {
+      if (life.from != here_ && life.wanted.contains(here_)) Load(Name(root), root, Stored(root));
+    }
+    for (const Message& message : layout_.messages) {  // the tokens of what was sent before
+      if (!Here(message.from.stage) || WaitedAt(message) != here_ || StationIndex(message.from) == here_) continue;
+      const ValueId token = AddLoad(TokenName(message), Token());
+      if (IsDeclared(message.root)) AddLoad(TokenName(message) + ".copy", Copied(message.root));
+      Finish(OpKind::kSendWait, token);
+    }
+    for (const Message& message : layout_.messages) {
+      if (message.to == place) Receive(message);
+    }
+    INTERLACE_TRY(SendAfter(-1));
+    for (int32_t i = 0; i < flow_.size(); ++i) {
+      if (layout_.At(i, place)) Clone(flow_.op(i));
+      if (const GradPart* part = PartAt(i, place)) AddGradient(flow_.op(i), part->values);
+      INTERLACE_TRY(SendAfter(i));
+    }
+    while (!arriving_.empty()) Arrive(arriving_.begin()->first);
+    for (const Sent& sent : sent_) {
+      if (WaitedAt(*sent.message) != here_) {
+        phase_.saves.push_back({TokenName(*sent.message), sent.token});
+        if (sent.copy != kNone) phase_.saves.push_back({TokenName(*sent.message) + ".copy", sent.copy});
+      } else {
+        Finish(OpKind::kSendWait, sent.token);
+      }
+    }
+    for (const auto& [root, life] : lives_) {
+      if (life.wanted.contains(here_) && *life.wanted.rbegin() > here_)
+        phase_.saves.push_back({Name(root), now_.at(root)});
+    }
+    return Ok{};
+  }
+
+  // How a storage lies when it comes from elsewhere: as it is, or flat when it is no plain block of memory.
+  Type Stored(ValueId root) {
+    const Type& type = program_.value(root).type;
+    const auto found = lives_.find(root);
+    if (found == lives_.end() || !found->second.received || program_.IsContiguous(type)) return type;
+    const Dim count = program_.NumElements(type);
+    return Type{type.dtype, {count}, {Dim(1)}};
+  }
+  Type Copied(ValueId root) {
+    const Type& type = program_.value(root).type;
+    return Type{type.dtype, type.sizes, program_.ContiguousStrides(type.sizes)};
+  }
+  static Type Token() { return Type{DType::kB8, {Dim(0)}, {Dim(1)}}; }
+
+  ValueId AddLoad(std::string name, Type type) {
+    const ValueId id = program_.AddValue(ValueKind::kTake, std::move(type)).id;
+    phase_.loads.push_back({std::move(name), id});
+    return id;
+  }
+  void Load(std::string name, ValueId root, Type type) { now_[root] = AddLoad(std::move(name), std::move(type)); }
+
+  Op& Add(OpKind kind) {
+    Op& op = program_.AddOp(kind);
+    op.part = part_;
+    phase_.ops.push_back(op.id);
+    return op;
+  }
+  void Finish(OpKind kind, ValueId value) { Add(kind).args = {Arg::Of(value)}; }
+  void Address(Op& op, ValueId root, int32_t stage) {
+    op.SetAttr("axis", Arg::Word(axis_));
+    op.SetAttr("peer", Arg::Int(Dim(layout_.RankOf(stage))));
+    op.SetAttr("message", Arg::String(Name(root)));
+  }
+
+  void Receive(const Message& message) {
+    Op& op = Add(OpKind::kRecvStart);
+    Address(op, message.root, message.from.stage);
+    now_[message.root] = program_.AddResult(op, Stored(message.root));
+    arriving_[message.root] = now_[message.root];
+  }
+  void Arrive(ValueId root) {
+    const auto found = arriving_.find(root);
+    if (found == arriving_.end()) return;
+    Finish(OpKind::kRecvWait, found->second);
+    arriving_.erase(found);
+  }
+
+  Status SendAfter(int32_t index) {
+    for (const Message& message : layout_.messages) {
+      if (!(message.from == stations_[static_cast<size_t>(here_)]) || message.after != index) continue;
+      ValueId value = Use(message.root), copied = kNone;
+      if (IsDeclared(message.root)) {  // gathered here or not, it stays what it is until it has been sent
+        Op& copy = Add(OpKind::kCopy);
+        copy.args = {Arg::Of(value)};
+        value = copied = program_.AddResult(copy, Copied(message.root));
+      }
+      const Type& type = program_.value(value).type;
+      if (!program_.IsContiguous(type)) {
+        if (!IsDense(type))
+          return MakeError("%", message.root, ": ", PrintType(program_, type),
+                           " leaves gaps in memory and cannot be sent");
+        Op& flat = Add(OpKind::kView);
+        flat.args = {Arg::Of(value)};
+        const Dim count = program_.NumElements(type);
+        value = program_.AddView(flat, Type{type.dtype, {count}, {Dim(1)}}, program_.RootOf(value), Dim(0));
+      }
+      Op& op = Add(OpKind::kSendStart);
+      op.args = {Arg::Of(value)};
+      Address(op, message.root, message.to.stage);
+      sent_.push_back({&message, program_.AddResult(op, Token()), copied});
+    }
+    return Ok{};
+  }
+
+  // The stand-in of a value of the captured program in this phase.
+  ValueId Use(ValueId id) {
+    const auto found = now_.find(id);
+    const ValueId root = program_.RootOf(id);
+    Arrive(root);
+    if (found != now_.end()) return Shown(found->second, id);
+    if (root == id && IsDeclared(root)) return id;
+    ValueId storage = root;
+    if (!IsDeclared(root)) {
+      if (now_.find(root) == now_.end()) Clone(flow_.op(flow_.DefOf(root)));
+      storage = now_.at(root);
+      if (const auto made = now_.find(id); made != now_.end()) return Shown(made->second, id);
+    }
+    return View(storage, id);
+  }
+  // A storage that came flat is seen as what it was.
+  ValueId Shown(ValueId value, ValueId id) {
+    if (program_.RootOf(id) != id || program_.value(value).type == program_.value(id).type) return value;
+    auto [known, fresh] = shown_.try_emplace({here_, id}, kNone);
+    if (fresh) known->second = View(value, id, /*keep=*/false);
+    return known->second;
+  }
+  ValueId View(ValueId storage, ValueId id, bool keep = true) {
+    Op& view = Add(OpKind::kView);
+    view.args = {Arg::Of(storage)};
+    const Value& value = program_.value(id);
+    const ValueId made = program_.AddView(view, value.type, program_.RootOf(storage), value.offset);
+    if (keep) now_[id] = made;
+    return made;
+  }
+
+  void Clone(const Op& op) {
+    // Operands first: what they need comes before the op.
+    std::map<ValueId, ValueId> operands;
+    const bool names_param = op.kind == OpKind::kGrad;
+    if (names_param) operands[op.args[0].value] = op.args[0].value;
+    ForEachOperand(op, [&](ValueId id) {
+      if (!operands.contains(id)) operands[id] = Use(id);
+    });
+    for (ValueId id : op.writes) {
+      if (!operands.contains(id)) operands[id] = Use(id);
+    }
+    Op& out = program_.AddOp(op.name);
+    const OpId id = out.id;
+    out = op;
+    out.id = id;
+    out.part = part_;
+    ForEachOperand(out, [&](ValueId& v) { v = operands.at(v); });
+    for (ValueId& v : out.writes) v = operands.at(v);
+    for (size_t i = 0; i < op.results.size(); ++i) {
+      const ValueId old = op.results[i];
+      if (old == kNone) continue;
+      const Value from = program_.value(old);
+      ValueId root = kNone;
+      if (from.root != old) {
+        const auto storage = now_.find(from.root);
+        root = storage != now_.end() ? program_.RootOf(storage->second) : from.root;
+      }
+      Value& value = program_.AddValue(ValueKind::kResult, from.type);
+      value.def = id;
+      value.result_index = static_cast<int32_t>(i);
+      if (root != kNone) {
+        value.root = root;
+        value.offset = from.offset;
+        value.placed = from.placed;
+      }
+      now_[old] = value.id;
+      program_.op(id).results[i] = value.id;
+    }
+    // Of a parameter of another rank there is no shard to cast.
+    if (op.Attr(kOnShard) != nullptr && IsForeign(program_.RootOf(op.args[0].value)))
+      std::erase_if(program_.op(id).attrs, [](const NamedArg& attr) { return attr.name == kOnShard; });
+    phase_.ops.push_back(id);
+  }
+
+  // The gradient of a shared parameter, as far as it is made here.
+  void AddGradient(const Op& grad, const std::vector<ValueId>& values) {
+    ValueId sum = Use(values[0]);
+    for (size_t i = 1; i < values.size(); ++i) {
+      const ValueId next = Use(values[i]);
+      Op& add = program_.AddOp("aten.add.Tensor");
+      CopyTags(grad, add);
+      add.part = part_;
+      phase_.ops.push_back(add.id);
+      add.args = {Arg::Of(sum), Arg::Of(next)};
+      sum = program_.AddResult(add, Type{program_.value(sum).type.dtype, program_.value(sum).type.sizes, {}});
+    }
+    Op& out = Add(OpKind::kGrad);
+    CopyTags(grad, out);
+    out.part = part_;
+    out.args = {grad.args[0], Arg::Of(sum)};
+  }
+
+  // ---- tables ----
+
+  // Parameters of other ranks go, and constants that are read there only. Buffers are few, and all ranks keep them.
+  Status Drop() {
+    std::vector<char> used(static_cast<size_t>(program_.num_values()), 0), everywhere(used);
+    const auto mark = [&](const std::vector<OpId>& ops, std::vector<char>& marks) {
+      for (OpId id : ops) {
+        ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) { marks[program_.RootOf(v)] = 1; });
+        for (ValueId v : program_.op(id).results) {
+          if (v != kNone) marks[program_.RootOf(v)] = 1;
+        }
+      }
+    };
+    for (const Phase& phase : program_.phases) mark(phase.ops, used);
+    for (int32_t i = 0; i < flow_.size(); ++i) mark({flow_.op(i).id}, everywhere);
+    // What nobody uses is the first rank's.
+    const auto keep = [&](ValueId id) { return used[id] != 0 || (everywhere[id] == 0 && rank_ == 0); };
+    bool trains = false;
+    std::erase_if(program_.params, [&](const Param& param) {
+      const bool kept = layout_.trained[param.value] != 0 ? !IsForeign(param.value) : keep(param.value);
+      trains = trains || (kept && layout_.trained[param.value] != 0 && Here(layout_.home[param.value]));
+      return !kept;
+    });
+    for (Param& param : program_.params) {
+      if (const auto shared = layout_.shared.find(param.value); shared != layout_.shared.end())
+        param.shared = shared->second;
+    }
+    std::erase_if(program_.consts, [&](const Const& constant) { return !keep(constant.value); });
+    if (!trains)
+      return MakeError("stage ", rank_,
+                       " would have nothing to train; ask for fewer stages, or choose borders with at=");
+    return Ok{};
+  }
+
+  Program& program_;
+  const Flow& flow_;
+  const Layout& layout_;
+  const std::string axis_;
+  const int32_t rank_, count_;
+  std::vector<Station> stations_;
+  std::map<ValueId, Life> lives_;  // by root
+  // Of the phase that is written:
+  int32_t here_ = 0;
+  Phase phase_;
+  Part part_ = Part::kForward;
+  std::map<ValueId, ValueId> now_;       // by value of the captured program
+  std::map<ValueId, ValueId> arriving_;  // by root: received and not waited for
+  struct Sent {
+    const Message* message;
+    ValueId token, copy;  // of a parameter, else kNone
+  };
+  std::vector<Sent> sent_;
+  std::map<std::pair<int32_t, ValueId>, ValueId> shown_;  // by place and root
+};
+
+}  // namespace
+
+Status WriteStage(Program& program, const Flow& flow, const Layout& layout, std::string axis, int32_t rank,
+                  int32_t count) {
+  return StageWriter(program, flow, layout, std::move(axis), rank, count).Run();
+}
+
+}  // namespace interlace::stages
