@@ -34,6 +34,7 @@ class Planner {
   Result<std::optional<MemoryPlan>> Run(int32_t turns) {
     INTERLACE_TRY(MakeVariants(turns));
     for (size_t v = 0; v < plan_.variants.size(); ++v) INTERLACE_TRY(Collect(static_cast<int32_t>(v)));
+    for (const PlanVariant& v : plan_.variants) JoinSame(v, plan_.variants[static_cast<size_t>(v.same_as)]);
     for (const auto& [from, to] : edges_) HandOn(from, to);
     JoinPlaces();
     Renumber();
@@ -59,10 +60,12 @@ class Planner {
   }
 
  private:
-  int32_t AddVariant(const Phase* phase, int32_t turn) {
+  // `same_as`: kNone when it is the first of its places.
+  int32_t AddVariant(const Phase* phase, int32_t turn, int32_t same_as = kNone) {
     PlanVariant& v = plan_.variants.emplace_back();
     v.phase = phase;
     v.turn = turn;
+    v.same_as = same_as == kNone ? static_cast<int32_t>(plan_.variants.size()) - 1 : same_as;
     v.axis = axis_;
     v.block_of.assign(program_.num_values(), -1);
     v.workspace.assign(phase->ops.size(), -1);
@@ -93,9 +96,11 @@ class Planner {
   Status MakeCarriedVariants(int32_t turns) {
     INTERLACE_ASSIGN(const CarriedPlaces places, PlaceCarried(program_));
     places_.assign(places.saved_by.size(), -1);
-    // Of a phase with a choice: its runs so far, and the variants that they take turns with.
+    // Of a phase with a choice: its runs so far, and the first variants of those that they take turns with. Of each of
+    // these, by what lives beside it: the variant.
     std::map<std::pair<const Phase*, std::vector<int32_t>>, std::pair<int32_t, std::vector<int32_t>>> known;
-    std::set<std::pair<int32_t, int32_t>> edges, through;
+    std::map<std::pair<int32_t, std::vector<int32_t>>, int32_t> beside;
+    std::set<std::pair<int32_t, int32_t>> edges;
     int32_t run = 0, before = -1;
     for (const auto& [phase, count] : program_.RunOrder()) {
       std::vector<int32_t>& variants = plan_.turns.emplace_back();
@@ -104,24 +109,38 @@ class Planner {
         std::vector<int32_t> choice = at.loads;
         choice.insert(choice.end(), at.saves.begin(), at.saves.end());
         auto& [ran, taking_turns] = known[{phase, choice}];
-        if (static_cast<int32_t>(taking_turns.size()) < turns) {
+        const auto number = static_cast<size_t>(ran++ % turns);
+        const auto next = static_cast<int32_t>(plan_.variants.size());
+        if (number == taking_turns.size()) taking_turns.push_back(next);
+        const auto [found, fresh] = beside.try_emplace({taking_turns[number], at.through}, next);
+        if (fresh) {
           if (axis_ > (1 << 30) - static_cast<int32_t>(phase->ops.size()))
             return MakeError("the runs of a step are too many to be planned with what they save");
-          // Its own turn: where it finds its tensors depends on all of its places.
-          taking_turns.push_back(AddVariant(phase, static_cast<int32_t>(plan_.variants.size())));
+          AddVariant(phase, taking_turns[number], taking_turns[number]);
           choices_.push_back(std::move(choice));
+          for (int32_t place : at.through) through_.emplace_back(next, place);
         }
-        const int32_t variant = taking_turns[static_cast<size_t>(ran++ % turns)];
+        const int32_t variant = found->second;
         variants.push_back(variant);
         if (before >= 0) edges.emplace(before, variant);
         before = variant;
-        for (int32_t place : at.through) through.emplace(variant, place);
       }
     }
     if (before >= 0) edges.emplace(before, 0);
     edges_.assign(edges.begin(), edges.end());
-    through_.assign(through.begin(), through.end());
     return Ok{};
+  }
+
+  // Everything of two variants lies at the same places.
+  void JoinSame(const PlanVariant& a, const PlanVariant& b) {
+    const auto join = [&](const std::vector<int32_t>& of_a, const std::vector<int32_t>& of_b) {
+      for (size_t i = 0; i < of_a.size(); ++i) {
+        if (of_a[i] >= 0 && of_b[i] >= 0) Join(of_a[i], of_b[i]);
+      }
+    };
+    join(a.block_of, b.block_of);
+    join(a.workspace, b.workspace);
+    join(a.receive, b.receive);
   }
 
   // What is saved into a place, and loaded from it, is one storage, and alive in all runs between.

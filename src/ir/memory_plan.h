@@ -9,9 +9,9 @@
 // the same place. A phase that repeats runs with the same places every time; if it takes one storage and gives another
 // for it while the first is still alive (a transfer that is under way across micro-batches), it gets two or more
 // variants that take turns. What a run saves for a micro-batch keeps a place of its own until it is loaded, and as many
-// places as are in use at once are made for a name (carried_places.h): a phase has a variant for each choice of
-// places that it runs with. The sources and the receive buffer of a transfer live until it is waited for, in whichever
-// phase.
+// places as are in use at once are made for a name (carried_places.h): a phase has a variant for each choice of places
+// that it runs with, and for each set of places that others keep beside it. The sources and the receive buffer of a
+// transfer live until it is waited for, in whichever phase.
 //
 // What goes out to the tier (residency.h) lives in the spans of its stays in memory, each from its reload.start to its
 // offload.wait. A program that moves storages has lives but no places: its memory comes from a heap of pages
@@ -48,6 +48,7 @@ struct PlannedBlock {
 struct PlanVariant {
   const Phase* phase = nullptr;
   int32_t turn = 0;               // variants of one turn find their storages at the same places, or have none in common
+  int32_t same_as = 0;            // the first variant with the same places; they differ in what is saved beside them
   int32_t axis = 0;               // of the slot of its beginning; op i is at axis + 1 + i
   std::vector<int32_t> block_of;  // by value id: block of a root that lives here, or -1
   std::vector<int32_t> workspace;  // by place of the op: block, or -1

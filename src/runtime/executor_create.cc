@@ -252,6 +252,10 @@ Status Executor::BuildArenaPlans() {
     plans_.clear();
     for (size_t v = 0; v < arena_.plan()->variants.size(); ++v) {
       const PlanVariant& variant = arena_.plan()->variants[v];
+      if (variant.same_as != static_cast<int32_t>(v)) {  // runs by the plan of that one
+        plans_.emplace_back();
+        continue;
+      }
       const std::vector<at::Tensor> receive = arena_.ReceiveBuffers(static_cast<int32_t>(v));
       const std::vector<at::Tensor>& slots = (*arena_.slots_of_turn())[variant.turn];
       INTERLACE_ASSIGN(Plan built, BuildPhase(*variant.phase, slots, /*keep_operands=*/false, &receive));

@@ -53,7 +53,7 @@ ExecutorStats Executor::stats() const {
   std::set<const Phase*> counted;
   for (size_t i = 0; i < plans_.size(); ++i) {
     const Plan& plan = plans_[i];
-    if (!counted.insert(plan.phase).second) continue;  // another variant of it
+    if (plan.phase == nullptr || !counted.insert(plan.phase).second) continue;  // another variant of it
     stats.instructions += static_cast<int64_t>(plan.instructions.size());
     for (const Instruction& instruction : plan.instructions) ++counts[program_.op(instruction.op).name];
   }

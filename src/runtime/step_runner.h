@@ -118,7 +118,7 @@ class StepRunner {
 inline size_t PlanIndexOf(const Program& program, const MemoryPlan* arena, const Phase* phase, size_t entry,
                           int64_t i) {
   if (arena == nullptr) return static_cast<size_t>(phase - program.phases.data());
-  return static_cast<size_t>(arena->VariantOf(entry, i));
+  return static_cast<size_t>(arena->variants[arena->VariantOf(entry, i)].same_as);
 }
 
 template <typename Observer>

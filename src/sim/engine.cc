@@ -151,7 +151,7 @@ void Engine::UpdateRatesOf(int32_t r) {
 Error Engine::Deadlock(int32_t r) const {
   const RankState& rank = ranks_[r];
   const Program& program = *rank.program->program;
-  if (rank.blocked_on < 0) return MakeError("rank ", r, " stands still");
+  if (rank.blocked_on < 0) return MakeError(RankWord(), " ", r, " stands still");
   const TransferRecord& record = out_.transfers[rank.blocked_on];
   const LoweredOp& wait = PhaseOps(rank)[rank.place];
   std::string missing;
@@ -160,8 +160,9 @@ Error Engine::Deadlock(int32_t r) const {
     if (std::find(theirs.begin(), theirs.end(), rank.blocked_on) == theirs.end())
       missing += " " + std::to_string(member);
   }
-  return MakeError("rank ", r, " waits for ever at '", PrintOp(program, program.op(wait.op)), "': ",
-                   missing.empty() ? "an earlier transfer on that lane never begins" : "not started by rank" + missing);
+  return MakeError(RankWord(), " ", r, " waits for ever at '", PrintOp(program, program.op(wait.op)), "': ",
+                   missing.empty() ? "an earlier transfer on that lane never begins"
+                                   : "not started by " + std::string(RankWord()) + missing);
 }
 
 }  // namespace interlace::sim

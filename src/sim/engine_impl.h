@@ -112,6 +112,7 @@ class Engine {
     return static_cast<size_t>(in_.stages ? in_.stages->node[static_cast<size_t>(r)] : r / model_.ranks_per_node());
   }
   NodeState& NodeOf(int32_t r) { return nodes_[NodeIndex(r)]; }
+  const char* RankWord() const { return in_.stages ? "stage" : "rank"; }
   int64_t FoldOf(int32_t r) const { return in_.stages ? in_.stages->fold[static_cast<size_t>(r)] : in_.fold; }
   const std::vector<LoweredOp>& PhaseOps(const RankState& rank) const {
     return rank.program->ops[rank.program->run[rank.run_index]];

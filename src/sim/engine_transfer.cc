@@ -116,8 +116,8 @@ Status Engine::SameCollective(int32_t r, const LoweredOp& op, int32_t id) const 
   const Op& b = theirs.op(record.op->op);
   const OpCost& cost = ranks_[r].program->costs[op.cost];
   if ((a.name == b.name || op.IsMessage()) && cost.bytes == transfers_[id].cost->bytes) return Ok{};
-  return MakeError("rank ", r, " meets the others of its group in another collective:\n  rank ", r, ": ",
-                   PrintOp(mine, a), "\n  others: ", PrintOp(theirs, b));
+  return MakeError(RankWord(), " ", r, " meets the others of its group in another collective:\n  ", RankWord(), " ", r,
+                   ": ", PrintOp(mine, a), "\n  others: ", PrintOp(theirs, b));
 }
 
 void Engine::Arrive(int32_t r, int32_t id, int64_t instance, int32_t before) {

@@ -193,7 +193,7 @@ TEST(SimulateSet, AnyOrderOfAModel) {
   std::vector<StageOrder> orders = model->Orders();
   orders[1].pop_back();
   orders[1].pop_back();
-  EXPECT_EQ(ErrorOf(model->Predict(orders)).substr(0, 22), "rank 0 waits for ever ");
+  EXPECT_EQ(ErrorOf(model->Predict(orders)).substr(0, 23), "stage 0 waits for ever ");
   orders.pop_back();
   EXPECT_EQ(ErrorOf(model->Predict(orders)), "the set has 2 stages, got orders of 1");
 }

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import stage_texts
 from stage_texts import Net
-from test_runtime_stages import CASES, checked, random_set
+from test_runtime_stages import CASES, checked, random_set, set_of
 
 from interlace import _core
-
-
-def set_of(texts: list[str]) -> Any:
-    return _core.ProgramSet("pp", [_core.Program.parse(text) for text in texts])
 
 
 def simulated(texts: list[str], cluster: str, **options: Any) -> dict[str, Any]:

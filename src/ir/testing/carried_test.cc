@@ -2,11 +2,14 @@
 // of one phase that does it all, and the memory plan's places hold what is saved for later runs.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "ir/carried_places.h"
+#include "ir/liveness.h"
 #include "ir/memory_plan.h"
 #include "ir/testing/arena_replay.h"
 #include "ir/testing/interpreter.h"
@@ -176,12 +179,33 @@ TEST(Carried, TheWindowOf1F1BIsSmaller) {
 }
 
 TEST(Carried, AVariantForEachChoiceOfPlaces) {
-  const MemoryPlan plan = *PlanMemory(Parsed(TwoParts(k1F1B)));
-  // begin, f into 0, f into 1, b from 0, b from 1, update
-  EXPECT_EQ(plan.variants.size(), 6u);
+  const Program program = Parsed(TwoParts(k1F1B));
+  const MemoryPlan plan = *PlanMemory(program);
   ASSERT_EQ(plan.turns.size(), 10u);
-  EXPECT_EQ(plan.VariantOf(1, 0), plan.VariantOf(4, 0)) << "micro-batches 0 and 2 lie in one place";
-  EXPECT_EQ(plan.VariantOf(3, 0), plan.VariantOf(7, 0));
+  // begin, f into 0, f into 1, b from 0, b from 1, update; f0 and f2 differ in what lives beside them.
+  const auto places_of = [&](size_t entry) { return plan.variants[plan.VariantOf(entry, 0)].same_as; };
+  std::set<int32_t> places;
+  for (size_t entry = 0; entry < 10; ++entry) places.insert(places_of(entry));
+  EXPECT_EQ(places.size(), 6u);
+  EXPECT_EQ(places_of(1), places_of(4)) << "micro-batches 0 and 2 lie in one place";
+  EXPECT_NE(plan.VariantOf(1, 0), plan.VariantOf(4, 0));
+  EXPECT_EQ(places_of(3), places_of(7));
+  for (const PlanVariant& v : plan.variants) EXPECT_EQ(v.block_of, plan.variants[v.same_as].block_of);
+}
+
+// What lives at once by the plan is what lives at once: no run is planned with what another run has beside it.
+TEST(Carried, ThePlanIsAsLargeAsWhatLives) {
+  for (const std::string& text : AllOrders()) {
+    const Program program = Parsed(text);
+    const std::vector<int64_t> through = *BytesThroughRuns(program);
+    int64_t most = 0;
+    size_t run = 0;
+    for (const auto& [phase, count] : program.RunOrder()) {
+      const PhaseLiveness life = *ComputeLiveness(program, *phase);
+      for (int64_t i = 0; i < count; ++i, ++run) most = std::max(most, life.peak_bytes + through[run]);
+    }
+    EXPECT_EQ(PlanMemory(program)->live_bytes, most) << text;
+  }
 }
 
 }  // namespace
