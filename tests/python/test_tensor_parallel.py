@@ -288,3 +288,23 @@ def test_lengths_that_vary_and_parameters_that_freeze() -> None:
     two = ranks.run(of_lengths, 2, None)[0]
     assert ranks.run(of_lengths, 4, {"dp": 2, "tp": 2})[0] == pytest.approx(two, rel=1e-9)
     assert ranks.run(of_lengths, 4, {"tp": 2, "dp": 2})[0] == pytest.approx(two, rel=1e-9)
+
+
+def within(mesh: dict[str, int], limit: int | None, tier: str | None) -> tuple[Any, int]:
+    """Losses and parameters, and the peak."""
+    more: dict[str, Any] = {"arena": False}
+    if limit is not None:
+        more |= {"tier": tier, "schedule": [(0, [f"offload(cluster={{cluster}},limit={limit - 65536})"])]}
+    with tensor_models.compiled("llama", mesh=mesh, **more) as trainer:
+        losses = tensor_models.steps(trainer, 0, 4)
+        return (losses, digest(dict(trainer.state_dict(all_ranks=True)))), int(trainer.stats()["peak_bytes"])
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}])
+def test_states_out_of_memory(mesh: dict[str, int], tmp_path: Path) -> None:
+    """In 80 % of the memory that it takes, with states in files: the same bits."""
+    size = 2 * mesh.get("dp", 1)
+    plain = ranks.run(within, size, mesh, None, None)
+    limit = int(0.8 * max(peak for _, peak in plain))
+    for (moved, peak), (kept, _) in zip(ranks.run(within, size, mesh, limit, str(tmp_path)), plain, strict=True):
+        assert moved == kept and peak <= limit

@@ -316,3 +316,23 @@ def test_parts_must_divide_the_batch():
     program, _, _ = captured(llama())
     with pytest.raises(ValueError, match="a micro-batch of 2 samples cannot be split into 3 equal parts"):
         program.run_passes("split(parts=3)")
+
+
+def test_what_runs_again_is_gathered_once():
+    """Rows of a recomputed norm are gathered once in the backward part: for the products that run again, and for gradients of weights."""
+    torch.manual_seed(0)
+    layers = 2
+    text = compare(llama(), 2, first="recompute(mode=full)")
+    again = compare(llama(), 2, ",regather=true", first="recompute(mode=full)")
+    assert count(text, "all_gather") == 4 * layers + 3 + 2 * layers
+    assert count(again, "all_gather") == count(text, "all_gather") + 1  # the head's, whose rows do not run again
+    assert count(text, "reduce_scatter") == 4 * layers + 2 + layers  # of the sum behind attention, which the MLP's norm reads
+
+
+def test_selective_recomputation_makes_no_sum_again():
+    """Norms run again on a rank's rows, which are gathered once for the gradients of weights; products do not, nor their sums over ranks."""
+    torch.manual_seed(0)
+    layers = 2
+    text = compare(llama(), 2, first="recompute(mode=selective)")
+    assert count(text, "all_gather") == 4 * layers + 3 + 2 * layers
+    assert count(text, "reduce_scatter") == 4 * layers + 2

@@ -1,7 +1,7 @@
 """Timelines from traces in Chrome's JSON: those of `interlace simulate --trace` and of a measured step alike.
 
 A lane is a thread of one process (rank). Times are nanoseconds from the first event. Lanes of our own traces are named
-"stream 16 gather", along an axis of its own "stream 48 gather tp", and "host thread"; other traces keep the names of their threads.
+"stream 16 gather", along an axis of its own "stream 80 gather tp", and "host thread"; other traces keep the names of their threads.
 """
 
 from __future__ import annotations
