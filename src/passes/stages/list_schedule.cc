@@ -6,7 +6,7 @@
 namespace interlace::stages {
 namespace {
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max() / 4;
+constexpr int64_t kUnknown = std::numeric_limits<int64_t>::max() / 4;
 
 int64_t TimeOf(const StageTime& time, Turn turn) {
   return turn == Turn::kForward ? time.forward : turn == Turn::kBackward ? time.backward : time.weights;
@@ -17,20 +17,20 @@ class Timeline {
  public:
   Timeline(const std::vector<StageTime>& times, int64_t micro_batches)
       : times_(times),
-        forward_(times.size(), std::vector<int64_t>(static_cast<size_t>(micro_batches), kNever)),
+        forward_(times.size(), std::vector<int64_t>(static_cast<size_t>(micro_batches), kUnknown)),
         backward_(forward_),
         free_(times.size(), 0) {}
 
   int64_t FreeAt(size_t stage) const { return free_[stage]; }
-  // When what a run needs is there; kNever: it is not known yet.
+  // When what a run needs is there; kUnknown: it is not known yet.
   int64_t ReadyAt(size_t stage, const Run& run) const {
     const auto m = static_cast<size_t>(run.micro_batch);
     if (run.turn == Turn::kWeights) return backward_[stage][m];
     if (run.turn == Turn::kForward)
-      return stage == 0 ? 0 : std::min(kNever, forward_[stage - 1][m] + times_[stage - 1].message);
+      return stage == 0 ? 0 : std::min(kUnknown, forward_[stage - 1][m] + times_[stage - 1].message);
     const int64_t own = forward_[stage][m];
     if (stage + 1 == times_.size()) return own;
-    return std::min(kNever, std::max(own, backward_[stage + 1][m] + times_[stage].message));
+    return std::min(kUnknown, std::max(own, backward_[stage + 1][m] + times_[stage].message));
   }
   int64_t Take(size_t stage, const Run& run, int64_t start) {
     const int64_t end = start + TimeOf(times_[stage], run.turn);
@@ -54,13 +54,14 @@ class ListScheduler {
         options_(options),
         line_(times, micro_batches),
         done_(times.size()),
+        last_(times.size(), Turn::kForward),
         runs_(times.size()) {}
 
   // The run that begins first goes first, so that what it may need has ended or is known.
   std::vector<std::vector<Run>> Take() {
     while (true) {
       size_t stage = times_.size();
-      Choice first{{}, kNever};
+      Choice first{{}, kUnknown};
       for (size_t s = 0; s < times_.size(); ++s) {
         const Choice choice = Next(s);
         if (choice.start < first.start) first = choice, stage = s;
@@ -68,6 +69,7 @@ class ListScheduler {
       if (stage == times_.size()) return std::move(runs_);
       line_.Take(stage, first.run, first.start);
       ++done_[stage][static_cast<size_t>(first.run.turn)];
+      if (first.run.turn != Turn::kWeights) last_[stage] = first.run.turn;
       runs_[stage].push_back(first.run);
     }
   }
@@ -75,7 +77,7 @@ class ListScheduler {
  private:
   struct Choice {
     Run run;
-    int64_t start = kNever;
+    int64_t start = kUnknown;
   };
 
   int64_t Done(size_t stage, Turn turn) const { return done_[stage][static_cast<size_t>(turn)]; }
@@ -85,13 +87,15 @@ class ListScheduler {
                   backwards = Done(stage, Turn::kBackward);
     const int64_t weights = Done(stage, Turn::kWeights);
     const auto ready = [&](const Run& run, bool may) {
-      return may ? std::max(now, line_.ReadyAt(stage, run)) : kNever;
+      return may ? std::max(now, line_.ReadyAt(stage, run)) : kUnknown;
     };
     const Run b{Turn::kBackward, 0, backwards}, f{Turn::kForward, 0, forwards}, w{Turn::kWeights, 0, weights};
     const auto ranks = static_cast<int64_t>(times_.size());
     const int64_t held = forwards - (stage == 0 ? backwards : weights);
     const int64_t most = options_.as_1f1b ? ranks - static_cast<int64_t>(stage) : ranks;
     const int64_t at_b = ready(b, backwards < forwards), at_f = ready(f, forwards < count_ && held < most);
+    // In turns, so that the pipe stays filled.
+    if (at_f <= now && last_[stage] == Turn::kBackward) return {f, now};
     if (at_b <= now) return {b, now};
     if (at_f <= now) return {f, now};
     const int64_t next = std::min(at_b, at_f);
@@ -106,6 +110,7 @@ class ListScheduler {
   const ListOptions options_;
   Timeline line_;
   std::vector<std::array<int64_t, 4>> done_;  // by stage and turn
+  std::vector<Turn> last_;                    // by stage, but gradients of weights
   std::vector<std::vector<Run>> runs_;
 };
 
@@ -129,7 +134,7 @@ int64_t EndOf(const std::vector<std::vector<Run>>& runs, const std::vector<Stage
       for (; place[s] < runs[s].size(); ++place[s], moved = true) {
         const Run& run = runs[s][place[s]];
         const int64_t ready = line.ReadyAt(s, run);
-        if (ready >= kNever) break;
+        if (ready >= kUnknown) break;
         end = std::max(end, line.Take(s, run, std::max(ready, line.FreeAt(s))));
       }
     }

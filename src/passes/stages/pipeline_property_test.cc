@@ -84,7 +84,8 @@ void Check(uint64_t seed, Counts& counts) {
   const Result<RunResult> actual = InterpretSet(set, test.run);
   ASSERT_TRUE(actual.ok()) << actual.error().ToString() << "\n" << texts;
   const bool shares = texts.find(" shared ") != std::string::npos;
-  EXPECT_TRUE(shares || FirstDifference(test.Expected(), *actual).empty()) << texts;
+  const std::string difference = FirstDifference(test.Expected(), *actual);
+  EXPECT_TRUE(shares || difference.empty()) << difference << "\n" << texts;
   // Parts of a shared gradient are added up over micro-batches before they are added to one another.
   const RunResult expected = test.Expected();
   for (const auto& [name, values] : expected.params) {
