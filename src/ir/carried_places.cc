@@ -9,6 +9,11 @@
 namespace interlace {
 namespace {
 
+// Places that any save of their size takes lie closer, but nearly every run has a choice of its own then, and each
+// choice is a variant with kernels and tensors of its own. So with many runs names keep to their own places. Measured
+// on the two ranks of an interleaved Llama, 8 micro-batches: arenas 14 and 20 % smaller, 38 and 46 choices for 23
+// and 27.
+constexpr int64_t kManyRuns = 128;
 constexpr int64_t kMostRuns = int64_t{1} << 20;  // of a step
 constexpr size_t kMostHeld = size_t{1} << 25;    // places in use, summed over the runs
 
@@ -17,6 +22,9 @@ class Placing {
   explicit Placing(const Program& program) : program_(program) {}
 
   Result<CarriedPlaces> Run() {
+    int64_t runs = 0;
+    for (const Program::StepRun& entry : program_.RunsOfStep()) runs += entry.count;
+    by_name_ = runs > kManyRuns;
     for (const Program::StepRun& entry : program_.RunsOfStep()) {
       for (int64_t i = 0; i < entry.count; ++i) {
         if (static_cast<int64_t>(out_.runs.size()) == kMostRuns || held_ > kMostHeld) {
@@ -88,7 +96,7 @@ class Placing {
         ++place;
         continue;
       }
-      free_[out_.saved_by[static_cast<size_t>(*place)]->name].insert(*place);
+      FreeFor(*out_.saved_by[static_cast<size_t>(*place)]).insert(*place);
       place = ending_.erase(place);
     }
   }
@@ -102,8 +110,13 @@ class Placing {
     return found->second;
   }
 
+  std::set<int32_t>& FreeFor(const Carried& save) {
+    const Result<int64_t> bytes = program_.StorageBytes(program_.value(save.value).type);
+    return free_[{bytes.ok() ? *bytes : -1, by_name_ ? save.name : std::string()}];
+  }
+
   int32_t NewPlace(const Carried& save) {
-    std::set<int32_t>& free = free_[save.name];
+    std::set<int32_t>& free = FreeFor(save);
     if (!free.empty()) return free.extract(free.begin()).value();
     out_.saved_by.push_back(&save);
     return static_cast<int32_t>(out_.saved_by.size()) - 1;
@@ -112,7 +125,8 @@ class Placing {
   const Program& program_;
   CarriedPlaces out_;
   std::map<std::pair<std::string, int64_t>, int32_t> saved_;  // by name and micro-batch: the place
-  std::map<std::string, std::set<int32_t>> free_;             // by name
+  bool by_name_ = false;
+  std::map<std::pair<int64_t, std::string>, std::set<int32_t>> free_;  // by bytes, and with many runs by name
   std::set<int32_t> in_use_;
   std::set<int32_t> ending_;                // neither saved nor free: a transfer may still read them
   std::vector<std::set<int32_t>> flights_;  // by what the last run gave: places that its transfer reads

@@ -1,6 +1,7 @@
 // carried_places.h — places for what runs save for later runs of the same micro-batch: each storage keeps one from its
 // save to its last load, or until a transfer that still reads it has been waited for, and one that became free is taken
-// by the next save under that name. How many a name needs is the window of the run order:
+// by the next save of that size (with very many runs, under that name). How many are needed is the window of the run
+// order:
 //
 //   all forward first   f0 f1 f2 f3 b0 b1 b2 b3    four places       f0 saves 0, f1 1, f2 2, f3 3
 //   1F1B                f0 f1 b0 f2 b1 f3 b2 b3    two places        f0 saves 0, f1 1, b0 loads 0, f2 saves 0, ...
