@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/exact_sum.h"
+#include "ir/op_table.h"
 #include "ir/testing/machine.h"
 #include "ir/testing/optimizers.h"
 
@@ -226,6 +227,19 @@ Result<RunResult> Interpret(const Program& program, const InterpretOptions& opti
   return RunProgram(program, options, nullptr);
 }
 
+static bool Changes(const Program& program, const std::string& buffer) {
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      for (ValueId written : WrittenOperands(program, program.op(id))) {
+        for (const Buffer& b : program.buffers) {
+          if (b.name == buffer && b.value == program.RootOf(written)) return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
 Result<RunResult> InterpretSet(const ProgramSet& set, const InterpretOptions& options) {
   Mailbox mail(/*shared=*/true);
   std::vector<Result<RunResult>> results(set.stages.size(), RunResult());
@@ -244,7 +258,10 @@ Result<RunResult> InterpretSet(const ProgramSet& set, const InterpretOptions& op
       return Error{results[s].error().message, "stage " + std::to_string(s) + ", " + results[s].error().where};
     for (auto& [name, values] : results[s]->outputs) all.outputs[name] = std::move(values);
     for (auto& [name, values] : results[s]->params) all.params[name] = std::move(values);
-    for (auto& [name, values] : results[s]->buffers) all.buffers[name] = std::move(values);
+    for (auto& [name, values] : results[s]->buffers) {  // those of the stage that changes them
+      if (all.buffers.contains(name) && !Changes(set.stages[s].program, name)) continue;
+      all.buffers[name] = std::move(values);
+    }
     if (!results[s]->norms.empty()) all.norms = results[s]->norms;
   }
   return all;

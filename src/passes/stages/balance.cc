@@ -84,7 +84,8 @@ std::vector<Border> BordersOf(const Program& program, const Flow& flow) {
   std::vector<int32_t> first(static_cast<size_t>(program.num_values()), -1);  // by parameter: its first use
   for (int32_t i = 0; i < flow.first_backward(); ++i) {
     for (ValueId need : flow.Needs(i)) {
-      if (first[need] < 0) first[need] = i;
+      const int32_t position = flow.PositionOf(i);
+      if (first[need] < 0 || position < first[need]) first[need] = position;
     }
   }
   std::vector<std::pair<int32_t, const Param*>> uses;

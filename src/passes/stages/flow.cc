@@ -59,7 +59,32 @@ Flow::Flow(const Program& program, const Phase& phase) : program_(program), phas
   for (int32_t i = 0; i < size(); ++i) {
     if (op(i).kind == OpKind::kGrad) FindSums(i, program.RootOf(op(i).args[0].value));
   }
+  FindPositions();
   FindCrossing();
+}
+
+void Flow::FindPositions() {
+  std::vector<char> of_params(phase_.ops.size(), 0);
+  for (int32_t i = 0; i < size(); ++i) position_.push_back(i);
+  for (int32_t i = 0; i < first_backward_; ++i) {
+    const Op& at = op(i);
+    if (Repeats(i) || at.rng || HasEffect(program_, at) || IsStart(at) || IsWait(at) || Needs(i).empty()) continue;
+    of_params[i] = std::all_of(Needs(i).begin(), Needs(i).end(), [&](ValueId root) {
+      const int32_t from = DefOf(root);
+      return from < 0 ? program_.value(root).kind == ValueKind::kParam : of_params[from] != 0;
+    });
+  }
+  for (int32_t i = first_backward_; i-- > 0;) {
+    if (of_params[i] == 0) continue;
+    int32_t first = first_backward_;
+    for (ValueId id : op(i).results) {
+      if (id == kNone || program_.RootOf(id) != id) continue;
+      for (int32_t reader : readers_[id]) {
+        if (reader < first_backward_) first = std::min(first, position_[reader]);
+      }
+    }
+    if (first < first_backward_) position_[i] = std::max(first, i);
+  }
 }
 
 // A gradient that is a sum which nothing else reads, of addends of its own sizes; these may be sums again.
@@ -131,15 +156,17 @@ double Flow::Bytes(ValueId root) const {
 void Flow::FindCrossing() {
   std::vector<double> change(static_cast<size_t>(first_backward_) + 1, 0);
   for (ValueId root = 0; root < program_.num_values(); ++root) {
-    const int32_t from = def_[root];
+    int32_t from = def_[root];
     if (from < 0 || from >= first_backward_ || Repeats(from)) continue;
+    const bool starts = IsStart(op(from));
     int32_t last = -1;
     for (int32_t reader : readers_[root]) {
-      if (reader < first_backward_) last = std::max(last, reader);
+      if (reader < first_backward_) last = std::max(last, position_[reader]);
     }
+    from = position_[from];
     if (last <= from) continue;
     const double bytes = Bytes(root);
-    if (const int32_t there = last_write_[root]; IsStart(op(from)) && there > from) {  // nothing is cut in flight
+    if (const int32_t there = last_write_[root]; starts && there > from) {  // nothing is cut in flight
       change[static_cast<size_t>(from) + 1] += kNever;
       change[std::min(static_cast<size_t>(there) + 1, change.size() - 1)] -= kNever;
     }
@@ -155,7 +182,7 @@ std::vector<char> Flow::Above(int32_t border) const {
   std::vector<char> there(static_cast<size_t>(program_.num_values()), 0);  // by root: known above without being sent
   std::vector<char> below(static_cast<size_t>(program_.num_values()), 0);  // by root: used below
   for (int32_t i = 0; i < first_backward_; ++i) {
-    above[i] = i >= border ? 1 : 0;
+    above[i] = position_[i] >= border ? 1 : 0;
     for (ValueId root : Needs(i)) (above[i] != 0 ? there : below)[root] = 1;
     for (ValueId id : op(i).results) {
       if (id != kNone && above[i] != 0) there[program_.RootOf(id)] = 1;

@@ -33,6 +33,9 @@ class Flow {
   int32_t DefOf(ValueId root) const { return def_[static_cast<size_t>(root)]; }
   // The storage that a read of `id` needs: of a cast made on shards the parameter; kNone: there for every rank.
   ValueId NeedOf(ValueId id) const;
+  // Of a forward op: where it counts as standing. What comes of parameters alone (a cast) stands where it is first
+  // read.
+  int32_t PositionOf(int32_t index) const { return position_[static_cast<size_t>(index)]; }
   // The last op that changes a storage, its definition included.
   int32_t LastWrite(ValueId root) const { return last_write_[static_cast<size_t>(root)]; }
   // Storages that an op needs, each once.
@@ -53,6 +56,7 @@ class Flow {
 
  private:
   void FindRepeated();
+  void FindPositions();
   void FindCrossing();
   void FindSums(int32_t index, ValueId param);
   void MoveDown(std::vector<char>& above, const std::vector<char>& there) const;
@@ -66,6 +70,7 @@ class Flow {
   std::vector<std::vector<ValueId>> needs_;    // by op
   std::vector<std::vector<int32_t>> readers_;  // by root: ops that need it
   std::vector<ValueId> sums_for_;              // by op
+  std::vector<int32_t> position_;              // by op
   std::vector<double> crossing_;               // by position
   Binding largest_;
 };
