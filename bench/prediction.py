@@ -241,6 +241,8 @@ def show(row: dict[str, Any]) -> None:
 
 def summary(found: list[dict[str, Any]]) -> dict[str, float]:
     """Mean and worst errors in percent: of up to two ranks, of four, and of those that cut products."""
+    if not found:
+        return {"rows": 0.0}
     memory = [100 * abs(row["memory_error"]) for row in found]
     result = {"rows": float(len(found)), "memory_worst": max(memory)}
     kinds = {

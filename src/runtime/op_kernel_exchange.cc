@@ -8,6 +8,7 @@
 
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
+#include "runtime/allocator.h"
 #include "runtime/op_kernel.h"
 
 namespace interlace {
@@ -56,6 +57,8 @@ struct ExchangeKernel final : KernelData {
   }
 
   Result<Ticket> Start(const at::Tensor& source, const at::Tensor& out, std::function<void()>& landed) const {
+    // What travels, and where it lands, is given back when the transfer has ended: within this op or long after it.
+    const ArenaHook::Outside mine;
     const auto flat = [](const at::Tensor& x) { return x.contiguous().view(-1); };
     // Where a whole result comes to.
     at::Tensor land = out;

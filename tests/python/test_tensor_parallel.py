@@ -204,6 +204,24 @@ def test_a_recorded_step_trains_as_any_other(mesh: dict[str, int]) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def in_turn(serial: bool) -> list[float]:
+    """Of one sample, whose rows are cut along the sequence: transfers that are no flat runs."""
+    model = tensor_models.build("llama")
+    settings = interlace.Config(mesh={"tp": 2}, timeout_s=60, cache="off", schedule=[], profile="off")
+    optimizer = parity.make_optimizer("adamw", model)
+    with interlace.compile(model, optimizer, tensor_models.loss_of, tensor_models.batch_of(0, 0, 1), settings) as trainer:
+        found = []
+        for step in range(9):
+            trainer._run.executor.set_trace("serial" if serial and step in (2, 3, 6) else "off")
+            found.append(trainer.step(tensor_models.batch_of(step, 0, 1)).item())
+        return found
+
+
+def test_recorded_steps_and_others_in_turn() -> None:
+    """What a transfer holds until it has ended is no part of the arena, which would learn it from one kind of step."""
+    assert ranks.run(in_turn, 2, True)[0] == ranks.run(in_turn, 2, False)[0]
+
+
 # ---- what cannot be ----
 
 
