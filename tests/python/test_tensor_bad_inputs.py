@@ -28,7 +28,7 @@ LAYER = "model.layers.*."
     [
         ("llama", 3, f"{LAYER}self_attn.q_proj.weight 0", "32 in 1 block, cannot be cut into 3 equal parts; 33 could, and 32 into 2, 4"),
         ("llama", 2, f"{LAYER}mlp.up.weight 0", "plan.txt:1: the model has no parameter 'model.layers.*.mlp.up.weight'; did you mean"),
-        ("llama", 2, f"{LAYER}mlp.up_proj.weight 0\nmodel.layers.0.mlp.up_proj.weight 0", "'model.layers.0.mlp.up_proj.weight' is cut in line 1"),
+        ("llama", 2, f"{LAYER}mlp.up_proj.weight 0\nmodel.layers.0.mlp.up_proj.weight 0", "mlp.up_proj.weight' is cut in line 1"),
         ("llama", 2, f"{LAYER}mlp.up_proj.weight 2", "has no dimension 2"),
         ("llama", 2, "# nothing", "plan.txt cuts nothing; write lines such as 'model.layers.*.mlp.up_proj.weight 0'"),
         ("gpt2", 2, "transformer.h.*.attn.c_attn.weight 1", "c_attn.weight' is fused: what it makes is taken in 3 parts"),
