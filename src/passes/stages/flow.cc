@@ -69,9 +69,14 @@ void Flow::FindPositions() {
   for (int32_t i = 0; i < first_backward_; ++i) {
     const Op& at = op(i);
     if (Repeats(i) || at.rng || HasEffect(program_, at) || IsStart(at) || IsWait(at) || Needs(i).empty()) continue;
-    of_params[i] = std::all_of(Needs(i).begin(), Needs(i).end(), [&](ValueId root) {
+    of_params[i] = 1;
+    ForEachOperand(at, [&](ValueId id) {
+      const ValueId root = program_.RootOf(id);
       const int32_t from = DefOf(root);
-      return from < 0 ? program_.value(root).kind == ValueKind::kParam : of_params[from] != 0;
+      const ValueKind kind = program_.value(root).kind;
+      const bool of_param = from >= 0 ? of_params[from] != 0 || param_of_[root] != kNone
+                                      : kind == ValueKind::kParam || kind == ValueKind::kConst;
+      if (!of_param) of_params[i] = 0;
     });
   }
   for (int32_t i = first_backward_; i-- > 0;) {
