@@ -17,6 +17,7 @@
 #include "io/checksum.h"
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
+#include "ir/print_rule.h"
 #include "ir/program.h"
 #include "ir/residency.h"
 #include "ir/text.h"
@@ -154,8 +155,19 @@ py::list Consts(const Program& program) {
 }
 
 py::list Groups(const Program& program) {
-  return ListOf(program.groups,
-                [](const Group& group) { return py::dict("id"_a = group.id, "optimizer"_a = group.optimizer); });
+  return ListOf(program.groups, [](const Group& group) {
+    return py::dict("id"_a = group.id, "optimizer"_a = group.optimizer, "rule"_a = OrNone(group.rule));
+  });
+}
+
+py::list Rules(const Program& program) {
+  return ListOf(program.rules, [](const UpdateRule& rule) {
+    std::string text;
+    PrintRule(rule, text);
+    return py::dict("id"_a = rule.id, "name"_a = rule.name, "states"_a = rule.states, "row"_a = rule.RowSize(),
+                    "forms"_a = rule.forms.size(),
+                    "text"_a = text);
+  });
 }
 
 py::list Symbols(const Program& program) {
@@ -289,6 +301,7 @@ PYBIND11_MODULE(_core, m) {
       .def("inputs", &Inputs)
       .def("consts", &Consts)
       .def("groups", &Groups)
+      .def("rules", &Rules)
       .def("symbols", &Symbols)
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")

@@ -111,6 +111,9 @@ Status AppendSignature(const Program& program, const Op& op, std::string& out) {
     first = false;
     p.Argument(arg);
   }
+  if (const Arg* rule = op.Attr("rule"); op.kind == OpKind::kUpdateRule && rule != nullptr) {
+    out.append(",").append(rule->text);
+  }
   for (const NamedArg& named : op.named) {
     if (!first) out.push_back(',');
     first = false;

@@ -46,6 +46,7 @@ enum class OpKind : uint8_t {
   kUpdateAdamW,
   kUpdateAdam,
   kUpdateSgd,
+  kUpdateRule,
   // opaque modules
   kCallPython,
   // the tier

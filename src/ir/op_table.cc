@@ -1,5 +1,6 @@
 #include "ir/op_table.h"
 
+#include <algorithm>
 #include <array>
 #include <unordered_map>
 
@@ -122,6 +123,7 @@ constexpr OpTraits kRows[] = {
     Update(kUpdateAdamW, "update.adamw", Operands({0, 2, 3}), "AdamW step on flat shards"),
     Update(kUpdateAdam, "update.adam", Operands({0, 2, 3}), "Adam step on flat shards"),
     Update(kUpdateSgd, "update.sgd", Operands({0, 2}), "SGD step on flat shards"),
+    Update(kUpdateRule, "update.rule", Operands({0, 2, 3, 4, 5, 6, 7}), "a rule's step on flat shards"),
     {.kind = kCallPython,
      .name = "call.python",
      .family = OpFamily::kPython,
@@ -215,6 +217,10 @@ std::string_view OptimizerOf(const Op& op) {
 }
 
 size_t FlatOperands(const Op& op) {
+  if (op.kind == kUpdateRule) {
+    const Arg* states = op.Attr("states");
+    return 2 + (states == nullptr ? 0 : states->list.size());
+  }
   return op.kind != kUpdateSgd ? 4 : WithMomentum(op) ? 3 : 2;
 }
 
@@ -239,7 +245,7 @@ std::string_view ActivationAxisOf(const Program& program, const Op& op) {
 std::vector<ValueId> WrittenOperands(const Program&, const Op& op) {
   std::vector<ValueId> out = op.writes;
   uint16_t writes = TraitsOf(op).writes;
-  if (op.kind == kUpdateSgd && !WithMomentum(op)) writes = Operands({0});
+  if (IsUpdate(op)) writes = static_cast<uint16_t>(writes & ((1u << std::min<size_t>(FlatOperands(op), 16)) - 1));
   for (size_t i = 0; writes != 0 && i < op.args.size(); ++i) {
     const bool written = writes == kEveryOperand || (i < 16 && (writes >> i & 1) != 0);
     if (written && op.args[i].kind == Arg::Kind::kValue) out.push_back(op.args[i].value);

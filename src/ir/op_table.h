@@ -35,7 +35,7 @@ bool TakesNoTime(const Op& op);
 // An optimizer step with lane=host: it works on storages that are out, where they lie, beside all other lanes
 // (docs/ir.md).
 bool StepsOnHost(const Op& op);
-// The update of an optimizer ("adamw", "adam", "sgd"); kUnknown for others.
+// The update of an optimizer ("adamw", "adam", "sgd", "rule"); kUnknown for others.
 OpKind UpdateOf(std::string_view optimizer);
 // "adamw", ... of an update.
 std::string_view OptimizerOf(const Op& op);

@@ -1,5 +1,6 @@
 // parse_internal.h — the parser: one pass over the text; every number is range-checked, nesting is bounded, and tables
 // grow only with the file. Its methods live in parse_parts.cc (names, types, literals), parse_lines.cc (declarations),
+// parse_rule.cc (rules),
 // parse.cc (phases).
 #pragma once
 
@@ -67,6 +68,11 @@ class TextParser {
   // Ids of groups, modules, sources and units count from 0 in the order of the lines.
   Result<int32_t> NextId(size_t next, std::string_view what);
   Status GroupLine();
+  // A rule's lines, down to its closing brace (parse_rule.cc).
+  Status RuleLines();
+  Result<RuleForm> RuleFormLines(const UpdateRule& rule);
+  Result<RuleOp> RuleOpLine(const UpdateRule& rule);
+  Result<RuleOperand> RuleRegister(const UpdateRule& rule, bool or_number);
   Status ModuleLine();
   Status SourceLine();
   Result<std::string> AxisName();

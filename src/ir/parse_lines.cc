@@ -66,6 +66,7 @@ Status TextParser::Line() {
   if (word == "symbol") return SymbolLine();
   if (word == "step") return Step();
   if (word == "run") return RunLine();
+  if (word == "rule") return RuleLines();
   if (word == "group") return GroupLine();
   if (word == "module") return ModuleLine();
   if (word == "source") return SourceLine();
@@ -79,7 +80,7 @@ Status TextParser::Line() {
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
   return Fail("unknown line '" + std::string(word) + "'" +
-              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "group", "module", "source", "unit",
+              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "group", "module", "source", "unit",
                                 "param", "buffer", "input", "const", "state", "phase"}));
 }
 
@@ -190,9 +191,15 @@ Status TextParser::GroupLine() {
   scan_.SkipBlanks();
   size_t pos = scan_.pos();
   INTERLACE_ASSIGN(group.optimizer, Name("an optimizer"));
-  if (group.optimizer != "adamw" && group.optimizer != "adam" && group.optimizer != "sgd") {
+  if (group.optimizer == "rule") {
+    INTERLACE_ASSIGN(const int64_t rule, Int(0, std::numeric_limits<int32_t>::max(), "a rule's id"));
+    if (rule >= static_cast<int64_t>(program_.rules.size()))
+      return Fail(pos, "rule " + std::to_string(rule) + " is not declared above");
+    group.rule = static_cast<int32_t>(rule);
+  } else if (group.optimizer != "adamw" && group.optimizer != "adam" && group.optimizer != "sgd") {
     return Fail(pos, "unknown optimizer '" + group.optimizer + "'" +
-                         DidYouMean(group.optimizer, {"adamw", "adam", "sgd"}) + " (known: adamw, adam, sgd)");
+                         DidYouMean(group.optimizer, {"adamw", "adam", "sgd", "rule"}) +
+                         " (known: adamw, adam, sgd, rule)");
   }
   program_.groups.push_back(std::move(group));
   return EndLine();

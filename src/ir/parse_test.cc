@@ -47,6 +47,23 @@ std::string With(const std::string& from, const std::string& to) {
   return at == std::string::npos ? text : text.replace(at, from.size(), to);
 }
 
+constexpr char kRule[] = R"(rule 0 "R" (sum) {
+  form {
+    sum = mul(sum, n1)
+    t0 = sqrt(sum)
+    w = add(w, g, n0)
+  }
+}
+group 0 rule 0)";
+
+// The base with a rule, with one replacement.
+std::string WithRule(const std::string& from, const std::string& to) {
+  std::string text = With("group 0 adamw", kRule);
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return at == std::string::npos ? text : text.replace(at, from.size(), to);
+}
+
 std::vector<Case> Cases() {
   std::string base = kBase;
   return {
@@ -113,6 +130,18 @@ std::vector<Case> Cases() {
       {"symbol named like a dtype", With("symbol batch", "symbol f32")},
       {"symbol range upside down", With("2 64", "64 2")},
       {"unknown optimizer", With("group 0 adamw", "group 0 adamv")},
+      {"group of no rule", With("group 0 adamw", "group 0 rule 0")},
+      {"rule without a form", With("group 0 adamw", "rule 0 \"R\" (sum) {\n}")},
+      {"rule with an unknown op", WithRule("  w = add(w, g, n0)", "  w = ad(w, g, n0)")},
+      {"rule with an unknown state", WithRule("sum = mul(sum, n1)", "smu = mul(sum, n1)")},
+      {"rule that writes a number", WithRule("sum = mul", "n0 = mul")},
+      {"rule with a number for memory", WithRule("sqrt(sum)", "sqrt(n2)")},
+      {"rule with memory for a number", WithRule("add(w, g, n0)", "add(w, g, t0)")},
+      {"rule that reads what nobody wrote", WithRule("w = add(w, g, n0)", "w = add(w, t1, n0)")},
+      {"rule with too many registers", WithRule("t0 = sqrt", "t77 = sqrt")},
+      {"rule whose state has a reserved name", WithRule("(sum)", "(n1)")},
+      {"rule with a state twice", WithRule("(sum)", "(sum, sum)")},
+      {"rule that does not end", base.substr(0, base.find("group")) + "rule 0 \"R\" (sum) {\n  form {\n"},
       {"unknown accumulation mode", With("reduce_each", "reduce_eahc")},
       {"group not declared", With("trainable group 0", "trainable group 2")},
       {"phase twice", base + "phase micro_batch takes () gives () {\n}\n"},
@@ -126,6 +155,19 @@ TEST(Parse, BaseRoundTrips) {
   Result<Program> program = Parse(kBase);
   ASSERT_TRUE(program.ok()) << program.error().ToString();
   EXPECT_EQ(Print(*program), kBase);
+}
+
+TEST(Parse, RuleRoundTrips) {
+  const std::string text = With("group 0 adamw", kRule);
+  Result<Program> program = Parse(text);
+  ASSERT_TRUE(program.ok()) << program.error().ToString();
+  EXPECT_EQ(Print(*program), text);
+  ASSERT_EQ(program->rules.size(), 1u);
+  EXPECT_EQ(program->rules[0].RowSize(), 3u);
+  EXPECT_EQ(program->rules[0].forms[0].registers, 4);
+  std::vector<double> registers = {1, 2, 16, 0};
+  EvaluateRule(program->rules[0].forms[0], std::vector<double>{-0.5, 0.25}, registers);
+  EXPECT_EQ(registers, (std::vector<double>{0, 2, 4, 2}));
 }
 
 TEST(Parse, Messages) {

@@ -5,6 +5,7 @@
 
 #include "base/scan.h"
 #include "ir/op_table.h"
+#include "ir/print_rule.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -283,10 +284,19 @@ class Printer {
     if (of_micro_batches > 1 || program_.order != program_.DefaultOrder()) {
       for (const OrderEntry& run : program_.order) PrintRun(run);
     }
+    for (const UpdateRule& rule : program_.rules) {
+      const size_t begin = out_.size();
+      PrintRule(rule, out_);
+      line_ += static_cast<int32_t>(std::count(out_.begin() + static_cast<std::ptrdiff_t>(begin), out_.end(), '\n'));
+    }
     for (const Group& group : program_.groups) {
       out_ += "group ";
       Int(group.id);
       out_ += " " + group.optimizer;
+      if (group.rule != kNone) {
+        out_ += ' ';
+        Int(group.rule);
+      }
       EndLine();
     }
     for (const Module& module : program_.modules) {

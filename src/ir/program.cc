@@ -105,6 +105,7 @@ Program Program::Clone() const {
   out.accumulation = accumulation;
   out.width = width;
   out.accumulate_mode = accumulate_mode;
+  out.rules = rules;
   out.groups = groups;
   out.modules = modules;
   out.sources = sources;

@@ -18,6 +18,7 @@
 #include "ir/dim.h"
 #include "ir/dtype.h"
 #include "ir/op_kind.h"
+#include "ir/rule.h"
 
 namespace interlace {
 
@@ -220,6 +221,7 @@ struct Symbol {
 struct Group {
   int32_t id = 0;
   std::string optimizer;
+  int32_t rule = kNone;  // of the optimizer "rule"
 };
 struct Module {
   int32_t id = 0;
@@ -240,6 +242,7 @@ class Program {
   int64_t accumulation = 1;  // micro-batches a step
   int64_t width = 1;         // of them in one run of a micro-batch phase, side by side (pass breadth_first)
   std::string accumulate_mode = "reduce_each";
+  std::vector<UpdateRule> rules;  // index = id
   std::vector<Group> groups;
   std::vector<Module> modules;  // index = id
   std::vector<Source> sources;  // index = id

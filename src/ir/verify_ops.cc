@@ -74,6 +74,7 @@ class Meaning : OpChecks {
       case OpKind::kUpdateAdamW:
       case OpKind::kUpdateAdam:
       case OpKind::kUpdateSgd:
+      case OpKind::kUpdateRule:
         return Update(op);
       case OpKind::kCallPython:
         return CallPython(op);
@@ -268,6 +269,13 @@ class Meaning : OpChecks {
       if (momentum != nullptr && momentum->kind != Arg::Kind::kBool)
         report_.AtOp(op, "momentum= must be true or false");
       states = momentum != nullptr && momentum->boolean ? 1 : 0;
+    } else if (op.kind == OpKind::kUpdateRule) {
+      const Arg* names = op.Attr("states");
+      const bool words = names != nullptr && names->kind == Arg::Kind::kList && names->list.size() <= kMaxRuleStates &&
+                         std::all_of(names->list.begin(), names->list.end(),
+                                     [](const Arg& a) { return a.kind == Arg::Kind::kWord; });
+      if (!words) return report_.AtOp(op, "update.rule needs states=[name, ...], the names of its operands");
+      states = names->list.size();
     }
     if (!Shape(op, 2 + states, 3 + states, 0)) return;
     if (op.units.size() != 1) return report_.AtOp(op, op.name + " needs units=[u] with one unit");
@@ -309,7 +317,17 @@ class Meaning : OpChecks {
         return;
       }
       before = end;
+      if (op.kind == OpKind::kUpdateRule && !OfStates(op, program_.groups[group])) {
+        report_.AtOp(op, "group " + std::to_string(group) + " has no rule with the states of this op");
+        return;
+      }
     }
+  }
+
+  bool OfStates(const Op& op, const Group& group) const {
+    if (group.rule < 0 || group.rule >= static_cast<int32_t>(program_.rules.size())) return false;
+    return std::ranges::equal(program_.rules[group.rule].states, op.Attr("states")->list,
+                              [](const std::string& name, const Arg& word) { return name == word.text; });
   }
 
   void CallPython(const Op& op) {

@@ -50,6 +50,31 @@ Case RandomCase(uint64_t seed) {
   return out;
 }
 
+constexpr char kRule[] = R"(interlace 1 captured
+rule 0 "Averaged" (mean, largest) {
+  form {
+    mean = lerp(mean, g, n0)
+    t0 = abs(g)
+    largest = max(largest, t0)
+    t0 = add(largest, n1, n2)
+    w = addcdiv(w, mean, t0, n3)
+  }
+}
+group 0 rule 0
+phase micro_batch takes () gives () {
+}
+)";
+
+// Of every third seed, some parameters are updated by a rule.
+Program ProgramOf(const Case& test) {
+  Program program = RandomProgram(test.program);
+  if (test.program.seed % 3 == 0) {
+    program.rules = std::move(Parse(kRule)->rules);
+    program.groups[0] = {.id = 0, .optimizer = "rule", .rule = 0};
+  }
+  return program;
+}
+
 std::string Pipeline(std::mt19937_64& random, const std::string& sharding, const InterpretOptions& run) {
   std::string text = random() % 4 ? "canonicalize," : "";
   text += sharding + "(ranks=" + std::to_string(run.ranks);
@@ -66,7 +91,7 @@ std::string Pipeline(std::mt19937_64& random, const std::string& sharding, const
 
 void CheckPipeline(const Case& test, const RunResult& expected, const std::string& pipeline) {
   SCOPED_TRACE(pipeline);
-  Program program = RandomProgram(test.program);
+  Program program = ProgramOf(test);
   Result<std::vector<PassCall>> calls = ParsePipeline(pipeline);
   ASSERT_TRUE(calls.ok()) << calls.error().ToString();
   Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
@@ -88,7 +113,7 @@ TEST_P(PassProperty, SameBitsAsTheTextbookStep) {
     auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
     SCOPED_TRACE("seed " + std::to_string(seed));
     Case test = RandomCase(seed);
-    Program captured = RandomProgram(test.program);
+    Program captured = ProgramOf(test);
     Result<RunResult> expected = Interpret(captured, test.run);
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     std::mt19937_64 random(seed * 77);
@@ -105,7 +130,7 @@ TEST_P(PassProperty, CanonicalizeKeepsBitsAndIsIdempotent) {
     auto seed = static_cast<uint64_t>(GetParam() * kEach + i);
     SCOPED_TRACE("seed " + std::to_string(seed));
     Case test = RandomCase(seed);
-    Program program = RandomProgram(test.program);
+    Program program = ProgramOf(test);
     Result<RunResult> expected = Interpret(program, test.run);
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     int64_t before = static_cast<int64_t>(program.phases[0].ops.size());
@@ -146,7 +171,7 @@ TEST_P(PassProperty, SameBitsOnAMeshOfSeveralAxes) {
     Case test = RandomCase(seed + 900);
     test.run.ranks = mesh.ranks;
     test.run.replicas = mesh.copies;
-    Result<RunResult> expected = Interpret(RandomProgram(test.program), test.run);
+    Result<RunResult> expected = Interpret(ProgramOf(test), test.run);
     ASSERT_TRUE(expected.ok()) << expected.error().ToString();
     std::mt19937_64 random(seed * 77);
     for (const char* sharding : {"shard", "replicate", "zero1"}) {

@@ -91,9 +91,10 @@ class Builder {
     };
     std::map<int32_t, std::string_view> optimizer;
     for (const Group& group : program_.groups) {
-      constexpr std::array<std::string_view, 3> kKnown = {"adamw", "adam", "sgd"};
+      constexpr std::array<std::string_view, 4> kKnown = {"adamw", "adam", "sgd", "rule"};
       if (std::find(kKnown.begin(), kKnown.end(), group.optimizer) == kKnown.end()) {
-        return MakeError("group ", group.id, " has the optimizer '", group.optimizer, "', expected adamw, adam or sgd",
+        return MakeError("group ", group.id, " has the optimizer '", group.optimizer,
+                         "', expected adamw, adam, sgd or rule",
                          DidYouMean(group.optimizer, {kKnown.begin(), kKnown.end()}));
       }
       optimizer[group.id] = group.optimizer;
@@ -113,6 +114,10 @@ class Builder {
       }
       if (!target.params.empty() && target.shared != param.shared)
         return MakeError("unit u", param.unit, " mixes parameters of different stages");
+      if (!target.params.empty() && group->second == "rule" &&
+          RuleOf(param.group)->states != RuleOf(target.params[0]->group)->states) {
+        return MakeError("unit u", param.unit, " mixes parameters of rules with different states");
+      }
       target.unit = param.unit;
       target.shared = param.shared;
       target.optimizer = group->second;
@@ -238,8 +243,13 @@ class Builder {
     return program_.AddResult(coef, FlatType(DType::kF64, 3));
   }
 
-  ValueId AddOptimizerState(const Target& target, const char* role) {
-    return program_.AddState(target.unit, role, program_.value(target.grad).type, /*persistent=*/true);
+  const UpdateRule* RuleOf(int32_t group) const {
+    const int32_t rule = program_.groups[group].rule;
+    return rule == kNone ? nullptr : &program_.rules[rule];
+  }
+
+  ValueId AddOptimizerState(const Target& target, std::string role) {
+    return program_.AddState(target.unit, std::move(role), program_.value(target.grad).type, /*persistent=*/true);
   }
 
   // Returns the weights that were updated: the state or this rank's part of it.
@@ -255,7 +265,16 @@ class Builder {
     Op& op = Add(UpdateOf(target.optimizer));
     op.units = {unit.id};
     op.args = {Arg::Of(weights), Arg::Of(target.grad)};
-    if (target.optimizer != "sgd") {
+    if (target.optimizer == "rule") {
+      const UpdateRule& rule = *RuleOf(target.params[0]->group);
+      std::vector<Arg> names;
+      for (const std::string& state : rule.states) {
+        op.args.push_back(Arg::Of(AddOptimizerState(target, state)));
+        names.push_back(Arg::Word(state));
+      }
+      op.SetAttr("rule", Arg::String(rule.name));
+      op.SetAttr("states", Arg::List(std::move(names)));
+    } else if (target.optimizer != "sgd") {
       op.args.push_back(Arg::Of(AddOptimizerState(target, "exp_avg")));
       op.args.push_back(Arg::Of(AddOptimizerState(target, "exp_avg_sq")));
     } else if (momentum_) {

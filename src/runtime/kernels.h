@@ -10,6 +10,7 @@
 #include <span>
 
 #include "base/result.h"
+#include "ir/rule.h"
 
 namespace interlace {
 
@@ -48,6 +49,10 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
               const AdamArgs& args);
 // momentum may be undefined.
 void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
+
+// A captured step (ir/rule.h): `flats` are weights, gradient and states, `numbers` those of the form.
+void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
+              double grad_scale);
 
 // acc (int64[kNormLimbs]) += exact fixed-point sum of the squares of flat, block sums of 32 elements in float64
 // (docs/ir.md).

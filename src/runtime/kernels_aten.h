@@ -9,6 +9,8 @@ namespace interlace {
 void AdamStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                   const AdamArgs& args);
 void SgdStepAten(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
+void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
+                  double grad_scale);
 // The same bits as NormPartial on a CPU: the block sums are made in the same order, the rest is integers.
 void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc);
 

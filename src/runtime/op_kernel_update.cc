@@ -60,15 +60,16 @@ at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t length) {
   return MakeView(flat.storage(), g);
 }
 
-enum class Optimizer { kAdam, kAdamW, kSgd };
+enum class Optimizer { kAdam, kAdamW, kSgd, kRule };
 
 struct UpdateKernel final : KernelData {
   struct Range {
     int64_t begin, length;           // elements of the flat operand
     int32_t group;                   // index into the hyper-parameters
+    std::shared_ptr<const UpdateRule> rule;  // of the group
     std::vector<at::Tensor> sliced;  // per operand, when it is fixed
   };
-  using Operands = std::array<at::Tensor, 4>;  // w, g, states; undefined where there are fewer
+  using Operands = std::array<at::Tensor, 2 + kMaxRuleStates>;  // w, g, states; undefined where there are fewer
   Optimizer optimizer;
   std::vector<ValueId> operands;
   bool clipped = false, pending = false;
@@ -77,7 +78,6 @@ struct UpdateKernel final : KernelData {
   TierBank* bank = nullptr;                    // of a step on the host
 
   at::Tensor Operand(Frame& frame, const Range& range, size_t i) const {
-    if (i >= operands.size()) return {};
     if (range.sliced[i].defined()) return range.sliced[i];
     return Slice(frame.slots[operands[i]], range.begin, range.length);
   }
@@ -88,26 +88,29 @@ struct UpdateKernel final : KernelData {
     const double grad_scale = clipped ? scale * (pending ? frame.pending.coef : frame.coef) : scale;
     const std::vector<std::vector<double>>& hyper = pending ? frame.pending.hyper : *frame.hyper;
     if (bank != nullptr) {  // the numbers of this step go along: the job may still run when the next one has begun
-      bank->StartStep(operands, [ranges = ranges, hyper, optimizer = optimizer, grad_scale] {
+      bank->StartStep(operands, [ranges = ranges, hyper, optimizer = optimizer, grad_scale,
+                                 flats = operands.size()] {
         for (const Range& range : *ranges) {
           Operands x;
           std::copy(range.sliced.begin(), range.sliced.end(), x.begin());
-          Step(optimizer, x, hyper[range.group], grad_scale);
+          Step(optimizer, range.rule.get(), {x.data(), flats}, hyper[range.group], grad_scale);
         }
       });
       return;
     }
     for (const Range& range : *ranges) {
-      const Operands x = {Operand(frame, range, 0), Operand(frame, range, 1), Operand(frame, range, 2),
-                          Operand(frame, range, 3)};
-      Step(optimizer, x, hyper[range.group], grad_scale);
+      Operands x;
+      for (size_t i = 0; i < operands.size(); ++i) x[i] = Operand(frame, range, i);
+      Step(optimizer, range.rule.get(), {x.data(), operands.size()}, hyper[range.group], grad_scale);
     }
   }
 
-  static void Step(Optimizer optimizer, const Operands& x, const std::vector<double>& h, double grad_scale) {
-    const auto& [w, g, first, second] = x;
-    if (optimizer == Optimizer::kSgd) {
-      SgdStep(w, g, first,
+  static void Step(Optimizer optimizer, const UpdateRule* rule, std::span<const at::Tensor> x, const std::vector<double>& h,
+                   double grad_scale) {
+    if (optimizer == Optimizer::kRule) {
+      RuleStep(rule->forms[static_cast<size_t>(h[0])], x, std::span(h).subspan(1), grad_scale);
+    } else if (optimizer == Optimizer::kSgd) {
+      SgdStep(x[0], x[1], x.size() > 2 ? x[2] : at::Tensor(),
               SgdArgs{.lr = h[0],
                       .momentum = h[1],
                       .dampening = h[2],
@@ -117,7 +120,7 @@ struct UpdateKernel final : KernelData {
                       .maximize = h[6] != 0,
                       .grad_scale = grad_scale});
     } else {
-      AdamStep(w, g, first, second,
+      AdamStep(x[0], x[1], x[2], x[3],
                AdamArgs{.lr = h[0],
                         .beta1 = h[1],
                         .beta2 = h[2],
@@ -160,7 +163,8 @@ Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, c
     const auto position = context.group_position.find(static_cast<int32_t>(r.group));
     if (position == context.group_position.end())
       return OpError(context, op, "update names the group " + std::to_string(r.group) + ", which is not declared");
-    if (!ranges.empty() && ranges.back().group == position->second) {
+    // A rule might make something of the padding between them, which stays zero.
+    if (!ranges.empty() && ranges.back().group == position->second && op.kind != OpKind::kUpdateRule) {
       UpdateKernel::Range& last = ranges.back();
       const int64_t gap = begin - (last.begin + last.length);
       if (gap >= 0 && gap < kUnitAlignment) {
@@ -168,7 +172,11 @@ Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, c
         continue;
       }
     }
-    ranges.push_back({begin, end - begin, position->second, {}});
+    const int32_t rule = context.program.groups[position->second].rule;
+    if (op.kind == OpKind::kUpdateRule && rule == kNone)
+      return OpError(context, op, "group " + std::to_string(r.group) + " has no rule");
+    std::shared_ptr<const UpdateRule> copy = rule == kNone ? nullptr : std::make_shared<const UpdateRule>(context.program.rules[rule]);
+    ranges.push_back({begin, end - begin, position->second, std::move(copy), {}});
   }
   return ranges;
 }
@@ -230,6 +238,7 @@ Result<Kernel> BuildUpdateKernel(const BuildContext& context, const Op& op) {
   if (!IsUpdate(op)) return OpError(context, op, "this runtime does not have the op " + op.name + " yet");
   kernel->optimizer = op.kind == OpKind::kUpdateAdamW  ? Optimizer::kAdamW
                       : op.kind == OpKind::kUpdateAdam ? Optimizer::kAdam
+                      : op.kind == OpKind::kUpdateRule ? Optimizer::kRule
                                                        : Optimizer::kSgd;
   const size_t flats = FlatOperands(op);
   if (operands.size() != flats && operands.size() != flats + 1)

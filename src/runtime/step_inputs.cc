@@ -6,8 +6,8 @@ namespace interlace {
 
 namespace {
 
-size_t HyperCount(const std::string& optimizer) {
-  return optimizer == "adamw" || optimizer == "adam" || optimizer == "sgd" ? 7 : 0;
+size_t HyperCount(const Program& program, const Group& group) {
+  return group.rule == kNone ? 7 : program.rules[group.rule].RowSize();
 }
 
 }  // namespace
@@ -53,10 +53,15 @@ Status CheckHyper(const Program& program, const std::vector<std::vector<double>>
     return MakeError("the program has ", program.groups.size(), " optimizer groups, got numbers for ", hyper.size());
   }
   for (size_t i = 0; i < hyper.size(); ++i) {
-    const size_t wanted = HyperCount(program.groups[i].optimizer);
+    const size_t wanted = HyperCount(program, program.groups[i]);
     if (hyper[i].size() != wanted) {
       return MakeError("optimizer group ", program.groups[i].id, " (", program.groups[i].optimizer, ") needs ", wanted,
                        " numbers, got ", hyper[i].size());
+    }
+    if (program.groups[i].rule == kNone) continue;
+    const auto forms = static_cast<double>(program.rules[program.groups[i].rule].forms.size());
+    if (!(hyper[i][0] >= 0 && hyper[i][0] < forms)) {
+      return MakeError("optimizer group ", program.groups[i].id, " has no form ", hyper[i][0], " of its rule");
     }
   }
   return Ok{};

@@ -59,6 +59,45 @@ class Distance:
         return f"loss {self.loss:.1e}, weights {self.weights:.1e}{other}"
 
 
+class Lion(torch.optim.Optimizer):
+    """As people write them: a class of their own, element by element."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"].clone().mul_(beta1).add(p.grad, alpha=1 - beta1).sign_()
+                p.add_(update, alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+# Optimizers whose step is captured, each with what makes most of its step.
+RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, weight_decay=0.01),
+    "rmsprop-centered": lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, momentum=0.5, centered=True, eps=1e-4),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-3, weight_decay=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3, weight_decay=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, weight_decay=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.02, t0=4, lambd=1e-3, weight_decay=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-4),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, amsgrad=True),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01, amsgrad=True, maximize=False),
+    "lion": lambda p: Lion(p, lr=1e-4, weight_decay=0.1),
+}
+
+
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """Two parameter groups, as people have them: matrices with weight decay, vectors without."""
     params = [p for p in model.parameters() if p.requires_grad]
@@ -66,6 +105,10 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.dim() > 1]},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    if kind in RULES:
+        if kind == "rprop":  # has no weight decay
+            groups[1].pop("weight_decay")
+        return RULES[kind](groups)
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     if kind == "adam":

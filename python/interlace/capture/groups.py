@@ -1,34 +1,74 @@
 """Optimizer parameter groups: which update each parameter gets. Learning rates and the like are read by the trainer,
-each step."""
+each step.
+
+AdamW, Adam and SGD have updates of their own. Every other optimizer is run on small parameters (pilot.py) for the ways that its step
+goes: the first, those after it, a late one, and those of other settings (a weight decay that a scheduler turns on). They are the
+forms of its rule.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from interlace.capture.model_tensors import ModelTensor
+from interlace.capture.pilot import Pilot, Step, refused
+from interlace.capture.rules import RESERVED, rule_text
 from interlace.errors import CaptureError
 
 _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-_REFUSED = ("amsgrad", "differentiable")
+_FIRST_STEPS = 8  # that may go other ways than later ones
+_LATE = (1e3, 1e5, 1e8)  # step numbers that are tried
+_SIZES = ((2, 3, 2, 3, 2, 2), (5, 4, 3, 2, 3, 3), (3, 3, 3, 3, 3, 3))  # of small parameters, which are alike to what is elementwise
+
+Forms = list[tuple[str, ...]]
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> tuple[list[str], dict[int, int]]:
-    """The update of each group ("adamw", ...), and the group of each trainable parameter by id of the real tensor."""
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The rules of an optimizer, and the one of each group."""
+
+    lines: tuple[str, ...]
+    of_group: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    kinds: list[str]  # the update of each group: "adamw", "rule 0"
+    of: dict[int, int]  # the group of each trainable parameter, by id of the real tensor
+    rules: tuple[str, ...] = ()  # lines of the program
+
+    def lines(self) -> list[str]:
+        return [*self.rules, *(f"group {i} {kind}" for i, kind in enumerate(self.kinds))]
+
+
+def kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
+    """The update of a group: "adamw", "adam" or "sgd"; the name of the class where it is a rule."""
+    kind = _KINDS.get(type(optimizer))
+    if kind is None or group.get("amsgrad"):
+        return type(optimizer).__name__
+    return "adamw" if kind == "adam" and group.get("decoupled_weight_decay") else kind
+
+
+def is_rule(kind: str) -> bool:
+    return kind not in _KINDS.values()
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> Groups:
+    """The update of each group, and the group of each trainable parameter."""
     trainable = [p for p in params if p.real.requires_grad]
     if optimizer is None:
-        return ["adamw"], {id(p.real): 0 for p in trainable}
-    kind = _KINDS.get(type(optimizer))
-    if kind is None:
-        raise CaptureError(f"optimizer {type(optimizer).__name__} is not supported; use torch.optim.AdamW, Adam or SGD")
+        return Groups(["adamw"], {id(p.real): 0 for p in trainable})
     known = {id(p.real): p for p in params}
-    kinds: list[str] = []
     group_of: dict[int, int] = {}
     for i, group in enumerate(optimizer.param_groups):
-        for option in _REFUSED:
-            if group.get(option):
-                raise CaptureError(f"optimizer group {i} has {option}=True, which is not supported; set it to False")
-        decoupled = kind == "adam" and group.get("decoupled_weight_decay")
-        kinds.append("adamw" if decoupled else kind)
+        if group.get("differentiable"):
+            raise CaptureError(f"optimizer group {i} has differentiable=True, which is not supported; set it to False")
         for j, p in enumerate(group["params"]):
             if id(p) not in known:
                 name = group["param_names"][j] if "param_names" in group else f"number {j} of shape {tuple(p.shape)}"
@@ -42,4 +82,90 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[Model
             raise CaptureError(
                 f"the optimizer does not own parameter '{p.name}'; add it to a group, or freeze it (requires_grad=False)"
             )
-    return kinds, group_of
+    kinds = [kind_of(optimizer, group) for group in optimizer.param_groups]
+    if not any(is_rule(kind) for kind in kinds):
+        return Groups(kinds, group_of)
+    rules = rules_of(optimizer)
+    return Groups([f"rule {rules.of_group[i]}" if is_rule(kind) else kind for i, kind in enumerate(kinds)], group_of, rules.lines)
+
+
+# ---- rules ----
+
+_found: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, Rules]] = weakref.WeakKeyDictionary()
+
+
+def small_shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
+    """A few for each number of dimensions that a group's parameters have."""
+    shapes = []
+    for group in optimizer.param_groups:
+        dims = sorted({min(max(p.dim(), 1), len(_SIZES[0])) for p in group["params"]} or {1})
+        shapes.append([sizes[:d] for d in dims for sizes in _SIZES])
+    return shapes
+
+
+def rules_of(optimizer: torch.optim.Optimizer) -> Rules:
+    """Error: an optimizer whose step is not elementwise, or fails."""
+    settings = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    mark = repr((settings, small_shapes(optimizer), [str(p.dtype) for g in optimizer.param_groups for p in g["params"][:1]]))
+    known = _found.get(optimizer)
+    if known is None or known[0] != mark:
+        known = _found[optimizer] = mark, _probe(optimizer)
+    return known[1]
+
+
+def _probe(optimizer: torch.optim.Optimizer) -> Rules:
+    first = pilot = Pilot.fresh(optimizer, small_shapes(optimizer))
+    forms: list[Forms] = [[] for _ in optimizer.param_groups]
+
+    def note(step: Step) -> Pilot:
+        for known, form in zip(forms, step.forms, strict=True):
+            if form.lines not in known:
+                known.append(form.lines)
+        return step.after
+
+    for _ in range(_FIRST_STEPS):
+        pilot = note(pilot.step(check=True))
+    states = pilot.states()
+    for names in states:
+        for name in names:
+            if RESERVED.fullmatch(name) or not name.isidentifier() or not name.isascii():
+                raise refused(optimizer, f"a state cannot be called '{name}' in a program")
+    for start, changes in _others(optimizer, first.one_each(), pilot.one_each()):
+        with contextlib.suppress(Exception):  # settings that the optimizer does not take
+            steps = [start.step(changes)]
+            steps.append(steps[0].after.step(changes))
+            if steps[1].after.states() == states:
+                for step in steps:
+                    note(step)
+    sets = sorted({tuple(names) for names in states})
+    lines: list[str] = []
+    for i, one in enumerate(sets):
+        own: Forms = []
+        for names, group_forms in zip(states, forms, strict=True):
+            own += [f for f in group_forms if tuple(names) == one and f not in own]
+        lines += rule_text(i, type(optimizer).__name__, one, own)
+    return Rules(tuple(lines), tuple(sets.index(tuple(names)) for names in states))
+
+
+def _others(optimizer: torch.optim.Optimizer, first: Pilot, later: Pilot) -> Iterator[tuple[Pilot, list[dict[str, Any]]]]:
+    """Late steps, and steps with other settings: a number that is zero is not, or the other way round; a flag is turned."""
+    same: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+    for number in _LATE:
+        late = later
+        for i in range(len(same)):
+            scalars = {k: [number if k == "step" else v, kind] for k, (v, kind) in late.scalars(i).items()}
+            late = late.with_scalars(i, scalars, later.states()[i])
+        yield late, same
+    for key in {k: None for g in optimizer.param_groups for k in g if k not in ("params", "param_names", "differentiable")}:
+        changes = []
+        for group in optimizer.param_groups:
+            value = group.get(key)
+            other: Any = None
+            if isinstance(value, bool):
+                other = not value
+            elif isinstance(value, (int, float)):
+                other = 0.5 if value == 0 else 0.0
+            changes.append({} if other is None else {key: other})
+        if any(changes):
+            yield first, changes
+            yield later, changes

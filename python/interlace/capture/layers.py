@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from interlace.capture.casts import NO_CASTS
+from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, leaves, path_name, rebuild
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import check_parameters, collect
@@ -126,7 +127,7 @@ class _LayerTrace(Trace):
 
     def program(self, role: str) -> str:
         """The text of one part, with what it reads."""
-        whole = self.text(["adamw"], {id(t.real): 0 for t in self.tensors if t.kind == "param"}, 1, "keyed")
+        whole = self.text(Groups(["adamw"], {id(t.real): 0 for t in self.tensors if t.kind == "param"}), 1, "keyed")
         head, _, _ = whole.partition("phase micro_batch")
         body = "\n".join(self.lines[role])
         used = set(_VALUE.findall(body))

@@ -70,14 +70,14 @@ def capture(
         raise CaptureError(f"unknown rng_mode '{rng_mode}'; it is 'keyed' or 'compat'")
     tensors = collect(model)
     check_parameters(tensors)
-    kinds, group_of = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
+    groups = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
     whole = InputSpec.of(example_batch)
     batch = whole.split(example_batch, micro_batches)[0] if micro_batches > 1 else example_batch
     with without_collection():
         loss_fn = loss_fn or _default_loss
         watch = watch or Watch(model, loss_fn)
         trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
-        text = trace.text(kinds, group_of, micro_batches, rng_mode)
+        text = trace.text(groups, micro_batches, rng_mode)
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
     opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
     return Captured(

@@ -19,6 +19,7 @@ from interlace.capture.casts import Casts
 from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.effects import Stored, generators
+from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
@@ -316,7 +317,7 @@ class Trace:
 
     # ---- the text ----
 
-    def text(self, kinds: list[str], group_of: dict[int, int], micro_batches: int, rng_mode: str) -> str:
+    def text(self, groups: Groups, micro_batches: int, rng_mode: str) -> str:
         lines = ["interlace 1 captured"]
         try:
             version = metadata.version("interlace")
@@ -335,7 +336,7 @@ class Trace:
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")
-        lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
+        lines += groups.lines()
         lines += [f"module {i} {quote(path)} {quote(cls)}" for path, (i, cls) in self.sites.modules.items()]
         lines += [f"source {i} {quote(place)}" for place, i in self.sites.sources.items()]
         for t in self.tensors:
@@ -345,7 +346,7 @@ class Trace:
                 continue
             line = f"param {decl} {name}"
             if t.real.requires_grad:
-                line += f" trainable group {group_of[id(t.real)]}"
+                line += f" trainable group {groups.of[id(t.real)]}"
             else:
                 line += " frozen"
             lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))

@@ -34,9 +34,11 @@ def export_torch(checkpoint: Checkpoint) -> dict[str, Any]:
         names = [str(n) for n in group["parameters"]]
         groups.append({**hyper, "params": [index.setdefault(n, len(index)) for n in names]})
         for name in names:
-            roles = [role for role in STATE_NAMES.get(kind, ()) if f"{role}.{name}" in moments]
+            roles = [role for role in group.get("states", STATE_NAMES.get(kind, ())) if f"{role}.{name}" in moments]
             entry = {role: moments.read(f"{role}.{name}") for role in roles}
-            if entry and kind != "sgd":
+            if entry and "scalars" in group:
+                entry = {**{k: torch.tensor(number) for k, (number, _) in group["scalars"].items()}, **entry}
+            elif entry and kind != "sgd":
                 entry = {"step": torch.tensor(float(group["steps"])), **entry}
             if entry:
                 state[index[name]] = entry

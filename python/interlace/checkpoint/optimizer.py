@@ -7,17 +7,11 @@ from typing import Any
 
 import torch
 
-# Names of a parameter's states in the order of the update's operands, as torch.optim calls them.
+# Names of a parameter's states in the order of the update's operands, as torch.optim calls them. Other kinds have rules, which name
+# theirs; a checkpoint's record does too.
 STATE_NAMES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",),
 }  # fmt: skip
-
-
-def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """ "adamw", "adam" or "sgd". Capture has refused every other class by now."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd"
-    return "adamw" if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay") else "adam"
 
 
 def plain_hyper(group: Mapping[str, Any]) -> dict[str, Any]:

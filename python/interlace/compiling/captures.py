@@ -111,8 +111,8 @@ class Captures:
             log.info("the model is captured: %s", e)
             return None, [], {}
         tensors = [t for t in collect(self.model) if t.kind == "param"]
-        kinds, groups = optimizer_groups(self.optimizer, tensors)
-        mark.word(kinds, [groups.get(id(t)) for t in tensors])
+        groups = optimizer_groups(self.optimizer, tensors)
+        mark.word(groups.lines(), [groups.of.get(id(t.real)) for t in tensors])
         mark.word(sorted(self.numbers))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders

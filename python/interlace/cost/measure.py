@@ -133,9 +133,15 @@ def plain_inputs(program: Any) -> list[torch.Tensor]:
 
 
 def hyper_of(program: Any) -> list[list[float]]:
-    """A learning rate of zero: measuring changes no weight."""
+    """A learning rate of zero: measuring changes no weight. A rule's numbers say nothing of what they are: they are all zero."""
     numbers = {"adamw": [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0], "adam": [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0]}
-    return [numbers.get(group["optimizer"], [0.0, 0.9, 0.0, 0.0, 0.0, 1.0, 0.0]) for group in program.groups()]
+    rules = program.rules()
+    return [
+        numbers.get(group["optimizer"], [0.0, 0.9, 0.0, 0.0, 0.0, 1.0, 0.0])
+        if group["rule"] is None
+        else [float(rules[group["rule"]]["forms"] - 1), *[0.0] * (rules[group["rule"]]["row"] - 1)]
+        for group in program.groups()
+    ]
 
 
 def measure_program(

@@ -52,9 +52,9 @@ def compile(
     """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
 
     `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
-    one step gets on this rank. `optimizer` is torch.optim's AdamW, Adam or SGD; its hyper-parameters are read anew each step, so
-    schedulers work. Afterwards the parameters live in the trainer: where every rank holds them whole, the model's parameters are views
-    of them; else they become meta tensors. Raises InterlaceError with what is wrong and what to do.
+    one step gets on this rank. `optimizer` is any whose step is elementwise: torch.optim's, or a class of yours; its
+    hyper-parameters are read anew each step, so schedulers work. Afterwards the parameters live in the trainer: where every rank holds
+    them whole, the model's parameters are views of them; else they become meta tensors. Raises InterlaceError with what is wrong and what to do.
     """
     config = config or Config()
     if not isinstance(config, Config):
@@ -118,7 +118,7 @@ class _Build:
                 built = self._rebuild(used, built.states, buffers)
                 buffers = self._fill_buffers(built)
                 runner = self._eager_runner(built)
-        hyper = Hyper(self.optimizer)
+        hyper = Hyper(self.optimizer, built.ir)
         if hyper.import_steps():
             self._import_optimizer(built.states)
         adopt(self.tensors, built.states, buffers)
@@ -285,7 +285,9 @@ class _Build:
         for p, state in self.optimizer.state.items():
             name = self.names[id(p)]
             for role, value in state.items():
-                if role == "step" or not isinstance(value, Tensor) or name not in states.parameters:
+                if role == "step" or not isinstance(value, Tensor) or (value.dim() == 0 and p.dim() > 0):
+                    continue
+                if name not in states.parameters:
                     continue
                 unit = states.parameters[name].unit
                 if unit is None or role not in states.roles(states.units[unit]):

@@ -43,9 +43,9 @@ def eager_text(
     model: nn.Module, tensors: list[ModelTensor], optimizer: torch.optim.Optimizer, used: Collection[str] | None
 ) -> str:
     """The program of a step whose gradients are inputs. `used`: the parameters that get one; None means all trainable ones."""
-    kinds, group_of = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
+    groups = optimizer_groups(optimizer, [t for t in tensors if t.kind == "param"])
     lines = ["interlace 1 captured", f"meta model {quote(type(model).__name__)}", f"meta mode {quote('eager')}"]
-    lines += [f"group {i} {kind}" for i, kind in enumerate(kinds)]
+    lines += groups.lines()
     inputs: list[str] = []
     ops: list[str] = []
     for i, t in enumerate(tensors):
@@ -55,7 +55,7 @@ def eager_text(
             lines.append(f"buffer {decl} {'persistent' if t.persistent else 'plain'}")
             continue
         trainable = t.real.requires_grad
-        line = f"param {decl} " + (f"trainable group {group_of[id(t.real)]}" if trainable else "frozen")
+        line = f"param {decl} " + (f"trainable group {groups.of[id(t.real)]}" if trainable else "frozen")
         lines.append(line + "".join(f" alias {quote(a)}" for a in t.aliases))
         if trainable and (used is None or t.name in used):
             value = len(tensors) + len(inputs)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_shapes, group_difference
-from interlace.checkpoint.optimizer import kind_of
 from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.states import WEIGHT
@@ -66,7 +65,7 @@ class Loading:
         """Checks files against the model and the optimizer; gives the function that then reads them."""
         record, weights, moments = checkpoint.record, checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
         groups = self._run.optimizer.param_groups
-        kinds = [kind_of(self._run.optimizer, g) for g in groups]
+        kinds = [self._run.kind_of(i) for i in range(len(groups))]
         names = self._weight_names(weights)
         ours = [(kind, self._run.names_of_group(i)) for i, kind in enumerate(kinds)]
         theirs = list(zip(record["kind"], [g["parameters"] for g in record["groups"]], strict=False))
@@ -97,9 +96,9 @@ class Loading:
                 else:
                     self._run.states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
             self._run.steps = int(record["step"])
-            self._run.hyper.steps = steps
             self._run.loss_scale.restore(record.get("loss_scale"))
             self._restore_groups([g["hyper"] for g in record["groups"]])
+            self._run.hyper.restore(steps, [g.get("scalars") for g in record["groups"]])
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
                 torch.set_rng_state(moments.read(f"rng.{self._run.rank}"))
 

@@ -74,7 +74,7 @@ class Frozen:
                     f"parameter '{fresh[0]}' becomes trainable after its optimizer group {i} has made {run.hyper.steps[i]} steps with "
                     "others; put parameters that are unfrozen later into a group of their own when making the optimizer"
                 )
-            run.hyper.steps[i] = 0
+            run.hyper.restart(i)
 
     def _recompile(self, micro_batch: Any) -> None:
         run, programs = self.run, self.planner.programs

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from interlace.capture.groups import is_rule, kind_of
 from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import collect
-from interlace.checkpoint.optimizer import STATE_NAMES, kind_of
+from interlace.checkpoint.optimizer import STATE_NAMES
 from interlace.checkpoint.saver import Save
 from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.compiling.captures import Captures
@@ -82,6 +83,7 @@ class Run:
         self.program, self.passes = built.source.text, built.source.reports
         self.source, self.ir, self.executor, self.states = built.source, built.ir, built.executor, built.states
         self.loss_scale.attach(built.ir, built.executor)
+        self.hyper.attach(built.ir)
         if any(s["moves"] for s in built.ir.states()):  # the model's parameters cannot be views of what leaves memory
             for t in collect(self.model):
                 if t.kind == "param" and built.states.resident(t.name) is None:
@@ -193,9 +195,17 @@ class Run:
 
     def roles(self) -> list[str]:
         """In torch's order."""
-        kind = kind_of(self.optimizer, self.optimizer.param_groups[0])
         present = {role for record in self.states.everything for role in record.roles}
-        return [role for role in STATE_NAMES[kind] if role in present]
+        names = [n for group in range(len(self.optimizer.param_groups)) for n in self.state_names(group)]
+        return [role for role in dict.fromkeys(names) if role in present]
+
+    def kind_of(self, group: int) -> str:
+        return kind_of(self.optimizer, self.optimizer.param_groups[group])
+
+    def state_names(self, group: int) -> tuple[str, ...]:
+        """Of a group's parameters, in torch's order."""
+        kind = self.kind_of(group)
+        return self.hyper.rule_states(group) if is_rule(kind) else STATE_NAMES[kind]
 
     def share_buffers(self) -> None:
         """Of a pipeline: every rank's buffers are those of the stage that changes them. Every rank must call it."""

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.capture.groups import is_rule
 from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER
 from interlace.checkpoint.folder import Staging, check_place
-from interlace.checkpoint.optimizer import kind_of, plain_hyper
+from interlace.checkpoint.optimizer import plain_hyper
 from interlace.checkpoint.saver import Locks, Piece, Save
 from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layout
 from interlace.compiling.states import WEIGHT, Parameter, Unit
@@ -267,11 +268,14 @@ class Saving:
 
     def _record(self) -> dict[str, Any]:
         groups = []
+        kinds = [self._run.kind_of(i) for i in range(len(self._run.optimizer.param_groups))]
         for i, group in enumerate(self._run.optimizer.param_groups):
             steps, names = self._run.hyper.steps[i], self._run.names_of_group(i)
-            groups.append({"steps": steps, "hyper": plain_hyper(group), "parameters": names})
+            record = {"steps": steps, "hyper": plain_hyper(group), "parameters": names}
+            scalars = self._run.hyper.scalars(i)
+            groups.append(record if not is_rule(kinds[i]) else {**record, "states": self._run.state_names(i), "scalars": scalars})
         return {
-            "format": FORMAT, "step": self._run.steps, "kind": [kind_of(self._run.optimizer, g) for g in self._run.optimizer.param_groups],
+            "format": FORMAT, "step": self._run.steps, "kind": kinds,
             "groups": groups, "seed": self._run.config.seed, "rng": self._run.config.rng, "world_size": self._run.world_size,
             "loss_scale": self._run.loss_scale.state(), "loop": self._loop.state(), "run": self.digest(),
         }  # fmt: skip

@@ -52,8 +52,8 @@ def optimizer_state_dict(run: Run, all_ranks: bool = False) -> dict[str, Any]:
                 if t is None or not (all_ranks or run.rank == 0) or not run.has_state(p):
                     continue
                 entry = state.setdefault(index[p.name], {})
-                if role != "momentum_buffer":
-                    entry["step"] = torch.tensor(float(run.hyper.steps[p.group or 0]))
+                if not entry:
+                    entry.update(run.hyper.entry(p.group or 0))
                 entry[role] = t.detach().to("cpu", copy=True)
     if not (all_ranks or run.rank == 0):
         return {}

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
-from interlace.checkpoint.optimizer import kind_of
+from interlace.capture.groups import is_rule
 from interlace.compiling.states import WEIGHT
+from interlace.errors import InterlaceError
 from interlace.train.run import Run
 
 Tensor = torch.Tensor
@@ -39,6 +40,8 @@ class Unused:
         names = self._names()
         if self.table is None or not names:
             return
+        if is_rule(self.run.kind_of(0)):
+            self._doubtful = set(names)  # a rule's step cannot be computed back
         self.table.used.clear()
         doubtful = names if self._doubtful is None else [n for n in names if n in self._doubtful]
         if doubtful:
@@ -59,7 +62,7 @@ class Unused:
         if self.run.skipped or not (unused or self.skipped):
             return
         self.run.flush()
-        kind = kind_of(self.run.optimizer, self.run.optimizer.param_groups[0])
+        kind = self.run.kind_of(0)
         for name in unused:
             row = rows[self.run.states.parameters[name].group or 0]
             if name in kept:
@@ -69,6 +72,12 @@ class Unused:
             self.skipped[name] = self.skipped.get(name, 0) + 1
             self._doubtful.add(name)
         for name in self.skipped:
+            if name not in unused and name in kept and is_rule(kind):
+                raise InterlaceError(
+                    f"parameter '{name}' has a gradient again after {self.skipped[name]} steps without one, and {kind} would go on with "
+                    "another count of steps for it than for the rest of its group; freeze what is not used (requires_grad=False), or "
+                    "train with AdamW, Adam or SGD"
+                )
             if name not in unused and name in kept and kind != "sgd":
                 self._as_own_step(name, kind, rows[self.run.states.parameters[name].group or 0], kept[name])
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bindings/runtime.h"
+#include "ir/text.h"
 #include "runtime/allocator.h"
 #include "runtime/kernels_aten.h"
 #include "runtime/step_heap.h"
@@ -82,6 +83,16 @@ void BindTesting(py::module_& module) {
       py::arg("momentum") = 0.0, py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0, py::arg("t") = 1.0,
       py::arg("nesterov") = false, py::arg("maximize") = false, py::arg("grad_scale") = 1.0, py::arg("aten") = false,
       no_gil);
+  m.def(
+      "rule_step",
+      [](const std::string& text, size_t form, const std::vector<at::Tensor>& flats, const std::vector<double>& numbers,
+         double grad_scale, bool aten) {
+        Result<Program> program = Parse("interlace 1 captured\n" + text + "\n");
+        if (!program.ok()) throw std::invalid_argument(program.error().ToString());
+        (aten ? RuleStepAten : RuleStep)(program->rules.at(0).forms.at(form), flats, numbers, grad_scale);
+      },
+      py::arg("text"), py::arg("form"), py::arg("flats"), py::arg("numbers"), py::arg("grad_scale") = 1.0,
+      py::arg("aten") = false, no_gil);
   m.def(
       "norm_partial",
       [](const at::Tensor& flat, const at::Tensor& acc, bool aten) {

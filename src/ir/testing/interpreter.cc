@@ -91,6 +91,8 @@ class TextbookStep {
     const std::string& optimizer = program_.groups[param.group].optimizer;
     std::vector<double> hyper = machine_.Hyper(param.group);
     INTERLACE_ASSIGN(Dense weight, machine_.Read(0, param.value));
+    if (const int32_t rule = program_.groups[param.group].rule; rule != kNone)
+      return UpdateByRule(param, program_.rules[rule], hyper, grad, factor, weight);
     Dense& first =
         first_.emplace(param.value, Dense{weight.sizes, std::vector<double>(weight.data.size())}).first->second;
     Dense& second = second_.emplace(param.value, first).first->second;
@@ -104,6 +106,24 @@ class TextbookStep {
     return Ok{};
   }
 
+  Status UpdateByRule(const Param& param, const UpdateRule& rule, const std::vector<double>& row, const Dense& grad,
+                      double factor, Dense& weight) {
+    const DType dtype = program_.value(param.value).type.dtype;
+    const RuleForm& form = rule.forms[static_cast<size_t>(row[0])];
+    std::vector<Dense>& states = states_[param.value];
+    states.resize(rule.states.size(), Dense{weight.sizes, std::vector<double>(weight.data.size())});
+    for (size_t i = 0; i < weight.data.size(); ++i) {
+      std::vector<double> registers(form.registers);
+      registers[0] = weight.data[i], registers[1] = grad.data[i] * factor;
+      for (size_t k = 0; k < states.size(); ++k) registers[2 + k] = states[k].data[i];
+      EvaluateRule(form, std::span(row).subspan(1), registers);
+      weight.data[i] = registers[0];
+      for (size_t k = 0; k < states.size(); ++k) states[k].data[i] = RoundTo(dtype, registers[2 + k]);
+    }
+    for (int64_t rank = 0; rank < machine_.ranks(); ++rank) INTERLACE_TRY(machine_.Write(rank, param.value, weight));
+    return Ok{};
+  }
+
   const Program& program_;
   const InterpretOptions& options_;
   Machine& machine_;
@@ -111,6 +131,7 @@ class TextbookStep {
   std::map<ValueId, DType> reduced_in_;          // by parameter
   std::map<ValueId, std::vector<Dense>> total_;  // one part (reduce_each) or one per rank
   std::map<ValueId, Dense> first_, second_;      // optimizer states
+  std::map<ValueId, std::vector<Dense>> states_;  // of rules
 };
 
 // Of one step, by name and then by micro-batch, whatever the order of runs.

@@ -247,6 +247,12 @@ void Machine::SetInputs(int64_t micro_batch) {
 }
 
 std::vector<double> Machine::Hyper(int32_t group, bool pending) const {
+  if (const int32_t rule = program_.groups[group].rule; rule != kNone) {
+    if (group < static_cast<int32_t>(options_.hyper.size())) return options_.hyper[group];
+    std::vector<double> row(program_.rules[rule].RowSize());
+    for (size_t i = 1; i < row.size(); ++i) row[i] = 0.05 * static_cast<double>(i);
+    return row;
+  }
   std::vector<double> hyper = group < static_cast<int32_t>(options_.hyper.size())
                                   ? options_.hyper[group]
                                   : DefaultHyper(program_.groups[group].optimizer);

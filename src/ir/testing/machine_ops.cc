@@ -104,6 +104,7 @@ Status Machine::RunOwnOp(const Op& op) {
     case OpKind::kUpdateAdamW:
     case OpKind::kUpdateAdam:
     case OpKind::kUpdateSgd:
+    case OpKind::kUpdateRule:
       return StepsOnHost(op) ? UpdateOnHost(op) : Update(op);
     case OpKind::kGrad:
     case OpKind::kOutput:
@@ -222,8 +223,7 @@ Status Machine::NormCoef(const Op& op) {
 Status Machine::Update(const Op& op) {
   const std::string optimizer(OptimizerOf(op));
   const Unit& unit = program_.units[op.units[0]];
-  const Arg* with_momentum = op.Attr("momentum");
-  size_t states = optimizer != "sgd" ? 2 : with_momentum != nullptr && with_momentum->boolean ? 1 : 0;
+  const size_t states = FlatOperands(op) - 2;
   const Arg* ranges = op.Attr("ranges");
   if (ranges == nullptr) return MakeError(op.name, " has no ranges");
   for (int64_t rank = 0; rank < ranks_; ++rank) {
@@ -244,7 +244,21 @@ Status Machine::Update(const Op& op) {
     for (size_t r = 0; r + 2 < ranges->list.size(); r += 3) {
       int64_t begin = std::max<int64_t>(ranges->list[r].integer.value - first, 0);
       int64_t end = std::min(ranges->list[r + 1].integer.value - first, count);
-      std::vector<double> hyper = Hyper(static_cast<int32_t>(ranges->list[r + 2].integer.value), IsPending(op));
+      const auto group = static_cast<int32_t>(ranges->list[r + 2].integer.value);
+      std::vector<double> hyper = Hyper(group, IsPending(op));
+      if (const int32_t rule = program_.groups[group].rule; rule != kNone) {
+        if (hyper.empty()) return MakeError("group ", group, " has no row");
+        const RuleForm& form = program_.rules[rule].forms[static_cast<size_t>(hyper[0])];
+        std::vector<double> registers(form.registers);
+        for (int64_t i = begin; i < end; ++i) {
+          for (size_t k = 0; k < flats.size(); ++k) registers[k] = flats[k].data[i] * (k == 1 ? factor : 1);
+          EvaluateRule(form, std::span(hyper).subspan(1), registers);
+          for (size_t k = 0; k < flats.size(); ++k) {
+            if (k != 1) flats[k].data[i] = registers[k];
+          }
+        }
+        continue;
+      }
       for (int64_t i = begin; i < end; ++i) {
         INTERLACE_TRY(StepElement(optimizer, hyper, flats[1].data[i] * factor, &flats[0].data[i],
                                   states > 0 ? &flats[2].data[i] : nullptr, states > 1 ? &flats[3].data[i] : nullptr));
