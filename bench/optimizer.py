@@ -2,6 +2,7 @@
 
     python bench/optimizer.py
     python bench/optimizer.py --numel 20e6 --threads 1 2 --rounds 30 --json out.json
+    python bench/optimizer.py --rules --numel 20e6           # captured optimizers, per byte that they move, against our AdamW
 
 The sides work on one flat tensor each, which is torch's best case; the norm's peer is `torch.linalg.vector_norm`.
 """
@@ -57,17 +58,68 @@ def compare(dtype: torch.dtype, numel: int, args: argparse.Namespace, threads: i
         report(title, times, "torch", args.json, case=case, dtype=name)
 
 
+RULES = {
+    "AdamW as a rule": lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.1),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.1, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+def compare_rules(dtype: torch.dtype, numel: int, args: argparse.Namespace) -> None:
+    """Bytes: the weight and the states are read and written, the gradient is read. Rounds alternate with the hand-written AdamW."""
+    from interlace.capture.groups import rules_of
+    from interlace.capture.pilot import Pilot
+
+    def flat() -> torch.Tensor:
+        return (0.5 + torch.rand(numel, dtype=torch.float32)).to(dtype)
+
+    base = [flat() for _ in range(4)]
+    for name, make in RULES.items():
+        optimizer = make([torch.nn.Parameter(torch.randn(4, 3))])
+        pilot = Pilot.fresh(optimizer, [[(2, 3)]])
+        for _ in range(10):
+            step = pilot.step()
+            pilot = step.after
+        flats = [flat() for _ in range(2 + len(pilot.states()[0]))]
+        text = "\n".join(rules_of(optimizer).lines)
+        forms = [tuple(line.strip() for line in block.splitlines() if " = " in line) for block in text.split("form {")[1:]]
+        number, numbers = forms.index(step.forms[0].lines), step.forms[0].numbers
+
+        def adamw() -> None:
+            testing.adam_step(*base, lr=1e-4, beta2=0.95, weight_decay=0.1, t=10.0)
+
+        def rule(text: str = text, number: int = number, flats: list = flats, numbers: list = numbers) -> None:
+            testing.rule_step(text, number, flats, numbers)
+
+        times = paired({"AdamW": adamw, name: rule}, rounds=args.rounds)
+        moved = (2 * len(flats) - 1) / 7
+        per_byte = sorted(b / a / moved for a, b in zip(times["AdamW"], times[name], strict=True))
+        print(f"{name:18} {len(flats) - 2} states, {len(forms[number]):2} ops: {per_byte[len(per_byte) // 2]:.3f} x AdamW per byte")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=float, default=8e6, help="elements of the flat buffer (default 8e6)")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["f32", "f64", "bf16"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of threads (default 1)")
+    parser.add_argument("--rules", action="store_true", help="captured optimizers against our AdamW")
     parser.add_argument("--rounds", type=int, default=20, help="paired rounds a figure (default 20)")
     parser.add_argument("--json", help="add the records to this file")
     args = parser.parse_args()
     for threads in args.threads:
         torch.set_num_threads(threads)
         for name in args.dtypes:
+            if args.rules:
+                compare_rules(DTYPES[name], int(args.numel), args)
+                continue
             compare(DTYPES[name], int(args.numel), args, threads)
 
 

@@ -74,11 +74,12 @@ class Worker:
 
     def build(self, name: str) -> dict[str, Any]:
         from cases import causal_model
+        from default_methods import DEFAULTS
         from peer_methods import ALONE, METHODS
         from stage_methods import STAGES
         from tensor_methods import TENSOR
 
-        self.steps[name] = (METHODS | ALONE | TENSOR | STAGES)[name].build(self.settings)
+        self.steps[name] = (METHODS | ALONE | TENSOR | STAGES | DEFAULTS)[name].build(self.settings)
         parameters = causal_model(self.settings.case).parameters() if self.rank == 0 else []
         return {"parameter_bytes": sum(p.numel() * p.element_size() for p in parameters)}
 

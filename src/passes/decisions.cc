@@ -44,6 +44,7 @@ std::string NameOf(const std::string& origin, const Decisions& decisions) {
   if (captured.parts > 1) name += ", " + std::to_string(captured.parts) + " parts of a micro-batch side by side";
   if (captured.width > 1) name += ", " + std::to_string(captured.width) + " micro-batches side by side";
   if (captured.regather) name += ", rows gathered again";
+  if (captured.reduce_last) name += ", gradients reduced once a step";
   if (captured.recompute == Recompute::kSelective) name += ", selective recomputation";
   if (captured.recompute == Recompute::kBlocks) {
     name += ", recomputation of " + std::to_string(captured.blocks.size()) + " of " +

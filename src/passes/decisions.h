@@ -24,6 +24,7 @@ struct CapturedDecisions {
   int64_t width = 1;                // micro-batches side by side
   int64_t parts = 1;                // of a micro-batch, side by side
   bool regather = false;            // rows that tensor parallelism gathered are gathered again for the backward part
+  bool reduce_last = false;         // gradients are reduced once a step, where the program says after each micro-batch
   friend bool operator==(const CapturedDecisions&, const CapturedDecisions&) = default;
 };
 

@@ -190,6 +190,8 @@ std::span<const PassInfo> PassTable() {
                   "also decide what runs again in the backward part, or leave that as it is"),
            Choice("breadth_first", {"auto", "none"},
                   "also decide how many micro-batches run side by side, or leave that as it is"),
+           Choice("accumulate", {"none", "auto"},
+                  "also decide when gradients are reduced: after each micro-batch, as the program says, or once a step"),
            Choice("offload", {"none", "auto", "host"},
                   "storages may leave memory where nothing else fits; host: and steps be made there"),
            Choice("reposition", {"none", "auto"}, "with offload: some updates may be left to the next step"),

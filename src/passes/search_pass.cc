@@ -210,10 +210,18 @@ class VariantSearch {
     return TrySchedules(base, costs_, search_);
   }
 
+  // What made the sharded program, with what is decided of it.
   std::vector<PassCall> Since(const CapturedDecisions& captured) const {
     std::vector<PassCall> calls = since_;
     for (PassCall& call : calls) {
       if (captured.regather && call.pass == FindPass("tensor")) call.options.Set("regather", "true");
+      if (!captured.reduce_last || call.pass != FindPass("accumulate")) continue;
+      PassOptions options;
+      for (const auto& [name, text] : call.options.items()) {
+        if (name != "mode") options.Set(name, text);
+      }
+      options.Set("mode", "reduce_last");
+      call.options = options;
     }
     return calls;
   }
@@ -240,7 +248,8 @@ Status Finish(Program base, const PassCosts& costs, SearchResult& found, Program
 }  // namespace
 
 bool SearchesCaptured(const PassOptions& options) {
-  return options.Text("recompute", "auto") == "auto" || options.Text("breadth_first", "auto") == "auto";
+  return options.Text("recompute", "auto") == "auto" || options.Text("breadth_first", "auto") == "auto" ||
+         options.Text("accumulate", "none") == "auto";
 }
 
 Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOptions& options) {
@@ -248,7 +257,8 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   const bool recompute = options.Text("recompute", "auto") == "auto";
   const std::vector<CapturedDecisions> variants =
-      CapturedSpace(origin.captured, program, recompute, options.Text("breadth_first", "auto") == "auto");
+      CapturedSpace(origin.captured, program, recompute, options.Text("breadth_first", "auto") == "auto",
+                    options.Text("accumulate", "none") == "auto");
   const auto count = static_cast<int64_t>(variants.size());
   if (search.evaluations > 0) {
     search.evaluations = std::max<int64_t>(search.evaluations / count, 1);
@@ -288,6 +298,7 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
   add_without("rows gathered once", [](const CapturedDecisions& c) { return c.regather; });
   add_without("a micro-batch in one part", [](const CapturedDecisions& c) { return c.parts > 1; });
   add_without("one micro-batch after the other", [](const CapturedDecisions& c) { return c.width > 1; });
+  add_without("gradients reduced after each micro-batch", [](const CapturedDecisions& c) { return c.reduce_last; });
   INTERLACE_ASSIGN(Program base, searches.Base(all.front[all.chosen].decisions.captured));
   INTERLACE_TRY(Finish(std::move(base), costs, all, program));
   return true;

@@ -305,7 +305,7 @@ bool DividesMicroBatch(const Program& program, int64_t parts) {
 }  // namespace
 
 std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
-                                             bool breadth_first) {
+                                             bool breadth_first, bool accumulate) {
   std::vector<CapturedDecisions> all = {{}};
   const std::vector<std::string> blocks = BlocksOf(captured);
   if (recompute && !blocks.empty() && captured.Meta("recompute") == nullptr) {
@@ -329,13 +329,22 @@ std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Prog
       all.back().regather = true;
     }
   }
-  if (!breadth_first || sharded.accumulate_mode != "reduce_last" || sharded.width != 1) return all;
+  size_t first_last = 0;  // of those that reduce once a step
+  if (sharded.accumulate_mode != "reduce_last") {
+    if (!accumulate || sharded.accumulation == 1) return all;
+    first_last = all.size();
+    for (size_t i = 0; i < first_last; ++i) {
+      all.push_back(all[i]);
+      all.back().reduce_last = true;
+    }
+  }
+  if (!breadth_first || sharded.width != 1) return all;
   for (int64_t width : {2, 4}) {
     if (sharded.accumulation % width != 0) continue;
     std::vector<size_t> with = {0};
     if (width == 2 && recomputations > 1) with = {0, 1, recomputations - 1};
     for (size_t i : with) {
-      all.push_back(all[i]);
+      all.push_back(all[first_last + i]);
       all.back().width = width;
     }
   }
@@ -351,6 +360,7 @@ std::vector<CapturedDecisions> NeighboursOf(const Program& captured, const Captu
   for (size_t next : {count >= step ? count - step : 0, count + step}) {
     if (next == 0 || next > blocks.size()) continue;
     CapturedDecisions variant = RecomputationOf(blocks, next);
+    variant.reduce_last = chosen.reduce_last;
     if (std::find(all.begin(), all.end(), variant) == all.end()) out.push_back(std::move(variant));
   }
   return out;

@@ -442,6 +442,42 @@ TEST(Search, KeepsTheBits) {
   }
 }
 
+// The chosen mode is that of the program, whose bits are that mode's; and what it decides is no slower than either mode.
+TEST(Search, DecidesWhenGradientsAreReduced) {
+  int last = 0;
+  for (uint64_t seed = 1, end = 1 + Rounds(6); seed < end; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    testing::RandomProgramOptions options;
+    options.seed = seed;
+    options.layers = 2 + static_cast<int>(seed % 3);
+    testing::InterpretOptions run;
+    run.ranks = 2;
+    run.accumulation = 3;
+    const auto searched = [&](const std::string& mode, const std::string& more) {
+      Program program = testing::RandomProgram(options);
+      Result<std::vector<PassCall>> calls =
+          ParsePipeline("canonicalize,shard(ranks=2),accumulate(steps=3,mode=" + mode +
+                        "),update,search(recompute=none,breadth_first=none,evaluations=60" + more + ")");
+      EXPECT_TRUE(calls.ok()) << ErrorOf(calls);
+      Result<std::vector<PassReport>> reports = RunPasses(program, *calls);
+      EXPECT_TRUE(reports.ok()) << ErrorOf(reports);
+      return program;
+    };
+    const auto time_of = [](const Program& program) { return Predict(program, Costs(program))->time_ps; };
+    const Program program = searched("reduce_each", ",accumulate=auto");
+    run.accumulate_mode = program.accumulate_mode;
+    last += run.accumulate_mode == "reduce_last";
+    const Program captured = testing::RandomProgram(options);
+    Result<testing::RunResult> expected = testing::Interpret(captured, run), actual = testing::Interpret(program, run);
+    ASSERT_TRUE(expected.ok() && actual.ok()) << ErrorOf(expected) << ErrorOf(actual);
+    EXPECT_EQ(testing::FirstDifference(*expected, *actual), "") << Print(program);
+    for (const char* mode : {"reduce_each", "reduce_last"}) {
+      EXPECT_LE(static_cast<double>(time_of(program)), 1.02 * static_cast<double>(time_of(searched(mode, "")))) << mode;
+    }
+  }
+  EXPECT_GT(last, 0);
+}
+
 TEST(OverlapUpdate, EveryUpdateFollowsItsGradient) {
   Program program = Base(3, 2, ",overlap_update");
   ASSERT_TRUE(program.FindPhase("update")->ops.empty());

@@ -23,7 +23,7 @@ from interlace.config import Config, ConfigError, format_bytes, parse_bytes
         ({"strategy": 3}, "strategy must be one of 'shard', 'replicate', 'zero1', not 3"),
         ({"accumulation": 0}, "accumulation must be a whole number of at least 1, not 0"),
         ({"accumulation": 2.0}, "accumulation must be a whole number of at least 1, not 2.0"),
-        ({"accumulate_mode": "each"}, "accumulate_mode must be one of 'reduce_each', 'reduce_last', not 'each'"),
+        ({"accumulate_mode": "each"}, "accumulate_mode must be one of 'auto', 'reduce_each', 'reduce_last', not 'each'"),
         ({"clip_norm": 0}, "clip_norm must be a positive number, not 0"),
         ({"clip_norm": float("nan")}, "clip_norm must be a positive number, not nan"),
         ({"timeout_s": -1}, "timeout_s must be a positive number, not -1"),

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from interlace.capture.model_tensors import ModelTensor
-from interlace.capture.pilot import Pilot, Step, refused
-from interlace.capture.rules import RESERVED, rule_text
+from interlace.capture.pilot import Pilot, Step
+from interlace.capture.rules import rule_text
 from interlace.errors import CaptureError
 
 _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
@@ -126,10 +126,6 @@ def _probe(optimizer: torch.optim.Optimizer) -> Rules:
     for _ in range(_FIRST_STEPS):
         pilot = note(pilot.step(check=True))
     states = pilot.states()
-    for names in states:
-        for name in names:
-            if RESERVED.fullmatch(name) or not name.isidentifier() or not name.isascii():
-                raise refused(optimizer, f"a state cannot be called '{name}' in a program")
     for start, changes in _others(optimizer, first.one_each(), pilot.one_each()):
         with contextlib.suppress(Exception):  # settings that the optimizer does not take
             steps = [start.step(changes)]

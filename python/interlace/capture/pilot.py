@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.capture.rules import MAX_STATES, Calls, Form, NotElementwise, Number, Recording, evaluate, form_of
+from interlace.capture.rules import MAX_STATES, RESERVED, Calls, Form, NotElementwise, Number, Recording, evaluate, form_of
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -138,8 +138,12 @@ class Pilot:
         more = changes or [{} for _ in self.members]
         return [{**g, **c} for g, c in zip(self.optimizer.param_groups, more, strict=True)]
 
-    def _copied(self, changes: list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]], list[list[torch.nn.Parameter]], dict[Tensor, dict[str, Any]]]:
-        groups, parameters = [], []
+    def _copied(
+        self, changes: list[dict[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], list[list[torch.nn.Parameter]], dict[Tensor, dict[str, Any]]]:
+        """The groups, small parameters and states of a step, which it may write."""
+        groups: list[dict[str, Any]] = []
+        parameters = []
         states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for group, members in zip(self._groups(changes), self.members, strict=True):
             mine = [torch.nn.Parameter(m.weight.clone()) for m in members]
@@ -172,7 +176,7 @@ class Pilot:
 
     def _form(self, recording: Recording, p: Tensor, initials: dict[int, str], state: dict[str, Any]) -> Form:
         finals: dict[str, int] = {}
-        for name, t in (("w", p), *state.items()):
+        for name, t in [("w", p), *state.items()]:
             if not isinstance(t, Tensor):
                 continue
             value = recording.value_of(t)
@@ -181,6 +185,8 @@ class Pilot:
             if value is None or t.dtype != p.dtype or t.shape != p.shape:
                 what = "the parameter" if name == "w" else f"its state '{name}'"
                 raise refused(self.optimizer, f"{what} becomes {str(t.dtype).removeprefix('torch.')}{list(t.shape)}")
+            if name != "w" and (RESERVED.fullmatch(name) or not name.isidentifier() or not name.isascii()):
+                raise refused(self.optimizer, f"a state cannot be called '{name}' in a program")
             finals[name] = value
         if len(finals) > 1 + MAX_STATES:
             raise refused(self.optimizer, f"it keeps {len(finals) - 1} states for a parameter, {MAX_STATES} are possible")

@@ -16,7 +16,7 @@ from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_f
 
 STRATEGIES = ("shard", "replicate", "zero1")
 STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble", "auto")
-ACCUMULATE_MODES = ("reduce_each", "reduce_last")
+ACCUMULATE_MODES = ("auto", "reduce_each", "reduce_last")
 NARROW = {"bfloat16": "bf16", "float16": "f16"}  # and how passes spell them
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -66,7 +66,8 @@ class Config:
                      that holds no more micro-batches than 1f1b: what a stage runs when
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
-    accumulate_mode  "reduce_each" (sharded gradients) or "reduce_last" (full gradients, reduced once)
+    accumulate_mode  "reduce_each" (sharded gradients), "reduce_last" (full gradients, reduced once), or "auto": the search decides; where
+                     none runs, and until it has, reduce_each. The two round differently
     clip_norm        largest global norm of the gradient, or None
     seed             of random ops (dropout) and of parameters that are initialized from the meta device
     timeout_s        the longest wait for another rank, in seconds
@@ -109,7 +110,7 @@ class Config:
     stage_order: str = "1f1b"
     stage_chunks: int = 1
     accumulation: int = 1
-    accumulate_mode: str = "reduce_each"
+    accumulate_mode: str = "auto"
     clip_norm: float | None = None
     seed: int = 0
     timeout_s: float = 60.0
@@ -284,7 +285,8 @@ class Config:
                 tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
                 stage_axis="pp" if self.stage_ranks > 1 else "", stages_at=self.stages, stage_order=self.stage_order,
                 stage_chunks=self.stage_chunks,
-                accumulation=self.accumulation, accumulate_mode=self.accumulate_mode, param=param,
+                accumulation=self.accumulation,
+                accumulate_mode="reduce_each" if self.accumulate_mode == "auto" else self.accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )

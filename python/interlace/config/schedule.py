@@ -28,7 +28,8 @@ AUTO_STEP = 10  # the last steps before it are measured
 def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
     """What schedule="auto" stands for: the search decides as soon as it has measured times, and from the start where there is a limit.
 
-    It changes no bit of the training. One rank without a limit has nothing to decide; for accelerators it needs Config.cluster.
+    It changes no bit of the training, but where it also decides when gradients are reduced (accumulate_mode "auto"). One rank without a
+    limit has nothing to decide; for accelerators it needs Config.cluster.
     """
     if config.mode == "eager" or config.passes is not None or config.profile == "off" or config.stage_ranks > 1:
         return ()
@@ -37,6 +38,8 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
     if not known or (ranks == 1 and not limited):
         return ()
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
+    if config.accumulation > 1 and config.accumulate_mode == "auto" and ranks > 1:
+        search += ",accumulate=auto"
     if limited and config.tier is not None:  # what does not fit may leave memory
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
         if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps

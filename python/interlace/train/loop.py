@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import statistics
 import time
 from typing import Any
 
 from interlace.compiling.planner import Planner, Prediction
 from interlace.compiling.programs import ProgramError, Source
+from interlace.config import format_bytes
 from interlace.config.schedule import needs_profile, stage_at
 from interlace.observe.profiler import Profiler, free_bytes
 from interlace.train.run import Run
@@ -164,13 +166,25 @@ class Loop:
             "step": self.count, "reason": reason, "passes": list(passes), "changed": changed,
             "seconds": time.monotonic() - begin, "cached": len(self.programs.cached) > cached, "program_reports": source.reports,
         }  # fmt: skip
+        chosen = self._chosen(source.text)
+        if chosen:
+            record["chosen"] = chosen
         if failure:
             record["failure"] = failure[0]
         self.plans.append(record)
-        log.info("step %d: planned because of %s, %s", self.count, reason, "swapped" if changed else "nothing changed")
+        log.info(
+            "step %d: planned because of %s, %s%s", self.count, reason, "swapped" if changed else "nothing changed",
+            f"; chosen: {chosen}" if chosen else "",
+        )  # fmt: skip
         if self._has_profile and (changed or reason == "schedule"):
             self._seconds, self._planned = [], source.text
             self._check_at = self.count + 1 + TIMED_STEPS
+
+    @staticmethod
+    def _chosen(text: str) -> str:
+        """What a search has decided, in words: "search, gradients reduced once a step, predicted 2442 ms in 412.00 MiB"."""
+        found = re.search(r'^meta search.chosen "([^|"]*)\|(\d+)\|(\d+)', text, re.MULTILINE)
+        return "" if found is None else f"{found[1]}, predicted {int(found[2]) / 1e3:.1f} ms in {format_bytes(int(found[3]))}"
 
     def _predict(self, text: str) -> None:
         self._predicted = None
