@@ -5,6 +5,12 @@
 //   piece 0: square_avg = mul(..) | square_avg = addcmul(..) | t0 = sqrt(..) | .. | w = addcdiv(..)
 //   piece 1: ...
 //
+// Ops that hand a value on to one other op
+// are carried out by it: a product with a number by the sum behind it, a root (and what is divided and added) by the
+// quotient that it goes into. So RMSprop takes two passes over a piece where its form has five ops, and AdamW three for
+// eight. Every operation rounds as it would alone. Tried and dropped: asking for the next piece (prefetch) while one is
+// computed, pieces of 64 to 4096 elements (short ones keep memory busy beside the arithmetic).
+//
 // Floats of 16 bits are widened once for a piece and rounded once behind it.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -48,10 +54,23 @@ namespace interlace {
 namespace {
 
 constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
-constexpr int64_t kPiece = 512;                 // elements of each operand at a time
+constexpr int64_t kPiece = 256;                 // elements of each operand at a time
+
+constexpr RuleOperand kNothing = INT16_MIN;
+
+// An op, with what it does for others.
+struct Pass {
+  RuleOp op;
+  RuleOperand before = kNothing;   // of a sum: a number that the first operand is multiplied by
+  bool root = false;               // of addcdiv, and of sqrt itself: the last vector is the root of what the operand names,
+  RuleOperand divisor = kNothing;  // over this number,
+  RuleOperand addend = kNothing;   // plus this number
+  RuleOperand factor = kNothing;   // times this one
+};
 
 struct RulePlan {
   const RuleForm* form;
+  std::vector<Pass> passes;
   const double* numbers;
   std::array<char*, 2 + kMaxRuleStates> flats;  // weight, gradient, states
   int count;                                    // of these
@@ -66,56 +85,59 @@ struct Source {
   T number;
 };
 
-template <bool kNumber, typename T>
-[[gnu::always_inline]] inline T At(const Source<T>& source, int64_t i) {
-  return kNumber ? source.number : source.data[i];
-}
-
 // The result may be one of the operands: element by element, in place.
 template <bool kA, bool kB, bool kC, typename T, typename F>
-[[gnu::always_inline]] inline void Loop(T* out, const Source<T>& a, const Source<T>& b, const Source<T>& c, int64_t n,
-                                        F f) {
+[[gnu::always_inline]] inline void Loop(T* out, const Source<T>* x, int64_t n, F f) {
+  const T *const a = x[0].data, *const b = x[1].data, *const c = x[2].data;
+  const T of_a = x[0].number, of_b = x[1].number, of_c = x[2].number;
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) out[i] = f(At<kA>(a, i), At<kB>(b, i), At<kC>(c, i));
+  for (int64_t i = 0; i < n; ++i) out[i] = f(kA ? of_a : a[i], kB ? of_b : b[i], kC ? of_c : c[i]);
 }
 
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Unary(T* out, const Source<T>* x, int64_t n, F f) {
   const auto g = [&](T a, T, T) __attribute__((always_inline)) { return f(a); };
-  x[0].data == nullptr ? Loop<true, true, true>(out, x[0], x[1], x[2], n, g)
-                       : Loop<false, true, true>(out, x[0], x[1], x[2], n, g);
+  x[0].data == nullptr ? Loop<true, true, true>(out, x, n, g)
+                       : Loop<false, true, true>(out, x, n, g);
 }
 
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Binary(T* out, const Source<T>* x, int64_t n, F f) {
   const auto g = [&](T a, T b, T) __attribute__((always_inline)) { return f(a, b); };
   if (x[1].data == nullptr) {
-    x[0].data == nullptr ? Loop<true, true, true>(out, x[0], x[1], x[2], n, g)
-                         : Loop<false, true, true>(out, x[0], x[1], x[2], n, g);
+    x[0].data == nullptr ? Loop<true, true, true>(out, x, n, g)
+                         : Loop<false, true, true>(out, x, n, g);
   } else {
-    x[0].data == nullptr ? Loop<true, false, true>(out, x[0], x[1], x[2], n, g)
-                         : Loop<false, false, true>(out, x[0], x[1], x[2], n, g);
+    x[0].data == nullptr ? Loop<true, false, true>(out, x, n, g)
+                         : Loop<false, false, true>(out, x, n, g);
   }
 }
 
 // Their first operand is memory, and of the two of a product both are.
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Product(T* out, const Source<T>* x, int64_t n, F f) {
-  Loop<false, false, false>(out, x[0], x[1], x[2], n, f);
+  Loop<false, false, false>(out, x, n, f);
 }
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Choice(T* out, const Source<T>* x, int64_t n, F f) {
   if (x[1].data == nullptr) {
-    x[2].data == nullptr ? Loop<false, true, true>(out, x[0], x[1], x[2], n, f)
-                         : Loop<false, true, false>(out, x[0], x[1], x[2], n, f);
+    x[2].data == nullptr ? Loop<false, true, true>(out, x, n, f)
+                         : Loop<false, true, false>(out, x, n, f);
   } else {
-    x[2].data == nullptr ? Loop<false, false, true>(out, x[0], x[1], x[2], n, f)
-                         : Loop<false, false, false>(out, x[0], x[1], x[2], n, f);
+    x[2].data == nullptr ? Loop<false, false, true>(out, x, n, f)
+                         : Loop<false, false, false>(out, x, n, f);
   }
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, T k, int64_t n) {
+struct Extras {
+  T k, before, divisor, addend;  // 1 and 0 where there is none
+  bool root, divides;
+};
+
+template <typename T>
+[[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, const Extras<T>& extras, int64_t n) {
+  const T k = extras.k, before = extras.before, divisor = extras.divisor, addend = extras.addend;
   switch (code) {
     case RuleCode::kCopy:
       return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return a; });
@@ -126,6 +148,10 @@ template <typename T>
     case RuleCode::kSign:
       return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return T(a > 0) - T(a < 0); });
     case RuleCode::kSqrt:
+      if (extras.divides) {
+        return Unary(out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) / divisor + addend; });
+      }
+      if (extras.root) return Unary(out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) + addend; });
       return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return std::sqrt(a); });
     case RuleCode::kRsqrt:
       return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / std::sqrt(a); });
@@ -160,7 +186,7 @@ template <typename T>
     case RuleCode::kNe:
       return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a != b); });
     case RuleCode::kAdd:
-      return Binary(out, x, n, [k](T a, T b) __attribute__((always_inline)) { return a + k * b; });
+      return Binary(out, x, n, [=](T a, T b) __attribute__((always_inline)) { return a * before + k * b; });
     case RuleCode::kLerp:
       if (x[2].data == nullptr) {
         const T weight = x[2].number;
@@ -176,9 +202,19 @@ template <typename T>
     case RuleCode::kWhere:
       return Choice(out, x, n, [](T a, T b, T c) __attribute__((always_inline)) { return a != 0 ? b : c; });
     case RuleCode::kAddcmul:
-      return Product(out, x, n, [k](T a, T b, T c) __attribute__((always_inline)) { return a + k * b * c; });
+      return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b * c; });
     case RuleCode::kAddcdiv:
-      return Product(out, x, n, [k](T a, T b, T c) __attribute__((always_inline)) { return a + k * b / c; });
+      if (extras.divides) {
+        return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
+          return a * before + k * b / (std::sqrt(c) / divisor + addend);
+        });
+      }
+      if (extras.root) {
+        return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
+          return a * before + k * b / (std::sqrt(c) + addend);
+        });
+      }
+      return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b / c; });
   }
 }
 
@@ -213,15 +249,23 @@ template <typename T>
       const Source<Math> from[3] = {{kWiden ? registers[1] : reinterpret_cast<Math*>(plan.flats[1]) + begin, Math(0)}, {}, {}};
       Unary(registers[1], from, n, [scale](Math g) __attribute__((always_inline)) { return g * scale; });
     }
-    for (const RuleOp& op : plan.form->ops) {
+    for (const Pass& pass : plan.passes) {
       Source<Math> x[4] = {};
       for (int i = 0; i < 4; ++i) {
-        const RuleOperand operand = op.operands[i];
+        const RuleOperand operand = pass.op.operands[i];
         x[i] = IsNumber(operand) ? Source<Math>{nullptr, numbers[NumberIndex(operand)]}
                                  : Source<Math>{registers[operand], Math(0)};
       }
-      const Math k = op.code == RuleCode::kAdd ? x[2].number : x[3].number;
-      RunOp<Math>(op.code, registers[op.result], x, k, n);
+      const auto number = [&](RuleOperand operand, Math otherwise) {
+        return operand == kNothing ? otherwise : numbers[NumberIndex(operand)];
+      };
+      const Extras<Math> extras{.k = pass.op.code == RuleCode::kAdd ? x[2].number : x[3].number,
+                                .before = number(pass.before, Math(1)),
+                                .divisor = number(pass.divisor, Math(1)),
+                                .addend = number(pass.addend, Math(0)) * number(pass.factor, Math(1)),
+                                .root = pass.root,
+                                .divides = pass.divisor != kNothing};
+      RunOp<Math>(pass.op.code, registers[pass.op.result], x, extras, n);
     }
     if constexpr (kWiden) {
       for (int f = 0; f < plan.count; ++f) {
@@ -240,6 +284,99 @@ INTERLACE_RULES(F32, float)
 INTERLACE_RULES(F16, Float16)
 INTERLACE_RULES(BF16, BFloat16)
 #undef INTERLACE_RULES
+
+// ---- which ops do others' work ----
+
+class Fusion {
+ public:
+  Fusion(const RuleForm& form, int flats) : flats_(flats) {
+    for (const RuleOp& op : form.ops) passes_.push_back({.op = op});
+  }
+
+  std::vector<Pass> Run() {
+    for (size_t i = 0; i < passes_.size(); ++i) Root(i);
+    for (size_t i = 0; i < passes_.size(); ++i) {
+      if (!Scale(i)) continue;
+      passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i));
+      --i;
+    }
+    return std::move(passes_);
+  }
+
+ private:
+  static bool Reads(const Pass& pass, RuleOperand value) {
+    const auto& x = pass.op.operands;
+    return std::find(x.begin(), x.begin() + TraitsOf(pass.op.code).operands, value) !=
+           x.begin() + TraitsOf(pass.op.code).operands;
+  }
+  bool Writes(size_t i, RuleOperand value) const { return passes_[i].op.result == value; }
+  // The only reader of what pass i gives; 0: there is another or none, or `source` is written before it.
+  size_t Heir(size_t i, RuleOperand source) const {
+    const RuleOperand value = passes_[i].op.result;
+    size_t reader = 0;
+    for (size_t j = i + 1; j < passes_.size(); ++j) {
+      if (Reads(passes_[j], value)) {
+        if (reader != 0) return 0;
+        reader = j;
+      }
+      if (Writes(j, value)) return reader;
+      if (reader == 0 && Writes(j, source)) return 0;
+    }
+    return value < flats_ ? 0 : reader;  // what lies in memory is wanted in the end
+  }
+
+  // t = sqrt(x), t = div(t, n), t = add(t, n, n) are one pass, and part of w = addcdiv(w, a, t, n).
+  void Root(size_t i) {
+    if (passes_[i].op.code != RuleCode::kSqrt || passes_[i].root) return;
+    const auto follows = [&](RuleCode code) {
+      return i + 1 < passes_.size() && passes_[i + 1].op.code == code && Heir(i, kNothing) == i + 1 &&
+             passes_[i + 1].op.operands[0] == passes_[i].op.result && IsNumber(passes_[i + 1].op.operands[1]);
+    };
+    const auto take = [&] {
+      passes_[i].op.result = passes_[i + 1].op.result;
+      passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+    };
+    if (follows(RuleCode::kDiv)) {
+      passes_[i].divisor = passes_[i + 1].op.operands[1];
+      take();
+    }
+    if (follows(RuleCode::kAdd)) {
+      passes_[i].addend = passes_[i + 1].op.operands[1];
+      passes_[i].factor = passes_[i + 1].op.operands[2];
+      take();
+    }
+    passes_[i].root = true;
+    const RuleOperand source = passes_[i].op.operands[0], value = passes_[i].op.result;
+    const size_t j = Heir(i, source);
+    if (j == 0 || passes_[j].op.code != RuleCode::kAddcdiv) return;
+    auto& x = passes_[j].op.operands;
+    if (x[2] != value || x[0] == value || x[1] == value) return;
+    Pass& heir = passes_[j];
+    x[2] = source;
+    heir.root = true, heir.divisor = passes_[i].divisor;
+    heir.addend = passes_[i].addend, heir.factor = passes_[i].factor;
+    passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+
+  // r = mul(x, n) is part of the sum that begins with r. Whether it was.
+  bool Scale(size_t i) {
+    const auto& x = passes_[i].op.operands;
+    if (passes_[i].op.code != RuleCode::kMul || IsNumber(x[0]) || !IsNumber(x[1])) return false;
+    const size_t j = Heir(i, x[0]);
+    if (j == 0 || passes_[j].before != kNothing) return false;
+    Pass& heir = passes_[j];
+    const bool sum = heir.op.code == RuleCode::kAdd || heir.op.code == RuleCode::kAddcmul || heir.op.code == RuleCode::kAddcdiv;
+    const RuleOperand value = passes_[i].op.result;
+    if (!sum || heir.op.operands[0] != value || heir.op.operands[1] == value) return false;
+    if (heir.op.code != RuleCode::kAdd && heir.op.operands[2] == value) return false;
+    heir.op.operands[0] = x[0];
+    heir.before = x[1];
+    return true;
+  }
+
+  std::vector<Pass> passes_;
+  const int flats_;
+};
 
 // One op on whole tensors; numbers become tensors where the operator wants them.
 at::Tensor RunAten(const RuleOp& op, const std::vector<at::Tensor>& x, double k) {
@@ -344,7 +481,7 @@ void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span
   if (!flats[0].device().is_cpu()) return RuleStepAten(form, flats, numbers, grad_scale);
   const auto step = FormFor(flats[0].scalar_type(), &RuleF64, &RuleF32, &RuleF16, &RuleBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "a rule's step of ", c10::toString(flats[0].scalar_type()));
-  RulePlan plan{.form = &form, .numbers = numbers.data(), .flats = {}, .count = static_cast<int>(flats.size()),
+  RulePlan plan{.form = &form, .passes = Fusion(form, static_cast<int>(flats.size())).Run(), .numbers = numbers.data(), .flats = {}, .count = static_cast<int>(flats.size()),
                 .grad_scale = grad_scale, .scratch_grad = grad_scale != 1};
   for (const RuleOp& op : form.ops) plan.scratch_grad = plan.scratch_grad || op.result == 1;
   for (size_t i = 0; i < flats.size(); ++i) {

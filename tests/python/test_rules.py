@@ -186,6 +186,21 @@ def test_what_is_not_elementwise_is_refused_by_name(update: Any, why: str) -> No
     assert why in str(e.value)
 
 
+@pytest.mark.parametrize(
+    "make, why",
+    [
+        (lambda p: torch.optim.Adafactor(p), "optimizer Adafactor cannot run on the parts of parameters that ranks hold: it divides by"),
+        (lambda p: torch.optim.Muon(p[:1]), "optimizer Muon cannot run on the parts of parameters that ranks hold: it orthogonalizes"),
+        (lambda p: torch.optim.LBFGS(p), "optimizer LBFGS cannot run on the parts of parameters that ranks hold: it takes products"),
+    ],
+    ids=["adafactor", "muon", "lbfgs"],
+)
+def test_optimizers_of_whole_matrices_are_refused_by_name(make: Any, why: str) -> None:
+    with pytest.raises(CaptureError) as e:
+        rules_of(make(list(torch.nn.Linear(6, 6).parameters())))
+    assert str(e.value).startswith(why)
+
+
 def test_settings_that_a_scheduler_changes_are_followed() -> None:
     """Weight decay that is turned on, a learning rate that changes, a step that goes another way from the fifth on (RAdam)."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from interlace.capture.model_tensors import ModelTensor
-from interlace.capture.pilot import Pilot, Step
+from interlace.capture.pilot import Pilot, Step, refused
 from interlace.capture.rules import rule_text
 from interlace.errors import CaptureError
 
@@ -25,6 +25,13 @@ _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam",
 _FIRST_STEPS = 8  # that may go other ways than later ones
 _LATE = (1e3, 1e5, 1e8)  # step numbers that are tried
 _SIZES = ((2, 3, 2, 3, 2, 2), (5, 4, 3, 2, 3, 3), (3, 3, 3, 3, 3, 3))  # of small parameters, which are alike to what is elementwise
+
+_WHOLE = {  # of torch.optim
+    "Muon": "it orthogonalizes whole matrices",
+    "Adafactor": "it divides by means over rows and columns",
+    "LBFGS": "it takes products of whole gradients, and evaluates the loss again within a step",
+    "SparseAdam": "it takes sparse gradients",
+}
 
 Forms = list[tuple[str, ...]]
 
@@ -114,6 +121,9 @@ def rules_of(optimizer: torch.optim.Optimizer) -> Rules:
 
 
 def _probe(optimizer: torch.optim.Optimizer) -> Rules:
+    whole = _WHOLE.get(type(optimizer).__name__)
+    if whole is not None and type(optimizer).__module__.startswith("torch.optim"):
+        raise refused(optimizer, whole)
     first = pilot = Pilot.fresh(optimizer, small_shapes(optimizer))
     forms: list[Forms] = [[] for _ in optimizer.param_groups]
 
