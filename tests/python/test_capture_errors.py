@@ -245,14 +245,15 @@ def test_optimizer_of_another_model():
 def test_unsupported_optimizers():
     model = Net()
     fails(
-        "optimizer RMSprop is not supported; use torch.optim.AdamW, Adam or SGD",
+        "optimizer Adafactor cannot run on the parts of parameters that ranks hold: it divides by means over rows and columns; a step must "
+        "compute each element from that element alone, as those of torch.optim.AdamW, SGD, Adagrad and RMSprop do",
         model,
-        optimizer=torch.optim.RMSprop(model.parameters()),
+        optimizer=torch.optim.Adafactor(model.parameters()),
     )
     fails(
-        "optimizer group 0 has amsgrad=True, which is not supported; set it to False",
+        "optimizer group 0 has differentiable=True, which is not supported; set it to False",
         model,
-        optimizer=torch.optim.Adam(model.parameters(), amsgrad=True),
+        optimizer=torch.optim.Adam(model.parameters(), differentiable=True),
     )
 
 
@@ -270,6 +271,7 @@ def test_groups():
     ):
         text = capture(model, mean, X, optimizer=optimizer).text
         assert f"group 0 {kind}\ngroup 1 {kind}\n" in text
+        assert "rule" not in text
         assert '"fc.weight" trainable group 1' in text and '"fc.bias" trainable group 0' in text
 
 

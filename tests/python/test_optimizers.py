@@ -10,8 +10,13 @@ from pathlib import Path
 import parity
 import pytest
 import ranks
+import torch
 from parity import Setting
+from torch import nn
 
+import interlace
+
+Tensor = torch.Tensor
 STEPS = 12
 STRATEGIES = ("shard", "zero1", "replicate")
 CASES = ("llama", "vit")
@@ -41,3 +46,86 @@ def test_each_optimizer(number: int, kind: str, tmp_path: Path) -> None:
 def test_every_optimizer(kind: str, case: str, size: int, tmp_path: Path) -> None:
     settings = [Setting(strategy=s, clip=c, accumulation=a) for s in STRATEGIES for c, a in ((None, 1), (0.3, 2))]
     check(kind, case, size, settings, tmp_path)
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def small_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def batch_at(step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))}
+
+
+def in_pytorch(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = small_net()
+    optimizer = parity.RULES[kind](list(model.parameters()))
+    for step in range(steps):
+        optimizer.zero_grad()
+        small_loss(model, batch_at(step)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_close(model: nn.Module, expected: nn.Module) -> None:
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["nadam", "adagrad", "asgd", "rmsprop-centered", "lion", "amsgrad"])
+def test_training_goes_on_from_pytorch_and_back(kind: str) -> None:
+    """An optimizer that has made steps is taken over, and the state dict is one that PyTorch goes on with."""
+    model, optimizer = in_pytorch(kind, 3)
+    with interlace.compile(model, optimizer, small_loss, batch_at(0), interlace.Config(cache="off")) as trainer:
+        for step in range(3, 8):
+            trainer.step(batch_at(step))
+        assert_close(model, in_pytorch(kind, 8)[0])
+        state, weights = trainer.optimizer_state_dict(), trainer.state_dict()
+    again = small_net()
+    again.load_state_dict(weights)
+    optimizer = parity.RULES[kind](list(again.parameters()))
+    optimizer.load_state_dict(state)
+    for step in range(8, 11):
+        optimizer.zero_grad()
+        small_loss(again, batch_at(step)).backward()
+        optimizer.step()
+    assert_close(again, in_pytorch(kind, 11)[0])
+
+
+@pytest.mark.parametrize("kind", list(parity.RULES))
+def test_a_checkpoint_has_all_that_the_step_depends_on(kind: str, tmp_path: Path) -> None:
+    def compiled() -> interlace.Trainer:
+        model = small_net()
+        return interlace.compile(
+            model, parity.RULES[kind](list(model.parameters())), small_loss, batch_at(0), interlace.Config(cache="off")
+        )
+
+    with compiled() as trainer:
+        for step in range(5):
+            trainer.step(batch_at(step))
+        trainer.save(tmp_path / "saved")
+        losses = [float(trainer.step(batch_at(step))) for step in range(5, 9)]
+    with compiled() as trainer:
+        trainer.step(batch_at(99))
+        trainer.load(tmp_path / "saved")
+        assert [float(trainer.step(batch_at(step))) for step in range(5, 9)] == losses
+
+
+def with_passes(schedule: list[str], tier: str | None) -> list[float]:
+    model = small_net()
+    optimizer = parity.RULES["rmsprop-centered"](list(model.parameters()))
+    config = interlace.Config(schedule=[(0, schedule)], tier=tier, cache="off", arena=tier is None)
+    rank, _ = parity.rank_and_size()
+    with interlace.compile(model, optimizer, small_loss, batch_at(rank), config) as trainer:
+        return [float(trainer.step(batch_at(10 * step + rank))) for step in range(6)]
+
+
+def test_what_moves_updates_moves_these_too() -> None:
+    """In the backward part, in the next step, on the host: never another bit."""
+    plain = ranks.run(with_passes, 2, [], None)
+    for passes, tier in ((["overlap_update"], None), (["reposition_update"], None), (["host_update"], "host")):
+        assert ranks.run(with_passes, 2, passes, tier) == plain, passes

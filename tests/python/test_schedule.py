@@ -390,6 +390,10 @@ def test_the_default_schedule_searches_when_there_is_something_to_decide() -> No
     assert passes(2, **out)[0][1][0].endswith("offload=auto,reposition=auto)")
     for size, strategy in ((1, "shard"), (2, "zero1")):  # a script may look at the model's parameters after any step
         assert passes(size, strategy=strategy, **out)[0][1][0].endswith("recompute=auto,offload=auto)")
+    # When gradients are reduced is decided too, where there are several micro-batches and nobody has said it.
+    also = measured.replace("recompute=none", "recompute=none,accumulate=auto")
+    assert passes(2, accumulation=4) == [(0, ()), (10, (also,))]
+    assert passes(2, accumulation=4, accumulate_mode="reduce_each") == [(0, ()), (10, (measured,))]
     assert passes(8, "cuda") == []
     assert passes(8, "cuda", cluster="h100-80gb-8") == [
         (0, ("search(cluster={cluster},limit={limit},recompute=none)",))
