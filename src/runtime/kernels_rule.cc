@@ -5,41 +5,11 @@
 //   piece 0: square_avg = mul(..) | square_avg = addcmul(..) | t0 = sqrt(..) | .. | w = addcdiv(..)
 //   piece 1: ...
 //
-// Ops that hand a value on to one other op
-// are carried out by it: a product with a number by the sum behind it, a root (and what is divided and added) by the
-// quotient that it goes into. So RMSprop takes two passes over a piece where its form has five ops, and AdamW three for
-// eight. Every operation rounds as it would alone. Tried and dropped: asking for the next piece (prefetch) while one is
-// computed, pieces of 64 to 4096 elements (short ones keep memory busy beside the arithmetic).
+// rule_passes.h says which ops are one pass. Tried and dropped: asking for the next piece (prefetch) while one is
+// computed, pieces of 64 and of 512 to 4096 elements.
 //
 // Floats of 16 bits are widened once for a piece and rounded once behind it.
 #include <ATen/Parallel.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/abs.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/addcdiv.h>
-#include <ATen/ops/addcmul.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/ge.h>
-#include <ATen/ops/gt.h>
-#include <ATen/ops/le.h>
-#include <ATen/ops/lerp.h>
-#include <ATen/ops/log.h>
-#include <ATen/ops/lt.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/ne.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/pow.h>
-#include <ATen/ops/reciprocal.h>
-#include <ATen/ops/rsqrt.h>
-#include <ATen/ops/sign.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <array>
@@ -48,6 +18,7 @@
 
 #include "base/clones.h"
 #include "runtime/kernels_aten.h"
+#include "runtime/rule_passes.h"
 
 namespace interlace {
 
@@ -56,25 +27,14 @@ namespace {
 constexpr int64_t kGrain = int64_t{32} * 1024;  // elements a thread takes at least
 constexpr int64_t kPiece = 256;                 // elements of each operand at a time
 
-constexpr RuleOperand kNothing = INT16_MIN;
-
-// An op, with what it does for others.
-struct Pass {
-  RuleOp op;
-  RuleOperand before = kNothing;   // of a sum: a number that the first operand is multiplied by
-  bool root = false;               // of addcdiv, and of sqrt itself: the last vector is the root of what the operand names,
-  RuleOperand divisor = kNothing;  // over this number,
-  RuleOperand addend = kNothing;   // plus this number
-  RuleOperand factor = kNothing;   // times this one
-};
-
 struct RulePlan {
   const RuleForm* form;
-  std::vector<Pass> passes;
+  std::vector<RulePass> passes;
   const double* numbers;
   std::array<char*, 2 + kMaxRuleStates> flats;  // weight, gradient, states
   int count;                                    // of these
   double grad_scale;
+  bool folds_scale;   // into the loops that read the gradient
   bool scratch_grad;  // the gradient that the form sees is not the one in memory
 };
 
@@ -218,6 +178,58 @@ template <typename T>
   }
 }
 
+template <typename T>
+struct MomentsArgs {
+  T *weight, *mean, *square, *largest;
+  const T* gradient;
+  T scale, mean_part, square_before, square_k, before, k, divisor, addend;
+  bool from_mean;  // lerp begins at the mean, else at the gradient
+};
+
+// The averages of a gradient and what they do to the weight, in one pass over memory.
+template <bool kMean, bool kLargest, bool kDivides, typename T>
+[[gnu::always_inline]] inline void MomentsLoop(const MomentsArgs<T>& a, int64_t n) {
+  T *const w = a.weight, *const m = a.mean, *const v = a.square, *const u = a.largest;
+  const T* const g = a.gradient;
+  const T scale = a.scale, part = a.mean_part, keep = a.square_before, add = a.square_k, before = a.before, k = a.k;
+  const T divisor = a.divisor, addend = a.addend;
+  const bool from_mean = a.from_mean;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const T grad = g[i] * scale;
+    T moved = grad;
+    if constexpr (kMean) {
+      const T old = m[i];
+      moved = (from_mean ? old : grad) + part * (grad - old);
+      m[i] = moved;
+    }
+    T square = v[i] * keep + add * grad * grad;
+    v[i] = square;
+    if constexpr (kLargest) {
+      const T old = u[i];
+      square = old > square || old != old ? old : square;
+      u[i] = square;
+    }
+    const T root = kDivides ? std::sqrt(square) / divisor + addend : std::sqrt(square) + addend;
+    w[i] = w[i] * before + k * moved / root;
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void RunMoments(const MomentsArgs<T>& a, bool divides, int64_t n) {
+  if (a.mean == nullptr) {
+    if (a.largest != nullptr) {
+      divides ? MomentsLoop<false, true, true>(a, n) : MomentsLoop<false, true, false>(a, n);
+    } else {
+      divides ? MomentsLoop<false, false, true>(a, n) : MomentsLoop<false, false, false>(a, n);
+    }
+  } else if (a.largest != nullptr) {
+    divides ? MomentsLoop<true, true, true>(a, n) : MomentsLoop<true, true, false>(a, n);
+  } else {
+    divides ? MomentsLoop<true, false, true>(a, n) : MomentsLoop<true, false, false>(a, n);
+  }
+}
+
 template <typename From, typename To>
 [[gnu::always_inline]] inline void Convert(const From* __restrict from, To* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
@@ -245,11 +257,11 @@ template <typename T>
         Convert(flat, registers[f], n);
       }
     }
-    if (scale != Math(1)) {
+    if (scale != Math(1) && !plan.folds_scale) {
       const Source<Math> from[3] = {{kWiden ? registers[1] : reinterpret_cast<Math*>(plan.flats[1]) + begin, Math(0)}, {}, {}};
       Unary(registers[1], from, n, [scale](Math g) __attribute__((always_inline)) { return g * scale; });
     }
-    for (const Pass& pass : plan.passes) {
+    for (const RulePass& pass : plan.passes) {
       Source<Math> x[4] = {};
       for (int i = 0; i < 4; ++i) {
         const RuleOperand operand = pass.op.operands[i];
@@ -265,6 +277,19 @@ template <typename T>
                                 .addend = number(pass.addend, Math(0)) * number(pass.factor, Math(1)),
                                 .root = pass.root,
                                 .divides = pass.divisor != kNothing};
+      if (pass.square != kNothing) {
+        const auto memory = [&](RuleOperand operand) { return operand == kNothing ? nullptr : registers[operand]; };
+        const Math weight = number(pass.mean_weight, Math(0));
+        const bool from_mean = std::abs(weight) < Math(0.5);
+        RunMoments<Math>({.weight = registers[pass.op.result], .mean = memory(pass.mean), .square = memory(pass.square),
+                          .largest = memory(pass.largest), .gradient = registers[pass.gradient],
+                          .scale = plan.folds_scale && pass.gradient == 1 ? scale : Math(1),
+                          .mean_part = from_mean ? weight : weight - Math(1), .square_before = number(pass.square_before, Math(1)),
+                          .square_k = number(pass.square_k, Math(0)), .before = extras.before, .k = extras.k,
+                          .divisor = extras.divisor, .addend = extras.addend, .from_mean = from_mean},
+                         extras.divides, n);
+        continue;
+      }
       RunOp<Math>(pass.op.code, registers[pass.op.result], x, extras, n);
     }
     if constexpr (kWiden) {
@@ -285,158 +310,6 @@ INTERLACE_RULES(F16, Float16)
 INTERLACE_RULES(BF16, BFloat16)
 #undef INTERLACE_RULES
 
-// ---- which ops do others' work ----
-
-class Fusion {
- public:
-  Fusion(const RuleForm& form, int flats) : flats_(flats) {
-    for (const RuleOp& op : form.ops) passes_.push_back({.op = op});
-  }
-
-  std::vector<Pass> Run() {
-    for (size_t i = 0; i < passes_.size(); ++i) Root(i);
-    for (size_t i = 0; i < passes_.size(); ++i) {
-      if (!Scale(i)) continue;
-      passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i));
-      --i;
-    }
-    return std::move(passes_);
-  }
-
- private:
-  static bool Reads(const Pass& pass, RuleOperand value) {
-    const auto& x = pass.op.operands;
-    return std::find(x.begin(), x.begin() + TraitsOf(pass.op.code).operands, value) !=
-           x.begin() + TraitsOf(pass.op.code).operands;
-  }
-  bool Writes(size_t i, RuleOperand value) const { return passes_[i].op.result == value; }
-  // The only reader of what pass i gives; 0: there is another or none, or `source` is written before it.
-  size_t Heir(size_t i, RuleOperand source) const {
-    const RuleOperand value = passes_[i].op.result;
-    size_t reader = 0;
-    for (size_t j = i + 1; j < passes_.size(); ++j) {
-      if (Reads(passes_[j], value)) {
-        if (reader != 0) return 0;
-        reader = j;
-      }
-      if (Writes(j, value)) return reader;
-      if (reader == 0 && Writes(j, source)) return 0;
-    }
-    return value < flats_ ? 0 : reader;  // what lies in memory is wanted in the end
-  }
-
-  // t = sqrt(x), t = div(t, n), t = add(t, n, n) are one pass, and part of w = addcdiv(w, a, t, n).
-  void Root(size_t i) {
-    if (passes_[i].op.code != RuleCode::kSqrt || passes_[i].root) return;
-    const auto follows = [&](RuleCode code) {
-      return i + 1 < passes_.size() && passes_[i + 1].op.code == code && Heir(i, kNothing) == i + 1 &&
-             passes_[i + 1].op.operands[0] == passes_[i].op.result && IsNumber(passes_[i + 1].op.operands[1]);
-    };
-    const auto take = [&] {
-      passes_[i].op.result = passes_[i + 1].op.result;
-      passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i) + 1);
-    };
-    if (follows(RuleCode::kDiv)) {
-      passes_[i].divisor = passes_[i + 1].op.operands[1];
-      take();
-    }
-    if (follows(RuleCode::kAdd)) {
-      passes_[i].addend = passes_[i + 1].op.operands[1];
-      passes_[i].factor = passes_[i + 1].op.operands[2];
-      take();
-    }
-    passes_[i].root = true;
-    const RuleOperand source = passes_[i].op.operands[0], value = passes_[i].op.result;
-    const size_t j = Heir(i, source);
-    if (j == 0 || passes_[j].op.code != RuleCode::kAddcdiv) return;
-    auto& x = passes_[j].op.operands;
-    if (x[2] != value || x[0] == value || x[1] == value) return;
-    Pass& heir = passes_[j];
-    x[2] = source;
-    heir.root = true, heir.divisor = passes_[i].divisor;
-    heir.addend = passes_[i].addend, heir.factor = passes_[i].factor;
-    passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i));
-  }
-
-  // r = mul(x, n) is part of the sum that begins with r. Whether it was.
-  bool Scale(size_t i) {
-    const auto& x = passes_[i].op.operands;
-    if (passes_[i].op.code != RuleCode::kMul || IsNumber(x[0]) || !IsNumber(x[1])) return false;
-    const size_t j = Heir(i, x[0]);
-    if (j == 0 || passes_[j].before != kNothing) return false;
-    Pass& heir = passes_[j];
-    const bool sum = heir.op.code == RuleCode::kAdd || heir.op.code == RuleCode::kAddcmul || heir.op.code == RuleCode::kAddcdiv;
-    const RuleOperand value = passes_[i].op.result;
-    if (!sum || heir.op.operands[0] != value || heir.op.operands[1] == value) return false;
-    if (heir.op.code != RuleCode::kAdd && heir.op.operands[2] == value) return false;
-    heir.op.operands[0] = x[0];
-    heir.before = x[1];
-    return true;
-  }
-
-  std::vector<Pass> passes_;
-  const int flats_;
-};
-
-// One op on whole tensors; numbers become tensors where the operator wants them.
-at::Tensor RunAten(const RuleOp& op, const std::vector<at::Tensor>& x, double k) {
-  switch (op.code) {
-    case RuleCode::kCopy:
-      return x[0].clone();
-    case RuleCode::kNeg:
-      return at::neg(x[0]);
-    case RuleCode::kAbs:
-      return at::abs(x[0]);
-    case RuleCode::kSign:
-      return at::sign(x[0]);
-    case RuleCode::kSqrt:
-      return at::sqrt(x[0]);
-    case RuleCode::kRsqrt:
-      return at::rsqrt(x[0]);
-    case RuleCode::kReciprocal:
-      return at::reciprocal(x[0]);
-    case RuleCode::kExp:
-      return at::exp(x[0]);
-    case RuleCode::kLog:
-      return at::log(x[0]);
-    case RuleCode::kTanh:
-      return at::tanh(x[0]);
-    case RuleCode::kMul:
-      return at::mul(x[0], x[1]);
-    case RuleCode::kDiv:
-      return at::div(x[0], x[1]);
-    case RuleCode::kMax:
-      return at::maximum(x[0], x[1]);
-    case RuleCode::kMin:
-      return at::minimum(x[0], x[1]);
-    case RuleCode::kPow:
-      return at::pow(x[0], x[1]);
-    case RuleCode::kGt:
-      return at::gt(x[0], x[1]);
-    case RuleCode::kGe:
-      return at::ge(x[0], x[1]);
-    case RuleCode::kLt:
-      return at::lt(x[0], x[1]);
-    case RuleCode::kLe:
-      return at::le(x[0], x[1]);
-    case RuleCode::kEq:
-      return at::eq(x[0], x[1]);
-    case RuleCode::kNe:
-      return at::ne(x[0], x[1]);
-    case RuleCode::kAdd:
-      return at::add(x[0], x[1], k);
-    case RuleCode::kLerp:
-      return at::lerp(x[0], x[1], x[2]);
-    case RuleCode::kWhere:
-      return at::where(at::ne(x[0], 0), x[1], x[2]);
-    case RuleCode::kAddcmul:
-      return at::addcmul(x[0], x[1], x[2], k);
-    case RuleCode::kAddcdiv:
-      return at::addcdiv(x[0], x[1], x[2], k);
-  }
-  return {};
-}
-
 void CheckFlats(std::span<const at::Tensor> flats) {
   for (const at::Tensor& t : flats) {
     TORCH_INTERNAL_ASSERT(t.is_contiguous() && t.numel() == flats[0].numel() &&
@@ -447,32 +320,6 @@ void CheckFlats(std::span<const at::Tensor> flats) {
 
 }  // namespace
 
-void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
-                  double grad_scale) {
-  // In float32 at least, as the loops compute.
-  const bool narrow = c10::elementSize(flats[0].scalar_type()) == 2;
-  const at::ScalarType math = narrow ? at::kFloat : flats[0].scalar_type();
-  std::vector<at::Tensor> registers(form.registers);
-  for (size_t i = 0; i < flats.size(); ++i) registers[i] = flats[i].to(math);
-  if (grad_scale != 1) registers[1] = at::mul(registers[1], grad_scale);
-  for (const RuleOp& op : form.ops) {
-    std::vector<at::Tensor> x;
-    double k = 0;
-    for (int i = 0; i < TraitsOf(op.code).operands; ++i) {
-      if (!IsNumber(op.operands[i])) {
-        x.push_back(registers[op.operands[i]]);
-      } else {
-        k = numbers[NumberIndex(op.operands[i])];
-        x.push_back(at::full_like(registers[0], k));
-      }
-    }
-    registers[op.result] = RunAten(op, x, k).to(math);
-  }
-  for (size_t i = 0; i < flats.size(); ++i) {
-    if (i != 1) flats[i].copy_(registers[i]);
-  }
-}
-
 void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
               double grad_scale) {
   CheckFlats(flats);
@@ -481,8 +328,10 @@ void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span
   if (!flats[0].device().is_cpu()) return RuleStepAten(form, flats, numbers, grad_scale);
   const auto step = FormFor(flats[0].scalar_type(), &RuleF64, &RuleF32, &RuleF16, &RuleBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "a rule's step of ", c10::toString(flats[0].scalar_type()));
-  RulePlan plan{.form = &form, .passes = Fusion(form, static_cast<int>(flats.size())).Run(), .numbers = numbers.data(), .flats = {}, .count = static_cast<int>(flats.size()),
-                .grad_scale = grad_scale, .scratch_grad = grad_scale != 1};
+  RulePlan plan{.form = &form, .passes = PassesOf(form, static_cast<int>(flats.size())), .numbers = numbers.data(), .flats = {}, .count = static_cast<int>(flats.size()),
+                .grad_scale = grad_scale, .folds_scale = false, .scratch_grad = false};
+  plan.folds_scale = FoldsScale(plan.passes);
+  plan.scratch_grad = grad_scale != 1 && !plan.folds_scale;
   for (const RuleOp& op : form.ops) plan.scratch_grad = plan.scratch_grad || op.result == 1;
   for (size_t i = 0; i < flats.size(); ++i) {
     plan.flats[i] = i == 1 ? static_cast<char*>(const_cast<void*>(flats[i].const_data_ptr()))
