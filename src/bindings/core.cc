@@ -165,8 +165,7 @@ py::list Rules(const Program& program) {
     std::string text;
     PrintRule(rule, text);
     return py::dict("id"_a = rule.id, "name"_a = rule.name, "states"_a = rule.states, "row"_a = rule.RowSize(),
-                    "forms"_a = rule.forms.size(),
-                    "text"_a = text);
+                    "forms"_a = rule.forms.size(), "text"_a = text);
   });
 }
 

@@ -80,8 +80,8 @@ Status TextParser::Line() {
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
   return Fail("unknown line '" + std::string(word) + "'" +
-              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "group", "module", "source", "unit",
-                                "param", "buffer", "input", "const", "state", "phase"}));
+              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "group", "module", "source",
+                                "unit", "param", "buffer", "input", "const", "state", "phase"}));
 }
 
 Status TextParser::Meta() {

@@ -146,7 +146,8 @@ Status TextParser::RuleLines() {
     scan_.SkipBlanks();
     const size_t pos = scan_.pos();
     INTERLACE_ASSIGN(std::string state, Name("a state's name"));
-    if (IsReserved(state)) return Fail(pos, "a state cannot be called '" + state + "': that word has a meaning in rules");
+    if (IsReserved(state))
+      return Fail(pos, "a state cannot be called '" + state + "': that word has a meaning in rules");
     if (std::find(rule.states.begin(), rule.states.end(), state) != rule.states.end())
       return Fail(pos, "this rule has two states '" + state + "'");
     if (rule.states.size() == kMaxRuleStates)

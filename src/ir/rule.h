@@ -34,12 +34,32 @@
 namespace interlace {
 
 enum class RuleCode : uint8_t {
-  kCopy, kNeg, kAbs, kSign, kSqrt, kRsqrt, kReciprocal, kExp, kLog, kTanh,  // (a)
-  kMul, kDiv, kMax, kMin, kPow, kGt, kGe, kLt, kLe, kEq, kNe,               // (a, b); comparisons give 1 or 0
-  kAdd,                                                                     // (a, b, n): a + n * b
-  kLerp,                                                                    // (a, b, c): from a to b by c
-  kWhere,                                                                   // (a, b, c): b where a is not 0, else c
-  kAddcmul, kAddcdiv,                                                       // (a, b, c, n): a + n * b * c, a + n * b / c
+  kCopy,
+  kNeg,
+  kAbs,
+  kSign,
+  kSqrt,
+  kRsqrt,
+  kReciprocal,
+  kExp,
+  kLog,
+  kTanh,  // (a)
+  kMul,
+  kDiv,
+  kMax,
+  kMin,
+  kPow,
+  kGt,
+  kGe,
+  kLt,
+  kLe,
+  kEq,
+  kNe,     // (a, b); comparisons give 1 or 0
+  kAdd,    // (a, b, n): a + n * b
+  kLerp,   // (a, b, c): from a to b by c
+  kWhere,  // (a, b, c): b where a is not 0, else c
+  kAddcmul,
+  kAddcdiv,  // (a, b, c, n): a + n * b * c, a + n * b / c
 };
 inline constexpr int kRuleCodes = static_cast<int>(RuleCode::kAddcdiv) + 1;
 inline constexpr int kMaxRuleStates = 6;

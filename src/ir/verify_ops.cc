@@ -271,9 +271,9 @@ class Meaning : OpChecks {
       states = momentum != nullptr && momentum->boolean ? 1 : 0;
     } else if (op.kind == OpKind::kUpdateRule) {
       const Arg* names = op.Attr("states");
-      const bool words = names != nullptr && names->kind == Arg::Kind::kList && names->list.size() <= kMaxRuleStates &&
-                         std::all_of(names->list.begin(), names->list.end(),
-                                     [](const Arg& a) { return a.kind == Arg::Kind::kWord; });
+      const bool words =
+          names != nullptr && names->kind == Arg::Kind::kList && names->list.size() <= kMaxRuleStates &&
+          std::all_of(names->list.begin(), names->list.end(), [](const Arg& a) { return a.kind == Arg::Kind::kWord; });
       if (!words) return report_.AtOp(op, "update.rule needs states=[name, ...], the names of its operands");
       states = names->list.size();
     }

@@ -53,9 +53,10 @@ std::span<const PassInfo> PassTable() {
           "tensor parallelism: weights are cut over the ranks of an axis, and what follows from that is propagated "
           "through the whole program",
           {OptionInfo{"axis", kName, "tp", "mesh axis over whose ranks is cut"},
-           OptionInfo{"plan", kText, "auto",
-                      "which weights are cut how: auto (found by search), model (as the program's meta line says), or a "
-                      "file"},
+           OptionInfo{
+               "plan", kText, "auto",
+               "which weights are cut how: auto (found by search), model (as the program's meta line says), or a "
+               "file"},
            Choice("sequence", {"true", "false"}, "between the products a rank has a part of the rows"),
            Choice("regather", {"false", "true"},
                   "what the forward part gathered is gathered again for the backward part: memory for time"),
@@ -75,7 +76,8 @@ std::span<const PassInfo> PassTable() {
                       "where stages begin: auto (balanced), model (as the program's meta line says), or parameters or "
                       "modules joined by +"},
            Count("chunks", "1", 1, "stages of each rank, dealt in turns (interleaved)"),
-           Choice("backward", {"whole", "split"}, "gradients of weights with those of inputs, or in a phase of their own"),
+           Choice("backward", {"whole", "split"},
+                  "gradients of weights with those of inputs, or in a phase of their own"),
            kClusterOption, kProfileOption}),
       Row("order", Order, Takes::kAny, Pending::kKept,
           "when a stage runs which part of which micro-batch: the run lines of a schedule",
@@ -190,8 +192,9 @@ std::span<const PassInfo> PassTable() {
                   "also decide what runs again in the backward part, or leave that as it is"),
            Choice("breadth_first", {"auto", "none"},
                   "also decide how many micro-batches run side by side, or leave that as it is"),
-           Choice("accumulate", {"none", "auto"},
-                  "also decide when gradients are reduced: after each micro-batch, as the program says, or once a step"),
+           Choice(
+               "accumulate", {"none", "auto"},
+               "also decide when gradients are reduced: after each micro-batch, as the program says, or once a step"),
            Choice("offload", {"none", "auto", "host"},
                   "storages may leave memory where nothing else fits; host: and steps be made there"),
            Choice("reposition", {"none", "auto"}, "with offload: some updates may be left to the next step"),

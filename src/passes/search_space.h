@@ -66,8 +66,8 @@ class SearchSpace {
 // recomputation and, because it takes the memory of their activations, with what takes least time to give it back and
 // with all of it. Where activations travel between ranks each of these without more micro-batches also with a
 // micro-batch in two parts; and, for memory, without recomputation and with selective, rows gathered again for the
-// backward part. Where `accumulate`, and gradients are reduced after each micro-batch, all of it once more with gradients
-// that are reduced once a step. The first is the program as it is. `sharded`: what the strategy made of it.
+// backward part. Where `accumulate`, and gradients are reduced after each micro-batch, all of it once more with
+// gradients that are reduced once a step. The first is the program as it is. `sharded`: what the strategy made of it.
 std::vector<CapturedDecisions> CapturedSpace(const Program& captured, const Program& sharded, bool recompute,
                                              bool breadth_first, bool accumulate = false);
 // An eighth more and an eighth less recomputation than `chosen`, where that is a number of blocks and not among `all`.

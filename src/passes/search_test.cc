@@ -442,7 +442,8 @@ TEST(Search, KeepsTheBits) {
   }
 }
 
-// The chosen mode is that of the program, whose bits are that mode's; and what it decides is no slower than either mode.
+// The chosen mode is that of the program, whose bits are that mode's; and what it decides is no slower than either
+// mode.
 TEST(Search, DecidesWhenGradientsAreReduced) {
   int last = 0;
   for (uint64_t seed = 1, end = 1 + Rounds(6); seed < end; ++seed) {

@@ -1,6 +1,6 @@
-// kernels_rule.cc — a captured optimizer step (ir/rule.h) over a flat shard: op after op on a piece of all operands that
-// stays in the first-level cache, so that every element comes from memory and goes there once, as in a hand-written
-// step.
+// kernels_rule.cc — a captured optimizer step (ir/rule.h) over a flat shard: op after op on a piece of all operands
+// that stays in the first-level cache, so that every element comes from memory and goes there once, as in a
+// hand-written step.
 //
 //   piece 0: square_avg = mul(..) | square_avg = addcmul(..) | t0 = sqrt(..) | .. | w = addcdiv(..)
 //   piece 1: ...
@@ -56,20 +56,21 @@ template <bool kA, bool kB, bool kC, typename T, typename F>
 
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Unary(T* out, const Source<T>* x, int64_t n, F f) {
-  const auto g = [&](T a, T, T) __attribute__((always_inline)) { return f(a); };
-  x[0].data == nullptr ? Loop<true, true, true>(out, x, n, g)
-                       : Loop<false, true, true>(out, x, n, g);
+  const auto g = [&](T a, T, T) __attribute__((always_inline)) {
+    return f(a);
+  };
+  x[0].data == nullptr ? Loop<true, true, true>(out, x, n, g) : Loop<false, true, true>(out, x, n, g);
 }
 
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Binary(T* out, const Source<T>* x, int64_t n, F f) {
-  const auto g = [&](T a, T b, T) __attribute__((always_inline)) { return f(a, b); };
+  const auto g = [&](T a, T b, T) __attribute__((always_inline)) {
+    return f(a, b);
+  };
   if (x[1].data == nullptr) {
-    x[0].data == nullptr ? Loop<true, true, true>(out, x, n, g)
-                         : Loop<false, true, true>(out, x, n, g);
+    x[0].data == nullptr ? Loop<true, true, true>(out, x, n, g) : Loop<false, true, true>(out, x, n, g);
   } else {
-    x[0].data == nullptr ? Loop<true, false, true>(out, x, n, g)
-                         : Loop<false, false, true>(out, x, n, g);
+    x[0].data == nullptr ? Loop<true, false, true>(out, x, n, g) : Loop<false, false, true>(out, x, n, g);
   }
 }
 
@@ -81,11 +82,9 @@ template <typename T, typename F>
 template <typename T, typename F>
 [[gnu::always_inline]] inline void Choice(T* out, const Source<T>* x, int64_t n, F f) {
   if (x[1].data == nullptr) {
-    x[2].data == nullptr ? Loop<false, true, true>(out, x, n, f)
-                         : Loop<false, true, false>(out, x, n, f);
+    x[2].data == nullptr ? Loop<false, true, true>(out, x, n, f) : Loop<false, true, false>(out, x, n, f);
   } else {
-    x[2].data == nullptr ? Loop<false, false, true>(out, x, n, f)
-                         : Loop<false, false, false>(out, x, n, f);
+    x[2].data == nullptr ? Loop<false, false, true>(out, x, n, f) : Loop<false, false, false>(out, x, n, f);
   }
 }
 
@@ -96,27 +95,38 @@ struct Extras {
 };
 
 template <typename T>
-[[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, const Extras<T>& extras, int64_t n) {
+[[gnu::always_inline]] inline void RunOp(RuleCode code, T* out, const Source<T>* x, const Extras<T>& extras,
+                                         int64_t n) {
   const T k = extras.k, before = extras.before, divisor = extras.divisor, addend = extras.addend;
   switch (code) {
     case RuleCode::kCopy:
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return a; });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return a; });
     case RuleCode::kNeg:
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return -a; });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return -a; });
     case RuleCode::kAbs:
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return a < 0 ? -a : a + T(0); });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return a < 0 ? -a : a + T(0); });
     case RuleCode::kSign:
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return T(a > 0) - T(a < 0); });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return T(a > 0) - T(a < 0); });
     case RuleCode::kSqrt:
       if (extras.divides) {
-        return Unary(out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) / divisor + addend; });
+        return Unary(
+            out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) / divisor + addend; });
       }
-      if (extras.root) return Unary(out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) + addend; });
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return std::sqrt(a); });
+      if (extras.root)
+        return Unary(
+            out, x, n, [=](T a) __attribute__((always_inline)) { return std::sqrt(a) + addend; });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return std::sqrt(a); });
     case RuleCode::kRsqrt:
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / std::sqrt(a); });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / std::sqrt(a); });
     case RuleCode::kReciprocal:
-      return Unary(out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / a; });
+      return Unary(
+          out, x, n, [](T a) __attribute__((always_inline)) { return T(1) / a; });
     case RuleCode::kExp:
       return Unary(out, x, n, [](T a) { return std::exp(a); });
     case RuleCode::kLog:
@@ -124,57 +134,77 @@ template <typename T>
     case RuleCode::kTanh:
       return Unary(out, x, n, [](T a) { return std::tanh(a); });
     case RuleCode::kMul:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return a * b; });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a * b; });
     case RuleCode::kDiv:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return a / b; });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a / b; });
     case RuleCode::kMax:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return a > b || a != a ? a : b; });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a > b || a != a ? a : b; });
     case RuleCode::kMin:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return a < b || a != a ? a : b; });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return a < b || a != a ? a : b; });
     case RuleCode::kPow:
       return Binary(out, x, n, [](T a, T b) { return std::pow(a, b); });
     case RuleCode::kGt:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a > b); });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a > b); });
     case RuleCode::kGe:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a >= b); });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a >= b); });
     case RuleCode::kLt:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a < b); });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a < b); });
     case RuleCode::kLe:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a <= b); });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a <= b); });
     case RuleCode::kEq:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a == b); });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a == b); });
     case RuleCode::kNe:
-      return Binary(out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a != b); });
+      return Binary(
+          out, x, n, [](T a, T b) __attribute__((always_inline)) { return T(a != b); });
     case RuleCode::kAdd:
-      return Binary(out, x, n, [=](T a, T b) __attribute__((always_inline)) { return a * before + k * b; });
+      return Binary(
+          out, x, n, [=](T a, T b) __attribute__((always_inline)) { return a * before + k * b; });
     case RuleCode::kLerp:
       if (x[2].data == nullptr) {
         const T weight = x[2].number;
         const bool small = std::abs(weight) < T(0.5);  // from the nearer end, as torch does
         const T part = small ? weight : weight - T(1);
-        if (small) return Binary(out, x, n, [part](T a, T b) __attribute__((always_inline)) { return a + part * (b - a); });
-        return Binary(out, x, n, [part](T a, T b) __attribute__((always_inline)) { return b + part * (b - a); });
+        if (small)
+          return Binary(
+              out, x, n, [part](T a, T b) __attribute__((always_inline)) { return a + part * (b - a); });
+        return Binary(
+            out, x, n, [part](T a, T b) __attribute__((always_inline)) { return b + part * (b - a); });
       }
-      return Product(out, x, n, [](T a, T b, T c) __attribute__((always_inline)) {
-        const bool small = c < T(0.5) && c > T(-0.5);
-        return (small ? a : b) + (small ? c : c - T(1)) * (b - a);
-      });
+      return Product(
+          out, x, n, [](T a, T b, T c) __attribute__((always_inline)) {
+            const bool small = c < T(0.5) && c > T(-0.5);
+            return (small ? a : b) + (small ? c : c - T(1)) * (b - a);
+          });
     case RuleCode::kWhere:
-      return Choice(out, x, n, [](T a, T b, T c) __attribute__((always_inline)) { return a != 0 ? b : c; });
+      return Choice(
+          out, x, n, [](T a, T b, T c) __attribute__((always_inline)) { return a != 0 ? b : c; });
     case RuleCode::kAddcmul:
-      return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b * c; });
+      return Product(
+          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b * c; });
     case RuleCode::kAddcdiv:
       if (extras.divides) {
-        return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
-          return a * before + k * b / (std::sqrt(c) / divisor + addend);
-        });
+        return Product(
+            out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
+              return a * before + k * b / (std::sqrt(c) / divisor + addend);
+            });
       }
       if (extras.root) {
-        return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
-          return a * before + k * b / (std::sqrt(c) + addend);
-        });
+        return Product(
+            out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) {
+              return a * before + k * b / (std::sqrt(c) + addend);
+            });
       }
-      return Product(out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b / c; });
+      return Product(
+          out, x, n, [=](T a, T b, T c) __attribute__((always_inline)) { return a * before + k * b / c; });
   }
 }
 
@@ -258,8 +288,10 @@ template <typename T>
       }
     }
     if (scale != Math(1) && !plan.folds_scale) {
-      const Source<Math> from[3] = {{kWiden ? registers[1] : reinterpret_cast<Math*>(plan.flats[1]) + begin, Math(0)}, {}, {}};
-      Unary(registers[1], from, n, [scale](Math g) __attribute__((always_inline)) { return g * scale; });
+      const Source<Math> from[3] = {
+          {kWiden ? registers[1] : reinterpret_cast<Math*>(plan.flats[1]) + begin, Math(0)}, {}, {}};
+      Unary(
+          registers[1], from, n, [scale](Math g) __attribute__((always_inline)) { return g * scale; });
     }
     for (const RulePass& pass : plan.passes) {
       Source<Math> x[4] = {};
@@ -281,12 +313,20 @@ template <typename T>
         const auto memory = [&](RuleOperand operand) { return operand == kNothing ? nullptr : registers[operand]; };
         const Math weight = number(pass.mean_weight, Math(0));
         const bool from_mean = std::abs(weight) < Math(0.5);
-        RunMoments<Math>({.weight = registers[pass.op.result], .mean = memory(pass.mean), .square = memory(pass.square),
-                          .largest = memory(pass.largest), .gradient = registers[pass.gradient],
+        RunMoments<Math>({.weight = registers[pass.op.result],
+                          .mean = memory(pass.mean),
+                          .square = memory(pass.square),
+                          .largest = memory(pass.largest),
+                          .gradient = registers[pass.gradient],
                           .scale = plan.folds_scale && pass.gradient == 1 ? scale : Math(1),
-                          .mean_part = from_mean ? weight : weight - Math(1), .square_before = number(pass.square_before, Math(1)),
-                          .square_k = number(pass.square_k, Math(0)), .before = extras.before, .k = extras.k,
-                          .divisor = extras.divisor, .addend = extras.addend, .from_mean = from_mean},
+                          .mean_part = from_mean ? weight : weight - Math(1),
+                          .square_before = number(pass.square_before, Math(1)),
+                          .square_k = number(pass.square_k, Math(0)),
+                          .before = extras.before,
+                          .k = extras.k,
+                          .divisor = extras.divisor,
+                          .addend = extras.addend,
+                          .from_mean = from_mean},
                          extras.divides, n);
         continue;
       }
@@ -300,9 +340,9 @@ template <typename T>
   }
 }
 
-#define INTERLACE_RULES(suffix, T)                                                                \
-  INTERLACE_CLONES void Rule##suffix(const RulePlan& plan, int64_t begin, int64_t end) {          \
-    RunSpan<T>(plan, begin, end);                                                                 \
+#define INTERLACE_RULES(suffix, T)                                                       \
+  INTERLACE_CLONES void Rule##suffix(const RulePlan& plan, int64_t begin, int64_t end) { \
+    RunSpan<T>(plan, begin, end);                                                        \
   }
 INTERLACE_RULES(F64, double)
 INTERLACE_RULES(F32, float)
@@ -323,13 +363,20 @@ void CheckFlats(std::span<const at::Tensor> flats) {
 void RuleStep(const RuleForm& form, std::span<const at::Tensor> flats, std::span<const double> numbers,
               double grad_scale) {
   CheckFlats(flats);
-  TORCH_INTERNAL_ASSERT(static_cast<int>(numbers.size()) >= form.numbers, "a rule's form has more numbers than its row");
+  TORCH_INTERNAL_ASSERT(static_cast<int>(numbers.size()) >= form.numbers,
+                        "a rule's form has more numbers than its row");
   if (flats[0].numel() == 0) return;
   if (!flats[0].device().is_cpu()) return RuleStepAten(form, flats, numbers, grad_scale);
   const auto step = FormFor(flats[0].scalar_type(), &RuleF64, &RuleF32, &RuleF16, &RuleBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "a rule's step of ", c10::toString(flats[0].scalar_type()));
-  RulePlan plan{.form = &form, .passes = PassesOf(form, static_cast<int>(flats.size())), .numbers = numbers.data(), .flats = {}, .count = static_cast<int>(flats.size()),
-                .grad_scale = grad_scale, .folds_scale = false, .scratch_grad = false};
+  RulePlan plan{.form = &form,
+                .passes = PassesOf(form, static_cast<int>(flats.size())),
+                .numbers = numbers.data(),
+                .flats = {},
+                .count = static_cast<int>(flats.size()),
+                .grad_scale = grad_scale,
+                .folds_scale = false,
+                .scratch_grad = false};
   plan.folds_scale = FoldsScale(plan.passes);
   plan.scratch_grad = grad_scale != 1 && !plan.folds_scale;
   for (const RuleOp& op : form.ops) plan.scratch_grad = plan.scratch_grad || op.result == 1;

@@ -64,10 +64,10 @@ enum class Optimizer { kAdam, kAdamW, kSgd, kRule };
 
 struct UpdateKernel final : KernelData {
   struct Range {
-    int64_t begin, length;           // elements of the flat operand
-    int32_t group;                   // index into the hyper-parameters
+    int64_t begin, length;                   // elements of the flat operand
+    int32_t group;                           // index into the hyper-parameters
     std::shared_ptr<const UpdateRule> rule;  // of the group
-    std::vector<at::Tensor> sliced;  // per operand, when it is fixed
+    std::vector<at::Tensor> sliced;          // per operand, when it is fixed
   };
   using Operands = std::array<at::Tensor, 2 + kMaxRuleStates>;  // w, g, states; undefined where there are fewer
   Optimizer optimizer;
@@ -88,8 +88,7 @@ struct UpdateKernel final : KernelData {
     const double grad_scale = clipped ? scale * (pending ? frame.pending.coef : frame.coef) : scale;
     const std::vector<std::vector<double>>& hyper = pending ? frame.pending.hyper : *frame.hyper;
     if (bank != nullptr) {  // the numbers of this step go along: the job may still run when the next one has begun
-      bank->StartStep(operands, [ranges = ranges, hyper, optimizer = optimizer, grad_scale,
-                                 flats = operands.size()] {
+      bank->StartStep(operands, [ranges = ranges, hyper, optimizer = optimizer, grad_scale, flats = operands.size()] {
         for (const Range& range : *ranges) {
           Operands x;
           std::copy(range.sliced.begin(), range.sliced.end(), x.begin());
@@ -105,8 +104,8 @@ struct UpdateKernel final : KernelData {
     }
   }
 
-  static void Step(Optimizer optimizer, const UpdateRule* rule, std::span<const at::Tensor> x, const std::vector<double>& h,
-                   double grad_scale) {
+  static void Step(Optimizer optimizer, const UpdateRule* rule, std::span<const at::Tensor> x,
+                   const std::vector<double>& h, double grad_scale) {
     if (optimizer == Optimizer::kRule) {
       RuleStep(rule->forms[static_cast<size_t>(h[0])], x, std::span(h).subspan(1), grad_scale);
     } else if (optimizer == Optimizer::kSgd) {
@@ -175,7 +174,8 @@ Result<std::vector<UpdateKernel::Range>> RangesOf(const BuildContext& context, c
     const int32_t rule = context.program.groups[position->second].rule;
     if (op.kind == OpKind::kUpdateRule && rule == kNone)
       return OpError(context, op, "group " + std::to_string(r.group) + " has no rule");
-    std::shared_ptr<const UpdateRule> copy = rule == kNone ? nullptr : std::make_shared<const UpdateRule>(context.program.rules[rule]);
+    std::shared_ptr<const UpdateRule> copy =
+        rule == kNone ? nullptr : std::make_shared<const UpdateRule>(context.program.rules[rule]);
     ranges.push_back({begin, end - begin, position->second, std::move(copy), {}});
   }
   return ranges;

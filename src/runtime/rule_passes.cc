@@ -86,7 +86,8 @@ class Fusion {
     const size_t j = Heir(i, x[0]);
     if (j == 0 || passes_[j].before != kNothing) return false;
     RulePass& heir = passes_[j];
-    const bool sum = heir.op.code == RuleCode::kAdd || heir.op.code == RuleCode::kAddcmul || heir.op.code == RuleCode::kAddcdiv;
+    const bool sum =
+        heir.op.code == RuleCode::kAdd || heir.op.code == RuleCode::kAddcmul || heir.op.code == RuleCode::kAddcdiv;
     const RuleOperand value = passes_[i].op.result;
     if (!sum || heir.op.operands[0] != value || heir.op.operands[1] == value) return false;
     if (heir.op.code != RuleCode::kAdd && heir.op.operands[2] == value) return false;
@@ -101,7 +102,8 @@ class Fusion {
     RulePass loop;
     size_t at = i;
     const auto pass = [&](RuleCode code) {
-      return at < passes_.size() && passes_[at].op.code == code && passes_[at].square == kNothing ? &passes_[at] : nullptr;
+      return at < passes_.size() && passes_[at].op.code == code && passes_[at].square == kNothing ? &passes_[at]
+                                                                                                  : nullptr;
     };
     const auto in_place = [](const RulePass& p) { return p.op.result == p.op.operands[0]; };
     if (const RulePass* mean = pass(RuleCode::kLerp)) {
@@ -132,7 +134,8 @@ class Fusion {
     loop.op = weight->op, loop.before = weight->before, loop.root = true;
     loop.divisor = weight->divisor, loop.addend = weight->addend, loop.factor = weight->factor;
     passes_[i] = loop;
-    passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i) + 1, passes_.begin() + static_cast<std::ptrdiff_t>(at) + 1);
+    passes_.erase(passes_.begin() + static_cast<std::ptrdiff_t>(i) + 1,
+                  passes_.begin() + static_cast<std::ptrdiff_t>(at) + 1);
   }
 
   std::vector<RulePass> passes_;

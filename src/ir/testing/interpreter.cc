@@ -128,9 +128,9 @@ class TextbookStep {
   const InterpretOptions& options_;
   Machine& machine_;
   bool each_;
-  std::map<ValueId, DType> reduced_in_;          // by parameter
-  std::map<ValueId, std::vector<Dense>> total_;  // one part (reduce_each) or one per rank
-  std::map<ValueId, Dense> first_, second_;      // optimizer states
+  std::map<ValueId, DType> reduced_in_;           // by parameter
+  std::map<ValueId, std::vector<Dense>> total_;   // one part (reduce_each) or one per rank
+  std::map<ValueId, Dense> first_, second_;       // optimizer states
   std::map<ValueId, std::vector<Dense>> states_;  // of rules
 };
 
