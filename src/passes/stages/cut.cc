@@ -22,6 +22,7 @@
 #include "passes/cost_options.h"
 #include "passes/passes.h"
 #include "passes/stages/balance.h"
+#include "passes/stages/coalesced.h"
 #include "passes/stages/messages.h"
 #include "passes/stages/stage_writer.h"
 
@@ -73,7 +74,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const int64_t rank, options.Int("stage", 0, 0));
   INTERLACE_ASSIGN(const int64_t chunks, options.Int("chunks", 1, 1));
   INTERLACE_ASSIGN(const std::string backward, options.Choice("backward", {"whole", "split"}));
-  const Phase* found = program.MicroBatchPhase();
+  Phase* found = program.MicroBatchPhase();
   if (program.level != Level::kCaptured || found == nullptr || program.stage)
     return MakeError("pipeline cuts a captured program with a single micro-batch phase, before the strategy");
   const bool known =
@@ -83,6 +84,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   if (rank >= ranks) return MakeError("stage=", rank, " of ", ranks, "; they count from 0");
   constexpr int64_t kMostChunks = 64;
   if (chunks > kMostChunks) return MakeError("chunks=", chunks, " is more than ", kMostChunks);
+  stages::TakeApart(program, *found);
   const Phase phase = *found;
   INTERLACE_TRY(CheckCuttable(program, phase));
   const stages::Flow flow(program, phase);
@@ -118,6 +120,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   const Result<std::string> times = TimesText(flow, layout, borders, cost_model, axis);
   INTERLACE_TRY(stages::WriteStage(program, flow, layout, axis, static_cast<int32_t>(rank),
                                    static_cast<int32_t>(ranks * chunks)));
+  for (Phase& part : program.phases) stages::PutTogether(program, part);
   program.SetMeta("stages", text);
   if (times.ok()) program.SetMeta("stages.times", *times);
   program.stage = StageOf{axis, rank};
