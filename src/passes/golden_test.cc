@@ -50,6 +50,12 @@ INSTANTIATE_TEST_SUITE_P(
         Golden{
             "mlp.breadth_first.il",
             "canonicalize,breadth_first(micro_batches=2),shard(ranks=2),accumulate(steps=4,mode=reduce_last),update"},
+        Golden{"mlp.stage0.il",
+               "canonicalize,mesh(axes=pp:2+dp:2),pipeline(stage=0,at=auto,cluster=h100-80gb-4),shard(axis=dp),"
+               "accumulate(steps=2,mode=reduce_last),update(clip=1.0),order"},
+        Golden{"mlp.stage1.il",
+               "canonicalize,mesh(axes=pp:2+dp:2),pipeline(stage=1,at=auto,cluster=h100-80gb-4),shard(axis=dp),"
+               "accumulate(steps=2,mode=reduce_last),update(clip=1.0),order"},
         Golden{"mlp.search.il", "canonicalize,shard(ranks=2),update,search(evaluations=60)"}),
     [](const auto& info) {
       std::string name = info.param.file;

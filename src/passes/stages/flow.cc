@@ -209,13 +209,15 @@ std::vector<char> Flow::Above(int32_t border) const {
     }
     above[i] = up ? 1 : 0;
   }
-  MoveDown(above, there);
+  while (MoveDown(above, there, below)) {
+  }
   return above;
 }
 
 // From the end: an op above, whose results are read below only, goes down when what it reads is less to send. Part of
 // the gradient of a parameter that is used above, too, stays: it is added up there.
-void Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there) const {
+bool Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there, const std::vector<char>& below) const {
+  bool moved = false;
   for (int32_t i = size(); i-- > first_backward_;) {
     const Op& at = op(i);
     if (above[i] == 0 || Repeats(i) || at.kind == OpKind::kGrad || at.kind == OpKind::kOutput || IsWait(at) ||
@@ -240,10 +242,12 @@ void Flow::MoveDown(std::vector<char>& above, const std::vector<char>& there) co
         return reader >= first_backward_ && above[reader] == 0;
       });
       const int32_t from = DefOf(root);
-      if (!sent_anyway && from >= 0 && above[from] != 0) instead += Bytes(root);
+      const bool is_above = from >= 0 ? above[from] != 0 : below[root] == 0;  // a parameter is where it is used
+      if (!sent_anyway && is_above) instead += Bytes(root);
     }
-    if (instead <= sent) above[i] = 0;
+    if (instead <= sent) above[i] = 0, moved = true;
   }
+  return moved;
 }
 
 }  // namespace interlace::stages

@@ -59,7 +59,7 @@ class Flow {
   void FindPositions();
   void FindCrossing();
   void FindSums(int32_t index, ValueId param);
-  void MoveDown(std::vector<char>& above, const std::vector<char>& there) const;
+  bool MoveDown(std::vector<char>& above, const std::vector<char>& there, const std::vector<char>& below) const;
 
   const Program& program_;
   const Phase& phase_;

@@ -88,7 +88,7 @@ class Planner {
       part.values.push_back(value);
     }
     if (parts.size() == 1) {
-      layout_.stage[index] = layout_.home[param] = parts.begin()->second.place.stage;
+      layout_.stage[index] = layout_.home[param];  // elsewhere made, it comes by message
       return;
     }
     layout_.stage[index] = -1;
