@@ -237,6 +237,13 @@ class Config:
         return dict(self.axes or ()).get("tp", 1)
 
     @property
+    def first_accumulate_mode(self) -> str:
+        """That of the standard program, before a search: stages, which have few parameters and many micro-batches, reduce once."""
+        if self.accumulate_mode != "auto":
+            return self.accumulate_mode
+        return "reduce_last" if self.stage_ranks > 1 else "reduce_each"
+
+    @property
     def stage_ranks(self) -> int:
         """Ranks along axis pp."""
         return dict(self.axes or ()).get("pp", 1)
@@ -286,7 +293,7 @@ class Config:
                 stage_axis="pp" if self.stage_ranks > 1 else "", stages_at=self.stages, stage_order=self.stage_order,
                 stage_chunks=self.stage_chunks,
                 accumulation=self.accumulation,
-                accumulate_mode="reduce_each" if self.accumulate_mode == "auto" else self.accumulate_mode, param=param,
+                accumulate_mode=self.first_accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )
