@@ -67,7 +67,7 @@ class Config:
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients), "reduce_last" (full gradients, reduced once), or "auto": the search decides; where
-                     none runs, and until it has, reduce_each. The two round differently
+                     none runs, and until it has, reduce_each (with axis pp reduce_last). The two round differently
     clip_norm        largest global norm of the gradient, or None
     seed             of random ops (dropout) and of parameters that are initialized from the meta device
     timeout_s        the longest wait for another rank, in seconds
