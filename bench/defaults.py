@@ -33,6 +33,8 @@ ROWS = list(itertools.product((1, 4), (250.0, 500.0, 1000.0, None), ("20m", "gpt
 class Defaults(Bench):
     """A row: the default, the explicit settings, and DDP to compare with."""
 
+    table = "defaults"
+
     def __init__(self, args: argparse.Namespace) -> None:
         names = ["default", *explicit(args.accumulation), "ddp"]
         if args.only:

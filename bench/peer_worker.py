@@ -69,17 +69,18 @@ class Worker:
 
     def do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "build":
-            return self.build(message["method"])
+            return self.build(message["method"], message.get("table", "peers"))
         return self.run(message["method"], int(message["first"]), int(message["count"]))
 
-    def build(self, name: str) -> dict[str, Any]:
+    def build(self, name: str, table: str) -> dict[str, Any]:
         from cases import causal_model
         from default_methods import DEFAULTS
         from peer_methods import ALONE, METHODS
         from stage_methods import STAGES
         from tensor_methods import TENSOR
 
-        self.steps[name] = (METHODS | ALONE | TENSOR | STAGES | DEFAULTS)[name].build(self.settings)
+        tables = {"peers": METHODS, "tensor parallel": TENSOR, "pipeline": STAGES, "defaults": DEFAULTS}
+        self.steps[name] = (ALONE | tables[table])[name].build(self.settings)
         parameters = causal_model(self.settings.case).parameters() if self.rank == 0 else []
         return {"parameter_bytes": sum(p.numel() * p.element_size() for p in parameters)}
 

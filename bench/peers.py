@@ -156,6 +156,8 @@ class Progress:
 class Bench:
     """One table: settings, the crews, and what was measured."""
 
+    table = "peers"  # where its methods' names are looked up: methods of other benchmarks have the same
+
     def __init__(self, args: argparse.Namespace, methods: Sequence[Method]) -> None:
         self.args = args
         self.methods = [*ALONE.values(), *methods]
@@ -212,7 +214,7 @@ class Bench:
         crew = self.crews[method.crew]
         try:
             if what == "build":
-                answers = crew.ask({"do": "build", "method": method.name}, BUILD_TIMEOUT_S)
+                answers = crew.ask({"do": "build", "method": method.name, "table": self.table}, BUILD_TIMEOUT_S)
                 self.parameter_bytes = answers[0]["parameter_bytes"]
             else:
                 self._steps(crew, row, WARM_UP_STEPS if what == "warm up" else self.args.block, what != "warm up")

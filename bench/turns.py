@@ -56,7 +56,7 @@ def measured(contest: Contest, args: argparse.Namespace, names: list[str], net: 
             return
         try:
             if what == "build":
-                crew.ask({"do": "build", "method": name}, BUILD_TIMEOUT_S)
+                crew.ask({"do": "build", "method": name, "table": contest.title}, BUILD_TIMEOUT_S)
                 return
             count = args.block if what == "round" else WARM_UP_STEPS
             answers = crew.ask({"do": "steps", "method": name, "first": len(row["losses"]), "count": count}, STEP_TIMEOUT_S)
