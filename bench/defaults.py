@@ -13,15 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from common import machine, quartiles, write_json
 from default_methods import DEFAULTS, explicit
-from network import Network, NetworkError
+from network import on_network
 from peer_methods import METHODS
 from peer_table import Row
 from peers import MODELS, Bench
@@ -83,14 +80,7 @@ class Defaults(Bench):
 
 def one_row(args: argparse.Namespace) -> bool:
     bench = Defaults(args)
-    with tempfile.TemporaryDirectory() as scratch:
-        logs = Path(args.logs or scratch)
-        logs.mkdir(parents=True, exist_ok=True)
-        try:
-            with Network(args.ranks, args.mbit, 1) as net:
-                bench.run(net, logs)
-        except NetworkError as e:
-            sys.exit(f"error: {e}")
+    on_network(args, bench.run)
     good = bench.print()
     if args.json:
         write_json(args.json, bench.record())
@@ -112,7 +102,6 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="add the figures to a list in this file")
     args = parser.parse_args()
     args.per_host, args.accumulate_mode = 1, "reduce_last"  # the latter is DDP's way
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     good = True
     for accumulation, mbit, size, ranks in ROWS if args.all_rows else [(args.accumulation, args.mbit, args.model_size, args.ranks)]:
         row = vars(args) | {"accumulation": accumulation, "mbit": mbit, "model_size": size, "ranks": ranks}

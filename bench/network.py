@@ -30,9 +30,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,21 @@ def rates(net: Network, seconds: float = 1.0) -> dict[str, float | None]:
     """Nominal, simplex and duplex rate in bytes/s."""
     nominal = None if net.mbit is None else net.mbit * 1e6 / 8
     return {"nominal": nominal, "simplex": net.simplex_goodput(seconds), "duplex": net.goodput(seconds)}
+
+
+def on_network(args: argparse.Namespace, work: Callable[[Network, Path], Any], per_host: int = 1) -> Any:
+    """What work(network, folder for logs) gives on the network of a benchmark's arguments (ranks, mbit, logs), which is gone afterwards,
+    also when the benchmark is told to end. Ends the program where the network cannot be made.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = Path(args.logs or scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            with Network(args.ranks, args.mbit, per_host) as net:
+                return work(net, logs)
+        except NetworkError as e:
+            sys.exit(f"error: {e}")
 
 
 def main() -> None:

@@ -19,10 +19,8 @@ import difflib
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ from typing import Any
 
 from cases import GPT2_MATMUL_BOUND, MATMUL_BOUND
 from common import machine, quartiles, write_json
-from network import Network, NetworkError, free_port
+from network import Network, free_port, on_network
 from peer_methods import ALONE, METHODS, Method, absent
 from peer_table import ACCUMULATE_MODES, LOSS_TOLERANCE, Row, disagreeing, figures, lines, verdicts
 
@@ -348,15 +346,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="add the figures to a list in this file")
     args = parser.parse_args()
     bench = Bench(args, chosen(args.only, hybrid=args.per_host > 1))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory() as scratch:
-        logs = Path(args.logs or scratch)
-        logs.mkdir(parents=True, exist_ok=True)
-        try:
-            with Network(args.ranks, args.mbit, args.per_host) as net:
-                bench.run(net, logs)
-        except NetworkError as e:
-            sys.exit(f"error: {e}")
+    on_network(args, bench.run, args.per_host)
     good = bench.print()
     if args.json:
         write_json(args.json, bench.record())

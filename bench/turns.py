@@ -10,15 +10,13 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common import machine, quartiles, write_json
-from network import Network, NetworkError
+from network import Network, on_network
 from peer_methods import ALONE, Method
 from peer_table import LOSS_TOLERANCE
 from peers import BUILD_TIMEOUT_S, STEP_TIMEOUT_S, WARM_UP_STEPS, Crew, CrewError
@@ -133,15 +131,7 @@ def run(contest: Contest, description: str | None) -> None:
     unknown = [n for n in names if n not in contest.methods]
     if unknown:
         sys.exit(f"error: unknown method '{unknown[0]}' (methods: {', '.join(contest.methods)})")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory() as scratch:
-        logs = Path(args.logs or scratch)
-        logs.mkdir(parents=True, exist_ok=True)
-        try:
-            with Network(args.ranks, args.mbit) as net:
-                out = measured(contest, args, names, net, logs)
-        except NetworkError as e:
-            sys.exit(f"error: {e}")
+    out = on_network(args, lambda net, logs: measured(contest, args, names, net, logs))
     good = report(contest, args, names, out)
     if args.json:
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "logs")}

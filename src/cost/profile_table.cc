@@ -185,6 +185,13 @@ std::optional<double> Sweep::Us(double bytes) const {
   return std::max(us, std::min(before->second, after->second));
 }
 
+Result<bool> IsOfAnotherMachine(const ProfileTable& profile, const std::string& machine, bool may_be) {
+  if (machine.empty() || machine == profile.fingerprint) return false;
+  if (may_be) return true;
+  return MakeError("the profile was measured on another machine ('", profile.fingerprint, "', here '", machine,
+                   "'); measure here, or allow it with --foreign");
+}
+
 Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file) {
   return ProfileReader(text, file).Run();
 }

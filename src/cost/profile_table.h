@@ -79,6 +79,10 @@ struct ProfileTable {
   std::vector<double> interference;  // 28, or empty
 };
 
+// Whether the profile is of another machine than `machine` (a fingerprint; "" accepts any). Error: it is, and may not
+// be.
+Result<bool> IsOfAnotherMachine(const ProfileTable& profile, const std::string& machine, bool may_be);
+
 // Error: "file:line:col" with the line and a caret: unknown words (did you mean), times that are not positive,
 // duplicates.
 Result<ProfileTable> ParseProfile(std::string_view text, std::string_view file);

@@ -305,6 +305,8 @@ Result<bool> SearchCaptured(Program& program, const Origin& origin, const PassOp
 }
 
 Result<bool> Search(Program& program, const PassOptions& options) {
+  if (program.stage)
+    return MakeError("search knows no stages of a pipeline yet; name passes instead, or none: schedule=[]");
   INTERLACE_ASSIGN(const SearchOptions search, ReadOptions(options));
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(SearchResult found, SearchSchedules(program, costs, search));

@@ -86,13 +86,7 @@ std::string SetSimulationSummary(const SetSimulation& s) {
   const size_t simulated = s.input.programs.size();
   AddLine(out, "%zu stages on %lld ranks of %s%s", s.stages.size(), static_cast<long long>(s.ranks),
           s.cluster.name.c_str(), static_cast<int64_t>(simulated) < s.ranks ? " (one rank of each simulated)" : "");
-  if (s.fingerprint.empty()) {
-    AddLine(out, "times: estimated, no profile (%lld kinds of op)", static_cast<long long>(s.coverage.ops));
-  } else {
-    AddLine(out, "times: %lld of %lld kinds of op measured, profile of %s%s",
-            static_cast<long long>(s.coverage.measured), static_cast<long long>(s.coverage.ops), s.fingerprint.c_str(),
-            s.foreign ? " (ANOTHER MACHINE)" : "");
-  }
+  AddTimes(out, s.coverage, s.fingerprint, s.foreign);
   int64_t idle = 0;
   for (const StageUse& use : s.use) idle += use.Bubble();
   AddLine(out, "step          %s, %.1f %% of it bubbles", TimeInWords(s.makespan_ps()).c_str(),

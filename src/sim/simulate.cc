@@ -92,11 +92,7 @@ Result<Simulation> Simulate(const Program& program, const ClusterSpec& cluster, 
   s.cluster = cluster;
   if (profile != nullptr) {
     s.fingerprint = profile->fingerprint;
-    s.foreign = !options.machine.empty() && options.machine != profile->fingerprint;
-    if (s.foreign && !options.foreign) {
-      return MakeError("the profile was measured on another machine ('", profile->fingerprint, "', here '",
-                       options.machine, "'); measure here, or allow it with --foreign");
-    }
+    INTERLACE_ASSIGN(s.foreign, IsOfAnotherMachine(*profile, options.machine, options.foreign));
   }
   INTERLACE_TRY(CheckWhatIf(options.what_if));
   ProfileTable changed;

@@ -39,11 +39,7 @@ Result<SetModel> SetModel::Create(const ProgramSet& set, const ClusterSpec& clus
   SetModel out(set);
   if (profile != nullptr) {
     out.fingerprint_ = profile->fingerprint;
-    out.foreign_ = !options.machine.empty() && options.machine != profile->fingerprint;
-    if (out.foreign_ && !options.foreign) {
-      return MakeError("the profile was measured on another machine ('", profile->fingerprint, "', here '",
-                       options.machine, "'); measure here, or allow it with --foreign");
-    }
+    INTERLACE_ASSIGN(out.foreign_, IsOfAnotherMachine(*profile, options.machine, options.foreign));
   }
   for (size_t s = 0; s < set.stages.size(); ++s) {
     if (Status status = out.AddStage(s, cluster, profile); !status.ok())

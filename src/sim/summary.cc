@@ -109,19 +109,20 @@ std::string SimulationJson(const Simulation& s) {
   return w.Take() + "\n";
 }
 
+void AddTimes(std::string& out, const CostModel::Coverage& coverage, const std::string& fingerprint, bool foreign) {
+  const auto kinds = static_cast<long long>(coverage.ops);
+  if (fingerprint.empty()) return AddLine(out, "times: estimated, no profile (%lld kinds of op)", kinds);
+  AddLine(out, "times: %lld of %lld kinds of op measured, profile of %s%s", static_cast<long long>(coverage.measured),
+          kinds, fingerprint.c_str(), foreign ? " (ANOTHER MACHINE)" : "");
+}
+
 std::string SimulationSummary(const Simulation& s) {
   const Lowered& lowered = *s.lowered;
   const Program& program = *lowered.program;
   std::string out;
   AddLine(out, "%lld %s on %s%s", static_cast<long long>(s.ranks), s.ranks == 1 ? "rank" : "ranks",
           s.cluster.name.c_str(), s.input.programs.size() == 1 && s.ranks > 1 ? " (alike, one simulated)" : "");
-  if (s.fingerprint.empty()) {
-    AddLine(out, "times: estimated, no profile (%lld kinds of op)", static_cast<long long>(s.coverage.ops));
-  } else {
-    AddLine(out, "times: %lld of %lld kinds of op measured, profile of %s%s",
-            static_cast<long long>(s.coverage.measured), static_cast<long long>(s.coverage.ops), s.fingerprint.c_str(),
-            s.foreign ? " (ANOTHER MACHINE)" : "");
-  }
+  AddTimes(out, s.coverage, s.fingerprint, s.foreign);
   const Bound& bound = s.bounds.front();
   AddLine(out, "step          %s", TimeInWords(s.makespan_ps()).c_str());
   AddLine(out, "lower bound   %s (%s), gap %.1f %%", TimeInWords(bound.time_ps).c_str(),

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "cost/cost_model.h"
+
 namespace interlace {
 
 std::string TimeInWords(int64_t ps);      // "12.3 ms", with three digits
@@ -16,6 +18,9 @@ inline double Percent(int64_t part, int64_t whole) {
 inline std::string ModuleInWords(std::string_view module) {
   return module.empty() ? "(no module)" : std::string(module);
 }
+
+// The line that says where the times of a simulation are from.
+void AddTimes(std::string& out, const CostModel::Coverage& coverage, const std::string& fingerprint, bool foreign);
 
 template <typename... Args>
 void AddLine(std::string& out, const char* format, Args... args) {

@@ -37,6 +37,30 @@ def test_the_numbers_of_one_process(name: str) -> None:
         assert distance.within(1e-9), f"{config}: {distance}"
 
 
+@pytest.mark.parametrize("name", ["t5", "vit", "mixtral"])
+def test_of_other_models(name: str) -> None:
+    """T5's encoder and decoder lie on different stages."""
+    settings = [{"accumulation": 4, "stage_order": "auto", "clip_norm": 0.3}]
+    (distance,) = ranks.run(distances, 2, name, {"pp": 2}, settings, timeout_s=300)[0]
+    assert distance.within(1e-9), distance
+
+
+WITH_PASSES: list[dict[str, Any]] = [
+    {"schedule": [(0, ["recompute(mode=full)"])]},
+    {"schedule": [(0, ["recompute(mode=selective)"])], "stages": "model.layers.1"},
+    {"schedule": [(0, ["bucket(modules=model.layers.*)", "reorder"])]},
+    {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
+    {"arena": False},
+]
+
+
+def test_with_other_passes() -> None:
+    settings = [{"accumulation": 4, **config} for config in WITH_PASSES]
+    found = ranks.run(distances, 4, "llama", {"pp": 2, "dp": 2}, settings, timeout_s=300)[0]
+    for config, distance in zip(settings, found, strict=True):
+        assert distance.within(1e-9), f"{config}: {distance}"
+
+
 @pytest.mark.parametrize("mesh", [{"pp": 4}, {"pp": 2, "dp": 2}, {"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}])
 def test_on_four_ranks(mesh: dict[str, int]) -> None:
     strategies = [{"strategy": s, "accumulation": 4, "clip_norm": 0.3} for s in ("shard", "zero1", "replicate")]

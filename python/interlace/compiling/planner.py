@@ -95,16 +95,19 @@ class Planner:
         return Source(text, reports, constants, captured=captured)
 
     def settle_stages(self, captured: str) -> None:
-        """Decides once where the model is cut into stages, for all programs of the run: as pass `pipeline` does it on this captured text."""
+        """Decides once where the model is cut into stages, for all programs of the run: as pass `pipeline` does it on this captured text,
+        with what the schedule recomputes first. A later entry that recomputes across these borders is refused when it is rehearsed."""
         passes = items(self.standard)
         at = next((i for i, text in enumerate(passes) if pass_name(text) == "pipeline"), None)
         if at is None or ",at=auto" not in passes[at]:
             return
         asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}")
-        key = key_of(captured, *passes[:at], asked, self.cluster_text())
+        entries = ([p for p in entry if pass_name(p) == "recompute"] for _, entry in self.config.schedule)
+        before = items(pipeline(",".join(passes[:at]), next(filter(None, entries), [])))
+        key = key_of(captured, *before, asked, self.cluster_text())
         found = self.programs.cache.get("stages", key)
         if found is None:
-            program, _ = self.programs.run_passes(captured, ",".join(self.filled([*passes[:at], asked])))
+            program, _ = self.programs.run_passes(captured, ",".join(self.filled([*before, asked])))
             found = {"at": program.meta()["stages"]}, {}
             self.programs.cache.put("stages", key, found[0])
         passes[at] = passes[at].replace(",at=auto", f",at={found[0]['at']}")

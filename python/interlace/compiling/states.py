@@ -118,15 +118,14 @@ class States:
         self.stage, self.stages = self.mesh.index(STAGES), self.mesh.size(STAGES)
         # Shared parameters of which another stage is the first that has them.
         self._elsewhere = {p["name"] for p in program.params() if p["shared"] and p["shared"][0] != self.stage}
-        self._changed = [b["name"] for b in program.buffers() if b["changed"]]
         own = [self._entry(p, u) for u in self.units for p in u.parameters] + [self._entry(p, None) for p in self.loose]
         own = [entry for entry in own if entry.name not in self._elsewhere]
         self.everything: list[Entry] = own
         self.outputs: list[dict[str, Any]] = [program.outputs()]  # by stage and name: dtype and shape
-        self.changed: list[list[str]] = [self._changed]  # buffers that the model changes, by stage
+        self.changed = [[b["name"] for b in program.buffers() if b["changed"]]]  # buffers that the model changes, by stage
         if self.stages > 1:
             found: list[Any] = [None] * self.stages
-            dist.all_gather_object(found, (own, self.outputs[0], self._changed), group=self._along_stages())
+            dist.all_gather_object(found, (own, self.outputs[0], self.changed[0]), group=self._along_stages())
             self.everything = [entry for entries, _, _ in found for entry in entries]
             self.outputs, self.changed = [outputs for _, outputs, _ in found], [changed for _, _, changed in found]
 

@@ -17,14 +17,12 @@ bool Names(std::string_view name, std::string_view param) {
 // Times of all stages that begin at one border and end at another, from sums over ops.
 class StageTimes {
  public:
-  StageTimes(const std::vector<Border>& all, const Flow& flow) : flow_(flow) {
-    // levels_[i]: the number of borders that op i is above.
-    levels_.assign(static_cast<size_t>(flow.size()), 0);
-    for (const Border& border : all) {
-      const std::vector<char> above = flow.Above(border.position);
-      for (size_t i = 0; i < above.size(); ++i) levels_[i] += above[i];
-    }
-    sums_.assign(all.size() + 2, 0);
+  explicit StageTimes(const Flow& flow) : flow_(flow), levels_(static_cast<size_t>(flow.size()), 0), sums_(2, 0) {}
+
+  // One more border; `above`: what belongs above it.
+  void Add(const std::vector<char>& above) {
+    for (size_t i = 0; i < above.size(); ++i) levels_[i] += above[i];
+    sums_.push_back(0);
   }
 
   Status Measure(CostModel& model) {
@@ -42,7 +40,7 @@ class StageTimes {
 
  private:
   const Flow& flow_;
-  std::vector<int32_t> levels_;
+  std::vector<int32_t> levels_;  // by op: the number of borders that it is above
   std::vector<int64_t> sums_;
 };
 
@@ -127,14 +125,21 @@ Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const s
   return out;
 }
 
-Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& all, const Flow& flow, CostModel& model,
+Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
                                             int64_t stages) {
   if (stages < 2) return std::vector<Border>();
+  StageTimes times(flow);
+  std::vector<Border> all;
+  for (const Border& border : offered) {
+    const std::vector<char> above = flow.Above(border.position);
+    if (!flow.Fits(above)) continue;
+    times.Add(above);
+    all.push_back(border);
+  }
   if (static_cast<int64_t>(all.size()) < stages - 1) {
     return MakeError("the model cannot be cut into ", stages, " stages: parameters are used at ", all.size() + 1,
                      " places only; ask for ", all.size() + 1, " stages at most");
   }
-  StageTimes times(all, flow);
   INTERLACE_TRY(times.Measure(model));
   const auto count = static_cast<size_t>(stages);
   const std::vector<size_t> fastest = Best(all, times, count, 0);
@@ -150,7 +155,7 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& all, cons
   return out;
 }
 
-Result<std::vector<int32_t>> StagesOf(const Flow& flow, const std::vector<Border>& borders) {
+std::vector<int32_t> StagesOf(const Flow& flow, const std::vector<Border>& borders) {
   std::vector<int32_t> stage(static_cast<size_t>(flow.size()), 0);
   for (const Border& border : borders) {
     const std::vector<char> above = flow.Above(border.position);

@@ -32,10 +32,10 @@ struct Border {
 std::vector<Border> BordersOf(const Program& program, const Flow& flow);
 // Those in front of these parameters, or of the first parameter of these modules. Error: no such name, or not in order.
 Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const std::vector<std::string>& names);
-// `stages` - 1 of them, balanced. Error: fewer borders than that.
-Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& all, const Flow& flow, CostModel& model,
+// `stages` - 1 of them, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
+Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
                                             int64_t stages);
 // By op: the stage it belongs to; -1: any (Flow::Repeats).
-Result<std::vector<int32_t>> StagesOf(const Flow& flow, const std::vector<Border>& borders);
+std::vector<int32_t> StagesOf(const Flow& flow, const std::vector<Border>& borders);
 
 }  // namespace interlace::stages

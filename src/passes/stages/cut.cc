@@ -114,9 +114,8 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   }
   std::string text;
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
-  INTERLACE_ASSIGN(std::vector<int32_t> stage_of, stages::StagesOf(flow, borders));
   INTERLACE_ASSIGN(const stages::Layout layout,
-                   stages::MakeLayout(program, flow, std::move(stage_of), ranks, backward == "split"));
+                   stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), ranks, backward == "split"));
   const Result<std::string> times = TimesText(flow, layout, borders, cost_model, axis);
   INTERLACE_TRY(stages::WriteStage(program, flow, layout, axis, static_cast<int32_t>(rank),
                                    static_cast<int32_t>(ranks * chunks)));

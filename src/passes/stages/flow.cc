@@ -132,12 +132,8 @@ void Flow::FindRepeated() {
     }
     const bool pure = (at.kind == OpKind::kView || at.kind == OpKind::kCopy || !IsOwn(at)) && !at.rng &&
                       !HasEffect(program_, at) && at.kind != OpKind::kCallPython;
-    bool repeats = pure, of_param = false;
-    ForEachOperand(at, [&](ValueId id) {
-      const ValueId root = program_.RootOf(id);
-      of_param = of_param || param_of_[root] != kNone;
-      repeats = repeats && NeedOf(id) == kNone;
-    });
+    bool repeats = pure;
+    ForEachOperand(at, [&](ValueId id) { repeats = repeats && NeedOf(id) == kNone; });
     for (ValueId id : at.results) {
       if (id == kNone) continue;
       const ValueId root = program_.RootOf(id);
@@ -212,6 +208,15 @@ std::vector<char> Flow::Above(int32_t border) const {
   while (MoveDown(above, there, below)) {
   }
   return above;
+}
+
+bool Flow::Fits(const std::vector<char>& above) const {
+  for (int32_t i = first_backward_; i < size(); ++i) {
+    if (op(i).kind != OpKind::kGrad || above[i] == 0) continue;
+    const int32_t from = DefOf(program_.RootOf(op(i).args[1].value));
+    if (from >= first_backward_ && above[from] == 0 && SumsFor(from) == kNone) return false;
+  }
+  return true;
 }
 
 // From the end: an op above, whose results are read below only, goes down when what it reads is less to send. Part of

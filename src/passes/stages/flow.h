@@ -49,6 +49,8 @@ class Flow {
 
   // By op: whether it belongs above a border in front of forward op `border`.
   std::vector<char> Above(int32_t border) const;
+  // Whether no gradient above is made below, as it is where recomputation goes on from the lower part into the upper.
+  bool Fits(const std::vector<char>& above) const;
   // Bytes of storages that come from below each position of the forward part and are read at or behind it; symbols at
   // their largest.
   const std::vector<double>& Crossing() const { return crossing_; }

@@ -11,12 +11,6 @@
 
 namespace interlace::stages {
 
-// Picoseconds of one micro-batch on one stage, and until what it sends is there.
-struct StageTime {
-  int64_t forward = 1, backward = 1, weights = 1, message = 0;
-  friend bool operator==(const StageTime&, const StageTime&) = default;
-};
-
 struct ListOptions {
   // Micro-batches that stage k holds at most, from their forward part until nothing needs their values: `ranks` - k as
   // 1F1B does, or `ranks` on all, as many as its first stage.

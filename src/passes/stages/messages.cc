@@ -71,7 +71,7 @@ class Planner {
     for (const Arg& arg : flow_.op(def).args) Addends(arg.value, values, sums);
   }
 
-  // The parameter belongs to the stage that makes its gradient, or to all ranks that make parts of it.
+  // The parameter belongs to the first stage that uses it or, where several ranks make parts of its gradient, to these.
   void ShareGradient(int32_t index) {
     const Op& op = flow_.op(index);
     const ValueId param = program_.RootOf(op.args[0].value);

@@ -29,7 +29,11 @@ struct Shape {
   bool split = false;  // W apart from B, but on the first stage
 };
 
-struct StageTime;  // list_schedule.h
+// Picoseconds of one micro-batch on one stage, and until what it sends is there.
+struct StageTime {
+  int64_t forward = 1, backward = 1, weights = 1, message = 0;
+  friend bool operator==(const StageTime&, const StageTime&) = default;
+};
 
 // `times`: of all stages, for "auto" only. Where what a B sent is waited for (S) stands behind the run that follows;
 // with several stages a rank it stands later, since another chunk of the rank it goes to may have its turn first.
