@@ -175,6 +175,8 @@ Result<bool> KeepGathered(Program& program, const std::vector<UnitId>& units) {
     if (std::binary_search(keepable.begin(), keepable.end(), unit)) wanted.insert(unit);
   }
   if (wanted.empty()) return false;
+  if (program.stage)
+    return MakeError("a stage of a pipeline gathers for each of its runs; strategy zero1 keeps its parameters whole");
   const std::vector<Phase*> phases = MicroBatches(program);
   std::vector<std::unordered_map<UnitId, Stretches>> stretches;
   for (Phase* phase : phases) stretches.push_back(StretchesOf(program, *phase));

@@ -116,6 +116,10 @@ Result<bool> Offload(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const std::string host, options.Choice("host", {"never", "auto", "always"}));
   const bool freed = FreeGradients(program);
   if (costs.limit == std::numeric_limits<int64_t>::max()) return freed;
+  if (program.stage)
+    return MakeError(
+        "what leaves a stage of a pipeline is not planned yet; offload_sync(kinds=states) moves all "
+        "optimizer states out, and strategy shard or recompute needs less");
   INTERLACE_ASSIGN(std::optional<int64_t> window, options.Bytes("window"));
   {
     INTERLACE_ASSIGN(CostModel model, costs.Model(program));

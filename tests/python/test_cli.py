@@ -109,7 +109,7 @@ def test_debug_shows_the_traceback(cli):
         (["--lr", "nan"], "--lr must be a positive number, not nan"),
         (["--clip", "much"], "--clip 'much' is neither a number nor none"),
         (["--clip", "-1"], "--clip must be a positive number, not -1.0"),
-        (["--strategy", "zero"], "--strategy 'zero' is not one of shard, replicate, zero1; did you mean 'zero1'?"),
+        (["--strategy", "zero"], "--strategy 'zero' is not one of auto, shard, replicate, zero1; did you mean 'zero1'?"),
         (["--tokenizer", "bpee"], "--tokenizer 'bpee' is not one of byte, bpe; did you mean 'bpe'?"),
         (["--dtype", "fp8"], "--dtype 'fp8' is not one of fp32, bf16, fp64"),
         (["--dtype", "bf"], "--dtype 'bf' is not one of fp32, bf16, fp64; did you mean 'bf16'?"),

@@ -51,6 +51,9 @@ WITH_PASSES: list[dict[str, Any]] = [
     {"schedule": [(0, ["bucket(modules=model.layers.*)", "reorder"])]},
     {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
     {"arena": False},
+    {"strategy": "zero1+shard", "accumulate_mode": "reduce_last+reduce_each"},
+    {"strategy": "shard+replicate", "clip_norm": 0.3},
+    {"schedule": [(0, ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"])], "tier": "host"},
 ]
 
 

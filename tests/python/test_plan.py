@@ -352,6 +352,16 @@ def two_stages(planned: Path, folder: Path) -> Path:
     return file
 
 
+def test_stages_of_other_zero_levels(planned, tmp_path):
+    with pytest.raises(PlanError, match="its stages differ, data parallel 2, 1"):
+        execution_of(read_plan(str(two_stages(planned, tmp_path))))
+    alike = (("devices 4..5", "devices 4..7"), ("micro_batch 2 dp 1", "micro_batch 1 dp 2"), ("states 0.25", "states 0"),
+             ("devices 6 per_node 6", "devices 8 per_node 8"), ("l4-24gb-6", "l4-24gb-8"))  # fmt: skip
+    how = execution_of(read_plan(str(edited(two_stages(planned, tmp_path), tmp_path, *alike))))
+    assert (how.strategy, how.accumulate_mode) == ("zero1+replicate", "reduce_each+reduce_last")
+    assert how.mesh == "pp=2,dp=2,tp=2"
+
+
 def test_settings_of_other_systems(planned, tmp_path, cli):
     tomllib = pytest.importorskip("tomllib")
     plan = read_plan(str(planned))

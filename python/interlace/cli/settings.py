@@ -48,7 +48,9 @@ class TrainSettings:
     warmup: int = _option(10, "Steps of linear warm-up.")
     weight_decay: float = _option(0.1, "Of AdamW.")
     accumulation: int = _option(1, "Micro-batches that a step is cut into on each rank.")
-    strategy: str = _option("shard", "shard (ZeRO-3), zero1, or replicate (DDP).")
+    strategy: str = _option(
+        "auto", "shard (ZeRO-3), zero1, or replicate (DDP); with axis pp also one a stage: zero1+shard.", shown="shard; zero1 with pp"
+    )
     mesh: str | None = _option(
         None, "Ranks by axis: replica=2,dp=2 shards within dp, the same on each replica; dp=2,tp=2 cuts products over tp; pp=2,dp=2 "
         "runs the layers on two stages.",
@@ -57,7 +59,7 @@ class TrainSettings:
     tensor: str = _option("auto", "With axis tp, how parameters are cut: auto, model (Hugging Face's plan), or a file.")
     sequence_parallel: bool = _option(True, "With axis tp, cut what lies between the products along the sequence.")
     stages: str = _option("auto", "With axis pp, where stages begin: auto, or parameters or modules joined by +.")
-    stage_order: str = _option("1f1b", "With axis pp, what a stage runs when: 1f1b, gpipe, interleaved, zero_bubble or auto.")
+    stage_order: str = _option("auto", "With axis pp, what a stage runs when: auto, 1f1b, gpipe, interleaved or zero_bubble.")
     stage_chunks: int = _option(1, "With axis pp, stages of each rank (interleaved).")
     clip: float | None = _option(1.0, "Largest global gradient norm, or none.")
     save: str | None = _option(None, "A folder for the trained model.")
@@ -95,7 +97,7 @@ class TrainSettings:
     program: str | None = _option(None, "Write the program of the last step; interlace explain reads it.")
     plan: str | None = _option(None, "Train as a plan of interlace plan says: model, ranks, batch, ZeRO, recomputation.")
     as_json: bool = _option(False, "Print the summary as one JSON object.")
-    accumulate_mode: str = "reduce_each"
+    accumulate_mode: str = "auto"
     auto: bool = False  # --resume auto: from the newest checkpoint in the --save folder, where there is one
 
     def check(self) -> None:
@@ -125,10 +127,13 @@ class TrainSettings:
             raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk, or give host")
         self.schedule_entries()
         _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
-        _one_of("strategy", self.strategy, STRATEGIES)
+        for strategy in self.strategy.split("+"):
+            _one_of("strategy", strategy, ("auto", *STRATEGIES))
         mesh = mesh_form(self.mesh)
         if mesh is not None and math.prod(size for _, size in mesh) != self.ranks:
             raise SettingError(f"--mesh {self.mesh} is for {math.prod(size for _, size in mesh)} ranks, but --ranks is {self.ranks}")
+        if self.accumulate_mode == "auto" and "pp" not in dict(mesh or ()):
+            self.accumulate_mode = "reduce_each"  # a search that decides it would give a resumed run other bits
         _one_of("dtype", self.dtype, DTYPES)
         if self.tensor != "auto" and self.data_ranks == self.ranks:
             raise SettingError(f"--tensor {self.tensor} needs an axis tp, as in --mesh dp=1,tp={self.ranks}")

@@ -172,6 +172,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
     config = _config(settings, planned, model)
+    settings.strategy = config.strategy
     example = _batch(data, first_step, *config.data_place(rank, world))
     with interlace.compile(model, optimizer, next_token_loss, example, config) as trainer:
         if settings.save:

@@ -16,7 +16,7 @@ from interlace.capture.tensor_plan import cuts_text
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
-from interlace.config import Config, ConfigError
+from interlace.config import STRATEGIES, Config, ConfigError
 from interlace.config.schedule import Schedule, fill, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, cores
 from interlace.dist.mesh import STAGES
@@ -28,9 +28,14 @@ class Prediction:
     peak_bytes: int
 
 
-def for_stage(passes: str, stage: int) -> str:
-    """A pipeline for another stage of the model than the first."""
-    return re.sub(r"(\bpipeline\(axis=\w+,stage=)\d+", rf"\g<1>{stage}", passes)
+def for_stage(passes: str, stage: int, config: Config) -> str:
+    """A pipeline for another stage of the model than the first, by the stage's own strategy."""
+    passes = re.sub(r"(\bpipeline\(axis=\w+,stage=)\d+", rf"\g<1>{stage}", passes)
+    if config.passes is not None:
+        return passes
+    strategy, mode = config.strategy_of(stage)
+    passes = re.sub(rf"\b({'|'.join(STRATEGIES)})\(axis=", f"{strategy}(axis=", passes)
+    return re.sub(r"(\baccumulate\(steps=\d+,mode=)\w+", rf"\g<1>{mode}", passes)
 
 
 def check_stages(texts: list[str]) -> None:
@@ -63,7 +68,7 @@ class Planner:
         count = self.config.stage_ranks
         if count == 1:
             return self._source(self.standard, captured, passes, constants, limit, fresh)
-        made = [self._source(for_stage(self.standard, s), captured, passes, constants, limit, fresh) for s in range(count)]
+        made = [self._source(for_stage(self.standard, s, self.config), captured, passes, constants, limit, fresh) for s in range(count)]
         made[0].stages = [source.text for source in made]
         check_stages(made[0].stages)
         return made[0]
@@ -156,7 +161,7 @@ class Planner:
 
     def has(self, captured: str, passes: tuple[str, ...], limit: int | None = None) -> bool:
         """Whether source() would take this plan from the cache."""
-        return self.programs.cache.get("plan", self._key(captured, passes, limit, for_stage(self.standard, 0))[0]) is not None
+        return self.programs.cache.get("plan", self._key(captured, passes, limit, for_stage(self.standard, 0, self.config))[0]) is not None
 
     def _key(
         self, captured: str, passes: tuple[str, ...], limit: int | None, standard: str

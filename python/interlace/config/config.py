@@ -53,7 +53,8 @@ def format_bytes(count: int | float) -> str:
 class Config:
     """How a model is compiled and trained.
 
-    strategy         "shard" (ZeRO-3), "zero1" or "replicate" (DDP)
+    strategy         "shard" (ZeRO-3), "zero1" or "replicate" (DDP); with axis pp also one for each stage, joined by +: "zero1+shard". "auto":
+                     shard, whose search keeps gathered what memory allows; with axis pp zero1, unless memory is limited
     mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
                      the same on the ranks of replica, which add up their gradients (hybrid sharding); {"dp": 2, "tp": 4}: four ranks work
                      on one batch, each with a part of every product (tensor parallel); None: all ranks on dp
@@ -62,12 +63,12 @@ class Config:
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
     stages           with axis pp, whose ranks run one stage each of a pipeline: "auto" cuts the model into stages that take the same time,
                      or the parameters or modules that the second stage and the following ones begin with, joined by +
-    stage_order      "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble", or "auto", the fastest by the times of the stages
-                     that holds no more micro-batches than 1f1b: what a stage runs when
+    stage_order      what a stage runs when: "auto", the fastest by the times of the stages that holds no more micro-batches than 1f1b, or
+                     "1f1b", "gpipe", "interleaved" (several stages a rank), "zero_bubble"
     stage_chunks     stages of each rank along axis pp, dealt in turns
     accumulation     micro-batches of an optimizer step
     accumulate_mode  "reduce_each" (sharded gradients), "reduce_last" (full gradients, reduced once), or "auto": the search decides; where
-                     none runs, and until it has, reduce_each (with axis pp reduce_last). The two round differently
+                     none runs, and until it has, reduce_each (with axis pp reduce_last). The two round differently. Of each stage as strategy
     clip_norm        largest global norm of the gradient, or None
     seed             of random ops (dropout) and of parameters that are initialized from the meta device
     timeout_s        the longest wait for another rank, in seconds
@@ -102,12 +103,12 @@ class Config:
     output_dtype     "bfloat16", "float16" or "float32": floating results of the model's call are cast to it; None: as they come
     """
 
-    strategy: str = "shard"
+    strategy: str = "auto"
     mesh: Any = None
     tensor: str = "auto"
     sequence_parallel: bool = True
     stages: str = "auto"
-    stage_order: str = "1f1b"
+    stage_order: str = "auto"
     stage_chunks: int = 1
     accumulation: int = 1
     accumulate_mode: str = "auto"
@@ -139,11 +140,13 @@ class Config:
     loss_scale: float | str | None = None
 
     def __post_init__(self) -> None:
-        self._one_of("strategy", STRATEGIES)
         object.__setattr__(self, "mesh", mesh_form(self.mesh))
         if self.mesh is not None and self.passes is not None:
             raise ConfigError("passes replaces the mesh too: write it there, as in 'canonicalize,mesh(axes=replica:2+dp:2),...'")
-        self._one_of("accumulate_mode", ACCUMULATE_MODES)
+        if self.strategy == "auto":  # a stage's micro-batches would each gather its parameters again
+            object.__setattr__(self, "strategy", "zero1" if self.stage_ranks > 1 and self.memory_limit is None else "shard")
+        self._of_stages("strategy", STRATEGIES)
+        self._of_stages("accumulate_mode", ACCUMULATE_MODES)
         self._one_of("mode", ("compiled", "eager"))
         self._one_of("rng", ("keyed", "compat"))
         self._one_of("stage_order", STAGE_ORDERS)
@@ -204,7 +207,7 @@ class Config:
 
     def _stages(self) -> None:
         if self.stage_ranks == 1:
-            for name, plain in (("stages", "auto"), ("stage_order", "1f1b"), ("stage_chunks", 1)):
+            for name, plain in (("stages", "auto"), ("stage_order", "auto"), ("stage_chunks", 1)):
                 if getattr(self, name) != plain:
                     raise ConfigError(f"{name}={getattr(self, name)!r} needs an axis pp in the mesh, for example mesh={{'pp': 2, 'dp': 2}}")
             return
@@ -236,12 +239,11 @@ class Config:
         """Ranks along axis tp."""
         return dict(self.axes or ()).get("tp", 1)
 
-    @property
-    def first_accumulate_mode(self) -> str:
-        """That of the standard program, before a search: stages, which have few parameters and many micro-batches, reduce once."""
-        if self.accumulate_mode != "auto":
-            return self.accumulate_mode
-        return "reduce_last" if self.stage_ranks > 1 else "reduce_each"
+    def strategy_of(self, stage: int) -> tuple[str, str]:
+        """Strategy and accumulate_mode of a stage's standard program, before a search: stages, which have few parameters and many
+        micro-batches, reduce once."""
+        strategy, mode = (parts[min(stage, len(parts) - 1)] for parts in (self.strategy.split("+"), self.accumulate_mode.split("+")))
+        return strategy, mode if mode != "auto" else "reduce_last" if self.stage_ranks > 1 else "reduce_each"
 
     @property
     def stage_ranks(self) -> int:
@@ -284,16 +286,17 @@ class Config:
                 f"mesh {shape} is for {math.prod(size for _, size in mesh)} ranks, but the run has {ranks}; "
                 "write a mesh of as many, or start as many"
             )
+        strategy, accumulate_mode = self.strategy_of(0)
         param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
         return str(
             _core.standard_pipeline(
-                strategy=self.strategy, mesh=mesh, tensor_axis="tp" if "tp" in dict(mesh) else "",
+                strategy=strategy, mesh=mesh, tensor_axis="tp" if "tp" in dict(mesh) else "",
                 tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
                 stage_axis="pp" if self.stage_ranks > 1 else "", stages_at=self.stages, stage_order=self.stage_order,
                 stage_chunks=self.stage_chunks,
                 accumulation=self.accumulation,
-                accumulate_mode=self.first_accumulate_mode, param=param,
+                accumulate_mode=accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )
@@ -312,6 +315,20 @@ class Config:
         if value not in choices:
             options = ", ".join(f"'{c}'" for c in choices)
             raise ConfigError(f"{name} must be one of {options}, not {value!r}{did_you_mean(str(value), choices)}")
+
+    def _of_stages(self, name: str, choices: tuple[str, ...]) -> None:
+        """One value, or with axis pp one for each stage, joined by +."""
+        value, stages = getattr(self, name), self.stage_ranks
+        if not isinstance(value, str) or "+" not in value:
+            return self._one_of(name, choices)
+        parts = value.split("+")
+        wrong = next((part for part in parts if part not in choices), None)
+        if wrong is not None or len(parts) != stages:
+            options = ", ".join(f"'{c}'" for c in choices)
+            raise ConfigError(
+                f"{name}={value!r}: " + (f"'{wrong}' is not one of {options}{did_you_mean(wrong, choices)}" if wrong is not None else
+                f"of {len(parts)} stages, but axis pp has {stages}" + ("" if stages > 1 else "; write one value"))
+            )
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""A plan carried out: the settings and passes that make the runtime do what a plan says, of one stage or of several that are alike.
+"""A plan carried out: the settings and passes that make the runtime do what a plan says, of one stage or of several of the same mesh.
 
 plan = read_plan("gpt.plan")
 how = execution_of(plan)             # error: names everything the runtime cannot do yet
@@ -7,7 +7,7 @@ how.passes(model)                    # ["recompute(mode=full,blocks=model.layers
 ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   zero1, reduced in every micro-batch
 ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
 
-Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; recomputed blocks are those of its own.
+Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; ZeRO level and recomputed blocks are those of its own.
 
 Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
 how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more.
@@ -77,7 +77,7 @@ class Execution:
     micro_batch: int
     accumulation: int
     seq: int
-    strategy: str
+    strategy: str  # of all stages, or one for each: "zero1+shard"; so is accumulate_mode
     accumulate_mode: str
     param_dtype: str | None  # parameters are float32 in the optimizer
     blocks: int
@@ -135,7 +135,8 @@ def execution_of(plan: Plan) -> Execution:
     if missing:
         raise PlanError("this plan cannot be trained yet: " + "; ".join(missing) + "\n  " + _way_out(plan))
     stage = plan["stages"][0]
-    strategy, mode = _LEVELS[stage["zero"]]
+    levels = [_LEVELS[s["zero"]] for s in plan["stages"]]
+    strategy, mode = ("+".join(names) if len(set(names)) > 1 else names[0] for names in zip(*levels, strict=True))
     return Execution(
         model=plan["model"], ranks=sum(s["devices"] for s in plan["stages"]), batch=plan["global_batch"], micro_batch=stage["micro_batch"],
         accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
@@ -150,7 +151,7 @@ def execution_of(plan: Plan) -> Execution:
 def _missing(plan: Plan) -> list[str]:
     out = []
     stages = plan["stages"]
-    for name, word in (("dp", "data parallel"), ("tp", "tensor parallel"), ("micro_batch", "micro-batches of"), ("zero", "ZeRO level")):
+    for name, word in (("dp", "data parallel"), ("tp", "tensor parallel"), ("micro_batch", "micro-batches of")):
         values = [stage[name] for stage in stages]
         if len(set(values)) > 1:
             out.append(f"its stages differ, {word} {', '.join(map(str, values))}, and the runtime runs stages that are alike")

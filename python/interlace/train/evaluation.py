@@ -133,7 +133,7 @@ class Evaluation:
         run, programs = self.run, self.run.programs
 
         def made(idle: str, *more: str) -> Made:
-            passes = [*items(for_stage(",".join(self.structure), stage)), f"forward_only(out={idle})", "reorder", *more]
+            passes = [*items(for_stage(",".join(self.structure), stage, run.config)), f"forward_only(out={idle})", "reorder", *more]
             return programs.run_passes(text, ",".join(passes), micro_batches=1)
 
         found = made("+".join(out) or "none")
