@@ -88,6 +88,8 @@ void AddRank(Timeline& out, const Lowered& lowered, const MemoryCurve& memory, c
       TraceEvent& e = out.events.emplace_back();
       e.rank = rank, e.start_ns = start_ns, e.duration_ns = end_ns - start_ns, e.wait = wait;
       describe(e, op);
+      if (program.stage && lowered.micro_batch[run] != kNone)  // whose turn it is, in a schedule of several
+        e.detail += (e.detail.empty() ? "micro-batch " : ", micro-batch ") + std::to_string(lowered.micro_batch[run]);
       if (!wait) continue;
       std::vector<int32_t> arrows;
       ForEachOperand(op, [&](ValueId value) {

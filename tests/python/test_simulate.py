@@ -289,6 +289,30 @@ def test_a_captured_program_is_laid_out_on_a_mesh(cli, error, tmp_path):
     assert error("graph.il", "--mesh", "dp=2,tq=2", "--cluster", "local-4").startswith("unknown axis 'tq' of the mesh")
 
 
+def test_stages_of_a_mesh_are_simulated_together(cli, error, tmp_path):
+    """Every micro-batch has its runs on every stage, on the page too; where the time goes adds up to the step."""
+    from interlace.report.set_page import runs
+
+    (tmp_path / "graph.il").write_text(captured())
+    given = ("graph.il", "--mesh", "pp=2,dp=2", "--accumulation", "4", "--cluster", "local-4", "--stage-order", "1f1b")
+    code, out, _ = cli(*given, "--json", "--trace", "t.json")
+    assert code == 0
+    found, timeline = json.loads(out), runs((tmp_path / "t.json").read_text())
+    assert {"stage 0", "stage 1", "sends 0", "sends 1"} == set(timeline.lanes)
+    wanted = {f"{turn} {micro_batch}" for turn in ("forward", "backward") for micro_batch in range(4)}
+    for lane in ("stage 0", "stage 1"):
+        assert {e.op for e in timeline.lanes[lane] if e.part != "upd"} == wanted
+    assert timeline.span_ns / 1e3 == pytest.approx(found["step_us"], rel=1e-3)
+    for stage in found["stages"]:
+        whole = stage["compute_us"] + stage["optimizer_us"] + sum(stage["bubble_us"].values())
+        assert whole == pytest.approx(found["step_us"], rel=1e-6)
+    assert app.run(["report", *given, "-o", "p.html"]) == 0
+    page = (tmp_path / "p.html").read_text()
+    assert "Pipeline: graph.il on local-4" in page and "for a stage behind it" in page
+    assert error(*given, "--slow", "1=2").startswith("--slow is for one program")
+    assert error("graph.il", "--accumulation", "4", "--cluster", "local-1").startswith("--accumulation is of a captured program")
+
+
 def test_activations_of_an_axis_have_lanes_of_their_own(cli, tmp_path):
     (tmp_path / "cut.il").write_text(cut())
     code, out, _ = cli("cut.il", "--cluster", "local-4", "--json", "--trace", "t.json")

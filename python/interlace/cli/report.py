@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ The page needs nothing else and works offline.
   interlace report captured.il --mesh dp=2,tp=2 --cluster h100-80gb-4 -o report.html
   interlace report sharded.il --cluster local-2 --profile here.profile --measured trace.json -o report.html
   interlace report sharded.il --cluster a100-40gb-8 --slow 3=1.2 --json -o report.html
+  interlace report captured.il --mesh pp=4,dp=2 --accumulation 16 --cluster h100-80gb-8 -o pipeline.html
   interlace report --plan gpt.plan -o plan.html
 """
 MEASURED_HELP = "A trace of a real step (interlace train --trace), shown below the predicted one."
@@ -30,6 +32,8 @@ def report(
     program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
     mesh: Annotated[str | None, typer.Option("--mesh", help=sim.MESH_HELP)] = None,
+    accumulation: Annotated[int, typer.Option("--accumulation", min=1, help=sim.ACCUMULATION_HELP)] = 1,
+    stage_order: Annotated[str, typer.Option("--stage-order", help=sim.ORDER_HELP)] = "auto",
     profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
     machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
     foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
@@ -42,7 +46,7 @@ def report(
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
 ) -> None:
-    from interlace.report import build_report, render
+    from interlace.report import build_report, render, render_set
 
     if plan is not None:
         if program is not None:
@@ -53,8 +57,20 @@ def report(
         raise FileError("no program file: name one, or - for stdin (examples: interlace report --help)")
     if cluster is None:
         raise FileError("no cluster: give --cluster, a file or a preset such as h100-80gb-8")
+    with Work() as work:
+        stages = sim.stages_of(program, mesh, cluster, accumulation, stage_order, work.update)
+    if stages is not None:
+        for given, option in ((slow, "--slow"), (measured, "--measured")):
+            if given:
+                raise FileError(f"{option} is for one program, and axis pp makes one for each stage: leave one of them out")
+        found, trace = sim.simulated_stages(stages, cluster, profile, every_rank, machine, foreign, ("json", "trace"))
+        notes = [f"mesh {mesh}", f"{accumulation} micro-batches", f"order {stage_order}", f"times from {profile or 'estimates'}"]
+        _write(output, render_set(json.loads(found), trace, f"{sim.shown(program)} on {cluster}", notes))
+        if as_json:
+            print_json(json.loads(found))
+        return
     step = _read_measured(measured) if measured is not None else None
-    loaded = sim.load_program(program, mesh, cluster)
+    loaded = sim.load_program(program, mesh, cluster, accumulation)
     simulate = sim.simulator(loaded, program, cluster, profile, slow, every_rank, machine, foreign)
     facts = {"program": sim.shown(program), "cluster": cluster}
     if profile is not None:
@@ -63,11 +79,14 @@ def report(
         facts["measured"] = measured
     with Work() as work:
         page = build_report(loaded, simulate, facts, step, work.update)
-    text = render(page)
-    write_text(output, text)
-    err().print(f"wrote {output} ({format_bytes(len(text.encode()))})")
+    _write(output, render(page))
     if as_json:
         print_json(page.summary())
+
+
+def _write(output: str, text: str) -> None:
+    write_text(output, text)
+    err().print(f"wrote {output} ({format_bytes(len(text.encode()))})")
 
 
 def report_plan(file: str, output: str, as_json: bool) -> None:
@@ -79,9 +98,7 @@ def report_plan(file: str, output: str, as_json: bool) -> None:
     plan = read_plan(file)
     if plan["step_us"] <= 0:
         raise FileError(f"{file} has no predicted times; make them with\n  interlace plan {file} -o {file}")
-    text = render_plan(plan, _core.plan_trace(Path(file).read_text(), file))
-    write_text(output, text)
-    err().print(f"wrote {output} ({format_bytes(len(text.encode()))})")
+    _write(output, render_plan(plan, _core.plan_trace(Path(file).read_text(), file)))
     if as_json:
         print_json(plan)
 

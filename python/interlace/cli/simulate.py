@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from interlace.cli import simulation as sim
-from interlace.cli.console import err
+from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, writable_folder, write_text
 
 HELP = """Predict the time and memory of one step, without running it.
@@ -19,6 +19,7 @@ PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its
 [bold]Examples[/bold]
   interlace simulate sharded.il --cluster h100-80gb-32
   interlace simulate captured.il --mesh dp=4,tp=8 --cluster h100-80gb-32
+  interlace simulate captured.il --mesh pp=4,dp=2 --accumulation 16 --cluster h100-80gb-8
   interlace simulate sharded.il --cluster local-2 --profile here.profile --json
   interlace simulate sharded.il --cluster a100-40gb-8 --slow 3=1.2 --trace step.json
   interlace simulate --show-cluster l4-24gb-8 > mine.toml
@@ -31,6 +32,8 @@ def simulate(
     program: Annotated[str | None, typer.Argument(help=sim.PROGRAM_HELP, show_default=False)] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
     mesh: Annotated[str | None, typer.Option("--mesh", help=sim.MESH_HELP)] = None,
+    accumulation: Annotated[int, typer.Option("--accumulation", min=1, help=sim.ACCUMULATION_HELP)] = 1,
+    stage_order: Annotated[str, typer.Option("--stage-order", help=sim.ORDER_HELP)] = "auto",
     profile: Annotated[str | None, typer.Option("--profile", help=sim.PROFILE_HELP)] = None,
     machine: Annotated[str, typer.Option("--machine", help=sim.MACHINE_HELP)] = "",
     foreign: Annotated[bool, typer.Option("--foreign", help=sim.FOREIGN_HELP)] = False,
@@ -52,8 +55,21 @@ def simulate(
     if cluster is None:
         presets = ", ".join(f"{name}-8" for name in _core.preset_names())
         raise FileError(f"no cluster: give --cluster, a file or one of the presets {presets} (any count)")
+    with Work() as work:
+        stages = sim.stages_of(program, mesh, cluster, accumulation, stage_order, work.update)
+    if stages is not None:
+        for given, option in ((slow, "--slow"), (snapshot, "--snapshot"), (chakra, "--chakra")):
+            if given:
+                raise FileError(f"{option} is for one program, and axis pp makes one for each stage: leave one of them out")
+        outputs = ("json" if as_json else "summary", *(("trace",) if trace is not None else ()))
+        texts = sim.simulated_stages(stages, cluster, profile, every_rank, machine, foreign, outputs)
+        if trace is not None:
+            write_text(trace, texts[1])
+            err().print(f"wrote {trace}")
+        sys.stdout.write(texts[0])
+        return
     folder = writable_folder(chakra) if chakra is not None else None
-    loaded = sim.load_program(program, mesh, cluster)
+    loaded = sim.load_program(program, mesh, cluster, accumulation)
     result = sim.simulator(loaded, program, cluster, profile, slow, every_rank, machine, foreign)()
     if trace is not None:
         write_text(trace, result.trace())

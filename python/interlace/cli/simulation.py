@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -12,10 +13,15 @@ from typing import Any
 
 from interlace.cli.program_file import FileError, read_program
 from interlace.config import Config
+from interlace.config.schedule import for_stage, items, pass_name
 
 PROGRAM_HELP = "A program file; - reads stdin."
 CLUSTER_HELP = "A cluster file (TOML), or a preset with a number of devices: h100-80gb-32, local-2."
-MESH_HELP = "Lay a captured program out on this mesh first, with the standard passes: dp=2,tp=2 (tp cuts products)."
+MESH_HELP = (
+    "Lay a captured program out on this mesh first, with the standard passes: dp=2,tp=2 (tp cuts products), pp=4,dp=2 (pp: a stage each)."
+)
+ACCUMULATION_HELP = "With --mesh, micro-batches of a step."
+ORDER_HELP = "With axis pp in --mesh, what a stage runs when: auto, 1f1b, gpipe, interleaved or zero_bubble."
 PROFILE_HELP = "Times measured on the real machine; what is not in it is estimated."
 MACHINE_HELP = "The fingerprint that the profile must have; by default local-N takes profiles of this machine."
 FOREIGN_HELP = "Use a profile of another machine, and say so in the result."
@@ -24,7 +30,7 @@ SLOW_HELP = "RANK=FACTOR: this rank computes FACTOR times slower; may be given s
 EVERY_RANK_HELP = "Simulate every rank although they are alike."
 
 
-def load_program(file: str, mesh: str | None = None, cluster: str = "") -> Any:
+def load_program(file: str, mesh: str | None = None, cluster: str = "", accumulation: int = 1) -> Any:
     """A program whose sizes are numbers, laid out on the mesh where there is one; else an error with the command that makes one."""
     program = read_program(file)
     program.verify()
@@ -37,19 +43,66 @@ def load_program(file: str, mesh: str | None = None, cluster: str = "") -> Any:
             f"  {opt_command(file, f'--bind {sizes}')}"
         )
     if mesh is not None:
-        lay_out(program, file, mesh, cluster)
+        lay_out(program, file, Config(mesh=mesh, clip_norm=1.0, accumulation=accumulation), cluster)
+    elif accumulation > 1:
+        raise FileError("--accumulation is of a captured program that --mesh lays out: give --mesh as well, or leave it out")
     return program
 
 
-def lay_out(program: Any, file: str, mesh: str, cluster: str) -> None:
+def lay_out(program: Any, file: str, config: Config, cluster: str) -> None:
     """A captured program becomes the one that the ranks of a mesh run: sharded over dp, its products cut over tp as is fastest there."""
+    program.run_passes(",".join(_passes(program, file, config, cluster)))
+
+
+def _passes(program: Any, file: str, config: Config, cluster: str) -> list[str]:
     if program.level != "captured" or program.mesh:
         raise FileError(f"--mesh lays a captured program out, and {shown(file)} is laid out already: leave --mesh out")
-    config = Config(mesh=mesh, clip_norm=1.0)
     assert config.mesh is not None
     passes = config.pipeline(math.prod(size for _, size in config.mesh))
     costs = f"cluster={cluster}"
-    program.run_passes(passes.replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),"))
+    passes = passes.replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
+    return items(passes.replace(",at=auto", f",at=auto,{costs}"))
+
+
+def stages_of(
+    file: str, mesh: str | None, cluster: str, accumulation: int, order: str, update: Callable[[str], None] | None = None
+) -> Any | None:
+    """The program set of a captured program on a mesh with an axis pp; None: there is none. Error: what the passes refuse."""
+    from interlace import _core
+
+    config = Config(mesh=mesh, clip_norm=1.0, accumulation=accumulation) if mesh is not None else None
+    if config is None or config.stage_ranks == 1:
+        return None
+    config = dataclasses.replace(config, stage_order=order)
+    whole = load_program(file)
+    passes = _passes(whole, file, config, cluster)
+    before = next(i for i, text in enumerate(passes) if pass_name(text) == "pipeline")
+    whole.run_passes(",".join(passes[:before]))
+    text, rest, programs = whole.print(), ",".join(passes[before:]), []
+    for stage in range(config.stage_ranks):
+        if update is not None:
+            update(f"stage {stage + 1} of {config.stage_ranks}")
+        programs.append(_core.Program.parse(text, shown(file)))
+        programs[-1].run_passes(for_stage(rest, stage, config))
+    made = _core.ProgramSet("pp", programs)
+    made.check()
+    return made
+
+
+def simulated_stages(
+    made: Any, cluster: str, profile: str | None, every_rank: bool, machine: str, foreign: bool, outputs: tuple[str, ...]
+) -> list[str]:
+    """What `_core.simulate_set` gives in each of these forms."""
+    from interlace import _core
+
+    text, _ = read_cluster(cluster)
+    profile_text = read_profile(profile) if profile else ""
+    if profile and not machine and text.startswith(LOCAL):
+        machine = machine_here_unless_of(profile_text)
+    return [
+        _core.simulate_set(made, text, profile=profile_text, output=form, every_rank=every_rank, machine=machine, foreign=foreign)
+        for form in outputs
+    ]
 
 
 def opt_command(file: str, options: str) -> str:

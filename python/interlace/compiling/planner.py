@@ -16,8 +16,8 @@ from interlace.capture.tensor_plan import cuts_text
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
-from interlace.config import STRATEGIES, Config, ConfigError
-from interlace.config.schedule import Schedule, fill, items, needs_profile, pass_name, pipeline
+from interlace.config import Config, ConfigError
+from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, cores
 from interlace.dist.mesh import STAGES
 
@@ -26,16 +26,6 @@ from interlace.dist.mesh import STAGES
 class Prediction:
     step_us: float
     peak_bytes: int
-
-
-def for_stage(passes: str, stage: int, config: Config) -> str:
-    """A pipeline for another stage of the model than the first, by the stage's own strategy."""
-    passes = re.sub(r"(\bpipeline\(axis=\w+,stage=)\d+", rf"\g<1>{stage}", passes)
-    if config.passes is not None:
-        return passes
-    strategy, mode = config.strategy_of(stage)
-    passes = re.sub(rf"\b({'|'.join(STRATEGIES)})\(axis=", f"{strategy}(axis=", passes)
-    return re.sub(r"(\baccumulate\(steps=\d+,mode=)\w+", rf"\g<1>{mode}", passes)
 
 
 def check_stages(texts: list[str]) -> None:

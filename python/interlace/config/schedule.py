@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from interlace.config.config import Config
+from interlace.config.config import STRATEGIES, Config
 from interlace.config.forms import ConfigError, did_you_mean
 
 Schedule = tuple[tuple[int, tuple[str, ...]], ...]
@@ -86,6 +86,16 @@ def pipeline(standard: str, passes: Iterable[str]) -> str:
     if pass_name(first) == "canonicalize":
         return ",".join([first, *early, *([rest] if comma else []), *late])
     return ",".join([*early, standard, *late])
+
+
+def for_stage(passes: str, stage: int, config: Config) -> str:
+    """A pipeline for another stage of the model than the first, by the stage's own strategy."""
+    passes = re.sub(r"(\bpipeline\(axis=\w+,stage=)\d+", rf"\g<1>{stage}", passes)
+    if config.passes is not None:
+        return passes
+    strategy, mode = config.strategy_of(stage)
+    passes = re.sub(rf"\b({'|'.join(STRATEGIES)})\(axis=", f"{strategy}(axis=", passes)
+    return re.sub(r"(\baccumulate\(steps=\d+,mode=)\w+", rf"\g<1>{mode}", passes)
 
 
 def stage_at(schedule: Schedule, step: int) -> int:

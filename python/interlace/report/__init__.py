@@ -3,6 +3,7 @@
 from interlace.report.build import Report, build_report
 from interlace.report.page import render
 from interlace.report.plan_page import render_plan
+from interlace.report.set_page import render_set
 from interlace.report.timeline import Timeline, TraceError, read_trace
 
-__all__ = ["Report", "Timeline", "TraceError", "build_report", "read_trace", "render", "render_plan"]
+__all__ = ["Report", "Timeline", "TraceError", "build_report", "read_trace", "render", "render_plan", "render_set"]

@@ -21,9 +21,9 @@ from torch import nn
 
 from interlace.capture.inputs import InputSpec
 from interlace.compiling.captures import Captures
-from interlace.compiling.planner import Planner, check_stages, for_stage
+from interlace.compiling.planner import Planner, check_stages
 from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
-from interlace.config.schedule import items, pass_name
+from interlace.config.schedule import for_stage, items, pass_name
 from interlace.dist.peers import PeerError, ranks_text
 from interlace.train import batch as batches
 from interlace.train.batch import describe

@@ -1,0 +1,121 @@
+"""The page of a pipeline's predicted step: all stages over time, where the time of each goes, its memory, what the step waits for."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from interlace.report import html
+from interlace.report.html import document, header, table, tile, tiles_section
+from interlace.report.timeline import Event, Timeline, columns
+from interlace.report.units import bytes_text, percent_text, time_text
+
+TURNS = {"fwd": "forward", "bwd": "backward", "upd": "update"}
+CAUSES = {
+    "before": "for a stage before it", "behind": "for a stage behind it", "fill": "filling", "drain": "draining",
+    "transfers": "transfers under way", "launch": "the host",
+}  # fmt: skip
+
+
+def render_set(found: dict[str, Any], trace: str, title: str, notes: list[str]) -> str:
+    """The whole file. `found` and `trace` as `_core.simulate_set` gives them with output "json" and "trace"."""
+    timeline = runs(trace)
+    data = {
+        "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
+        "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": found["limit_bytes"],
+    }  # fmt: skip
+    hint = "a run to fill the view with it."
+    what = f"{len(found['stages'])} stages, what each runs when"
+    sections = [
+        header(title, notes), _tiles(found), html.timeline(what, "stage", hint), _stages(found), _path(found), _modules(found),
+    ]  # fmt: skip
+    return document(f"Pipeline: {title}", sections, data)
+
+
+def runs(trace: str) -> Timeline:
+    """A lane for what each stage computes, ops of one micro-batch and part that follow one another as one event, and one for its messages."""
+    ranks: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    for entry in json.loads(trace)["traceEvents"]:
+        if entry["ph"] == "M" and entry["name"] == "thread_name":
+            lanes[entry["pid"], entry["tid"]] = entry["args"]["name"].split(" ", 2)[2]
+        elif entry["ph"] == "X":
+            lane = lanes.get((entry["pid"], entry["tid"]), "")
+            ranks.setdefault(entry["pid"], {}).setdefault(lane, []).append(entry)
+    span = max((round((e["ts"] + e["dur"]) * 1e3) for own in ranks.values() for es in own.values() for e in es), default=0)
+    named: dict[str, list[Event]] = {}
+    for stage, own in sorted(ranks.items()):
+        named[f"stage {stage}"] = _merged(own.get("compute", []), span // 1000)
+        messages = [_event(e, "message") for lane, es in own.items() if lane.startswith("p2p") for e in es]
+        if messages:
+            named[f"sends {stage}"] = sorted(messages, key=lambda event: event.start_ns)
+    return Timeline("simulated stages", 0, span, named)
+
+
+def _event(entry: dict[str, Any], op: str) -> Event:
+    args = entry.get("args", {})
+    return Event(
+        start_ns=round(entry["ts"] * 1e3), duration_ns=round(entry["dur"] * 1e3), op=op, part=args.get("part", ""),
+        detail=args.get("detail", ""), wait=entry.get("cat") == "cuda_sync",
+    )  # fmt: skip
+
+
+def _merged(entries: list[dict[str, Any]], gap_ns: int) -> list[Event]:
+    """Runs: gaps below `gap_ns` are part of one."""
+    out: list[Event] = []
+    for entry in sorted(entries, key=lambda e: float(e["ts"])):
+        event = _event(entry, "")
+        if event.wait:
+            continue
+        turn = TURNS.get(event.part, event.part)
+        batch = event.detail.rpartition("micro-batch ")[2] if "micro-batch" in event.detail else ""
+        event.op, event.detail = f"{turn} {batch}".strip(), ""
+        last = out[-1] if out else None
+        if last is not None and last.op == event.op and event.start_ns - last.end_ns <= gap_ns:
+            last.duration_ns = event.end_ns - last.start_ns
+        else:
+            out.append(event)
+    return out
+
+
+def _bubble(stage: dict[str, Any]) -> float:
+    return float(sum(stage["bubble_us"].values()))
+
+
+def _tiles(found: dict[str, Any]) -> str:
+    stages, step = found["stages"], found["step_us"]
+    whole = sum(map(_bubble, stages)) / (step * len(stages))
+    worst = max(stages, key=_bubble)
+    peak, limit = max(stage["peak_bytes"] for stage in stages), found["limit_bytes"]
+    over = peak > limit
+    return tiles_section([
+        tile("Step time", time_text(step), f"on {found['ranks']} ranks of {found['cluster']}"),
+        tile("Bubbles", percent_text(whole), f"most on stage {stages.index(worst)}: {percent_text(worst['bubble'])}"),
+        tile("Peak memory", bytes_text(peak), f"{percent_text(peak / limit)} of {bytes_text(limit)}" if limit else "", "bad" if over else ""),
+    ])  # fmt: skip
+
+
+def _stages(found: dict[str, Any]) -> str:
+    step, causes = found["step_us"], [c for c in CAUSES if any(s["bubble_us"].get(c) for s in found["stages"])]
+    rows = [
+        [str(i), percent_text(stage["compute_us"] / step), percent_text(stage["optimizer_us"] / step),
+         *(percent_text(stage["bubble_us"][cause] / step) for cause in causes), bytes_text(stage["peak_bytes"])]
+        for i, stage in enumerate(found["stages"])
+    ]  # fmt: skip
+    head = ["stage", "compute", "optimizer", *(CAUSES[cause] for cause in causes), "peak"]
+    note = "Of the step: what a stage computes, what runs once a step, and what it waits for."
+    return f'<section><h2>Stages</h2><p class="quiet">{note}</p>{table(head, rows, "stages")}</section>'
+
+
+def _path(found: dict[str, Any]) -> str:
+    whole = found["step_us"]
+    rows = [[str(p["stage"]), escape(p["lane"]), time_text(p["us"]), percent_text(p["us"] / whole)] for p in found["critical_path"]]
+    note = "What the step's end depends on, back to its start: less of it makes the step shorter."
+    listed = table(["stage", "of", "time", "of the step"], rows, "path", 2)
+    return f'<section><h2>Critical path</h2><p class="quiet">{note}</p>{listed}</section>'
+
+
+def _modules(found: dict[str, Any], most: int = 20) -> str:
+    rows = [[escape(m["module"] or "(model)"), escape(m["lane"]), time_text(m["us"])] for m in found["modules"][:most]]
+    return f'<section><h2>Modules</h2>{table(["module", "of", "time"], rows, "modules", 2)}</section>'
