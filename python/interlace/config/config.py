@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
@@ -37,6 +39,17 @@ def parse_bytes(text: str | int) -> int:
     if not 0 < value < 2**63:
         raise ConfigError(f"a size in bytes must be positive and below 2^63, not {text}")
     return int(value)
+
+
+def cache_folder(given: str | None = None) -> Path | None:
+    """Where compiled programs and measured times are kept: `given`, $INTERLACE_CACHE or the user's cache; None for "off"."""
+    given = given or os.environ.get("INTERLACE_CACHE")
+    if given == "off":
+        return None
+    if given:
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "interlace"
 
 
 def format_bytes(count: int | float) -> str:
