@@ -35,10 +35,10 @@ def gather_earlier(text: str) -> str:
 
 
 def predicted_ms(text: str) -> float:
-    """A step of the program on two H100, in milliseconds."""
+    """A step of the program on two L4, in milliseconds."""
     program = _core.Program.parse(text, "program")
     program.verify()
-    return json.loads(_core.Simulation(program, "h100-80gb-2").json())["step_us"] / 1e3
+    return json.loads(_core.Simulation(program, "l4-24gb-2").json())["step_us"] / 1e3
 
 
 torch.manual_seed(0)

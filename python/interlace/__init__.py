@@ -34,6 +34,8 @@ def __getattr__(name: str) -> Any:
 
     try:
         value = getattr(importlib.import_module(_HOMES[name]), name)
+        if name in ("compile", "Trainer"):
+            importlib.import_module("interlace._runtime")  # whether it loads is known before anything is compiled
     except ImportError as error:
         from interlace.errors import InterlaceError, what_to_install
 
