@@ -73,7 +73,7 @@ lint: build  ## walls between rooms, lines, ruff, mypy, and clang-format where i
 	@$(PY) tools/lint/walls.py
 	@$(PY) tools/lint/lines.py
 	@$(SETUP) dev
-	@$(BIN)/ruff check python tests bench tools && $(BIN)/mypy
+	@$(BIN)/ruff check python tests bench tools examples && $(BIN)/mypy
 	@if command -v clang-format >/dev/null; then \
 	  find src tools -name '*.h' -o -name '*.cc' | xargs clang-format --dry-run --Werror; fi
 

@@ -1,4 +1,4 @@
-"""What an installation without torch says and does, and what `interlace doctor` finds; whole installations are tools/setup/check_install.py."""
+"""What an installation without torch says and does, and what `interlace doctor` finds (whole installations: tools/setup/check_install.py)."""
 
 from __future__ import annotations
 
