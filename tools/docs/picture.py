@@ -47,7 +47,7 @@ def step(text: str, passes: str) -> tuple[float, dict[str, list[tuple[float, flo
         if event.get("pid") != 0:
             continue
         if event["ph"] == "M" and event["name"] == "thread_name":
-            names[event["tid"]] = event["args"]["name"]
+            names[event["tid"]] = event["args"]["name"].split()[-1]  # "stream 7 compute"
         elif event["ph"] == "X":
             bars.setdefault(names[event["tid"]], []).append((event["ts"], event["ts"] + event["dur"]))
     return json.loads(simulation.json())["step_us"], bars

@@ -62,7 +62,7 @@ def error_of(name: str) -> str:
     for value in WRONG:
         try:
             Config(**{name: value})
-        except interlace.InterlaceError as error:
+        except interlace.InterlaceError as error:  # others are faults of ours
             if name in str(error):
                 return f"`Config({name}={value!r})`: {str(error).splitlines()[0]}"
     return LATER

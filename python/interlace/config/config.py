@@ -154,6 +154,8 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", mesh_form(self.mesh))
+        if self.passes is not None and not isinstance(self.passes, str):
+            raise ConfigError(f"passes must be a text such as 'canonicalize,shard(ranks={{ranks}}),update', not {self.passes!r}")
         if self.mesh is not None and self.passes is not None:
             raise ConfigError("passes replaces the mesh too: write it there, as in 'canonicalize,mesh(axes=replica:2+dp:2),...'")
         if self.strategy == "auto":  # a stage's micro-batches would each gather its parameters again
