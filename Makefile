@@ -15,10 +15,10 @@ PY = $$(cat build/python-path)
 BIN = $$(dirname $$(cat build/python-path))
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test core-test asan-test fuzz bench zoo soak lint tidy clean
+.PHONY: help build train test core-test asan-test fuzz bench zoo soak lint tidy docs check-install version clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## install what is missing and build the interlace command
 	@sh tools/setup/system.sh python cxx venv headers
@@ -73,7 +73,7 @@ lint: build  ## walls between rooms, lines, ruff, mypy, and clang-format where i
 	@$(PY) tools/lint/walls.py
 	@$(PY) tools/lint/lines.py
 	@$(SETUP) dev
-	@$(BIN)/ruff check python tests bench tools && $(BIN)/mypy
+	@$(BIN)/ruff check python tests bench tools examples && $(BIN)/mypy
 	@if command -v clang-format >/dev/null; then \
 	  find src tools -name '*.h' -o -name '*.cc' | xargs clang-format --dry-run --Werror; fi
 
@@ -82,6 +82,21 @@ tidy:  ## clang-tidy over the core rooms; any finding fails
 	@$(SETUP) tools
 	@export PATH="$(BIN):$$PATH" && cmake --preset tidy >build/tidy.log || { cat build/tidy.log; exit 1; }
 	@sed -n 's/^ *"file": "\(.*\)",*$$/\1/p' build/tidy/compile_commands.json | xargs -P $(JOBS) -n 1 clang-tidy -quiet -p build/tidy
+
+docs:  ## docs/reference.md, the README's picture, and the site of all documents in out/site
+	@$(SETUP) test
+	@$(PY) tools/docs/reference.py && $(PY) tools/docs/picture.py
+	@$(PY) -m mkdocs build -q && echo "the site is out/site/index.html"
+
+check-install:  ## pip install in fresh environments, with torch and without
+	@$(SETUP) tools
+	@$(PY) tools/setup/check_install.py $(ARGS)
+
+version:  ## fail when the tag of this commit is not the version
+	@tag=$$(git describe --tags --exact-match 2>/dev/null || echo none); \
+	  version=v$$(sed -n 's/__version__ = "\(.*\)"/\1/p' python/interlace/version.py); \
+	  [ "$$tag" = none ] || [ "$$tag" = "$$version" ] || { echo "error: the tag is $$tag, the version $$version" >&2; exit 1; }; \
+	  echo "$$version"
 
 clean:  ## remove what was built and measured (not .venv, not runs)
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache

@@ -32,6 +32,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'interlace' has no attribute '{name}'")
     import importlib
 
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        if name in ("compile", "Trainer"):
+            importlib.import_module("interlace._runtime")  # whether it loads is known before anything is compiled
+    except ImportError as error:
+        from interlace.errors import InterlaceError, what_to_install
+
+        said = what_to_install(error)
+        if said is None:
+            raise
+        raise InterlaceError(f"interlace.{name}: {said}") from error
     globals()[name] = value
     return value

@@ -13,7 +13,8 @@ import typer
 from interlace.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OUTSIDE = ("README.md", "bench/README.md", "examples/README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+DOCUMENTS = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "version": set(),
     "config": {"errors"},
     "dist": {"errors"},
-    "capture": {"errors"},
+    "capture": {"errors", "version"},
     "models": {"errors"},
     "data": {"errors", "files"},
     "report": {"errors"},

@@ -188,7 +188,7 @@ def main() -> None:
     install(python, done, "tools", BUILD_TOOLS)
     if level >= LEVELS.index("build"):
         install_torch(python, done)
-        install(python, done, "runtime", project()["dependencies"])
+        install(python, done, "runtime", [*project()["dependencies"], *project()["optional-dependencies"]["transformers"]])
         build_package(python, done, testing=sys.argv[1] == "test")
     if level >= LEVELS.index("test"):
         install(python, done, "test", project()["optional-dependencies"]["test"])

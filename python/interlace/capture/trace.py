@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from interlace.capture.tracing import (
     without_log,
 )
 from interlace.errors import CaptureError
+from interlace.version import __version__
 
 Tensor = torch.Tensor
 _MAX_CONST = 64  # elements; a bigger tensor met on the way becomes a plain buffer instead of numbers in the text
@@ -319,12 +319,8 @@ class Trace:
 
     def text(self, groups: Groups, micro_batches: int, rng_mode: str) -> str:
         lines = ["interlace 1 captured"]
-        try:
-            version = metadata.version("interlace")
-        except metadata.PackageNotFoundError:
-            version = "0.1.0"
         lines.append(f"meta model {quote(type(self.model).__name__)}")
-        lines.append(f"meta created_by {quote('interlace ' + version)}")
+        lines.append(f"meta created_by {quote('interlace ' + __version__)}")
         lines.append(f"meta torch {quote(torch.__version__)}")
         first = self.spec.tensors[0].shape
         lines.append(f"meta micro_batch {quote(str(first[0]) if first else '1')}")

@@ -16,12 +16,12 @@ import typer
 
 from interlace.config import did_you_mean
 from interlace.dist.launch import TERMINATED, Terminated, follow_parent, is_rank, leave_failure
-from interlace.errors import InterlaceError
+from interlace.errors import InterlaceError, what_to_install
 from interlace.version import __version__
 
 INTERRUPTED = 130
 # Each a module with its HELP and a function of its own name, in the order of the help.
-COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan")
+COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan", "doctor")
 
 app = typer.Typer(
     name="interlace",
@@ -54,7 +54,13 @@ def _load_commands(first: str = "") -> None:
     app.registered_commands.clear()
     app.registered_groups.clear()
     for name in (first,) if first in COMMANDS else COMMANDS:
-        module = importlib.import_module(f"interlace.cli.{name}")
+        try:
+            module = importlib.import_module(f"interlace.cli.{name}")
+        except ImportError as error:
+            if name == first or what_to_install(error) is None:
+                raise
+            app.command(name, help="Not here: interlace doctor says what is missing.")(lambda: None)
+            continue
         if hasattr(module, "register"):  # a command with commands of its own
             module.register(app)
         else:
@@ -102,6 +108,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         return message + hint, getattr(error, "exit_code", 2)
     if isinstance(error, InterlaceError) or type(error).__module__.startswith("interlace"):
         return str(error), 1
+    if isinstance(error, ImportError) and (missing := what_to_install(error)) is not None:
+        return missing, 1
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror, 1
     if isinstance(error, MemoryError):

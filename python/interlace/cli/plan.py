@@ -18,8 +18,8 @@ from interlace.errors import InterlaceError
 
 HELP = """Find the best way to train a model on a cluster: pipeline stages, data and tensor parallel, ZeRO, recomputation, offload.
 
-MODEL is a preset (gpt-22b, llama-3-70b, falcon-6.7b, mixtral, ...), a Hugging Face config.json, or a plan file: an edited plan is
-checked, and predicted anew on its own cluster or on --cluster.
+MODEL is a preset (gpt-22b, llama-3-70b, falcon-6.7b, mixtral, ...), a Hugging Face config.json, a file that --write-layers wrote (which
+needs neither torch nor transformers), or a plan file: an edited plan is checked, and predicted anew on its own cluster or on --cluster.
 
 [bold]Examples[/bold]
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 512 --seq 2048 -o gpt.plan
@@ -27,6 +27,7 @@ checked, and predicted anew on its own cluster or on --cluster.
   interlace plan path/to/config.json --cluster mine.toml --global-batch 64 --seq 4096 --memory-limit 30GiB
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 256 --seq 2048 --from gpt.plan -o half.plan
   interlace plan gpt.plan --export torchtitan settings/
+  interlace plan gpt-22b --seq 2048 --write-layers gpt.layers
   interlace plan llama-10m --cluster local-2 --global-batch 8 --seq 256 --dtype float32 --runnable -o here.plan
   interlace train --plan here.plan
 """
@@ -79,6 +80,14 @@ def plan(
     export: Annotated[
         tuple[str, str] | None, typer.Option("--export", help="torchtitan, megatron or deepspeed, and a folder for its settings.")
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", help="With a plan file: what --write-layers wrote of its model, instead of tracing it again."),
+    ] = None,
+    write_layers: Annotated[
+        str | None,
+        typer.Option("--write-layers", help="Only write the model's layers to a file, to plan from it where there is no torch."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     if export is not None and export[0] not in EXPORTS:
@@ -86,12 +95,17 @@ def plan(
     if dtype not in DTYPES:
         raise FileError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
     ignore = tuple(ignore_key or ())
+    if write_layers is not None:
+        with Work() as work:
+            write_text(write_layers, traced(work, model, seq or 2048, not no_flash, dtype, ignore))
+        print(f"wrote {write_layers}; next: interlace plan {write_layers} --cluster CLUSTER --global-batch N --seq {seq or 2048}")
+        return
     if _is_plan(model):
         options = (("--global-batch", global_batch), ("--seq", seq), ("--from", begin_with))
         given = [name for name, value in options if value is not None]
         if given:
             raise FileError(f"{model} is a plan: leave {' and '.join(given)} out, or name the model")
-        found = check_plan(model, cluster, ignore)
+        found = check_plan(model, cluster, ignore, layers)
     else:
         found = make_plan(
             model, _needed("--cluster", cluster, "l4-24gb-32"), int(_needed("--global-batch", global_batch, "512")),
@@ -133,18 +147,25 @@ def _needed(option: str, value: Any, example: str) -> Any:
 
 
 def _is_plan(name: str) -> bool:
+    return (Path(name).suffix == ".plan" and Path(name).is_file()) or _begins(name, b"interlace-plan")
+
+
+def _begins(name: str, magic: bytes) -> bool:
+    """Whether there is such a file, and it begins so."""
     path = Path(name)
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return path.suffix == ".plan" or file.read(14) == b"interlace-plan"
+        return file.read(len(magic)) == magic
 
 
 # ---- finding ----
 
 
 def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tuple[str, ...]) -> str:
-    """The text of the model's layers."""
+    """The text of the model's layers. Error: a file of layers that is for another dtype or kind of attention."""
+    if _begins(name, b"interlace-model"):
+        return _written_layers(name, flash, dtype)
     from transformers.utils import logging
 
     from interlace.plan.layers import model_text
@@ -152,6 +173,24 @@ def traced(work: Work, name: str, seq: int, flash: bool, dtype: str, ignore: tup
     work.update(f"tracing the layers of {name}")
     logging.set_verbosity_error()  # notes on configs that are never run
     return model_text(name, seq=seq, flash=flash, dtype=dtype, ignore=ignore)
+
+
+def _written_layers(file: str, flash: bool, dtype: str) -> str:
+    """What --write-layers wrote, for the attention and dtype that are asked for. The sizes of a batch are open in it."""
+    try:
+        text = Path(file).read_text()
+    except UnicodeDecodeError:
+        raise FileError(f"{file} is damaged: it is not UTF-8 text") from None
+    facts = dict(line.split(" ", 1) for line in text.splitlines()[:16] if " " in line)
+    wanted = {"flash": "true" if flash else "false", "dtype": {"bfloat16": "bf16", "float32": "f32"}[dtype]}
+    differ = [name for name, value in wanted.items() if facts.get(name) != value]
+    if differ:
+        said = ", ".join(f"{name} {facts.get(name)}" for name in differ)
+        raise FileError(
+            f"{file} was written for {said}, and the plan is for {', '.join(f'{name} {wanted[name]}' for name in differ)}: "
+            "give --dtype and --no-flash as --write-layers had them"
+        )
+    return text
 
 
 def make_plan(
@@ -183,7 +222,7 @@ def _progress(work: Work) -> Callable[[str, int, int, float], None]:
     return say
 
 
-def check_plan(file: str, cluster: str | None, ignore: tuple[str, ...] = ()) -> dict[str, Any]:
+def check_plan(file: str, cluster: str | None, ignore: tuple[str, ...] = (), layers_file: str | None = None) -> dict[str, Any]:
     """A plan file predicted anew. Error: the rules that it breaks, with the stage."""
     from interlace import _core
     from interlace.plan.execute import read_plan
@@ -191,7 +230,7 @@ def check_plan(file: str, cluster: str | None, ignore: tuple[str, ...] = ()) -> 
     plan = read_plan(file)
     text, cluster_file = sim.read_cluster(cluster or plan["cluster"])
     with Work() as work:
-        layers = traced(work, plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
+        layers = traced(work, layers_file or plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
         predicted = _core.predict_plan(Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file)
         explained = json.loads(_core.explain_plan(predicted, layers, text, cluster_file=cluster_file))
     again = json.loads(_core.read_plan(predicted, file))

@@ -84,7 +84,7 @@ def simulate(
 
 
 def write_snapshot(file: str, text: str) -> None:
-    from interlace.observe.step_trace import snapshot_bytes
+    from interlace.observe.snapshot import snapshot_bytes
 
     write_text(file, snapshot_bytes(file, text))
 

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from interlace.capture import OpaqueCall, OpaqueTable
 from interlace.compiling.cache import Cache
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
-from interlace.config import Config, format_bytes
+from interlace.config import Config, cache_folder, format_bytes
 from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
@@ -86,13 +85,7 @@ class Programs:
 
     def cache_folder(self) -> Path | None:
         """Where compiled programs and measured times are kept: Config.cache, $INTERLACE_CACHE or the user's cache."""
-        given = self.config.cache or os.environ.get("INTERLACE_CACHE")
-        if given == "off":
-            return None
-        if given:
-            return Path(given).expanduser()
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return Path(home) / "interlace"
+        return cache_folder(self.config.cache)
 
     def share(self, what: str, make: Callable[[], Source], loss_fn: Any = None) -> Source:
         """What make() gives on rank 0, on every rank. `loss_fn`: what it captures, where that is not the one of training."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
@@ -37,6 +39,17 @@ def parse_bytes(text: str | int) -> int:
     if not 0 < value < 2**63:
         raise ConfigError(f"a size in bytes must be positive and below 2^63, not {text}")
     return int(value)
+
+
+def cache_folder(given: str | None = None) -> Path | None:
+    """Where compiled programs and measured times are kept: `given`, $INTERLACE_CACHE or the user's cache; None for "off"."""
+    given = given or os.environ.get("INTERLACE_CACHE")
+    if given == "off":
+        return None
+    if given:
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "interlace"
 
 
 def format_bytes(count: int | float) -> str:
@@ -141,6 +154,8 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", mesh_form(self.mesh))
+        if self.passes is not None and not isinstance(self.passes, str):
+            raise ConfigError(f"passes must be a text such as 'canonicalize,shard(ranks={{ranks}}),update', not {self.passes!r}")
         if self.mesh is not None and self.passes is not None:
             raise ConfigError("passes replaces the mesh too: write it there, as in 'canonicalize,mesh(axes=replica:2+dp:2),...'")
         if self.strategy == "auto":  # a stage's micro-batches would each gather its parameters again

@@ -23,9 +23,7 @@ class Machine:
 
     @classmethod
     def here(cls, ranks: int, threads: int, network: str | None = None) -> Machine:
-        import torch
-
-        return cls(processor_name(), cores(), torch.__version__, threads, ranks, network or network_name())
+        return cls(processor_name(), cores(), torch_version(), threads, ranks, network or network_name())
 
     @property
     def host(self) -> str:
@@ -38,6 +36,15 @@ class Machine:
         threads, ranks = (f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((self.threads, "thread"), (self.ranks, "rank")))
         text = f"{self.host}, {threads}, {ranks}"
         return text if self.ranks == 1 else f"{text}, {self.network}"
+
+
+def torch_version() -> str:
+    """ "2.13.0+cpu", or "none": predictions need no torch."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "none"
+    return torch.__version__
 
 
 def processor_name() -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
-import pickle
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +17,8 @@ import torch.distributed as dist
 from interlace.dist.peers import Peers
 from interlace.errors import InterlaceError
 from interlace.files import write_atomically
+from interlace.observe.snapshot import snapshot_bytes
 
-PICKLED = (".pickle", ".pkl")  # names of memory snapshots that are not JSON
 ROUNDS = 20  # of the clock handshake; the shortest counts
 
 
@@ -98,13 +96,6 @@ class TraceFiles:
             except _core.Error as error:  # a step that the format cannot hold
                 return f"cannot write the trace {file}: {error}"
         return None
-
-
-def snapshot_bytes(file: str | Path, text: str) -> bytes:
-    """A memory snapshot as JSON, or as torch.cuda.memory._dump_snapshot writes it and pytorch.org/memory_viz opens it."""
-    if Path(file).suffix in PICKLED:
-        return pickle.dumps(json.loads(text))
-    return text.encode()
 
 
 def write_trace(executor: Any, peers: Peers, text: str, files: TraceFiles) -> str | None:

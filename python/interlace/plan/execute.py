@@ -18,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from interlace.errors import InterlaceError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Plan = dict[str, Any]  # as `_core.read_plan` gives it
 
@@ -176,6 +177,8 @@ def spread(count: int, total: int) -> list[int]:
 
 def block_paths(model: nn.Module, blocks: int) -> list[str]:
     """The paths of the model's blocks. Error: it has no list of so many."""
+    from torch import nn
+
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
             return [f"{path}.{i}" for i in range(blocks)]
