@@ -12,9 +12,11 @@ from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
+from interlace.capture.released import Released
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
+OWN_HOOK = "_interlace_hook"  # an attribute of the hooks on parameters that a trainer sets itself
 
 
 @dataclasses.dataclass
@@ -80,10 +82,6 @@ def _plain_tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
     return []
 
 
-# Marks parameters of a model in training whose memory is the trainer's: the model is captured again beside others that it shows.
-RELEASED = "_interlace_released"
-
-
 def check_parameters(tensors: list[ModelTensor]) -> None:
     """Every parameter must own dense, contiguous memory that no other tensor of the model shares, all on one device."""
     params = [t for t in tensors if t.kind == "param"]
@@ -91,17 +89,17 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
         raise CaptureError("the model has no parameters")
     if not any(p.real.requires_grad for p in params):
         raise CaptureError("the model has no trainable parameter: every one has requires_grad=False")
-    first = next((p for p in params if not hasattr(p.real, RELEASED)), params[0])
+    first = next((p for p in params if not isinstance(p.real, Released)), params[0])
     owners: dict[int, ModelTensor] = {}
     for p in params:
         t = p.real
         if isinstance(t, nn.parameter.UninitializedParameter):
             raise CaptureError(f"parameter '{p.name}' is not initialized yet; run the lazy module once before capture")
-        if isinstance(t, FakeTensor) or type(t) not in (nn.Parameter, Tensor):
+        if isinstance(t, FakeTensor) or type(t) not in (nn.Parameter, Tensor, Released):
             raise CaptureError(f"parameter '{p.name}' is a {type(t).__name__}; pass the model with plain parameters")
         if t.layout != torch.strided:
             raise CaptureError(f"parameter '{p.name}' is a {t.layout} tensor; only dense parameters can be trained")
-        if t.device != first.real.device and not (t.is_meta and hasattr(t, RELEASED)):
+        if t.device != first.real.device and not (t.is_meta and isinstance(t, Released)):
             raise CaptureError(
                 f"parameters are on several devices: '{first.name}' on {first.real.device}, '{p.name}' on {t.device}; "
                 "move the model to one device"
@@ -110,7 +108,7 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
             raise CaptureError(
                 f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy"
             )
-        if t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None):
+        if t._backward_hooks or not all(hasattr(h, OWN_HOOK) for h in (getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()):
             raise CaptureError(f"parameter '{p.name}' has a gradient hook, which a program cannot run; remove it")
         if t.is_meta or t.numel() == 0:
             continue

@@ -4,6 +4,7 @@
     optimizer.safetensors  "exp_avg.<parameter>", "exp_avg_sq.<parameter>" or "momentum_buffer.<parameter>", and "rng.<rank>"
     trainer.json           step, steps and hyper-parameters of each group, where the schedule stands, format version
     program.il             the program that ran, for going on with the same one
+    scheduler.json         of a learning-rate scheduler, where the save was given one
     config.json            of Hugging Face models
     checksums.json         of every byte of the files above
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.checkpoint.tensor_file import CheckedFile, CheckedTensors, CheckpointError, DamageError, checksum_text
-from interlace.checkpoint.weights import Weights
+from interlace.checkpoint.weights import HeldWeights, Weights
 from interlace.config import format_bytes
 
 FORMAT = 2
@@ -148,7 +149,7 @@ def _read_small(path: Path) -> bytes:
     return data
 
 
-def check_shapes(weights: Weights | CheckedTensors, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+def check_shapes(weights: Weights | HeldWeights | CheckedTensors, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Every wanted tensor (what it is for → name in the file, shape) must be there in its shape."""
     for label, (name, shape) in wanted.items():
         if name not in weights:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER, Checkpoint
+from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, OWN_FILES, PROGRAM, TRAINER, Checkpoint
 from interlace.checkpoint.folder import FolderLock, Staging, check_place
 from interlace.checkpoint.optimizer import STATE_NAMES, plain_hyper
 from interlace.checkpoint.saver import Piece
@@ -43,11 +43,14 @@ def export_torch(checkpoint: Checkpoint) -> dict[str, Any]:
             if entry:
                 state[index[name]] = entry
     model = {name: weights.read(name) for name in weights.names()}
-    return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "step": record["step"]}
+    small = {name: checkpoint.read(name).decode() for name in checkpoint.files if name not in OWN_FILES}
+    optimizer = {"state": state, "param_groups": groups}
+    return {"model": model, "optimizer": optimizer, "step": record["step"], "interlace": {"record": json.dumps(record), "files": small}}
 
 
-def read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state dicts of model and optimizer in a .pt file. Error: it is none, or holds more than tensors and numbers."""
+def read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """The state dicts of model and optimizer in a .pt file, and what an export left beside them. Error: it is none, or holds more than
+    tensors and numbers."""
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError) as e:
@@ -63,7 +66,7 @@ def read_torch(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     if not all(isinstance(t, Tensor) for t in model.values()):
         raise CheckpointError(f"{path}: the model's state dict holds more than tensors")
-    return dict(model), dict(optimizer)
+    return dict(model), dict(optimizer), data.get("interlace")
 
 
 def _names(model: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> list[list[str]]:
@@ -108,7 +111,9 @@ def _kind(group: Mapping[str, Any]) -> str:
 
 def import_torch(source: Path, folder: Path) -> int:
     """Makes a checkpoint of a .pt file; gives its step. Error: what cannot be read, or belongs to no optimizer that runs here."""
-    model, optimizer = read_torch(source)
+    model, optimizer, exported = read_torch(source)
+    if exported is not None:
+        return _import_exported(source, folder, model, optimizer, exported)
     try:
         names, state = _names(model, optimizer), optimizer["state"]
         moments: dict[str, Tensor] = {}
@@ -141,8 +146,30 @@ def import_torch(source: Path, folder: Path) -> int:
     return step
 
 
-def write_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Tensor]], record: Mapping[str, Any]) -> None:
-    """A checkpoint of tensors that lie in memory; written aside and renamed like any other."""
+def _import_exported(source: Path, folder: Path, model: dict[str, Tensor], optimizer: dict[str, Any], exported: Any) -> int:
+    """What export_torch gave, as it was: any optimizer, its counters, the other small files."""
+    try:
+        record, small = json.loads(exported["record"]), dict(exported["files"])
+        if not all(Path(n).name == n and not n.startswith(".") and n not in OWN_FILES and isinstance(t, str) for n, t in small.items()):
+            raise ValueError("it names a file outside the folder")
+        moments: dict[str, Tensor] = {}
+        for kind, group, saved in zip(record["kind"], record["groups"], optimizer["param_groups"], strict=True):
+            for name, index in zip(group["parameters"], saved["params"], strict=True):
+                for role in group.get("states", STATE_NAMES.get(kind, ())):
+                    if isinstance(t := optimizer["state"].get(index, {}).get(role), Tensor):
+                        moments[f"{role}.{name}"] = t
+        step = int(record["step"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{source} was exported from a checkpoint and edited since ({type(e).__name__}: {e})") from None
+    record.pop("run", None)  # the program is not exported: it is made again
+    write_checkpoint(folder, {MODEL: model, OPTIMIZER: moments}, record, small)
+    return step
+
+
+def write_checkpoint(
+    folder: Path, files: Mapping[str, Mapping[str, Tensor]], record: Mapping[str, Any], small: Mapping[str, str] | None = None
+) -> None:
+    """A checkpoint of tensors that lie in memory, with `small` texts by name; written aside and renamed like any other."""
     from interlace import _runtime
 
     final = Path(os.path.abspath(folder))
@@ -153,7 +180,7 @@ def write_checkpoint(folder: Path, files: Mapping[str, Mapping[str, Tensor]], re
         layouts = {
             n: Layout([(k, t.dtype, tuple(t.shape)) for k, t in tensors.items()], {"format": "pt"}) for n, tensors in files.items()
         }  # fmt: skip
-        staging = Staging(final, layouts, {})
+        staging = Staging(final, layouts, dict(small or {}))
         pieces: list[Piece] = []
         for number, (name, tensors) in enumerate(files.items()):
             for key, t in tensors.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,38 @@ class Weights:
         self._files.clear()
 
 
-def find_name(weights: Weights | CheckedTensors, names: list[str], prefix: str | None) -> str | None:
+class HeldWeights:
+    """The tensors of a state dict, read like those of a file. Error: what is no tensor, or has no values."""
+
+    source = "the state dict"
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        for name, t in values.items():
+            if not isinstance(t, Tensor) or t.is_meta:
+                what = "on the meta device" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+                raise InterlaceError(f"'{name}' of the state dict is {what}; pass real tensors by name, as model.state_dict() has them")
+        self._values = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._values[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._values[name].detach()
+
+    def read_range(self, name: str, start: int, end: int) -> Tensor:
+        return self.read(name).reshape(-1)[start:end]
+
+    def close(self) -> None:
+        pass
+
+
+def find_name(weights: Weights | HeldWeights | CheckedTensors, names: list[str], prefix: str | None) -> str | None:
     """The file's name for a tensor that the model knows by `names`: as it is, or without the model's base prefix ("transformer.")."""
     for name in names:
         if name in weights:

@@ -36,6 +36,7 @@ class Hyper:
         self._fresh = Pilot.fresh(optimizer, small_shapes(optimizer)).one_each() if any(map(is_rule, self._kinds)) else None
         self._pilot = self._fresh
         self._step: Step | None = None  # that values() found
+        self.not_run: set[int] = set()  # step hooks that are not the user's
         self.attach(program)
 
     def attach(self, program: Any) -> None:
@@ -121,8 +122,9 @@ class Hyper:
 
     def before_step(self) -> None:
         """What torch does on entry of optimizer.step()."""
-        for hook in list(getattr(self.optimizer, "_optimizer_step_pre_hooks", {}).values()):
-            hook(self.optimizer, (), {})
+        for number, hook in list(getattr(self.optimizer, "_optimizer_step_pre_hooks", {}).items()):
+            if number not in self.not_run:
+                hook(self.optimizer, (), {})
 
     def after_step(self) -> None:
         """What torch does on leaving optimizer.step(), and the mark that keeps schedulers from warning about their order."""

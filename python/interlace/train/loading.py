@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_shapes, group_difference
+from interlace.checkpoint.scheduler import SCHEDULER, scheduler_state
 from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
-from interlace.checkpoint.weights import Weights, find_name
+from interlace.checkpoint.weights import HeldWeights, Weights, find_name
 from interlace.compiling.states import WEIGHT
 from interlace.train.loop import Loop
 from interlace.train.run import Run
@@ -31,7 +32,7 @@ class Loading:
     def __init__(self, run: Run, saving: Saving, loop: Loop) -> None:
         self._run, self._saving, self._loop = run, saving, loop
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, scheduler: Any) -> None:
         self._run.check_open()
         self._run.flush()
         self._run.settle_save()
@@ -41,7 +42,7 @@ class Loading:
             def check() -> Callable[[], None]:
                 checkpoint = files.enter_context(Checkpoint(folder))
                 found.append(checkpoint)
-                action = self._checked_load(checkpoint)
+                action = self._checked_load(checkpoint, scheduler)
                 checkpoint.verify(self._run.rank, self._run.world_size)
                 return action
 
@@ -61,7 +62,16 @@ class Loading:
         if same:
             self._loop.go_on(record["loop"], checkpoint.read(PROGRAM).decode())
 
-    def _checked_load(self, checkpoint: Checkpoint) -> Callable[[], None]:
+    def _scheduler_state(self, checkpoint: Checkpoint, scheduler: Any) -> dict[str, Any] | None:
+        if scheduler is not None:
+            if SCHEDULER not in checkpoint.files:
+                raise CheckpointError(f"{checkpoint.folder} has no scheduler's state: it was saved without trainer.save(..., scheduler=)")
+            return scheduler_state(checkpoint.read(SCHEDULER), scheduler)
+        if SCHEDULER in checkpoint.files and self._run.rank == 0:
+            log.warning("%s has a scheduler's state, which is not read: pass trainer.load(..., scheduler=)", checkpoint.folder)
+        return None
+
+    def _checked_load(self, checkpoint: Checkpoint, scheduler: Any) -> Callable[[], None]:
         """Checks files against the model and the optimizer; gives the function that then reads them."""
         record, weights, moments = checkpoint.record, checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
         groups = self._run.optimizer.param_groups
@@ -75,6 +85,7 @@ class Loading:
                 f"{checkpoint.folder} was saved with another optimizer: {difference}; make the optimizer as it was when saving, or take "
                 "the weights alone with trainer.load_weights"
             )
+        scheduler_values = self._scheduler_state(checkpoint, scheduler)
         steps = [int(g["steps"]) for g in record["groups"]]
         wanted = {}
         roles = self._run.roles()
@@ -97,6 +108,8 @@ class Loading:
                     self._run.states.fill(p.name, role, lambda a, b: torch.zeros(b - a))
             self._run.steps = int(record["step"])
             self._run.loss_scale.restore(record.get("loss_scale"))
+            if scheduler_values is not None:
+                scheduler.load_state_dict(scheduler_values)
             self._restore_groups([g["hyper"] for g in record["groups"]])
             self._run.hyper.restore(steps, [g.get("scalars") for g in record["groups"]])
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
@@ -112,21 +125,21 @@ class Loading:
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
 
-    def load_weights(self, source: str | Path) -> None:
+    def load_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
         self._run.check_open()
         self._run.flush()
         self._run.settle_save()
         with contextlib.ExitStack() as files:
 
             def check() -> Callable[[], None]:
-                weights = Weights(source)
+                weights = HeldWeights(source) if isinstance(source, Mapping) else Weights(source)
                 files.callback(weights.close)
                 names = self._weight_names(weights)
                 return lambda: self._read_weights(weights, names)
 
             self._run.agree(f"load weights {self._saving.next()} at step {self._run.steps}", check)()
 
-    def _weight_names(self, weights: Weights | CheckedTensors) -> dict[str, str]:
+    def _weight_names(self, weights: Weights | HeldWeights | CheckedTensors) -> dict[str, str]:
         """The file's name for every parameter and saved buffer, checked."""
         names: dict[str, str] = {}
         shapes = {p.name: p.shape for p in self._run.states.everything}
@@ -137,7 +150,7 @@ class Loading:
         check_shapes(weights, {f"'{n}'": (file, shapes[n]) for n, file in names.items()})
         return names
 
-    def _read_weights(self, weights: Weights | CheckedTensors, names: dict[str, str]) -> None:
+    def _read_weights(self, weights: Weights | HeldWeights | CheckedTensors, names: dict[str, str]) -> None:
         for name, file in names.items():
             if name in self._run.states.parameters:
                 self._run.states.fill(name, WEIGHT, partial(weights.read_range, file))

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.capture.model_tensors import RELEASED, ModelTensor
+from interlace.capture.model_tensors import ModelTensor
+from interlace.capture.released import Released
 from interlace.compiling.states import States
 from interlace.errors import InterlaceError
 
@@ -230,30 +231,30 @@ def initialize(model: nn.Module, wanted: set[str], seed: int, place: Place) -> N
 
 
 def release(parameter: Tensor) -> None:
-    """Frees a parameter's memory; every reference to it sees a meta tensor of the same shape (or, at worst, an empty one)."""
-    if parameter.is_meta:
-        setattr(parameter, RELEASED, True)
-        return
-    empty = torch.empty_like(parameter, device="meta")
-    if isinstance(parameter, nn.Parameter):
-        empty = nn.Parameter(empty, parameter.requires_grad)
-    setattr(empty, RELEASED, True)
-    try:
-        torch.utils.swap_tensors(parameter, empty)
-    except RuntimeError:  # somebody holds a C++ reference, an autograd graph for instance
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    """Frees a parameter's memory; every reference to it sees a tensor of the same shape (or, at worst, an empty one) without values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not parameter.is_meta:
+            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            try:
+                torch.utils.swap_tensors(parameter, empty)
+            except RuntimeError:  # somebody holds a C++ reference, an autograd graph for instance
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        parameter.__class__ = Released
 
 
 def point_at(tensor: Tensor, storage: Tensor) -> None:
     """Makes a parameter or buffer of the model a view of `storage`, for every holder of the reference."""
-    if tensor.device == storage.device and not tensor.is_meta:
-        tensor.data = storage
-        return
-    new: Tensor = storage.detach()
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, tensor.requires_grad)
-    with contextlib.suppress(RuntimeError):
-        torch.utils.swap_tensors(tensor, new)
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(tensor, Released):
+            tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+        if tensor.device == storage.device and not tensor.is_meta:
+            tensor.data = storage
+            return
+        new: Tensor = storage.detach()
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        with contextlib.suppress(RuntimeError):
+            torch.utils.swap_tensors(tensor, new)
 
 
 def adopt(tensors: Iterable[ModelTensor], states: States, buffers: Mapping[str, Tensor]) -> None:

@@ -74,6 +74,7 @@ class Run:
         self.limit: int | None = None  # bytes that plans keep to, where other programs have left less than memory_limit
         self.save: Save | None = None  # under way
         self.closed: str | None = None  # why
+        self.lent: str | None = None  # where the model has its parameters for a while, so that no step can be made
         self._group_names: list[list[str]] | None = None
         self.use(built)
 
@@ -100,6 +101,8 @@ class Run:
     def check_open(self) -> None:
         if self.closed is not None:
             raise InterlaceError(f"this trainer can no longer be used: {self.closed}; compile again and load a checkpoint")
+        if self.lent is not None:
+            raise InterlaceError(f"a call of the trainer {self.lent}, where the model has the parameters: leave the with statement first")
 
     def flush(self) -> None:
         """Makes the optimizer step that the last step left to the next one, if it left one."""

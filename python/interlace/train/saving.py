@@ -19,8 +19,10 @@ from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRA
 from interlace.checkpoint.folder import Staging, check_place
 from interlace.checkpoint.optimizer import plain_hyper
 from interlace.checkpoint.saver import Locks, Piece, Save
+from interlace.checkpoint.scheduler import SCHEDULER, scheduler_text
 from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layout
 from interlace.compiling.states import WEIGHT, Parameter, Unit
+from interlace.dist.peers import PeerError
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 
@@ -39,11 +41,14 @@ class Saving:
         self._locks = Locks()
         self._hf_texts: tuple[dict[str, Any], dict[str, str | bytes]] | None = None  # of the configs as they were
 
-    def save(self, folder: str | Path, extra: Mapping[str, str | bytes], wait: bool, keep: int) -> None:
+    def save(self, folder: str | Path, extra: Mapping[str, str | bytes], wait: bool, keep: int, scheduler: Any) -> None:
         self._run.check_open()
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise CheckpointError(f"keep must be a whole number of at least 1, not {keep!r}")
+        if scheduler is not None:
+            extra = {**extra, SCHEDULER: scheduler_text(scheduler)}
         self.finish()
+        self._all_here()
         self._run.flush()
         begin, cpu = time.monotonic(), time.thread_time()
         with self._run.peers.guard():
@@ -56,6 +61,15 @@ class Saving:
             self._run.save.wait_staged()
         if wait:
             self.finish()
+
+    def _all_here(self) -> None:
+        """Error, where a rank does not save: it goes on to its next step, or ends, and would be waited for in vain."""
+        with self._run.peers.guard():
+            what = f"trainer.save at step {self._run.steps}"
+            try:
+                self._run.peers.exchange(what, None)
+            except PeerError as e:
+                raise PeerError(f"{e}; every rank must call trainer.save: it is no call for `if rank == 0:`", e.rank) from e
 
     def finish(self) -> None:
         """Waits for the save under way, if there is one."""

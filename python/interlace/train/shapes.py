@@ -66,6 +66,7 @@ class Shapes:
         self.current = self.buckets[0]
         self.real = self.padded = 0
         self._parts: list[Any] = []  # of the step under way
+        self.open_ended = False  # shapes that nobody declared are compiled when first met, as they are
 
     def switch(self, run: Run, batch: Any) -> list[Any]:
         """A step's micro-batches, padded to the shape that all ranks agree on, whose program then runs."""
@@ -112,6 +113,12 @@ class Shapes:
         flat = self.peers.groups.largest(flat)
         for name in names:
             need[name], flat = flat[: len(need[name])], flat[len(need[name]) :]
+        if self.open_ended:
+            sizes = {name: tuple(size) for name, size in need.items()}
+            found = next((bucket for bucket in self.buckets if bucket.sizes == sizes), None)
+            if found is None:
+                self.buckets.append(found := Bucket(sizes))
+            return found
         for bucket in self.buckets:
             if bucket.fits(need):
                 return bucket

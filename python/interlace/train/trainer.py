@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from interlace.train.evaluation import Evaluation
 from interlace.train.follow import Follow
 from interlace.train.loading import Loading
 from interlace.train.loop import Loop
+from interlace.train.ownership import Ownership
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run
 from interlace.train.saving import Saving
 from interlace.train.stepping import Stepping
 from interlace.train.swapping import Swapping
+from interlace.train.whole import save_pretrained, whole_parameters
 
 Tensor = torch.Tensor
 
@@ -59,6 +62,7 @@ class Trainer:
         self._stepping = Stepping(run, self._loop, self._diagnosis, frozen, self._follow)
         self._saving = Saving(run, self._loop)
         self._loading = Loading(run, self._saving, self._loop)
+        self._ownership = Ownership(run)
         run.peers.on_close(self._drop)
         run.peers.places.start(self._where)
 
@@ -72,6 +76,13 @@ class Trainer:
         then stay as they were when clipping or skip_nonfinite computes the norm), a rank that failed or was lost.
         """
         return self._stepping.step(batch)
+
+    def accept_any_shape(self) -> None:
+        """From now on a batch of a shape that Config.shapes does not list is compiled when first met, instead of an error; ranks that
+        have other sizes fill up to the largest. Every rank must call it. Error: compiled without Config.shapes."""
+        if self._run.shapes is None:
+            raise InterlaceError("accept_any_shape() needs Config.shapes and Config.pad, with the shape of the example batch at least")
+        self._run.shapes.open_ended = True
 
     def evaluate(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any] | None = None) -> dict[str, Tensor]:
         """The loss of this rank's batch with the model in eval mode (no dropout, this rank's statistics); nothing changes, no step counts.
@@ -154,18 +165,39 @@ class Trainer:
         """The optimizer's state as torch.optim has it, loadable with optimizer.load_state_dict. On rank 0, or on all ranks."""
         return state_dicts.optimizer_state_dict(self._run, all_ranks)
 
+    def whole_parameters(self, changes: bool = True, all_ranks: bool = True) -> AbstractContextManager[nn.Module]:
+        """In its with statement the model has whole parameters, whatever the strategy; gives the model. Every rank must enter it.
+
+        For what works on a plain model: model.generate, torch.save, PEFT, p.clamp_(), an EMA, model.load_state_dict. `changes`: what is
+        changed goes back into the trainer at the end; when the block raises, nothing does. `all_ranks`: False gathers on rank 0 alone,
+        whose changes count. A rank that gathers holds the whole model in memory meanwhile, and with changes on several ranks a second copy
+        where the strategy has it whole. No step can be made inside. Errors, with nothing changed: ranks changed different things, a
+        parameter got another shape or dtype.
+
+            with trainer.whole_parameters():
+                ema.update_parameters(model)
+        """
+        return whole_parameters(self._run, changes, all_ranks)
+
+    def save_pretrained(self, folder: str | Path, **arguments: Any) -> None:
+        """model.save_pretrained(folder, **arguments) of a Hugging Face or PEFT model with the values trained so far; rank 0 gathers and
+        writes. Every rank must call it. Error, on every rank: the model has no such method, or it failed."""
+        save_pretrained(self._run, folder, arguments)
+
     def save(
-        self, folder: str | Path, extra: Mapping[str, str | bytes] | None = None, *, wait: bool = True, keep: int = 1
+        self, folder: str | Path, extra: Mapping[str, str | bytes] | None = None, *, wait: bool = True, keep: int = 1,
+        scheduler: Any = None,
     ) -> None:  # fmt: skip
         """Writes a checkpoint (checkpoint/contents.py says which files) and puts it in place whole; every rank must call it.
 
         wait=False: returns at once and writes beside the next steps; the folder changes when all is on the disk. saved() says when,
         finish_save() waits; what goes wrong is raised there or by the next save. Until the next step has begun its update, parameters
         must not be changed from outside. `keep`: how many checkpoints there are in the end, older ones as FOLDER.step-N.
-        `extra`: more small files, by name, that belong to it. Other files already in the folder stay. When writing fails (disk full,
-        no permission) all ranks raise CheckpointError and the old checkpoint is untouched; training can go on.
+        `scheduler`: a learning-rate scheduler of torch.optim, whose state is saved too. `extra`: more small files, by name. Other files
+        already in the folder stay. When writing fails (disk full, no permission) all ranks raise CheckpointError and the old checkpoint
+        is untouched; training can go on.
         """
-        self._saving.save(folder, extra or {}, wait, keep)
+        self._saving.save(folder, extra or {}, wait, keep, scheduler)
 
     def saved(self) -> bool:
         """Whether the last save(wait=False) has ended, well or not."""
@@ -187,18 +219,20 @@ class Trainer:
         """
         self._saving.reserve(folder)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, *, scheduler: Any = None) -> None:
         """Goes on from a checkpoint, whatever strategy and number of ranks wrote it; every rank must call it.
 
         Everything is checked before anything changes, every byte against its checksum. Hyper-parameters go back into
         optimizer.param_groups, as load_state_dict does. With as many ranks as saved it, and the same model and settings, the schedule
-        goes on where it stood, with the program that ran then. Error: no checkpoint, of another model or optimizer (the first
-        difference is named); DamageError where bytes are not those that were written.
+        goes on where it stood, with the program that ran then. `scheduler`: gets the state that save(..., scheduler=) kept. Error: no
+        checkpoint, of another model or optimizer (the first difference is named), no scheduler's state; DamageError where bytes are not
+        those that were written.
         """
-        self._loading.load(folder)
+        self._loading.load(folder, scheduler)
 
-    def load_weights(self, source: str | Path) -> None:
-        """Parameters and buffers from a safetensors file, a sharded index or a Hugging Face folder; the optimizer stays as it is."""
+    def load_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
+        """Parameters and buffers from a safetensors file, a sharded index, a Hugging Face folder or a state dict; the optimizer stays as it
+        is. Every rank must call it, with the same. Error, with nothing changed: a tensor is missing or has another shape."""
         self._loading.load_weights(source)
 
     # ---- what there is ----
@@ -278,6 +312,7 @@ class Trainer:
     def _drop(self) -> None:
         run = self._run
         run.closed = run.closed or "a rank failed"
+        self._ownership.end()
         self._saving.drop()
         if hasattr(run.executor, "leave"):
             run.executor.leave()

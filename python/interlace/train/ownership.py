@@ -1,0 +1,165 @@
+"""A compiled optimizer and model in somebody else's hands: what would do nothing, or train beside the trainer, says so.
+
+    optimizer.step()              error: trainer.step(batch) makes the steps
+    optimizer.state_dict()        one rank: the trainer's; several: error, trainer.optimizer_state_dict() gathers it on every rank
+    optimizer.load_state_dict(s)  goes into the trainer, on every rank alike
+    loss.backward()               warning, once: these gradients are not the trainer's
+
+Everything is taken off when the trainer closes.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interlace.capture.groups import is_rule
+from interlace.capture.model_tensors import OWN_HOOK, collect
+from interlace.capture.released import Released, user_line
+from interlace.errors import InterlaceError
+from interlace.train import state_dicts
+from interlace.train.run import Run
+
+Tensor = torch.Tensor
+
+
+class Ownership:
+    """The hooks of one trainer. They hold it weakly: a trainer that nobody has any more is no reason to refuse."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = weakref.ref(run)
+        self._warned = False
+        optimizer = run.optimizer
+        step = optimizer.register_step_pre_hook(self._on_step)
+        run.hyper.not_run.add(step.id)
+        self._handles: list[Any] = [
+            step, optimizer.register_state_dict_post_hook(self._on_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._on_load),
+        ]  # fmt: skip
+        on_gradient = self._on_gradient
+
+        def watch(parameter: Tensor) -> None:
+            on_gradient(parameter)
+
+        setattr(watch, OWN_HOOK, True)
+        for t in collect(run.model):
+            if t.kind == "param" and t.real.requires_grad and t.real.is_leaf and not isinstance(t.real, Released):
+                self._handles.append(t.real.register_post_accumulate_grad_hook(watch))
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _live(self) -> Run | None:
+        run = self._run()
+        return run if run is not None and run.closed is None else None
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._live() is not None:
+            raise InterlaceError(
+                f"{user_line()}: step() of an optimizer that interlace.compile was given; trainer.step(batch) computes the gradients and "
+                "makes the step (leave out backward(), step() and zero_grad()); for a loop of your own, call trainer.close() first"
+            )
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        run = self._live()
+        if run is not None and run.lent is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{user_line()}: backward() through a model that interlace.compile was given, in eager mode; trainer.step(batch) trains it, "
+                "and these gradients are not the trainer's (for a loop of your own, call trainer.close() first)", stacklevel=2,
+            )  # fmt: skip
+
+    def _on_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any] | None:
+        run = self._live()
+        if run is None:
+            return None
+        if run.world_size > 1:
+            raise InterlaceError(
+                f"{user_line()}: state_dict() of an optimizer whose states are in a trainer, a part on each rank; call "
+                "trainer.optimizer_state_dict() on every rank (whole on rank 0, or everywhere with all_ranks=True), or trainer.save(folder)"
+            )
+        return state_dicts.optimizer_state_dict(run)
+
+    def _on_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        """The states go into the trainer; torch then sets the hyper-parameters."""
+        run = self._live()
+        if run is None:
+            return None
+        load_optimizer_state(run, given)
+        return {**given, "state": {}}
+
+
+def load_optimizer_state(run: Run, given: dict[str, Any]) -> None:
+    """Takes the states of an optimizer's state dict, which every rank gives whole. Error, with nothing changed: of another optimizer."""
+    run.check_open()
+    run.flush()
+    run.settle_save()
+    where = user_line()
+
+    def check() -> Callable[[], None]:
+        try:
+            return _checked(run, given)
+        except InterlaceError as e:
+            raise InterlaceError(f"{where}: {e}") from e
+
+    run.agree(f"optimizer.load_state_dict at step {run.steps}", check, InterlaceError)()
+
+
+def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
+    groups, state = given["param_groups"], given["state"]
+    sizes, ours = [len(g["params"]) for g in groups], [len(g["params"]) for g in run.optimizer.param_groups]
+    if sizes != ours:
+        raise InterlaceError(f"the state dict is of another optimizer: groups of {sizes} parameters there, {ours} here")
+    entries: dict[str, dict[str, Any]] = {}
+    steps: list[int] = []
+    scalars: list[Any] = []
+    for i, group in enumerate(groups):
+        names = run.names_of_group(i)
+        counts: dict[int, str] = {}
+        kept: dict[str, Any] | None = None
+        for name, index in zip(names, group["params"], strict=True):
+            entry = entries[name] = state.get(index, {})
+            if entry:
+                counts.setdefault(int(entry.get("step", 1)), name)
+                kept = kept or {k: v for k, v in entry.items() if k not in run.state_names(i)}
+        if len(counts) > 1:
+            (a, first), (b, second) = list(counts.items())[:2]
+            raise InterlaceError(
+                f"parameters of optimizer group {i} have made different numbers of steps ('{first}' {a}, '{second}' {b}); put them in "
+                "groups of their own"
+            )
+        steps.append(next(iter(counts), 0))
+        scalars.append(_as_scalars(kept) if kept is not None and is_rule(run.kind_of(i)) else None)
+    for p in run.states.everything:
+        for role in p.roles:
+            t = entries.get(p.name, {}).get(role)
+            if isinstance(t, Tensor) and tuple(t.shape) != p.shape:
+                raise InterlaceError(f"{role} of '{p.name}' has shape {tuple(t.shape)} in the state dict, {p.shape} here")
+            wanted = p.group is not None and steps[p.group] > 0 and role in run.state_names(p.group) and role != "momentum_buffer"
+            if t is None and wanted:
+                raise InterlaceError(f"the state dict is of another optimizer: it has no {role} of '{p.name}'")
+
+    def fill() -> None:
+        for role, _, p in run.states.updated(run.roles()):
+            t = entries.get(p.name, {}).get(role)
+            run.states.fill_from(p.name, role, t if t is not None else torch.zeros(p.shape, dtype=torch.float32))
+        run.hyper.restore(steps, scalars)
+
+    return fill
+
+
+def _as_scalars(entry: dict[str, Any]) -> dict[str, list[Any]]:
+    """As Hyper.scalars gives them."""
+    found = {}
+    for name, v in entry.items():
+        if isinstance(v, Tensor):
+            found[name] = [v.item(), str(v.dtype).removeprefix("torch.")]
+        elif isinstance(v, (bool, int, float)):
+            found[name] = [v, type(v).__name__]
+    return found
