@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from interlace.config import Config, format_bytes
 from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
+from interlace.private import cache_folder
 
 log = logging.getLogger("interlace")
 
@@ -86,13 +86,7 @@ class Programs:
 
     def cache_folder(self) -> Path | None:
         """Where compiled programs and measured times are kept: Config.cache, $INTERLACE_CACHE or the user's cache."""
-        given = self.config.cache or os.environ.get("INTERLACE_CACHE")
-        if given == "off":
-            return None
-        if given:
-            return Path(given).expanduser()
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        return Path(home) / "interlace"
+        return cache_folder(self.config.cache)
 
     def share(self, what: str, make: Callable[[], Source], loss_fn: Any = None) -> Source:
         """What make() gives on rank 0, on every rank. `loss_fn`: what it captures, where that is not the one of training."""
