@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import struct
@@ -36,7 +35,7 @@ def test_it_does_what_torchs_store_does(server: StoreServer) -> None:
     assert a.add("n", 2) == 2 and b.add("n", 3) == 5 and b.get("n") == b"5"
     assert a.compare_set("k", "v", "w") == b"w" and b.compare_set("k", "v", "u") == b"w"
     assert a.delete_key("k") and not a.delete_key("k")
-    b.set_timeout(store.datetime.timedelta(seconds=0.05))
+    second.set_timeout(store.datetime.timedelta(seconds=0.05))
     with pytest.raises(RuntimeError, match="timed out after 0.05 s"):
         second.get("nothing")
     late = threading.Timer(0.05, lambda: first.set("late", b"\0\xff" * 1000))
@@ -51,8 +50,8 @@ def test_a_rank_whose_connection_ends_is_known_to_be_gone(server: StoreServer) -
     second._sock.close()
     while first.gone() != [1]:
         time.sleep(0.01)
-    SecretStore(SECRET, "127.0.0.1", server.port, 1)
-    assert first.gone() == []
+    back = SecretStore(SECRET, "127.0.0.1", server.port, 1)
+    assert first.gone() == [] and back.check([])
 
 
 def test_another_secret_gets_nowhere(server: StoreServer) -> None:
@@ -153,12 +152,13 @@ def test_gloo_listens_no_longer_than_until_the_ranks_have_met(monkeypatch: pytes
     """Two groups of one rank in this process, as two ranks would make them; and they still close as they should."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     before = rendezvous._sockets(listening=True)
-    kept = dist.ProcessGroupGloo(dist.PrefixStore("kept", SecretStore(SECRET, "127.0.0.1", server.port)), 0, 1)
+    rank = SecretStore(SECRET, "127.0.0.1", server.port)
+    kept = dist.ProcessGroupGloo(dist.PrefixStore("kept", rank), 0, 1)
     listens = rendezvous._sockets(listening=True) - before
     with rendezvous.listening_until_met():
-        closed = dist.ProcessGroupGloo(dist.PrefixStore("closed", SecretStore(SECRET, "127.0.0.1", server.port)), 0, 1)
+        closed = dist.ProcessGroupGloo(dist.PrefixStore("closed", rank), 0, 1)
     assert rendezvous._sockets(listening=True) - before == listens
     assert len(listens) == 1, "gloo does not listen: this test shows nothing"
-    del closed
+    del closed  # its loop looks for the listener's descriptor, and finds one
     del kept
-    assert os.getpid() > 0
+    assert not rendezvous._sockets(listening=True) - before
