@@ -146,7 +146,7 @@ def run(net: Network, args: argparse.Namespace, port: int, attacked: bool, where
     log = Path(f"{where}/log-{port}")
     while any(reader.is_alive() for reader in readers):
         for r in (0, 1):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, IndexError):
                 status = Path(f"/proc/{ranks[r].pid}/status").read_text()
                 peaks[r] = max(peaks[r], 1024 * int(status.split("VmHWM:")[1].split()[0]))
                 if log.exists() and log.stat().st_size:  # steps are being made
@@ -172,7 +172,9 @@ def one_host(where: str) -> list[tuple[str, int]]:
         job = net.spawn(0, [*clean, *command], plain, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         found: set[tuple[str, int]] = set()
         while job.poll() is None:
-            found |= set(listening(job.pid))
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{job.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:  # it has gone into its namespace
+                    found |= set(listening(job.pid))
             time.sleep(0.02)
         assert job.stderr is not None
         if job.returncode:

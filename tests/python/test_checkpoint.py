@@ -18,7 +18,7 @@ import zoo
 from safetensors.torch import load_file
 
 import interlace
-from interlace.checkpoint import convert
+from interlace.checkpoint import convert, disk
 from interlace.checkpoint import folder as checkpoint_folder
 from interlace.checkpoint.contents import Checkpoint
 from interlace.checkpoint.tensor_file import CheckpointError, checksum_text, sums_of

@@ -174,7 +174,7 @@ class Programs:
         options = {
             "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
-            "skip_nonfinite": True,
+            "skip_nonfinite": True, "captured_here": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
         }  # fmt: skip
         if "call.python(" in source.text:
