@@ -40,7 +40,9 @@ void Block(std::array<uint32_t, 8>& state, const uint8_t* bytes) {
 
 }  // namespace
 
-std::string Digest(std::string_view text) {
+namespace {
+
+std::array<uint32_t, 8> Sha256(std::string_view text) {
   std::array<uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   const auto* bytes = reinterpret_cast<const uint8_t*>(text.data());
@@ -55,11 +57,34 @@ std::string Digest(std::string_view text) {
   uint64_t bits = uint64_t{text.size()} * 8;
   for (int i = 0; i < 8; ++i) tail[end - 1 - i] = static_cast<uint8_t>(bits >> (8 * i));
   for (size_t i = 0; i < end; i += 64) Block(state, tail.data() + i);
-  std::string hex;
+  return state;
+}
+
+std::string Raw(const std::array<uint32_t, 8>& state) {
+  std::string bytes;
   for (uint32_t word : state) {
+    for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(word >> shift & 0xff);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+std::string Digest(std::string_view text) {
+  std::string hex;
+  for (uint32_t word : Sha256(text)) {
     for (int shift = 28; shift >= 0; shift -= 4) hex += "0123456789abcdef"[word >> shift & 15];
   }
   return hex;
+}
+
+std::string Hmac(std::string_view key, std::string_view text) {
+  std::string block = key.size() > 64 ? Raw(Sha256(key)) : std::string(key);
+  block.resize(64, 0);
+  std::string inner = block, outer = block;
+  for (char& c : inner) c = static_cast<char>(c ^ 0x36);
+  for (char& c : outer) c = static_cast<char>(c ^ 0x5c);
+  return Raw(Sha256(outer.append(Raw(Sha256(inner.append(text))))));
 }
 
 }  // namespace interlace

@@ -39,7 +39,7 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
     static const std::vector<std::string_view> known = {"rng",    "seed", "debug", "skip_nonfinite", "trace_memory",
-                                                        "opaque", "tier", "arena", "tier_bandwidth"};
+                                                        "opaque", "tier", "arena", "tier_bandwidth", "captured_here"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -53,6 +53,7 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.debug = Take<bool>(dict, "debug", false);
   options.arena = Take<bool>(dict, "arena", true);
   options.trace_memory = Take<bool>(dict, "trace_memory", false);
+  options.captured_here = Take<bool>(dict, "captured_here", false);
   options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
   options.tier = Take<std::string>(dict, "tier", "");
   options.tier_bandwidth = Take<double>(dict, "tier_bandwidth", 0);

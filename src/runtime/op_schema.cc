@@ -148,6 +148,30 @@ Error UnknownOperator(const BuildContext& context, const Op& op, const c10::Oper
                      " (a library that registers it must be imported first)");
 }
 
+// Programs come from files, too: what runs computes tensors from tensors, within their storages. Operators of other
+// libraries, and those of torch that look at nothing, are left to models that were captured here.
+const char* WhyRefused(std::string_view name, bool captured_here) {
+  constexpr std::string_view kNever[] = {
+      "aten::set",        "aten::set_",          "aten::set_data",       "aten::resize",
+      "aten::resize_",    "aten::resize_as",     "aten::resize_as_",     "aten::_resize_output",
+      "aten::data_ptr",   "aten::record_stream", "aten::_resize_output_", "inductor::_reinterpret_tensor"};
+  constexpr std::string_view kUnchecked[] = {
+      "aten::_sparse_",   "aten::sparse_",     "aten::_cslt_",          "aten::_validate_",
+      "aten::_cufft_",    "aten::_cuda",       "aten::_nested_",        "aten::_cdist_backward",
+      "aten::_mkldnn_",   "aten::mkldnn_",     "aten::_embedding_bag",  "aten::_pack_padded_sequence",
+      "aten::as_strided_", "aten::_coalesced", "aten::_reshape_copy"};
+  if (name == "aten::from_file") return "programs may not read files";
+  if (std::find(std::begin(kNever), std::end(kNever), name) != std::end(kNever))
+    return "programs may not change where storages lie and end";
+  if (captured_here) return nullptr;
+  if (!name.starts_with("aten::") && !name.starts_with("prims::"))
+    return "an operator of another library runs in programs of models that were captured here, not in those of files";
+  if (std::any_of(std::begin(kUnchecked), std::end(kUnchecked), [&](auto part) { return name.starts_with(part); }))
+    return "this operator does not check where it reads; it runs in programs of models that were captured here, not in "
+           "those of files";
+  return nullptr;
+}
+
 }  // namespace
 
 c10::OperatorName OperatorNameOf(const std::string& name) {
@@ -160,13 +184,16 @@ c10::OperatorName OperatorNameOf(const std::string& name) {
 }
 
 Result<BoundCall> BindCall(const BuildContext& context, const Op& op) {
-  const c10::OperatorName wanted = OperatorNameOf(op.name);
-  // The one operator of torch that takes a path. Programs come from files too, and may compute, not open files.
-  if (wanted.name == "aten::from_file") return OpError(context, op, "programs may not read files");
+  c10::OperatorName wanted = OperatorNameOf(op.name);
+  // It takes sizes and strides and looks at nothing; as_strided does the same and looks at the storage.
+  if (wanted.name == "aten::_reshape_alias") wanted = {"aten::as_strided", ""};
+  if (const char* why = WhyRefused(wanted.name, context.options.captured_here)) return OpError(context, op, why);
   BoundCall call;
   call.op = c10::Dispatcher::singleton().findSchema(wanted);
   if (!call.op) return UnknownOperator(context, op, wanted);
   const c10::FunctionSchema& schema = call.op->schema();
+  if (schema.is_mutable() && op.writes.empty())
+    return OpError(context, op, wanted.name + " changes its arguments, and the op does not say which (writes=[...])");
   const auto& arguments = schema.arguments();
 
   std::map<ValueId, int> uses;

@@ -21,6 +21,8 @@
 #include <fstream>
 #include <optional>
 
+#include "base/digest.h"
+
 namespace interlace {
 
 namespace {
@@ -94,6 +96,53 @@ Result<std::vector<T>> ExchangeAll(const RankGroup& group, const ExchangeBytes& 
     std::memcpy(&out[i], all[i].data(), sizeof(T));
   }
   return out;
+}
+
+// The key of the run, 32 bytes, or empty.
+Result<std::string> KeyOfRun() {
+  const char* given = std::getenv("INTERLACE_MESH_KEY");
+  const std::string text = given == nullptr ? "" : given;
+  if (text.find_first_not_of("0123456789abcdef") != std::string::npos || (!text.empty() && text.size() != 64))
+    return MakeError("INTERLACE_MESH_KEY is no key: 64 hexadecimal digits");
+  std::string key;
+  for (size_t i = 0; i < text.size(); i += 2) key += static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16));
+  return key;
+}
+
+template <typename T>
+std::string BytesOf(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+
+// With a key, what a listener learns instead of its own secret, which went over the network.
+void Prove(const std::string& key, const Listener& listener, Greeting& greeting) {
+  std::string proof(reinterpret_cast<const char*>(listener.secret), sizeof listener.secret);
+  if (!key.empty()) proof = Hmac(key, "connect " + proof + BytesOf(greeting.rank) + BytesOf(greeting.control));
+  std::memcpy(greeting.secret, proof.data(), sizeof greeting.secret);
+}
+
+// In a time that says nothing about where they differ.
+bool SameSecret(const uint8_t* a, const uint8_t* b) {
+  unsigned difference = 0;
+  for (size_t i = 0; i < sizeof(Greeting::secret); ++i) difference |= a[i] ^ b[i];
+  return difference == 0;
+}
+
+// Of the frames from one rank to another.
+std::string FrameKey(const std::string& key, const std::vector<Listener>& all, int64_t from, int64_t to) {
+  const auto nonce = [&](int64_t rank) {
+    return std::string(reinterpret_cast<const char*>(all[rank].secret), sizeof all[rank].secret);
+  };
+  return Hmac(key, "frames " + nonce(from) + nonce(to) + BytesOf(from) + BytesOf(to));
+}
+
+void KeepAlive(int fd) {
+  const int on = 1, first = 3, between = 2, times = 3, unanswered_ms = kDeadSeconds * 1000;
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &first, sizeof first);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &times, sizeof times);
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
 }
 
 Where WhereAmI() {
@@ -210,8 +259,8 @@ Result<Socket> ConnectTo(const Listener& listener, const Greeting& greeting, Clo
 }
 
 // Accepts both connections of every higher rank. Strangers, and those that say nothing, are dropped.
-Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listener& mine, Clock::time_point deadline,
-                   std::vector<PeerSockets>& peers) {
+Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listener& mine, const std::string& key,
+                   Clock::time_point deadline, std::vector<PeerSockets>& peers) {
   struct Guest {
     Socket socket;
     Greeting greeting;
@@ -242,8 +291,10 @@ Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listen
       guest.got += got > 0 ? static_cast<size_t>(got) : 0;
       if (got > 0 && guest.got < sizeof(Greeting)) continue;
       const Greeting& said = guest.greeting;
+      Greeting wanted = said;
+      if (got > 0) Prove(key, mine, wanted);
       if (got > 0 && said.magic == kHelloMagic && said.rank > group.index && said.rank < group.size() &&
-          std::memcmp(said.secret, mine.secret, sizeof mine.secret) == 0) {
+          SameSecret(said.secret, wanted.secret)) {
         Socket& place = said.control != 0 ? peers[said.rank].control : peers[said.rank].data;
         if (!place) {
           place = std::move(guest.socket);
@@ -274,6 +325,7 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   const auto failure = [&](const auto&... parts) { return MakeError("axis ", group.axis, ": ", parts...); };
+  INTERLACE_ASSIGN(const std::string key, KeyOfRun());
   INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, WhereAmI()));
 
   // A rank that cannot listen says so to the others with an empty address, instead of leaving them waiting.
@@ -309,7 +361,7 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
       Greeting greeting;
       greeting.rank = static_cast<int32_t>(group.index);
       greeting.control = control;
-      std::memcpy(greeting.secret, all[rank].secret, sizeof greeting.secret);
+      Prove(key, all[rank], greeting);
       Result<Socket> made = ConnectTo(all[rank], greeting, deadline);
       if (!made.ok()) {
         return failure("rank ", group.index, " cannot reach rank ", rank, " at ", all[rank].address.Text(), " (",
@@ -318,8 +370,18 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
       (control ? peers[rank].control : peers[rank].data) = std::move(*made);
     }
   }
-  if (Status accepted = AcceptPeers(group, listening, mine, deadline, peers); !accepted.ok())
+  if (Status accepted = AcceptPeers(group, listening, mine, key, deadline, peers); !accepted.ok())
     return failure(accepted.error().ToString());
+  const bool several_hosts = std::any_of(places.begin(), places.end(), [&](const Where& where) {
+    return std::strcmp(where.host, places[0].host) != 0;
+  });
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    if (rank == group.index) continue;
+    KeepAlive(peers[rank].control.fd());
+    if (key.empty() || !several_hosts) continue;
+    peers[rank].send_key = FrameKey(key, all, group.index, rank);
+    peers[rank].receive_key = FrameKey(key, all, rank, group.index);
+  }
   return peers;
 }
 

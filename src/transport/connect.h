@@ -4,7 +4,13 @@
 // The address is that of GLOO_SOCKET_IFNAME (the first name) when it is set, loopback when all ranks share one host and
 // network namespace, else the one the host's name stands for. A rank connects to every lower rank and accepts from
 // every higher one. Each listener has a random secret that only the group's ranks learn; a connection that does not
-// begin with it is dropped.
+// begin with it is dropped, and the listener is closed when all are there.
+//
+// INTERLACE_MESH_KEY (64 hexadecimal digits) is the key of a run that has a secret. With it a connection begins with a
+// proof instead, and where ranks are on several hosts, frames have tags that nobody makes without it (frame_sum.h).
+//
+// The system asks the other end of the connection for notes whether its host is there, every few seconds: a host that
+// is cut off ends it after kDeadSeconds, whatever the timeout of the operation.
 #pragma once
 
 #include <functional>
@@ -35,8 +41,11 @@ class Socket {
   int fd_ = -1;
 };
 
+inline constexpr int kDeadSeconds = 10;
+
 struct PeerSockets {
   Socket data, control;
+  std::string send_key = {}, receive_key = {};  // of the frames on `data`, 32 bytes; empty: they have checksums
 };
 
 // Gives every rank's bytes, in the order of the group; all ranks give the same number of bytes.

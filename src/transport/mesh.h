@@ -5,7 +5,9 @@
 // operation, so that ranks that differ get an error and not wrong data. Bytes go from memory to the socket and back;
 // what a peer sends before this rank has started the operation waits in the kernel's buffers.
 //
-//   rank 0 to rank 1:   [header gather u0|bytes][header reduce u0|bytes] ...
+// Behind the bytes stands their checksum (frame_sum.h): what was changed on the way is an error and not a wrong number.
+//
+//   rank 0 to rank 1:   [header gather u0|bytes|checksum][header reduce u0|bytes|checksum] ...
 //
 // No thread is needed to move data: whoever starts, waits, or calls Progress between two ops, writes and reads what the
 // sockets take without blocking. Where ranks share cores, a thread that has to be woken waits for a core for
@@ -33,6 +35,7 @@
 
 #include "base/result.h"
 #include "transport/connect.h"
+#include "transport/frame_sum.h"
 #include "transport/group.h"
 #include "transport/notes.h"
 #include "transport/operation.h"
@@ -79,8 +82,11 @@ class Mesh {
     size_t round = 0;
     Header header;  // what is sent; of a receive: what has come
     Header expected;
-    std::vector<iovec> pieces;                               // what is left; the header first
+    std::vector<iovec> pieces;                               // what is left; the header first, the tag last
     size_t at = 0;                                           // first piece that is not done
+    size_t summed = 0;                                       // pieces whose bytes are in `sum`, of what is sent
+    FrameSum sum;
+    FrameTag tag = {};  // what is sent; of a receive: what has come
     bool waits() const { return round > operation->round; }  // for a round before it
   };
   using Queue = std::deque<Frame>;  // in the order of issue
@@ -90,7 +96,8 @@ class Mesh {
     uint64_t sent = 0, received = 0;  // frames that were ever queued
     bool held = false;                // its next frame may not begin yet: FirstToHold, or a round before it
     int error = -1;                   // of the connection for data, errno or 0: it was closed; -1: none
-    bool differs = false;             // the header that came is not the one expected
+    bool differs = false;             // the header that came is not the one expected, or
+    bool damaged = false;             // the bytes are not those that were sent
     Witness witness;
     Note note;  // as far as it has come
     size_t note_bytes = 0;
@@ -102,7 +109,8 @@ class Mesh {
   bool Write(Peer& peer, uint64_t hold);
   bool Read(Peer& peer);
   static size_t Collect(Queue& queue, const uint64_t* hold, iovec* batch, msghdr& message);
-  static size_t Take(Frame& frame, size_t bytes);
+  static void SumPiece(Frame& frame, size_t piece);
+  static size_t Take(Frame& frame, size_t bytes, bool sum);
   void Close(Queue& queue);  // its first frame is done
   void Advance(Operation& operation);
   void ReadNote(Peer& peer);

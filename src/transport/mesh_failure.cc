@@ -50,6 +50,8 @@ void Mesh::ReadNote(Peer& peer) {
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (got <= 0) {
       peer.witness.closed = true;
+      // A host that no longer answers (connect.h): its other connection would wait for a quarter of an hour.
+      if (got < 0 && peer.error < 0) peer.error = errno;
       return;
     }
     if (peer.witness.note) continue;
@@ -104,7 +106,9 @@ Error Mesh::Fail(const Operation& operation, double elapsed_s) {
   }
   for (const Peer& peer : peers_) explained |= peer.witness.note && peer.witness.note->kind != Note::kTimedOut;
   Note own(lost ? Note::kLost : Note::kTimedOut, suspects, operation.label, elapsed_s);
-  if (!differing.empty()) own = Note(Note::kMismatch, differing, operation.label, elapsed_s);
+  const bool damaged = std::any_of(differing.begin(), differing.end(), [&](int peer) { return peers_[peer].damaged; });
+  if (!differing.empty())
+    own = Note(damaged ? Note::kDamaged : Note::kMismatch, differing, operation.label, elapsed_s);
   Verdict verdict{own, -1};
   if (!differing.empty() || explained) {
     verdict = JudgePeers(own);
@@ -133,6 +137,10 @@ Error Mesh::Fail(const Operation& operation, double elapsed_s) {
               std::to_string(frame.header.bytes) + " bytes of \"" + tag + "\" (number " +
               std::to_string(frame.header.number) + "), this rank expects " + std::to_string(frame.expected.bytes) +
               "; all ranks must start the same operations in the same order";
+    } else if (verdict.note.kind == Note::kDamaged) {
+      const Frame& frame = first.in.front();
+      text += ": the checksum of message " + std::to_string(frame.expected.number) + " of " +
+              std::to_string(frame.expected.bytes) + " bytes is wrong, and nothing of it was used";
     } else {
       text += std::string(" (connection closed") +
               (first.error > 0 ? std::string(": ") + std::strerror(first.error) : "") + ")";

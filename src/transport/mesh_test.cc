@@ -83,7 +83,7 @@ TEST(Mesh, ShortWritesArriveWhole) {
 }
 
 TEST(Mesh, AResetNamesRankAndOperation) {
-  for (const size_t before : {0, 30, 66}) {
+  for (const size_t before : {0, 30, 66, 75}) {
     Wired wired = WiredMesh(2);
     Say(wired.peers[1].data, FrameOf(0, 0, "gather u0", "peer").substr(0, before));
     Reset(wired.peers[1]);
@@ -131,6 +131,27 @@ TEST(Mesh, GarbageIsAnotherOperation) {
     Gather gather;
     ExpectHas(gather.Run(*wired.mesh, kLong), "gather u0 on axis dp: rank 1 started another operation: as number 0");
   }
+}
+
+TEST(Mesh, ABitThatFlipsOnTheWayIsNoticed) {
+  const std::string whole = FrameOf(0, 0, "gather u0", "peer");
+  for (size_t at = sizeof(WireHeader); at < whole.size(); ++at) {  // of the bytes or of their checksum
+    Wired wired = WiredMesh(2);
+    std::string frame = whole;
+    frame[at] ^= static_cast<char>(1 << at % 8);
+    Say(wired.peers[1].data, frame);
+    ExpectHas(Gather().Run(*wired.mesh, kLong),
+              "gather u0 on axis dp: what rank 1 sent was damaged on the way: the checksum of message 0 of 4 bytes is "
+              "wrong, and nothing of it was used");
+  }
+}
+
+TEST(Mesh, AFrameWithoutTheTagOfItsKeyIsNotTaken) {
+  std::vector<std::vector<PeerSockets>> sockets = ConnectRanks("dp", RanksTo(2));
+  sockets[0][1].receive_key = std::string(32, 'k');
+  Mesh mesh(RankGroup{"dp", RanksTo(2), 0}, std::move(sockets[0]), kImpatient);
+  Say(sockets[1][0].data, FrameOf(0, 0, "gather u0", "peer"));
+  ExpectHas(Gather().Run(mesh, kLong), "what rank 1 sent was damaged on the way");
 }
 
 TEST(Mesh, AFrameOfTheWrongSizeIsNotRead) {

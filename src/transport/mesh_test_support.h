@@ -87,7 +87,7 @@ inline std::string FrameOf(int32_t kind, uint64_t number, const std::string& tag
   header.number = number;
   header.bytes = payload.size();
   tag.copy(header.tag, sizeof(header.tag) - 1);
-  return std::string(reinterpret_cast<const char*>(&header), sizeof header) + payload;
+  return Summed(std::string(reinterpret_cast<const char*>(&header), sizeof header) + payload);
 }
 
 }  // namespace interlace

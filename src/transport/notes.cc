@@ -68,7 +68,7 @@ Verdict Judge(int rank, const Note& own, const std::vector<Witness>& peers) {
     if (own.Has(peer) && w.closed && w.broken && !w.note) add(lost, peer);
   }
   if (lost.count > 0) return {lost, -1};
-  if (own.kind == Note::kMismatch) return {own, -1};
+  if (own.kind == Note::kMismatch || own.kind == Note::kDamaged) return {own, -1};
   // 2. Somebody saw a rank go, or operations that differ: that explains all the waiting.
   for (int peer = 0; peer < size; ++peer) {
     if (peers[peer].note && peers[peer].note->kind != Note::kTimedOut) return {*peers[peer].note, peer};
@@ -107,7 +107,7 @@ std::string Explain(const Verdict& verdict, const RankGroup& group, const std::s
   out.precision(2);
   out << std::fixed << label << " on axis " << group.axis << ": ";
   const int32_t reporter = verdict.reporter;
-  if (reporter >= 0 && note.kind != Note::kMismatch && note.Has(group.index)) {
+  if (reporter >= 0 && note.kind != Note::kMismatch && note.kind != Note::kDamaged && note.Has(group.index)) {
     out << RankNames(&reporter, 1, group) << " stopped waiting for this rank (" << group.index << ") after "
         << note.seconds << " s in " << note.label;
     return out.str();
@@ -118,6 +118,9 @@ std::string Explain(const Verdict& verdict, const RankGroup& group, const std::s
       break;
     case Note::kMismatch:
       out << names << " started another operation";
+      break;
+    case Note::kDamaged:
+      out << "what " << names << " sent was damaged on the way";
       break;
     default:
       out << names << (note.count == 1 ? " was" : " were") << " lost after " << note.seconds

@@ -21,7 +21,7 @@ namespace interlace {
 
 // What one rank tells the others, as bytes.
 struct Note {
-  enum Kind : int32_t { kLost, kTimedOut, kMismatch };
+  enum Kind : int32_t { kLost, kTimedOut, kMismatch, kDamaged };
   int32_t kind = kLost;
   int32_t count = 0;
   int32_t ranks[29] = {};

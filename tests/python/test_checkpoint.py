@@ -18,7 +18,7 @@ import zoo
 from safetensors.torch import load_file
 
 import interlace
-from interlace.checkpoint import convert
+from interlace.checkpoint import convert, disk
 from interlace.checkpoint import folder as checkpoint_folder
 from interlace.checkpoint.contents import Checkpoint
 from interlace.checkpoint.tensor_file import CheckpointError, checksum_text, sums_of
@@ -152,7 +152,7 @@ def test_a_second_save_replaces_the_first_and_keeps_other_files(trainer: interla
 def test_a_disk_that_cannot_swap_folders_at_one_blow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on NFS: two renames instead; a run that ends between them leaves a checkpoint that --resume auto finds."""
     folder = tmp_path / "c"
-    monkeypatch.setattr(checkpoint_folder, "_exchange_at_once", lambda a, b: False)
+    monkeypatch.setattr(disk.Disk, "exchange", lambda self, a, b: False)
 
     def save(step: int) -> None:
         record = {"format": 2, "step": step, "kind": [], "groups": []}

@@ -1,4 +1,5 @@
-"""docs/reference.md is what the code says and leaves nothing out; troubleshooting names messages that exist; the site's links lead somewhere."""
+"""docs/reference.md is what the code says and leaves nothing out; troubleshooting names messages
+that exist; the site's links lead somewhere."""
 
 from __future__ import annotations
 

@@ -310,3 +310,23 @@ def test_memory_trace_is_exact() -> None:
     assert round(stats["peak_bytes"] / 2**20, 1) == 12.0
     assert stats["peak_op"].startswith("%3: f32[1024,1024] = aten.add.Tensor(%1, %2)")
     assert stats["live_bytes"] < 4096
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [
+        ("aten._reshape_alias(%0, [1000000], [1000000])", "out of bounds for storage"),
+        ("aten.as_strided(%0, [1000000], [1000000])", "out of bounds for storage"),
+        ("inductor._reinterpret_tensor(%0, [1000000], [1000000], 0)", "where storages lie and end"),
+        ("aten.resize(%0, [1000000])", "where storages lie and end"),
+        ("aten.add_.Tensor(%0, %0)", "changes its arguments, and the op does not say which"),
+        ("aten._sparse_sum(%0)", "does not check where it reads"),
+        ("quantized.add(%0, %0, 1.0, 0)", "an operator of another library runs in programs of models"),
+        ('aten.from_file("/etc/passwd")', "may not read files"),
+    ],
+)
+def test_a_program_from_a_file_stays_within_its_storages(op: str, said: str) -> None:
+    line = f"%9: f32[1000000] = {op} {{fwd}}"
+    with pytest.raises(_runtime.Error, match=said):
+        ex = _runtime.Executor(program(line + OUT.replace("%9", "%9")), "cpu")
+        ex.step([[X]], [], 0)

@@ -23,7 +23,8 @@ import interlace
 Tensor = torch.Tensor
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}), "eager": (1, {"mode": "eager"}), "shard": (2, {"strategy": "shard"}), "zero1": (2, {"strategy": "zero1"}),
-    "replicate": (2, {"strategy": "replicate"}), "tp": (2, {"mesh": {"tp": 2}, "tensor": "model"}), "pp": (2, {"mesh": {"pp": 2}, "accumulation": 2}),
+    "replicate": (2, {"strategy": "replicate"}), "tp": (2, {"mesh": {"tp": 2}, "tensor": "model"}),
+    "pp": (2, {"mesh": {"pp": 2}, "accumulation": 2}),
     "late": (2, {"strategy": "zero1", "schedule": [(0, ["reposition_update"])], "clip_norm": None}),
 }  # fmt: skip
 

@@ -15,7 +15,10 @@ one that all of them see. Rank 0 makes the folder aside, and renames it when all
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ MODEL, OPTIMIZER, TRAINER, PROGRAM = "model.safetensors", "optimizer.safetensors
 CHECKSUMS = "checksums.json"
 OWN_FILES = (MODEL, OPTIMIZER, TRAINER, PROGRAM, CHECKSUMS)
 MAX_TEXT = 256 << 20  # bytes of trainer.json, program.il and checksums.json, at most
+REPLACED = 50  # times that a folder may be replaced while it is being opened
 
 
 class Checkpoint(contextlib.AbstractContextManager):
@@ -39,24 +43,58 @@ class Checkpoint(contextlib.AbstractContextManager):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise CheckpointError(f"no such checkpoint folder: {folder}")
-        if not (self.folder / TRAINER).is_file():
-            hint = "; it holds weights only: read them with Config(weights=...) or trainer.load_weights, or make it a checkpoint with "
-            hint = hint + "interlace checkpoint import" if (self.folder / MODEL).is_file() else ""
-            raise CheckpointError(f"{folder} is no checkpoint: {TRAINER} is missing{hint}")
-        self.files = self._index()
         self._open: dict[str, CheckedFile] = {}
+        self._files: dict[str, int] = {}  # descriptors: what is read is of one checkpoint, whoever replaces it
+        for left in range(REPLACED, -1, -1):
+            try:
+                self._open_all()
+                return
+            except _ReplacedError:
+                if left == 0:
+                    raise CheckpointError(f"{folder} was replaced again and again while it was being opened; try again") from None
+
+    def _open_all(self) -> None:
+        """All files of the folder that has the name now. _ReplacedError: another one has it since."""
         try:
+            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as e:
+            if e.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise CheckpointError(f"no such checkpoint folder: {self.folder}") from None
+            raise CheckpointError(f"cannot read {self.folder}: {e.strerror}") from None
+        try:
+            names = os.listdir(handle)
+            if TRAINER not in names:
+                hint = "; it holds weights only: read them with Config(weights=...) or trainer.load_weights, or make it a checkpoint with "
+                hint = hint + "interlace checkpoint import" if MODEL in names else ""
+                raise CheckpointError(f"{self.folder} is no checkpoint: {TRAINER} is missing{hint}")
+            self.files = self._index(handle)
+            for name in self.files:
+                with contextlib.suppress(OSError):  # whoever reads it says that it is missing
+                    self._files[name] = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=handle)
+            if any(name not in self._files for name in self.files):
+                self._check_replaced(handle)
             self.record = self._record()
+        except (CheckpointError, OSError):
+            self.close()
+            self._check_replaced(handle)
+            raise
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(handle)
 
-    def _index(self) -> dict[str, Any]:
+    def _check_replaced(self, handle: int) -> None:
+        """_ReplacedError: the name is now that of another folder than this one."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.folder), os.fstat(handle)):
+                return
+        raise _ReplacedError
+
+    def _index(self, handle: int) -> dict[str, Any]:
         path = self.folder / CHECKSUMS
         try:
-            data = _read_small(path)
+            data = _read_small(handle, CHECKSUMS)
             body = json.loads(data)
             self._check_format(body["format"])
             text, quote, rest = data.decode().rpartition(',"self":"')
@@ -86,6 +124,9 @@ class Checkpoint(contextlib.AbstractContextManager):
                     if key in ("params", "param_names") or not _is_plain(value):
                         raise ValueError(f"the hyper-parameter '{key[:40]}' is no number")
             list(data["kind"])
+            scale = data.get("loss_scale")
+            if scale is not None and not (_is_plain(scale) and len(scale) == 2 and scale[0] > 0 and math.isfinite(scale[0])):
+                raise ValueError("the loss scale is none")
             if "loop" in data and not (isinstance(data["loop"]["count"], int) and data["loop"]["count"] >= 0):
                 raise ValueError("the schedule stands nowhere")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -104,7 +145,7 @@ class Checkpoint(contextlib.AbstractContextManager):
 
     def read(self, name: str) -> bytes:
         """A small file of it. Error: it is not there, or damaged."""
-        file = CheckedFile(self.folder / name, self._ranges(name))
+        file = self._checked(CheckedFile, name)
         with file:
             if file.bytes > MAX_TEXT:
                 raise DamageError(f"{file.path} has {format_bytes(file.bytes)}: too much for a text")
@@ -112,15 +153,21 @@ class Checkpoint(contextlib.AbstractContextManager):
 
     def tensors(self, name: str) -> CheckedTensors:
         if name not in self._open:
-            self._open[name] = CheckedTensors(self.folder / name, self._ranges(name))
+            self._open[name] = self._checked(CheckedTensors, name)
         return self._open[name]  # type: ignore[return-value]
+
+    def _checked(self, kind: type[CheckedFile], name: str) -> Any:
+        ranges = self._ranges(name)
+        if name not in self._files:
+            raise DamageError(f"no such file: {self.folder / name}")
+        return kind(self.folder / name, ranges, self._files[name])
 
     def verify(self, part: int = 0, parts: int = 1) -> int:
         """Reads every `parts`-th range of all files and compares; gives the bytes of it all."""
         total = 0
         for name in self.files:
             kind = CheckedTensors if name.endswith(".safetensors") else CheckedFile
-            with kind(self.folder / name, self._ranges(name)) as file:
+            with self._checked(kind, name) as file:
                 file.verify(part, parts)
                 total += file.bytes
         return total
@@ -129,6 +176,9 @@ class Checkpoint(contextlib.AbstractContextManager):
         for file in self._open.values():
             file.close()
         self._open.clear()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -141,8 +191,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str))
 
 
-def _read_small(path: Path) -> bytes:
-    with open(path, "rb") as f:
+class _ReplacedError(Exception):
+    """Another folder has got the name."""
+
+
+def _read_small(folder: int, name: str) -> bytes:
+    with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder), "rb") as f:
         data = f.read(MAX_TEXT + 1)
     if len(data) > MAX_TEXT:
         raise ValueError(f"it has more than {format_bytes(MAX_TEXT)}")
@@ -160,6 +214,37 @@ def check_shapes(weights: Weights | HeldWeights | CheckedTensors, wanted: Mappin
                 f"{weights.source}: '{name}' has shape {got}, {label} needs {shape}; was it saved from another model?"
             )
 
+
+def check_hyper(where: object, group: int, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Error: a hyper-parameter that this group cannot have."""
+
+    def wrong(key: str, why: str) -> DamageError:
+        return DamageError(f"{where}: '{key[:40]}' of group {group} is {str(saved[key])[:60]}, {why}; was the file edited?")
+
+    for key, value in saved.items():
+        if key not in ours:
+            continue
+        here = ours[key]
+        numbers = list(value) if isinstance(value, list) else [value]
+        if isinstance(here, bool) or here is None:
+            if isinstance(value, list | str) and here is not None:
+                raise wrong(key, "and must be true or false")
+            continue
+        if isinstance(here, str):
+            if not isinstance(value, str):
+                raise wrong(key, "and must be a word")
+            continue
+        if isinstance(value, list) != isinstance(here, tuple | list) or (isinstance(value, list) and len(value) != len(here)):
+            raise wrong(key, "and must be " + (f"{len(here)} numbers" if isinstance(here, tuple | list) else "a number"))
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
+            raise wrong(key, "and must be finite")
+        if key in NOT_NEGATIVE and min(numbers) < 0:
+            raise wrong(key, "and must not be negative")
+        if key == "betas" and max(numbers) >= 1:
+            raise wrong(key, "and must be below 1")
+
+
+NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "betas", "alpha", "rho", "lr_decay")
 
 Groups = list[tuple[str, list[str]]]
 

@@ -9,10 +9,10 @@ runs/book.step-40             one that it replaced, with keep=N above 1
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from interlace.checkpoint.contents import CHECKSUMS, FORMAT, OWN_FILES, TRAINER
+from interlace.checkpoint.disk import Disk
 from interlace.checkpoint.tensor_file import CheckpointError, Layout, checksum_text, sums_of
 from interlace.config import format_bytes
+
+log = logging.getLogger("interlace")
+_told: set[str] = set()
 
 
 class FolderLock:
@@ -79,10 +83,10 @@ class Staging:
     takes the checksums; the small ones, `extra` and those of add(), are written by commit().
     """
 
-    def __init__(self, final: Path, large: Mapping[str, Layout], extra: Mapping[str, str | bytes]) -> None:
-        from interlace import _runtime
-
-        self.final = final
+    def __init__(
+        self, final: Path, large: Mapping[str, Layout], extra: Mapping[str, str | bytes], disk: Disk | None = None
+    ) -> None:  # fmt: skip
+        self.final, self._disk = final, disk or Disk()
         self._large = dict(large)
         self._sums: dict[str, dict[str, Any]] = {}
         check_place(final)
@@ -94,16 +98,16 @@ class Staging:
         needed_bytes = sum(layout.bytes for layout in large.values())
         with saving(final):
             parent.mkdir(parents=True, exist_ok=True)
-            disk = shutil.disk_usage(parent)
-            if disk.free < needed_bytes and disk.total > 0:
+            room = shutil.disk_usage(parent)
+            if room.free < needed_bytes and room.total > 0:
                 raise CheckpointError(
-                    f"{parent} has {format_bytes(disk.free)} free, the checkpoint needs {format_bytes(needed_bytes)}; make room or save "
+                    f"{parent} has {format_bytes(room.free)} free, the checkpoint needs {format_bytes(needed_bytes)}; make room or save "
                     "elsewhere (nothing was written, an older checkpoint there is untouched)"
                 )
-            self.folder.mkdir()
+            self._disk.make_folder(self.folder)
             try:
                 for name, layout in large.items():
-                    _runtime.create_file(str(self.folder / name), layout.head, layout.bytes)
+                    self._disk.create(self.folder / name, layout.head, layout.bytes)
             except BaseException:
                 self.discard()
                 raise
@@ -126,10 +130,8 @@ class Staging:
             self._sums[name] = {"bytes": layout.bytes, "ranges": ranges}
 
     def _write(self, name: str, content: bytes) -> None:
-        with saving(self.final), open(self.folder / name, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
+        with saving(self.final):
+            self._disk.write(self.folder / name, content)
         self._sums[name] = {"bytes": len(content), "ranges": sums_of(content)}
 
     def commit(self, keep: int = 1) -> None:
@@ -143,22 +145,45 @@ class Staging:
             replaces = self.final.exists()
             if replaces:
                 self._carry_over()
-            _sync_folder(self.folder)
+            self._disk.sync_folder(self.folder)
             if not replaces:
-                os.rename(self.folder, self.final)
+                self._disk.rename(self.folder, self.final)
             else:
-                _exchange(self.folder, self.final)
+                self._exchange()
+            # The names last before anything goes: a disk that lost power may have done the later and not the earlier.
+            self._disk.sync_folder(self.final.parent)
+            if replaces:
                 place = _own_name(self.folder, self.final)  # what was replaced, if it is a checkpoint
                 if keep > 1 and place is not None:
-                    shutil.rmtree(place, ignore_errors=True)
-                    os.rename(self.folder, place)
-                shutil.rmtree(self.folder, ignore_errors=True)
+                    self._remove(place)
+                    self._disk.rename(self.folder, place)
+                    self._disk.sync_folder(self.final.parent)
+                else:
+                    self._disk.remove_tree(self.folder)
             for old in kept_checkpoints(self.final)[max(0, keep - 1) :] if keep > 1 else []:
-                shutil.rmtree(old, ignore_errors=True)
-            _sync_folder(self.final.parent)
+                self._remove(old)
+
+    def _exchange(self) -> None:
+        """Swaps the new folder with the one that is there, at one blow where the system can. Else (NFS) by renames: a run that is killed
+        between them leaves the old checkpoint under the name of an older one, where --resume auto finds it."""
+        if self._disk.exchange(self.folder, self.final):
+            return
+        aside = _own_name(self.final, self.final) or self.final.with_name(f"{self.final.name}.old")
+        self._remove(aside)
+        self._disk.rename(self.final, aside)
+        self._disk.rename(self.folder, self.final)
+        self._disk.rename(aside, self.folder)
+
+    def _remove(self, folder: Path) -> None:
+        """A whole checkpoint or none has its name at any time; what is left of one under way goes with the next lock."""
+        if folder.exists():
+            aside = self.final.with_name(f".{self.final.name}.{uuid.uuid4().hex[:8]}.part")
+            self._disk.rename(folder, aside)
+            self._disk.sync_folder(self.final.parent)
+            self._disk.remove_tree(aside)
 
     def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._disk.remove_tree(self.folder)
 
     def _carry_over(self) -> None:
         """Files that others put into the folder (a tokenizer, the text's tokens) stay in it: as links, so size does not matter."""
@@ -167,20 +192,13 @@ class Staging:
             if target.exists():
                 continue
             if entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+                shutil.copytree(entry, target, symlinks=True, copy_function=lambda a, b: self._disk.link(Path(a), Path(b)))
             else:
-                _link(str(entry), str(target))
+                self._disk.link(entry, target)
 
 
 def _bytes(data: str | bytes) -> bytes:
     return data.encode() if isinstance(data, str) else data
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def kept_checkpoints(final: Path) -> list[Path]:
@@ -188,6 +206,18 @@ def kept_checkpoints(final: Path) -> list[Path]:
     pattern = re.compile(re.escape(final.name) + r"\.step-(\d{1,18})")
     found = [(int(m.group(1)), p) for p in final.parent.glob("*") if (m := pattern.fullmatch(p.name)) and p.is_dir()]
     return [p for _, p in sorted(found, reverse=True)]
+
+
+def place_of(folder: str | Path) -> Path:
+    """The folder itself, absolute. A link is followed: what it points to is replaced, and not the link."""
+    final = Path(os.path.abspath(folder))
+    if not final.is_symlink():
+        return final
+    target = Path(os.path.realpath(final))
+    if str(final) not in _told:
+        _told.add(str(final))
+        log.warning("%s is a link: the checkpoint is saved where it points, %s", final, target)
+    return target
 
 
 def check_place(final: Path) -> None:
@@ -220,36 +250,3 @@ def _own_name(folder: Path, final: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return final.with_name(f"{final.name}.step-{step}")
-
-
-def _exchange(a: Path, b: Path) -> None:
-    """Swaps two folders, at one blow where the system can. Else (NFS) by renames: a run that is killed between them leaves the old
-    checkpoint under the name of an older one, where --resume auto finds it."""
-    if _exchange_at_once(a, b):
-        return
-    aside = _own_name(b, b) or b.with_name(f"{b.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(b, aside)
-    os.rename(a, b)
-    os.rename(aside, a)
-
-
-def _exchange_at_once(a: Path, b: Path) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(b))
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

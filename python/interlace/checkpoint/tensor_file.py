@@ -29,6 +29,7 @@ BLOCK = 4096  # bytes; what direct writes are made of
 CHUNK = 1 << 20  # bytes of a range that has a checksum of its own, at most
 MAX_CHUNK = 64 << 20  # what a reader takes
 MAX_HEADER = 100 << 20  # as the safetensors library has it
+MAX_DIMS = 64  # as torch has it
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -113,6 +114,8 @@ def read_header(data: bytes, size: int, what: str) -> dict[str, Entry]:
             continue
         try:
             dtype = DTYPES[value["dtype"]]
+            if len(value["shape"]) > MAX_DIMS:
+                raise ValueError(f"{len(value['shape'])} dimensions")
             shape = tuple(_count(n) for n in value["shape"])
             first, last = (_count(n) for n in value["data_offsets"])
         except (KeyError, TypeError, ValueError) as e:
@@ -167,10 +170,11 @@ def sums_of(data: bytes) -> list[list[Any]]:
 class CheckedFile(contextlib.AbstractContextManager):
     """A file whose bytes are compared with their checksums whenever they are read. Close it, or use it in a with statement."""
 
-    def __init__(self, path: Path, ranges: Any) -> None:
+    def __init__(self, path: Path, ranges: Any, file: int | None = None) -> None:
+        """`file`: a descriptor of it that somebody else has open, and closes."""
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if file is None else os.dup(file)
         except FileNotFoundError:
             raise DamageError(f"no such file: {path}") from None
         except OSError as e:
@@ -245,9 +249,9 @@ class CheckedFile(contextlib.AbstractContextManager):
 class CheckedTensors(CheckedFile):
     """The tensors of a checked safetensors file, by the interface of materialize.Weights."""
 
-    def __init__(self, path: Path, ranges: Any) -> None:
+    def __init__(self, path: Path, ranges: Any, file: int | None = None) -> None:
         self.entries: dict[str, Entry] = {}
-        super().__init__(path, ranges)
+        super().__init__(path, ranges, file)
         try:
             length = struct.unpack("<Q", self.read_bytes(0, 8))[0] if self.bytes >= 8 else -1
             if not 0 <= length <= min(MAX_HEADER, self.bytes - 8):

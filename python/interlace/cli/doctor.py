@@ -14,9 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from interlace.cli.console import out, print_facts, print_json
-from interlace.config import cache_folder, format_bytes
+from interlace.config import format_bytes
 from interlace.cost.machine import available_bytes, cores, processor_name
 from interlace.errors import built_with, what_to_install
+from interlace.private import cache_folder
 from interlace.version import __version__
 
 HELP = """Show what is installed, what a run would use, and what is missing, each with the command that installs it.

@@ -67,6 +67,8 @@ class TrainSettings:
     keep: int = _option(1, "Checkpoints to keep: the newest in the folder, older ones as FOLDER.step-N.")
     stop_at: int | None = _option(None, "Save and stop after this step; --resume goes on.")
     resume: str | None = _option(None, "Go on with a saved run; auto: with the newest in --save, if there is one.")
+    timeout: float = _option(300.0, "Seconds that ranks wait for one another; a rank that is dead or cut off is named sooner.")
+    trust_program: bool = _option(False, "With --resume, run the checkpoint's program though it was made elsewhere.")
     max_restarts: int = _option(0, "Start the ranks again when one fails, from the last checkpoint.")
     eval_text: str | None = _option(None, "A text or folder that is not trained on: its loss is shown, too.")
     eval_every: int = _option(50, "Steps between losses of --eval-text; also after the last.")
@@ -109,7 +111,7 @@ class TrainSettings:
         for name in ("warmup", "seed", "weight_decay", "max_restarts"):
             if getattr(self, name) < 0:
                 raise SettingError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
-        for name in ("lr", "clip"):
+        for name in ("lr", "clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise SettingError(f"--{name} must be a positive number, not {value}")

@@ -35,7 +35,6 @@ from interlace.plan.execute import Execution
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BETAS = (0.9, 0.95)
-TIMEOUT_S = 300.0  # ranks wait so long for one another; a lost rank shows at once
 
 
 def next_token_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -219,7 +218,8 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
         stages=settings.stages if planned is None else planned.borders(model), stage_order=settings.stage_order,
         stage_chunks=settings.stage_chunks,
         accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
-        clip_norm=settings.clip, seed=settings.seed, timeout_s=TIMEOUT_S, weights=settings.weights,
+        clip_norm=settings.clip, seed=settings.seed, timeout_s=settings.timeout, trust_program=settings.trust_program,
+        weights=settings.weights,
         memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,
         schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
+from interlace import private
 from interlace.cli.console import Work
 from interlace.cli.program_file import FileError, writable_folder
 from interlace.cli.run_record import TOKENIZER_FILE, RunRecord
@@ -45,10 +44,9 @@ def prepare_text(
 
 
 def cache_folder() -> Path:
-    """Where token files are kept from run to run: the user's cache, or the temporary folder where that is closed."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(home) / "interlace"
+    """Where token files and measurements are kept from run to run: the cache (private.py), or the temporary folder where that is closed.
+    They are kept where compiled programs are not ("off"), too: a run needs them."""
     try:
-        return writable_folder(folder)
-    except FileError:
-        return Path(tempfile.gettempdir()) / f"interlace-{os.getuid()}"
+        return writable_folder(private.make_folder(private.cache_folder() or private.user_folder()))
+    except (FileError, OSError):
+        return private.make_folder(private.temporary_folder())

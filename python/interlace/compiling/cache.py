@@ -2,10 +2,11 @@
 
     FOLDER/programs/capture-<key>.bin     captured text, tensors of the trace, dropout probabilities
     FOLDER/programs/plan-<key>.bin        text after the passes, their reports
-    file = one line of JSON (format, versions, digest and size of what follows) + zlib(JSON line + tensors)
+    file = one line of JSON (format, versions, digest and size of what follows, packed and not) + zlib(JSON line + tensors)
 
-Keys leave the versions out, so a file of another version is found, said to be so and replaced. Files are written whole: beside, then
-renamed; two runs may do so at once, the later one stays.
+Files are this user's alone (private.py), and no larger than they say, packed and unpacked. Keys leave the versions out, so a file of
+another version is found, said to be so and replaced. Files are written whole: beside, then renamed; two runs may do so at once, the later
+one stays.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from interlace import private
 from interlace.version import __version__
 
 log = logging.getLogger("interlace")
-FORMAT = 1
+FORMAT = 2
 MAX_FILES = 400  # the oldest go
+MAX_PACKED, MAX_BYTES = 256 << 20, 1 << 30  # of a file, and of what it holds
 
 
 class Cache:
@@ -43,7 +46,7 @@ class Cache:
             return None
         path = self._path(kind, key)
         try:
-            data = path.read_bytes()
+            data = private.read(path, MAX_PACKED)
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -59,7 +62,7 @@ class Cache:
                 return None
             if head["bytes"] != len(packed) or head["digest"] != hashlib.sha256(packed).hexdigest():
                 raise ValueError("its digest is not that of its contents")
-            line, _, tensors = zlib.decompress(packed).partition(b"\n")
+            line, _, tensors = private.unpack(packed, int(head["unpacked"]), MAX_BYTES).partition(b"\n")
             with contextlib.suppress(OSError):
                 os.utime(path)
             return json.loads(line), load_tensors(tensors) if tensors else {}
@@ -71,18 +74,19 @@ class Cache:
         if self.folder is None or key is None:
             return
         contiguous = {n: t.contiguous() for n, t in (tensors or {}).items()}
-        packed = zlib.compress(json.dumps(record).encode() + b"\n" + (save_tensors(contiguous) if contiguous else b""), 1)
-        head = {"format": FORMAT, "versions": versions(), "bytes": len(packed), "digest": hashlib.sha256(packed).hexdigest()}
+        whole = json.dumps(record).encode() + b"\n" + (save_tensors(contiguous) if contiguous else b"")
+        packed = zlib.compress(whole, 1)
+        if len(packed) > MAX_PACKED or len(whole) > MAX_BYTES:
+            return
+        digest = hashlib.sha256(packed).hexdigest()
+        head = {"format": FORMAT, "versions": versions(), "bytes": len(packed), "unpacked": len(whole), "digest": digest}
         path = self._path(kind, key)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(json.dumps(head).encode() + b"\n" + packed)
-            os.replace(beside, path)
+            private.make_folder(path.parent.parent)
+            private.make_folder(path.parent)
+            private.write(path, json.dumps(head).encode() + b"\n" + packed)
             self._drop_oldest()
         except OSError as e:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
             self._say(f"cannot keep the compiled program in {path}: {e.strerror}")
 
     def _path(self, kind: str, key: str) -> Path:

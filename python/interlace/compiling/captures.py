@@ -28,7 +28,7 @@ _LATER = frozenset(
     {
         "seed", "timeout_s", "debug", "passes", "memory_limit", "dump_ir", "skip_nonfinite", "deterministic", "weights", "schedule",
         "profile", "cluster", "cache", "arena", "strategy", "mesh", "accumulation", "accumulate_mode", "clip_norm", "shapes", "pad",
-        "tier", "tier_bandwidth", "tensor", "sequence_parallel",
+        "tier", "tier_bandwidth", "tensor", "sequence_parallel", "trust_program",
     }
 )  # fmt: skip
 

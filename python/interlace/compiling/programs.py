@@ -23,10 +23,11 @@ from interlace.capture import OpaqueCall, OpaqueTable
 from interlace.compiling.cache import Cache
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
-from interlace.config import Config, cache_folder, format_bytes
+from interlace.config import Config, format_bytes
 from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
+from interlace.private import cache_folder
 
 log = logging.getLogger("interlace")
 
@@ -173,7 +174,7 @@ class Programs:
         options = {
             "rng": self.config.rng, "seed": self.config.seed, "debug": self.config.debug, "arena": self.config.arena,
             # A step whose norm is not finite never updates: the trainer raises, and the parameters are what they were.
-            "skip_nonfinite": True,
+            "skip_nonfinite": True, "captured_here": True,
             "tier": self.config.tier or "", "tier_bandwidth": float(self.config.tier_bandwidth or 0),
         }  # fmt: skip
         if "call.python(" in source.text:

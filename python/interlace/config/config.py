@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
@@ -39,17 +37,6 @@ def parse_bytes(text: str | int) -> int:
     if not 0 < value < 2**63:
         raise ConfigError(f"a size in bytes must be positive and below 2^63, not {text}")
     return int(value)
-
-
-def cache_folder(given: str | None = None) -> Path | None:
-    """Where compiled programs and measured times are kept: `given`, $INTERLACE_CACHE or the user's cache; None for "off"."""
-    given = given or os.environ.get("INTERLACE_CACHE")
-    if given == "off":
-        return None
-    if given:
-        return Path(given).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "interlace"
 
 
 def format_bytes(count: int | float) -> str:
@@ -107,6 +94,7 @@ class Config:
     shapes           {input: [sizes, ...]}: the shapes of a micro-batch's inputs that vary, each compiled when first met
     pad              {input: value}: what fills a batch that is smaller than its shape; required with shapes
     cache            a folder for compiled programs; None: $INTERLACE_CACHE or ~/.cache/interlace; "off": none is kept
+    trust_program    run a checkpoint's program though it was made elsewhere; False: only what was made here, or from the capture just now
     param_dtype      "bfloat16" or "float16": parameters (float32 in the optimizer) are cast to it for forward and backward, and so are
                      the floating inputs of the model's call; they are gathered in it. "autocast": the loss function runs under
                      torch.autocast (its own region, or one around all of it); parameters used in its dtype alone are gathered in it
@@ -147,6 +135,7 @@ class Config:
     shapes: Any = None
     pad: Any = None
     cache: str | None = None
+    trust_program: bool = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
@@ -168,7 +157,7 @@ class Config:
         self._whole("accumulation", 1)
         self._whole("stage_chunks", 1)
         self._whole("seed", 0)
-        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel"):
+        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel", "trust_program"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._positive("timeout_s")

@@ -7,18 +7,21 @@ once: the file is in WAL mode and writers wait for one another. A file that SQLi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
+import os
 import shlex
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from interlace import private
 from interlace.cost.measurements import Profile
 from interlace.errors import InterlaceError
 
-FORMAT = 1
+FORMAT = 2  # 1 had no checksums: its rows are taken as they are, and get them
 BUSY_S = 30.0  # a writer waits so long for another
 
 
@@ -38,16 +41,27 @@ class Store(contextlib.AbstractContextManager):
         if self.path.is_dir():
             raise StoreError(f"{self.path} is a folder: name a file, for example {self.path / 'profile.sqlite'}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.parent.is_dir():
+                private.make_folder(self.path.parent)
+            fd = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)  # for this user alone
+            try:
+                private.check(os.fstat(fd), self.path)
+            finally:
+                os.close(fd)
+        except private.PrivateError as error:
+            raise StoreError(f"cannot use {self.path}: {error.strerror}") from None
         except OSError as error:
             raise StoreError(f"cannot make the folder {self.path.parent}: {error.strerror}") from None
         try:
-            self._open()
-        except sqlite3.DatabaseError as error:
-            if not _is_corrupt(error):
-                raise StoreError(f"cannot use {self.path}: {error}") from error
-            self._set_aside(error)
-            self._open()
+            try:
+                self._open()
+            except sqlite3.DatabaseError as error:
+                if not _is_corrupt(error):
+                    raise
+                self._set_aside(error)
+                self._open()
+        except (sqlite3.Error, ValueError, OverflowError) as error:  # ValueError: text that is no UTF-8
+            raise StoreError(f"cannot use {self.path}: {error}") from error
 
     def _open(self) -> None:
         self._db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
@@ -61,12 +75,24 @@ class Store(contextlib.AbstractContextManager):
             with self._transaction():
                 self._db.execute(
                     "create table if not exists measurements (machine text not null, kind text not null, "
-                    "key text not null, value text not null, at real not null, primary key (machine, kind, key))"
+                    "key text not null, value text not null, at real not null, sum text, primary key (machine, kind, key))"
                 )
+                self._add_sums()
                 self._db.execute(f"pragma user_version = {FORMAT}")
         except BaseException:
             self._db.close()
             raise
+
+    def _add_sums(self) -> None:
+        """To a store of format 1."""
+        if "sum" in [row[1] for row in self._db.execute("pragma table_info(measurements)")]:
+            return
+        self._db.execute("alter table measurements add column sum text")
+        rows = self._db.execute("select machine, kind, key, value from measurements").fetchall()
+        self._db.executemany(
+            "update measurements set sum = ? where machine = ? and kind = ? and key = ?",
+            [(_sum(*row), *row[:3]) for row in rows],
+        )
 
     def _refuse_another(self) -> None:
         """Error: a database of something else or of a newer version, which is not to be written into."""
@@ -112,7 +138,7 @@ class Store(contextlib.AbstractContextManager):
         """What SQLite or the system refuses as one message that says what to do."""
         try:
             yield
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.Error, ValueError, OverflowError, UnicodeError) as error:
             if _is_corrupt(error):
                 raise StoreError(
                     f"{self.path} was damaged while it was in use ({error}): run the same command again; "
@@ -123,14 +149,20 @@ class Store(contextlib.AbstractContextManager):
     def put(self, machine: str, rows: Mapping[tuple[str, str], Row]) -> None:
         """Writes measurements, (kind, key) → values, at once; what was there under the same key is replaced."""
         now = time.time()
-        values = [(machine, kind, key, json.dumps(dict(value)), now) for (kind, key), value in rows.items()]
+        texts = [(machine, kind, key, json.dumps(dict(value))) for (kind, key), value in rows.items()]
+        values = [(*text, now, _sum(*text)) for text in texts]
         with self._told(), self._transaction():
-            self._db.executemany("insert or replace into measurements values (?, ?, ?, ?, ?)", values)
+            self._db.executemany(
+                "insert or replace into measurements (machine, kind, key, value, at, sum) values (?, ?, ?, ?, ?, ?)", values
+            )
 
     def rows(self, machine: str) -> dict[tuple[str, str], dict[str, float]]:
         with self._told():
-            found = self._db.execute("select kind, key, value from measurements where machine = ?", (machine,)).fetchall()
-        return {(kind, key): self._values(kind, key, value) for kind, key, value in found}
+            found = self._db.execute("select kind, key, value, sum from measurements where machine = ?", (machine,)).fetchall()
+        for kind, key, value, written in found:
+            if not isinstance(value, str) or _sum(machine, kind, key, value) != written:
+                raise self._edited(kind, key)
+        return {(kind, key): self._values(kind, key, value) for kind, key, value, _ in found}
 
     def _values(self, kind: str, key: str, text: str) -> dict[str, float]:
         """One measurement. Error: not what was written."""
@@ -146,7 +178,7 @@ class Store(contextlib.AbstractContextManager):
 
     def _edited(self, kind: str, key: str) -> StoreError:
         return StoreError(
-            f"{self.path} was edited: the {kind} '{key}' is no measurement; "
+            f"{self.path} was damaged or edited: the {kind} '{key}' is no measurement; "
             f"move the file away (mv {shlex.quote(str(self.path))} aside.sqlite) and measure again: interlace profile"
         )
 
@@ -187,6 +219,14 @@ class Store(contextlib.AbstractContextManager):
         self.close()
 
 
-def _is_corrupt(error: sqlite3.DatabaseError) -> bool:
+def _sum(*parts: object) -> str:
+    """The checksum of a row: bits flip inside of a page without SQLite's noticing."""
+    digest = hashlib.sha256()
+    for part in map(str, parts):
+        digest.update(f"{len(part)}:{part}".encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def _is_corrupt(error: Exception) -> bool:
     text = str(error)
     return any(words in text for words in ("not a database", "malformed", "corrupt", "file is encrypted"))

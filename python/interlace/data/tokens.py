@@ -3,7 +3,7 @@
 Byte tokens: the id is the byte, 256 ends a document. BPE: byte-level, trained on the text itself with `tokenizers`.
 Both are saved as a `tokenizer.json` that Hugging Face reads. A tokenized text is a flat little-endian file (two bytes a
 token up to 65,536 entries, else four) that every rank maps into memory; it is cached under a key of the files and the
-tokenizer.
+tokenizer, and read again with its digest.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from interlace import private
 from interlace.data.text import DataError, TextSource, read_text
 from interlace.files import write_atomically
 
 END = "<|end|>"
 MIN_VOCAB = 257  # the bytes and END
 TRAINING_BYTES = 32 << 20  # at most so much text trains a BPE; more is sampled file by file
-CACHE_VERSION = 1
+CACHE_VERSION = 2
+MAX_FACTS, MAX_TOKENIZER = 1 << 16, 256 << 20  # bytes
 
 
 class Tokenizer:
@@ -130,7 +132,7 @@ def prepare_tokens(
         raise DataError(f"unknown tokenizer '{kind}': byte or bpe")
     key = _cache_key(text, kind, vocab, tokenizer)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        private.make_folder(cache)
         with _locked(cache / f"{key}.lock"):
             found = _load_cached(cache, key)
             return found or _build(text, cache, key, kind, vocab, tokenizer, progress or (lambda *_: None))
@@ -160,13 +162,25 @@ def _load_cached(cache: Path, key: str) -> TokenFile | None:
     """The cached token file, or None when it is absent or damaged (then it is made again)."""
     tokens = cache / f"{key}.tokens"
     try:
-        facts = json.loads((cache / f"{key}.json").read_text())
+        facts = json.loads(private.read(cache / f"{key}.json", MAX_FACTS))
         dtype, count, digest = str(facts["dtype"]), int(facts["count"]), str(facts["digest"])
         if dtype not in ("<u2", "<u4") or tokens.stat().st_size != count * int(dtype[2]):
             return None
+        private.check(tokens.stat(), tokens)
+        own = private.read(cache / f"{key}.tokenizer.json", MAX_TOKENIZER)
+        if _digest(tokens) != digest or hashlib.sha256(own).hexdigest()[:16] != facts["tokenizer"]:
+            return None
         return TokenFile(tokens, count, dtype, Tokenizer.load(cache / f"{key}.tokenizer.json"), digest)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
         return None
+
+
+def _digest(file: Path) -> str:
+    hasher = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while part := stream.read(1 << 20):
+            hasher.update(part)
+    return hasher.hexdigest()[:16]
 
 
 def _build(
@@ -179,7 +193,7 @@ def _build(
     hasher, count, done = hashlib.sha256(), 0, 0
     partial = cache / f"{key}.tokens.partial"
     try:
-        with open(partial, "wb") as out:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as out:
             for file in text.files:
                 for pieces in _grouped(read_text(file)):
                     for ids in tokenizer.encode(pieces):
@@ -197,6 +211,7 @@ def _build(
         os.replace(partial, cache / f"{key}.tokens")
         digest = hasher.hexdigest()[:16]
         facts = {"dtype": dtype, "count": count, "digest": digest, "text": text.name}
+        facts["tokenizer"] = _digest(cache / f"{key}.tokenizer.json")
         write_atomically(cache / f"{key}.json", json.dumps(facts).encode())
     finally:
         partial.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.dist.mesh import Mesh
+from interlace.dist.rendezvous import listening_until_met
 from interlace.errors import InterlaceError
 
 
@@ -35,7 +36,8 @@ class Groups:
         limit = datetime.timedelta(seconds=self.timeout_s)
 
         def make(backend: str, what: str) -> Any:
-            return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
+            with listening_until_met():
+                return dist.new_group(backend=backend, timeout=limit, group_desc=f"interlace {what}")
 
         if self.device.type == "cpu":
             self._groups = {"native": make("gloo", "native")}
@@ -81,7 +83,8 @@ class Groups:
             backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
             limit = datetime.timedelta(seconds=self.timeout_s)
             for ranks in groups:
-                made = dist.new_group(list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {axes}")
+                with listening_until_met():
+                    made = dist.new_group(list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {axes}")
                 if self.rank in ranks:
                     self._along[groups] = made
         return self._along[groups]

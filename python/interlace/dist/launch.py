@@ -22,6 +22,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from interlace.dist.secret import VALUE, derive, fresh
+
+if TYPE_CHECKING:
+    from interlace.dist.store import StoreServer
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0  # for ranks to stop by themselves once another has failed
@@ -29,6 +35,7 @@ STOP_S = 30.0  # for ranks to save and stop by themselves after SIGTERM; torchru
 KILL_AFTER_S = 3.0  # from asking a rank to end to killing it
 POLL_S = 0.05
 FAILURE_FILE = "INTERLACE_FAILURE_FILE"  # where a rank that fails leaves its last words
+STORE = "INTERLACE_STORE"  # where the store of the run is, host:port
 PARENT = "INTERLACE_LAUNCHER"  # the process id of the launcher
 LAST_LINES = 20  # of a rank's stderr, told when it left no last words
 
@@ -110,7 +117,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailu
     the others have read its last word. On SIGTERM the ranks get it too and STOP_S to end, then Terminated is raised;
     KeyboardInterrupt ends them at once.
     """
-    held, port = _hold_store() if ranks > 1 else (None, free_port())
+    held, secret, port = _hold_store() if ranks > 1 else (None, "", free_port())
     with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_sigterm() as stop:
         workers: list[_Worker] = []
         try:
@@ -118,21 +125,25 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailu
                 file = Path(folder) / f"rank{rank}.json"
                 environment = rank_environment(rank, ranks, port, threads)
                 if held is not None:
-                    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+                    environment |= {STORE: f"{LOOPBACK}:{port}", VALUE: secret}
                 workers.append(_Worker(rank, command, environment, file))
             _wait(workers, stop)
         finally:
             _end(workers)
+            if held is not None:
+                held.close()
         if stop.is_set():
             raise Terminated
         return first_failure(workers)
 
 
-def _hold_store() -> tuple[object, int]:
-    import torch.distributed as dist
+def _hold_store() -> tuple[StoreServer | None, str, int]:
+    """The store, its secret and its port, on the loopback alone: all ranks are on this machine."""
+    from interlace.dist.store import StoreServer
 
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    secret = fresh()
+    server = StoreServer(derive(secret.encode(), "attempt 0"), LOOPBACK)
+    return server, secret, server.port
 
 
 class _Worker:

@@ -29,9 +29,12 @@ import torch.distributed as dist
 from interlace.errors import InterlaceError
 from interlace.dist.groups import Groups, native_backend
 from interlace.dist.places import Places
+from interlace.dist.rendezvous import meet, presence
+from interlace.dist.store import SecretStore, StoreError
 
 _CHUNK = 1 << 20  # bytes of one store entry
 _PAUSE_S = 0.05  # longest pause between two looks for a key
+_MOST = 1 << 30  # bytes of a value, also after it was unpacked
 
 
 class PeerError(InterlaceError):
@@ -58,6 +61,7 @@ class Peers:
         self.device, self.timeout_s = device, timeout_s
         self.rank, self.size = 0, 1
         self._store: Any = None
+        self._presence: SecretStore | None = None  # who knows which ranks are there
         self._exchanged: dict[str, int] = {}  # name -> how often exchange() was called with it
         self._on_close: list[Callable[[], None]] = []
         self._closed = False
@@ -66,15 +70,15 @@ class Peers:
             if device.type != "cpu":
                 torch.accelerator.set_device_index(device)
             backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native_backend(device)}"
-            limit = datetime.timedelta(seconds=max(timeout_s, 60.0))
-            dist.init_process_group(backend, timeout=limit, **_store_of_restart(limit))
+            meet(backend, datetime.timedelta(seconds=max(timeout_s, 60.0)))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()
+            self._presence = presence()
             # Every rank makes its trainers in the same order, so its own count names the trainer.
             count = store.add(f"interlace/trainers/{self.rank}", 1)
             self._store = dist.PrefixStore(f"interlace/{count}", store)
-        self.places = Places(self._store, self.rank, self.size)
+        self.places = Places(self._store, self.rank, self.size, self._somebody_lost)
         self.groups = Groups(device, self.rank, self.size, timeout_s)
 
     # ---- agreement through the store ----
@@ -96,7 +100,7 @@ class Peers:
         if self.rank == 0:
             self._put(what, zlib.compress(data, 1))
             return data
-        return zlib.decompress(self._get(what, 0, what, time.monotonic() + (patience_s or self.timeout_s)))
+        return _unpacked(self._get(what, 0, what, time.monotonic() + (patience_s or self.timeout_s)), what)
 
     def post(self, key: str, value: Any) -> None:
         """Leaves a value (JSON) for collect_one of the others; does not wait."""
@@ -158,7 +162,7 @@ class Peers:
         with self._store_errors():
             if self._store.check([key]):
                 return True
-            cause = self._posted()
+            cause = self._posted() or self._lost()
             # It may have written the value, and failed or closed after that, since the look above.
             if cause is None or self._store.check([key]):
                 return cause is not None
@@ -167,6 +171,8 @@ class Peers:
     def _value(self, key: str) -> bytes:
         with self._store_errors():
             count = int(self._store.get(key))
+            if not 0 <= count <= _MOST // _CHUNK:
+                raise PeerError(f"the store holds no value under '{key}' that a rank would write")
             return b"".join(self._store.get(f"{key}#{i}") for i in range(count))
 
     @contextlib.contextmanager
@@ -199,7 +205,7 @@ class Peers:
         text = str(error).split("\n")[0]
         match = re.search(r"\branks? (\d+)", text)
         peer = int(match.group(1)) if match else None
-        cause = self.places.ask(lambda: self._posted(peer))  # the store may be gone, or stopped, with its process
+        cause = self.places.ask(lambda: self._posted(peer) or (self._lost() if peer is None else None))  # the store may be gone, or stopped, with its process
         if cause is not None:
             return cause
         return PeerError(text if peer is not None else f"a transfer between ranks failed: {text}", peer)
@@ -220,6 +226,19 @@ class Peers:
                     return PeerError(message, peer)
                 root = peer
         return None
+
+    def _somebody_lost(self) -> bool:
+        try:
+            return self._lost() is not None
+        except StoreError:  # it has gone with whoever held it
+            return self._presence is not None
+
+    def _lost(self) -> PeerError | None:
+        """A rank whose connection to the store has ended, in a run whose store knows."""
+        lost = [r for r in self._presence.gone() if r != self.rank] if self._presence is not None else []
+        if not lost:
+            return None
+        return PeerError(f"{ranks_text(lost)} {'was' if len(lost) == 1 else 'were'} lost: process ended or host cut off", lost[0])
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -271,16 +290,16 @@ class Peers:
         self._on_close.append(hook)
 
 
-def _store_of_restart(limit: datetime.timedelta) -> dict[str, Any]:
-    """Keys of their own for ranks that torchrun has started again: its store still has the addresses of those that ended."""
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit
-    )
-    return {"store": dist.PrefixStore(f"interlace/attempt {attempt}", store), "rank": rank, "world_size": size}
+def _unpacked(data: bytes, what: str) -> bytes:
+    """Decompressed. Error: no compressed text, or one that grows beyond all measure."""
+    unpacker = zlib.decompressobj()
+    try:
+        found = unpacker.decompress(data, _MOST)
+    except zlib.error as e:
+        raise PeerError(f"what rank 0 sent as '{what}' cannot be unpacked: {e}", 0) from None
+    if not unpacker.eof:
+        raise PeerError(f"what rank 0 sent as '{what}' is cut off, or more than {_MOST >> 30} GiB when unpacked", 0)
+    return found
 
 
 def is_transfer_error(error: BaseException) -> bool:

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from interlace.dist.rendezvous import sever
+
 BEAT_S = 1.0
 ANSWER_S = 2.0  # how long the store may take to answer when something is wrong already
 OP_LENGTH = 120  # characters of an op's text
@@ -24,8 +26,9 @@ Place = dict[str, Any]
 class Places:
     """The places of one trainer's ranks. `store` is None in a run of one rank: then there is nothing to tell."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Any, rank: int, size: int, lost: Callable[[], bool] = lambda: False) -> None:
+        """`lost`: whether a rank is known to be lost; then what waits for it is broken off."""
+        self._store, self.rank, self.size, self._lost = store, rank, size, lost
         self._where: Callable[[], Callable[[], Place] | None] = lambda: None
         self._mute = False  # the store did not answer in time once: nobody asks it again
         self._stop = threading.Event()
@@ -42,7 +45,12 @@ class Places:
 
     def _run(self) -> None:
         while not self._stop.wait(BEAT_S):
-            if self._where() is None or not self.tell():
+            if self._where() is None:
+                return
+            told, lost = self.tell(), self._lost()
+            if lost and not self._stop.is_set():
+                sever()
+            if lost or not told:
                 return
 
     def tell(self) -> bool:

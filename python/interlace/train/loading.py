@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_shapes, group_difference
+from interlace.checkpoint.contents import MODEL, OPTIMIZER, PROGRAM, Checkpoint, check_hyper, check_shapes, group_difference
 from interlace.checkpoint.scheduler import SCHEDULER, scheduler_state
 from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
 from interlace.checkpoint.weights import HeldWeights, Weights, find_name
 from interlace.compiling.states import WEIGHT
+from interlace.private import made_here
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 from interlace.train.saving import Saving
@@ -57,7 +58,7 @@ class Loading:
         if self._run.config.mode == "eager" or not self._run.config.schedule or self._run.shapes is not None:
             return
         with self._run.peers.guard():
-            same = self._run.peers.rank == 0 and record.get("run") == self._saving.digest()
+            same = self._run.peers.rank == 0 and record.get("run") == self._saving.digest() and self._trusted(checkpoint)
             same = json.loads(self._run.peers.broadcast(f"same run {self._saving.next()}", json.dumps(same).encode()))
         if same:
             self._loop.go_on(record["loop"], checkpoint.read(PROGRAM).decode())
@@ -70,6 +71,20 @@ class Loading:
         if SCHEDULER in checkpoint.files and self._run.rank == 0:
             log.warning("%s has a scheduler's state, which is not read: pass trainer.load(..., scheduler=)", checkpoint.folder)
         return None
+
+    def _trusted(self, checkpoint: Checkpoint) -> bool:
+        """Whether the program of a checkpoint may run: it is the one that was made from the capture just now, this user's interlace wrote
+        it, or the run says so. What modules run in Python no file decides."""
+        text = checkpoint.read(PROGRAM).decode()
+        if text == self._run.program or made_here(text, checkpoint.record.get("made_here")):
+            return True
+        trusted = self._run.config.trust_program and "call.python(" not in text
+        if not trusted:
+            log.warning(
+                "%s holds a program that was made elsewhere: it is not run, and the schedule begins anew%s", checkpoint.folder,
+                "" if self._run.config.trust_program else " (trust_program=True, --trust-program: run it)",
+            )  # fmt: skip
+        return trusted
 
     def _checked_load(self, checkpoint: Checkpoint, scheduler: Any) -> Callable[[], None]:
         """Checks files against the model and the optimizer; gives the function that then reads them."""
@@ -86,6 +101,8 @@ class Loading:
                 "the weights alone with trainer.load_weights"
             )
         scheduler_values = self._scheduler_state(checkpoint, scheduler)
+        for i, (saved, group) in enumerate(zip(record["groups"], groups, strict=True)):
+            check_hyper(checkpoint.folder, i, saved["hyper"], group)
         steps = [int(g["steps"]) for g in record["groups"]]
         wanted = {}
         roles = self._run.roles()

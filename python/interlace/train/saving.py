@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -16,13 +15,14 @@ import torch.distributed as dist
 
 from interlace.capture.groups import is_rule
 from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER
-from interlace.checkpoint.folder import Staging, check_place
+from interlace.checkpoint.folder import Staging, check_place, place_of
 from interlace.checkpoint.optimizer import plain_hyper
 from interlace.checkpoint.saver import Locks, Piece, Save
 from interlace.checkpoint.scheduler import SCHEDULER, scheduler_text
 from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layout
 from interlace.compiling.states import WEIGHT, Parameter, Unit
 from interlace.dist.peers import PeerError
+from interlace.private import mark
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 
@@ -52,7 +52,7 @@ class Saving:
         self._run.flush()
         begin, cpu = time.monotonic(), time.thread_time()
         with self._run.peers.guard():
-            problem = self._begin_save(Path(os.path.abspath(folder)), extra, keep)
+            problem = self._begin_save(place_of(folder), extra, keep)
         if problem is not None:
             raise CheckpointError(problem)
         self._begin = {"begin_seconds": time.monotonic() - begin, "begin_cpu_seconds": time.thread_time() - cpu}
@@ -84,7 +84,7 @@ class Saving:
 
     def reserve(self, folder: str | Path) -> None:
         self._run.check_open()
-        final = Path(os.path.abspath(folder))
+        final = place_of(folder)
 
         def check() -> Callable[[], None]:
             if self._run.rank == 0:
@@ -292,6 +292,7 @@ class Saving:
             "format": FORMAT, "step": self._run.steps, "kind": kinds,
             "groups": groups, "seed": self._run.config.seed, "rng": self._run.config.rng, "world_size": self._run.world_size,
             "loss_scale": self._run.loss_scale.state(), "loop": self._loop.state(), "run": self.digest(),
+            "made_here": mark(self._run.program),
         }  # fmt: skip
 
     def digest(self) -> str:

@@ -24,6 +24,14 @@ struct WireHeader {
   char tag[40] = {};
 };
 
+// A header and its bytes, with the checksum behind them.
+inline std::string Summed(std::string frame) {
+  FrameSum sum;
+  sum.Add(frame.data(), frame.size());
+  const FrameTag tag = sum.Finish();
+  return frame.append(tag.data(), tag.size());
+}
+
 class WireInput {
  public:
   WireInput(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
@@ -83,7 +91,9 @@ inline void RunWire(const uint8_t* data, size_t size) {
           const WireHeader header = frames[peer][next[peer]++];
           std::string frame(reinterpret_cast<const char*>(&header), sizeof header);
           if (what % 8 == 2) frame[input.Byte() % sizeof header] ^= static_cast<char>(input.Byte());
-          say(far[peer].data, frame + std::string(header.bytes, '\7'));
+          frame = Summed(frame + std::string(header.bytes, '\7'));
+          if (what % 8 == 1 && what >= 128) frame[input.Byte() % frame.size()] ^= static_cast<char>(input.Byte());
+          say(far[peer].data, frame);
         }
         break;
       case 3:
