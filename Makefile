@@ -89,7 +89,7 @@ docs:  ## docs/reference.md, the README's picture, and the site of all documents
 	@$(PY) -m mkdocs build -q && echo "the site is out/site/index.html"
 
 check-install:  ## pip install in fresh environments, with torch and without
-	@$(SETUP) tools
+	@$(SETUP) build
 	@$(PY) tools/setup/check_install.py $(ARGS)
 
 version:  ## fail when the tag of this commit is not the version

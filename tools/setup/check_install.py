@@ -1,7 +1,8 @@
 """Installs Interlace as a stranger would, in fresh environments, and says how long it took.
 
-    python tools/setup/check_install.py             # all; needs a package index
-    python tools/setup/check_install.py --shared    # the torch of this environment instead of one installed anew; a short form
+    python tools/setup/check_install.py                   # as a stranger does, every file compiled anew
+    python tools/setup/check_install.py --shared          # in a minute: the torch, tools and objects of the environment that runs this
+    python tools/setup/check_install.py --without-torch   # only 1
 
 1. without torch: `pip install .` says what to do; INTERLACE_TORCH=OFF makes a wheel below 5 MB that plans, simulates and reports
 2. with torch: `pip install .`, the README's example, `interlace doctor`
@@ -54,10 +55,21 @@ def pip_install(bin: Path, *what: str, fails: bool = False, **settings: str) -> 
     return run([bin / "python", "-m", "pip", "install", "--disable-pip-version-check", *what], bin.parent, fails, **settings)
 
 
-def without_torch(folder: Path) -> None:
+def sees_this_environment(bin: Path) -> None:
+    """The packages of the environment that runs this are those of another one, too."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (bin.parent / "lib" / version / "site-packages" / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+
+
+def without_torch(folder: Path, shared: bool) -> None:
     bin = environment(folder, "plain")
-    expect(pip_install(bin, str(ROOT), fails=True), "no torch in the environment", "INTERLACE_TORCH=OFF pip install .")
-    pip = [bin / "python", "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "-w", folder, str(ROOT)]
+    apart = ("-C", f"build-dir={folder / 'build'}")  # ends before anything is compiled
+    expect(pip_install(bin, *apart, str(ROOT), fails=True), "no torch in the environment", "INTERLACE_TORCH=OFF pip install .")
+    wheel_of, options = bin, []
+    if shared:
+        wheel_of, options = environment(folder, "tools"), ["--no-build-isolation"]
+        sees_this_environment(wheel_of)
+    pip = [wheel_of / "python", "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", *options, "-w", folder, str(ROOT)]
     run(pip, folder, INTERLACE_TORCH="OFF")
     (wheel,) = folder.glob("interlace-*.whl")
     print(f"  {wheel.name}: {wheel.stat().st_size / 2**20:.2f} MiB")
@@ -82,12 +94,11 @@ def with_torch(folder: Path, shared: bool) -> None:
     bin = environment(folder, "torch")
     begin = time.monotonic()
     if shared:
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        (bin.parent / "lib" / version / "site-packages" / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        sees_this_environment(bin)
     else:
         pip_install(bin, TORCH)
     ready = time.monotonic()
-    pip_install(bin, "--force-reinstall", *(["--no-deps"] if shared else []), str(ROOT))
+    pip_install(bin, "--force-reinstall", *(["--no-deps", "--no-build-isolation"] if shared else []), str(ROOT))
     print(f"  torch {ready - begin:.0f} s, interlace {time.monotonic() - ready:.0f} s")
     example = re.search(r"^```python runnable\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     assert example is not None
@@ -98,11 +109,11 @@ def with_torch(folder: Path, shared: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shared", action="store_true", help="use the torch of the environment that runs this")
+    parser.add_argument("--shared", action="store_true", help="use what the environment that runs this has")
     parser.add_argument("--without-torch", action="store_true", help="only the first part")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="interlace-install-") as folder:
-        without_torch(Path(folder))
+        without_torch(Path(folder), args.shared)
         if not args.without_torch:
             with_torch(Path(folder), args.shared)
     print("installs as documented")
