@@ -111,8 +111,8 @@ def test_debug_shows_the_traceback(cli):
         (["--clip", "-1"], "--clip must be a positive number, not -1.0"),
         (["--strategy", "zero"], "--strategy 'zero' is not one of auto, shard, replicate, zero1; did you mean 'zero1'?"),
         (["--tokenizer", "bpee"], "--tokenizer 'bpee' is not one of byte, bpe; did you mean 'bpe'?"),
-        (["--dtype", "fp8"], "--dtype 'fp8' is not one of fp32, bf16, fp64"),
-        (["--dtype", "bf"], "--dtype 'bf' is not one of fp32, bf16, fp64; did you mean 'bf16'?"),
+        (["--dtype", "fp8"], "--dtype 'fp8' is not one of float32, bfloat16, float64"),
+        (["--dtype", "bfloat"], "--dtype 'bfloat' is not one of float32, bfloat16, float64; did you mean 'bfloat16'?"),
         (["--batch", "7"], "--batch 7 is not a multiple of 2 ranks: use 6 or 8"),
         (
             ["--batch", "4", "--ranks", "4", "--accumulation", "2"],

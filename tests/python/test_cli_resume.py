@@ -40,6 +40,8 @@ def logged(file: Path) -> dict[int, float]:
     found: dict[int, float] = {}
     for line in file.read_text().splitlines():
         entry = json.loads(line)
+        if "loss" not in entry:  # of a plan
+            continue
         assert found.setdefault(entry["step"], entry["loss"]) == entry["loss"], entry
     return found
 

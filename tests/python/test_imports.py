@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "compiling": {"capture", "config", "cost", "dist", "errors", "version"},
     "train": {"capture", "checkpoint", "compiling", "config", "dist", "errors", "observe"},
     "interlace": {"config", "errors", "train", "version"},
+    "integrations": {"config", "errors", "interlace"},
     "cli": {
         "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe", "plan",
         "report", "version",

@@ -21,7 +21,7 @@ from torch import nn
 import interlace
 
 Tensor = torch.Tensor
-SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and settings
     "one": (1, {}), "eager": (1, {"mode": "eager"}), "shard": (2, {"strategy": "shard"}), "zero1": (2, {"strategy": "zero1"}),
     "replicate": (2, {"strategy": "replicate"}), "tp": (2, {"mesh": {"tp": 2}, "tensor": "model"}),
     "pp": (2, {"mesh": {"pp": 2}, "accumulation": 2}),
@@ -220,6 +220,54 @@ def test_optimizer_and_scheduler_state(name: str, tmp_path: Path) -> None:
             assert found["word"] == "right"
         else:
             assert "test_usable.py:" in found["word"] and "trainer.optimizer_state_dict() on every rank" in found["word"]
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "rmsprop", "adamw", "sgd"])
+def test_what_is_exported_can_be_imported(kind: str, tmp_path: Path) -> None:
+    from interlace.checkpoint.contents import Checkpoint
+    from interlace.checkpoint.convert import export_torch, import_torch
+
+    makers: dict[str, Any] = {
+        "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD,
+    }  # fmt: skip
+
+    def begin() -> tuple[interlace.Trainer, Any]:
+        model = tensor_models.build("llama")
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        optimizer = makers[kind]([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)
+        return interlace.compile(model, optimizer, zoo.causal_loss, zoo.tokens(4, 0), interlace.Config(schedule=[])), scheduler
+
+    trainer, scheduler = begin()
+    steps(trainer, 0, 3, scheduler)
+    trainer.save(tmp_path / "run", {"note.txt": "mine"}, scheduler=scheduler)
+    expected = steps(trainer, 3, 6, scheduler)
+    trainer.close()
+    with Checkpoint(tmp_path / "run") as found:
+        torch.save(export_torch(found), tmp_path / "run.pt")
+    assert import_torch(tmp_path / "run.pt", tmp_path / "again") == 3
+    assert (tmp_path / "again" / "note.txt").read_text() == "mine"
+    trainer, scheduler = begin()
+    trainer.load(tmp_path / "again", scheduler=scheduler)
+    assert steps(trainer, 3, 6, scheduler) == expected
+    trainer.close()
+
+
+def test_a_scheduler_of_another_kind_is_named(tmp_path: Path) -> None:
+    _, optimizer, trainer, scheduler = start({})
+    trainer.save(tmp_path / "with", scheduler=scheduler)
+    trainer.save(tmp_path / "without")
+    before = scheduler.state_dict()
+    with pytest.raises(interlace.InterlaceError, match=r"without has no scheduler's state: it was saved without trainer.save"):
+        trainer.load(tmp_path / "without", scheduler=scheduler)
+    other = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(interlace.InterlaceError, match="is the state of a MultiStepLR, not of a ConstantLR"):
+        trainer.load(tmp_path / "with", scheduler=other)
+    with pytest.raises(interlace.InterlaceError, match=r"takes an object with state_dict\(\)"):
+        trainer.save(tmp_path / "with", scheduler=3)
+    assert scheduler.state_dict() == before
+    trainer.close()
 
 
 def differing(change: str) -> str:

@@ -26,7 +26,7 @@ COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simu
 app = typer.Typer(
     name="interlace",
     help="Compiles the training step of a PyTorch model into one scheduled program, and trains it.",
-    epilog="Every command has examples: interlace train --help", no_args_is_help=False, add_completion=False,
+    epilog="Every command has examples: interlace train --help", no_args_is_help=False, add_completion=True,
     rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -138,8 +138,8 @@ def _sentence(message: str) -> str:
 def _fail(message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    if is_rank():
-        leave_failure(message, code)
+    if is_rank() and leave_failure(message, code):
+        return code  # the launcher tells it, once for all ranks
     try:
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr, flush=True)

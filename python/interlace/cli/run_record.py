@@ -10,11 +10,12 @@ from typing import Any
 
 from interlace.checkpoint.contents import Checkpoint
 from interlace.checkpoint.tensor_file import CheckpointError
+from interlace.cli.run_config import read_config
 from interlace.cli.settings import AUTO, SettingError, TrainSettings
 from interlace.errors import InterlaceError
 
 RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FORMAT = 2
 # Of a resumed run: what describes the run is taken over; where and how this process works is not.
 KEPT_ON_RESUME = (
@@ -67,6 +68,11 @@ class RunRecord:
 
 def with_resumed(given: dict[str, Any], explicit: set[str]) -> tuple[TrainSettings, RunRecord | None]:
     """The settings of the command line, on top of those of the resumed run where there is one."""
+    if given.get("config") is not None:
+        for name, value in read_config(given["config"]).items():
+            if name not in explicit:
+                given[name] = value
+                explicit.add(name)
     settings = TrainSettings(**given)
     if settings.resume == AUTO:
         settings.auto, settings.resume = True, settings.save

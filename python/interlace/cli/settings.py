@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.checkpoint.folder import kept_checkpoints
-from interlace.config import STRATEGIES, Config, did_you_mean, mesh_form, parse_bytes
+from interlace.config import STRATEGIES, Config, did_you_mean, dtype_name, mesh_form, parse_bytes
 from interlace.cost.machine import cores
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
@@ -19,8 +19,9 @@ from interlace.observe.step_trace import TraceFiles
 if TYPE_CHECKING:
     from interlace.plan.execute import Execution
 
-DTYPES = ("fp32", "bf16", "fp64")
+DTYPES = ("float32", "bfloat16", "float64")
 AUTO = "auto"
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 class SettingError(InterlaceError):
@@ -36,9 +37,10 @@ def _option(default: Any, help: str, shown: str | None = None) -> Any:
 class TrainSettings:
     """What `interlace train` was asked to do. Each setting with a help is an option of that name."""
 
-    model: str = _option("llama-10m", "A preset, or a Hugging Face config.json.")
-    text: str | None = _option(None, "A text file or a folder of them.", shown="standard library")
-    tokenizer: str = _option("byte", "byte, or bpe (trained on the text).")
+    config: str | None = _option(None, "A TOML file of options (NAME = VALUE), as each run leaves one as run.toml.")
+    model: str = _option("llama-10m", "A preset, a Hugging Face config.json, or a folder with its weights and tokenizer, too.")
+    text: str | None = _option(None, "A text, .jsonl or .parquet file, or a folder of them.", shown="standard library")
+    tokenizer: str = _option("byte", "byte, bpe (trained on the text), or a Hugging Face tokenizer: a path, or a name in the local cache.")
     vocab: int = _option(4096, "Entries of the BPE.")
     ranks: int = _option(2, "Processes on this machine.")
     steps: int = _option(120, "Optimizer steps in all, resumed ones included.")
@@ -74,11 +76,13 @@ class TrainSettings:
     eval_every: int = _option(50, "Steps between losses of --eval-text; also after the last.")
     eval_sequences: int = _option(64, "Sequences of --eval-text at most, the same each time.")
     seed: int = _option(0, "Of weights, data order and dropout.")
-    dtype: str = _option("fp32", "Of the parameters: fp32, bf16 or fp64.")
+    dtype: str = _option("float32", "Of the parameters: float32, bfloat16 or float64.")
     threads: int | None = _option(None, "CPU threads of each rank.", shown="cores / ranks")
     weights: str | None = _option(None, "Start from safetensors: a file or a folder.")
     log_every: int = _option(10, "Steps between lines when stderr is no terminal.")
-    log: str | None = _option(None, "Append step, loss and seconds of every step as lines of JSON.")
+    log: str | None = _option(None, "Append loss, lr, norm, speed and memory of every step as lines of JSON.")
+    tensorboard: str | None = _option(None, "The same for TensorBoard, into this folder.")
+    wandb: str | None = _option(None, "The same for Weights & Biases, as this project; offline unless WANDB_MODE says otherwise.")
     trace: str | None = _option(None, "Write the last step of all ranks as a Chrome trace.")
     trace_chakra: str | None = _option(None, "Likewise a folder for Chakra execution traces, one a rank.")
     trace_snapshot: str | None = _option(None, "Likewise the memory history: pickled for .pickle and .pkl, else JSON.")
@@ -128,7 +132,9 @@ class TrainSettings:
         if self.tier not in (None, "host") and not os.path.isdir(self.tier):
             raise SettingError(f"--tier {self.tier} is not a folder; make it first, on a fast local disk, or give host")
         self.schedule_entries()
-        _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
+        if self.tokenizer not in ("byte", "bpe") and not os.path.exists(self.tokenizer) and did_you_mean(self.tokenizer, ("byte", "bpe")):
+            _one_of("tokenizer", self.tokenizer, ("byte", "bpe"))
+        self.dtype = dtype_name(self.dtype)
         for strategy in self.strategy.split("+"):
             _one_of("strategy", strategy, ("auto", *STRATEGIES))
         mesh = mesh_form(self.mesh)
@@ -147,6 +153,22 @@ class TrainSettings:
             why = f"{self.data_ranks} ranks" + ("" if self.data_ranks == self.ranks else " with batches of their own")
             why += f" x {self.accumulation} micro-batches" if self.accumulation > 1 else ""
             raise SettingError(f"--batch {self.batch} is not a multiple of {why}: use {nearest(self.batch, parts)}")
+
+    def take_folder(self, explicit: set[str]) -> None:
+        """Of a --model that is a folder (or a name in the local cache): its weights, and its tokenizer unless one is named."""
+        from interlace.models import PRESETS
+
+        if self.model not in PRESETS and not os.path.exists(self.model) and "/" in self.model:
+            from interlace.data.tokens import cached_snapshot
+
+            self.model = str(cached_snapshot(self.model) or self.model)
+        folder = Path(self.model)
+        if not folder.is_dir():
+            return
+        if self.weights is None and any((folder / name).is_file() for name in WEIGHT_FILES):
+            self.weights = self.model
+        if "tokenizer" not in explicit and (folder / "tokenizer.json").is_file():
+            self.tokenizer = self.model
 
     def trace_files(self) -> TraceFiles | None:
         """Where the last step is recorded, if it is."""

@@ -14,6 +14,7 @@ from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, check_output, writable_folder
 from interlace.cli.run_record import with_resumed
 from interlace.cli.settings import AUTO, TrainSettings, check_explicit, parse_clip, ranks_of_launcher, with_plan
+from interlace.cli.train_log import check as check_log
 from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.validation import Validation
 from interlace.dist.launch import is_rank, run_ranks
@@ -32,6 +33,8 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
   interlace train --memory-limit 150MiB --program last.il && interlace explain last.il
   interlace train --schedule "0: bucket(modules=model.layers.*),reorder; 20: search(cluster={cluster},profile={profile})"
   interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
+  interlace train --model path/to/hf-folder --text data.jsonl --dtype float32 --lr 2e-5 --save runs/tuned
+  interlace train --config runs/book/run.toml --steps 2000 --save runs/longer
   interlace train --plan llama.plan --steps 50
   torchrun --nproc-per-node 2 --max-restarts 3 -m -- interlace.cli train --save runs/x --save-every 50 --resume auto
 """
@@ -64,6 +67,8 @@ def train(context: typer.Context, **given: Any) -> None:
     given["clip"] = parse_clip(given["clip"])
     explicit = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     settings, record = with_resumed(given, explicit)
+    if record is None:
+        settings.take_folder(explicit)
     check_explicit(settings, explicit)
     planned = with_plan(settings, explicit)
     if is_rank():
@@ -87,6 +92,7 @@ def train(context: typer.Context, **given: Any) -> None:
         writable_folder(settings.save)
     if (traces := settings.trace_files()) is not None and (problem := traces.check()) is not None:
         raise FileError(problem)
+    check_log(settings)
     for file in (settings.log, settings.program):
         if file:
             check_output(file)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,10 @@ from interlace.checkpoint.tensor_file import CheckpointError, DamageError
 from interlace.cli import language_model
 from interlace.cli.console import err, print_json, resident_bytes
 from interlace.cli.program_file import FileError, write_text
-from interlace.cli.run_record import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_FILE, RunRecord
+from interlace.cli.run_config import CONFIG_FILE, as_toml
+from interlace.cli.run_record import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, RunRecord
 from interlace.cli.settings import TrainSettings
+from interlace.cli.train_log import Log
 from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
@@ -33,7 +34,6 @@ from interlace.models import PRESETS
 from interlace.observe.step_trace import TraceError, TraceFiles
 from interlace.plan.execute import Execution
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BETAS = (0.9, 0.95)
 
 
@@ -51,47 +51,21 @@ class Result:
     losses: list[float]  # means over the ranks, one a step
     step_seconds: list[float]
     train_seconds: float
-    stopped: bool = False  # by SIGTERM
+    stopped: int = 0  # by this signal
     eval_losses: dict[int, float] = dataclasses.field(default_factory=dict)  # by steps done
 
 
 class Stop:
-    """SIGTERM asks for a stop after the step that runs; a second one ends the process as usual."""
+    """SIGTERM and Ctrl-C ask for a stop after the step that runs; a second one of a kind ends the process as usual."""
 
     def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._ask)
+        self.asked = 0  # the signal
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: Any) -> None:
-        self.asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-class Log:
-    """--log: lines of JSON. What the system refuses is said once and costs the log, not the run."""
-
-    def __init__(self, file: str, view: TrainView) -> None:
-        self.file, self.view = file, view
-        self.out: IO[str] | None = None
-        self._try(self._open)
-
-    def write(self, **facts: Any) -> None:
-        if self.out is not None:
-            self._try(lambda: self.out.write(json.dumps(facts) + "\n"))  # type: ignore[union-attr]
-
-    def close(self) -> None:
-        if self.out is not None:
-            self._try(self.out.close)
-
-    def _open(self) -> None:
-        self.out = open(self.file, "a", buffering=1)  # noqa: SIM115 (kept open, and closed by close)
-
-    def _try(self, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except OSError as e:
-            self.out = None
-            self.view.say(f"warning: cannot write {self.file}: {e.strerror}; training goes on without it")
+        self.asked = self.asked or number
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _traced(trainer: Any, batch: dict[str, torch.Tensor], to: TraceFiles, view: TrainView | None) -> torch.Tensor:
@@ -147,10 +121,11 @@ def _resume(trainer: Any, settings: TrainSettings) -> int:
     return trainer.steps  # type: ignore[no-any-return]
 
 
-def _stopped(settings: TrainSettings, done: int, rank: int) -> None:
+def _stopped(settings: TrainSettings, done: int, rank: int, by: int) -> None:
     if rank == 0:
-        saved = f", saved: interlace train --resume {settings.save} goes on" if settings.save else ", nothing saved"
-        err().print(f"stopped by SIGTERM after step {done}{saved}", markup=False, soft_wrap=True)
+        saved = f", saved: interlace train --resume {settings.save} goes on" if settings.save else ", nothing saved (--save FOLDER would)"
+        word = "Ctrl-C" if by == signal.SIGINT else "SIGTERM"
+        err().print(f"stopped by {word} after step {done}{saved}", markup=False, soft_wrap=True)
     raise Terminated
 
 
@@ -166,7 +141,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
 
     start = time.monotonic()
     first_step = record.step if record is not None else 0
-    vocab, dtype = tokens.tokenizer.vocab_size, DTYPES[settings.dtype]
+    vocab, dtype = tokens.tokenizer.vocab_size, getattr(torch, settings.dtype)
     model = language_model.build(settings.model, vocab, settings.seq, dtype, keep_vocab=planned is not None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
@@ -188,7 +163,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
         saver = Saver(trainer, settings, lambda done: _run_files(settings, tokens, data, done), view)
         result = _steps(trainer, optimizer, settings, data, first_step, view, saver, stop, validation)
         if result.stopped:
-            _stopped(settings, first_step + len(result.losses), rank)
+            _stopped(settings, first_step + len(result.losses), rank, result.stopped)
         stats = {**trainer.stats(), "resident_bytes": resident_bytes(peak=True)}
         everyone: list[Any] = [stats]
         if world > 1:
@@ -244,8 +219,8 @@ def _steps(
         if view is not None:
             stack.enter_context(view)
         log = None
-        if view is not None and settings.log:
-            log = stack.enter_context(contextlib.closing(Log(settings.log, view)))
+        if view is not None:
+            log = stack.enter_context(contextlib.closing(Log(settings, view.say)))
         for step in range(first_step, settings.end):
             start = time.monotonic()
             for group in optimizer.param_groups:
@@ -254,26 +229,31 @@ def _steps(
             last = step == settings.end - 1
             loss = _traced(trainer, batch, traces, view) if last and traces is not None else trainer.step(batch)
             # The ranks stop at the same step, whichever of them was asked. As many of them have each batch, so the mean is that of batches.
-            both = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
+            asked = [float(stop.asked == signal.SIGTERM), float(stop.asked == signal.SIGINT)]
+            both = torch.tensor([loss.item(), *asked], dtype=torch.float64)
             if trainer.world_size > 1:
                 dist.all_reduce(both)
             losses.append(both[0].item() / trainer.world_size)
             times.append(time.monotonic() - start)
-            stopping = both[1].item() > 0 and step + 1 < settings.end
+            stopping = 0 if step + 1 == settings.end else signal.SIGINT if both[2] > 0 else signal.SIGTERM if both[1] > 0 else 0
             if view is not None:
                 view.plans(trainer.plans)
                 view.step(step, losses[-1], times[-1])
-            if log is not None:
-                log.write(step=step + 1, loss=losses[-1], seconds=round(times[-1], 6))
-            save(step + 1, stopping or step + 1 == settings.end)
+            if log:
+                log.plans(trainer.plans)
+                log.write(
+                    step + 1, loss=losses[-1], seconds=round(times[-1], 6), lr=settings.learning_rate(step), norm=trainer.norm,
+                    tokens_per_second=settings.batch * settings.seq / times[-1], memory_bytes=trainer.stats()["peak_bytes"],
+                )  # fmt: skip
+            save(step + 1, bool(stopping) or step + 1 == settings.end)
             if stopping:
-                return Result(losses, times, time.monotonic() - begin, stopped=True)
+                return Result(losses, times, time.monotonic() - begin, stopped=stopping)
             if validation is not None and validation.due(step + 1, step + 1 == settings.end):
                 evals[step + 1] = validation.loss(trainer)
                 if view is not None:
                     view.evaluated(step, evals[step + 1])
-                if log is not None:
-                    log.write(step=step + 1, eval_loss=evals[step + 1])
+                if log:
+                    log.write(step + 1, eval_loss=evals[step + 1])
     return Result(losses, times, time.monotonic() - begin, eval_losses=evals)
 
 
@@ -287,8 +267,14 @@ def _run_files(settings: TrainSettings, tokens: TokenFile, data: TokenDataset, d
         kept["eval_text"] = str(Path(settings.eval_text).resolve())
     if settings.model not in PRESETS:
         kept["model"] = str(Path(settings.model).resolve())
+    if os.path.exists(settings.tokenizer):
+        kept["tokenizer"] = str(Path(settings.tokenizer).resolve())
     record = RunRecord(done, tokens.digest, kept, data.row(done), tokens.count)
-    return {RUN_FILE: record.to_json(), TOKENIZER_FILE: tokens.tokenizer.inner.to_str(pretty=True)}
+    files: dict[str, str | bytes] = {RUN_FILE: record.to_json(), CONFIG_FILE: as_toml(settings)}
+    files[TOKENIZER_FILE] = tokens.tokenizer.inner.to_str(pretty=True)
+    if tokens.tokenizer.kind == "file":
+        files[TOKENIZER_CONFIG] = tokens.tokenizer.config_text()
+    return files
 
 
 def _facts(

@@ -34,7 +34,10 @@ def prepare_text(
     tokenizer = None
     if settings.resume:
         tokenizer = Tokenizer.load(Path(settings.resume) / TOKENIZER_FILE)
-    tokens = prepare_tokens(find_text(settings.text), cache_folder(), settings.tokenizer, settings.vocab, tokenizer, progress)
+    elif settings.tokenizer not in ("byte", "bpe"):
+        tokenizer = Tokenizer.pretrained(settings.tokenizer)
+    kind = "byte" if tokenizer is not None else settings.tokenizer
+    tokens = prepare_tokens(find_text(settings.text), cache_folder(), kind, settings.vocab, tokenizer, progress)
     if record is not None and not other_text and tokens.digest != record.data_digest:
         where = settings.text or "the standard library"
         raise SettingError(

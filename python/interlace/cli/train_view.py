@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from interlace.cli.console import count, err, print_facts, seconds
+from interlace.cli.train_log import gained
 from interlace.cli.validation import words
 from interlace.config import format_bytes
 
@@ -55,9 +56,7 @@ class TrainView:
             if number == len(self.shown):
                 self.shown.append({})
                 if plan["reason"] != "start":
-                    done = "another program" if plan["changed"] else "the same program"
-                    again = "" if plan["reason"] == "schedule" else f" again ({plan['reason']})"
-                    self.say(f"step {plan['step']}: planned{again} in {seconds(plan['seconds'])}: {done}")
+                    self.say(f"step {plan['step']}: {gained(plan)}")
             if "measured_us" in plan and not self.shown[number]:
                 self.shown[number] = dict(plan)
                 line = f"step {plan['step']}: measured {plan['measured_us'] / 1e3:.1f} ms, {format_bytes(plan['measured_bytes'])}"

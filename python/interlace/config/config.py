@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from interlace.config.forms import ConfigError, data_place, did_you_mean, mesh_form, schedule_form, shapes_form
+from interlace.config.forms import ConfigError, data_place, did_you_mean, dtype_name, mesh_form, schedule_form, shapes_form
 
 STRATEGIES = ("shard", "replicate", "zero1")
 STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble", "auto")
@@ -310,7 +310,7 @@ class Config:
         value = getattr(self, name)
         if value is None:
             return
-        value = str(value).removeprefix("torch.")
+        value = dtype_name(value)
         object.__setattr__(self, name, value)
         self._one_of(name, choices)
 

@@ -20,6 +20,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "double": "float64", "float": "float32",
+               "half": "float16", "f64": "float64", "f32": "float32", "f16": "float16"}  # fmt: skip
+
+
+def dtype_name(given: Any) -> str:
+    """torch's name of a dtype, however it is written: torch.bfloat16, "bf16", "bfloat16". What is none stays as it is."""
+    text = str(given).removeprefix("torch.")
+    return DTYPE_NAMES.get(text, text)
+
+
 def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
     """The schedule as tuples, or "auto". Error: another form, steps that do not rise, unknown placeholders."""
     form = 'schedule must be "auto" or a list of (step, [passes]), for example [(0, []), (5, ["unshard()"])]'

@@ -1,13 +1,15 @@
 """Finding and reading text, with messages a person can act on.
 
-A text is one file, a folder of files, or (by default) the Python standard library's own sources, which every machine
-has. Files are read in pieces, so memory does not grow with the text. A file that was named must be UTF-8 text; in a
-folder, files that are plainly not text (a NUL byte or invalid UTF-8 in the first 8 KiB) are skipped and counted.
+A text is one file (UTF-8 text, .jsonl with a document a line, .parquet with one a row), a folder of files, or (by default) the Python
+standard library's own sources, which every machine has. Files are read in pieces, so memory does not grow with the text. A file that was
+named must be UTF-8 text; in a folder, files that are plainly not text (a NUL byte or invalid UTF-8 in the first 8 KiB) are skipped and
+counted.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from pathlib import Path
 from interlace.errors import InterlaceError
 
 SNIFF_BYTES = 8192
+JSON_LINES, PARQUET = (".jsonl", ".ndjson"), ".parquet"
+FIELDS = ("text", "content")  # what a document is called in them
 PIECE_BYTES = 1 << 18
 # Folders of the standard library that hold no prose or code of its own, or are absent on some machines.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -92,6 +96,8 @@ def _walk(root: Path, wanted, excluded: set[str]) -> list[Path]:
 
 
 def _looks_like_text(file: Path) -> bool:
+    if file.suffix == PARQUET:
+        return True
     try:
         with open(file, "rb") as stream:
             head = stream.read(SNIFF_BYTES)
@@ -104,6 +110,65 @@ def _looks_like_text(file: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def read_documents(file: Path) -> Iterator[tuple[str, bool]]:
+    """A file's text in pieces, and of each whether a document ends behind it. Of .jsonl lines and .parquet rows, it is what they
+    have as "text" or "content". Error: a line or a table without either."""
+    if file.suffix in JSON_LINES:
+        yield from ((text, True) for text in _json_lines(file))
+    elif file.suffix == PARQUET:
+        yield from ((text, True) for text in _parquet_rows(file))
+    else:
+        yield from ((piece, False) for piece in read_text(file))
+        yield "", True
+
+
+def _json_lines(file: Path) -> Iterator[str]:
+    number, held = 0, ""
+    for piece in read_text(file):
+        held += piece
+        lines = held.split("\n")
+        held = lines.pop()
+        for line in lines:
+            number += 1
+            if line.strip():
+                yield _document(file, number, line)
+    if held.strip():
+        yield _document(file, number + 1, held)
+
+
+def _document(file: Path, number: int, line: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}, line {number}: not JSON ({error}); each line must be an object such as {{\"text\": \"...\"}}") from None
+    for field_name in FIELDS if isinstance(found, dict) else ():
+        if isinstance(found.get(field_name), str):
+            return found[field_name]
+    has = f"has {', '.join(map(repr, list(found)[:8]))}" if isinstance(found, dict) else f"is a {type(found).__name__}"
+    raise DataError(f"{file}, line {number} {has}: it needs the document as \"{FIELDS[0]}\" or \"{FIELDS[1]}\"")
+
+
+def _parquet_rows(file: Path) -> Iterator[str]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DataError(f"{file} is a parquet file, which pyarrow reads: pip install pyarrow, or convert it to .jsonl") from None
+    try:
+        with parquet.ParquetFile(file) as table:
+            columns = [name for name in FIELDS if name in table.schema_arrow.names]
+            if not columns:
+                has = ", ".join(map(repr, table.schema_arrow.names[:8]))
+                raise DataError(f"{file} has the columns {has}: it needs the documents as \"{FIELDS[0]}\" or \"{FIELDS[1]}\"")
+            for batch in table.iter_batches(columns=columns[:1]):
+                for value in batch.column(0).to_pylist():
+                    if value is None or isinstance(value, str):
+                        yield value or ""
+                    else:
+                        raise DataError(f"{file}: column '{columns[0]}' holds {type(value).__name__}, not text")
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as parquet: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_text(file: Path) -> Iterator[str]:

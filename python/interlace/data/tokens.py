@@ -22,34 +22,39 @@ import numpy as np
 import tokenizers
 
 from interlace import private
-from interlace.data.text import DataError, TextSource, read_text
+from interlace.data.text import DataError, TextSource, read_documents
 from interlace.files import write_atomically
 
 END = "<|end|>"
 MIN_VOCAB = 257  # the bytes and END
 TRAINING_BYTES = 32 << 20  # at most so much text trains a BPE; more is sampled file by file
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 MAX_FACTS, MAX_TOKENIZER = 1 << 16, 256 << 20  # bytes
+SHORT = 4096  # characters; documents shorter than this are encoded many at a time
 
 
 class Tokenizer:
-    """Text to ids and back; `kind` is "byte" or "bpe"."""
+    """Text to ids and back; `kind` is "byte", "bpe", or "file" for somebody else's; `end` is the token between two documents."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, kind: str):
+    def __init__(self, inner: tokenizers.Tokenizer, kind: str, end: str = END):
         self.inner = inner
         self.kind = kind
-        end = inner.token_to_id(END)
-        if end is None:
-            raise DataError(f"the tokenizer has no {END} token: use one that interlace made")
-        self.end_id: int = end
+        self.end = end
+        number = inner.token_to_id(end)
+        if number is None:
+            raise DataError(f"the tokenizer has no token '{end}', which it says ends a text")
+        self.end_id: int = number
 
     @property
     def vocab_size(self) -> int:
+        if self.kind == "file":  # ids may have gaps
+            return max(self.inner.get_vocab().values()) + 1
         return self.inner.get_vocab_size()
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()[:16]
+        more = self.end if self.end != END else ""
+        return hashlib.sha256((self.inner.to_str() + more).encode()).hexdigest()[:16]
 
     @classmethod
     def byte(cls) -> Tokenizer:
@@ -71,15 +76,43 @@ class Tokenizer:
 
     @classmethod
     def load(cls, file: Path) -> Tokenizer:
+        """A tokenizer.json, ours or another's; of another's, tokenizer_config.json beside it says which token ends a text."""
         try:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{file} is not a tokenizer file: {error}") from None
-        kind = "byte" if inner.get_vocab_size() == MIN_VOCAB and inner.token_to_id(END) == 256 else "bpe"
-        return cls(inner, kind)
+        if inner.token_to_id(END) is not None:
+            return cls(inner, "byte" if inner.get_vocab_size() == MIN_VOCAB and inner.token_to_id(END) == 256 else "bpe")
+        inner.no_truncation()
+        inner.no_padding()
+        return cls(inner, "file", _end_token(file, inner))
+
+    @classmethod
+    def pretrained(cls, source: str | os.PathLike[str]) -> Tokenizer:
+        """A Hugging Face tokenizer: its tokenizer.json, a folder that holds one, or a name in the local cache of huggingface_hub."""
+        path = Path(source)
+        if not path.exists():
+            path = cached_snapshot(str(source)) or path
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            if path.is_dir():
+                raise DataError(
+                    f"the folder {path} has no tokenizer.json; make one with AutoTokenizer.from_pretrained({str(path)!r})"
+                    f".save_pretrained({str(path)!r})"
+                )
+            raise DataError(
+                f"--tokenizer '{source}' is neither byte, bpe, a tokenizer.json, a folder with one, nor a name in the local cache"
+            )
+        return cls.load(file)
 
     def save(self, file: Path) -> None:
         write_atomically(file, self.inner.to_str(pretty=True).encode())
+        if self.kind == "file":
+            write_atomically(_config_beside(file), self.config_text().encode())
+
+    def config_text(self) -> str:
+        """tokenizer_config.json: with it transformers reads the tokenizer, and load() knows the end of a text."""
+        return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end}, indent=1) + "\n"
 
     def encode(self, pieces: list[str]) -> list[np.ndarray]:
         if self.kind == "byte":
@@ -88,6 +121,33 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids, skip_special_tokens=True)
+
+
+def _config_beside(file: Path) -> Path:
+    """The tokenizer_config.json of a tokenizer.json, whatever stands before the names of both."""
+    return file.with_name(file.name.removesuffix("tokenizer.json") + "tokenizer_config.json")
+
+
+def _end_token(file: Path, inner: tokenizers.Tokenizer) -> str:
+    for beside in (_config_beside(file), file.with_name("special_tokens_map.json")):
+        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+            said = json.loads(beside.read_text())["eos_token"]
+            found = said if isinstance(said, str) else said["content"]
+            if isinstance(found, str) and inner.token_to_id(found) is not None:
+                return found
+    for usual in ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]"):
+        if inner.token_to_id(usual) is not None:
+            return usual
+    raise DataError(f"{file}: nothing says which token ends a text; put {{\"eos_token\": \"...\"}} into tokenizer_config.json beside it")
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """The folder of a model in the local cache; nothing is fetched."""
+    with contextlib.suppress(Exception):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, local_files_only=True))
+    return None
 
 
 def _byte_letters() -> list[str]:
@@ -190,23 +250,21 @@ def _build(
     if tokenizer is None:
         tokenizer = Tokenizer.byte() if kind == "byte" else Tokenizer.train_bpe(_training_pieces(text, progress), vocab)
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    end = np.array([tokenizer.end_id], dtype=dtype).tobytes()
     hasher, count, done = hashlib.sha256(), 0, 0
     partial = cache / f"{key}.tokens.partial"
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as out:
             for file in text.files:
-                for pieces in _grouped(read_text(file)):
-                    for ids in tokenizer.encode(pieces):
-                        data = ids.astype(dtype).tobytes()
+                for group in _grouped(read_documents(file)):
+                    pieces = [piece for piece, _ in group]
+                    for ids, (_, ends) in zip(tokenizer.encode(pieces), group, strict=True):
+                        data = ids.astype(dtype).tobytes() + (end if ends else b"")
                         out.write(data)
                         hasher.update(data)
-                        count += len(ids)
+                        count += len(ids) + ends
                     done += sum(len(piece) for piece in pieces)
                     progress("tokenizing", min(done, text.bytes), text.bytes)
-                data = np.array([tokenizer.end_id], dtype=dtype).tobytes()
-                out.write(data)
-                hasher.update(data)
-                count += 1
         tokenizer.save(cache / f"{key}.tokenizer.json")
         os.replace(partial, cache / f"{key}.tokens")
         digest = hasher.hexdigest()[:16]
@@ -218,14 +276,16 @@ def _build(
     return TokenFile(cache / f"{key}.tokens", count, dtype, tokenizer, digest)
 
 
-def _grouped(pieces: Iterator[str], size: int = 8) -> Iterator[list[str]]:
-    """Lists of up to `size` pieces, so that the BPE can encode them in parallel."""
-    group: list[str] = []
+def _grouped(pieces: Iterator[tuple[str, bool]], size: int = 8, characters: int = 1 << 21) -> Iterator[list[tuple[str, bool]]]:
+    """Lists of some pieces, or of many short ones, so that they can be encoded in parallel."""
+    group: list[tuple[str, bool]] = []
+    held = 0
     for piece in pieces:
         group.append(piece)
-        if len(group) == size:
+        held += len(piece[0])
+        if held >= characters or (len(group) >= size and held >= size * SHORT):
             yield group
-            group = []
+            group, held = [], 0
     if group:
         yield group
 
@@ -236,7 +296,7 @@ def _training_pieces(text: TextSource, progress: Callable[[str, int, int], None]
     limit, done = min(text.bytes, TRAINING_BYTES), 0
     for file in text.files:
         left = max(1, int(file.stat().st_size * share))
-        for piece in read_text(file):
+        for piece, _ in read_documents(file):
             yield piece[:left]
             done += min(left, len(piece))
             left -= len(piece)

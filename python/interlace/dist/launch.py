@@ -92,12 +92,14 @@ def follow_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave_failure(message: str, code: int) -> None:
-    """Called in a rank that fails: the launcher tells this message with the rank's number."""
+def leave_failure(message: str, code: int) -> bool:
+    """Called in a rank that fails: whether there is a launcher that tells this message with the rank's number."""
     file = os.environ.get(FAILURE_FILE)
     if file:
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": message, "code": code, "at": time.time()}))
+            return True
+    return False
 
 
 def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
@@ -114,11 +116,12 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailu
     """Runs `command` as `ranks` processes; None when all ended well, else the failure that came first.
 
     This process holds the ranks' key-value store, so that it answers whatever becomes of rank 0, also when rank 0 ends well before
-    the others have read its last word. On SIGTERM the ranks get it too and STOP_S to end, then Terminated is raised;
-    KeyboardInterrupt ends them at once.
+    the others have read its last word. On SIGTERM and Ctrl-C the ranks get the signal too and STOP_S to end, then Terminated or
+    KeyboardInterrupt is raised; a second Ctrl-C ends them at once. The ranks are in sessions of their own: a terminal's Ctrl-C
+    comes from here alone.
     """
     held, secret, port = _hold_store() if ranks > 1 else (None, "", free_port())
-    with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_sigterm() as stop:
+    with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_signals() as stop:
         workers: list[_Worker] = []
         try:
             for rank in range(ranks):
@@ -132,7 +135,9 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailu
             _end(workers)
             if held is not None:
                 held.close()
-        if stop.is_set():
+        if stop.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if stop.number:
             raise Terminated
         return first_failure(workers)
 
@@ -158,7 +163,7 @@ class _Worker:
         own_terminal = rank == 0 and sys.stderr.isatty()
         self.process = subprocess.Popen(
             list(command), env={**os.environ, **environment, FAILURE_FILE: str(failure_file)}, stdin=subprocess.DEVNULL,
-            stderr=None if own_terminal else subprocess.PIPE,
+            stderr=None if own_terminal else subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.reader = None
         if self.process.stderr is not None:
@@ -201,16 +206,16 @@ def first_failure(workers: Sequence[_Worker]) -> RankFailure | None:
     return min(failures, key=lambda f: (f.code >= 0, f.at, f.rank), default=None)
 
 
-def _wait(workers: list[_Worker], stop: threading.Event) -> None:
-    """Until all have ended, or one has failed, or SIGTERM has come, and the others' time to stop is over."""
+def _wait(workers: list[_Worker], stop: _Stop) -> None:
+    """Until all have ended, or one has failed, or a signal has come, and the others' time to stop is over."""
     deadline = None
     told = False
     while True:
-        if stop.is_set() and not told:
+        if stop.number and not told:
             told, deadline = True, time.monotonic() + STOP_S
             for worker in workers:
                 if worker.poll() is None:
-                    worker.process.terminate()
+                    worker.process.send_signal(stop.number)
         codes = [worker.poll() for worker in workers]
         if all(code is not None for code in codes):
             return
@@ -239,16 +244,27 @@ def _end(workers: list[_Worker]) -> None:
             worker.reader.join(timeout=1.0)
 
 
+class _Stop:
+    """The signal that came."""
+
+    number = 0
+
+    def note(self, number: int, frame: object) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+
+
 @contextlib.contextmanager
-def _noting_sigterm() -> Iterator[threading.Event]:
-    """SIGTERM to the launcher is for the ranks: none is left behind, and each can save first."""
-    stop = threading.Event()
+def _noting_signals() -> Iterator[_Stop]:
+    """A signal to the launcher is for the ranks: none is left behind, and each can save first."""
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    before = {number: signal.signal(number, stop.note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

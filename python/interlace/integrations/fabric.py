@@ -1,0 +1,60 @@
+"""Lightning Fabric's ranks, devices, precision and data loaders, with the training step compiled:
+
+    fabric = Fabric(...)
+    loader = fabric.setup_dataloaders(loader)
+    trainer = setup(fabric, model, optimizer, loss_fn, next(iter(loader)))     # instead of fabric.setup(model, optimizer)
+    for batch in loader:
+        loss = trainer.step(batch)                                             # instead of backward, step and zero_grad
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn, optim
+
+import interlace
+from interlace.config import Config
+from interlace.errors import InterlaceError
+
+_PRECISION: dict[str, dict[str, Any]] = {
+    "32-true": {}, "64-true": {}, "bf16-mixed": {"param_dtype": "autocast"}, "16-mixed": {"param_dtype": "autocast", "loss_scale": "dynamic"},
+}  # fmt: skip
+
+
+def setup(
+    fabric: Any, model: nn.Module, optimizer: optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any], example_batch: Any,
+    config: Config | None = None,
+) -> interlace.Trainer:  # fmt: skip
+    """interlace.compile on the device, in the precision and among the ranks that a Fabric has.
+
+    With mixed precision the loss function runs under the Fabric's autocast. Error: the model or the optimizer was given to
+    fabric.setup before; a precision that is not one of 32-true, 64-true, bf16-mixed, 16-mixed.
+    """
+    for what in (model, optimizer):
+        if type(what).__name__ in ("_FabricModule", "_FabricOptimizer"):
+            raise InterlaceError("pass setup() the model and the optimizer themselves: what fabric.setup gives back is wrapped already")
+    precision = str(fabric._precision.precision)
+    if precision not in _PRECISION:
+        known = ", ".join(_PRECISION)
+        raise InterlaceError(f"precision {precision} of the Fabric is none of {known}: use one of them, or Config(param_dtype=...)")
+    if precision == "64-true":
+        model.double()
+    if not any(p.is_meta for p in model.parameters()):
+        model.to(fabric.device)
+    mixed = precision.endswith("mixed")
+    settings = dataclasses.replace(config or Config(), **_PRECISION[precision])
+    return interlace.compile(model, optimizer, _Cast(fabric.autocast, loss_fn) if mixed else loss_fn, example_batch, settings)
+
+
+class _Cast:
+    """A loss function under somebody's autocast."""
+
+    def __init__(self, autocast: Callable[[], Any], loss_fn: Callable[[nn.Module, Any], Any]) -> None:
+        self.autocast, self.loss_fn = autocast, loss_fn
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        with self.autocast():
+            return self.loss_fn(model, batch)

@@ -1,0 +1,88 @@
+"""Ctrl-C at any moment of `interlace train`: a checkpoint that goes on with the same bits, and the line that says how."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_cli_resume import logged
+from test_cli_train import TINY, environment, folder  # noqa: F401 (folder is a fixture)
+
+COMMAND = [sys.executable, "-m", "interlace.cli", "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "16"]
+MOMENTS = 3
+
+
+def begin(where: Path, name: str) -> subprocess.Popen:
+    arguments = ["--save", name, "--save-every", "3", "--log", f"{name}.jsonl", "--resume", "auto"]
+    return subprocess.Popen(
+        [*COMMAND, *arguments], cwd=where, env=environment(where), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[dict[int, float], float]:  # noqa: F811
+    """An undisturbed run, and how long it took."""
+    start = time.monotonic()
+    process = begin(folder, "whole")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return logged(folder / "whole.jsonl"), time.monotonic() - start
+
+
+def interrupted(where: Path, name: str, moments: list[float]) -> int:
+    """Presses Ctrl-C after each of these seconds of a start, then lets the run end; how many starts were stopped in training."""
+    stopped = 0
+    for moment in moments:
+        process = begin(where, name)
+        time.sleep(moment)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=300)
+        found = re.search(rf"^stopped by Ctrl-C after step (\d+), saved: interlace train --resume {name} goes on$", err, flags=re.MULTILINE)
+        assert process.returncode in (130, 0), err
+        assert "Traceback" not in err and "rank 1 failed" not in err, err
+        if found is not None:
+            assert process.returncode == 130
+            assert json.loads((where / name / "trainer.json").read_text())["step"] == int(found.group(1))
+            stopped += 1
+    process = begin(where, name)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return stopped
+
+
+def check(where: Path, whole: tuple[dict[int, float], float], count: int, seed: int) -> None:
+    losses, seconds = whole
+    generator = random.Random(seed)
+    moments = [generator.uniform(0.3, 1.1) * seconds for _ in range(count)]
+    interrupted(where, f"run{seed}", moments)
+    assert logged(where / f"run{seed}.jsonl") == losses
+
+
+def test_a_few_random_moments(folder: Path, whole: tuple[dict[int, float], float]) -> None:  # noqa: F811
+    check(folder, whole, MOMENTS, 1)
+
+
+def test_in_the_middle_of_training(folder: Path) -> None:  # noqa: F811
+    process = begin(folder, "middle")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 2 "):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and "stopped by Ctrl-C after step" in err, err
+
+
+@pytest.mark.soak
+def test_twenty_random_moments(folder: Path, whole: tuple[dict[int, float], float]) -> None:  # noqa: F811
+    for seed in range(2, 6):
+        check(folder, whole, 5, seed)
