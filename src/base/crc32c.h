@@ -1,6 +1,6 @@
-// crc32c.h — CRC-32C (Castagnoli), the checksum of what goes over a network: it finds every flip of up to five bits in a
-// frame of 250 MB and every burst of 32. By the processor's instruction where it has one, else by tables.
-// Source: RFC 3720, appendix B.4; three streams at once as in M. Adler's crc32c.
+// crc32c.h — CRC-32C (Castagnoli), the checksum of what goes over a network: it finds every flip of up to five bits in
+// a frame of 250 MB and every burst of 32. By the processor's instruction where it has one, else by tables. Source: RFC
+// 3720, appendix B.4; three streams at once as in M. Adler's crc32c.
 #pragma once
 
 #include <cstddef>

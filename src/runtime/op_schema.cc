@@ -152,13 +152,13 @@ Error UnknownOperator(const BuildContext& context, const Op& op, const c10::Oper
 // libraries, and those of torch that look at nothing, are left to models that were captured here.
 const char* WhyRefused(std::string_view name, bool captured_here) {
   constexpr std::string_view kNever[] = {
-      "aten::set",        "aten::set_",          "aten::set_data",       "aten::resize",
-      "aten::resize_",    "aten::resize_as",     "aten::resize_as_",     "aten::_resize_output",
-      "aten::data_ptr",   "aten::record_stream", "aten::_resize_output_", "inductor::_reinterpret_tensor"};
+      "aten::set",      "aten::set_",          "aten::set_data",        "aten::resize",
+      "aten::resize_",  "aten::resize_as",     "aten::resize_as_",      "aten::_resize_output",
+      "aten::data_ptr", "aten::record_stream", "aten::_resize_output_", "inductor::_reinterpret_tensor"};
   constexpr std::string_view kUnchecked[] = {
-      "aten::_sparse_",   "aten::sparse_",     "aten::_cslt_",          "aten::_validate_",
-      "aten::_cufft_",    "aten::_cuda",       "aten::_nested_",        "aten::_cdist_backward",
-      "aten::_mkldnn_",   "aten::mkldnn_",     "aten::_embedding_bag",  "aten::_pack_padded_sequence",
+      "aten::_sparse_",    "aten::sparse_",    "aten::_cslt_",         "aten::_validate_",
+      "aten::_cufft_",     "aten::_cuda",      "aten::_nested_",       "aten::_cdist_backward",
+      "aten::_mkldnn_",    "aten::mkldnn_",    "aten::_embedding_bag", "aten::_pack_padded_sequence",
       "aten::as_strided_", "aten::_coalesced", "aten::_reshape_copy"};
   if (name == "aten::from_file") return "programs may not read files";
   if (std::find(std::begin(kNever), std::end(kNever), name) != std::end(kNever))

@@ -372,9 +372,8 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
   }
   if (Status accepted = AcceptPeers(group, listening, mine, key, deadline, peers); !accepted.ok())
     return failure(accepted.error().ToString());
-  const bool several_hosts = std::any_of(places.begin(), places.end(), [&](const Where& where) {
-    return std::strcmp(where.host, places[0].host) != 0;
-  });
+  const bool several_hosts = std::any_of(
+      places.begin(), places.end(), [&](const Where& where) { return std::strcmp(where.host, places[0].host) != 0; });
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (rank == group.index) continue;
     KeepAlive(peers[rank].control.fd());

@@ -1,4 +1,5 @@
-// frame_sum.h — what stands behind the bytes of every frame, so that the peer notices when they were changed on the way.
+// frame_sum.h — what stands behind the bytes of every frame, so that the peer notices when they were changed on the
+// way.
 //
 // Without a key CRC-32C: for bits that a network flips. With one Poly1305, a tag that nobody makes without the key: for
 // people on the network. Its key is for one frame alone, made of the connection's key and the frame's number.

@@ -82,11 +82,11 @@ class Mesh {
     size_t round = 0;
     Header header;  // what is sent; of a receive: what has come
     Header expected;
-    std::vector<iovec> pieces;                               // what is left; the header first, the tag last
-    size_t at = 0;                                           // first piece that is not done
-    size_t summed = 0;                                       // pieces whose bytes are in `sum`, of what is sent
+    std::vector<iovec> pieces;  // what is left; the header first, the tag last
+    size_t at = 0;              // first piece that is not done
+    size_t summed = 0;          // pieces whose bytes are in `sum`, of what is sent
     FrameSum sum;
-    FrameTag tag = {};  // what is sent; of a receive: what has come
+    FrameTag tag = {};                                       // what is sent; of a receive: what has come
     bool waits() const { return round > operation->round; }  // for a round before it
   };
   using Queue = std::deque<Frame>;  // in the order of issue

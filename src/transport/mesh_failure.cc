@@ -107,8 +107,7 @@ Error Mesh::Fail(const Operation& operation, double elapsed_s) {
   for (const Peer& peer : peers_) explained |= peer.witness.note && peer.witness.note->kind != Note::kTimedOut;
   Note own(lost ? Note::kLost : Note::kTimedOut, suspects, operation.label, elapsed_s);
   const bool damaged = std::any_of(differing.begin(), differing.end(), [&](int peer) { return peers_[peer].damaged; });
-  if (!differing.empty())
-    own = Note(damaged ? Note::kDamaged : Note::kMismatch, differing, operation.label, elapsed_s);
+  if (!differing.empty()) own = Note(damaged ? Note::kDamaged : Note::kMismatch, differing, operation.label, elapsed_s);
   Verdict verdict{own, -1};
   if (!differing.empty() || explained) {
     verdict = JudgePeers(own);
