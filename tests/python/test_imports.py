@@ -22,14 +22,15 @@ MAY_IMPORT = {
     "report": {"errors"},
     "cost": {"dist", "errors"},
     "plan": {"capture", "errors", "models"},
+    "calibrate": {"config", "errors", "plan", "version"},
     "observe": {"cost", "dist", "errors", "files"},
     "checkpoint": {"config", "dist", "errors"},
     "compiling": {"capture", "config", "cost", "dist", "errors", "version"},
     "train": {"capture", "checkpoint", "compiling", "config", "dist", "errors", "observe"},
     "interlace": {"config", "errors", "train", "version"},
     "cli": {
-        "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe", "plan",
-        "report", "version",
+        "calibrate", "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe",
+        "plan", "report", "version",
     },
 }  # fmt: skip
 
