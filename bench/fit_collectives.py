@@ -3,9 +3,10 @@
     python bench/fit_collectives.py --data ../shared/data
 
 Model (src/cost/collective_model.h): time = alpha * (n - 1) + bytes * (n - 1) / n / bandwidth, with bytes the whole buffer
-and n ranks; an all-reduce is twice that. Fitted on the 16- and 64-GPU rows of nccl_p5_all_gather.csv (8 H100 a node,
+and n ranks; an all-reduce around a ring is twice that. Fitted on the 16- and 64-GPU rows of nccl_p5_all_gather.csv (8 H100 a node,
 EFA): mean absolute relative error, which single outliers of the tables do not pull. Predictions for 32, 128 and 256 GPUs
-follow. Then rows inside one node of comm_{l4,a100}.csv, which the presets of those machines use.
+follow. An all-reduce between nodes goes along trees and within a node through the switches: another form, whose rate
+falls for small buffers and many nodes. Then rows inside one node of comm_{l4,a100}.csv, which the presets of those machines use.
 """
 
 from __future__ import annotations
@@ -62,11 +63,52 @@ def show_p5(data: Path) -> None:
     for n in (32, 128, 256):
         row = [model_us(alpha, bandwidth, np.array([float(n)]), np.array([float(32 << i) * MIB]))[0] for i in range(7)]
         print(f"    {n:4d} GPUs             " + " ".join(f"{t:9.1f}" for t in row))
-    ranks, size, measured = p5(data / "nccl_p5_all_reduce.csv")
-    alpha, bandwidth, _ = fit(ranks, size, measured / 2)
-    error = 2 * model_us(alpha, bandwidth, ranks, size) / measured - 1
-    print(f"p5 all-reduce (NVLink SHARP): alpha {alpha:.2f} us, bandwidth {bandwidth:.1f} GB/s, mean absolute error"
-          f" {100 * np.abs(error).mean():.1f} %, bias {100 * error.mean():+.1f} %")  # fmt: skip
+    show_all_reduce(data)
+
+
+def tree_us(p: Array, ranks: Array, size: Array) -> Array:
+    """p = GB/s of many nodes, GB/s of two, half MiB, spread, power (src/cost/collective_model.h)."""
+    nodes = np.maximum(ranks / 8, 1)
+    rate = np.where(nodes == 2, p[1], p[0])
+    slow = (p[2] * MIB * nodes ** p[3] / size) ** p[4]
+    return 2 * size * (ranks - 1) / ranks / (rate * 1e3) * (1 + slow)
+
+
+def fit_tree(ranks: Array, size: Array, measured: Array) -> Array:
+    def loss(p: Array) -> float:
+        off = np.abs(np.log(tree_us(p, ranks, size) / measured))
+        return float(np.where(off < 0.1, off**2 / 0.2, off - 0.05).mean())  # single outliers of the tables pull little
+
+    start, steps = [370.0, 480.0, 40.0, 0.5, 0.7], [40.0, 40.0, 20.0, 0.3, 0.2]
+    return search(loss, start, steps, [50, 50, 0.1, 0, 0.1], [900, 900, 500, 1, 1])[0]
+
+
+# 8 H200, NVLink SHARP, bus GB/s by MiB: stas00/ml-engineering 744d01e, network/README.md
+NVLS = ((1, 39.93), (4, 107.16), (16, 219.89), (64, 346.51), (256, 436.15), (1024, 463.58), (4096, 473.10))
+
+
+def show_all_reduce(data: Path) -> None:
+    tables = [data / name for name in ("nccl_p5_all_reduce.csv", "nccl_p5_all_reduce_more.csv") if (data / name).exists()]
+    ranks, size, measured = (np.concatenate(parts) for parts in zip(*(p5(table) for table in tables), strict=True))
+    point = fit_tree(ranks, size, measured)
+    error = np.abs(tree_us(point, ranks, size) / measured - 1)
+    print(f"p5 all-reduce, {len(size)} rows: {point[0]:.0f} GB/s (two nodes {point[1]:.0f}), half at {point[2]:.1f} MiB x"
+          f" nodes^{point[3]:.2f}, power {point[4]:.2f}; error {100 * error.mean():.1f} % mean, {100 * error.max():.1f} % worst")  # fmt: skip
+    for left in sorted(set(ranks)):
+        if left > 16:  # two nodes have a rate of their own
+            rest = ranks != left
+            off = np.abs(tree_us(fit_tree(ranks[rest], size[rest], measured[rest]), ranks, size) / measured - 1)[~rest]
+            print(f"  without {left:.0f} GPUs, on them: {100 * off.mean():.1f} % mean, {100 * off.max():.1f} % worst")
+    for n in (256, 512):
+        row = [tree_us(point, np.array([float(n)]), np.array([float(32 << i) * MIB]))[0] for i in range(0, 9, 2)]
+        print(f"  predicted, {n} GPUs, us at 32 MiB x 4^i: " + " ".join(f"{t:9.1f}" for t in row))
+    mib, bus = np.array(NVLS).T
+    size, ranks = mib * MIB, np.full(len(mib), 8.0)
+    measured = 2 * size * 7 / 8 / (bus * 1e3)
+    point = fit_tree(ranks, size, measured)
+    error = np.abs(tree_us(point, ranks, size) / measured - 1)
+    print(f"8 H200 all-reduce in the switches: {point[0]:.0f} GB/s, half at {point[2]:.1f} MiB, power {point[4]:.2f};"
+          f" error {100 * error.mean():.1f} % mean, {100 * error.max():.1f} % worst")  # fmt: skip
 
 
 def show_node(data: Path, gpu: str) -> None:
@@ -98,8 +140,9 @@ def main() -> int:
         print(f"{options.data}/nccl_p5_all_gather.csv is not there; give the folder with --data", file=sys.stderr)
         return 2
     show_p5(options.data)
-    for gpu in ("l4", "a100"):
-        show_node(options.data, gpu)
+    for gpu in ("l4", "a100", "a10g"):
+        if (options.data / f"comm_{gpu}.csv").exists():
+            show_node(options.data, gpu)
     return 0
 
 

@@ -8,7 +8,7 @@ where waves = ceil(tiles / processors) * processors / tiles is what the last, pa
 of four tile shapes). Memory-bound kernels: time = t0 + bytes / (bandwidth * efficiency), with a faster rate for what the
 last-level cache holds. Flash attention: efficiency = e / (1 + s0 / sequence).
 
-Sources: op_times_gpt_{l4,a100}.csv (Aceso profiles in github.com/Dazz993/Mist), op_times_l4.csv (Mist), and the H100 rows of
+Sources: op_times_gpt_{l4,a100,a10g}.csv (Aceso profiles in github.com/Dazz993/Mist), op_times_l4.csv (Mist), and the H100 rows of
 kernels.md, which stand below with their sources. Rows whose flag says that they failed are left out; so are the attention
 projections (the source times layout changes with them) and times that hold a tensor-parallel all-reduce. t0 of the Aceso
 tables is a host clock with synchronisation: fitted, printed, and not used for a kernel on a device.
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 # name -> processors, peak TFLOP/s (fp16/bf16 dense), memory TB/s: vendor data sheets
-DEVICES = {"l4": (58, 121.0, 0.300), "a100": (108, 312.0, 1.555), "h100": (132, 989.5, 3.35)}
+DEVICES = {"l4": (58, 121.0, 0.300), "a10g": (80, 70.0, 0.600), "a100": (108, 312.0, 1.555), "h100": (132, 989.5, 3.35)}
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8))  # and their share of the peak rate
 MODELS = {"1_3B": (2048, 32), "2_6B": (2560, 32), "6_7B": (4096, 32), "13B": (5120, 40), "20B": (6144, 64),
           "22B": (6144, 64), "40B": (8192, 64)}  # hidden size, heads  # fmt: skip
@@ -93,9 +93,10 @@ def read_gpt(data: Path, gpu: str) -> tuple[Array, Array, NDArray[np.bool_], dic
                 forwards.append(True)
             elif op in ("enc-attention-dense", "enc-MLP-GEMM-2"):
                 inner = (h if op == "enc-attention-dense" else 4 * h) // tp
-                shapes.append((m, inner, h))
-                times.append(backward)
-                forwards.append(False)
+                if gpu != "a10g":  # whose times hold the gradient of the weight too
+                    shapes.append((m, inner, h))
+                    times.append(backward)
+                    forwards.append(False)
                 if tp == 1:
                     shapes.append((m, h, inner))
                     times.append(forward)
@@ -160,7 +161,7 @@ def main() -> int:
     forward, both = np.array(H100_FA2_FORWARD, float), np.array(H100_FA2_BOTH, float)
     fit_attention("h100", sequences, forward, "forward")
     fit_attention("h100", sequences, 2.5 / (3.5 / both - 1 / forward), "backward (from forward and both)")
-    for gpu in ("a100", "l4"):
+    for gpu in ("a100", "l4", "a10g"):
         if not (options.data / f"op_times_gpt_{gpu}.csv").exists():
             print(f"{options.data}/op_times_gpt_{gpu}.csv is not there; give the folder with --data", file=sys.stderr)
             return 2
@@ -172,7 +173,8 @@ def main() -> int:
             ("second operand transposed (forward)", is_forward),
             ("plain (input gradient)", ~is_forward),
         ):
-            fit_gemm(gpu, what, shapes[chosen], measured[chosen], float(point[3]))
+            if chosen.any():
+                fit_gemm(gpu, what, shapes[chosen], measured[chosen], float(point[3]))
         for name, table in memory.items():
             fit_memory(gpu, name, table)
     with (options.data / "op_times_l4.csv").open(newline="") as file:

@@ -4,10 +4,11 @@ python bench/papers.py                                     # a sample of the set
 python bench/papers.py --only llama-3.1-8b                 # SimpleFSDP's Tables 5 and 6
 python bench/papers.py --all --json out/papers.json        # every batch, sequence and accumulation
 python bench/papers.py --only llama-3-70b --evaluations 60 # a shorter search
+python bench/papers.py --setup deepcompile                 # as the paper ran it (bench/paper_setups.py): deepcompile, simplefsdp, mist
 
 Nothing runs on a GPU: times are those of the cost model (docs/cost_model.md) and the simulator. `needs` is the peak of a rank, on
 80 GB devices; "out of memory" marks what does not fit. All methods but `ours` and the 8B rows recompute whole blocks, as the papers'
-runs do; `ours` decides that too.
+runs do; `ours` decides that too. Without --setup everything is bfloat16, on kernels as fast as alone (stack `kernels`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import time
 from typing import Any
 
 from common import machine, write_json
+from paper_setups import SETUPS, Setup
+from paper_setups import captured as captured_as
 
 GIB = 2**30
 DEVICE_BYTES = 73 * GIB  # an H100 without context and communication library (its preset, docs/cost_model.md)
@@ -37,9 +40,8 @@ class Case:
     def title(self) -> str:
         return f"{self.model}, {self.ranks} H100, batch {self.batch}, sequence {self.seq}, accumulation {self.accumulation}"
 
-    @property
-    def cluster(self) -> str:
-        return f"h100-80gb-{self.ranks}"
+    def cluster(self, stack: str = "kernels") -> str:
+        return f"h100-80gb-{self.ranks}:{stack}"
 
 
 SAMPLE = [
@@ -63,14 +65,17 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
-def methods(case: Case, evaluations: int) -> dict[str, str]:
+def methods(case: Case, evaluations: int, setup: Setup | None = None) -> dict[str, str]:
     """Name -> what follows `canonicalize` in the pipeline."""
-    cost = f"cluster={case.cluster}"
+    cost = f"cluster={case.cluster(setup.stack('P+S') if setup else 'kernels')}"
+    if setup is not None:
+        cost += f",limit={setup.limit_bytes}"
     blocks = "model.layers.*"
 
     def steps(recompute: bool, ahead: int, mode: str, after: str, strategy: str = "shard") -> str:
         sharding = f"{strategy}(ranks={case.ranks}{f',ahead={ahead}' if strategy == 'shard' else ''})"
-        parts = ["recompute(mode=full)"] if recompute else []
+        parts = [f"precision(param=bf16,reduce={setup.reduce})"] if setup is not None else []
+        parts += ["recompute(mode=full)"] if recompute else []
         parts.append(sharding)
         if case.accumulation > 1:
             parts.append(f"accumulate(steps={case.accumulation},mode={mode})")
@@ -104,7 +109,7 @@ def methods(case: Case, evaluations: int) -> dict[str, str]:
         "ZeRO-3": steps(True, 1, "reduce_each", ""),
         "P (prefetch)": steps(True, 0, "reduce_each", prefetch),
         "S (selective unsharding)": steps(True, 1, "reduce_each", unshard),
-        "P+S": steps(True, 0, "reduce_each", f"{prefetch},{unshard}"),
+        "P+S": steps(True, 0 if setup is None else 1, "reduce_each", f"{prefetch},{unshard}" if setup is None else f"{unshard},{prefetch}"),
         "FSDP, full gradients": steps(
             True, 0, "reduce_last", f"bucket(mode=manual,modules={blocks},pack=copy),reorder"
         ),
@@ -114,7 +119,9 @@ def methods(case: Case, evaluations: int) -> dict[str, str]:
     }
 
 
-def captured(case: Case) -> Any:
+def captured(case: Case, setup: Setup | None = None) -> Any:
+    if setup is not None:
+        return captured_as("llama-3-8b" if case.model == "llama-3.1-8b" else case.model, case.batch, case.seq, setup)
     from interlace import _core
     from interlace.capture import capture
     from interlace.models import build
@@ -124,14 +131,14 @@ def captured(case: Case) -> Any:
     return _core.Program.parse(capture(preset.model, preset.loss_fn, preset.example_batch).text)
 
 
-def measure(program: Any, case: Case, pipeline: str) -> dict[str, Any]:
+def measure(program: Any, case: Case, pipeline: str, stack: str = "kernels") -> dict[str, Any]:
     from interlace import _core
 
     start = time.perf_counter()
     work = _core.Program.parse(program.print())
     try:
         work.run_passes(f"canonicalize,{pipeline}", verify=False)
-        result = json.loads(_core.Simulator(work).run(case.cluster).json())
+        result = json.loads(_core.Simulator(work).run(case.cluster(stack)).json())
     except _core.Error as e:
         return {"pipeline": pipeline, "error": str(e).splitlines()[0], "seconds": time.perf_counter() - start}
     meta = work.meta()
@@ -149,9 +156,17 @@ def main() -> None:
     parser.add_argument(
         "--evaluations", type=int, default=0, help="simulations of the search (0: by the program's size)"
     )
+    parser.add_argument("--setup", choices=[*SETUPS, "mist"], help="as a paper ran it, not all in bfloat16 on kernels as fast as alone")
     parser.add_argument("--json", help="add the figures to this file")
     args = parser.parse_args()
+    if args.setup == "mist":
+        mist()
+        return
+    setup = SETUPS.get(args.setup or "")
     cases = EVERYTHING if args.all else SAMPLE
+    if setup is not None:
+        cases = [case for case in cases if (case.model == "llama-3.1-8b") == (setup.name == "simplefsdp")]
+        cases = [case for case in cases if case.model != "llama-3.1-405b" and not (case.model == "mixtral-8x7b" and case.ranks > 16)]
     wanted = args.only.split(",") if args.only else sorted({case.model for case in cases})
     unknown = set(wanted) - {case.model for case in cases}
     if unknown:
@@ -163,15 +178,27 @@ def main() -> None:
             continue
         key = (case.model, case.batch, case.seq)
         if key not in programs:
-            programs = {key: captured(case)}
+            programs = {key: captured(case, setup)}
         print(f"\n{case.title}", flush=True)
         rows: dict[str, dict[str, Any]] = {}
-        for name, pipeline in methods(case, args.evaluations).items():
-            row = rows[name] = measure(programs[key], case, pipeline)
+        for name, pipeline in methods(case, args.evaluations, setup).items():
+            row = rows[name] = measure(programs[key], case, pipeline, setup.stack(name) if setup else "kernels")
             print("  " + line(name, row, rows), flush=True)
         record["cases"].append({"case": dataclasses.asdict(case), "rows": rows})
     if args.json:
         write_json(args.json, record)
+
+
+def mist() -> None:
+    """The planner on the paper's workloads, on whole steps of Megatron's stack."""
+    from mist import PLATFORMS, WORKLOADS, layers_of, samples_per_s
+
+    for platform, (gpu, seq) in PLATFORMS.items():
+        for size, devices, batch in WORKLOADS:
+            found = {system: samples_per_s(layers_of(f"gpt-{size}", True, f"{gpu}-{devices}:megatron", seq).tune(system, batch))
+                     for system in ("megatron", "deepspeed", "full")}  # fmt: skip
+            rates = ", ".join(f"{system} {rate:.2f}" for system, rate in found.items())
+            print(f"GPT-{size} on {devices} {platform}, batch {batch}: {rates} samples/s", flush=True)
 
 
 def line(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:

@@ -69,20 +69,20 @@ def numbers(cluster: str) -> dict[str, dict[str, float]]:
 
 def methods(case: Case, limit: int) -> dict[str, str]:
     base = f"precision(param=bf16,reduce=bf16),recompute(mode=full),shard(ranks={case.ranks},ahead=1),update(clip=1.0)"
-    costs = f"cluster={case.cluster},limit={limit}"
+    costs = f"cluster={case.cluster()},limit={limit}"
     return {
         "memory without end": base,
         "ours": f"{base},reposition_update,offload({costs},host=auto)",
         "  all states stream": f"{base},reposition_update,offload({costs})",
         "  all steps on the host": f"{base},reposition_update,offload({costs},host=always)",
         "DeepCompile, Algorithm 2": f"{base},offload_deepcompile({costs})",
-        "everything synchronous": f"{base},offload_sync(cluster={case.cluster})",
+        "everything synchronous": f"{base},offload_sync(cluster={case.cluster()})",
     }
 
 
 def on_cpu(free: dict[str, Any], parameters: int, case: Case) -> dict[str, Any]:
     """The step with the optimizer on the hosts: after the backward part their memory is read and written, then shards go back."""
-    tables = numbers(case.cluster)
+    tables = numbers(case.cluster())
     per_host = min(case.ranks, int(tables[""]["per_node"]))
     shard = parameters / case.ranks
     adam = shard * per_host * ADAM_BYTES / (tables["host"]["memory_gb_per_s"] * 1e9)

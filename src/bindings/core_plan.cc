@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
+#include <tuple>
 
 #include "bindings/core.h"
 #include "plan/plan_json.h"
@@ -16,24 +18,25 @@ namespace py = pybind11;
 namespace interlace {
 namespace {
 
-Status CheckPlan(const plan::PlanFile& file, const std::string& cluster_text, const std::string& cluster_file) {
-  if (cluster_text.empty()) return plan::VerifyPlan(file);
+Status CheckPlan(const plan::PlanFile& file, const std::string& cluster_text, const std::string& cluster_file,
+                 bool over_memory) {
+  if (cluster_text.empty()) return plan::VerifyPlan(file, nullptr, over_memory);
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
-  return plan::VerifyPlan(file, &cluster);
+  return plan::VerifyPlan(file, &cluster, over_memory);
 }
 
 // A plan that keeps its rules, by itself and on a cluster if there is one.
 Result<plan::PlanFile> CheckedPlan(const std::string& text, const std::string& file, const std::string& cluster_text,
-                                   const std::string& cluster_file) {
+                                   const std::string& cluster_file, bool over_memory = false) {
   INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
-  Status status = CheckPlan(parsed, cluster_text, cluster_file);
+  Status status = CheckPlan(parsed, cluster_text, cluster_file, over_memory);
   if (!status.ok()) return Error{status.error().message, file};
   return parsed;
 }
 
 Result<std::string> ReadPlan(const std::string& text, const std::string& file, const std::string& cluster_text,
-                             const std::string& cluster_file) {
-  INTERLACE_ASSIGN(plan::PlanFile plan, CheckedPlan(text, file, cluster_text, cluster_file));
+                             const std::string& cluster_file, bool over_memory) {
+  INTERLACE_ASSIGN(plan::PlanFile plan, CheckedPlan(text, file, cluster_text, cluster_file, over_memory));
   return plan::PlanJson(plan);
 }
 
@@ -55,12 +58,24 @@ std::string FindPlans(plan::PlanRequest request, const std::string& cluster, con
 }
 
 Result<std::string> Predicted(const std::string& text, const std::string& file, const std::string& model,
-                              const std::string& cluster_text, const std::string& cluster_file) {
+                              const std::string& cluster_text, const std::string& cluster_file, bool over_memory) {
   INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, file));
   INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
-  Result<plan::PlanFile> predicted = plan::PredictPlan(parsed, model, cluster);
+  Result<plan::PlanFile> predicted = plan::PredictPlan(parsed, model, cluster, over_memory);
   if (!predicted.ok()) return Error{predicted.error().ToString(), file};
   return plan::PrintPlan(*predicted);
+}
+
+Result<std::tuple<double, int64_t, double>> Ran(plan::PlanPredictor& predictor, const std::string& text,
+                                                const std::string& cluster_text, const std::string& cluster_file) {
+  INTERLACE_ASSIGN(plan::PlanFile parsed, plan::ParsePlan(text, "plan"));
+  INTERLACE_ASSIGN(ClusterSpec cluster, LoadCluster(cluster_text, cluster_file));
+  INTERLACE_ASSIGN(plan::PlanFile predicted, predictor.Predict(parsed, cluster, true));
+  INTERLACE_ASSIGN(const double error, predictor.ErrorOf(predicted, cluster));
+  int64_t peak = 0;
+  for (const plan::PlanStage& stage : predicted.plan.stages)
+    peak = std::max({peak, stage.cost.peak_forward, stage.cost.peak_backward});
+  return std::tuple(predicted.plan.pipeline_us, peak, error);
 }
 
 Result<std::string> Explained(const std::string& text, const std::string& model, const std::string& cluster_text,
@@ -82,10 +97,10 @@ void AddPlanner(py::module_& m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def(
       "read_plan",
-      [](const std::string& text, const std::string& file, const std::string& cluster,
-         const std::string& cluster_file) { return Take(ReadPlan(text, file, cluster, cluster_file)); },
+      [](const std::string& text, const std::string& file, const std::string& cluster, const std::string& cluster_file,
+         bool over_memory) { return Take(ReadPlan(text, file, cluster, cluster_file, over_memory)); },
       py::arg("text"), py::arg("file") = "plan", py::arg("cluster") = "", py::arg("cluster_file") = "cluster",
-      Unlocked(),
+      py::arg("over_memory") = false, Unlocked(),
       "A plan file as JSON. Error: what cannot be read, or the rules that the plan breaks, by itself and on a "
       "cluster.");
   m.def(
@@ -114,10 +129,24 @@ void AddPlanner(py::module_& m) {
   m.def(
       "predict_plan",
       [](const std::string& text, const std::string& model_text, const std::string& cluster, const std::string& file,
-         const std::string& cluster_file) { return Take(Predicted(text, file, model_text, cluster, cluster_file)); },
+         const std::string& cluster_file,
+         bool over_memory) { return Take(Predicted(text, file, model_text, cluster, cluster_file, over_memory)); },
       py::arg("text"), py::arg("model_text"), py::arg("cluster"), py::arg("file") = "plan",
-      py::arg("cluster_file") = "cluster", Unlocked(),
-      "A plan file with its predictions made anew. Error: rules that it breaks, memory included.");
+      py::arg("cluster_file") = "cluster", py::arg("over_memory") = false, Unlocked(),
+      "A plan file with its predictions made anew. Error: rules that it breaks, memory included unless over_memory.");
+  py::class_<plan::PlanPredictor>(m, "PlanPredictor", "The plans of one model at one sequence length, predicted.")
+      .def(py::init([](const std::string& model_text, int64_t sequence) {
+             return Take(plan::PlanPredictor::Create(model_text, sequence));
+           }),
+           py::arg("model_text"), py::arg("sequence"), Unlocked())
+      .def(
+          "run",
+          [](plan::PlanPredictor& self, const std::string& text, const std::string& cluster,
+             const std::string& cluster_file) { return Take(Ran(self, text, cluster, cluster_file)); },
+          py::arg("text"), py::arg("cluster"), py::arg("cluster_file") = "cluster", Unlocked(),
+          "(pipeline_us, peak_bytes, error) of a plan, whether it fits or not: its 1F1B time, the largest peak of a "
+          "device, "
+          "the standard deviation of ln(measured / predicted).");
   m.def(
       "explain_plan",
       [](const std::string& text, const std::string& model_text, const std::string& cluster,

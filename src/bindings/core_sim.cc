@@ -194,6 +194,17 @@ void AddSimulation(py::module_& m) {
   m.def(
       "preset_cluster", [](const std::string& name) { return Take(PresetCluster(name)); }, py::arg("name"), Unlocked(),
       "The cluster file of a preset such as h100-80gb-32.");
+  m.def(
+      "predict_collective",
+      [](const std::string& cluster_text, const std::string& kind, int64_t bytes, int64_t ranks,
+         const std::string& cluster_file) {
+        OneCollective c = Take(PredictCollective(Take(LoadCluster(cluster_text, cluster_file)), kind, bytes, ranks));
+        return std::tuple(c.us, c.time.latency_us, c.time.moved_bytes, c.group.nodes,
+                          std::string(AlgorithmName(c.time.algorithm)), c.error);
+      },
+      py::arg("cluster"), py::arg("kind"), py::arg("bytes"), py::arg("ranks"), py::arg("cluster_file") = "cluster",
+      "One collective over ranks that fill nodes: (us, of it latency, bytes sent by a rank, nodes, algorithm, standard "
+      "deviation of ln(measured / predicted)).");
   m.def("preset_names", [] {
     std::vector<std::string> names;
     for (std::string_view name : PresetNames()) names.emplace_back(name);

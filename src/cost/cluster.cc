@@ -1,5 +1,7 @@
 #include "cost/cluster.h"
 
+#include <algorithm>
+
 #include "base/scan.h"
 #include "base/suggest.h"
 #include "cost/toml.h"
@@ -40,6 +42,7 @@ constexpr NumberKey kNumbers[] = {
     {"kernels", "attention_backward_efficiency", &ClusterSpec::attention_backward_efficiency, Rule::kShare, true},
     {"kernels", "attention_backward_half_sequence", &ClusterSpec::attention_backward_half_sequence, Rule::kNotNegative,
      true},
+    {"kernels", "attention_head_64", &ClusterSpec::attention_head_64, Rule::kShare, false},
     {"host", "h2d_gb_per_s", &ClusterSpec::h2d_gb_per_s, Rule::kPositive, true},
     {"host", "d2h_gb_per_s", &ClusterSpec::d2h_gb_per_s, Rule::kPositive, true},
     {"host", "host_gb_per_s", &ClusterSpec::host_gb_per_s, Rule::kPositive, true},
@@ -65,12 +68,38 @@ constexpr LinkKey kLinks[] = {
     {"gb_per_s", &LinkSpec::gb_per_s, Rule::kPositive, true},
     {"all_reduce_alpha_us", &LinkSpec::all_reduce_alpha_us, Rule::kNotNegative, false},
     {"all_reduce_gb_per_s", &LinkSpec::all_reduce_gb_per_s, Rule::kPositive, false},
+    {"tree_gb_per_s", &LinkSpec::tree_gb_per_s, Rule::kPositive, false},
+    {"tree_pair_gb_per_s", &LinkSpec::tree_pair_gb_per_s, Rule::kPositive, false},
+    {"tree_half_mib", &LinkSpec::tree_half_mib, Rule::kNotNegative, false},
+    {"tree_spread", &LinkSpec::tree_spread, Rule::kShare, false},
+    {"tree_power", &LinkSpec::tree_power, Rule::kShare, false},
+    {"error", &LinkSpec::error, Rule::kNotNegative, false},
 };
 
+// Of a table [step.STACK]. What is written once may stay in a cache, so `memory` may be above the kernels' own rate.
+struct StepKey {
+  std::string_view key;
+  double StackSpec::*member;
+  double least, most;
+};
+constexpr StepKey kSteps[] = {
+    {"products", &StackSpec::products, 0.05, 1},   {"attention", &StackSpec::attention, 0.05, 1.5},
+    {"memory", &StackSpec::memory, 0.05, 4},       {"issue_us", &StackSpec::issue_us, 0, 1000},
+    {"step_us", &StackSpec::step_us, 0, 10000000}, {"error", &StackSpec::error, 0, 2},
+};
+constexpr std::string_view kStepTable = "step.";
+
 // Every other key. The table "" is the top of the file.
-constexpr std::pair<std::string_view, std::string_view> kOthers[] = {
-    {"", "name"},     {"", "devices"},       {"", "per_node"},          {"device", "name"},         {"device", "kind"},
-    {"host", "tier"}, {"intra", "coalesce"}, {"interference", "table"}, {"interference", "factors"}};
+constexpr std::pair<std::string_view, std::string_view> kOthers[] = {{"", "name"},
+                                                                     {"", "devices"},
+                                                                     {"", "per_node"},
+                                                                     {"", "stack"},
+                                                                     {"device", "name"},
+                                                                     {"device", "kind"},
+                                                                     {"host", "tier"},
+                                                                     {"intra", "coalesce"},
+                                                                     {"interference", "table"},
+                                                                     {"interference", "factors"}};
 
 constexpr double kLargest = 1e12;  // of any number in a cluster file
 constexpr int64_t kMostDevices = int64_t{1} << 20;
@@ -101,6 +130,7 @@ class ClusterReader {
     if (spec_.cache_mib > 0 && spec_.cache_gb_per_s <= 0)
       return Bad("device", "cache_mib", "cache_mib needs cache_gb_per_s");
     if (spec_.name.empty()) spec_.name = std::string(file_);
+    INTERLACE_TRY(ChooseStack());
     return std::move(spec_);
   }
 
@@ -124,7 +154,51 @@ class ClusterReader {
     return Error{"the key '" + std::string(key) + "'" + where + " is missing", std::string(file_)};
   }
 
+  Status ChooseStack() {
+    constexpr size_t kKernels = 0;
+    size_t chosen = kKernels;
+    if (const TomlEntry* said = Find("", "stack")) {
+      chosen = std::find(kStacks.begin(), kStacks.end(), said->value.text) - kStacks.begin();
+      if (chosen == kStacks.size()) {
+        return At(*said, "unknown stack '" + said->value.text + "'" +
+                             DidYouMean(said->value.text, {kStacks.begin(), kStacks.end()}));
+      }
+      if (chosen != kKernels && !spec_.has_stack[chosen])
+        return At(*said, "there is no table [step." + said->value.text + "], which says what its steps reach");
+    }
+    spec_.stack = kStacks[chosen];
+    spec_.step = spec_.stacks[chosen];
+    if (spec_.step.issue_us >= 0) spec_.issue_us = spec_.step.issue_us;
+    return Ok{};
+  }
+
+  Status Step(const TomlEntry& e) {
+    const std::string_view name = std::string_view(e.table).substr(kStepTable.size());
+    const auto at = std::find(kStacks.begin(), kStacks.end(), name);
+    if (at == kStacks.end())
+      return Scanner(text_, file_)
+          .ErrorAt(e.key_pos, "no stack is called '" + std::string(name) +
+                                  "'; stacks: kernels, ours, eager, compiled, graph, megatron");
+    const size_t index = at - kStacks.begin();
+    spec_.has_stack[index] = true;
+    for (const StepKey& k : kSteps) {
+      if (k.key != e.key) continue;
+      double value = 0;
+      INTERLACE_TRY(Number(e, Rule::kNotNegative, value));
+      if (!(value >= k.least && value <= k.most)) {
+        return At(e, MakeError("'", e.key, "' is outside of what is possible, ", k.least, " to ", k.most).message);
+      }
+      spec_.stacks[index].*k.member = value;
+      return Ok{};
+    }
+    std::vector<std::string_view> keys;
+    for (const StepKey& k : kSteps) keys.push_back(k.key);
+    return Scanner(text_, file_)
+        .ErrorAt(e.key_pos, "unknown key '" + e.key + "' in [" + e.table + "]" + DidYouMean(e.key, keys));
+  }
+
   Status Take(const TomlEntry& e) {
+    if (e.table.starts_with(kStepTable)) return Step(e);
     for (const NumberKey& k : kNumbers) {
       if (k.table == e.table && k.key == e.key) return Number(e, k.rule, spec_.*k.member);
     }
@@ -135,6 +209,7 @@ class ClusterReader {
       }
     }
     if (e.table.empty() && e.key == "name") return Text(e, spec_.name);
+    if (e.table.empty() && e.key == "stack") return Text(e, spec_.stack);
     if (e.table.empty() && e.key == "devices") return Count(e, spec_.devices);
     if (e.table.empty() && e.key == "per_node") return Count(e, spec_.per_node);
     if (e.table == "device" && e.key == "name") return Text(e, spec_.device_name);

@@ -47,7 +47,25 @@ struct LinkSpec {
   double gb_per_s = 0;             // intra: per device and direction; inter: per node and direction
   double all_reduce_alpha_us = 0;  // 0: as above; an all-reduce is two rings
   double all_reduce_gb_per_s = 0;
+  // An all-reduce in the switches (NVLS) or along a tree of nodes, where it is the faster one; 0: there is none. Its
+  // rate is what so many GB/s become for a buffer: 1 / (1 + (half_mib * nodes^spread / MiB)^power) of them.
+  double tree_gb_per_s = 0;
+  double tree_pair_gb_per_s = 0;  // of two nodes, which need no tree; 0: as above
+  double tree_half_mib = 0, tree_spread = 0, tree_power = 1;
+  double error = 0;  // standard deviation of ln(measured / predicted); 0: not known
 };
+inline constexpr double kOneInTen = 1.2816;  // standard deviations beyond which one of ten lies, on either side
+
+// What whole training steps of a software stack reach of what their kernels reach alone (power, clocks, memory traffic
+// between kernels, what the framework adds), and how long its host takes to launch one.
+struct StackSpec {
+  double products = 1, attention = 1, memory = 1;  // shares of the kernels' rates
+  double issue_us = -1;                            // host time of one launch; -1: [device] has it
+  double step_us = 0;                              // of every step, whatever its size
+  double error = 0;  // standard deviation of ln(measured / predicted) on runs that were not fitted; 0: not known
+};
+inline constexpr std::array<std::string_view, 6> kStacks = {"kernels",  "ours",  "eager",
+                                                            "compiled", "graph", "megatron"};
 
 struct ClusterSpec {
   std::string name;
@@ -84,6 +102,13 @@ struct ClusterSpec {
   double compute_threads = 1;  // of a rank (cpu)
   double comm_core_us_per_mb = 0;  // processor time a collective takes per MB moved (cpu)
 
+  double attention_head_64 = 1;  // rate of attention with heads of 64 over that of 128
+
+  std::string stack = "kernels";  // one of kStacks; "kernels": each as fast as alone
+  StackSpec step;                 // of that stack
+  std::array<StackSpec, kStacks.size()> stacks;
+  std::array<bool, kStacks.size()> has_stack{};
+
   LinkSpec intra, inter;
   bool coalesce = true;  // a coalesced call of k units has one latency (NCCL, our sockets), else k
 
@@ -98,8 +123,8 @@ struct ClusterSpec {
 // Parses a cluster file. Error: unknown table or key (did you mean), a rate that is not positive, a missing key,
 // devices that do not fill nodes.
 Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file);
-// The text of "<gpu>-<count>": h100-80gb-32, a100-40gb-8, l4-24gb-4, local-2. Error: unknown name (did you mean), bad
-// count.
+// The text of "<gpu>-<count>": h100-80gb-32, a100-40gb-8, l4-24gb-4, local-2; with ":<stack>" behind it of another
+// software stack. Error: unknown name or stack (did you mean), bad count.
 Result<std::string> PresetCluster(std::string_view name);
 std::vector<std::string_view> PresetNames();
 // A preset when `text` is one line without '=', else a file's text.

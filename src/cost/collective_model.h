@@ -4,8 +4,11 @@
 //   mesh dp 4, tp 2 on nodes of 4:   tp groups {0,1} {2,3} ... lie within a node,
 //                                    dp groups {0,2,4,6} {1,3,5,7} span two nodes
 // A ring over n ranks: alpha * (n - 1) + bytes * (n - 1) / n / bandwidth; bandwidth between nodes is the share of the
-// node's that the group's members in it have. An all-reduce is two rings. Source: NCCL's rings; fitted by
-// bench/fit_collectives.py.
+// node's that the group's members in it have. An all-reduce is two rings, or goes up and down a tree of nodes, or is
+// summed in the switches within a node (NVLS), whichever is fastest. Of the last two
+//   2 * bytes * (n - 1) / n / bandwidth * (1 + (half * nodes^spread / bytes)^power), log2(n) hops at least
+// is what nccl-tests show: small buffers fill the links badly, more so over many nodes. Source: NCCL's rings, trees;
+// fitted by bench/fit_collectives.py.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +37,29 @@ struct GroupShape {
 std::string RanksWord(const std::vector<Axis>& mesh, std::string_view axes, std::string_view replicas = "");
 GroupShape GroupShapeOf(const std::vector<Axis>& mesh, std::string_view axes, int64_t per_node);
 
+enum class Algorithm : uint8_t { kRing, kTree, kSwitch };
+std::string_view AlgorithmName(Algorithm algorithm);
+
 struct CollectiveTime {
+  Algorithm algorithm = Algorithm::kRing;
   double latency_us = 0;  // not slowed by what else uses the link
   double transfer_us = 0;
   double moved_bytes = 0;  // sent by one rank
 };
 // `bytes`: the whole buffer of a rank (a gather's result, a reduce's source); `messages`: latencies to pay.
+CollectiveTime CollectiveTimeOf(const ClusterSpec& cluster, const GroupShape& group, Exchange kind, double bytes,
+                                int64_t messages);
 CollectiveTime RingTime(const ClusterSpec& cluster, const GroupShape& group, Exchange kind, double bytes,
                         int64_t messages);
+
+// One collective over ranks that fill nodes. Error: no such collective ("all_gather", "reduce_scatter", "all_reduce",
+// "broadcast", "all_to_all", "p2p"); more ranks than the cluster has, or nodes half full; no bytes.
+struct OneCollective {
+  GroupShape group;
+  CollectiveTime time;
+  double us = 0, error = 0;  // error: standard deviation of its logarithm, 0 where it is not known
+};
+Result<OneCollective> PredictCollective(const ClusterSpec& cluster, std::string_view kind, int64_t bytes,
+                                        int64_t ranks);
 
 }  // namespace interlace

@@ -197,7 +197,7 @@ Result<OpCost> CostModel::Timed(Exchange kind, GroupShape group, const std::stri
   if (kind == Exchange::kPointToPoint && group.ranks < 2) group.ranks = 2;
   if (group.ranks < 2) return cost;
   int64_t messages = cluster_.coalesce ? 1 : units;
-  CollectiveTime time = RingTime(cluster_, group, kind, bytes, messages);
+  CollectiveTime time = CollectiveTimeOf(cluster_, group, kind, bytes, messages);
   cost.source = OpCost::Source::kEstimated;
   double core_us = cluster_.comm_core_us_per_mb * time.moved_bytes / 1e6, finish_us = 0;
   if (profile_ != nullptr) {

@@ -52,7 +52,7 @@ TEST(Cluster, TextIsAsReviewed) {
 TEST(Cluster, PresetErrors) {
   EXPECT_EQ(ErrorOf(LoadCluster("h10-80gb-8", "c")),
             "there is no cluster file or preset 'h10-80gb-8', did you mean 'h100-80gb'? presets: h100-80gb-N, "
-            "a100-40gb-N, l4-24gb-N, local-N");
+            "h200-141gb-N, b200-180gb-N, mi300x-192gb-N, a100-80gb-N, a100-40gb-N, a10g-24gb-N, l4-24gb-N, local-N");
   EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb", "c")),
             "the preset 'h100-80gb' needs a number of devices, for example 'h100-80gb-8'");
   EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-0", "c")),
@@ -99,6 +99,54 @@ TEST(Cluster, FileErrorsShowTheLine) {
       std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster("a = [1, [2]]\n", "c")).find("a list in a list"), std::string::npos);
   EXPECT_NE(ErrorOf(ParseCluster("a = \n", "c")).find("found the end of the line"), std::string::npos);
+}
+
+TEST(Cluster, Stacks) {
+  EXPECT_EQ(Preset("h100-80gb-8").stack, "kernels");
+  ClusterSpec alone = Preset("h100-80gb-8:kernels"), eager = Preset("h100-80gb-8:eager");
+  EXPECT_EQ(alone.step.products, 1);
+  EXPECT_EQ(alone.issue_us, 2);
+  EXPECT_EQ(eager.name, "h100-80gb-8:eager");
+  EXPECT_LT(eager.step.products, 1);
+  EXPECT_GT(eager.issue_us, alone.issue_us) << "launched from Python";
+  KernelWork product;
+  product.kind = KernelWork::Kind::kProduct;
+  product.dtype = DType::kBF16;
+  product.m = product.n = product.k = 8192;
+  product.flops = 2 * product.m * product.n * product.k;
+  EXPECT_NEAR((KernelUs(eager, product) - eager.shortest_us) * eager.step.products,
+              KernelUs(alone, product) - alone.shortest_us, 1e-6);
+  EXPECT_EQ(ErrorOf(LoadCluster("h100-80gb-8:eagre", "c")),
+            "'h100-80gb-8:eagre' is of no software stack that is known, did you mean 'eager'?; stacks: kernels, ours, "
+            "eager, compiled, graph, megatron");
+}
+
+TEST(Cluster, StackErrors) {
+  auto error = [](const std::string& from, const std::string& to) {
+    return ErrorOf(ParseCluster(Edited("h100-80gb-8", from, to), "c"));
+  };
+  EXPECT_NE(
+      error("\nproducts = 0.7\n", "\nproducts = 7\n").find("'products' is outside of what is possible, 0.05 to 1"),
+      std::string::npos);
+  EXPECT_NE(error("\n[step.ours]", "\n[step.lazy]")
+                .find("no stack is called 'lazy'; stacks: kernels, ours, eager, compiled, graph, megatron"),
+            std::string::npos);
+  EXPECT_NE(error("\nproducts = 0.7\n", "\nproduct = 0.7\n")
+                .find("unknown key 'product' in [step.ours], did you mean 'products'?"),
+            std::string::npos);
+  EXPECT_NE(ErrorOf(LoadCluster("local-2:eager", "c")).find("there is no table [step.eager]"), std::string::npos);
+}
+
+TEST(Cluster, PresetsThatDifferInAFewLines) {
+  ClusterSpec small = Preset("a100-40gb-8"), large = Preset("a100-80gb-8");
+  EXPECT_EQ(large.memory_gib, 80);
+  EXPECT_EQ(large.memory_gb_per_s, 2039);
+  EXPECT_EQ(large.device_name, "A100 SXM4 80GB");
+  EXPECT_EQ(large.mm_efficiency, small.mm_efficiency);
+  EXPECT_EQ(large.intra.gb_per_s, small.intra.gb_per_s);
+  EXPECT_EQ(Preset("mi300x-192gb-8").processors, 304);
+  EXPECT_EQ(Preset("b200-180gb-8").tflops_half, 2250);
+  EXPECT_EQ(Preset("a10g-24gb-4").memory_gb_per_s, 600);
 }
 
 TEST(Interference, TheAlgorithmByHand) {
@@ -151,8 +199,46 @@ TEST(Collectives, RingByHand) {
   EXPECT_EQ(RingTime(c, GroupShapeOf({{"dp", 1}}, "dp", 8), Exchange::kGather, 1e6, 1).transfer_us, 0);
 }
 
+TEST(Collectives, AllReduceTakesTheFastestWay) {
+  ClusterSpec c = Preset("h100-80gb-1024");
+  auto us = [&](std::string_view kind, int64_t mib, int64_t ranks) {
+    Result<OneCollective> one = PredictCollective(c, kind, mib << 20, ranks);
+    EXPECT_TRUE(one.ok()) << ErrorOf(one);
+    return one.ok() ? *one : OneCollective{};
+  };
+  EXPECT_EQ(us("all_reduce", 1024, 8).time.algorithm, Algorithm::kSwitch);
+  EXPECT_EQ(us("all_reduce", 1024, 64).time.algorithm, Algorithm::kTree);
+  EXPECT_EQ(us("all_gather", 1024, 64).time.algorithm, Algorithm::kRing);
+  // nccl-tests on p5.48xlarge, us: github.com/crazyguitar/aws-gpu-communication-benchmark.
+  EXPECT_NEAR(us("all_reduce", 8192, 16).us, 33716, 0.1 * 33716);
+  EXPECT_NEAR(us("all_reduce", 512, 64).us, 3884, 0.15 * 3884);
+  EXPECT_NEAR(us("all_reduce", 32, 128).us, 873, 0.2 * 873);
+  EXPECT_LT(us("all_reduce", 32, 1024).us, 4 * us("all_reduce", 32, 64).us) << "a ring's would grow with the ranks";
+  EXPECT_GE(us("all_reduce", 1024, 256).us, us("all_reduce", 1024, 128).us);
+  EXPECT_EQ(ErrorOf(PredictCollective(c, "allreduce", 1, 8)),
+            "no collective is called 'allreduce', did you mean 'all_reduce'?");
+  EXPECT_EQ(ErrorOf(PredictCollective(c, "all_reduce", 0, 8)), "a collective of 0 bytes; give at least one");
+  EXPECT_EQ(ErrorOf(PredictCollective(c, "all_reduce", 1, 2048)),
+            "a collective of 2048 ranks; h100-80gb-1024 has room for 2 to 1024");
+  EXPECT_EQ(ErrorOf(PredictCollective(c, "all_reduce", 1, 12)), "12 ranks do not fill nodes of 8 devices");
+}
+
+TEST(Kernels, AttentionByHeadSize) {
+  ClusterSpec c = Preset("h100-80gb-8:eager");
+  auto us = [&](double head) {
+    KernelWork w;
+    w.kind = KernelWork::Kind::kAttention;
+    w.dtype = DType::kBF16;
+    w.sequence = 4096, w.head = head;
+    w.flops = 4.0 * 32 * 4096 * 4096 * head;
+    return (KernelUs(c, w) - c.shortest_us) / head;
+  };
+  EXPECT_NEAR(us(128) / us(64), 0.87, 1e-9) << "flash-attention 0251105: 257 of 294 TFLOP/s";
+  EXPECT_NEAR(us(96) * 96, us(80) * 80, 1e-6) << "80 is computed as 96";
+}
+
 TEST(Kernels, PublicH100Rates) {
-  ClusterSpec c = Preset("h100-80gb-8");
+  ClusterSpec c = Preset("h100-80gb-8:kernels");
   auto tflops = [&](double m, double n, double k) {
     KernelWork w;
     w.kind = KernelWork::Kind::kProduct;

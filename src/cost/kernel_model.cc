@@ -116,6 +116,11 @@ class Worker {
     work_.batch = results_[0].elements / std::max(work_.m * work_.n, 1.0);
     size_t rank = b.strides.size();
     work_.transposed = name_ == "aten.linear" || (rank >= 2 && b.strides[rank - 2] == 1 && b.strides[rank - 1] != 1);
+    // The tokens of a layer go to experts in equal parts: a product each, of so many rows.
+    if (name_ == "aten._grouped_mm" && b.sizes.size() == 3 && results_[0].sizes.size() == 2) {
+      work_.batch = std::max(b.At(3), 1.0);
+      work_.m /= work_.batch;
+    }
     work_.flops = 2 * results_[0].elements * work_.k;
     AddAll();
     return true;
@@ -145,6 +150,7 @@ class Worker {
     const Shape& query = shapes_[first];
     work_.kind = KernelWork::Kind::kAttention;
     work_.sequence = query.At(2);
+    work_.head = query.At(1);
     double keys = shapes_[first + 1].At(2);
     bool causal = false;
     for (const Arg& arg : op_.args) causal = causal || (arg.kind == Arg::Kind::kBool && arg.boolean);
@@ -183,7 +189,7 @@ class Worker {
 };
 
 double FarUs(const ClusterSpec& c, double bytes) {
-  return bytes / (c.memory_gb_per_s * 1e3 * c.memory_efficiency);
+  return bytes / (c.memory_gb_per_s * 1e3 * c.memory_efficiency * c.step.memory);
 }
 
 // Of an op that reads what the op before it wrote, as elementwise ops do.
@@ -193,7 +199,16 @@ double NearUs(const ClusterSpec& c, double bytes) {
   // All of it is in the cache up to its size, nothing from twice its size on (a stream pushes itself out).
   double cache = c.cache_mib * 1048576.0;
   double hit = std::clamp(2 - bytes / cache, 0.0, 1.0);
-  return hit * bytes / (c.cache_gb_per_s * 1e3) + (1 - hit) * far;
+  return hit * bytes / (c.cache_gb_per_s * 1e3 * c.step.memory) + (1 - hit) * far;
+}
+
+// Rate of attention for a width of heads over that of 128: kernels exist for multiples of 32, and narrow ones feed the
+// tensor cores less well.
+double HeadShare(const ClusterSpec& c, double head) {
+  if (c.cpu || c.stack == kStacks[0]) return 1;  // kernels alone are as in their tables, those of heads of 128
+  const double padded = std::ceil(std::max(head, 1.0) / 32) * 32;
+  const double rate = padded >= 128 ? 1 : 1 - (128 - padded) / 64 * (1 - c.attention_head_64);
+  return std::max(rate, 0.1) * head / padded;
 }
 
 double PeakFlopsPerUs(const ClusterSpec& c, DType dtype) {
@@ -216,7 +231,8 @@ double ProductUs(const ClusterSpec& c, const KernelWork& w) {
       slow = std::min(slow, std::pow(waves * rows * columns / std::max(w.batch * w.m * w.n, 1.0), exponent) / share);
     }
   }
-  return w.flops / (PeakFlopsPerUs(c, w.dtype) * efficiency) * slow * (1 + half_k / std::max(w.k, 1.0));
+  return w.flops / (PeakFlopsPerUs(c, w.dtype) * efficiency * c.step.products) * slow *
+         (1 + half_k / std::max(w.k, 1.0));
 }
 
 }  // namespace
@@ -240,6 +256,7 @@ double KernelUs(const ClusterSpec& c, const KernelWork& w) {
     case KernelWork::Kind::kAttention: {
       double efficiency = w.backward ? c.attention_backward_efficiency : c.attention_efficiency;
       double half = w.backward ? c.attention_backward_half_sequence : c.attention_half_sequence;
+      efficiency *= HeadShare(c, w.head) * c.step.attention;
       double us = w.flops / (PeakFlopsPerUs(c, w.dtype) * efficiency) * (1 + half / std::max(w.sequence, 1.0));
       return c.shortest_us + std::max(us, FarUs(c, w.bytes));
     }

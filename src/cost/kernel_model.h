@@ -6,7 +6,9 @@
 //   flash attention                       t0 + flops / (peak * e / (1 + s0 / sequence))
 //   all else moves bytes                  t0 + bytes / bandwidth, faster for what fits into the last cache
 //
-// The constants are the cluster's ([device], [kernels]); bench/fit_kernels.py fits them on public timings.
+// The constants are the cluster's ([device], [kernels]); bench/fit_kernels.py fits them on public timings. Each rate is
+// then what the cluster's software stack reaches of it in whole steps ([step.STACK], bench/fit_presets.py). Heads that
+// are not a multiple of 32 wide take as long as the next one.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +25,7 @@ struct KernelWork {
   bool backward = false;    // attention
   DType dtype = DType::kF32;
   double batch = 1, m = 0, n = 0, k = 0;
-  double sequence = 0;
+  double sequence = 0, head = 128;  // attention
   double flops = 0;
   double bytes = 0;  // read and written
 };

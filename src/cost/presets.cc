@@ -1,6 +1,8 @@
 // The presets as cluster files. A number without its own comment is from the line above it that has one.
+#include <algorithm>
 #include <charconv>
 
+#include "base/check.h"
 #include "base/suggest.h"
 #include "cost/cluster.h"
 
@@ -11,6 +13,7 @@ struct Preset {
   std::string_view name;
   int64_t per_node;  // 0: all devices on one host
   std::string_view text;
+  std::string_view changes = {};  // "table key = value  # source", a line each: what differs from the text
 };
 
 constexpr std::string_view kH100 = R"(
@@ -41,6 +44,36 @@ attention_efficiency = 0.352              # bench/fit_kernels.py: FlashAttention
 attention_half_sequence = 375
 attention_backward_efficiency = 0.328
 attention_backward_half_sequence = 572
+attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105
+[step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
+products = 0.7
+attention = 0.57
+memory = 1
+issue_us = 2.0             # assumed
+error = 0.085
+[step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 4.0 %, left out by length 6.9 %
+products = 0.7
+attention = 0.57
+memory = 1
+issue_us = 8.0             # assumed
+error = 0.085
+[step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
+products = 0.77
+attention = 0.63
+memory = 1.5
+issue_us = 4.0             # assumed
+error = 0.12               # assumed
+[step.graph]               # as eager, launched at once
+products = 0.7
+attention = 0.57
+issue_us = 0.5             # assumed
+error = 0.085
+[step.megatron]            # launches as on A100; rates as [step.eager]
+products = 0.7
+attention = 0.57
+memory = 0.64
+issue_us = 78
+error = 0.15               # assumed
 
 [host]
 h2d_gb_per_s = 55.4        # nvbandwidth, Gen5 x16, pinned: stas00/ml-engineering
@@ -56,13 +89,21 @@ cores = 96                 # assumed
 [intra]
 alpha_us = 3.0             # all-reduce of 1 MiB at 39.9 GB/s over 8 GPUs: stas00/ml-engineering 744d01e
 gb_per_s = 361.4           # all-gather of 16 GiB: the same source
-all_reduce_gb_per_s = 480  # NVLink SHARP: the same source
+all_reduce_gb_per_s = 367  # ring of 16 GiB: the same source
+tree_gb_per_s = 482        # NVLink SHARP: bench/fit_collectives.py on the same source's table of 1 MiB to 4 GiB, error 1.1 %
+tree_half_mib = 19.3
+tree_power = 0.81
+error = 0.1                # assumed
 
 [inter]                    # 8 x 400 Gb/s a node
 alpha_us = 8.8             # bench/fit_collectives.py on nccl_p5_all_gather, 16 and 64 GPUs
 gb_per_s = 319
-all_reduce_alpha_us = 8.7 # the same on nccl_p5_all_reduce
-all_reduce_gb_per_s = 442
+tree_gb_per_s = 376        # bench/fit_collectives.py on nccl_p5_all_reduce, 16 to 128 GPUs: error 6.0 %
+tree_pair_gb_per_s = 505
+tree_half_mib = 65
+tree_spread = 0.5
+tree_power = 0.71
+error = 0.11               # 32, 64 and 128 GPUs left out in turn: 8.7, 7.2 and 10.2 %
 
 [interference]
 table = "a100"             # fitted on A100-40GB; nothing public for H100
@@ -96,6 +137,36 @@ attention_efficiency = 0.528              # share of the dense rate as fitted on
 attention_half_sequence = 375             # H100
 attention_backward_efficiency = 0.49
 attention_backward_half_sequence = 572
+attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105  (H100)
+[step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
+products = 0.79
+attention = 0.64
+memory = 1
+issue_us = 2.0             # assumed
+error = 0.05
+[step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 0.8 %, left out by length 0.8 %
+products = 0.79
+attention = 0.64
+memory = 1
+issue_us = 8.0             # assumed
+error = 0.05
+[step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
+products = 0.87
+attention = 0.7
+memory = 1.5
+issue_us = 4.0             # assumed
+error = 0.12               # assumed
+[step.graph]               # as eager, launched at once
+products = 0.79
+attention = 0.64
+issue_us = 0.5             # assumed
+error = 0.05
+[step.megatron]            # bench/fit_presets.py on vtrain_single_fit.csv, 240 runs: error 7.4 %
+products = 0.66
+attention = 0.64           # as [step.eager]
+memory = 0.64
+issue_us = 78              # of a kernel, with what Megatron's Python does between two
+error = 0.1
 
 [host]
 h2d_gb_per_s = 5.9         # 5.2 to 5.75 GiB/s a GPU, all eight at once, AWS p4d: Dazz993/Mist raw data
@@ -149,6 +220,36 @@ attention_efficiency = 0.62               # 63.9 TFLOP/s at sequence 2048: op_ti
 attention_half_sequence = 375             # H100
 attention_backward_efficiency = 0.366     # 34.6 TFLOP/s at 2048
 attention_backward_half_sequence = 572
+attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105  (H100)
+[step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
+products = 0.9
+attention = 0.8
+memory = 1
+issue_us = 2.0             # assumed
+error = 0.15
+[step.eager]               # assumed: no whole steps at hand
+products = 0.9
+attention = 0.8
+memory = 1
+issue_us = 8.0             # assumed
+error = 0.15
+[step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
+products = 0.99
+attention = 0.88
+memory = 1.5
+issue_us = 4.0             # assumed
+error = 0.12               # assumed
+[step.graph]               # as eager, launched at once
+products = 0.9
+attention = 0.8
+issue_us = 0.5             # assumed
+error = 0.15
+[step.megatron]            # launches as on A100; rates as [step.eager]
+products = 0.9
+attention = 0.8
+memory = 1
+issue_us = 78
+error = 0.15               # assumed
 
 [host]
 h2d_gb_per_s = 4.4         # 4.1 GiB/s a GPU, all eight at once: Dazz993/Mist raw data
@@ -225,10 +326,125 @@ gb_per_s = 0.06            # 500 Mbit/s: 2.5 MB in 42.1 ms
 
 [interference]
 table = "none"             # cores are shared instead
+
+[step.kernels]
+error = 0.035              # bench/prediction.py, with a profile: 2.5 % mean over 53 configurations
 )";
 
-constexpr Preset kPresets[] = {
-    {"h100-80gb", 8, kH100}, {"a100-40gb", 8, kA100}, {"l4-24gb", 8, kL4}, {"local", 0, kLocal}};
+// What is not changed below is the other device's, measured or not, and so assumed here.
+constexpr std::string_view kA100Large = R"(
+device name = "A100 SXM4 80GB"
+device memory_gib = 80           # data sheet
+device memory_gb_per_s = 2039    # data sheet
+step.ours products = 0.88
+step.eager products = 0.88       # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 1.2 %, left out by length 1.7 %
+step.compiled products = 0.97
+step.graph products = 0.88
+inter gb_per_s = 184             # 1600 Gb/s a node, of which 0.92 as nccl-tests#290 reports for one card
+)";
+
+constexpr std::string_view kA10G = R"(
+device name = "A10G 24GB"        # whole steps: L4's, assumed
+device processors = 80           # data sheet, as are the peaks but for half
+device tflops_half = 70          # op_times_gpt_a10g.csv: 69.1 at most
+device tflops_single = 31.2
+device tflops_double = 0.49
+device memory_gb_per_s = 600     # data sheet
+device cache_mib = 6
+device cache_gb_per_s = 1900     # assumed, as L4's share
+kernels mm_efficiency = 0.986    # bench/fit_kernels.py, op_times_gpt_a10g.csv, 144 forward rows: error 2.2 %
+kernels mm_wave_exponent = 0.56
+kernels mm_half_k = 152
+kernels mm_transposed_efficiency = 0.986
+kernels mm_transposed_wave_exponent = 0.56
+kernels mm_transposed_half_k = 152
+kernels memory_efficiency = 0.77 # dropout 0.797, gelu 0.750
+host memory_gib = 768            # of a node of eight: AWS g5.48xlarge, instance types
+intra alpha_us = 19              # bench/fit_collectives.py, 8 GPUs, comm_a10g.csv
+intra gb_per_s = 1.56
+intra all_reduce_gb_per_s = 1.94
+)";
+
+constexpr std::string_view kH200 = R"(
+device name = "H200 SXM5 141GB"  # kernels, links and whole steps are H100's
+device memory_gib = 141          # data sheet
+device memory_gb_per_s = 4800    # data sheet
+device cache_gb_per_s = 7700     # assumed, 1.6 times the memory's
+)";
+
+constexpr std::string_view kB200 = R"(
+device name = "B200 SXM 180GB"   # whole steps: H100's, assumed
+device memory_gib = 180          # data sheet of HGX B200
+device processors = 148          # data sheet, as are the peaks
+device tflops_half = 2250
+device tflops_single = 75
+device tflops_double = 37
+device memory_gb_per_s = 7700    # data sheet
+device cache_mib = 126
+device cache_gb_per_s = 12300    # assumed, 1.6 times the memory's
+kernels mm_efficiency = 0.78     # assumed: pytorch/ao's rule for any device
+kernels mm_transposed_efficiency = 0.78
+kernels attention_efficiency = 0.30      # assumed: products doubled, exponentials did not
+kernels attention_backward_efficiency = 0.28
+intra gb_per_s = 723             # data sheet: twice NVLink 4, at the share that H200 reaches
+intra all_reduce_gb_per_s = 734
+intra tree_gb_per_s = 964
+)";
+
+constexpr std::string_view kMI300X = R"(
+device name = "MI300X 192GB"     # whole steps: H100's, assumed
+device memory_gib = 192          # data sheet
+device processors = 304          # data sheet, as are the peaks
+device tflops_half = 1307
+device tflops_single = 163
+device tflops_double = 82
+device memory_gb_per_s = 5300    # data sheet
+device cache_mib = 256
+device cache_gb_per_s = 11900    # assumed: 0.7 of the data sheet's 17200
+device shortest_us = 5           # assumed
+kernels mm_efficiency = 0.55     # assumed: the clock falls under load
+kernels mm_transposed_efficiency = 0.55
+kernels attention_efficiency = 0.25      # assumed
+kernels attention_backward_efficiency = 0.2
+intra alpha_us = 5               # assumed
+intra gb_per_s = 310             # 7 links of 64 GB/s a direction: data sheet, 0.69 assumed
+intra all_reduce_gb_per_s = 310
+intra tree_gb_per_s = 310        # there is no sum in switches
+intra error = 0.3
+)";
+
+constexpr Preset kPresets[] = {{"h100-80gb", 8, kH100},
+                               {"h200-141gb", 8, kH100, kH200},
+                               {"b200-180gb", 8, kH100, kB200},
+                               {"mi300x-192gb", 8, kH100, kMI300X},
+                               {"a100-80gb", 8, kA100, kA100Large},
+                               {"a100-40gb", 8, kA100},
+                               {"a10g-24gb", 8, kL4, kA10G},
+                               {"l4-24gb", 8, kL4},
+                               {"local", 0, kLocal}};
+
+// The text with the changes, each in its table, in place of the line that has the key there.
+std::string Changed(const Preset& preset) {
+  std::string text(preset.text);
+  std::string_view changes = preset.changes;
+  while (!changes.empty()) {
+    const std::string_view line = changes.substr(0, changes.find('\n'));
+    changes.remove_prefix(std::min(changes.size(), line.size() + 1));
+    const size_t blank = line.find(' ');
+    if (blank == std::string_view::npos) continue;
+    const std::string key(line.substr(blank + 1, line.find(' ', blank + 1) - blank));
+    const size_t table = text.find("\n[" + std::string(line.substr(0, blank)) + "]");
+    CHECK(table != std::string::npos) << "no table for " << std::string(line);
+    size_t begin = text.find("\n" + key, table);
+    const size_t next = text.find("\n[", table + 1);
+    if (begin == std::string::npos || begin > next)
+      begin = text.find('\n', table + 1);  // a new one, first of its table
+    const bool replaces = text.compare(begin + 1, key.size(), key) == 0;
+    const size_t end = replaces ? text.find('\n', begin + 1) : begin;
+    text.replace(begin, end - begin, "\n" + std::string(line.substr(blank + 1)));
+  }
+  return text;
+}
 
 }  // namespace
 
@@ -238,7 +454,15 @@ std::vector<std::string_view> PresetNames() {
   return names;
 }
 
-Result<std::string> PresetCluster(std::string_view name) {
+Result<std::string> PresetCluster(std::string_view whole) {
+  const size_t colon = whole.find(':');
+  const std::string_view name = whole.substr(0, colon);
+  const std::string_view stack = colon == std::string_view::npos ? std::string_view() : whole.substr(colon + 1);
+  if (colon != std::string_view::npos && std::find(kStacks.begin(), kStacks.end(), stack) == kStacks.end()) {
+    return MakeError("'", whole, "' is of no software stack that is known",
+                     DidYouMean(stack, {kStacks.begin(), kStacks.end()}),
+                     "; stacks: kernels, ours, eager, compiled, graph, megatron");
+  }
   std::string_view base = name;
   int64_t count = 0;
   size_t dash = name.rfind('-');
@@ -262,8 +486,9 @@ Result<std::string> PresetCluster(std::string_view name) {
     if (count % per_node != 0) {
       return MakeError("'", name, "' does not fill nodes of ", per_node, " devices; take a multiple of ", per_node);
     }
-    return "name = \"" + std::string(name) + "\"\ndevices = " + std::to_string(count) +
-           "\nper_node = " + std::to_string(per_node) + "\n" + std::string(p.text);
+    std::string said = stack.empty() ? "" : "stack = \"" + std::string(stack) + "\"\n";
+    return "name = \"" + std::string(whole) + "\"\ndevices = " + std::to_string(count) +
+           "\nper_node = " + std::to_string(per_node) + "\n" + said + Changed(p);
   }
   std::string list;
   for (const Preset& p : kPresets) list += (list.empty() ? "" : ", ") + std::string(p.name) + "-N";

@@ -28,39 +28,85 @@ struct Variant {
   LayerMemory memory;
 };
 
-// Of one layer, one op after another: kernels, and the collectives of tensor parallelism.
+// Of one layer, one op after another: kernels, and the collectives of tensor parallelism; how long the host takes to
+// launch them.
 struct LayerTimes {
   double forward = 0, backward = 0, tp_forward = 0, tp_backward = 0;
+  double launch_forward = 0, launch_backward = 0;
+  // A layer takes as long as its kernels or as their launches, whichever is longer: the device works while the host is
+  // ahead, and waits for it where it is not.
+  double Forward() const { return std::max(forward, launch_forward - tp_forward); }
+  double Backward() const { return std::max(backward, launch_backward - tp_backward); }
 };
 
-Result<double> CollectiveUs(const Program& program, const Op& op, const ClusterSpec& cluster, int64_t tp) {
-  // The whole of what is gathered, scattered or summed, several at once among it.
-  const Exchange kind = TraitsOf(op).exchange;
+// What a layer's program does, op by op, on sizes that are numbers: the same on every cluster.
+struct LayerWork {
+  struct Kernel {
+    KernelWork work;
+    bool backward = false, on_scores = false;
+  };
+  struct Collective {
+    Exchange kind = Exchange::kNone;
+    double bytes = 0;
+    bool backward = false;
+  };
+  std::vector<Kernel> kernels;
+  std::vector<Collective> collectives;
+  int64_t tp = 1;
+};
+
+// The whole of what is gathered, scattered or summed, several at once among it.
+Result<double> CollectiveBytes(const Program& program, const Op& op) {
   int64_t bytes = 0;
   for (size_t i = 0; i < op.results.size(); ++i) {
-    const ValueId whole = kind == Exchange::kReduce ? op.args[i].value : op.results[i];
+    const ValueId whole = TraitsOf(op).exchange == Exchange::kReduce ? op.args[i].value : op.results[i];
     INTERLACE_ASSIGN(const int64_t each, program.StorageBytes(program.value(whole).type));
     bytes += each;
   }
-  CollectiveTime time =
-      RingTime(cluster, GroupShapeOf({{"tp", tp}}, "tp", cluster.per_node), kind, static_cast<double>(bytes), 1);
-  return time.latency_us + time.transfer_us;
+  return static_cast<double>(bytes);
 }
 
-Result<LayerTimes> TimesOf(const Program& program, const Binding& binding, const ClusterSpec& cluster) {
+// Whether an op only scales, masks or copies attention scores (samples x heads x sequence x sequence), which the kernel
+// of their softmax does on its way in every framework that trains large models.
+bool OnScores(const Program& program, const Op& op, const KernelWork& work, int64_t sequence) {
+  if (work.kind != KernelWork::Kind::kMemory || op.results.empty() || op.results[0] == kNone) return false;
+  if (op.name.find("softmax") != std::string::npos) return false;
+  const std::vector<Dim>& sizes = program.value(op.results[0]).type.sizes;
+  return sizes.size() == 4 && sizes[1].value > 1 && sizes[2].value == sequence && sizes[3].value == sequence;
+}
+
+Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
   INTERLACE_ASSIGN(Program bound, Bind(program, binding));
-  LayerTimes times;
+  LayerWork out;
+  if (auto tp = binding.find("tp"); tp != binding.end()) out.tp = tp->second;
   for (OpId id : bound.MicroBatchPhase()->ops) {
     const Op& op = bound.op(id);
     const bool backward = op.part == Part::kBackward;
     if (TraitsOf(op).family == OpFamily::kCollective) {
       if (IsWait(op)) continue;
-      INTERLACE_ASSIGN(double us, CollectiveUs(bound, op, cluster, binding.at("tp")));
-      (backward ? times.tp_backward : times.tp_forward) += us;
+      INTERLACE_ASSIGN(double bytes, CollectiveBytes(bound, op));
+      out.collectives.push_back({TraitsOf(op).exchange, bytes, backward});
     } else {
       INTERLACE_ASSIGN(KernelWork work, WorkOf(bound, op));
-      (backward ? times.backward : times.forward) += KernelUs(cluster, work);
+      if (work.kind == KernelWork::Kind::kFree) continue;
+      out.kernels.push_back({work, backward, OnScores(bound, op, work, binding.at("s"))});
     }
+  }
+  return out;
+}
+
+LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster) {
+  LayerTimes times;
+  const bool fused = cluster.stack != "kernels" && !cluster.cpu;
+  const GroupShape group = GroupShapeOf({{"tp", layer.tp}}, "tp", cluster.per_node);
+  for (const LayerWork::Collective& each : layer.collectives) {
+    CollectiveTime time = CollectiveTimeOf(cluster, group, each.kind, each.bytes, 1);
+    (each.backward ? times.tp_backward : times.tp_forward) += time.latency_us + time.transfer_us;
+  }
+  for (const LayerWork::Kernel& each : layer.kernels) {
+    if (fused && each.on_scores) continue;
+    (each.backward ? times.backward : times.forward) += KernelUs(cluster, each.work);
+    (each.backward ? times.launch_backward : times.launch_forward) += cluster.issue_us;
   }
   return times;
 }
@@ -86,13 +132,15 @@ class Layer {
     return layer;
   }
 
-  Result<LayerCost> Cost(const Binding& binding, const ClusterSpec& cluster) const {
+  // What does not depend on the cluster.
+  struct Counts {
     LayerCost cost;
-    INTERLACE_ASSIGN(LayerTimes times, TimesOf(kept_.program, binding, cluster));
-    cost.forward_us = times.forward;
-    cost.backward_us = times.backward;
-    cost.tp_forward_us = times.tp_forward;
-    cost.tp_backward_us = times.tp_backward;
+    LayerWork kept, selective, full;
+  };
+  Result<Counts> CountsOf(const Binding& binding) const {
+    Counts out;
+    LayerCost& cost = out.cost;
+    INTERLACE_ASSIGN(out.kept, WorkOfLayer(kept_.program, binding));
     const DimTable& dims = kept_.program.dims;
     INTERLACE_ASSIGN(cost.parameters, dims.Evaluate(parameters_, binding));
     INTERLACE_ASSIGN(cost.tied, dims.Evaluate(tied_, binding));
@@ -104,15 +152,27 @@ class Layer {
     cost.work_forward = forward - cost.saved_kept;
     cost.saved_selective = cost.saved_full = cost.saved_kept;
     cost.work_backward_selective = cost.work_backward_full = cost.work_backward;
-    if (role_ != Role::kBlock) return cost;
+    if (role_ != Role::kBlock) return out;
     INTERLACE_ASSIGN(auto selective, Backward(selective_, binding));
     std::tie(cost.saved_selective, cost.work_backward_selective) = selective;
     INTERLACE_ASSIGN(auto full, Backward(full_, binding));
     std::tie(cost.saved_full, cost.work_backward_full) = full;
-    INTERLACE_ASSIGN(LayerTimes some, TimesOf(selective_.program, binding, cluster));
-    INTERLACE_ASSIGN(LayerTimes all, TimesOf(full_.program, binding, cluster));
-    cost.recompute_selective_us = std::max(some.backward - times.backward, 0.0);
-    cost.recompute_full_us = std::max(all.backward - times.backward, 0.0);
+    INTERLACE_ASSIGN(out.selective, WorkOfLayer(selective_.program, binding));
+    INTERLACE_ASSIGN(out.full, WorkOfLayer(full_.program, binding));
+    return out;
+  }
+
+  LayerCost Cost(const Counts& counts, const ClusterSpec& cluster) const {
+    LayerCost cost = counts.cost;
+    const LayerTimes times = TimesOf(counts.kept, cluster);
+    cost.forward_us = times.Forward();
+    cost.backward_us = times.Backward();
+    cost.tp_forward_us = times.tp_forward;
+    cost.tp_backward_us = times.tp_backward;
+    if (role_ != Role::kBlock) return cost;
+    const LayerTimes some = TimesOf(counts.selective, cluster), all = TimesOf(counts.full, cluster);
+    cost.recompute_selective_us = std::max(some.Backward() - times.Backward(), 0.0);
+    cost.recompute_full_us = std::max(all.Backward() - times.Backward(), 0.0);
     cost.tp_recompute_selective_us = std::max(some.tp_backward - times.tp_backward, 0.0);
     cost.tp_recompute_full_us = std::max(all.tp_backward - times.tp_backward, 0.0);
     return cost;
@@ -202,6 +262,11 @@ class CapturedLayers : public LayerSource {
     return Ok{};
   }
 
+  void MoveTo(const ClusterSpec& cluster) override {
+    cluster_ = cluster;
+    known_.clear();
+  }
+
   int32_t blocks() const override { return blocks_; }
   int32_t largest_tp() const override { return largest_tp_; }
 
@@ -221,7 +286,19 @@ class CapturedLayers : public LayerSource {
     const auto& layers = tp == 1 ? layers_ : cut_layers_;
     Binding binding{{"b", micro_batch}, {"s", sequence_}};
     if (tp > 1) binding = cut_binding_, binding["b"] = micro_batch, binding["tp"] = tp;
-    INTERLACE_ASSIGN(LayerCost cost, layers[static_cast<int>(role)].Cost(binding, cluster_));
+    const Layer& layer = layers[static_cast<int>(role)];
+    const Layer::Counts* counts = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      auto found = counted_.find(key);
+      if (found != counted_.end()) counts = &found->second;
+    }
+    if (counts == nullptr) {
+      INTERLACE_ASSIGN(Layer::Counts made, layer.CountsOf(binding));
+      std::lock_guard lock(mutex_);
+      counts = &counted_.emplace(key, std::move(made)).first->second;
+    }
+    LayerCost cost = layer.Cost(*counts, cluster_);
     if (role == Role::kEmbedding) {  // makes what all blocks share
       INTERLACE_ASSIGN(int64_t shared, layers[static_cast<int>(Role::kBlock)].SharedBytes(binding));
       for (int64_t* saved : {&cost.saved_kept, &cost.saved_selective, &cost.saved_full}) *saved += shared;
@@ -293,6 +370,7 @@ class CapturedLayers : public LayerSource {
   Binding cut_binding_;  // of the latter, but for micro-batch and degree
   mutable std::mutex mutex_;
   mutable std::map<std::tuple<Role, int32_t, int32_t>, LayerCost> known_;
+  mutable std::map<std::tuple<Role, int32_t, int32_t>, Layer::Counts> counted_;  // on any cluster
   mutable std::map<RunSetting, std::array<Layer::AsRun, kRoles>> runs_;
 };
 

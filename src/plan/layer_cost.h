@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/result.h"
+#include "cost/cluster.h"
 
 namespace interlace::plan {
 
@@ -52,6 +53,8 @@ class LayerSource {
   virtual int32_t largest_tp() const = 0;
   // Error: sizes that do not divide, a count beyond 64 bits.
   virtual Result<LayerCost> Cost(Role role, int32_t micro_batch, int32_t tp) const = 0;
+  // Costs from now on are those of this cluster; not while anybody asks. What does not depend on it is kept.
+  virtual void MoveTo(const ClusterSpec&) {}
   // Error: as above; a source without programs.
   virtual Result<RunCost> AsRun(Role role, int32_t micro_batch, const RunSetting& setting) const;
 };

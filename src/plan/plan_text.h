@@ -79,6 +79,8 @@ Result<PlanFile> ParsePlan(std::string_view text, std::string_view file);
 //   memory    predicted peaks are within the limit, and the limit within the cluster's device
 //   host      what a node holds on its host is within the cluster's memory_gib
 //   cluster   devices and nodes are those of the given cluster
-Status VerifyPlan(const PlanFile& file, const ClusterSpec* cluster = nullptr);
+//
+// `over_memory`: without the rules memory and host.
+Status VerifyPlan(const PlanFile& file, const ClusterSpec* cluster = nullptr, bool over_memory = false);
 
 }  // namespace interlace::plan

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -64,6 +65,54 @@ Status WriteExplanations(JsonWriter& out, const PlanFile& file, const LayerSourc
   for (const PlanStage& each : file.plan.stages) WriteExplanation(out.NewLine(), model.Explain(each.strategy));
   out.EndArray();
   return Ok{};
+}
+
+// Standard deviation of ln(measured / predicted): that of whole steps, and of the links as far as compute does not hide
+// them.
+double SpreadOf(const Plan& plan, const StageModel& model, const ClusterSpec& cluster) {
+  double compute = 0, total = 0;
+  const double steady = plan.micro_batches() - 1;
+  for (const PlanStage& each : plan.stages) {
+    const Explanation e = model.Explain(each.strategy);
+    for (int phase = 0; phase < 4; ++phase) {  // the first forward, others, backwards, the last one
+      const double times = phase == 0 || phase == 3 ? 1 : steady;
+      compute += times * std::min(e.phases[phase].alone_us[0], e.phases[phase].total_us);
+      total += times * e.phases[phase].total_us;
+    }
+  }
+  const double exposed = total > 0 ? 1 - compute / total : 0;
+  const double link = cluster.devices > cluster.per_node ? cluster.inter.error : cluster.intra.error;
+  return cluster.step.error > 0 ? std::hypot(cluster.step.error, exposed * link) : 0;
+}
+
+Result<double> SpreadOf(const PlanFile& file, const LayerSource& layers, const ClusterSpec& cluster) {
+  INTERLACE_ASSIGN(StageOptions stage, StageOptionsOf(file));
+  INTERLACE_ASSIGN(StageModel model, StageModel::Create(layers, cluster, stage));
+  return SpreadOf(file.plan, model, cluster);
+}
+
+Result<PlanFile> PredictOn(const PlanFile& file, const LayerSource& layers, const ClusterSpec& cluster,
+                           bool over_memory) {
+  PlanFile out = file;
+  INTERLACE_TRY(VerifyPlan(out, &cluster, over_memory));
+  if (layers.blocks() != file.blocks) {
+    return MakeError("rule layers: the plan is for ", file.blocks, " blocks, the model has ", layers.blocks());
+  }
+  INTERLACE_ASSIGN(StageOptions stage, StageOptionsOf(file));
+  INTERLACE_ASSIGN(LayerCost block, layers.Cost(Role::kBlock, 1, 1));
+  for (size_t i = 0; i < out.plan.stages.size(); ++i) {
+    PlanStage& each = out.plan.stages[i];
+    each.send_us = 0;
+    if (i + 1 == out.plan.stages.size()) break;
+    const PlanStage& next = out.plan.stages[i + 1];
+    int64_t last = int64_t{next.first_device} + int64_t{next.strategy.dp} * next.strategy.tp - 1;
+    bool inside = each.first_device / cluster.per_node == last / cluster.per_node;
+    double bytes = static_cast<double>(block.boundary) * each.strategy.micro_batch * each.strategy.dp;
+    each.send_us = BoundaryUs(cluster, bytes, LayoutOf(each.strategy), LayoutOf(next.strategy), inside);
+  }
+  INTERLACE_ASSIGN(out.plan, Reprice(out.plan, layers, cluster, stage));
+  INTERLACE_TRY(VerifyPlan(out, &cluster, over_memory));  // memory, now that it is known
+  return out;
 }
 
 class Planning {
@@ -153,7 +202,8 @@ class Planning {
     WritePlan(out, file);
     out.NewLine().Field("text", PrintPlan(file)).Key("explained");
     INTERLACE_TRY(WriteExplanations(out, file, *layers_, r_.cluster));
-    out.EndObject();
+    INTERLACE_ASSIGN(const double error, SpreadOf(file, *layers_, r_.cluster));
+    out.Field("error", error).EndObject();
     return Ok{};
   }
 
@@ -192,10 +242,11 @@ class Planning {
   // The same machines, more of them: a preset fills its nodes first, other clusters get more nodes.
   ClusterSpec Larger(int64_t devices) const {
     const std::string& name = r_.cluster.name;
+    const size_t colon = std::min(name.find(':'), name.size());  // and its software stack
     std::string count = "-" + std::to_string(r_.cluster.devices);
-    if (name.ends_with(count)) {
+    if (name.substr(0, colon).ends_with(count)) {
       Result<std::string> preset =
-          PresetCluster(name.substr(0, name.size() - count.size() + 1) + std::to_string(devices));
+          PresetCluster(name.substr(0, colon - count.size() + 1) + std::to_string(devices) + name.substr(colon));
       Result<ClusterSpec> larger = preset.ok() ? LoadCluster(*preset, "preset") : Result<ClusterSpec>(preset.error());
       if (larger.ok()) return *larger;
     }
@@ -273,28 +324,28 @@ Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& pr
   return Planning(request, progress).Run();
 }
 
-Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster) {
-  PlanFile out = file;
-  INTERLACE_TRY(VerifyPlan(out, &cluster));
-  INTERLACE_ASSIGN(std::unique_ptr<LayerSource> layers, ReadLayers(model_text, "model", cluster, file.plan.sequence));
-  if (layers->blocks() != file.blocks) {
-    return MakeError("rule layers: the plan is for ", file.blocks, " blocks, the model has ", layers->blocks());
-  }
-  INTERLACE_ASSIGN(StageOptions stage, StageOptionsOf(file));
-  INTERLACE_ASSIGN(LayerCost block, layers->Cost(Role::kBlock, 1, 1));
-  for (size_t i = 0; i < out.plan.stages.size(); ++i) {
-    PlanStage& each = out.plan.stages[i];
-    each.send_us = 0;
-    if (i + 1 == out.plan.stages.size()) break;
-    const PlanStage& next = out.plan.stages[i + 1];
-    int64_t last = int64_t{next.first_device} + int64_t{next.strategy.dp} * next.strategy.tp - 1;
-    bool inside = each.first_device / cluster.per_node == last / cluster.per_node;
-    double bytes = static_cast<double>(block.boundary) * each.strategy.micro_batch * each.strategy.dp;
-    each.send_us = BoundaryUs(cluster, bytes, LayoutOf(each.strategy), LayoutOf(next.strategy), inside);
-  }
-  INTERLACE_ASSIGN(out.plan, Reprice(out.plan, *layers, cluster, stage));
-  INTERLACE_TRY(VerifyPlan(out, &cluster));  // memory, now that it is known
+Result<PlanPredictor> PlanPredictor::Create(std::string_view model_text, int64_t sequence) {
+  PlanPredictor out;
+  INTERLACE_ASSIGN(std::unique_ptr<LayerSource> layers, ReadLayers(model_text, "model", ClusterSpec{}, sequence));
+  out.layers_ = std::move(layers);
   return out;
+}
+
+Result<PlanFile> PlanPredictor::Predict(const PlanFile& file, const ClusterSpec& cluster, bool over_memory) {
+  layers_->MoveTo(cluster);
+  return PredictOn(file, *layers_, cluster, over_memory);
+}
+
+Result<double> PlanPredictor::ErrorOf(const PlanFile& predicted, const ClusterSpec& cluster) {
+  layers_->MoveTo(cluster);
+  return SpreadOf(predicted, *layers_, cluster);
+}
+
+Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster,
+                             bool over_memory) {
+  INTERLACE_TRY(VerifyPlan(file, &cluster, over_memory));
+  INTERLACE_ASSIGN(std::unique_ptr<LayerSource> layers, ReadLayers(model_text, "model", cluster, file.plan.sequence));
+  return PredictOn(file, *layers, cluster, over_memory);
 }
 
 Result<std::string> ExplainPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster) {

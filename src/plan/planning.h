@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -53,7 +54,23 @@ Result<std::string> MakePlans(const PlanRequest& request, const PlanProgress& pr
 
 // A plan file with its predictions made anew on a model and cluster, those of stages, boundaries and the whole. Error:
 // what VerifyPlan says of it, memory included; strategies that the model's sizes do not allow.
-Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);
+// With `over_memory` peaks may be above the limit: what a plan takes that does not fit.
+Result<PlanFile> PredictPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster,
+                             bool over_memory = false);
+
+// One model at one sequence length, for many plans and clusters: its layers are read and counted once.
+class PlanPredictor {
+ public:
+  static Result<PlanPredictor> Create(std::string_view model_text, int64_t sequence);
+  // As above. Not for several threads at once.
+  Result<PlanFile> Predict(const PlanFile& file, const ClusterSpec& cluster, bool over_memory);
+  // Standard deviation of ln(measured / predicted) of a predicted plan: that of the stack's whole steps, and of the
+  // links as far as they are not hidden. 0: the cluster does not say.
+  Result<double> ErrorOf(const PlanFile& predicted, const ClusterSpec& cluster);
+
+ private:
+  std::shared_ptr<LayerSource> layers_;
+};
 
 // Where the bytes and times of a predicted plan's stages go: the list that MakePlans calls "explained".
 Result<std::string> ExplainPlan(const PlanFile& file, std::string_view model_text, const ClusterSpec& cluster);

@@ -14,7 +14,7 @@ bool Allowed(const std::vector<int32_t>& list, int32_t value) {
 }
 
 LinkTime TimeOf(const ClusterSpec& cluster, const GroupShape& group, Exchange kind, int64_t bytes, int64_t messages) {
-  CollectiveTime time = RingTime(cluster, group, kind, static_cast<double>(bytes), messages);
+  CollectiveTime time = CollectiveTimeOf(cluster, group, kind, static_cast<double>(bytes), messages);
   LinkTime out{time.latency_us + time.transfer_us, 0};
   // On a cpu the thread that computes also moves the data.
   if (cluster.cpu) out.core_us = std::min(out.us, cluster.comm_core_us_per_mb * time.moved_bytes / 1e6);

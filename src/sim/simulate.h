@@ -64,6 +64,9 @@ struct Simulation {
   bool measured = false;  // the times are of a step that ran (measured.h)
   int64_t makespan_ps() const { return output.makespan_ps; }
   int64_t lower_bound_ps() const { return bounds.front().time_ps; }
+  // Standard deviation of ln(measured / predicted) step time, from the cluster's whole steps and links; 0: not known,
+  // as of a CPU whose ops no profile has.
+  double error() const;
 };
 
 // `program` must outlive the simulation. Errors: of the cost model, the engine, the memory curve; ranks out of range; a

@@ -1,5 +1,6 @@
 // The results of a simulation in words and as JSON.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "ir/text.h"
@@ -51,6 +52,17 @@ size_t LastRank(const Simulation& s) {
 
 }  // namespace
 
+double Simulation::error() const {
+  if (measured || makespan_ps() <= 0 || (cluster.cpu && coverage.measured < coverage.ops)) return 0;
+  if (!(cluster.step.error > 0)) return 0;
+  int64_t exposed = 0;
+  const RankUse& last = use[LastRank(*this)];
+  for (const LaneUse& lane : last.lanes) exposed = std::max(exposed, lane.exposed_ps);
+  const double link = ranks > cluster.per_node ? cluster.inter.error : cluster.intra.error;
+  const double share = static_cast<double>(exposed) / static_cast<double>(makespan_ps());
+  return std::hypot(cluster.step.error, std::min(share, 1.0) * link);
+}
+
 std::string SimulationJson(const Simulation& s) {
   const Lowered& lowered = *s.lowered;
   const Program& program = *lowered.program;
@@ -60,6 +72,11 @@ std::string SimulationJson(const Simulation& s) {
   w.Key("profile").BeginObject().Field("fingerprint", s.fingerprint).Field("foreign", s.foreign);
   w.Field("op_kinds", s.coverage.ops).Field("measured_op_kinds", s.coverage.measured).EndObject();
   w.Field("step_us", Microseconds(s.makespan_ps())).Field("lower_bound_us", Microseconds(s.lower_bound_ps()));
+  if (const double error = s.error(); error > 0) {  // 80 % of steps lie between
+    const double step = Microseconds(s.makespan_ps()), spread = std::exp(kOneInTen * error);
+    w.Field("stack", s.cluster.stack).Field("error", error).Field("low_us", step / spread);
+    w.Field("high_us", step * spread);
+  }
   double bound = Microseconds(s.lower_bound_ps());
   w.Field("gap", bound > 0 ? Microseconds(s.makespan_ps()) / bound - 1 : 0.0);
   w.Key("bounds").BeginArray();
@@ -124,7 +141,13 @@ std::string SimulationSummary(const Simulation& s) {
           s.cluster.name.c_str(), s.input.programs.size() == 1 && s.ranks > 1 ? " (alike, one simulated)" : "");
   AddTimes(out, s.coverage, s.fingerprint, s.foreign);
   const Bound& bound = s.bounds.front();
-  AddLine(out, "step          %s", TimeInWords(s.makespan_ps()).c_str());
+  std::string within;
+  if (const double error = s.error(); error > 0) {
+    const double spread = std::exp(kOneInTen * error), step = static_cast<double>(s.makespan_ps());
+    within = ", between " + TimeInWords(static_cast<int64_t>(step / spread)) + " and " +
+             TimeInWords(static_cast<int64_t>(step * spread)) + " in 80 of 100 cases (stack " + s.cluster.stack + ")";
+  }
+  AddLine(out, "step          %s%s", TimeInWords(s.makespan_ps()).c_str(), within.c_str());
   AddLine(out, "lower bound   %s (%s), gap %.1f %%", TimeInWords(bound.time_ps).c_str(),
           std::string(bound.name).c_str(), bound.time_ps > 0 ? Percent(s.makespan_ps(), bound.time_ps) - 100 : 0.0);
   size_t last = LastRank(s);

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "report": {"errors"},
     "cost": {"dist", "errors"},
     "plan": {"capture", "errors", "models"},
+    "calibrate": {"config", "errors", "plan", "version"},
     "observe": {"cost", "dist", "errors", "files"},
     "checkpoint": {"config", "dist", "errors"},
     "compiling": {"capture", "config", "cost", "dist", "errors", "version"},
@@ -29,8 +30,8 @@ MAY_IMPORT = {
     "interlace": {"config", "errors", "train", "version"},
     "integrations": {"config", "errors", "interlace"},
     "cli": {
-        "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe", "plan",
-        "report", "version",
+        "calibrate", "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe",
+        "plan", "report", "version",
     },
 }  # fmt: skip
 

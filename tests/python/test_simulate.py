@@ -244,7 +244,9 @@ def test_what_if_errors(factors, said):
 
 def test_no_program_and_no_cluster(error):
     assert error() == "no program file: name one, or - for stdin (examples: interlace simulate --help)"
-    presets = "h100-80gb-8, a100-40gb-8, l4-24gb-8, local-8"
+    presets = (
+        "h100-80gb-8, h200-141gb-8, b200-180gb-8, mi300x-192gb-8, a100-80gb-8, a100-40gb-8, a10g-24gb-8, l4-24gb-8, local-8"
+    )
     assert error(STEP) == f"no cluster: give --cluster, a file or one of the presets {presets} (any count)"
 
 
@@ -353,7 +355,8 @@ def test_cluster_files_that_cannot_be(error, tmp_path, old, new, said):
     [
         (
             ["--cluster", "h200-2"],
-            "there is no cluster file or preset 'h200-2'; presets: h100-80gb-N, a100-40gb-N, l4-24gb-N, local-N",
+            "there is no cluster file or preset 'h200-2'; presets: h100-80gb-N, h200-141gb-N, b200-180gb-N, mi300x-192gb-N, "
+            "a100-80gb-N, a100-40gb-N, a10g-24gb-N, l4-24gb-N, local-N",
         ),
         (["--cluster", "none.toml"], "no such cluster file: none.toml"),
         (["--cluster", "."], ". is a folder: name a cluster file or a preset such as h100-80gb-8"),

@@ -21,7 +21,9 @@ from interlace.version import __version__
 
 INTERRUPTED = 130
 # Each a module with its HELP and a function of its own name, in the order of the help.
-COMMANDS = ("train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan", "doctor")
+COMMANDS = (
+    "train", "checkpoint", "capture", "opt", "inspect", "explain", "simulate", "report", "profile", "plan", "calibrate", "doctor",
+)  # fmt: skip
 
 app = typer.Typer(
     name="interlace",

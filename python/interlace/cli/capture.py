@@ -20,6 +20,7 @@ Parameters and activations take no memory, so a 70B model is captured on a lapto
   interlace capture --model llama-10m -o llama.il
   interlace capture --model llama-3-70b --micro-batch 1 --seq 2048 -o llama70b.il --json
   interlace capture --model gpt2 --micro-batch 2 --seq 128 --symbolic -o gpt2.il
+  interlace capture --model llama-3-8b --param-dtype bfloat16 -o master.il      # float32 masters
   interlace capture --list
 """
 
@@ -32,6 +33,9 @@ def capture(
         int | None, typer.Option("--seq", min=1, help="Tokens in a sequence.", show_default="the model's usual")
     ] = None,
     symbolic: Annotated[bool, typer.Option("--symbolic", help="Leave batch and sequence open (sizes of at least 2).")] = False,
+    param_dtype: Annotated[
+        str, typer.Option("--param-dtype", help="bfloat16 or float16: float32 parameters, cast to it for forward and backward.")
+    ] = "",
     list_models: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
@@ -41,7 +45,9 @@ def capture(
     if output is None:
         raise FileError("no output file: name one with -o FILE (examples: interlace capture --help)")
     check_output(output)
-    facts = _capture(model, output, micro_batch, seq, symbolic)
+    if param_dtype not in ("", "bfloat16", "float16"):
+        raise FileError(f"--param-dtype {param_dtype}: bfloat16 or float16")
+    facts = _capture(model, output, micro_batch, seq, symbolic, param_dtype)
     if as_json:
         print_json(facts)
         return
@@ -55,19 +61,24 @@ def capture(
     print_facts(rows)
 
 
-def _capture(model: str, output: str, micro_batch: int, seq: int | None, symbolic: bool) -> dict[str, Any]:
+def _capture(
+    model: str, output: str, micro_batch: int, seq: int | None, symbolic: bool, param_dtype: str
+) -> dict[str, Any]:  # fmt: skip
     with Work() as work, _Ticker(work) as ticker:
         ticker.stage = "loading"
         from interlace.capture import capture
+        from interlace.capture.casts import Casts
         from interlace.models import build, resolve
 
         resolve(model)
         ticker.stage = f"building {model}"
         start = time.monotonic()
-        built = build(model, micro_batch=micro_batch, seq=seq, meta=True)
+        dtype = "float32" if param_dtype else None
+        built = build(model, micro_batch=micro_batch, seq=seq, meta=True, dtype=dtype)
         built_at = time.monotonic()
         ticker.stage = f"capturing {model}"
-        captured = capture(built.model, built.loss_fn, built.example_batch, symbolic=symbolic)
+        casts = Casts.named(param_dtype or None, None)
+        captured = capture(built.model, built.loss_fn, built.example_batch, symbolic=symbolic, casts=casts)
         captured_at = time.monotonic()
         ticker.stage = f"writing {output}"
         write_text(output, captured.text)

@@ -88,6 +88,9 @@ def plan(
         str | None,
         typer.Option("--write-layers", help="Only write the model's layers to a file, to plan from it where there is no torch."),
     ] = None,
+    over_memory: Annotated[
+        bool, typer.Option("--over-memory", help="Of a plan file: predict it although it does not fit, and say by how much.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     if export is not None and export[0] not in EXPORTS:
@@ -105,7 +108,9 @@ def plan(
         given = [name for name, value in options if value is not None]
         if given:
             raise FileError(f"{model} is a plan: leave {' and '.join(given)} out, or name the model")
-        found = check_plan(model, cluster, ignore, layers)
+        found = check_plan(model, cluster, ignore, layers, over_memory)
+    elif over_memory:
+        raise FileError("--over-memory is for plan files: a search gives plans that fit")
     else:
         found = make_plan(
             model, _needed("--cluster", cluster, "l4-24gb-32"), int(_needed("--global-batch", global_batch, "512")),
@@ -222,19 +227,24 @@ def _progress(work: Work) -> Callable[[str, int, int, float], None]:
     return say
 
 
-def check_plan(file: str, cluster: str | None, ignore: tuple[str, ...] = (), layers_file: str | None = None) -> dict[str, Any]:
-    """A plan file predicted anew. Error: the rules that it breaks, with the stage."""
+def check_plan(
+    file: str, cluster: str | None, ignore: tuple[str, ...] = (), layers_file: str | None = None, over_memory: bool = False
+) -> dict[str, Any]:
+    """A plan file predicted anew. Error: the rules that it breaks, with the stage; those of memory not with `over_memory`."""
     from interlace import _core
     from interlace.plan.execute import read_plan
 
-    plan = read_plan(file)
+    plan = json.loads(_core.read_plan(Path(file).read_text(), file, over_memory=True)) if over_memory else read_plan(file)
     text, cluster_file = sim.read_cluster(cluster or plan["cluster"])
     with Work() as work:
         layers = traced(work, layers_file or plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
-        predicted = _core.predict_plan(Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file)
+        predicted = _core.predict_plan(
+            Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file, over_memory=over_memory
+        )
+        error = _core.PlanPredictor(layers, plan["sequence"]).run(predicted, text, cluster_file)[2]
         explained = json.loads(_core.explain_plan(predicted, layers, text, cluster_file=cluster_file))
-    again = json.loads(_core.read_plan(predicted, file))
-    return {"plans": [{"plan": again, "text": predicted, "explained": explained}], "complete": True, "checked": file,
+    again = json.loads(_core.read_plan(predicted, file, over_memory=over_memory))
+    return {"plans": [{"plan": again, "text": predicted, "explained": explained, "error": error}], "complete": True, "checked": file,
             "before_us": plan["step_us"]}  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from interlace.cli.console import out, rows_table
@@ -19,7 +20,7 @@ def show(found: dict[str, Any]) -> None:
     for number, each in enumerate(found["plans"], 1):
         if len(found["plans"]) > 1:
             console.print(f"\n[bold]Plan {number}[/bold]")
-        for line in headline(each["plan"], found):
+        for line in [*headline(each["plan"], found), *certainty(each, found)]:
             console.print(line, markup=False, soft_wrap=True)
         plan, explained = each["plan"], each["explained"]
         for table in (stage_table(plan), byte_table(plan, explained), time_table(plan, explained)):
@@ -52,6 +53,30 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if "from" in found:
         now = f"the best on its stages takes {seconds(found['from_us'] / 1e6)} a step"
         lines.append(f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}")
+    return lines
+
+
+ONE_IN_TEN = 1.2816  # standard deviations beyond which one of ten lies, on either side
+
+
+def certainty(each: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """The interval of a plan's step, what does not fit, and whether its lead over other shapes is more than predictions are off."""
+    plan, error = each["plan"], each.get("error", 0.0)
+    lines = []
+    if error > 0:
+        step, spread = plan["step_us"] / 1e6, math.exp(ONE_IN_TEN * error)
+        lines.append(f"80 of 100 such steps take {seconds(step / spread)} to {seconds(step * spread)}")
+        # Two layouts on one machine are off by much the same: what differs is about as large as one's own scatter.
+        rivals = [row for row in found.get("why_not", ()) if 0 < row.get("slower", 0) < spread - 1]
+        if rivals and each is found["plans"][0]:
+            near = min(rivals, key=lambda row: row["slower"])
+            lines.append(
+                f"its lead over '{near['name']}' ({_percent(near['slower'])}) is within the error: a step of each, measured "
+                "(interlace calibrate), would decide"
+            )
+    over = max(stage["peak_bytes"] for stage in plan["stages"]) - plan["memory_limit"]
+    if over > 0:
+        lines.append(f"DOES NOT FIT: {format_bytes(over)} of a device more than its {format_bytes(plan['memory_limit'])}")
     return lines
 
 

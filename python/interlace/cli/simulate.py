@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from interlace.cli import simulation as sim
-from interlace.cli.console import Work, err
+from interlace.cli.console import Work, err, print_json
 from interlace.cli.program_file import FileError, writable_folder, write_text
+from interlace.config import format_bytes, parse_bytes
 
 HELP = """Predict the time and memory of one step, without running it.
 
@@ -23,6 +25,7 @@ PROGRAM is sharded or scheduled (interlace opt), or captured for one device; its
   interlace simulate sharded.il --cluster local-2 --profile here.profile --json
   interlace simulate sharded.il --cluster a100-40gb-8 --slow 3=1.2 --trace step.json
   interlace simulate --show-cluster l4-24gb-8 > mine.toml
+  interlace simulate --collective all_reduce --bytes 1GiB --ranks 256 --cluster h100-80gb-256
   interlace simulate sharded.il --cluster mine.toml --snapshot memory.json --chakra traces/
 """
 SNAPSHOT_HELP = "Write the memory history as torch.cuda.memory._snapshot() gives it: pickled for .pickle and .pkl, else JSON."
@@ -43,6 +46,11 @@ def simulate(
     snapshot: Annotated[str | None, typer.Option("--snapshot", help=SNAPSHOT_HELP)] = None,
     chakra: Annotated[str | None, typer.Option("--chakra", help="A folder for Chakra traces, one a rank.")] = None,
     show_cluster: Annotated[str | None, typer.Option("--show-cluster", help="Print a preset, to save and edit.")] = None,
+    collective: Annotated[
+        str | None, typer.Option("--collective", help="No program: one all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, p2p.")
+    ] = None,
+    size: Annotated[str, typer.Option("--bytes", help="The whole buffer of --collective, for example 1GiB.")] = "",
+    ranks: Annotated[int, typer.Option("--ranks", help="Of --collective; they fill nodes.", show_default="all devices")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     from interlace import _core
@@ -50,6 +58,8 @@ def simulate(
     if show_cluster is not None:
         sys.stdout.write(_core.preset_cluster(show_cluster))
         return
+    if collective is not None:
+        return one_collective(collective, size, ranks, cluster, program, as_json)
     if program is None:
         raise FileError("no program file: name one, or - for stdin (examples: interlace simulate --help)")
     if cluster is None:
@@ -81,6 +91,28 @@ def simulate(
         write_chakra(folder, result)
         err().print(f"wrote {result.ranks} Chakra traces in {folder}")
     sys.stdout.write(result.json() if as_json else result.summary())
+
+
+def one_collective(kind: str, size: str, ranks: int, cluster: str | None, program: str | None, as_json: bool) -> None:
+    """The time of one collective on its own."""
+    from interlace import _core
+
+    if program is not None or cluster is None or not size:
+        raise FileError("a collective needs --cluster and --bytes, and no program: simulate --collective all_reduce --bytes 1GiB ...")
+    text, file = sim.read_cluster(cluster)
+    bytes_, ranks = parse_bytes(size), ranks or _core.cluster_devices(text, file)
+    us, latency, moved, nodes, algorithm, error = _core.predict_collective(text, kind, bytes_, ranks, file)
+    spread = math.exp(1.2816 * error)
+    found = {
+        "collective": kind, "bytes": bytes_, "ranks": ranks, "nodes": nodes, "algorithm": algorithm, "us": us, "latency_us": latency,
+        "algorithm_gb_per_s": bytes_ / us / 1e3, "bus_gb_per_s": moved / us / 1e3, "low_us": us / spread, "high_us": us * spread,
+    }  # fmt: skip
+    if as_json:
+        return print_json(found)
+    between = f", between {us / spread:,.1f} and {us * spread:,.1f} us in 80 of 100 cases" if error > 0 else ""
+    print(f"{kind} of {format_bytes(bytes_)} over {ranks} ranks on {nodes} node{'s' * (nodes > 1)} of {cluster}: {us:,.1f} us{between}")
+    print(f"{algorithm}; {found['algorithm_gb_per_s']:.1f} GB/s of the buffer, {found['bus_gb_per_s']:.1f} GB/s of each rank's links")
+    return None
 
 
 def write_snapshot(file: str, text: str) -> None:

@@ -170,7 +170,10 @@ def _one_rank_of_many(program: Any, file: str, cluster: str, text: str, cluster_
 
 def read_cluster(cluster: str) -> tuple[str, str]:
     """(text or preset name, file name for messages)."""
-    path = Path(cluster)
+    path, stack = Path(cluster), ""
+    if not path.exists() and ":" in path.name:  # FILE:STACK, as of presets
+        name, _, stack = cluster.rpartition(":")
+        path = Path(name)
     if path.is_dir():
         raise FileError(f"{cluster} is a folder: name a cluster file or a preset such as h100-80gb-8")
     if not path.is_file():
@@ -178,7 +181,11 @@ def read_cluster(cluster: str) -> tuple[str, str]:
             raise FileError(f"no such cluster file: {cluster}")
         return cluster, cluster
     # One line without '=' would be taken for a preset.
-    return _read_text(path, "cluster file") + "\n", cluster
+    text = _read_text(path, "cluster file") + "\n"
+    if stack:
+        text, said = re.subn(r"(?m)^stack *=.*$", f'stack = "{stack}"', text, count=1)
+        text = text if said else f'stack = "{stack}"\n{text}'
+    return text, cluster
 
 
 def read_profile(profile: str) -> str:

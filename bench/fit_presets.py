@@ -1,0 +1,73 @@
+"""Fits what whole training steps reach of their kernels' rates, GPU by GPU and stack by stack, and prints the tables [step.STACK] of
+the presets (src/cost/presets.cc), with the errors on runs that were left out of the fit.
+
+    python bench/fit_presets.py --data ../shared/data
+    python bench/fit_presets.py --data FOLDER --only h100-80gb
+
+Tables: mosaicml_7b.csv (llm-foundry scripts/train/benchmarking, Apache-2.0: MPT-7B, FSDP, eager) and vtrain_single_fit.csv
+(github.com/VIA-Research/vTrain: Megatron on one node of A100-80GB). Model: `interlace plan`'s prediction of each run's layout.
+Constants are those of interlace.calibrate.fit; runs are left out in turn by sequence length (MPT-7B is one model) or by model, and by
+number of GPUs. What the presets say are these figures, rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from interlace.calibrate.fit import CONSTANTS, fit
+from interlace.calibrate.predict import Predictor
+from interlace.calibrate.runs import Run, read_runs
+from interlace.cli.calibrate import crossed, summary
+
+TABLES = ("mosaicml_7b.csv", "vtrain_single_fit.csv")
+
+
+def groups(data: Path, only: str) -> dict[tuple[str, str], list[Run]]:
+    out: dict[tuple[str, str], list[Run]] = {}
+    for table in TABLES:
+        for run in read_runs(data / table):
+            if not only or only in (run.gpu, run.stack):
+                out.setdefault((run.gpu, run.stack), []).append(run)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=default, help="folder with the two tables")
+    parser.add_argument("--only", default="", help="a GPU or a stack")
+    parser.add_argument("--quick", action="store_true", help="without cross-validation")
+    options = parser.parse_args()
+    missing = [table for table in TABLES if not (options.data / table).exists()]
+    if missing:
+        print(f"{options.data}/{missing[0]} is not there; give the folder with --data", file=sys.stderr)
+        return 2
+    predictor = Predictor()
+    for (gpu, stack), runs in groups(options.data, options.only).items():
+        begin = time.monotonic()
+        found = fit(runs, predictor)
+        print(f"\n{gpu}, [step.{stack}], {len(runs)} runs")
+        for name in CONSTANTS:
+            note = "  not determined" if name in found.undetermined else ""
+            print(f"  {name:<10} {found.constants[name]:8.3f}  +- {100 * found.spread[name]:.0f} %{note}")
+        rows = [predicted(run, predictor.predict(run, found.constants)) for run in runs]
+        print("  fitted: " + "; ".join(summary(rows)["said"]))
+        for by in () if options.quick else ("model", "size"):
+            if len({run.gpus if by == "size" else (run.size, run.seq) for run in runs}) > 1:
+                print(f"  left out by {by}: " + "; ".join(crossed(runs, predictor, by, lambda _: None)["said"][1:]))
+        print(f"  ({time.monotonic() - begin:.0f} s)", flush=True)
+    return 0
+
+
+def predicted(run: Run, found: tuple[float, int, float]) -> dict[str, object]:
+    us, _, _ = found
+    return {"task": run.task, "off": us / run.step_us - 1, "inside": None, "peak_bytes": 0, "predicted_peak_bytes": 0, "predicted_us": us,
+            "step_us": run.step_us, "run": dataclasses.asdict(run)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
