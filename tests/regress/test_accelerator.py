@@ -32,7 +32,7 @@ def compiled(device: str, **settings: Any) -> interlace.Trainer:
     model = llama(**SIZES).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
-    return compile(model, optimizer, loss_of, batches(1)[0], interlace.Config(profile="off", **settings))
+    return compile(model, optimizer, loss_of, batches(1)[0], interlace.Config(**{"profile": "off", **settings}))
 
 
 def train(device: str, steps: int = 3, looks: bool = False, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -98,6 +98,20 @@ def test_a_look_at_a_step_whose_storages_go_out(device: str) -> None:
     assert len(trainer.inspect(batches(1)[0])["ops"]) > 10
     assert trainer.explain_nonfinite(batches(1)[0]) is None
     trainer.close()
+
+
+@accelerator
+def test_the_loop_measures_searches_and_swaps_and_changes_no_bit() -> None:
+    search = "search(cluster={cluster},limit={limit},recompute=none,profile={profile})"
+    data, seen = batches(7), []
+    for device, settings in (("cpu", {"profile": "off"}), ("soft", {"profile": "auto", "schedule": [(0, []), (4, [search])]})):
+        trainer = compiled(device, **settings)
+        losses = [trainer.step(batch).item() for batch in data]
+        if device == "soft":
+            assert [plan["step"] for plan in trainer.plans] == [4]
+        seen.append((losses, {name: t.clone() for name, t in trainer.state_dict().items()}))
+        trainer.close()
+    assert same(*seen)
 
 
 def two(device: str) -> Any:
