@@ -57,7 +57,9 @@ std::string Compare(const std::string& text, const std::string& passes, const st
 TEST(Regress, EveryBugOfThePastStaysAway) {
   const std::filesystem::path folder = std::filesystem::path(INTERLACE_SOURCE_DIR) / "tests" / "regress";
   std::vector<std::filesystem::path> files;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) files.push_back(entry.path());
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".il") files.push_back(entry.path());
+  }
   std::sort(files.begin(), files.end());
   EXPECT_GE(files.size(), 10u) << folder;
   for (const std::filesystem::path& file : files) {

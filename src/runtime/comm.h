@@ -20,6 +20,8 @@
 
 namespace interlace {
 
+class DeviceTimes;
+
 struct AxisSpec {
   std::string name;  // "dp"
   int64_t rank = 0, size = 1;
@@ -74,6 +76,8 @@ class Comm {
   virtual void SetRecording(bool /*on*/) {}
   // Times of an operation that was waited for; zeros when it was not recorded.
   virtual Times TakeTimes(Ticket) { return {}; }
+  // On devices: while recording is on, times are taken by marks in these, which outlive the recording.
+  virtual void Watch(DeviceTimes* /*times*/) {}
 
   // Error: unknown group name, backend without support.
   static Result<std::unique_ptr<Comm>> Create(const AxisSpec& spec, double timeout_s);

@@ -1,10 +1,13 @@
 // comm_native.cc — the process group's own collectives, by the names that every torch since 2.0 has.
+#include <algorithm>
 #include <exception>
+#include <iterator>
 #include <map>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "runtime/comm_impl.h"
+#include "runtime/device_times.h"
 
 namespace interlace {
 
@@ -61,7 +64,27 @@ class NativeComm final : public Comm {
   Stats stats() const override { return stats_; }
   const AxisSpec& spec() const override { return spec_; }
 
+  void Watch(DeviceTimes* times) override {
+    watch_ = times;
+    marks_.clear();
+  }
+  // Operations of one group follow each other.
+  Times TakeTimes(Ticket ticket) override {
+    const auto it = marks_.find(ticket);
+    if (it == marks_.end() || watch_ == nullptr) return {};
+    Times times;
+    times.queued_ns = times.begin_ns = watch_->At(it->second.queued);
+    if (it != marks_.begin()) times.begin_ns = std::max(times.queued_ns, watch_->At(std::prev(it)->second.ended));
+    times.end_ns = std::max(times.begin_ns, watch_->At(it->second.ended));
+    times.bytes = it->second.bytes;
+    return times;
+  }
+
  private:
+  struct Marks {
+    int32_t queued = 0, ended = 0;
+    int64_t bytes = 0;
+  };
   struct Op {
     std::string label;
     std::vector<at::Tensor> inputs, outputs;  // kept until waited for
@@ -80,6 +103,8 @@ class NativeComm final : public Comm {
     if (failure_) return *failure_;
     INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
     Op op{std::move(label), std::move(inputs), std::move(outputs), {}};
+    Marks marks;
+    if (watch_ != nullptr) marks.queued = watch_->Mark();
     const bool coalesce = op.inputs.size() > 1 && spec_.backend == "nccl";
     try {
       const c10::DeviceType device = op.inputs.empty() ? c10::DeviceType::CPU : op.inputs[0].device().type();
@@ -99,8 +124,15 @@ class NativeComm final : public Comm {
       const auto [sent, received] = Moved(kind, op.inputs[i], op.outputs[i], peer);
       stats_.bytes_sent += sent;
       stats_.bytes_received += received;
+      marks.bytes += received;
     }
     ++stats_.calls;
+    if (watch_ != nullptr) {  // a stream that does nothing but wait for it says when it is over
+      marks.ended = watch_->MarkAside([&] {
+        for (const auto& work : op.works) work->wait();
+      });
+      marks_.emplace(next_ticket_, marks);
+    }
     ops_.emplace(next_ticket_, std::move(op));
     return next_ticket_++;
   }
@@ -179,6 +211,8 @@ class NativeComm final : public Comm {
   const std::chrono::milliseconds timeout_;
   Ticket next_ticket_ = 1;
   std::map<Ticket, Op> ops_;
+  DeviceTimes* watch_ = nullptr;
+  std::map<Ticket, Marks> marks_;
   std::optional<Error> failure_;
   Stats stats_;
 };

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "ir/op_table.h"
+#include "ir/residency.h"
 #include "ir/text.h"
 #include "runtime/view.h"
 
@@ -27,6 +28,11 @@ struct Extent {
 Extent Examine(const at::Tensor& tensor) {
   if (!IsFloatingTensor(tensor) || tensor.numel() == 0) return {};
   return {at::isnan(tensor).sum().item<int64_t>(), at::isinf(tensor).sum().item<int64_t>()};
+}
+
+// There are no numbers to look at.
+bool IsOutOfMemory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.numel() > 0 && tensor.storage().nbytes() == 0;
 }
 
 bool AsksForInfinity(const Arg& arg) {
@@ -57,7 +63,7 @@ std::string SourceOf(const Program& program, const Op& op) {
 }
 
 std::optional<ValueReport> ReportOf(ValueId id, const at::Tensor& tensor) {
-  if (!IsFloatingTensor(tensor)) return std::nullopt;
+  if (!IsFloatingTensor(tensor) || IsOutOfMemory(tensor)) return std::nullopt;
   ValueReport report;
   report.value = id;
   report.type = Describe(tensor);
@@ -87,6 +93,7 @@ void DebugObserver::BeginPhase(const Phase& phase, int64_t micro_batch) {
 
 uint8_t DebugObserver::StateOf(ValueId id, const std::vector<at::Tensor>& slots) {
   if (state_[id] != kUnknown) return state_[id];
+  if (IsOutOfMemory(slots[id])) return kUnknown;
   const Extent extent = Examine(slots[id]);
   state_[id] = static_cast<uint8_t>(kFinite | (extent.infinities ? kHasInf : 0) | (extent.nans ? kHasNan : 0));
   return state_[id];
@@ -94,7 +101,18 @@ uint8_t DebugObserver::StateOf(ValueId id, const std::vector<at::Tensor>& slots)
 
 bool DebugObserver::AfterOp(int32_t index, OpId id, const std::vector<at::Tensor>& slots) {
   const Op& op = program_.op(id);
+  if (op.kind == OpKind::kReloadStart && IsFresh(op)) {
+    ForEachOperand(op, [&](ValueId operand) { state_[operand] = kUnwritten; });
+  }
   if (HasResultsLater(op)) return true;
+  if (op.kind == OpKind::kReloadWait) {
+    bool unwritten = false;
+    ForEachOperand(op, [&](ValueId operand) {
+      unwritten = unwritten || state_[operand] == kUnwritten;
+      state_[operand] = kUnknown;
+    });
+    if (unwritten) return true;  // memory alone has come back
+  }
   uint8_t before = 0, after = 0;
   bool asked = false;
   if (!IsWait(op)) {
@@ -135,7 +153,7 @@ bool DebugObserver::AfterOp(int32_t index, OpId id, const std::vector<at::Tensor
   }
   if (wanted) {
     for (ValueId result : results) {
-      if (result != kNone && slots[result].defined())
+      if (result != kNone && slots[result].defined() && !IsOutOfMemory(slots[result]))
         report.values.emplace_back("%" + std::to_string(result), slots[result].clone());
     }
   }

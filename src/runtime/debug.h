@@ -13,6 +13,7 @@
 
 #include "ir/program.h"
 #include "runtime/step_runner.h"
+#include "runtime/stream.h"
 
 namespace interlace {
 
@@ -53,7 +54,7 @@ class DebugObserver {
   bool stopped = false;  // at the module asked for
 
  private:
-  enum : uint8_t { kUnknown = 0, kFinite = 1, kHasInf = 2, kHasNan = 4 };
+  enum : uint8_t { kUnknown = 0, kFinite = 1, kHasInf = 2, kHasNan = 4, kUnwritten = 8 };
   uint8_t StateOf(ValueId id, const std::vector<at::Tensor>& slots);
 
   const Program& program_;
@@ -70,13 +71,15 @@ class DebugObserver {
 class Inspection : public NoObserver {
  public:
   static constexpr bool kServed = false;
-  Inspection(const Program& program, DebugObserver& observer, bool update)
-      : program_(program), observer_(observer), update_(update) {}
+  // `lanes`: of a device, whose current stream waits for them before it looks; nullptr on CPUs.
+  Inspection(const Program& program, DebugObserver& observer, bool update, LaneStreams* lanes)
+      : program_(program), observer_(observer), update_(update), lanes_(lanes) {}
   void BeginPhase(const Plan& plan, const PlanVariant*, size_t micro_batch) {
     observer_.BeginPhase(*plan.phase, static_cast<int64_t>(micro_batch));
   }
   bool Skips(const Instruction& at) const { return !update_ && program_.op(at.op).part == Part::kUpdate; }
   bool After(const Plan&, const Instruction& at, const Frame& frame) {
+    if (lanes_ != nullptr) lanes_->Join();
     observer_.stopped = !observer_.AfterOp(at.index, at.op, frame.slots);
     return !observer_.stopped;
   }
@@ -86,6 +89,7 @@ class Inspection : public NoObserver {
   const Program& program_;
   DebugObserver& observer_;
   const bool update_;
+  LaneStreams* const lanes_;
 };
 
 // Statistics of a floating tensor; nullopt for other types and undefined tensors.

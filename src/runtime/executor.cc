@@ -11,6 +11,7 @@
 #include "runtime/step_heap.h"
 #include "runtime/step_inputs.h"
 #include "runtime/step_scope.h"
+#include "runtime/stream.h"
 
 namespace interlace {
 
@@ -45,6 +46,7 @@ Result<bool> Executor::Flush() {
   } catch (const std::exception& error) {
     status = MakeError("cannot prepare the pending optimizer step: ", MessageOf(error));
   }
+  JoinLanes();
   frame.transfers.clear();
   frame.pending.on = false;
   if (status.ok() && !moving_.empty()) status = Settle();  // what came into memory was changed: the tier gets it
@@ -54,9 +56,12 @@ Result<bool> Executor::Flush() {
   return status.error();
 }
 
+void Executor::JoinLanes() {
+  if (lanes_) lanes_->Join();
+}
+
 TraceMode Executor::TraceOfThisStep() const {
-  if (!device_.is_cpu()) return TraceMode::kOff;
-  return trace_mode_ == TraceMode::kOff && options_.trace_memory ? TraceMode::kOn : trace_mode_;
+  return trace_mode_ == TraceMode::kOff && options_.trace_memory && device_.is_cpu() ? TraceMode::kOn : trace_mode_;
 }
 
 size_t Executor::CountInstructions() const {
@@ -70,7 +75,7 @@ size_t Executor::CountInstructions() const {
 
 Status Executor::RunObserved(MicroBatches& micro_batches, int64_t step, DebugObserver* inspector) {
   if (inspector != nullptr) {
-    Inspection observer(program_, *inspector, /*update=*/true);
+    Inspection observer(program_, *inspector, /*update=*/true, lanes_.get());
     return runner_.RunStep(debug_plans_, nullptr, micro_batches, step, /*update=*/true, observer);
   }
   const auto run = [&](auto&& observer) {
@@ -108,6 +113,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   }
   arena_.BeginStep();
   const Status status = RunObserved(micro_batches, step, inspector ? &*inspector : nullptr);
+  JoinLanes();
   arena_.StopServing();
   recorder_.End();
   if (!status.ok()) {
@@ -179,8 +185,9 @@ Result<DebugReport> Executor::DebugStep(MicroBatches micro_batches, int64_t step
     saved.emplace_back(tensor, tensor.clone());
   }
   DebugObserver inspector(program_, /*record_all=*/true, stop_at);
-  Inspection observer(program_, inspector, /*update=*/false);
+  Inspection observer(program_, inspector, /*update=*/false, lanes_.get());
   Status status = runner_.RunStep(debug_plans_, nullptr, micro_batches, step, /*update=*/false, observer);
+  JoinLanes();
   for (Transfer& transfer : frame.transfers) {
     if (!status.ok() || transfer.ticket == 0) continue;
     status = transfer.comm->Wait(transfer.ticket);  // stopped half-way: what is under way must still arrive

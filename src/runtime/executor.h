@@ -105,7 +105,7 @@ class Executor {
   std::vector<std::vector<int64_t>> Workspaces() const { return arena_.Workspaces(); }
   // Every later step is recorded (and not, with kOff). All ranks must ask for kSerial together.
   void SetTrace(TraceMode mode) { trace_mode_ = mode; }
-  // The last recorded step. CPU only: elsewhere ops are issued, not executed, by the thread that would time them.
+  // The last recorded step.
   const StepRecord& record() const { return recorder_.record(); }
   const Program& program() const { return program_; }
 
@@ -133,6 +133,8 @@ class Executor {
   // Runs the step with the observer that it needs.
   Status RunObserved(MicroBatches& micro_batches, int64_t step, DebugObserver* inspector);
   StepResult ResultOfStep();
+  // What lanes were given comes before whatever the current stream is given from here on.
+  void JoinLanes();
 
   c10::Device device_;
   RuntimeOptions options_;
@@ -148,9 +150,10 @@ class Executor {
   // By variant of the memory plan; without arena, and those of debug steps, which are built when first wanted, by index
   // into program_.phases.
   std::vector<Plan> plans_, debug_plans_;
-  Phase pending_phase_;               // the ops of the step before, by themselves
-  std::optional<Plan> pending_plan_;  // made when first wanted
-  bool on_heap_ = false;              // the program moves storages: memory of its steps comes from the page heap
+  Phase pending_phase_;                 // the ops of the step before, by themselves
+  std::optional<Plan> pending_plan_;    // made when first wanted
+  std::shared_ptr<LaneStreams> lanes_;  // nullptr on CPUs
+  bool on_heap_ = false;                // the program moves storages: memory of its steps comes from the page heap
   LearnedArena arena_{program_, geometry_};
   StepRunner runner_;
   MovingStates moving_{program_, fixed_, geometry_};  // after runner_: what is under way ends before its memory does

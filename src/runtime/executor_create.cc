@@ -12,6 +12,7 @@
 #include "runtime/pinned_tier.h"
 #include "runtime/step_heap.h"
 #include "runtime/step_scope.h"
+#include "runtime/stream.h"
 
 namespace interlace {
 
@@ -68,6 +69,7 @@ Status Executor::TakeFrom(const Executor& donor, bool take_states) {
   const TierBank& bank = *donor.moving_.bank();
   const std::string prefix = take_states ? bank.prefix() : bank.prefix().empty() ? "new " : "";
   moving_.SetBank(std::make_unique<TierBank>(bank.tier(), device_, prefix));
+  lanes_ = donor.lanes_;
   if (take_states) {
     store_.TakeOver(donor.store_);
     comms_ = donor.comms_;
@@ -170,6 +172,8 @@ Status Executor::Load(std::string_view text, const std::vector<AxisSpec>& axes, 
   if (options_.keyed_random)
     runner_.SetRandom(std::make_unique<KeyedRandom>(device_, options_.seed, static_cast<uint64_t>(data_rank_)));
   INTERLACE_TRY(OpenTier());
+  if (!device_.is_cpu() && lanes_ == nullptr) lanes_ = std::make_shared<LaneStreams>(device_);
+  recorder_.SetDevice(device_, lanes_);
   try {
     return Prepare();
   } catch (const std::exception& error) {
@@ -283,6 +287,7 @@ Result<Plan> Executor::BuildPhase(const Phase& phase, const std::vector<at::Tens
                              .options = options_,
                              .device = device_,
                              .bank = moving_.bank(),
+                             .lanes = lanes_,
                              .dies_here = {},
                              .types_checked = arena_.plans_outgrown() > 0,
                              .receive_buffer = {},

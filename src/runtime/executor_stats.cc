@@ -47,7 +47,7 @@ ExecutorStats Executor::stats() const {
         c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
     const auto& total = device.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
     stats.live_bytes = total.current;
-    stats.peak_bytes = total.peak;
+    stats.peak_bytes = std::max(total.peak, recorder_.device_peak_bytes());
   }
   std::map<std::string, int64_t> counts;
   std::set<const Phase*> counted;

@@ -14,4 +14,10 @@ void RuleStepAten(const RuleForm& form, std::span<const at::Tensor> flats, std::
 // The same bits as NormPartial on a CPU: the block sums are made in the same order, the rest is integers.
 void NormPartialAten(const at::Tensor& flat, const at::Tensor& acc);
 
+// The same by the operators of device_ops.cc: a backend's own kernel, or the ATen form.
+void AdamStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                      const AdamArgs& args);
+void SgdStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& args);
+void NormPartialOnDevice(const at::Tensor& flat, const at::Tensor& acc);
+
 }  // namespace interlace

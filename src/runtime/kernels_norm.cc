@@ -97,7 +97,7 @@ void NormPartial(const at::Tensor& flat, const at::Tensor& acc) {
                             acc.device() == flat.device(),
                         "the norm's accumulator must be int64[68] beside its buffer");
   if (flat.numel() == 0) return;
-  if (!flat.device().is_cpu()) return NormPartialAten(flat, acc);
+  if (!flat.device().is_cpu()) return NormPartialOnDevice(flat, acc);
   const auto squares = FormFor(flat.scalar_type(), &SquaresF64, &SquaresF32, &SquaresF16, &SquaresBF16);
   TORCH_INTERNAL_ASSERT(squares != nullptr, "the norm of ", c10::toString(flat.scalar_type()));
   int64_t* const limbs = acc.mutable_data_ptr<int64_t>();

@@ -212,7 +212,7 @@ void AdamStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_av
   CheckFlat(w, exp_avg, "exp_avg");
   CheckFlat(w, exp_avg_sq, "exp_avg_sq");
   if (w.numel() == 0) return;
-  if (!w.device().is_cpu()) return AdamStepAten(w, g, exp_avg, exp_avg_sq, args);
+  if (!w.device().is_cpu()) return AdamStepOnDevice(w, g, exp_avg, exp_avg_sq, args);
   const AdamConstants constants = ConstantsOf(args);
   const auto step = FormFor(w.scalar_type(), &AdamF64, &AdamF32, &AdamF16, &AdamBF16);
   TORCH_INTERNAL_ASSERT(step != nullptr, "Adam of ", c10::toString(w.scalar_type()));
@@ -236,7 +236,7 @@ void SgdStep(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentu
   CheckFlat(w, g, "gradient");
   if (momentum.defined()) CheckFlat(w, momentum, "momentum buffer");
   if (w.numel() == 0) return;
-  if (!w.device().is_cpu()) return SgdStepAten(w, g, momentum, args);
+  if (!w.device().is_cpu()) return SgdStepOnDevice(w, g, momentum, args);
   const SgdConstants constants{.grad_scale = args.maximize ? -args.grad_scale : args.grad_scale,
                                .weight_decay = args.weight_decay,
                                .momentum = args.momentum,

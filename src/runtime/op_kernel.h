@@ -99,6 +99,7 @@ struct Frame {
   }
 };
 
+class LaneStreams;
 class TierBank;
 
 struct KernelData {
@@ -124,6 +125,7 @@ struct BuildContext {
   const RuntimeOptions& options;
   c10::Device device;
   TierBank* bank = nullptr;                // storages that go out of memory
+  std::shared_ptr<LaneStreams> lanes;      // nullptr on CPUs
   std::function<bool(ValueId)> dies_here;  // this op is the last to use the value, and its slot may be moved from
   bool types_checked = false;              // a step has shown that operators give the types that the program says
   at::Tensor receive_buffer;               // of this op, a reduction; undefined: the transport has its own

@@ -1,5 +1,6 @@
 // Pinned host memory: copies run on the stream that is current when they start (stream.h), and so do the frees and uses
-// that come after them: the order of the streams is the wait.
+// of what lies on the device that come after them: the order of the streams is the wait. Between copies out and in of
+// one region, whichever streams they are on, each waits for the last of the other kind.
 #include "runtime/pinned_tier.h"
 
 #include <ATen/ops/empty.h>
@@ -26,7 +27,7 @@ class PinnedTier final : public Tier {
     try {
       at::Tensor memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
       memory.zero_();
-      places_.push_back({name, std::move(memory), std::nullopt});
+      places_.push_back({name, std::move(memory), {}, {}});
     } catch (const std::exception& error) {
       return MakeError("the host has no memory for ", name, " (", bytes, " bytes after ", reserved_,
                        "): ", error.what());
@@ -36,22 +37,30 @@ class PinnedTier final : public Tier {
   }
 
   Ticket StartWrite(Region region, const void* memory, int64_t bytes) override {
+    if (bytes == 0) return ++last_;
     bytes_out_ += bytes;
     Place& place = places_[region];
+    Await(place.written);
+    Await(place.read);
     place.memory.copy_(OnDevice(const_cast<void*>(memory), bytes), /*non_blocking=*/true);
-    place.written.emplace(device_.type());
-    place.written->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    Mark(place.written);
     return ++last_;
   }
   Ticket StartRead(Region region, void* memory, int64_t bytes) override {
+    if (bytes == 0) return ++last_;
     bytes_in_ += bytes;
-    OnDevice(memory, bytes).copy_(places_[region].memory, /*non_blocking=*/true);
+    Place& place = places_[region];
+    Await(place.written);
+    OnDevice(memory, bytes).copy_(place.memory, /*non_blocking=*/true);
+    Mark(place.read);
     return ++last_;
   }
   Status Wait(Ticket) override { return Ok{}; }
   void* Memory(Region region) override { return places_[region].memory.mutable_data_ptr(); }
-  void AwaitWrites(Region region) override {
-    if (places_[region].written) places_[region].written->synchronize();
+  void AwaitCopies(Region region) override {
+    const Place& place = places_[region];
+    if (place.written) place.written->synchronize();
+    if (place.read) place.read->synchronize();
   }
   TierStats stats() const override {
     return {.bytes_out = bytes_out_, .bytes_in = bytes_in_, .reserved_bytes = reserved_};
@@ -61,8 +70,13 @@ class PinnedTier final : public Tier {
   struct Place {
     std::string name;
     at::Tensor memory;
-    std::optional<c10::Event> written;  // of the last copy out
+    std::optional<c10::Event> written, read;  // of the last copies out and in
   };
+  c10::Stream Current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
+  void Await(std::optional<c10::Event>& event) const {
+    if (event) event->block(Current());
+  }
+  void Mark(std::optional<c10::Event>& event) const { event.emplace(device_.type()).record(Current()); }
   at::Tensor OnDevice(void* memory, int64_t bytes) const {
     return at::from_blob(memory, {bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   }

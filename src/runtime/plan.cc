@@ -27,12 +27,11 @@ void ForEachTouched(const Program& program, const Op& op, F&& f) {
 }
 
 // Puts the kernels of copy lanes on their streams, and makes later users of a storage that such a lane touched wait for
-// it.
+// it. Each lane, and the compute stream, begins a phase with waiting for what the phases before left under way.
 class LanePlacer {
  public:
   explicit LanePlacer(const BuildContext& context)
-      : program_(context.program), device_(context.device), streams_(std::make_shared<LaneStreams>(context.device)) {
-    // What the phase before left under way: its first kernel waits for all of it.
+      : program_(context.program), device_(context.device), streams_(context.lanes) {
     for (const Phase& phase : program_.phases) {
       for (OpId id : phase.ops) {
         if (HasOwnStream(LaneOf(program_.op(id)), device_)) left_.insert(LaneOf(program_.op(id)));
@@ -44,7 +43,8 @@ class LanePlacer {
     if (kernel.run == nullptr) return kernel;  // a view of something fixed: whoever uses it waits
     const Lane lane = LaneOf(op);
     const bool own = HasOwnStream(lane, device_);
-    std::set<Lane> before = std::exchange(left_, {});
+    std::set<Lane> before;
+    if (caught_up_.insert(own ? lane : Lane::kCompute).second) before = left_;
     std::vector<ValueId> touched;
     ForEachTouched(program_, op, [&](ValueId id) { touched.push_back(id); });
     for (ValueId id : touched) {
@@ -64,7 +64,8 @@ class LanePlacer {
   const Program& program_;
   c10::Device device_;
   std::shared_ptr<LaneStreams> streams_;
-  std::set<Lane> left_;
+  std::set<Lane> left_;                               // lanes with streams of their own
+  std::set<Lane> caught_up_;                          // those, and kCompute, that have waited for all of left_
   std::unordered_map<ValueId, std::set<Lane>> busy_;  // by root: lanes that touched it since compute last waited
 };
 
@@ -123,13 +124,13 @@ Result<Plan> BuildPlan(const BuildContext& outer, const Phase& phase, bool keep_
     if (receive_buffers != nullptr) context.receive_buffer = (*receive_buffers)[i];
     context.dies_here = [&](ValueId id) { return !keep_operands && !outer.is_fixed(id) && last_use.at(id) == i; };
     INTERLACE_ASSIGN(Kernel kernel, BuildKernel(context, op));
-    if (lanes) kernel = lanes->Place(std::move(kernel), op);
     const bool pending = IsPending(op);
     if (!gated[pending] && kernel.run != nullptr && Updates(phase, op)) {
       kernel = Wrap<GatedKernel>(std::move(kernel));
       gated[pending] = true;
     }
     if (pending && kernel.run != nullptr) kernel = Wrap<PendingKernel>(std::move(kernel));
+    if (lanes) kernel = lanes->Place(std::move(kernel), op);  // outermost: who is left out has waited all the same
     if (kernel.run != nullptr) {
       plan.instructions.push_back(
           {kernel.run, kernel.data.get(), op.id, i, static_cast<int32_t>(plan.frees.size()), 0, 0, 0});

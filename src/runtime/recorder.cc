@@ -64,7 +64,7 @@ Timeline TimelineOf(const Program& program, const StepRecord& record, int32_t ra
                     int64_t origin_ns) {
   Timeline out;
   out.producer = "measured";
-  out.backend = "tcp";  // only steps on CPUs are recorded
+  out.backend = "tcp";
   for (const TransferSample& sample : record.transfers) {
     if (sample.comm != nullptr) out.backend = sample.comm->spec().backend;
   }

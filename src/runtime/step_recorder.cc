@@ -1,6 +1,10 @@
 #include "runtime/step_recorder.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "ir/carried_places.h"
 #include "ir/liveness.h"
@@ -8,6 +12,28 @@
 #include "runtime/allocator.h"
 
 namespace interlace {
+
+namespace {
+
+// Bytes of tensors now, and the most since the last call.
+struct DeviceUse {
+  int64_t live = 0, peak = 0;
+};
+DeviceUse TakeDeviceUse(c10::Device device) {
+  auto* const allocator = c10::getDeviceAllocator(device.type());
+  const auto stats = allocator->getDeviceStats(device.index());
+  const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+  allocator->resetPeakStats(device.index());
+  return {bytes.current, bytes.peak};
+}
+
+}  // namespace
+
+void StepRecorder::SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes) {
+  device_ = device;
+  lanes_ = std::move(lanes);
+  if (!device.is_cpu()) times_.emplace(device);
+}
 
 void StepRecorder::Begin(TraceMode mode, size_t instructions, int64_t persistent_bytes, int64_t live_before) {
   record_.mode = mode;
@@ -23,17 +49,38 @@ void StepRecorder::Begin(TraceMode mode, size_t instructions, int64_t persistent
     if (Result<std::vector<int64_t>> through = BytesThroughRuns(program_); through.ok()) through_ = std::move(*through);
   }
   for (const auto& [axis, comm] : comms_) comm->SetRecording(true);
+  if (times_) {
+    marks_.clear();
+    const DeviceUse use = TakeDeviceUse(device_);
+    device_peak_bytes_ = std::max(device_peak_bytes_, use.peak);
+    live_before_ = use.live;
+    times_->Begin();
+    for (const auto& [axis, comm] : comms_) comm->Watch(&*times_);
+  }
   record_.begin_ns = NanosNow();
 }
 
 void StepRecorder::End() {
   if (!on()) return;
+  if (times_) ReadTimes();
   record_.end_ns = NanosNow();
   for (TransferSample& sample : record_.transfers) {
     if (sample.comm != nullptr) sample.times = sample.comm->TakeTimes(sample.ticket);
   }
   std::erase_if(record_.transfers, [](const TransferSample& sample) { return sample.times.end_ns == 0; });
-  for (const auto& [axis, comm] : comms_) comm->SetRecording(false);
+  for (const auto& [axis, comm] : comms_) {
+    comm->SetRecording(false);
+    comm->Watch(nullptr);
+  }
+}
+
+void StepRecorder::ReadTimes() {
+  times_->Read();
+  for (size_t i = 0; i < marks_.size(); ++i) {
+    OpSample& sample = record_.samples[i];
+    sample.begin_ns = times_->At(marks_[i].begin);
+    sample.end_ns = std::max(sample.begin_ns, times_->At(marks_[i].end));
+  }
 }
 
 void StepRecorder::BeginPhase(const Plan& plan, const PlanVariant* variant, size_t micro_batch) {
@@ -66,12 +113,14 @@ Status StepRecorder::Before(const Instruction& at) {
   sample.op = at.op;
   sample.run = run_;
   sample.begin_ns = now_;
-  sample.live_before = MemoryScope::Use().live_bytes - live_before_;
+  sample.live_before =
+      times_ ? TakeDeviceUse(device_).live - live_before_ : MemoryScope::Use().live_bytes - live_before_;
   return Ok{};
 }
 
 void StepRecorder::Run(const Instruction& at, Frame& frame) {
   OpSample& sample = record_.samples.back();
+  if (times_) return RunOnDevice(at, frame, sample);
   const bool serial = record_.mode == TraceMode::kSerial;
   const Op& op = program_.op(at.op);
   if (serial && IsStart(op) && !IsAlongStages(std::string(AxisOf(program_, op)))) return RunAlone(at, frame, sample);
@@ -85,7 +134,7 @@ void StepRecorder::Run(const Instruction& at, Frame& frame) {
 bool StepRecorder::After(const Plan& plan, const Instruction& at, const Frame& frame) {
   if (arena_.learning()) arena_.After(plan, at, frame);
   OpSample& sample = record_.samples.back();
-  sample.peak_bytes = MemoryScope::TakePeak() - live_before_;
+  sample.peak_bytes = (times_ ? TakeDeviceUse(device_).peak : MemoryScope::TakePeak()) - live_before_;
   if (!live_.empty()) {
     sample.live_before += live_[at.index].first;
     sample.peak_bytes += live_[at.index].second;
@@ -96,6 +145,27 @@ bool StepRecorder::After(const Plan& plan, const Instruction& at, const Frame& f
 Status StepRecorder::Ended(const Instruction&) {
   record_.samples.back().end_ns = now_ = NanosNow();
   return Ok{};
+}
+
+// A lane's op begins, at the earliest, when the compute stream had come to it.
+void StepRecorder::RunOnDevice(const Instruction& at, Frame& frame, OpSample& sample) {
+  const bool serial = record_.mode == TraceMode::kSerial;
+  const Op& op = program_.op(at.op);
+  const size_t first = frame.transfers.size();
+  const bool alone = serial && IsStart(op) && TraitsOf(op).exchange != Exchange::kNone &&
+                     !IsAlongStages(std::string(AxisOf(program_, op)));
+  if (alone) MeetPeers(op, frame);
+  Marks marks;
+  marks.begin = times_->Mark();
+  const int64_t cpu = NanosOf(CLOCK_THREAD_CPUTIME_ID);
+  at.run(at.data, frame);
+  RememberTransfers(at, frame, first);
+  for (size_t i = first; alone && i < frame.transfers.size(); ++i) FinishTransfer(frame.transfers[i]);
+  sample.cpu_ns = NanosOf(CLOCK_THREAD_CPUTIME_ID) - cpu;
+  if (serial) lanes_->Join();
+  const bool aside = !serial && HasOwnStream(LaneOf(op), device_);
+  marks.end = aside ? times_->MarkOn(lanes_->For(LaneOf(op))) : times_->Mark();
+  marks_.push_back(marks);
 }
 
 // The transfers that an op has just started: those of the frame from `first` on.
@@ -109,26 +179,31 @@ void StepRecorder::RememberTransfers(const Instruction& at, const Frame& frame, 
   }
 }
 
-void StepRecorder::RunAlone(const Instruction& at, Frame& frame, OpSample& sample) {
-  const auto wait = [](Comm* comm, Result<Ticket> ticket) {
+void StepRecorder::MeetPeers(const Op& op, const Frame& frame) {
+  for (const auto& [axis, comm] : comms_) {
+    if (comm->spec().messages || IsAlongStages(axis)) continue;
+    const at::Tensor meeting = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(frame.device));
+    const Result<Ticket> ticket = comm->StartAllReduce(meeting, "meeting before " + op.name);
     if (!ticket.ok()) TORCH_CHECK(false, ticket.error().ToString());
     const Status status = comm->Wait(*ticket);
     if (!status.ok()) TORCH_CHECK(false, status.error().ToString());
-  };
-  for (const auto& [axis, comm] : comms_) {
-    if (comm->spec().messages || IsAlongStages(axis)) continue;
-    wait(comm.get(), comm->StartAllReduce(at::zeros({1}, at::kInt), "meeting before " + program_.op(at.op).name));
   }
+}
+
+void StepRecorder::FinishTransfer(Transfer& transfer) {
+  const Status status = transfer.comm->Wait(std::exchange(transfer.ticket, 0));
+  if (!status.ok()) TORCH_CHECK(false, status.error().ToString());
+  if (transfer.landed) std::exchange(transfer.landed, {})();
+}
+
+void StepRecorder::RunAlone(const Instruction& at, Frame& frame, OpSample& sample) {
+  MeetPeers(program_.op(at.op), frame);
   const size_t first = frame.transfers.size();
   sample.begin_ns = NanosNow();
   const int64_t cpu = NanosOf(CLOCK_PROCESS_CPUTIME_ID);
   at.run(at.data, frame);
   RememberTransfers(at, frame, first);
-  for (size_t i = first; i < frame.transfers.size(); ++i) {
-    Transfer& transfer = frame.transfers[i];
-    wait(transfer.comm, std::exchange(transfer.ticket, 0));
-    if (transfer.landed) std::exchange(transfer.landed, {})();
-  }
+  for (size_t i = first; i < frame.transfers.size(); ++i) FinishTransfer(frame.transfers[i]);
   sample.cpu_ns = NanosOf(CLOCK_PROCESS_CPUTIME_ID) - cpu;
 }
 

@@ -1,15 +1,19 @@
 // step_recorder.h — the observer that fills a StepRecord (recorder.h): what every op and every transfer of a step did.
+// On devices ops are issued, not carried out, by the thread that runs this: times are those of the streams, by events.
 #pragma once
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "runtime/device_times.h"
 #include "runtime/learned_arena.h"
 #include "runtime/recorder.h"
 #include "runtime/step_runner.h"
+#include "runtime/stream.h"
 
 namespace interlace {
 
@@ -18,6 +22,11 @@ class StepRecorder : public NoObserver {
   // `arena`: learns from the step that is recorded, and says what lives in it.
   StepRecorder(const Program& program, const std::map<std::string, std::shared_ptr<Comm>>& comms, LearnedArena& arena)
       : program_(program), comms_(comms), arena_(arena) {}
+
+  // Steps run on a device with these lanes.
+  void SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes);
+  // The highest the device's allocator has been before a recorded step counted anew, bytes.
+  int64_t device_peak_bytes() const { return device_peak_bytes_; }
 
   // Around a step; `instructions`: how many there will be; `live_before`: counted bytes that are not the step's.
   void Begin(TraceMode mode, size_t instructions, int64_t persistent_bytes, int64_t live_before);
@@ -39,6 +48,10 @@ class StepRecorder : public NoObserver {
   void RunAlone(const Instruction& at, Frame& frame, OpSample& sample);
   void RememberTransfers(const Instruction& at, const Frame& frame, size_t first);
   void FindLiveBytes(const Phase& phase);
+  void RunOnDevice(const Instruction& at, Frame& frame, OpSample& sample);
+  void MeetPeers(const Op& op, const Frame& frame);
+  static void FinishTransfer(Transfer& transfer);
+  void ReadTimes();
 
   const Program& program_;
   const std::map<std::string, std::shared_ptr<Comm>>& comms_;
@@ -51,6 +64,15 @@ class StepRecorder : public NoObserver {
   int64_t now_ = 0;
   std::vector<std::pair<int64_t, int64_t>> live_;
   std::vector<int64_t> through_;  // by run: bytes in the arena that are saved across it
+  // On devices.
+  struct Marks {
+    int32_t begin = 0, end = 0;
+  };
+  std::optional<DeviceTimes> times_;
+  std::shared_ptr<LaneStreams> lanes_;
+  c10::Device device_{c10::kCPU};
+  std::vector<Marks> marks_;  // by sample
+  int64_t device_peak_bytes_ = 0;
 };
 
 }  // namespace interlace

@@ -12,8 +12,9 @@ struct LaneKernel final : KernelData {
   std::shared_ptr<LaneStreams> streams;
   void Run(Frame& frame) {
     const c10::Stream own = streams->For(lane), compute = streams->Compute();
-    streams->Order(own, compute);
-    for (Lane other : after) streams->Order(own, streams->For(other));
+    streams->AfterCompute(lane);
+    for (Lane other : after) streams->After(lane, other);
+    streams->Give(lane);
     for (ValueId id : touched) {
       if (frame.slots[id].defined()) streams->Keep(frame.slots[id], own);
     }
@@ -34,7 +35,7 @@ struct AfterKernel final : KernelData {
   std::vector<Lane> lanes;
   std::shared_ptr<LaneStreams> streams;
   void Run(Frame& frame) {
-    for (Lane lane : lanes) streams->Order(streams->Compute(), streams->For(lane));
+    for (Lane lane : lanes) streams->After(Lane::kCompute, lane);
     inner.run(inner.data.get(), frame);
   }
 };
@@ -49,6 +50,27 @@ c10::Stream LaneStreams::For(Lane lane) {
   std::optional<c10::Stream>& stream = streams_[static_cast<size_t>(lane)];
   if (!stream) stream = guard_.getStreamFromGlobalPool(device_);
   return *stream;
+}
+
+void LaneStreams::AfterCompute(Lane lane) {
+  Order(For(lane), Compute());
+}
+
+void LaneStreams::After(Lane waiter, Lane on) {
+  if (const c10::Stream compute = Compute(); waiter == Lane::kCompute && compute != compute_) {
+    compute_ = compute;  // the caller's, and another one than in the last step
+    known_[Index(waiter)] = {};
+  }
+  uint64_t& known = known_[Index(waiter)][Index(on)];
+  if (known == given_[Index(on)]) return;
+  known = given_[Index(on)];
+  Order(waiter == Lane::kCompute ? Compute() : For(waiter), For(on));
+}
+
+void LaneStreams::Join() {
+  for (size_t lane = 0; lane < streams_.size(); ++lane) {
+    if (streams_[lane]) After(Lane::kCompute, static_cast<Lane>(lane));
+  }
 }
 
 void LaneStreams::Order(c10::Stream waiter, c10::Stream on) {

@@ -1,8 +1,7 @@
 #include "runtime/tier_bank.h"
 
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
-
-#include <cstring>
 
 #include "runtime/step_heap.h"
 #include "runtime/step_scope.h"
@@ -69,7 +68,8 @@ Status TierBank::StartIn(ValueId root, const c10::Storage& storage, bool fresh) 
   storage.set_nbytes(static_cast<size_t>(place.bytes));
   if (fresh) return Ok{};
   if (place.region < 0) {
-    std::memset(storage.mutable_data(), 0, static_cast<size_t>(place.bytes));
+    if (place.bytes == 0) return Ok{};
+    at::from_blob(storage.mutable_data(), {place.bytes}, at::TensorOptions().dtype(at::kByte).device(device_)).zero_();
     return Ok{};
   }
   place.coming = storage;
@@ -82,7 +82,7 @@ void TierBank::StartStep(const std::vector<ValueId>& roots, std::function<void()
   for (ValueId root : roots) regions.push_back(places_.at(root).region);
   const HostLane::Ticket ticket =
       host_.Start([tier = tier_, regions = std::move(regions), job = std::move(job)]() -> Status {
-        for (Tier::Region region : regions) tier->AwaitWrites(region);
+        for (Tier::Region region : regions) tier->AwaitCopies(region);
         try {
           const StepScope scope{c10::Device(c10::kCPU)};
           job();

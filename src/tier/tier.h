@@ -47,8 +47,8 @@ class Tier {
   virtual Status Wait(Ticket ticket) = 0;
   // The region's bytes, where an optimizer step can be made on them; nullptr: no memory.
   virtual void* Memory(Region) { return nullptr; }
-  // Until what was started with StartWrite lies in the region; from any thread.
-  virtual void AwaitWrites(Region) {}
+  // Until no copy to or from the region is under way, so that its bytes may be read and written; from any thread.
+  virtual void AwaitCopies(Region) {}
   virtual TierStats stats() const = 0;
   // What makes it less than its best on this machine, "" when nothing does.
   virtual std::string note() const { return {}; }

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,14 +21,9 @@ LONG = ("test_cli_train", "test_parity", "test_cli_resume", "test_profile", "tes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`soak` tests run with INTERLACE_SOAK=1 or -m soak; `accelerator` tests where there is one. Long files come first."""
+    """`soak` tests run with INTERLACE_SOAK=1 or -m soak. Long files come first."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     soak = os.environ.get("INTERLACE_SOAK") == "1" or "soak" in (config.getoption("-m") or "")
     for item in items:
         if "soak" in item.keywords and not soak:
             item.add_marker(pytest.mark.skip(reason="the long form: make soak, or INTERLACE_SOAK=1"))
-        if "accelerator" in item.keywords:
-            import torch
-
-            if not torch.accelerator.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))

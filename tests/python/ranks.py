@@ -37,9 +37,11 @@ class Outcome:
 
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
+    import on_device
     import torch
     import torch.distributed as dist
 
+    on_device.install()
     torch.set_num_threads(1)
     group: int | None = None
     while True:

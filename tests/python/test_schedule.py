@@ -376,8 +376,8 @@ def test_measuring_and_planning_keep_to_the_limit() -> None:
 
 
 def test_the_default_schedule_searches_when_there_is_something_to_decide() -> None:
-    def passes(ranks: int, device: str = "cpu", **config: Any) -> list[tuple[int, tuple[str, ...]]]:
-        return list(default_schedule(interlace.Config(**config), ranks, device))
+    def passes(ranks: int, **config: Any) -> list[tuple[int, tuple[str, ...]]]:
+        return list(default_schedule(interlace.Config(**config), ranks))
 
     measured = "search(cluster={cluster},limit={limit},recompute=none,profile={profile})"
     assert passes(1) == [] and passes(2, mode="eager") == [] and passes(2, profile="off") == []
@@ -394,10 +394,6 @@ def test_the_default_schedule_searches_when_there_is_something_to_decide() -> No
     also = measured.replace("recompute=none", "recompute=none,accumulate=auto")
     assert passes(2, accumulation=4) == [(0, ()), (10, (also,))]
     assert passes(2, accumulation=4, accumulate_mode="reduce_each") == [(0, ()), (10, (measured,))]
-    assert passes(8, "cuda") == []
-    assert passes(8, "cuda", cluster="h100-80gb-8") == [
-        (0, ("search(cluster={cluster},limit={limit},recompute=none)",))
-    ]
 
 
 def test_schedules_of_the_command_line() -> None:

@@ -143,8 +143,8 @@ def sources_digest(python: str) -> str:
     """Changes when anything that goes into the package does: sources, build files, interpreter, torch."""
     hasher = hashlib.sha256(f"{python} {torch_version(python)}".encode())
     files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"]
-    for folder in ("cmake", "src", "python", "tools/interlace-opt"):
-        files += [f for f in (ROOT / folder).rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    for folder in ("cmake", "src", "python", "tools/interlace-opt", "tests/accelerator"):
+        files += [f for f in (ROOT / folder).rglob("*") if f.is_file() and f.suffix != ".so" and "__pycache__" not in f.parts]
     for file in sorted(files):
         hasher.update(f"{file.relative_to(ROOT)}\n".encode())
         hasher.update(file.read_bytes())

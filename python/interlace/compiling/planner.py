@@ -18,7 +18,7 @@ from interlace.compiling.dropout import put_back, take_out
 from interlace.compiling.programs import Made, ProgramError, Programs, Source
 from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
-from interlace.cost.machine import Machine, cores
+from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes
 from interlace.dist.mesh import STAGES
 
 
@@ -165,7 +165,7 @@ class Planner:
             parts.append(self.cluster_text())
         if needs_profile(passes):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
-            here = Machine.here(local, torch.get_num_threads()).fingerprint
+            here = Machine.here(local, torch.get_num_threads(), device=self.programs.peers.device).fingerprint
             parts.append(here if self.config.profile == "auto" else self.profile)
         parts.append(self._files(passes))
         return key_of(*parts), numbers
@@ -209,7 +209,9 @@ class Planner:
 
         if self._cluster is None:
             given = self.config.cluster
-            if given is None:
+            if given is None and self.programs.peers.device.type != "cpu":
+                self._cluster = accelerators(self.programs.peers.device, self.ranks)
+            elif given is None:
                 # The preset of a CPU host with this machine's cores; everything it costs is in the profile.
                 preset = _core.preset_cluster(f"local-{self.ranks}")
                 text = re.sub(r"\ncores = \d+", f"\ncores = {cores()}", preset).rstrip("\n") + "\n"
@@ -233,6 +235,19 @@ class Planner:
         if self.config.profile in ("auto", "off") or self.programs.peers.rank != 0:
             return ""
         return _read(Path(self.config.profile), "profile")
+
+
+def accelerators(device: torch.device, ranks: int) -> str:
+    """The preset of these devices, or that of an H100 with the name and the memory of what is here: what it costs is in the profile."""
+    from interlace import _core
+
+    name = accelerator_name(device)
+    presets = ("h100-80gb", "a100-40gb", "l4-24gb")
+    known = next((p for p in presets if p.partition("-")[0] in name.lower()), presets[0])
+    text = _core.preset_cluster(f"{known}-{ranks}")
+    text = re.sub(r'\nname = "[^"]*"', f'\nname = "{name}"', text, count=1)
+    text = re.sub(r"\nmemory_gib = [^\n]*", f"\nmemory_gib = {device_bytes(device)[1] / 2**30!r}", text, count=1)
+    return text.rstrip("\n") + "\n"
 
 
 def tier_speed(cluster: str, config: Config) -> str:

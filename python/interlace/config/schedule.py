@@ -25,17 +25,16 @@ CAPTURED_LEVEL = ("recompute", "precision", "breadth_first", "split")
 AUTO_STEP = 10  # the last steps before it are measured
 
 
-def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
+def default_schedule(config: Config, ranks: int) -> Schedule:
     """What schedule="auto" stands for: the search decides as soon as it has measured times, and from the start where there is a limit.
 
     It changes no bit of the training, but where it also decides when gradients are reduced (accumulate_mode "auto"). One rank without a
-    limit has nothing to decide; for accelerators it needs Config.cluster.
+    limit has nothing to decide.
     """
     if config.mode == "eager" or config.passes is not None or config.profile == "off" or config.stage_ranks > 1:
         return ()
     limited = config.memory_limit is not None
-    known = config.cluster is not None or device == "cpu"
-    if not known or (ranks == 1 and not limited):
+    if ranks == 1 and not limited:
         return ()
     search = "search(cluster={cluster},limit={limit},recompute=" + ("auto" if limited else "none")
     if config.accumulation > 1 and config.accumulate_mode == "auto" and ranks > 1:
@@ -44,8 +43,6 @@ def default_schedule(config: Config, ranks: int, device: str) -> Schedule:
         search += ",offload=host" if config.tier == "host" else ",offload=auto"
         if config.strategy == "shard" and ranks > 1:  # else the model's own parameters are whole, and looked at between steps
             search += ",reposition=auto"
-    if device != "cpu" and config.profile == "auto":  # measured on CPUs only
-        return ((0, (search + ")",)),)
     if config.profile != "auto":
         return ((0, (search + ",profile={profile})",)),)
     start = (search + ")",) if limited else ()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 LOOPBACK = "loopback"
 
@@ -20,15 +21,19 @@ class Machine:
     threads: int  # of a rank
     ranks: int  # on a host
     network: str = LOOPBACK
+    accelerator: str = ""  # the ranks' devices, where they compute on other ones than the processor
 
     @classmethod
-    def here(cls, ranks: int, threads: int, network: str | None = None) -> Machine:
-        return cls(processor_name(), cores(), torch_version(), threads, ranks, network or network_name())
+    def here(cls, ranks: int, threads: int, network: str | None = None, device: Any = None) -> Machine:
+        found = cls(processor_name(), cores(), torch_version(), threads, ranks, network or network_name())
+        on_cpu = device is None or device.type == "cpu"
+        return found if on_cpu else dataclasses.replace(found, accelerator=accelerator_name(device))
 
     @property
     def host(self) -> str:
         """The part of the fingerprint that no option changes: "AMD EPYC 7B13, 2 cores, torch 2.13.0"."""
-        return f"{self.cpu}, {self.cores} core{'' if self.cores == 1 else 's'}, torch {self.torch}"
+        with_it = f"{self.accelerator}, " if self.accelerator else ""
+        return f"{with_it}{self.cpu}, {self.cores} core{'' if self.cores == 1 else 's'}, torch {self.torch}"
 
     @property
     def fingerprint(self) -> str:
@@ -55,6 +60,22 @@ def processor_name() -> str:
             if key.strip() in ("model name", "Hardware", "cpu model"):
                 return " ".join(value.split())
     return platform.processor() or platform.machine() or "unknown processor"
+
+
+def accelerator_name(device: Any) -> str:
+    """ "NVIDIA H100 80GB HBM3", or what torch calls the kind of device where its module tells no name."""
+    import torch
+
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device)) if name is not None else str(device.type)
+
+
+def device_bytes(device: Any) -> tuple[int, int]:
+    """Bytes of a device's memory that nobody has, and of all of it."""
+    import torch
+
+    free, whole = torch.accelerator.get_memory_info(device)
+    return int(free), int(whole)
 
 
 def network_name() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from interlace.cost.measurements import SLOWDOWN
-from interlace.dist.groups import native_backend
+from interlace.dist.groups import transport
 from interlace.dist.mesh import Mesh
 
 Rows = dict[tuple[str, str], dict[str, float]]
@@ -36,11 +36,11 @@ class StepTimes:
     A collective takes as long as on the rank that has it last: in a step, what follows it on the others soon waits for that one.
     """
 
-    def __init__(self, ranks: int, threads: int, cores: int) -> None:
+    def __init__(self, ranks: int, threads: int, cores: int, on_device: bool = False) -> None:
         self.ranks = ranks
-        self.use_cpu_time = threads == 1
-        # With several threads the wall clock must do; ranks that share cores then stretch it by so much.
-        self.crowd = max(1.0, ranks * threads / cores)
+        self.use_cpu_time = threads == 1 and not on_device
+        # With several threads the wall clock must do; ranks that share cores then stretch it by so much. Devices have clocks of their own.
+        self.crowd = 1.0 if on_device else max(1.0, ranks * threads / cores)
         self.ops: dict[int, dict[str, Any]] = {}
         self.times: dict[int, list[tuple[float, float]]] = defaultdict(list)  # op → wall, processor seconds
         self.transient: dict[int, int] = defaultdict(int)
@@ -178,8 +178,8 @@ class Collectives:
         mesh = mesh or Mesh({axes: peers.size}, peers.rank)
         both = mesh.joined(axes, replicas)
         ranks = mesh.group(both)
-        backend = "tcp" if peers.device.type == "cpu" else native_backend(peers.device)
-        self.peers, self.size, self.members = peers, mesh.size(axes), len(ranks)
+        backend = transport(peers.device)
+        self.peers, self.size, self.members, self.device = peers, mesh.size(axes), len(ranks), peers.device
         self.grid = [[ranks.index(r) for r in mesh.group(along)] for along in (axes, replicas)] if replicas else None
         group = peers.groups.along(mesh, both).group_name
         self.comm = _runtime.Comm(both, mesh.index(both), len(ranks), backend, timeout_s, group)
@@ -190,28 +190,35 @@ class Collectives:
         run = self._call(kind, size)
         walls: list[float] = []
         cores: list[float] = []
-        meet = torch.zeros(1, dtype=torch.int32)
+        meet = torch.zeros(1, dtype=torch.int32, device=self.device)
         calls = MAX_CALLS
         number = -2
         while number < calls:
             self.comm.wait(self.comm.start_all_reduce(meet, "meeting"))
+            self._settle()
             core, wall = time.process_time(), time.perf_counter()
             run()
+            self._settle()
             wall, core = time.perf_counter() - wall, time.process_time() - core
             if number >= 0:
                 walls.append(wall)
                 cores.append(core)
             elif number == -1:  # all ranks must agree on how often
-                slowest = torch.tensor([int(wall * 1e6)], dtype=torch.int64)
+                slowest = torch.tensor([int(wall * 1e6)], dtype=torch.int64, device=self.device)
                 self.comm.wait(self.comm.start_all_reduce(slowest, "calls"))
                 mean_s = slowest.item() / 1e6 / self.members
                 calls = max(MIN_CALLS, min(MAX_CALLS, int(POINT_S / max(mean_s, 1e-6))))
             number += 1
-        own = torch.tensor(walls, dtype=torch.float64)
-        everyone = torch.empty(self.members, len(walls), dtype=torch.float64)
+        own = torch.tensor(walls, dtype=torch.float64, device=self.device)
+        everyone = torch.empty(self.members, len(walls), dtype=torch.float64, device=self.device)
         self.comm.wait(self.comm.start_gather([own], [everyone.view(-1)], "times"))
         last = everyone.amax(0).tolist()
         return {"us": statistics.median(last) * 1e6, "core_us": statistics.median(cores) * 1e6, "finish_us": 0.0}
+
+    def _settle(self) -> None:
+        """Until the device has done what it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def beside_compute(self, cores: int) -> Rows:
         """How much a matrix product is slowed by a gather that is under way, beyond what sharing the cores explains; and what
@@ -260,8 +267,8 @@ class Collectives:
 
     def _call(self, kind: str, size: int) -> Callable[[], None]:
         ranks, comm = self.size, self.comm
-        shard = torch.ones(max(1, size // 4 // ranks))
-        whole = torch.ones(shard.numel() * ranks)
+        shard = torch.ones(max(1, size // 4 // ranks), device=self.device)
+        whole = torch.ones(shard.numel() * ranks, device=self.device)
         if kind == "gather":
             return lambda: comm.wait(comm.start_gather([shard], [whole], "gather"))
         if self.grid is not None:
@@ -270,9 +277,9 @@ class Collectives:
         if kind == "reduce":
             return lambda: comm.wait(comm.start_reduce([whole], [shard], "reduce"))
         if kind == "all_reduce":
-            value = torch.ones(max(1, size // 4))
+            value = torch.ones(max(1, size // 4), device=self.device)
             return lambda: comm.wait(comm.start_all_reduce(value, "all_reduce"))
-        message = torch.ones(max(1, size // 4))
+        message = torch.ones(max(1, size // 4), device=self.device)
         group = self.peers.groups.native
 
         def send() -> None:

@@ -64,7 +64,7 @@ class Groups:
                 f"the program is for a mesh of {mesh}, which has {mesh.ranks} ranks, but the run has {self.size}; "
                 f"write a mesh of {self.size}, or start {mesh.ranks} ranks"
             )
-        backend = "none" if self.size == 1 else ("tcp" if self.device.type == "cpu" else native_backend(self.device))
+        backend = "none" if self.size == 1 else transport(self.device)
         wanted = program.transfer_axes(backend == "tcp")
         return [
             {
@@ -135,6 +135,13 @@ class Groups:
         while groups:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(groups.pop())
+
+
+def transport(device: torch.device) -> str:
+    """What an executor's collectives go by on a device: our own transport, or the process group's own, of which it knows NCCL by name."""
+    if device.type == "cpu":
+        return "tcp"
+    return "nccl" if native_backend(device) == "nccl" else "native"
 
 
 def native_backend(device: torch.device) -> str:

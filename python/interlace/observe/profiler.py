@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from interlace.cost.machine import Machine, available_bytes
+from interlace.cost.machine import Machine, available_bytes, device_bytes
 from interlace.cost.measure import Collectives, Rows, StepTimes, sweep_sizes
 from interlace.cost.measurements import SLOWDOWN, from_rows
 from interlace.cost.store import Store, StoreError
@@ -39,7 +39,7 @@ class Profiler:
     def __init__(self, peers: Peers, timeout_s: float, folder: Path | None) -> None:
         self.peers, self.timeout_s, self.folder = peers, timeout_s, folder
         local = int(os.environ.get("LOCAL_WORLD_SIZE", peers.size))
-        self.machine = Machine.here(local, torch.get_num_threads())
+        self.machine = Machine.here(local, torch.get_num_threads(), device=peers.device)
         self._times: dict[str, StepTimes] = {}  # by program
 
     @property
@@ -49,7 +49,8 @@ class Profiler:
     def add(self, executor: Any, text: str, number: int) -> None:
         """The step of this number, which an executor of this program has just run with the trace "serial"."""
         if text not in self._times:
-            self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores)
+            on_device = self.peers.device.type != "cpu"
+            self._times[text] = StepTimes(self.peers.size, self.machine.threads, self.machine.cores, on_device)
         self._times[text].add(executor.record(), partial(self.peers.exchange, f"collectives of step {number}"))
 
     def finish(self, text: str, room: int, number: int) -> str:
@@ -82,7 +83,7 @@ class Profiler:
             (*what, size)
             for what in sorted(largest)
             for size in sweep_sizes(min(largest[what], SWEEP_LARGEST))
-            if 3 * size <= room
+            if 3 * size <= room and not (what[3] and self.peers.device.type != "cpu")  # a native group reduces along one, then the other
         ]
         known: Rows = {}
         if self.peers.rank == 0:
@@ -90,7 +91,7 @@ class Profiler:
         keys = [("collective", f"{kind} {ranks} {size}") for kind, ranks, _, _, size in wanted]
         todo: dict[str, Any] = {
             "points": [list(p) for p, key in zip(wanted, keys, strict=True) if key not in known],
-            "beside": SLOWDOWN not in known and room >= BESIDE_BYTES,
+            "beside": SLOWDOWN not in known and room >= BESIDE_BYTES and self.peers.device.type == "cpu",  # they share cores
         }
         todo = json.loads(self.peers.broadcast(f"points of profile {number}", json.dumps(todo).encode()))
         found: Rows = {}
@@ -148,6 +149,4 @@ def merge(ranks: list[Rows]) -> Rows:
 
 def free_bytes(device: torch.device, ranks_here: int) -> int:
     """Memory that this rank may still take of its device, or its part of the host's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes() // ranks_here
+    return available_bytes() // ranks_here if device.type == "cpu" else device_bytes(device)[0]

@@ -85,7 +85,7 @@ class _Build:
         example_batch: Any, config: Config, peers: Peers,
     ) -> None:  # fmt: skip
         if config.schedule == "auto":
-            config = dataclasses.replace(config, schedule=default_schedule(config, peers.size, peers.device.type))
+            config = dataclasses.replace(config, schedule=default_schedule(config, peers.size))
         self.model, self.optimizer, self.loss_fn, self.config, self.peers = model, optimizer, loss_fn, config, peers
         self.parts = batches.micro_batches(None, example_batch, config.accumulation)
         self.micro_batch = self.parts[0]

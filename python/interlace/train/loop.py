@@ -53,7 +53,7 @@ class Loop:
         self._seconds: list[float] = []
         self._planned = ""  # the text that steps are timed of
         self._predicted: Prediction | None = None
-        self._can_measure = self.config.profile == "auto" and self.peers.device.type == "cpu" and not self.config.debug
+        self._can_measure = self.config.profile == "auto" and not self.config.debug
         self._has_profile = self.config.profile not in ("auto", "off")
         self._looked_up, self._known = -2, False
 

@@ -8,6 +8,7 @@
 #include "bindings/runtime.h"
 #include "ir/text.h"
 #include "runtime/allocator.h"
+#include "runtime/attention_ops.h"
 #include "runtime/kernels_aten.h"
 #include "runtime/step_heap.h"
 
@@ -33,6 +34,8 @@ at::Tensor PageHeapBlock(int64_t bytes) {
 void BindTesting(py::module_& module) {
   py::module_ m = module.def_submodule("testing", "Kernels of the runtime one by one, for tests and benchmarks.");
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  m.def("attention", &Attention, no_gil);
+  m.def("attention_backward", &AttentionBackward, no_gil);
   // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates,
   // any library's.
   struct CountMemory {

@@ -1,0 +1,107 @@
+// device_ops.cc — the kernels of our own as operators of torch's dispatcher, `interlace::adam_step_` and the like: a
+// backend that has a kernel for one registers it under that name, whatever language it is written in, and others run
+// the ATen form (kernels_aten.h). On CPUs the loops are called directly, and by the operator where a backend passes on
+// to them.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "runtime/kernels_aten.h"
+
+namespace interlace {
+
+namespace {
+
+using Numbers = c10::ArrayRef<double>;
+
+// numbers: lr, beta1, beta2, eps, weight_decay, t, grad_scale
+AdamArgs AdamArgsOf(Numbers n, bool maximize, bool decoupled) {
+  TORCH_CHECK(n.size() == 7, "an Adam step takes 7 numbers, not ", n.size());
+  return {.lr = n[0],
+          .beta1 = n[1],
+          .beta2 = n[2],
+          .eps = n[3],
+          .weight_decay = n[4],
+          .t = n[5],
+          .maximize = maximize,
+          .decoupled = decoupled,
+          .grad_scale = n[6]};
+}
+
+// numbers: lr, momentum, dampening, weight_decay, t, grad_scale
+SgdArgs SgdArgsOf(Numbers n, bool nesterov, bool maximize) {
+  TORCH_CHECK(n.size() == 6, "an SGD step takes 6 numbers, not ", n.size());
+  return {.lr = n[0],
+          .momentum = n[1],
+          .dampening = n[2],
+          .weight_decay = n[3],
+          .t = n[4],
+          .nesterov = nesterov,
+          .maximize = maximize,
+          .grad_scale = n[5]};
+}
+
+template <auto kStep>
+void AdamOp(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+            Numbers numbers, bool maximize, bool decoupled) {
+  kStep(w, g, exp_avg, exp_avg_sq, AdamArgsOf(numbers, maximize, decoupled));
+}
+
+template <auto kStep>
+void SgdOp(const at::Tensor& w, const at::Tensor& g, const std::optional<at::Tensor>& momentum, Numbers numbers,
+           bool nesterov, bool maximize) {
+  kStep(w, g, momentum.value_or(at::Tensor()), SgdArgsOf(numbers, nesterov, maximize));
+}
+
+void NormPartialAtenOp(const at::Tensor& flat, const at::Tensor& acc) {
+  NormPartialAten(flat, acc);
+}
+void NormPartialOp(const at::Tensor& flat, const at::Tensor& acc) {
+  NormPartial(flat, acc);
+}
+
+TORCH_LIBRARY(interlace, m) {
+  m.def(
+      "adam_step_(Tensor(a!) w, Tensor g, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float[] numbers, bool maximize, "
+      "bool decoupled) -> ()");
+  m.def("sgd_step_(Tensor(a!) w, Tensor g, Tensor(b!)? momentum, float[] numbers, bool nesterov, bool maximize) -> ()");
+  m.def("norm_partial_(Tensor flat, Tensor(a!) acc) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(interlace, CompositeExplicitAutograd, m) {
+  m.impl("adam_step_", &AdamOp<AdamStepAten>);
+  m.impl("sgd_step_", &SgdOp<SgdStepAten>);
+  m.impl("norm_partial_", &NormPartialAtenOp);
+}
+
+TORCH_LIBRARY_IMPL(interlace, CPU, m) {
+  m.impl("adam_step_", &AdamOp<AdamStep>);
+  m.impl("sgd_step_", &SgdOp<SgdStep>);
+  m.impl("norm_partial_", &NormPartialOp);
+}
+
+template <typename Signature>
+auto Operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+void AdamStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                      const AdamArgs& a) {
+  static const auto op = Operator<decltype(AdamOp<AdamStep>)>("interlace::adam_step_");
+  const double numbers[] = {a.lr, a.beta1, a.beta2, a.eps, a.weight_decay, a.t, a.grad_scale};
+  op.call(w, g, exp_avg, exp_avg_sq, numbers, a.maximize, a.decoupled);
+}
+
+void SgdStepOnDevice(const at::Tensor& w, const at::Tensor& g, const at::Tensor& momentum, const SgdArgs& a) {
+  static const auto op = Operator<decltype(SgdOp<SgdStep>)>("interlace::sgd_step_");
+  const double numbers[] = {a.lr, a.momentum, a.dampening, a.weight_decay, a.t, a.grad_scale};
+  op.call(w, g, momentum.defined() ? std::optional(momentum) : std::nullopt, numbers, a.nesterov, a.maximize);
+}
+
+void NormPartialOnDevice(const at::Tensor& flat, const at::Tensor& acc) {
+  static const auto op = Operator<decltype(NormPartialOp)>("interlace::norm_partial_");
+  op.call(flat, acc);
+}
+
+}  // namespace interlace

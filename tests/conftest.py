@@ -1,0 +1,51 @@
+"""With INTERLACE_DEVICE=soft torch has the software accelerator (tests/accelerator), and what the tests compile lies on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "python"))
+SOFT = os.environ.get("INTERLACE_DEVICE") == "soft"
+if SOFT:  # before torch is imported, here and in every process that a test starts
+    folder = str(HERE / "accelerator" / "python")
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`accelerator` tests run where there is one."""
+    if not any("accelerator" in item.keywords for item in items):
+        return
+    import torch
+
+    for item in items:
+        if "accelerator" in item.keywords and not torch.accelerator.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator; INTERLACE_DEVICE=soft is one"))
+
+
+@pytest.fixture(autouse=True)
+def ordered() -> Iterator[None]:
+    """On the software accelerator no test leaves out a wait."""
+    if not SOFT:
+        yield
+        return
+    import on_device
+
+    on_device.install()
+    import soft_device
+
+    soft_device.take_reports()
+    yield
+    import torch
+
+    torch.accelerator.synchronize()
+    reports = soft_device.take_reports()
+    soft_device._C.release_idle()
+    assert reports == [], "waits that were left out"

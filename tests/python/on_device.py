@@ -1,0 +1,38 @@
+"""Runs tests that know nothing of devices on the accelerator that INTERLACE_DEVICE names: what they compile goes there first."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+DEVICE = os.environ.get("INTERLACE_DEVICE", "cpu")
+_installed = False
+
+
+def install() -> None:
+    """interlace.compile moves a model that has memory to DEVICE; the trainer moves batches itself."""
+    global _installed
+    if _installed or DEVICE == "cpu":
+        return
+    _installed = True
+    import torch
+
+    import interlace
+
+    compile_there = interlace.compile
+
+    @functools.wraps(compile_there)
+    def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, torch.nn.Module):
+            for module in model.modules():
+                for t in (*module._parameters.values(), *module._buffers.values()):
+                    if t is None or t.device.type != "cpu":
+                        continue
+                    there = t.detach().to(DEVICE)
+                    if isinstance(t, torch.nn.Parameter):
+                        there = torch.nn.Parameter(there, t.requires_grad)
+                    torch.utils.swap_tensors(t, there)  # the same object: optimizers and ties know it
+        return compile_there(model, *args, **kwargs)
+
+    interlace.compile = compile

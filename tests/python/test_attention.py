@@ -1,0 +1,36 @@
+"""Attention of other devices against the CPU's own, which a captured program names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from interlace._runtime import testing
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("causal, masked, scale", [(False, False, None), (True, False, None), (False, True, 0.3)])
+def test_results_and_gradients_are_those_of_the_cpu(
+    dtype: torch.dtype, causal: bool, masked: bool, scale: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 24, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
+    mask = torch.randn(2, 1, 24, 24, generator=generator).to(dtype) if masked else None
+    if mask is not None:
+        mask[0, 0, :, 3] = -math.inf
+    out, logsumexp = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    ours, sums = testing.attention(q, k, v, 0.0, causal, mask, scale)
+    assert (ours.shape, ours.dtype, sums.shape, sums.dtype) == (out.shape, out.dtype, logsumexp.shape, logsumexp.dtype)
+    close = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(ours, out, rtol=close, atol=close)
+    torch.testing.assert_close(sums, logsumexp, rtol=close, atol=close)
+    theirs = BACKWARD(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=mask, scale=scale)
+    for a, b in zip(
+        testing.attention_backward(grad, q, k, v, out, logsumexp, 0.0, causal, mask, scale), theirs, strict=True
+    ):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        torch.testing.assert_close(a, b, rtol=10 * close, atol=10 * close)

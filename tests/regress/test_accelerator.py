@@ -1,0 +1,124 @@
+"""Faults of the past on accelerators: copies that nothing was ordered after, looks at storages that had gone, ranks on devices other than
+CUDA's. All seeds of `starve` give the bits of `run=1`, which carries out every op as it is issued.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from runtime_support import llama
+
+import interlace
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+OUT = ["offload_sync(cluster={cluster})"]
+SEEDS = range(20)
+accelerator = pytest.mark.accelerator
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, 128, (count, 4, 16), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": part, "labels": part} for part in ids]
+
+
+def compiled(device: str, **settings: Any) -> interlace.Trainer:
+    model = llama(**SIZES).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compile = getattr(interlace.compile, "__wrapped__", interlace.compile)  # the model is where it shall be
+    return compile(model, optimizer, loss_of, batches(1)[0], interlace.Config(**{"profile": "off", **settings}))
+
+
+def train(device: str, steps: int = 3, looks: bool = False, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights. `looks`: also at the weights after every step, which change none."""
+    trainer = compiled(device, **settings)
+    losses, seen = [], {}
+    for n, batch in enumerate(batches(steps)):
+        losses.append(trainer.step(batch))
+        if looks:
+            seen.update({f"{n} {name}": t.clone() for name, t in trainer.state_dict().items()})
+    losses = [loss.item() for loss in losses]
+    weights = {name: t.clone() for name, t in trainer.state_dict().items()}
+    trainer.close()
+    return losses, {**seen, **weights}
+
+
+def same(a: tuple[list[float], dict[str, torch.Tensor]], b: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+
+
+def use(mode: str) -> None:
+    import soft_device
+
+    soft_device.use(mode)
+
+
+@pytest.fixture
+def modes() -> Any:
+    yield use
+    use("free")
+
+
+SETTINGS = {
+    "plain": {"clip_norm": 1.0},
+    "accumulation": {"accumulation": 2, "clip_norm": 1.0},
+    "offload": {"schedule": [(0, OUT)], "tier": "host"},
+    "overlap_update": {"schedule": [(0, ["overlap_update"])]},
+    "overlap_update, offload": {"schedule": [(0, ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"])], "tier": "host"},
+    "host_update": {"schedule": [(0, ["overlap_update", *OUT, "host_update"])], "tier": "host"},
+    "swap": {"schedule": [(0, ["overlap_update"]), (1, ["overlap_update", *OUT]), (2, ["overlap_update"])], "tier": "host"},
+}
+
+
+@accelerator
+@pytest.mark.parametrize("looks", [False, True], ids=["", "looks"])
+@pytest.mark.parametrize("what", SETTINGS)
+def test_every_order_of_streams_gives_the_bits_of_the_cpu(modes: Any, what: str, looks: bool) -> None:
+    settings = SETTINGS[what]
+    cpu = train("cpu", looks=looks, **settings)
+    modes("lockstep:0:1")
+    assert same(train("soft", looks=looks, **settings), cpu)
+    modes("lockstep:0:0")
+    assert same(train("soft", looks=looks, **settings), cpu)
+    for seed in (SEEDS if what == "offload" else SEEDS[:3]):
+        modes(f"starve:{seed}")
+        assert same(train("soft", looks=looks, **settings), cpu), f"seed {seed}"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("soft", marks=accelerator)])
+def test_a_look_at_a_step_whose_storages_go_out(device: str) -> None:
+    trainer = compiled(device, schedule=[(0, OUT)], tier="host")
+    trainer.step(batches(1)[0])
+    assert len(trainer.inspect(batches(1)[0])["ops"]) > 10
+    assert trainer.explain_nonfinite(batches(1)[0]) is None
+    trainer.close()
+
+
+@accelerator
+def test_the_loop_measures_searches_and_swaps_and_changes_no_bit() -> None:
+    search = "search(cluster={cluster},limit={limit},recompute=none,profile={profile})"
+    data, seen = batches(7), []
+    for device, settings in (("cpu", {"profile": "off"}), ("soft", {"profile": "auto", "schedule": [(0, []), (4, [search])]})):
+        trainer = compiled(device, **settings)
+        losses = [trainer.step(batch).item() for batch in data]
+        if device == "soft":
+            assert [plan["step"] for plan in trainer.plans] == [4]
+        seen.append((losses, {name: t.clone() for name, t in trainer.state_dict().items()}))
+        trainer.close()
+    assert same(*seen)
+
+
+def two(device: str) -> Any:
+    return train(device, clip_norm=1.0)
+
+
+@accelerator
+def test_two_ranks_on_a_device_whose_backend_is_its_own() -> None:
+    for there, cpu in zip(ranks.run(two, 2, "soft"), ranks.run(two, 2, "cpu"), strict=True):
+        assert same(there, cpu)
