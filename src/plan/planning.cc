@@ -70,6 +70,7 @@ Status WriteExplanations(JsonWriter& out, const PlanFile& file, const LayerSourc
 // Standard deviation of ln(measured / predicted): that of whole steps, and of the links as far as compute does not hide
 // them.
 double SpreadOf(const Plan& plan, const StageModel& model, const ClusterSpec& cluster) {
+  if (cluster.cpu || !(cluster.step.error > 0)) return 0;  // of a CPU only what a profile has is known
   double compute = 0, total = 0;
   const double steady = plan.micro_batches() - 1;
   for (const PlanStage& each : plan.stages) {
@@ -82,7 +83,7 @@ double SpreadOf(const Plan& plan, const StageModel& model, const ClusterSpec& cl
   }
   const double exposed = total > 0 ? 1 - compute / total : 0;
   const double link = cluster.devices > cluster.per_node ? cluster.inter.error : cluster.intra.error;
-  return cluster.step.error > 0 ? std::hypot(cluster.step.error, exposed * link) : 0;
+  return std::hypot(cluster.step.error, exposed * link);
 }
 
 Result<double> SpreadOf(const PlanFile& file, const LayerSource& layers, const ClusterSpec& cluster) {

@@ -266,6 +266,24 @@ def test_an_edited_plan_names_the_stage_and_the_rule(cli, planned, tmp_path):
     with pytest.raises(PlanError, match="no such plan"):
         read_plan(str(tmp_path / "none.plan"))
 
+    code, said, _ = cli("plan", str(small), "--over-memory")
+    assert code == 0 and "DOES NOT FIT" in said and "of a device more than its" in said
+    assert cli("plan", *SMALL, "--cluster", "local-2", "--global-batch", "8", "--over-memory")[0] == 1
+
+
+def test_a_plan_has_an_interval_of_its_stack(planned: Path, cli) -> None:
+    words = ["plan", *SMALL, "--cluster", "l4-24gb-2:megatron", "--global-batch", "16", "--no-why"]
+    code, said, _ = cli(*words)
+    assert code == 0 and "80 of 100 such steps take" in said
+    code, said, _ = cli(*words, "--json")
+    whole = json.loads(said)["plans"][0]
+    assert whole["error"] >= 0.15
+    words[words.index("l4-24gb-2:megatron")] = "l4-24gb-2"
+    code, said, _ = cli(*words, "--json")
+    alone = json.loads(said)["plans"][0]
+    assert alone["error"] == 0
+    assert whole["plan"]["step_us"] > 2 * alone["plan"]["step_us"], "a small model is bound by its launches"
+
 
 # ---- handing on ----
 
