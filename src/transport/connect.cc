@@ -137,7 +137,7 @@ std::string FrameKey(const std::string& key, const std::vector<Listener>& all, i
 }
 
 void KeepAlive(int fd) {
-  const int on = 1, first = 3, between = 2, times = 3, unanswered_ms = kDeadSeconds * 1000;
+  const int on = 1, first = 3, between = 1, times = 5, unanswered_ms = kDeadSeconds * 1000;
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &first, sizeof first);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);

@@ -41,7 +41,7 @@ class Socket {
   int fd_ = -1;
 };
 
-inline constexpr int kDeadSeconds = 10;
+inline constexpr int kDeadSeconds = 8;
 
 struct PeerSockets {
   Socket data, control;

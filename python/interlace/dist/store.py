@@ -40,8 +40,8 @@ MAX_STRANGERS = 256  # connected at once; the one that came first goes
 STRANGER_S = 5.0  # for their proof
 MAX_UNREAD = 8 << 20  # bytes of answers that a client leaves unread
 ACCEPTS = 64  # at a time, so that those who are in are not kept waiting
-KEEPALIVE = (3, 2, 3)  # seconds until the first question to a silent host, between two, and how many
-DEAD_S = 12.0  # by when a host that does not answer is noticed
+KEEPALIVE = (3, 1, 5)  # seconds until the first question to a silent host, between two, and how many
+DEAD_S = 8.0  # by when a host that does not answer is noticed
 CONNECT_S = 60.0  # for all of connecting
 
 SET, GET, CHECK, ADD, COMPARE, DELETE, COUNT, APPEND, RANK, GONE = range(10)
