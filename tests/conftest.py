@@ -20,7 +20,10 @@ if SOFT:  # before torch is imported, here and in every process that a test star
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`accelerator` tests run where there is one."""
+    """`accelerator` tests run where there is one, `software` tests on that of tests/accelerator."""
+    for item in items:
+        if "software" in item.keywords and not SOFT:
+            item.add_marker(pytest.mark.skip(reason="needs INTERLACE_DEVICE=soft"))
     if not any("accelerator" in item.keywords for item in items):
         return
     import torch

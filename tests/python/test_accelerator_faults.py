@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.accelerator
+pytestmark = pytest.mark.software
 SEEDS = 20
 N = 4096  # elements: whole pages
 Result = list[torch.Tensor]

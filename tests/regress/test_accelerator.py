@@ -16,7 +16,7 @@ import interlace
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 OUT = ["offload_sync(cluster={cluster})"]
 SEEDS = range(20)
-accelerator = pytest.mark.accelerator
+software = pytest.mark.software
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -76,7 +76,7 @@ SETTINGS = {
 }
 
 
-@accelerator
+@software
 @pytest.mark.parametrize("looks", [False, True], ids=["", "looks"])
 @pytest.mark.parametrize("what", SETTINGS)
 def test_every_order_of_streams_gives_the_bits_of_the_cpu(modes: Any, what: str, looks: bool) -> None:
@@ -91,7 +91,7 @@ def test_every_order_of_streams_gives_the_bits_of_the_cpu(modes: Any, what: str,
         assert same(train("soft", looks=looks, **settings), cpu), f"seed {seed}"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("soft", marks=accelerator)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("soft", marks=software)])
 def test_a_look_at_a_step_whose_storages_go_out(device: str) -> None:
     trainer = compiled(device, schedule=[(0, OUT)], tier="host")
     trainer.step(batches(1)[0])
@@ -100,7 +100,7 @@ def test_a_look_at_a_step_whose_storages_go_out(device: str) -> None:
     trainer.close()
 
 
-@accelerator
+@software
 def test_the_loop_measures_searches_and_swaps_and_changes_no_bit() -> None:
     search = "search(cluster={cluster},limit={limit},recompute=none,profile={profile})"
     data, seen = batches(7), []
@@ -118,7 +118,7 @@ def two(device: str) -> Any:
     return train(device, clip_norm=1.0)
 
 
-@accelerator
+@software
 def test_two_ranks_on_a_device_whose_backend_is_its_own() -> None:
     for there, cpu in zip(ranks.run(two, 2, "soft"), ranks.run(two, 2, "cpu"), strict=True):
         assert same(there, cpu)
