@@ -374,6 +374,7 @@ def other_order(rank: int) -> list[str]:
     return soft_device.take_reports()
 
 
+@pytest.mark.soak
 def test_collectives_in_another_order_are_told_and_hang_until_the_timeout() -> None:
     import ranks
 
@@ -437,6 +438,7 @@ def fsdp2_in(modes: list[str]) -> tuple[list[float], list[list[float]], list[str
     return cpu, there, soft_device.take_reports()
 
 
+@pytest.mark.soak
 def test_fsdp2_trains_without_a_report() -> None:
     import ranks
 

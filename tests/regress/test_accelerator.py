@@ -77,7 +77,7 @@ SETTINGS = {
 
 
 @software
-@pytest.mark.parametrize("looks", [False, True], ids=["", "looks"])
+@pytest.mark.parametrize("looks", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["", "looks"])
 @pytest.mark.parametrize("what", SETTINGS)
 def test_every_order_of_streams_gives_the_bits_of_the_cpu(modes: Any, what: str, looks: bool) -> None:
     settings = SETTINGS[what]
@@ -119,6 +119,7 @@ def two(device: str) -> Any:
 
 
 @software
+@pytest.mark.soak
 def test_two_ranks_on_a_device_whose_backend_is_its_own() -> None:
     for there, cpu in zip(ranks.run(two, 2, "soft"), ranks.run(two, 2, "cpu"), strict=True):
         assert same(there, cpu)
