@@ -51,7 +51,8 @@ class Store(contextlib.AbstractContextManager):
         except private.PrivateError as error:
             raise StoreError(f"cannot use {self.path}: {error.strerror}") from None
         except OSError as error:
-            raise StoreError(f"cannot make the folder {self.path.parent}: {error.strerror}") from None
+            what = f"use {self.path}" if self.path.parent.is_dir() else f"make the folder {self.path.parent}"
+            raise StoreError(f"cannot {what}: {error.strerror}") from None
         try:
             try:
                 self._open()
