@@ -93,12 +93,13 @@ int32_t LargestTensorParallel(const ModelText& model) {
   for (const Param& param : block.params) {
     for (const ParallelParameter& cut : model.parallel) {
       const std::vector<Dim>& sizes = block.value(param.value).type.sizes;
-      if (cut.name != param.name || cut.dim >= static_cast<int32_t>(sizes.size())) continue;
+      if (cut.name != param.name || cut.dim < 0 || cut.dim >= static_cast<int32_t>(sizes.size())) continue;
+      if (!sizes[cut.dim].is_const() || cut.blocks < 1) return 1;  // what divides it is not known
       cuts = true;
       largest = std::gcd(largest, sizes[cut.dim].value / cut.blocks);
     }
   }
-  return cuts ? static_cast<int32_t>(std::min(largest, kMaxDegree)) : 1;
+  return cuts ? static_cast<int32_t>(std::clamp<int64_t>(largest, 1, kMaxDegree)) : 1;
 }
 
 Status CutForTensorParallel(Program& program, const ModelText& model) {

@@ -386,6 +386,7 @@ def test_unknown_model():
         ("[]", "has no 'model_type'; pass the config.json of a Hugging Face model"),
         ('{"model_type": "lama"}', "transformers knows no model type 'lama'"),
         ('{"model_type": "clip"}', "model type 'clip' is not a causal language model"),
+        ('{"model_type": "llama", "num_hidden_layers": 2147483647}', "num_hidden_layers is 2147483647; a model of more than 10000 layers"),
         ('{"model_type": "llama", "dtype": "float33"}', "unknown dtype 'float33'"),
     ],
 )

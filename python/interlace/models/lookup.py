@@ -68,6 +68,9 @@ def _read_config(path: Path, images: bool = False) -> tuple[str, dict[str, Any]]
     if model_type not in CAUSAL and not (images and model_type == "vit"):
         more = " (or a ViT)" if images else ""
         raise InterlaceError(f"{path}: model type '{model_type}' is not a causal language model{more}")
+    for key in _LAYERS & options.keys():
+        if isinstance(options[key], int) and options[key] > MAX_LAYERS:
+            raise InterlaceError(f"{path}: {key} is {options[key]}; a model of more than {MAX_LAYERS} layers is taken for a mistake")
     return model_type, options
 
 
@@ -81,6 +84,9 @@ def _from_file(path: Path) -> Preset:
         options["use_cache"] = False
     return Preset(str(path), kind, f"from {path}", options, model_type, str(dtype), 2048)
 
+
+MAX_LAYERS = 10_000  # each is a module that is built: more would take hours
+_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_experts", "num_local_experts"}
 
 # Keys that published config.json files have and that say nothing about the shape of the network.
 _HARMLESS = {
