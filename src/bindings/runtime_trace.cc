@@ -73,7 +73,8 @@ std::string TraceText(const Executor& self, const std::string& format, int32_t r
 }
 
 // What profiles know of an op: its key ("" for what costs nothing or moves data), its name (of a collective that of its
-// kind: all_gather is a gather), the bytes of its results, and of a collective its bytes and units; of what goes to or comes from the tier, where its bytes are copied: "moves".
+// kind: all_gather is a gather), the bytes of its results, and of a collective its bytes and units; of what goes to or
+// comes from the tier, where its bytes are copied: "moves".
 py::dict FactsOf(const Program& program, const Op& op) {
   const bool starts = IsStart(op), moves = MoveOf(op) != nullptr;
   std::string key;

@@ -1,6 +1,6 @@
-#include "base/files.h"
 #include "passes/host_update.h"
 
+#include "base/files.h"
 #include "base/rounds.h"
 #include "passes/phase_memory.h"
 #include "passes/predict.h"

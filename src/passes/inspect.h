@@ -39,7 +39,7 @@ struct ProgramSummary {
   // What a rank holds between steps, and gradients and the like that live within one.
   int64_t persistent_bytes = 0, step_bytes = 0;
   std::optional<int64_t> activation_peak_bytes;  // the largest peak of a micro-batch phase
-  std::vector<std::string> not_cut;              // of tensor parallelism: what every rank has or computes whole, and why
+  std::vector<std::string> not_cut;  // of tensor parallelism: what every rank has or computes whole, and why
 };
 
 ProgramSummary Summarize(const Program& program);

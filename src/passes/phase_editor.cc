@@ -42,7 +42,8 @@ PhaseFacts::PhaseFacts(const Program& program, const Phase& phase)
     if (IsWait(op) && op.units.empty()) {  // activations travel: their source is read until here
       ForEachOperand(op, [&](ValueId id) {
         const OpId start = program.value(id).def;
-        if (start != kNone) ForEachOperand(program.op(start), [&](ValueId source) { add(uses[program.RootOf(source)]); });
+        if (start != kNone)
+          ForEachOperand(program.op(start), [&](ValueId source) { add(uses[program.RootOf(source)]); });
       });
     }
     for (ValueId id : WrittenOperands(program, op)) add(writes[program.RootOf(id)]);

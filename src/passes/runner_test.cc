@@ -1,8 +1,8 @@
-#include "base/files.h"
 #include "passes/runner.h"
 
 #include <filesystem>
 
+#include "base/files.h"
 #include "passes/inspect.h"
 #include "passes/pass_test_support.h"
 

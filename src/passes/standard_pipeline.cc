@@ -75,8 +75,8 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   // Between what works on the whole model and the strategy, which makes units of the stage's own parameters.
   if (stages > 1) {
     passes.push_back("pipeline(axis=" + options.stage_axis + ",stage=" + std::to_string(options.stage) +
-                     ",at=" + options.stages_at + ",chunks=" + std::to_string(options.stage_chunks) +
-                     ",backward=" + (options.stage_order == "zero_bubble" || options.stage_order == "auto" ? "split" : "whole") + ")");
+                     ",at=" + options.stages_at + ",chunks=" + std::to_string(options.stage_chunks) + ",backward=" +
+                     (options.stage_order == "zero_bubble" || options.stage_order == "auto" ? "split" : "whole") + ")");
   }
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
   // added up where is known only when they have a place in a unit.

@@ -2,8 +2,8 @@
 // with tp a symbol of its sizes.
 //
 // Weights are cut by the model's plan, embedding and head by vocabulary, and what layers hand to each other along the
-// sequence: "hidden" and "hidden.grad" are bf16[b,s//tp,4096]. What the forward part gathered, the backward part gathers
-// again. The program is for counting: no mesh has the axis of its collectives, and each wait follows its start.
+// sequence: "hidden" and "hidden.grad" are bf16[b,s//tp,4096]. What the forward part gathered, the backward part
+// gathers again. The program is for counting: no mesh has the axis of its collectives, and each wait follows its start.
 //
 // A vocabulary that the largest degree does not divide becomes the symbol `vocab`; it is padded by at most tp - 1 rows,
 // which are not counted.

@@ -105,7 +105,7 @@ class Machine {
   const InterpretOptions& options_;
   std::vector<Axis> mesh_;  // the program's; of a stage without the axis of the stages
   int64_t ranks_ = 1;
-  std::string stage_axis_;     // empty: the program is no stage
+  std::string stage_axis_;  // empty: the program is no stage
   int64_t stages_ = 1;
   int64_t first_address_ = 0;  // for messages: rank r of this machine is at first_address_ + r
   Mailbox own_mail_;
