@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 from typing import Any
 
 import torch
@@ -93,7 +94,15 @@ class Follow:
 
     def _agree(self, changes: list[Change]) -> None:
         run, peers = self.run, self.run.peers
-        mine = {c.where: describe(c.after) for c in changes}
+        mine: dict[str, str] = {}
+        hooks: dict[str, int] = {}
+        for c in changes:
+            table = re.fullmatch(r"(.*_hooks' .*)\[\d+\](.*)", c.where)
+            where = c.where
+            if table is not None:  # each process numbers its hooks on its own: their order counts
+                number = hooks[table[1]] = hooks.get(table[1], -1) + 1
+                where = f"{table[1]}[{number}]{table[2]}"
+            mine[where] = describe(c.after)
         try:
             everyone = peers.exchange(f"changes before step {run.steps}", mine)
         except PeerError as e:
