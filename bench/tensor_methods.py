@@ -14,6 +14,7 @@ from cases import causal_loss, causal_model, token_batch
 from peer_methods import Batch, Method, Settings, Step, adamw
 
 PLAN_STEP = 7  # the steps before it give the times that the search decides by
+LAST_STEP = 40  # until all plans are settled
 
 
 def dtensor(settings: Settings, sequence: bool) -> Step:
@@ -67,10 +68,9 @@ def dtensor(settings: Settings, sequence: bool) -> Step:
 
 
 def ours(settings: Settings, plan: bool, sequence: bool = True) -> Step:
-    """`plan`: with the passes that a search chooses on measured times, in some steps of a trainer that is thrown away."""
+    """`plan`: with the program that a search chooses on the times of the first steps."""
     import interlace
     from interlace import _core
-    from interlace.config.schedule import pipeline
 
     example = token_batch(settings.case, rows=settings.case["rows"])
     common: dict[str, Any] = {"cache": "off", "timeout_s": 300}
@@ -79,21 +79,15 @@ def ours(settings: Settings, plan: bool, sequence: bool = True) -> Step:
         schedule=[(PLAN_STEP, ["search(cluster={cluster},profile={profile},limit={limit})"])] if plan else [], **common,
     )  # fmt: skip
 
-    def compiled(config: interlace.Config) -> interlace.Trainer:
-        model = causal_model(settings.case)
-        return interlace.compile(model, adamw(model.parameters()), causal_loss, example, config)
-
-    trainer = compiled(on_mesh)
+    model = causal_model(settings.case)
+    trainer = interlace.compile(model, adamw(model.parameters()), causal_loss, example, on_mesh)
     if plan:
-        for _ in range(PLAN_STEP + 1):
+        for step in range(LAST_STEP):
+            if step > PLAN_STEP and trainer.settled:
+                break
             trainer.step(example)
-        program = _core.Program.parse(trainer.program)
-        _, _, _, captured, passes = program.meta()["search.chosen"].split("|")
         if dist.get_rank() == 0:
-            print(f"{program.explain()}\n{captured} {passes}", file=sys.stderr, flush=True)
-        trainer.close()
-        chosen = pipeline(on_mesh.pipeline(dist.get_world_size()), [p for p in (captured, passes) if p])
-        trainer = compiled(interlace.Config(passes=chosen, schedule=[], **common))
+            print(_core.Program.parse(trainer.program).explain(), file=sys.stderr, flush=True)
     return lambda batches: trainer.step(batches[0]).item()
 
 

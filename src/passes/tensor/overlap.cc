@@ -8,9 +8,9 @@
 // List scheduling (Graham 1969) of forward and backward part, on one lane that computes and one for each axis'
 // transfers, with times of the cost model: of the ops that could run now the one with the longest way to the end of the
 // part goes first, so what nothing waits for (gradients of weights) fills the waits; a transfer starts as soon as its
-// operand is there and is waited for where it is first needed. No op is put off, or comes before its turn, by more than
-// `window` of the part's compute time (a start by no more than four times what it takes), so that activations do not
-// pile up. Order changes no bit: operands stay what they were.
+// operand is there and is waited for where it is first needed. Sums of gradients travel when the wire is free: nothing
+// computes with them. No op is put off, or comes before its turn, by more than `window` of the part's compute time (a
+// start by no more than four times what it takes), so that activations do not pile up. Order changes no bit: operands stay what they were.
 // Options: window, cluster, profile.
 #include <algorithm>
 #include <set>
@@ -35,6 +35,7 @@ struct Node {
   int64_t ready_ps = 0;   // when what it needs is there
   int32_t start = kNone;  // of a wait: its start
   bool done = false;
+  bool gradient = false;  // a start that only gradients come from
 };
 
 class Scheduler {
@@ -49,6 +50,7 @@ class Scheduler {
       int64_t longest = 0;
       for (int32_t next : nodes_[i].after) longest = std::max(longest, nodes_[next].to_end_ps);
       nodes_[i].to_end_ps = longest + nodes_[i].compute_ps + nodes_[i].transfer_ps;
+      nodes_[i].gradient = IsOfGradients(nodes_[i]);
     }
     return Run();
   }
@@ -126,6 +128,15 @@ class Scheduler {
     return Ok{};
   }
 
+  // A transfer or view of which nothing but gradients is made.
+  bool IsOfGradients(const Node& node) const {
+    const Op& op = std::as_const(program_).op(node.op);
+    if (op.kind == OpKind::kGrad) return true;
+    if (!IsStart(op) && !IsWait(op) && op.kind != OpKind::kView) return false;
+    return !node.after.empty() &&
+           std::all_of(node.after.begin(), node.after.end(), [&](int32_t next) { return nodes_[next].gradient; });
+  }
+
   static int64_t TimeOf(const OpCost& cost) { return cost.latency_ps + cost.work_ps + cost.finish_ps; }
 
   // A wait runs when somebody needs it: it is ready once its start has run, at the time of arrival.
@@ -141,6 +152,8 @@ class Scheduler {
     std::set<int32_t, decltype(longest_first)> here(longest_first);    // compute whose operands are there
     std::set<int32_t> far;                                             // compute whose turn is too far away
     std::set<std::pair<int64_t, int32_t>> early;  // starts, by the compute time that must have passed
+    std::set<std::pair<int64_t, int32_t>> late;   // gradients that travel, by their arrival
+    std::set<int32_t> sums;                       // of gradients, when nothing else is on the wire
     const auto window = static_cast<int64_t>(window_ * static_cast<double>(total_ps_));
     int64_t now = 0, wire = 0, computed = 0;
     size_t oldest = 0;  // compute that has not run
@@ -154,7 +167,7 @@ class Scheduler {
         } else {
           far.insert(at);
         }
-      } else if (IsStart(program_.op(node.op)) && from > computed) {
+      } else if (IsStart(program_.op(node.op)) && !node.gradient && from > computed) {
         early.emplace(from, at);
       } else {
         free.insert(at);
@@ -177,6 +190,14 @@ class Scheduler {
         const Node& node = nodes_[at];
         const Op& op = program_.op(node.op);
         int64_t when = node.ready_ps;
+        if (op.kind == OpKind::kGrad && when > now) {
+          late.emplace(when, at);
+          continue;
+        }
+        if (IsStart(op) && node.gradient && wire > now) {
+          sums.insert(at);
+          continue;
+        }
         if (IsStart(op)) {
           wire = std::max({wire, now, when}) + node.transfer_ps;
           arrival_[at] = wire;
@@ -197,15 +218,24 @@ class Scheduler {
       if (nodes_[i].waits == 0) add(static_cast<int32_t>(i));
     }
     drain();
-    while (!coming.empty() || !here.empty() || !far.empty() || !early.empty()) {
+    while (!coming.empty() || !here.empty() || !far.empty() || !early.empty() || !late.empty() ||
+           !sums.empty()) {
       while (oldest < nodes_.size() && (nodes_[oldest].done || nodes_[oldest].compute_ps == 0)) ++oldest;
       while (!far.empty() && nodes_[*far.begin()].turn_ps <= turn() + window)
         coming.insert(far.extract(far.begin()).value());
       if (coming.empty() && here.empty()) {  // the oldest needs what is held back
-        if (early.empty()) {
-          coming.insert(far.extract(far.begin()).value());
-        } else {
+        if (!early.empty()) {
           free.insert(early.extract(early.begin()).value().second);
+          drain();
+        } else if (!far.empty()) {
+          coming.insert(far.extract(far.begin()).value());
+        } else if (!sums.empty()) {
+          now = std::max(now, wire);
+          free.insert(sums.extract(sums.begin()).value());
+          drain();
+        } else {
+          now = std::max(now, late.begin()->first);
+          free.insert(late.extract(late.begin()).value().second);
           drain();
         }
         continue;
@@ -219,7 +249,12 @@ class Scheduler {
       finish(at, now);
       while (!early.empty() && early.begin()->first <= computed)
         free.insert(early.extract(early.begin()).value().second);
+      while (!late.empty() && late.begin()->first <= now) free.insert(late.extract(late.begin()).value().second);
       drain();
+      if (!sums.empty() && wire <= now) {
+        free.insert(sums.extract(sums.begin()).value());
+        drain();
+      }
     }
     for (size_t i = 0; i < nodes_.size(); ++i) {
       if (pending_[i]) Emit(static_cast<int32_t>(i), out);
