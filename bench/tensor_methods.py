@@ -6,7 +6,11 @@ or with SequenceParallel, which gathers in front of a pair and scatters behind i
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -82,11 +86,16 @@ def ours(settings: Settings, plan: bool, sequence: bool = True) -> Step:
     model = causal_model(settings.case)
     trainer = interlace.compile(model, adamw(model.parameters()), causal_loss, example, on_mesh)
     if plan:
+        begin = Path(tempfile.gettempdir()) / f"interlace-bench-{os.environ['MASTER_PORT']}-{os.getppid()}"
+        trainer.save(begin)
         for step in range(LAST_STEP):
             if step > PLAN_STEP and trainer.settled:
                 break
             trainer.step(example)
+        trainer.load(begin)
+        dist.barrier()
         if dist.get_rank() == 0:
+            shutil.rmtree(begin)
             print(_core.Program.parse(trainer.program).explain(), file=sys.stderr, flush=True)
     return lambda batches: trainer.step(batches[0]).item()
 
