@@ -38,10 +38,6 @@ void Block(std::array<uint32_t, 8>& state, const uint8_t* bytes) {
   for (int i = 0; i < 8; ++i) state[i] += add[i];
 }
 
-}  // namespace
-
-namespace {
-
 std::array<uint32_t, 8> Sha256(std::string_view text) {
   std::array<uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};

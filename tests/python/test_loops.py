@@ -27,6 +27,16 @@ def loss_fn(model, batch):
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 '''  # fmt: skip
+LOOP = """
+losses = []
+for epoch in range(2):
+    for batch in loader:
+        loss = loss_fn(model, batch)
+        {}.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+"""
 FABRIC = COMMON + '''
 from lightning_fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=1, num_nodes=size, strategy="ddp" if size > 1 else "auto", plugins=plugins)
@@ -34,30 +44,14 @@ fabric.launch()
 model, optimizer, loader = build()
 loader = fabric.setup_dataloaders(loader)
 model, optimizer = fabric.setup(model, optimizer)
-losses = []
-for epoch in range(2):
-    for batch in loader:
-        loss = loss_fn(model, batch)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-'''  # fmt: skip
+''' + LOOP.format("fabric")  # fmt: skip
 ACCELERATE = COMMON + '''
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model, optimizer, loader = build()
 loader = accelerator.prepare(loader)
 model, optimizer = accelerator.prepare(model, optimizer)
-losses = []
-for epoch in range(2):
-    for batch in loader:
-        loss = loss_fn(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-'''  # fmt: skip
+''' + LOOP.format("accelerator")  # fmt: skip
 
 
 def ours(script: str, kind: str) -> str:
