@@ -40,7 +40,7 @@ uint64_t Word(const unsigned char* at) {
 
 #if defined(__x86_64__)
 
-// What a checksum becomes when kBytes zeros follow, a byte of it at a time: linear, so four look-ups.
+// What a checksum becomes when `bytes` zeros follow, a byte of it at a time: linear, so four look-ups.
 using Shift = std::array<std::array<uint32_t, 256>, 4>;
 
 Shift MakeShift(size_t bytes) {
