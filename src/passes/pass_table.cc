@@ -60,6 +60,7 @@ std::span<const PassInfo> PassTable() {
            Choice("sequence", {"true", "false"}, "between the products a rank has a part of the rows"),
            Choice("regather", {"false", "true"},
                   "what the forward part gathered is gathered again for the backward part: memory for time"),
+           Count("bucket", "262144", 0, "bytes of a whole weight's gradient from which it is summed by itself"),
            kLimitOption, kClusterOption, kProfileOption}),
       Row("split", Split, Takes::kCaptured, Pending::kRefused,
           "a micro-batch runs as several parts side by side: one is computed while activations of another travel",

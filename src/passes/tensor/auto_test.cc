@@ -87,6 +87,21 @@ PassCosts H100(int64_t ranks) {
   return costs;
 }
 
+// The first block is cut and leaves each rank half of the rows: gradients of the other weights are sums over ranks.
+TEST(Overlap, LargeGradientsTravelWhileBackwardComputes) {
+  const std::string cuts = "meta tensor \"layers.0.up.weight 0; layers.0.down.weight 1\"\n";
+  const auto starts_before_the_last_product = [&](const std::string& options) {
+    const std::string text =
+        RunText(Deep(4, 4096, 512, 1024, cuts), "canonicalize,tensor(plan=model" + options + "),overlap");
+    const size_t last = text.rfind("aten.mm(");
+    EXPECT_NE(last, std::string::npos) << text;
+    int count = 0;
+    for (size_t at = text.find("all_reduce.start("); at < last; at = text.find("all_reduce.start(", at + 1)) ++count;
+    return count;
+  };
+  EXPECT_GE(starts_before_the_last_product(""), starts_before_the_last_product(",bucket=67108864") + 5);
+}
+
 TEST(TensorFold, FourOfManyBlocksStay) {
   const Program whole = Read(Deep(9, 64, 32, 96));
   const Folded folded = Fold(whole);

@@ -58,7 +58,8 @@ void Check(uint64_t seed) {
   const std::string pipeline =
       "canonicalize,mesh(axes=dp:" + std::to_string(run.ranks) + "+tp:" + std::to_string(ranks) +
       "),tensor(plan=model,sequence=" + (random() % 3 ? "true" : "false") +
-      ",regather=" + (random() % 3 ? "false" : "true") + ")," + strategies[random() % 3] +
+      ",regather=" + (random() % 3 ? "false" : "true") + (random() % 2 ? ",bucket=0" : "") + ")," +
+      (random() % 2 ? "overlap," : "") + strategies[random() % 3] +
       "(axis=dp),accumulate(steps=" + std::to_string(run.accumulation) + "),update" + (run.clip ? "(clip=0.05)" : "");
   SCOPED_TRACE(pipeline + "  " + plan);
   const Status done = Apply(program, pipeline);

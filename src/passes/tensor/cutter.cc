@@ -17,7 +17,6 @@ using Kind = Placement::Kind;
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
 constexpr double kParameter = 1e6;  // a parameter is cut to stay so: times its bytes to gather it for one op
 constexpr double kColumns = 64;  // what products made is not gathered where rows that several need are gathered again
-constexpr int64_t kSumAlone = 256 << 10;  // bytes of a gradient whose sum over ranks is not left to the end
 constexpr double kAgain = 1e-3;  // times the bytes of results that every rank makes whole, to break ties
 
 int64_t BytesOf(const Geometry& geometry) {
@@ -398,7 +397,7 @@ void Cutter::Grad(OpId id) {
   if (std::optional<DimCut> cut = CutOf(param)) {
     const ValueId part = AsPart(value, *cut);
     program_.op(id).args[1].value = part;
-  } else if (PlacementOf(value).is_sum() && BytesOf(geometry_[value]) < kSumAlone &&
+  } else if (PlacementOf(value).is_sum() && BytesOf(geometry_[value]) < options_.bucket &&
              copies_.count({program_.RootOf(value), 0}) == 0) {
     sums_behind_.emplace_back(id, value);
     return;

@@ -25,7 +25,9 @@ namespace interlace::tensor {
 struct CutterOptions {
   std::string axis = "tp";
   bool sequence = true;  // a sum over ranks may be scattered along rows instead of made whole
-  // Small gradients of whole parameters are summed last, all at once; else as soon as they are there, as large ones are.
+  // Gradients of whole parameters that are smaller than this are summed last, all at once; the others, and all without
+  // sums_behind, as soon as they are there.
+  int64_t bucket = 256 << 10;  // bytes
   bool sums_behind = true;
   double flops_per_byte = 1000;  // of products, in the time that a byte travels: 600 (a PC) to 2500 (H100, NVLink)
   bool regather = false;         // what was gathered in the forward part is gathered again for the backward part

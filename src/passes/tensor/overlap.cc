@@ -10,8 +10,8 @@
 // part goes first, so what nothing waits for (gradients of weights) fills the waits; a transfer starts as soon as its
 // operand is there and is waited for where it is first needed. Sums of gradients travel when the wire is free: nothing
 // computes with them. No op is put off, or comes before its turn, by more than `window` of the part's compute time (a
-// start by no more than four times what it takes), so that activations do not pile up. Order changes no bit: operands stay what they were.
-// Options: window, cluster, profile.
+// start by no more than four times what it takes), so that activations do not pile up. Order changes no bit: operands
+// stay what they were. Options: window, cluster, profile.
 #include <algorithm>
 #include <set>
 
@@ -218,8 +218,7 @@ class Scheduler {
       if (nodes_[i].waits == 0) add(static_cast<int32_t>(i));
     }
     drain();
-    while (!coming.empty() || !here.empty() || !far.empty() || !early.empty() || !late.empty() ||
-           !sums.empty()) {
+    while (!coming.empty() || !here.empty() || !far.empty() || !early.empty() || !late.empty() || !sums.empty()) {
       while (oldest < nodes_.size() && (nodes_[oldest].done || nodes_[oldest].compute_ps == 0)) ++oldest;
       while (!far.empty() && nodes_[*far.begin()].turn_ps <= turn() + window)
         coming.insert(far.extract(far.begin()).value());

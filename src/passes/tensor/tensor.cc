@@ -10,7 +10,8 @@
 //                                                             %66: f32[1,16,64] = aten.add.Tensor(...)    half the rows
 // Options: axis, plan=auto (found by search, auto.h)|model (in the program's meta line "tensor")|FILE (plan.h says how
 // it is written), sequence=true|false (between the products a rank has a part of the rows), regather=true|false (rows
-// that the forward part gathered are gathered again by the backward part: memory for time).
+// that the forward part gathered are gathered again by the backward part: memory for time), bucket=262144 (gradients of
+// whole weights that have fewer bytes are summed together, behind the backward part).
 // Runs after canonicalize and mesh, before the strategy.
 // Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022, section 4.2.2), GSPMD (Xu
 // et al. 2021).
@@ -31,6 +32,7 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const std::string axis, options.Name("axis", "tp"));
   INTERLACE_ASSIGN(const std::string sequence, options.Choice("sequence", {"true", "false"}));
   INTERLACE_ASSIGN(const std::string regather, options.Choice("regather", {"false", "true"}));
+  INTERLACE_ASSIGN(const int64_t bucket, options.Int("bucket", tensor::CutterOptions().bucket, 0));
   bool declared = false;
   for (const Axis& one : program.mesh) declared = declared || one.name == axis;
   if (!declared) return MakeError("the mesh has no axis '", axis, "'; declare it first: mesh(axes=dp:1+", axis, ":2)");
@@ -48,6 +50,7 @@ Result<bool> Tensor(Program& program, const PassOptions& options) {
   how.axis = axis;
   how.sequence = sequence == "true";
   how.regather = regather == "true";
+  how.bucket = bucket;
   const std::string which = options.Text("plan", "auto");
   const std::string* text = program.Meta("tensor");
   std::vector<tensor::PlanEntry> plan;
