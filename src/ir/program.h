@@ -232,7 +232,7 @@ struct Group {
   int32_t id = 0;
   std::string optimizer;
   int32_t rule = kNone;  // of the optimizer "rule"
-  std::optional<Orthogonal> orthogonal;
+  std::optional<Orthogonal> orthogonal = std::nullopt;
 };
 struct Module {
   int32_t id = 0;

@@ -282,15 +282,16 @@ class Builder {
     const Unit& unit = program_.units[target.unit];
     const std::vector<Dim>& sizes = program_.value(param.value).type.sizes;
     if (target.params.size() != 1 || sizes.size() != 2 || !sizes[0].is_const() || !sizes[1].is_const())
-      return MakeError("parameter '", param.name, "' is not a matrix in a unit of its own, which ", RuleOf(param.group)->name,
-                       " needs");
+      return MakeError("parameter '", param.name, "' is not a matrix in a unit of its own, which ",
+                       RuleOf(param.group)->name, " needs");
     if (!param.cuts.empty()) {
       return MakeError("the mesh cuts parameter '", param.name, "' along ", param.cuts[0].axis, ", and ",
                        RuleOf(param.group)->name, " needs whole matrices; train on a mesh without ", param.cuts[0].axis,
                        ", or give this parameter to another optimizer");
     }
     if (AxesOf(unit.axis).size() != 1)
-      return MakeError(RuleOf(param.group)->name, " deals its matrices along one axis of the mesh, not along ", unit.axis);
+      return MakeError(RuleOf(param.group)->name, " deals its matrices along one axis of the mesh, not along ",
+                       unit.axis);
     matrices.push_back({.unit = target.unit,
                         .param = &param,
                         .weights = OwnWeights(target),
@@ -342,7 +343,7 @@ class Builder {
   std::optional<double> clip_;
   bool norm_, momentum_;
   ValueId loss_scale_ = kNone;
-  ValueId gathering_ = kNone;     // the last gather that nothing waits for yet
+  ValueId gathering_ = kNone;    // the last gather that nothing waits for yet
   std::vector<Target> targets_;  // by unit
   Phase phase_;
 };

@@ -116,7 +116,8 @@ class Dealer {
     op.SetAttr("states", Arg::List(std::move(names)));
     op.SetAttr("scale", Arg::Float(scale));
     const int64_t begin = m.param->unit_offset;
-    op.SetAttr("ranges", Arg::List({Arg::Int(Dim(begin)), Arg::Int(Dim(begin + m.rows * m.columns)), Arg::Int(Dim(group))}));
+    op.SetAttr("ranges",
+               Arg::List({Arg::Int(Dim(begin)), Arg::Int(Dim(begin + m.rows * m.columns)), Arg::Int(Dim(group))}));
   }
 
   // ---- a round ----
@@ -184,7 +185,8 @@ class Dealer {
       const ValueId gram = Aten("mm", {Arg::Of(x), Arg::Of(turned)}, Matrix(rows, rows));
       const ValueId update = Aten("addmm", {Arg::Of(gram), Arg::Of(gram), Arg::Of(gram)}, Matrix(rows, rows),
                                   {{"beta", Arg::Float(how.by[1])}, {"alpha", Arg::Float(how.by[2])}});
-      x = Aten("addmm", {Arg::Of(x), Arg::Of(update), Arg::Of(x)}, Matrix(rows, columns), {{"beta", Arg::Float(how.by[0])}});
+      x = Aten("addmm", {Arg::Of(x), Arg::Of(update), Arg::Of(x)}, Matrix(rows, columns),
+               {{"beta", Arg::Float(how.by[0])}});
       transposed = false;
     }
     if (transposed || !tall) return x;

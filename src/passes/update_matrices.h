@@ -9,8 +9,9 @@
 //                 weights of u0, u1 (update.rule, of the group `apply`)
 //   whole on all  the same with views of the matrices that a rank has, and one all_gather of the results
 //
-// The iterations are PyTorch's, operator by operator, in bfloat16 as there, so no rank does all and nothing but bfloat16
-// travels. A round with fewer matrices than ranks repeats its last. While one round computes, the next one travels.
+// The iterations are PyTorch's, operator by operator, in bfloat16 as there, so no rank does all and nothing but
+// bfloat16 travels. A round with fewer matrices than ranks repeats its last. While one round computes, the next one
+// travels.
 #pragma once
 
 #include <functional>

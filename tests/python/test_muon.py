@@ -142,7 +142,7 @@ def test_members_are_taken_over_and_given_back() -> None:
         for step in range(3, 6):
             trainer.step(net_batch(step))
         weights, states = trainer.state_dict(), [o.state_dict() for o in members]
-        with pytest.raises(interlace.InterlaceError, match=r"step\(\) of an optimizer that interlace.compile was given"):
+        with pytest.raises(interlace.InterlaceError, match=r"step\(\) of an optimizer that interlace\.compile was given"):
             members[0].step()
     again = net()
     again.load_state_dict(weights)
@@ -193,10 +193,10 @@ def test_no_rank_does_all(strategy: str) -> None:
 
 def test_what_cannot_be_done_is_said() -> None:
     model = net()
-    with pytest.raises(interlace.InterlaceError, match="give interlace.compile a list of optimizers"):
+    with pytest.raises(interlace.InterlaceError, match=r"give interlace\.compile a list of optimizers"):
         interlace.compile(model, optimizers(model)[0], net_loss, net_batch(0), interlace.Config(cache="off"))
     twice = [*optimizers(model), torch.optim.SGD(list(model.parameters())[:1], lr=0.1)]
-    with pytest.raises(interlace.InterlaceError, match="is in two optimizers, Muon .number 0. and SGD .number 2."):
+    with pytest.raises(interlace.InterlaceError, match=r"is in two optimizers, Muon .number 0. and SGD .number 2."):
         interlace.compile(model, twice, net_loss, net_batch(0), interlace.Config(cache="off"))
     with trainer_of(model) as trainer:
         trainer.step(net_batch(0))
