@@ -105,7 +105,7 @@ std::string MatricesText(const std::string& apply) {
       "rule 1 \"Muon.apply\" () {\n  form {\n    w = add(w, g, n0)\n  }\n}\n"
       "group 0 rule 0 orthogonal apply " +
       apply +
-      " steps 1 by 2 -1.5 0.5 eps 1e-07 ratio original\n"
+      " steps 1 by 2.0 -1.5 0.5 eps 1e-07 ratio original\n"
       "group 1 rule 1\n";
   return text.replace(text.find("group 0 adamw\n"), 14, groups);
 }

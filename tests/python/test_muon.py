@@ -191,6 +191,26 @@ def test_no_rank_does_all(strategy: str) -> None:
     assert (alone, two) == (4, 3), arena
 
 
+def with_passes(schedule: list[str], tier: str | None, strategy: str) -> list[float]:
+    config = {"schedule": [(0, schedule)], "tier": tier, "arena": tier is None, "strategy": strategy}
+    rank, _ = parity.rank_and_size()
+    with trainer_of(net(), **config) as trainer:
+        return [float(trainer.step(net_batch(10 * step + rank))) for step in range(5)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_passes_that_move_updates_change_no_bit(strategy: str) -> None:
+    plain = ranks.run(with_passes, 2, [], None, strategy)
+    ways: list[tuple[list[str], str | None]] = [
+        (["overlap_update"], None), (["reposition_update"], None), (["bucket(modules=*)", "reorder"], None),
+        (["search(evaluations=60)"], None),
+    ]  # fmt: skip
+    if strategy == "shard":
+        ways += [(["host_update"], "host"), (["offload(limit=1MiB)"], "host")]
+    for passes, tier in ways:
+        assert ranks.run(with_passes, 2, passes, tier, strategy) == plain, passes
+
+
 def test_what_cannot_be_done_is_said() -> None:
     model = net()
     with pytest.raises(interlace.InterlaceError, match=r"give interlace\.compile a list of optimizers"):

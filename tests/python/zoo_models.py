@@ -124,6 +124,8 @@ def tiny(config: type, **more: Any) -> Any:
         given["attention_types"] = [[["global", "local"], 1]]
     if "rotary_dim" in known:
         given["rotary_dim"] = 4
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latent attention has keys for each head
+        given["num_key_value_heads"] = given["num_attention_heads"]
     made = config(**(given | more))
     if hasattr(made, "_experts_implementation"):
         made._experts_implementation = "eager"  # products of groups know no float64
