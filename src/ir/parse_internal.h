@@ -68,6 +68,7 @@ class TextParser {
   // Ids of groups, modules, sources and units count from 0 in the order of the lines.
   Result<int32_t> NextId(size_t next, std::string_view what);
   Status GroupLine();
+  Result<Orthogonal> OrthogonalWords();
   // A rule's lines, down to its closing brace (parse_rule.cc).
   Status RuleLines();
   Result<RuleForm> RuleFormLines(const UpdateRule& rule);

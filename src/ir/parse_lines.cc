@@ -185,6 +185,27 @@ Result<int32_t> TextParser::NextId(size_t next, std::string_view what) {
   return static_cast<int32_t>(id);
 }
 
+// apply 1 steps 5 by 3.4445 -4.775 2.0315 eps 1e-07 ratio original
+Result<Orthogonal> TextParser::OrthogonalWords() {
+  Orthogonal found;
+  INTERLACE_TRY(scan_.Expect("apply"));
+  INTERLACE_ASSIGN(const int64_t apply, scan_.IntFrom(0, std::numeric_limits<int32_t>::max()));
+  found.apply = static_cast<int32_t>(apply);
+  INTERLACE_TRY(scan_.Expect("steps"));
+  INTERLACE_ASSIGN(found.steps, scan_.IntFrom(0, 99));
+  INTERLACE_TRY(scan_.Expect("by"));
+  for (double& coefficient : found.by) {
+    scan_.SkipBlanks();
+    INTERLACE_ASSIGN(coefficient, scan_.Real());
+  }
+  INTERLACE_TRY(scan_.Expect("eps"));
+  INTERLACE_ASSIGN(found.eps, scan_.Real());
+  INTERLACE_TRY(scan_.Expect("ratio"));
+  INTERLACE_ASSIGN(const std::string_view ratio, scan_.OneOf("ratio", {"original", "match_rms_adamw", "none"}));
+  found.ratio = ratio;
+  return found;
+}
+
 Status TextParser::GroupLine() {
   Group group;
   INTERLACE_ASSIGN(group.id, NextId(program_.groups.size(), "group"));
@@ -196,6 +217,10 @@ Status TextParser::GroupLine() {
     if (rule >= static_cast<int64_t>(program_.rules.size()))
       return Fail(pos, "rule " + std::to_string(rule) + " is not declared above");
     group.rule = static_cast<int32_t>(rule);
+    scan_.SkipBlanks();
+    if (scan_.EatWord("orthogonal")) {
+      INTERLACE_ASSIGN(group.orthogonal, OrthogonalWords());
+    }
   } else if (group.optimizer != "adamw" && group.optimizer != "adam" && group.optimizer != "sgd") {
     return Fail(pos, "unknown optimizer '" + group.optimizer + "'" +
                          DidYouMean(group.optimizer, {"adamw", "adam", "sgd", "rule"}) +

@@ -297,6 +297,20 @@ class Printer {
         out_ += ' ';
         Int(group.rule);
       }
+      if (const std::optional<Orthogonal>& x = group.orthogonal; x) {
+        out_ += " orthogonal apply ";
+        Int(x->apply);
+        out_ += " steps ";
+        Int(x->steps);
+        out_ += " by";
+        for (const double coefficient : x->by) {
+          out_ += ' ';
+          Float(coefficient);
+        }
+        out_ += " eps ";
+        Float(x->eps);
+        out_ += " ratio " + x->ratio;
+      }
       EndLine();
     }
     for (const Module& module : program_.modules) {

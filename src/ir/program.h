@@ -5,6 +5,7 @@
 // only holds data. Passes edit the op list of a phase and leave dead ops and values behind; Compact() drops them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -218,10 +219,20 @@ struct Symbol {
   std::string name;
   int64_t min = 0, max = 0;
 };
+// What becomes of a group's matrices between two elementwise steps (Muon): each is made orthogonal by Newton-Schulz
+// iterations, in bfloat16.
+struct Orthogonal {
+  int32_t apply = kNone;          // the group whose rule takes the result as its gradient
+  int64_t steps = 0;              // iterations
+  std::array<double, 3> by = {};  // coefficients of the quintic
+  double eps = 0;                 // least norm
+  std::string ratio;              // of the result, by the matrix' shape: original, match_rms_adamw, none
+};
 struct Group {
   int32_t id = 0;
   std::string optimizer;
   int32_t rule = kNone;  // of the optimizer "rule"
+  std::optional<Orthogonal> orthogonal = std::nullopt;
 };
 struct Module {
   int32_t id = 0;

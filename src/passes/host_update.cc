@@ -132,6 +132,8 @@ class HostSteps {
         if (state != states_.end() && state->second->persistent) return "its gradient lasts from step to step";
         if (state == states_.end() && (pending || program_.value(id).kind != ValueKind::kResult))
           return "its gradient is no state of the step";
+        if (state == states_.end() && phase(c.spot.phase).kind == PhaseKind::kStep)
+          return "its gradient is made by the optimizer step itself";
         if (!uses.first || !uses.last_write || !uses.placed) return "its gradient is read before it is written";
         const Type& type = program_.value(id).type;
         c.begin = !uses.filled;

@@ -73,6 +73,14 @@ class Repositioner {
   }
 
  private:
+  // What an update of matrices takes in between lasts for this step only (update_matrices.h).
+  bool OfStates(const Op& op) const {
+    bool states = true;
+    for (size_t i = 0; i < std::min(op.args.size(), FlatOperands(op)); ++i)
+      states = states && program_.value(program_.RootOf(op.args[i].value)).kind != ValueKind::kResult;
+    return states;
+  }
+
   // Evenly over the order in which the next step needs them, so that what streams for them comes at an even rate.
   std::unordered_set<OpId> ChosenUpdates(const std::unordered_map<ValueId, int32_t>& touches) const {
     struct Candidate {
@@ -83,7 +91,7 @@ class Repositioner {
     std::vector<Candidate> all;
     for (OpId id : update_.ops) {
       const Op& op = std::as_const(program_).op(id);
-      if (!IsUpdate(op)) continue;
+      if (!IsUpdate(op) || !OfStates(op)) continue;
       Candidate& c = all.emplace_back(Candidate{static_cast<int32_t>(first_.ops.size()), id, 0});
       ForEachOperand(op, [&](ValueId operand) {
         if (auto found = touches.find(program_.RootOf(operand)); found != touches.end())

@@ -11,7 +11,8 @@
 //           }
 // A program with the buffer "interlace.loss_scale" has gradients that are so many times too large: norm.coef takes it
 // too. scale = 1 / (ranks * micro-batches) makes the mean of the summed gradients. After zero1 each rank updates its
-// own part of u0.full and the parts are gathered in place. Runs after accumulate; a program without open symbols is
+// own part of u0.full and the parts are gathered in place. Groups whose matrices are made orthogonal have rounds of
+// their own behind the others (update_matrices.h). Runs after accumulate; a program without open symbols is
 // scheduled then.
 //
 // Options: clip=X|none (none), norm=auto|always (auto: only when clipping), momentum=true|false (true: sgd gets a
@@ -25,6 +26,7 @@
 #include "ir/op_table.h"
 #include "passes/passes.h"
 #include "passes/phase_editor.h"
+#include "passes/update_matrices.h"
 
 namespace interlace {
 namespace {
@@ -64,17 +66,20 @@ class Builder {
     if (norm_ && !targets_.empty()) {
       INTERLACE_ASSIGN(coef, Norm());
     }
-    ValueId gathering = kNone;
+    std::vector<MatrixUpdate> matrices;
     for (const Target& target : targets_) {
-      ValueId own = UpdateUnit(target, coef);
-      if (!target.own_part) continue;
-      if (gathering != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering)};
-      Op& gather = Add(OpKind::kGatherStart);
-      gather.units = {target.unit};
-      gather.args = {Arg::Of(own)};
-      gathering = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
+      const Group& group = program_.groups[target.params[0]->group];
+      if (group.orthogonal) {
+        INTERLACE_TRY(AddMatrix(target, matrices));
+      } else {
+        Gather(target, UpdateUnit(target, coef));
+      }
     }
-    if (gathering != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering)};
+    INTERLACE_TRY(AddMatrixUpdates(program_, phase_, matrices, coef, [&](const MatrixUpdate& done) {
+      Gather(*std::find_if(targets_.begin(), targets_.end(), [&](const Target& t) { return t.unit == done.unit; }),
+             done.weights);
+    }));
+    if (gathering_ != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering_)};
     if (!program_.order.empty()) program_.order.push_back({phase_.name});
     program_.phases.push_back(std::move(phase_));
     if (program_.symbols.empty()) program_.level = Level::kScheduled;
@@ -252,16 +257,56 @@ class Builder {
     return program_.AddState(target.unit, std::move(role), program_.value(target.grad).type, /*persistent=*/true);
   }
 
+  // What a unit's step changes: the state, or this rank's part of it.
+  ValueId OwnWeights(const Target& target) {
+    if (!target.own_part) return target.weights;
+    const Unit& unit = program_.units[target.unit];
+    Op& view = Add(OpKind::kView);
+    view.args = {Arg::Of(target.weights)};
+    Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
+    return program_.AddView(view, FlatType(unit.dtype, unit.shard), target.weights, own);
+  }
+
+  // Brings the parts that other ranks have updated, where the weights are whole.
+  void Gather(const Target& target, ValueId own) {
+    if (!target.own_part) return;
+    if (gathering_ != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering_)};
+    Op& gather = Add(OpKind::kGatherStart);
+    gather.units = {target.unit};
+    gather.args = {Arg::Of(own)};
+    gathering_ = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
+  }
+
+  Status AddMatrix(const Target& target, std::vector<MatrixUpdate>& matrices) {
+    const Param& param = *target.params[0];
+    const Unit& unit = program_.units[target.unit];
+    const std::vector<Dim>& sizes = program_.value(param.value).type.sizes;
+    if (target.params.size() != 1 || sizes.size() != 2 || !sizes[0].is_const() || !sizes[1].is_const())
+      return MakeError("parameter '", param.name, "' is not a matrix in a unit of its own, which ",
+                       RuleOf(param.group)->name, " needs");
+    if (!param.cuts.empty()) {
+      return MakeError("the mesh cuts parameter '", param.name, "' along ", param.cuts[0].axis, ", and ",
+                       RuleOf(param.group)->name, " needs whole matrices; train on a mesh without ", param.cuts[0].axis,
+                       ", or give this parameter to another optimizer");
+    }
+    if (AxesOf(unit.axis).size() != 1)
+      return MakeError(RuleOf(param.group)->name, " deals its matrices along one axis of the mesh, not along ",
+                       unit.axis);
+    matrices.push_back({.unit = target.unit,
+                        .param = &param,
+                        .weights = OwnWeights(target),
+                        .grad = target.grad,
+                        .momentum = AddOptimizerState(target, RuleOf(param.group)->states.at(0)),
+                        .rows = sizes[0].value,
+                        .columns = sizes[1].value,
+                        .scale = Scale(target.unit)});
+    return Ok{};
+  }
+
   // Returns the weights that were updated: the state or this rank's part of it.
   ValueId UpdateUnit(const Target& target, ValueId coef) {
     const Unit& unit = program_.units[target.unit];
-    ValueId weights = target.weights;
-    if (target.own_part) {
-      Op& view = Add(OpKind::kView);
-      view.args = {Arg::Of(weights)};
-      Dim own = program_.dims.Mul(Dim(unit.shard), program_.AxisRank(unit.axis));
-      weights = program_.AddView(view, FlatType(unit.dtype, unit.shard), weights, own);
-    }
+    const ValueId weights = OwnWeights(target);
     Op& op = Add(UpdateOf(target.optimizer));
     op.units = {unit.id};
     op.args = {Arg::Of(weights), Arg::Of(target.grad)};
@@ -298,6 +343,7 @@ class Builder {
   std::optional<double> clip_;
   bool norm_, momentum_;
   ValueId loss_scale_ = kNone;
+  ValueId gathering_ = kNone;    // the last gather that nothing waits for yet
   std::vector<Target> targets_;  // by unit
   Phase phase_;
 };

@@ -96,5 +96,48 @@ TEST(Update, OneSumForEachSetOfAxes) {
             "  %30: f64[3] = norm.coef(%29) {upd max_norm=0.5 scale=0.5}\n");
 }
 
+// Muon's two rules; three 32 x 32 matrices on two ranks.
+std::string MatricesText(const std::string& apply) {
+  std::string text =
+      StepText("mesh dp 2\n", {{"a", "32,32", "", 1024}, {"b", "32,32", "", 1024}, {"c", "32,32", "", 1024}});
+  const std::string groups =
+      "rule 0 \"Muon\" (m) {\n  form {\n    m = lerp(m, g, n0)\n    w = copy(m)\n  }\n}\n"
+      "rule 1 \"Muon.apply\" () {\n  form {\n    w = add(w, g, n0)\n  }\n}\n"
+      "group 0 rule 0 orthogonal apply " +
+      apply +
+      " steps 1 by 2.0 -1.5 0.5 eps 1e-07 ratio original\n"
+      "group 1 rule 1\n";
+  return text.replace(text.find("group 0 adamw\n"), 14, groups);
+}
+
+TEST(Update, MatricesAreDealtToTheRanksInRounds) {
+  const Program program = Updated(MatricesText("1"));
+  std::string ops;
+  for (const OpId id : program.UpdatePhase()->ops) {
+    const Op& op = program.op(id);
+    if (op.kind != OpKind::kView) ops += op.name + (op.units.empty() ? "" : ":u" + std::to_string(op.units[0])) + "\n";
+  }
+  const std::string
+      send = "aten._to_copy\n",
+      iterations =
+          "aten.linalg_vector_norm\naten.clamp\naten.div.Tensor\naten.mm\naten.addmm\naten.addmm\nall_to_all.start\n";
+  EXPECT_EQ(ops.substr(ops.find("\ncopy\n") + 1),  // behind the norm
+            "copy\nupdate.rule:u0\n" + send + "copy\nupdate.rule:u1\n" + send + "aten.cat\nall_to_all.start\n" +
+                "copy\nupdate.rule:u2\n" + send + "aten.cat\nall_to_all.start\n" +  // the next round travels
+                "all_to_all.wait\n" + iterations + "all_to_all.wait\n" + iterations + "all_to_all.wait\n" +
+                "aten._to_copy\nupdate.rule:u0\naten._to_copy\nupdate.rule:u1\nall_to_all.wait\n" +
+                "aten._to_copy\nupdate.rule:u2\n");
+}
+
+TEST(Update, MatricesNeedARuleToApplyThem) {
+  Result<Program> program = Parse(MatricesText("7"));
+  ASSERT_TRUE(program.ok()) << program.error().ToString();
+  const Status done = Apply(*program, "update");
+  ASSERT_FALSE(done.ok());
+  EXPECT_NE(done.error().ToString().find("group 0 applies its matrices by group 7, which has no rule"),
+            std::string::npos)
+      << done.error().ToString();
+}
+
 }  // namespace
 }  // namespace interlace

@@ -221,7 +221,8 @@ def test_optimizer_that_does_not_own_a_parameter():
     model = Net()
     optimizer = torch.optim.AdamW([model.fc.weight])
     fails(
-        "the optimizer does not own parameter 'fc.bias'; add it to a group, or freeze it (requires_grad=False)",
+        "the optimizer does not own parameter 'fc.bias'; add it to a group, give interlace.compile a list of optimizers that together own "
+        "all parameters, or freeze it (requires_grad=False)",
         model,
         optimizer=optimizer,
     )

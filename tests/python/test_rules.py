@@ -190,10 +190,9 @@ def test_what_is_not_elementwise_is_refused_by_name(update: Any, why: str) -> No
     "make, why",
     [
         (lambda p: torch.optim.Adafactor(p), "optimizer Adafactor cannot run on the parts of parameters that ranks hold: it divides by"),
-        (lambda p: torch.optim.Muon(p[:1]), "optimizer Muon cannot run on the parts of parameters that ranks hold: it orthogonalizes"),
         (lambda p: torch.optim.LBFGS(p), "optimizer LBFGS cannot run on the parts of parameters that ranks hold: it takes products"),
     ],
-    ids=["adafactor", "muon", "lbfgs"],
+    ids=["adafactor", "lbfgs"],
 )
 def test_optimizers_of_whole_matrices_are_refused_by_name(make: Any, why: str) -> None:
     with pytest.raises(CaptureError) as e:

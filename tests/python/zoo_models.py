@@ -1,6 +1,6 @@
 """Public model classes from tiny random configurations: what `make zoo` trains, one rank against eager and two ranks against one process.
 
-    python tests/python/zoo_models.py [--ranks 1 2] [--only WORD] [--out FILE]
+    python tests/python/zoo_models.py [--ranks 1 2] [--only WORD] [--timeout SECONDS] [--out FILE]
 
 Hugging Face's models are found by their configuration classes, made small by the names of their settings; torch.nn's own by hand.
 torchvision, timm, diffusers and peft are left out where they are not installed, which the table says.
@@ -124,6 +124,8 @@ def tiny(config: type, **more: Any) -> Any:
         given["attention_types"] = [[["global", "local"], 1]]
     if "rotary_dim" in known:
         given["rotary_dim"] = 4
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latent attention has keys for each head
+        given["num_key_value_heads"] = given["num_attention_heads"]
     made = config(**(given | more))
     if hasattr(made, "_experts_implementation"):
         made._experts_implementation = "eager"  # products of groups know no float64
@@ -335,14 +337,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--every", type=int, default=1, help="every N-th case")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for a case on so many ranks (default 240)")
     parser.add_argument("--out", type=Path, default=Path("out/zoo.json"))
     given = parser.parse_args()
     rows = []
     for case in [c for c in cases() if given.only in c.name][:: given.every]:
         for size in given.ranks:
-            result = ranks.outcomes(one, size, case.name, timeout_s=240)[0]
+            try:
+                result = ranks.outcomes(one, size, case.name, timeout_s=given.timeout)[0]
+                why = str(result.error if result else "its process died")
+            except TimeoutError as e:
+                result, why = None, str(e)
             row = result.value if result is not None and result.error is None else None
-            row = row or {"case": case.name, "ranks": size, "result": "refused", "why": str(result.error if result else "its process died")}
+            row = row or {"case": case.name, "ranks": size, "result": "refused", "why": why}
             rows.append(row)
             print(json.dumps(row), flush=True)
             if row["result"] == "eager fails":

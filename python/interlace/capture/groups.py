@@ -3,7 +3,7 @@ each step.
 
 AdamW, Adam and SGD have updates of their own. Every other optimizer is run on small parameters (pilot.py) for the ways that its step
 goes: the first, those after it, a late one, and those of other settings (a weight decay that a scheduler turns on). They are the
-forms of its rule.
+forms of its rule. Muon is known by name (muon.py): its matrices are made orthogonal whole, between two rules.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from interlace.capture.model_tensors import ModelTensor
+from interlace.capture.muon import MUON, MuonWords, muon_rules
 from interlace.capture.pilot import Pilot, Step, refused
 from interlace.capture.rules import rule_text
+from interlace.capture.several import member_of, members_of
 from interlace.errors import CaptureError
 
 _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
@@ -27,7 +29,6 @@ _LATE = (1e3, 1e5, 1e8)  # step numbers that are tried
 _SIZES = ((2, 3, 2, 3, 2, 2), (5, 4, 3, 2, 3, 3), (3, 3, 3, 3, 3, 3))  # of small parameters, which are alike to what is elementwise
 
 _WHOLE = {  # of torch.optim
-    "Muon": "it orthogonalizes whole matrices",
     "Adafactor": "it divides by means over rows and columns",
     "LBFGS": "it takes products of whole gradients, and evaluates the loss again within a step",
     "SparseAdam": "it takes sparse gradients",
@@ -36,17 +37,24 @@ _WHOLE = {  # of torch.optim
 Forms = list[tuple[str, ...]]
 
 
+Rule = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]  # name, states, forms
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of an optimizer, and the one of each group."""
 
-    lines: tuple[str, ...]
+    rules: tuple[Rule, ...]
     of_group: tuple[int, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(_lines(self.rules))
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    kinds: list[str]  # the update of each group: "adamw", "rule 0"
+    kinds: list[str]  # the update of each group: "adamw", "rule 0"; behind those of the optimizer's groups the second rules of Muon's
     of: dict[int, int]  # the group of each trainable parameter, by id of the real tensor
     rules: tuple[str, ...] = ()  # lines of the program
 
@@ -56,14 +64,20 @@ class Groups:
 
 def kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """The update of a group: "adamw", "adam" or "sgd"; the name of the class where it is a rule."""
-    kind = _KINDS.get(type(optimizer))
+    owner = member_of(optimizer, group)
+    kind = _KINDS.get(type(owner))
     if kind is None or group.get("amsgrad"):
-        return type(optimizer).__name__
+        return MUON if type(owner) is getattr(torch.optim, "Muon", None) else type(owner).__name__
     return "adamw" if kind == "adam" and group.get("decoupled_weight_decay") else kind
 
 
 def is_rule(kind: str) -> bool:
     return kind not in _KINDS.values()
+
+
+def has_pilot(kind: str) -> bool:
+    """Whether the numbers of the group's steps are those of the optimizer's own Python."""
+    return is_rule(kind) and kind != MUON
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> Groups:
@@ -87,16 +101,37 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[Model
     for p in trainable:
         if id(p.real) not in group_of:
             raise CaptureError(
-                f"the optimizer does not own parameter '{p.name}'; add it to a group, or freeze it (requires_grad=False)"
+                f"the optimizer does not own parameter '{p.name}'; add it to a group, give interlace.compile a list of optimizers that "
+                "together own all parameters, or freeze it (requires_grad=False)"
             )
     kinds = [kind_of(optimizer, group) for group in optimizer.param_groups]
     if not any(is_rule(kind) for kind in kinds):
         return Groups(kinds, group_of)
-    rules = rules_of(optimizer)
-    return Groups([f"rule {rules.of_group[i]}" if is_rule(kind) else kind for i, kind in enumerate(kinds)], group_of, rules.lines)
+    rules: list[Rule] = []
+    first = 0
+    for member in members_of(optimizer):
+        own = slice(first, first + len(member.param_groups))
+        first = own.stop
+        if any(map(has_pilot, kinds[own])):
+            found = rules_of(member)
+            for i, rule in zip(range(len(kinds))[own], found.of_group, strict=True):
+                if is_rule(kinds[i]):
+                    kinds[i] = f"rule {len(rules) + rule}"
+            rules += found.rules
+    if MUON in kinds:
+        for i, group in enumerate(optimizer.param_groups):
+            if kinds[i] == MUON:
+                kinds[i] = f"rule {len(rules)} orthogonal apply {len(kinds)} {MuonWords.of(group).text()}"
+                kinds.append(f"rule {len(rules) + 1}")
+        rules += muon_rules()
+    return Groups(kinds, group_of, tuple(_lines(rules)))
 
 
 # ---- rules ----
+
+def _lines(rules: Iterable[Rule]) -> list[str]:
+    return [line for i, (name, states, forms) in enumerate(rules) for line in rule_text(i, name, states, forms)]
+
 
 _found: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, Rules]] = weakref.WeakKeyDictionary()
 
@@ -144,13 +179,13 @@ def _probe(optimizer: torch.optim.Optimizer) -> Rules:
                 for step in steps:
                     note(step)
     sets = sorted({tuple(names) for names in states})
-    lines: list[str] = []
-    for i, one in enumerate(sets):
+    rules: list[Rule] = []
+    for one in sets:
         own: Forms = []
         for names, group_forms in zip(states, forms, strict=True):
             own += [f for f in group_forms if tuple(names) == one and f not in own]
-        lines += rule_text(i, type(optimizer).__name__, one, own)
-    return Rules(tuple(lines), tuple(sets.index(tuple(names)) for names in states))
+        rules.append((type(optimizer).__name__, one, tuple(own)))
+    return Rules(tuple(rules), tuple(sets.index(tuple(names)) for names in states))
 
 
 def _others(optimizer: torch.optim.Optimizer, first: Pilot, later: Pilot) -> Iterator[tuple[Pilot, list[dict[str, Any]]]]:

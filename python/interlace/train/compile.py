@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from interlace.capture import InputSpec, OpaqueTable
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.model_tensors import check_parameters, collect
+from interlace.capture.several import Several, members_of, name_of
 from interlace.capture.tensor_plan import read_plan
 from interlace.checkpoint.weights import Weights, find_name
 from interlace.compiling.captures import Captures
@@ -46,23 +47,26 @@ log = logging.getLogger("interlace")
 
 
 def compile(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[[nn.Module, Any], Any] | None = None,
-    example_batch: Any = None, config: Config | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None, example_batch: Any = None, config: Config | None = None,
 ) -> Trainer:  # fmt: skip
     """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
 
     `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
-    one step gets on this rank. `optimizer` is any whose step is elementwise, torch.optim's or a class of yours; its hyper-parameters are
-    read anew each step, so schedulers work. Afterwards the parameters live in the trainer: where every rank holds them whole, the model's
-    parameters are views of them; else they become meta tensors. Raises InterlaceError with what is wrong and what to do.
+    one step gets on this rank. `optimizer` is any whose step is elementwise, torch.optim's or a class of yours, or torch.optim.Muon, or a
+    list of optimizers that share the parameters out; hyper-parameters are read anew each step, so schedulers work. Afterwards the
+    parameters live in the trainer: where every rank holds them whole, the model's parameters are views of them; else they become meta
+    tensors. Raises InterlaceError with what is wrong and what to do.
     """
     config = config or Config()
     if not isinstance(config, Config):
         raise ConfigError(f"config must be an interlace.Config, not {type(config).__name__}; use Config.from_dict for a dict")
     if not isinstance(model, nn.Module):
         raise InterlaceError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(o, torch.optim.Optimizer) for o in optimizer):
+        optimizer = Several(optimizer) if len(optimizer) > 1 else optimizer[0]
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InterlaceError(f"optimizer must be a torch.optim optimizer, not {type(optimizer).__name__}")
+        raise InterlaceError(f"optimizer must be a torch.optim optimizer, or a list of them, not {type(optimizer).__name__}")
     if example_batch is None:
         raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
     first = next((p for p in model.parameters() if not p.is_meta), None)
@@ -150,7 +154,7 @@ class _Build:
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
                 for t in self.tensors if t.kind == "param"
             },
-            "optimizer": {"class": type(self.optimizer).__name__, "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
+            "optimizer": {"class": name_of(self.optimizer), "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]},
         }  # fmt: skip
         everyone = self.peers.exchange("compile", mine)
         for kind in mine:
@@ -296,7 +300,8 @@ class _Build:
                         "fresh optimizer, or make the model use that parameter"
                     )
                 states.fill_from(name, role, value)
-        self.optimizer.state.clear()
+        for member in members_of(self.optimizer):
+            member.state.clear()
 
     # ---- eager mode ----
 

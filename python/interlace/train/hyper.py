@@ -8,12 +8,15 @@ update was made.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from interlace.capture.groups import is_rule, kind_of, small_shapes
+from interlace.capture.groups import has_pilot, is_rule, kind_of, small_shapes
+from interlace.capture.muon import MUON, MuonWords, muon_numbers
 from interlace.capture.pilot import Pilot, Step, as_state
+from interlace.capture.several import members_of
 from interlace.errors import InterlaceError
 
 Scalars = dict[str, list[Any]]  # name → [number, kind]
@@ -21,7 +24,18 @@ Scalars = dict[str, list[Any]]  # name → [number, kind]
 
 def uses_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the update of an SGD needs a momentum buffer; true for the others."""
-    return type(optimizer) is not torch.optim.SGD or any(g["momentum"] != 0 for g in optimizer.param_groups)
+    return any(type(m) is not torch.optim.SGD or any(g["momentum"] != 0 for g in m.param_groups) for m in members_of(optimizer))
+
+
+@dataclasses.dataclass
+class _Piloted:
+    """An optimizer whose own Python gives the numbers of its groups."""
+
+    first: int  # its first group
+    count: int
+    fresh: Pilot
+    pilot: Pilot  # after the steps made
+    step: Step | None = None  # that values() found
 
 
 class Hyper:
@@ -33,9 +47,15 @@ class Hyper:
         self._momentum = uses_momentum(optimizer)
         self._groups = len(optimizer.param_groups)
         self._kinds = [kind_of(optimizer, group) for group in optimizer.param_groups]
-        self._fresh = Pilot.fresh(optimizer, small_shapes(optimizer)).one_each() if any(map(is_rule, self._kinds)) else None
-        self._pilot = self._fresh
-        self._step: Step | None = None  # that values() found
+        self._piloted: list[_Piloted] = []
+        first = 0
+        for member in members_of(optimizer):
+            count = len(member.param_groups)
+            if any(map(has_pilot, self._kinds[first : first + count])):
+                fresh = Pilot.fresh(member, small_shapes(member)).one_each()
+                self._piloted.append(_Piloted(first, count, fresh, fresh))
+            first += count
+        self._words = {i: MuonWords.of(g) for i, g in enumerate(optimizer.param_groups) if self._kinds[i] == MUON}
         self.not_run: set[int] = set()  # step hooks that are not the user's
         self.attach(program)
 
@@ -52,12 +72,31 @@ class Hyper:
                 f"the optimizer had {self._groups} parameter groups when compiled and has {len(self.optimizer.param_groups)} now; "
                 "compile again after add_param_group"
             )
-        if self._pilot is not None:
-            self._step = self._pilot.step()
-        return [self._row(i, group, kind) for i, (group, kind) in enumerate(zip(self.optimizer.param_groups, self._kinds, strict=True))]
+        for piloted in self._piloted:
+            piloted.step = piloted.pilot.step()
+        rows = [self._row(i, group, kind) for i, (group, kind) in enumerate(zip(self.optimizer.param_groups, self._kinds, strict=True))]
+        second = [muon_numbers(self.optimizer.param_groups[i])[1] for i in self._words]
+        return rows + [self._padded(len(rows) + i, row) for i, row in enumerate(second)]
+
+    def _padded(self, i: int, row: list[float]) -> list[float]:
+        """As long as the longest form of the group's rule."""
+        return [*row, *[0.0] * (self._rules[i]["row"] - len(row))]
+
+    def _piloted_of(self, i: int) -> _Piloted | None:
+        """Of group i, if it has a pilot."""
+        if not has_pilot(self._kinds[i]):
+            return None
+        return next(p for p in self._piloted if p.first <= i < p.first + p.count)
 
     def _row(self, i: int, group: dict[str, Any], kind: str) -> list[float]:
         t = float(self.steps[i] + 1)
+        if kind == MUON:
+            if MuonWords.of(group) != self._words[i]:
+                raise InterlaceError(
+                    f"optimizer group {i} has other ns_steps, ns_coefficients, eps or adjust_lr_fn now than when compiled; compile again "
+                    "with them"
+                )
+            return self._padded(i, muon_numbers(group)[0])
         if is_rule(kind):
             return self._row_of_rule(i)
         if kind == "sgd":
@@ -74,37 +113,41 @@ class Hyper:
         return [float(x) for x in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], t, group["maximize"])]
 
     def _row_of_rule(self, i: int) -> list[float]:
-        assert self._step is not None
-        form, rule = self._step.forms[i], self._rules[i]
+        piloted = self._piloted_of(i)
+        assert piloted is not None and piloted.step is not None
+        form = piloted.step.forms[i - piloted.first]
         number = self._forms[i].get(form.lines)
         if number is None:
             raise InterlaceError(
-                f"the step of {type(self.optimizer).__name__} goes another way for group {i} than any it had when compiled: a setting "
+                f"the step of {self._kinds[i]} goes another way for group {i} than any it had when compiled: a setting "
                 "of the group was changed that decides what is computed; compile again with this setting"
             )
-        return [float(number), *form.numbers, *[0.0] * (rule["row"] - 1 - len(form.numbers))]
+        return self._padded(i, [float(number), *form.numbers])
 
     def advance(self) -> None:
         """An update was made."""
         self.steps = [t + 1 for t in self.steps]
-        if self._step is not None:
-            self._pilot = self._step.after
-            for group, changed in zip(self.optimizer.param_groups, self._step.changed, strict=True):
-                group.update(changed)
-            self._step = None
+        groups = self.optimizer.param_groups
+        for piloted in self._piloted:
+            if piloted.step is not None:
+                piloted.pilot = piloted.step.after
+                for i, changed in enumerate(piloted.step.changed):
+                    groups[piloted.first + i].update(changed)
+                piloted.step = None
 
     def restart(self, i: int) -> None:
         """Group i has made no step."""
         self.steps[i] = 0
-        if self._pilot is not None and self._fresh is not None:
-            self._pilot = self._pilot.with_group_of(self._fresh, i)
+        if (piloted := self._piloted_of(i)) is not None:
+            piloted.pilot = piloted.pilot.with_group_of(piloted.fresh, i - piloted.first)
 
     def rule_states(self, i: int) -> tuple[str, ...]:
         return tuple(self._rules[i]["states"])
 
     def scalars(self, i: int) -> Scalars:
         """What a rule's optimizer keeps for group i beside its states, after the steps made: counters, products of betas."""
-        return self._pilot.scalars(i) if self._pilot is not None and is_rule(self._kinds[i]) else {}
+        piloted = self._piloted_of(i)
+        return piloted.pilot.scalars(i - piloted.first) if piloted is not None else {}
 
     def entry(self, i: int) -> dict[str, Any]:
         """What a torch.optim state dict has for a parameter of group i beside its states."""
@@ -117,20 +160,22 @@ class Hyper:
         for i, (count, mine) in enumerate(zip(steps, scalars, strict=True)):
             self.restart(i)
             self.steps[i] = count
-            if self._pilot is not None and count > 0 and is_rule(self._kinds[i]):
-                self._pilot = self._pilot.with_scalars(i, mine or {}, self._rules[i]["states"])
+            if (piloted := self._piloted_of(i)) is not None and count > 0:
+                piloted.pilot = piloted.pilot.with_scalars(i - piloted.first, mine or {}, self._rules[i]["states"])
 
     def before_step(self) -> None:
         """What torch does on entry of optimizer.step()."""
-        for number, hook in list(getattr(self.optimizer, "_optimizer_step_pre_hooks", {}).items()):
-            if number not in self.not_run:
-                hook(self.optimizer, (), {})
+        for member in members_of(self.optimizer):
+            for number, hook in list(getattr(member, "_optimizer_step_pre_hooks", {}).items()):
+                if number not in self.not_run:
+                    hook(member, (), {})
 
     def after_step(self) -> None:
         """What torch does on leaving optimizer.step(), and the mark that keeps schedulers from warning about their order."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for hook in list(getattr(self.optimizer, "_optimizer_step_post_hooks", {}).values()):
-            hook(self.optimizer, (), {})
+        for member in members_of(self.optimizer):
+            member._opt_called = True  # type: ignore[attr-defined]
+            for hook in list(getattr(member, "_optimizer_step_post_hooks", {}).values()):
+                hook(member, (), {})
 
     def import_steps(self) -> bool:
         """Takes over the step counts of an optimizer that has already trained; whether there were any.
@@ -138,10 +183,11 @@ class Hyper:
         Error: parameters of one group that have made different numbers of steps.
         """
         found = False
+        states = self.optimizer.state
         for i, group in enumerate(self.optimizer.param_groups):
             counts: dict[int, int] = {}
             for j, p in enumerate(group["params"]):
-                state = self.optimizer.state.get(p)
+                state = states.get(p)
                 if not state:
                     continue
                 if "step" in state:
@@ -159,9 +205,9 @@ class Hyper:
             count, j = next(iter(counts.items()))
             found = True
             self.steps[i] = count
-            if self._pilot is not None and count > 0 and is_rule(self._kinds[i]):
+            if (piloted := self._piloted_of(i)) is not None and count > 0:
                 p = group["params"][j]
-                self._pilot = self._pilot.with_state(i, p, self.optimizer.state[p])
+                piloted.pilot = piloted.pilot.with_state(i - piloted.first, p, states[p])
         return found
 
 

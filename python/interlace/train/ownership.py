@@ -20,6 +20,7 @@ import torch
 from interlace.capture.groups import is_rule
 from interlace.capture.model_tensors import OWN_HOOK, collect
 from interlace.capture.released import Released, user_line
+from interlace.capture.several import member_of, members_of
 from interlace.errors import InterlaceError
 from interlace.train import state_dicts
 from interlace.train.run import Run
@@ -33,13 +34,14 @@ class Ownership:
     def __init__(self, run: Run) -> None:
         self._run = weakref.ref(run)
         self._warned = False
-        optimizer = run.optimizer
-        step = optimizer.register_step_pre_hook(self._on_step)
-        run.hyper.not_run.add(step.id)
-        self._handles: list[Any] = [
-            step, optimizer.register_state_dict_post_hook(self._on_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._on_load),
-        ]  # fmt: skip
+        self._handles: list[Any] = []
+        for optimizer in members_of(run.optimizer):
+            step = optimizer.register_step_pre_hook(self._on_step)
+            run.hyper.not_run.add(step.id)
+            self._handles += [
+                step, optimizer.register_state_dict_post_hook(self._on_state_dict),
+                optimizer.register_load_state_dict_pre_hook(self._on_load),
+            ]  # fmt: skip
         on_gradient = self._on_gradient
 
         def watch(parameter: Tensor) -> None:
@@ -84,15 +86,31 @@ class Ownership:
                 f"{user_line()}: state_dict() of an optimizer whose states are in a trainer, a part on each rank; call "
                 "trainer.optimizer_state_dict() on every rank (whole on rank 0, or everywhere with all_ranks=True), or trainer.save(folder)"
             )
-        return state_dicts.optimizer_state_dict(run)
+        return _of_member(optimizer, run, state_dicts.optimizer_state_dict(run))
 
     def _on_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
         """The states go into the trainer; torch then sets the hyper-parameters."""
         run = self._live()
         if run is None:
             return None
+        if optimizer is not run.optimizer:
+            raise InterlaceError(
+                f"{user_line()}: load_state_dict() of one of several optimizers that interlace.compile was given; load it before compile, or "
+                "trainer.load(folder) takes all of them"
+            )
         load_optimizer_state(run, given)
         return {**given, "state": {}}
+
+
+def _of_member(optimizer: torch.optim.Optimizer, run: Run, whole: dict[str, Any]) -> dict[str, Any]:
+    """What a state dict of all optimizers has of one of them, numbered as torch does."""
+    pairs = zip(whole["param_groups"], run.optimizer.param_groups, strict=True)
+    mine = [kept for kept, group in pairs if member_of(run.optimizer, group) is optimizer]
+    numbers = {n: i for i, n in enumerate(n for group in mine for n in group["params"])}
+    return {
+        "state": {numbers[n]: entry for n, entry in whole["state"].items() if n in numbers},
+        "param_groups": [{**group, "params": [numbers[n] for n in group["params"]]} for group in mine],
+    }
 
 
 def load_optimizer_state(run: Run, given: dict[str, Any]) -> None:

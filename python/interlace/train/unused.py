@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from interlace.capture.groups import is_rule
+from interlace.capture.groups import has_pilot, is_rule
+from interlace.capture.muon import MUON
 from interlace.compiling.states import WEIGHT
 from interlace.errors import InterlaceError
 from interlace.train.run import Run
@@ -36,11 +37,14 @@ class Unused:
         sometimes = self.table.sometimes if self.table is not None else ()
         return sorted(n for n in sometimes if n in known and known[n].unit is not None)
 
+    def _kind(self, name: str) -> str:
+        return self.run.kind_of(self.run.states.parameters[name].group or 0)
+
     def before_step(self) -> None:
         names = self._names()
         if self.table is None or not names:
             return
-        if is_rule(self.run.kind_of(0)):
+        if any(is_rule(self._kind(n)) for n in names):
             self._doubtful = set(names)  # a rule's step cannot be computed back
         self.table.used.clear()
         doubtful = names if self._doubtful is None else [n for n in names if n in self._doubtful]
@@ -62,8 +66,8 @@ class Unused:
         if self.run.skipped or not (unused or self.skipped):
             return
         self.run.flush()
-        kind = self.run.kind_of(0)
         for name in unused:
+            kind = self._kind(name)
             row = rows[self.run.states.parameters[name].group or 0]
             if name in kept:
                 self._put_back(name, kept[name])
@@ -72,13 +76,14 @@ class Unused:
             self.skipped[name] = self.skipped.get(name, 0) + 1
             self._doubtful.add(name)
         for name in self.skipped:
-            if name not in unused and name in kept and is_rule(kind):
+            kind = self._kind(name)
+            if name not in unused and name in kept and has_pilot(kind):
                 raise InterlaceError(
                     f"parameter '{name}' has a gradient again after {self.skipped[name]} steps without one, and {kind} would go on with "
                     "another count of steps for it than for the rest of its group; freeze what is not used (requires_grad=False), or "
                     "train with AdamW, Adam or SGD"
                 )
-            if name not in unused and name in kept and kind != "sgd":
+            if name not in unused and name in kept and kind not in ("sgd", MUON):
                 self._as_own_step(name, kind, rows[self.run.states.parameters[name].group or 0], kept[name])
 
     def _parts(self, name: str) -> Iterator[tuple[str, list[tuple[Tensor, int, int]]]]:
