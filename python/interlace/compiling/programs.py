@@ -28,6 +28,7 @@ from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
+from interlace.regions import Library, ready
 
 log = logging.getLogger("interlace")
 
@@ -74,6 +75,7 @@ class Programs:
         self.cuts: dict[str, str] = {}
         self.opaque: OpaqueTable | None = None  # what runs in Python, of all programs
         self.learnt: tuple[list[OpaqueCall], list[str]] | None = None  # on rank 0, until the others know it: OpaqueTable.add
+        self.regions: Library | None = None  # of the program that was built last
         self._shared = 0
 
     @contextlib.contextmanager
@@ -181,6 +183,9 @@ class Programs:
             if self.opaque is None or not self.opaque.calls:
                 raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
             options["opaque"] = self.opaque.run_opaque
+        library = self.regions_of(program)
+        if library is not None:
+            options["regions"], options["region_keys"] = str(library.path), library.keys
         axes = self.peers.groups.axes(program)
         try:
             executor = _runtime.Executor(
@@ -192,6 +197,21 @@ class Programs:
         if note and donor is None:
             log.warning("%s", note)
         return Built(source, program, executor, States(program, executor, self.peers))
+
+    def regions_of(self, program: Any) -> Library | None:
+        """The compiled regions of a program, the same on every rank that runs it; None: bodies run, on all of them."""
+        funcs = program.funcs() if self.peers.device.type == "cpu" and not self.config.debug else []
+        if self.config.regions == "off" or not funcs:
+            return None
+        library = ready(funcs, self.config.regions, self.cache_folder())
+        self._shared += 1
+        found = self.peers.exchange(f"regions ({self._shared})", [self.stage, library.artifact if library is not None else ""])
+        artifacts = sorted({artifact for stage, artifact in found if stage == self.stage})
+        if len(artifacts) > 1:
+            log.warning("ranks have compiled other regions, or none (%s): their bodies run", ", ".join(a[:12] or "none" for a in artifacts))
+            library = None
+        self.regions = library
+        return library
 
     def compare_digests(self, source: Source) -> None:
         """Error: a rank that has another text than rank 0 sent."""
