@@ -31,6 +31,21 @@ std::string CallOf(int32_t func) {
   return std::string(kCallPrefix) + "f" + std::to_string(func);
 }
 
+std::string PrintFunc(const Program& body, std::string_view name) {
+  const auto value = [](ValueId id) { return "%" + std::to_string(id); };
+  std::string out = "func " + std::string(name) + "(";
+  for (size_t i = 0; i < body.inputs.size(); ++i) {
+    const ValueId id = body.inputs[i].value;
+    out += (i > 0 ? ", " : "") + value(id) + ": " + PrintType(body, body.value(id).type);
+  }
+  out += ") gives (";
+  const std::vector<ValueId>& gives = body.phases[0].gives;
+  for (size_t i = 0; i < gives.size(); ++i) out += (i > 0 ? ", " : "") + value(gives[i]);
+  out += ") {\n";
+  for (OpId id : body.phases[0].ops) out += "  " + PrintOp(body, body.op(id)) + "\n";
+  return out + "}\n";
+}
+
 Func MakeFunc(Program body) {
   std::string key = Digest(PrintFunc(body, "f"));
   return {std::make_shared<const Program>(std::move(body)), std::move(key)};

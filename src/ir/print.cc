@@ -24,7 +24,7 @@ class Printer {
     Header();
     Declarations();
     for (size_t i = 0; i < program_.funcs.size(); ++i) {
-      const std::string text = interlace::PrintFunc(*program_.funcs[i].body, "f" + std::to_string(i));
+      const std::string text = PrintFunc(*program_.funcs[i].body, "f" + std::to_string(i));
       line_ += static_cast<int32_t>(std::count(text.begin(), text.end(), '\n'));
       out_ += text;
     }
@@ -60,27 +60,6 @@ class Printer {
     }
     out_ += ')';
     Tail(op);
-  }
-
-  void PrintFunc(std::string_view name) {
-    const Phase& phase = program_.phases[0];
-    out_.append("func ").append(name);
-    for (size_t i = 0; i < program_.inputs.size(); ++i) {
-      out_ += i == 0 ? "(" : ", ";
-      Decl(program_.inputs[i].value);
-    }
-    out_ += program_.inputs.empty() ? "() gives (" : ") gives (";
-    for (size_t i = 0; i < phase.gives.size(); ++i) {
-      if (i > 0) out_ += ", ";
-      ValueName(phase.gives[i]);
-    }
-    out_ += ") {\n";
-    for (OpId id : phase.ops) {
-      out_ += "  ";
-      PrintOp(program_.op(id));
-      out_ += '\n';
-    }
-    out_ += "}\n";
   }
 
   void PrintType(const Type& type) {
@@ -496,12 +475,6 @@ PrintedProgram PrintWithLines(const Program& program) {
 std::string PrintOp(const Program& program, const Op& op) {
   Printer printer(program);
   printer.PrintOp(op);
-  return printer.Take();
-}
-
-std::string PrintFunc(const Program& body, std::string_view name) {
-  Printer printer(body);
-  printer.PrintFunc(name);
   return printer.Take();
 }
 

@@ -220,7 +220,7 @@ def train(case: str, regions: str, cache: str, **config: Any) -> dict[str, Any]:
         model, optimizer, zoo.CASES[case].loss, batch, interlace.Config(regions=regions, cache=cache, **config)
     )
     losses = [trainer.step(batch).item() for _ in range(5)]
-    found = trainer._run.programs.regions
+    found = trainer._run.source.regions
     arena = trainer.stats()["arena"]
     calls = sum(func["calls"] for func in trainer._run.ir.funcs())
     trainer.close()
@@ -259,6 +259,22 @@ def test_the_same_bits_for_every_strategy(folder: Path) -> None:
     assert len({run["artifact"] for both in found.values() for run in both}) == 1
     for rank in range(2):
         assert len({json.dumps(both[rank]["losses"]) for both in found.values()}) == 1
+
+
+def test_a_resume_with_other_kernels_says_so(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trainer(regions: str) -> interlace.Trainer:
+        model = zoo.build("vit", torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = interlace.Config(regions=regions, cache=str(folder))
+        return interlace.compile(model, optimizer, zoo.CASES["vit"].loss, zoo.CASES["vit"].batch(2, 1), config)
+
+    first = trainer("on")
+    first.step(zoo.CASES["vit"].batch(2, 1))
+    first.save(tmp_path / "checkpoint")
+    trainer("on").load(tmp_path / "checkpoint")
+    assert "other bits" not in caplog.text
+    trainer("off").load(tmp_path / "checkpoint")
+    assert "this run has no compiled regions: it goes on with other bits" in caplog.text
 
 
 def by_rank(case: str, folder: str) -> dict[str, Any]:

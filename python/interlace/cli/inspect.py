@@ -112,17 +112,8 @@ def _print_regions(funcs: list[dict[str, Any]]) -> None:
     for func in funcs:
         ops = [op["name"].split(".")[1] for op in func["ops"] if op["name"] != "view"]
         shown = ", ".join(ops[:5]) + (f", and {len(ops) - 5} more" if len(ops) > 5 else "")
-        rows.append(
-            [
-                func["name"],
-                func["key"][:16],
-                str(func["calls"]),
-                str(len(ops)),
-                str(len(func["operands"])),
-                str(len(func["gives"])),
-                shown,
-            ]
-        )
+        numbers = [func["calls"], len(ops), len(func["operands"]), len(func["gives"])]
+        rows.append([func["name"], func["key"][:16], *map(str, numbers), shown])
     head = ["region", "key", "calls", "ops", "operands", "gives", "what"]
     out().print(rows_table("", head, rows, left=(0, 1, 6)))
     for func in funcs:

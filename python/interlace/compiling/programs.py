@@ -51,6 +51,7 @@ class Source:
     stages: list[str] = dataclasses.field(default_factory=list)  # of a pipeline the texts of all stages, this rank's among them
     # A program made from other passes over the same captured text begins here; rank 0 only, empty elsewhere.
     captured: str = ""
+    regions: Library | None = None  # compiled, where it was built with such
 
 
 @dataclasses.dataclass
@@ -75,7 +76,6 @@ class Programs:
         self.cuts: dict[str, str] = {}
         self.opaque: OpaqueTable | None = None  # what runs in Python, of all programs
         self.learnt: tuple[list[OpaqueCall], list[str]] | None = None  # on rank 0, until the others know it: OpaqueTable.add
-        self.regions: Library | None = None  # of the program that was built last
         self._shared = 0
 
     @contextlib.contextmanager
@@ -183,7 +183,7 @@ class Programs:
             if self.opaque is None or not self.opaque.calls:
                 raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
             options["opaque"] = self.opaque.run_opaque
-        library = self.regions_of(program)
+        source.regions = library = self.regions_of(program)
         if library is not None:
             options["regions"], options["region_keys"] = str(library.path), library.keys
         axes = self.peers.groups.axes(program)
@@ -205,12 +205,14 @@ class Programs:
             return None
         library = ready(funcs, self.config.regions, self.cache_folder())
         self._shared += 1
-        found = self.peers.exchange(f"regions ({self._shared})", [self.stage, library.artifact if library is not None else ""])
+        what, mine = f"regions ({self._shared})", [self.stage, library.artifact if library is not None else ""]
+        self.peers.post(f"{what}/{self.peers.rank}", mine)
+        found = self.peers.collect(what, mine, lambda: True)  # hosts compile as long as it takes them
         artifacts = sorted({artifact for stage, artifact in found if stage == self.stage})
         if len(artifacts) > 1:
-            log.warning("ranks have compiled other regions, or none (%s): their bodies run", ", ".join(a[:12] or "none" for a in artifacts))
+            names = ", ".join(artifact[:12] or "none" for artifact in artifacts)
+            log.warning("ranks have compiled other regions, or none (%s): their bodies run", names)
             library = None
-        self.regions = library
         return library
 
     def compare_digests(self, source: Source) -> None:

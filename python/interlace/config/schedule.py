@@ -79,8 +79,8 @@ def pipeline(standard: str, passes: Iterable[str]) -> str:
     passes = list(passes)
     before = items(standard)
     if "fuse" in before and not any(pass_name(p) in ("tensor", "pipeline") for p in before):
-        # Recomputation behind it: whole regions run again, with the bits that they had.
-        again = [p for p in passes if pass_name(p) == "recompute"]
+        # What repeats ops comes behind it: whole regions are repeated, with the bits that they have.
+        again = [p for p in passes if pass_name(p) in ("recompute", "breadth_first")]
         at = before.index("fuse") + 1
         standard, passes = ",".join([*before[:at], *again, *before[at:]]), [p for p in passes if p not in again]
     early = [p for p in passes if pass_name(p) in CAPTURED_LEVEL]
