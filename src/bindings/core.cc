@@ -15,6 +15,7 @@
 
 #include "base/digest.h"
 #include "io/checksum.h"
+#include "ir/func.h"
 #include "ir/memory_plan.h"
 #include "ir/op_table.h"
 #include "ir/print_rule.h"
@@ -152,6 +153,70 @@ py::list Consts(const Program& program) {
   return ListOf(program.consts, [&](const Const& constant) {
     return ValueDict(program, constant.value, "name"_a = constant.name, "data"_a = ArgObject(program, constant.data));
   });
+}
+
+// An argument of a body's op: a value by its id, a word (a dtype, a memory format) as ("word", text), else as it is.
+py::object BodyArg(const Arg& arg) {
+  switch (arg.kind) {
+    case Arg::Kind::kNone:
+      return py::none();
+    case Arg::Kind::kValue:
+      return py::make_tuple("value", arg.value);
+    case Arg::Kind::kInt:
+      return py::int_(arg.integer.value);
+    case Arg::Kind::kFloat:
+      return py::float_(arg.real);
+    case Arg::Kind::kBool:
+      return py::bool_(arg.boolean);
+    case Arg::Kind::kString:
+      return py::str(arg.text);
+    case Arg::Kind::kWord:
+      return py::make_tuple("word", arg.text);
+    case Arg::Kind::kList:
+      break;
+  }
+  return ListOf(arg.list, BodyArg);
+}
+
+py::dict BodyValue(const Program& body, ValueId id) {
+  if (id == kNone) return py::dict("id"_a = id);
+  const Value& value = body.value(id);
+  const auto numbers = [](const std::vector<Dim>& dims) {
+    std::vector<int64_t> out;
+    for (const Dim& dim : dims) out.push_back(dim.value);
+    return out;
+  };
+  return py::dict("id"_a = id, "dtype"_a = std::string(DTypeName(value.type.dtype)),
+                  "shape"_a = numbers(value.type.sizes), "strides"_a = numbers(value.type.strides),
+                  "root"_a = value.root, "offset"_a = value.offset.value);
+}
+
+// Regions: key, text, how often they are called, and the body as data.
+py::list Funcs(const Program& program) {
+  std::vector<int64_t> calls(program.funcs.size(), 0);
+  for (const Phase& phase : program.phases) {
+    for (OpId id : phase.ops) {
+      if (const int32_t func = FuncOf(program, program.op(id)); func != kNone) ++calls[func];
+    }
+  }
+  py::list out;
+  for (size_t i = 0; i < program.funcs.size(); ++i) {
+    const Func& func = program.funcs[i];
+    const Program& body = *func.body;
+    const auto value = [&](ValueId id) { return BodyValue(body, id); };
+    const py::list ops = ListOf(body.phases[0].ops, [&](OpId id) {
+      const Op& op = body.op(id);
+      py::dict named;
+      for (const NamedArg& n : op.named) named[py::str(n.name)] = BodyArg(n.arg);
+      return py::dict("name"_a = op.name, "args"_a = ListOf(op.args, BodyArg), "named"_a = named,
+                      "results"_a = ListOf(op.results, value));
+    });
+    const std::string name = "f" + std::to_string(i);
+    out.append(py::dict("name"_a = name, "key"_a = func.key, "text"_a = PrintFunc(body, name), "calls"_a = calls[i],
+                        "operands"_a = ListOf(OperandsOf(func), value), "gives"_a = ListOf(GivenBy(func), value),
+                        "ops"_a = ops));
+  }
+  return out;
 }
 
 py::list Groups(const Program& program) {
@@ -300,6 +365,7 @@ PYBIND11_MODULE(_core, m) {
       .def("inputs", &Inputs)
       .def("consts", &Consts)
       .def("groups", &Groups)
+      .def("funcs", &Funcs, "Regions: name, key, text, calls, and the body as data.")
       .def("rules", &Rules)
       .def("symbols", &Symbols)
       .def(

@@ -38,8 +38,9 @@ std::shared_ptr<py::object> Shared(py::object object) {
 RuntimeOptions OptionsOf(const py::dict& dict) {
   for (const auto& item : dict) {
     const std::string key = py::str(item.first);
-    static const std::vector<std::string_view> known = {"rng",    "seed", "debug", "skip_nonfinite", "trace_memory",
-                                                        "opaque", "tier", "arena", "tier_bandwidth", "captured_here"};
+    static const std::vector<std::string_view> known = {
+        "rng",  "seed",  "debug",          "skip_nonfinite", "trace_memory", "opaque",
+        "tier", "arena", "tier_bandwidth", "captured_here",  "regions",      "region_keys"};
     if (std::find(known.begin(), known.end(), key) == known.end()) {
       throw RuntimeError("unknown option \"" + key + "\"" + DidYouMean(key, known));
     }
@@ -57,6 +58,8 @@ RuntimeOptions OptionsOf(const py::dict& dict) {
   options.skip_nonfinite = Take<bool>(dict, "skip_nonfinite", false);
   options.tier = Take<std::string>(dict, "tier", "");
   options.tier_bandwidth = Take<double>(dict, "tier_bandwidth", 0);
+  options.regions = Take<std::string>(dict, "regions", "");
+  options.region_keys = Take<std::vector<std::string>>(dict, "region_keys", {});
   if (dict.contains("opaque") && !dict["opaque"].is_none()) {
     const auto callable = Shared(dict["opaque"]);
     options.opaque = [callable](const std::string& module, const std::string& part,

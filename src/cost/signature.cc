@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "ir/func.h"
 #include "ir/text.h"
 
 namespace interlace {
@@ -103,7 +104,13 @@ class Printer {
 
 Status AppendSignature(const Program& program, const Op& op, std::string& out) {
   Printer p(program, out);
-  out.append(op.name);
+  // A region by its body: the number that it has in a program says nothing.
+  const int32_t func = FuncOf(program, op);
+  if (func == kNone) {
+    out.append(op.name);
+  } else {
+    out.append(kCallPrefix).append(program.funcs[func].key, 0, 16);
+  }
   out.push_back('(');
   bool first = true;
   for (const Arg& arg : op.args) {

@@ -47,6 +47,8 @@ enum class OpKind : uint8_t {
   kUpdateAdam,
   kUpdateSgd,
   kUpdateRule,
+  // regions
+  kCall,
   // opaque modules
   kCallPython,
   // the tier
@@ -69,6 +71,7 @@ enum class OpFamily : uint8_t {
   kPeer,        // send, recv: activations between two ranks of an axis
   kNorm,
   kUpdate,
+  kRegion,  // call: ops of a library under one name
   kPython,
   kTier,  // offload, reload
 };

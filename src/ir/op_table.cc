@@ -124,6 +124,7 @@ constexpr OpTraits kRows[] = {
     Update(kUpdateAdam, "update.adam", Operands({0, 2, 3}), "Adam step on flat shards"),
     Update(kUpdateSgd, "update.sgd", Operands({0, 2}), "SGD step on flat shards"),
     Update(kUpdateRule, "update.rule", Operands({0, 2, 3, 4, 5, 6, 7}), "a rule's step on flat shards"),
+    {.kind = kCall, .name = "call", .family = OpFamily::kRegion, .help = "f0(x, ...): runs a region (func)"},
     {.kind = kCallPython,
      .name = "call.python",
      .family = OpFamily::kPython,
@@ -169,6 +170,7 @@ OpKind KindOf(std::string_view name) {
     return map;
   }();
   if (auto found = index.find(name); found != index.end()) return found->second;
+  if (name.starts_with("call ")) return kCall;
   const size_t dot = name.find('.');
   if (dot == std::string_view::npos) return kUnknown;
   // A family of ours: "gather.begin" is an unknown op of our own, "torchvision.nms" is not.

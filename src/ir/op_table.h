@@ -20,9 +20,9 @@ inline bool IsStart(const Op& op) {
 inline bool IsWait(const Op& op) {
   return TraitsOf(op).side == Side::kWait;
 }
-// An op that is not of a library.
+// An op that is not of a library; a call is of what its body has.
 inline bool IsOwn(const Op& op) {
-  return op.kind != OpKind::kLibrary;
+  return op.kind != OpKind::kLibrary && op.kind != OpKind::kCall;
 }
 inline bool IsUpdate(const Op& op) {
   return TraitsOf(op).family == OpFamily::kUpdate;

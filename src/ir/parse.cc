@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/suggest.h"
+#include "ir/func.h"
 #include "ir/op_table.h"
 #include "ir/parse_internal.h"
 #include "ir/text.h"
@@ -67,17 +68,19 @@ Status TextParser::PhaseLine() {
   }
   INTERLACE_TRY(Want('{'));
   INTERLACE_TRY(EndLine());
+  INTERLACE_TRY(OpLines("phase '" + phase.name + "'", pos, phase));
+  program_.phases.push_back(std::move(phase));
+  return EndLine();
+}
+
+Status TextParser::OpLines(const std::string& what, size_t pos, Phase& phase) {
   while (true) {
     scan_.SkipToContent();
-    if (scan_.AtEnd()) {
-      return scan_.ErrorAt(pos, "phase '" + phase.name + "' has no closing '}'; the file seems to be cut");
-    }
-    if (scan_.Eat('}')) break;
+    if (scan_.AtEnd()) return scan_.ErrorAt(pos, what + " has no closing '}'; the file seems to be cut");
+    if (scan_.Eat('}')) return Ok{};
     INTERLACE_ASSIGN(OpId op, OpLine());
     phase.ops.push_back(op);
   }
-  program_.phases.push_back(std::move(phase));
-  return EndLine();
 }
 
 Result<OpId> TextParser::OpLine() {
@@ -88,6 +91,7 @@ Result<OpId> TextParser::OpLine() {
   size_t pos = scan_.pos();
   std::string_view name = scan_.Word(/*dots=*/true);
   if (name.empty()) return Expected("an op");
+  if (name == "call" && scan_.Peek() == ' ') INTERLACE_TRY(CalledFunc(name));
   if (scan_.Peek() != '(') {
     // A new declaration where an op should be: the closing brace was lost.
     if (name == "phase" || name == "param")
@@ -101,6 +105,21 @@ Result<OpId> TextParser::OpLine() {
   if (scan_.Eat('{')) INTERLACE_TRY(Tail(op));
   INTERLACE_TRY(EndLine());
   return op.id;
+}
+
+// Of "call f0(": `name` becomes "call f0".
+Status TextParser::CalledFunc(std::string_view& name) {
+  scan_.SkipBlanks();
+  const size_t pos = scan_.pos();
+  const std::string_view func = scan_.Word();
+  if (func.empty()) return Expected("the func that is called, such as f0");
+  const std::string_view all(name.data(), static_cast<size_t>(func.data() + func.size() - name.data()));
+  Op call;
+  call.SetName(std::string(all));
+  if (CallOf(FuncOf(program_, call)) != all)
+    return Fail(pos, "'" + std::string(func) + "' is no func that is declared above");
+  name = all;
+  return Ok{};
 }
 
 Status TextParser::Results(Op& op) {

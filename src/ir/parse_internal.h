@@ -1,7 +1,6 @@
 // parse_internal.h — the parser: one pass over the text; every number is range-checked, nesting is bounded, and tables
 // grow only with the file. Its methods live in parse_parts.cc (names, types, literals), parse_lines.cc (declarations),
-// parse_rule.cc (rules),
-// parse.cc (phases).
+// parse_rule.cc (rules), parse_func.cc (regions), parse.cc (phases).
 #pragma once
 
 #include <string>
@@ -74,6 +73,7 @@ class TextParser {
   Result<RuleForm> RuleFormLines(const UpdateRule& rule);
   Result<RuleOp> RuleOpLine(const UpdateRule& rule);
   Result<RuleOperand> RuleRegister(const UpdateRule& rule, bool or_number);
+  Status FuncLines();  // parse_func.cc
   Status ModuleLine();
   Status SourceLine();
   Result<std::string> AxisName();
@@ -91,7 +91,11 @@ class TextParser {
   template <typename Item>
   Status InParentheses(Item item);
   Status PhaseLine();
+  // The ops up to a closing brace; `what`, which began at `pos`, is named where there is none.
+  Status OpLines(const std::string& what, size_t pos, Phase& phase);
+  Status CheckPending();
   Result<OpId> OpLine();
+  Status CalledFunc(std::string_view& name);
   Status Results(Op& op);
   // Whether WORD "=" stands here.
   bool AtName();
@@ -105,6 +109,7 @@ class TextParser {
   std::unordered_set<std::string> symbols_;          // declared ones and rank_AXIS
   std::vector<bool> checked_dims_;                   // by expression: its symbols are known
   std::vector<std::pair<ValueId, size_t>> pending_;  // used before (or without) a definition
+  int64_t value_limit_ = 0;                          // of ids in the body at hand; 0: in none
 };
 
 }  // namespace interlace

@@ -51,6 +51,10 @@ Status TextParser::ParseAll() {
     if (scan_.AtEnd()) break;
     INTERLACE_TRY(Line());
   }
+  return CheckPending();
+}
+
+Status TextParser::CheckPending() {
   for (const auto& [id, pos] : pending_) {
     if (!program_.HasValue(id)) return scan_.ErrorAt(pos, "%" + std::to_string(id) + " is used but nothing defines it");
   }
@@ -67,6 +71,7 @@ Status TextParser::Line() {
   if (word == "step") return Step();
   if (word == "run") return RunLine();
   if (word == "rule") return RuleLines();
+  if (word == "func") return FuncLines();
   if (word == "group") return GroupLine();
   if (word == "module") return ModuleLine();
   if (word == "source") return SourceLine();
@@ -80,8 +85,8 @@ Status TextParser::Line() {
   scan_.Seek(pos);
   if (word.empty()) return Expected("a declaration or a phase");
   return Fail("unknown line '" + std::string(word) + "'" +
-              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "group", "module", "source",
-                                "unit", "param", "buffer", "input", "const", "state", "phase"}));
+              DidYouMean(word, {"meta", "mesh", "stage", "symbol", "step", "run", "rule", "func", "group", "module",
+                                "source", "unit", "param", "buffer", "input", "const", "state", "phase"}));
 }
 
 Status TextParser::Meta() {

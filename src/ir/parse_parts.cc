@@ -91,7 +91,8 @@ Result<ValueId> TextParser::ValueName() {
     return Expected("a value such as %1");
   }
   INTERLACE_ASSIGN(int64_t id, scan_.Int());
-  int64_t limit = std::min<int64_t>(kMaxValues, static_cast<int64_t>(scan_.text().size()) + kSpareValueIds);
+  int64_t limit = value_limit_ > 0 ? value_limit_ : static_cast<int64_t>(scan_.text().size()) + kSpareValueIds;
+  limit = std::min<int64_t>(kMaxValues, limit);
   if (id >= limit) {
     return Fail(pos, "value id %" + std::to_string(id) + " is too large for a file of this size (limit " +
                          std::to_string(limit - 1) + "); number values from %0 on");

@@ -23,6 +23,11 @@ class Printer {
     out_.reserve(static_cast<size_t>(program_.num_ops()) * 112 + 4096);
     Header();
     Declarations();
+    for (size_t i = 0; i < program_.funcs.size(); ++i) {
+      const std::string text = PrintFunc(*program_.funcs[i].body, "f" + std::to_string(i));
+      line_ += static_cast<int32_t>(std::count(text.begin(), text.end(), '\n'));
+      out_ += text;
+    }
     for (const Phase& phase : program_.phases) PrintPhase(phase);
     result_.text = std::move(out_);
     return std::move(result_);

@@ -106,6 +106,7 @@ Program Program::Clone() const {
   out.width = width;
   out.accumulate_mode = accumulate_mode;
   out.rules = rules;
+  out.funcs = funcs;
   out.groups = groups;
   out.modules = modules;
   out.sources = sources;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -234,6 +235,12 @@ struct Group {
   int32_t rule = kNone;  // of the optimizer "rule"
   std::optional<Orthogonal> orthogonal = std::nullopt;
 };
+// A region: a body that `call f0` runs as one op (func.h). Never changed, so clones share it.
+class Program;
+struct Func {
+  std::shared_ptr<const Program> body;
+  std::string key;  // SHA-256 of the body's text: 64 hexadecimal digits
+};
 struct Module {
   int32_t id = 0;
   std::string path, class_name;
@@ -254,6 +261,7 @@ class Program {
   int64_t width = 1;         // of them in one run of a micro-batch phase, side by side (pass breadth_first)
   std::string accumulate_mode = "reduce_each";
   std::vector<UpdateRule> rules;  // index = id
+  std::vector<Func> funcs;        // called "f" and the index
   std::vector<Group> groups;
   std::vector<Module> modules;  // index = id
   std::vector<Source> sources;  // index = id

@@ -24,6 +24,8 @@ PrintedProgram PrintWithLines(const Program& program);
 // One op, one type, for messages.
 std::string PrintOp(const Program& program, const Op& op);
 std::string PrintType(const Program& program, const Type& type);
+// The body of a region (func.h) under a name: lines with a line end each.
+std::string PrintFunc(const Program& body, std::string_view name);
 
 // Parses text; `file` names it in messages. Errors: "file:line:col: what" and two more lines, the offending
 // line and a caret. A newer version, a file that ends too early (no closing brace) and unknown lines are said as such.

@@ -306,6 +306,15 @@ class Structure {
 
 }  // namespace
 
+std::string VerifyStructure(const Program& body, VerifyReport& report) {
+  Structure structure(body, report);
+  std::string problem;
+  if (!structure.Printable(problem)) return problem;
+  structure.Run();
+  const std::vector<Error> errors = report.Take();
+  return errors.empty() ? "" : errors[0].message;
+}
+
 std::vector<Error> VerifyAll(const Program& program) {
   VerifyReport report(program);
   Structure structure(program, report);
@@ -313,6 +322,7 @@ std::vector<Error> VerifyAll(const Program& program) {
   if (!structure.Printable(fatal)) return {Error{fatal, ""}};
   structure.Run();
   if (report.empty()) {
+    VerifyFuncs(program, report);
     const bool runs = VerifyLayout(program, report);
     VerifyOps(program, report);
     if (!runs) return report.Take();  // what follows walks the run order

@@ -77,6 +77,11 @@ bool VerifyLayout(const Program& program, VerifyReport& report);
 void VerifyOps(const Program& program, VerifyReport& report);  // each op by itself
 // A start by itself. `dims`: a copy of the program's, in which sizes that follow are made.
 void VerifyTransfer(const Program& program, const Op& op, DimTable& dims, VerifyReport& report);
+// What is wrong with the structure of a region's body, the first of it; "" when nothing is.
+std::string VerifyStructure(const Program& body, VerifyReport& report);
+// Of a region: what its body has is checked once for each func, a call against it.
+void VerifyFuncs(const Program& program, VerifyReport& report);
+void VerifyCall(const Program& program, const Op& op, VerifyReport& report);
 void VerifyFlow(const Program& program,
                 VerifyReport& report);  // transfers in flight, takes and gives over the run order
 void VerifyCarried(const Program& program, VerifyReport& report);    // what runs save and load, along the run order

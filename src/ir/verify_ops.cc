@@ -76,6 +76,8 @@ class Meaning : OpChecks {
       case OpKind::kUpdateSgd:
       case OpKind::kUpdateRule:
         return Update(op);
+      case OpKind::kCall:
+        return VerifyCall(program_, op, report_);
       case OpKind::kCallPython:
         return CallPython(op);
       default:

@@ -268,7 +268,8 @@ class PhaseCanonicalizer {
     for (size_t i = phase_.ops.size(); i-- > 0;) {
       const Op& op = std::as_const(program_).op(phase_.ops[i]);
       // What a library outside ATen or an op without results does is not known.
-      bool keep = HasEffect(program_, op) || op.results.empty() || (!IsOwn(op) && !op.name.starts_with("aten."));
+      bool keep = HasEffect(program_, op) || op.results.empty() ||
+                  (op.kind == OpKind::kLibrary && !op.name.starts_with("aten."));
       for (ValueId id : op.results) keep = keep || (id != kNone && used[id]);
       if (!keep) continue;
       kept.push_back(op.id);

@@ -18,6 +18,7 @@ Result<bool> Overlap(Program& program, const PassOptions& options = {});
 Result<bool> Pipeline(Program& program, const PassOptions& options = {});
 Result<bool> Order(Program& program, const PassOptions& options = {});
 Result<bool> Precision(Program& program, const PassOptions& options = {});
+Result<bool> Fuse(Program& program, const PassOptions& options = {});
 Result<bool> Recompute(Program& program, const PassOptions& options = {});
 Result<bool> BreadthFirst(Program& program, const PassOptions& options = {});
 

@@ -77,6 +77,7 @@ Program ProgramOf(const Case& test) {
 
 std::string Pipeline(std::mt19937_64& random, const std::string& sharding, const InterpretOptions& run) {
   std::string text = random() % 4 ? "canonicalize," : "";
+  if (random() % 3 == 0) text += "fuse(min=1),";
   text += sharding + "(ranks=" + std::to_string(run.ranks);
   if (random() % 2) text += ",wait=now";
   if (sharding == "shard" && random() % 2) text += ",ahead=" + std::to_string(random() % 5);

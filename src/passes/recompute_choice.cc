@@ -82,7 +82,8 @@ Status RecomputeChoice::FindBlocks(const std::vector<std::string>& paths) {
 // Whether the op gives the same bits when it runs again in the backward part, and nobody notices.
 bool RecomputeChoice::MayRepeat(int32_t index) const {
   const Op& op = At(index);
-  bool known = op.name.starts_with("aten.") || op.kind == OpKind::kView || op.kind == OpKind::kCopy;
+  bool known =
+      op.name.starts_with("aten.") || op.kind == OpKind::kView || op.kind == OpKind::kCopy || op.kind == OpKind::kCall;
   if (!known || op.part != Part::kForward || op.rng || HasEffect(program_, op)) return false;
   if (IsPureView(program_, op)) return true;
   bool same = true;

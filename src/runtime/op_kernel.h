@@ -37,6 +37,8 @@ struct RuntimeOptions {
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none
   double tier_bandwidth = 0;    // bytes per second at most, in each direction; 0: no such limit
+  std::string regions;          // library of compiled regions, checked by whoever names it; empty: bodies run
+  std::vector<std::string> region_keys;  // those of it to be used
   // Runs an opaque module: (module path, "forward" | "backward", inputs) → results. Called with the step's thread state
   // undone.
   std::function<std::vector<at::Tensor>(const std::string&, const std::string&, const std::vector<at::Tensor>&)> opaque;
@@ -158,6 +160,7 @@ Result<Kernel> BuildOwnKernel(const BuildContext& context,
 Result<Kernel> BuildMoveKernel(const BuildContext& context, const Op& op);  // offload.*, reload.*
 // `result` as a view of the storage of `operand`; nothing at all when it is a view of something fixed.
 Kernel BuildViewKernel(const BuildContext& context, ValueId operand, ValueId result);
+Result<Kernel> BuildRegionKernel(const BuildContext& context, const Op& op);  // call f0
 // Any op: one of the above.
 Result<Kernel> BuildKernel(const BuildContext& context, const Op& op);
 

@@ -248,6 +248,8 @@ Result<Kernel> BuildKernel(const BuildContext& context, const Op& op) {
   switch (TraitsOf(op).family) {
     case OpFamily::kLibrary:
       return BuildAtenKernel(context, op);
+    case OpFamily::kRegion:
+      return BuildRegionKernel(context, op);
     case OpFamily::kUnit:
     case OpFamily::kCollective:
     case OpFamily::kPeer:

@@ -17,6 +17,7 @@ HELP = """Show what is in a program: phases, ops, units, bytes, peak of memory.
   interlace inspect model.il
   interlace inspect --bind b=4,s=512 model.il
   interlace inspect --memory sharded.il
+  interlace inspect --regions fused.il
   interlace inspect --json sharded.il
 """
 MOST_UNITS = 12
@@ -29,6 +30,9 @@ def inspect(
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."),
+    ] = False,
+    regions: Annotated[
+        bool, typer.Option("--regions", help="Show the regions: how often each is called, its ops, its text.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
@@ -46,10 +50,15 @@ def inspect(
     for unit in units:
         unit["params"] = names[unit["id"]]
     plan = program.memory_plan() if memory else None
+    funcs = program.funcs() if regions else []
     if as_json:
         inputs, symbols, groups = program.inputs(), program.symbols(), program.groups()
         print_json({"file": file, **facts, "mesh": program.mesh, "meta": program.meta(), "unit_list": units,
-                    "inputs": inputs, "symbols": symbols, "groups": groups} | ({"memory_plan": plan} if plan else {}))  # fmt: skip
+                    "inputs": inputs, "symbols": symbols, "groups": groups} | ({"memory_plan": plan} if plan else {})
+                   | ({"regions": funcs} if regions else {}))  # fmt: skip
+        return
+    if regions:
+        _print_regions(funcs)
         return
     if plan:
         out().print(plan["text"], markup=False, highlight=False, soft_wrap=True)
@@ -92,6 +101,23 @@ def _print(file: str, program: Any, facts: dict[str, Any], units: list[dict[str,
     if units:
         console.print()
         _print_units(console, units, all_units)
+
+
+def _print_regions(funcs: list[dict[str, Any]]) -> None:
+    """A row a region, then the texts."""
+    if not funcs:
+        out().print("The program has no regions: pass fuse makes them (Config(regions='on')).")
+        return
+    rows = []
+    for func in funcs:
+        ops = [op["name"].split(".")[1] for op in func["ops"] if op["name"] != "view"]
+        shown = ", ".join(ops[:5]) + (f", and {len(ops) - 5} more" if len(ops) > 5 else "")
+        numbers = [func["calls"], len(ops), len(func["operands"]), len(func["gives"])]
+        rows.append([func["name"], func["key"][:16], *map(str, numbers), shown])
+    head = ["region", "key", "calls", "ops", "operands", "gives", "what"]
+    out().print(rows_table("", head, rows, left=(0, 1, 6)))
+    for func in funcs:
+        out().print(func["text"], markup=False, highlight=False, soft_wrap=True)
 
 
 def _phases(phases: list[dict[str, Any]]) -> Any:

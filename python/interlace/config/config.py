@@ -83,6 +83,8 @@ class Config:
                      optimizer steps may be made as well
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
     arena            CPUs: what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
+    regions          CPUs: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the cache
+                     (docs/regions.md): "on", "exact" (only those with the bits of their ops, compared when they are made), "off"
     dump_ir          a folder that gets the program before and after every pass
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     deterministic    torch.use_deterministic_algorithms while a step runs
@@ -125,6 +127,7 @@ class Config:
     tier: str | None = None
     tier_bandwidth: int | str | None = None
     arena: bool = True
+    regions: str = "off"
     dump_ir: str | None = None
     skip_nonfinite: bool = False
     deterministic: bool = False
@@ -153,6 +156,7 @@ class Config:
         self._of_stages("accumulate_mode", ACCUMULATE_MODES)
         self._one_of("mode", ("compiled", "eager"))
         self._one_of("rng", ("keyed", "compat"))
+        self._one_of("regions", ("off", "on", "exact"))
         self._one_of("stage_order", STAGE_ORDERS)
         self._whole("accumulation", 1)
         self._whole("stage_chunks", 1)
@@ -293,7 +297,7 @@ class Config:
         strategy, accumulate_mode = self.strategy_of(0)
         param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
-        return str(
+        standard = str(
             _core.standard_pipeline(
                 strategy=strategy, mesh=mesh, tensor_axis="tp" if "tp" in dict(mesh) else "",
                 tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
@@ -305,6 +309,10 @@ class Config:
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )
         )  # fmt: skip
+        if self.regions == "off":
+            return standard
+        # Behind what looks at single casts and products, before the strategy: all strategies have the same regions.
+        return re.sub(rf"(^|,)(?=({'|'.join(STRATEGIES)})\()", r"\1fuse,", standard)
 
     def _dtype(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

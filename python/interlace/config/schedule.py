@@ -77,6 +77,12 @@ def fill(passes: Iterable[str], values: Mapping[str, Any]) -> list[str]:
 def pipeline(standard: str, passes: Iterable[str]) -> str:
     """The standard pipeline with passes added where they belong: those of the captured level after canonicalize, the rest behind."""
     passes = list(passes)
+    before = items(standard)
+    if "fuse" in before and not any(pass_name(p) in ("tensor", "pipeline") for p in before):
+        # What repeats ops comes behind it: whole regions are repeated, with the bits that they have.
+        again = [p for p in passes if pass_name(p) in ("recompute", "breadth_first")]
+        at = before.index("fuse") + 1
+        standard, passes = ",".join([*before[:at], *again, *before[at:]]), [p for p in passes if p not in again]
     early = [p for p in passes if pass_name(p) in CAPTURED_LEVEL]
     late = [p for p in passes if pass_name(p) not in CAPTURED_LEVEL]
     first, comma, rest = standard.partition(",")

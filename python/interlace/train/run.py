@@ -78,6 +78,11 @@ class Run:
         self._group_names: list[list[str]] | None = None
         self.use(built)
 
+    @property
+    def regions(self) -> str:
+        """The digest of the compiled regions that the program runs with; empty: none."""
+        return self.source.regions.artifact if self.source.regions is not None else ""
+
     def use(self, built: Built) -> None:
         """From now on this program runs."""
         built.source.constants = {}  # they are in the executor's buffers by now

@@ -79,6 +79,7 @@ class Machine {
   // ops
   Status RunOp(const Op& op);
   Status RunLibraryOp(const Op& op);
+  Status RunCall(const Op& op, int64_t rank);
   Status RunOwnOp(const Op& op);
   Status DefineResults(const Op& op);  // storage of results that own it
   Status Mark(const Op& op);           // grad, output

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/exact_sum.h"
+#include "ir/func.h"
 #include "ir/op_table.h"
 #include "ir/pending.h"
 #include "ir/testing/aten_kernels.h"
@@ -49,6 +50,10 @@ Status Machine::RunLibraryOp(const Op& op) {
       });
   if (views) return Ok{};
   for (int64_t rank = 0; rank < ranks_; ++rank) {
+    if (op.kind == OpKind::kCall) {
+      INTERLACE_TRY(RunCall(op, rank));
+      continue;
+    }
     Status read_status = Ok{};
     AtenCall call{op,
                   [&](ValueId id) {
@@ -78,6 +83,29 @@ Status Machine::RunLibraryOp(const Op& op) {
       if (op.writes.empty() && program_.RootOf(targets[i]) == targets[i]) INTERLACE_TRY(Allocate(rank, targets[i]));
       INTERLACE_TRY(Write(rank, targets[i], results[i]));
     }
+  }
+  return Ok{};
+}
+
+// The body on a machine of its own.
+Status Machine::RunCall(const Op& op, int64_t rank) {
+  const int32_t index = FuncOf(program_, op);
+  if (index == kNone) return MakeError(op.name, " calls no func of this program");
+  const Func& func = program_.funcs[index];
+  const std::vector<ValueId> operands = OperandsOf(func);
+  Machine inside(*func.body, options_, 1);
+  INTERLACE_TRY(inside.Init());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    INTERLACE_ASSIGN(const Dense x, Read(rank, op.args[i].value));
+    INTERLACE_TRY(inside.Write(0, operands[i], x));
+  }
+  INTERLACE_TRY(inside.RunPhase(func.body->phases[0]));
+  for (size_t i = 0; i < op.results.size(); ++i) {
+    const ValueId id = op.results[i];
+    if (id == kNone) continue;
+    if (program_.RootOf(id) == id) INTERLACE_TRY(Allocate(rank, id));
+    INTERLACE_ASSIGN(const Dense x, inside.Read(0, GivenBy(func)[i]));
+    INTERLACE_TRY(Write(rank, id, x));
   }
   return Ok{};
 }

@@ -1,0 +1,95 @@
+"""A compiled region against its body, on the same operands."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+
+from interlace.regions.body import Func, Tensor, empty_of, function_of, operands_of, widened
+
+ULPS = 4
+
+
+def call(library: ctypes.CDLL, func: Func, operands: list[Tensor]) -> list[Tensor]:
+    """What the compiled region gives; nothing is written outside of its results and its workspace (bytes around them are compared)."""
+    key = func["key"][:16]
+    workspace = ctypes.c_int64.in_dll(library, f"w_{key}").value
+    given = [empty_of(value) for value in func["gives"]]
+    guard = 64
+    scratch = torch.full((workspace + guard,), 0xA5, dtype=torch.uint8)
+    pointers = [x.data_ptr() for x in [*operands, *given, scratch]]
+    getattr(library, f"r_{key}")((ctypes.c_void_p * len(pointers))(*pointers))
+    if not torch.equal(scratch[workspace:], torch.full((guard,), 0xA5, dtype=torch.uint8)):
+        raise ValueError("it writes beyond its workspace")
+    return given
+
+
+# Ops that add up: how they do it is the code generation's choice, so equal bits on some operands promise none on others.
+SUMS = ("sum", "mean", "_softmax", "_log_softmax", "native_layer_norm", "native_layer_norm_backward", "nll_loss_forward",
+        "_softmax_backward_data", "_log_softmax_backward_data")  # fmt: skip
+
+
+def added(func: Func) -> int:
+    """How many numbers one sum of the region adds up at most; 1: it has none."""
+    most = 1
+    sizes = {value["id"]: math.prod(value["shape"]) for value in func["operands"]}
+    for op in func["ops"]:
+        sizes |= {value["id"]: math.prod(value["shape"]) for value in op["results"] if value["id"] >= 0}
+        if op["name"].split(".")[1:2] and op["name"].split(".")[1] in SUMS:
+            read = max((sizes[arg[1]] for arg in op["args"] if isinstance(arg, tuple) and arg[0] == "value"), default=1)
+            made = min((sizes[value["id"]] for value in op["results"] if value["id"] >= 0), default=1)
+            most = max(most, read // max(made, 1), 2)
+    return most
+
+
+def compare(library: ctypes.CDLL, func: Func) -> tuple[bool, str]:
+    """Whether all bits are the body's, and what is wrong otherwise: "" where each result is as near to that in float64 as the body's own,
+    or within 4 units in the last place of the largest (times the rounds of a sum by halves)."""
+    sums = added(func)
+    exact = sums == 1
+    for seed in range(2):
+        operands = operands_of(func, seed)
+        before = [x.clone() for x in operands]
+        with torch.no_grad():
+            by_body = function_of(func)(*operands)
+            exactly = function_of(func, wide=True)(*[widened(x) for x in operands])
+        try:
+            compiled = call(library, func, operands)
+        except ValueError as e:
+            return False, str(e)
+        if not all(_same(a, b) for a, b in zip(before, operands, strict=True)):
+            return False, "it changes an operand"
+        for place, (made, body, wide) in enumerate(zip(compiled, by_body, exactly, strict=True)):
+            if _same(made, body):
+                continue
+            exact = False
+            problem = _difference(made, body, wide, ULPS * max(1.0, math.log2(sums)))
+            if problem:
+                return False, f"result {place}: {problem}"
+    return exact, ""
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _difference(made: Tensor, body: Tensor, wide: Tensor, ulps: float) -> str:
+    if not made.dtype.is_floating_point:
+        return "whole numbers differ"
+    if not torch.equal(torch.isfinite(made), torch.isfinite(body)):
+        return "other elements are not finite"
+    reals = torch.isfinite(made) & torch.isfinite(wide)
+    exactly = wide[reals].double()
+    if exactly.numel() == 0:
+        return ""
+    error, own = _largest(made[reals].double() - exactly), _largest(body[reals].double() - exactly)
+    unit = torch.finfo(made.dtype).eps * _largest(exactly)
+    allowed = max(ULPS * own, ulps * unit)
+    return "" if error <= allowed else f"{error:.3g} from the exact value, the body {own:.3g}"
+
+
+def _largest(x: Any) -> float:
+    return float(x.abs().max())
