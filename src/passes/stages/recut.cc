@@ -22,6 +22,14 @@ Result<int64_t> Number(std::string_view text) {
 
 }  // namespace
 
+Type Crossing::PieceOf(const Type& storage, int64_t pieces) const {
+  int64_t count = 1;
+  for (const Dim& size : storage.sizes) count *= size.value;
+  const int64_t length = count / blocks / pieces;
+  if (blocks == 1) return Type{storage.dtype, {Dim(length)}, {Dim(1)}};
+  return Type{storage.dtype, {Dim(blocks), Dim(length)}, {Dim(length), Dim(1)}};
+}
+
 Result<Crossings> FindCrossings(const Program& program, const Phase& phase, const std::vector<ValueId>& roots) {
   int64_t rows = 0;
   if (const std::string* text = program.Meta("micro_batch")) {

@@ -27,6 +27,8 @@ struct Crossing {
   enum class Kind : uint8_t { kRows, kWhole, kSum };
   Kind kind = Kind::kWhole;
   int64_t blocks = 1;  // kRows: equal blocks of the storage, in each of which the rows lie one after the other
+  // One of so many pieces of a storage of this type: elements in a row, or blocks of them.
+  Type PieceOf(const Type& storage, int64_t pieces) const;
 };
 using Crossings = std::map<ValueId, Crossing>;  // by storage
 

@@ -11,6 +11,7 @@
 #include "ir/text.h"
 #include "passes/phase_editor.h"
 #include "passes/sharding.h"
+#include "passes/stages/stage_tables.h"
 
 namespace interlace::stages {
 namespace {
@@ -38,7 +39,7 @@ class StageWriter {
     program_.order.clear();
     for (const Phase& phase : phases) program_.order.push_back({phase.name, 0, 1});
     program_.phases = std::move(phases);
-    return Drop();
+    return DropForeign(program_, flow_, layout_, rank_);
   }
 
  private:
@@ -79,13 +80,7 @@ class StageWriter {
     int32_t sender = 0;  // its stage
   };
 
-  // A parameter that changes, and that another rank has.
-  bool IsForeign(ValueId root) const {
-    if (layout_.trained[root] == 0 || Here(layout_.home[root])) return false;
-    const auto shared = layout_.shared.find(root);
-    return shared == layout_.shared.end() ||
-           std::find(shared->second.begin(), shared->second.end(), rank_) == shared->second.end();
-  }
+  bool IsForeign(ValueId root) const { return layout_.IsForeign(root, rank_); }
   // Declared here: seen in every phase.
   bool IsDeclared(ValueId root) const { return flow_.DefOf(root) < 0 && !IsForeign(root); }
   // Made again in every place that uses it: casts of parameters that are there.
@@ -175,28 +170,14 @@ class StageWriter {
   int64_t PiecesTo(int32_t stage) const {
     return unlike_ == nullptr ? 1 : unlike_->recut.Pieces(rank_, layout_.RankOf(stage));
   }
-  Crossing CrossingOf(ValueId root) const {
-    if (unlike_ == nullptr) return {};
-    const auto found = unlike_->crossings.find(root);
-    return found == unlike_->crossings.end() ? Crossing() : found->second;
-  }
+  Crossing CrossingOf(ValueId root) const { return unlike_ == nullptr ? Crossing() : unlike_->CrossingOf(root); }
   // Whether pieces are sent from, or put together in, blocks that do not lie one behind the other.
   bool InBlocks(ValueId root, int32_t stage) const {
     const Crossing crossing = CrossingOf(root);
     return crossing.kind == Crossing::Kind::kRows && crossing.blocks > 1 && PiecesTo(stage) > 1;
   }
-  int64_t ElementsOf(ValueId root) const {
-    int64_t count = 1;
-    for (const Dim& size : program_.value(root).type.sizes) count *= size.value;
-    return count;
-  }
-  // Of a storage seen as one row of elements, or as blocks of them.
   Type BlocksType(ValueId root, int64_t pieces) const {
-    const Crossing crossing = CrossingOf(root);
-    const DType dtype = program_.value(root).type.dtype;
-    const int64_t length = ElementsOf(root) / crossing.blocks / pieces;
-    if (crossing.blocks == 1) return Type{dtype, {Dim(length)}, {Dim(1)}};
-    return Type{dtype, {Dim(crossing.blocks), Dim(length)}, {Dim(length), Dim(1)}};
+    return CrossingOf(root).PieceOf(program_.value(root).type, pieces);
   }
   // A message's storage is copied to be sent: it is gathered, or its pieces lie apart.
   bool IsCopied(const Message& message) const {
@@ -482,40 +463,6 @@ class StageWriter {
     CopyTags(grad, out);
     out.part = part_;
     out.args = {grad.args[0], Arg::Of(sum)};
-  }
-
-  // ---- tables ----
-
-  // Parameters of other ranks go, and constants that are read there only. Buffers are few, and all ranks keep them.
-  Status Drop() {
-    std::vector<char> used(static_cast<size_t>(program_.num_values()), 0), everywhere(used);
-    const auto mark = [&](const std::vector<OpId>& ops, std::vector<char>& marks) {
-      for (OpId id : ops) {
-        ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) { marks[program_.RootOf(v)] = 1; });
-        for (ValueId v : program_.op(id).results) {
-          if (v != kNone) marks[program_.RootOf(v)] = 1;
-        }
-      }
-    };
-    for (const Phase& phase : program_.phases) mark(phase.ops, used);
-    for (int32_t i = 0; i < flow_.size(); ++i) mark({flow_.op(i).id}, everywhere);
-    // What nobody uses is the first rank's.
-    const auto keep = [&](ValueId id) { return used[id] != 0 || (everywhere[id] == 0 && rank_ == 0); };
-    bool trains = false;
-    std::erase_if(program_.params, [&](const Param& param) {
-      const bool kept = layout_.trained[param.value] != 0 ? !IsForeign(param.value) : keep(param.value);
-      trains = trains || (kept && layout_.trained[param.value] != 0 && Here(layout_.home[param.value]));
-      return !kept;
-    });
-    for (Param& param : program_.params) {
-      if (const auto shared = layout_.shared.find(param.value); shared != layout_.shared.end())
-        param.shared = shared->second;
-    }
-    std::erase_if(program_.consts, [&](const Const& constant) { return !keep(constant.value); });
-    if (!trains)
-      return MakeError("stage ", rank_,
-                       " would have nothing to train; ask for fewer stages, or choose borders with at=");
-    return Ok{};
   }
 
   Program& program_;

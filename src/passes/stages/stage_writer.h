@@ -19,6 +19,10 @@ namespace interlace::stages {
 struct Unlike {
   Recut recut;
   Crossings crossings;
+  Crossing CrossingOf(ValueId root) const {
+    const auto found = crossings.find(root);
+    return found == crossings.end() ? Crossing() : found->second;
+  }
   std::map<ValueId, std::string> names;  // what is made is called so in all programs of the set
 };
 
