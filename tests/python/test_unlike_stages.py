@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from test_trainer_bits import digest
 
 import interlace
+from interlace import _core
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
 from interlace.config import ConfigError
 from interlace.dist.peers import PeerError
@@ -228,3 +229,30 @@ def test_a_lost_rank_is_named_with_its_stage(mesh: dict[str, Any], size: int, vi
             continue
         assert outcome is not None and isinstance(outcome.error, PeerError), outcome
         assert outcome.error.rank == victim and f"(rank {victim} is {place})" in str(outcome.error), outcome.error
+
+
+TEXT = """interlace 1 scheduled
+mesh pp 3
+mesh dp 2
+stage pp 0 ranks 2,1
+step 1 reduce_each
+input %0: f32[4] "x"
+phase forward takes () gives () {
+  %1: b8[0] = send.start(%0) {fwd axis=pp peer=(rank_pp+4)//2}
+  send.wait(%1) {fwd}
+}
+"""
+
+
+def test_the_text_of_a_stage_with_other_ranks() -> None:
+    program = _core.Program.parse(TEXT, "stage")
+    program.verify()
+    assert program.print() == TEXT and program.stage == ("pp", 0) and program.stage_ranks == [2, 1]
+    for old, new, words in [
+        ("ranks 2,1", "ranks 2,2", "its stages have 4 ranks, and axis pp has 3; write 'mesh pp 4'"),
+        ("mesh dp 2", "mesh dp 1", "stage 0 has 2 ranks, and its other axes have 1"),
+        ("(rank_pp+4)//2", "rank_pp+2", "peer= is 3 on rank 1, but the axis has ranks 0 to 2"),
+        ("ranks 2,1", "ranks 2,0", "the ranks of a stage"),
+    ]:
+        with pytest.raises(_core.Error, match=re.escape(words)):
+            _core.Program.parse(TEXT.replace(old, new), "stage").verify()

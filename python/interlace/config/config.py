@@ -16,6 +16,7 @@ from interlace.config.forms import (
     ConfigError,
     Mesh,
     data_place,
+    dealt,
     did_you_mean,
     dtype_name,
     mesh_form,
@@ -314,8 +315,6 @@ class Config:
         the data ranks of its stage. So each stage has the same rows in the same micro-batch, however many ranks it has. Error: rows that
         cannot be dealt out.
         """
-        from interlace.train.batch import dealt
-
         return dealt(batch, self.accumulation, *self.data_place(rank, ranks))
 
     @property

@@ -219,3 +219,33 @@ def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
 def first_loss_scale(setting: float | str | None) -> float | None:
     """The scale that a loss_scale begins with."""
     return 65536.0 if setting == "dynamic" else None if setting is None else float(setting)
+
+
+def dealt(batch: Any, micro_batches: int, place: int, places: int) -> Any:
+    """Of each of a batch's micro-batches the rows of one of so many places, as one batch. Error: rows that cannot be dealt out."""
+
+    def tensors(x: Any) -> list[Any]:
+        if isinstance(x, Mapping):
+            x = list(x.values())
+        if isinstance(x, (list, tuple)):
+            return [t for item in x for t in tensors(item)]
+        return [x] if hasattr(x, "unflatten") and x.dim() > 0 else []
+
+    found = tensors(batch)
+    rows, parts = int(found[0].shape[0]) if found else 0, micro_batches * places
+    if not rows or rows % parts:
+        raise ConfigError(
+            f"a batch of {rows} samples cannot be dealt to {places} ranks in {micro_batches} micro-batches; use a multiple of {parts}"
+        )
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: cut(value) for name, value in x.items()}
+        if isinstance(x, (list, tuple)):
+            items = [cut(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        if not hasattr(x, "unflatten") or x.dim() == 0 or x.shape[0] != rows:
+            return x
+        return x.unflatten(0, (micro_batches, places, rows // parts))[:, place].flatten(0, 1)
+
+    return cut(batch)

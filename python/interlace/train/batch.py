@@ -71,20 +71,3 @@ def describe(spec: InputSpec, data_ranks: int = 1) -> dict[str, str]:
         for t in spec.tensors
     }
     return {name: t.describe() for name, t in whole.items()}
-
-
-def dealt(batch: Any, micro_batches: int, place: int, places: int) -> Any:
-    """Of each of a batch's micro-batches the rows of one of so many places, as one batch. Error: rows that cannot be dealt out."""
-    sizes = [x.shape[0] for _, x in leaves(batch) if isinstance(x, torch.Tensor) and x.dim() > 0]
-    if not sizes or sizes[0] % (micro_batches * places):
-        raise InterlaceError(
-            f"a batch of {sizes[0] if sizes else 'no'} samples cannot be dealt to {places} ranks in {micro_batches} micro-batches; use a "
-            f"multiple of {micro_batches * places}"
-        )
-    share = sizes[0] // (micro_batches * places)
-    mine = {
-        path: x.unflatten(0, (micro_batches, places, share))[:, place].flatten(0, 1)
-        for path, x in leaves(batch)
-        if isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == sizes[0]
-    }
-    return rebuild(batch, mine)
