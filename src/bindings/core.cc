@@ -362,6 +362,9 @@ PYBIND11_MODULE(_core, m) {
                                if (!p.stage) return std::nullopt;
                                return std::pair(p.stage->axis, p.stage->index);
                              })
+      .def_property_readonly(
+          "stage_ranks", [](const Program& p) { return p.stage ? p.stage->ranks : std::vector<int64_t>(); },
+          "Ranks of each stage of the set, where they differ.")
       .def("inputs", &Inputs)
       .def("consts", &Consts)
       .def("groups", &Groups)
@@ -400,7 +403,8 @@ PYBIND11_MODULE(_core, m) {
          int64_t accumulation, const std::string& accumulate_mode, const std::string& param, const std::string& reduce,
          std::optional<double> clip, bool norm, bool momentum, const std::string& tensor_axis,
          const std::string& tensor_plan, bool sequence, const std::string& stage_axis, const std::string& stages_at,
-         const std::string& stage_order, int64_t stage_chunks) {
+         const std::string& stage_order, int64_t stage_chunks, std::vector<int64_t> stage_ranks,
+         std::vector<int64_t> stage_data) {
         return PrintPipeline(Take(StandardPipeline({.strategy = strategy,
                                                     .mesh = std::move(mesh),
                                                     .shard_axis = shard_axis,
@@ -411,6 +415,8 @@ PYBIND11_MODULE(_core, m) {
                                                     .stages_at = stages_at,
                                                     .stage_order = stage_order,
                                                     .stage_chunks = stage_chunks,
+                                                    .stage_ranks = std::move(stage_ranks),
+                                                    .stage_data = std::move(stage_data),
                                                     .accumulation = accumulation,
                                                     .accumulate_mode = accumulate_mode,
                                                     .param = param,
@@ -424,7 +430,8 @@ PYBIND11_MODULE(_core, m) {
       py::arg("param") = "none", py::arg("reduce") = "none", py::arg("clip") = std::nullopt, py::arg("norm") = false,
       py::arg("momentum") = true, py::arg("tensor_axis") = "", py::arg("tensor_plan") = "auto",
       py::arg("sequence") = true, py::arg("stage_axis") = "", py::arg("stages_at") = "auto",
-      py::arg("stage_order") = "1f1b", py::arg("stage_chunks") = 1,
+      py::arg("stage_order") = "1f1b", py::arg("stage_chunks") = 1, py::arg("stage_ranks") = std::vector<int64_t>(),
+      py::arg("stage_data") = std::vector<int64_t>(),
       "The passes that make a training step, in their order (standard_pipeline.cc says why).");
   m.def(
       "digest", [](const std::string& text) { return Digest(text); }, py::arg("text"), Unlocked(),

@@ -43,11 +43,8 @@ Result<int64_t> Picoseconds(double us) {
 
 Result<CostModel> CostModel::Create(const Program& program, const ClusterSpec& cluster, const ProfileTable* profile) {
   CostModel model(program, cluster, profile);
-  for (const Axis& axis : program.mesh) {
-    if (__builtin_mul_overflow(model.ranks_, axis.size, &model.ranks_) || model.ranks_ < 1) {
-      return MakeError("the mesh has more ranks than fit in 64 bits");
-    }
-  }
+  model.ranks_ = program.Ranks();
+  if (model.ranks_ < 1) return MakeError("the mesh has more ranks than fit in 64 bits");
   if (model.ranks_ > cluster.devices) {
     return MakeError("the program's mesh has ", model.ranks_, " ranks, the cluster '", cluster.name, "' has ",
                      cluster.devices, cluster.devices == 1 ? " device" : " devices",

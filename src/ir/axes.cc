@@ -30,6 +30,32 @@ AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes) {
   return group;
 }
 
+AxisGroup Program::GroupAlong(std::string_view axes) const {
+  if (!stage || !stage->unlike()) return GroupOf(mesh, axes);
+  if (axes == stage->axis) return {AxisSize(axes), 1, 0};
+  std::vector<Axis> own;
+  for (const Axis& axis : mesh) {
+    if (axis.name != stage->axis) own.push_back(axis);
+  }
+  AxisGroup group = GroupOf(own, axes);
+  group.first = stage->First(stage->index);
+  return group;
+}
+
+int64_t Program::Ranks() const {
+  if (stage && stage->unlike()) return AxisSize(stage->axis);
+  int64_t ranks = 1;
+  for (const Axis& axis : mesh) {
+    if (__builtin_mul_overflow(ranks, axis.size, &ranks)) return 0;
+  }
+  return ranks;
+}
+
+int64_t Program::Stages() const {
+  if (!stage) return 1;
+  return stage->unlike() ? static_cast<int64_t>(stage->ranks.size()) : AxisSize(stage->axis);
+}
+
 std::string Program::DataAxes(const Unit& unit) const {
   std::string out;
   for (const Axis& axis : mesh) {

@@ -23,14 +23,11 @@ struct Event {
   bool waits = false, sends = false;
 };
 
+// Of a stage or, where their ranks are unlike, of one rank.
 class StageEvents {
  public:
-  StageEvents(const ProgramSet& set, int32_t stage)
-      : program_(set.stages[static_cast<size_t>(stage)].program),
-        axis_(set.axis),
-        stage_(stage),
-        sent(set.stages.size()),
-        received(set.stages.size()) {}
+  StageEvents(const Program& program, const std::string& axis, int32_t index, size_t count)
+      : program_(program), axis_(axis), stage_(index), sent(count), received(count) {}
 
   // Error: of an op, to be told with its stage.
   Status Run(OpId& at) {
@@ -130,12 +127,21 @@ std::string Sizes(const Program& program, const Type& type) {
 
 class Check {
  public:
-  explicit Check(const ProgramSet& set) : set_(set), count_(static_cast<int32_t>(set.stages.size())) {}
+  explicit Check(const ProgramSet& set) : set_(set) {
+    for (size_t s = 0; s < set.stages.size(); ++s) {
+      const std::optional<StageOf>& stage = set.stages[s].program.stage;
+      const bool unlike = stage && stage->unlike() && s < stage->ranks.size();
+      unlike_ = unlike_ || unlike;
+      stage_of_.insert(stage_of_.end(), unlike ? static_cast<size_t>(std::min(stage->ranks[s], kMostRanks)) : 1,
+                       static_cast<int32_t>(s));
+    }
+    count_ = static_cast<int32_t>(stage_of_.size());
+  }
 
   Status Run() {
     INTERLACE_TRY(Programs());
     for (int32_t s = 0; s < count_; ++s) {
-      StageEvents& stage = stages_.emplace_back(set_, s);
+      StageEvents& stage = stages_.emplace_back(ProgramOf(s), set_.axis, s, static_cast<size_t>(count_));
       OpId at = kNone;
       if (Status status = stage.Run(at); !status.ok()) return At(s, at, status.error().message);
     }
@@ -148,9 +154,13 @@ class Check {
   }
 
  private:
-  const Program& ProgramOf(int32_t s) const { return set_.stages[static_cast<size_t>(s)].program; }
-  const std::string& FileOf(int32_t s) const { return set_.stages[static_cast<size_t>(s)].file; }
-  std::string NameOf(int32_t s) const { return "stage " + std::to_string(s) + " (" + FileOf(s) + ")"; }
+  // By index along the axis: a stage or, where their ranks are unlike, a rank.
+  const Program& ProgramOf(int32_t s) const { return set_.stages[static_cast<size_t>(stage_of_[s])].program; }
+  const std::string& FileOf(int32_t s) const { return set_.stages[static_cast<size_t>(stage_of_[s])].file; }
+  std::string NameOf(int32_t s) const {
+    const std::string rank = unlike_ ? "rank " + std::to_string(s) + ", " : "";
+    return rank + "stage " + std::to_string(stage_of_[s]) + " (" + FileOf(s) + ")";
+  }
 
   int32_t LineOf(int32_t s, OpId op) {
     auto [found, fresh] = lines_.try_emplace(s);
@@ -164,13 +174,20 @@ class Check {
 
   Status Programs() {
     for (int32_t s = 0; s < count_; ++s) {
+      if (s > 0 && stage_of_[s] == stage_of_[s - 1]) continue;
       if (Status valid = Verify(ProgramOf(s)); !valid.ok())
         return Error{valid.error().message, NameOf(s) + ", " + valid.error().where};
       const Program &mine = ProgramOf(s), &first = ProgramOf(0);
       const bool same = std::equal(mine.mesh.begin(), mine.mesh.end(), first.mesh.begin(), first.mesh.end(),
                                    [](const Axis& a, const Axis& b) { return a.name == b.name && a.size == b.size; });
-      if (!same) return Error{"its mesh is not that of " + NameOf(0) + "; write the same 'mesh' lines", NameOf(s)};
-      if (mine.stage && (mine.stage->axis != set_.axis || mine.stage->index != s)) {
+      const bool alike = (mine.stage && mine.stage->unlike()) == unlike_;
+      if (!alike || (unlike_ && mine.stage->ranks != first.stage->ranks))
+        return Error{"it has another number of ranks for each stage than " + NameOf(0) +
+                         "; write the same 'stage' line but for its index",
+                     NameOf(s)};
+      if (!same && !unlike_)
+        return Error{"its mesh is not that of " + NameOf(0) + "; write the same 'mesh' lines", NameOf(s)};
+      if (mine.stage && (mine.stage->axis != set_.axis || mine.stage->index != stage_of_[s])) {
         return Error{"its text is that of stage " + std::to_string(mine.stage->index) + " along " + mine.stage->axis +
                          "; name it there, or write 'stage " + set_.axis + " " + std::to_string(s) + "'",
                      NameOf(s)};
@@ -189,6 +206,9 @@ class Check {
                        std::to_string(count_) + "' to every stage",
                    NameOf(0)};
     }
+    if (unlike_ && set_.stages.size() != ProgramOf(0).stage->ranks.size())
+      return MakeError("the programs are of ", ProgramOf(0).stage->ranks.size(), " stages, but the set has ",
+                       set_.stages.size());
     if (axis->size != count_) {
       return MakeError("axis ", set_.axis, " has ", axis->size, " ranks, but the set has ", count_,
                        count_ == 1 ? " stage" : " stages",
@@ -333,8 +353,11 @@ class Check {
     return Ok{};
   }
 
+  static constexpr int64_t kMostRanks = 1 << 16;
   const ProgramSet& set_;
-  const int32_t count_;
+  bool unlike_ = false;  // their ranks
+  std::vector<int32_t> stage_of_;
+  int32_t count_ = 0;
   std::vector<StageEvents> stages_;
   std::map<int32_t, std::vector<int32_t>> lines_;  // by stage: of each op
 };

@@ -115,7 +115,18 @@ Status TextParser::StageLine() {
   if (program_.stage) return Fail(pos, "a program is one stage; this is its second 'stage' line");
   INTERLACE_ASSIGN(std::string axis, AxisName());
   INTERLACE_ASSIGN(const int64_t index, Int(0, program_.AxisSize(axis) - 1, "the index of the stage along the axis"));
-  program_.stage = StageOf{std::move(axis), index};
+  StageOf stage{std::move(axis), index};
+  scan_.SkipBlanks();
+  if (scan_.EatWord("ranks")) {
+    do {
+      scan_.SkipBlanks();
+      INTERLACE_ASSIGN(const int64_t ranks, Int(1, 1 << 24, "the ranks of a stage"));
+      stage.ranks.push_back(ranks);
+    } while (scan_.Eat(','));
+    if (index >= static_cast<int64_t>(stage.ranks.size()))
+      return Fail(pos, "stage " + std::to_string(index) + " of " + std::to_string(stage.ranks.size()));
+  }
+  program_.stage = std::move(stage);
   return EndLine();
 }
 
@@ -318,7 +329,7 @@ Status TextParser::SharedBy(Param& param) {
   const size_t pos = scan_.pos();
   if (!program_.stage)
     return Fail(pos, "parameters are shared by stages, and this program is none (it needs a 'stage' line above)");
-  const int64_t ranks = program_.AxisSize(program_.stage->axis);
+  const int64_t ranks = program_.Stages();
   do {
     INTERLACE_ASSIGN(const int64_t rank, Int(0, ranks - 1, "the index of a stage"));
     if (!param.shared.empty() && rank <= param.shared.back())

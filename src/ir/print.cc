@@ -266,6 +266,10 @@ class Printer {
     if (program_.stage) {
       out_ += "stage " + program_.stage->axis + " ";
       Int(program_.stage->index);
+      for (size_t s = 0; s < program_.stage->ranks.size(); ++s) {
+        out_ += s == 0 ? " ranks " : ",";
+        Int(program_.stage->ranks[s]);
+      }
       EndLine();
     }
     for (const Symbol& symbol : program_.symbols) {

@@ -205,16 +205,28 @@ struct Axis {
 // The ranks along some axes: those at `base + i * stride`, i < size, of a mesh whose last axis varies fastest.
 struct AxisGroup {
   int64_t size = 1, stride = 1;
-  int64_t IndexOf(int64_t rank) const { return rank / stride % size; }
+  int64_t first = 0;  // the rank that the mesh begins with: of stages that are unlike, the stage's first
+  int64_t IndexOf(int64_t rank) const { return (rank - first) / stride % size; }
   int64_t BaseOf(int64_t rank) const { return rank - IndexOf(rank) * stride; }
 };
 // Of "dp" or "replica,dp"; an axis that the mesh lacks counts as one rank.
 AxisGroup GroupOf(const std::vector<Axis>& mesh, std::string_view axes);
 std::vector<std::string_view> AxesOf(std::string_view axes);  // "replica,dp" → "replica", "dp"
-// Which stage of a program set a program is: that of the ranks with this index along the axis of the stages.
+// Which stage of a program set a program is: that of the ranks with this index along the axis of the stages. Where
+// stages have different numbers of ranks, `ranks` says how many: the axis then has an index for every rank of the set,
+// stage after stage, and the other axes are those of this stage alone.
 struct StageOf {
   std::string axis;
   int64_t index = 0;
+  std::vector<int64_t> ranks = {};
+  bool unlike() const { return !ranks.empty(); }
+  // The set's rank that a stage begins with.
+  int64_t First(int64_t stage) const {
+    int64_t sum = 0;
+    for (int64_t s = 0; s < stage; ++s) sum += ranks[static_cast<size_t>(s)];
+    return sum;
+  }
+  friend bool operator==(const StageOf&, const StageOf&) = default;
 };
 struct Symbol {
   std::string name;
@@ -312,6 +324,12 @@ class Program {
 
   ValueId RootOf(ValueId id) const { return values_[id].root; }
   int64_t AxisSize(std::string_view axes) const { return GroupOf(mesh, axes).size; }
+  // The ranks along some axes, numbered as the set numbers them.
+  AxisGroup GroupAlong(std::string_view axes) const;
+  // Ranks that the mesh has or, of stages that are unlike, all of them.
+  int64_t Ranks() const;
+  // Stages of the set that the program is one of.
+  int64_t Stages() const;
   Dim AxisRank(std::string_view axes);  // this rank's index along them: rank_dp, or rank_replica*2+rank_dp
   // The axes of a unit's shards and replicas, in the mesh's order: "replica,dp".
   std::string DataAxes(const Unit& unit) const;

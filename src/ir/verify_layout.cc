@@ -18,6 +18,7 @@ class Whole {
     const bool runs = Phases();
     Names();
     Dims();
+    Stage();
     Units();
     Cuts();
     Consts();
@@ -164,6 +165,27 @@ class Whole {
       } else {
         report_.AtValue(id, what);
       }
+    }
+  }
+
+  // Stages of unlike ranks: the axis has all of them, and the other axes have this stage's.
+  void Stage() {
+    if (!program_.stage || !program_.stage->unlike()) return;
+    const StageOf& stage = *program_.stage;
+    int64_t all = 0, own = 1;
+    for (const int64_t ranks : stage.ranks) all += ranks;
+    for (const Axis& axis : program_.mesh) {
+      if (axis.name != stage.axis && __builtin_mul_overflow(own, axis.size, &own)) own = 0;
+    }
+    const int64_t said = stage.ranks[static_cast<size_t>(stage.index)];
+    if (all != program_.AxisSize(stage.axis)) {
+      report_.AtProgram("its stages have " + std::to_string(all) + " ranks, and axis " + stage.axis + " has " +
+                        std::to_string(program_.AxisSize(stage.axis)) + "; write 'mesh " + stage.axis + " " +
+                        std::to_string(all) + "'");
+    }
+    if (own != said) {
+      report_.AtProgram("stage " + std::to_string(stage.index) + " has " + std::to_string(said) +
+                        " ranks, and its other axes have " + std::to_string(own));
     }
   }
 

@@ -182,7 +182,12 @@ class Transfers : OpChecks {
     for (const std::string& name : dims_.SymbolsOf(peer->integer)) {
       if (name != own) return Report("peer= may depend on " + own + " only, not on " + name);
     }
-    for (int64_t rank = 0; rank < (peer->integer.is_const() ? 1 : ranks); ++rank) {
+    int64_t first = 0, end = peer->integer.is_const() ? 1 : ranks;
+    if (program_.stage && program_.stage->unlike() && program_.stage->axis == AxisOf(program_, op_)) {
+      first = program_.stage->First(program_.stage->index);  // whose text it is
+      end = first + (peer->integer.is_const() ? 1 : program_.stage->ranks[program_.stage->index]);
+    }
+    for (int64_t rank = first; rank < end; ++rank) {
       const Result<int64_t> index = dims_.Evaluate(peer->integer, {{own, rank}});
       if (index.ok() && *index >= 0 && *index < ranks) continue;
       return Report("peer= is " + (index.ok() ? Text(*index) : "no number") +

@@ -8,8 +8,7 @@ namespace interlace {
 
 Result<PassCosts> ReadCosts(const Program& program, const PassOptions& options) {
   PassCosts costs;
-  int64_t ranks = 1;
-  for (const Axis& axis : program.mesh) ranks *= axis.size;
+  const int64_t ranks = program.Ranks();
   std::string name = options.Text("cluster", "local");
   if (name == "local") name += "-" + std::to_string(ranks);
   const bool file = name.ends_with(".toml") || name.find('/') != std::string::npos;

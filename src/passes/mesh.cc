@@ -1,10 +1,12 @@
 // mesh.cc — declares the mesh: its axes and their sizes, the last fastest.
 //   before: interlace 1 captured
 //   after:  interlace 1 captured      mesh replica 2      mesh dp 2
-// Runs before shard, replicate and zero1, which then take the sizes of their axes from it. Errors: a program that has a
-// mesh already, a wrong axis (also one that does not lie beside what it is named with), two of one name.
+// With stages=2+1 the program is one of stages of so many ranks: axes=pp:3+dp:2,stages=2+1,stage=0 is the first, of
+// two. Runs before shard, replicate and zero1, which then take the sizes of their axes from it. Errors: a program that
+// has a mesh already, a wrong axis (also one that does not lie beside what it is named with), two of one name.
 #include <algorithm>
 #include <charconv>
+#include <optional>
 
 #include "ir/program.h"
 #include "passes/passes.h"
@@ -30,9 +32,21 @@ Result<Axis> ReadAxis(std::string_view text) {
   return Axis{std::string(name), size};
 }
 
+// Of stages with unlike ranks: which this is.
+Result<std::optional<StageOf>> ReadStage(const PassOptions& options) {
+  StageOf out{"pp", 0, {}};
+  INTERLACE_ASSIGN(out.ranks, options.Counts("stages"));
+  if (out.ranks.empty()) return std::optional<StageOf>();
+  INTERLACE_ASSIGN(out.index, options.Int("stage", 0, 0));
+  if (out.index >= static_cast<int64_t>(out.ranks.size()))
+    return MakeError("stage=", out.index, " of ", out.ranks.size(), "; they count from 0");
+  return std::optional<StageOf>(std::move(out));
+}
+
 }  // namespace
 
 Result<bool> DeclareMesh(Program& program, const PassOptions& options) {
+  INTERLACE_ASSIGN(const std::optional<StageOf> stage, ReadStage(options));
   std::vector<Axis> mesh;
   const std::string text = options.Text("axes", "");
   for (size_t at = 0; at <= text.size();) {
@@ -51,7 +65,11 @@ Result<bool> DeclareMesh(Program& program, const PassOptions& options) {
                                [](const Axis& a, const Axis& b) { return a.name == b.name && a.size == b.size; });
   if (same) return false;
   if (!program.mesh.empty()) return MakeError("the program has a mesh already; declare it once, before shard");
+  if (stage &&
+      (mesh.front().name != stage->axis || stage->First(static_cast<int64_t>(stage->ranks.size())) != mesh[0].size))
+    return MakeError("option axes: with stages=, the first axis has as many ranks as all stages together");
   program.mesh = std::move(mesh);
+  program.stage = stage;
   return true;
 }
 

@@ -108,6 +108,21 @@ Result<double> PassOptions::Number(std::string_view name, double missing) const 
   return number;
 }
 
+Result<std::vector<int64_t>> PassOptions::Counts(std::string_view name) const {
+  std::vector<int64_t> out;
+  const std::string* text = Find(name);
+  if (text == nullptr || *text == "none") return out;
+  for (std::string_view word : Split(*text, '+')) {
+    int64_t number = 0;
+    const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
+    constexpr int64_t kMost = 1 << 24;
+    if (problem != std::errc() || end != word.data() + word.size() || number < 1 || number > kMost)
+      return MakeError("option ", name, "=", *text, ": expected numbers of at least 1, joined by +");
+    out.push_back(number);
+  }
+  return out;
+}
+
 Result<std::vector<UnitId>> ReadUnits(const Program& program, std::string_view text, const std::string& where) {
   std::vector<UnitId> units;
   for (std::string_view name : Split(text, '+')) {

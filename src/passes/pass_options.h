@@ -42,6 +42,8 @@ class PassOptions {
   // Bytes of "20GiB", "512MB" (powers of 1000) or a plain number; nullopt for "none" and when missing. Error: anything
   // else.
   Result<std::optional<int64_t>> Bytes(std::string_view name) const;
+  // Whole numbers of at least 1, joined by +; none for "none" and when missing. Error: anything else.
+  Result<std::vector<int64_t>> Counts(std::string_view name) const;
   // A finite number of at least 0. Error: anything else.
   Result<double> Number(std::string_view name, double missing) const;
 

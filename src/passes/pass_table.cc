@@ -48,7 +48,12 @@ std::span<const PassInfo> PassTable() {
           "views become views of their storage, dead and repeated ops go, identities vanish", {}),
       Row("mesh", DeclareMesh, Takes::kCaptured, Pending::kRefused,
           "declares the axes of the ranks and their sizes, the last fastest",
-          {OptionInfo{"axes", kText, "", "NAME:RANKS, joined by +, such as replica:2+dp:4"}}),
+          {OptionInfo{"axes", kText, "", "NAME:RANKS, joined by +, such as replica:2+dp:4"},
+           OptionInfo{
+               "stages", kText, "none",
+               "ranks of each stage of a pipeline, joined by +, where they differ: the first axis then has all of "
+               "them, the others are of one stage"},
+           OptionInfo{"stage", kCount, "0", "with stages=, which of them this is", {}, 0}}),
       Row("tensor", Tensor, Takes::kCaptured, Pending::kRefused,
           "tensor parallelism: weights are cut over the ranks of an axis, and what follows from that is propagated "
           "through the whole program",
@@ -79,6 +84,9 @@ std::span<const PassInfo> PassTable() {
            Count("chunks", "1", 1, "stages of each rank, dealt in turns (interleaved)"),
            Choice("backward", {"whole", "split"},
                   "gradients of weights with those of inputs, or in a phase of their own"),
+           OptionInfo{
+               "data", kText, "none",
+               "of stages with unlike ranks (pass mesh): how many of each have batches of their own, joined by +"},
            kClusterOption, kProfileOption}),
       Row("order", Order, Takes::kAny, Pending::kKept,
           "when a stage runs which part of which micro-batch: the run lines of a schedule",

@@ -5,6 +5,7 @@
 
 #include "base/suggest.h"
 #include "ir/text.h"
+#include "passes/stages/recut.h"
 
 namespace interlace {
 namespace {
@@ -144,12 +145,18 @@ void DeclareUnits(Program& program, const ShardingOptions& options, bool residen
       std::any_of(program.mesh.begin(), program.mesh.end(), [&](const Axis& a) { return a.name == options.axis; });
   if (!declared) program.mesh.push_back({options.axis, options.ranks});
   resident = resident || options.ranks == 1;
+  int64_t finest = 1;
+  if (program.stage && program.stage->unlike()) {
+    if (const Result<stages::Recut> recut = stages::Recut::Of(program); recut.ok()) finest = recut->Finest();
+  }
   std::vector<ValueId> home(program.num_values(), kNone);  // by parameter: the state it lies in
   for (Param& param : program.params) {
     const Type& type = program.value(param.value).type;
     int64_t count = *Elements(type);
     // Not less than one block, so that a unit of an empty parameter is no special case anywhere.
     int64_t shard = std::max(RoundUp((count + options.ranks - 1) / options.ranks, kUnitAlignment), kUnitAlignment);
+    if (!param.shared.empty() && finest > 1)  // stages of unlike ranks exchange pieces of it
+      shard = std::max(RoundUp(count, kUnitAlignment * finest), kUnitAlignment * finest) / options.ranks;
     Unit unit{static_cast<UnitId>(program.units.size()),
               options.axis,
               type.dtype,

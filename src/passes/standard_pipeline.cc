@@ -42,6 +42,12 @@ Result<int64_t> RanksTo(const StandardOptions& options, const std::string& axis,
   return MakeError("the mesh has no axis ", axis, " to ", what);
 }
 
+std::string Joined(const std::vector<int64_t>& numbers) {
+  std::string out;
+  for (const int64_t number : numbers) out += (out.empty() ? "" : "+") + std::to_string(number);
+  return out;
+}
+
 }  // namespace
 
 Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
@@ -55,6 +61,8 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   if (options.mesh.size() > 1) {
     std::string axes;
     for (const auto& [name, size] : options.mesh) axes += (axes.empty() ? "" : "+") + name + ":" + std::to_string(size);
+    if (!options.stage_ranks.empty())
+      axes += ",stages=" + Joined(options.stage_ranks) + ",stage=" + std::to_string(options.stage);
     passes.push_back("mesh(axes=" + axes + ")");
   }
   // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its
@@ -76,7 +84,8 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   if (stages > 1) {
     passes.push_back("pipeline(axis=" + options.stage_axis + ",stage=" + std::to_string(options.stage) +
                      ",at=" + options.stages_at + ",chunks=" + std::to_string(options.stage_chunks) + ",backward=" +
-                     (options.stage_order == "zero_bubble" || options.stage_order == "auto" ? "split" : "whole") + ")");
+                     (options.stage_order == "zero_bubble" || options.stage_order == "auto" ? "split" : "whole") +
+                     (options.stage_ranks.empty() ? "" : ",data=" + Joined(options.stage_data)) + ")");
   }
   // Before accumulation, because each variant of the micro-batch has transfers of its own, and which gradients are
   // added up where is known only when they have a place in a unit.

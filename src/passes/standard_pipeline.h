@@ -27,6 +27,9 @@ struct StandardOptions {
   std::string stages_at = "auto";                                   // where they begin: pass `pipeline`
   std::string stage_order = "1f1b";                                 // what they run when: pass `order`
   int64_t stage_chunks = 1;                                         // stages of each rank
+  std::vector<int64_t> stage_ranks = {};                            // ranks of each stage, where they differ; the axis
+                                                                    // then has all, the others are of one stage
+  std::vector<int64_t> stage_data = {};                             // and of them those with batches of their own
   int64_t accumulation = 1;                                         // micro-batches of a step
   std::string accumulate_mode = "reduce_each";
   std::string param = "none", reduce = "none";  // dtypes that parameters are gathered and gradients reduced in

@@ -20,12 +20,15 @@
 // optimizer.
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <map>
+#include <optional>
 
 #include "base/suggest.h"
 #include "ir/op_table.h"
 #include "passes/passes.h"
 #include "passes/phase_editor.h"
+#include "passes/stages/recut.h"
 #include "passes/update_matrices.h"
 
 namespace interlace {
@@ -59,7 +62,7 @@ class Builder {
       if (buffer.name == kLossScale) loss_scale_ = buffer.value;
     }
     for (Target& target : targets_) {
-      if (!target.shared.empty()) AddStages(target);
+      if (!target.shared.empty()) INTERLACE_TRY(AddStages(target));
     }
     norm_ = norm_ || loss_scale_ != kNone;  // its coefficient undoes the scale, and says whether the step counts
     ValueId coef = kNone;
@@ -148,9 +151,12 @@ class Builder {
     return op;
   }
 
+  // Of stages with unlike ranks those that make the loss say over how many the mean is.
   double Scale(UnitId unit) const {
-    return 1.0 /
-           (static_cast<double>(program_.DataRanks(program_.units[unit])) * static_cast<double>(program_.accumulation));
+    int64_t ranks = program_.DataRanks(program_.units[unit]);
+    if (const std::string* text = program_.Meta(stages::kStagesMean))
+      std::from_chars(text->data(), text->data() + text->size(), ranks);
+    return 1.0 / (static_cast<double>(ranks) * static_cast<double>(program_.accumulation));
   }
 
   Op& AddLimbs(Op& op, ValueId& sum) {
@@ -167,39 +173,88 @@ class Builder {
     return sum;
   }
 
+  // Where the axis of the stages has every rank: the sum of a stage counts on its first rank only.
+  ValueId OnFirst(ValueId limbs) {
+    const StageOf& stage = *program_.stage;
+    const int64_t ranks = stage.unlike() ? stage.ranks[static_cast<size_t>(stage.index)] : 1;
+    if (ranks == 1) return limbs;
+    DimTable& dims = program_.dims;
+    const Dim last = Dim(stage.First(stage.index) + ranks - 1);
+    Op& op = Append(program_.AddOp("aten.mul.Scalar"));
+    op.args = {Arg::Of(limbs),
+               Arg::Int(dims.FloorDiv(dims.Sub(last, dims.Symbol("rank_" + stage.axis)), Dim(ranks - 1)))};
+    AddLimbs(op, limbs);
+    return limbs;
+  }
+
   // The gradient of a unit that stages share: each sends its own to the others, and all add them up in their order.
-  void AddStages(Target& target) {
+  Status AddStages(Target& target) {
+    std::optional<stages::Recut> recut;  // stages of unlike ranks: each element goes to the ranks that have it there
+    if (program_.stage->unlike()) {
+      INTERLACE_ASSIGN(recut, stages::Recut::Of(program_));
+      const int64_t ranks = recut->data(program_.stage->index), all = program_.units[target.unit].numel;
+      if (!(program_.value(target.grad).type.sizes[0] == Dim(all / ranks)))
+        return MakeError("'", target.params[0]->name,
+                         "' is on several stages of unlike ranks, which exchange shards of its gradient; give stage ",
+                         program_.stage->index, " the strategy zero1 or shard");
+    }
+
     const Type type = program_.value(target.grad).type;
-    const auto address = [&](Op& op, int64_t peer) {
-      op.SetAttr("axis", Arg::Word(program_.stage->axis));
-      op.SetAttr("peer", Arg::Int(Dim(peer)));
-      op.SetAttr("message", Arg::String("grad of " + target.params[0]->name));
-    };
-    std::vector<ValueId> tokens, parts;
+    const int64_t mine = program_.stage->index;
+    std::vector<ValueId> tokens, arriving;
+    std::vector<std::vector<ValueId>> parts;  // by stage: pieces of this rank's elements, one behind the other
     for (const int64_t peer : target.shared) {
-      if (peer == program_.stage->index) {
-        parts.push_back(target.grad);
+      parts.emplace_back();
+      if (peer == mine) {
+        parts.back().push_back(target.grad);
         continue;
       }
-      Op& send = Add(OpKind::kSendStart);
-      send.args = {Arg::Of(target.grad)};
-      address(send, peer);
-      tokens.push_back(program_.AddResult(send, FlatType(DType::kB8, 0)));
-      Op& receive = Add(OpKind::kRecvStart);
-      address(receive, peer);
-      parts.push_back(program_.AddResult(receive, type));
+      const int64_t pieces = recut ? recut->Pieces(mine, peer) : 1;
+      const auto address = [&](Op& op, int64_t piece) {
+        op.SetAttr("axis", Arg::Word(program_.stage->axis));
+        op.SetAttr("peer", Arg::Int(recut ? recut->Peer(program_.dims, mine, peer, piece) : Dim(peer)));
+        op.SetAttr("message", Arg::String("grad of " + target.params[0]->name));
+      };
+      const Type part = pieces > 1 ? FlatType(type.dtype, type.sizes[0].value / pieces) : type;
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        ValueId value = target.grad;
+        if (pieces > 1) {
+          Op& view = Add(OpKind::kView);
+          view.args = {Arg::Of(target.grad)};
+          const Dim begin = program_.value(target.grad).offset;
+          value = program_.AddView(view, part, program_.RootOf(target.grad),
+                                   program_.dims.Add(begin, Dim(part.sizes[0].value * piece)));
+        }
+        Op& send = Add(OpKind::kSendStart);
+        send.args = {Arg::Of(value)};
+        address(send, piece);
+        tokens.push_back(program_.AddResult(send, FlatType(DType::kB8, 0)));
+        Op& receive = Add(OpKind::kRecvStart);
+        address(receive, piece);
+        parts.back().push_back(program_.AddResult(receive, part));
+        arriving.push_back(parts.back().back());
+      }
     }
-    for (const ValueId part : parts) {
-      if (part != target.grad) Add(OpKind::kRecvWait).args = {Arg::Of(part)};
-    }
+    for (const ValueId part : arriving) Add(OpKind::kRecvWait).args = {Arg::Of(part)};
     for (const ValueId token : tokens) Add(OpKind::kSendWait).args = {Arg::Of(token)};
-    ValueId sum = parts[0];
-    for (size_t i = 1; i < parts.size(); ++i) {
+    std::vector<ValueId> whole;
+    for (const std::vector<ValueId>& pieces : parts) {
+      whole.push_back(pieces[0]);
+      if (pieces.size() == 1) continue;
+      Op& cat = Append(program_.AddOp("aten.cat"));
+      std::vector<Arg> all;
+      for (const ValueId piece : pieces) all.push_back(Arg::Of(piece));
+      cat.args = {Arg::List(std::move(all)), Arg::Int(Dim(0))};
+      whole.back() = program_.AddResult(cat, type);
+    }
+    ValueId sum = whole[0];
+    for (size_t i = 1; i < whole.size(); ++i) {
       Op& add = Append(program_.AddOp("aten.add.Tensor"));
-      add.args = {Arg::Of(sum), Arg::Of(parts[i])};
+      add.args = {Arg::Of(sum), Arg::Of(whole[i])};
       sum = program_.AddResult(add, type);
     }
     target.grad = sum;
+    return Ok{};
   }
 
   // Sums the squares of all gradients. Units whose elements differ along the same axes have one sum, which the ranks
@@ -239,7 +294,7 @@ class Builder {
     }
     if (total == kNone)
       return MakeError("every parameter of stage ", program_.stage->index, " is another stage's, too");
-    if (program_.stage) total = SumOver(program_.stage->axis, total);
+    if (program_.stage) total = SumOver(program_.stage->axis, OnFirst(total));
     Op& coef = Add(OpKind::kNormCoef);
     coef.args = {Arg::Of(total)};
     if (loss_scale_ != kNone) coef.args.push_back(Arg::Of(loss_scale_));

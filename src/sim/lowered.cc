@@ -19,7 +19,7 @@ AxisGroup TransferGroup(const Program& program, const Op& op) {
   if (op.kind == OpKind::kReduceStart && !program.units[op.units[0]].replicas.empty()) {
     axes += "," + program.units[op.units[0]].replicas;
   }
-  return GroupOf(program.mesh, axes);
+  return program.GroupAlong(axes);
 }
 
 // By index along the axis of a message: that of the other rank.
@@ -28,10 +28,14 @@ Result<std::vector<int32_t>> PeersOf(const Program& program, const Op& op, const
   if (peer == nullptr || peer->kind != Arg::Kind::kInt) return MakeError("no peer=");
   const std::string own = "rank_" + std::string(AxisOf(program, op));
   std::vector<int32_t> out;
-  for (int64_t rank = 0; rank < axis.size; ++rank) {
+  const bool unlike = program.stage && program.stage->unlike();  // the text is of its own ranks alone
+  const int64_t first = unlike ? program.stage->First(program.stage->index) : 0;
+  const int64_t end = unlike ? first + program.stage->ranks[static_cast<size_t>(program.stage->index)] : axis.size;
+  out.assign(static_cast<size_t>(axis.size), -1);
+  for (int64_t rank = first; rank < end; ++rank) {
     INTERLACE_ASSIGN(const int64_t index, program.dims.Evaluate(peer->integer, {{own, rank}}));
     if (index < 0 || index >= axis.size) return MakeError("peer= is ", index, " of ", axis.size, " ranks");
-    out.push_back(static_cast<int32_t>(index));
+    out[static_cast<size_t>(rank)] = static_cast<int32_t>(index);
   }
   return out;
 }

@@ -45,18 +45,23 @@ Result<SetModel> SetModel::Create(const ProgramSet& set, const ClusterSpec& clus
     if (Status status = out.AddStage(s, cluster, profile); !status.ok())
       return Error{status.error().message, set.stages[s].file};
   }
-  if (!options.every_rank) out.FoldRanks();
-  const AxisGroup axis = GroupOf(set.stages[0].program.mesh, set.axis);
+  const bool unlike = set.stages[0].program.stage && set.stages[0].program.stage->unlike();
+  if (!options.every_rank && !unlike) out.FoldRanks();
+  const Program& program = set.stages[0].program;
+  const AxisGroup axis = program.GroupAlong(set.axis);
+  std::vector<int64_t> by_rank;  // of stages of unlike ranks
+  for (size_t s = 0; unlike && s < set.stages.size(); ++s)
+    by_rank.insert(by_rank.end(), static_cast<size_t>(program.stage->ranks[s]), static_cast<int64_t>(s));
   const int64_t ranks = out.folded_ ? axis.size : out.models_[0].ranks();
   int64_t instances = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    const int64_t stage = out.folded_ ? rank : axis.IndexOf(rank);
+    const int64_t stage = unlike ? by_rank[static_cast<size_t>(rank)] : out.folded_ ? rank : axis.IndexOf(rank);
     instances += out.lowered_[static_cast<size_t>(stage)].instances();
     if (instances > kMaxInstances)
       return MakeError("simulating ", ranks, " ranks of the set is too much: more than ", kMaxInstances, " ops");
     out.stage_of_.push_back(static_cast<int32_t>(stage));
   }
-  for (int64_t s = 0; s < axis.size; ++s) {
+  for (size_t s = 0; s < set.stages.size(); ++s) {
     const auto first = std::find(out.stage_of_.begin(), out.stage_of_.end(), static_cast<int32_t>(s));
     out.first_rank_.push_back(static_cast<int32_t>(first - out.stage_of_.begin()));
   }

@@ -68,6 +68,16 @@ def rebuild(batch: Any, replacement: Mapping[Path, Any], path: Path = ()) -> Any
     return type(batch)(v for _, v in new)
 
 
+def of_rows(micro_batch: Any, rows: int, wanted: int) -> Any:
+    """A micro-batch of so many samples with as many as are wanted: its own, repeated or left out. For its shapes."""
+    resized = {
+        path: x.repeat(-(-wanted // rows), *[1] * (x.dim() - 1))[:wanted]
+        for path, x in leaves(micro_batch)
+        if isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == rows
+    }
+    return rebuild(micro_batch, resized)
+
+
 @dataclasses.dataclass(frozen=True)
 class InputTensor:
     """One tensor of the batch. A size is an int, or the name of a symbol ("b", "s")."""

@@ -139,9 +139,10 @@ def plan(
         return
     show(found)
     if output:
+        from interlace.plan.execute import can_run
+
         one = found["plans"][0]["plan"]
-        can = len(one["stages"]) == 1 and one["stages"][0]["tp"] == 1
-        train = f"interlace train --plan {output}\n      " if can else ""
+        train = f"interlace train --plan {output}\n      " if can_run(one) else ""
         print(f"next: {train}interlace report --plan {output}")
 
 

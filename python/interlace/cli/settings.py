@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.checkpoint.folder import kept_checkpoints
 from interlace.config import STRATEGIES, Config, did_you_mean, dtype_name, mesh_form, parse_bytes
+from interlace.config.forms import mesh_ranks
 from interlace.cost.machine import cores
 from interlace.data.dataset import nearest
 from interlace.errors import InterlaceError
@@ -55,7 +56,7 @@ class TrainSettings:
     )
     mesh: str | None = _option(
         None, "Ranks by axis: replica=2,dp=2 shards within dp, the same on each replica; dp=2,tp=2 cuts products over tp; pp=2,dp=2 "
-        "runs the layers on two stages.",
+        "runs the layers on two stages, pp=2,dp=2+1 on stages of two ranks and of one.",
         shown="dp=RANKS",
     )  # fmt: skip
     tensor: str = _option("auto", "With axis tp, how parameters are cut: auto, model (Hugging Face's plan), or a file.")
@@ -138,8 +139,8 @@ class TrainSettings:
         for strategy in self.strategy.split("+"):
             _one_of("strategy", strategy, ("auto", *STRATEGIES))
         mesh = mesh_form(self.mesh)
-        if mesh is not None and math.prod(size for _, size in mesh) != self.ranks:
-            raise SettingError(f"--mesh {self.mesh} is for {math.prod(size for _, size in mesh)} ranks, but --ranks is {self.ranks}")
+        if mesh is not None and mesh_ranks(mesh) != self.ranks:
+            raise SettingError(f"--mesh {self.mesh} is for {mesh_ranks(mesh)} ranks, but --ranks is {self.ranks}")
         if self.accumulate_mode == "auto" and "pp" not in dict(mesh or ()):
             self.accumulate_mode = "reduce_each"  # a search that decides it would give a resumed run other bits
         _one_of("dtype", self.dtype, DTYPES)
@@ -206,7 +207,10 @@ class TrainSettings:
     @property
     def data_ranks(self) -> int:
         """Ranks with batches of their own: those along axis tp have the same."""
-        return Config(mesh=self.mesh, passes=self.passes).data_place(0, self.ranks)[1]
+        config = Config(mesh=self.mesh, passes=self.passes)
+        if config.stage_meshes:  # of stages that differ, what the rows of a micro-batch are dealt to
+            return math.lcm(*(axes["dp"] for axes in config.stage_meshes))
+        return config.data_place(0, self.ranks)[1]
 
     @property
     def micro_batch(self) -> int:

@@ -147,7 +147,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=settings.weight_decay)
     config = _config(settings, planned, model)
     settings.strategy = config.strategy
-    example = _batch(data, first_step, *config.data_place(rank, world))
+    example = _batch(data, first_step, config, rank, world)
     with interlace.compile(model, optimizer, next_token_loss, example, config) as trainer:
         if settings.save:
             trainer.reserve(settings.save)
@@ -202,8 +202,11 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
     )  # fmt: skip
 
 
-def _batch(data: TokenDataset, step: int, rank: int, world: int) -> dict[str, torch.Tensor]:
-    input_ids, labels = data.batch_at(step, rank, world)
+def _batch(data: TokenDataset, step: int, config: interlace.Config, rank: int, world: int) -> dict[str, torch.Tensor]:
+    if config.stage_meshes:  # stages that differ have the same rows in each micro-batch
+        input_ids, labels = data.batch_at(step)
+        return config.deal({"input_ids": input_ids, "labels": labels}, rank, world)  # type: ignore[no-any-return]
+    input_ids, labels = data.batch_at(step, *config.data_place(rank, world))
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -211,7 +214,7 @@ def _steps(
     trainer: Any, optimizer: torch.optim.Optimizer, settings: TrainSettings, data: TokenDataset, first_step: int,
     view: TrainView | None, save: Saver, stop: Stop, validation: Validation | None,
 ) -> Result:  # fmt: skip
-    rank, world = trainer.data_rank, trainer.data_ranks
+    rank, world = trainer.rank, trainer.world_size
     traces = settings.trace_files()
     losses, times, evals = [], [], {}
     begin = time.monotonic()
@@ -225,7 +228,7 @@ def _steps(
             start = time.monotonic()
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
-            batch = _batch(data, step, rank, world)
+            batch = _batch(data, step, trainer.config, rank, world)
             last = step == settings.end - 1
             loss = _traced(trainer, batch, traces, view) if last and traces is not None else trainer.step(batch)
             # The ranks stop at the same step, whichever of them was asked. As many of them have each batch, so the mean is that of batches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import nn
 
 from interlace.capture import Casts, InputSpec, OpaqueCall, capture
 from interlace.capture.groups import optimizer_groups
+from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
 from interlace.capture.watch import Watch
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
-from interlace.compiling.programs import Programs
+from interlace.compiling.programs import ProgramError, Programs
 from interlace.config.forms import first_loss_scale
 
 Tensor = torch.Tensor
@@ -48,7 +50,31 @@ class Captures:
         """The captured text for a micro-batch, and the tensors that only the trace has seen. Once the run's cuts are settled, the text has
         them as its plan."""
         text, constants = self._text(micro_batch)
-        return self.programs.with_cuts(text), constants
+        text = self.programs.with_cuts(text)
+        if self.config.stage_meshes:
+            self.programs.by_stage[text] = self._of_stages(micro_batch, text, constants)
+        return text, constants
+
+    def _of_stages(self, micro_batch: Any, first: str, constants: dict[str, Tensor]) -> list[str]:
+        """The texts for the micro-batches of stages that differ in their data ranks; adds what their traces have seen to `constants`. Error:
+        rows that cannot be dealt to a stage, tensors of the trace that depend on how many there are."""
+        data = [axes["dp"] for axes in self.config.stage_meshes]
+        own = next((x.shape[0] for _, x in leaves(micro_batch) if isinstance(x, torch.Tensor) and x.dim() > 0), 1)
+        found: dict[int, str] = {data[0]: first}
+        for ranks in data:
+            if ranks in found:
+                continue
+            if own * data[0] % ranks:
+                raise ProgramError(
+                    f"the {own * data[0]} rows of a micro-batch cannot be dealt to the {ranks} ranks of stage {data.index(ranks)}; use a "
+                    f"multiple of {math.lcm(*data)}"
+                )
+            text, more = self._text(of_rows(micro_batch, own, own * data[0] // ranks))
+            found[ranks] = self.programs.with_cuts(text)
+            for name, value in more.items():
+                if not torch.equal(constants.setdefault(name, value), value):
+                    raise ProgramError(f"the trace's tensor '{name}' depends on the rows of a micro-batch; give all stages the same dp")
+        return [found[ranks] for ranks in data]
 
     def _text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
         cache = self.programs.cache

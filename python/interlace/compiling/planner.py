@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from interlace.config import Config, ConfigError
 from interlace.config.schedule import Schedule, fill, for_stage, items, needs_profile, pass_name, pipeline
 from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes
 from interlace.dist.mesh import STAGES
+
+ROWS = "stages.rows"  # meta line of pass `pipeline`
 
 
 @dataclasses.dataclass
@@ -58,10 +60,31 @@ class Planner:
         count = self.config.stage_ranks
         if count == 1:
             return self._source(self.standard, captured, passes, constants, limit, fresh)
-        made = [self._source(for_stage(self.standard, s, self.config), captured, passes, constants, limit, fresh) for s in range(count)]
-        made[0].stages = [source.text for source in made]
+        made: dict[int, Source] = {}
+        for s in self.stages_in_order():
+            text = self.text_of_stage(captured, s, made.values())
+            made[s] = self._source(for_stage(self.standard, s, self.config), text, passes, constants, limit, fresh)
+        made[0].captured, made[0].stages = captured, [made[s].text for s in range(count)]
         check_stages(made[0].stages)
         return made[0]
+
+    def stages_in_order(self) -> list[int]:
+        """As their programs are made: first that whose micro-batches have the most rows, which finds out what follows the rows."""
+        unlike = self.config.stage_meshes
+        return sorted(range(self.config.stage_ranks), key=lambda s: unlike[s]["dp"] if unlike else 0)
+
+    def text_of_stage(self, captured: str, stage: int, made: Iterable[Source]) -> str:
+        """The captured text for a stage's micro-batches, with what a stage that has been made knows of the rows."""
+        from interlace import _core
+
+        text = self.programs.captured_of(captured, stage)
+        if not self.config.stage_meshes:
+            return text
+        program = _core.Program.parse(text, "captured")
+        for source in made:
+            program.set_meta(ROWS, _core.Program.parse(source.text, "program").meta()[ROWS])
+            return str(program.print())
+        return text
 
     def _source(
         self, standard: str, captured: str, passes: tuple[str, ...], constants: dict[str, Any], limit: int | None, fresh: bool,
@@ -102,7 +125,9 @@ class Planner:
         key = key_of(captured, *before, asked, self.cluster_text())
         found = self.programs.cache.get("stages", key)
         if found is None:
-            program, _ = self.programs.run_passes(captured, ",".join(self.filled([*before, asked])))
+            largest = self.stages_in_order()[0]
+            wanted = for_stage(",".join(self.filled([*before, asked])), largest, self.config)
+            program, _ = self.programs.run_passes(self.programs.captured_of(captured, largest), wanted)
             found = {"at": program.meta()["stages"]}, {}
             self.programs.cache.put("stages", key, found[0])
         passes[at] = passes[at].replace(",at=auto", f",at={found[0]['at']}")

@@ -24,7 +24,6 @@ from interlace.compiling.cache import Cache
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
-from interlace.dist.mesh import STAGES, Mesh
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
@@ -76,7 +75,14 @@ class Programs:
         self.cuts: dict[str, str] = {}
         self.opaque: OpaqueTable | None = None  # what runs in Python, of all programs
         self.learnt: tuple[list[OpaqueCall], list[str]] | None = None  # on rank 0, until the others know it: OpaqueTable.add
+        # Stages that differ in their data ranks have micro-batches of other sizes: by the captured text of the first stage those of all
+        # stages (compiling/captures.py); rank 0 only.
+        self.by_stage: dict[str, list[str]] = {}
         self._shared = 0
+
+    def captured_of(self, captured: str, stage: int) -> str:
+        """The text for a stage's own micro-batches."""
+        return self.by_stage[captured][stage] if captured in self.by_stage else captured
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -116,7 +122,7 @@ class Programs:
     @property
     def stage(self) -> int:
         """This rank's place along the axis of the stages."""
-        return Mesh(dict(self.config.axes or ()), self.peers.rank).index(STAGES) if self.config.stage_ranks > 1 else 0
+        return self.config.stage_of(self.peers.rank, self.peers.size)
 
     def with_cuts(self, captured: str) -> str:
         """A captured text with the run's cuts as its plan."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from interlace.capture.literals import DTYPES as NAMES
 from interlace.compiling.cuts import Cuts
-from interlace.dist.mesh import STAGES, Mesh
+from interlace.dist.mesh import STAGES, TENSOR, Mesh, UnlikeStages
 from interlace.dist.peers import Peers
 
 Tensor = torch.Tensor
@@ -76,7 +76,7 @@ class States:
 
     def __init__(self, program: Any, executor: Any, peers: Peers) -> None:
         self.peers, self.executor = peers, executor
-        self.mesh = Mesh(program.mesh, peers.rank)
+        self.mesh = Mesh.of(program, peers.rank)
         self.parameters: dict[str, Parameter] = {}
         for p in program.params():
             cuts = Cuts.of(p["cuts"], tuple(p["shape"]), self.mesh)
@@ -115,7 +115,7 @@ class States:
             if role not in ("full", "shard", "grad", WEIGHT):
                 self._roles[unit].append(role)
         self._loose = {q.name: executor.tensor(q.value) for q in self.loose}
-        self.stage, self.stages = self.mesh.index(STAGES), self.mesh.size(STAGES)
+        self.stage, self.stages = self.mesh.stage, self.mesh.stages
         # Shared parameters of which another stage is the first that has them.
         self._elsewhere = {p["name"] for p in program.params() if p["shared"] and p["shared"][0] != self.stage}
         own = [self._entry(p, u) for u in self.units for p in u.parameters] + [self._entry(p, None) for p in self.loose]
@@ -124,8 +124,10 @@ class States:
         self.outputs: list[dict[str, Any]] = [program.outputs()]  # by stage and name: dtype and shape
         self.changed = [[b["name"] for b in program.buffers() if b["changed"]]]  # buffers that the model changes, by stage
         if self.stages > 1:
-            found: list[Any] = [None] * self.stages
+            along = self.mesh.group(STAGES)
+            found: list[Any] = [None] * len(along)
             dist.all_gather_object(found, (own, self.outputs[0], self.changed[0]), group=self._along_stages())
+            found = [found[along.index(leader)] for leader in self.mesh.leaders()]
             self.everything = [entry for entries, _, _ in found for entry in entries]
             self.outputs, self.changed = [outputs for _, outputs, _ in found], [changed for _, _, changed in found]
 
@@ -138,10 +140,22 @@ class States:
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
         """What the ranks of a stage have as `tensor`, on all ranks. Every rank must call it, with a tensor of that form."""
-        if self.stages > 1:
-            tensor = tensor.detach().contiguous()
-            dist.broadcast(tensor, group=self._along_stages(), group_src=stage)
+        return self._from(self.mesh.leaders()[stage], tensor) if self.stages > 1 else tensor
+
+    def _from(self, rank: int, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().contiguous()
+        dist.broadcast(tensor, group=self._along_stages(), group_src=self.mesh.group(STAGES).index(rank))
         return tensor
+
+    def mean_of_stage(self, stage: int, mine: Tensor | None, form: Tensor) -> Tensor:
+        """The mean of what the data ranks of a stage have as `mine`, of the form of `form`, on all ranks; where stages have as many ranks,
+        what the one with this rank's batch has. Every rank must call it."""
+        if not isinstance(self.mesh, UnlikeStages):
+            return self.from_stage(stage, form if mine is None else mine)
+        first, ranks = self.mesh.first_of(stage), self.mesh.stage_ranks[stage]
+        step = self.mesh.size(TENSOR)  # those along tp, as many on all stages, have the same
+        parts = [self._from(rank, form.clone() if mine is None else mine.clone()) for rank in range(first, first + ranks, step)]
+        return torch.stack(parts).mean(dim=0)
 
     def roles(self, unit: Unit) -> list[str]:
         """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
@@ -239,7 +253,7 @@ class States:
     @property
     def _leader(self) -> int:
         """The first rank of this rank's stage."""
-        return min(group[self.stage] for group in self.mesh.groups(STAGES))
+        return self.mesh.first_of(self.stage)
 
     def resident(self, name: str) -> Tensor | None:
         """A view of the whole parameter where this rank holds it, else None."""
@@ -256,8 +270,7 @@ class States:
     def whole(self, role: str, everywhere: bool = False) -> Iterator[tuple[Entry, Tensor | None]]:
         """Every parameter's values of a role, unit by unit, whole on rank 0 (or everywhere). The views live until the next one."""
         own = ((p, t) for p, t in self._whole_of_stage(role, everywhere) if p.name not in self._elsewhere)
-        leaders = self.mesh.group(STAGES)
-        takes_part = everywhere or 0 in leaders
+        takes_part = everywhere or 0 in self.mesh.group(STAGES)
         for entry in self.everything:
             dtype = entry.dtype if role == WEIGHT else entry.roles.get(role)
             if dtype is None:

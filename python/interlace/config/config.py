@@ -12,7 +12,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from interlace.config.forms import ConfigError, data_place, did_you_mean, dtype_name, mesh_form, schedule_form, shapes_form
+from interlace.config.forms import (
+    ConfigError,
+    Mesh,
+    data_place,
+    dealt,
+    did_you_mean,
+    dtype_name,
+    mesh_form,
+    mesh_ranks,
+    mesh_text,
+    place_in_stages,
+    schedule_form,
+    shapes_form,
+    stage_meshes,
+)  # fmt: skip
 
 STRATEGIES = ("shard", "replicate", "zero1")
 STAGE_ORDERS = ("1f1b", "gpipe", "interleaved", "zero_bubble", "auto")
@@ -57,7 +71,8 @@ class Config:
                      shard, whose search keeps gathered what memory allows; with axis pp zero1, unless memory is limited
     mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
                      the same on the ranks of replica, which add up their gradients (hybrid sharding); {"dp": 2, "tp": 4}: four ranks work
-                     on one batch, each with a part of every product (tensor parallel); None: all ranks on dp
+                     on one batch, each with a part of every product (tensor parallel); {"pp": 2, "dp": (2, 1)}: stages of
+                     two ranks and of one, whose micro-batches have twice the rows; None: all ranks on dp
     tensor           with axis tp: "auto" chooses how parameters are cut, "model" takes what the model says (Hugging Face's tp_plan), or
                      a file with a line "PARAMETER DIMENSION [blocks N]" for each, where * stands for the numbers in names
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
@@ -230,11 +245,13 @@ class Config:
                 f'stage_order="interleaved" runs micro-batches in groups of {self.stage_ranks}, and accumulation={self.accumulation} is '
                 f"no multiple; write accumulation={-(-self.accumulation // self.stage_ranks) * self.stage_ranks}"
             )
+        if self.stage_meshes and self.shapes:
+            raise ConfigError("shapes needs stages with as many ranks each: a program for each shape is made for one size of micro-batches")
         if self.debug:
             raise ConfigError("debug runs a step op by op on all ranks, which stages of a pipeline are not; leave axis pp out for that")
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...] | None:
+    def axes(self) -> Mesh | None:
         """The mesh, or where passes replaces it the one that is declared there; None: all ranks on dp."""
         found = re.search(r"\bmesh\(axes=([\w:+]+)\)", self.passes or "")
         if found is None:
@@ -245,7 +262,7 @@ class Config:
     @property
     def tensor_ranks(self) -> int:
         """Ranks along axis tp."""
-        return dict(self.axes or ()).get("tp", 1)
+        return int(dict(self.axes or ()).get("tp", 1))
 
     def strategy_of(self, stage: int) -> tuple[str, str]:
         """Strategy and accumulate_mode of a stage's standard program, before a search: stages, which have few parameters and many
@@ -264,6 +281,45 @@ class Config:
             sampler = DistributedSampler(data, *reversed(config.data_place(rank, ranks)))
         """
         return data_place(self.axes, rank, ranks)
+
+    @property
+    def stage_meshes(self) -> list[dict[str, int]]:
+        """Of stages that differ in their ranks, the axes of each, without pp; else none."""
+        return stage_meshes(self.axes)
+
+    def stage_of(self, rank: int, ranks: int) -> int:
+        """The stage that a rank of so many runs; 0 without axis pp."""
+        if self.stage_meshes and self.axes is not None:
+            return place_in_stages(self.axes, rank)[0]
+        for name, size in self.axes or ():
+            ranks //= size
+            if name == "pp":
+                return rank // max(ranks, 1) % int(size)
+        return 0
+
+    def where(self, rank: int, ranks: int) -> str:
+        """A rank's place on the mesh, in words: "stage 1 of pp, dp 0"; "" where all ranks are on one axis."""
+        each, axes = self.stage_meshes, dict(self.axes or ())
+        if len(axes) < 2:
+            return ""
+        if each:
+            stage, first = place_in_stages(tuple(axes.items()), rank)
+            rank, axes = rank - first, each[stage]
+        else:
+            stage = self.stage_of(rank, ranks)
+        found = [f"stage {stage} of pp"] if self.stage_ranks > 1 else []
+        for name, size in reversed(axes.items()):
+            if name != "pp":
+                found.insert(1 if self.stage_ranks > 1 else 0, f"{name} {rank % size}")
+            rank //= size
+        return ", ".join(found)
+
+    def deal(self, batch: Any, rank: int, ranks: int) -> Any:
+        """A rank's part of a step's whole batch, tensors of which dimension 0 are samples: of each micro-batch the rows of its place among
+        the data ranks of its stage. So each stage has the same rows in the same micro-batch, however many ranks it has. Error: rows that
+        cannot be dealt out.
+        """
+        return dealt(batch, self.accumulation, *self.data_place(rank, ranks))
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -288,12 +344,14 @@ class Config:
         from interlace import _core
 
         mesh = list(self.mesh) if self.mesh is not None else [("dp", ranks)]
-        if math.prod(size for _, size in mesh) != ranks:
-            shape = " x ".join(f"{name}={size}" for name, size in mesh)
+        if mesh_ranks(tuple(mesh)) != ranks:
             raise ConfigError(
-                f"mesh {shape} is for {math.prod(size for _, size in mesh)} ranks, but the run has {ranks}; "
+                f"mesh {mesh_text(tuple(mesh))} is for {mesh_ranks(tuple(mesh))} ranks, but the run has {ranks}; "
                 "write a mesh of as many, or start as many"
             )
+        unlike = self.stage_meshes
+        if unlike:  # of the first stage: config/schedule.py, for_stage
+            mesh = [("pp", ranks), *unlike[0].items()]
         strategy, accumulate_mode = self.strategy_of(0)
         param = "auto" if self.param_dtype == "autocast" else NARROW.get(self.param_dtype or "", "none")
         wanted = self.reduce_dtype or (self.param_dtype if self.param_dtype in NARROW else None)
@@ -302,7 +360,8 @@ class Config:
                 strategy=strategy, mesh=mesh, tensor_axis="tp" if "tp" in dict(mesh) else "",
                 tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
                 stage_axis="pp" if self.stage_ranks > 1 else "", stages_at=self.stages, stage_order=self.stage_order,
-                stage_chunks=self.stage_chunks,
+                stage_chunks=self.stage_chunks, stage_ranks=[math.prod(axes.values()) for axes in unlike],
+                stage_data=[axes["dp"] for axes in unlike],
                 accumulation=self.accumulation,
                 accumulate_mode=accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -66,18 +67,22 @@ def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
 AXES = ("replica", "dp", "tp", "pp")
 
 
-def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
+Mesh = tuple[tuple[str, Any], ...]  # axes by name and size, or sizes by stage
+
+
+def mesh_form(value: Any) -> Mesh | None:
     """The axes of the mesh by name and size, the last one fastest: of {"replica": 2, "dp": 2} or "replica=2,dp=2". Without a data axis
-    dp of one rank comes first. Error: another form, an axis that no pass lays anything along, no axis dp, an axis twice, data axes apart.
+    dp of one rank comes first. Of stages that differ an axis has a size for each: {"pp": 2, "dp": (2, 1)} or "pp=2,dp=2+1".
+    Error: another form, an axis that no pass lays anything along, no axis dp, an axis twice, data axes apart.
     """
     form = 'mesh must name axes and their ranks, for example {"replica": 2, "dp": 4} (the last axis is the fastest)'
     if value is None:
         return None
     if isinstance(value, str):
         pairs: list[Any] = [tuple(entry.split("=", 1)) for entry in value.split(",")]
-        if any(len(pair) != 2 or not pair[1].strip().isdecimal() for pair in pairs):
-            raise ConfigError(f"mesh '{value}' has another form than 'replica=2,dp=4'")
-        value = [(name.strip(), int(size)) for name, size in pairs]
+        if any(len(pair) != 2 or not all(size.strip().isdecimal() for size in pair[1].split("+")) for pair in pairs):
+            raise ConfigError(f"mesh '{value}' has another form than 'replica=2,dp=4' (or, of stages that differ, 'pp=2,dp=2+1')")
+        value = [(name.strip(), tuple(map(int, size.split("+")))) for name, size in pairs]
     if isinstance(value, Mapping):
         value = list(value.items())
     if not isinstance(value, (list, tuple)) or not value:
@@ -92,8 +97,9 @@ def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
                 "replica: its ranks hold the same and add up their gradients; tp: its ranks cut the products of one batch; pp: its ranks run "
                 "one stage each of a pipeline)"
             )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"axis {name} of the mesh must have a whole number of ranks, not {size!r}")
+        for one in size if isinstance(size, (list, tuple)) and size else [size]:
+            if isinstance(one, bool) or not isinstance(one, int) or one < 1:
+                raise ConfigError(f"axis {name} of the mesh must have a whole number of ranks, not {size!r}")
     if {name for name, _ in value} <= {"tp", "pp"}:
         value = [*(entry for entry in value if entry[0] == "pp"), ("dp", 1), *(entry for entry in value if entry[0] == "tp")]
     names = [name for name, _ in value]
@@ -105,11 +111,64 @@ def mesh_form(value: Any) -> tuple[tuple[str, int], ...] | None:
             f"axis {names[data[0] + 1]} of the mesh stands between {names[data[0]]} and {names[data[-1]]}, which must be neighbours: put pp "
             "first and tp last"
         )
-    return tuple((name, size) for name, size in value)
+    return _with_stages([(name, tuple(size) if isinstance(size, (list, tuple)) else (size,)) for name, size in value])
 
 
-def data_place(mesh: tuple[tuple[str, int], ...] | None, rank: int, ranks: int) -> tuple[int, int]:
+def _with_stages(axes: list[tuple[str, tuple[int, ...]]]) -> Mesh:
+    """Axes with one size or a size for each stage. Error: not as many sizes as stages, stages that differ in what must be alike."""
+    stages = next((sizes[0] for name, sizes in axes if name == "pp" and len(sizes) == 1), 1)
+    for name, sizes in axes:
+        if len(sizes) not in (1, stages) or (name == "pp" and len(sizes) > 1):
+            written = "+".join(map(str, sizes))
+            raise ConfigError(
+                f"{name}={written} of the mesh has sizes for {len(sizes)} stages, but axis pp has {stages}; write one for each, or one for "
+                "all of them"
+            )
+    mesh = tuple((name, sizes[0] if len(set(sizes)) == 1 else sizes) for name, sizes in axes)
+    if any(isinstance(size, tuple) for _, size in mesh):
+        names = [name for name, _ in mesh]
+        if names not in (["pp", "dp"], ["pp", "dp", "tp"]):
+            raise ConfigError(f"stages that differ have the axes pp, dp and tp, in this order, not {', '.join(names)}")
+        if isinstance(dict(mesh).get("tp", 1), tuple):
+            raise ConfigError("stages may differ in dp, and must have the same tp; write one size of axis tp for all of them")
+    return mesh
+
+
+def stage_meshes(mesh: Mesh | None) -> list[dict[str, int]]:
+    """Of stages that differ, the axes of each, without pp; else none."""
+    if mesh is None or not any(isinstance(size, tuple) for _, size in mesh):
+        return []
+    axes = dict(mesh)
+    return [{name: size[s] if isinstance(size, tuple) else size for name, size in mesh if name != "pp"} for s in range(axes["pp"])]
+
+
+def mesh_ranks(mesh: Mesh) -> int:
+    """Ranks of all stages together."""
+    each = stage_meshes(mesh)
+    return sum(math.prod(axes.values()) for axes in each) if each else math.prod(size for _, size in mesh)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """ "pp=2 x dp=2+1"."""
+    return " x ".join(f"{name}={'+'.join(map(str, size)) if isinstance(size, tuple) else size}" for name, size in mesh)
+
+
+def place_in_stages(mesh: Mesh, rank: int) -> tuple[int, int]:
+    """Of stages that differ: the stage of a rank, and the rank that it begins with."""
+    first = 0
+    for stage, axes in enumerate(stage_meshes(mesh)):
+        if rank < first + math.prod(axes.values()):
+            return stage, first
+        first += math.prod(axes.values())
+    raise ConfigError(f"mesh {mesh_text(mesh)} is for {first} ranks, and has no rank {rank}")
+
+
+def data_place(mesh: Mesh | None, rank: int, ranks: int) -> tuple[int, int]:
     """Which of how many different batches a rank of a run gets; those along axes tp and pp get the same."""
+    each = stage_meshes(mesh)
+    if mesh is not None and each:
+        stage, first = place_in_stages(mesh, rank)
+        return data_place(tuple(each[stage].items()), rank - first, math.prod(each[stage].values()))
     at, count, rest = 0, 1, ranks
     for name, size in mesh or (("dp", ranks),):
         rest //= size
@@ -160,3 +219,33 @@ def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
 def first_loss_scale(setting: float | str | None) -> float | None:
     """The scale that a loss_scale begins with."""
     return 65536.0 if setting == "dynamic" else None if setting is None else float(setting)
+
+
+def dealt(batch: Any, micro_batches: int, place: int, places: int) -> Any:
+    """Of each of a batch's micro-batches the rows of one of so many places, as one batch. Error: rows that cannot be dealt out."""
+
+    def tensors(x: Any) -> list[Any]:
+        if isinstance(x, Mapping):
+            x = list(x.values())
+        if isinstance(x, (list, tuple)):
+            return [t for item in x for t in tensors(item)]
+        return [x] if hasattr(x, "unflatten") and x.dim() > 0 else []
+
+    found = tensors(batch)
+    rows, parts = int(found[0].shape[0]) if found else 0, micro_batches * places
+    if not rows or rows % parts:
+        raise ConfigError(
+            f"a batch of {rows} samples cannot be dealt to {places} ranks in {micro_batches} micro-batches; use a multiple of {parts}"
+        )
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: cut(value) for name, value in x.items()}
+        if isinstance(x, (list, tuple)):
+            items = [cut(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        if not hasattr(x, "unflatten") or x.dim() == 0 or x.shape[0] != rows:
+            return x
+        return x.unflatten(0, (micro_batches, places, rows // parts))[:, place].flatten(0, 1)
+
+    return cut(batch)

@@ -97,6 +97,11 @@ def for_stage(passes: str, stage: int, config: Config) -> str:
     if config.passes is not None:
         return passes
     strategy, mode = config.strategy_of(stage)
+    if config.stage_meshes:
+        axes = config.stage_meshes[stage]
+        written = "".join(f"+{name}:{size}" for name, size in axes.items())
+        passes = re.sub(r"(\bmesh\(axes=pp:\d+)[\w:+]*(,stages=[\d+]+,stage=)\d+", rf"\g<1>{written}\g<2>{stage}", passes)
+        passes = re.sub(rf"(\b(?:{'|'.join(STRATEGIES)})\(axis=dp,ranks=)\d+", rf"\g<1>{axes['dp']}", passes)
     passes = re.sub(rf"\b({'|'.join(STRATEGIES)})\(axis=", f"{strategy}(axis=", passes)
     return re.sub(r"(\baccumulate\(steps=\d+,mode=)\w+", rf"\g<1>{mode}", passes)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.dist.mesh import Mesh
+from interlace.dist.mesh import Mesh, UnlikeStages
 from interlace.dist.rendezvous import listening_until_met
 from interlace.errors import InterlaceError
 
@@ -28,6 +28,7 @@ class Groups:
         self.device, self.rank, self.size, self.timeout_s = device, rank, size, timeout_s
         self._groups: dict[str, Any] = {}
         self._along: dict[tuple[tuple[int, ...], ...], Any] = {}  # by the ranks of all groups along some axes: this rank's
+        self._within: set[tuple[int, ...]] = set()  # of stages with unlike ranks: groups of one's ranks that have been made
 
     def open(self) -> None:
         """Makes the groups, once; call when all ranks have been heard of, because it waits for them."""
@@ -58,7 +59,7 @@ class Groups:
         """The executor's description of a program's mesh and of the groups that it transfers along. All ranks make the same groups,
         so all must ask. Error: a mesh that this world cannot be.
         """
-        mesh = Mesh(program.mesh, self.rank)
+        mesh = Mesh.of(program, self.rank)
         if mesh.ranks != self.size:
             raise InterlaceError(
                 f"the program is for a mesh of {mesh}, which has {mesh.ranks} ranks, but the run has {self.size}; "
@@ -66,6 +67,8 @@ class Groups:
             )
         backend = "none" if self.size == 1 else transport(self.device)
         wanted = program.transfer_axes(backend == "tcp")
+        if isinstance(mesh, UnlikeStages):
+            self._meet_within_stages(mesh, wanted)
         return [
             {
                 "name": axes, "rank": mesh.index(axes), "size": mesh.size(axes), "backend": backend,
@@ -78,7 +81,7 @@ class Groups:
         """This rank's process group along some axes of a mesh, for tensors on the trainer's device."""
         if mesh.size(axes) == self.size:
             return self.native
-        groups = tuple(map(tuple, mesh.groups(axes)))
+        groups = tuple(map(tuple, mesh.groups(axes))) if not isinstance(mesh, UnlikeStages) else (tuple(mesh.group(axes)),)
         if groups not in self._along:
             backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
             limit = datetime.timedelta(seconds=self.timeout_s)
@@ -88,6 +91,19 @@ class Groups:
                 if self.rank in ranks:
                     self._along[groups] = made
         return self._along[groups]
+
+    def _meet_within_stages(self, mesh: UnlikeStages, wanted: list[str]) -> None:
+        """Makes the groups that stages need among their own ranks, each of which knows of its own only, on all ranks in one order."""
+        mine = [tuple(mesh.group(axes)) for axes in wanted if mesh.size(axes) < self.size]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine, group=self.host)
+        backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
+        for ranks in sorted({group for groups in everyone for group in groups} - self._within):
+            with listening_until_met():
+                made = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=self.timeout_s))
+            self._within.add(ranks)
+            if self.rank in ranks:
+                self._along[(ranks,)] = made
 
     def gather(self, mine: torch.Tensor, mesh: Mesh, axes: str, everywhere: bool = False) -> torch.Tensor | None:
         """The equal 1-D parts of the ranks along some axes, one after the other, on the first rank of each such group (or on all);

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 
 TENSOR, STAGES = "tp", "pp"
@@ -26,6 +27,29 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    @staticmethod
+    def of(program: Any, rank: int) -> Mesh:
+        """That of a program, as one rank of the run sees it."""
+        ranks = list(program.stage_ranks)
+        return UnlikeStages(program.mesh, ranks, rank) if ranks else Mesh(program.mesh, rank)
+
+    @property
+    def stage(self) -> int:
+        """This rank's place along the axis of the stages."""
+        return self.index(STAGES)
+
+    @property
+    def stages(self) -> int:
+        return self.size(STAGES)
+
+    def leaders(self) -> list[int]:
+        """By stage: the first of the ranks that stand for it towards this rank's of other stages."""
+        return self.group(STAGES)
+
+    def first_of(self, stage: int) -> int:
+        """The first rank of a stage."""
+        return min(group[stage] for group in self.groups(STAGES))
 
     @property
     def ranks(self) -> int:
@@ -66,3 +90,47 @@ class Mesh:
             elsewhere = tuple(i for name, i in zip(self.sizes, place, strict=True) if name not in names)
             found.setdefault(elsewhere, []).append(rank)
         return list(found.values())
+
+
+class UnlikeStages(Mesh):
+    """The axes of one stage of several that have other numbers of ranks. The axis of the stages has an index for every rank of the run,
+    stage after stage; along the others lie the ranks of this stage.
+
+        stages of 2 and 1 ranks, pp=3 dp=2, rank 1:      index along pp 1, its group 0 1 2; along dp 1, its group 0 1
+    """
+
+    def __init__(self, sizes: Mapping[str, int], stage_ranks: list[int], rank: int) -> None:
+        super().__init__(sizes, rank)
+        self.stage_ranks = stage_ranks
+        self._stage = next(s for s in range(len(stage_ranks)) if rank < sum(stage_ranks[: s + 1]))
+        own = {name: size for name, size in sizes.items() if name != STAGES}
+        self._own = Mesh(own, rank - self.first_of(self._stage))
+
+    def __str__(self) -> str:
+        return f"stages of {'+'.join(map(str, self.stage_ranks))} ranks"
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.stage_ranks)
+
+    @property
+    def stage(self) -> int:
+        return self._stage
+
+    @property
+    def stages(self) -> int:
+        return len(self.stage_ranks)
+
+    def leaders(self) -> list[int]:
+        return [self.first_of(stage) for stage in range(self.stages)]
+
+    def first_of(self, stage: int) -> int:
+        return sum(self.stage_ranks[:stage])
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """Those of this stage."""
+        names = axes.split(",")
+        if STAGES in names:
+            return [list(range(self.ranks))]
+        first = self.first_of(self._stage)
+        return [[first + rank for rank in group] for group in self._own.groups(axes)]

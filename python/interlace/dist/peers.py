@@ -78,6 +78,8 @@ class Peers:
             # Every rank makes its trainers in the same order, so its own count names the trainer.
             count = store.add(f"interlace/trainers/{self.rank}", 1)
             self._store = dist.PrefixStore(f"interlace/{count}", store)
+        # Where a rank lies on the mesh, in words: "stage 1 of pp, dp 0"; "" while there is no mesh.
+        self.locate: Callable[[int], str] = lambda rank: ""
         self.places = Places(self._store, self.rank, self.size, self._somebody_lost)
         self.groups = Groups(device, self.rank, self.size, timeout_s)
 
@@ -268,7 +270,9 @@ class Peers:
         """The error with the place of every rank. Outer guards add nothing."""
         if error.placed or self._store is None:
             return error
-        placed = PeerError(str(error) + self.places.text(), error.rank)
+        on_mesh = self.locate(error.rank) if error.rank is not None else ""
+        told = str(error) + (f" (rank {error.rank} is {on_mesh})" if on_mesh else "")
+        placed = PeerError(told + self.places.text(), error.rank)
         placed.placed = True
         return placed
 

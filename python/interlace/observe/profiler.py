@@ -96,7 +96,7 @@ class Profiler:
         todo = json.loads(self.peers.broadcast(f"points of profile {number}", json.dumps(todo).encode()))
         found: Rows = {}
         if todo["points"] or todo["beside"]:
-            mesh = Mesh(_core.Program.parse(text, "program").mesh, self.peers.rank)
+            mesh = Mesh.of(_core.Program.parse(text, "program"), self.peers.rank)
             along: dict[tuple[str, str], Collectives] = {}
             for kind, ranks, axis, replicas, size in todo["points"]:
                 if (axis, replicas) not in along:

@@ -1,4 +1,4 @@
-"""A plan carried out: the settings and passes that make the runtime do what a plan says, of one stage or of several of the same mesh.
+"""A plan carried out: the settings and passes that make the runtime do what a plan says, of one stage or of several.
 
 plan = read_plan("gpt.plan")
 how = execution_of(plan)             # error: names everything the runtime cannot do yet
@@ -7,7 +7,8 @@ how.passes(model)                    # ["recompute(mode=full,blocks=model.layers
 ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   zero1, reduced in every micro-batch
 ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
 
-Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; ZeRO level and recomputed blocks are those of its own.
+Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; data ranks (and with them rows of a micro-batch), ZeRO
+level and recomputed blocks are those of its own.
 
 Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
 how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more.
@@ -60,8 +61,9 @@ def read_plan(file: str) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Blocks [first, first + count) of a model, and how many of them are recomputed."""
+    """Blocks [first, first + count) of a model on so many data ranks, and how many of the blocks are recomputed."""
 
+    dp: int
     first: int
     count: int
     full: int
@@ -92,9 +94,11 @@ class Execution:
     @property
     def mesh(self) -> str | None:
         """As Config.mesh takes it, "pp=2,dp=2"; None: all ranks on dp."""
-        pp, dp = len(self.stages), self.ranks // (len(self.stages) * self.tp)
-        sizes = {"pp": pp, "dp": dp, "tp": self.tp}
-        return None if dp == self.ranks else ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp")
+        data = [stage.dp for stage in self.stages]
+        if data == [self.ranks]:
+            return None
+        sizes = {"pp": len(data), "dp": "+".join(map(str, data)) if len(set(data)) > 1 else data[0], "tp": self.tp}
+        return ",".join(f"{name}={size}" for name, size in sizes.items() if size != 1 or name == "dp")
 
     def borders(self, model: nn.Module) -> str:
         """Config.stages: the blocks that the second stage and the following ones begin with."""
@@ -142,20 +146,24 @@ def execution_of(plan: Plan) -> Execution:
         model=plan["model"], ranks=sum(s["devices"] for s in plan["stages"]), batch=plan["global_batch"], micro_batch=stage["micro_batch"],
         accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
         param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"],
-        stages=tuple(Stage(s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]), tp=stage["tp"],
+        stages=tuple(Stage(s["dp"], s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]), tp=stage["tp"],
         offload=dict(stage["offload"]), memory_limit=plan["memory_limit"],
         step_us=plan["step_us"],
         peak_bytes=max(s["peak_bytes"] for s in plan["stages"]),
     )  # fmt: skip
 
 
+def can_run(plan: Plan) -> bool:
+    """Whether the runtime trains it."""
+    return not _missing(plan)
+
+
 def _missing(plan: Plan) -> list[str]:
     out = []
     stages = plan["stages"]
-    for name, word in (("dp", "data parallel"), ("tp", "tensor parallel"), ("micro_batch", "micro-batches of")):
-        values = [stage[name] for stage in stages]
-        if len(set(values)) > 1:
-            out.append(f"its stages differ, {word} {', '.join(map(str, values))}, and the runtime runs stages that are alike")
+    tensor = [stage["tp"] for stage in stages]
+    if len(set(tensor)) > 1:
+        out.append(f"its stages differ, tensor parallel {', '.join(map(str, tensor))}, and the runtime cuts all stages alike")
     if len(stages) > 1 and any(share > 0 for stage in stages for share in stage["offload"].values()):
         out.append("it moves storages out of memory on several stages, and the runtime does so on one")
     if any(stage["layers"] == 0 for stage in stages):

@@ -6,6 +6,7 @@ micro-batches, or a list of G such structures.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ def flatten(spec: InputSpec, parts: list[Any], device: torch.device) -> list[lis
     return out
 
 
-def describe(spec: InputSpec) -> dict[str, str]:
-    """Input name → "int64[2, 128]", to compare between ranks."""
-    return {t.name: t.describe() for t in spec.tensors}
+def describe(spec: InputSpec, data_ranks: int = 1) -> dict[str, str]:
+    """Input name → "int64[2, 128]", to compare between ranks; `data_ranks`: where stages differ, those of this rank's stage, whose rows are
+    added up."""
+    rows = next((t.shape[0] for t in spec.tensors if t.shape), 1)
+    whole = {
+        t.name: dataclasses.replace(t, shape=(t.shape[0] * data_ranks, *t.shape[1:])) if t.shape and t.shape[0] == rows else t
+        for t in spec.tensors
+    }
+    return {name: t.describe() for name, t in whole.items()}

@@ -71,6 +71,7 @@ def compile(
         raise InterlaceError("example_batch is missing: pass a batch such as the training loop will give to trainer.step")
     first = next((p for p in model.parameters() if not p.is_meta), None)
     peers = Peers(first.device if first is not None else default_device(), config.timeout_s)
+    peers.locate = lambda rank: config.where(rank, peers.size)
     try:
         with peers.guard():
             begin = time.monotonic()
@@ -147,9 +148,10 @@ class _Build:
         groups = [[self.names.get(id(p), "?") for p in g["params"]] for g in self.optimizer.param_groups]
         varying = dict(self.config.shapes or ())
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("dump_ir", "cache")}
+        rows = self.config.data_place(self.peers.rank, self.peers.size)[1] if self.config.stage_meshes else 1
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
-            "batch entry": {n: d for n, d in batches.describe(self.spec).items() if n not in varying},
+            "batch entry": {n: d for n, d in batches.describe(self.spec, rows).items() if n not in varying},
             "parameter": {
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"
                 for t in self.tensors if t.kind == "param"

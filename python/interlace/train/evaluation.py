@@ -95,7 +95,7 @@ class Evaluation:
 
     def _agree(self, spec: InputSpec) -> None:
         self._calls += 1
-        everyone = self.run.peers.exchange(f"evaluation {self._calls}", describe(spec))
+        everyone = self.run.peers.exchange(f"evaluation {self._calls}", describe(spec, self.run.row_ranks))
         wrong = [r for r, other in enumerate(everyone) if other != everyone[0]]
         if wrong:
             here, there = everyone[0], everyone[wrong[0]]
@@ -114,8 +114,11 @@ class Evaluation:
         def make() -> Source:
             with in_eval_mode(run.model):
                 text, constants = captures.text(batch)
-            made = [self._within_limit(text, out, stage) for stage in range(run.config.stage_ranks)]
-            texts = [program.print() for program, _ in made]
+            made: dict[int, Made] = {}
+            for stage in self.planner.stages_in_order():
+                known = (Source(program.print()) for program, _ in made.values())
+                made[stage] = self._within_limit(self.planner.text_of_stage(text, stage, known), out, stage)
+            texts = [made[stage][0].print() for stage in range(run.config.stage_ranks)]
             if len(texts) > 1:
                 check_stages(texts)
             return Source(texts[0], made[0][1], constants, captured=text, stages=texts if len(texts) > 1 else [])

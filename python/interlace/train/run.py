@@ -153,6 +153,11 @@ class Run:
 
     # ---- batches ----
 
+    @property
+    def row_ranks(self) -> int:
+        """Data ranks of this rank's stage, where stages differ in them: so many have the rows of a micro-batch; else 1."""
+        return self.data_ranks if self.config.stage_meshes else 1
+
     def inputs(self, batch: Any) -> Any:
         """A step's batch as the runner takes it; with several shapes, the program of the one that holds it runs from now on."""
         if self.shapes is not None:
@@ -171,6 +176,8 @@ class Run:
         axes = self.mesh.shared
         if self.mesh.size(axes) == 1:
             return
+        if self.config.stage_meshes:
+            return self._check_same_rows(what, inputs)
         digest = hashlib.sha256(b"".join(checksum(t) for part in inputs for t in part)).hexdigest()
         with self.peers.guard():
             everyone = self.peers.exchange(what, digest)
@@ -181,6 +188,27 @@ class Run:
                         f"ranks {group[0]} and {other} work on one batch along {axes} of the mesh, but were given different ones; "
                         "give every rank batch number trainer.data_rank of trainer.data_ranks (Config.data_place before compiling)", other
                     )  # fmt: skip
+
+    def _check_same_rows(self, what: str, inputs: Any) -> None:
+        """Stages that differ in their data ranks: each must have the same rows in the same micro-batch."""
+        mine = []
+        for part in inputs:
+            count = next((t.shape[0] for t in part if t.dim() > 0), 1)
+            cut = [[t[r] if t.dim() > 0 and t.shape[0] == count else t for t in part] for r in range(count)]
+            mine.append([hashlib.sha256(b"".join(checksum(t.contiguous()) for t in row)).hexdigest()[:16] for row in cut])
+        with self.peers.guard():
+            everyone = self.peers.exchange(what, [self.config.stage_of(self.rank, self.world_size), self.data_rank, mine])
+            known: dict[tuple[int, int], tuple[str, int, int]] = {}  # by micro-batch and row: digest, rank, stage
+            for rank, (stage, place, parts) in enumerate(everyone):
+                for k, rows in enumerate(parts):
+                    for r, digest in enumerate(rows):
+                        first = known.setdefault((k, place * len(rows) + r), (digest, rank, stage))
+                        if first[0] != digest:
+                            raise PeerError(
+                                f"ranks {first[1]} (stage {first[2]}) and {rank} (stage {stage}) have other rows in micro-batch {k}: "
+                                f"row {place * len(rows) + r} of all its rows differs; give every rank "
+                                "config.deal(batch, rank, ranks) of the step's whole batch", rank
+                            )  # fmt: skip
 
     # ---- the schedule ----
 
@@ -232,11 +260,11 @@ class Run:
         mine, outputs = result["outputs"], {}
         for stage, named in enumerate(states.outputs):
             for name, form in sorted(named.items()):
-                if stage == states.stage:
-                    found = torch.stack(list(mine[name]))
-                else:
-                    found = torch.empty((micro_batches, *form["shape"]), dtype=DTYPES[form["dtype"]], device=self.peers.device)
-                outputs[name] = list(states.from_stage(stage, found))
+                own = torch.stack(list(mine[name])) if stage == states.stage else None
+                empty = torch.empty((micro_batches, *form["shape"]), dtype=DTYPES[form["dtype"]], device=self.peers.device)
+                scalar = not form["shape"] and empty.is_floating_point()
+                found = states.mean_of_stage(stage, own, empty) if scalar else states.from_stage(stage, empty if own is None else own)
+                outputs[name] = list(found)
         result["outputs"] = outputs
         scalars = [t for values in outputs.values() for t in values if t.numel() == 1 and t.is_floating_point()]
         result["finite"] = result["finite"] and all(bool(torch.isfinite(t)) for t in scalars)

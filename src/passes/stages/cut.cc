@@ -9,12 +9,13 @@
 // that goes down in a phase that does nothing else: nobody stands still for it, and `order` says when. What other
 // stages need is found by dataflow (flow.h, messages.h), so any value may cross, also several stages at once; what is
 // cheap to repeat is made where it is used. A parameter that stages share (tied weights) is on all of their ranks,
-// which add up their parts of its gradient when the step ends (pass `update`). Options: axis, stage,
-// at=auto|model|NAMES, chunks, backward=whole|split, cluster, profile (for at=auto). Runs after canonicalize, mesh,
-// tensor, precision and recompute, before the strategy. Error: no such axis, more stages than borders, a value that
-// cannot be sent, random numbers in program order.
+// which add up their parts of its gradient when the step ends (pass `update`). Stages of unlike ranks re-cut what
+// crosses by rows (recut.h). Options: axis, stage, at=auto|model|NAMES, chunks, backward=whole|split, data, cluster,
+// profile (for at=auto). Runs after canonicalize, mesh, tensor, precision and recompute, before the strategy. Error: no
+// such axis, more stages than borders, a value that cannot be sent, random numbers in program order.
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "base/scan.h"
 #include "ir/op_table.h"
@@ -67,6 +68,48 @@ Result<std::string> TimesText(const stages::Flow& flow, const stages::Layout& la
   return text;
 }
 
+// How what crosses depends on rows: as the meta line says, which the stage with the most rows has written first.
+Status FollowRows(Program& program, const Phase& phase, const stages::Flow& flow, const stages::Layout& layout,
+                  stages::Unlike& unlike) {
+  std::vector<ValueId> roots;
+  for (const stages::Message& message : layout.messages) {
+    if (program.value(message.root).kind == ValueKind::kResult) roots.push_back(message.root);
+  }
+  unlike.names = stages::NamesOf(program, phase, roots);
+  if (const std::string* known = program.Meta(stages::kStagesRows)) {
+    INTERLACE_ASSIGN(const auto by_name, stages::ReadCrossings(*known));
+    for (const ValueId root : roots) {
+      const auto found = by_name.find(unlike.names.at(root));
+      if (found == by_name.end())
+        return MakeError("'", unlike.names.at(root),
+                         "' goes from stage to stage here, and not in the program for micro-batches of more rows; give "
+                         "all stages the same dp, or choose other borders");
+      unlike.crossings[root] = found->second;
+    }
+  } else {
+    INTERLACE_ASSIGN(unlike.crossings, stages::FindCrossings(program, phase, roots));
+    program.SetMeta(stages::kStagesRows, stages::PrintCrossings(unlike.crossings, unlike.names));
+  }
+  for (const stages::Message& message : layout.messages) {
+    const auto crossing = unlike.crossings.find(message.root);
+    if (crossing == unlike.crossings.end()) continue;
+    if (crossing->second.kind == stages::Crossing::Kind::kSum && message.from.turn == stages::Turn::kForward)
+      return MakeError(
+          "%", message.root, ", made by ", flow.op(flow.DefOf(message.root)).name,
+          ", is a sum over all rows of a micro-batch, which stages of unlike ranks have different ones of; "
+          "give stages ",
+          message.from.stage, " and ", message.to.stage, " the same dp, or choose another border");
+  }
+  program.SetMeta(stages::kStagesData, unlike.recut.Text());
+  int64_t mean = static_cast<int64_t>(layout.ranks) - 1;
+  for (int32_t i = 0; i < flow.size(); ++i) {
+    const Arg* name = flow.op(i).kind == OpKind::kOutput ? flow.op(i).Attr("name") : nullptr;
+    if (name != nullptr && name->text == "loss" && layout.stage[i] >= 0) mean = layout.RankOf(layout.stage[i]);
+  }
+  program.SetMeta(stages::kStagesMean, std::to_string(unlike.recut.data(mean)));
+  return Ok{};
+}
+
 }  // namespace
 
 Result<bool> Pipeline(Program& program, const PassOptions& options) {
@@ -75,12 +118,22 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const int64_t chunks, options.Int("chunks", 1, 1));
   INTERLACE_ASSIGN(const std::string backward, options.Choice("backward", {"whole", "split"}));
   Phase* found = program.MicroBatchPhase();
-  if (program.level != Level::kCaptured || found == nullptr || program.stage)
+  const bool unlike = program.stage && program.stage->unlike();  // as pass `mesh` has said
+  if (program.level != Level::kCaptured || found == nullptr || (program.stage && (!unlike || program.Meta("stages"))))
     return MakeError("pipeline cuts a captured program with a single micro-batch phase, before the strategy");
   const bool known =
       std::any_of(program.mesh.begin(), program.mesh.end(), [&](const Axis& a) { return a.name == axis; });
   if (!known) return MakeError("the mesh has no axis '", axis, "'; declare it first: mesh(axes=", axis, ":2)");
-  const int64_t ranks = program.AxisSize(axis);
+  const int64_t ranks = unlike ? program.Stages() : program.AxisSize(axis);
+  INTERLACE_ASSIGN(std::vector<int64_t> data, options.Counts("data"));
+  std::optional<stages::Unlike> recut;
+  if (unlike != !data.empty() || (unlike && (program.stage->index != rank || program.stage->axis != axis)))
+    return MakeError(
+        "data= is of stages with unlike ranks, which pass mesh declares: mesh(axes=...,stages=...,stage=", rank, ")");
+  if (unlike) {
+    INTERLACE_ASSIGN(stages::Recut who, stages::Recut::Of(*program.stage, std::move(data)));
+    recut = stages::Unlike{std::move(who), {}, {}};
+  }
   if (rank >= ranks) return MakeError("stage=", rank, " of ", ranks, "; they count from 0");
   constexpr int64_t kMostChunks = 64;
   if (chunks > kMostChunks) return MakeError("chunks=", chunks, " is more than ", kMostChunks);
@@ -116,13 +169,14 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
   INTERLACE_ASSIGN(const stages::Layout layout,
                    stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), ranks, backward == "split"));
+  if (recut) INTERLACE_TRY(FollowRows(program, phase, flow, layout, *recut));
   const Result<std::string> times = TimesText(flow, layout, borders, cost_model, axis);
-  INTERLACE_TRY(stages::WriteStage(program, flow, layout, axis, static_cast<int32_t>(rank),
+  INTERLACE_TRY(stages::WriteStage(program, flow, layout, recut ? &*recut : nullptr, axis, static_cast<int32_t>(rank),
                                    static_cast<int32_t>(ranks * chunks)));
   for (Phase& part : program.phases) stages::PutTogether(program, part);
   program.SetMeta("stages", text);
   if (times.ok()) program.SetMeta("stages.times", *times);
-  program.stage = StageOf{axis, rank};
+  if (!recut) program.stage = StageOf{axis, rank};
   program.Compact();
   return true;
 }

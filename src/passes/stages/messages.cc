@@ -205,6 +205,12 @@ bool Before(const Station& a, const Station& b) {
   return a.turn == Turn::kForward ? a.stage < b.stage : a.stage > b.stage;
 }
 
+bool Layout::IsForeign(ValueId root, int32_t rank) const {
+  if (trained[root] == 0 || RankOf(home[root]) == rank) return false;
+  const auto found = shared.find(root);
+  return found == shared.end() || std::find(found->second.begin(), found->second.end(), rank) == found->second.end();
+}
+
 Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
                           bool split) {
   Layout layout;

@@ -52,6 +52,8 @@ struct Layout {
   std::map<int32_t, std::vector<GradPart>> gradients;  // of shared parameters, by index of the op `grad`
   std::vector<Message> messages;                       // in the order they are sent
   int32_t RankOf(int32_t of_stage) const { return static_cast<int32_t>(of_stage % ranks); }
+  // A parameter that changes, and that another rank has.
+  bool IsForeign(ValueId root, int32_t rank) const;
   bool At(int32_t op, const Station& place) const { return stage[op] == place.stage && turn[op] == place.turn; }
 };
 

@@ -68,7 +68,7 @@ Result<bool> Order(Program& program, const PassOptions& options) {
   }
   stages::Shape shape;
   shape.rank = program.stage->index;
-  shape.ranks = program.AxisSize(program.stage->axis);
+  shape.ranks = program.Stages();
   shape.micro_batches = program.accumulation;
   const auto forward = static_cast<int64_t>(
       std::count_if(path[0].begin(), path[0].end(), [&](const Phase* phase) { return IsForward(program, *phase); }));

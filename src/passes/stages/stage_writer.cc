@@ -11,14 +11,22 @@
 #include "ir/text.h"
 #include "passes/phase_editor.h"
 #include "passes/sharding.h"
+#include "passes/stages/stage_tables.h"
 
 namespace interlace::stages {
 namespace {
 
 class StageWriter {
  public:
-  StageWriter(Program& program, const Flow& flow, const Layout& layout, std::string axis, int32_t rank, int32_t count)
-      : program_(program), flow_(flow), layout_(layout), axis_(std::move(axis)), rank_(rank), count_(count) {}
+  StageWriter(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
+              int32_t rank, int32_t count)
+      : program_(program),
+        flow_(flow),
+        layout_(layout),
+        unlike_(unlike),
+        axis_(std::move(axis)),
+        rank_(rank),
+        count_(count) {}
 
   Status Run() {
     FindStations();
@@ -31,7 +39,7 @@ class StageWriter {
     program_.order.clear();
     for (const Phase& phase : phases) program_.order.push_back({phase.name, 0, 1});
     program_.phases = std::move(phases);
-    return Drop();
+    return DropForeign(program_, flow_, layout_, rank_);
   }
 
  private:
@@ -69,15 +77,10 @@ class StageWriter {
     int32_t from = -1;         // place where it is made or received
     std::set<int32_t> wanted;  // places
     bool received = false;
+    int32_t sender = 0;  // its stage
   };
 
-  // A parameter that changes, and that another rank has.
-  bool IsForeign(ValueId root) const {
-    if (layout_.trained[root] == 0 || Here(layout_.home[root])) return false;
-    const auto shared = layout_.shared.find(root);
-    return shared == layout_.shared.end() ||
-           std::find(shared->second.begin(), shared->second.end(), rank_) == shared->second.end();
-  }
+  bool IsForeign(ValueId root) const { return layout_.IsForeign(root, rank_); }
   // Declared here: seen in every phase.
   bool IsDeclared(ValueId root) const { return flow_.DefOf(root) < 0 && !IsForeign(root); }
   // Made again in every place that uses it: casts of parameters that are there.
@@ -103,6 +106,7 @@ class StageWriter {
         Life& life = lives_[message.root];
         life.from = StationIndex(message.to);
         life.received = true;
+        life.sender = message.from.stage;
         life.wanted.insert(life.from);
       }
     }
@@ -155,8 +159,33 @@ class StageWriter {
   // ---- one phase ----
 
   static std::string Name(ValueId root) { return "v" + std::to_string(root); }
-  std::string TokenName(const Message& message) const {
-    return "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
+  std::string TokenName(const Message& message, int64_t piece) const {
+    const std::string name = "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
+    return PiecesTo(message.to.stage) == 1 ? name : name + "." + std::to_string(piece);
+  }
+
+  // ---- stages of unlike ranks (recut.h) ----
+
+  // Of what a rank of this stage exchanges with one of another.
+  int64_t PiecesTo(int32_t stage) const {
+    return unlike_ == nullptr ? 1 : unlike_->recut.Pieces(rank_, layout_.RankOf(stage));
+  }
+  Crossing CrossingOf(ValueId root) const { return unlike_ == nullptr ? Crossing() : unlike_->CrossingOf(root); }
+  // Whether pieces are sent from, or put together in, blocks that do not lie one behind the other.
+  bool InBlocks(ValueId root, int32_t stage) const {
+    const Crossing crossing = CrossingOf(root);
+    return crossing.kind == Crossing::Kind::kRows && crossing.blocks > 1 && PiecesTo(stage) > 1;
+  }
+  Type BlocksType(ValueId root, int64_t pieces) const {
+    return CrossingOf(root).PieceOf(program_.value(root).type, pieces);
+  }
+  // A message's storage is copied to be sent: it is gathered, or its pieces lie apart.
+  bool IsCopied(const Message& message) const {
+    return IsDeclared(message.root) || InBlocks(message.root, message.to.stage);
+  }
+  Type CopiedFor(const Message& message) {
+    if (InBlocks(message.root, message.to.stage)) return BlocksType(message.root, PiecesTo(message.to.stage));
+    return Copied(message.root);
   }
 
   std::string NameOf(const Station& place) const {
@@ -178,9 +207,11 @@ class StageWriter {
     }
     for (const Message& message : layout_.messages) {  // the tokens of what was sent before
       if (!Here(message.from.stage) || WaitedAt(message) != here_ || StationIndex(message.from) == here_) continue;
-      const ValueId token = AddLoad(TokenName(message), Token());
-      if (IsDeclared(message.root)) AddLoad(TokenName(message) + ".copy", Copied(message.root));
-      Finish(OpKind::kSendWait, token);
+      for (int64_t piece = 0; piece < PiecesTo(message.to.stage); ++piece) {
+        const ValueId token = AddLoad(TokenName(message, piece), Token());
+        if (IsCopied(message)) AddLoad(TokenName(message, piece) + ".copy", CopiedFor(message));
+        Finish(OpKind::kSendWait, token);
+      }
     }
     for (const Message& message : layout_.messages) {
       if (message.to == place) Receive(message);
@@ -194,8 +225,8 @@ class StageWriter {
     while (!arriving_.empty()) Arrive(arriving_.begin()->first);
     for (const Sent& sent : sent_) {
       if (WaitedAt(*sent.message) != here_) {
-        phase_.saves.push_back({TokenName(*sent.message), sent.token});
-        if (sent.copy != kNone) phase_.saves.push_back({TokenName(*sent.message) + ".copy", sent.copy});
+        phase_.saves.push_back({TokenName(*sent.message, sent.piece), sent.token});
+        if (sent.copy != kNone) phase_.saves.push_back({TokenName(*sent.message, sent.piece) + ".copy", sent.copy});
       } else {
         Finish(OpKind::kSendWait, sent.token);
       }
@@ -207,11 +238,14 @@ class StageWriter {
     return Ok{};
   }
 
-  // How a storage lies when it comes from elsewhere: as it is, or flat when it is no plain block of memory.
+  // How a storage lies when it comes from elsewhere: as it is, or flat when it is no plain block of memory, or when it
+  // may be put together of pieces.
   Type Stored(ValueId root) {
     const Type& type = program_.value(root).type;
     const auto found = lives_.find(root);
-    if (found == lives_.end() || !found->second.received || program_.IsContiguous(type)) return type;
+    if (found == lives_.end() || !found->second.received) return type;
+    if (CrossingOf(root).kind == Crossing::Kind::kRows) return BlocksType(root, 1);
+    if (program_.IsContiguous(type)) return type;
     const Dim count = program_.NumElements(type);
     return Type{type.dtype, {count}, {Dim(1)}};
   }
@@ -235,28 +269,69 @@ class StageWriter {
     return op;
   }
   void Finish(OpKind kind, ValueId value) { Add(kind).args = {Arg::Of(value)}; }
-  void Address(Op& op, ValueId root, int32_t stage) {
+  void Address(Op& op, ValueId root, int32_t stage, int64_t piece) {
+    const int32_t other = layout_.RankOf(stage);
     op.SetAttr("axis", Arg::Word(axis_));
-    op.SetAttr("peer", Arg::Int(Dim(layout_.RankOf(stage))));
-    op.SetAttr("message", Arg::String(Name(root)));
+    op.SetAttr("peer",
+               Arg::Int(unlike_ == nullptr ? Dim(other) : unlike_->recut.Peer(program_.dims, rank_, other, piece)));
+    const bool named = unlike_ != nullptr && unlike_->names.contains(root);
+    op.SetAttr("message", Arg::String(named ? unlike_->names.at(root) : Name(root)));
   }
 
   void Receive(const Message& message) {
-    Op& op = Add(OpKind::kRecvStart);
-    Address(op, message.root, message.from.stage);
-    now_[message.root] = program_.AddResult(op, Stored(message.root));
-    arriving_[message.root] = now_[message.root];
+    const int64_t pieces = PiecesTo(message.from.stage);
+    const bool rows = CrossingOf(message.root).kind == Crossing::Kind::kRows;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      Op& op = Add(OpKind::kRecvStart);
+      Address(op, message.root, message.from.stage, piece);
+      const Type type = rows ? BlocksType(message.root, pieces) : Stored(message.root);
+      arriving_[message.root].push_back(program_.AddResult(op, type));
+    }
   }
   void Arrive(ValueId root) {
     const auto found = arriving_.find(root);
     if (found == arriving_.end()) return;
-    Finish(OpKind::kRecvWait, found->second);
+    const std::vector<ValueId> parts = std::move(found->second);
     arriving_.erase(found);
+    for (const ValueId part : parts) Finish(OpKind::kRecvWait, part);
+    now_[root] = Assembled(root, parts);
+  }
+  // The pieces that came as one storage: rows side by side, sums added up.
+  ValueId Assembled(ValueId root, const std::vector<ValueId>& parts) {
+    const Crossing crossing = CrossingOf(root);
+    const int64_t copies =
+        unlike_ == nullptr ? 1 : unlike_->recut.Pieces(layout_.RankOf(lives_.at(root).sender), rank_);
+    if (crossing.kind == Crossing::Kind::kRows && parts.size() > 1) {
+      Op& cat = AddLibrary("aten.cat");
+      std::vector<Arg> all;
+      for (const ValueId part : parts) all.push_back(Arg::Of(part));
+      cat.args = {Arg::List(std::move(all)), Arg::Int(Dim(crossing.blocks > 1 ? 1 : 0))};
+      return program_.AddResult(cat, Stored(root));
+    }
+    ValueId sum = parts[0];
+    if (crossing.kind != Crossing::Kind::kSum) return sum;
+    for (size_t i = 1; i < parts.size(); ++i) {
+      Op& add = AddLibrary("aten.add.Tensor");
+      add.args = {Arg::Of(sum), Arg::Of(parts[i])};
+      sum = program_.AddResult(add, Stored(root));
+    }
+    if (copies == 1) return sum;
+    Op& part = AddLibrary("aten.div.Scalar");  // each of them has gone to so many ranks
+    part.args = {Arg::Of(sum), Arg::Int(Dim(copies))};
+    return program_.AddResult(part, Stored(root));
+  }
+  Op& AddLibrary(std::string name) {
+    Op& op = program_.AddOp(std::move(name));
+    op.part = part_;
+    phase_.ops.push_back(op.id);
+    return op;
   }
 
   Status SendAfter(int32_t index) {
     for (const Message& message : layout_.messages) {
       if (!(message.from == stations_[static_cast<size_t>(here_)]) || message.after != index) continue;
+      const int64_t pieces = PiecesTo(message.to.stage);
+      const bool apart = CrossingOf(message.root).kind == Crossing::Kind::kRows;
       ValueId value = Use(message.root), copied = kNone;
       if (IsDeclared(message.root)) {  // gathered here or not, it stays what it is until it has been sent
         Op& copy = Add(OpKind::kCopy);
@@ -264,28 +339,44 @@ class StageWriter {
         value = copied = program_.AddResult(copy, Copied(message.root));
       }
       const Type& type = program_.value(value).type;
-      if (!program_.IsContiguous(type)) {
-        if (!IsDense(type))
-          return MakeError("%", message.root, ": ", PrintType(program_, type),
-                           " leaves gaps in memory and cannot be sent");
+      if (!program_.IsContiguous(type) && !IsDense(type))
+        return MakeError("%", message.root, ": ", PrintType(program_, type),
+                         " leaves gaps in memory and cannot be sent");
+      if (!program_.IsContiguous(type) && !apart) {
         Op& flat = Add(OpKind::kView);
         flat.args = {Arg::Of(value)};
         const Dim count = program_.NumElements(type);
         value = program_.AddView(flat, Type{type.dtype, {count}, {Dim(1)}}, program_.RootOf(value), Dim(0));
       }
-      Op& op = Add(OpKind::kSendStart);
-      op.args = {Arg::Of(value)};
-      Address(op, message.root, message.to.stage);
-      sent_.push_back({&message, program_.AddResult(op, Token()), copied});
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        ValueId part = value;
+        if (apart) {
+          Type own = BlocksType(message.root, pieces);
+          const Dim length = own.sizes.back();
+          if (own.sizes.size() > 1) own.strides[0] = Dim(length.value * pieces);
+          Op& view = Add(OpKind::kView);
+          view.args = {Arg::Of(value)};
+          part = program_.AddView(view, own, program_.RootOf(value), Dim(length.value * piece));
+        }
+        if (InBlocks(message.root, message.to.stage)) {
+          Op& copy = Add(OpKind::kCopy);
+          copy.args = {Arg::Of(part)};
+          part = copied = program_.AddResult(copy, BlocksType(message.root, pieces));
+        }
+        Op& op = Add(OpKind::kSendStart);
+        op.args = {Arg::Of(part)};
+        Address(op, message.root, message.to.stage, piece);
+        sent_.push_back({&message, piece, program_.AddResult(op, Token()), copied});
+      }
     }
     return Ok{};
   }
 
   // The stand-in of a value of the captured program in this phase.
   ValueId Use(ValueId id) {
-    const auto found = now_.find(id);
     const ValueId root = program_.RootOf(id);
     Arrive(root);
+    const auto found = now_.find(id);
     if (found != now_.end()) return Shown(found->second, id);
     if (root == id && IsDeclared(root)) return id;
     ValueId storage = root;
@@ -374,43 +465,10 @@ class StageWriter {
     out.args = {grad.args[0], Arg::Of(sum)};
   }
 
-  // ---- tables ----
-
-  // Parameters of other ranks go, and constants that are read there only. Buffers are few, and all ranks keep them.
-  Status Drop() {
-    std::vector<char> used(static_cast<size_t>(program_.num_values()), 0), everywhere(used);
-    const auto mark = [&](const std::vector<OpId>& ops, std::vector<char>& marks) {
-      for (OpId id : ops) {
-        ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) { marks[program_.RootOf(v)] = 1; });
-        for (ValueId v : program_.op(id).results) {
-          if (v != kNone) marks[program_.RootOf(v)] = 1;
-        }
-      }
-    };
-    for (const Phase& phase : program_.phases) mark(phase.ops, used);
-    for (int32_t i = 0; i < flow_.size(); ++i) mark({flow_.op(i).id}, everywhere);
-    // What nobody uses is the first rank's.
-    const auto keep = [&](ValueId id) { return used[id] != 0 || (everywhere[id] == 0 && rank_ == 0); };
-    bool trains = false;
-    std::erase_if(program_.params, [&](const Param& param) {
-      const bool kept = layout_.trained[param.value] != 0 ? !IsForeign(param.value) : keep(param.value);
-      trains = trains || (kept && layout_.trained[param.value] != 0 && Here(layout_.home[param.value]));
-      return !kept;
-    });
-    for (Param& param : program_.params) {
-      if (const auto shared = layout_.shared.find(param.value); shared != layout_.shared.end())
-        param.shared = shared->second;
-    }
-    std::erase_if(program_.consts, [&](const Const& constant) { return !keep(constant.value); });
-    if (!trains)
-      return MakeError("stage ", rank_,
-                       " would have nothing to train; ask for fewer stages, or choose borders with at=");
-    return Ok{};
-  }
-
   Program& program_;
   const Flow& flow_;
   const Layout& layout_;
+  const Unlike* unlike_;  // nullptr: stages have as many ranks
   const std::string axis_;
   const int32_t rank_, count_;
   std::vector<Station> stations_;
@@ -419,11 +477,12 @@ class StageWriter {
   int32_t here_ = 0;
   Phase phase_;
   Part part_ = Part::kForward;
-  std::map<ValueId, ValueId> now_;       // by value of the captured program
-  std::map<ValueId, ValueId> arriving_;  // by root: received and not waited for
+  std::map<ValueId, ValueId> now_;                    // by value of the captured program
+  std::map<ValueId, std::vector<ValueId>> arriving_;  // by root: received and not waited for
   struct Sent {
     const Message* message;
-    ValueId token, copy;  // of a parameter, else kNone
+    int64_t piece;
+    ValueId token, copy;  // where it is copied to be sent, else kNone
   };
   std::vector<Sent> sent_;
   std::map<std::pair<int32_t, ValueId>, ValueId> shown_;  // by place and root
@@ -431,9 +490,9 @@ class StageWriter {
 
 }  // namespace
 
-Status WriteStage(Program& program, const Flow& flow, const Layout& layout, std::string axis, int32_t rank,
-                  int32_t count) {
-  return StageWriter(program, flow, layout, std::move(axis), rank, count).Run();
+Status WriteStage(Program& program, const Flow& flow, const Layout& layout, const Unlike* unlike, std::string axis,
+                  int32_t rank, int32_t count) {
+  return StageWriter(program, flow, layout, unlike, std::move(axis), rank, count).Run();
 }
 
 }  // namespace interlace::stages

@@ -66,6 +66,8 @@ class Cutter {
   // The whole phase. Error: a size that is not a number, a value written in place that is cut.
   Status Run();
 
+  // What a rank holds of a value's storage.
+  const Placement& PlacementOf(ValueId id) const { return placement_[program_.RootOf(id)]; }
   const std::map<std::string, int64_t>& made_whole() const { return made_whole_; }  // bytes by operator without a rule
 
   // Of a loss by targets, what goes back to the cut logits.
@@ -121,7 +123,6 @@ class Cutter {
   void ForgetGathered();
   bool IsUnread(const Rule& rule, ValueId operand) const;
 
-  const Placement& PlacementOf(ValueId id) const { return placement_[program_.RootOf(id)]; }
   std::optional<DimCut> CutOf(ValueId id) const;
   // Where rows of the sum in a storage would be cut; 0: nowhere.
   int64_t RowPeriod(ValueId root);
