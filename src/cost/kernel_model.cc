@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ir/func.h"
 #include "ir/op_table.h"
 #include "ir/text.h"
 
@@ -170,9 +171,25 @@ class Worker {
       return;
     }
     AddAll();
+    if (const int32_t func = FuncOf(program_, op_); func != kNone) PickedInside(program_.funcs[func]);
     for (ValueId id : WrittenOperands(program_, op_)) {
       Result<Shape> shape = ShapeOf(program_, id);
       if (shape.ok()) work_.bytes += shape->bytes;
+    }
+  }
+
+  // A region's tables: what it picks is read, not the whole.
+  void PickedInside(const Func& func) {
+    const Program& body = *func.body;
+    const std::vector<ValueId> operands = OperandsOf(func);
+    for (OpId id : body.phases[0].ops) {
+      const Op& op = body.op(id);
+      if (BaseName(op.name) != "aten.embedding" || op.args.empty() || op.results[0] == kNone) continue;
+      const auto table = std::find(operands.begin(), operands.end(), op.args[0].value);
+      const Result<Shape> picked = ShapeOf(body, op.results[0]);
+      if (table == operands.end() || !picked.ok()) continue;
+      const Shape& whole = shapes_[static_cast<size_t>(table - operands.begin())];
+      work_.bytes += std::min(picked->bytes, whole.bytes) - whole.bytes;
     }
   }
 
