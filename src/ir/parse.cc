@@ -12,20 +12,6 @@
 namespace interlace {
 // ---- phases ----
 
-// "(", items with commas between them, ")".
-template <typename Item>
-Status TextParser::InParentheses(Item item) {
-  INTERLACE_TRY(Want('('));
-  scan_.SkipBlanks();
-  if (scan_.Eat(')')) return Ok{};
-  while (true) {
-    INTERLACE_TRY(item());
-    scan_.SkipBlanks();
-    if (scan_.Eat(')')) return Ok{};
-    if (!scan_.Eat(',')) return Expected("',' or ')'");
-  }
-}
-
 Status TextParser::PhaseLine() {
   scan_.SkipBlanks();
   size_t pos = scan_.pos();

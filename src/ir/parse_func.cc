@@ -1,4 +1,7 @@
 // Parsing of regions (func.h).
+#include <algorithm>
+#include <utility>
+
 #include "ir/func.h"
 #include "ir/parse_internal.h"
 #include "ir/text.h"

@@ -112,4 +112,18 @@ class TextParser {
   int64_t value_limit_ = 0;                          // of ids in the body at hand; 0: in none
 };
 
+// "(", items with commas between them, ")".
+template <typename Item>
+Status TextParser::InParentheses(Item item) {
+  INTERLACE_TRY(Want('('));
+  scan_.SkipBlanks();
+  if (scan_.Eat(')')) return Ok{};
+  while (true) {
+    INTERLACE_TRY(item());
+    scan_.SkipBlanks();
+    if (scan_.Eat(')')) return Ok{};
+    if (!scan_.Eat(',')) return Expected("',' or ')'");
+  }
+}
+
 }  // namespace interlace

@@ -24,9 +24,8 @@ class Printer {
     Header();
     Declarations();
     for (size_t i = 0; i < program_.funcs.size(); ++i) {
-      const std::string text = PrintFunc(*program_.funcs[i].body, "f" + std::to_string(i));
-      line_ += static_cast<int32_t>(std::count(text.begin(), text.end(), '\n'));
-      out_ += text;
+      out_ += PrintFunc(*program_.funcs[i].body, "f" + std::to_string(i));
+      line_ += static_cast<int32_t>(program_.funcs[i].body->phases[0].ops.size()) + 2;
     }
     for (const Phase& phase : program_.phases) PrintPhase(phase);
     result_.text = std::move(out_);

@@ -183,9 +183,7 @@ def test_without_a_working_compiler_bodies_run(tmp_path: Path, compiler: str, re
     with inductor.patch({"cpp.cxx": script(tmp_path / "cc", compiler)}):
         assert ready(funcs(GATED), "on", tmp_path / "cache", said.append, limit_s=1.0) is None
         assert ready(funcs(GATED), "on", tmp_path / "cache", said.append, limit_s=1.0) is None
-    assert [text for text in said if "compiling" not in text] == [
-        f"regions are not compiled, their bodies run op by op: {reason}"
-    ]
+    assert [text for text in said if "compiling" not in text] == [f"regions are not compiled, their bodies run op by op: {reason}"]
 
 
 def test_where_nothing_can_be_kept_bodies_run(tmp_path: Path) -> None:
@@ -216,9 +214,7 @@ def train(case: str, regions: str, cache: str, **config: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = zoo.CASES[case].batch(2, 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1)
     config = {"schedule": [], **config}
-    trainer = interlace.compile(
-        model, optimizer, zoo.CASES[case].loss, batch, interlace.Config(regions=regions, cache=cache, **config)
-    )
+    trainer = interlace.compile(model, optimizer, zoo.CASES[case].loss, batch, interlace.Config(regions=regions, cache=cache, **config))
     losses = [trainer.step(batch).item() for _ in range(5)]
     found = trainer._run.source.regions
     arena = trainer.stats()["arena"]

@@ -96,11 +96,7 @@ def operands_of(func: Func, seed: int = 0) -> list[Tensor]:
     for value in func["operands"]:
         dtype = DTYPES[value["dtype"]]
         span = 1 + sum((size - 1) * stride for size, stride in zip(value["shape"], value["strides"], strict=True))
-        flat = (
-            torch.randn(span, generator=generator)
-            if dtype.is_floating_point
-            else torch.randint(0, 2, (span,), generator=generator)
-        )
+        flat = torch.randn(span, generator=generator) if dtype.is_floating_point else torch.randint(0, 2, (span,), generator=generator)
         found.append(flat.to(dtype).as_strided(value["shape"], value["strides"]))
     return found
 

@@ -167,13 +167,7 @@ def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
         options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
         command = CppBuilder("regions", [str(source)], BuildOption=options, output_dir=str(made.parent)).get_command_line()
     run = subprocess.Popen(
-        command + " -w",
-        shell=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd=made.parent,
+        command + " -w", shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=made.parent
     )
     try:
         _, errors = run.communicate(timeout=limit_s)
@@ -227,9 +221,7 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         lines = []
-    return "; ".join(
-        " ".join(line.split()) for line in lines if line.startswith(("model name", "flags", "cpu family", "stepping"))
-    )
+    return "; ".join(" ".join(line.split()) for line in lines if line.startswith(("model name", "flags", "cpu family", "stepping")))
 
 
 @functools.cache

@@ -77,9 +77,7 @@ def source_of(func: Func, threads: int) -> str:
         f"  {names[kernel]}({', '.join(argument(a, t) for a, t in zip(arguments, types, strict=True))});\n"
         for kernel, arguments, types in plan.calls
     )
-    texts.append(
-        f'extern "C" void r_{key}(void* const* p) {{\n{calls}}}\nextern "C" {{ extern const int64_t w_{key} = {workspace}; }}\n'
-    )
+    texts.append(f'extern "C" void r_{key}(void* const* p) {{\n{calls}}}\nextern "C" {{ extern const int64_t w_{key} = {workspace}; }}\n')
     return "\n".join(texts)
 
 
