@@ -44,12 +44,8 @@ class Printer {
     if (!op.results.empty()) out_ += " = ";
     out_ += op.name;
     out_ += '(';
-    bool first = true;
-    for (const Arg& arg : op.args) {
-      if (!first) out_ += ", ";
-      first = false;
-      Literal(arg);
-    }
+    Listed(op.args, [&](const Arg& arg) { Literal(arg); });
+    bool first = op.args.empty();
     for (const NamedArg& named : op.named) {
       if (!first) out_ += ", ";
       first = false;
@@ -175,10 +171,7 @@ class Printer {
         break;
       case Arg::Kind::kList:
         out_ += '[';
-        for (size_t i = 0; i < arg.list.size(); ++i) {
-          if (i > 0) out_ += ", ";
-          Literal(arg.list[i]);
-        }
+        Listed(arg.list, [&](const Arg& item) { Literal(item); });
         out_ += ']';
         break;
     }
@@ -434,18 +427,20 @@ class Printer {
     }
   }
 
+  template <typename Items, typename Each>
+  void Listed(const Items& items, Each each) {
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (i > 0) out_ += ", ";
+      each(items[i]);
+    }
+  }
+
   void PrintPhase(const Phase& phase) {
     result_.phase_line.push_back(line_);
     out_ += "phase " + phase.name + (phase.kind == PhaseKind::kStep ? " once takes (" : " takes (");
-    for (size_t i = 0; i < phase.takes.size(); ++i) {
-      if (i > 0) out_ += ", ";
-      Decl(phase.takes[i]);
-    }
+    Listed(phase.takes, [&](ValueId value) { Decl(value); });
     out_ += ") gives (";
-    for (size_t i = 0; i < phase.gives.size(); ++i) {
-      if (i > 0) out_ += ", ";
-      ValueName(phase.gives[i]);
-    }
+    Listed(phase.gives, [&](ValueId value) { ValueName(value); });
     out_ += ')';
     for (size_t i = 0; i < phase.saves.size(); ++i) {
       out_ += i > 0 ? ", " : " saves (";

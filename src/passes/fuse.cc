@@ -410,7 +410,8 @@ class Fuser {
 Result<bool> Fuse(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const int64_t least, options.Int("min", 2, 1));
   std::vector<std::string> modules;
-  for (std::string_view path : Split(options.Text("modules", ""), '+')) {
+  const std::string wanted = options.Text("modules", "");  // named: Split returns views of it
+  for (std::string_view path : Split(wanted, '+')) {
     if (!path.empty()) modules.emplace_back(path);
   }
   bool changed = false;
