@@ -8,6 +8,7 @@ import torch
 
 MATMUL_BOUND = {"hidden": 512, "layers": 6, "heads": 8, "inter": 1376, "vocab": 512, "tokens": 512}  # 19.5 M parameters
 GPT2_MATMUL_BOUND = {"family": "gpt2", "hidden": 512, "layers": 6, "heads": 8, "vocab": 512, "tokens": 512}  # 19.7 M
+VIT_MATMUL_BOUND = {"family": "vit", "hidden": 512, "layers": 6, "heads": 8, "vocab": 512, "image": 224, "patch": 16, "rows": 4}  # 4 x 197 tokens
 OVERHEAD_BOUND = {"hidden": 64, "layers": 12, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64}
 
 
@@ -52,9 +53,35 @@ def gpt2(
     return GPT2LMHeadModel(config).to(dtype)
 
 
+def vit(case: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+    """A Hugging Face ViT with the case's width and depth, `vocab` classes, without dropout."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(seed)
+    config = ViTConfig(
+        hidden_size=case["hidden"],
+        intermediate_size=4 * case["hidden"],
+        num_hidden_layers=case["layers"],
+        num_attention_heads=case["heads"],
+        image_size=case["image"],
+        patch_size=case["patch"],
+        num_labels=case["vocab"],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return ViTForImageClassification(config).to(dtype)
+
+
 def causal_model(case: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
-    """The model of a case: a Llama unless its `family` says "gpt2"."""
-    return (gpt2 if case.get("family") == "gpt2" else llama)(case, dtype, seed)
+    """The model of a case: a Llama unless its `family` says another."""
+    return {"gpt2": gpt2, "vit": vit}.get(case.get("family", ""), llama)(case, dtype, seed)
+
+
+def image_batch(case: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """`rows` random images of a ViT's case, with their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(case["rows"], 3, case["image"], case["image"], generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, case["vocab"], (case["rows"],), generator=generator)}
 
 
 def blocks_of(model: Any) -> Any:

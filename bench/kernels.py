@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from cases import GPT2_MATMUL_BOUND, MATMUL_BOUND, causal_loss, causal_model, token_batch
+from cases import GPT2_MATMUL_BOUND, MATMUL_BOUND, VIT_MATMUL_BOUND, causal_loss, causal_model, image_batch, token_batch
 from common import paired, report
 
 import interlace
 
-CASES = {"llama": MATMUL_BOUND, "gpt2": GPT2_MATMUL_BOUND}
+CASES = {"llama": MATMUL_BOUND, "gpt2": GPT2_MATMUL_BOUND, "vit": VIT_MATMUL_BOUND}
 # kind → what is in the names of its kernels, the first that fits; kernels that torch.compile generates have no name of their own
 KINDS = {
     "optimizer": ("adam", "update."),
@@ -51,7 +51,7 @@ def kind_of(name: str) -> str:
 
 
 def sides(case: dict) -> tuple[dict[str, Callable[[], object]], dict[str, interlace.Trainer]]:
-    batch = token_batch(case)
+    batch = image_batch(case) if case.get("family") == "vit" else token_batch(case)
 
     def by_torch(compiled: bool) -> Callable[[], object]:
         model = causal_model(case)
