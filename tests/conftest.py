@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("INTERLACE_CACHE", "off")  # the tests of the cache name folders of their own
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "python"))
 SOFT = os.environ.get("INTERLACE_DEVICE") == "soft"

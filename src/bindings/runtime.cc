@@ -24,6 +24,7 @@ AxisSpec AxisOf(const py::dict& dict) {
   spec.size = dict["size"].cast<int64_t>();
   spec.backend = Take<std::string>(dict, "backend", "none");
   spec.native = Take<std::string>(dict, "native", "");
+  spec.beside = Take<std::string>(dict, "beside", "");
   return spec;
 }
 

@@ -28,6 +28,10 @@ struct AxisSpec {
   std::string backend;  // "tcp" (CPU) | "nccl" | "native" (any group's own collectives) | "none" (size 1)
   // The process group's name for c10d::resolve_process_group. "tcp" only exchanges addresses through it, once a group.
   std::string native;
+  // Native groups: another group of the same ranks, or empty. A device carries out the operations of one group one
+  // after the other; reductions go through this one, and messages to lower ranks, so that none stands behind a gather,
+  // or behind a message of the other direction that its peer has not come to.
+  std::string beside;
   // TCP: connections of their own for what two ranks send one another. Those of collectives may stand still until the
   // last rank has come, which may wait for just such a message.
   bool messages = false;

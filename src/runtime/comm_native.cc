@@ -15,8 +15,13 @@ namespace {
 
 class NativeComm final : public Comm {
  public:
-  NativeComm(AxisSpec spec, c10::intrusive_ptr<c10d::ProcessGroup> group, double timeout_s)
-      : spec_(std::move(spec)), group_(std::move(group)), timeout_(static_cast<int64_t>(timeout_s * 1000)) {}
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  NativeComm(AxisSpec spec, Group group, Group beside, double timeout_s)
+      : spec_(std::move(spec)),
+        group_(std::move(group)),
+        beside_(std::move(beside)),
+        timeout_(static_cast<int64_t>(timeout_s * 1000)) {}
 
   Result<Ticket> StartGather(std::vector<at::Tensor> shards, std::vector<at::Tensor> fulls,
                              std::string label) override {
@@ -74,7 +79,12 @@ class NativeComm final : public Comm {
     if (it == marks_.end() || watch_ == nullptr) return {};
     Times times;
     times.queued_ns = times.begin_ns = watch_->At(it->second.queued);
-    if (it != marks_.begin()) times.begin_ns = std::max(times.queued_ns, watch_->At(std::prev(it)->second.ended));
+    for (auto before = it; before != marks_.begin();) {
+      --before;
+      if (before->second.group != it->second.group) continue;
+      times.begin_ns = std::max(times.queued_ns, watch_->At(before->second.ended));
+      break;
+    }
     times.end_ns = std::max(times.begin_ns, watch_->At(it->second.ended));
     times.bytes = it->second.bytes;
     return times;
@@ -84,12 +94,20 @@ class NativeComm final : public Comm {
   struct Marks {
     int32_t queued = 0, ended = 0;
     int64_t bytes = 0;
+    const c10d::ProcessGroup* group = nullptr;
   };
   struct Op {
     std::string label;
     std::vector<at::Tensor> inputs, outputs;  // kept until waited for
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
   };
+
+  // Which of the two groups carries it (AxisSpec::beside).
+  const Group& GroupOf(CommKind kind, int64_t peer) const {
+    const bool reduces = kind == CommKind::kReduce || kind == CommKind::kAllReduce;
+    const bool down = (kind == CommKind::kSend && peer < spec_.rank) || (kind == CommKind::kRecv && peer > spec_.rank);
+    return beside_ != nullptr && (reduces || down) ? beside_ : group_;
+  }
 
   Error Failure(const std::string& label, const std::exception& e) {
     const std::string what = e.what();
@@ -103,19 +121,21 @@ class NativeComm final : public Comm {
     if (failure_) return *failure_;
     INTERLACE_TRY(CheckCollective(kind, spec_, inputs, outputs, label));
     Op op{std::move(label), std::move(inputs), std::move(outputs), {}};
+    const Group& group = GroupOf(kind, peer);
     Marks marks;
+    marks.group = group.get();
     if (watch_ != nullptr) marks.queued = watch_->Mark();
     const bool coalesce = op.inputs.size() > 1 && spec_.backend == "nccl";
     try {
       const c10::DeviceType device = op.inputs.empty() ? c10::DeviceType::CPU : op.inputs[0].device().type();
-      if (coalesce) group_->startCoalescing(device);
+      if (coalesce) group->startCoalescing(device);
       for (size_t i = 0; i < op.inputs.size(); ++i) {
         if (op.inputs[i].numel() == 0) continue;
-        auto work = Issue(kind, op.inputs[i], op.outputs[i], peer);
+        auto work = Issue(*group, kind, op.inputs[i], op.outputs[i], peer);
         if (!coalesce && work) op.works.push_back(std::move(work));
       }
       if (coalesce) {
-        if (auto work = group_->endCoalescing(device)) op.works.push_back(std::move(work));
+        if (auto work = group->endCoalescing(device)) op.works.push_back(std::move(work));
       }
     } catch (const std::exception& e) {
       return Failure(op.label, e);
@@ -163,43 +183,43 @@ class NativeComm final : public Comm {
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // the newer names do not exist in older releases
-  c10::intrusive_ptr<c10d::Work> Issue(CommKind kind, at::Tensor& input, at::Tensor& output, int64_t peer) {
+  c10::intrusive_ptr<c10d::Work> Issue(c10d::ProcessGroup& group, CommKind kind, at::Tensor& input, at::Tensor& output,
+                                       int64_t peer) {
     switch (kind) {
       case CommKind::kGather: {
         c10d::AllgatherOptions options;
         options.timeout = timeout_;
-        return group_->_allgather_base(output, input, options);
+        return group._allgather_base(output, input, options);
       }
       case CommKind::kReduce: {
         c10d::ReduceScatterOptions options;
         options.timeout = timeout_;
-        return group_->_reduce_scatter_base(output, input, options);
+        return group._reduce_scatter_base(output, input, options);
       }
       case CommKind::kAllReduce: {
         c10d::AllreduceOptions options;
         options.timeout = timeout_;
         std::vector<at::Tensor> tensors{output};
-        return group_->allreduce(tensors, options);
+        return group.allreduce(tensors, options);
       }
       case CommKind::kAllToAll: {
         c10d::AllToAllOptions options;
         options.timeout = timeout_;
         std::vector<int64_t> equal;
-        return group_->alltoall_base(output, input, equal, equal, options);
+        return group.alltoall_base(output, input, equal, equal, options);
       }
       case CommKind::kBroadcast: {
         c10d::BroadcastOptions options;
         options.rootRank = peer;
         options.timeout = timeout_;
         std::vector<at::Tensor> tensors{output};
-        return group_->broadcast(tensors, options);
+        return group.broadcast(tensors, options);
       }
       case CommKind::kSend:
       case CommKind::kRecv: {
         std::vector<at::Tensor> tensors{output};
         const int rank = static_cast<int>(peer);
-        return kind == CommKind::kSend ? group_->send(tensors, rank, /*tag=*/0)
-                                       : group_->recv(tensors, rank, /*tag=*/0);
+        return kind == CommKind::kSend ? group.send(tensors, rank, /*tag=*/0) : group.recv(tensors, rank, /*tag=*/0);
       }
     }
     return nullptr;
@@ -207,7 +227,7 @@ class NativeComm final : public Comm {
 #pragma GCC diagnostic pop
 
   const AxisSpec spec_;
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const Group group_, beside_;
   const std::chrono::milliseconds timeout_;
   Ticket next_ticket_ = 1;
   std::map<Ticket, Op> ops_;
@@ -220,19 +240,25 @@ class NativeComm final : public Comm {
 }  // namespace
 
 Result<std::unique_ptr<Comm>> MakeNativeComm(const AxisSpec& spec, double timeout_s) {
-  try {
-    auto group = c10d::resolve_process_group(spec.native);
-    if (group->getRank() != spec.rank || group->getSize() != spec.size) {
-      return MakeError("axis ", spec.name, ": process group \"", spec.native, "\" says rank ", group->getRank(), " of ",
-                       group->getSize(), ", the axis says rank ", spec.rank, " of ", spec.size);
+  c10::intrusive_ptr<c10d::ProcessGroup> groups[2];
+  const std::string* names[2] = {&spec.native, &spec.beside};
+  for (int i = 0; i < 2; ++i) {
+    const std::string& name = *names[i];
+    if (i > 0 && name.empty()) continue;
+    try {
+      groups[i] = c10d::resolve_process_group(name);
+    } catch (const std::exception& e) {
+      const std::string what = e.what();
+      return MakeError("axis ", spec.name, ": no process group named \"", name,
+                       "\"; create it with torch.distributed.new_group and pass its group_name (",
+                       what.substr(0, what.find('\n')), ")");
     }
-    return std::unique_ptr<Comm>(new NativeComm(spec, std::move(group), timeout_s));
-  } catch (const std::exception& e) {
-    const std::string what = e.what();
-    return MakeError("axis ", spec.name, ": no process group named \"", spec.native,
-                     "\"; create it with torch.distributed.new_group and pass its group_name (",
-                     what.substr(0, what.find('\n')), ")");
+    if (groups[i]->getRank() != spec.rank || groups[i]->getSize() != spec.size) {
+      return MakeError("axis ", spec.name, ": process group \"", name, "\" says rank ", groups[i]->getRank(), " of ",
+                       groups[i]->getSize(), ", the axis says rank ", spec.rank, " of ", spec.size);
+    }
   }
+  return std::unique_ptr<Comm>(new NativeComm(spec, std::move(groups[0]), std::move(groups[1]), timeout_s));
 }
 
 }  // namespace interlace

@@ -112,7 +112,7 @@ at::Tensor CopyFromAndResize(const at::Tensor& self, const at::Tensor& dst) {
   return CopyFrom(self, dst, false);
 }
 at::Scalar LocalScalar(const at::Tensor& self) {
-  const at::Tensor host = at::Tensor(at::detail::empty_strided_cpu({}, {}, self.scalar_type()));
+  const at::Tensor host = at::Tensor(at::detail::empty_strided_cpu(self.sizes(), self.strides(), self.scalar_type()));
   CopyFrom(self, host, false);
   return host.item();
 }

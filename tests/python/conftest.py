@@ -10,7 +10,6 @@ import pytest
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("INTERLACE_CACHE", "off")  # the tests of the cache name folders of their own
 # pytest-xdist ignores Ctrl-C, and the commands that tests start would do so too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

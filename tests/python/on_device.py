@@ -36,3 +36,14 @@ def install() -> None:
         return compile_there(model, *args, **kwargs)
 
     interlace.compile = compile
+
+
+def left_out() -> list[str]:
+    """The waits that this process left out since the last call, which only the device in software can tell."""
+    if DEVICE != "soft":
+        return []
+    import soft_device
+    import torch
+
+    torch.accelerator.synchronize()
+    return list(soft_device.take_reports())

@@ -64,7 +64,10 @@ def _serve(pipe: Connection, path: list[str]) -> None:
                     )
                 group = rendezvous
             torch.manual_seed(0)
+            on_device.left_out()
             value = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            if waits := on_device.left_out():
+                raise AssertionError("waits that were left out: " + "; ".join(waits))
             outcome = Outcome(value, None, "", time.monotonic() - begin)
         except BaseException as e:
             outcome = Outcome(None, e, traceback.format_exc(), time.monotonic() - begin)

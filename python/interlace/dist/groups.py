@@ -27,7 +27,9 @@ class Groups:
     def __init__(self, device: torch.device, rank: int, size: int, timeout_s: float) -> None:
         self.device, self.rank, self.size, self.timeout_s = device, rank, size, timeout_s
         self._groups: dict[str, Any] = {}
-        self._along: dict[tuple[tuple[int, ...], ...], Any] = {}  # by the ranks of all groups along some axes: this rank's
+        # By the ranks of all groups along some axes: this rank's; and those beside them (AxisSpec in src/runtime/comm.h).
+        self._along: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._beside: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._within: set[tuple[int, ...]] = set()  # of stages with unlike ranks: groups of one's ranks that have been made
 
     def open(self) -> None:
@@ -69,28 +71,32 @@ class Groups:
         wanted = program.transfer_axes(backend == "tcp")
         if isinstance(mesh, UnlikeStages):
             self._meet_within_stages(mesh, wanted)
+        two = backend not in ("none", "tcp")
         return [
             {
                 "name": axes, "rank": mesh.index(axes), "size": mesh.size(axes), "backend": backend,
                 "native": self.along(mesh, axes).group_name if axes in wanted else "",
+                "beside": self.along(mesh, axes, beside=True).group_name if two and axes in wanted else "",
             }
             for axes in dict.fromkeys([*mesh.sizes, *wanted])
         ]  # fmt: skip
 
-    def along(self, mesh: Mesh, axes: str) -> Any:
-        """This rank's process group along some axes of a mesh, for tensors on the trainer's device."""
-        if mesh.size(axes) == self.size:
+    def along(self, mesh: Mesh, axes: str, beside: bool = False) -> Any:
+        """This rank's process group along some axes of a mesh, for tensors on the trainer's device. `beside`: a second one of the
+        same ranks."""
+        if mesh.size(axes) == self.size and not beside:
             return self.native
+        known = self._beside if beside else self._along
         groups = tuple(map(tuple, mesh.groups(axes))) if not isinstance(mesh, UnlikeStages) else (tuple(mesh.group(axes)),)
-        if groups not in self._along:
+        if groups not in known:
             backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
             limit = datetime.timedelta(seconds=self.timeout_s)
             for ranks in groups:
                 with listening_until_met():
                     made = dist.new_group(list(ranks), backend=backend, timeout=limit, group_desc=f"interlace {axes}")
                 if self.rank in ranks:
-                    self._along[groups] = made
-        return self._along[groups]
+                    known[groups] = made
+        return known[groups]
 
     def _meet_within_stages(self, mesh: UnlikeStages, wanted: list[str]) -> None:
         """Makes the groups that stages need among their own ranks, each of which knows of its own only, on all ranks in one order."""
@@ -99,11 +105,12 @@ class Groups:
         dist.all_gather_object(everyone, mine, group=self.host)
         backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
         for ranks in sorted({group for groups in everyone for group in groups} - self._within):
-            with listening_until_met():
-                made = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=self.timeout_s))
+            for known in (self._along, self._beside)[: 1 if self.device.type == "cpu" else 2]:
+                with listening_until_met():
+                    made = dist.new_group(list(ranks), backend=backend, timeout=datetime.timedelta(seconds=self.timeout_s))
+                if self.rank in ranks:
+                    known[(ranks,)] = made
             self._within.add(ranks)
-            if self.rank in ranks:
-                self._along[(ranks,)] = made
 
     def gather(self, mine: torch.Tensor, mesh: Mesh, axes: str, everywhere: bool = False) -> torch.Tensor | None:
         """The equal 1-D parts of the ranks along some axes, one after the other, on the first rank of each such group (or on all);
@@ -146,8 +153,8 @@ class Groups:
 
     def close(self) -> None:
         """Whoever still holds a group by name (an executor) must have been dropped before."""
-        groups = [*self._along.values(), *self._groups.values()]
-        self._along, self._groups = {}, {}
+        groups = [*self._along.values(), *self._beside.values(), *self._groups.values()]
+        self._along, self._beside, self._groups = {}, {}, {}
         while groups:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(groups.pop())
