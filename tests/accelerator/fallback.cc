@@ -278,7 +278,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // The CPU has kernels beside torch's decompositions, which would go before a fallback and give other bits.
   for (const char* name : {"_stack", "_stack.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
                            "native_layer_norm", "native_group_norm", "addr", "addr.out", "linalg__powsum",
-                           "native_channel_shuffle", "mish_backward", "silu_backward",
+                           "native_channel_shuffle", "mish_backward", "silu_backward", "convolution", "convolution_backward",
                            // what the runtime that is tested has for devices without the CPU's
                            "_scaled_dot_product_flash_attention_for_cpu",
                            "_scaled_dot_product_flash_attention_for_cpu_backward"}) {

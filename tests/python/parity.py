@@ -136,7 +136,7 @@ def pieces(batch: dict[str, Tensor], accumulation: int) -> Iterator[dict[str, Te
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    value = value.detach().double().clone()
+    value = value.detach().double().cpu().clone()
     if dist.is_initialized():
         dist.all_reduce(value)
     return float(value) / rank_and_size()[1]
