@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from interlace.report.html import table
+from interlace.report.html import scrolled, table
 from interlace.report.units import bytes_text, percent_text, time_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 640, 240, 70, 34, 14  # of the picture, pixels
@@ -62,7 +62,7 @@ def render_decisions(found: Decisions) -> str:
         "<section><h2>What was decided, and what else was tried</h2>"
         f'<p class="quiet">{escape(found.chosen[0])}: {time_text(found.chosen[1])}, {bytes_text(found.chosen[2])}, '
         "as the search simulated it.</p>"
-        f'<div class="columns"><div>{_picture(found)}<ul class="quiet">{words}</ul></div>'
+        f'<div class="columns"><div>{scrolled(_picture(found))}<ul class="quiet">{words}</ul></div>'
         f"<div>{_worth(found)}{_tried(found)}</div></div></section>"
     )
 
@@ -109,7 +109,7 @@ def _picture(found: Decisions) -> str:
 
     def ring(row: Row, style: str, radius: float) -> str:
         title = f"{row[0]}: {time_text(row[1])}, {bytes_text(row[2])}"
-        return f'<circle cx="{x(row[2]):.1f}" cy="{y(row[1]):.1f}" r="{radius}" {style}><title>{escape(title)}</title></circle>'
+        return f'<circle cx="{x(row[2]):.1f}" cy="{y(row[1]):.1f}" r="{radius}" {style} tabindex="0" data-tip="{escape(title)}"/>'
 
     line = " ".join(f"{x(size):.1f},{y(us):.1f}" for _, us, size in sorted(found.front, key=lambda row: row[2]))
     base = HEIGHT - BOTTOM

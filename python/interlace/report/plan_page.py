@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from interlace.report import html
 from interlace.report.html import document, header, table, tile, tiles_section
+from interlace.report.set_page import presets
 from interlace.report.timeline import Event, Timeline, TraceError, columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
 
-def render_plan(plan: dict[str, Any], trace: str) -> str:
-    """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does."""
+@dataclass
+class Told:
+    """What the terminal says of a plan: lines, and tables of (title, head, rows, columns that are text)."""
+
+    lines: list[str]
+    tables: list[tuple[str, list[str], list[list[str]], tuple[int, ...]]]
+
+
+def render_plan(plan: dict[str, Any], trace: str, told: Told | None = None, hint: str = "") -> str:
+    """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does. `hint`: HTML below the title."""
     timeline = pipeline(trace)
-    data = {
+    data: dict[str, Any] = {
         "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
     }  # fmt: skip
     title = f"{plan['model']} on {plan['cluster']}"
-    what, hint = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
-    sections = [header(title, _notes(plan)), _tiles(plan, timeline), html.timeline(what, "stage", hint), _stages(plan)]
+    what, double = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
+    data["presets"] = presets(timeline)
+    frame = html.timeline(what, "stage", double, tuple(data["presets"]))
+    sections = [header(title, _notes(plan), hint), _tiles(plan, timeline), frame, _stages(plan)]
+    if told is not None:
+        sections += [_lines(told), *(_told_table(number, each) for number, each in enumerate(told.tables))]
     return document(f"Plan: {title}", sections, data)
 
 
@@ -70,6 +85,19 @@ def _tiles(plan: dict[str, Any], timeline: Timeline) -> str:
     idle = 1 - busy / max(1, timeline.span_ns * len(plan["stages"]))
     tiles.append(tile("Idle", percent_text(max(0.0, idle)), "of the stages' time: the pipeline's bubble and waits"))
     return tiles_section(tiles)
+
+
+def _lines(told: Told) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in told.lines)
+    return f'<section><h2>How sure it is</h2><ul class="told">{items}</ul></section>'
+
+
+def _told_table(number: int, told: tuple[str, list[str], list[list[str]], tuple[int, ...]]) -> str:
+    title, head, rows, left = told
+    marks = [*left, *[i for i in range(len(head)) if i not in left]]  # text first, as tables have it
+    cells = [[escape(row[i]) for i in marks] for row in rows]
+    body = table([escape(head[i]) for i in marks], cells, f"told-{number}", len(left))
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
 def _stages(plan: dict[str, Any]) -> str:
