@@ -157,7 +157,7 @@ def plan_page(plan: dict[str, Any], text: str, file: str, found: dict[str, Any] 
     from interlace import _core
     from interlace.report import render_plan
 
-    told = None if found is None else plan_tables.told(found)
+    told = plan_tables.told(found) if found is not None else ([], [])
     return render_plan(plan, _core.plan_trace(text, file), told)
 
 

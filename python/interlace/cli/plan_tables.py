@@ -31,19 +31,12 @@ def show(found: dict[str, Any]) -> None:
         console.print(why_table(found["why_not"]))
 
 
-def told(found: dict[str, Any]) -> Any:
-    """The first plan as its page has it: every line and table that `show` prints."""
-    from interlace.report.plan_page import Told
-
+def told(found: dict[str, Any]) -> tuple[list[str], list[Any]]:
+    """Of the first plan what its page has beside its stages: every line and table that `show` prints."""
     first = found["plans"][0]
-    tables = [stage_table(first["plan"]), byte_table(first["plan"], first["explained"]), time_table(first["plan"], first["explained"])]
+    tables = [byte_table(first["plan"], first["explained"]), time_table(first["plan"], first["explained"])]
     tables += [why_table(found["why_not"])] if found.get("why_not") else []
-    plain = []
-    for table in tables:
-        cells = [list(column.cells) for column in table.columns]
-        left = tuple(i for i, column in enumerate(table.columns) if column.justify == "left")
-        plain.append((str(table.title), [str(c.header) for c in table.columns], [list(row) for row in zip(*cells, strict=True)], left))
-    return Told([*headline(first["plan"], found), *certainty(first, found)], plain)
+    return [*headline(first["plan"], found), *certainty(first, found)], tables
 
 
 def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:

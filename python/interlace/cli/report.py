@@ -81,16 +81,16 @@ def report(
             print_json(run.summary())
         return
     found = given.simulated(program)
-    hint = given.hint(program) if found.estimated else ("", [])
+    hint = given.hint(program) if profile is None else ("", [])
     if isinstance(found, Pipeline):
         title = f"{sim.shown(program)} on {cluster}"
         _write(output, render_set(found.found, found.trace, title, found.notes, found.mesh, found.axis, hint[0]), hint[1])
         if as_json:
             print_json(found.found)
         return
-    _write(output, render(found.report, hint[0]), hint[1])
+    _write(output, render(found, hint[0]), hint[1])
     if as_json:
-        print_json(found.report.summary())
+        print_json(found.summary())
 
 
 @dataclass
@@ -100,13 +100,6 @@ class Pipeline:
     notes: list[str]
     mesh: dict[str, int]
     axis: str
-    estimated: bool
-
-
-@dataclass
-class Step:
-    report: Any
-    estimated: bool
 
 
 @dataclass
@@ -124,11 +117,14 @@ class Given:
     every_rank: bool
     measured: str | None
 
-    def simulated(self, program: str) -> Pipeline | Step:
+    def simulated(self, program: str) -> Any:
+        """A Pipeline, or the Report of one program."""
         from interlace import _core
         from interlace.report import build_report
 
         cluster = self.cluster
+        if program != "-" and not Path(program).exists():
+            raise FileError(f"no such file: {program}")
         if cluster is None:
             raise FileError("no cluster: give --cluster, a file or a preset such as h100-80gb-8")
         with Work() as work:
@@ -141,7 +137,7 @@ class Given:
             notes = [f"mesh {self.mesh}", f"{self.accumulation} micro-batches", f"order {self.stage_order}"]
             notes.append(f"times from {self.profile or 'estimates'}")
             mesh = _core.Program.parse(stages.texts()[0][1]).mesh
-            return Pipeline(json.loads(text), trace, notes, mesh, stages.axis, self.profile is None)
+            return Pipeline(json.loads(text), trace, notes, mesh, stages.axis)
         step = trace_of(self.measured) if self.measured is not None else None
         loaded = sim.load_program(program, self.mesh, cluster, self.accumulation)
         simulate = sim.simulator(loaded, program, cluster, self.profile, self.slow, self.every_rank, self.machine, self.foreign)
@@ -149,7 +145,7 @@ class Given:
         facts |= {"profile": self.profile} if self.profile is not None else {}
         facts |= {"measured": self.measured} if self.measured is not None else {}
         with Work() as work:
-            return Step(build_report(loaded, simulate, facts, step, work.update), self.profile is None)
+            return build_report(loaded, simulate, facts, step, work.update)
 
     def side(self, name: str) -> Any:
         """One of two: a run, log or trace, else a program."""
@@ -160,7 +156,7 @@ class Given:
         found = self.simulated(name)
         if isinstance(found, Pipeline):
             return side_of_set(sim.shown(name), found.found, found.trace, {"program": sim.shown(name)})
-        return side_of_report(sim.shown(name), found.report)
+        return side_of_report(sim.shown(name), found)
 
     def hint(self, program: str) -> tuple[str, list[str]]:
         """What to type for measured times, for the page and for the terminal."""
@@ -173,6 +169,7 @@ class Given:
         what = f"--program {shlex.quote(program)} " if laid_out else ""
         first = f"interlace profile {what}--ranks {ranks} --export here.profile"
         mesh = f"--mesh {self.mesh} " if self.mesh else ""
+        mesh += f"--accumulation {self.accumulation} " if self.accumulation > 1 else ""
         commands = [first, f"interlace report {shlex.quote(program)} {mesh}--cluster {shlex.quote(str(self.cluster))} --profile here.profile"]
         return hint_to_measure(commands), ["times are estimates; for measured ones, on that machine:", *(f"  {c}" for c in commands)]
 

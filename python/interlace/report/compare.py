@@ -151,23 +151,24 @@ def _tiles(a: Side, b: Side) -> str:
     return tiles_section(tiles) if tiles else ""
 
 
+def _row(name: str, kind: str, of_a: float | None, of_b: float | None, more_is_better: bool = False) -> list[str]:
+    return [name, shown(of_a, kind), shown(of_b, kind), change(of_a, of_b, more_is_better)]
+
+
 def _figures(a: Side, b: Side) -> str:
     rows = []
     for name in {**a.figures, **b.figures}:
-        kind = (a.figures.get(name) or b.figures[name])[1]
-        left, right = (side.figures[name][0] if name in side.figures else None for side in (a, b))
-        rows.append([escape(name), shown(left, kind), shown(right, kind), change(left, right, name.startswith("Tokens"))])
+        none = (None, (a.figures.get(name) or b.figures[name])[1])
+        (left, kind), (right, _) = a.figures.get(name, none), b.figures.get(name, none)
+        rows.append(_row(escape(name), kind, left, right, name.startswith("Tokens")))
     return f"<section><h2>Figures</h2>{table(['', 'A', 'B', 'change'], rows, 'figures')}</section>"
 
 
 def _lanes(a: Side, b: Side) -> str:
     rows = []
     for name in {**a.lanes, **b.lanes}:
-        cells = [dot(f"c-{lane_kind(name)}", name)]
-        for i in range(2):
-            left, right = (side.lanes[name][i] if name in side.lanes else None for side in (a, b))
-            cells += [shown(left, "us"), shown(right, "us"), change(left, right)]
-        rows.append(cells)
+        (busy_a, exposed_a), (busy_b, exposed_b) = (side.lanes.get(name, (None, None)) for side in (a, b))
+        rows.append(_row(dot(f"c-{lane_kind(name)}", name), "us", busy_a, busy_b) + _row("", "us", exposed_a, exposed_b)[1:])
     head = ["lane", "busy A", "busy B", "", "exposed A", "exposed B", ""]
     return f"<section><h2>Lanes</h2>{table(head, rows, 'lanes-of-both')}</section>" if rows else ""
 
@@ -176,9 +177,8 @@ def _memory(a: Side, b: Side) -> str:
     rows = []
     for name in sorted({**a.memory, **b.memory}, key=lambda n: (-max(a.memory.get(n, 0), b.memory.get(n, 0)), n)):
         left, right = (side.memory.get(name, 0.0 if side.memory else None) for side in (a, b))
-        rows.append([dot(f"k-{name.replace(' ', '-')}", name), shown(left, "bytes"), shown(right, "bytes"), change(left, right)])
-    head = ["kind or stage", "A", "B", "change"]
-    return f"<section><h2>Memory at the peak</h2>{table(head, rows, 'memory-of-both')}</section>" if rows else ""
+        rows.append(_row(dot(f"k-{name.replace(' ', '-')}", name), "bytes", left, right))
+    return f"<section><h2>Memory at the peak</h2>{table(['', 'A', 'B', 'change'], rows, 'memory-of-both')}</section>" if rows else ""
 
 
 def _words(a: Side, b: Side) -> str:

@@ -96,7 +96,9 @@ def _tried(found: Decisions) -> str:
 def _picture(found: Decisions) -> str:
     """Memory (across) against step time (up): the front as a line, what else was tried as rings, the limit as a dashed line."""
     points = [found.chosen, *found.front, *found.heuristics]
-    sizes = [size for _, _, size in points] + ([found.limit] if found.limit is not None else [])
+    sizes = [size for _, _, size in points]
+    limit = found.limit if found.limit is not None and found.limit < 2 * max(sizes) else None  # far away it would squeeze the points
+    sizes += [limit] if limit is not None else []
     times = [us for _, us, _ in points]
     least, most = min(sizes), max(max(sizes), min(sizes) * 1.001)
     fast, slow = min(times), max(max(times), min(times) * 1.001)
@@ -118,8 +120,8 @@ def _picture(found: Decisions) -> str:
         f'<path d="M{LEFT} {EDGE}V{base}H{WIDTH}" fill="none" stroke="var(--line)"/>',
         f'<polyline points="{line}" fill="none" stroke="var(--accent)" stroke-width="1.5"/>',
     ]
-    if found.limit is not None:
-        at = x(found.limit)
+    if limit is not None:
+        at = x(limit)
         parts.append(f'<path d="M{at:.1f} {EDGE}V{base}" stroke="var(--bad)" stroke-dasharray="4 3"/>')
         parts.append(f'<text x="{at - 4:.1f}" y="{EDGE + 10}" text-anchor="end" fill="var(--bad)">limit</text>')
     parts += [ring(row, 'fill="none" stroke="var(--quiet)"', 4) for row in found.heuristics]

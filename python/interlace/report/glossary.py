@@ -43,6 +43,7 @@ def explained(page: str) -> tuple[str, dict[str, tuple[str, str]]]:
             return match[0]
         used[word] = words()[word]
         at, end = found.span() if found else (0, len(text))
-        return f'{before}{text[:at]}<dfn tabindex="0" data-term="{escape(word)}" aria-describedby="tip">{text[at:end]}</dfn>{text[end:]}{after}'
+        marked = f'<dfn tabindex="0" data-term="{escape(word)}" aria-describedby="tip">{text[at:end]}</dfn>'
+        return f"{before}{text[:at]}{marked}{text[end:]}{after}"
 
     return _HEADING.sub(mark, page), used

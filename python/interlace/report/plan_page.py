@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -14,16 +13,8 @@ from interlace.report.timeline import Event, Timeline, TraceError, columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
 
-@dataclass
-class Told:
-    """What the terminal says of a plan: lines, and tables of (title, head, rows, columns that are text)."""
-
-    lines: list[str]
-    tables: list[tuple[str, list[str], list[list[str]], tuple[int, ...]]]
-
-
-def render_plan(plan: dict[str, Any], trace: str, told: Told | None = None, hint: str = "") -> str:
-    """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does. `hint`: HTML below the title."""
+def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[Any]] = ([], [])) -> str:
+    """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does; `told`: lines and rich tables."""
     timeline = pipeline(trace)
     data: dict[str, Any] = {
         "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
@@ -33,9 +24,11 @@ def render_plan(plan: dict[str, Any], trace: str, told: Told | None = None, hint
     what, double = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
     data["presets"] = presets(timeline)
     frame = html.timeline(what, "stage", double, tuple(data["presets"]))
-    sections = [header(title, _notes(plan), hint), _tiles(plan, timeline), frame, _stages(plan)]
-    if told is not None:
-        sections += [_lines(told), *(_told_table(number, each) for number, each in enumerate(told.tables))]
+    sections = [header(title, _notes(plan)), _tiles(plan, timeline), frame, _stages(plan)]
+    if told[0]:
+        items = "".join(f"<li>{escape(line)}</li>" for line in told[0])
+        sections.append(f'<section><h2>What was found</h2><ul class="told">{items}</ul></section>')
+    sections += [_told(number, each) for number, each in enumerate(told[1])]
     return document(f"Plan: {title}", sections, data)
 
 
@@ -87,17 +80,12 @@ def _tiles(plan: dict[str, Any], timeline: Timeline) -> str:
     return tiles_section(tiles)
 
 
-def _lines(told: Told) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in told.lines)
-    return f'<section><h2>How sure it is</h2><ul class="told">{items}</ul></section>'
-
-
-def _told_table(number: int, told: tuple[str, list[str], list[list[str]], tuple[int, ...]]) -> str:
-    title, head, rows, left = told
-    marks = [*left, *[i for i in range(len(head)) if i not in left]]  # text first, as tables have it
-    cells = [[escape(row[i]) for i in marks] for row in rows]
-    body = table([escape(head[i]) for i in marks], cells, f"told-{number}", len(left))
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+def _told(number: int, shown: Any) -> str:
+    """A table of the terminal; columns of text come first here."""
+    order = sorted(shown.columns, key=lambda column: column.justify != "left")
+    rows = [[escape(cell) for cell in row] for row in zip(*(column.cells for column in order), strict=True)]
+    left = sum(column.justify == "left" for column in order)
+    return f"<section><h2>{escape(str(shown.title))}</h2>{table([escape(c.header) for c in order], rows, f'told-{number}', left)}</section>"
 
 
 def _stages(plan: dict[str, Any]) -> str:

@@ -119,13 +119,12 @@ def _ranks_text(ranks: list[int]) -> str:
 
 def _memory(found: dict[str, Any], mesh: dict[str, int], axis: str) -> str:
     stages, limit = found["stages"], found["limit_bytes"]
-    most = max(limit, *(stage["peak_bytes"] for stage in stages)) if limit else max(stage["peak_bytes"] for stage in stages)
-    chunks = max(1, len(stages) // mesh[axis]) if axis in mesh else 1
+    most = max(stage["peak_bytes"] for stage in stages) or 1
     rows = []
     for i, stage in enumerate(stages):
-        ranks = _ranks_text(ranks_of(mesh, axis, i % mesh[axis])) if axis in mesh and chunks == 1 else "&ndash;"
+        ranks = _ranks_text(ranks_of(mesh, axis, i)) if mesh.get(axis) == len(stages) else "&ndash;"
         peak, lasting = stage["peak_bytes"], stage["persistent_bytes"]
-        bars = "".join(f'<span class="k-{kind}" style="width:{100 * size / (most or 1):.2f}%"></span>'
+        bars = "".join(f'<span class="k-{kind}" style="width:{100 * size / most:.2f}%"></span>'
                        for kind, size in (("parameters", lasting), ("activations", peak - lasting)))  # fmt: skip
         over = "" if stage["fits"] else "<small>does not fit</small>"
         rows.append([
