@@ -5,6 +5,7 @@ A side is a program that was simulated, a pipeline of programs, a trace, or a ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -77,7 +78,7 @@ def side_of_run(run: Run) -> Side:
         for label, key, kind, scale in (
             ("Step time", "seconds", "us", 1e6), ("Tokens per second", "tokens_per_second", "count", 1),
             ("Peak memory", "memory_bytes", "bytes", 1), ("Loss, last", "loss", "number", 1),
-            ("Evaluation loss, last", "eval_loss", "number", 1), ("Steps", "steps", "count", 1),
+            ("Evaluation loss, last", "eval_loss", "number", 1), ("Steps", "steps", "number", 1),
         ):  # fmt: skip
             if found[key] is not None:
                 side.figures[label] = (found[key] * scale, kind)
@@ -125,7 +126,8 @@ def render_compared(a: Side, b: Side, hint: str = "") -> str:
 def shown(value: float | None, kind: str) -> str:
     if value is None:
         return "&ndash;"
-    return {"us": time_text, "bytes": bytes_text, "count": count_text, "number": lambda v: f"{v:.4g}"}[kind](value)
+    forms: dict[str, Callable[[Any], str]] = {"us": time_text, "bytes": bytes_text, "count": count_text}
+    return forms[kind](value) if kind in forms else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def change(a: float | None, b: float | None, more_is_better: bool = False) -> str:
@@ -182,6 +184,8 @@ def _memory(a: Side, b: Side) -> str:
 
 
 def _words(a: Side, b: Side) -> str:
+    if not a.words or not b.words:
+        return ""
     found = compared(a, b)["differs"]
     rows = [[escape(name), *(escape(pair[s]) if pair[s] is not None else "&ndash;" for s in "ab")] for name, pair in found.items()]
     note = f"Settings and decisions that are not the same; {len({**a.words, **b.words}) - len(rows)} are."

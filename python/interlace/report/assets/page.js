@@ -96,6 +96,14 @@ for (const box of document.querySelectorAll(".scroll")) {
   new ResizeObserver(mark).observe(box);
 }
 
+// On a phone each cell says which column it is of.
+for (const table of document.querySelectorAll("main table")) {
+  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of table.tBodies[0].rows) {
+    [...row.cells].forEach((cell, i) => { if (heads[i] && (i > 0 || /^[\d\u2013-]+$/.test(cell.textContent))) cell.dataset.head = heads[i]; });
+  }
+}
+
 // ---- tree, theme ----
 const treeRows = [...document.querySelectorAll("#modules tbody tr")];
 function twist(row) {
