@@ -74,10 +74,15 @@ function tipOf(element, html) {
     const box = element.getBoundingClientRect();
     showTip(html, Math.min(box.left, window.innerWidth - 60), box.bottom - 12);
   };
+  element.placeTip = show;
   for (const name of ["pointerenter", "focus", "click"]) element.addEventListener(name, show);
   for (const name of ["pointerleave", "blur"]) element.addEventListener(name, hideTip);
 }
-window.addEventListener("scroll", hideTip, {passive: true});
+// What has the focus keeps its tip: the focus itself scrolls the page.
+window.addEventListener("scroll", () => {
+  const focused = document.activeElement;
+  if (!tip.hidden && focused.placeTip) focused.placeTip(); else hideTip();
+}, {passive: true});
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
 for (const term of document.querySelectorAll("dfn")) {
   const [field, here] = data.glossary[term.dataset.term];
