@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from interlace.cli import plan_tables
 from interlace.cli import simulation as sim
 from interlace.cli.console import Work, err, print_json, seconds
 from interlace.cli.plan_tables import show
@@ -91,6 +92,7 @@ def plan(
     over_memory: Annotated[
         bool, typer.Option("--over-memory", help="Of a plan file: predict it although it does not fit, and say by how much.")
     ] = False,
+    page: Annotated[str | None, typer.Option("--page", help="Also write everything that is printed as an HTML page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     if export is not None and export[0] not in EXPORTS:
@@ -134,6 +136,10 @@ def plan(
             err().print(f"wrote {file}")
             for line in inexpressible:
                 err().print(f"  cannot be said there: {line}", markup=False)
+    if page is not None:
+        best = found["plans"][0]
+        write_text(page, plan_page(best["plan"], best["text"], output or "the plan", found))
+        err().print(f"wrote {page}")
     if as_json:
         print_json(found)
         return
@@ -144,6 +150,15 @@ def plan(
         one = found["plans"][0]["plan"]
         train = f"interlace train --plan {output}\n      " if can_run(one) else ""
         print(f"next: {train}interlace report --plan {output}")
+
+
+def plan_page(plan: dict[str, Any], text: str, file: str, found: dict[str, Any] | None) -> str:
+    """The HTML page of a plan, with all that the terminal shows where it was predicted here (`found`)."""
+    from interlace import _core
+    from interlace.report import render_plan
+
+    told = plan_tables.told(found) if found is not None else ([], [])
+    return render_plan(plan, _core.plan_trace(text, file), told)
 
 
 def _needed(option: str, value: Any, example: str) -> Any:

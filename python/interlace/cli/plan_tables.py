@@ -31,6 +31,14 @@ def show(found: dict[str, Any]) -> None:
         console.print(why_table(found["why_not"]))
 
 
+def told(found: dict[str, Any]) -> tuple[list[str], list[Any]]:
+    """Of the first plan what its page has beside its stages: every line and table that `show` prints."""
+    first = found["plans"][0]
+    tables = [byte_table(first["plan"], first["explained"]), time_table(first["plan"], first["explained"])]
+    tables += [why_table(found["why_not"])] if found.get("why_not") else []
+    return [*headline(first["plan"], found), *certainty(first, found)], tables
+
+
 def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
     tokens = plan["samples_per_s"] * plan["sequence"]
     flash = "flash attention" if plan["flash_attention"] else "attention scores in memory"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from interlace.report.html import table
+from interlace.report.html import scrolled, table
 from interlace.report.units import bytes_text, percent_text, time_text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 640, 240, 70, 34, 14  # of the picture, pixels
@@ -62,7 +62,7 @@ def render_decisions(found: Decisions) -> str:
         "<section><h2>What was decided, and what else was tried</h2>"
         f'<p class="quiet">{escape(found.chosen[0])}: {time_text(found.chosen[1])}, {bytes_text(found.chosen[2])}, '
         "as the search simulated it.</p>"
-        f'<div class="columns"><div>{_picture(found)}<ul class="quiet">{words}</ul></div>'
+        f'<div class="columns"><div>{scrolled(_picture(found))}<ul class="quiet">{words}</ul></div>'
         f"<div>{_worth(found)}{_tried(found)}</div></div></section>"
     )
 
@@ -96,7 +96,9 @@ def _tried(found: Decisions) -> str:
 def _picture(found: Decisions) -> str:
     """Memory (across) against step time (up): the front as a line, what else was tried as rings, the limit as a dashed line."""
     points = [found.chosen, *found.front, *found.heuristics]
-    sizes = [size for _, _, size in points] + ([found.limit] if found.limit is not None else [])
+    sizes = [size for _, _, size in points]
+    limit = found.limit if found.limit is not None and found.limit < 2 * max(sizes) else None  # far away it would squeeze the points
+    sizes += [limit] if limit is not None else []
     times = [us for _, us, _ in points]
     least, most = min(sizes), max(max(sizes), min(sizes) * 1.001)
     fast, slow = min(times), max(max(times), min(times) * 1.001)
@@ -109,7 +111,7 @@ def _picture(found: Decisions) -> str:
 
     def ring(row: Row, style: str, radius: float) -> str:
         title = f"{row[0]}: {time_text(row[1])}, {bytes_text(row[2])}"
-        return f'<circle cx="{x(row[2]):.1f}" cy="{y(row[1]):.1f}" r="{radius}" {style}><title>{escape(title)}</title></circle>'
+        return f'<circle cx="{x(row[2]):.1f}" cy="{y(row[1]):.1f}" r="{radius}" {style} tabindex="0" data-tip="{escape(title)}"/>'
 
     line = " ".join(f"{x(size):.1f},{y(us):.1f}" for _, us, size in sorted(found.front, key=lambda row: row[2]))
     base = HEIGHT - BOTTOM
@@ -118,8 +120,8 @@ def _picture(found: Decisions) -> str:
         f'<path d="M{LEFT} {EDGE}V{base}H{WIDTH}" fill="none" stroke="var(--line)"/>',
         f'<polyline points="{line}" fill="none" stroke="var(--accent)" stroke-width="1.5"/>',
     ]
-    if found.limit is not None:
-        at = x(found.limit)
+    if limit is not None:
+        at = x(limit)
         parts.append(f'<path d="M{at:.1f} {EDGE}V{base}" stroke="var(--bad)" stroke-dasharray="4 3"/>')
         parts.append(f'<text x="{at - 4:.1f}" y="{EDGE + 10}" text-anchor="end" fill="var(--bad)">limit</text>')
     parts += [ring(row, 'fill="none" stroke="var(--quiet)"', 4) for row in found.heuristics]

@@ -6,7 +6,7 @@ from html import escape
 
 from interlace.report.build import Report
 from interlace.report.decisions import render_decisions
-from interlace.report.html import document, dot, header, meter, table, tile, tiles_section, timeline
+from interlace.report.html import document, dot, header, meter, scrolled, table, tile, tiles_section, timeline
 from interlace.report.modules import Row
 from interlace.report.timeline import columns, lane_kind
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
@@ -16,11 +16,11 @@ MOST_HOLDERS = 16
 OPEN_MODULES = 12  # rows of the module table that are open at first
 
 
-def render(report: Report) -> str:
-    """The whole file."""
+def render(report: Report, hint: str = "") -> str:
+    """The whole file. `hint`: HTML below the title."""
     title = report.facts.get("model") or report.facts.get("program", "program")
     sections = [
-        _header(report, title), _tiles(report), timeline(
+        _header(report, title, hint), _tiles(report), timeline(
             f"{'Predicted over measured' if report.measured is not None else 'Predicted'}, rank {report.predicted.rank}", "lane",
             "an op to fill the view with it; the red line marks the critical path.",
         ), '<div class="columns"><div>', _exposed(report),
@@ -37,7 +37,7 @@ def render(report: Report) -> str:
     return document(f"{title} on {report.forecast['cluster']}", sections, data)
 
 
-def _header(report: Report, title: str) -> str:
+def _header(report: Report, title: str, hint: str) -> str:
     forecast = report.forecast
     ranks = forecast["ranks"]
     notes = [f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {forecast['cluster']}"]
@@ -51,7 +51,7 @@ def _header(report: Report, title: str) -> str:
     warning = ""
     if profile["foreign"]:
         warning = f'<p class="warning">The profile is of another machine: {escape(profile["fingerprint"])}</p>'
-    return header(title, notes, warning)
+    return header(title, notes, warning + hint)
 
 
 def _tiles(report: Report) -> str:
@@ -97,7 +97,7 @@ def _exposed(report: Report) -> str:
         rows.append(row)
     head = ["lane", "transfers", "bytes", "busy", "exposed", "of the step"]
     alone = '<p class="quiet">One rank alone: nothing is transferred.</p>'
-    body = table(head, rows, "exposed", spare=(1,)) if rows else alone
+    body = table(head, rows, "exposed") if rows else alone
     return f'<section><h2>Exposed communication</h2><p class="quiet">A lane is busy and nothing is computed.</p>{body}</section>'
 
 
@@ -112,7 +112,7 @@ def _what_if(report: Report) -> str:
         bar = meter(row["step_us"] / largest, "base" if base else tone)
         label, bound = escape(row["label"]), escape(row["bound"])
         rows.append([label, time_text(row["step_us"]) + bar, change, time_text(row["exposed_us"]), bound])
-    body = table(["change", "step", "", "exposed", "bound by"], rows, "what-if", spare=(4,))
+    body = table(["change", "step", "", "exposed", "bound by"], rows, "what-if")
     return f'<section><h2>What if</h2><p class="quiet">Each row is the same program, simulated again.</p>{body}</section>'
 
 
@@ -154,7 +154,7 @@ def _memory(report: Report) -> str:
         f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
         f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
         f"{_arena(report)}<h3>What fills the peak</h3>"
-        f"{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2, (2, 4))}</section>"
+        f"{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2)}</section>"
     )
 
 
@@ -202,7 +202,7 @@ def _path(report: Report) -> str:
     if rest:
         others = f'<span class="quiet">{len(report.blame) - MOST_BLAME} others</span>'
         rows.append([others, "", time_text(rest), percent_text(rest / step), ""])
-    body = table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2, (3, 4))
+    body = table(["module", "lane", "time", "of the step", "by sharing"], rows, "path", 2)
     return (
         '<section><h2>Critical path</h2><p class="quiet">The chain of ops and transfers that makes the step as long as it is.</p>'
         f'<div class="stripe">{stripe}</div><ul class="kinds">{named}</ul>{body}</section>'
@@ -243,7 +243,8 @@ def _modules(report: Report) -> str:
     titles = "".join(f"<th{'' if i == 0 else ' class=n'}>{title}</th>" for i, title in enumerate(head))
     return (
         '<section><h2>Modules</h2><p class="quiet">Time of all ops of a module and of those in it; numbered ones are one row.</p>'
-        f'<div class="scroll"><table id="modules"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div></section>'
+        + scrolled(f'<table id="modules"><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table>')
+        + "</section>"
     )
 
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from typing import Any
 
 from interlace.report import html
 from interlace.report.html import document, header, table, tile, tiles_section
+from interlace.report.set_page import presets
 from interlace.report.timeline import Event, Timeline, TraceError, columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
 
-def render_plan(plan: dict[str, Any], trace: str) -> str:
-    """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does."""
+def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[Any]] = ([], [])) -> str:
+    """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does; `told`: lines and rich tables."""
     timeline = pipeline(trace)
-    data = {
+    data: dict[str, Any] = {
         "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
     }  # fmt: skip
     title = f"{plan['model']} on {plan['cluster']}"
-    what, hint = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
-    sections = [header(title, _notes(plan)), _tiles(plan, timeline), html.timeline(what, "stage", hint), _stages(plan)]
+    what, double = f"{len(plan['stages'])} stage(s), 1F1B", "a pass to fill the view with it."
+    data["presets"] = presets(timeline)
+    frame = html.timeline(what, "stage", double, tuple(data["presets"]))
+    sections = [header(title, _notes(plan)), _tiles(plan, timeline), frame, _stages(plan)]
+    if told[0]:
+        items = "".join(f"<li>{escape(line)}</li>" for line in told[0])
+        sections.append(f'<section><h2>What was found</h2><ul class="told">{items}</ul></section>')
+    sections += [_told(number, each) for number, each in enumerate(told[1])]
     return document(f"Plan: {title}", sections, data)
 
 
@@ -70,6 +78,14 @@ def _tiles(plan: dict[str, Any], timeline: Timeline) -> str:
     idle = 1 - busy / max(1, timeline.span_ns * len(plan["stages"]))
     tiles.append(tile("Idle", percent_text(max(0.0, idle)), "of the stages' time: the pipeline's bubble and waits"))
     return tiles_section(tiles)
+
+
+def _told(number: int, shown: Any) -> str:
+    """A table of the terminal; columns of text come first here."""
+    order = sorted(shown.columns, key=lambda column: column.justify != "left")
+    rows = [[escape(cell) for cell in row] for row in zip(*(column.cells for column in order), strict=True)]
+    left = sum(column.justify == "left" for column in order)
+    return f"<section><h2>{escape(str(shown.title))}</h2>{table([escape(c.header) for c in order], rows, f'told-{number}', left)}</section>"
 
 
 def _stages(plan: dict[str, Any]) -> str:

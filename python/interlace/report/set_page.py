@@ -18,17 +18,23 @@ CAUSES = {
 }  # fmt: skip
 
 
-def render_set(found: dict[str, Any], trace: str, title: str, notes: list[str]) -> str:
-    """The whole file. `found` and `trace` as `_core.simulate_set` gives them with output "json" and "trace"."""
+def render_set(
+    found: dict[str, Any], trace: str, title: str, notes: list[str], mesh: dict[str, int] | None = None, axis: str = "pp",
+    hint: str = "",
+) -> str:  # fmt: skip
+    """The whole file. `found` and `trace` as `_core.simulate_set` gives them with output "json" and "trace"; `mesh` with the sizes of
+    all axes, the last one fastest, tells which ranks are of a stage. `hint`: HTML below the title."""
     timeline = runs(trace)
-    data = {
+    data: dict[str, Any] = {
         "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": found["limit_bytes"],
     }  # fmt: skip
-    hint = "a run to fill the view with it."
+    data["presets"] = presets(timeline)
+    double = "a run to fill the view with it."
     what = f"{len(found['stages'])} stages, what each runs when"
     sections = [
-        header(title, notes), _tiles(found), html.timeline(what, "stage", hint), _stages(found), _path(found), _modules(found),
+        header(title, notes, hint), _tiles(found), html.timeline(what, "stage", double, tuple(data["presets"])), _stages(found),
+        _memory(found, mesh or {}, axis), _path(found), _modules(found),
     ]  # fmt: skip
     return document(f"Pipeline: {title}", sections, data)
 
@@ -77,6 +83,57 @@ def _merged(entries: list[dict[str, Any]], gap_ns: int) -> list[Event]:
         else:
             out.append(event)
     return out
+
+
+def presets(timeline: Timeline) -> dict[str, list[int]]:
+    """Stretches of a pipeline, in ns: its start, until the last stage has work; its end, from the last backward pass of the stage that
+    is first to have none left; and what lies between."""
+    lanes = [[e for e in es if not e.wait] for name, es in timeline.lanes.items() if name.startswith("stage ")]
+    lanes = [events for events in lanes if events]
+    if len(lanes) < 2:
+        return {}
+    span = timeline.span_ns
+    filled = max(events[0].end_ns for events in lanes)
+    backward = [[e for e in events if e.part == "bwd"] or events for events in lanes]
+    drains = min(events[-1].start_ns for events in backward)
+    out = {"Start": [0, min(span, filled + filled // 2)], "End": [max(0, drains - (span - drains) // 2), span]}
+    if drains > filled:
+        out = {"Start": out["Start"], "Between": [filled, drains], "End": out["End"]}
+    return out
+
+
+def ranks_of(mesh: dict[str, int], axis: str, index: int) -> list[int]:
+    """The ranks whose place along `axis` is `index`; the last axis is the fastest."""
+    found = [0]
+    for name, size in mesh.items():
+        found = [rank * size + at for rank in found for at in ([index] if name == axis else range(size))]
+    return found
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """ "0-3", "0, 2", "0, 4, ... 28"."""
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}&ndash;{ranks[-1]}"
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, &hellip; {ranks[-1]}"
+
+
+def _memory(found: dict[str, Any], mesh: dict[str, int], axis: str) -> str:
+    stages, limit = found["stages"], found["limit_bytes"]
+    most = max(stage["peak_bytes"] for stage in stages) or 1
+    rows = []
+    for i, stage in enumerate(stages):
+        ranks = _ranks_text(ranks_of(mesh, axis, i)) if mesh.get(axis) == len(stages) else "&ndash;"
+        peak, lasting = stage["peak_bytes"], stage["persistent_bytes"]
+        bars = "".join(f'<span class="k-{kind}" style="width:{100 * size / most:.2f}%"></span>'
+                       for kind, size in (("parameters", lasting), ("activations", peak - lasting)))  # fmt: skip
+        over = "" if stage["fits"] else "<small>does not fit</small>"
+        rows.append([
+            str(i), ranks, f'{bytes_text(peak)}<span class="meter">{bars}</span>{over}', percent_text(peak / limit) if limit else "",
+            bytes_text(lasting), bytes_text(peak - lasting), bytes_text(stage["input_bytes"]),
+        ])  # fmt: skip
+    head = ["stage", "each of the ranks", "peak", "of the limit", "lasting", "of a step", "inputs"]
+    note = f"Of each rank, all ranks of a stage alike; the limit is {bytes_text(limit)}. Inputs belong to the caller."
+    return f'<section><h2>Memory by stage and rank</h2><p class="quiet">{note}</p>{table(head, rows, "memory-by-stage", 2)}</section>'
 
 
 def _bubble(stage: dict[str, Any]) -> float:

@@ -1,0 +1,85 @@
+"""What `interlace report` may be given instead of a program: a run's folder or checkpoint, its log, a trace of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from interlace.cli.program_file import FileError
+from interlace.cli.run_config import CONFIG_FILE, read_config
+from interlace.cli.run_record import RUN_FILE, RunRecord
+from interlace.cli.settings import SettingError
+from interlace.report import Run, Timeline, read_log, read_trace
+
+
+def run_of(name: str) -> Run | None:
+    """None: it is a program. Error: what is there but cannot be read."""
+    path = Path(name)
+    if path.is_dir():
+        return _folder(path)
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        begin = file.read(4096).lstrip()
+    if not begin.startswith((b"{", b"[")):
+        return None
+    if begin.startswith(b"[") or b'"traceEvents"' in begin or b'"step"' not in begin.split(b"\n")[0]:
+        return Run(name, trace=trace_of(name))
+    return Run(name, log=read_log(_text(path), name))
+
+
+def trace_of(file: str) -> Timeline:
+    path = Path(file)
+    if path.is_dir():
+        raise FileError(f"{file} is a folder: name a trace file")
+    try:
+        return read_trace(path.read_bytes(), file)
+    except FileNotFoundError:
+        raise FileError(f"no such file: {file}") from None
+    except OSError as error:
+        raise FileError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _folder(folder: Path) -> Run:
+    """A run's folder or one checkpoint of it: its settings, and what its log and its trace hold, where they still are."""
+    newest = sorted((f for f in folder.glob("*") if (f / RUN_FILE).is_file()), key=lambda f: f.stat().st_mtime)
+    place = folder if (folder / RUN_FILE).is_file() or not newest else newest[-1]
+    if not (place / RUN_FILE).is_file():
+        raise FileError(
+            f"{folder} is a folder without a run (no {RUN_FILE}): name a program, a log of interlace train --log, a trace, "
+            "or what --save wrote"
+        )
+    record = RunRecord.load(place)
+    run = Run(str(folder), settings={"steps done": str(record.step)})
+    run.settings |= {name: str(value) for name, value in record.settings.items() if value is not None}
+    options = _options(place)
+    if (log := _there(options.get("log"), place)) is not None:
+        run.log = read_log(_text(log), str(log))
+    if (trace := _there(options.get("trace"), place)) is not None:
+        run.trace = trace_of(str(trace))
+    return run
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    """Of run.toml; none where it is missing or from elsewhere."""
+    try:
+        return read_config(str(folder / CONFIG_FILE))
+    except SettingError:
+        return {}
+
+
+def _there(file: Any, folder: Path) -> Path | None:
+    """A file that the run's options name, where it was written or beside the run."""
+    if not file:
+        return None
+    found = (each for each in (Path(file), folder / Path(file).name, folder.parent / Path(file).name) if each.is_file())
+    return next(found, None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise FileError(f"{path} is no log: it is not UTF-8 text") from None
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
