@@ -8,7 +8,7 @@ import torch
 
 MATMUL_BOUND = {"hidden": 512, "layers": 6, "heads": 8, "inter": 1376, "vocab": 512, "tokens": 512}  # 19.5 M parameters
 GPT2_MATMUL_BOUND = {"family": "gpt2", "hidden": 512, "layers": 6, "heads": 8, "vocab": 512, "tokens": 512}  # 19.7 M
-VIT_MATMUL_BOUND = {"family": "vit", "hidden": 512, "layers": 6, "heads": 8, "vocab": 512, "image": 224, "patch": 16, "rows": 4}  # 4 x 197 tokens
+VIT_MATMUL_BOUND = {"family": "vit", "hidden": 512, "layers": 6, "heads": 8, "vocab": 512, "image": 224, "patch": 16, "rows": 4}
 OVERHEAD_BOUND = {"hidden": 64, "layers": 12, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64}
 
 
