@@ -1,0 +1,132 @@
+"""One way to train, on every rank of a run: steps timed on the device, the allocator's peak, losses. accelerator_check.py starts it, a
+process a rank with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR as torchrun sets them; rank 0 prints one line of JSON.
+
+torchrun --nproc-per-node 4 bench/accelerator_worker.py --method fsdp2 --device cuda --size 0.5g
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import blocks_of, causal_loss, llama, token_batch
+from common import quartiles
+
+import interlace
+
+SIZES = {
+    "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
+    "tiny": {"hidden": 64, "layers": 2, "heads": 4, "inter": 172, "vocab": 512, "tokens": 64},
+}
+METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace")
+LOSSES = 4  # of the first steps are compared between methods
+SETTLE = 60  # steps at most until our schedule has done what it will
+Facts = dict[str, Any]
+
+
+def plain(method: str, size: dict[str, Any], device: torch.device, batch: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A step of PyTorch's own."""
+    model: Any = llama(size, torch.bfloat16).to(device)
+    if method == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks_of(model):
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    run: Any = model
+    if method == "ddp":
+        run = torch.nn.parallel.DistributedDataParallel(model)
+    if method == "torch.compile":
+        run = torch.compile(model)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = causal_loss(run, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def timed(step: Callable[[], torch.Tensor], rounds: int) -> list[float]:
+    """Seconds of every step, to the end of what it gave the device."""
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        step()
+        torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def allocator_peak(device: torch.device) -> int | None:
+    """Bytes, where the backend counts them."""
+    try:
+        return int(torch.accelerator.max_memory_allocated(device))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int) -> Facts:
+    rank = int(os.environ.get("RANK", "0"))
+    batch = {name: tensor.to(device) for name, tensor in token_batch(size, rank=rank).items()}
+    facts: Facts = {"method": method}
+    trainer = None
+    if method == "interlace":
+        model = llama(size, torch.bfloat16).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+        begin = time.perf_counter()
+        trainer = interlace.compile(model, optimizer, causal_loss, batch)
+        facts["compile_s"] = time.perf_counter() - begin
+        ours = trainer
+
+        def step() -> torch.Tensor:
+            return ours.step(batch)
+    else:
+        step = plain(method, size, device, batch)
+    facts["losses"] = [float(step()) for _ in range(LOSSES)]
+    if trainer is not None:
+        facts["steps_to_settle"] = next((n for n in range(SETTLE) if trainer.settled or trainer.step(batch) is None), SETTLE)
+    low, middle, high = quartiles(timed(step, rounds))
+    facts |= {"q1_ms": low * 1e3, "median_ms": middle * 1e3, "q3_ms": high * 1e3, "peak_bytes": allocator_peak(device)}
+    if trainer is not None:
+        stats = trainer.stats()
+        facts["trainer_peak_bytes"] = stats["peak_bytes"]
+        facts["plans"] = [
+            {key: plan.get(key) for key in ("step", "reason", "predicted_us", "measured_us", "predicted_bytes", "measured_bytes")}
+            for plan in trainer.plans
+        ]
+        trainer.close()
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--size", choices=SIZES, default="0.5g")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(args.device, local if torch.accelerator.device_count() > 1 else 0)
+    torch.accelerator.set_device_index(device.index)
+    if ranks > 1:
+        dist.init_process_group(f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}")
+    facts = measure(args.method, SIZES[args.size], device, args.rounds)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(facts), flush=True)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
