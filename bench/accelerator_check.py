@@ -97,7 +97,7 @@ def ours_in_words(facts: dict[str, Any]) -> list[str]:
     """What our side predicted, planned and measured."""
     if "error" in facts:
         return []
-    lines = [f"- interlace compiled in {facts['compile_s']:.1f} s and settled after {facts['steps_to_settle']} steps more"]
+    lines = [f"- interlace compiled in {facts['compile_s']:.1f} s and was settled at step {facts['steps_to_settle']}"]
     lines.append(f"- its own count of the peak: {facts['trainer_peak_bytes']:,} bytes")
     for plan in facts["plans"]:
         text = f"- plan at step {plan['step']} ({plan['reason']})"

@@ -19,6 +19,7 @@ from cases import blocks_of, causal_loss, llama, token_batch
 from common import quartiles
 
 import interlace
+from interlace.config.schedule import AUTO_STEP
 
 SIZES = {
     "0.5g": {"hidden": 2048, "layers": 8, "heads": 16, "inter": 5504, "vocab": 32000, "tokens": 2048},
@@ -26,7 +27,7 @@ SIZES = {
 }
 METHODS = ("eager", "torch.compile", "ddp", "fsdp2", "interlace")
 LOSSES = 4  # of the first steps are compared between methods
-SETTLE = 60  # steps at most until our schedule has done what it will
+SETTLE = 80  # steps at most until our schedule has done what it will
 Facts = dict[str, Any]
 
 
@@ -94,7 +95,9 @@ def measure(method: str, size: dict[str, Any], device: torch.device, rounds: int
         step = plain(method, size, device, batch)
     facts["losses"] = [float(step()) for _ in range(LOSSES)]
     if trainer is not None:
-        facts["steps_to_settle"] = next((n for n in range(SETTLE) if trainer.settled or trainer.step(batch) is None), SETTLE)
+        while trainer.steps < SETTLE and not (trainer.steps > AUTO_STEP + 2 and trainer.settled):
+            trainer.step(batch)
+        facts["steps_to_settle"] = trainer.steps
     low, middle, high = quartiles(timed(step, rounds))
     facts |= {"q1_ms": low * 1e3, "median_ms": middle * 1e3, "q3_ms": high * 1e3, "peak_bytes": allocator_peak(device)}
     if trainer is not None:
