@@ -7,6 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from itertools import groupby
+from textwrap import TextWrapper
 from typing import Any
 
 from rich.console import Console
@@ -44,12 +46,33 @@ def rows_table(title: str, columns: list[str], rows: list[list[str]], left: tupl
     return table
 
 
+def fitted(text: str) -> str:
+    """The text for stdout: on a terminal too small for it columns move together, then lines are folded, what follows indented."""
+    if not sys.stdout.isatty():
+        return text
+    fold, out_lines = TextWrapper(out().width, subsequent_indent="    ", break_on_hyphens=False), []
+    for _, block in groupby(text.split("\n"), key=bool):
+        lines = list(block)
+        rows = [line for line in lines if "  " in line.strip()]
+        longest = max(map(len, rows), default=0)
+        gaps = [all(not row[i : i + 3].strip() for row in rows) for i in range(longest)]  # three blanks in all rows
+        for line in lines:
+            if line in rows and longest > fold.width:
+                indent = len(line) - len(line.lstrip())
+                line = "".join(c for i, c in enumerate(line) if i < indent or not gaps[i])
+            out_lines += fold.wrap(line) if len(line) > fold.width else [line]
+    return "\n".join(out_lines)
+
+
 def print_facts(facts: Mapping[str, str]) -> None:
     """Names and values in two columns on stdout."""
     console = out()
     width = max((len(name) for name in facts), default=0)
     for name, value in facts.items():
-        console.print(Text(f"{name:<{width}}", style="bold") + Text(f"  {value}", style=""), soft_wrap=True)
+        fold = TextWrapper(max(console.width - width - 2, 20), break_on_hyphens=False)
+        lines = fold.wrap(value) if sys.stdout.isatty() and value else [value]
+        line = Text(f"{name:<{width}}", style="bold") + Text("  " + f"\n{'':{width + 2}}".join(lines), style="")
+        console.print(line, soft_wrap=True)
 
 
 def seconds(value: float) -> str:

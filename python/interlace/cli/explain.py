@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from interlace.cli.console import print_json
+from interlace.cli.console import fitted, print_json
 from interlace.cli.program_file import read_program
 
 HELP = """Show what a search decided for a program: what each decision saves and costs, what was rejected and why.
@@ -28,4 +28,4 @@ def explain(
         decided = {key: value for key, value in program.meta().items() if key.startswith(("search.", "recompute", "tensor"))}
         print_json({"file": file, **decided})
         return
-    print(text, end="")
+    print(fitted(text), end="")

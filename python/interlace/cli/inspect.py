@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.cli.console import count, out, print_facts, print_json, rows_table
+from interlace.cli.console import count, fitted, out, print_facts, print_json, rows_table
 from interlace.cli.opt import parse_binding
 from interlace.cli.program_file import read_program
 from interlace.config import format_bytes
@@ -61,7 +61,7 @@ def inspect(
         _print_regions(funcs)
         return
     if plan:
-        out().print(plan["text"], markup=False, highlight=False, soft_wrap=True)
+        out().print(fitted(plan["text"]), markup=False, highlight=False, soft_wrap=True)
         out().print("Kernels' own workspaces come on top; a run learns them in its first steps.")
         return
     _print(file, program, facts, units, all_units)

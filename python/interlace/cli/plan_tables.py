@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from interlace.cli.console import out, rows_table
+from interlace.cli.console import fitted, out, rows_table
 from interlace.cli.console import seconds as time_of
 from interlace.config import format_bytes
 
@@ -21,7 +21,7 @@ def show(found: dict[str, Any]) -> None:
         if len(found["plans"]) > 1:
             console.print(f"\n[bold]Plan {number}[/bold]")
         for line in [*headline(each["plan"], found), *certainty(each, found)]:
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(fitted(line), markup=False, soft_wrap=True)
         plan, explained = each["plan"], each["explained"]
         for table in (stage_table(plan), byte_table(plan, explained), time_table(plan, explained)):
             console.print()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from interlace.cli import simulation as sim
-from interlace.cli.console import Work, err, print_json
+from interlace.cli.console import Work, err, fitted, print_json
 from interlace.cli.program_file import FileError, writable_folder, write_text
 from interlace.config import format_bytes, parse_bytes
 
@@ -76,7 +76,7 @@ def simulate(
         if trace is not None:
             write_text(trace, texts[1])
             err().print(f"wrote {trace}")
-        sys.stdout.write(texts[0])
+        sys.stdout.write(texts[0] if as_json else fitted(texts[0]))
         return
     folder = writable_folder(chakra) if chakra is not None else None
     loaded = sim.load_program(program, mesh, cluster, accumulation)
@@ -90,7 +90,7 @@ def simulate(
     if folder is not None:
         write_chakra(folder, result)
         err().print(f"wrote {result.ranks} Chakra traces in {folder}")
-    sys.stdout.write(result.json() if as_json else result.summary())
+    sys.stdout.write(result.json() if as_json else fitted(result.summary()))
 
 
 def one_collective(kind: str, size: str, ranks: int, cluster: str | None, program: str | None, as_json: bool) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from typing import Any
 
 from interlace.report import html
 from interlace.report.html import document, header, table, tile, tiles_section
-from interlace.report.set_page import presets
-from interlace.report.timeline import Event, Timeline, TraceError, columns
+from interlace.report.set_page import presets, runs
+from interlace.report.timeline import Timeline, columns
 from interlace.report.units import bytes_text, count_text, percent_text, time_text
 
 
 def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[Any]] = ([], [])) -> str:
     """The whole file. `plan` as `_core.read_plan` gives it, `trace` as `_core.plan_trace` does; `told`: lines and rich tables."""
-    timeline = pipeline(trace)
+    timeline = runs(trace)
     data: dict[str, Any] = {
         "predicted": columns(timeline), "measured": None, "phases": [], "path": [],
         "memory": {"kinds": [], "time_us": [], "bytes": []}, "limit_bytes": plan["memory_limit"],
@@ -30,31 +29,6 @@ def render_plan(plan: dict[str, Any], trace: str, told: tuple[list[str], list[An
         sections.append(f'<section><h2>What was found</h2><ul class="told">{items}</ul></section>')
     sections += [_told(number, each) for number, each in enumerate(told[1])]
     return document(f"Plan: {title}", sections, data)
-
-
-def pipeline(trace: str) -> Timeline:
-    """One lane a stage, and one for what it sends, from a trace whose ranks are stages."""
-    lanes: dict[tuple[int, bool], list[Event]] = {}
-    span = 0
-    try:
-        for entry in json.loads(trace)["traceEvents"]:
-            if entry.get("ph") != "X":
-                continue
-            args = entry.get("args") or {}
-            event = Event(
-                start_ns=round(entry["ts"] * 1e3), duration_ns=round(entry["dur"] * 1e3), op=str(args.get("op", entry["name"])),
-                part=str(args.get("part", "")), detail=str(args.get("detail", "")), wait=entry.get("cat") == "cuda_sync",
-            )  # fmt: skip
-            lanes.setdefault((int(entry["pid"]), event.op == "send.start"), []).append(event)
-            span = max(span, event.end_ns)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"this is no trace of a plan: {type(error).__name__}: {error}") from None
-    named = {}
-    for (stage, sends), events in sorted(lanes.items()):
-        named["p2p" if sends and len(lanes) == 2 else f"{'sends' if sends else 'stage'} {stage}"] = sorted(
-            events, key=lambda event: event.start_ns
-        )
-    return Timeline("synthetic stages of a plan", 0, span, named)
 
 
 def _notes(plan: dict[str, Any]) -> list[str]:
