@@ -45,9 +45,7 @@ for step in range(args.steps):
     loss = trainer.step({"input_ids": chosen, "labels": chosen})
     if trainer.rank == 0 and (step + 1) % 10 == 0:
         print(f"step {step + 1} loss {loss.item():.4f}", flush=True)
-weights = trainer.state_dict()  # whole tensors, on rank 0
-if trainer.rank == 0:
-    model.save_pretrained(args.out, state_dict=weights)
+trainer.save_pretrained(args.out)  # on every rank: rank 0 writes
 trainer.close()
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -32,7 +32,9 @@ Exit code 1 when something is missing that training needs.
 OPTIONAL = {
     "transformers": "models by name or config.json, and Hugging Face folders",
     "peft": "LoRA",
-    "datasets": "JSONL and parquet texts",
+    "pyarrow": "parquet texts",
+    "tensorboard": "--tensorboard",
+    "wandb": "--wandb",
 }
 
 

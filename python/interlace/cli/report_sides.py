@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cli.program_file import FileError
-from interlace.cli.run_config import CONFIG_FILE, read_config
-from interlace.cli.run_record import RUN_FILE, RunRecord
-from interlace.cli.settings import SettingError
 from interlace.report import Run, Timeline, read_log, read_trace
 
 
@@ -42,6 +39,8 @@ def trace_of(file: str) -> Timeline:
 
 def _folder(folder: Path) -> Run:
     """A run's folder or one checkpoint of it: its settings, and what its log and its trace hold, where they still are."""
+    from interlace.cli.run_record import RUN_FILE, RunRecord  # needs torch
+
     newest = sorted((f for f in folder.glob("*") if (f / RUN_FILE).is_file()), key=lambda f: f.stat().st_mtime)
     place = folder if (folder / RUN_FILE).is_file() or not newest else newest[-1]
     if not (place / RUN_FILE).is_file():
@@ -62,6 +61,9 @@ def _folder(folder: Path) -> Run:
 
 def _options(folder: Path) -> dict[str, Any]:
     """Of run.toml; none where it is missing or from elsewhere."""
+    from interlace.cli.run_config import CONFIG_FILE, read_config
+    from interlace.cli.settings import SettingError
+
     try:
         return read_config(str(folder / CONFIG_FILE))
     except SettingError:
