@@ -19,7 +19,8 @@ COMMANDS = [
     ["plan llama-tiny --cluster h100-80gb-2 --global-batch 8 --seq 64 --space megatron"], ["simulate step.il --cluster h100-80gb-2"],
     ["simulate captured.il --mesh pp=2,dp=2 --accumulation 4 --cluster h100-80gb-4"], ["inspect step.il"], ["inspect step.il --memory"],
     ["opt --passes=search(cluster=h100-80gb-2) step.il -o searched.il", "explain searched.il"], ["doctor"], ["opt --list"],
-    ["train --text book.txt --model llama-tiny --steps 2 --seq 32 --batch 2 --ranks 2 --save run", "checkpoint show run"],
+    ["train --text book.txt --model llama-tiny --steps 2 --seq 32 --batch 2 --ranks 2 --save run --log log.jsonl", "report run -o run.html",
+     "checkpoint show run"],
 ]  # fmt: skip
 
 
