@@ -37,8 +37,8 @@ def compiled(case: str, steps: int, muon: dict[str, Any], config: dict[str, Any]
     model = zoo.build(case, torch.float64)
     members = optimizers(model, **muon)
     accumulation = config.get("accumulation", 1)
-    rank, _ = parity.rank_and_size()
     settings = interlace.Config(**{"schedule": [], "cache": "off", **config})
+    rank, _ = settings.data_place(*parity.rank_and_size())
     example = parity.batch_of(case, 0, rank, accumulation)
     with interlace.compile(model, members, zoo.CASES[case].loss, example, settings) as trainer:
         following = schedulers(members)
@@ -100,6 +100,18 @@ def test_settings_of_muon(case: str, muon: dict[str, Any], config: dict[str, Any
 
 def test_hybrid_sharding_deals_within_the_shards_ranks() -> None:
     check("llama", 4, {}, {"mesh": {"replica": 2, "dp": 2}})
+
+
+def test_stages_have_their_own_matrices() -> None:
+    config = {"mesh": {"pp": 2, "dp": 1}, "accumulation": 2}
+    ours = ranks.run(compiled, 2, "llama", 6, {}, config)[0]
+    far = parity.distance(ours, in_pytorch("llama", 6, {}, config, 1))
+    assert far.loss <= 1e-6 and far.weights <= 1e-6, str(far)
+
+
+def test_a_mesh_that_cuts_matrices_is_refused() -> None:
+    with pytest.raises(interlace.InterlaceError, match="the mesh cuts parameter .* along tp, and Muon needs whole matrices"):
+        ranks.run(compiled, 2, "llama", 1, {}, {"mesh": {"dp": 1, "tp": 2}})
 
 
 # ---- a small net, on one rank or several ----
