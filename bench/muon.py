@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--matrices", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="rows and columns (default 128; without bfloat16 in the processor a product of 256 takes 10 ms)")
+    parser.add_argument("--size", type=int, default=128, help="rows and columns (default 128)")
     parser.add_argument("--strategy", choices=["shard", "zero1", "replicate"], default="shard")
     parser.add_argument("--rounds", type=int, default=10, help="steps that are measured (default 10)")
     parser.add_argument("--json", help="add the record to this file")
