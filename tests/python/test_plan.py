@@ -370,9 +370,26 @@ def two_stages(planned: Path, folder: Path) -> Path:
     return file
 
 
+def test_a_plan_for_this_host(tmp_path, cli):
+    file = tmp_path / "host.plan"
+    words = ["plan", "llama-tiny", "--seq", "64", "--local", "--global-batch", "8", "--no-why"]
+    code, said, _ = cli(*words, "-o", str(file))
+    assert code == 0 and f"next: interlace train --plan {file}" in said
+    plan = read_plan(str(file))
+    assert (plan["cluster"], plan["dtype"], plan["template"], execution_of(plan).ranks) == ("local-2", "float32", "runtime", 2)
+    code, said, _ = cli(*words, "--ranks", "4", "--json")
+    assert code == 0 and json.loads(said)["plans"][0]["plan"]["cluster"] == "local-4"
+    code, _, said = cli(*words, "--cluster", "local-2")
+    assert code == 1 and "--local plans for this host, and --cluster local-2 for others: leave one of them out" in said
+    code, _, said = cli(*words[:4], "--cluster", "local-2", "--ranks", "2", "--global-batch", "8")
+    assert code == 1 and "--ranks is for --local" in said
+
+
 def test_stages_of_other_zero_levels(planned, tmp_path):
-    with pytest.raises(PlanError, match="it moves storages out of memory on several stages"):
-        execution_of(read_plan(str(two_stages(planned, tmp_path))))
+    how = execution_of(read_plan(str(two_stages(planned, tmp_path))))
+    assert how._offload() == ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"]
+    with pytest.raises(PlanError, match="it moves activations out of memory on several stages"):
+        execution_of(read_plan(str(edited(two_stages(planned, tmp_path), tmp_path, ("activations 0", "activations 0.5")))))
     how = execution_of(read_plan(str(edited(two_stages(planned, tmp_path), tmp_path, ("states 0.25", "states 0")))))
     assert (how.mesh, how.ranks, how.micro_batch) == ("pp=2,dp=2+1,tp=2", 6, 1)
     unlike = (("states 0.25", "states 0"), ("dp 1 tp 2", "dp 2 tp 1"), ("micro_batch 2", "micro_batch 1"))

@@ -29,7 +29,7 @@ needs neither torch nor transformers), or a plan file: an edited plan is checked
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 256 --seq 2048 --from gpt.plan -o half.plan
   interlace plan gpt.plan --export torchtitan settings/
   interlace plan gpt-22b --seq 2048 --write-layers gpt.layers
-  interlace plan llama-10m --cluster local-2 --global-batch 8 --seq 256 --dtype float32 --runnable -o here.plan
+  interlace plan llama-10m --local --ranks 2 --global-batch 8 --seq 256 -o here.plan
   interlace train --plan here.plan
 """
 DTYPES = ("bfloat16", "float32")
@@ -43,6 +43,11 @@ class NothingFits(InterlaceError):
 def plan(
     model: Annotated[str, typer.Argument(help="A preset, a config.json, or a plan file.")],
     cluster: Annotated[str | None, typer.Option("--cluster", help=sim.CLUSTER_HELP)] = None,
+    local: Annotated[
+        bool,
+        typer.Option("--local", help="For --ranks processes of this host, instead of --cluster: a plan that interlace train --plan runs."),
+    ] = False,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="With --local, how many.", show_default="2")] = None,
     global_batch: Annotated[int | None, typer.Option("--global-batch", min=1, help="Samples of a step.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sample.")] = None,
     memory_limit: Annotated[
@@ -61,7 +66,10 @@ def plan(
             "--runnable", help="Only what interlace train --plan runs, predicted as it does: one stage, no tensor parallel."
         ),
     ] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and gradients: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Of weights and gradients: bfloat16 or float32.", show_default="bfloat16; float32 with --local"),
+    ] = None,
     no_flash: Annotated[bool, typer.Option("--no-flash", help="Attention scores are written to memory.")] = False,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=0, help="Seconds for all; then the best so far, with its gap. 0: to the end.")
@@ -97,6 +105,9 @@ def plan(
 ) -> None:
     if export is not None and export[0] not in EXPORTS:
         raise FileError(f"--export {export[0]}: not one of {', '.join(EXPORTS)}{did_you_mean(export[0], EXPORTS)}")
+    cluster = _local(cluster, local, ranks)
+    runnable = runnable or local
+    dtype = dtype or ("float32" if local else "bfloat16")
     if dtype not in DTYPES:
         raise FileError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
     ignore = tuple(ignore_key or ())
@@ -159,6 +170,17 @@ def plan_page(plan: dict[str, Any], text: str, file: str, found: dict[str, Any] 
 
     told = plan_tables.told(found) if found is not None else ([], [])
     return render_plan(plan, _core.plan_trace(text, file), told)
+
+
+def _local(cluster: str | None, local: bool, ranks: int | None) -> str | None:
+    """The cluster to plan for: with --local this host's processes. Error: options that contradict each other."""
+    if not local:
+        if ranks is not None:
+            raise FileError("--ranks is for --local; devices of a cluster are in its name, as in local-4 or l4-24gb-32")
+        return cluster
+    if cluster is not None:
+        raise FileError(f"--local plans for this host, and --cluster {cluster} for others: leave one of them out")
+    return f"{sim.LOCAL}{ranks or 2}"
 
 
 def _needed(option: str, value: Any, example: str) -> Any:

@@ -295,6 +295,7 @@ def _facts(
         "last_loss": result.losses[-1], "losses": result.losses, "eval_losses": result.eval_losses,
         "tokens_per_second": tokens_per_step * len(times) / sum(times), "step_ms": statistics.median(times) * 1e3,
         "train_seconds": result.train_seconds, "peak_bytes": max(stats["peak_bytes"] for stats in everyone),
+        "peak_bytes_of_ranks": [stats["peak_bytes"] for stats in everyone],
         "resident_bytes": max(stats["resident_bytes"] for stats in everyone),
         "bytes_per_step": max(stats["bytes_received"] for stats in everyone) // steps, "largest_unit": unit,
         "not_cut": summary["not_cut"], "saved": settings.save,

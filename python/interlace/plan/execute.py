@@ -11,7 +11,8 @@ Several stages are a mesh pp x dp x tp, each beginning with the first of its blo
 level and recomputed blocks are those of its own.
 
 Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
-how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more.
+how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more. Of several
+stages, where it does not plan: optimizer states alone, all of them on every stage, waited for (`offload_sync`).
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Execution:
         kinds = [name for kind, name in _KINDS.items() if self.offload[kind] > 0]
         if not kinds:
             return []
+        if len(self.stages) > 1:
+            return ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"]
         return ["overlap_update", f"offload(cluster={{cluster}},limit={self.memory_limit},kinds={'+'.join(kinds)})"]
 
     def _recompute(self, model: nn.Module) -> list[str]:
@@ -147,7 +150,7 @@ def execution_of(plan: Plan) -> Execution:
         accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
         param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"],
         stages=tuple(Stage(s["dp"], s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]), tp=stage["tp"],
-        offload=dict(stage["offload"]), memory_limit=plan["memory_limit"],
+        offload={kind: max(s["offload"][kind] for s in plan["stages"]) for kind in _KINDS}, memory_limit=plan["memory_limit"],
         step_us=plan["step_us"],
         peak_bytes=max(s["peak_bytes"] for s in plan["stages"]),
     )  # fmt: skip
@@ -164,8 +167,11 @@ def _missing(plan: Plan) -> list[str]:
     tensor = [stage["tp"] for stage in stages]
     if len(set(tensor)) > 1:
         out.append(f"its stages differ, tensor parallel {', '.join(map(str, tensor))}, and the runtime cuts all stages alike")
-    if len(stages) > 1 and any(share > 0 for stage in stages for share in stage["offload"].values()):
-        out.append("it moves storages out of memory on several stages, and the runtime does so on one")
+    moved = [kind for kind in _KINDS if kind != "states" and any(stage["offload"][kind] > 0 for stage in stages)]
+    if len(stages) > 1 and moved:
+        out.append(
+            f"it moves {' and '.join(moved)} out of memory on several stages, and the runtime moves optimizer states alone there"
+        )
     if any(stage["layers"] == 0 for stage in stages):
         out.append("a stage without blocks, and the runtime cuts at blocks")
     if not plan["flash_attention"]:
