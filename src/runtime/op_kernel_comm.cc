@@ -146,8 +146,11 @@ Status JoinReplicas(const BuildContext& context, const Op& op, const Unit& unit,
   const auto column = context.comms.find(unit.replicas);
   if (column == context.comms.end())
     return OpError(context, op, "no process group was given for the replicas \"" + unit.replicas + "\"");
-  if (context.program.AxisSize(unit.axis) < 2)
-    return OpError(context, op, "units of one rank with replicas need a transport that reduces on a grid");
+  if (context.program.AxisSize(unit.axis) < 2) {  // a row of one: the column alone
+    kernel.collective = Collective::kAllReduce;
+    kernel.comm = column->second;
+    return Ok{};
+  }
   kernel.column = column->second;
   return Ok{};
 }

@@ -21,12 +21,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulation": (2, {"accumulation": 2}),
     "four": (4, {}),
     "hybrid": (4, {"mesh": {"replica": 2, "dp": 2}}),
+    "replicas alone": (2, {"mesh": {"replica": 2, "dp": 1}}),
     "tensor": (2, {"mesh": {"dp": 1, "tp": 2}}),
     "tensor and data": (4, {"mesh": {"dp": 2, "tp": 2}}),
     "stages": (2, {"mesh": {"pp": 2, "dp": 1}, "accumulation": 4}),
     "stages and data": (4, {"mesh": {"pp": 2, "dp": 2}, "accumulation": 2}),
 }
-SAMPLE = {"shard", "hybrid", "tensor", "stages"}
+SAMPLE = {"shard", "hybrid", "replicas alone", "tensor", "stages"}
 
 
 def in_order(mode: str, **settings: Any) -> Any:
