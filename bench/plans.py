@@ -1,0 +1,153 @@
+"""Plans carried out: what the planner says of time and memory of every rank, against `interlace train --plan` on this machine.
+
+python bench/plans.py                               # 8 plans over 2 and 4 ranks
+python bench/plans.py --plans 40 --ranks 2 4 8 --json out.json
+python bench/plans.py --plans 2 --ranks 2 --steps 4    # shortest
+
+The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks, or tensor parallel
+alike on all of them; optimizer states on the host in some. Each is a plan file, checked and predicted as `interlace plan FILE` does on the
+preset `local-N`, which knows no machine but a sketch. Time: the median of a run's steps. Memory: the counting allocator's peak of
+each rank against that of its stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MODEL, BLOCKS, SEQ, ACCUMULATION = "llama-tiny", 4, 64, 4
+WANTED = {"mean": 6.0, "worst": 15.0, "memory_worst": 1.0}
+
+
+def drawn(rng: random.Random, ranks: int) -> list[dict[str, Any]]:
+    """The stages of a random plan that so many ranks can carry out."""
+    count = rng.choice([n for n in (1, 2, 2, 3, 4) if n <= min(ranks, BLOCKS)])
+    tp = 2 if ranks % (2 * count) == 0 and rng.random() < 0.25 else 1
+    if tp == 2 or (ranks % count == 0 and rng.random() < 0.5):
+        data = [ranks // count // tp] * count
+    else:  # powers of two, so that a micro-batch's rows divide
+        data = rng.choice([d for d in _splits(ranks, count) if all(n in (1, 2, 4, 8) for n in d)] or [[1] * count])
+    at = sorted(rng.sample(range(1, BLOCKS), count - 1))
+    offload = rng.random() < 0.2
+    found = []
+    for begin, end, dp in zip([0, *at], [*at, BLOCKS], data, strict=True):
+        full = rng.randint(0, end - begin)
+        found.append({
+            "layers": end - begin, "dp": dp, "tp": tp, "zero": rng.randint(0, 3) if dp > 1 else 0, "full": full,
+            "selective": rng.randint(0, end - begin - full), "states": 0.5 if offload else 0,
+        })  # fmt: skip
+    return found
+
+
+def _splits(total: int, parts: int) -> list[list[int]]:
+    if parts == 1:
+        return [[total]] if total > 0 else []
+    return [[first, *rest] for first in range(1, total) for rest in _splits(total - first, parts - 1)]
+
+
+def plan_text(stages: list[dict[str, Any]]) -> str:
+    """The file of a plan, without predictions."""
+    ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
+    template = "runtime" if len(stages) == 1 and stages[0]["tp"] == 1 else "overlap"  # whose peaks are the runtime's own
+    rows = max(stage["dp"] for stage in stages)  # of a micro-batch of all data ranks
+    text = (
+        f'interlace-plan 1\nmodel "{MODEL}"\ncluster "local-{ranks}"\ndevices {ranks} per_node {ranks}\nblocks {BLOCKS}\n'
+        f'global_batch {rows * ACCUMULATION}\nsequence {SEQ}\nflash_attention yes\ndtype "float32"\nmemory_limit {1 << 30}\n'
+        f'template {template}\naccumulation {ACCUMULATION}\nspace "by hand"\n'
+    )
+    block = device = 0
+    for i, stage in enumerate(stages):
+        last = device + stage["dp"] * stage["tp"] - 1
+        held = " embedding" * (block == 0) + " head" * (i + 1 == len(stages))
+        text += (
+            f"\nstage {i}\n  layers {stage['layers']}{held}\n  devices {device}..{last}\n"
+            f"  micro_batch {rows // stage['dp']} dp {stage['dp']} tp {stage['tp']}\n  zero {stage['zero']}\n"
+            f"  recompute full {stage['full']} selective {stage['selective']}\n"
+            f"  offload weights 0 gradients 0 states {stage['states']} activations 0\n"
+        )
+        block, device = block + stage["layers"], last + 1
+    return text
+
+
+def name_of(stages: list[dict[str, Any]]) -> str:
+    """ "3b dp2 z1 | 1b dp1"."""
+    parts = []
+    for s in stages:
+        words = [f"{s['layers']}b", f"dp{s['dp']}", f"tp{s['tp']}" * (s["tp"] > 1), f"z{s['zero']}" * (s["zero"] > 0)]
+        words += [f"f{s['full']}" * (s["full"] > 0), f"s{s['selective']}" * (s["selective"] > 0), "out" * (s["states"] > 0)]
+        parts.append(" ".join(word for word in words if word))
+    return " | ".join(parts)
+
+
+def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, steps: int) -> dict[str, Any] | None:
+    """What was measured beside what was predicted; None: it failed, as said on stderr."""
+    from interlace import _core
+
+    ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
+    file.write_text(_core.predict_plan(plan_text(stages), layers, _core.preset_cluster(f"local-{ranks}")))
+    planned = json.loads(_core.read_plan(file.read_text()))
+    words = ["train", "--plan", str(file), "--steps", str(steps), "--json", "--threads", "1"]
+    words += ["--tier", "host"] if any(stage["states"] for stage in stages) else []
+    done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True)
+    if done.returncode:
+        print(f"{name_of(stages)} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    facts = json.loads(done.stdout)
+    predicted = [
+        one["peak_bytes"] for one, stage in zip(planned["stages"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])
+    ]
+    return {
+        "plan": name_of(stages), "ranks": ranks, "stages": len(stages), "measured_ms": facts["step_ms"],
+        "planned_ms": planned["step_us"] / 1e3, "error": planned["step_us"] / 1e3 / facts["step_ms"] - 1,
+        "peak_bytes": facts["peak_bytes_of_ranks"], "planned_bytes": predicted,
+        "memory_errors": [p / m - 1 for p, m in zip(predicted, facts["peak_bytes_of_ranks"], strict=True)],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, default=8, help="how many, dealt to the numbers of ranks in turns")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=20, help="of each plan")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    from transformers.utils import logging
+
+    from interlace.plan.layers import model_text
+
+    logging.set_verbosity_error()
+    rng, layers, found = random.Random(args.seed), model_text(MODEL, seq=SEQ, dtype="float32"), []
+    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  memory of each rank, measured MB and planned")
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(args.plans):
+            row = carried_out(drawn(rng, args.ranks[i % len(args.ranks)]), Path(folder) / f"{i}.plan", layers, args.steps)
+            if row is None:
+                continue
+            found.append(row)
+            memory = ", ".join(
+                f"{m / 1e6:.2f} {100 * e:+.1f} %" for m, e in zip(row["peak_bytes"], row["memory_errors"], strict=True)
+            )
+            print(
+                f"{row['plan']:<52} {row['measured_ms']:6.1f} ms {row['planned_ms']:6.1f} ms {100 * row['error']:+6.1f} %  {memory}",
+                flush=True,
+            )
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    if not found:
+        raise SystemExit("no plan was carried out")
+    errors, memory = [100 * abs(row["error"]) for row in found], [100 * abs(e) for row in found for e in row["memory_errors"]]
+    figures = {"mean": statistics.fmean(errors), "worst": max(errors), "memory_worst": max(memory)}
+    counts = {"plans": len(found), "failed": args.plans - len(found), "several_stages": sum(row["stages"] > 1 for row in found)}
+    print(json.dumps(counts | {key: round(value, 2) for key, value in figures.items()} | {"wanted": WANTED}))
+
+
+if __name__ == "__main__":
+    main()

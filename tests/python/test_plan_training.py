@@ -1,0 +1,78 @@
+"""Plans of several stages, trained by `interlace train --plan` on real ranks: the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BATCH, ACCUMULATION, SEQ = 8, 4, 32
+
+
+def plan_file(folder: Path, stages: list[dict[str, Any]]) -> Path:
+    """A plan of llama-tiny without predictions, as a person edits one. Of a stage: layers, dp, tp, zero, full, selective, states."""
+    devices = sum(stage["dp"] * stage.get("tp", 1) for stage in stages)
+    text = (
+        f'interlace-plan 1\nmodel "llama-tiny"\ncluster "local-{devices}"\ndevices {devices} per_node {devices}\nblocks 4\n'
+        f'global_batch {BATCH}\nsequence {SEQ}\nflash_attention yes\ndtype "float32"\nmemory_limit {1 << 30}\n'
+        f'template overlap\naccumulation {ACCUMULATION}\nspace "by hand"\n'
+    )
+    at = 0
+    for i, stage in enumerate(stages):
+        last = at + stage["dp"] * stage.get("tp", 1) - 1
+        held = " embedding" * (i == 0) + " head" * (i + 1 == len(stages))
+        text += (
+            f"\nstage {i}\n  layers {stage['layers']}{held}\n  devices {at}..{last}\n"
+            f"  micro_batch {BATCH // ACCUMULATION // stage['dp']} dp {stage['dp']} tp {stage.get('tp', 1)}\n"
+            f"  zero {stage.get('zero', 0)}\n  recompute full {stage.get('full', 0)} selective {stage.get('selective', 0)}\n"
+            f"  offload weights 0 gradients 0 states {stage.get('states', 0)} activations 0\n"
+        )
+        at = last + 1
+    file = folder / f"{len(stages)}-{devices}.plan"
+    file.write_text(text)
+    return file
+
+
+def trained(file: Path, *more: str) -> dict[str, Any]:
+    # A process of its own: the ranks run the same command again.
+    words = ["train", "--plan", str(file), "--steps", "3", "--dtype", "float64", "--json", "--threads", "1", *more]
+    done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one rank that has the whole model."""
+    facts = trained(plan_file(tmp_path_factory.mktemp("alone"), [{"layers": 4, "dp": 1}]))
+    losses: list[float] = facts["losses"]
+    return losses
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([{"layers": 3, "dp": 1, "full": 1, "selective": 1}, {"layers": 1, "dp": 1}], id="recompute"),
+        pytest.param([{"layers": 1, "dp": 1, "full": 1}, {"layers": 3, "dp": 2, "zero": 1}], id="data ranks"),
+        pytest.param([{"layers": 3, "dp": 1, "states": 0.5}, {"layers": 1, "dp": 1}], id="offload"),
+        pytest.param(
+            [{"layers": 2, "dp": 2, "zero": 2, "selective": 1}, {"layers": 2, "dp": 2, "zero": 3, "full": 1}],
+            id="zero levels", marks=pytest.mark.soak,
+        ),
+        pytest.param([{"layers": 2, "dp": 1, "tp": 2}] * 2, id="tensor parallel", marks=pytest.mark.soak),
+        pytest.param([{"layers": 1, "dp": 1}] * 4, id="four stages", marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_a_plan_of_several_stages_has_the_losses_of_one_process(
+    stages: list[dict[str, Any]], alone: list[float], tmp_path: Path
+) -> None:
+    facts = trained(plan_file(tmp_path, stages), *(["--tier", "host"] if any("states" in stage for stage in stages) else []))
+    assert facts["ranks"] == sum(stage["dp"] * stage.get("tp", 1) for stage in stages) == len(facts["peak_bytes_of_ranks"])
+    assert max(facts["peak_bytes_of_ranks"]) == facts["peak_bytes"]
+    assert facts["losses"] == pytest.approx(alone, rel=1e-9)
