@@ -1,6 +1,8 @@
 // What callers ask of an executor: steps, looks at its states. How it comes to be: executor_create.cc.
 #include "runtime/executor.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -101,6 +103,9 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   int64_t kept = 0;
   for (const auto& [name, comm] : comms_) kept += comm->stats().receive_buffer_peak_bytes;
   const int64_t live_before = std::max<int64_t>(MemoryScope::Use().live_bytes - kept, 0);
+  if (!device_.is_cpu() && frame.counters.steps == 0) {  // the peak is of this program's steps, not of what ran before
+    c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.has_index() ? device_.index() : 0);
+  }
   const TraceMode trace = TraceOfThisStep();
   recorder_.Begin(trace, trace == TraceMode::kOff ? 0 : CountInstructions(), store_.bytes() + const_bytes_,
                   live_before);
