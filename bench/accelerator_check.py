@@ -28,7 +28,8 @@ from interlace.cost.machine import accelerator_name
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-ON_THE_DEVICE = ("test_trainer_bits", "test_offload", "test_swap", "test_checkpoint")  # they compile on CPUs otherwise
+# They compile on CPUs otherwise.
+ON_THE_DEVICE = ("test_trainer_bits", "test_parity", "test_hybrid", "test_offload", "test_swap", "test_checkpoint")
 LIMIT_S = 1200.0  # of one way to train
 CLOSE = 0.02  # losses of bfloat16, relative
 

@@ -8,6 +8,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import on_device
 import parity
 import pytest
 import ranks
@@ -97,6 +98,7 @@ def _memory() -> dict[str, Any]:
         return trainer.stats()["arena"]
 
 
+@pytest.mark.skipif(on_device.DEVICE != "cpu", reason="memory is planned on CPUs")
 def test_memory_is_what_was_planned_to_the_byte() -> None:
     for arena in ranks.run(_memory, 4):
         assert arena["on"] and arena["settled"] and arena["unforeseen"] == [], arena

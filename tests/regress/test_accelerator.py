@@ -4,6 +4,7 @@ CUDA's. All seeds of `starve` give the bits of `run=1`, which carries out every 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +124,23 @@ def two(device: str) -> Any:
 def test_two_ranks_on_a_device_whose_backend_is_its_own() -> None:
     for there, cpu in zip(ranks.run(two, 2, "soft"), ranks.run(two, 2, "cpu"), strict=True):
         assert same(there, cpu)
+
+
+@software
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+def test_a_resumed_run_draws_what_the_device_would_have_drawn(mode: str, tmp_path: Path) -> None:
+    def part(first: int, last: int) -> list[float]:
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)).to("soft")
+        rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to("soft")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = interlace.Config(rng="compat", mode=mode, profile="off")
+        with interlace.compile(model, optimizer, lambda m, x: m(x).square().mean(), rows, config) as trainer:
+            if first:
+                trainer.load(tmp_path / "saved")
+            losses = [trainer.step(rows).item() for _ in range(first, last)]
+            trainer.save(tmp_path / "saved")
+        return losses
+
+    whole = part(0, 6)
+    assert [*part(0, 3), *part(3, 6)] == whole and len(set(whole)) == 6

@@ -26,6 +26,7 @@ from interlace.capture.model_tensors import ModelTensor
 from interlace.compiling.states import DTYPES, WEIGHT, States
 from interlace.dist.peers import Peers
 from interlace.train import batch as batches
+from interlace.train import generators
 from interlace.train.materialize import Slot, module_seed, replaced, slots_of
 
 Tensor = torch.Tensor
@@ -111,7 +112,7 @@ class EagerRunner:
         if self.rng == "compat":
             yield
             return
-        with torch.random.fork_rng(devices=[self.peers.device] if self.peers.device.type == "cuda" else []):
+        with generators.forked(self.peers.device):
             torch.manual_seed(module_seed(self.seed, f"step {step} micro-batch {index} rank {self.peers.rank}"))
             yield
 
@@ -136,11 +137,9 @@ class EagerRunner:
     def used_parameters(self, micro_batch: Any) -> list[str]:
         """The parameters that get a gradient, found by one run whose effects are taken back."""
         saved = [(b, b.detach().clone()) for b in self.model.buffers()]
-        with self.installed() as leaves, self._generator(0, 0):
-            before = torch.get_rng_state()
+        with self.installed() as leaves, generators.forked(self.peers.device), self._generator(0, 0):
             loss = named_outputs(self.loss_fn(self.model, batches.to_device(micro_batch, self.peers.device)))["loss"]
             found = torch.autograd.grad(loss, [leaves[n] for n in self.gradients], allow_unused=True)
-            torch.set_rng_state(before)
         for buffer, value in saved:
             buffer.copy_(value)
         return [name for name, g in zip(self.gradients, found, strict=True) if g is not None]

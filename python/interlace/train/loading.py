@@ -18,6 +18,7 @@ from interlace.checkpoint.tensor_file import CheckedTensors, CheckpointError
 from interlace.checkpoint.weights import HeldWeights, Weights, find_name
 from interlace.compiling.states import WEIGHT
 from interlace.private import made_here
+from interlace.train import generators
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 from interlace.train.saving import Saving
@@ -135,7 +136,7 @@ class Loading:
             self._restore_groups([g["hyper"] for g in record["groups"]])
             self._run.hyper.restore(steps, [g.get("scalars") for g in record["groups"]])
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
-                torch.set_rng_state(moments.read(f"rng.{self._run.rank}"))
+                generators.restore(self._run.peers.device, moments.read(f"rng.{self._run.rank}"))
 
         return read
 

@@ -23,6 +23,7 @@ from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layo
 from interlace.compiling.states import WEIGHT, Parameter, Unit
 from interlace.dist.peers import PeerError
 from interlace.private import mark
+from interlace.train import generators
 from interlace.train.loop import Loop
 from interlace.train.run import Run
 
@@ -263,7 +264,8 @@ class Saving:
         """Every rank's default generator; needed in compat mode only, because keyed streams have no state."""
         if self._run.config.rng != "compat":
             return []
-        texts = self._run.peers.exchange(f"generators at step {self._run.steps}", torch.get_rng_state().numpy().tobytes().hex())
+        mine = generators.state(self._run.peers.device).numpy().tobytes().hex()
+        texts = self._run.peers.exchange(f"generators at step {self._run.steps}", mine)
         return [torch.frombuffer(bytearray.fromhex(t), dtype=torch.uint8) for t in texts]
 
     def _hf_files(self) -> dict[str, str | bytes]:
