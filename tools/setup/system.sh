@@ -12,6 +12,13 @@ has_python_h() {
   "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null
 }
 
+# Fuzzing links clang's sanitizer and fuzzer libraries, which Debian packs apart from the compiler.
+has_fuzzer() {
+  out=$(mktemp)
+  printf 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+    clang++ -x c++ -fsanitize=fuzzer,address,undefined -o "$out" - >/dev/null 2>&1 && rm -f "$out" || { rm -f "$out"; return 1; }
+}
+
 for need in "$@"; do
   case "$need" in
     cxx) command -v c++ >/dev/null 2>&1 || missing="$missing g++" ;;
@@ -22,7 +29,7 @@ for need in "$@"; do
              *g++*) missing="$missing libgtest-dev" ;;
              *) has_header gtest/gtest.h || missing="$missing libgtest-dev" ;;
            esac ;;
-    clang) command -v clang++ >/dev/null 2>&1 || missing="$missing clang" ;;
+    clang) has_fuzzer || missing="$missing clang libclang-rt-dev" ;;
     tidy) command -v clang-tidy >/dev/null 2>&1 || missing="$missing clang-tidy" ;;
     make) command -v make >/dev/null 2>&1 || missing="$missing make" ;;
     *) echo "system.sh: unknown need '$need'" >&2; exit 2 ;;
