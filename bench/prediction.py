@@ -142,15 +142,16 @@ def measured_steps(trainer: Any, batch: Any, seconds: float, machine: Any, found
         found.update(collectives.beside_compute(machine.cores))
         del collectives
     mesh = Mesh(trainer._run.ir.mesh, trainer.rank)
-    facts = _runtime.profile_plan(trainer.program).values()
-    for kind, word, axis, replicas in sorted(
-        {(f["name"].removesuffix(".start"), f["ranks"], f["axis"], f["replicas"]) for f in facts if f["bytes"]}
-    ):
-        if ranks == 1 or word == "1" or ("collective", f"{kind} {word} {1 << 20}") in found:
-            continue
+    largest: dict[tuple[str, str, str, str], int] = {}
+    for fact in _runtime.profile_plan(trainer.program).values():
+        if ranks > 1 and fact["bytes"] and fact["ranks"] != "1":
+            kind = (fact["name"].removesuffix(".start"), fact["ranks"], fact["axis"], fact["replicas"])
+            largest[kind] = max(largest.get(kind, 0), fact["bytes"] // fact["units"])
+    for (kind, word, axis, replicas), bytes_ in sorted(largest.items()):
         collectives = Collectives(trainer._run.peers, 120.0, mesh, axis, replicas)
-        for size in sweep_sizes(1 << 20):
-            found["collective", f"{kind} {word} {size}"] = collectives.time(kind, size)
+        for size in sweep_sizes(max(bytes_, 1 << 20)):
+            if ("collective", f"{kind} {word} {size}") not in found:
+                found["collective", f"{kind} {word} {size}"] = collectives.time(kind, size)
         del collectives
     times = StepTimes(ranks, 1, machine.cores)
     busy, ours, spent = busy_seconds(), time.process_time(), time.monotonic()

@@ -207,12 +207,15 @@ Result<OpCost> CostModel::Timed(Exchange kind, GroupShape group, const std::stri
     if (std::optional<double> total = at(profile_->collectives, size)) {
       // In a profile a collective's time holds all three: the latency of the smallest, the transfer, and what the
       // rank's own thread does when the data has come.
+      std::optional<double> core = at(profile_->core, size);
+      // Where ranks share cores, none of which is idle while another rank can run: no less than what all of them work.
+      if (cluster_.cpu && core && ranks_per_node() > cluster_.cores) total = std::max(*total, *core / FairCores());
       double finish = std::min(at(profile_->finish, size).value_or(0), *total);
       double moving = *total - finish;
       double least = std::min(moving, *at(profile_->collectives, 0));
       time.latency_us = least * count;
       time.transfer_us = (moving - least) * count;
-      if (std::optional<double> core = at(profile_->core, size)) core_us = std::max(*core - finish, 0.0) * count;
+      if (core) core_us = std::max(*core - finish, 0.0) * count;
       finish_us = finish * count;
       cost.source = OpCost::Source::kMeasured;
       if (cluster_.cpu) {
@@ -227,8 +230,7 @@ Result<OpCost> CostModel::Timed(Exchange kind, GroupShape group, const std::stri
   if (cluster_.cpu && total_us > 0) {
     // All ranks of a host transfer at once, and the time measured so holds what they take from one another: a transfer
     // that runs beside nothing else must come out as measured.
-    double fair = std::max(cluster_.cores / static_cast<double>(ranks_per_node()), 1e-3);
-    cost.core_share = std::min(fair, core_us / total_us);
+    cost.core_share = std::min(FairCores(), core_us / total_us);
     if (cost.source != OpCost::Source::kMeasured) cost.core_share = std::min(cost.core_share, 1.0);
     INTERLACE_ASSIGN(cost.finish_ps, Picoseconds(finish_us));
   }

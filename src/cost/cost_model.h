@@ -72,6 +72,8 @@ class CostModel {
   int64_t ranks() const { return ranks_; }
   // Ranks that share one host.
   int64_t ranks_per_node() const { return std::min(ranks_, cluster_.per_node); }
+  // Cores of the host for each of them.
+  double FairCores() const { return std::max(cluster_.cores / static_cast<double>(ranks_per_node()), 1e-3); }
   // Distinct compute ops, and those whose time comes from the profile; for the summary.
   struct Coverage {
     int64_t ops = 0, measured = 0;

@@ -434,6 +434,27 @@ TEST(CostModel, AFileTierCopiesAsFilesDo) {
   EXPECT_EQ(read(&table).work_ps, 1'000'000);
 }
 
+// Four ranks on two cores, alone in a transfer: two processors are busy for all the work of four. With a core for each
+// that work is hidden in the time measured.
+TEST(CostModel, RanksThatShareCoresTakeAtLeastTheirWork) {
+  Program program = ParseOrDie(kProgram);
+  program.mesh = {{"dp", 4}};
+  ClusterSpec cluster = Preset("local-4");
+  cluster.cores = 2;
+  ProfileTable table = *ParseProfile(
+      "interlace-profile 2\ncollective gather ranks 4 bytes 0 us 100\ncollective gather ranks 4 bytes 1000 us 200\n"
+      "core gather ranks 4 bytes 1000 us 150\n",
+      "p");
+  auto gather = [&] {
+    return *CostModel::Create(program, cluster, &table)->CollectiveCost(Exchange::kGather, "dp", 1000, 1);
+  };
+  EXPECT_EQ(gather().latency_ps + gather().work_ps, 300'000'000);
+  EXPECT_EQ(gather().core_share, 0.5);
+  cluster.cores = 4;
+  EXPECT_EQ(gather().latency_ps + gather().work_ps, 200'000'000);
+  EXPECT_EQ(gather().core_share, 0.75);
+}
+
 TEST(Profile, SweepsAreLines) {
   Sweep sweep;
   ASSERT_TRUE(sweep.Add(100, 10).ok() && sweep.Add(200, 12).ok() && sweep.Add(400, 30).ok());

@@ -17,8 +17,8 @@
 // and results. Bytes of a collective: the whole buffer of a rank; of a copy: what is moved. `estimated` marks what was
 // too large to run. On CPUs, where a collective works on the cores that ranks compute on: `core` is the processor time
 // one rank spends for it on all its threads, `finish` what its own thread does after the data has come (both within
-// `us`), `issue` what its thread takes to start a transfer. Collectives: gather, reduce, all_reduce, broadcast,
-// all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
+// `us`; a size may have these two alone), `issue` what its thread takes to start a transfer. Collectives: gather,
+// reduce, all_reduce, broadcast, all_to_all, p2p; copies: h2d, d2h, file_read, file_write.
 //
 // `ranks`: how many, and where they are not neighbours in the mesh how far apart: "2/4" are two ranks four apart.
 // "2+2/2" is the reduction of hybrid sharding, within the first group and then across the second.

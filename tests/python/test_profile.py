@@ -19,7 +19,7 @@ import torch
 from interlace.cli import profile as command
 from interlace.cost import Machine, Store, StoreError, tier
 from interlace.cost.measure import StepTimes
-from interlace.cost.measurements import CollectiveTime, OpTime, Profile
+from interlace.cost.measurements import CollectiveTime, OpTime, Profile, from_rows
 from interlace.cost.rank import Keeper, measure
 from interlace.dist.peers import Peers
 
@@ -389,6 +389,16 @@ def test_times_of_one_signature_are_the_mean_of_its_places() -> None:
     }
 
 
+def test_times_add_up_to_a_step() -> None:
+    """Now one op is late, now another: none in its median, one in every step."""
+    times = StepTimes(ranks=1, threads=1, cores=2)
+    facts = {"name": "aten.mm", "result_bytes": 8, "bytes": 0, "units": 1}
+    for first, second in ((1.0, 1.0), (1.0, 4.0), (4.0, 1.0)):
+        times.add({"ops": {7: facts | {"key": "k"}, 8: facts | {"key": "l"}}, "transfers": [], "samples": [
+            (7, 0, first, first * 1e-6, 100, 140), (8, 0, second, second * 1e-6, 100, 108)]})  # fmt: skip
+    assert [row["us"] for row in times.rows().values()] == [pytest.approx(2.5), pytest.approx(2.5)]
+
+
 def test_ranks_that_a_launcher_started_measure_for_later_starts(tmp_path: Path) -> None:
     options = ["--model", "llama-tiny", "--seq", "32", "--micro-batch", "1", "--budget", "0.2", "--json"]
     options += ["--store", str(tmp_path / "p.sqlite")]
@@ -421,6 +431,20 @@ def test_a_collective_takes_until_the_last_rank_has_it() -> None:
     (row,) = times.rows().values()
     assert row["us"] == pytest.approx(6e6)  # the median of 6, 5 and 70
     assert row["finish_us"] == pytest.approx(1e6) and row["core_us"] == pytest.approx(5e5)
+
+
+def test_where_ranks_share_cores_a_collective_tells_only_its_work() -> None:
+    times = StepTimes(ranks=4, threads=1, cores=2)
+    facts = {"key": "", "name": "gather.start", "result_bytes": 0, "units": 1, "ranks": "4"}
+    ops = {7: facts | {"bytes": 81920}, 8: facts | {"bytes": 1 << 18}}
+    times.add(
+        {"ops": ops, "transfers": [(7, 0, 0, 6e-4), (8, 0, 0, 6e-4)], "samples": [(op, 0, 7e-4, 1.5e-4, 0, 0) for op in ops]},
+        lambda own: [own] * 4,
+    )
+    rows = times.rows()  # 1 << 18 is a size that is measured by itself
+    assert list(rows) == [("collective", "gather 4 81920")]
+    text = from_rows("here", rows).text()
+    assert "core gather ranks 4 bytes 81920 us 150" in text and "collective gather" not in text
 
 
 @pytest.mark.parametrize(

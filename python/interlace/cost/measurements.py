@@ -22,8 +22,8 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTime:
-    """One size of a collective: microseconds in all; processor time of one rank for it; of both, what the rank's own thread
-    does after the data has come (the sum of a reduction)."""
+    """One size of a collective: microseconds in all, or 0 where other sizes must say; processor time of one rank for it; of both,
+    what the rank's own thread does after the data has come (the sum of a reduction)."""
 
     us: float
     core_us: float = 0.0
@@ -78,7 +78,8 @@ class Profile:
             lines.append(f"op {quoted(key)} us {number(op.us)} bytes {op.bytes} transient {op.transient} {how}")
         for (kind, ranks, size), time in sorted(self.collectives.items()):
             place = f"{kind} ranks {ranks} bytes {size}"
-            lines.append(f"collective {place} us {number(time.us)}")
+            if time.us > 0:
+                lines.append(f"collective {place} us {number(time.us)}")
             if time.core_us > 0:
                 lines.append(f"core {place} us {number(time.core_us)}")
             if time.finish_us > 0:
