@@ -221,7 +221,8 @@ py::list Funcs(const Program& program) {
 
 py::list Groups(const Program& program) {
   return ListOf(program.groups, [](const Group& group) {
-    return py::dict("id"_a = group.id, "optimizer"_a = group.optimizer, "rule"_a = OrNone(group.rule));
+    return py::dict("id"_a = group.id, "optimizer"_a = group.optimizer, "rule"_a = OrNone(group.rule),
+                    "factored"_a = group.factored.has_value());
   });
 }
 

@@ -68,6 +68,7 @@ class TextParser {
   Result<int32_t> NextId(size_t next, std::string_view what);
   Status GroupLine();
   Result<Orthogonal> OrthogonalWords();
+  Result<Factored> FactoredWords();
   // A rule's lines, down to its closing brace (parse_rule.cc).
   Status RuleLines();
   Result<RuleForm> RuleFormLines(const UpdateRule& rule);

@@ -222,6 +222,25 @@ Result<Orthogonal> TextParser::OrthogonalWords() {
   return found;
 }
 
+// average 1 apply 2 eps 1e-16 0.001 clip 1.0
+Result<Factored> TextParser::FactoredWords() {
+  Factored found;
+  for (const auto& [word, group] : {std::pair("average", &found.average), std::pair("apply", &found.apply)}) {
+    INTERLACE_TRY(scan_.Expect(word));
+    INTERLACE_ASSIGN(const int64_t id, scan_.IntFrom(0, std::numeric_limits<int32_t>::max()));
+    *group = static_cast<int32_t>(id);
+  }
+  INTERLACE_TRY(scan_.Expect("eps"));
+  for (double& eps : found.eps) {
+    scan_.SkipBlanks();
+    INTERLACE_ASSIGN(eps, scan_.Real());
+  }
+  INTERLACE_TRY(scan_.Expect("clip"));
+  scan_.SkipBlanks();
+  INTERLACE_ASSIGN(found.clip, scan_.Real());
+  return found;
+}
+
 Status TextParser::GroupLine() {
   Group group;
   INTERLACE_ASSIGN(group.id, NextId(program_.groups.size(), "group"));
@@ -236,6 +255,8 @@ Status TextParser::GroupLine() {
     scan_.SkipBlanks();
     if (scan_.EatWord("orthogonal")) {
       INTERLACE_ASSIGN(group.orthogonal, OrthogonalWords());
+    } else if (scan_.EatWord("factored")) {
+      INTERLACE_ASSIGN(group.factored, FactoredWords());
     }
   } else if (group.optimizer != "adamw" && group.optimizer != "adam" && group.optimizer != "sgd") {
     return Fail(pos, "unknown optimizer '" + group.optimizer + "'" +

@@ -134,6 +134,14 @@ class Printer {
     }
   }
 
+  void Floats(std::string_view word, std::span<const double> values) {
+    out_ += word;
+    for (const double value : values) {
+      out_ += ' ';
+      Float(value);
+    }
+  }
+
   void Float(double value) {
     if (std::isnan(value)) {
       out_ += "nan";
@@ -291,26 +299,18 @@ class Printer {
       line_ += static_cast<int32_t>(std::count(out_.begin() + static_cast<std::ptrdiff_t>(begin), out_.end(), '\n'));
     }
     for (const Group& group : program_.groups) {
-      out_ += "group ";
-      Int(group.id);
-      out_ += " " + group.optimizer;
-      if (group.rule != kNone) {
-        out_ += ' ';
-        Int(group.rule);
-      }
+      out_ += "group " + std::to_string(group.id) + " " + group.optimizer;
+      if (group.rule != kNone) out_ += " " + std::to_string(group.rule);
       if (const std::optional<Orthogonal>& x = group.orthogonal; x) {
-        out_ += " orthogonal apply ";
-        Int(x->apply);
-        out_ += " steps ";
-        Int(x->steps);
-        out_ += " by";
-        for (const double coefficient : x->by) {
-          out_ += ' ';
-          Float(coefficient);
-        }
-        out_ += " eps ";
-        Float(x->eps);
+        out_ += " orthogonal apply " + std::to_string(x->apply) + " steps " + std::to_string(x->steps);
+        Floats(" by", x->by);
+        Floats(" eps", {&x->eps, 1});
         out_ += " ratio " + x->ratio;
+      }
+      if (const std::optional<Factored>& x = group.factored; x) {
+        out_ += " factored average " + std::to_string(x->average) + " apply " + std::to_string(x->apply);
+        Floats(" eps", x->eps);
+        Floats(" clip", {&x->clip, 1});
       }
       EndLine();
     }

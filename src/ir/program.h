@@ -241,11 +241,22 @@ struct Orthogonal {
   double eps = 0;                 // least norm
   std::string ratio;              // of the result, by the matrix' shape: original, match_rms_adamw, none
 };
+// What a group's step takes of whole parameters (Adafactor): averages of squares over rows and columns, and sizes of
+// weights and update.
+struct Factored {
+  int32_t average = kNone;  // the group whose rule takes a mean of squares into its average
+  int32_t apply = kNone;    // the group whose rule takes the update as its gradient
+  // The least mean of squares, whose square is the least one that the gradient is divided by; the least root mean
+  // square of the weights that the size of the update follows.
+  std::array<double, 2> eps = {};
+  double clip = 0;  // the root mean square of the update, at most
+};
 struct Group {
   int32_t id = 0;
   std::string optimizer;
   int32_t rule = kNone;  // of the optimizer "rule"
   std::optional<Orthogonal> orthogonal = std::nullopt;
+  std::optional<Factored> factored = std::nullopt;
 };
 // A region: a body that `call f0` runs as one op (func.h). Never changed, so clones share it.
 class Program;

@@ -11,9 +11,9 @@
 //           }
 // A program with the buffer "interlace.loss_scale" has gradients that are so many times too large: norm.coef takes it
 // too. scale = 1 / (ranks * micro-batches) makes the mean of the summed gradients. After zero1 each rank updates its
-// own part of u0.full and the parts are gathered in place. Groups whose matrices are made orthogonal have rounds of
-// their own behind the others (update_matrices.h). Runs after accumulate; a program without open symbols is
-// scheduled then.
+// own part of u0.full and the parts are gathered in place. Groups whose step needs whole parameters have rounds of
+// their own behind the others (update_matrices.h, update_factors.h). Runs after accumulate; a program without open
+// symbols is scheduled then.
 //
 // Options: clip=X|none (none), norm=auto|always (auto: only when clipping), momentum=true|false (true: sgd gets a
 // buffer). Error: no units, an update phase already, a trainable parameter without a group, a unit with two kinds of
@@ -29,6 +29,7 @@
 #include "passes/passes.h"
 #include "passes/phase_editor.h"
 #include "passes/stages/recut.h"
+#include "passes/update_factors.h"
 #include "passes/update_matrices.h"
 
 namespace interlace {
@@ -70,18 +71,23 @@ class Builder {
       INTERLACE_ASSIGN(coef, Norm());
     }
     std::vector<MatrixUpdate> matrices;
+    std::vector<FactoredUpdate> factored;
     for (const Target& target : targets_) {
       const Group& group = program_.groups[target.params[0]->group];
       if (group.orthogonal) {
         INTERLACE_TRY(AddMatrix(target, matrices));
+      } else if (group.factored) {
+        INTERLACE_TRY(AddFactored(target, factored));
       } else {
         Gather(target, UpdateUnit(target, coef));
       }
     }
-    INTERLACE_TRY(AddMatrixUpdates(program_, phase_, matrices, coef, [&](const MatrixUpdate& done) {
+    const auto updated = [&](const auto& done) {
       Gather(*std::find_if(targets_.begin(), targets_.end(), [&](const Target& t) { return t.unit == done.unit; }),
              done.weights);
-    }));
+    };
+    INTERLACE_TRY(AddMatrixUpdates(program_, phase_, matrices, coef, updated));
+    INTERLACE_TRY(AddFactoredUpdates(program_, phase_, factored, coef, updated));
     if (gathering_ != kNone) Add(OpKind::kGatherWait).args = {Arg::Of(gathering_)};
     if (!program_.order.empty()) program_.order.push_back({phase_.name});
     program_.phases.push_back(std::move(phase_));
@@ -332,6 +338,32 @@ class Builder {
     gathering_ = program_.AddPlaced(gather, program_.value(target.weights).type, target.weights, Dim(0));
   }
 
+  Status CheckUncut(const Param& param) const {
+    if (param.cuts.empty()) return Ok{};
+    return MakeError("the mesh cuts parameter '", param.name, "' along ", param.cuts[0].axis, ", and ",
+                     RuleOf(param.group)->name, " needs whole matrices; train on a mesh without ", param.cuts[0].axis,
+                     ", or give this parameter to another optimizer");
+  }
+
+  Status AddFactored(const Target& target, std::vector<FactoredUpdate>& updates) {
+    const Param& param = *target.params[0];
+    const std::vector<Dim>& sizes = program_.value(param.value).type.sizes;
+    if (target.params.size() != 1 || !std::all_of(sizes.begin(), sizes.end(), [](Dim d) { return d.is_const(); }))
+      return MakeError("parameter '", param.name, "' is not in a unit of its own, which ", RuleOf(param.group)->name,
+                       " needs");
+    INTERLACE_TRY(CheckUncut(param));
+    FactoredUpdate update{.unit = target.unit,
+                          .param = &param,
+                          .weights = OwnWeights(target),
+                          .grad = target.grad,
+                          .columns = sizes.empty() ? 1 : sizes.back().value,
+                          .scale = Scale(target.unit)};
+    if (sizes.size() > 1) update.rows = sizes[sizes.size() - 2].value;
+    for (size_t i = 0; i + 2 < sizes.size(); ++i) update.batches *= sizes[i].value;
+    updates.push_back(update);
+    return Ok{};
+  }
+
   Status AddMatrix(const Target& target, std::vector<MatrixUpdate>& matrices) {
     const Param& param = *target.params[0];
     const Unit& unit = program_.units[target.unit];
@@ -339,11 +371,7 @@ class Builder {
     if (target.params.size() != 1 || sizes.size() != 2 || !sizes[0].is_const() || !sizes[1].is_const())
       return MakeError("parameter '", param.name, "' is not a matrix in a unit of its own, which ",
                        RuleOf(param.group)->name, " needs");
-    if (!param.cuts.empty()) {
-      return MakeError("the mesh cuts parameter '", param.name, "' along ", param.cuts[0].axis, ", and ",
-                       RuleOf(param.group)->name, " needs whole matrices; train on a mesh without ", param.cuts[0].axis,
-                       ", or give this parameter to another optimizer");
-    }
+    INTERLACE_TRY(CheckUncut(param));
     if (AxesOf(unit.axis).size() != 1)
       return MakeError(RuleOf(param.group)->name, " deals its matrices along one axis of the mesh, not along ",
                        unit.axis);

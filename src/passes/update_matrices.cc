@@ -5,8 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "ir/op_table.h"
-#include "passes/phase_editor.h"
+#include "passes/update_ops.h"
 
 namespace interlace {
 namespace {
@@ -18,15 +17,14 @@ struct Round {
   ValueId back = kNone;   // [ranks, part]: what the iterations gave, on its way or here
 };
 
-class Dealer {
+class Dealer : UpdateOps {
  public:
-  Dealer(Program& program, Phase& phase, ValueId coef) : program_(program), phase_(phase), coef_(coef) {}
+  Dealer(Program& program, Phase& phase, ValueId coef) : UpdateOps(program, phase), coef_(coef) {}
 
   Status Run(std::span<const MatrixUpdate> matrices, const std::function<void(const MatrixUpdate&)>& updated) {
     for (const MatrixUpdate& m : matrices) {
       const Orthogonal& how = HowOf(m);
-      const auto groups = static_cast<int32_t>(program_.groups.size());
-      if (how.apply < 0 || how.apply >= groups || program_.groups[how.apply].rule == kNone)
+      if (!HasRule(how.apply))
         return MakeError("group ", m.param->group, " applies its matrices by group ", how.apply, ", which has no rule");
     }
     std::vector<Round> rounds = Deal(matrices);
@@ -67,24 +65,6 @@ class Dealer {
 
   // ---- ops ----
 
-  Op& Append(Op& op) {
-    op.part = Part::kUpdate;
-    phase_.ops.push_back(op.id);
-    return op;
-  }
-  Op& Add(OpKind kind) { return Append(program_.AddOp(kind)); }
-  ValueId Aten(std::string name, std::vector<Arg> args, Type type, std::vector<NamedArg> named = {}) {
-    Op& op = Append(program_.AddOp("aten." + std::move(name)));
-    op.args = std::move(args);
-    op.named = std::move(named);
-    return program_.AddResult(op, std::move(type));
-  }
-  ValueId View(ValueId value, Type type, Dim offset = Dim(0)) {
-    Op& op = Add(OpKind::kView);
-    op.args = {Arg::Of(value)};
-    const ValueId root = program_.RootOf(value);
-    return program_.AddView(op, std::move(type), root, program_.dims.Add(program_.value(value).offset, offset));
-  }
   ValueId Cast(ValueId value, DType dtype) {
     Type type = program_.value(value).type;
     if (type.dtype == dtype) return value;
@@ -106,18 +86,8 @@ class Dealer {
     return start;
   }
   void Rule(const MatrixUpdate& m, int32_t group, std::vector<Arg> args, double scale) {
-    const UpdateRule& rule = program_.rules[program_.groups[group].rule];
-    std::vector<Arg> names;
-    for (const std::string& state : rule.states) names.push_back(Arg::Word(state));
-    Op& op = Add(OpKind::kUpdateRule);
-    op.units = {m.unit};
-    op.args = std::move(args);
-    op.SetAttr("rule", Arg::String(rule.name));
-    op.SetAttr("states", Arg::List(std::move(names)));
-    op.SetAttr("scale", Arg::Float(scale));
     const int64_t begin = m.param->unit_offset;
-    op.SetAttr("ranges",
-               Arg::List({Arg::Int(Dim(begin)), Arg::Int(Dim(begin + m.rows * m.columns)), Arg::Int(Dim(group))}));
+    UpdateOps::Rule(m.unit, begin, begin + m.rows * m.columns, group, std::move(args), scale);
   }
 
   // ---- a round ----
@@ -219,8 +189,6 @@ class Dealer {
     return ratio == "match_rms_adamw" ? 0.2 * std::sqrt(std::max(rows, columns)) : 1;
   }
 
-  Program& program_;
-  Phase& phase_;
   const ValueId coef_;
 };
 

@@ -139,5 +139,50 @@ TEST(Update, MatricesNeedARuleToApplyThem) {
       << done.error().ToString();
 }
 
+// Adafactor's three rules; a vector and two matrices on two ranks, which cut the first amid a row.
+std::string FactoredText(const std::string& apply) {
+  std::string text = StepText("mesh dp 2\n", {{"a", "3,32", "", 128}, {"b", "64", "", 64}, {"c", "2,5,16", "", 192}});
+  const std::string groups =
+      "rule 0 \"Adafactor\" () {\n  form {\n    w = copy(g)\n  }\n}\n"
+      "rule 1 \"Adafactor.average\" () {\n  form {\n    w = lerp(w, g, n0)\n  }\n}\n"
+      "rule 2 \"Adafactor.apply\" () {\n  form {\n    w = add(w, g, n0)\n  }\n}\n"
+      "group 0 rule 0 factored average 1 apply " +
+      apply +
+      " eps 1e-07 0.001 clip 1.0\n"
+      "group 1 rule 1\n"
+      "group 2 rule 2\n";
+  return text.replace(text.find("group 0 adamw\n"), 14, groups);
+}
+
+TEST(Update, OnlySumsOfFactoredParametersTravel) {
+  const Program program = Updated(FactoredText("2"));
+  std::string ops;
+  for (const OpId id : program.UpdatePhase()->ops) {
+    const Op& op = program.op(id);
+    if (op.kind == OpKind::kUpdateRule) ops += op.Attr("rule")->text + ":u" + std::to_string(op.units[0]) + "\n";
+    if (op.kind == OpKind::kAllReduceStart) ops += "all_reduce\n";
+  }
+  EXPECT_EQ(ops.substr(ops.find("Adafactor")),  // behind the norm
+            "Adafactor:u0\nAdafactor:u1\nAdafactor:u2\nall_reduce\n"
+            "Adafactor.average:u3\nAdafactor.average:u4\nAdafactor.average:u1\n"
+            "Adafactor.average:u5\nAdafactor.average:u6\nall_reduce\n"
+            "Adafactor.apply:u0\nAdafactor.apply:u1\nAdafactor.apply:u2\n");
+  const std::string text = Print(program);
+  for (const char* line :
+       {"f32[64] u3.row_var_of_u0 persistent", "f32[64] u4.col_var_of_u0 persistent", "f32[32] u1.variance persistent",
+        "f32[64] u5.row_var_of_u2 persistent", "group 0 rule 0 factored average 1 apply 2 eps 1e-07 0.001 clip 1.0\n"})
+    EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
+}
+
+TEST(Update, FactoredParametersNeedTheirRules) {
+  Result<Program> program = Parse(FactoredText("7"));
+  ASSERT_TRUE(program.ok()) << program.error().ToString();
+  const Status done = Apply(*program, "update");
+  ASSERT_FALSE(done.ok());
+  EXPECT_NE(done.error().ToString().find("group 0 makes a part of its step by group 7, which has no rule"),
+            std::string::npos)
+      << done.error().ToString();
+}
+
 }  // namespace
 }  // namespace interlace

@@ -96,6 +96,8 @@ RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01, amsgrad=True, maximize=False),
     "lion": lambda p: Lion(p, lr=1e-4, weight_decay=0.1),
 }
+# And those whose step needs whole parameters.
+CAPTURED = RULES | {"adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01, weight_decay=0.1)}
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -105,10 +107,10 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.dim() > 1]},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    if kind in RULES:
+    if kind in CAPTURED:
         if kind == "rprop":  # has no weight decay
             groups[1].pop("weight_decay")
-        return RULES[kind](groups)
+        return CAPTURED[kind](groups)
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     if kind == "adam":

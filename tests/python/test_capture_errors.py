@@ -246,10 +246,11 @@ def test_optimizer_of_another_model():
 def test_unsupported_optimizers():
     model = Net()
     fails(
-        "optimizer Adafactor cannot run on the parts of parameters that ranks hold: it divides by means over rows and columns; a step must "
-        "compute each element from that element alone, as those of torch.optim.AdamW, SGD, Adagrad and RMSprop do",
+        "optimizer LBFGS cannot run on the parts of parameters that ranks hold: it takes products of whole gradients, and evaluates the "
+        "loss again within a step; a step must compute each element from that element alone, as those of torch.optim.AdamW, SGD, Adagrad "
+        "and RMSprop do",
         model,
-        optimizer=torch.optim.Adafactor(model.parameters()),
+        optimizer=torch.optim.LBFGS(model.parameters()),
     )
     fails(
         "optimizer group 0 has differentiable=True, which is not supported; set it to False",

@@ -297,6 +297,38 @@ def test_a_module_that_gives_numbers_is_opaque_with_what_reads_them() -> None:
             assert float(trainer.step(x)) == pytest.approx(loss.item(), rel=1e-12)
 
 
+def test_what_is_around_may_be_a_list_or_used_by_its_methods() -> None:
+    """Nobody calls these, so what is around them is opaque, too."""
+
+    class Sizes(nn.Module):
+        def forward(self, x: Tensor) -> list[int]:
+            return (x > 0).sum(1).tolist()
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes = nn.ModuleList([Sizes()])
+
+        def map(self, x: Tensor) -> Tensor:
+            return torch.stack([row * n for row, n in zip(x, self.sizes[0](x), strict=True)])
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.experts = nn.Linear(4, 4), Experts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts.map(self.fc(x))
+
+    model = nn.Sequential(nn.Linear(4, 4), Block()).double()
+    x = torch.randn(3, 4).double()
+    expected = model(x).square().mean().item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interlace.compile(model, optimizer, lambda m, b: m(b).square().mean(), x, interlace.Config(fullgraph=False)) as trainer:
+        assert [row["module"] for row in trainer.summary()["opaque"]] == ["1"]
+        assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
+
+
 def test_what_is_refused_says_how() -> None:
     model = model_of("branches")
     with pytest.raises(CaptureError, match="fullgraph=False"):

@@ -3,7 +3,7 @@ each step.
 
 AdamW, Adam and SGD have updates of their own. Every other optimizer is run on small parameters (pilot.py) for the ways that its step
 goes: the first, those after it, a late one, and those of other settings (a weight decay that a scheduler turns on). They are the
-forms of its rule. Muon is known by name (muon.py): its matrices are made orthogonal whole, between two rules.
+forms of its rule. Muon and Adafactor, whose steps need whole parameters, are known by name (whole.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from interlace.capture.model_tensors import ModelTensor
-from interlace.capture.muon import MUON, MuonWords, muon_rules
 from interlace.capture.pilot import Pilot, Step, refused
 from interlace.capture.rules import rule_text
 from interlace.capture.several import member_of, members_of
+from interlace.capture.whole import WHOLE, Rule, whole_groups, whole_kind
 from interlace.errors import CaptureError
 
 _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
@@ -29,15 +29,11 @@ _LATE = (1e3, 1e5, 1e8)  # step numbers that are tried
 _SIZES = ((2, 3, 2, 3, 2, 2), (5, 4, 3, 2, 3, 3), (3, 3, 3, 3, 3, 3))  # of small parameters, which are alike to what is elementwise
 
 _WHOLE = {  # of torch.optim
-    "Adafactor": "it divides by means over rows and columns",
     "LBFGS": "it takes products of whole gradients, and evaluates the loss again within a step",
     "SparseAdam": "it takes sparse gradients",
 }
 
 Forms = list[tuple[str, ...]]
-
-
-Rule = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]  # name, states, forms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    kinds: list[str]  # the update of each group: "adamw", "rule 0"; behind those of the optimizer's groups the second rules of Muon's
+    kinds: list[str]  # the update of each group: "adamw", "rule 0"; behind those of the optimizer's groups the other rules of WHOLE's
     of: dict[int, int]  # the group of each trainable parameter, by id of the real tensor
     rules: tuple[str, ...] = ()  # lines of the program
 
@@ -67,7 +63,7 @@ def kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     owner = member_of(optimizer, group)
     kind = _KINDS.get(type(owner))
     if kind is None or group.get("amsgrad"):
-        return MUON if type(owner) is getattr(torch.optim, "Muon", None) else type(owner).__name__
+        return whole_kind(type(owner)) or type(owner).__name__
     return "adamw" if kind == "adam" and group.get("decoupled_weight_decay") else kind
 
 
@@ -77,7 +73,12 @@ def is_rule(kind: str) -> bool:
 
 def has_pilot(kind: str) -> bool:
     """Whether the numbers of the group's steps are those of the optimizer's own Python."""
-    return is_rule(kind) and kind != MUON
+    return is_rule(kind) and kind not in WHOLE
+
+
+def counts_steps(kind: str) -> bool:
+    """Whether a group's step depends on how many there were, in a way that the optimizer alone knows."""
+    return WHOLE[kind].counts if kind in WHOLE else is_rule(kind)
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[ModelTensor]) -> Groups:
@@ -118,12 +119,14 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None, params: list[Model
                 if is_rule(kinds[i]):
                     kinds[i] = f"rule {len(rules) + rule}"
             rules += found.rules
-    if MUON in kinds:
-        for i, group in enumerate(optimizer.param_groups):
-            if kinds[i] == MUON:
-                kinds[i] = f"rule {len(rules)} orthogonal apply {len(kinds)} {MuonWords.of(group).text()}"
-                kinds.append(f"rule {len(rules) + 1}")
-        rules += muon_rules()
+    first_rule: dict[str, int] = {}
+    for i, step in list(whole_groups(kinds)):
+        if step.kind not in first_rule:
+            first_rule[step.kind] = len(rules)
+            rules += step.rules
+        own_rules = range(first_rule[step.kind], first_rule[step.kind] + len(step.rules))
+        kinds[i] = f"rule {own_rules[0]} {step.words(optimizer.param_groups[i], len(kinds))}"
+        kinds += [f"rule {number}" for number in own_rules[1:]]
     return Groups(kinds, group_of, tuple(_lines(rules)))
 
 

@@ -151,9 +151,12 @@ def _whole(
             opaque = _with(opaque, path, reason)
             try:
                 calls = learn_calls(model, opaque, loss_fn, batch, values)
-                break
+                if calls[path]:
+                    break
+                unfit = path  # nobody calls a list of modules, or a module that has only its methods used
             except Unfit as e:
-                path = LOSS if e.path in ("", TAIL) else e.path.rpartition(".")[0]
+                unfit = e.path
+            path = LOSS if unfit in ("", TAIL) else unfit.rpartition(".")[0]
 
 
 def _with(opaque: dict[str, str], path: str, why: str) -> dict[str, str]:

@@ -187,7 +187,7 @@ class Checkpoint(contextlib.AbstractContextManager):
 def _is_plain(value: Any) -> bool:
     """A number, a word, or a few numbers: what torch.optim keeps in a group."""
     if isinstance(value, list):
-        return len(value) <= 16 and all(isinstance(v, (int, float)) for v in value)
+        return len(value) <= 16 and all(v is None or isinstance(v, (int, float)) for v in value)
     return value is None or isinstance(value, (int, float, str))
 
 
@@ -225,7 +225,7 @@ def check_hyper(where: object, group: int, saved: Mapping[str, Any], ours: Mappi
         if key not in ours:
             continue
         here = ours[key]
-        numbers = list(value) if isinstance(value, list) else [value]
+        numbers = [n for n in value if n is not None] if isinstance(value, list) else [value]
         if isinstance(here, bool) or here is None:
             if isinstance(value, list | str) and here is not None:
                 raise wrong(key, "and must be true or false")
@@ -238,7 +238,7 @@ def check_hyper(where: object, group: int, saved: Mapping[str, Any], ours: Mappi
             raise wrong(key, "and must be " + (f"{len(here)} numbers" if isinstance(here, tuple | list) else "a number"))
         if not all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
             raise wrong(key, "and must be finite")
-        if key in NOT_NEGATIVE and min(numbers) < 0:
+        if key in NOT_NEGATIVE and min(numbers, default=0) < 0:
             raise wrong(key, "and must not be negative")
         if key == "betas" and max(numbers) >= 1:
             raise wrong(key, "and must be below 1")

@@ -5,7 +5,8 @@ A unit is a flat buffer of several parameters. A state of a unit is either whole
     unit u0 (numel 1024, 2 ranks)   | fc1.weight ........ | pad | fc1.bias | pad |
     state u0.exp_avg on rank 1                    [512, 1024)  ← the window
 
-so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Where the mesh cuts a parameter (cuts.py),
+so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Averages over rows and columns of a
+parameter (Adafactor) have units of their own, whose one "parameter" stands for the average: it has the parameter's name and another shape. Where the mesh cuts a parameter (cuts.py),
 that range is of the rank's part of it; all that comes in and goes out is of the whole. Of a pipeline a rank has the parameters of its stage;
 `everything` lists those of all stages.
 """
@@ -13,6 +14,7 @@ that range is of the rank's part of it; all that comes in and goes out is of the
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -59,6 +61,10 @@ class Entry:
     dtype: torch.dtype
     group: int | None
     roles: dict[str, torch.dtype]  # optimizer states
+    shapes: dict[str, tuple[int, ...]]  # of those that have another one
+
+    def shape_of(self, role: str) -> tuple[int, ...]:
+        return self.shapes.get(role, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +94,15 @@ class States:
         for q in self.parameters.values():
             by_unit.setdefault(q.unit, []).append(q)
         self.loose = tuple(by_unit.get(None, []))
+        self._averages: dict[tuple[str, str], Parameter] = {}  # by the parameter's name and role
+        average_of: dict[int, str] = {}  # the role of a unit without parameters
+        for s in program.states():
+            if s["unit"] is not None and s["unit"] not in by_unit and (found := _AVERAGE.fullmatch(s["role"])) is not None:
+                of, role = by_unit[int(found[2])][0], found[1]
+                average = dataclasses.replace(of, shape=_shape_of(of.shape, role), unit=s["unit"], offset=0)
+                average = dataclasses.replace(average, numel=torch.Size(average.shape).numel())
+                by_unit[s["unit"]], average_of[s["unit"]] = [average], role
+                self._averages[of.name, role] = average
         self.units = [
             Unit(u["id"], u["axis"], u["replicas"], u["numel"], u["shard"], tuple(sorted(by_unit.get(u["id"], []), key=lambda q: q.offset)))
             for u in program.units()
@@ -98,7 +113,7 @@ class States:
         for s in program.states():
             if s["unit"] is None or not s["persistent"]:
                 continue
-            key = s["unit"], _TORCH_NAMES.get(s["role"], s["role"])
+            key = s["unit"], average_of.get(s["unit"], _TORCH_NAMES.get(s["role"], s["role"]))
             if s["moves"]:
                 self._moving[key] = s["value"]
                 self._tensors[key] = torch.empty(tuple(s["shape"]), dtype=DTYPES[s["dtype"]], device="meta")
@@ -118,7 +133,7 @@ class States:
         self.stage, self.stages = self.mesh.stage, self.mesh.stages
         # Shared parameters of which another stage is the first that has them.
         self._elsewhere = {p["name"] for p in program.params() if p["shared"] and p["shared"][0] != self.stage}
-        own = [self._entry(p, u) for u in self.units for p in u.parameters] + [self._entry(p, None) for p in self.loose]
+        own = [self._entry(p) for u in self.units if u.id not in average_of for p in u.parameters] + [self._entry(p) for p in self.loose]
         own = [entry for entry in own if entry.name not in self._elsewhere]
         self.everything: list[Entry] = own
         self.outputs: list[dict[str, Any]] = [program.outputs()]  # by stage and name: dtype and shape
@@ -134,9 +149,10 @@ class States:
     def _along_stages(self) -> Any:
         return self.peers.groups.along(self.mesh, STAGES)
 
-    def _entry(self, p: Parameter, unit: Unit | None) -> Entry:
-        roles = {role: self._tensors[unit.id, role].dtype for role in self._roles[unit.id]} if unit is not None else {}
-        return Entry(self.stage, p.name, p.shape, p.dtype, p.group, roles)
+    def _entry(self, p: Parameter) -> Entry:
+        places = {role: self.place_of(p.name, role) for role in self.roles_of(p.name)}
+        roles = {role: self._tensors[q.unit, role].dtype for role, q in places.items() if q.unit is not None}
+        return Entry(self.stage, p.name, p.shape, p.dtype, p.group, roles, {role: q.shape for role, q in places.items() if q.shape != p.shape})
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
         """What the ranks of a stage have as `tensor`, on all ranks. Every rank must call it, with a tensor of that form."""
@@ -157,9 +173,14 @@ class States:
         parts = [self._from(rank, form.clone() if mine is None else mine.clone()) for rank in range(first, first + ranks, step)]
         return torch.stack(parts).mean(dim=0)
 
-    def roles(self, unit: Unit) -> list[str]:
-        """Optimizer states that a unit has, by the names of torch.optim ("exp_avg", ...)."""
-        return self._roles[unit.id]
+    def roles_of(self, name: str) -> list[str]:
+        """Optimizer states that a parameter has, by the names of torch.optim ("exp_avg", ...)."""
+        unit = self.parameters[name].unit
+        return [] if unit is None else [*self._roles[unit], *(role for of, role in self._averages if of == name)]
+
+    def place_of(self, name: str, role: str) -> Parameter:
+        """The parameter, or what stands for its average of this role."""
+        return self._averages.get((name, role), self.parameters[name])
 
     def updated(self, roles: Iterable[str]) -> Iterator[tuple[str, Unit, Parameter]]:
         """Every parameter that has one of these optimizer states, role by role and unit by unit."""
@@ -193,6 +214,7 @@ class States:
     def parts(self, p: Parameter, role: str) -> Iterator[tuple[Tensor, int, int]]:
         """(flat storage, start, end): the elements [start, end) of this rank's part of the parameter that lie here; none when there are
         none."""
+        p = self._averages.get((p.name, role), p)
         if p.unit is None:
             if role == WEIGHT:
                 yield self._loose[p.name].view(-1), 0, p.numel
@@ -206,10 +228,11 @@ class States:
 
     def fill(self, name: str, role: str, read: Callable[[int, int], Tensor]) -> None:
         """Copies read(start, end), elements of the whole parameter in row-major order, to where they lie on this rank."""
+        p = self.place_of(name, role)
         with torch.no_grad():
-            for part, start, end in self.parts(self.parameters[name], role):
-                _fill(part, start, end, self.parameters[name].cuts, read)
-        self.settle(self.parameters[name].unit, role)
+            for part, start, end in self.parts(p, role):
+                _fill(part, start, end, p.cuts, read)
+        self.settle(p.unit, role)
 
     def settle(self, unit: int | None, role: str) -> None:
         """What came into memory for a look at this role goes back out; tensors over it must not be read any more."""
@@ -281,7 +304,7 @@ class States:
                 assert p.name == entry.name, f"{p.name} came where {entry.name} was expected"
             if self.stages > 1 and (entry.stage > 0 or everywhere) and takes_part:
                 if value is None:
-                    value = torch.empty(entry.shape, dtype=dtype, device=self.peers.device)
+                    value = torch.empty(entry.shape_of(role), dtype=dtype, device=self.peers.device)
                 value = self.from_stage(entry.stage, value)
             yield entry, value if everywhere or self.peers.rank == 0 else None
         for _ in own:  # what comes behind the last parameter
@@ -297,6 +320,14 @@ class States:
         if role == WEIGHT:
             for p in self.loose:
                 yield p, self._loose[p.name]
+
+
+_AVERAGE = re.compile(r"(row_var|col_var)_of_u(\d+)")  # as src/passes/update_factors.h has them
+
+
+def _shape_of(shape: tuple[int, ...], role: str) -> tuple[int, ...]:
+    """Of the average of a parameter of this shape."""
+    return (*shape[:-1], 1) if role == "row_var" else (*shape[:-2], 1, shape[-1])
 
 
 def _fill(part: Tensor, start: int, end: int, cuts: Cuts, read: Callable[[int, int], Tensor]) -> None:

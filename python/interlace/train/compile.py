@@ -53,7 +53,7 @@ def compile(
     """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
 
     `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
-    one step gets on this rank. `optimizer` is any whose step is elementwise, torch.optim's or a class of yours, or torch.optim.Muon, or a
+    one step gets on this rank. `optimizer` is any whose step is elementwise, torch.optim's or a class of yours, or torch.optim.Muon or Adafactor, or a
     list of optimizers that share the parameters out; hyper-parameters are read anew each step, so schedulers work. Afterwards the
     parameters live in the trainer: where every rank holds them whole, the model's parameters are views of them; else they become meta
     tensors. Raises InterlaceError with what is wrong and what to do.
@@ -295,8 +295,7 @@ class _Build:
                     continue
                 if name not in states.parameters:
                     continue
-                unit = states.parameters[name].unit
-                if unit is None or role not in states.roles(states.units[unit]):
+                if role not in states.roles_of(name):
                     raise InterlaceError(
                         f"the optimizer has a state '{role}' of parameter '{name}', which the program does not update; start with a "
                         "fresh optimizer, or make the model use that parameter"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from interlace.capture.groups import has_pilot, is_rule, kind_of, small_shapes
-from interlace.capture.muon import MUON, MuonWords, muon_numbers
 from interlace.capture.pilot import Pilot, Step, as_state
 from interlace.capture.several import members_of
+from interlace.capture.whole import WHOLE, whole_groups
 from interlace.errors import InterlaceError
 
 Scalars = dict[str, list[Any]]  # name → [number, kind]
@@ -55,7 +55,7 @@ class Hyper:
                 fresh = Pilot.fresh(member, small_shapes(member)).one_each()
                 self._piloted.append(_Piloted(first, count, fresh, fresh))
             first += count
-        self._words = {i: MuonWords.of(g) for i, g in enumerate(optimizer.param_groups) if self._kinds[i] == MUON}
+        self._words = {i: step.words(optimizer.param_groups[i], 0) for i, step in whole_groups(self._kinds)}
         self.not_run: set[int] = set()  # step hooks that are not the user's
         self.attach(program)
 
@@ -75,8 +75,11 @@ class Hyper:
         for piloted in self._piloted:
             piloted.step = piloted.pilot.step()
         rows = [self._row(i, group, kind) for i, (group, kind) in enumerate(zip(self.optimizer.param_groups, self._kinds, strict=True))]
-        second = [muon_numbers(self.optimizer.param_groups[i])[1] for i in self._words]
-        return rows + [self._padded(len(rows) + i, row) for i, row in enumerate(second)]
+        behind = [row for i in self._words for row in self._of_whole(i)[1:]]
+        return rows + [self._padded(len(rows) + i, row) for i, row in enumerate(behind)]
+
+    def _of_whole(self, i: int) -> list[list[float]]:
+        return WHOLE[self._kinds[i]].numbers(self.optimizer.param_groups[i], self.steps[i] + 1)
 
     def _padded(self, i: int, row: list[float]) -> list[float]:
         """As long as the longest form of the group's rule."""
@@ -90,13 +93,12 @@ class Hyper:
 
     def _row(self, i: int, group: dict[str, Any], kind: str) -> list[float]:
         t = float(self.steps[i] + 1)
-        if kind == MUON:
-            if MuonWords.of(group) != self._words[i]:
+        if kind in WHOLE:
+            if WHOLE[kind].words(group, 0) != self._words[i]:
                 raise InterlaceError(
-                    f"optimizer group {i} has other ns_steps, ns_coefficients, eps or adjust_lr_fn now than when compiled; compile again "
-                    "with them"
+                    f"optimizer group {i} has other {WHOLE[kind].fixed} now than when compiled; compile again with them"
                 )
-            return self._padded(i, muon_numbers(group)[0])
+            return self._padded(i, self._of_whole(i)[0])
         if is_rule(kind):
             return self._row_of_rule(i)
         if kind == "sgd":
@@ -142,10 +144,13 @@ class Hyper:
             piloted.pilot = piloted.pilot.with_group_of(piloted.fresh, i - piloted.first)
 
     def rule_states(self, i: int) -> tuple[str, ...]:
-        return tuple(self._rules[i]["states"])
+        kind = self._kinds[i]
+        return WHOLE[kind].states if kind in WHOLE else tuple(self._rules[i]["states"])
 
     def scalars(self, i: int) -> Scalars:
         """What a rule's optimizer keeps for group i beside its states, after the steps made: counters, products of betas."""
+        if self._kinds[i] in WHOLE:
+            return {"step": [float(self.steps[i]), "float32"]} if WHOLE[self._kinds[i]].counts else {}
         piloted = self._piloted_of(i)
         return piloted.pilot.scalars(i - piloted.first) if piloted is not None else {}
 

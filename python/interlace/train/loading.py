@@ -109,7 +109,7 @@ class Loading:
         roles = self._run.roles()
         for role, p in ((role, p) for role in roles for p in self._run.states.everything if role in p.roles):
             if p.group is not None and steps[p.group] > 0:
-                wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape)
+                wanted[f"{role} of '{p.name}'"] = (f"{role}.{p.name}", p.shape_of(role))
         check_shapes(moments, wanted)
         if record.get("seed") != self._run.config.seed and self._run.rank == 0:
             log.warning(

@@ -157,8 +157,8 @@ def _checked(run: Run, given: dict[str, Any]) -> Callable[[], None]:
     for p in run.states.everything:
         for role in p.roles:
             t = entries.get(p.name, {}).get(role)
-            if isinstance(t, Tensor) and tuple(t.shape) != p.shape:
-                raise InterlaceError(f"{role} of '{p.name}' has shape {tuple(t.shape)} in the state dict, {p.shape} here")
+            if isinstance(t, Tensor) and tuple(t.shape) != p.shape_of(role):
+                raise InterlaceError(f"{role} of '{p.name}' has shape {tuple(t.shape)} in the state dict, {p.shape_of(role)} here")
             wanted = p.group is not None and steps[p.group] > 0 and role in run.state_names(p.group) and role != "momentum_buffer"
             if t is None and wanted:
                 raise InterlaceError(f"the state dict is of another optimizer: it has no {role} of '{p.name}'")

@@ -109,8 +109,7 @@ class Frozen:
             for p, value in old.whole(role, everywhere=True):
                 if p.name not in new.parameters:  # another stage's
                     continue
-                unit = new.parameters[p.name].unit
-                if value is not None and (role == WEIGHT or (unit is not None and role in new.roles(new.units[unit]))):
+                if value is not None and (role == WEIGHT or role in new.roles_of(p.name)):
                     new.fill_from(p.name, role, value)
         running = {b["name"]: run.executor.tensor(b["value"]) for b in run.ir.buffers()}
         storages = {b["name"]: built.executor.tensor(b["value"]) for b in built.ir.buffers()}

@@ -256,7 +256,7 @@ class Saving:
             (e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter
         ]
         kept = [(role, p) for role in roles for p in states.everything if role in p.roles and self._run.has_state(p)]
-        optimizer = [(f"{role}.{p.name}", p.roles[role], p.shape) for role, p in kept]
+        optimizer = [(f"{role}.{p.name}", p.roles[role], p.shape_of(role)) for role, p in kept]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]
         return model, optimizer
 

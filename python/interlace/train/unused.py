@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from interlace.capture.groups import has_pilot, is_rule
-from interlace.capture.muon import MUON
+from interlace.capture.groups import counts_steps, is_rule
 from interlace.compiling.states import WEIGHT
 from interlace.errors import InterlaceError
 from interlace.train.run import Run
@@ -77,13 +76,13 @@ class Unused:
             self._doubtful.add(name)
         for name in self.skipped:
             kind = self._kind(name)
-            if name not in unused and name in kept and has_pilot(kind):
+            if name not in unused and name in kept and counts_steps(kind):
                 raise InterlaceError(
                     f"parameter '{name}' has a gradient again after {self.skipped[name]} steps without one, and {kind} would go on with "
                     "another count of steps for it than for the rest of its group; freeze what is not used (requires_grad=False), or "
                     "train with AdamW, Adam or SGD"
                 )
-            if name not in unused and name in kept and kind not in ("sgd", MUON):
+            if name not in unused and name in kept and kind in ("adam", "adamw"):
                 self._as_own_step(name, kind, rows[self.run.states.parameters[name].group or 0], kept[name])
 
     def _parts(self, name: str) -> Iterator[tuple[str, list[tuple[Tensor, int, int]]]]:
@@ -91,7 +90,7 @@ class Unused:
         states = self.run.states
         p = states.parameters[name]
         assert p.unit is not None
-        for role in (WEIGHT, *states.roles(states.units[p.unit])):
+        for role in (WEIGHT, *states.roles_of(name)):
             yield role, list(states.parts(p, role))
 
     def _at(self, name: str, role: str, start: int, end: int) -> Tensor:
@@ -108,7 +107,7 @@ class Unused:
 
     def _settle(self, name: str) -> None:
         for role, _ in self._parts(name):
-            self.run.states.settle(self.run.states.parameters[name].unit, role)
+            self.run.states.settle(self.run.states.place_of(name, role).unit, role)
 
     def _put_back(self, name: str, kept: Kept) -> None:
         for role, parts in self._parts(name):
