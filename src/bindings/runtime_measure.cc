@@ -17,7 +17,7 @@ namespace {
 
 std::unique_ptr<Comm> CreateComm(const std::string& name, int64_t rank, int64_t size, const std::string& backend,
                                  double timeout_s, const std::string& group) {
-  return Unwrap(Comm::Create({name, rank, size, backend, group}, timeout_s));
+  return Unwrap(Comm::Create({name, rank, size, backend, group, {}}, timeout_s));
 }
 
 }  // namespace
