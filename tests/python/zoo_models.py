@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -60,7 +61,7 @@ LANGUAGE = listed(
     DeepseekV3 Bamba Zamba Exaone4 SmolLM3 Arcee Ernie4_5 HunYuanDenseV1 Lfm2 MiniMax Apertus Seed_oss SeedOss GptOss BitNet
     DiffLlama Dots1 Moshi Rwkv Xglm Trocr TrOCR Bart Pegasus MBart Bert RoFormer Electra Roberta Camembert XLMRoberta
     MegatronBert Ernie RemBert BertGeneration Blenderbot BlenderbotSmall Marian Git Reformer XLNet XLM Doge Jamba Ministral
-    Olmo3 Vaultgemma VaultGemma Flexolmo FlexOlmo LongcatFlash Blt NanoChat Youtu Afmoe Jais2
+    Olmo3 Vaultgemma VaultGemma Flexolmo FlexOlmo LongcatFlash NanoChat Youtu Afmoe Jais2
     """
 )
 MASKED = listed(
@@ -298,6 +299,8 @@ def one(name: str, **config: Any) -> dict[str, Any]:
         torch.manual_seed(0)
         first = case.build().double().train()
         expected = eager(copy.deepcopy(first), case, size)
+        if not all(map(math.isfinite, expected)):
+            raise ValueError(f"losses {expected}")
     except Exception as e:
         return {**row, "result": "eager fails", "why": f"{type(e).__name__}: {e}"[:300]}
     for whole in (True, False):
