@@ -151,6 +151,11 @@ def classes(rows: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": torch.randint(0, 2, (rows,), generator=generator(seed))}
 
 
+def tagged(rows: int, seed: int) -> dict[str, Tensor]:
+    batch = words(rows, seed)
+    return {**batch, "labels": batch["labels"] % 2}
+
+
 def large_pixels(rows: int, seed: int) -> dict[str, Tensor]:
     return pixels(rows, seed, 64)
 
@@ -256,7 +261,7 @@ def cases() -> list[Model]:
         *found("ForCausalLM", LANGUAGE, words), *found("LMHeadModel", LANGUAGE, words), *found("ForMaskedLM", MASKED, words),
         *found("ForConditionalGeneration", SEQUENCES, words), *found("ForImageClassification", IMAGES, pixels),
         *found("ForSequenceClassification", [*TOKENS, "GPT2", "Llama", "Mistral", "Qwen2", "OPT", "Bloom", "Falcon", "Gemma"], classes),
-        *found("ForTokenClassification", TOKENS, words), *plain_models(),
+        *found("ForTokenClassification", TOKENS, tagged), *plain_models(),
     ]  # fmt: skip
     return list({case.name: case for case in every}.values())
 
