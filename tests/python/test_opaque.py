@@ -329,6 +329,35 @@ def test_what_is_around_may_be_a_list_or_used_by_its_methods() -> None:
         assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_module_called_in_another_way_while_traced_is_opaque_with_what_calls_it() -> None:
+    """As the attention of Hugging Face's models, which gets a mask while it is traced and none in a run."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            y = self.fc(x) * (2 if x.sum() > 0 else 3)
+            return y if mask is None else y * mask
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, torch.ones_like(x) if torch.is_grad_enabled() else None)
+
+    model = nn.Sequential(nn.Linear(4, 4), Outer()).double()
+    x = torch.randn(3, 4).double()
+    expected = model(x).square().mean().item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with interlace.compile(model, optimizer, lambda m, b: m(b).square().mean(), x, interlace.Config(fullgraph=False)) as trainer:
+        assert [row["module"] for row in trainer.summary()["opaque"]] == ["1"]
+        assert float(trainer.step(x)) == pytest.approx(expected, rel=1e-12)
+
+
 def test_what_is_refused_says_how() -> None:
     model = model_of("branches")
     with pytest.raises(CaptureError, match="fullgraph=False"):

@@ -52,7 +52,7 @@ class OpaqueCall:
     key: str  # the module's path; "path@1" for its second call
     path: str
     why: str  # it is not captured
-    training: list[bool]  # flags of the module and those in it
+    training: dict[str, bool]  # flags of the module and those in it
     call: tuple[tuple, dict]  # arguments, None in place of tensors
     inputs: list[tuple[Path, Meta]]
     params: list[str]  # names within the module
@@ -142,6 +142,14 @@ def module_at(path: str, model: nn.Module, loss_fn: Any) -> nn.Module:
     if path in (LOSS, TAIL):
         return (Whole if path == LOSS else Tail)(model, loss_fn)
     return model.get_submodule(path)
+
+
+class CalledOtherwise(CaptureError):
+    """A trace calls an opaque module in another way than the real run did: what calls it decides on data, too."""
+
+
+def flags_of(module: nn.Module) -> dict[str, bool]:
+    return {name: m.training for name, m in module.named_modules()}
 
 
 # ---- learning what the modules give ----
@@ -234,7 +242,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall]) -> 
         stateful = generators() != others or any(c.kind == "value" for c in watch.moved())
         calls.append(
             OpaqueCall(
-                key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=[m.training for m in module.modules()],
+                key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=flags_of(module),
                 call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
                 params=[n for n, _ in module.named_parameters()], buffers=list(before),
                 changed=[n for n, b in module.named_buffers() if not torch.equal(b, before[n])],
@@ -271,10 +279,9 @@ class OpaqueTrace:
         call = next(self._calls[path], None)
         inputs = tensor_leaves((args, kwargs))
         if call is None or [(p, Meta.of(t)) for p, t in inputs] != call.inputs:
-            raise CaptureError(
-                f"module '{path}' is called otherwise while traced than in the real run on the example batch; an "
-                "opaque module "
-                "must be called the same way each time"
+            raise CalledOtherwise(
+                f"module '{path}' is called otherwise while traced than in the real run on the example batch; an opaque module must be "
+                "called the same way each time"
             )
         params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         operands = [t for _, t in inputs] + [params[n] for n in call.params] + [buffers[n] for n in call.buffers]

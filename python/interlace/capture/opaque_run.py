@@ -14,7 +14,7 @@ from torch import nn
 
 from interlace.capture.effects import kept_generators
 from interlace.capture.inputs import rebuild
-from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, module_at, tensor_leaves
+from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -126,19 +126,19 @@ def full_name(call: OpaqueCall, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _flags(module: nn.Module, training: list[bool]) -> Iterator[None]:
-    """The training flags that a call was learnt with."""
-    modules = list(module.modules())
-    before = [m.training for m in modules]
+def _flags(module: nn.Module, training: dict[str, bool]) -> Iterator[None]:
+    """The training flags that a call was learnt with, of the modules that are there: a forward may put others in their place (BigBird)."""
+    before = flags_of(module)
     if before == training:
         yield
         return
-    for m, flag in zip(modules, training, strict=True):
+    modules = [(m, training[name], before[name]) for name, m in module.named_modules() if name in training]
+    for m, flag, _ in modules:
         m.training = flag
     try:
         yield
     finally:
-        for m, flag in zip(modules, before, strict=True):
+        for m, _, flag in modules:
             m.training = flag
 
 

@@ -16,7 +16,7 @@ from interlace.capture.effects import as_after, drawing_line, generators, kept_g
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
 from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
-from interlace.capture.opaque import LOSS, TAIL, OpaqueCall, Unfit, learn_calls, only_in
+from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
@@ -144,9 +144,13 @@ def _whole(
             path = found.sites.failed
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL
-            if fullgraph or symbolic or path in opaque or casts.param is not None:
+            around = isinstance(e, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
+            if fullgraph or symbolic or (path in opaque and not around) or casts.param is not None:
                 raise
-            reason = str(e).partition(" (.item()")[0].partition("; ")[0]
+            if around:
+                path, reason = path.rpartition(".")[0], opaque[path]
+            else:
+                reason = str(e).partition(" (.item()")[0].partition("; ")[0]
         while True:
             opaque = _with(opaque, path, reason)
             try:

@@ -22,7 +22,7 @@ from interlace.capture.groups import Groups
 from interlace.capture.inputs import InputSpec, Path, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
-from interlace.capture.opaque import LOSS, TAIL, OpaqueCall, OpaqueTrace, StandIn
+from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
 from interlace.capture.recorder import Recorder
 from interlace.capture.sites import OUTSIDE, Sites, user_place
 from interlace.capture.symbols import make_symbols
@@ -287,7 +287,8 @@ class Trace:
             place = user_place(e.__traceback__)
             if not place:
                 raise
-            raise CaptureError(f"{place}: {e}{self.module()}") from e
+            kind = CalledOtherwise if isinstance(e, CalledOtherwise) else CaptureError
+            raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
