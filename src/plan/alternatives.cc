@@ -25,8 +25,7 @@ Result<Baseline> SpacesOf(std::string_view name, const Training& training) {
     INTERLACE_TRY(SetBytes(space.stage, training.dtype, training.runnable));
     if (!training.runnable) continue;
     StageOptions& stage = space.stage;
-    space.stages = {1};
-    stage.tensor_parallel = {1};
+    space.one_tp = true;  // the runtime cuts the products of all stages alike
     // What leaves a CPU's memory goes to a file: a plan by hand may say so, the search does not.
     if (training.cpu) stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
   }

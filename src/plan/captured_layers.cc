@@ -317,7 +317,7 @@ class CapturedLayers : public LayerSource {
     std::lock_guard lock(mutex_);
     auto [at, added] = runs_.try_emplace(setting);
     for (int i = 0; i < kRoles && added; ++i) {
-      Result<Layer::AsRun> run = layers_[i].RunOf(setting, tied_);
+      Result<Layer::AsRun> run = layers_[i].RunOf(setting, setting.whole ? tied_ : "");
       if (!run.ok()) {
         runs_.erase(at);
         return run.error();
@@ -333,7 +333,7 @@ class CapturedLayers : public LayerSource {
     RunCost out{mine.holds.weights, mine.holds.gradients, mine.holds.states, mine.holds.units};
     // Beside a layer: what the next one gathers ahead, and what the one before it in backward still reduces. A tied
     // parameter is gathered from the embedding to the head, and its gradient waits from the head to the embedding.
-    const int64_t tied = costs[static_cast<int>(Role::kHead)].tied * DTypeBytes(dtype_);
+    const int64_t tied = setting.whole ? costs[static_cast<int>(Role::kHead)].tied * DTypeBytes(dtype_) : 0;
     const int64_t gathered = role == Role::kBlock && setting.zero == 3 && setting.dp > 1 ? tied : 0;
     const int64_t ahead = role == Role::kEmbedding ? most(&RunLayer::first_forward)
                           : role == Role::kBlock   ? std::max(block.kinds[0].first_forward, head.kinds[0].first_forward)

@@ -62,7 +62,12 @@ double InterStageSolver::SumOf(const Staircase& plan) const {
 }
 
 void InterStageSolver::TopK(InterStageResult& out) {
-  std::vector<Layout> alike = p_.one_layout ? layouts_ : std::vector<Layout>{Layout{}};
+  const bool choose = p_.one_layout || p_.one_tp;
+  std::vector<int32_t> first;  // a layout of each kind that all stages may have
+  for (int32_t x = 0; x < static_cast<int32_t>(layouts_.size()); ++x) {
+    if (first.empty() || (choose && std::none_of(first.begin(), first.end(), [&](int32_t y) { return Alike(x, y); })))
+      first.push_back(x);
+  }
   std::vector<double> costs(static_cast<size_t>(std::max(o_.top, 1)), o_.cutoff_us);  // the best so far, for the cutoff
   auto cutoff = [&] { return costs.back(); };
   auto note = [&](double cost) {
@@ -71,8 +76,8 @@ void InterStageSolver::TopK(InterStageResult& out) {
   };
   std::priority_queue<Branch, std::vector<Branch>, std::greater<>> open;
   double bound = kNever;
-  for (size_t x = 0; x < alike.size(); ++x) {
-    if (p_.one_layout) AllowOnly(static_cast<int32_t>(x));
+  for (int32_t x : first) {
+    if (choose) AllowAlike(x);
     Branch whole;
     whole.plan = Best(cutoff(), bound);
     if (whole.plan.steps.empty()) continue;
@@ -86,8 +91,8 @@ void InterStageSolver::TopK(InterStageResult& out) {
     out.plans.push_back(Finish(branch.plan));
     if (static_cast<int32_t>(out.plans.size()) == o_.top) break;
     for (int32_t j = branch.fixed; j < p_.stages && !stopped_; ++j) {
-      if (p_.one_layout) {
-        AllowOnly(branch.plan.steps[0].layout);
+      if (choose) {
+        AllowAlike(branch.plan.steps[0].layout);
       } else {
         std::fill(allowed_.begin(), allowed_.end(), 1);
       }
@@ -107,9 +112,10 @@ void InterStageSolver::TopK(InterStageResult& out) {
   out.complete = !stopped_;
 }
 
-void InterStageSolver::AllowOnly(int32_t layout) {
+void InterStageSolver::AllowAlike(int32_t layout) {
   size_t n = layouts_.size(), run = static_cast<size_t>(p_.layers) + 1;
-  for (size_t cell = 0; cell < allowed_.size(); ++cell) allowed_[cell] = static_cast<int32_t>(cell / run % n) == layout;
+  for (size_t cell = 0; cell < allowed_.size(); ++cell)
+    allowed_[cell] = Alike(static_cast<int32_t>(cell / run % n), layout);
 }
 
 void InterStageSolver::Fix(int32_t stage, const Step& step) {

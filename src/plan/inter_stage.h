@@ -47,6 +47,7 @@ struct InterStageProblem {
   std::vector<int32_t> counts;                                                   // devices that a stage may have
   int32_t fewest_layers = 1, most_layers = std::numeric_limits<int32_t>::max();  // of a stage
   bool one_layout = false;                                                       // all stages alike
+  bool one_tp = false;                                                           // tp of all stages alike
   // Called once for each key that may occur; the frontiers must stay where they are until the solver is gone. Points
   // need not be a Pareto set.
   std::function<const Frontier&(const StageKey&)> frontier;

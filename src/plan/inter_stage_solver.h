@@ -138,7 +138,9 @@ class InterStageSolver {
   // Lawler: the plans other than the best are split by the first stage in which they differ from it.
   void TopK(InterStageResult& out);
 
-  void AllowOnly(int32_t layout);
+  // The layouts that all stages may have beside this one.
+  bool Alike(int32_t a, int32_t b) const { return p_.one_layout ? a == b : layouts_[a].tp == layouts_[b].tp; }
+  void AllowAlike(int32_t layout);
   void Fix(int32_t stage, const Step& step);
 
   InterStagePlan Finish(const Staircase& plan) const;

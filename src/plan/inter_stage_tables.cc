@@ -76,7 +76,7 @@ std::vector<InterStageSolver::LayoutCell> InterStageSolver::CellsOf(const Fronti
 
 int32_t InterStageSolver::FindLayout(const Layout& layout) {
   // Where boundaries cost nothing and layouts may differ, only the number of devices matters.
-  Layout seen = p_.boundary_us || p_.one_layout ? layout : Layout{1, layout.devices(), 1};
+  Layout seen = p_.boundary_us || p_.one_layout || p_.one_tp ? layout : Layout{1, layout.devices(), 1};
   auto at = std::find(layouts_.begin(), layouts_.end(), seen);
   if (at == layouts_.end()) at = layouts_.insert(layouts_.end(), seen);
   return static_cast<int32_t>(at - layouts_.begin());

@@ -70,6 +70,7 @@ struct Enumerate {
                      c, p.micro_batches, std::min(p.stages - stage, p.micro_batches)};
         for (const FrontierPoint& point : p.frontier(key)) {
           if (p.one_layout && stage > 0 && !(LayoutOf(point.strategy) == LayoutOf(chosen[0]->strategy))) continue;
+          if (p.one_tp && stage > 0 && point.strategy.tp != chosen[0]->strategy.tp) continue;
           chosen.push_back(&point);
           lefts.push_back(left - c);
           Go(stage + 1, layers - l, left - c);
@@ -91,8 +92,8 @@ struct Enumerate {
         t += p.boundary_us(LayoutOf(s), LayoutOf(next), inside);
       }
       stages.emplace_back(t, chosen[i]->cost.extra_us);
-      shape.insert(shape.end(), {s.layers, p.boundary_us || p.one_layout ? s.dp : 0,
-                                 p.boundary_us || p.one_layout ? s.tp : s.dp * s.tp});
+      shape.insert(shape.end(), {s.layers, p.boundary_us || p.one_layout || p.one_tp ? s.dp : 0,
+                                 p.boundary_us || p.one_layout || p.one_tp ? s.tp : s.dp * s.tp});
     }
     double cost = PipelineObjective(p.micro_batches, stages);
     best = std::min(best, cost);
@@ -116,6 +117,7 @@ TEST(InterStage, EqualsEnumerationOnRandomProblems) {
     p.counts = pick(2) ? FreeDeviceCounts(p.devices, p.per_node) : std::vector<int32_t>{p.devices / p.stages};
     if (p.counts.size() == 1 && p.devices % p.stages != 0) p.devices = 4 * p.stages, p.counts = {4};
     p.one_layout = pick(4) == 0;
+    p.one_tp = seed % 3 == 0;
     if (pick(4) == 0) p.most_layers = (p.layers + p.stages - 1) / p.stages;
     RandomStages stages(seed, p.stages == 3 ? 2 : 4, p.micro_batches);
     p.frontier = [&](const StageKey& key) -> const Frontier& { return stages.Of(key); };

@@ -28,11 +28,12 @@ struct LayerCost {
   int64_t boundary = 0;  // bytes of the activation that enters (and leaves) the layer, one micro-batch
 };
 
-// How this runtime trains a whole model in one stage without tensor parallel.
+// How this runtime trains a stage without tensor parallel.
 struct RunSetting {
   int32_t dp = 1, zero = 0;
   bool accumulates = false;  // more than one micro-batch a step
   bool receives = true;      // reductions receive into memory that counts (CPU transports)
+  bool whole = true;         // the model is one stage; else a tied parameter has a copy on each that uses it
   friend auto operator<=>(const RunSetting&, const RunSetting&) = default;
 };
 // What a layer takes of a device then (run_layer.h).

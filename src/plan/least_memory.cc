@@ -63,7 +63,7 @@ class Finder {
       if (dp > 1 ? !s.zero[zero] : zero > 0) continue;
       for (int32_t out = 0; out < 16; ++out) {
         if ((out & 1 && !s.weights_out) || (out & 2 && !s.gradients_out) || (out & 4 && !s.states_out) ||
-            (out & 8 && !s.activations_out))
+            (out & 8 && !s.activations_out) || (out != 0 && !s.offloads(stages == 1, tp)))
           continue;
         for (int32_t recompute = 0; recompute < 3; ++recompute) {
           if ((recompute == 1 && !s.selective) || (recompute == 2 && !s.full) || (recompute != 2 && s.only_full))

@@ -37,7 +37,8 @@ OffloadRegion RegionOf(const StageModel::State& state, const StageParts& parts, 
   const double weights = real(all.weights), gradients = real(all.gradients), states = real(all.states);
   const double saved = real(all.saved), pair_saved = real(all.pair_saved), p = s.in_flight;
   OffloadRegion out;
-  out.allowed = {options.weights_out, options.gradients_out, options.states_out, options.activations_out};
+  if (options.offloads(s.embedding && s.head, s.tp))
+    out.allowed = {options.weights_out, options.gradients_out, options.states_out, options.activations_out};
   const double always = weights + gradients + states + real(all.gathered_weights) + real(all.neighbours);
   // 16: what rounding each term to whole bytes can take.
   const double limit = real(options.device_bytes) - 16;

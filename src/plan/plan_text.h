@@ -10,7 +10,7 @@
 //   flash_attention yes
 //   dtype "bfloat16"                   # of weights and gradients in forward and backward; bfloat16 has float32 masters
 //   memory_limit 23622320128           # bytes of a device
-//   template overlap                   # or runtime: predicted as this runtime trains it (one stage, tp 1); or no line
+//   template overlap                   # or runtime: predicted as this runtime trains it; or no line
 //   accumulation 64                    # micro-batches of a step, the same on every rank
 //   space "full"
 //   predicted step_us 41250000 pipeline_us 41100000 bound_us 41250000
@@ -75,7 +75,7 @@ Result<PlanFile> ParsePlan(std::string_view text, std::string_view file);
 //   recompute full + selective blocks are at most the stage's layers
 //   offload   shares are between 0 and 1
 //   dtype     bfloat16 or float32
-//   template  the runtime trains one stage without tensor parallel
+//   template  the runtime cuts all stages alike: one tp
 //   memory    predicted peaks are within the limit, and the limit within the cluster's device
 //   host      what a node holds on its host is within the cluster's memory_gib
 //   cluster   devices and nodes are those of the given cluster

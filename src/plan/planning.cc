@@ -261,7 +261,7 @@ class Planning {
     const int64_t batch = DivisibleBatch(searched_, *layers_, r_.cluster, r_.global_batch);
     if (batch != r_.global_batch) {
       return MakeError("no accumulation, micro-batch and data parallelism ",
-                       r_.runnable ? "of one stage without tensor parallel" : "of the space '" + r_.space + "'",
+                       r_.runnable ? "that the runtime trains" : "of the space '" + r_.space + "'",
                        " divide a batch of ", r_.global_batch, " on ", r_.cluster.devices, " devices; take ",
                        batch > 0 ? MakeError("a batch of ", batch).message : std::string("a batch with more divisors"))
           .message;

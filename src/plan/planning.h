@@ -31,7 +31,7 @@ struct PlanRequest {
   std::string model;       // name, for the plan
   ClusterSpec cluster;
   std::string space = "full";  // of Baselines()
-  bool runnable = false;       // only what the runtime can train, predicted as it does: one stage, no tensor parallel
+  bool runnable = false;       // only what the runtime can train, predicted as it does: tp alike on all stages
   bool flash_attention = true;
   std::string dtype = "bfloat16";  // of weights and gradients; float32 masters beside bfloat16
   int64_t global_batch = 1, sequence = 1;

@@ -246,8 +246,8 @@ Status AddParts(const DeviceLayout& layout, const Interference* interference, st
   for (bool whole : {false, true}) {
     if (whole) OnceWhatIsTied(cost, options);
     for (stage.zero = 0; stage.zero <= 3; ++stage.zero) {
-      const bool runs = options.as_run && whole && stage.tp == 1 && (stage.dp > 1 || stage.zero == 0);
-      const RunSetting setting{stage.dp, stage.zero, samples > stage.micro_batch, cluster.cpu};
+      const bool runs = options.as_run && stage.tp == 1 && (stage.dp > 1 || stage.zero == 0);
+      const RunSetting setting{stage.dp, stage.zero, samples > stage.micro_batch, cluster.cpu, whole};
       for (int role = 0; role < kRoles; ++role) {
         RunCost run;
         if (runs) {

@@ -52,9 +52,12 @@ struct StageOptions {
   std::vector<int32_t> micro_batches = {};    // allowed b; empty: any that divides
   std::vector<int32_t> tensor_parallel = {};  // allowed tp; empty: any that divides
   std::vector<float> ratios = {};             // allowed offload ratios; empty: any, traced
-  bool as_run = false;  // memory and transfers as this runtime has them (run_layer.h), not the template's; only for a
-                        // whole model in one stage without tensor parallel
+  bool as_run = false;  // memory and transfers as this runtime has them (run_layer.h), not the template's; with tensor
+                        // parallel the template's
   int32_t weights = 0;  // 0: the whole Pareto set; else what so many weights of t against d choose (Mist, equation 4)
+
+  // What the runtime plans to leave memory, it plans for whole models that nobody shares.
+  bool offloads(bool whole, int32_t tp) const { return !as_run || (whole && tp == 1); }
 
   static StageOptions Paper();     // Mist's Table 2: full recomputation only
   static StageOptions Artifact();  // its artifact: b in {1, 2, 4}, ZeRO 1 to 3, seven ratios, 30 weights

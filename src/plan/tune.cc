@@ -70,7 +70,7 @@ class Tuner {
     p.stages = pair.stages, p.layers = layers_.blocks(), p.micro_batches = pair.micro_batches;
     p.devices = static_cast<int32_t>(cluster_.devices), p.per_node = static_cast<int32_t>(cluster_.per_node);
     p.counts = pair.counts;
-    p.one_layout = o_.space.one_layout;
+    p.one_layout = o_.space.one_layout, p.one_tp = o_.space.one_tp;
     if (o_.space.layer_slack >= 0) {
       p.fewest_layers = std::max(p.layers / p.stages - o_.space.layer_slack, 1);
       p.most_layers = (p.layers + p.stages - 1) / p.stages + o_.space.layer_slack;
@@ -136,7 +136,7 @@ class Tuner {
   // With bounds for all stages that nothing better is known of.
   Status BoundPair(Pair& pair) {
     InterStageProblem p = Problem(pair);
-    p.one_layout = false;
+    p.one_layout = p.one_tp = false;
     InterStageOptions options = Options(0.01);
     options.top = 1;
     INTERLACE_ASSIGN(InterStageResult result, SolveInterStage(p, options));

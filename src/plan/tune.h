@@ -30,6 +30,7 @@ struct Space {
   StageOptions stage;          // Tune fills in the batch and the memory limits
   bool free_devices = true;    // stages may differ in their number of devices
   bool one_layout = false;     // one (b, dp, tp) for all stages
+  bool one_tp = false;         // one tp for all stages
   int32_t layer_slack = -1;    // layers of a stage are within so many of the average; -1: any
   bool equal_layers = false;   // only S that divides the blocks
   bool powers_of_two = false;  // G only

@@ -63,7 +63,7 @@ def plan(
     runnable: Annotated[
         bool,
         typer.Option(
-            "--runnable", help="Only what interlace train --plan runs, predicted as it does: one stage, no tensor parallel."
+            "--runnable", help="Only what interlace train --plan runs, predicted as it does: tp alike on all stages."
         ),
     ] = False,
     dtype: Annotated[
