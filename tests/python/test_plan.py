@@ -170,8 +170,8 @@ def test_a_config_json_is_planned(cli, tmp_path):
 
 
 def test_a_batch_that_nothing_divides(cli):
-    code, _, said = cli("plan", *SMALL, "--cluster", "local-2", "--global-batch", "7", "--runnable")
-    assert code == 1 and "divide a batch of 7 on 2 devices; take a batch of 8" in said
+    code, _, said = cli("plan", *SMALL, "--cluster", "local-32", "--global-batch", "7", "--runnable")
+    assert code == 1 and "divide a batch of 7 on 32 devices; take a batch of 8" in said
 
 
 def test_uneven_nodes_are_refused_by_name(cli, tmp_path):

@@ -6,9 +6,9 @@ A unit is a flat buffer of several parameters. A state of a unit is either whole
     state u0.exp_avg on rank 1                    [512, 1024)  ← the window
 
 so the part of a parameter that a rank holds is the overlap of its range with the rank's window. Averages over rows and columns of a
-parameter (Adafactor) have units of their own, whose one "parameter" stands for the average: it has the parameter's name and another shape. Where the mesh cuts a parameter (cuts.py),
-that range is of the rank's part of it; all that comes in and goes out is of the whole. Of a pipeline a rank has the parameters of its stage;
-`everything` lists those of all stages.
+parameter (Adafactor) have units of their own, whose one "parameter" stands for the average: it has the parameter's name and another
+shape. Where the mesh cuts a parameter (cuts.py), that range is of the rank's part of it; all that comes in and goes out is of the whole.
+Of a pipeline a rank has the parameters of its stage; `everything` lists those of all stages.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class States:
         self._averages: dict[tuple[str, str], Parameter] = {}  # by the parameter's name and role
         average_of: dict[int, str] = {}  # the role of a unit without parameters
         for s in program.states():
-            if s["unit"] is not None and s["unit"] not in by_unit and (found := _AVERAGE.fullmatch(s["role"])) is not None:
-                of, role = by_unit[int(found[2])][0], found[1]
+            if s["unit"] is not None and s["unit"] not in by_unit and (match := _AVERAGE.fullmatch(s["role"])) is not None:
+                of, role = by_unit[int(match[2])][0], match[1]
                 average = dataclasses.replace(of, shape=_shape_of(of.shape, role), unit=s["unit"], offset=0)
                 average = dataclasses.replace(average, numel=torch.Size(average.shape).numel())
                 by_unit[s["unit"]], average_of[s["unit"]] = [average], role
@@ -152,7 +152,8 @@ class States:
     def _entry(self, p: Parameter) -> Entry:
         places = {role: self.place_of(p.name, role) for role in self.roles_of(p.name)}
         roles = {role: self._tensors[q.unit, role].dtype for role, q in places.items() if q.unit is not None}
-        return Entry(self.stage, p.name, p.shape, p.dtype, p.group, roles, {role: q.shape for role, q in places.items() if q.shape != p.shape})
+        others = {role: q.shape for role, q in places.items() if q.shape != p.shape}
+        return Entry(self.stage, p.name, p.shape, p.dtype, p.group, roles, others)
 
     def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
         """What the ranks of a stage have as `tensor`, on all ranks. Every rank must call it, with a tensor of that form."""

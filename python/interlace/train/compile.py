@@ -53,10 +53,10 @@ def compile(
     """Compiles the training step of `model` for the ranks that torchrun (or torch.distributed) says there are.
 
     `loss_fn(model, batch)` gives the loss; None means model(**batch).loss. `example_batch` has the shapes of the batches to come: what
-    one step gets on this rank. `optimizer` is any whose step is elementwise, torch.optim's or a class of yours, or torch.optim.Muon or Adafactor, or a
-    list of optimizers that share the parameters out; hyper-parameters are read anew each step, so schedulers work. Afterwards the
-    parameters live in the trainer: where every rank holds them whole, the model's parameters are views of them; else they become meta
-    tensors. Raises InterlaceError with what is wrong and what to do.
+    one step gets on this rank. `optimizer` is any whose step is elementwise, torch.optim's or a class of yours, or torch.optim.Muon or
+    Adafactor, or a list of optimizers that share the parameters out; hyper-parameters are read anew each step, so schedulers work.
+    Afterwards the parameters live in the trainer: where every rank holds them whole, the model's parameters are views of them; else
+    they become meta tensors. Raises InterlaceError with what is wrong and what to do.
     """
     config = config or Config()
     if not isinstance(config, Config):
