@@ -117,6 +117,8 @@ def tiny(config: type, **more: Any) -> Any:
     if _staged(config):  # their widths and heads are lists that go together
         given = {k: v for k, v in given.items() if k in ("num_labels", "patch_size") or isinstance(v, float)}
         given |= {k: v for k, v in (("image_size", 64), ("window_size", 4)) if isinstance(known.get(k), int)}
+    # Of each stage; random draws are another stream than eager's.
+    given |= {k: [0.0] * len(v) for k, v in known.items() if "drop" in k and isinstance(v, list)}
     if config.__name__.startswith("Swin") and "num_heads" in known:
         given |= {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
     if known.get("is_encoder_decoder"):  # not among a fresh configuration's settings
