@@ -137,8 +137,9 @@ def test_operator_that_lies(function, name, wrong, times):
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "llama-3-8b", "mixtral-8x7b", "convnet-tiny", "transformer-tiny"])
-def test_operators_of_models_are_checked(name):
+def test_operators_of_models_are_checked(name, monkeypatch):
     """Large models too: their operators are run at small sizes, so hardly one stays unchecked."""
+    monkeypatch.setattr(check_ops, "_verdicts", {})
     options = {"num_hidden_layers": 2} if name in ("llama-3-8b", "mixtral-8x7b") else {}
     built = build(name, micro_batch=2, **options)
     c = capture(built.model, built.loss_fn, built.example_batch)

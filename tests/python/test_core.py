@@ -46,7 +46,9 @@ def test_lists_name_what_the_program_declares() -> None:
     assert roles[0, "shard"] and roles[0, "exp_avg_sq"] and roles[1, "momentum"] and not roles[0, "grad"]
     assert (3, "grad") not in roles  # an unused parameter has no gradient
     assert [i["name"] for i in program.inputs()] == ["x"]
-    assert program.groups() == [{"id": 0, "optimizer": "adamw", "rule": None}, {"id": 1, "optimizer": "sgd", "rule": None}]
+    assert program.groups() == [
+        {"id": 0, "optimizer": "adamw", "rule": None, "factored": False}, {"id": 1, "optimizer": "sgd", "rule": None, "factored": False}
+    ]  # fmt: skip
     assert program.accumulation == 3 and program.accumulate_mode == "reduce_each"
 
 

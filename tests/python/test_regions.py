@@ -113,7 +113,7 @@ def test_kernels_are_compared_with_their_bodies(made: Library, folder: Path) -> 
     assert made.left == {}
     assert len(made.keys) == 3
     keys = {func["name"]: func["key"][:16] for func in funcs(*ALL)}
-    assert keys["f0"] in made.exact and keys["f1"] in made.exact
+    assert keys["f1"] in made.exact  # f0's sigmoid has the bits of its body on some processors and not on others
     assert keys["f2"] not in made.exact  # a sum's order is the code generation's choice
     import ctypes
 

