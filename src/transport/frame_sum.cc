@@ -58,6 +58,7 @@ void FrameSum::Blocks(const unsigned char* at, size_t size, uint64_t high) {
 }
 
 void FrameSum::Add(const void* data, size_t size) {
+  if (left_out_.load(std::memory_order_relaxed)) return;
   if (!keyed_) {
     crc_ = Crc32c(crc_, data, size);
     return;

@@ -72,6 +72,7 @@ class TrainSettings:
     resume: str | None = _option(None, "Go on with a saved run; auto: with the newest in --save, if there is one.")
     timeout: float = _option(300.0, "Seconds that ranks wait for one another; a rank that is dead or cut off is named sooner.")
     trust_program: bool = _option(False, "With --resume, run the checkpoint's program though it was made elsewhere.")
+    verify_steps: int = _option(0, "Make one of so many steps twice and compare: finds hardware that computes wrong.", shown="never")
     max_restarts: int = _option(0, "Start the ranks again when one fails, from the last checkpoint.")
     eval_text: str | None = _option(None, "A text or folder that is not trained on: its loss is shown, too.")
     eval_every: int = _option(50, "Steps between losses of --eval-text; also after the last.")
@@ -113,7 +114,7 @@ class TrainSettings:
         for name in positive.split():
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for name in ("warmup", "seed", "weight_decay", "max_restarts"):
+        for name in ("warmup", "seed", "weight_decay", "max_restarts", "verify_steps"):
             if getattr(self, name) < 0:
                 raise SettingError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
         for name in ("lr", "clip", "timeout"):

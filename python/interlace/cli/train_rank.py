@@ -194,6 +194,7 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
         stage_chunks=settings.stage_chunks,
         accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip, seed=settings.seed, timeout_s=settings.timeout, trust_program=settings.trust_program,
+        verify_steps=settings.verify_steps,
         weights=settings.weights,
         memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,

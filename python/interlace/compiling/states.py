@@ -179,6 +179,10 @@ class States:
         unit = self.parameters[name].unit
         return [] if unit is None else [*self._roles[unit], *(role for of, role in self._averages if of == name)]
 
+    def kept(self) -> list[tuple[Unit, str]]:
+        """Each storage of a unit that outlives a step, by its role in the program ("full", "shard", "exp_avg"), once."""
+        return [(self.units[unit], role) for unit, role in self._tensors if role != WEIGHT]
+
     def place_of(self, name: str, role: str) -> Parameter:
         """The parameter, or what stands for its average of this role."""
         return self._averages.get((name, role), self.parameters[name])

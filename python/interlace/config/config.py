@@ -102,6 +102,9 @@ class Config:
                      (docs/regions.md): "on", "exact" (only those with the bits of their ops, compared when they are made), "off"
     dump_ir          a folder that gets the program before and after every pass
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
+    verify_steps     after so many steps one is made twice from the same state and compared bit for bit, which finds processors and memory
+                     that go wrong without saying so; that step takes twice as long, and its copy of the states lies in a file in the
+                     tier or TMPDIR; 0: never
     deterministic    torch.use_deterministic_algorithms while a step runs
     weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
     schedule         [(step, [passes])]: passes that shape the program from a step of this start on (docs/loop.md); "auto": the search
@@ -145,6 +148,7 @@ class Config:
     regions: str = "off"
     dump_ir: str | None = None
     skip_nonfinite: bool = False
+    verify_steps: int = 0
     deterministic: bool = False
     weights: str | None = None
     schedule: Any = "auto"
@@ -176,6 +180,7 @@ class Config:
         self._whole("accumulation", 1)
         self._whole("stage_chunks", 1)
         self._whole("seed", 0)
+        self._whole("verify_steps", 0)
         for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel", "trust_program"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -200,6 +205,8 @@ class Config:
             raise ConfigError(
                 "param_dtype, reduce_dtype, output_dtype and loss_scale need mode='compiled'; the eager mode runs the model as it is"
             )
+        if self.mode == "eager" and self.verify_steps:
+            raise ConfigError("verify_steps makes compiled steps twice; it needs mode='compiled'")
         for name in ("passes", "dump_ir", "weights", "cluster", "cache", "tier", "tensor", "stages"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

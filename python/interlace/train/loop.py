@@ -81,7 +81,13 @@ class Loop:
                 self.run.executor.set_trace("serial")
         self._begin = time.perf_counter()
 
-    def after_step(self) -> None:
+    @property
+    def recording(self) -> bool:
+        """Whether the step under way is recorded for a profile."""
+        return self._recording
+
+    def after_step(self, timed: bool = True) -> None:
+        """`timed`: False of a step that took longer than the program does."""
         self.count += 1
         if not self.schedule:
             return
@@ -89,7 +95,7 @@ class Loop:
             with self.peers.guard():
                 self._profiler.add(self.run.executor, self.run.program, self.count)
             self.run.executor.set_trace("off")
-        elif self._check_at >= 0 and self.run.program == self._planned:
+        elif timed and self._check_at >= 0 and self.run.program == self._planned:
             self._seconds.append(time.perf_counter() - self._begin)
 
     # ---- across a restart ----

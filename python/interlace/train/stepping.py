@@ -14,6 +14,7 @@ from interlace.train.loop import Loop
 from interlace.train.refreeze import Frozen
 from interlace.train.run import Run
 from interlace.train.unused import Unused
+from interlace.train.verify import Verify
 
 Tensor = torch.Tensor
 
@@ -26,6 +27,7 @@ class Stepping:
         self._follow = follow
         self._traced = self._compared = False
         self._unused = Unused(run) if frozen is not None else None
+        self._verify = Verify(run)
 
     def step(self, batch: Any) -> Tensor:
         run = self._run
@@ -39,18 +41,23 @@ class Stepping:
             run.check_same_batch("the first batch", inputs)
             self._compared = True
         self._loop.before_step(self._traced)
+        rows = self._prepared()
+        verified = self._verify.due(not (self._traced or self._loop.recording))
+        if verified:
+            self._verify.first(inputs, rows)
         if self._traced:
             run.executor.set_trace("on")  # of the program that this step runs
         if run.save is not None:
             run.save.before_step(run.runner)
         with run.peers.guard(), run.determinism():
-            run.hyper.before_step()
-            rows = run.hyper.values()
             if self._unused is not None:
                 self._unused.before_step()
             result = run.runner.step(inputs, rows, run.steps)
+        if verified:
+            self._verify.second(result)
+        with run.peers.guard():
             run.share_outputs(run.states, result, run.config.accumulation)
-            self._loop.after_step()
+            self._loop.after_step(timed=not verified)
         run.norm, run.outputs = result["norm"], result["outputs"]
         losses = run.outputs["loss"]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -72,6 +79,12 @@ class Stepping:
             run.shapes.note_step()
         run.steps += 1
         return loss
+
+    def _prepared(self) -> list[list[float]]:
+        """The hyper-parameters of the step about to run."""
+        with self._run.peers.guard():
+            self._run.hyper.before_step()
+            return self._run.hyper.values()
 
     def trace(self, batch: Any, files: TraceFiles) -> Tensor:
         run = self._run
