@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--secret", action="store_true", help="ranks with a secret: keyed tags where they are on several hosts")
     parser.add_argument("--strategy", choices=["shard", "replicate", "zero1"], default="shard")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--processor", action="store_true", help="count the processor's time alone: what is computed in waits counts, other programs do not")
+    parser.add_argument("--processor", action="store_true", help="count the processor's time alone, which other programs disturb less")
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

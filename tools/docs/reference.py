@@ -28,7 +28,8 @@ FILE = ROOT / "docs" / "reference.md"
 # What a value counts, where it counts something.
 UNITS = {
     "timeout_s": "seconds", "memory_limit": "bytes", "tier_bandwidth": "bytes per second", "accumulation": "micro-batches",
-    "stage_chunks": "stages", "verify_steps": "steps", "clip_norm": "norm of the gradient", "mesh": "ranks", "schedule": "steps", "loss_scale": "a factor",
+    "stage_chunks": "stages", "clip_norm": "norm of the gradient", "mesh": "ranks", "schedule": "steps", "verify_steps": "steps",
+    "loss_scale": "a factor",
 }  # fmt: skip
 # Forms of the settings that take more than one.
 TYPES = {

@@ -103,7 +103,7 @@ class Verify:
         tier = self._run.config.tier
         folder = tier if tier not in (None, "host") else None
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             for _, t, unit, role in self._storages():
                 for part in _parts(t):
                     _write(self._file, part.cpu())
@@ -151,7 +151,7 @@ def _parts(t: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes(t: Tensor) -> memoryview:
-    return memoryview(t.view(torch.uint8).numpy()).cast("B") if t.numel() else memoryview(b"")
+    return t.view(torch.uint8).numpy().data.cast("B") if t.numel() else memoryview(b"")
 
 
 def _write(file: IO[bytes], t: Tensor) -> None:
