@@ -5,6 +5,7 @@
 #include <ATen/ops/masked_fill.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <set>
 #include <sstream>
@@ -60,6 +61,7 @@ class Rule {
         {"group norm", &Rule::GroupNorm},
         {"group norm backward", &Rule::GroupNormBackward},
         {"layer norm backward", &Rule::LayerNormBackward},
+        {"softmax backward", &Rule::SoftmaxBackward},
         {"embedding backward", &Rule::EmbeddingBackward},
         {"loss", &Rule::Loss},
         {"loss backward", &Rule::LossBackward},
@@ -118,7 +120,9 @@ class Rule {
     }
     return product;
   }
-  static bool Same(const Geometry* a, const Geometry* b) { return a != nullptr && b != nullptr && a->sizes == b->sizes; }
+  static bool Same(const Geometry* a, const Geometry* b) {
+    return a != nullptr && b != nullptr && a->sizes == b->sizes;
+  }
 
   // ---- rules ----
   Problem Integers() const {
@@ -160,7 +164,11 @@ class Rule {
     }
     return std::nullopt;
   }
-  Problem BatchNorm() { return OfChannels(Tensor("input"), {"weight", "bias", "running_mean", "running_var"}); }
+  Problem BatchNorm() {
+    if (!Bool("training") && (Tensor("running_mean") == nullptr || Tensor("running_var") == nullptr))
+      return "it needs running statistics";
+    return OfChannels(Tensor("input"), {"weight", "bias", "running_mean", "running_var"});
+  }
   Problem BatchNormBackward() {
     const Geometry* input = Tensor("input");
     if (!Same(Tensor("grad_out"), input)) return "the gradient does not have the sizes of the input";
@@ -213,10 +221,16 @@ class Rule {
     return std::nullopt;
   }
 
+  Problem SoftmaxBackward() {
+    const bool same = Same(Tensor("grad_output"), Tensor("output"));
+    return same ? Problem() : "the gradient does not have the sizes of the output";
+  }
+
   Problem EmbeddingBackward() {
     const Geometry *grad = Tensor("grad_output"), *indices = Tensor("indices");
     if (grad == nullptr || indices == nullptr || grad->sizes.empty()) return "it needs a gradient and indices";
-    if (grad->elements != Product({indices->elements, grad->sizes.back()})) return "the gradient has no row for each index";
+    if (grad->elements != Product({indices->elements, grad->sizes.back()}))
+      return "the gradient has no row for each index";
     values.push_back({At("indices")->value, 0, Int("num_weights"), Int("padding_idx", -1)});
     return std::nullopt;
   }
@@ -243,7 +257,8 @@ class Rule {
   Problem PoolBackward() {
     const Geometry *grad = Tensor("grad_output"), *self = Tensor("self"), *indices = Tensor("indices");
     if (!Same(grad, indices)) return "there is no index for each gradient";
-    if (self == nullptr || self->sizes.size() < 3 || self->sizes.size() > 4 || grad->sizes.size() != self->sizes.size() ||
+    if (self == nullptr || self->sizes.size() < 3 || self->sizes.size() > 4 ||
+        grad->sizes.size() != self->sizes.size() ||
         !std::equal(self->sizes.begin(), self->sizes.end() - 2, grad->sizes.begin()))
       return "the gradient is not of the planes of the input";
     const size_t dims = self->sizes.size();
@@ -254,14 +269,17 @@ class Rule {
   Problem ConvolutionBackward() {
     const Geometry *grad = Tensor("grad_output"), *input = Tensor("input"), *weight = Tensor("weight");
     const int64_t groups = Int("groups");
-    if (grad == nullptr || input == nullptr || weight == nullptr || groups <= 0) return "it needs a gradient, input and weight";
+    if (grad == nullptr || input == nullptr || weight == nullptr || groups <= 0)
+      return "it needs a gradient, input and weight";
     const size_t dims = input->sizes.size();
-    if (dims < 3 || grad->sizes.size() != dims || weight->sizes.size() != dims) return "its operands have unequal dimensions";
+    if (dims < 3 || grad->sizes.size() != dims || weight->sizes.size() != dims)
+      return "its operands have unequal dimensions";
     if (grad->dtype != input->dtype || weight->dtype != input->dtype) return "its operands have unequal dtypes";
     const bool transposed = Bool("transposed");
     const int64_t in = transposed ? weight->sizes[0] : Product({weight->sizes[1], groups});
     const int64_t out = transposed ? Product({weight->sizes[1], groups}) : weight->sizes[0];
-    if (input->sizes[0] != grad->sizes[0] || input->sizes[1] != in || grad->sizes[1] != out || weight->sizes[0] % groups != 0)
+    if (input->sizes[0] != grad->sizes[0] || input->sizes[1] != in || grad->sizes[1] != out ||
+        weight->sizes[0] % groups != 0)
       return "its channels do not fit";
     const auto of = [&](const char* name, size_t i) {
       const std::vector<int64_t> list = Ints(name);
@@ -287,7 +305,8 @@ class Rule {
       if (g == nullptr || g->sizes.size() != 4 || g->dtype != q->dtype || g->elements == 0)
         return "it needs queries, keys and values of four dimensions and one dtype";
     }
-    if (k->sizes != v->sizes || k->sizes[0] != q->sizes[0] || k->sizes[3] != q->sizes[3] || q->sizes[1] % k->sizes[1] != 0)
+    if (k->sizes != v->sizes || k->sizes[0] != q->sizes[0] || k->sizes[3] != q->sizes[3] ||
+        q->sizes[1] % k->sizes[1] != 0)
       return "its keys and values do not fit the queries";
     const Geometry* mask = Tensor("attn_mask");
     if (mask == nullptr) return std::nullopt;
@@ -304,7 +323,8 @@ class Rule {
     const Geometry *q = Tensor("query"), *out = Tensor("out"), *grad = Tensor("grad_out"), *sums = Tensor("logsumexp");
     if (!Same(out, q) || !Same(grad, q) || out->dtype != q->dtype || grad->dtype != q->dtype)
       return "the gradient and the output are not of the query's type";
-    if (sums == nullptr || sums->sizes.size() != 3 || sums->elements != Product({q->sizes[0], q->sizes[1], q->sizes[2]}))
+    if (sums == nullptr || sums->sizes.size() != 3 ||
+        sums->elements != Product({q->sizes[0], q->sizes[1], q->sizes[2]}))
       return "there is no logsumexp for each row";
     return std::nullopt;
   }
@@ -314,7 +334,8 @@ class Rule {
     const int64_t dims = static_cast<int64_t>(sizes.size()), size = Int("size"), step = Int("step");
     const int64_t dim = Int("dim") < 0 ? Int("dim") + dims : Int("dim");
     const Geometry* grad = Tensor("grad_in");
-    if (grad == nullptr || dim < 0 || dim >= dims || step <= 0 || size <= 0 || size > sizes[dim]) return "its windows cannot be";
+    if (grad == nullptr || dim < 0 || dim >= dims || step <= 0 || size <= 0 || size > sizes[dim])
+      return "its windows cannot be";
     sizes[dim] = (sizes[dim] - size) / step + 1;
     sizes.push_back(size);
     return std::equal(sizes.begin(), sizes.end(), grad->sizes.begin(), grad->sizes.end())

@@ -18,8 +18,8 @@ at::Tensor WrappedNumber(const c10::Scalar& number) {
   return tensor;
 }
 
-// A dtype, layout or memory format, by its word or number; nullopt: there is no such one, and kernels would look it up in
-// tables all the same.
+// A dtype, layout or memory format, by its word or number; nullopt: there is no such one, and kernels would look it up
+// in tables all the same.
 std::optional<int64_t> EnumOf(const Arg& arg, c10::TypeKind kind) {
   const bool word = arg.kind == Arg::Kind::kWord;
   const int64_t number = arg.kind == Arg::Kind::kInt ? arg.integer.value : -1;
@@ -295,10 +295,8 @@ Result<BoundCall> BindCall(const BuildContext& context, const Op& op) {
       }
     }
     auto value = Convert(*given, *argument.type(), context.device);
-    if (value && NamesEnum(argument.name()) && given->kind == Arg::Kind::kInt && type.kind() == c10::TypeKind::IntType &&
-        !EnumOf(*given, EnumKind(argument.name())))
-      value.reset();
-    if (value && NamesEnum(argument.name()) && given->kind == Arg::Kind::kWord && type.kind() == c10::TypeKind::IntType) {
+    // The schema may say that they are ints.
+    if (value && NamesEnum(argument.name()) && type.kind() == c10::TypeKind::IntType && !value->isNone()) {
       const auto exact = EnumOf(*given, EnumKind(argument.name()));
       value = exact ? std::optional(c10::IValue(*exact)) : std::nullopt;
     }

@@ -7,6 +7,7 @@ much gets an error and not the machine.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import random
 import resource
@@ -96,10 +97,8 @@ class Worker:
 
     def end(self) -> int:
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
         return self.process.wait()
 
 

@@ -147,7 +147,8 @@ def _line(choice: random.Random, text: str) -> str:
 
 def _argument(choice: random.Random, text: str) -> str:
     pattern = r"(?<=[(=\s])(?:none|true|false|-?\d[\d.e-]*)(?=[,)])"
-    return _replace(choice, text, pattern, lambda _: choice.choice(["none", "true", "false", "inf", "nan", "[]", "[0,1]", str(choice.choice(ODD))]))
+    others = ["none", "true", "false", "inf", "nan", "[]", "[0,1]", str(choice.choice(ODD))]
+    return _replace(choice, text, pattern, lambda _: choice.choice(others))
 
 
 CHANGES = (_number, _number, _size, _type, _operator, _operator, _value, _value, _place, _line, _line, _argument)
@@ -199,7 +200,8 @@ def call(choice: random.Random) -> str:
             return "none" if choice.random() < 0.4 else value(type[9:-1], argument)
         if type == "Tensor":
             indices = any(word in argument for word in ("ind", "target"))
-            return choice.choice(integers if indices and choice.random() < 0.9 else floats if choice.random() < 0.7 else [n for n, _ in inputs])
+            names = integers if indices and choice.random() < 0.9 else floats if choice.random() < 0.7 else [n for n, _ in inputs]
+            return choice.choice(names)
         if type.startswith("List["):
             count = len(shape) if "size" in argument or "shape" in argument else choice.choice([1, 1, 2, 2, 3, 4])
             if argument in ("size", "normalized_shape", "input_sizes") and choice.random() < 0.6:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-_core = pytest.importorskip("interlace._core")
+pytest.importorskip("interlace._core")
 _runtime = pytest.importorskip("interlace._runtime")
 if not hasattr(_runtime, "testing"):
     pytest.skip("needs a build with INTERLACE_TESTING", allow_module_level=True)
 
-import program_worker
-import random_programs
+import program_worker  # noqa: E402
+import random_programs  # noqa: E402
 
 
 def check(seeds: range) -> None:

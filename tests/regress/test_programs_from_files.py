@@ -30,7 +30,8 @@ INPUTS = [
 
 
 def run(line: str, **options: object) -> None:
-    executor = _runtime.Executor(f'{HEAD}  {line} {{fwd}}\n  output(%20) {{fwd name="y"}}\n}}\n', "cpu", [], 10.0, {"arena": False, **options})
+    text = f'{HEAD}  {line} {{fwd}}\n  output(%20) {{fwd name="y"}}\n}}\n'
+    executor = _runtime.Executor(text, "cpu", [], 10.0, {"arena": False, **options})
     executor.step([INPUTS], [], 0)
 
 
@@ -49,7 +50,9 @@ def run(line: str, **options: object) -> None:
          "each channel"),
         ("%20: f32[6], _, _ = aten._native_batch_norm_legit.no_stats(%8, none, none, true, 0.1, 1e-05)", "no channels"),
         ("%20: f32[2,3,4,4], _, _ = aten.native_group_norm(%0, none, none, 200, 3, 16, 3, 1e-05)", "not those of the input"),
-        # A gradient that is not of the convolution.
+        ("%20: f32[6], _, _ = aten._native_batch_norm_legit.no_stats(%0, none, none, false, 0.1, 1e-05)", "needs running statistics"),
+        # Gradients of another size.
+        ("%20: f32[2,5] = aten._log_softmax_backward_data(%4, %6, 1, f32)", "sizes of the output"),
         ("%20: f32[2,3,4,4], _, _ = aten.convolution_backward(%1, %0, %0, none, [1,1], [9,9], [1,1], false, [0,0], 1, [true,false,false])",
          "do not fit"),
         ("%20: f32[4,2,2], _ = aten._scaled_dot_product_flash_attention_for_cpu(%0, %1, %1, 0.0, false)", "do not fit the queries"),
