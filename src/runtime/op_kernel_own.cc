@@ -17,16 +17,7 @@ namespace {
 struct ViewKernel final : KernelData {
   ValueId operand, result;
   const Geometry* geometry;
-  bool checked = false;
-  void Run(Frame& frame) {
-    const c10::Storage& storage = frame.slots[operand].storage();
-    if (!checked) {
-      frame.slots[result] = MakeCheckedView(storage, *geometry);
-      checked = true;
-    } else {
-      frame.slots[result] = MakeView(storage, *geometry);
-    }
-  }
+  void Run(Frame& frame) { frame.slots[result] = MakeCheckedView(frame.slots[operand].storage(), *geometry); }
 };
 
 struct CopyKernel final : KernelData {

@@ -18,14 +18,49 @@ at::Tensor WrappedNumber(const c10::Scalar& number) {
   return tensor;
 }
 
-std::optional<int64_t> EnumOf(const std::string& word) {
-  if (const auto dtype = ParseDType(word)) return static_cast<int64_t>(ScalarTypeOf(*dtype));
-  if (word == "contiguous") return static_cast<int64_t>(c10::MemoryFormat::Contiguous);
-  if (word == "preserve") return static_cast<int64_t>(c10::MemoryFormat::Preserve);
-  if (word == "channels_last") return static_cast<int64_t>(c10::MemoryFormat::ChannelsLast);
-  if (word == "channels_last_3d") return static_cast<int64_t>(c10::MemoryFormat::ChannelsLast3d);
-  if (word == "strided") return static_cast<int64_t>(c10::Layout::Strided);
+// A dtype, layout or memory format, by its word or number; nullopt: there is no such one, and kernels would look it up
+// in tables all the same.
+std::optional<int64_t> EnumOf(const Arg& arg, c10::TypeKind kind) {
+  const bool word = arg.kind == Arg::Kind::kWord;
+  const int64_t number = arg.kind == Arg::Kind::kInt ? arg.integer.value : -1;
+  if (kind == c10::TypeKind::ScalarTypeType) {
+    if (word) {
+      const auto dtype = ParseDType(arg.text);
+      return dtype ? std::optional(static_cast<int64_t>(ScalarTypeOf(*dtype))) : std::nullopt;
+    }
+    const bool known = number >= 0 && number < static_cast<int64_t>(c10::ScalarType::Undefined) &&
+                       DTypeOf(static_cast<c10::ScalarType>(number)).has_value();
+    return known ? std::optional(number) : std::nullopt;
+  }
+  if (kind == c10::TypeKind::LayoutType) {
+    const auto strided = static_cast<int64_t>(c10::Layout::Strided);
+    return (word ? arg.text == "strided" : number == strided) ? std::optional(strided) : std::nullopt;
+  }
+  constexpr std::string_view kFormats[] = {"contiguous", "preserve", "channels_last", "channels_last_3d"};
+  for (int64_t i = 0; i < 4; ++i) {
+    if (word ? arg.text == kFormats[i] : number == i) return i;
+  }
   return std::nullopt;
+}
+
+// Where the type is an int: capture writes dtypes and formats as words, and the schema may have them as numbers.
+std::optional<int64_t> WordAsInt(const Arg& arg) {
+  for (const c10::TypeKind kind :
+       {c10::TypeKind::ScalarTypeType, c10::TypeKind::MemoryFormatType, c10::TypeKind::LayoutType}) {
+    if (const auto value = EnumOf(arg, kind)) return value;
+  }
+  return std::nullopt;
+}
+
+bool NamesEnum(std::string_view argument) {
+  return argument == "dtype" || argument == "layout" || argument == "memory_format" || argument == "input_dtype" ||
+         argument == "out_dtype";
+}
+
+c10::TypeKind EnumKind(std::string_view argument) {
+  return argument == "layout"          ? c10::TypeKind::LayoutType
+         : argument == "memory_format" ? c10::TypeKind::MemoryFormatType
+                                       : c10::TypeKind::ScalarTypeType;
 }
 
 std::optional<c10::Scalar> NumberOf(const Arg& arg) {
@@ -59,15 +94,17 @@ std::optional<c10::IValue> Convert(const Arg& arg, const c10::Type& wanted, c10:
     return fits ? std::optional(c10::IValue()) : std::nullopt;
   }
   switch (type.kind()) {
-    case c10::TypeKind::IntType:
-    case c10::TypeKind::SymIntType:
     case c10::TypeKind::ScalarTypeType:
     case c10::TypeKind::LayoutType:
     case c10::TypeKind::MemoryFormatType:
+      if (const auto value = EnumOf(arg, type.kind())) return c10::IValue(*value);
+      return std::nullopt;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
       if (arg.kind == Arg::Kind::kInt) return c10::IValue(arg.integer.value);
       if (arg.kind == Arg::Kind::kBool) return c10::IValue(static_cast<int64_t>(arg.boolean));
       if (arg.kind == Arg::Kind::kWord) {
-        if (const auto value = EnumOf(arg.text)) return c10::IValue(*value);
+        if (const auto value = WordAsInt(arg)) return c10::IValue(*value);
       }
       return std::nullopt;
     case c10::TypeKind::FloatType:
@@ -148,27 +185,15 @@ Error UnknownOperator(const BuildContext& context, const Op& op, const c10::Oper
                      " (a library that registers it must be imported first)");
 }
 
-// Programs come from files, too: what runs computes tensors from tensors, within their storages. Operators of other
-// libraries, and those of torch that look at nothing, are left to models that were captured here.
-const char* WhyRefused(std::string_view name, bool captured_here) {
+// Of any program: what runs computes tensors from tensors, within their storages.
+const char* WhyRefused(std::string_view name) {
   constexpr std::string_view kNever[] = {
       "aten::set",      "aten::set_",          "aten::set_data",        "aten::resize",
       "aten::resize_",  "aten::resize_as",     "aten::resize_as_",      "aten::_resize_output",
       "aten::data_ptr", "aten::record_stream", "aten::_resize_output_", "inductor::_reinterpret_tensor"};
-  constexpr std::string_view kUnchecked[] = {
-      "aten::_sparse_",    "aten::sparse_",    "aten::_cslt_",         "aten::_validate_",
-      "aten::_cufft_",     "aten::_cuda",      "aten::_nested_",       "aten::_cdist_backward",
-      "aten::_mkldnn_",    "aten::mkldnn_",    "aten::_embedding_bag", "aten::_pack_padded_sequence",
-      "aten::as_strided_", "aten::_coalesced", "aten::_reshape_copy"};
   if (name == "aten::from_file") return "programs may not read files";
   if (std::find(std::begin(kNever), std::end(kNever), name) != std::end(kNever))
     return "programs may not change where storages lie and end";
-  if (captured_here) return nullptr;
-  if (!name.starts_with("aten::") && !name.starts_with("prims::"))
-    return "an operator of another library runs in programs of models that were captured here, not in those of files";
-  if (std::any_of(std::begin(kUnchecked), std::end(kUnchecked), [&](auto part) { return name.starts_with(part); }))
-    return "this operator does not check where it reads; it runs in programs of models that were captured here, not in "
-           "those of files";
   return nullptr;
 }
 
@@ -187,13 +212,16 @@ Result<BoundCall> BindCall(const BuildContext& context, const Op& op) {
   c10::OperatorName wanted = OperatorNameOf(op.name);
   // It takes sizes and strides and looks at nothing; as_strided does the same and looks at the storage.
   if (wanted.name == "aten::_reshape_alias") wanted = {"aten::as_strided", ""};
-  if (const char* why = WhyRefused(wanted.name, context.options.captured_here)) return OpError(context, op, why);
+  if (const char* why = WhyRefused(wanted.name)) return OpError(context, op, why);
   BoundCall call;
   call.op = c10::Dispatcher::singleton().findSchema(wanted);
   if (!call.op) return UnknownOperator(context, op, wanted);
   const c10::FunctionSchema& schema = call.op->schema();
   if (schema.is_mutable() && op.writes.empty())
     return OpError(context, op, wanted.name + " changes its arguments, and the op does not say which (writes=[...])");
+  if (!context.options.captured_here) {
+    INTERLACE_ASSIGN(call.value_checks, CheckFileOperator(context, op, schema));
+  }
   const auto& arguments = schema.arguments();
 
   std::map<ValueId, int> uses;
@@ -267,6 +295,11 @@ Result<BoundCall> BindCall(const BuildContext& context, const Op& op) {
       }
     }
     auto value = Convert(*given, *argument.type(), context.device);
+    // The schema may say that they are ints.
+    if (value && NamesEnum(argument.name()) && type.kind() == c10::TypeKind::IntType && !value->isNone()) {
+      const auto exact = EnumOf(*given, EnumKind(argument.name()));
+      value = exact ? std::optional(c10::IValue(*exact)) : std::nullopt;
+    }
     if (!value) {
       return OpError(context, op,
                      "the argument \"" + argument.name() + "\" does not fit its type " + argument.type()->str());

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/file_operators.h"
 #include "runtime/op_kernel.h"
 
 namespace interlace {
@@ -25,6 +26,7 @@ struct BoundCall {
   std::vector<Push> pushes;
   std::vector<c10::IValue> constants;
   std::vector<std::vector<ValueId>> lists;  // kNone: an absent optional tensor
+  std::vector<ValueCheck> value_checks;  // before each call, of programs from files
   bool takes_generator = false;
 };
 

@@ -103,7 +103,7 @@ Result<Geometry> GeometryOf(const Program& program, const Value& value) {
   }
   for (size_t i = g.sizes.size(); i-- > 0;) {
     if (g.sizes[i] != 1 && g.strides[i] != expected) g.contiguous = false;
-    expected *= g.sizes[i];
+    (void)__builtin_mul_overflow(expected, g.sizes[i], &expected);  // it may, where another size is 0
   }
   g.span = g.elements == 0 ? 0 : last + 1;
   if (g.elements == 0) g.contiguous = true;

@@ -147,7 +147,7 @@ def test_a_full_disk_is_said_before_the_step(monkeypatch: pytest.MonkeyPatch) ->
     with interlace.compile(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b["x"]).square().mean(), batch, config) as t:
 
         def full(**words: Any) -> Any:
-            return open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
+            return open("/dev/full", "r+b", buffering=0)
 
         monkeypatch.setattr(tempfile, "TemporaryFile", full)
         with pytest.raises(interlace.InterlaceError, match=r"No space left on device; make room there, set TMPDIR"):

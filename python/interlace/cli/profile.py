@@ -87,6 +87,9 @@ def profile(
         ),
     ] = None,
     budget: Annotated[float, typer.Option("--budget", help="Seconds to run the program's ops for.")] = 15.0,
+    trust_program: Annotated[
+        bool, typer.Option("--trust-program", help="Run the program file though its operators are not on the list for files.")
+    ] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure also what is there already.")] = False,
     store: StorePath = None,
     export: Export = None,
@@ -123,7 +126,7 @@ def profile(
             for note in kept.notes:
                 err().print(f"warning: {note}")
             job = missing(kept, machine, text, again, tier)
-        return {**job, "budget_s": budget, "quiet": as_json, "store": str(path)}, text, inputs
+        return {**job, "budget_s": budget, "quiet": as_json, "store": str(path), "trusted": trust_program or program is None}, text, inputs
 
     if is_rank():
         task = run_as_rank(prepare, machine)

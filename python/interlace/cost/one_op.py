@@ -40,9 +40,9 @@ def program_of(text: str, types: dict[int, str]) -> str | None:
 
 def measure_one_by_one(
     program: Any, text: str, wanted: list[str], machine: Any, peers: Any, put: Callable[[Rows], None],
-    progress: Callable[[str, int, int], None], memory_bytes: int,
+    progress: Callable[[str, int, int], None], memory_bytes: int, trusted: bool = False,
 ) -> None:  # fmt: skip
-    """Measures the ops with the keys `wanted`; every rank must call it."""
+    """Measures the ops with the keys `wanted`; every rank must call it. `trusted`: their operators may be any."""
     from interlace import _core, _runtime
 
     plan = _runtime.profile_plan(text)
@@ -63,7 +63,7 @@ def measure_one_by_one(
         times = StepTimes(machine.ranks, machine.threads, machine.cores)
         problem = None
         try:
-            executor = _runtime.Executor(alone, "cpu", [], 60.0, {})
+            executor = _runtime.Executor(alone, "cpu", [], 60.0, {"captured_here": trusted})
             inputs = plain_inputs(one)
             executor.set_trace("serial")
             start = time.monotonic()

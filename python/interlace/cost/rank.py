@@ -96,12 +96,14 @@ def _measure_ops(
     program = _core.Program.parse(text, "program")
     batch = list_of(load_tensors(inputs)) if inputs else plain_inputs(program)
     if not job["whole"]:
-        measure_one_by_one(program, text, job["ops"], machine, peers, keeper.put, progress, job["memory_bytes"])
+        measure_one_by_one(program, text, job["ops"], machine, peers, keeper.put, progress, job["memory_bytes"], job.get("trusted", False))
         keeper.put({("stage", "program " + job["digest"]): {"done": 1}})
         return
     with _tier_folder(job, peers, "ops") as folder:
         axes = peers.groups.axes(program)
-        options = {"tier": "host" if job["tier"] == "host" else folder} if job["tier"] else {}
+        options: dict[str, Any] = {"captured_here": job.get("trusted", False)}
+        if job["tier"]:
+            options["tier"] = "host" if job["tier"] == "host" else folder
         executor = _runtime.Executor(text, "cpu", axes, TIMEOUT_S, options)
         fill_states(program, executor)
         times = StepTimes(machine.ranks, machine.threads, machine.cores)

@@ -44,7 +44,7 @@ class Verify:
         if run.config.verify_steps and opaque is not None and opaque.calls:
             raise InterlaceError(
                 f"verify_steps makes a step twice, but {', '.join(sorted(str(call['module']) for call in opaque.summary())[:3])} runs in "
-                "Python, where a second call may see what the first one left; leave verify_steps out, or make that module one that is captured"
+                "Python, where a second call may see what the first one left; leave verify_steps out, or have that module captured"
             )
 
     def due(self, ordinary: bool) -> bool:

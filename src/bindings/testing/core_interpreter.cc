@@ -12,6 +12,7 @@
 #include "bindings/testing/core_testing.h"
 #include "ir/program_set.h"
 #include "ir/testing/interpreter.h"
+#include "ir/testing/random_program.h"
 #include "ir/text.h"
 
 namespace py = pybind11;
@@ -36,6 +37,14 @@ Result<testing::RunResult> InterpretTexts(const std::string& axis, const std::ve
 }  // namespace
 
 void AddInterpreter(py::module_& m) {
+  m.def(
+      "random_program",
+      [](uint64_t seed, int layers, int64_t max_width, bool cross_entropy) {
+        return Print(testing::RandomProgram(
+            {.seed = seed, .layers = layers, .max_width = max_width, .cross_entropy = cross_entropy}));
+      },
+      py::arg("seed"), py::arg("layers"), py::arg("max_width"), py::arg("cross_entropy"),
+      "The text of a captured step that is legal but odd (ir/testing/random_program.h).");
   m.def(
       "interpret",
       [](const std::string& axis, const std::vector<std::string>& texts, int64_t steps,

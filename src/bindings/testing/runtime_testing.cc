@@ -9,6 +9,7 @@
 #include "ir/text.h"
 #include "runtime/allocator.h"
 #include "runtime/attention_ops.h"
+#include "runtime/file_operators.h"
 #include "runtime/kernels_aten.h"
 #include "runtime/step_heap.h"
 #include "transport/frame_sum.h"
@@ -36,6 +37,7 @@ void BindTesting(py::module_& module) {
   py::module_ m = module.def_submodule("testing", "Kernels of the runtime one by one, for tests and benchmarks.");
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.def("leave_out_frame_sums", &FrameSum::LeaveOut, py::arg("out"));
+  m.def("file_operators", &FileOperators, "The operators that programs from files may use.");
   m.def("attention", &Attention, no_gil);
   m.def("attention_backward", &AttentionBackward, no_gil);
   // `with testing.CountMemory() as memory: ...; memory.peak_bytes`: bytes of CPU tensors that this thread allocates,
