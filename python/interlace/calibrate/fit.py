@@ -164,23 +164,3 @@ def candidates(runs: Sequence[Run]) -> list[Run]:
             if gpus % 8 == 0 or gpus < 8:
                 out.append(dataclasses.replace(run, gpus=gpus, dp=gpus // (run.tp * run.pp), zero=3, accumulation=1, micro_batch=1))
     return out
-
-
-def cross_validated(
-    runs: Sequence[Run], predictor: Predictor, fold_of: Callable[[Run], object], say: Callable[[str], None] | None = None
-) -> list[tuple[Run, float, float]]:
-    """(run, predicted us, standard deviation of the logarithm) of every run, by constants fitted without its fold."""
-    folds: dict[object, list[Run]] = {}
-    for run in runs:
-        folds.setdefault(fold_of(run), []).append(run)
-    out = []
-    for fold, left_out in folds.items():
-        rest = [run for run in runs if fold_of(run) != fold]
-        if not rest:
-            continue
-        found = fit(rest, predictor)
-        if say:
-            say(f"without {fold}")
-        for run in left_out:
-            out.append((run, predictor.predict(run, found.constants)[0], interval_error(run, found, predictor)))
-    return out
