@@ -67,13 +67,14 @@ Result<double> CollectiveBytes(const Program& program, const Op& op) {
   return static_cast<double>(bytes);
 }
 
-// Of an op that only scales, masks or copies attention scores (samples x heads x sequence x sequence): how many matrices
-// of scores. 0: it does something else.
+// Of an op that only scales, masks or copies attention scores (samples x heads x sequence x sequence): how many
+// matrices of scores. 0: it does something else.
 int64_t ScoreMatrices(const Program& program, const Op& op, const KernelWork& work, int64_t sequence) {
   if (work.kind != KernelWork::Kind::kMemory || op.results.empty() || op.results[0] == kNone) return 0;
   if (op.name.find("softmax") != std::string::npos) return 0;
   const std::vector<Dim>& sizes = program.value(op.results[0]).type.sizes;
-  const bool scores = sizes.size() == 4 && sizes[1].value > 1 && sizes[2].value == sequence && sizes[3].value == sequence;
+  const bool scores =
+      sizes.size() == 4 && sizes[1].value > 1 && sizes[2].value == sequence && sizes[3].value == sequence;
   return scores ? sizes[0].value * sizes[1].value : 0;
 }
 
