@@ -43,7 +43,8 @@ struct LayerTimes {
 struct LayerWork {
   struct Kernel {
     KernelWork work;
-    bool backward = false, on_scores = false;
+    bool backward = false;
+    int64_t score_matrices = 0;  // of attention, that it only scales, masks or copies
   };
   struct Collective {
     Exchange kind = Exchange::kNone;
@@ -66,13 +67,24 @@ Result<double> CollectiveBytes(const Program& program, const Op& op) {
   return static_cast<double>(bytes);
 }
 
-// Whether an op only scales, masks or copies attention scores (samples x heads x sequence x sequence), which the kernel
-// of their softmax does on its way in every framework that trains large models.
-bool OnScores(const Program& program, const Op& op, const KernelWork& work, int64_t sequence) {
-  if (work.kind != KernelWork::Kind::kMemory || op.results.empty() || op.results[0] == kNone) return false;
-  if (op.name.find("softmax") != std::string::npos) return false;
+// Of an op that only scales, masks or copies attention scores (samples x heads x sequence x sequence): how many
+// matrices of scores. 0: it does something else.
+int64_t ScoreMatrices(const Program& program, const Op& op, const KernelWork& work, int64_t sequence) {
+  if (work.kind != KernelWork::Kind::kMemory || op.results.empty() || op.results[0] == kNone) return 0;
+  if (op.name.find("softmax") != std::string::npos) return 0;
   const std::vector<Dim>& sizes = program.value(op.results[0]).type.sizes;
-  return sizes.size() == 4 && sizes[1].value > 1 && sizes[2].value == sequence && sizes[3].value == sequence;
+  const bool scores =
+      sizes.size() == 4 && sizes[1].value > 1 && sizes[2].value == sequence && sizes[3].value == sequence;
+  return scores ? sizes[0].value * sizes[1].value : 0;
+}
+
+// The softmax's kernel scales and masks scores on its way in every framework that trains large models. Megatron's
+// (fused_softmax.py, is_kernel_available) has four warps of a block work on a matrix each, and takes samples x heads of
+// a rank only in fours; any others go op by op, as the slow rows of op_times_gpt_a100.csv do (13B, tp 4 and 8).
+bool IsPartOfSoftmax(const ClusterSpec& cluster, int64_t matrices) {
+  constexpr int64_t kWarps = 4;
+  const bool fuses = cluster.stack != "kernels" && !cluster.cpu;
+  return fuses && matrices > 0 && (cluster.stack != "megatron" || matrices % kWarps == 0);
 }
 
 Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
@@ -89,7 +101,7 @@ Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
     } else {
       INTERLACE_ASSIGN(KernelWork work, WorkOf(bound, op));
       if (work.kind == KernelWork::Kind::kFree) continue;
-      out.kernels.push_back({work, backward, OnScores(bound, op, work, binding.at("s"))});
+      out.kernels.push_back({work, backward, ScoreMatrices(bound, op, work, binding.at("s"))});
     }
   }
   return out;
@@ -97,14 +109,13 @@ Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
 
 LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster) {
   LayerTimes times;
-  const bool fused = cluster.stack != "kernels" && !cluster.cpu;
   const GroupShape group = GroupShapeOf({{"tp", layer.tp}}, "tp", cluster.per_node);
   for (const LayerWork::Collective& each : layer.collectives) {
     CollectiveTime time = CollectiveTimeOf(cluster, group, each.kind, each.bytes, 1);
     (each.backward ? times.tp_backward : times.tp_forward) += time.latency_us + time.transfer_us;
   }
   for (const LayerWork::Kernel& each : layer.kernels) {
-    if (fused && each.on_scores) continue;
+    if (IsPartOfSoftmax(cluster, each.score_matrices)) continue;
     (each.backward ? times.backward : times.forward) += KernelUs(cluster, each.work);
     (each.backward ? times.launch_backward : times.launch_forward) += cluster.issue_us;
   }

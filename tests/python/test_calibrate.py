@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from interlace import _core
+from interlace.calibrate.crossed import error_of, quantile
 from interlace.calibrate.fit import fit, interval_error
 from interlace.calibrate.predict import Predictor, cluster_text, value_of, with_constants
 from interlace.calibrate.runs import Run, read_runs
@@ -128,7 +129,9 @@ def test_one_run_says_what_it_determines(made: list[Run], predictor: Predictor) 
     found = fit([made[4]], predictor)  # one sample of 512 tokens: launches
     assert "issue_us" not in found.undetermined
     assert {"products", "attention"} <= set(found.undetermined)
-    assert found.constants["attention"] == pytest.approx(value_of(cluster_text(made[4]), "step.eager", "attention") or 0, rel=0.05)
+    assert found.constants["attention"] == pytest.approx(
+        value_of(cluster_text(made[4]), "step.eager", "attention") or 0, rel=0.05
+    )
 
 
 def said_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: list[Run], *options: str) -> str:
@@ -174,3 +177,25 @@ def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["low_us"] < found["us"] < found["high_us"]
     assert command(one) == 0
     assert "over 256 ranks on 32 nodes" in capsys.readouterr().out
+
+
+def test_megatron_fuses_softmax_of_score_matrices_in_fours(tmp_path: Path, predictor: Predictor) -> None:
+    columns = (
+        "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,data parallelism"
+    )
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        f"{columns},pipeline parallelism,iteration time (ms)\n8,4,1,1024,16,12,1024,8,1,1,100\n8,8,2,1024,16,12,1024,8,1,1,100\n"
+    )
+    two, four = read_runs(table)  # of two heads a rank: two matrices, which go op by op, and four
+    assert predictor.predict(two)[0] > 1.03 * predictor.predict(four)[0]
+
+
+def test_interval_of_runs_left_out() -> None:
+    assert quantile([0.1] * 9 + [0.3]) == 0.1  # the ninth of ten
+    assert quantile([0.1, -0.2]) == 0.2  # too few: the largest
+    few, many = {1: [0.1], 2: [0.1]}, {group: [0.1] for group in range(20)}
+    assert error_of(few, False) > error_of(many, False) == pytest.approx(0.1 / 1.2816)
+    assert (
+        error_of({group: [0.001] for group in range(20)}, True) == 0.05
+    )  # never below what one model's constants are off on others

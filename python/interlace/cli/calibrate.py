@@ -184,11 +184,10 @@ def choices(rows: list[dict[str, Any]]) -> list[float]:
 
 def crossed(runs: Sequence[Run], predictor: Any, by: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Every run by constants that were fitted without its fold."""
-    from interlace.calibrate.fit import cross_validated, one_machine
+    from interlace.calibrate.crossed import by_model, by_run, by_size, cross_validated
+    from interlace.calibrate.fit import one_machine
 
-    folds: dict[str, Callable[[Run], object]] = {
-        "model": lambda run: (run.size, run.seq), "size": lambda run: run.gpus, "run": lambda run: run.line,
-    }  # fmt: skip
+    folds: dict[str, Callable[[Run], object]] = {"model": by_model, "size": by_size, "run": by_run}
     if by not in folds:
         raise FileError(f"--by {by}: model, size or run")
     one_machine(runs)
@@ -203,9 +202,11 @@ def crossed(runs: Sequence[Run], predictor: Any, by: str, say: Callable[[str], N
 
 
 def calibrated(runs: Sequence[Run], predictor: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    from interlace.calibrate.crossed import left_out
     from interlace.calibrate.fit import contradictions, fit, own_constants
 
     found = fit(runs, predictor, say)
+    error, source = left_out(runs, predictor, say)
     own = own_constants(runs[0], predictor.base)
     before = [abs(predictor.predict(run, own)[0] / run.step_us - 1) for run in runs]
     rows = [_row(run, *predictor.predict(run, found.constants)) for run in runs]
@@ -225,10 +226,13 @@ def calibrated(runs: Sequence[Run], predictor: Any, say: Callable[[str], None]) 
     for run, factor in outliers:
         said.append(f"line {run.line} is explained by no constant: it took {factor:.2f} x what is predicted ({describe(run)}); "
                     f"it was fitted all the same, --leave-out {run.line} leaves it out")  # fmt: skip
+    if source:
+        said.append(f"80 of 100 steps within {100 * math.expm1(1.2816 * error):.0f} %: {source}")
     return {
-        "rows": rows, "constants": found.constants, "spread": found.spread, "noise": found.noise, "undetermined": found.undetermined,
+        "rows": rows, "error": error, "error_source": source, "constants": found.constants,
+        "spread": found.spread, "noise": found.noise, "undetermined": found.undetermined,
         "before": statistics.fmean(before), "after": after, "outliers": [run.line for run, _ in outliers], "said": said,
-        "cluster_file": cluster_file(runs, found, predictor.base),
+        "cluster_file": cluster_file(runs, found, predictor.base, error, source),
     }  # fmt: skip
 
 
@@ -241,17 +245,20 @@ def _what_would(name: str, runs: Sequence[Run], found: Fit, predictor: Any) -> s
     return f"{name}: a run of {describe(best[0])} would tell it within {100 * math.expm1(1.2816 * best[1]):.0f} %"
 
 
-def cluster_file(runs: Sequence[Run], found: Fit, base: str) -> str:
-    """The largest run's cluster with these constants, and where they are from."""
+def cluster_file(runs: Sequence[Run], found: Fit, base: str, error: float = 0.0, source: str = "") -> str:
+    """The largest run's cluster with these constants, and where they are from. `error`: of runs left out; 0: not known."""
     from interlace.calibrate.predict import cluster_text, with_constants
 
     largest = max(runs, key=lambda run: run.gpus)
     constants = {name: min(value, 1.0) if name == "products" else value for name, value in found.constants.items()}
-    error = math.sqrt(found.noise**2 + min(found.spread["products"], 0.3) ** 2)
+    if not source:  # one group of runs: their scatter, and how little they say of the constants
+        error = math.sqrt(found.noise**2 + min(found.spread["products"], 0.3) ** 2)
+        source = "the scatter of the fitted runs, and the constants' uncertainty"
     text = with_constants(cluster_text(largest, base), largest.stack, {**constants, "error": error})
     lines = [f"# Fitted to {len(runs)} measured runs by interlace calibrate; standard deviations of the logarithms:"]
     lines += [f"#   {name:<10} {value:.6g}  {found.spread[name]:.3f}{'  not determined' * (name in found.undetermined)}"
               for name, value in constants.items()]  # fmt: skip
+    lines.append(f"#   {'error':<10} {error:.6g}  {source}")
     return "\n".join(lines) + "\n" + text
 
 
