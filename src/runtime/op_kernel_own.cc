@@ -17,7 +17,12 @@ namespace {
 struct ViewKernel final : KernelData {
   ValueId operand, result;
   const Geometry* geometry;
-  void Run(Frame& frame) { frame.slots[result] = MakeCheckedView(frame.slots[operand].storage(), *geometry); }
+  bool from_file = false, checked = false;  // a program from a file: in every step, not in the first alone
+  void Run(Frame& frame) {
+    const c10::Storage& storage = frame.slots[operand].storage();
+    frame.slots[result] = checked ? MakeView(storage, *geometry) : MakeCheckedView(storage, *geometry);
+    checked = !from_file;
+  }
 };
 
 struct CopyKernel final : KernelData {
@@ -139,6 +144,7 @@ Kernel BuildViewKernel(const BuildContext& context, ValueId operand, ValueId res
   kernel->operand = operand;
   kernel->result = result;
   kernel->geometry = &context.geometry[result];
+  kernel->from_file = !context.options.captured_here;
   return MakeKernel(std::move(kernel));
 }
 

@@ -23,13 +23,7 @@ from interlace.errors import InterlaceError
 
 Array = NDArray[np.float64]
 PRIOR = {"products": 0.25, "attention": 0.4, "memory": 0.3, "issue_us": 1.0, "inter": 0.4}  # standard deviations of logarithms
-LIMITS = {
-    "products": (0.05, 1.0),
-    "attention": (0.05, 1.5),
-    "memory": (0.05, 4.0),
-    "issue_us": (0.05, 1000.0),
-    "inter": (0.05, 1.5),
-}
+LIMITS = {"products": (0.05, 1.0), "attention": (0.05, 1.5), "memory": (0.05, 4.0), "issue_us": (0.05, 1000.0), "inter": (0.05, 1.5)}
 STEP = 0.04  # of the differences
 LEAST_NOISE = 0.015  # of a measured step: what two runs of the same differ by
 KNOWN = 0.7  # a constant whose uncertainty is above this share of the prior's is not determined
@@ -60,11 +54,7 @@ def own_constants(run: Run, base: str = "") -> dict[str, float]:
     text = cluster_text(run, base)
     out = {name: value_of(text, f"step.{run.stack}", name) for name in CONSTANTS if name != "inter"}
     issue = out["issue_us"] if out["issue_us"] is not None else value_of(text, "device", "issue_us")
-    return {
-        **{name: 1.0 if value is None else value for name, value in out.items()},
-        "issue_us": max(issue or 0.0, 0.05),
-        "inter": 1.0,
-    }
+    return {**{name: 1.0 if value is None else value for name, value in out.items()}, "issue_us": max(issue or 0.0, 0.05), "inter": 1.0}
 
 
 def one_machine(runs: Sequence[Run]) -> None:
@@ -172,7 +162,5 @@ def candidates(runs: Sequence[Run]) -> list[Run]:
         node = max(1, 8 // (run.tp * run.pp)) * run.tp * run.pp
         for gpus in {node, 4 * node}:
             if gpus % 8 == 0 or gpus < 8:
-                out.append(
-                    dataclasses.replace(run, gpus=gpus, dp=gpus // (run.tp * run.pp), zero=3, accumulation=1, micro_batch=1)
-                )
+                out.append(dataclasses.replace(run, gpus=gpus, dp=gpus // (run.tp * run.pp), zero=3, accumulation=1, micro_batch=1))
     return out

@@ -103,8 +103,8 @@ class Config:
     dump_ir          a folder that gets the program before and after every pass
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     verify_steps     after so many steps one is made twice from the same state and compared bit for bit, which finds processors and memory
-                     that go wrong without saying so; that step takes twice as long, and its copy of the states lies in a file in the
-                     tier or TMPDIR; 0: never
+                     that go wrong without saying so; that step takes more than twice as long, and its copy of the states lies in a file in
+                     the tier or TMPDIR; 0: never
     deterministic    torch.use_deterministic_algorithms while a step runs
     weights          a safetensors file, a sharded index or a folder with either, read instead of initializing
     schedule         [(step, [passes])]: passes that shape the program from a step of this start on (docs/loop.md); "auto": the search

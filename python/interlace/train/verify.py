@@ -62,7 +62,11 @@ class Verify:
         run = self._run
         run.settle_save()
         run.flush()
-        run.agree(f"copy of the states at step {run.steps}", self._keep, InterlaceError)()
+        try:
+            run.agree(f"copy of the states at step {run.steps}", self._keep, InterlaceError)()
+        except InterlaceError:
+            self._forget()  # what it has taken of a full disk
+            raise
         generator = generators.state(run.peers.device) if run.config.rng == "compat" else None
         with run.peers.guard(), run.determinism():
             self._first = self._digests(run.runner.step(inputs, rows, run.steps))
@@ -80,11 +84,14 @@ class Verify:
             wrong = any(own or shared for _, own, shared in everyone)
             if wrong:
                 self._put_back()
-        assert self._file is not None
-        self._file.close()
-        self._file = None
+        self._forget()
         if wrong:
             raise SilentCorruptionError(f"step {run.steps}, made twice from the same state, gave two results: {_words(everyone)}")
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     # ---- what a step changes on this rank ----
 
