@@ -120,7 +120,7 @@ def test_two_runs_halve_the_error_of_the_others(made: list[Run], predictor: Pred
     found = fit([made[1], made[4]], predictor)
     others = [run for i, run in enumerate(made) if i not in (1, 4)]
     assert error(others, found.constants) < 0.5 * error(others, {})
-    inside = [abs(math.log(run.step_us / predictor.predict(run, found.constants)[0])) < 2 * interval_error(run, found, predictor)
+    inside = [abs(math.log(run.step_us / predictor.predict(run, found.constants)[0])) < 2 * interval_error(run, found, predictor, found.noise)
               for run in others]  # fmt: skip
     assert all(inside)
 

@@ -14,9 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from interlace.calibrate.fit import Fit, fit, slope_of
+from interlace.calibrate.fit import Fit, fit, interval_error
 from interlace.calibrate.predict import Predictor
 from interlace.calibrate.runs import Run
 
@@ -113,9 +111,7 @@ def cross_validated(
         known: Residuals = beside[fold] or {None: [ONE_IN_TEN * found.noise]}
         error = error_of(known, one_model(rest))
         for run in folds[fold]:
-            slope = slope_of(run, predictor, found.constants)
-            out.append((run, predictor.predict(run, found.constants)[0],
-                        math.hypot(error, math.sqrt(float(slope @ np.linalg.solve(found.precision, slope))))))  # fmt: skip
+            out.append((run, predictor.predict(run, found.constants)[0], interval_error(run, found, predictor, error)))
     return out
 
 

@@ -133,10 +133,10 @@ def slope_of(run: Run, predictor: Predictor, constants: Mapping[str, float]) -> 
     return np.array([(math.log(us) - here) / STEP for us in moved])
 
 
-def interval_error(run: Run, found: Fit, predictor: Predictor) -> float:
-    """Standard deviation of ln(measured / predicted) of a run that was not fitted: its own noise, and the constants'."""
+def interval_error(run: Run, found: Fit, predictor: Predictor, noise: float) -> float:
+    """Standard deviation of ln(measured / predicted) of a run that was not fitted: the `noise` of such runs, and the constants'."""
     slope = slope_of(run, predictor, found.constants)
-    return math.sqrt(found.noise**2 + float(slope @ np.linalg.solve(found.precision, slope)))
+    return math.sqrt(noise**2 + float(slope @ np.linalg.solve(found.precision, slope)))
 
 
 def deciding_run(name: str, runs: Sequence[Run], found: Fit, predictor: Predictor) -> tuple[Run, float] | None:
