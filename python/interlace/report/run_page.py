@@ -34,7 +34,9 @@ def render_run(run: Run) -> str:
     series = curve_data([("", run.log)]) if run.log is not None else []
     data: dict[str, Any] = {"curves": series, "predicted": columns(run.trace) if run.trace is not None else None,
                             "measured": None, "titles": ["Measured", ""]}  # fmt: skip
-    notes = [f"{run.log.steps:,} steps"] if run.log is not None else ["no log of its steps"]
+    notes = [f"{run.log.steps:,} steps"] if run.log is not None else ["no log of its steps: interlace train --log FILE writes one"]
+    if run.log is None and "ranks" in run.settings:
+        notes.append(f"its program: interlace report {run.name}/program.il --cluster local-{run.settings['ranks']}")
     sections = [header(run.name, notes, _lost(run)), _tiles(run), curves_section(series), _plans(run)]
     if run.trace is not None:
         sections.append(html.timeline(f"A step that was traced, rank {run.trace.rank}", "lane", "an op to fill the view with it."))
