@@ -27,6 +27,7 @@ constexpr int64_t kBetweenOpsNs = 50'000;     // Progress looks at the sockets n
 constexpr int64_t kSpinNs = 50'000;
 constexpr auto kHelperPause = std::chrono::milliseconds(1);
 constexpr double kMomentS = 1e-3;  // of sending that FirstToHold does not mind
+constexpr double kStoppedNs = 1e8;  // that a wait takes longer than it should: this process was stopped
 constexpr int kHelperQuiet = 50;   // pauses without any operation after which the helper sleeps for good
 
 // Whether the kernel holds more than a moment's worth of bytes that this connection has not sent.
@@ -46,7 +47,10 @@ Result<std::shared_ptr<Mesh>> Mesh::Connect(const RankGroup& group, const Exchan
 }
 
 Mesh::Mesh(RankGroup group, std::vector<PeerSockets> sockets, MeshOptions options)
-    : group_(std::move(group)), options_(options), calls_(options.calls ? *options.calls : SystemCalls()), peers_(sockets.size()) {
+    : group_(std::move(group)),
+      options_(options),
+      calls_(options.calls ? *options.calls : SystemCalls()),
+      peers_(sockets.size()) {
   for (size_t i = 0; i < sockets.size(); ++i) peers_[i].sockets = std::move(sockets[i]);
   if (options_.helper) helper_ = std::thread([this] { HelperLoop(); });
 }
@@ -355,7 +359,7 @@ bool Mesh::CollectEvents(std::vector<pollfd>& events) const {
 
 Status Mesh::Finish(Operation& operation, double timeout_s) {
   const int64_t begin_ns = calls_.Nanos();
-  const double deadline_ns = static_cast<double>(begin_ns) + timeout_s * 1e9;
+  double deadline_ns = static_cast<double>(begin_ns) + timeout_s * 1e9;
   const auto done = [&] { return operation.round == operation.rounds.size(); };
   std::unique_lock lock(mutex_);
   if (failure_) return *failure_;
@@ -365,7 +369,8 @@ Status Mesh::Finish(Operation& operation, double timeout_s) {
     ~Counted() { --count; }
   } counted(waiting_);
   std::vector<pollfd> events;
-  int64_t moved_ns = calls_.Nanos(), patience_ns = kSpinNs;
+  int64_t moved_ns = begin_ns, patience_ns = kSpinNs;
+  bool last_look = false;
   while (true) {
     const bool moved = !done() && Drive();
     if (done()) return Ok{};
@@ -374,10 +379,17 @@ Status Mesh::Finish(Operation& operation, double timeout_s) {
     patience_ns = 0;  // the network is slower than that: from now on it is worth sleeping at once
     const int64_t now_ns = calls_.Nanos();
     const double left_ms = std::ceil((deadline_ns - static_cast<double>(now_ns)) / 1e6);
-    if (MustStop(operation) || left_ms <= 0) return Fail(operation, static_cast<double>(now_ns - begin_ns) / 1e9);
+    if (MustStop(operation) || (left_ms <= 0 && last_look))
+      return Fail(operation, static_cast<double>(now_ns - begin_ns) / 1e9);
+    last_look = left_ms <= 0;
+    if (last_look) continue;
     const bool held = CollectEvents(events);
     lock.unlock();
-    calls_.Poll(events.data(), events.size(), static_cast<int>(std::min(left_ms, held ? 1.0 : 60'000.0)));
+    const double sleep_ms = std::min(left_ms, held ? 1.0 : 60'000.0);
+    calls_.Poll(events.data(), events.size(), static_cast<int>(sleep_ms));
+    // A process that was stopped has not listened meanwhile: that is no silence of its peers.
+    const double stopped_ns = static_cast<double>(calls_.Nanos() - now_ns) - sleep_ms * 1e6;
+    if (stopped_ns > kStoppedNs) deadline_ns += stopped_ns;
     lock.lock();
     if (failure_) return *failure_;
     for (size_t i = 0; i < peers_.size(); ++i) {

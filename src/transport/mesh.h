@@ -117,7 +117,7 @@ class Mesh {
   void Close(Queue& queue);  // its first frame is done
   void Advance(Operation& operation);
   void ReadNote(Peer& peer);
-  void Tell(const Note& note);
+  void Tell(Note note);
   void FindUnfinished(const Operation& operation, std::vector<bool>& found) const;
   std::vector<int> Unfinished(const Operation& operation) const;
   bool MustStop(const Operation& operation) const;

@@ -50,13 +50,15 @@ void Mesh::ReadNote(Peer& peer) {
     if (peer.witness.note) continue;
     peer.note_bytes += static_cast<size_t>(got);
     if (peer.note_bytes < sizeof(Note)) continue;
+    if (peer.note.sum != peer.note.Sum()) peer.note = Note(Note::kTimedOut, {}, "", 0);
     peer.note.Sanitize();
     peer.witness.note = peer.note;
   }
 }
 
 // A note is the first that is written on its connection, whose buffer therefore takes it at once.
-void Mesh::Tell(const Note& note) {
+void Mesh::Tell(Note note) {
+  note.sum = note.Sum();
   for (const Peer& peer : peers_) {
     if (peer.sockets.control)
       calls_.SendBytes(peer.sockets.control.fd(), &note, sizeof note, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -130,11 +132,11 @@ Error Mesh::Fail(const Operation& operation, double elapsed_s) {
               std::to_string(frame.header.bytes) + " bytes of \"" + tag + "\" (number " +
               std::to_string(frame.header.number) + "), this rank expects " + std::to_string(frame.expected.bytes) +
               "; all ranks must start the same operations in the same order";
-    } else if (verdict.note.kind == Note::kDamaged) {
+    } else if (first.damaged) {
       const Frame& frame = first.in.front();
       text += ": the checksum of message " + std::to_string(frame.expected.number) + " of " +
               std::to_string(frame.expected.bytes) + " bytes is wrong, and nothing of it was used";
-    } else {
+    } else if (verdict.note.kind == Note::kLost) {
       text += std::string(" (connection closed") +
               (first.error > 0 ? std::string(": ") + std::strerror(first.error) : "") + ")";
     }

@@ -82,6 +82,12 @@ FaultCase DrawCase(uint64_t seed) {
   const int64_t cuts = draw.Below(3);
   one.cuts_data = cuts != 1;
   one.cuts_control = cuts != 0;
+  if (draw.OneIn(5)) {  // and a note that tells of it is damaged
+    StreamFault& note = one.note_fault.emplace(DrawStreamFault(draw, one.size, 1));
+    note.kind = static_cast<StreamFault::Kind>(draw.Below(StreamFault::kDelay));
+    note.control = true;
+    note.at = draw.Below(sizeof(Note)) + (note.from > note.to ? kGreetingBytes : 0);
+  }
   one.leaves_at = static_cast<size_t>(draw.Below(count));
   return one;
 }
@@ -100,6 +106,7 @@ std::string FaultCase::Text() const {
   } else if (kind != kNone) {
     out << ": rank " << culprit << " (and " << other << ") at " << when_ns / 1000 << " us for " << for_ns / 1000 << " us";
   }
+  if (note_fault) out << "; a note from " << note_fault->from << " to " << note_fault->to << " is damaged";
   for (size_t i = 0; i < ops.size(); ++i) {
     const char* names[] = {"gather", "reduce", "grid", "all-reduce", "all-to-all", "broadcast", "send"};
     out << "\n  op " << i << ": " << names[ops[i].kind] << " of " << ops[i].elements << " elements";

@@ -64,6 +64,7 @@ class Run {
   void Judge();
   void Problem(const std::string& text) { out_.problems.push_back(text); }
   std::set<int> Allowed() const;
+  std::set<int> Guilty() const;
 
   const FaultCase& case_;
   const RunOptions options_;
@@ -227,6 +228,13 @@ void Run::Stranger(int i) {
 // Whom an error may name.
 std::set<int> Run::Allowed() const {
   if (!out_.struck) return {};
+  std::set<int> out = Guilty();
+  if (const auto& faults = network_.faults(); !out.empty() && case_.note_fault && faults.back().struck)
+    out.insert(case_.note_fault->from);
+  return out;
+}
+
+std::set<int> Run::Guilty() const {
   switch (case_.kind) {
     case FaultCase::kNone:
     case FaultCase::kHiccup:

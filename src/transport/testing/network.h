@@ -41,6 +41,7 @@ class Network : public SocketCalls {
   Network(Turns& turns, uint64_t seed, NetworkOptions options) : turns_(turns), draw_(seed), options_(options) {}
 
   std::vector<StreamFault>& faults() { return faults_; }
+  const std::vector<StreamFault>& faults() const { return faults_; }
   // The rank's process ends: the system closes what it had.
   void Kill(int rank);
   // Their connections are reset: that for data, that for notes.
