@@ -387,9 +387,9 @@ Status Mesh::Finish(Operation& operation, double timeout_s) {
     lock.unlock();
     const double sleep_ms = std::min(left_ms, held ? 1.0 : 60'000.0);
     calls_.Poll(events.data(), events.size(), static_cast<int>(sleep_ms));
-    // A process that was stopped has not listened meanwhile: that is no silence of its peers.
-    const double stopped_ns = static_cast<double>(calls_.Nanos() - now_ns) - sleep_ms * 1e6;
-    if (stopped_ns > kStoppedNs) deadline_ns += stopped_ns;
+    // A process that was stopped has not listened: what it slept meanwhile is no silence of its peers.
+    const auto slept_ns = static_cast<double>(calls_.Nanos() - now_ns);
+    if (slept_ns > sleep_ms * 1e6 + kStoppedNs) deadline_ns += slept_ns;
     lock.lock();
     if (failure_) return *failure_;
     for (size_t i = 0; i < peers_.size(); ++i) {

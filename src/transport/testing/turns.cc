@@ -1,5 +1,7 @@
 #include "transport/testing/turns.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <thread>
 
@@ -27,21 +29,26 @@ int64_t Draw::OfAnySize(int64_t end) {
 }
 
 void Turns::Run(const std::vector<std::function<void()>>& works) {
-  for (size_t i = 0; i < works.size(); ++i) threads_.push_back(std::make_unique<Thread>());
+  for (size_t i = 0; i < works.size(); ++i) {
+    threads_.push_back(std::make_unique<Thread>());
+    sem_init(&threads_.back()->turn, 0, 0);
+  }
+  // All on one core: the turn is handed over twice as fast, and never do two of them run.
+  cpu_set_t here;
+  CPU_ZERO(&here);
+  CPU_SET(sched_getcpu(), &here);
   current_ = Choose();
   std::vector<std::jthread> threads;
   for (size_t i = 0; i < works.size(); ++i) {
-    threads.emplace_back([this, i, &work = works[i]] {
-      const int self = static_cast<int>(i);
-      {
-        std::unique_lock lock(mutex_);
-        threads_[i]->turn.wait(lock, [&] { return current_ == self; });
-      }
-      work();
+    threads.emplace_back([this, i, work = &works[i]] {
+      sem_wait(&threads_[i]->turn);
+      (*work)();
       threads_[i]->ended = true;
-      HandOver(self);
+      HandOver(static_cast<int>(i));
     });
+    pthread_setaffinity_np(threads.back().native_handle(), sizeof here, &here);
   }
+  sem_post(&threads_[current_]->turn);
 }
 
 void Turns::Tick() {
@@ -101,11 +108,13 @@ int Turns::Choose() {
 }
 
 void Turns::HandOver(int from) {
-  std::unique_lock lock(mutex_);
   const int next = Choose();
   current_ = next;
-  if (next >= 0 && next != from) threads_[next]->turn.notify_one();
-  if (!threads_[from]->ended) threads_[from]->turn.wait(lock, [&] { return current_ == from; });
+  if (next == from) return;
+  const bool ended = threads_[from]->ended;
+  if (next >= 0) sem_post(&threads_[next]->turn);
+  while (!ended && sem_wait(&threads_[from]->turn) != 0) {
+  }
 }
 
 }  // namespace interlace

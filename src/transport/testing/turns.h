@@ -3,13 +3,13 @@
 // when all threads wait. So an hour of waiting takes no time, and no run depends on the machine it is on.
 #pragma once
 
-#include <condition_variable>
+#include <semaphore.h>
+
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace interlace {
@@ -63,7 +63,7 @@ class Turns {
     std::function<bool()> ready;  // null: it does not wait
     int64_t until = kNever, stopped_until = 0;
     bool ended = false;
-    std::condition_variable turn;
+    sem_t turn;
   };
   void Advance(int64_t to_ns);
   int Choose();
@@ -76,7 +76,6 @@ class Turns {
   bool over_ = false;
   std::multimap<int64_t, std::function<void()>> timers_;
   std::vector<std::unique_ptr<Thread>> threads_;
-  std::mutex mutex_;
   int current_ = -1;
 };
 
