@@ -79,6 +79,7 @@ FaultCase DrawCase(uint64_t seed) {
   one.other = one.fault.to;
   one.when_ns = draw.OfAnySize(draw.OneIn(2) ? 20 * kMs : 300 * kMs);
   one.for_ns = draw.Below(400 * kMs);
+  if (one.size > 2 && draw.OneIn(3)) one.second_ns = one.when_ns + draw.OfAnySize(300 * kMs);
   const int64_t cuts = draw.Below(3);
   one.cuts_data = cuts != 1;
   one.cuts_control = cuts != 0;

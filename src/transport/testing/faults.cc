@@ -65,6 +65,7 @@ class Run {
   void Problem(const std::string& text) { out_.problems.push_back(text); }
   std::set<int> Allowed() const;
   std::set<int> Guilty() const;
+  bool Says(const std::string& error) const;
 
   const FaultCase& case_;
   const RunOptions options_;
@@ -105,6 +106,7 @@ void Run::Begin() {
       break;
     case FaultCase::kKill:
       strike([this] { network_.Kill(case_.culprit); });
+      if (case_.second_ns > 0) turns_.At(turns_.now() + case_.second_ns, [this] { network_.Kill(case_.other); });
       break;
     case FaultCase::kStall:
       strike([this] { turns_.Stop(case_.culprit, kNever); });
@@ -248,9 +250,23 @@ std::set<int> Run::Guilty() const {
     case FaultCase::kCut:
     case FaultCase::kSeparate:
       return {case_.culprit, case_.other};
+    case FaultCase::kKill:
+      if (case_.second_ns > 0) return {case_.culprit, case_.other};
+      return {case_.culprit};
     default:
       return {case_.culprit};
   }
+}
+
+// Whether the error tells what happened, where that can be known.
+bool Run::Says(const std::string& error) const {
+  const auto has = [&](const char* part) { return error.find(part) != std::string::npos; };
+  if (case_.note_fault && network_.faults().back().struck) return true;
+  if (case_.kind == FaultCase::kKill || case_.kind == FaultCase::kLeave) return has(" lost after ");
+  if (case_.kind == FaultCase::kStall) return has(" did not answer for ");
+  if (case_.kind == FaultCase::kStream && case_.fault.kind == StreamFault::kFlip)
+    return has(" damaged on the way") || has(" started another operation");
+  return true;
 }
 
 void Run::Judge() {
@@ -266,12 +282,14 @@ void Run::Judge() {
     const std::string who = "rank " + std::to_string(rank) + ": ";
     const bool one_rank = case_.kind == FaultCase::kKill || case_.kind == FaultCase::kStall ||
                           case_.kind == FaultCase::kCutOff || case_.kind == FaultCase::kLeave;
-    const bool ill = rank == case_.culprit && (one_rank || case_.kind == FaultCase::kHiccup);
+    const bool ill = (rank == case_.culprit && (one_rank || case_.kind == FaultCase::kHiccup)) ||
+                     (rank == case_.other && case_.kind == FaultCase::kKill && case_.second_ns > 0);
     if (!end.wrong.empty()) Problem(who + end.wrong);
     if (!end.late.empty() && !ill) Problem(who + end.late);
     if (end.error.empty()) continue;
     if (allowed.empty()) Problem(who + "has an error without a fault: " + end.error);
     if (!all_met || (ill && case_.kind != FaultCase::kStall)) continue;
+    if (!ill && !Says(end.error)) Problem(who + "says something else: " + end.error);
     if (end.named.empty()) Problem(who + "names nobody: " + end.error);
     for (const int named : end.named) {
       if (allowed.count(named) == 0 && !allowed.empty()) Problem(who + "blames an innocent rank: " + end.error);

@@ -54,6 +54,7 @@ struct FaultCase {
   StreamFault fault;
   int culprit = 0, other = 0;
   int64_t when_ns = 0, for_ns = 0;
+  int64_t second_ns = 0;  // when the other is killed, too
   bool cuts_data = true, cuts_control = true;
   size_t leaves_at = 0;  // before which operation
   std::optional<StreamFault> note_fault = {};  // on top of it
