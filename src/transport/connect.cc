@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -26,8 +25,6 @@
 namespace interlace {
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kHelloMagic = 0x314d4c49;  // "ILM1"
 // The kernel holds this much of what one rank sent and the other has not asked for yet, each way.
@@ -136,13 +133,13 @@ std::string FrameKey(const std::string& key, const std::vector<Listener>& all, i
   return Hmac(key, "frames " + nonce(from) + nonce(to) + BytesOf(from) + BytesOf(to));
 }
 
-void KeepAlive(int fd) {
+void KeepAlive(SocketCalls& calls, int fd) {
   const int on = 1, first = 3, between = 1, times = 5, unanswered_ms = kDeadSeconds * 1000;
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &first, sizeof first);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &times, sizeof times);
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
+  calls.SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  calls.SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, &first, sizeof first);
+  calls.SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);
+  calls.SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, &times, sizeof times);
+  calls.SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
 }
 
 Where WhereAmI() {
@@ -209,11 +206,11 @@ Result<Address> ChooseAddress(const std::vector<Where>& places) {
 
 // Options must be set before a connection is made: the window's scale is agreed on at its beginning. Where the system
 // allows no large buffers, its own tuning does better than a fixed small one.
-Socket MakeSocket(int family) {
-  Socket made(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+Socket MakeSocket(SocketCalls& calls, int family) {
+  Socket made(calls.Open(family), calls);
   if (!made) return made;
   const int one = 1;
-  setsockopt(made.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  calls.SetOption(made.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   static const bool large = [family] {
     const Socket probe(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     int bytes = kBufferBytes;
@@ -222,45 +219,46 @@ Socket MakeSocket(int family) {
     return getsockopt(probe.fd(), SOL_SOCKET, SO_SNDBUF, &bytes, &size) == 0 && bytes >= kBufferBytes;
   }();
   if (large) {
-    setsockopt(made.fd(), SOL_SOCKET, SO_SNDBUF, &kBufferBytes, sizeof kBufferBytes);
-    setsockopt(made.fd(), SOL_SOCKET, SO_RCVBUF, &kBufferBytes, sizeof kBufferBytes);
+    calls.SetOption(made.fd(), SOL_SOCKET, SO_SNDBUF, &kBufferBytes, sizeof kBufferBytes);
+    calls.SetOption(made.fd(), SOL_SOCKET, SO_RCVBUF, &kBufferBytes, sizeof kBufferBytes);
   }
   return made;
 }
 
-int MillisecondsTo(Clock::time_point deadline) {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+int MillisecondsTo(SocketCalls& calls, int64_t deadline_ns) {
+  return static_cast<int>(std::clamp<int64_t>((deadline_ns - calls.Nanos()) / 1'000'000, 0, 1 << 30));
 }
 
 // Connects and sends the greeting.
-Result<Socket> ConnectTo(const Listener& listener, const Greeting& greeting, Clock::time_point deadline) {
-  Socket made = MakeSocket(listener.address.family());
+Result<Socket> ConnectTo(SocketCalls& calls, const Listener& listener, const Greeting& greeting, int64_t deadline_ns) {
+  Socket made = MakeSocket(calls, listener.address.family());
   if (!made) return MakeError(std::strerror(errno));
   int error = 0;
-  if (connect(made.fd(), reinterpret_cast<const sockaddr*>(&listener.address.bytes), listener.address.size) != 0) {
+  const auto* name = reinterpret_cast<const sockaddr*>(&listener.address.bytes);
+  if (calls.Connect(made.fd(), name, listener.address.size) != 0) {
     error = errno;
     if (error == EINPROGRESS) {
       pollfd ready{made.fd(), POLLOUT, 0};
       socklen_t size = sizeof error;
       error = ETIMEDOUT;
       while (true) {
-        const int count = poll(&ready, 1, MillisecondsTo(deadline));
+        const int count = calls.Poll(&ready, 1, MillisecondsTo(calls, deadline_ns));
         if (count < 0 && errno == EINTR) continue;
-        if (count > 0) getsockopt(made.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+        if (count > 0) calls.GetOption(made.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
         break;
       }
     }
   }
   // A fresh connection's buffer takes the greeting at once.
-  if (error == 0 && send(made.fd(), &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting) error = errno;
+  if (error == 0 && calls.SendBytes(made.fd(), &greeting, sizeof greeting, MSG_NOSIGNAL) != sizeof greeting)
+    error = errno;
   if (error != 0) return MakeError(std::strerror(error));
   return made;
 }
 
 // Accepts both connections of every higher rank. Strangers, and those that say nothing, are dropped.
-Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listener& mine, const std::string& key,
-                   Clock::time_point deadline, std::vector<PeerSockets>& peers) {
+Status AcceptPeers(SocketCalls& calls, const RankGroup& group, const Socket& listening, const Listener& mine,
+                   const std::string& key, int64_t deadline_ns, std::vector<PeerSockets>& peers) {
   struct Guest {
     Socket socket;
     Greeting greeting;
@@ -272,7 +270,7 @@ Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listen
   while (missing > 0) {
     std::vector<pollfd> ready{{listening.fd(), POLLIN, 0}};
     for (const Guest& guest : guests) ready.push_back({guest.socket.fd(), POLLIN, 0});
-    const int count = poll(ready.data(), ready.size(), MillisecondsTo(deadline));
+    const int count = calls.Poll(ready.data(), ready.size(), MillisecondsTo(calls, deadline_ns));
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) {
       std::string names;
@@ -285,8 +283,9 @@ Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listen
     for (size_t i = guests.size(); i-- > 0;) {
       if (ready[i + 1].revents == 0) continue;
       Guest& guest = guests[i];
-      const ssize_t got = recv(guest.socket.fd(), reinterpret_cast<char*>(&guest.greeting) + guest.got,
-                               sizeof(Greeting) - guest.got, MSG_DONTWAIT);
+      char* const place = reinterpret_cast<char*>(&guest.greeting) + guest.got;
+      const ssize_t got =
+          calls.ReceiveBytes(guest.socket.fd(), place, sizeof(Greeting) - guest.got, MSG_DONTWAIT);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
       guest.got += got > 0 ? static_cast<size_t>(got) : 0;
       if (got > 0 && guest.got < sizeof(Greeting)) continue;
@@ -304,10 +303,10 @@ Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listen
       guests.erase(guests.begin() + static_cast<std::ptrdiff_t>(i));
     }
     if (ready[0].revents != 0) {
-      Socket made(accept4(listening.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      Socket made(calls.Accept(listening.fd()), calls);
       if (!made) continue;
       const int one = 1;
-      setsockopt(made.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+      calls.SetOption(made.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
       if (guests.size() >= kMostGuests) guests.erase(guests.begin());  // the one that was silent for longest
       guests.push_back({std::move(made), {}, 0});
     }
@@ -317,13 +316,9 @@ Status AcceptPeers(const RankGroup& group, const Socket& listening, const Listen
 
 }  // namespace
 
-Socket::~Socket() {
-  if (fd_ >= 0) close(fd_);
-}
-
-Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
-  const auto deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s,
+                                              SocketCalls& calls) {
+  const int64_t deadline_ns = calls.Nanos() + static_cast<int64_t>(timeout_s * 1e9);
   const auto failure = [&](const auto&... parts) { return MakeError("axis ", group.axis, ": ", parts...); };
   INTERLACE_ASSIGN(const std::string key, KeyOfRun());
   INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, WhereAmI()));
@@ -337,11 +332,12 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
   } else {
     mine.address = *address;
     mine.address.SetPort(0);
-    listening = MakeSocket(mine.address.family());
+    listening = MakeSocket(calls, mine.address.family());
     auto* name = reinterpret_cast<sockaddr*>(&mine.address.bytes);
     const int backlog = static_cast<int>(std::min<int64_t>(2 * group.size() + 16, 4096));
-    if (!listening || bind(listening.fd(), name, mine.address.size) != 0 || listen(listening.fd(), backlog) != 0 ||
-        getsockname(listening.fd(), name, &mine.address.size) != 0) {
+    if (!listening || calls.Bind(listening.fd(), name, mine.address.size) != 0 ||
+        calls.Listen(listening.fd(), backlog) != 0 ||
+        calls.NameOf(listening.fd(), name, &mine.address.size) != 0) {
       trouble = "cannot listen on " + mine.address.Text() + ": " + std::strerror(errno);
     } else if (getrandom(mine.secret, sizeof mine.secret, 0) != sizeof mine.secret) {
       trouble = std::string("no random numbers: ") + std::strerror(errno);
@@ -362,7 +358,7 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
       greeting.rank = static_cast<int32_t>(group.index);
       greeting.control = control;
       Prove(key, all[rank], greeting);
-      Result<Socket> made = ConnectTo(all[rank], greeting, deadline);
+      Result<Socket> made = ConnectTo(calls, all[rank], greeting, deadline_ns);
       if (!made.ok()) {
         return failure("rank ", group.index, " cannot reach rank ", rank, " at ", all[rank].address.Text(), " (",
                        made.error().ToString(), "); check the network between them, and GLOO_SOCKET_IFNAME");
@@ -370,13 +366,13 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
       (control ? peers[rank].control : peers[rank].data) = std::move(*made);
     }
   }
-  if (Status accepted = AcceptPeers(group, listening, mine, key, deadline, peers); !accepted.ok())
+  if (Status accepted = AcceptPeers(calls, group, listening, mine, key, deadline_ns, peers); !accepted.ok())
     return failure(accepted.error().ToString());
   const bool several_hosts = std::any_of(
       places.begin(), places.end(), [&](const Where& where) { return std::strcmp(where.host, places[0].host) != 0; });
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (rank == group.index) continue;
-    KeepAlive(peers[rank].control.fd());
+    KeepAlive(calls, peers[rank].control.fd());
     if (key.empty() || !several_hosts) continue;
     peers[rank].send_key = FrameKey(key, all, group.index, rank);
     peers[rank].receive_key = FrameKey(key, all, rank, group.index);

@@ -20,6 +20,7 @@
 
 #include "base/result.h"
 #include "transport/group.h"
+#include "transport/socket_calls.h"
 
 namespace interlace {
 
@@ -27,18 +28,22 @@ namespace interlace {
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  explicit Socket(int fd, SocketCalls& calls = SystemCalls()) : fd_(fd), calls_(&calls) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)), calls_(other.calls_) {}
   Socket& operator=(Socket&& other) noexcept {
     std::swap(fd_, other.fd_);
+    std::swap(calls_, other.calls_);
     return *this;
   }
-  ~Socket();
+  ~Socket() {
+    if (fd_ >= 0) calls_->Close(fd_);
+  }
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
 
  private:
   int fd_ = -1;
+  SocketCalls* calls_ = nullptr;
 };
 
 inline constexpr int kDeadSeconds = 8;
@@ -53,6 +58,7 @@ using ExchangeBytes = std::function<Result<std::vector<std::string>>(const std::
 
 // Two non-blocking connections to every peer, by index (none to this rank). All ranks of the group must call it
 // together. Error: no address to listen on, or a rank that cannot be reached within the timeout.
-Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s);
+Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s,
+                                              SocketCalls& calls = SystemCalls());
 
 }  // namespace interlace

@@ -8,17 +8,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <limits>
 
-#include "base/clock.h"
-
 namespace interlace {
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kFrameMagic = 0x464d4c49;  // "ILMF"
 constexpr int kBatch = 64;                    // pieces of one system call
@@ -30,13 +27,14 @@ constexpr int64_t kBetweenOpsNs = 50'000;     // Progress looks at the sockets n
 constexpr int64_t kSpinNs = 50'000;
 constexpr auto kHelperPause = std::chrono::milliseconds(1);
 constexpr double kMomentS = 1e-3;  // of sending that FirstToHold does not mind
+constexpr double kStoppedNs = 1e8;  // that a wait takes longer than it should: this process was stopped
 constexpr int kHelperQuiet = 50;   // pauses without any operation after which the helper sleeps for good
 
 // Whether the kernel holds more than a moment's worth of bytes that this connection has not sent.
-bool SendsForLong(int fd) {
+bool SendsForLong(SocketCalls& calls, int fd) {
   tcp_info info = {};
   socklen_t size = sizeof info;
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  if (calls.GetOption(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
   if (size < offsetof(tcp_info, tcpi_delivery_rate) + sizeof info.tcpi_delivery_rate) return false;
   return info.tcpi_notsent_bytes > kMomentS * static_cast<double>(info.tcpi_delivery_rate);
 }
@@ -49,9 +47,12 @@ Result<std::shared_ptr<Mesh>> Mesh::Connect(const RankGroup& group, const Exchan
 }
 
 Mesh::Mesh(RankGroup group, std::vector<PeerSockets> sockets, MeshOptions options)
-    : group_(std::move(group)), options_(options), peers_(sockets.size()) {
+    : group_(std::move(group)),
+      options_(options),
+      calls_(options.calls ? *options.calls : SystemCalls()),
+      peers_(sockets.size()) {
   for (size_t i = 0; i < sockets.size(); ++i) peers_[i].sockets = std::move(sockets[i]);
-  helper_ = std::thread([this] { HelperLoop(); });
+  if (options_.helper) helper_ = std::thread([this] { HelperLoop(); });
 }
 
 Mesh::~Mesh() {
@@ -60,7 +61,7 @@ Mesh::~Mesh() {
     stop_ = true;
   }
   helper_wakes_.notify_one();
-  helper_.join();
+  if (helper_.joinable()) helper_.join();
 }
 
 Status Mesh::Start(Operation& operation) {
@@ -123,7 +124,7 @@ void Mesh::Enqueue(Operation& operation) {
 
 void Mesh::Progress() {
   if (in_flight_.load(std::memory_order_relaxed) == 0) return;
-  if (NanosNow() - driven_ns_.load(std::memory_order_relaxed) < kBetweenOpsNs) return;
+  if (calls_.Nanos() - driven_ns_.load(std::memory_order_relaxed) < kBetweenOpsNs) return;
   const std::unique_lock lock(mutex_, std::try_to_lock);  // else another thread is at it
   if (lock && !failure_) Drive();
 }
@@ -138,7 +139,7 @@ bool Mesh::Drive() {
     for (int d = 1; d < size; ++d) moved |= Write(peers_[(group_.index + d) % size], hold);
     for (int d = 1; d < size; ++d) moved |= Read(peers_[(group_.index + d) % size]);
   } while (advanced_);
-  driven_ns_ = NanosNow();
+  driven_ns_ = calls_.Nanos();
   return moved;
 }
 
@@ -164,7 +165,7 @@ uint64_t Mesh::FirstToHold() const {
       return next + 1;  // begun
   }
   for (const Peer& peer : peers_) {
-    if (first(peer) && peer.error < 0 && SendsForLong(peer.sockets.data.fd())) return next;
+    if (first(peer) && peer.error < 0 && SendsForLong(calls_, peer.sockets.data.fd())) return next;
   }
   return next + 1;
 }
@@ -226,7 +227,7 @@ void Mesh::Close(Queue& queue) {
 void Mesh::Advance(Operation& operation) {
   while (operation.round < operation.rounds.size() && operation.open[operation.round] == 0) {
     if (++operation.round == operation.rounds.size()) {  // its sums are made by who waits for it
-      operation.end_ns = NanosNow();
+      operation.end_ns = calls_.Nanos();
       --in_flight_;
       return;
     }
@@ -243,7 +244,7 @@ bool Mesh::Write(Peer& peer, uint64_t hold) {
     const size_t wanted = Collect(peer.out, &hold, batch, message);
     peer.held = wanted == 0;
     if (peer.held) break;
-    const ssize_t sent = sendmsg(peer.sockets.data.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent = calls_.Send(peer.sockets.data.fd(), message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EWOULDBLOCK) peer.error = errno;
@@ -253,7 +254,7 @@ bool Mesh::Write(Peer& peer, uint64_t hold) {
     auto left = static_cast<size_t>(sent);
     while (left > 0) {
       Frame& frame = peer.out.front();
-      if (frame.operation->begin_ns == 0) frame.operation->begin_ns = NanosNow();
+      if (frame.operation->begin_ns == 0) frame.operation->begin_ns = calls_.Nanos();
       left = Take(frame, left, /*sum=*/false);
       if (frame.at == frame.pieces.size()) Close(peer.out);
     }
@@ -270,7 +271,7 @@ bool Mesh::Read(Peer& peer) {
   msghdr message;
   while (!peer.in.empty() && peer.error < 0 && !peer.differs) {
     const size_t wanted = Collect(peer.in, nullptr, batch, message);
-    const ssize_t got = recvmsg(peer.sockets.data.fd(), &message, MSG_DONTWAIT);
+    const ssize_t got = calls_.Receive(peer.sockets.data.fd(), message, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
     if (got <= 0) {
@@ -282,7 +283,7 @@ bool Mesh::Read(Peer& peer) {
     while (left > 0) {
       Frame& frame = peer.in.front();
       const bool checked = frame.at > 0;
-      if (!frame.operation->everyone && frame.operation->begin_ns == 0) frame.operation->begin_ns = NanosNow();
+      if (!frame.operation->everyone && frame.operation->begin_ns == 0) frame.operation->begin_ns = calls_.Nanos();
       left = Take(frame, left, /*sum=*/true);
       if (!checked && frame.at > 0 && std::memcmp(&frame.header, &frame.expected, sizeof(Header)) != 0) {
         peer.differs = true;
@@ -357,8 +358,8 @@ bool Mesh::CollectEvents(std::vector<pollfd>& events) const {
 }
 
 Status Mesh::Finish(Operation& operation, double timeout_s) {
-  const auto begin = Clock::now();
-  const auto deadline = begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  const int64_t begin_ns = calls_.Nanos();
+  double deadline_ns = static_cast<double>(begin_ns) + timeout_s * 1e9;
   const auto done = [&] { return operation.round == operation.rounds.size(); };
   std::unique_lock lock(mutex_);
   if (failure_) return *failure_;
@@ -368,20 +369,27 @@ Status Mesh::Finish(Operation& operation, double timeout_s) {
     ~Counted() { --count; }
   } counted(waiting_);
   std::vector<pollfd> events;
-  int64_t moved_ns = NanosNow(), patience_ns = kSpinNs;
+  int64_t moved_ns = begin_ns, patience_ns = kSpinNs;
+  bool last_look = false;
   while (true) {
     const bool moved = !done() && Drive();
     if (done()) return Ok{};
     if (moved) moved_ns = driven_ns_;
     if (driven_ns_ - moved_ns < patience_ns) continue;
     patience_ns = 0;  // the network is slower than that: from now on it is worth sleeping at once
-    const auto now = Clock::now();
-    if (MustStop(operation) || now >= deadline)
-      return Fail(operation, std::chrono::duration<double>(now - begin).count());
+    const int64_t now_ns = calls_.Nanos();
+    const double left_ms = std::ceil((deadline_ns - static_cast<double>(now_ns)) / 1e6);
+    if (MustStop(operation) || (left_ms <= 0 && last_look))
+      return Fail(operation, static_cast<double>(now_ns - begin_ns) / 1e9);
+    last_look = left_ms <= 0;
+    if (last_look) continue;
     const bool held = CollectEvents(events);
     lock.unlock();
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now).count();
-    poll(events.data(), events.size(), static_cast<int>(std::min<int64_t>(left, held ? 1 : 60'000)));
+    const double sleep_ms = std::min(left_ms, held ? 1.0 : 60'000.0);
+    calls_.Poll(events.data(), events.size(), static_cast<int>(sleep_ms));
+    // A process that was stopped has not listened: what it slept meanwhile is no silence of its peers.
+    const auto slept_ns = static_cast<double>(calls_.Nanos() - now_ns);
+    if (slept_ns > sleep_ms * 1e6 + kStoppedNs) deadline_ns += slept_ns;
     lock.lock();
     if (failure_) return *failure_;
     for (size_t i = 0; i < peers_.size(); ++i) {
@@ -403,7 +411,7 @@ void Mesh::HelperLoop() {
     }
     helper_wakes_.wait_for(lock, kHelperPause, [this] { return stop_; });
     if (in_flight_ == 0 || waiting_ > 0) continue;
-    if (NanosNow() - driven_ns_ < std::chrono::nanoseconds(kHelperPause).count()) continue;
+    if (calls_.Nanos() - driven_ns_ < std::chrono::nanoseconds(kHelperPause).count()) continue;
     const std::unique_lock moving(mutex_, std::try_to_lock);
     if (moving && !failure_) Drive();
   }

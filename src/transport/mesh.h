@@ -39,6 +39,7 @@
 #include "transport/group.h"
 #include "transport/notes.h"
 #include "transport/operation.h"
+#include "transport/socket_calls.h"
 
 namespace interlace {
 
@@ -46,6 +47,8 @@ struct MeshOptions {
   // How long a rank that closed may take to say why, and how long a rank that waits too may take to say so.
   int lost_patience_ms = 300;
   int silent_patience_ms = 500;
+  bool helper = true;  // moves data when no one else comes by for a while
+  SocketCalls* calls = nullptr;  // null: the system
 };
 
 class Mesh {
@@ -114,7 +117,7 @@ class Mesh {
   void Close(Queue& queue);  // its first frame is done
   void Advance(Operation& operation);
   void ReadNote(Peer& peer);
-  void Tell(const Note& note);
+  void Tell(Note note);
   void FindUnfinished(const Operation& operation, std::vector<bool>& found) const;
   std::vector<int> Unfinished(const Operation& operation) const;
   bool MustStop(const Operation& operation) const;
@@ -127,6 +130,7 @@ class Mesh {
 
   const RankGroup group_;
   const MeshOptions options_;
+  SocketCalls& calls_;
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
   uint64_t next_number_ = 0;

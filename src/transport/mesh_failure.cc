@@ -4,18 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
 #include "transport/mesh.h"
 
 namespace interlace {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 std::optional<Error> Mesh::failure() const {
   std::lock_guard lock(mutex_);
@@ -34,8 +27,8 @@ void Mesh::Shut(bool control) {
     peer.in.clear();
     peer.out.clear();
     if (!peer.sockets.data) continue;
-    shutdown(peer.sockets.data.fd(), SHUT_RDWR);
-    if (control) shutdown(peer.sockets.control.fd(), SHUT_RDWR);
+    calls_.Shutdown(peer.sockets.data.fd(), SHUT_RDWR);
+    if (control) calls_.Shutdown(peer.sockets.control.fd(), SHUT_RDWR);
   }
   in_flight_ = 0;
 }
@@ -45,7 +38,7 @@ void Mesh::ReadNote(Peer& peer) {
     char rest[sizeof(Note)];  // of what follows the first note
     char* const place = peer.witness.note ? rest : reinterpret_cast<char*>(&peer.note) + peer.note_bytes;
     const size_t room = peer.witness.note ? sizeof rest : sizeof(Note) - peer.note_bytes;
-    const ssize_t got = recv(peer.sockets.control.fd(), place, room, MSG_DONTWAIT);
+    const ssize_t got = calls_.ReceiveBytes(peer.sockets.control.fd(), place, room, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (got <= 0) {
@@ -57,21 +50,24 @@ void Mesh::ReadNote(Peer& peer) {
     if (peer.witness.note) continue;
     peer.note_bytes += static_cast<size_t>(got);
     if (peer.note_bytes < sizeof(Note)) continue;
+    if (peer.note.sum != peer.note.Sum()) peer.note = Note(Note::kTimedOut, {}, "", 0);
     peer.note.Sanitize();
     peer.witness.note = peer.note;
   }
 }
 
 // A note is the first that is written on its connection, whose buffer therefore takes it at once.
-void Mesh::Tell(const Note& note) {
+void Mesh::Tell(Note note) {
+  note.sum = note.Sum();
   for (const Peer& peer : peers_) {
-    if (peer.sockets.control) send(peer.sockets.control.fd(), &note, sizeof note, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (peer.sockets.control)
+      calls_.SendBytes(peer.sockets.control.fd(), &note, sizeof note, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
 
 // Reads notes until every peer (or, if not `all`, every one whose data connection broke) has said something or closed.
 void Mesh::Listen(int64_t patience_ms, bool all) {
-  const auto deadline = Clock::now() + std::chrono::milliseconds(patience_ms);
+  const int64_t deadline_ns = calls_.Nanos() + patience_ms * 1'000'000;
   while (true) {
     std::vector<pollfd> ready;
     for (Peer& peer : peers_) {
@@ -81,9 +77,9 @@ void Mesh::Listen(int64_t patience_ms, bool all) {
       if (peer.witness.note || peer.witness.closed || !(all || peer.error >= 0)) continue;
       ready.push_back({peer.sockets.control.fd(), POLLIN, 0});
     }
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (ready.empty() || left <= 0) return;
-    poll(ready.data(), ready.size(), static_cast<int>(left));
+    const int64_t left_ns = deadline_ns - calls_.Nanos();
+    if (ready.empty() || left_ns <= 0) return;
+    calls_.Poll(ready.data(), ready.size(), static_cast<int>((left_ns + 999'999) / 1'000'000));
   }
 }
 
@@ -136,11 +132,11 @@ Error Mesh::Fail(const Operation& operation, double elapsed_s) {
               std::to_string(frame.header.bytes) + " bytes of \"" + tag + "\" (number " +
               std::to_string(frame.header.number) + "), this rank expects " + std::to_string(frame.expected.bytes) +
               "; all ranks must start the same operations in the same order";
-    } else if (verdict.note.kind == Note::kDamaged) {
+    } else if (first.damaged) {
       const Frame& frame = first.in.front();
       text += ": the checksum of message " + std::to_string(frame.expected.number) + " of " +
               std::to_string(frame.expected.bytes) + " bytes is wrong, and nothing of it was used";
-    } else {
+    } else if (verdict.note.kind == Note::kLost) {
       text += std::string(" (connection closed") +
               (first.error > 0 ? std::string(": ") + std::strerror(first.error) : "") + ")";
     }

@@ -182,6 +182,20 @@ TEST(Mesh, GarbageAmongTheNotesStopsNothingWrong) {
   }
 }
 
+TEST(Mesh, ADamagedNoteIsNotBelieved) {
+  Note note(Note::kTimedOut, {0}, "gather u0", 3);
+  note.sum = note.Sum();
+  const std::string whole(reinterpret_cast<const char*>(&note), sizeof note);
+  for (size_t at = 0; at <= whole.size(); at += 7) {
+    Wired wired = WiredMesh(2);
+    std::string bytes = whole;
+    if (at < whole.size()) bytes[at] ^= static_cast<char>(1 << at % 8);
+    Say(wired.peers[1].control, bytes);
+    ExpectHas(Gather().Run(*wired.mesh, kLong), at < whole.size() ? "what rank 1 sent was damaged on the way;"
+                                                                  : "rank 1 stopped waiting for this rank (0) after 3.00 s");
+  }
+}
+
 TEST(Mesh, ARankThatLeftIsTold) {
   const auto meshes = MeshesOf("dp", {4, 6}, kImpatient);
   meshes[1]->Leave();
@@ -273,6 +287,24 @@ TEST(Notes, TheCulpritIsWhoSaysNothing) {
             "the timeout)");
   peers[2].closed = peers[2].broken = true;
   EXPECT_EQ(Judge(0, waits({1, 2}), peers).note.kind, Note::kLost);
+}
+
+// Nothing comes from rank 1 to rank 0. Rank 0 notices first; what the others wait for is behind that.
+TEST(Notes, OfAStuckConnectionItsEndsAreNamed) {
+  const auto waits = [](std::vector<int> ranks, double seconds) { return Note(Note::kTimedOut, ranks, "gather u0", seconds); };
+  const Note notes[] = {waits({1}, 2), waits({0, 2}, 1.5), waits({0, 1}, 1.5)};
+  const char* texts[] = {"rank 1 stopped waiting for this rank (0) after 2.00 s in gather u0",
+                         "rank 0 stopped waiting for this rank (1) after 2.00 s in gather u0",
+                         "rank 1 did not answer for 2.00 s (timed out: stuck, or slower than the timeout), reported by rank "
+                         "0 in gather u0"};
+  for (int rank = 0; rank < 3; ++rank) {
+    std::vector<Witness> peers(3);
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer != rank) peers[peer].note = notes[peer];
+    }
+    const RankGroup group{"dp", RanksTo(3), rank};
+    ExpectHas(Explain(Judge(rank, notes[rank], peers), group, "gather u1"), texts[rank]);
+  }
 }
 
 }  // namespace

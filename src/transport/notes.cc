@@ -1,8 +1,11 @@
 #include "transport/notes.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <sstream>
+
+#include "base/crc32c.h"
 
 namespace interlace {
 
@@ -40,6 +43,10 @@ void Note::Add(int rank) {
 
 bool Note::Has(int rank) const {
   return std::find(ranks, ranks + count, rank) != ranks + count;
+}
+
+uint32_t Note::Sum() const {
+  return Crc32c(0, this, offsetof(Note, sum));
 }
 
 void Note::Sanitize() {
@@ -96,8 +103,30 @@ Verdict Judge(int rank, const Note& own, const std::vector<Witness>& peers) {
   }
   std::sort(silent.ranks, silent.ranks + silent.count);
   if (silent.count > 0) return {silent, -1};
-  if (accusation) return *accusation;  // nobody else is to blame: this rank was too late
-  return {own, -1};                    // all wait for one another
+  // 5. All have spoken. A connection is stuck between two that wait for one another, first those that have waited for
+  // longest; or one of them was late, for whom more ranks wait.
+  const auto told = [&](int who) { return who == rank ? &own : peers[who].note ? &*peers[who].note : nullptr; };
+  const auto waits = [&](int who, int whom) { return told(who) != nullptr && told(who)->Has(whom); };
+  const auto waiters = [&](int whom) {
+    int count = whom == rank;  // of two alike this rank hears that it is waited for
+    for (int who = 0; who < size; ++who) count += waits(who, whom) ? 2 : 0;
+    return count;
+  };
+  Verdict stuck;
+  for (int a = 0; a < size; ++a) {
+    for (int b = 0; b < size; ++b) {
+      if (!waits(a, b) || !waits(b, a) || waiters(a) > waiters(b)) continue;
+      const float seconds = std::max(told(a)->seconds, told(b)->seconds);
+      if (stuck.note.count > 0 && stuck.note.seconds >= seconds) continue;
+      stuck = {Note(Note::kTimedOut, {b}, told(a)->label, seconds), a == rank ? -1 : a};
+    }
+  }
+  if (stuck.note.count > 0) return stuck;
+  if (accusation) return *accusation;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peers[peer].note && peers[peer].note->count == 0) return {Note(Note::kDamaged, {peer}, own.label, 0), -1};
+  }
+  return {own, -1};  // all wait for one another
 }
 
 std::string Explain(const Verdict& verdict, const RankGroup& group, const std::string& label) {

@@ -27,11 +27,13 @@ struct Note {
   int32_t ranks[29] = {};
   float seconds = 0;
   char label[64] = {};
+  uint32_t sum = 0;  // of what is before it, when it goes over the network
 
   Note() = default;
   Note(Kind kind, const std::vector<int>& ranks, const std::string& label, double seconds);
   void Add(int rank);
   bool Has(int rank) const;
+  uint32_t Sum() const;
   // After it came from another process: its numbers and its text are within their arrays.
   void Sanitize();
 };
@@ -41,7 +43,7 @@ std::string Printable(const char* text, size_t size);
 
 // What a rank knows of a peer when it judges.
 struct Witness {
-  std::optional<Note> note;
+  std::optional<Note> note;  // that it has given up; without any rank: why was damaged on the way
   bool closed = false;  // its connection for notes has ended
   bool broken = false;  // its connection for data has ended while something was expected
 };

@@ -106,6 +106,7 @@ inline void RunWire(const uint8_t* data, size_t size) {
       case 6: {
         Note note(Note::kTimedOut, {0, 1}, "x", 1);
         reinterpret_cast<char*>(&note)[input.Byte() % sizeof note] ^= static_cast<char>(input.Byte());
+        if (what < 128) note.sum = note.Sum();
         say(far[peer].control, std::string(reinterpret_cast<const char*>(&note), sizeof note));
         break;
       }
