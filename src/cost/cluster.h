@@ -61,6 +61,7 @@ inline constexpr double kOneInTen = 1.2816;  // standard deviations beyond which
 struct StackSpec {
   double products = 1, attention = 1, memory = 1;  // shares of the kernels' rates
   double issue_us = -1;                            // host time of one launch; -1: [device] has it
+  double issue_backward = 1;  // of a launch in backward, which autograd does from C++, over one in forward
   double step_us = 0;                              // of every step, whatever its size
   double error = 0;  // standard deviation of ln(measured / predicted) on runs that were not fitted; 0: not known
 };

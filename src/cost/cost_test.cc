@@ -109,6 +109,7 @@ TEST(Cluster, Stacks) {
   EXPECT_EQ(eager.name, "h100-80gb-8:eager");
   EXPECT_LT(eager.step.products, 1);
   EXPECT_GT(eager.issue_us, alone.issue_us) << "launched from Python";
+  EXPECT_LT(eager.step.issue_backward, alone.step.issue_backward) << "launched by autograd";
   KernelWork product;
   product.kind = KernelWork::Kind::kProduct;
   product.dtype = DType::kBF16;
