@@ -128,6 +128,10 @@ Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file);
 // software stack. Error: unknown name or stack (did you mean), bad count.
 Result<std::string> PresetCluster(std::string_view name);
 std::vector<std::string_view> PresetNames();
+// The fitted factors of its table for so many nodes. What a collective takes from compute goes with the rate of its
+// data: fitted were links between nodes at a fifth of the rate within. In whole steps (any stack but "kernels") nodes
+// whose links reach half of it are as one: measured on 128 to 512 H100 (bench/fit_presets.py).
+const Interference* InterferenceOn(const ClusterSpec& cluster, int64_t per_node, int64_t nodes);
 // A preset when `text` is one line without '=', else a file's text.
 Result<ClusterSpec> LoadCluster(std::string_view text, std::string_view file);
 
