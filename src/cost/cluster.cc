@@ -85,7 +85,8 @@ struct StepKey {
 constexpr StepKey kSteps[] = {
     {"products", &StackSpec::products, 0.05, 1},   {"attention", &StackSpec::attention, 0.05, 1.5},
     {"memory", &StackSpec::memory, 0.05, 4},       {"issue_us", &StackSpec::issue_us, 0, 1000},
-    {"step_us", &StackSpec::step_us, 0, 10000000}, {"error", &StackSpec::error, 0, 2},
+    {"step_us", &StackSpec::step_us, 0, 10000000}, {"issue_backward", &StackSpec::issue_backward, 0, 10},
+    {"error", &StackSpec::error, 0, 2},
 };
 constexpr std::string_view kStepTable = "step.";
 

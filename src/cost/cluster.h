@@ -61,6 +61,7 @@ inline constexpr double kOneInTen = 1.2816;  // standard deviations beyond which
 struct StackSpec {
   double products = 1, attention = 1, memory = 1;  // shares of the kernels' rates
   double issue_us = -1;                            // host time of one launch; -1: [device] has it
+  double issue_backward = 1;  // of a launch in backward, which autograd does from C++, over one in forward
   double step_us = 0;                              // of every step, whatever its size
   double error = 0;  // standard deviation of ln(measured / predicted) on runs that were not fitted; 0: not known
 };
@@ -127,6 +128,10 @@ Result<ClusterSpec> ParseCluster(std::string_view text, std::string_view file);
 // software stack. Error: unknown name or stack (did you mean), bad count.
 Result<std::string> PresetCluster(std::string_view name);
 std::vector<std::string_view> PresetNames();
+// The fitted factors of its table for so many nodes. What a collective takes from compute goes with the rate of its
+// data: fitted were links between nodes at a fifth of the rate within. In whole steps (any stack but "kernels") nodes
+// whose links reach half of it are as one: measured on 128 to 512 H100 (bench/fit_presets.py).
+const Interference* InterferenceOn(const ClusterSpec& cluster, int64_t per_node, int64_t nodes);
 // A preset when `text` is one line without '=', else a file's text.
 Result<ClusterSpec> LoadCluster(std::string_view text, std::string_view file);
 

@@ -58,7 +58,7 @@ Result<CostModel> CostModel::Create(const Program& program, const ClusterSpec& c
     model.interference_ = Interference::FromFactors(factors);
   } else if (!cluster.interference.empty() && cluster.interference != "none") {
     int64_t nodes = (model.ranks_ + cluster.per_node - 1) / cluster.per_node;
-    model.interference_ = *FindInterference(cluster.interference, model.ranks_per_node(), nodes);
+    model.interference_ = *InterferenceOn(cluster, model.ranks_per_node(), nodes);
   }
   if (profile != nullptr) model.ReadPairs(*profile);
   return model;

@@ -109,6 +109,7 @@ TEST(Cluster, Stacks) {
   EXPECT_EQ(eager.name, "h100-80gb-8:eager");
   EXPECT_LT(eager.step.products, 1);
   EXPECT_GT(eager.issue_us, alone.issue_us) << "launched from Python";
+  EXPECT_LT(eager.step.issue_backward, alone.step.issue_backward) << "launched by autograd";
   KernelWork product;
   product.kind = KernelWork::Kind::kProduct;
   product.dtype = DType::kBF16;
@@ -167,6 +168,9 @@ TEST(Interference, NearestFittedTopology) {
   const Interference* eight = FindInterference("a100", 8, 4);
   EXPECT_EQ(FindInterference("a100", 8, 64), eight);
   EXPECT_NE(FindInterference("a100", 8, 1), eight);
+  EXPECT_EQ(InterferenceOn(Preset("a100-40gb-32:eager"), 8, 4), eight) << "46 of 219 GB/s";
+  EXPECT_EQ(InterferenceOn(Preset("h100-80gb-32"), 8, 4), eight) << "of kernels";
+  EXPECT_EQ(InterferenceOn(Preset("h100-80gb-32:eager"), 8, 4), FindInterference("a100", 8, 1)) << "319 of 361 GB/s";
   for (int set = 0; set < 16; ++set) {
     for (double factor : eight->factor[set]) EXPECT_GE(factor, 1.0);
   }

@@ -91,4 +91,9 @@ const Interference* FindInterference(std::string_view gpu, int64_t per_node, int
   return best;
 }
 
+const Interference* InterferenceOn(const ClusterSpec& cluster, int64_t per_node, int64_t nodes) {
+  const bool as_one = cluster.stack != "kernels" && cluster.inter.gb_per_s >= 0.5 * cluster.intra.gb_per_s;
+  return FindInterference(cluster.interference, per_node, as_one ? 1 : nodes);
+}
+
 }  // namespace interlace

@@ -46,33 +46,33 @@ attention_backward_efficiency = 0.328
 attention_backward_half_sequence = 572
 attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/s: flash-attention 0251105
 [step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
-products = 0.7
-attention = 0.57
-memory = 1
+products = 0.76
+attention = 0.55
 issue_us = 2.0             # assumed
-error = 0.11
-[step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 4.0 %, left out by length 6.9 %
-products = 0.7
-attention = 0.57
-memory = 1
+error = 0.06
+[step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 1.4 %, left out by length 1.4 %
+products = 0.76
+attention = 0.55
 issue_us = 8.0             # assumed
-error = 0.11               # bench/fit_presets.py: runs left out in turn by length, 6 groups
+issue_backward = 0.48      # of that in backward, which autograd launches from C++: as A100's [step.megatron]
+error = 0.06               # bench/fit_presets.py: 6 groups left out; the least for constants of one model
 [step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
-products = 0.77
-attention = 0.63
+products = 0.84
+attention = 0.61
 memory = 1.5
 issue_us = 4.0             # assumed
 error = 0.12               # assumed
 [step.graph]               # as eager, launched at once
-products = 0.7
-attention = 0.57
+products = 0.76
+attention = 0.55
 issue_us = 0.5             # assumed
-error = 0.11
+error = 0.06
 [step.megatron]            # launches as on A100; rates as [step.eager]
-products = 0.7
-attention = 0.57
+products = 0.76
+attention = 0.55
 memory = 0.64
-issue_us = 78
+issue_us = 110
+issue_backward = 0.48
 error = 0.15               # assumed
 
 [host]
@@ -141,14 +141,13 @@ attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/
 [step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
 products = 0.79
 attention = 0.64
-memory = 1
 issue_us = 2.0             # assumed
 error = 0.06
 [step.eager]               # bench/fit_presets.py on mosaicml_7b.csv: MPT-7B, FSDP; 0.8 %, left out by length 0.8 %
 products = 0.79
 attention = 0.64
-memory = 1
 issue_us = 8.0             # assumed
+issue_backward = 0.48      # of that in backward, which autograd launches from C++: as A100's [step.megatron]
 error = 0.06               # bench/fit_presets.py: 6 groups left out; the least for constants of one model
 [step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
 products = 0.87
@@ -161,12 +160,13 @@ products = 0.79
 attention = 0.64
 issue_us = 0.5             # assumed
 error = 0.06
-[step.megatron]            # bench/fit_presets.py on vtrain_single_fit.csv, 240 runs: error 7.3 %
-products = 0.66
+[step.megatron]            # bench/fit_presets.py on vtrain_single_fit.csv, 240 runs: error 5.7 %
+products = 0.7
 attention = 0.64           # as [step.eager]
-memory = 0.64
-issue_us = 78              # of a kernel, with what Megatron's Python does between two
-error = 0.11               # runs left out in turn by model, 8 groups
+memory = 0.67
+issue_us = 110             # of a kernel, with what Megatron's Python does between two
+issue_backward = 0.48      # of that in backward, which autograd launches from C++
+error = 0.083              # runs left out in turn by model, 8 groups
 
 [host]
 h2d_gb_per_s = 5.9         # 5.2 to 5.75 GiB/s a GPU, all eight at once, AWS p4d: Dazz993/Mist raw data
@@ -224,14 +224,13 @@ attention_head_64 = 0.87   # forward and backward, causal, 4k: 257 of 294 TFLOP/
 [step.ours]                # whole steps; kernels as [step.eager], launches by this runtime
 products = 0.9
 attention = 0.8
-memory = 1
 issue_us = 2.0             # assumed
 error = 0.15
 [step.eager]               # assumed: no whole steps at hand
 products = 0.9
 attention = 0.8
-memory = 1
 issue_us = 8.0             # assumed
+issue_backward = 0.48      # of that in backward, which autograd launches from C++: as A100's [step.megatron]
 error = 0.15
 [step.compiled]            # products 10 % nearer to their kernels, elementwise chains once through memory: assumed
 products = 0.99
@@ -247,8 +246,8 @@ error = 0.15
 [step.megatron]            # launches as on A100; rates as [step.eager]
 products = 0.9
 attention = 0.8
-memory = 1
-issue_us = 78
+issue_us = 110
+issue_backward = 0.48
 error = 0.15               # assumed
 
 [host]

@@ -33,6 +33,7 @@ struct Variant {
 struct LayerTimes {
   double forward = 0, backward = 0, tp_forward = 0, tp_backward = 0;
   double launch_forward = 0, launch_backward = 0;
+  int64_t backward_kernels = 0;
   // A layer takes as long as its kernels or as their launches, whichever is longer: the device works while the host is
   // ahead, and waits for it where it is not.
   double Forward() const { return std::max(forward, launch_forward - tp_forward); }
@@ -107,7 +108,8 @@ Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
   return out;
 }
 
-LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster) {
+// `kept`: the same layer without recomputation. What the backward part runs beyond it is forward's, and so launched.
+LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster, const LayerTimes* kept = nullptr) {
   LayerTimes times;
   const GroupShape group = GroupShapeOf({{"tp", layer.tp}}, "tp", cluster.per_node);
   for (const LayerWork::Collective& each : layer.collectives) {
@@ -116,9 +118,17 @@ LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster) {
   }
   for (const LayerWork::Kernel& each : layer.kernels) {
     if (IsPartOfSoftmax(cluster, each.score_matrices)) continue;
-    (each.backward ? times.backward : times.forward) += KernelUs(cluster, each.work);
-    (each.backward ? times.launch_backward : times.launch_forward) += cluster.issue_us;
+    const int count = each.score_matrices > 0 && cluster.stack == "megatron" ? 2 : 1;
+    (each.backward ? times.backward : times.forward) += count * KernelUs(cluster, each.work);
+    if (each.backward) {
+      times.backward_kernels += count;
+    } else {
+      times.launch_forward += count * cluster.issue_us;
+    }
   }
+  const int64_t again = kept == nullptr ? 0 : times.backward_kernels - kept->backward_kernels;
+  const double own = static_cast<double>(times.backward_kernels - again) * cluster.step.issue_backward;
+  times.launch_backward = cluster.issue_us * (own + static_cast<double>(again));
   return times;
 }
 
@@ -181,7 +191,7 @@ class Layer {
     cost.tp_forward_us = times.tp_forward;
     cost.tp_backward_us = times.tp_backward;
     if (role_ != Role::kBlock) return cost;
-    const LayerTimes some = TimesOf(counts.selective, cluster), all = TimesOf(counts.full, cluster);
+    const LayerTimes some = TimesOf(counts.selective, cluster, &times), all = TimesOf(counts.full, cluster, &times);
     cost.recompute_selective_us = std::max(some.Backward() - times.Backward(), 0.0);
     cost.recompute_full_us = std::max(all.Backward() - times.Backward(), 0.0);
     cost.tp_recompute_selective_us = std::max(some.tp_backward - times.tp_backward, 0.0);

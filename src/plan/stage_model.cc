@@ -288,8 +288,8 @@ Result<StageModel> StageModel::Create(const LayerSource& layers, const ClusterSp
   for (const DeviceLayout& layout : LayoutsOf(cluster, options, layers.largest_tp())) {
     auto [at, added] = interference.try_emplace(layout.devices);
     if (added) {
-      const Interference* fitted = FindInterference(cluster.interference, std::min(layout.devices, cluster.per_node),
-                                                    std::max<int64_t>(layout.devices / cluster.per_node, 1));
+      const Interference* fitted = InterferenceOn(cluster, std::min(layout.devices, cluster.per_node),
+                                                  std::max<int64_t>(layout.devices / cluster.per_node, 1));
       const bool own = !cluster.interference_factors.empty() || fitted == nullptr;
       at->second = &state->interference.emplace_back(Ordered(own ? given : *fitted));
     }

@@ -25,7 +25,7 @@ double AsCounted(double share) {
 }
 
 struct Totals {
-  int64_t compute = 0;
+  int64_t compute = 0, launches = 0;
   std::array<int64_t, kLaneCount> lanes{};
   int64_t send[2] = {0, 0}, receive[2] = {0, 0};             // within a node, between nodes
   int64_t copies[2] = {0, 0}, files[2] = {0, 0}, steps = 0;  // to the device, from it
@@ -33,10 +33,12 @@ struct Totals {
 };
 
 Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster) {
+  const std::array<int64_t, 2> issue = IssuePs(cluster);
   std::vector<Totals> by_phase(program.ops.size());
   for (size_t p = 0; p < program.ops.size(); ++p) {
     Totals& t = by_phase[p];
     for (const LoweredOp& op : program.ops[p]) {
+      t.launches = Sum(t.launches, issue[op.backward]);
       if (op.kind == LoweredOp::Kind::kCompute) {
         int64_t work = Stretch(op.work_ps, slow);
         t.compute = Sum(t.compute, work);
@@ -66,6 +68,7 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
   for (int32_t phase : program.run) {
     const Totals& t = by_phase[phase];
     add(all.compute, t.compute);
+    add(all.launches, t.launches);
     for (size_t i = 0; i < all.lanes.size(); ++i) add(all.lanes[i], t.lanes[i]);
     for (int i = 0; i < 2; ++i)
       add(all.send[i], t.send[i]), add(all.receive[i], t.receive[i]), add(all.copies[i], t.copies[i]),
@@ -73,6 +76,7 @@ Totals TotalsOf(const Lowered& program, int64_t slow, const ClusterSpec& cluster
     add(all.steps, t.steps);
     all.core_time += t.core_time;
   }
+  all.launches -= std::min(all.launches, std::max(issue[0], issue[1]));  // nothing waits for the last op's
   return all;
 }
 
@@ -162,7 +166,7 @@ std::vector<Bound> LowerBounds(const EngineInput& input, const CostModel& model)
     raise(intra, std::max(t.send[0], t.receive[0]));
     raise(inter, std::max(t.send[1], t.receive[1]));
     raise(path, DependencyPath(program, input.compute_slow[r]));
-    if (cluster.issue_us > 0) raise(launches, Share(program.instances() - 1, cluster.issue_us * 1e6));
+    raise(launches, t.launches);
   }
   for (size_t begin = 0; begin < totals.size(); begin += static_cast<size_t>(per_node)) {
     double copies[2] = {0, 0}, files_time[2] = {0, 0}, step_time = 0, core_time = 0;

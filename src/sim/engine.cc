@@ -42,7 +42,8 @@ Status Engine::Handle(const Event& event) {
 Status Engine::SetUp() {
   int32_t n = num_ranks();
   for (const Lowered* program : in_.programs) {
-    if (issue_ps_ > 0 && program->instances() >= kLatest / issue_ps_) {
+    const int64_t longest = std::max(issue_ps_[0], issue_ps_[1]);
+    if (longest > 0 && program->instances() >= kLatest / longest) {
       return MakeError("launching ", program->instances(), " ops takes longer than fits in 64 bits of picoseconds");
     }
   }

@@ -12,7 +12,7 @@ void Engine::Walk(int32_t r, int64_t until) {
   while (rank.place < end && (rank.in_thread_work || IsWork(ops[rank.place]))) {
     const LoweredOp& op = ops[rank.place];
     if (!rank.begun) {
-      int64_t begin = std::max(rank.since_ps, Launched(rank.instance));
+      int64_t begin = std::max(rank.since_ps, rank.launched_ps);
       if (begin > until) break;
       rank.begun = true;
       rank.since_ps = begin;
@@ -27,25 +27,25 @@ void Engine::Walk(int32_t r, int64_t until) {
     }
     rank.since_ps += time;
     record.end_ps[rank.instance] = rank.since_ps;
-    rank.begun = rank.in_thread_work = false;
-    ++rank.place;
-    ++rank.instance;
+    rank.in_thread_work = false;
+    Step(rank);
   }
 }
 
 int64_t Engine::NextStop(const RankState& rank) const {
   const std::vector<LoweredOp>& ops = PhaseOps(rank);
   int64_t time = rank.since_ps;
-  int64_t place = rank.place, instance = rank.instance;
+  int64_t place = rank.place, launched = rank.launched_ps;
   int64_t end = std::min<int64_t>(static_cast<int64_t>(ops.size()), place + kHorizon);
   bool begun = rank.begun, in_thread_work = rank.in_thread_work;
-  for (; place < end && (in_thread_work || IsWork(ops[place])); ++place, ++instance) {
-    if (!begun) time = std::max(time, Launched(instance));
+  for (; place < end && (in_thread_work || IsWork(ops[place])); ++place) {
+    if (!begun) time = std::max(time, launched);
     time += Stretch(begun ? rank.remaining_ps : ops[place].work_ps, rank.slow);
     if (time >= kLatest) return kLatest;
     begun = in_thread_work = false;
+    launched += issue_ps_[ops[place].backward];
   }
-  if (place < static_cast<int64_t>(ops.size())) time = std::max(time, Launched(instance));
+  if (place < static_cast<int64_t>(ops.size())) time = std::max(time, launched);
   return std::max(time, now_);
 }
 
@@ -59,7 +59,7 @@ Status Engine::Proceed(int32_t r) {
       continue;
     }
     const LoweredOp& op = ops[rank.place];
-    if (rank.in_thread_work || IsWork(op) || Launched(rank.instance) > now_) return Ok{};
+    if (rank.in_thread_work || IsWork(op) || rank.launched_ps > now_) return Ok{};
     rank.since_ps = now_;
     record.start_ps[rank.instance] = record.end_ps[rank.instance] = now_;
     if (op.kind == LoweredOp::Kind::kStart) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <map>
 #include <queue>
@@ -48,6 +49,7 @@ struct RankState {
   size_t run_index = 0;
   int64_t place = 0;  // in the phase
   int64_t instance = 0;
+  int64_t launched_ps = 0;      // when the host has launched the op in hand
   int64_t remaining_ps = 0;     // of the op in hand
   bool begun = false;           // it has a start time
   bool in_thread_work = false;  // the op in hand is a start or a wait, whose own work on the thread is under way
@@ -95,7 +97,7 @@ class Engine {
       for (int member = 0; member < 4; ++member)
         factor_[set][member] = FixedPoint(model.interference().factor[set][member]);
     }
-    issue_ps_ = static_cast<int64_t>(cluster_.issue_us * 1e6);
+    issue_ps_ = IssuePs(cluster_);
     cores_ = FixedPoint(cluster_.cores);
     threads_ = cluster_.cpu ? FixedPoint(cluster_.compute_threads) : 0;
     copy_share_[0] = cluster_.h2d_gb_per_s / cluster_.host_gb_per_s;
@@ -117,7 +119,6 @@ class Engine {
   const std::vector<LoweredOp>& PhaseOps(const RankState& rank) const {
     return rank.program->ops[rank.program->run[rank.run_index]];
   }
-  int64_t Launched(int64_t instance) const { return issue_ps_ * instance; }
   void MarkDirty(int32_t r) {
     if (ranks_[r].dirty) return;
     ranks_[r].dirty = true;
@@ -136,6 +137,7 @@ class Engine {
   // Passes starts, waits and ends of phases that are due now.
   Status Proceed(int32_t r);
   void Step(RankState& rank) {
+    rank.launched_ps += issue_ps_[PhaseOps(rank)[static_cast<size_t>(rank.place)].backward];
     ++rank.place;
     ++rank.instance;
     rank.begun = false;
@@ -190,7 +192,8 @@ class Engine {
   const CostModel& model_;
   const ClusterSpec& cluster_;
   int64_t factor_[16][4];
-  int64_t issue_ps_ = 0, cores_ = kOne, threads_ = 0;
+  std::array<int64_t, 2> issue_ps_{};
+  int64_t cores_ = kOne, threads_ = 0;
   double copy_share_[2];
   int64_t now_ = 0;
   std::vector<RankState> ranks_;

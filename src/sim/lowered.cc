@@ -44,6 +44,7 @@ Result<std::vector<int32_t>> PeersOf(const Program& program, const Op& op, const
 Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model, Lowered& lowered) {
   LoweredOp out;
   out.op = op.id;
+  out.backward = op.part == Part::kBackward;
   out.lane = LaneOf(op);
   if (IsWait(op)) {
     out.kind = LoweredOp::Kind::kWait;
@@ -77,6 +78,11 @@ Result<LoweredOp> LowerOp(const Program& program, const Op& op, CostModel& model
 }
 
 }  // namespace
+
+std::array<int64_t, 2> IssuePs(const ClusterSpec& cluster) {
+  const double us = std::min(cluster.issue_us, 1e12);
+  return {static_cast<int64_t>(us * 1e6), static_cast<int64_t>(std::min(us * cluster.step.issue_backward, 1e12) * 1e6)};
+}
 
 int64_t FixedPoint(double factor) {
   double scaled = std::ceil(factor * static_cast<double>(kOne));

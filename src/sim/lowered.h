@@ -1,6 +1,7 @@
 // lowered.h — a program as the simulator executes it: phases in run order, every op with its kind and cost.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -20,6 +21,7 @@ struct LoweredOp {
   int32_t peer = -1, peers = -1;
   bool receives = false;  // of a message
   bool IsMessage() const { return peer >= 0 || peers >= 0; }
+  bool backward = false;  // of the backward part, where a launch may take another time
   OpId op = kNone;
   int32_t cost = -1;    // of a start: index in Lowered::costs
   int64_t work_ps = 0;  // of compute, alone on its cores
@@ -69,6 +71,8 @@ inline int64_t Done(int64_t time_ps, int64_t slow) {
   if (slow == kOne) return time_ps;
   return static_cast<int64_t>((static_cast<__int128>(time_ps) << 20) / slow);
 }
+// What one launch takes of the host: [0] in forward and the update, [1] in backward.
+std::array<int64_t, 2> IssuePs(const ClusterSpec& cluster);
 // A factor as fixed point, rounded up.
 int64_t FixedPoint(double factor);
 

@@ -28,6 +28,7 @@ ClusterSpec RandomCluster(std::mt19937& random, int64_t ranks) {
   ClusterSpec c = RoundCluster(ranks, std::min<int64_t>(ranks, int64_t{1} << random() % 4));
   c.cpu = random() % 3 == 0;
   c.issue_us = c.cpu || random() % 2 == 0 ? 0 : pick(40);
+  c.step.issue_backward = random() % 2 == 0 ? 1 : pick(9) / 4;
   c.shortest_us = pick(4);
   c.intra = {pick(20), 0.1 + pick(30) / 10, pick(3), pick(2) * 3};
   c.inter = {pick(60), 0.1 + pick(10) / 10, 0, 0};

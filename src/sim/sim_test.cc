@@ -345,6 +345,20 @@ TEST(Simulate, LaunchesHoldTheDevice) {
   EXPECT_EQ(total, s.makespan_ps());
 }
 
+TEST(Simulate, LaunchesInBackwardHaveATimeOfTheirOwn) {
+  std::string ops;
+  for (int i = 0; i < 10; ++i)
+    ops += "  %" + std::to_string(10 + i) + ": f32[1000] = aten.relu(%0) {" + (i < 4 ? "fwd" : "bwd") + "}\n";
+  Program program = Step(ops);
+  ClusterSpec cluster = RoundCluster(2, 2);
+  cluster.issue_us = 40;
+  cluster.step.issue_backward = 0.5;
+  Simulation s = Simulated(program, cluster);
+  EXPECT_EQ(s.makespan_ps(), (4 * 40 + 5 * 20 + 8) * kUs);
+  EXPECT_EQ(s.bounds.front().name, "launches");
+  EXPECT_EQ(s.bounds.front().time_ps, (4 * 40 + 6 * 20 - 40) * kUs) << "all but one, of the longer ones";
+}
+
 TEST(Simulate, ASlowRankHoldsTheOthers) {
   Program program = Step(
       "  %9: f32[1000] = aten.relu(%0) {fwd}\n"

@@ -22,8 +22,12 @@ from interlace.calibrate.runs import Run
 from interlace.errors import InterlaceError
 
 Array = NDArray[np.float64]
-PRIOR = {"products": 0.25, "attention": 0.4, "memory": 0.3, "issue_us": 1.0, "inter": 0.4}  # standard deviations of logarithms
-LIMITS = {"products": (0.05, 1.0), "attention": (0.05, 1.5), "memory": (0.05, 4.0), "issue_us": (0.05, 1000.0), "inter": (0.05, 1.5)}
+# Standard deviations of logarithms.
+PRIOR = {"products": 0.25, "attention": 0.4, "memory": 0.3, "issue_us": 1.0, "issue_backward": 0.7, "inter": 0.4}
+LIMITS = {
+    "products": (0.05, 1.0), "attention": (0.05, 1.5), "memory": (0.05, 4.0), "issue_us": (0.05, 1000.0), "issue_backward": (0.05, 4.0),
+    "inter": (0.05, 1.5),
+}  # fmt: skip
 STEP = 0.04  # of the differences
 LEAST_NOISE = 0.015  # of a measured step: what two runs of the same differ by
 KNOWN = 0.7  # a constant whose uncertainty is above this share of the prior's is not determined

@@ -16,7 +16,7 @@ from interlace.calibrate.runs import Run
 from interlace.version import __version__
 
 # The constants of a software stack that runs can determine ([step.STACK] of a cluster file), and the rate between nodes.
-CONSTANTS = ("products", "attention", "memory", "issue_us", "inter")
+CONSTANTS = ("products", "attention", "memory", "issue_us", "issue_backward", "inter")
 
 
 def cluster_text(run: Run, base: str = "") -> str:
