@@ -12,6 +12,7 @@
 
 #include "cost/collective_model.h"
 #include "cost/kernel_model.h"
+#include "cost/signature.h"
 #include "ir/op_table.h"
 #include "passes/passes.h"
 #include "plan/layer_memory.h"
@@ -45,6 +46,7 @@ struct LayerWork {
     KernelWork work;
     bool backward = false;
     int64_t score_matrices = 0;  // of attention, that it only scales, masks or copies
+    std::string key;             // under which a cluster may have its measured time
   };
   struct Collective {
     Exchange kind = Exchange::kNone;
@@ -101,7 +103,8 @@ Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
     } else {
       INTERLACE_ASSIGN(KernelWork work, WorkOf(bound, op));
       if (work.kind == KernelWork::Kind::kFree) continue;
-      out.kernels.push_back({work, backward, ScoreMatrices(bound, op, work, binding.at("s"))});
+      out.kernels.push_back({work, backward, ScoreMatrices(bound, op, work, binding.at("s")), {}});
+      INTERLACE_TRY(AppendProfileKey(bound, op, out.kernels.back().key));
     }
   }
   return out;
@@ -116,7 +119,9 @@ LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster) {
   }
   for (const LayerWork::Kernel& each : layer.kernels) {
     if (IsPartOfSoftmax(cluster, each.score_matrices)) continue;
-    (each.backward ? times.backward : times.forward) += KernelUs(cluster, each.work);
+    const auto measured = cluster.op_us.find(each.key);
+    (each.backward ? times.backward : times.forward) +=
+        measured != cluster.op_us.end() ? measured->second : KernelUs(cluster, each.work);
     (each.backward ? times.launch_backward : times.launch_forward) += cluster.issue_us;
   }
   return times;

@@ -58,6 +58,7 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
         lines.append(
             f"stopped after {seconds(found['seconds'])}: a plan up to {100 * plan['gap']:.1f} % faster may exist; give --time-limit more"
         )
+    lines += found.get("here", {}).get("said", [])
     if "from" in found:
         now = f"the best on its stages takes {seconds(found['from_us'] / 1e6)} a step"
         lines.append(f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}")
