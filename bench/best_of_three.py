@@ -1,0 +1,265 @@
+"""The planner's plan against data parallel alone, pipeline alone and tensor parallel alone, each with its own search, on this machine.
+
+python bench/best_of_three.py                      # ten settings; root, for the shaped networks
+python bench/best_of_three.py --only 'llama.*500' --rounds 9 --json out.json
+python bench/best_of_three.py --only loopback      # without root
+
+A setting is a model, what a rank may use of memory, a network and how many ranks. Ops, collectives and what they do to one another are
+measured first, as `interlace profile` does, transfers on the very network. Then `interlace plan --local` searches everything that the
+runtime trains; the others are the best that the same search finds with one stage and tp 1, with a stage a rank, and with one stage cut
+over all ranks, for micro-batch, accumulation, ZeRO and recomputed blocks are free there too. All are trained as
+`interlace train --plan` does it, in the same processes, in turns that begin with another one each round. A ratio is the planner's time over
+the other's in the same round; their median is printed, with quartiles. Of a plan that is among the three nothing is measured twice: it is
+no slower than itself. "lost" is one whose median ratio is above 1.01.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import machine, quartiles, ratios, write_json
+from network import Network, NetworkError, missing
+from planned import GPT2, LLAMA, trainer_of, write_models
+
+SLOWER = 1.01  # of medians: what cannot be told from noise is no loss
+WARM_UP = 2
+WANTED = 9  # of ten settings
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA | {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "num_attention_heads": 10,
+                      "num_key_value_heads": 10, "vocab_size": 2048},
+    "deep": LLAMA | {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 6,
+                     "num_key_value_heads": 6, "vocab_size": 512},
+    "gpt": GPT2 | {"n_embd": 320, "n_layer": 6, "n_head": 10, "vocab_size": 4096},
+}  # fmt: skip
+SEQ, BATCH = 128, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    model: str
+    mib: int | None  # that a rank may use
+    mbit: float | None  # None: loopback
+    ranks: int = 2
+
+    @property
+    def network(self) -> str:
+        return "loopback" if self.mbit is None else f"{self.mbit:g}mbit"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {'any memory' if self.mib is None else f'{self.mib} MiB'}, {self.network}, {self.ranks} ranks"
+
+
+SETTINGS = [
+    Setting("llama", None, None), Setting("llama", None, 500), Setting("llama", None, 100), Setting("llama", 110, 500),
+    Setting("deep", None, None), Setting("deep", 60, 250), Setting("gpt", None, 1000), Setting("gpt", None, 250),
+    Setting("gpt", 120, None), Setting("llama", None, 500, 4),
+]  # fmt: skip
+
+
+# ---- the four plans ----
+
+
+def kind_of(plan: dict[str, Any]) -> str | None:
+    """Which of the three a plan is, or none."""
+    stages = plan["stages"]
+    if len(stages) == 1 and stages[0]["tp"] == 1:
+        return "data"
+    if all(stage["dp"] == stage["tp"] == 1 for stage in stages):
+        return "pipeline"
+    return "tensor" if len(stages) == 1 and stages[0]["dp"] == 1 else None
+
+
+def plans_of(setting: Setting, model: str, store: str) -> dict[str, dict[str, Any]]:
+    """The planner's plan and the best of each kind, those that there are; with the file's text."""
+    from interlace.cli.plan import make_plan
+    from interlace.cli.plan_here import Here
+
+    cluster = f"local-{setting.ranks}"
+    found = make_plan(
+        model, cluster, BATCH, SEQ, here=Here(cluster, setting.network, store), space="full", dtype="float32", flash=True, runnable=True,
+        memory_limit=(setting.mib or 0) << 20, host_limit=0, time_limit_s=0.0, top=400, why_not=False,
+    )  # fmt: skip
+    out: dict[str, dict[str, Any]] = {}
+    for number, each in enumerate(found["plans"]):
+        kinds = [] if number else ["planner"]
+        kinds += [kind] if (kind := kind_of(each["plan"])) is not None else []
+        for kind in kinds:
+            out.setdefault(kind, each)
+    return out
+
+
+def words_of(plan: dict[str, Any]) -> str:
+    """ "3 x 2b | dp2 z1 s4" in short."""
+    parts = []
+    for s in plan["stages"]:
+        words = [f"{s['layers']} blocks", f"dp{s['dp']}" * (s["dp"] > 1), f"tp{s['tp']}" * (s["tp"] > 1), f"z{s['zero']}" * (s["zero"] > 0)]
+        words += [f"b{s['micro_batch']}", f"full{s['full']}" * (s["full"] > 0), f"sel{s['selective']}" * (s["selective"] > 0)]
+        parts.append(" ".join(word for word in words if word))
+    return f"{plan['accumulation']} x [{' | '.join(parts)}]"
+
+
+# ---- measured on the network ----
+
+
+def measure_host(setting: Setting, model: str, store: str, net: Network, logs: Path) -> None:
+    """What `interlace profile` measures of the model's micro-batches, and of the network. Ops are the same on every network."""
+    from interlace.cli.profile import machine_here
+    from interlace.cost.store import Store
+
+    here = machine_here(setting.ranks, None, setting.network).fingerprint
+    loopback = machine_here(setting.ranks, None, "loopback").fingerprint
+    if here != loopback and Path(store).exists():
+        with Store(store) as kept:
+            kept.put(here, {key: row for key, row in kept.rows(loopback).items() if key[0] not in ("collective", "slowdown", "issue")})
+    for b in (size for size in (1, 2, 4, 8) if size <= BATCH):
+        words = ["profile", "--model", model, "--micro-batch", str(b), "--seq", str(SEQ), "--network", setting.network, "--store", store]
+        argv = [sys.executable, "-m", "interlace.cli", *words, "--threads", str(max(1, cores() // setting.ranks)), "--budget", "3"]
+        run_ranks(net, argv, logs / "profile.log")
+    if here != loopback:
+        with Store(store) as kept:
+            kept.put(loopback, {key: row for key, row in kept.rows(here).items() if key[0] in ("op", "stage", "copy")})
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def run_ranks(net: Network, argv: list[str], log: Path) -> str:
+    """What rank 0 printed. Error: a rank failed, with the end of the log."""
+    with log.open("w") as errors, tempfile.TemporaryFile("w+") as out:
+        children = [net.spawn(rank, argv, stdout=out if rank == 0 else errors, stderr=errors) for rank in range(net.ranks)]
+        codes = [child.wait() for child in children]
+        out.seek(0)
+        said = out.read()
+    if any(codes):
+        raise SystemExit(f"a rank failed (exit codes {codes}):\n{log.read_text()[-3000:]}")
+    return said
+
+
+def run_rank(job_file: str) -> None:
+    """Builds a trainer of each plan and lets them take turns; rank 0 prints the seconds of a step in each round, by plan."""
+    import torch
+
+    torch.set_num_threads(max(1, cores() // int(os.environ["WORLD_SIZE"])))
+    job = json.loads(Path(job_file).read_text())
+    trainers = {name: trainer_of(file) for name, file in job["plans"].items()}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    peaks: dict[str, int] = {}
+    order = list(trainers)
+    for number in range(-1, job["rounds"]):
+        for name in order if number % 2 else reversed(order):
+            trainer, batch = trainers[name]
+            count = WARM_UP if number < 0 else job["block"]
+            trainer._run.peers.exchange(f"round {number} of {name}", True)
+            start = time.perf_counter()
+            for _ in range(count):
+                trainer.step(batch)
+            seconds = max(trainer._run.peers.exchange(f"end of {number} of {name}", time.perf_counter() - start)) / count
+            if number >= 0:
+                times[name].append(seconds)
+            peaks[name] = max(trainer._run.peers.exchange("peaks", int(trainer.stats()["peak_bytes"])))
+    if int(os.environ["RANK"]) == 0:
+        print("TIMES " + json.dumps({"times": times, "peaks": peaks}), flush=True)
+    for trainer, _ in trainers.values():
+        trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def contest(setting: Setting, args: argparse.Namespace, store: str, folder: Path) -> dict[str, Any]:
+    """A setting's row: plans, their predicted and measured steps, ratios."""
+    model = str(folder / setting.model)
+    with Network(setting.ranks, setting.mbit) as net:
+        measure_host(setting, model, store, net, folder)
+        plans = plans_of(setting, model, store)
+        files: dict[str, str] = {}  # one for each plan, whatever it is called
+        for kind, each in plans.items():
+            file = folder / f"{kind}.plan"
+            file.write_text(each["text"])
+            if kind == "planner" or each is not plans["planner"]:
+                files[kind] = str(file)
+        job = folder / "job.json"
+        job.write_text(json.dumps({"plans": files, "rounds": args.rounds, "block": args.block}))
+        said = run_ranks(net, [sys.executable, str(Path(__file__).resolve()), "--rank", str(job)], folder / "rank.log")
+    measured = json.loads(next(line for line in said.splitlines() if line.startswith("TIMES "))[6:])
+    return row_of(setting, plans, measured["times"], measured["peaks"])
+
+
+def row_of(setting: Setting, plans: dict[str, Any], times: dict[str, list[float]], peaks: dict[str, int]) -> dict[str, Any]:
+    sides, slower = {}, []
+    for kind, each in plans.items():
+        own = kind if kind in times else "planner"
+        ms = statistics.median(times[own]) * 1e3
+        over = quartiles(ratios(times, "planner", own))
+        sides[kind] = {
+            "plan": words_of(each["plan"]), "predicted_ms": each["plan"]["step_us"] / 1e3, "measured_ms": ms,
+            "error": each["plan"]["step_us"] / 1e3 / ms - 1, "ratio": over[1], "ratio_q1": over[0], "ratio_q3": over[2],
+            "peak_bytes": peaks[own], "planned_bytes": max(s["peak_bytes"] for s in each["plan"]["stages"]), "same": own != kind,
+            "seconds": times[own],
+        }  # fmt: skip
+        slower += [kind] if over[1] > SLOWER else []
+    return {"setting": setting.name, "sides": sides, "lost_to": slower}
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"{row['setting']}: {'lost to ' + ', '.join(row['lost_to']) if row['lost_to'] else 'won'}")
+    for kind in ("planner", "data", "pipeline", "tensor"):
+        if kind not in row["sides"]:
+            print(f"  {kind:<9} no plan of it fits")
+            continue
+        s = row["sides"][kind]
+        ratio = "the same plan" if s["same"] else f"{s['ratio']:.3f} [{s['ratio_q1']:.3f}, {s['ratio_q3']:.3f}]" * (kind != "planner")
+        figures = f"measured {s['measured_ms']:7.1f} ms, predicted {s['predicted_ms']:7.1f} ({100 * s['error']:+.1f} %)"
+        memory = f"{s['peak_bytes'] / 2**20:6.1f} of {s['planned_bytes'] / 2**20:6.1f} MiB"
+        print(f"  {kind:<9} {figures}  {memory}  {s['plan']:<48} {ratio}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a regular expression that a setting's name must match")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--block", type=int, default=2, help="steps of a plan before the next has its turn")
+    parser.add_argument("--json", help="add the rows to a list in this file")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(args.rank)
+        return
+    wanted = [setting for setting in SETTINGS if re.search(args.only, setting.name)]
+    if not wanted:
+        raise SystemExit(f"no setting matches {args.only}: " + "; ".join(setting.name for setting in SETTINGS))
+    if any(setting.mbit for setting in wanted) and (reason := missing()) is not None:
+        raise SystemExit(f"error: {reason} (--only loopback)")
+    rows, begin = [], time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["INTERLACE_CACHE"] = str(folder / "cache")
+        write_models(MODELS, folder)
+        for setting in wanted:
+            try:
+                rows.append(contest(setting, args, str(folder / "profile.sqlite"), folder))
+            except NetworkError as e:
+                raise SystemExit(f"error: {e}") from None
+            show(rows[-1])
+    won = sum(not row["lost_to"] for row in rows)
+    errors = [100 * abs(side["error"]) for row in rows for side in row["sides"].values() if not side["same"]]
+    summary = {"settings": len(rows), "won": won, "wanted": f"{WANTED} of {len(SETTINGS)}", "predicted_within_mean": statistics.fmean(errors),
+               "worst": max(errors), "minutes": (time.monotonic() - begin) / 60}  # fmt: skip
+    print(json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in summary.items()}))
+    if args.json:
+        write_json(args.json, {"title": "best of three", "rows": rows, "summary": summary, "machine": machine()})
+
+
+if __name__ == "__main__":
+    main()
