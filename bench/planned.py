@@ -36,7 +36,7 @@ def trainer_of(file: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
     how = execution_of(read_plan(file))
     built = models.build(how.model, micro_batch=how.batch, seq=how.seq, dtype="float32")
     config = interlace.Config(**{
-        "strategy": how.strategy, "mesh": how.mesh, "stages": how.borders(built.model), "stage_order": "auto",
+        "strategy": how.strategy, "mesh": how.mesh, "stages": how.borders(built.model), "stage_order": how.stage_order,
         "accumulation": how.accumulation, "accumulate_mode": how.accumulate_mode, "clip_norm": 1.0, "timeout_s": 120,
         "schedule": [(0, how.passes(built.model))], "profile": "off", **settings,
     })  # fmt: skip

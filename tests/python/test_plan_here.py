@@ -21,6 +21,7 @@ from interlace.cli.profile import machine_here
 from interlace.cost.measurements import Profile, from_rows
 from interlace.cost.store import Store
 from interlace.plan import layers as plan_layers
+from interlace.plan.execute import execution_of
 
 WORDS = ["plan", "llama-tiny", "--seq", "64", "--local", "--global-batch", "8", "--no-why", "--json"]
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
@@ -38,11 +39,12 @@ def layers() -> str:
     return plan_layers.model_text("llama-tiny", seq=64, flash=True, dtype="float32", ignore=())
 
 
-def collectives(ranks: int, us_per_mb: float) -> dict[tuple[str, str], dict[str, float]]:
+def collectives(ranks: int, us_per_mb: float, latency_us: float = 20) -> dict[tuple[str, str], dict[str, float]]:
     """Of every kind and size, at one rate: a gather of so many ranks moves (ranks - 1) / ranks of its bytes, an all-reduce twice that."""
     share = (ranks - 1) / ranks
     return {
-        ("collective", f"{kind} {ranks} {size}"): {"us": 20 + rounds * share * size / 1e6 * us_per_mb, "core_us": 1, "finish_us": 0}
+        ("collective", f"{kind} {ranks} {size}"):
+            {"us": latency_us + rounds * share * size / 1e6 * us_per_mb, "core_us": 0.05, "finish_us": 0}
         for kind, rounds in (("gather", 1), ("reduce", 1), ("all_reduce", 2)) for size in SIZES
     }  # fmt: skip
 
@@ -127,7 +129,7 @@ def test_a_slow_network_decides(tmp_path: Path, capsys: Any) -> None:
     """The same ranks: where collectives are slow no gradients travel, where they are fast both ranks have a batch of their own."""
     slow = found(capsys, "--store", stored(tmp_path, collectives(2, 1e6)))["plans"][0]["plan"]["stages"]
     assert all(stage["dp"] == 1 for stage in slow)
-    fast = found(capsys, "--store", stored(tmp_path, collectives(2, 1e-3), network="fast"), "--network", "fast")
+    fast = found(capsys, "--store", stored(tmp_path, collectives(2, 1e-3, 0.1), network="fast"), "--network", "fast")
     assert [stage["dp"] for stage in fast["plans"][0]["plan"]["stages"]] == [2]
     assert "fast" in fast["here"]["fingerprint"]
 
@@ -166,6 +168,36 @@ def test_a_plan_measures_what_it_rests_on(layers: str, tmp_path: Path, capsys: A
     result = found(capsys, "--store", str(tmp_path / "store.sqlite"), "--measure")
     assert 1 <= len(asked) <= plan_here.MEASURE_ROUNDS and asked[0][3:5] == ["profile", "--model"]
     assert all(row["measured"] == row["ops"] for row in result["here"]["micro_batches"])
+
+
+def test_programs_of_a_plan_are_simulated(layers: str, tmp_path: Path, capsys: Any) -> None:
+    """Of the plans that the formula finds best the programs are made: what they take, and the fastest of them first."""
+    every = {("op", key): op(5) for size in (1, 2, 4, 8) for key in op_keys(layers, size, 64)}
+    result = found(capsys, "--store", stored(tmp_path, {**every, **collectives(2, 1000)}), "--top-k", "4")
+    plans = result["plans"]
+    steps = [each["simulated"]["step_us"] for each in plans if "simulated" in each]
+    assert len(steps) >= 3 and steps == sorted(steps) and result["simulated"] >= len(steps)
+    for each in plans:
+        peaks = each.get("simulated", {"peak_bytes": []})["peak_bytes"]
+        assert len(peaks) in (0, len(each["plan"]["stages"]))
+        for stage, peak in zip(each["plan"]["stages"], peaks, strict=False):
+            if stage["tp"] == 1 and len(peaks) == 1:
+                assert peak == pytest.approx(stage["peak_bytes"], rel=0.01), "what one stage takes is planned op by op"
+    sketch = found(capsys, "--store", str(tmp_path / "none.sqlite"))
+    assert "simulated" not in sketch["plans"][0], "nothing was measured that a simulation could rest on"
+
+
+def test_stages_keep_the_memory_that_is_planned(tmp_path: Path, capsys: Any) -> None:
+    """Orders that are faster than 1F1B hold more micro-batches on all stages but the first: not where the limit is near."""
+    words = ["--store", stored(tmp_path, collectives(2, 1e6))]
+    plan = found(capsys, *words)["plans"][0]["plan"]
+    assert len(plan["stages"]) == 2
+    first, last = (stage["peak_bytes"] for stage in plan["stages"])
+    assert execution_of(plan).stage_order == "auto"
+    assert execution_of(plan | {"memory_limit": max(first, 2 * last)}).stage_order == "auto"
+    assert execution_of(plan | {"memory_limit": max(first, 2 * last) - 1}).stage_order == "1f1b"
+    one = plan | {"stages": plan["stages"][:1], "memory_limit": 1}
+    assert execution_of(one).stage_order == "auto"
 
 
 def test_options_of_a_host(tmp_path: Path, capsys: Any) -> None:

@@ -269,14 +269,15 @@ def make_plan(
     with Work() as work:
         layers = traced(work, model, seq, options["flash"], options["dtype"], ignore)
 
-    def planned(text: str) -> dict[str, Any]:
+    def planned(text: str, top: int) -> dict[str, Any]:
         with Work() as work:
             found: dict[str, Any] = json.loads(_core.make_plans(
-                layers, text, global_batch, seq, model=model, cluster_file=cluster_file, progress=_progress(work), **options
+                layers, text, global_batch, seq, model=model, cluster_file=cluster_file, progress=_progress(work), **options | {"top": top}
             ))  # fmt: skip
         return found | ({"from": before} if before is not None else {})
 
-    return planned(text) if here is None else plan_on(here, model, layers, seq, planned, measure)
+    top = options["top"]
+    return planned(text, top) if here is None else plan_on(here, model, layers, seq, planned, measure, top)
 
 
 def _progress(work: Work) -> Callable[[str, int, int, float], None]:

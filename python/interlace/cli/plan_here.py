@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from interlace.calibrate.here import MeasuredCluster
-from interlace.cli.console import err
+from interlace.cli.console import Work, err
+from interlace.cli.plan_programs import TOP, judged
 from interlace.cli.simulation import LOCAL
 from interlace.errors import InterlaceError
 
@@ -27,6 +28,7 @@ class Here:
         self.ranks, self.network, self.store = int(cluster.removeprefix(LOCAL)), network, store
         self.fingerprint = ""
         self.measured: MeasuredCluster | None = None
+        self.profile = ""  # as the simulator reads it
         self.read()
 
     @property
@@ -51,7 +53,8 @@ class Here:
             for note in kept.notes:
                 err().print(f"warning: {note}")
             if kept.rows(machine.fingerprint):
-                self.measured = measured_cluster(kept.profile(machine.fingerprint), machine)
+                profile = kept.profile(machine.fingerprint)
+                self.measured, self.profile = measured_cluster(profile, machine), profile.text()
 
     def command(self, model: str = "MODEL", micro_batch: int | None = None, seq: int | None = None) -> str:
         """What measures this."""
@@ -92,12 +95,16 @@ class Here:
 
 
 def plan_on(
-    here: Here, model: str, layers: str, seq: int, planned: Callable[[str], dict[str, Any]], measure: bool
+    here: Here, model: str, layers: str, seq: int, planned: Callable[[str, int], dict[str, Any]], measure: bool, top: int
 ) -> dict[str, Any]:  # fmt: skip
-    """The plan on what was measured; with `measure` what it lacks is measured, until a plan lacks nothing."""
+    """The `top` plans on what was measured, judged by their programs; with `measure` what the first one lacks is measured, until that is
+    nothing."""
     asked: set[int] = set()
     while True:
-        found = planned(here.text)
+        found = planned(here.text, max(top, TOP) if here.measured is not None else top)
+        if here.measured is not None and found["plans"]:
+            with Work() as work:
+                found = judged(found, here.text, here.profile, work.update, top)
         found["here"] = here.facts(found, layers, model, seq)
         b = here.missing(found["here"]) if measure else None
         if b is None or b in asked or len(asked) == MEASURE_ROUNDS:
