@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT2 | {"n_embd": 320, "n_layer": 6, "n_head": 10, "vocab_size": 4096},
 }  # fmt: skip
 SEQ, BATCH = 128, 8
+MICRO_BATCHES = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +110,13 @@ def alone(best: dict[str, Any], setting: Setting, layers: str, cluster: str, dp:
     """The best plans of one stage with these ranks that fit. The search leaves out what another layout beats."""
     from interlace import _core
 
-    head = best["text"][: best["text"].index("\naccumulation")]
     blocks, limit = best["plan"]["blocks"], best["plan"]["memory_limit"]
     predictor, found = _core.PlanPredictor(layers, SEQ), []
-    choices = itertools.product(range(1, BATCH // dp + 1), range(4 if dp > 1 else 1), range(blocks + 1), range(blocks + 1))
-    for b, zero, full, selective in choices:
-        if BATCH % (dp * b) or full + selective > blocks:
+    levels = range(4 if dp > 1 else 1)
+    for b, *how in itertools.product(range(1, BATCH // dp + 1), levels, range(blocks + 1), range(blocks + 1)):
+        if BATCH % (dp * b) or how[1] + how[2] > blocks:
             continue
-        stage = (
-            f"layers {blocks} embedding head\n  devices 0..{setting.ranks - 1}\n  micro_batch {b} dp {dp} tp {tp}\n  zero {zero}\n"
-            f"  recompute full {full} selective {selective}\n  offload weights 0 gradients 0 states 0 activations 0\n"
-        )
-        plan = f'{head}\naccumulation {BATCH // (dp * b)}\nspace "by hand"\n\nstage 0\n  {stage}'
+        plan = one_stage(best["plan"]["model"], setting, b, dp, tp, (how[0], how[1], how[2]), limit)
         try:
             us, peak, _ = predictor.run(plan, cluster)
         except _core.Error:  # sizes that do not divide
@@ -153,13 +149,41 @@ def measure_host(setting: Setting, model: str, store: str, net: Network, logs: P
     if here != loopback and Path(store).exists():
         with Store(store) as kept:
             kept.put(here, {key: row for key, row in kept.rows(loopback).items() if key[0] not in ("collective", "slowdown", "issue")})
-    for b in (size for size in (1, 2, 4, 8) if size <= BATCH):
-        words = ["profile", "--model", model, "--micro-batch", str(b), "--seq", str(SEQ), "--network", setting.network, "--store", store]
-        argv = [sys.executable, "-m", "interlace.cli", *words, "--threads", str(max(1, cores() // setting.ranks)), "--budget", "3"]
-        run_ranks(net, argv, logs / "profile.log")
+    common = ["--network", setting.network, "--store", store, "--threads", str(max(1, cores() // setting.ranks)), "--budget", "3"]
+    for words in [["--model", model, "--micro-batch", str(b), "--seq", str(SEQ)] for b in MICRO_BATCHES] + [
+        ["--program", file] for file in cut_programs(setting, model, logs)
+    ]:
+        run_ranks(net, [sys.executable, "-m", "interlace.cli", "profile", *words, *common], logs / "profile.log")
     if here != loopback:
         with Store(store) as kept:
             kept.put(loopback, {key: row for key, row in kept.rows(here).items() if key[0] in ("op", "stage", "copy")})
+
+
+def cut_programs(setting: Setting, model: str, folder: Path) -> list[str]:
+    """Files of what the ranks run that cut all products, of the two largest micro-batches: where tensor parallel is worth its while."""
+    from interlace import _core
+    from interlace.cli.plan_programs import programs_of
+
+    files = []
+    for b in MICRO_BATCHES[-2:]:
+        plan = json.loads(_core.read_plan(one_stage(model, setting, b, 1, setting.ranks, (0, 0, 0), 1 << 40)))
+        programs = programs_of(plan)
+        files += [str(folder / f"cut-{b}.il")] if programs else []
+        if programs:
+            Path(files[-1]).write_text(programs[0].print())
+    return files
+
+
+def one_stage(model: str, setting: Setting, b: int, dp: int, tp: int, how: tuple[int, int, int], limit: int) -> str:
+    """A plan's file, without predictions. `how`: ZeRO level, blocks recomputed in full and selectively."""
+    blocks = int(MODELS[setting.model].get("num_hidden_layers") or MODELS[setting.model]["n_layer"])
+    return (
+        f'interlace-plan 1\nmodel {json.dumps(model)}\ncluster "local-{setting.ranks}"\ndevices {setting.ranks} per_node {setting.ranks}\n'
+        f'blocks {blocks}\nglobal_batch {BATCH}\nsequence {SEQ}\nflash_attention yes\ndtype "float32"\nmemory_limit {limit}\n'
+        f'template runtime\naccumulation {BATCH // (dp * b)}\nspace "by hand"\n\nstage 0\n  layers {blocks} embedding head\n'
+        f"  devices 0..{setting.ranks - 1}\n  micro_batch {b} dp {dp} tp {tp}\n  zero {how[0]}\n"
+        f"  recompute full {how[1]} selective {how[2]}\n  offload weights 0 gradients 0 states 0 activations 0\n"
+    )
 
 
 def cores() -> int:

@@ -140,7 +140,7 @@ def test_what_is_measured_is_said(layers: str, tmp_path: Path, capsys: Any) -> N
     assert facts["measured"] == [] and not Path(file).exists()
     assert "nothing has been measured here" in facts["said"][0]
     assert f"interlace profile --model llama-tiny --ranks 2 --seq 64 --store {file}" in facts["said"][0]
-    file = stored(tmp_path, collectives(2, 1))
+    file = stored(tmp_path, collectives(2, 1e6))  # a pipeline: nothing is cut
     result = found(capsys, "--store", file)
     b = result["plans"][0]["plan"]["stages"][0]["micro_batch"]
     said = result["here"]["said"][-1]
@@ -164,6 +164,7 @@ def test_a_plan_measures_what_it_rests_on(layers: str, tmp_path: Path, capsys: A
         stored(tmp_path, {("op", key): op(5) for key in op_keys(layers, b, 64)})
         return Done()
 
+    stored(tmp_path, collectives(2, 1e6))
     monkeypatch.setattr(plan_here.subprocess, "run", measure)
     result = found(capsys, "--store", str(tmp_path / "store.sqlite"), "--measure")
     assert 1 <= len(asked) <= plan_here.MEASURE_ROUNDS and asked[0][3:5] == ["profile", "--model"]

@@ -8,12 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from interlace.calibrate.here import MeasuredCluster
 from interlace.cli.console import Work, err
-from interlace.cli.plan_programs import TOP, judged
+from interlace.cli.plan_programs import TOP, judged, programs_of
 from interlace.cli.simulation import LOCAL
 from interlace.errors import InterlaceError
 
@@ -72,8 +74,9 @@ class Here:
         known = self.measured
         rows: list[dict[str, Any]] = []
         for plan in (each["plan"] for each in found["plans"][:1] if self.fingerprint):
+            cut = cut_program(plan)
             for b, tp in sorted({(stage["micro_batch"], stage["tp"]) for stage in plan["stages"]}):
-                keys = op_keys(layers, b, plan["sequence"])
+                keys = op_keys(layers, b, plan["sequence"]) if cut is None else keys_of(cut)
                 count = len(keys & known.keys) if known is not None else 0
                 rows.append({"micro_batch": b, "tp": tp, "ops": len(keys), "measured": count})
         said, ops = (known.said, known.ops) if known is not None else ([], 0)
@@ -85,12 +88,18 @@ class Here:
         """A micro-batch of the plan most of whose ops have been measured at other shapes at best."""
         return next((row["micro_batch"] for row in facts["micro_batches"] if 2 * row["measured"] < row["ops"]), None)
 
-    def measure(self, model: str, micro_batch: int, seq: int) -> None:
-        """Runs `interlace profile`, which shows how far it is on stderr. Error: what it says."""
-        words = shlex.split(self.command(model, micro_batch, seq))[1:]
-        done = subprocess.run([sys.executable, "-m", "interlace.cli", *words, "--budget", str(BUDGET_S)], stdout=subprocess.DEVNULL)
+    def measure(self, model: str, micro_batch: int, seq: int, cut: str | None = None) -> None:
+        """Runs `interlace profile`, which shows how far it is on stderr, on the model or on a program. Error: what it says."""
+        command = self.command(model, micro_batch, seq)
+        with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
+            words = shlex.split(command)[1:]
+            if cut is not None:
+                file = Path(folder) / "cut.il"
+                file.write_text(cut)
+                words += ["--program", str(file)]
+            done = subprocess.run([sys.executable, "-m", "interlace.cli", *words, "--budget", str(BUDGET_S)], stdout=subprocess.DEVNULL)
         if done.returncode:
-            raise InterlaceError(f"measuring failed: {self.command(model, micro_batch, seq)}")
+            raise InterlaceError(f"measuring failed: {command}")
         self.read()
 
 
@@ -99,7 +108,7 @@ def plan_on(
 ) -> dict[str, Any]:  # fmt: skip
     """The `top` plans on what was measured, judged by their programs; with `measure` what the first one lacks is measured, until that is
     nothing."""
-    asked: set[int] = set()
+    asked: set[tuple[int, str | None]] = set()
     while True:
         found = planned(here.text, max(top, TOP) if here.measured is not None else top)
         if here.measured is not None and found["plans"]:
@@ -107,10 +116,11 @@ def plan_on(
                 found = judged(found, here.text, here.profile, work.update, top)
         found["here"] = here.facts(found, layers, model, seq)
         b = here.missing(found["here"]) if measure else None
-        if b is None or b in asked or len(asked) == MEASURE_ROUNDS:
+        cut = cut_program(found["plans"][0]["plan"]) if b is not None else None
+        if b is None or (b, cut) in asked or len(asked) == MEASURE_ROUNDS:
             return found
-        asked.add(b)
-        here.measure(model, b, seq)
+        asked.add((b, cut))
+        here.measure(model, b, seq, cut)
 
 
 def lines(facts: dict[str, Any], here: Here, model: str, seq: int) -> list[str]:
@@ -121,26 +131,42 @@ def lines(facts: dict[str, Any], here: Here, model: str, seq: int) -> list[str]:
     said = [f"measured here: {line}" for line in facts["measured"]]
     for row in facts["micro_batches"]:
         what = f"{row['measured']} of {row['ops']} kinds of op at micro-batch {row['micro_batch']} measured"
-        if row["tp"] > 1:
-            said.append(f"what {row['tp']} ranks cut is estimated from whole products")
-        if 2 * row["measured"] < row["ops"]:
+        what += f" as {row['tp']} ranks cut them" * (row["tp"] > 1)
+        if row["tp"] > 1 and 2 * row["measured"] < row["ops"]:
+            said.append(f"{what}, the others estimated from other shapes; --measure measures them")
+        elif 2 * row["measured"] < row["ops"]:
             said.append(f"{what}, the others estimated from other shapes; {here.command(model, row['micro_batch'], seq)}")
         else:
             said.append(what)
     return said
 
 
+def cut_program(plan: dict[str, Any]) -> str | None:
+    """What all ranks of a plan of one stage run, where they cut products."""
+    if len(plan["stages"]) > 1 or plan["stages"][0]["tp"] == 1:
+        return None
+    programs = programs_of(plan)
+    return None if programs is None else str(programs[0].print())
+
+
+def keys_of(text: str) -> frozenset[str]:
+    """The signatures of a program's ops, those that take no time left out."""
+    from interlace import _runtime
+
+    return frozenset(facts["key"] for facts in _runtime.profile_plan(text).values() if facts["key"] and not facts["bytes"])
+
+
 @functools.cache
 def op_keys(layers: str, micro_batch: int, seq: int) -> frozenset[str]:
     """The signatures of the ops of a model's layers (plan/layers.py) at these sizes, those that take no time left out."""
-    from interlace import _core, _runtime
+    from interlace import _core
 
     found: set[str] = set()
     for text in _programs(layers.splitlines()):
         # The trace calls a size of 1 another case because of broadcasting, which changes no size.
         program = _core.Program.parse(re.sub(r"(?m)^symbol b \d+", "symbol b 1", text), "layer").bind({"b": micro_batch, "s": seq})
         program.run_passes("canonicalize")
-        found |= {facts["key"] for facts in _runtime.profile_plan(program.print()).values() if facts["key"]}
+        found |= keys_of(program.print())
     return frozenset(found)
 
 

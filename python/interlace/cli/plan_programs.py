@@ -58,14 +58,7 @@ def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any
     """Step and the peak of a rank of each stage: {"step_us", "peak_bytes"}. None: stages with other rows, or passes that refuse."""
     from interlace import _core
 
-    with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
-        file = Path(folder) / "cluster.toml"  # what passes decide by when the plan is trained (compiling/planner.py)
-        ranks = sum(stage["devices"] for stage in plan["stages"])
-        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", _core.preset_cluster(f"{LOCAL}{ranks}")))
-        try:
-            programs = _programs(plan, str(file))
-        except (_core.Error, InterlaceError):
-            return None
+    programs = programs_of(plan)
     if programs is None:
         return None
     if len(programs) == 1:
@@ -75,6 +68,20 @@ def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any
     made.check()
     facts = json.loads(_core.simulate_set(made, cluster, profile=profile))
     return {"step_us": facts["step_us"], "peak_bytes": [stage["peak_bytes"] for stage in facts["stages"]]}
+
+
+def programs_of(plan: dict[str, Any]) -> list[Any] | None:
+    """Of each stage. None: stages with other rows, or passes that refuse."""
+    from interlace import _core
+
+    with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
+        file = Path(folder) / "cluster.toml"  # what passes decide by when the plan is trained (compiling/planner.py)
+        ranks = sum(stage["devices"] for stage in plan["stages"])
+        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", _core.preset_cluster(f"{LOCAL}{ranks}")))
+        try:
+            return _programs(plan, str(file))
+        except (_core.Error, InterlaceError):
+            return None
 
 
 def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
