@@ -7,9 +7,9 @@ python bench/plans.py --plans 2 --ranks 2 --steps 4    # shortest
 The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks; every fourth cuts
 products over two ranks on all stages, every fourth has its optimizer states on the host, and most have several stages. Each is a plan file,
 predicted as `interlace plan --local` does on what was measured here first (`--sketch`: on the preset `local-N`), with a memory limit that it
-just fits, so that stages run in the order that memory is planned for. Time: the median of a run's steps; where there are more ranks than
-cores they share them, which the planner counts as if all computed all the time, and such plans are told apart. Memory: the counting
-allocator's peak of each rank against that of its stage.
+just fits, so that stages run in the order that memory is planned for; and then by its programs, simulated, where all stages have the same
+rows. Time: the median of a run's steps; where there are more ranks than cores they share them, and such plans are told apart (the formula
+counts as if all computed all the time). Memory: the counting allocator's peak of each rank against that of its stage.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from interlace.cli.plan_here import Here
+from interlace.cli.plan_programs import simulated
 
 MODEL, BLOCKS, SEQ, ACCUMULATION = "llama-tiny", 4, 64, 4
 WANTED = {"mean": 6.0, "worst": 15.0, "memory_worst": 1.0}
@@ -100,12 +103,12 @@ def with_predictions(stages: list[dict[str, Any]], layers: str, cluster: str) ->
     return str(_core.predict_plan(plan_text(stages, peak), layers, cluster))
 
 
-def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, cluster: str, steps: int) -> dict[str, Any] | None:
+def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Here, steps: int) -> dict[str, Any] | None:
     """What was measured beside what was predicted; None: it failed, as said on stderr."""
     from interlace import _core
 
     ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
-    file.write_text(with_predictions(stages, layers, cluster))
+    file.write_text(with_predictions(stages, layers, host.text))
     planned = json.loads(_core.read_plan(file.read_text()))
     words = ["train", "--plan", str(file), "--steps", str(steps), "--json", "--threads", "1"]
     words += ["--tier", "host"] if any(stage["states"] for stage in stages) else []
@@ -117,23 +120,26 @@ def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, cluster: 
     predicted = [
         one["peak_bytes"] for one, stage in zip(planned["stages"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])
     ]
+    said = simulated(planned, host.text, host.profile) if host.profile else None
+    if said is not None:  # the programs themselves: times and peaks of a rank of each stage
+        predicted = [peak for peak, stage in zip(said["peak_bytes"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])]
+    step_ms = (said or planned)["step_us"] / 1e3
     return {
-        "plan": name_of(stages), "ranks": ranks, "stages": len(stages), "tp": stages[0]["tp"], "offload": stages[0]["states"] > 0,
+        "plan": name_of(stages), "by": "programs" if said is not None else "formula",
+        "ranks": ranks, "stages": len(stages), "tp": stages[0]["tp"], "offload": stages[0]["states"] > 0,
         "measured_ms": facts["step_ms"],
-        "planned_ms": planned["step_us"] / 1e3, "error": planned["step_us"] / 1e3 / facts["step_ms"] - 1,
+        "formula_ms": planned["step_us"] / 1e3, "planned_ms": step_ms, "error": step_ms / facts["step_ms"] - 1,
         "peak_bytes": facts["peak_bytes_of_ranks"], "planned_bytes": predicted,
         "memory_errors": [p / m - 1 for p, m in zip(predicted, facts["peak_bytes_of_ranks"], strict=True)],
     }  # fmt: skip
 
 
-def measured_host(ranks: int, micro_batches: list[int], store: str) -> str:
-    """The cluster of so many ranks of this machine, measured for these micro-batches of the model."""
-    from interlace.cli.plan_here import Here
-
+def measured_host(ranks: int, micro_batches: list[int], store: str) -> Here:
+    """So many ranks of this machine, measured for these micro-batches of the model."""
     here = Here(f"local-{ranks}", None, store)
     for b in micro_batches:
         here.measure(MODEL, b, SEQ)
-    return here.text
+    return here
 
 
 def main() -> None:
@@ -155,11 +161,11 @@ def main() -> None:
     by_ranks: dict[int, list[list[dict[str, Any]]]] = {}
     for stages in plans:
         by_ranks.setdefault(sum(stage["dp"] * stage["tp"] for stage in stages), []).append(stages)
-    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  memory of each rank, measured MB and planned")
+    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  {'by':<8}  memory of each rank, measured MB and planned")
     with tempfile.TemporaryDirectory() as folder:
         for ranks, several in sorted(by_ranks.items()):
             sizes = sorted({max(s["dp"] for s in stages) // stage["dp"] for stages in several for stage in stages})
-            host = f"local-{ranks}" if args.sketch else measured_host(ranks, sizes, str(Path(folder) / "profile.sqlite"))
+            host = measured_host(ranks, [] if args.sketch else sizes, str(Path(folder) / "profile.sqlite"))
             for i, stages in enumerate(several):
                 row = carried_out(stages, Path(folder) / f"{ranks}-{i}.plan", layers, host, args.steps)
                 if row is not None:
@@ -174,7 +180,8 @@ def main() -> None:
 
 def show(row: dict[str, Any]) -> None:
     memory = ", ".join(f"{m / 1e6:.2f} {100 * e:+.1f} %" for m, e in zip(row["peak_bytes"], row["memory_errors"], strict=True))
-    print(f"{row['plan']:<52} {row['measured_ms']:6.1f} ms {row['planned_ms']:6.1f} ms {100 * row['error']:+6.1f} %  {memory}", flush=True)
+    times = f"{row['measured_ms']:6.1f} ms {row['planned_ms']:6.1f} ms {100 * row['error']:+6.1f} %"
+    print(f"{row['plan']:<52} {times}  {row['by']:<8}  {memory}", flush=True)
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:

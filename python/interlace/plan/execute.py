@@ -7,8 +7,8 @@ how.passes(model)                    # ["recompute(mode=full,blocks=model.layers
 ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   zero1, reduced in every micro-batch
 ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
 
-Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks, in the order `auto` or, near the limit, 1F1B; data ranks (and with them rows of a micro-batch), ZeRO
-level and recomputed blocks are those of its own.
+Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; data ranks (and with them rows of a micro-batch), ZeRO
+level and recomputed blocks are those of its own. They run in the order `auto` or, near the limit, 1F1B.
 
 Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
 how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more. Of several
