@@ -4,16 +4,19 @@ python bench/plans.py                               # 8 plans over 2 and 4 ranks
 python bench/plans.py --plans 40 --ranks 2 4 8 --json out.json
 python bench/plans.py --plans 2 --ranks 2 --steps 4    # shortest
 
-The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks, or tensor parallel
-alike on all of them; optimizer states on the host in some. Each is a plan file, checked and predicted as `interlace plan FILE` does on the
-preset `local-N`, which knows no machine but a sketch. Time: the median of a run's steps. Memory: the counting allocator's peak of
-each rank against that of its stage.
+The plans are drawn by a seed: stages of unlike depth, data ranks, micro-batches, ZeRO levels and recomputed blocks; every fourth cuts
+products over two ranks on all stages, every fourth has its optimizer states on the host, and most have several stages. Each is a plan file,
+predicted as `interlace plan --local` does on what was measured here first (`--sketch`: on the preset `local-N`), with a memory limit that it
+just fits, so that stages run in the order that memory is planned for; and then by its programs, simulated, where all stages have the same
+rows. Time: the median of a run's steps; where there are more ranks than cores they share them, and such plans are told apart (the formula
+counts as if all computed all the time). Memory: the counting allocator's peak of each rank against that of its stage.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -22,26 +25,32 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from interlace.cli.plan_here import Here
+from interlace.cli.plan_programs import simulated
+
 MODEL, BLOCKS, SEQ, ACCUMULATION = "llama-tiny", 4, 64, 4
 WANTED = {"mean": 6.0, "worst": 15.0, "memory_worst": 1.0}
 
 
-def drawn(rng: random.Random, ranks: int) -> list[dict[str, Any]]:
-    """The stages of a random plan that so many ranks can carry out."""
-    count = rng.choice([n for n in (1, 2, 2, 3, 4) if n <= min(ranks, BLOCKS)])
-    tp = 2 if ranks % (2 * count) == 0 and rng.random() < 0.25 else 1
+def drawn(rng: random.Random, ranks: int, number: int) -> list[dict[str, Any]]:
+    """The stages of a random plan that so many ranks can carry out, of what its number asks for."""
+    tp = 2 if number % 4 == 0 else 1
+    offload = number % 4 == 1
+    most = min(ranks // tp, BLOCKS)
+    count = rng.choice([n for n in (2, 2, 3, 4) if n <= most] or [1]) if number % 6 != 5 else 1
+    if tp == 2:
+        count = max(n for n in (1, 2, 4) if n <= count)
     if tp == 2 or (ranks % count == 0 and rng.random() < 0.5):
         data = [ranks // count // tp] * count
     else:  # powers of two, so that a micro-batch's rows divide
         data = rng.choice([d for d in _splits(ranks, count) if all(n in (1, 2, 4, 8) for n in d)] or [[1] * count])
     at = sorted(rng.sample(range(1, BLOCKS), count - 1))
-    offload = rng.random() < 0.2
     found = []
     for begin, end, dp in zip([0, *at], [*at, BLOCKS], data, strict=True):
         full = rng.randint(0, end - begin)
         found.append({
             "layers": end - begin, "dp": dp, "tp": tp, "zero": rng.randint(0, 3) if dp > 1 else 0, "full": full,
-            "selective": rng.randint(0, end - begin - full), "states": 0.5 if offload else 0,
+            "selective": rng.randint(0, end - begin - full), "states": int(offload),
         })  # fmt: skip
     return found
 
@@ -52,15 +61,14 @@ def _splits(total: int, parts: int) -> list[list[int]]:
     return [[first, *rest] for first in range(1, total) for rest in _splits(total - first, parts - 1)]
 
 
-def plan_text(stages: list[dict[str, Any]]) -> str:
+def plan_text(stages: list[dict[str, Any]], limit: int = 1 << 30) -> str:
     """The file of a plan, without predictions."""
     ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
-    template = "runtime" if len(stages) == 1 and stages[0]["tp"] == 1 else "overlap"  # whose peaks are the runtime's own
     rows = max(stage["dp"] for stage in stages)  # of a micro-batch of all data ranks
     text = (
         f'interlace-plan 1\nmodel "{MODEL}"\ncluster "local-{ranks}"\ndevices {ranks} per_node {ranks}\nblocks {BLOCKS}\n'
-        f'global_batch {rows * ACCUMULATION}\nsequence {SEQ}\nflash_attention yes\ndtype "float32"\nmemory_limit {1 << 30}\n'
-        f'template {template}\naccumulation {ACCUMULATION}\nspace "by hand"\n'
+        f'global_batch {rows * ACCUMULATION}\nsequence {SEQ}\nflash_attention yes\ndtype "float32"\nmemory_limit {limit}\n'
+        f'template runtime\naccumulation {ACCUMULATION}\nspace "by hand"\n'
     )
     block = device = 0
     for i, stage in enumerate(stages):
@@ -86,12 +94,21 @@ def name_of(stages: list[dict[str, Any]]) -> str:
     return " | ".join(parts)
 
 
-def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, steps: int) -> dict[str, Any] | None:
+def with_predictions(stages: list[dict[str, Any]], layers: str, cluster: str) -> str:
+    """The plan's file, with the limit that it just fits."""
+    from interlace import _core
+
+    text = _core.predict_plan(plan_text(stages), layers, cluster)
+    peak = max(stage["peak_bytes"] for stage in json.loads(_core.read_plan(text))["stages"])
+    return str(_core.predict_plan(plan_text(stages, peak), layers, cluster))
+
+
+def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, host: Here, steps: int) -> dict[str, Any] | None:
     """What was measured beside what was predicted; None: it failed, as said on stderr."""
     from interlace import _core
 
     ranks = sum(stage["dp"] * stage["tp"] for stage in stages)
-    file.write_text(_core.predict_plan(plan_text(stages), layers, _core.preset_cluster(f"local-{ranks}")))
+    file.write_text(with_predictions(stages, layers, host.text))
     planned = json.loads(_core.read_plan(file.read_text()))
     words = ["train", "--plan", str(file), "--steps", str(steps), "--json", "--threads", "1"]
     words += ["--tier", "host"] if any(stage["states"] for stage in stages) else []
@@ -103,12 +120,26 @@ def carried_out(stages: list[dict[str, Any]], file: Path, layers: str, steps: in
     predicted = [
         one["peak_bytes"] for one, stage in zip(planned["stages"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])
     ]
+    said = simulated(planned, host.text, host.profile) if host.profile else None
+    if said is not None:  # the programs themselves: times and peaks of a rank of each stage
+        predicted = [peak for peak, stage in zip(said["peak_bytes"], stages, strict=True) for _ in range(stage["dp"] * stage["tp"])]
+    step_ms = (said or planned)["step_us"] / 1e3
     return {
-        "plan": name_of(stages), "ranks": ranks, "stages": len(stages), "measured_ms": facts["step_ms"],
-        "planned_ms": planned["step_us"] / 1e3, "error": planned["step_us"] / 1e3 / facts["step_ms"] - 1,
+        "plan": name_of(stages), "by": "programs" if said is not None else "formula",
+        "ranks": ranks, "stages": len(stages), "tp": stages[0]["tp"], "offload": stages[0]["states"] > 0,
+        "measured_ms": facts["step_ms"],
+        "formula_ms": planned["step_us"] / 1e3, "planned_ms": step_ms, "error": step_ms / facts["step_ms"] - 1,
         "peak_bytes": facts["peak_bytes_of_ranks"], "planned_bytes": predicted,
         "memory_errors": [p / m - 1 for p, m in zip(predicted, facts["peak_bytes_of_ranks"], strict=True)],
     }  # fmt: skip
+
+
+def measured_host(ranks: int, micro_batches: list[int], store: str) -> Here:
+    """So many ranks of this machine, measured for these micro-batches of the model."""
+    here = Here(f"local-{ranks}", None, store)
+    for b in micro_batches:
+        here.measure(MODEL, b, SEQ)
+    return here
 
 
 def main() -> None:
@@ -117,6 +148,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=20, help="of each plan")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sketch", action="store_true", help="measure nothing first: times of the preset local-N")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     from transformers.utils import logging
@@ -125,28 +157,45 @@ def main() -> None:
 
     logging.set_verbosity_error()
     rng, layers, found = random.Random(args.seed), model_text(MODEL, seq=SEQ, dtype="float32"), []
-    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  memory of each rank, measured MB and planned")
+    plans = [drawn(rng, args.ranks[i % len(args.ranks)], i) for i in range(args.plans)]
+    by_ranks: dict[int, list[list[dict[str, Any]]]] = {}
+    for stages in plans:
+        by_ranks.setdefault(sum(stage["dp"] * stage["tp"] for stage in stages), []).append(stages)
+    print(f"{'plan':<52} {'measured':>9} {'planned':>9} {'':>8}  {'by':<8}  memory of each rank, measured MB and planned")
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(args.plans):
-            row = carried_out(drawn(rng, args.ranks[i % len(args.ranks)]), Path(folder) / f"{i}.plan", layers, args.steps)
-            if row is None:
-                continue
-            found.append(row)
-            memory = ", ".join(
-                f"{m / 1e6:.2f} {100 * e:+.1f} %" for m, e in zip(row["peak_bytes"], row["memory_errors"], strict=True)
-            )
-            print(
-                f"{row['plan']:<52} {row['measured_ms']:6.1f} ms {row['planned_ms']:6.1f} ms {100 * row['error']:+6.1f} %  {memory}",
-                flush=True,
-            )
+        for ranks, several in sorted(by_ranks.items()):
+            sizes = sorted({max(s["dp"] for s in stages) // stage["dp"] for stages in several for stage in stages})
+            host = measured_host(ranks, [] if args.sketch else sizes, str(Path(folder) / "profile.sqlite"))
+            for i, stages in enumerate(several):
+                row = carried_out(stages, Path(folder) / f"{ranks}-{i}.plan", layers, host, args.steps)
+                if row is not None:
+                    found.append(row)
+                    show(row)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     if not found:
         raise SystemExit("no plan was carried out")
-    errors, memory = [100 * abs(row["error"]) for row in found], [100 * abs(e) for row in found for e in row["memory_errors"]]
-    figures = {"mean": statistics.fmean(errors), "worst": max(errors), "memory_worst": max(memory)}
-    counts = {"plans": len(found), "failed": args.plans - len(found), "several_stages": sum(row["stages"] > 1 for row in found)}
-    print(json.dumps(counts | {key: round(value, 2) for key, value in figures.items()} | {"wanted": WANTED}))
+    print(json.dumps(summary(found) | {"failed": args.plans - len(found), "wanted": WANTED}))
+
+
+def show(row: dict[str, Any]) -> None:
+    memory = ", ".join(f"{m / 1e6:.2f} {100 * e:+.1f} %" for m, e in zip(row["peak_bytes"], row["memory_errors"], strict=True))
+    times = f"{row['measured_ms']:6.1f} ms {row['planned_ms']:6.1f} ms {100 * row['error']:+6.1f} %"
+    print(f"{row['plan']:<52} {times}  {row['by']:<8}  {memory}", flush=True)
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    out: dict[str, Any] = {
+        "plans": len(found), "several_stages": sum(row["stages"] > 1 for row in found), "tp": sum(row["tp"] > 1 for row in found),
+        "offload": sum(row["offload"] for row in found),
+    }  # fmt: skip
+    for name, rows in (("", [row for row in found if row["ranks"] <= cores]), ("crowded_", [row for row in found if row["ranks"] > cores])):
+        errors = [100 * abs(row["error"]) for row in rows]
+        if errors:
+            out |= {f"{name}mean": round(statistics.fmean(errors), 2), f"{name}worst": round(max(errors), 2)}
+    memory = [100 * abs(e) for row in found for e in row["memory_errors"]]
+    return out | {"memory_worst": round(max(memory), 2), "memory_within_1": f"{sum(e <= 1 for e in memory)} of {len(memory)} ranks"}
 
 
 if __name__ == "__main__":

@@ -241,6 +241,7 @@ class ClusterReader {
       return Ok{};
     }
     if (e.table == "interference" && e.key == "factors") return Factors(e);
+    if (e.table == "ops") return Number(e, Rule::kPositive, spec_.op_us[e.key]);
     return Unknown(e);
   }
 

@@ -11,6 +11,8 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -112,6 +114,8 @@ struct ClusterSpec {
 
   LinkSpec intra, inter;
   bool coalesce = true;  // a coalesced call of k units has one latency (NCCL, our sockets), else k
+
+  std::map<std::string, double, std::less<>> op_us;  // [ops]: measured microseconds by signature (cost/signature.h)
 
   std::string interference;                  // "l4", "a100", "none"
   std::vector<double> interference_factors;  // 28, instead of a table

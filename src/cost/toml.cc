@@ -53,7 +53,11 @@ class TomlReader {
     TomlEntry entry;
     entry.table = table_;
     entry.key_pos = in_.pos();
-    INTERLACE_ASSIGN(entry.key, Name("a key"));
+    if (in_.Peek() == '"') {
+      INTERLACE_ASSIGN(entry.key, in_.String());
+    } else {
+      INTERLACE_ASSIGN(entry.key, Name("a key"));
+    }
     if (!keys_.insert(table_ + "." + entry.key).second) {
       return in_.ErrorAt(entry.key_pos, "the key '" + entry.key + "' is given twice");
     }

@@ -1,4 +1,4 @@
-// toml.h — the part of TOML that cluster files use: tables, and keys with strings, numbers, booleans and flat lists.
+// toml.h — the part of TOML that cluster files use: tables, and keys (quoted too) with strings, numbers, bools, lists.
 //
 // What it refuses (nested lists, dates, inline tables, multi-line strings) it names. Keys keep their place for
 // messages.

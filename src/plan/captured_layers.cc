@@ -12,6 +12,7 @@
 
 #include "cost/collective_model.h"
 #include "cost/kernel_model.h"
+#include "cost/signature.h"
 #include "ir/op_table.h"
 #include "passes/passes.h"
 #include "plan/layer_memory.h"
@@ -46,6 +47,7 @@ struct LayerWork {
     KernelWork work;
     bool backward = false;
     int64_t score_matrices = 0;  // of attention, that it only scales, masks or copies
+    std::string key;             // under which a cluster may have its measured time
   };
   struct Collective {
     Exchange kind = Exchange::kNone;
@@ -102,7 +104,8 @@ Result<LayerWork> WorkOfLayer(const Program& program, const Binding& binding) {
     } else {
       INTERLACE_ASSIGN(KernelWork work, WorkOf(bound, op));
       if (work.kind == KernelWork::Kind::kFree) continue;
-      out.kernels.push_back({work, backward, ScoreMatrices(bound, op, work, binding.at("s"))});
+      out.kernels.push_back({work, backward, ScoreMatrices(bound, op, work, binding.at("s")), {}});
+      INTERLACE_TRY(AppendProfileKey(bound, op, out.kernels.back().key));
     }
   }
   return out;
@@ -119,7 +122,9 @@ LayerTimes TimesOf(const LayerWork& layer, const ClusterSpec& cluster, const Lay
   for (const LayerWork::Kernel& each : layer.kernels) {
     if (IsPartOfSoftmax(cluster, each.score_matrices)) continue;
     const int count = each.score_matrices > 0 && cluster.stack == "megatron" ? 2 : 1;
-    (each.backward ? times.backward : times.forward) += count * KernelUs(cluster, each.work);
+    const auto measured = cluster.op_us.find(each.key);
+    (each.backward ? times.backward : times.forward) +=
+        measured != cluster.op_us.end() ? measured->second : count * KernelUs(cluster, each.work);
     if (each.backward) {
       times.backward_kernels += count;
     } else {

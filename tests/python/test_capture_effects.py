@@ -22,7 +22,7 @@ class Net(nn.Module):
     def __init__(self, function):
         super().__init__()
         torch.manual_seed(0)
-        self.fc = nn.Linear(4, 4)
+        self.fc, self.act, self.hooked = nn.Linear(4, 4), nn.Tanh(), False
         self.n, self.first, self.seen = 0, None, []
         self.memory = torch.zeros(3, 4, dtype=torch.float64)
         self.register_buffer("mean", torch.zeros(4))
@@ -91,7 +91,18 @@ def averages(self, y):
     return y
 
 
-@pytest.mark.parametrize("function", [asserts, branches, keeps, counts_calls, remembers, averages], ids=lambda f: f.__name__)
+def records_by_hooks(self, y):
+    """As transformers' models do, which hook their layers when they first run."""
+    if not self.hooked:
+        self.hooked = True
+        self.act.register_forward_hook(lambda module, args, result: result * 2)
+    return self.act(y)
+
+
+TRAINED = [asserts, branches, keeps, counts_calls, remembers, averages, records_by_hooks]
+
+
+@pytest.mark.parametrize("function", TRAINED, ids=lambda f: f.__name__)
 def test_trains_as_eager_does(function):
     model = Net(function)
     expected = eager(copy.deepcopy(model), 4)

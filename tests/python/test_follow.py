@@ -203,3 +203,18 @@ def test_what_no_code_reads_is_left_alone(caplog: pytest.LogCaptureFixture) -> N
         with caplog.at_level(logging.WARNING, "interlace"):
             assert trainer.step(batch_of(0)).item() == pytest.approx(expected, rel=1e-12)
         assert "compiling again" not in caplog.text
+
+
+def test_what_a_logger_remembers_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    model, loss_fn, _, _ = parts()
+    log = logging.getLogger("a_model")
+
+    def logs(model: nn.Module, batch: Tensor) -> Tensor:
+        log.debug("a step")
+        return loss_fn(model, batch)
+
+    with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), logs, batch_of(0)) as trainer:
+        log.isEnabledFor(logging.WARNING)
+        with caplog.at_level(logging.WARNING, "interlace"):
+            trainer.step(batch_of(0))
+        assert "compiling again" not in caplog.text

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "report": {"errors"},
     "cost": {"dist", "errors", "private"},
     "plan": {"capture", "errors", "models"},
-    "calibrate": {"config", "errors", "plan", "version"},
+    "calibrate": {"config", "cost", "errors", "plan", "version"},
     "observe": {"cost", "dist", "errors", "files"},
     "checkpoint": {"config", "dist", "errors"},
     "regions": {"private", "version"},

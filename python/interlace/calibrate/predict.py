@@ -27,9 +27,9 @@ def cluster_text(run: Run, base: str = "") -> str:
     text = _core.preset_cluster(name)
     if base:
         per_node = min(int(re.search(r"(?m)^per_node\s*=\s*(\d+)", base)[1]), run.gpus)  # type: ignore[index]
-        text = _line(_line(base, "", "devices", str(run.gpus)), "", "per_node", str(per_node))
-    text = _line(text, "", "stack", f'"{run.stack}"')
-    return _line(text, "inter", "gb_per_s", f"{run.inter_gb_per_s:g}") if run.inter_gb_per_s else text
+        text = with_line(with_line(base, "", "devices", str(run.gpus)), "", "per_node", str(per_node))
+    text = with_line(text, "", "stack", f'"{run.stack}"')
+    return with_line(text, "inter", "gb_per_s", f"{run.inter_gb_per_s:g}") if run.inter_gb_per_s else text
 
 
 def with_constants(text: str, stack: str, constants: Mapping[str, float]) -> str:
@@ -38,9 +38,9 @@ def with_constants(text: str, stack: str, constants: Mapping[str, float]) -> str
         if name == "inter":
             for key in ("gb_per_s", "tree_gb_per_s", "tree_pair_gb_per_s", "all_reduce_gb_per_s"):
                 own = value_of(text, "inter", key)
-                text = text if own is None else _line(text, "inter", key, f"{own * value:.6g}")
+                text = text if own is None else with_line(text, "inter", key, f"{own * value:.6g}")
         else:
-            text = _line(text, f"step.{stack}", name, f"{value:.6g}")
+            text = with_line(text, f"step.{stack}", name, f"{value:.6g}")
     return text
 
 
@@ -62,7 +62,7 @@ def _table(text: str, table: str) -> tuple[int, int]:
     return found.end(), found.end() + following.start() if following else len(text)
 
 
-def _line(text: str, table: str, key: str, value: str) -> str:
+def with_line(text: str, table: str, key: str, value: str) -> str:
     """The text with `key = value` in that table, in place of the line that says it."""
     begin, end = _table(text, table)
     if begin < 0:

@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class Stored:
 
 
 def _without_fakes(x: Any) -> Any:
-    """The value with real zeros in place of fake tensors, to trace with; MISSING when it holds others than containers."""
+    """The value with real zeros in place of fake tensors, to trace with; MISSING when it holds others than containers. Functions stay as
+    they are: hooks that a model puts on its modules when it first runs."""
     if isinstance(x, Tensor):
         return torch.zeros((), dtype=x.dtype).expand(tuple(int(n) for n in x.shape))
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
@@ -96,7 +97,8 @@ def _without_fakes(x: Any) -> Any:
     if type(x) is dict:
         values = {k: _without_fakes(v) for k, v in x.items()}
         return MISSING if any(v is MISSING for v in values.values()) else values
-    return x if isinstance(x, (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)) else MISSING
+    plain = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, FunctionType)
+    return x if isinstance(x, plain) else MISSING
 
 
 @contextlib.contextmanager

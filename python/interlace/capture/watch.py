@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
 import sysconfig
 import types
@@ -35,6 +36,7 @@ _INSTALLED = tuple({sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "hasattr"})
+_OF_LOGS = (logging.Filterer, logging.Manager)  # loggers remember which levels they were asked for
 _MANY = 4096  # items of a container beyond which only its identity and size count
 
 
@@ -286,7 +288,7 @@ class Watch:
                     self._lists.append(_Held(x, tuple(range(len(x))), tuple(x), items, "value", owner))
                 for i, item in enumerate(x):
                     self._value(item, f"{where}[{i}]", owner)
-        elif isinstance(x, (type, types.ModuleType, torch.optim.Optimizer)) or not hasattr(x, "__dict__"):
+        elif isinstance(x, (type, types.ModuleType, torch.optim.Optimizer, *_OF_LOGS)) or not hasattr(x, "__dict__"):
             return
         elif not type(x).__module__.startswith(("torch", "numpy", "interlace")):
             self._object(x, where, owner)

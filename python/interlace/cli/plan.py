@@ -12,6 +12,7 @@ import typer
 from interlace.cli import plan_tables
 from interlace.cli import simulation as sim
 from interlace.cli.console import Work, err, print_json, seconds
+from interlace.cli.plan_here import Here, plan_on
 from interlace.cli.plan_tables import show
 from interlace.cli.program_file import FileError, write_text
 from interlace.config import did_you_mean, format_bytes, parse_bytes
@@ -29,7 +30,7 @@ needs neither torch nor transformers), or a plan file: an edited plan is checked
   interlace plan gpt-22b --cluster l4-24gb-32 --global-batch 256 --seq 2048 --from gpt.plan -o half.plan
   interlace plan gpt.plan --export torchtitan settings/
   interlace plan gpt-22b --seq 2048 --write-layers gpt.layers
-  interlace plan llama-10m --local --ranks 2 --global-batch 8 --seq 256 -o here.plan
+  interlace plan llama-10m --local --ranks 2 --global-batch 8 --seq 256 --measure -o here.plan
   interlace train --plan here.plan
 """
 DTYPES = ("bfloat16", "float32")
@@ -48,6 +49,15 @@ def plan(
         typer.Option("--local", help="For --ranks processes of this host, instead of --cluster: a plan that interlace train --plan runs."),
     ] = False,
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="With --local, how many.", show_default="2")] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help="With --local, the name that interlace profile had for it.", show_default="interface")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option("--store", help="With --local, the file that keeps measurements.", show_default="the user's cache")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --local, first measure the ops of the plan's micro-batches, as interlace profile does.")
+    ] = False,
     global_batch: Annotated[int | None, typer.Option("--global-batch", min=1, help="Samples of a step.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sample.")] = None,
     memory_limit: Annotated[
@@ -106,6 +116,10 @@ def plan(
     if export is not None and export[0] not in EXPORTS:
         raise FileError(f"--export {export[0]}: not one of {', '.join(EXPORTS)}{did_you_mean(export[0], EXPORTS)}")
     cluster = _local(cluster, local, ranks)
+    needs_local = {"--network": network, "--store": store, "--measure": measure or None}
+    if not local and (given := [name for name, value in needs_local.items() if value is not None]):
+        raise FileError(f"{' and '.join(given)}: for --local, whose times were measured here")
+    here = Here(str(cluster), network, store) if local else None
     runnable = runnable or local
     dtype = dtype or ("float32" if local else "bfloat16")
     if dtype not in DTYPES:
@@ -121,7 +135,9 @@ def plan(
         given = [name for name, value in options if value is not None]
         if given:
             raise FileError(f"{model} is a plan: leave {' and '.join(given)} out, or name the model")
-        found = check_plan(model, cluster, ignore, layers, over_memory)
+        if measure:
+            raise FileError(f"--measure is for a model: {model} is a plan")
+        found = check_plan(model, cluster, ignore, layers, over_memory, here)
     elif over_memory:
         raise FileError("--over-memory is for plan files: a search gives plans that fit")
     else:
@@ -130,7 +146,7 @@ def plan(
             int(_needed("--seq", seq, "2048")), ignore, space=space, dtype=dtype, flash=not no_flash, runnable=runnable,
             memory_limit=parse_bytes(memory_limit) if memory_limit else 0,
             host_limit=parse_bytes(host_memory) if host_memory else 0, time_limit_s=time_limit, top=top_k, why_not=not no_why,
-            before=begin_with,
+            before=begin_with, here=here, measure=measure,
         )  # fmt: skip
     if not found["plans"]:
         if as_json:
@@ -238,23 +254,30 @@ def _written_layers(file: str, flash: bool, dtype: str) -> str:
 
 def make_plan(
     model: str, cluster: str, global_batch: int, seq: int, ignore: tuple[str, ...] = (), before: str | None = None,
-    **options: Any,
+    here: Here | None = None, measure: bool = False, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `_core.make_plans` found (src/plan/planning.h), with progress on stderr. `before`: a plan file to begin with."""
+    """What `_core.make_plans` found (src/plan/planning.h), with progress on stderr. `before`: a plan file to begin with. `here`: the
+    cluster, of what was measured on it; with `measure` what a plan lacks is measured, and another one made."""
     from interlace import _core
     from interlace.plan.execute import plan_text, read_plan
 
     if before is not None:  # a wrong one is said before the model is traced
         read_plan(before)
         options |= {"before": plan_text(before), "before_file": before}
-    text, cluster_file = sim.read_cluster(cluster)
+    text, cluster_file = sim.read_cluster(cluster) if here is None else (here.text, cluster)
     _core.cluster_devices(text, cluster_file)  # a wrong cluster is said before the model is traced
     with Work() as work:
         layers = traced(work, model, seq, options["flash"], options["dtype"], ignore)
-        found = _core.make_plans(
-            layers, text, global_batch, seq, model=model, cluster_file=cluster_file, progress=_progress(work), **options
-        )
-    return json.loads(found) | ({"from": before} if before is not None else {})
+
+    def planned(text: str, top: int) -> dict[str, Any]:
+        with Work() as work:
+            found: dict[str, Any] = json.loads(_core.make_plans(
+                layers, text, global_batch, seq, model=model, cluster_file=cluster_file, progress=_progress(work), **options | {"top": top}
+            ))  # fmt: skip
+        return found | ({"from": before} if before is not None else {})
+
+    top = options["top"]
+    return planned(text, top) if here is None else plan_on(here, model, layers, seq, planned, measure, top)
 
 
 def _progress(work: Work) -> Callable[[str, int, int, float], None]:
@@ -266,14 +289,17 @@ def _progress(work: Work) -> Callable[[str, int, int, float], None]:
 
 
 def check_plan(
-    file: str, cluster: str | None, ignore: tuple[str, ...] = (), layers_file: str | None = None, over_memory: bool = False
-) -> dict[str, Any]:
+    file: str, cluster: str | None, ignore: tuple[str, ...] = (), layers_file: str | None = None, over_memory: bool = False,
+    here: Here | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """A plan file predicted anew. Error: the rules that it breaks, with the stage; those of memory not with `over_memory`."""
     from interlace import _core
     from interlace.plan.execute import read_plan
 
     plan = json.loads(_core.read_plan(Path(file).read_text(), file, over_memory=True)) if over_memory else read_plan(file)
-    text, cluster_file = sim.read_cluster(cluster or plan["cluster"])
+    if cluster is None and plan["cluster"].startswith(sim.LOCAL):
+        here = Here(plan["cluster"])
+    text, cluster_file = sim.read_cluster(cluster or plan["cluster"]) if here is None else (here.text, plan["cluster"])
     with Work() as work:
         layers = traced(work, layers_file or plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
         predicted = _core.predict_plan(
@@ -282,8 +308,9 @@ def check_plan(
         error = _core.PlanPredictor(layers, plan["sequence"]).run(predicted, text, cluster_file)[2]
         explained = json.loads(_core.explain_plan(predicted, layers, text, cluster_file=cluster_file))
     again = json.loads(_core.read_plan(predicted, file, over_memory=over_memory))
-    return {"plans": [{"plan": again, "text": predicted, "explained": explained, "error": error}], "complete": True, "checked": file,
-            "before_us": plan["step_us"]}  # fmt: skip
+    found = {"plans": [{"plan": again, "text": predicted, "explained": explained, "error": error}], "complete": True, "checked": file,
+             "before_us": plan["step_us"]}  # fmt: skip
+    return found if here is None else found | {"here": here.facts(found, layers, plan["model"], plan["sequence"])}
 
 
 def nothing_fits(model: str, cluster: str, found: dict[str, Any]) -> str:

@@ -58,6 +58,7 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
         lines.append(
             f"stopped after {seconds(found['seconds'])}: a plan up to {100 * plan['gap']:.1f} % faster may exist; give --time-limit more"
         )
+    lines += found.get("here", {}).get("said", [])
     if "from" in found:
         now = f"the best on its stages takes {seconds(found['from_us'] / 1e6)} a step"
         lines.append(f"begun with {found['from']}: {now if found['from_us'] > 0 else 'no plan on its stages fits here'}")
@@ -71,6 +72,13 @@ def certainty(each: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """The interval of a plan's step, what does not fit, and whether its lead over other shapes is more than predictions are off."""
     plan, error = each["plan"], each.get("error", 0.0)
     lines = []
+    if "simulated" in each:
+        said = each["simulated"]
+        peaks = ", ".join(format_bytes(peak) for peak in said["peak_bytes"])
+        lines.append(
+            f"its programs, simulated with the times measured here: {seconds(said['step_us'] / 1e6)} a step, {peaks} of a rank; "
+            f"the fastest of {found['simulated']} plans"
+        )
     if error > 0:
         step, spread = plan["step_us"] / 1e6, math.exp(ONE_IN_TEN * error)
         lines.append(f"80 of 100 such steps take {seconds(step / spread)} to {seconds(step * spread)}")

@@ -246,6 +246,8 @@ def with_plan(settings: TrainSettings, explicit: set[str]) -> Execution | None:
     decided = {"model": how.model, "ranks": how.ranks, "batch": how.batch, "seq": how.seq, "strategy": how.strategy,
                "accumulation": how.accumulation, "accumulate_mode": how.accumulate_mode,
                "param_dtype": how.param_dtype, "mesh": how.mesh}  # fmt: skip
+    if "stage_order" not in explicit:
+        settings.stage_order = how.stage_order
     for name, value in decided.items():
         if name in explicit and getattr(settings, name) != value:
             option = "--" + name.replace("_", "-")

@@ -8,7 +8,7 @@ ZeRO 0   replicate, gradients reduced after the last micro-batch     ZeRO 2   ze
 ZeRO 1   zero1, gradients reduced after the last micro-batch         ZeRO 3   shard, reduced in every micro-batch
 
 Several stages are a mesh pp x dp x tp, each beginning with the first of its blocks; data ranks (and with them rows of a micro-batch), ZeRO
-level and recomputed blocks are those of its own.
+level and recomputed blocks are those of its own. They run in the order `auto` or, near the limit, 1F1B.
 
 Offload: the pass `offload` with the plan's memory limit, for the kinds that the plan moves. The shares are the planner's estimate of
 how much that is; the pass moves what the limit asks for, tensor by tensor, spread evenly over the step, and no more. Of several
@@ -91,6 +91,7 @@ class Execution:
     memory_limit: int
     step_us: float  # predicted; 0: not known
     peak_bytes: int
+    stage_order: str  # of several stages
 
     @property
     def mesh(self) -> str | None:
@@ -152,8 +153,16 @@ def execution_of(plan: Plan) -> Execution:
         stages=tuple(Stage(s["dp"], s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]), tp=stage["tp"],
         offload={kind: max(s["offload"][kind] for s in plan["stages"]) for kind in _KINDS}, memory_limit=plan["memory_limit"],
         step_us=plan["step_us"],
-        peak_bytes=max(s["peak_bytes"] for s in plan["stages"]),
+        peak_bytes=max(s["peak_bytes"] for s in plan["stages"]), stage_order=_order(plan),
     )  # fmt: skip
+
+
+def _order(plan: Plan) -> str:
+    """Memory is planned for 1F1B, in which stage k of S holds S - k micro-batches. Faster orders hold up to S on each
+    (passes/stages/list_schedule.h): they are taken where even a stage all of whose memory is theirs has room for that."""
+    peaks = [stage["peak_bytes"] for stage in plan["stages"]]
+    most = max(peak * len(peaks) / (len(peaks) - k) for k, peak in enumerate(peaks))
+    return "auto" if len(peaks) == 1 or most <= plan["memory_limit"] else "1f1b"
 
 
 def can_run(plan: Plan) -> bool:

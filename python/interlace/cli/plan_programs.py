@@ -1,0 +1,124 @@
+"""The very programs of a plan, as `interlace train --plan` makes them, and what the simulator says of them with times measured here.
+
+The planner's formula judges thousands of plans; of the few that it finds best the programs are made, with their order of runs, transfers
+side by side, and ranks that share cores, and the fastest of those is taken (`judged`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from interlace.cli.simulation import LOCAL
+from interlace.config import Config
+from interlace.config.schedule import fill, for_stage, items, pass_name, pipeline
+from interlace.cost.machine import cores
+from interlace.errors import InterlaceError
+
+CANDIDATES = 8  # plans whose programs are made
+FAR = 1.5  # times the best by the formula, beyond which a plan is not looked at
+TOP = 200  # plans that the search gives for it
+
+
+def judged(
+    found: dict[str, Any], cluster: str, profile: str, update: Callable[[str, int, int], None], top: int = 1
+) -> dict[str, Any]:  # fmt: skip
+    """The first `top` plans: of some those whose programs fit, the fastest in simulation first, with "simulated"; then the others as they
+    were found. Some are the best of each layout, and then the best of all."""
+    best = _by_layout(found["plans"])
+    best += [each for each in found["plans"] if all(each is not other for other in best)]
+    best = [each for each in best if each["plan"]["step_us"] <= FAR * found["plans"][0]["plan"]["step_us"]][:CANDIDATES]
+    known = []
+    for number, each in enumerate(best):
+        update("simulating programs", number, len(best))
+        said = simulated(each["plan"], cluster, profile)
+        if said is not None and max(said["peak_bytes"]) <= found["memory_limit"]:
+            known.append(each | {"simulated": said})
+    known.sort(key=lambda each: each["simulated"]["step_us"])
+    chosen = [each["text"] for each in known]
+    rest = [each for each in found["plans"] if each["text"] not in chosen]
+    return found | {"plans": (known + rest)[:top], "simulated": len(known)}
+
+
+def _by_layout(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best by the formula of each number of data and tensor ranks of the stages."""
+    out: dict[Any, dict[str, Any]] = {}
+    for each in plans:
+        out.setdefault(tuple((stage["dp"], stage["tp"]) for stage in each["plan"]["stages"]), each)
+    return list(out.values())
+
+
+def simulated(plan: dict[str, Any], cluster: str, profile: str) -> dict[str, Any] | None:
+    """Step and the peak of a rank of each stage: {"step_us", "peak_bytes"}. None: stages with other rows, or passes that refuse."""
+    from interlace import _core
+
+    programs = programs_of(plan)
+    if programs is None:
+        return None
+    if len(programs) == 1:
+        one = _core.Simulation(programs[0], cluster, profile=profile)
+        return {"step_us": one.step_us, "peak_bytes": [one.peak_bytes]}
+    made = _core.ProgramSet("pp", programs)
+    made.check()
+    facts = json.loads(_core.simulate_set(made, cluster, profile=profile))
+    return {"step_us": facts["step_us"], "peak_bytes": [stage["peak_bytes"] for stage in facts["stages"]]}
+
+
+def programs_of(plan: dict[str, Any]) -> list[Any] | None:
+    """Of each stage. None: stages with other rows, or passes that refuse."""
+    from interlace import _core
+
+    with tempfile.TemporaryDirectory(prefix="interlace-plan-") as folder:
+        file = Path(folder) / "cluster.toml"  # what passes decide by when the plan is trained (compiling/planner.py)
+        ranks = sum(stage["devices"] for stage in plan["stages"])
+        file.write_text(re.sub(r"\ncores = \d+", f"\ncores = {cores()}", _core.preset_cluster(f"{LOCAL}{ranks}")))
+        try:
+            return _programs(plan, str(file))
+        except (_core.Error, InterlaceError):
+            return None
+
+
+def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
+    from interlace import _core
+    from interlace.plan.execute import execution_of
+
+    how = execution_of(plan)
+    if len({stage.dp for stage in how.stages}) > 1:
+        return None
+    text, model = _captured(how.model, how.micro_batch, how.seq)
+    config = Config(
+        strategy=how.strategy, mesh=how.mesh, stages=how.borders(model), stage_order=how.stage_order, accumulation=how.accumulation,
+        accumulate_mode=how.accumulate_mode, clip_norm=1.0,
+    )  # fmt: skip
+    costs = f"cluster={cluster_file}"
+    standard = config.pipeline(how.ranks).replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
+    passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
+    cut = next((i for i, each in enumerate(passes) if pass_name(each) == "pipeline"), len(passes))
+    whole = _core.Program.parse(text, "captured")
+    whole.set_meta("micro_batches", str(how.accumulation))
+    whole.run_passes(",".join(passes[:cut]))
+    programs = []
+    for stage in range(len(how.stages)):
+        programs.append(_core.Program.parse(whole.print(), "captured"))
+        if cut < len(passes):
+            programs[-1].run_passes(for_stage(",".join(passes[cut:]), stage, dataclasses.replace(config)))
+    return programs
+
+
+@functools.lru_cache(maxsize=8)
+def _captured(name: str, micro_batch: int, seq: int) -> tuple[str, Any]:
+    """The step of a micro-batch, and the model. It has no values."""
+    import torch
+
+    from interlace import models
+    from interlace.capture import capture
+
+    built = models.build(name, micro_batch=micro_batch, seq=seq, dtype="float32")
+    optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-4)
+    return capture(built.model, built.loss_fn, built.example_batch, optimizer=optimizer).text, built.model
