@@ -3,10 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <string>
 
 #include "base/files.h"
+#include "ir/testing/golden.h"
 #include "ir/program.h"
 #include "ir/text.h"
 #include "passes/pipeline.h"
@@ -38,17 +38,9 @@ inline std::string Phases(const std::string& text) {
   return at == std::string::npos ? text : text.substr(at + 1);
 }
 
-// Compares with tests/golden/passes/NAME; INTERLACE_REWRITE_GOLDEN=1 writes the file instead. Read the diff in review.
+// Compares with tests/golden/passes/NAME. Read the diff in review.
 inline void ExpectGolden(const std::string& name, const std::string& actual) {
-  std::string path = std::string(INTERLACE_SOURCE_DIR) + "/tests/golden/passes/" + name;
-  if (std::getenv("INTERLACE_REWRITE_GOLDEN") != nullptr) {
-    Status written = WriteFile(path, actual);
-    ASSERT_TRUE(written.ok()) << written.error().ToString();
-    return;
-  }
-  Result<std::string> expected = ReadFile(path);
-  ASSERT_TRUE(expected.ok()) << expected.error().ToString() << "; INTERLACE_REWRITE_GOLDEN=1 passes_test writes it";
-  EXPECT_EQ(actual, *expected) << path;
+  testing::ExpectGolden("passes/" + name, actual);
 }
 
 // tests/golden/passes/NAME as text.

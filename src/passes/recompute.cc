@@ -8,15 +8,16 @@
 //                                                                 %9 = aten.threshold_backward(%8, %11, 0) {bwd m3}
 // A block is an element of a list of modules (model.layers.3). What leaves a block is kept for the next one; what is
 // made inside may be made again, by the same op from the same operands, just before the first backward op that needs
-// it: the recomputed values of one block live at a time, and no bit changes. Never run twice: random ops, ops that
-// write, opaque modules, other libraries' ops, and ops that read what is written before the backward part has read it.
+// it: the recomputed values of one block live at a time, and no bit changes: a random op draws the same numbers again,
+// from its key. Never run twice: ops that write, opaque modules, other libraries' ops, ops that read what is written
+// before the backward part has read it, and random ops where numbers come in the order of eager's (rng=compat).
 //
 // Runs on a captured program after canonicalize and before shard, zero1 or replicate: shard then counts the uses again
 // as uses of the backward stretch, so one gather serves recomputation and backward. The line `meta recompute` says what
 // was chosen. Sources: SimpleFSDP section 3.3, Chen et al. "Training Deep Nets with Sublinear Memory Cost".
 //
 // Options: mode=full: everything inside blocks; selective: all but the results of the ops in `save` (names joined by
-// "+"), and everything inside the blocks in `whole`; budget: as little time as possible, until what is kept for the
+// "+"; products, convolutions and attention, but for attention's scores, unless it is given), and everything inside the blocks in `whole`; budget: as little time as possible, until what is kept for the
 // backward part has at most `bytes` (times by the kernel model of `cluster`). `blocks`: paths of modules joined by "+"
 // instead of the elements of lists, each a block. Error: the program has units or was recomputed already, no such
 // module, blocks that overlap, a budget below the least possible (which it says), budget with sizes that are not
@@ -95,6 +96,7 @@ class Rewriter {
     op.named = original.named;
     op.lane = original.lane;
     op.attrs = original.attrs;
+    op.rng = original.rng;
     Substitute(op);
     for (ValueId result : original.results) {
       if (result == kNone) {

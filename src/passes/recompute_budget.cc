@@ -153,8 +153,8 @@ Status RecomputeChoice::DropToBudget(int64_t bytes, const ClusterSpec& cluster) 
   if (full) least = std::min(least, *full);
   return MakeError(
       "bytes=", bytes, ": at least ", least, " bytes (", BytesText(least), " of ", BytesText(*all),
-      ") are kept for the backward part: what enters a block, what random ops made, and what lies outside of "
-      "blocks; raise bytes or name larger blocks");
+      ") are kept for the backward part: what enters a block and what lies outside of blocks; raise bytes or name "
+      "larger blocks");
 }
 
 }  // namespace interlace

@@ -35,6 +35,9 @@ RecomputeChoice::RecomputeChoice(const Program& program, const Phase& phase)
       droppable_(program.num_values(), 0),
       dropped_(program.num_values(), 0),
       again_(phase.ops.size(), 0) {
+  // Otherwise a draw's numbers come from its key, and so are the same when it runs again.
+  const std::string* rng = program.Meta("rng");
+  draws_in_order_ = rng != nullptr && *rng == "compat";
   for (size_t i = 0; i < phase.ops.size(); ++i) {
     if (program.op(phase.ops[i]).part != Part::kBackward) continue;
     first_backward_ = std::min(first_backward_, static_cast<int32_t>(i));
@@ -84,7 +87,7 @@ bool RecomputeChoice::MayRepeat(int32_t index) const {
   const Op& op = At(index);
   bool known =
       op.name.starts_with("aten.") || op.kind == OpKind::kView || op.kind == OpKind::kCopy || op.kind == OpKind::kCall;
-  if (!known || op.part != Part::kForward || op.rng || HasEffect(program_, op)) return false;
+  if (!known || op.part != Part::kForward || (op.rng && draws_in_order_) || HasEffect(program_, op)) return false;
   if (IsPureView(program_, op)) return true;
   bool same = true;
   ForEachOperand(op, [&](ValueId id) {
@@ -141,9 +144,9 @@ Status RecomputeChoice::DropBlocks(const std::vector<std::string>& paths) {
   return Ok{};
 }
 
-Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bool must_occur) {
+Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bool asked) {
   for (const std::string& saved : saved_ops) {
-    if (!must_occur) break;
+    if (!asked) break;
     std::vector<std::string_view> known;
     for (int32_t i = 0; i < first_backward_; ++i) known.push_back(At(i).name);
     if (std::any_of(known.begin(), known.end(), [&](std::string_view name) { return IsWithin(name, saved); })) continue;
@@ -151,11 +154,24 @@ Status RecomputeChoice::DropAllBut(const std::vector<std::string>& saved_ops, bo
   }
   for (ValueId id = 0; id < static_cast<ValueId>(droppable_.size()); ++id) {
     if (!droppable_[id]) continue;
-    const std::string& name = At(facts_.def[id]).name;
-    dropped_[id] =
-        std::none_of(saved_ops.begin(), saved_ops.end(), [&](const std::string& s) { return IsWithin(name, s); });
+    const Op& op = At(facts_.def[id]);
+    dropped_[id] = (!asked && MakesScores(op)) || std::none_of(saved_ops.begin(), saved_ops.end(), [&](auto& saved) {
+      return IsWithin(op.name, saved);
+    });
   }
   return Ok{};
+}
+
+// Attention's scores, where no kernel keeps them to itself: a batch of products (b, m, k) x (b, k, n) along a head's few
+// dimensions, shorter than queries and keys are many. Much memory for little time: Korthikanti et al. "Reducing
+// Activation Recomputation in Large Transformer Models", section 5. Sizes that are symbols count as long.
+bool RecomputeChoice::MakesScores(const Op& op) const {
+  constexpr int64_t kLargestHead = 256;
+  if (op.name != "aten.bmm" && !op.name.starts_with("aten.baddbmm")) return false;
+  const std::vector<Dim>& result = program_.value(op.results[0]).type.sizes;
+  const Dim along = program_.value(op.args.back().value).type.sizes[1];
+  auto shorter_than = [&](Dim size) { return !size.is_const() || along.value < size.value; };
+  return along.is_const() && along.value <= kLargestHead && shorter_than(result[1]) && shorter_than(result[2]);
 }
 
 void RecomputeChoice::Close(int32_t index, const std::vector<char>& dropped, std::vector<char>& again,

@@ -28,8 +28,9 @@ class RecomputeChoice {
   // no list at all.
   Status FindBlocks(const std::vector<std::string>& paths);
   void DropAll();
-  // All but results of these ops ("aten.mm" means its overloads too). Error: `must_occur` and no such op.
-  Status DropAllBut(const std::vector<std::string>& saved_ops, bool must_occur);
+  // All but results of these ops ("aten.mm" means its overloads too). `asked`: by the user; otherwise attention's scores
+  // are dropped as well. Error: `asked` and no such op.
+  Status DropAllBut(const std::vector<std::string>& saved_ops, bool asked);
   // All that may be dropped inside these blocks, beside what is dropped already. Error: no block of FindBlocks.
   Status DropBlocks(const std::vector<std::string>& paths);
   // Error: the budget cannot be met, sizes that are not numbers.
@@ -46,6 +47,7 @@ class RecomputeChoice {
  private:
   const Op& At(int32_t index) const { return program_.op(phase_.ops[index]); }
   bool MayRepeat(int32_t index) const;
+  bool MakesScores(const Op& op) const;
   void FindDroppable();
   // Adds to `ops` what must run again for the op at `index` and is not marked in `again`, and marks it; to `saved` the
   // storages of the forward part that those ops and it read.
@@ -64,6 +66,7 @@ class RecomputeChoice {
   const Phase& phase_;
   PhaseFacts facts_;
   int32_t first_backward_ = 0, last_backward_ = -1;
+  bool draws_in_order_ = false;  // random numbers as eager's generator gives them
   std::vector<std::string> blocks_;  // their paths
   std::vector<int32_t> block_of_module_;
   std::vector<char> droppable_, dropped_;  // by root

@@ -14,7 +14,7 @@ import pytest
 from interlace import _core
 from interlace.calibrate.here import measured_cluster
 from interlace.calibrate.predict import value_of
-from interlace.cli import plan_here
+from interlace.cli import plan_here, plan_tables
 from interlace.cli.app import run
 from interlace.cli.plan_here import op_keys
 from interlace.cli.profile import machine_here
@@ -177,13 +177,18 @@ def test_programs_of_a_plan_are_simulated(layers: str, tmp_path: Path, capsys: A
     result = found(capsys, "--store", stored(tmp_path, {**every, **collectives(2, 1000)}), "--top-k", "4")
     plans = result["plans"]
     steps = [each["simulated"]["step_us"] for each in plans if "simulated" in each]
-    assert len(steps) >= 3 and steps == sorted(steps) and result["simulated"] >= len(steps)
+    assert len(steps) >= 3 and steps == sorted(steps)
+    assert [row["step_us"] for row in result["judged"] if row["fits"]][: len(steps)] == steps
     for each in plans:
         peaks = each.get("simulated", {"peak_bytes": []})["peak_bytes"]
         assert len(peaks) in (0, len(each["plan"]["stages"]))
         for stage, peak in zip(each["plan"]["stages"], peaks, strict=False):
             if stage["tp"] == 1 and len(peaks) == 1:
                 assert peak == pytest.approx(stage["peak_bytes"], rel=0.01), "what one stage takes is planned op by op"
+    plan_tables.show(result)
+    shown = capsys.readouterr().out
+    assert f"{plan_tables.seconds(steps[0] / 1e6)} a step" in shown and "Plans whose programs were simulated" in shown and "Why not" not in shown
+    assert {plan_tables.layout(row["plan"]) for row in result["judged"]} <= {"dp 2", "tp 2", "2 stages"}
     sketch = found(capsys, "--store", str(tmp_path / "none.sqlite"))
     assert "simulated" not in sketch["plans"][0], "nothing was measured that a simulation could rest on"
 

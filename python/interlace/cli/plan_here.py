@@ -15,7 +15,7 @@ from typing import Any
 
 from interlace.calibrate.here import MeasuredCluster
 from interlace.cli.console import Work, err
-from interlace.cli.plan_programs import TOP, judged, programs_of
+from interlace.cli.plan_programs import TOP, judge, programs_of
 from interlace.cli.simulation import LOCAL
 from interlace.errors import InterlaceError
 
@@ -113,7 +113,7 @@ def plan_on(
         found = planned(here.text, max(top, TOP) if here.measured is not None else top)
         if here.measured is not None and found["plans"]:
             with Work() as work:
-                found = judged(found, here.text, here.profile, work.update, top)
+                found = judge(found, here.text, here.profile, work.update, top)
         found["here"] = here.facts(found, layers, model, seq)
         b = here.missing(found["here"]) if measure else None
         cut = cut_program(found["plans"][0]["plan"]) if b is not None else None

@@ -1,7 +1,7 @@
 """The very programs of a plan, as `interlace train --plan` makes them, and what the simulator says of them with times measured here.
 
 The planner's formula judges thousands of plans; of the few that it finds best the programs are made, with their order of runs, transfers
-side by side, and ranks that share cores, and the fastest of those is taken (`judged`).
+side by side, and ranks that share cores, and the fastest of those is taken (`judge`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ FAR = 1.5  # times the best by the formula, beyond which a plan is not looked at
 TOP = 200  # plans that the search gives for it
 
 
-def judged(
+def judge(
     found: dict[str, Any], cluster: str, profile: str, update: Callable[[str, int, int], None], top: int = 1
 ) -> dict[str, Any]:  # fmt: skip
     """The first `top` plans: of some those whose programs fit, the fastest in simulation first, with "simulated"; then the others as they
-    were found. Some are the best of each layout, and then the best of all."""
+    were found. Some are the best of each layout, and then the best of all. "judged": all whose programs were simulated, in that order."""
     best = _by_layout(found["plans"])
     best += [each for each in found["plans"] if all(each is not other for other in best)]
     best = [each for each in best if each["plan"]["step_us"] <= FAR * found["plans"][0]["plan"]["step_us"]][:CANDIDATES]
-    known = []
+    judged: list[dict[str, Any]] = []
     for number, each in enumerate(best):
         update("simulating programs", number, len(best))
         said = simulated(each["plan"], cluster, profile)
-        if said is not None and max(said["peak_bytes"]) <= found["memory_limit"]:
-            known.append(each | {"simulated": said})
-    known.sort(key=lambda each: each["simulated"]["step_us"])
+        if said is not None:
+            judged.append(each | {"simulated": said})
+    judged.sort(key=lambda each: each["simulated"]["step_us"])
+    known = [each for each in judged if max(each["simulated"]["peak_bytes"]) <= found["memory_limit"]]
     chosen = [each["text"] for each in known]
     rest = [each for each in found["plans"] if each["text"] not in chosen]
-    return found | {"plans": (known + rest)[:top], "simulated": len(known)}
+    rows = [{"plan": each["plan"], "fits": each in known} | each["simulated"] for each in judged]
+    return found | {"plans": (known + rest)[:top], "judged": rows}
 
 
 def _by_layout(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:

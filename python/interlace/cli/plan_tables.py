@@ -26,25 +26,33 @@ def show(found: dict[str, Any]) -> None:
         for table in (stage_table(plan), byte_table(plan, explained), time_table(plan, explained)):
             console.print()
             console.print(table)
-    if found.get("why_not"):
+    for table in _others(found):
         console.print()
-        console.print(why_table(found["why_not"]))
+        console.print(table)
+
+
+def _others(found: dict[str, Any]) -> list[Any]:
+    """What else was looked at: programs that were simulated, or simpler plans by the planner's formula."""
+    if found.get("judged"):
+        return [judged_table(found["judged"])]
+    return [why_table(found["why_not"])] if found.get("why_not") else []
 
 
 def told(found: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Of the first plan what its page has beside its stages: every line and table that `show` prints."""
     first = found["plans"][0]
     tables = [byte_table(first["plan"], first["explained"]), time_table(first["plan"], first["explained"])]
-    tables += [why_table(found["why_not"])] if found.get("why_not") else []
+    tables += _others(found)
     return [*headline(first["plan"], found), *certainty(first, found)], tables
 
 
 def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    tokens = plan["samples_per_s"] * plan["sequence"]
+    us = next((row["step_us"] for row in found.get("judged", []) if row["plan"] == plan), plan["step_us"])
+    per_s = 1e6 * plan["global_batch"] / us
     flash = "flash attention" if plan["flash_attention"] else "attention scores in memory"
     lines = [
         f"{plan['model']} on {plan['cluster']}: {plan['global_batch']} samples of {plan['sequence']} tokens, {plan['dtype']}, {flash}",
-        f"{seconds(plan['step_us'] / 1e6)} a step, {plan['samples_per_s']:.2f} samples/s, {tokens:,.0f} tokens/s; "
+        f"{seconds(us / 1e6)} a step, {per_s:.2f} samples/s, {per_s * plan['sequence']:,.0f} tokens/s; "
         f"{plan['accumulation']} micro-batches in {len(plan['stages'])} stage(s)",
     ]
     if "checked" in found:
@@ -52,6 +60,8 @@ def headline(plan: dict[str, Any], found: dict[str, Any]) -> list[str]:
         lines.append(f"{found['checked']} keeps its rules; predicted anew{before}")
     elif found["complete"]:
         gap = f"at most {100 * plan['gap']:.2f} % above the best" if plan["gap"] > 1e-6 else "no plan is faster"
+        if found.get("judged"):
+            gap = f"the programs of {len(found['judged'])} plans, the best by the planner's formula, were simulated"
         looked = f"{found['points']:,} points of {found['frontiers']:,} stages"
         lines.append(f"space {plan['space']}: {gap}; searched in {seconds(found['seconds'])} ({looked})")
     else:
@@ -77,7 +87,7 @@ def certainty(each: dict[str, Any], found: dict[str, Any]) -> list[str]:
         peaks = ", ".join(format_bytes(peak) for peak in said["peak_bytes"])
         lines.append(
             f"its programs, simulated with the times measured here: {seconds(said['step_us'] / 1e6)} a step, {peaks} of a rank; "
-            f"the fastest of {found['simulated']} plans"
+            f"the planner's formula says {seconds(plan['step_us'] / 1e6)}"
         )
     if error > 0:
         step, spread = plan["step_us"] / 1e6, math.exp(ONE_IN_TEN * error)
@@ -180,6 +190,32 @@ def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
     ]  # fmt: skip
     which = "" if len(runs) == len(_alike(plan)) else ", the slowest stage"
     return rows_table(f"Milliseconds of a micro-batch, each alone and together{which}", head, rows, (0, 1))
+
+
+def judged_table(judged: list[dict[str, Any]]) -> Any:
+    """Each plan whose programs were simulated, the fastest first; `judged`: of plan_programs.judge."""
+    rows = []
+    for row in judged:
+        plan, peak = row["plan"], max(row["peak_bytes"])
+        stages = plan["stages"]
+        again = sum(stage["full"] + stage["selective"] for stage in stages)
+        rows.append([
+            layout(plan), str(max(stage["micro_batch"] for stage in stages)), "/".join(sorted({str(stage["zero"]) for stage in stages})),
+            f"{again} of {sum(stage['layers'] for stage in stages)}", f"{seconds(plan['step_us'] / 1e6)}", f"{seconds(row['step_us'] / 1e6)}",
+            _percent(row["step_us"] / judged[0]["step_us"] - 1) if row is not judged[0] else "", format_bytes(peak) + " too much" * (not row["fits"]),
+        ])  # fmt: skip
+    head = ["layout", "b", "ZeRO", "recomputed", "formula", "simulated", "", "peak of a rank"]
+    return rows_table("Plans whose programs were simulated, a step of each", head, rows, (0, 7))
+
+
+def layout(plan: dict[str, Any]) -> str:
+    """In words: "dp 2", "2 stages of tp 2"."""
+    stages = plan["stages"]
+    ways = {(stage["dp"], stage["tp"]) for stage in stages}
+    dp, tp = max(stages[0]["dp"], 1), stages[0]["tp"]
+    words = " ".join([f"dp {dp}"] * (dp > 1) + [f"tp {tp}"] * (tp > 1)) if len(ways) == 1 else "unlike ranks"
+    count = f"{len(stages)} stages" if len(stages) > 1 else ""
+    return " of ".join(filter(None, [count, words])) or "one rank"
 
 
 def why_table(why_not: list[dict[str, Any]]) -> Any:
