@@ -202,7 +202,8 @@ def judged_table(judged: list[dict[str, Any]]) -> Any:
         rows.append([
             layout(plan), str(max(stage["micro_batch"] for stage in stages)), "/".join(sorted({str(stage["zero"]) for stage in stages})),
             f"{again} of {sum(stage['layers'] for stage in stages)}", f"{seconds(plan['step_us'] / 1e6)}", f"{seconds(row['step_us'] / 1e6)}",
-            _percent(row["step_us"] / judged[0]["step_us"] - 1) if row is not judged[0] else "", format_bytes(peak) + " too much" * (not row["fits"]),
+            _percent(row["step_us"] / judged[0]["step_us"] - 1) if row is not judged[0] else "",
+            format_bytes(peak) + " too much" * (not row["fits"]),
         ])  # fmt: skip
     head = ["layout", "b", "ZeRO", "recomputed", "formula", "simulated", "", "peak of a rank"]
     return rows_table("Plans whose programs were simulated, a step of each", head, rows, (0, 7))
