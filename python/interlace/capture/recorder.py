@@ -32,6 +32,7 @@ from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
+from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 
 aten = torch.ops.aten
@@ -60,10 +61,10 @@ class Entry:
 
 class Recorder(TorchDispatchMode):
     def __init__(
-        self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, lift: Callable[..., Tensor],
+        self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, ways: Ways, lift: Callable[..., Tensor],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.fakes, self.sites, self.dims, self.constants = fakes, sites, dims, constants
+        self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
         self.lines: list[str] = []
         self.part = "fwd"
         self.num_ops = 0
@@ -219,6 +220,8 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             with contextlib.suppress(NotConstant), no_dispatch():
                 return self.constants.number(args[0])
+            with contextlib.suppress(NotConstant):
+                return self.ways.number(args[0], self.sites.place())
         args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None

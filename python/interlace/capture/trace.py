@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -36,6 +37,7 @@ from interlace.capture.tracing import (
     without_fused_recurrence,
     without_log,
 )
+from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 from interlace.version import __version__
 
@@ -48,8 +50,9 @@ class Trace:
 
     def __init__(
         self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
-        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts,
+        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts, example: Any = None, undecided: Collection[str] = (),
     ) -> None:  # fmt: skip
+        """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none."""
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -59,7 +62,8 @@ class Trace:
         if self.symbols:
             self.dims.names.update(self.symbols.expressions)
         self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
-        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self._lift)
+        self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
+        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift)
         self.ids: dict[int, int] = {}  # id(ModelTensor) -> value id
         self.consts: dict[str, int] = {}
         self.outputs: dict[str, Tensor] = {}
@@ -88,6 +92,7 @@ class Trace:
             size: list[Any] = [self.symbols.sizes[n] if self.symbols and isinstance(n, str) else n for n in t.shape]
             with self.fakes:
                 fake = torch.empty(size, dtype=t.dtype, device="cpu")
+            self.constants.set_input(fake, len(self._input_lines))
             self._input_lines.append(f"input {self.recorder.declare(fake)} {quote(t.name)}")
             replacement[t.path] = fake
         return rebuild(batch, replacement)
@@ -330,6 +335,8 @@ class Trace:
         plan = model_plan(self.model)
         if plan:
             lines.append(f"meta tensor {quote(plan)}")
+        if self.ways.read:
+            lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")
