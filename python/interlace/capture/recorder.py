@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -232,10 +232,33 @@ class Recorder(TorchDispatchMode):
             return self._move_view(func, args, kwargs)
         if info.mutated:
             return self._mutate(func, info, args, kwargs)
+        if func is aten.index.Tensor and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+            args = (args[0], self._by_number(args[1]))
         text = self._arguments(args, kwargs)
-        results = promise(func, args, kwargs)
+        try:
+            results = promise(func, args, kwargs)
+        except DynamicOutputShapeException as e:
+            results = self._sized(func, args, kwargs, e)
         self._emit(func, info, args, kwargs, text, results)
         return results
+
+    def _sized(self, func: OpOverload, args: tuple, kwargs: dict, error: Exception) -> Any:
+        """Results of sizes that depend on the batch, as the example's have them."""
+        try:
+            real = self.ways.results(func, args, kwargs, self.sites.place())
+        except NotConstant:
+            raise error from None
+        with self.fakes:
+            made = [torch.empty_strided(tuple(r.shape), r.stride(), dtype=r.dtype, device="cpu") for r in real]
+        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+
+    def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices without masks: the numbers of what they choose."""
+        found: list[Tensor | None] = []
+        with self:
+            for i in indices:
+                found += [i] if i is None or i.dtype != torch.bool else torch.nonzero(i).unbind(1)
+        return found
 
     def _fake_args(self, args: tuple) -> tuple:
         """Real tensors among the arguments become declared fakes."""

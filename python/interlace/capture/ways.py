@@ -4,6 +4,7 @@ The step is captured for what was read, and its text says so in a line `meta way
 
     [{"at": "net.py:12", "is": false, "ops": [["input", 1], ["aten.max", [{"v": 0}], {}, 0], ["aten.ge.Scalar", [{"v": 1}, 32], {}, 0]]}]
 
+Sizes that depend on the batch, of `labels[labels >= 0]` say, are read too: the last operator has none in place of the number of its result.
 Before each step it is computed for the batch that comes; where that takes another way, the step is captured again with it (train/follow.py),
 and a model that raises there raises. Only truth values and whole numbers are read: others would hardly ever come again. What depends
 on parameters, buffers or random numbers is no way.
@@ -16,6 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from interlace.capture.constants import SHAPE_ONLY, Constants, NotConstant
@@ -36,55 +38,65 @@ class Ways:
 
     def number(self, t: Tensor, place: str) -> Any:
         """What a one-element tensor holds in the example batch, noted. Raises NotConstant."""
-        if self.batch is None or any(x.is_meta for x in self.batch) or place in self.undecided or t.dtype.is_floating_point or t.dtype.is_complex:
+        if t.dtype.is_floating_point or t.dtype.is_complex:
             raise NotConstant
         ops: list[Any] = []
         self._write(t, ops, {})
+        return self._note(ops, place)["is"]
+
+    def results(self, func: OpOverload, args: tuple, kwargs: dict, place: str) -> list[Tensor]:
+        """What an operator gives in the example batch, its results' sizes noted. Raises NotConstant."""
+        ops: list[Any] = []
+        self._operator(func, args, kwargs, None, ops, {})
+        self._note(ops, place)
+        with no_dispatch():
+            return _computed(ops, self.batch or ())
+
+    def _note(self, ops: list[Any], place: str) -> Way:
+        if self.batch is None or any(x.is_meta for x in self.batch) or place in self.undecided:
+            raise NotConstant
         with no_dispatch(), torch.no_grad():
             way = {"at": place, "is": value_of(ops, self.batch), "ops": ops}
         if way not in self.read:
             self.read.append(way)
-        return way["is"]
+        return way
 
     def _write(self, t: Tensor, ops: list[Any], known: dict[int, int]) -> int:
         """Appends what computes `t`; gives its number."""
         if id(t) in known:
             return known[id(t)]
         func, args, kwargs, index = self.constants.recipe(t)
-        if func is None and kwargs:
-            op = ["input", kwargs["input"]]
-        elif func is None:
-            if args[0].numel() > _MAX_CONST or args[0].is_complex():
-                raise NotConstant
-            with no_dispatch():
-                op = ["const", _dtype(t), list(args[0].shape), args[0].detach().cpu().reshape(-1).tolist()]
+        if func is not None:
+            self._operator(func, args, kwargs, index, ops, known)
+        elif kwargs:
+            ops.append(["input", kwargs["input"]])
+        elif args[0].numel() > _MAX_CONST or args[0].is_complex():
+            raise NotConstant
         else:
-
-            def word(a: Any) -> Any:
-                if isinstance(a, Tensor):
-                    if func in SHAPE_ONLY:
-                        ops.append(["const", _dtype(a), [self._size(n) for n in a.shape], None])
-                        return {"v": len(ops) - 1}
-                    return {"v": self._write(a, ops, known)}
-                if isinstance(a, (list, tuple)):
-                    return [word(x) for x in a]
-                if isinstance(a, torch.dtype):
-                    return {"dtype": _dtype(a)}
-                if a is None or type(a) in (bool, int, float, str):
-                    return a
-                raise NotConstant
-
-            named = {k: word(a) for k, a in kwargs.items() if not omitted(k) and k != "memory_format"}
-            op = [op_name(func), [word(a) for a in args], named, index]
-        ops.append(op)
+            with no_dispatch():
+                ops.append(["const", _dtype(t), list(args[0].shape), args[0].detach().cpu().reshape(-1).tolist()])
         known[id(t)] = len(ops) - 1
         return known[id(t)]
 
-    @staticmethod
-    def _size(n: Any) -> int:
-        if type(n) is not int:
+    def _operator(
+        self, func: OpOverload, args: tuple, kwargs: dict, index: int | None, ops: list[Any], known: dict[int, int]
+    ) -> None:  # fmt: skip
+        def word(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                if func in SHAPE_ONLY:
+                    ops.append(["const", _dtype(a), word(tuple(a.shape)), None])
+                    return {"v": len(ops) - 1}
+                return {"v": self._write(a, ops, known)}
+            if isinstance(a, (list, tuple)):
+                return [word(x) for x in a]
+            if isinstance(a, torch.dtype):
+                return {"dtype": _dtype(a)}
+            if a is None or type(a) in (bool, int, float, str):
+                return a
             raise NotConstant
-        return n
+
+        named = {k: word(a) for k, a in kwargs.items() if not omitted(k) and k != "memory_format"}
+        ops.append([op_name(func), [word(a) for a in args], named, index])
 
 
 def _dtype(x: Tensor | torch.dtype) -> str:
@@ -92,7 +104,14 @@ def _dtype(x: Tensor | torch.dtype) -> str:
 
 
 def value_of(ops: list[Any], inputs: Sequence[Tensor]) -> Any:
-    """What is read, for other inputs. It is computed on the CPU."""
+    """What is read, for other inputs: a number, or the sizes of results."""
+    results = _computed(ops, inputs)
+    return [list(r.shape) for r in results] if ops[-1][-1] is None else results[0].item()
+
+
+def _computed(ops: list[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The result of the last operator, or all of them, on the CPU."""
+    flat: list[Tensor] = []
     made: list[Tensor] = []
 
     def real(a: Any) -> Any:
@@ -110,11 +129,11 @@ def value_of(ops: list[Any], inputs: Sequence[Tensor]) -> Any:
             space, op, *overload = name.split(".")
             func = getattr(getattr(getattr(torch.ops, space), op), overload[0] if overload else "default")
             out = func(*real(rest[0]), **{k: real(v) for k, v in rest[1].items()})
-            flat: list[Tensor] = []
+            flat = []
             for r in out if isinstance(out, (list, tuple)) else (out,):
                 flat += r if isinstance(r, (list, tuple)) else [r]
-            made.append(flat[rest[2]])
-    return made[-1].item()
+            made.append(flat[rest[2] or 0])
+    return made[-1:] if ops[-1][-1] is not None else flat
 
 
 def ways_of(program: Any) -> list[Way]:

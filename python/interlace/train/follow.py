@@ -38,6 +38,7 @@ from interlace.train.run import Run, gathered
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
+NUMBERS = 2  # times that a number or size of another value is worth a capture
 
 
 class Follow:
@@ -88,7 +89,7 @@ class Follow:
             everyone = run.peers.exchange(f"ways of the batch before step {run.steps}", mine)
             places = sorted({at for _, at, _ in everyone if at})
             one = all(theirs == everyone[0] for theirs in everyone) and len({repr(v) for v in everyone[0][2]}) == 1
-            if one and self._turns[places[0]] < KEPT:
+            if one and self._turns[places[0]] < (KEPT if type(everyone[0][2][0]) is bool else NUMBERS):
                 at, value = everyone[0][0], everyone[0][2][0]
                 why = f"{places[0]} reads {value} of the batch, and read {ways[at]['is']} when compiled"
                 self._again(why, self._key(self.watch), batch, set(), [*ways[:at], {**ways[at], "is": value}], places[0])
