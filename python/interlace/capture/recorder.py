@@ -32,6 +32,7 @@ from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
+from interlace.capture.sized import Sized
 from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
+        self._sized = Sized(self)
         self.lines: list[str] = []
         self.part = "fwd"
         self.num_ops = 0
@@ -232,33 +234,15 @@ class Recorder(TorchDispatchMode):
             return self._move_view(func, args, kwargs)
         if info.mutated:
             return self._mutate(func, info, args, kwargs)
-        if func is aten.index.Tensor and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
-            args = (args[0], self._by_number(args[1]))
-        text = self._arguments(args, kwargs)
+        if func in self._sized.forms and (done := self._sized.forms[func](*args, **kwargs)) is not None:
+            return done
+        text = self.arguments(args, kwargs)
         try:
             results = promise(func, args, kwargs)
         except DynamicOutputShapeException as e:
-            results = self._sized(func, args, kwargs, e)
-        self._emit(func, info, args, kwargs, text, results)
+            results = self._sized.as_example(func, args, kwargs, e)
+        self.emit(func, info, args, kwargs, text, results)
         return results
-
-    def _sized(self, func: OpOverload, args: tuple, kwargs: dict, error: Exception) -> Any:
-        """Results of sizes that depend on the batch, as the example's have them."""
-        try:
-            real = self.ways.results(func, args, kwargs, self.sites.place())
-        except NotConstant:
-            raise error from None
-        with self.fakes:
-            made = [torch.empty_strided(tuple(r.shape), r.stride(), dtype=r.dtype, device="cpu") for r in real]
-        return made[0] if len(func._schema.returns) == 1 else tuple(made)
-
-    def _by_number(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices without masks: the numbers of what they choose."""
-        found: list[Tensor | None] = []
-        with self:
-            for i in indices:
-                found += [i] if i is None or i.dtype != torch.bool else torch.nonzero(i).unbind(1)
-        return found
 
     def _fake_args(self, args: tuple) -> tuple:
         """Real tensors among the arguments become declared fakes."""
@@ -279,7 +263,7 @@ class Recorder(TorchDispatchMode):
             return [self._fake(x) for x in a]
         return a
 
-    def _arguments(self, args: tuple, kwargs: dict) -> str:
+    def arguments(self, args: tuple, kwargs: dict) -> str:
         texts = [self.literal(a) for a in args]
         for name, a in kwargs.items():
             if not omitted(name):
@@ -290,7 +274,7 @@ class Recorder(TorchDispatchMode):
                 )
         return ", ".join(texts)
 
-    def _emit(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict, text: str, results: Any) -> None:
+    def emit(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict, text: str, results: Any) -> None:
         """Records an op that mutates nothing."""
         flat = results if isinstance(results, (tuple, list)) else (results,)
         if not any(isinstance(r, Tensor) for r in flat):
@@ -368,9 +352,9 @@ class Recorder(TorchDispatchMode):
 
     def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
         """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
-        text = self._arguments(form_args, {})
+        text = self.arguments(form_args, {})
         results = promise(form, form_args, {})
-        self._emit(form, op_info(form), form_args, {}, text, results)
+        self.emit(form, op_info(form), form_args, {}, text, results)
         keep = len(results) - len(written)
         for at, new in zip(written, results[keep:], strict=True):
             self._write(args[at], self.value_of(new), new)
@@ -388,9 +372,9 @@ class Recorder(TorchDispatchMode):
         form, form_args = info.functional, functional_arguments(func, info.functional, args)
         if info.random and not t.is_contiguous() and self._draw_in_memory_order(form, form_args, kwargs):
             return func(*args, **kwargs)
-        text = self._arguments(form_args, kwargs)
+        text = self.arguments(form_args, kwargs)
         new = form(*form_args, **kwargs)
-        self._emit(form, op_info(form), form_args, kwargs, text, new)
+        self.emit(form, op_info(form), form_args, kwargs, text, new)
         result = func(*args, **kwargs)
         self._write(t, self.value_of(new), new)
         return result
@@ -414,10 +398,10 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Runs and records an op of the recorder's own."""
-        text = self._arguments(args, kwargs)
+        text = self.arguments(args, kwargs)
         with self.fakes:
             results = func(*args, **kwargs)
-        self._emit(func, op_info(func), args, kwargs, text, results)
+        self.emit(func, op_info(func), args, kwargs, text, results)
         return results
 
     def _copy(self, t: Tensor, source: Tensor) -> None:
@@ -495,7 +479,7 @@ class Recorder(TorchDispatchMode):
             return [swap(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         new_args, new_kwargs = tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
-        text = self._arguments(new_args, new_kwargs)
+        text = self.arguments(new_args, new_kwargs)
         values = [self.value_of(c) for c in copies.values()]
         results = func(*args, **kwargs)
         tensors: list[Tensor | None] = []
