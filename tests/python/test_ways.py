@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import interlace
 from interlace.capture import capture
-from interlace.errors import InterlaceError
+from interlace.errors import CaptureError, InterlaceError
 
 Tensor = torch.Tensor
 
@@ -83,7 +83,7 @@ def train(kind: Callable[[], nn.Module], batches: list[Any], **config: Any) -> t
         optimizer.zero_grad()
         sum(losses).backward()  # type: ignore[union-attr]
         optimizer.step()
-        expected.append(float(sum(losses)))
+        expected.append(sum(loss.item() for loss in losses))
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def test_evaluate_takes_the_batchs_way() -> None:
     with interlace.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), call, of(0), settings) as trainer:
         for i in range(4):
             batch = of(i, i % 2 == 1)
-            assert trainer.evaluate(batch).item() == pytest.approx(call(other, batch).item(), rel=1e-9)
+            assert trainer.evaluate(batch)["loss"].item() == pytest.approx(call(other, batch).item(), rel=1e-9)
 
 
 def test_the_cache_has_the_program_of_each_way(tmp_path: Any) -> None:
@@ -229,14 +229,13 @@ def test_ctc_of_targets_of_any_length(rows: bool, size: int) -> None:
 
 
 def test_ctc_of_other_lengths_than_the_targets() -> None:
-    class Wrong(Frames):
-        def forward(self, x: Tensor, y: Tensor, rows: bool) -> Tensor:
-            log_probs = self.head(x).log_softmax(-1).transpose(0, 1)
-            return F.ctc_loss(log_probs, y.masked_select(y > 0), torch.full((3,), 9), (y > 1).sum(-1))
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        log_probs = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(log_probs, batch["y"].masked_select(batch["y"] > 0), torch.full((3,), 9), (batch["y"] > 1).sum(-1))
 
     y = torch.tensor([[2, 3, 1], [4, 0, 0], [5, 6, 7]])
-    with pytest.raises(InterlaceError, match="depends on data"):
-        train(Wrong, [{"x": torch.randn(3, 9, 4).double(), "y": y, "rows": False}])
+    with pytest.raises(CaptureError, match="depends on data"):
+        capture(nn.Linear(4, 8).double(), loss, {"x": torch.randn(3, 9, 4).double(), "y": y})
 
 
 def test_a_size_nobody_knows_is_not_read() -> None:

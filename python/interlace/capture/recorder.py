@@ -123,6 +123,8 @@ class Recorder(TorchDispatchMode):
             fake = self._lift_real(t)
             return self._entries[id(fake)]
         storage = self._storages.get(t.untyped_storage()._cdata)
+        if id(t) in self._sized.selected:
+            raise DynamicOutputShapeException(aten.masked_select.default)
         if storage is None:
             raise CaptureError("a fake tensor made outside the capture reached the model; do not capture inside another trace")
         entry = self._entries[id(t)] = Entry(-1, storage, t)

@@ -29,7 +29,7 @@ class Sized:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._selected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the id of what masked_select gave: that, and its arguments
+        self.selected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the id of what masked_select gave: that, and its arguments
         self._losses: dict[int, tuple[Any, ...]] = {}  # by the storage of its second result: a CTC loss's arguments and first result
         self.forms: dict[Any, Callable[..., Any]] = {
             aten.index.Tensor: self._index, aten.masked_select.default: self._select, aten._ctc_loss.Tensor: self._ctc,
@@ -63,7 +63,7 @@ class Sized:
             return None
         with self.recorder.fakes:
             made = torch.empty(ShapeEnv().create_unbacked_symint(), dtype=x.dtype)  # type: ignore[call-overload]
-        self._selected[id(made)] = made, x, mask
+        self.selected[id(made)] = made, x, mask
         return made
 
     def _holds(self, t: Tensor) -> bool:
@@ -75,8 +75,8 @@ class Sized:
     def _ctc(self, log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int = 0, zero: bool = False) -> Any:
         rec = self.recorder
         with rec:
-            if id(targets) in self._selected:
-                _, x, mask = self._selected[id(targets)]
+            if id(targets) in self.selected:
+                _, x, mask = self.selected[id(targets)]
                 if not self._holds((mask.sum(-1) == lengths).all()):
                     return None
                 targets = x.masked_fill(~mask, 0).gather(1, torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True))
