@@ -117,6 +117,28 @@ def test_each_batch_takes_its_way(size: int) -> None:
         assert len(said) == 1 and "reads True of the batch, and read False when compiled" in said[0]  # the other program is kept
 
 
+class Deep(nn.Module):
+    """Two ways, in both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            h = torch.tanh(layer(h)) * (2 if (x > 0).all() else 1)
+        return F.cross_entropy(self.last(h), y)
+
+
+def test_stages() -> None:
+    batches = [b for i in range(4) for b in [of(i, i % 2 == 1)] * 2]  # both stages have one batch
+    for losses, expected, said in ranks.run(train, 2, Deep, batches, mesh="pp:2", accumulation=1):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert len(said) == 1
+
+
 def test_a_batch_on_which_the_model_raises() -> None:
     with pytest.raises(InterlaceError, match=r"test_ways.py:\d+: ValueError .*labels must be less than 5") as e:
         bad = {**of(1), "y": torch.tensor([0, 7, 1])}

@@ -8,7 +8,8 @@ import zoo_models
 
 SAMPLE = (
     "LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "SwinForImageClassification",
-    "Swinv2ForImageClassification", "Wav2Vec2ForCTC", "HubertForCTC", "TimeSeriesTransformerForPrediction", "ResNetForImageClassification", "torch.nn.BatchNorm2d", "torch.nn.LSTM", "torch.nn.channels_last",
+    "Swinv2ForImageClassification", "Wav2Vec2ForCTC", "HubertForCTC", "TimeSeriesTransformerForPrediction",
+    "ResNetForImageClassification", "torch.nn.BatchNorm2d", "torch.nn.LSTM", "torch.nn.channels_last",
 )  # fmt: skip
 
 

@@ -239,10 +239,7 @@ class Recorder(TorchDispatchMode):
         if func in self._sized.forms and (done := self._sized.forms[func](*args, **kwargs)) is not None:
             return done
         text = self.arguments(args, kwargs)
-        try:
-            results = promise(func, args, kwargs)
-        except DynamicOutputShapeException as e:
-            results = self._sized.as_example(func, args, kwargs, e)
+        results = self._sized.promised(func, args, kwargs)
         self.emit(func, info, args, kwargs, text, results)
         return results
 
@@ -427,12 +424,7 @@ class Recorder(TorchDispatchMode):
         return self._entries[id(t)].storage
 
     def _is_whole(self, t: Tensor, storage: Storage) -> bool:
-        return (
-            t.dtype == storage.dtype
-            and t.storage_offset() == 0
-            and tuple(t.shape) == storage.size
-            and t.stride() == storage.stride
-        )
+        return (t.dtype == storage.dtype and t.storage_offset() == 0 and tuple(t.shape) == storage.size and t.stride() == storage.stride)
 
     def _write(self, t: Tensor, value: int, new: Tensor) -> None:
         """From here on, `t` and everything in its storage reads `value`, whose sizes are those of the fake `new`."""

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from interlace.capture.check_ops import promise
 from interlace.capture.constants import NotConstant
 from interlace.capture.functional import op_info
 
@@ -36,13 +39,16 @@ class Sized:
             aten._ctc_loss_backward.Tensor: self._ctc_backward,
         }  # fmt: skip
 
-    def as_example(self, func: Any, args: tuple, kwargs: dict, error: Exception) -> Any:
-        """The results of an operator, fakes of the sizes that the example batch gives. Raises the error where more than it decides."""
+    def promised(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """The results of a call on fake tensors; where the batch alone decides their sizes, of those that the example gives."""
         rec = self.recorder
         try:
-            real = rec.ways.results(func, args, kwargs, rec.sites.place())
-        except NotConstant:
-            raise error from None
+            return promise(func, args, kwargs)
+        except DynamicOutputShapeException as e:
+            try:
+                real = rec.ways.results(func, args, kwargs, rec.sites.place())
+            except NotConstant:
+                raise e from None
         with rec.fakes:
             made = [torch.empty_strided(tuple(r.shape), r.stride(), dtype=r.dtype, device="cpu") for r in real]
         return made[0] if len(func._schema.returns) == 1 else tuple(made)
@@ -51,11 +57,9 @@ class Sized:
         """Masks among the indices become numbers of elements."""
         if all(i is None or i.dtype != torch.bool for i in indices):
             return None
-        found: list[Tensor | None] = []
         with self.recorder:
-            for i in indices:
-                found += [i] if i is None or i.dtype != torch.bool else torch.nonzero(i).unbind(1)
-            return aten.index.Tensor(x, found)
+            each = [(i,) if i is None or i.dtype != torch.bool else torch.nonzero(i).unbind(1) for i in indices]
+            return aten.index.Tensor(x, [i for group in each for i in group])
 
     def _select(self, x: Tensor, mask: Tensor) -> Any:
         """Targets of a CTC loss, so far of no known size; nothing else may use them."""

@@ -187,9 +187,7 @@ class Trace:
         for t in self.tensors:
             if t.fake is not None and rec.was_written(t.fake) and id(t) not in self._assigned:
                 if t.kind == "param":
-                    raise CaptureError(
-                        f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead"
-                    )
+                    raise CaptureError(f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead")
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
 
     def number_dtype(self) -> torch.dtype:
@@ -250,9 +248,7 @@ class Trace:
             raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         for name, value in named.items():
             if not isinstance(value, Tensor):
-                raise CaptureError(
-                    f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss"
-                )
+                raise CaptureError(f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss")
             self.outputs[name] = value
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
@@ -297,17 +293,14 @@ class Trace:
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
-                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a "
-                "loop on a tensor)"
-                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, "
-                "masks), or pass "
+                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor)"
+                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, masks), or pass "
                 "fullgraph=False to run that module in Python"
             ) from e
         except DynamicOutputShapeException as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
-                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; "
-                "use a form with "
+                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; use a form with "
                 "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
             ) from e
         except Exception as e:

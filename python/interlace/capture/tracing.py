@@ -110,7 +110,7 @@ def without_assertions() -> Iterator[None]:
             return bool(found) if sys._getframe(1).f_globals["__name__"].startswith("torch.distributions") else found
         return True
 
-    torch._check_tensor_all_with, torch._is_all_true = known, valid
+    torch._check_tensor_all_with, torch._is_all_true = known, valid  # type: ignore[assignment]
     try:
         yield
     finally:

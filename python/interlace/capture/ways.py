@@ -78,9 +78,7 @@ class Ways:
         known[id(t)] = len(ops) - 1
         return known[id(t)]
 
-    def _operator(
-        self, func: OpOverload, args: tuple, kwargs: dict, index: int | None, ops: list[Any], known: dict[int, int]
-    ) -> None:  # fmt: skip
+    def _operator(self, func: OpOverload, args: tuple, kwargs: dict, index: int | None, ops: list[Any], known: dict[int, int]) -> None:
         def word(a: Any) -> Any:
             if isinstance(a, Tensor):
                 if func in SHAPE_ONLY:

@@ -47,7 +47,8 @@ class Follow:
     def __init__(self, run: Run, captures: Captures, planner: Planner, evaluation: Evaluation, frozen: Frozen) -> None:
         self.run, self.captures, self.planner, self.evaluation, self.frozen = run, captures, planner, evaluation, frozen
         self._fixed: set[str] = set()  # numbers that cannot be read from buffers: the model branches on them, say
-        self._programs: dict[tuple[str, str], tuple[Built, int]] = {}  # by the state of what is watched and the ways; with the schedule's stage
+        # By the state of what is watched, and the ways; with the schedule's stage.
+        self._programs: dict[tuple[str, str], tuple[Built, int]] = {}
         self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
         self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
         self._look()
@@ -162,9 +163,10 @@ class Follow:
         run, programs = self.run, self.planner.programs
         key, before = self._key(self.watch), (state, json.dumps(self._ways()))
         run.flush()
+        same = not numbers - self._fixed and run.shapes is None and not run.config.stage_meshes
         for (other, taken), (found, stage) in self._programs.items():
             fits = ways is None or (place is not None and json.loads(taken)[: len(ways)] == ways)
-            if other == key and fits and not numbers - self._fixed and stage == run.stage and run.shapes is None:
+            if same and fits and other == key and stage == run.stage:
                 self._programs[before] = (self._running(), run.stage)
                 return self._use(found)
         if place is not None:

@@ -120,9 +120,7 @@ class Run:
         if self.save is not None:
             self.save.wait_staged()
 
-    def agree(
-        self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError
-    ) -> Callable[[], None]:
+    def agree(self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError) -> Callable[[], None]:
         """Runs check() on every rank; if it fails on any, all raise that error and nothing has changed."""
         problem, action = None, None
         try:
