@@ -134,7 +134,7 @@ class Deep(nn.Module):
 
 def test_stages() -> None:
     batches = [b for i in range(4) for b in [of(i, i % 2 == 1)] * 2]  # both stages have one batch
-    for losses, expected, said in ranks.run(train, 2, Deep, batches, mesh="pp:2", accumulation=1):
+    for losses, expected, said in ranks.run(train, 2, Deep, batches, mesh="pp=2", accumulation=1):
         assert losses == pytest.approx(expected, rel=1e-9)
         assert len(said) == 1
 
