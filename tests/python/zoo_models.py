@@ -167,6 +167,23 @@ def pixels(rows: int, seed: int, size: int = 16) -> dict[str, Tensor]:
     return {"pixel_values": x, "labels": torch.randint(0, 2, (rows,), generator=generator(seed))}
 
 
+def speech(rows: int, seed: int) -> dict[str, Tensor]:
+    """Sound, and labels of several lengths."""
+    labels = torch.randint(1, 30, (rows, 6), generator=generator(seed))
+    labels[0, 2 + seed % 4 :] = -100
+    return {"input_values": torch.randn(rows, 4000, generator=generator(seed)).double(), "labels": labels}
+
+
+def series(rows: int, seed: int) -> dict[str, Tensor]:
+    g = generator(seed)
+    past, future = (torch.rand(rows, n, generator=g).double() + 0.5 for n in (32, 8))
+    features = [torch.randn(rows, n, 2, generator=g).double() for n in (32, 8)]
+    return {
+        "past_values": past, "future_values": future, "past_time_features": features[0], "future_time_features": features[1],
+        "past_observed_mask": torch.ones(rows, 32).double(),
+    }  # fmt: skip
+
+
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     out = model(**batch)
     return out.loss if getattr(out, "loss", None) is not None else F.cross_entropy(out.logits.flatten(0, -2), batch["labels"].flatten())
@@ -211,6 +228,32 @@ def image_net(*layers: nn.Module) -> Callable[[], nn.Module]:
 
 def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+
+def branching() -> list[Model]:
+    """Models that look at their batch in Python."""
+    import transformers as T
+
+    sound = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "conv_dim": (16, 16, 16),
+        "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3), "num_feat_extract_layers": 3, "vocab_size": 32, "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+        "feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False, "ctc_loss_reduction": "mean",
+        "ctc_zero_infinity": True, "pad_token_id": 0,
+    }  # fmt: skip
+    times = {
+        "prediction_length": 8, "context_length": 25, "lags_sequence": [1, 2, 7], "num_time_features": 2, "d_model": 32,
+        "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "attention_dropout": 0.0,
+        "activation_dropout": 0.0, "use_cache": False,
+    }  # fmt: skip
+    cases = []
+    for family in listed("Wav2Vec2 Hubert WavLM UniSpeech UniSpeechSat Data2VecAudio SEW"):
+        more = {"Data2VecAudio": {"conv_pos_kernel_size": 3}, "SEW": {"squeeze_factor": 2}}.get(family, {})
+        cls, config = getattr(T, f"{family}ForCTC"), getattr(T, f"{family}Config")
+        cases.append(Model(f"{family}ForCTC", lambda cls=cls, config=config, more=more: cls(config(**sound, **more)), speech, own_loss))
+    build = lambda: T.TimeSeriesTransformerForPrediction(T.TimeSeriesTransformerConfig(**times))  # noqa: E731
+    return [*cases, Model("TimeSeriesTransformerForPrediction", build, series, own_loss)]
 
 
 def plain_models() -> list[Model]:
@@ -263,7 +306,7 @@ def cases() -> list[Model]:
         *found("ForCausalLM", LANGUAGE, words), *found("LMHeadModel", LANGUAGE, words), *found("ForMaskedLM", MASKED, words),
         *found("ForConditionalGeneration", SEQUENCES, words), *found("ForImageClassification", IMAGES, pixels),
         *found("ForSequenceClassification", [*TOKENS, "GPT2", "Llama", "Mistral", "Qwen2", "OPT", "Bloom", "Falcon", "Gemma"], classes),
-        *found("ForTokenClassification", TOKENS, tagged), *plain_models(),
+        *found("ForTokenClassification", TOKENS, tagged), *branching(), *plain_models(),
     ]  # fmt: skip
     return list({case.name: case for case in every}.values())
 

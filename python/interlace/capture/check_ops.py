@@ -42,8 +42,7 @@ def check_op_kinds(calls: Iterable[tuple[OpOverload, tuple, dict]]) -> None:
         wrong = _verdicts[key]
         if wrong not in (RIGHT, UNCHECKED):
             raise CaptureError(
-                f"operator {op_name(func)} {wrong}, which its schema and its fake implementation do not say; a "
-                "program that uses "
+                f"operator {op_name(func)} {wrong}, which its schema and its fake implementation do not say; a program that uses "
                 "it would be wrong. Use another operator, or fix its registration (torch.library)"
             )
 

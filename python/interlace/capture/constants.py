@@ -4,6 +4,8 @@ it, ...
 Their values are known while the model is traced, so reading them (`if`, .item()) is no branch on data. Hugging Face
 models ask in this way whether default position ids are those of one sequence. Nothing is computed until somebody
 reads; then the recipe is run, for symbolic sizes at two sets of example sizes, which must agree.
+
+Recipes of what depends on the inputs too, and on nothing else, are kept beside them: see ways.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Tensor = torch.Tensor
 
 _MAX_ELEMENTS = 1 << 22  # of one intermediate value
 # Results that depend on the sizes of their first argument only.
-_SHAPE_ONLY = frozenset(
+SHAPE_ONLY = frozenset(
     {
         aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default,
         aten.zeros_like.default, aten.full_like.default,
@@ -38,25 +40,38 @@ class Constants:
         self._size_of = size_of
         self._recipes: dict[int, tuple[OpOverload | None, tuple, dict, int]] = {}
         self._by_storage: dict[int, list[int]] = {}
+        self._of_inputs: set[int] = set()  # those of the recipes that depend on inputs
 
     def knows(self, t: Tensor) -> bool:
-        return id(t) in self._recipes
+        return id(t) in self._recipes and id(t) not in self._of_inputs
+
+    def recipe(self, t: Tensor) -> tuple[OpOverload | None, tuple, dict, int]:
+        """Operator, arguments and the number of the result; no operator for a value (the argument) or an input (its number under "input").
+        Raises NotConstant."""
+        if id(t) not in self._recipes:
+            raise NotConstant
+        return self._recipes[id(t)]
+
+    def set_input(self, fake: Tensor, number: int) -> None:
+        self._add(fake, (None, (), {"input": number}, 0), True)
 
     def set_value(self, fake: Tensor, real: Tensor) -> None:
-        self._add(fake, (None, (real,), {}, 0))
+        self._add(fake, (None, (real,), {}, 0), False)
 
     def note(self, func: OpOverload, args: tuple, kwargs: dict, results: list[Tensor | None]) -> None:
         """Called for every op that mutates nothing and draws no random numbers. The caller keeps the results alive."""
-        if func in _UNKNOWN or (func not in _SHAPE_ONLY and not self._all_known(args)) or not self._all_known(kwargs.values()):
+        if func in _UNKNOWN or (func not in SHAPE_ONLY and not self._all_known(args)) or not self._all_known(kwargs.values()):
             return
+        of_inputs = func not in SHAPE_ONLY and (self._any_of_inputs(args) or self._any_of_inputs(kwargs.values()))
         for i, r in enumerate(results):
             if r is not None:
-                self._add(r, (func, args, kwargs, i))
+                self._add(r, (func, args, kwargs, i), of_inputs)
 
     def forget(self, t: Tensor) -> None:
         """The storage of `t` was written."""
         for key in self._by_storage.pop(t.untyped_storage()._cdata, ()):
             self._recipes.pop(key, None)
+            self._of_inputs.discard(key)
 
     def number(self, t: Tensor) -> Any:
         """The Python number that a one-element tensor holds. Raises NotConstant."""
@@ -67,8 +82,10 @@ class Constants:
             raise NotConstant
         return first
 
-    def _add(self, t: Tensor, recipe: tuple[OpOverload | None, tuple, dict, int]) -> None:
+    def _add(self, t: Tensor, recipe: tuple[OpOverload | None, tuple, dict, int], of_inputs: bool) -> None:
         self._recipes[id(t)] = recipe
+        if of_inputs:
+            self._of_inputs.add(id(t))
         self._by_storage.setdefault(t.untyped_storage()._cdata, []).append(id(t))
 
     def _all_known(self, args: Any) -> bool:
@@ -80,6 +97,11 @@ class Constants:
                 return False
         return True
 
+    def _any_of_inputs(self, args: Any) -> bool:
+        return bool(self._of_inputs) and any(
+            id(a) in self._of_inputs if isinstance(a, Tensor) else isinstance(a, (list, tuple)) and self._any_of_inputs(a) for a in args
+        )
+
     def _evaluate(self, t: Tensor, example: int, done: dict[int, Tensor]) -> Tensor:
         if id(t) in done:
             return done[id(t)]
@@ -89,7 +111,7 @@ class Constants:
         shape = [self._size(n, example) for n in t.shape]
         if torch.Size(shape).numel() > _MAX_ELEMENTS:
             raise NotConstant
-        if func in _SHAPE_ONLY and not self.knows(args[0]):
+        if func in SHAPE_ONLY and not self.knows(args[0]):
             args = (torch.empty([self._size(n, example) for n in args[0].shape], dtype=args[0].dtype), *args[1:])
 
         def real(a: Any) -> Any:

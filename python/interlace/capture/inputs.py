@@ -104,9 +104,7 @@ class InputSpec:
         for path, leaf in leaves(batch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.layout != torch.strided:
-                    raise CaptureError(
-                        f"batch entry '{path_name(path)}' is a {leaf.layout} tensor; pass a dense one (.to_dense())"
-                    )
+                    raise CaptureError(f"batch entry '{path_name(path)}' is a {leaf.layout} tensor; pass a dense one (.to_dense())")
                 tensors.append(InputTensor(path_name(path), path, leaf.dtype, tuple(leaf.shape)))
             elif type(leaf).__module__ == "numpy" and hasattr(leaf, "shape"):
                 raise CaptureError(f"batch entry '{path_name(path)}' is a NumPy array; pass a tensor (torch.from_numpy)")
@@ -174,9 +172,7 @@ class InputSpec:
             raise CaptureError(f"a batch without a batch dimension cannot be cut into {parts} micro-batches")
         size = sizes[0]
         if size % parts:
-            raise CaptureError(
-                f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible by {parts}"
-            )
+            raise CaptureError(f"a batch of {size} cannot be cut into {parts} equal micro-batches; use a batch size divisible by {parts}")
         step = size // parts
         out = []
         for i in range(parts):

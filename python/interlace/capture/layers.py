@@ -91,9 +91,7 @@ class _LayerTrace(Trace):
         tensors = [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, Tensor)]
         floating = [path for path, t in tensors if t.requires_grad]
         if len(floating) != 1:
-            raise CaptureError(
-                f"{len(floating)} differentiable tensors enter a block; layers that hand on one activation can be planned"
-            )
+            raise CaptureError(f"{len(floating)} differentiable tensors enter a block; layers that hand on one activation can be planned")
         self._end(dict(tensors)[floating[0]])
         self._begin("block")
         fresh = {
@@ -141,9 +139,7 @@ class _LayerTrace(Trace):
         return "\n".join(lines) + f"\nphase micro_batch takes () gives () {{\n{body}\n}}\n"
 
 
-def capture_layers(
-    model: nn.Module, blocks: nn.ModuleList, loss_fn: Callable[[nn.Module, Any], Any], batch: Any
-) -> dict[str, str]:
+def capture_layers(model: nn.Module, blocks: nn.ModuleList, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> dict[str, str]:
     """Program texts by role: "embedding", "block", "head". `blocks` is the model's list, with one block in it.
 
     Sizes of dimension 0 and 1 of the batch are the symbols b and s. Raises CaptureError, as capture does, and for a model

@@ -89,9 +89,7 @@ class DimPrinter:
             return self._fold("max", e.args)
         if isinstance(e, (sym.Min, sympy.Min)):
             return self._fold("min", e.args)
-        raise CaptureError(
-            f"the size {e} cannot be written with sums, products, //, %, max and min; capture with numbers instead"
-        )
+        raise CaptureError(f"the size {e} cannot be written with sums, products, //, %, max and min; capture with numbers instead")
 
     def _fold(self, name: str, args: tuple[sympy.Expr, ...]) -> str:
         out = self._expr(args[0])

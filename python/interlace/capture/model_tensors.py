@@ -60,8 +60,7 @@ def collect(model: nn.Module) -> list[ModelTensor]:
             for key, t in _plain_tensors(name, value):
                 if isinstance(t, nn.Parameter) and id(t) not in found:
                     raise CaptureError(
-                        f"'{_join(path, key)}' is a parameter kept in a plain list or dict; use nn.ParameterList or "
-                        "nn.ParameterDict"
+                        f"'{_join(path, key)}' is a parameter kept in a plain list or dict; use nn.ParameterList or nn.ParameterDict"
                     )
                 add(_join(path, key), t, "plain", False)
     return list(found.values())
@@ -105,9 +104,7 @@ def check_parameters(tensors: list[ModelTensor]) -> None:
                 "move the model to one device"
             )
         if not is_non_overlapping_and_dense_or_false(t):
-            raise CaptureError(
-                f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy"
-            )
+            raise CaptureError(f"parameter '{p.name}' is not dense (strides {tuple(t.stride())}); set it to a .contiguous() copy")
         if t._backward_hooks or not all(hasattr(h, OWN_HOOK) for h in (getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()):
             raise CaptureError(f"parameter '{p.name}' has a gradient hook, which a program cannot run; remove it")
         if t.is_meta or t.numel() == 0:

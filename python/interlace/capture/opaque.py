@@ -166,8 +166,7 @@ def learn_calls(
     """
     if values is None and any(p.is_meta for p in model.parameters()):
         raise CaptureError(
-            f"module '{next(iter(paths))}' cannot be captured, and what it gives cannot be learnt from a model on "
-            "meta; build the model "
+            f"module '{next(iter(paths))}' cannot be captured, and what it gives cannot be learnt from a model on meta; build the model "
             "in memory, or change the module"
         )
     calls: dict[str, list[OpaqueCall]] = {path: [] for path in paths}

@@ -83,10 +83,8 @@ class OpaqueTable:
         got = [(path, Meta.of(t)) for path, t in found.items() if any(path == p for p, _ in call.outputs)]
         if got != call.outputs:
             raise CaptureError(
-                f"opaque module '{call.path}' gave {[(str(g.dtype), g.size) for _, g in got]}, but on the example "
-                "batch it gave "
-                f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes "
-                "with the data"
+                f"opaque module '{call.path}' gave {[(str(g.dtype), g.size) for _, g in got]}, but on the example batch it gave "
+                f"{[(str(g.dtype), g.size) for _, g in call.outputs]}; its results must not change their sizes with the data"
             )
         return [found[path] for path, _ in call.outputs], buffers
 

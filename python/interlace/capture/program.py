@@ -21,6 +21,7 @@ from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import check_model, without_collection
 from interlace.capture.watch import Change, Watch
+from interlace.capture.ways import Way
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -43,13 +44,14 @@ class Captured:
     sometimes: list[str]  # parameters that have a gradient in steps in which an opaque module uses them, and no other user
     num_ops: int
     seconds: float
+    ways: list[Way]  # what Python has read of the example batch
 
 
 def capture(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any] | None, example_batch: Any, *,
     optimizer: torch.optim.Optimizer | None = None, micro_batches: int = 1, symbolic: bool | Collection[str] = False,
     fullgraph: bool = True, rng_mode: str = "keyed", casts: Casts = NO_CASTS, numbers: Collection[str] = (),
-    watch: Watch | None = None, values: Mapping[int, Tensor] | None = None,
+    watch: Watch | None = None, values: Mapping[int, Tensor] | None = None, undecided: Collection[str] = (),
 ) -> Captured:  # fmt: skip
     """Traces one micro-batch of forward, loss and backward on fake tensors; no real memory is used.
 
@@ -60,7 +62,11 @@ def capture(
     runtime for one generator in program order, as eager PyTorch has, instead of keyed streams. `casts` has the model
     run in another precision than that of its parameters. `numbers`: places of numbers (see watch.py) that become buffers of the
     program, by their names. `watch`: of the model and loss function as they are, made here when not given.
-    `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from.
+    `values`: of parameters on meta, by their ids, for the real run that opaque modules are learnt from. `undecided`: places ("net.py:12")
+    where Python may not read the example batch.
+
+    Where Python branches on the batch the program is that of the example, and holds for batches that take the same ways (`ways`, see
+    ways.py): whoever runs it looks.
 
     Raises CaptureError: the message names the parameter, the batch entry or the source line, and what to do.
     """
@@ -76,7 +82,7 @@ def capture(
     with without_collection():
         loss_fn = loss_fn or _default_loss
         watch = watch or Watch(model, loss_fn)
-        trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
+        trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
         text = trace.text(groups, micro_batches, rng_mode)
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
     opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
@@ -87,7 +93,7 @@ def capture(
         aliases={a: t.name for t in trace.tensors for a in t.aliases}, outputs=list(trace.outputs),
         opaque=list(trace.opaque_calls), opaque_calls=opaque_calls,
         sometimes=only_in(opaque_calls, params, trace.recorder.lines) if opaque_calls else [],
-        num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin,
+        num_ops=trace.recorder.num_ops, seconds=time.perf_counter() - begin, ways=trace.ways.read,
     )  # fmt: skip
 
 
@@ -104,13 +110,13 @@ def _default_loss(model: nn.Module, batch: Any) -> Any:
 def _traced(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None,
+    values: Mapping[int, Tensor] | None, undecided: Collection[str],
 ) -> Trace:  # fmt: skip
     """The finished trace, under torch.autocast where that is asked for and the loss function does not open it itself."""
     if not casts.autocast:
-        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
+        return _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
     with regions_opened() as opened:
-        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values)
+        trace = _whole(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
     if opened:
         return trace
 
@@ -118,13 +124,13 @@ def _traced(
         with torch.autocast("cpu"):
             return loss_fn(model, batch)
 
-    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values)
+    return _whole(model, tensors, batch, cast, symbolic, fullgraph, casts, numbers, watch, values, undecided)
 
 
 def _whole(
     model: nn.Module, tensors: list[ModelTensor], batch: Any, loss_fn: Callable[[nn.Module, Any], Any],
     symbolic: bool | Collection[str], fullgraph: bool, casts: Casts, numbers: Collection[str], watch: Watch,
-    values: Mapping[int, Tensor] | None,
+    values: Mapping[int, Tensor] | None, undecided: Collection[str],
 ) -> Trace:  # fmt: skip
     """The finished trace. Without `fullgraph`, modules that fail become opaque, innermost first, until the rest can
     be traced."""
@@ -133,7 +139,7 @@ def _whole(
     while True:
 
         def trace() -> Trace:
-            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts)  # noqa: B023
+            return Trace(model, list(tensors), InputSpec.of(batch), symbolic, calls, casts, batch, undecided)  # noqa: B023
 
         found = trace()
         try:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -32,6 +32,8 @@ from interlace.capture.constants import Constants, NotConstant
 from interlace.capture.functional import OpInfo, corrected, draws, functional_arguments, omitted, op_info
 from interlace.capture.literals import FORMATS, DimPrinter, dtype_name, number, quote
 from interlace.capture.sites import Sites
+from interlace.capture.sized import Sized
+from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 
 aten = torch.ops.aten
@@ -60,10 +62,11 @@ class Entry:
 
 class Recorder(TorchDispatchMode):
     def __init__(
-        self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, lift: Callable[..., Tensor],
+        self, fakes: FakeTensorMode, sites: Sites, dims: DimPrinter, constants: Constants, ways: Ways, lift: Callable[..., Tensor],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.fakes, self.sites, self.dims, self.constants = fakes, sites, dims, constants
+        self.fakes, self.sites, self.dims, self.constants, self.ways = fakes, sites, dims, constants, ways
+        self._sized = Sized(self)
         self.lines: list[str] = []
         self.part = "fwd"
         self.num_ops = 0
@@ -120,6 +123,8 @@ class Recorder(TorchDispatchMode):
             fake = self._lift_real(t)
             return self._entries[id(fake)]
         storage = self._storages.get(t.untyped_storage()._cdata)
+        if id(t) in self._sized.selected:
+            raise DynamicOutputShapeException(aten.masked_select.default)
         if storage is None:
             raise CaptureError("a fake tensor made outside the capture reached the model; do not capture inside another trace")
         entry = self._entries[id(t)] = Entry(-1, storage, t)
@@ -219,6 +224,8 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             with contextlib.suppress(NotConstant), no_dispatch():
                 return self.constants.number(args[0])
+            with contextlib.suppress(NotConstant):
+                return self.ways.number(args[0], self.sites.place())
         args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None
@@ -229,9 +236,11 @@ class Recorder(TorchDispatchMode):
             return self._move_view(func, args, kwargs)
         if info.mutated:
             return self._mutate(func, info, args, kwargs)
-        text = self._arguments(args, kwargs)
-        results = promise(func, args, kwargs)
-        self._emit(func, info, args, kwargs, text, results)
+        if func in self._sized.forms and (done := self._sized.forms[func](*args, **kwargs)) is not None:
+            return done
+        text = self.arguments(args, kwargs)
+        results = self._sized.promised(func, args, kwargs)
+        self.emit(func, info, args, kwargs, text, results)
         return results
 
     def _fake_args(self, args: tuple) -> tuple:
@@ -253,7 +262,7 @@ class Recorder(TorchDispatchMode):
             return [self._fake(x) for x in a]
         return a
 
-    def _arguments(self, args: tuple, kwargs: dict) -> str:
+    def arguments(self, args: tuple, kwargs: dict) -> str:
         texts = [self.literal(a) for a in args]
         for name, a in kwargs.items():
             if not omitted(name):
@@ -264,7 +273,7 @@ class Recorder(TorchDispatchMode):
                 )
         return ", ".join(texts)
 
-    def _emit(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict, text: str, results: Any) -> None:
+    def emit(self, func: OpOverload, info: OpInfo, args: tuple, kwargs: dict, text: str, results: Any) -> None:
         """Records an op that mutates nothing."""
         flat = results if isinstance(results, (tuple, list)) else (results,)
         if not any(isinstance(r, Tensor) for r in flat):
@@ -342,9 +351,9 @@ class Recorder(TorchDispatchMode):
 
     def _corrected(self, func: OpOverload, args: tuple, form: OpOverload, form_args: tuple, written: tuple[int, ...]) -> Any:
         """An operator that writes some of its arguments without saying so: its functional form, then new versions."""
-        text = self._arguments(form_args, {})
+        text = self.arguments(form_args, {})
         results = promise(form, form_args, {})
-        self._emit(form, op_info(form), form_args, {}, text, results)
+        self.emit(form, op_info(form), form_args, {}, text, results)
         keep = len(results) - len(written)
         for at, new in zip(written, results[keep:], strict=True):
             self._write(args[at], self.value_of(new), new)
@@ -362,9 +371,9 @@ class Recorder(TorchDispatchMode):
         form, form_args = info.functional, functional_arguments(func, info.functional, args)
         if info.random and not t.is_contiguous() and self._draw_in_memory_order(form, form_args, kwargs):
             return func(*args, **kwargs)
-        text = self._arguments(form_args, kwargs)
+        text = self.arguments(form_args, kwargs)
         new = form(*form_args, **kwargs)
-        self._emit(form, op_info(form), form_args, kwargs, text, new)
+        self.emit(form, op_info(form), form_args, kwargs, text, new)
         result = func(*args, **kwargs)
         self._write(t, self.value_of(new), new)
         return result
@@ -388,10 +397,10 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Runs and records an op of the recorder's own."""
-        text = self._arguments(args, kwargs)
+        text = self.arguments(args, kwargs)
         with self.fakes:
             results = func(*args, **kwargs)
-        self._emit(func, op_info(func), args, kwargs, text, results)
+        self.emit(func, op_info(func), args, kwargs, text, results)
         return results
 
     def _copy(self, t: Tensor, source: Tensor) -> None:
@@ -415,12 +424,7 @@ class Recorder(TorchDispatchMode):
         return self._entries[id(t)].storage
 
     def _is_whole(self, t: Tensor, storage: Storage) -> bool:
-        return (
-            t.dtype == storage.dtype
-            and t.storage_offset() == 0
-            and tuple(t.shape) == storage.size
-            and t.stride() == storage.stride
-        )
+        return (t.dtype == storage.dtype and t.storage_offset() == 0 and tuple(t.shape) == storage.size and t.stride() == storage.stride)
 
     def _write(self, t: Tensor, value: int, new: Tensor) -> None:
         """From here on, `t` and everything in its storage reads `value`, whose sizes are those of the fake `new`."""
@@ -469,7 +473,7 @@ class Recorder(TorchDispatchMode):
             return [swap(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         new_args, new_kwargs = tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
-        text = self._arguments(new_args, new_kwargs)
+        text = self.arguments(new_args, new_kwargs)
         values = [self.value_of(c) for c in copies.values()]
         results = func(*args, **kwargs)
         tensors: list[Tensor | None] = []

@@ -96,6 +96,10 @@ class Sites:
         path = next((modules[w] for w in words if w in modules), None)
         return path, next((sources[w] for w in words if w in sources), "")
 
+    def place(self) -> str:
+        """ "file.py:12" of the user's line that runs now."""
+        return self.place_of(self._source(sys._getframe(1)))[1]
+
     def _source(self, frame: FrameType | None) -> str:
         known = self._is_user
         while frame is not None:

@@ -48,9 +48,7 @@ class Symbols:
         for expr, name in self.expressions.items():
             fixed = self.env.replacements.get(expr)
             if fixed is not None:
-                raise CaptureError(
-                    f"the model fixes the symbolic size {name} to {fixed}; capture with numbers instead (symbolic=False)"
-                )
+                raise CaptureError(f"the model fixes the symbolic size {name} to {fixed}; capture with numbers instead (symbolic=False)")
             bounds = self.env.var_to_range[expr]
             low = max(2, int(bounds.lower))
             high = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper < _MAX else _MAX
@@ -63,16 +61,12 @@ class Symbols:
         if isinstance(expr, sympy.Ne):
             return  # at an excluded size the model takes another branch for the same values (1 or equal sizes)
         free = expr.free_symbols
-        if len(free) == 1 and isinstance(
-            expr, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)
-        ):
+        if len(free) == 1 and isinstance(expr, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
             return  # a bound on one symbol: it is in the range
         statically = self.env._maybe_evaluate_static(expr)
         if statically is True or statically == sympy.true:
             return
-        raise CaptureError(
-            f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead (symbolic=False)"
-        )
+        raise CaptureError(f"the model works only for sizes with {self.rename(str(expr))}; capture with numbers instead (symbolic=False)")
 
 
 def make_symbols(spec: InputSpec, symbolic: bool | Collection[str]) -> tuple[Symbols | None, InputSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -36,6 +37,7 @@ from interlace.capture.tracing import (
     without_fused_recurrence,
     without_log,
 )
+from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 from interlace.version import __version__
 
@@ -48,8 +50,9 @@ class Trace:
 
     def __init__(
         self, model: nn.Module, tensors: list[ModelTensor], spec: InputSpec, symbolic: bool | Collection[str],
-        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts,
+        opaque_calls: dict[str, list[OpaqueCall]], casts: Casts, example: Any = None, undecided: Collection[str] = (),
     ) -> None:  # fmt: skip
+        """`example`: the batch whose ways (ways.py) are taken, but at places that are `undecided`; None: Python may read none."""
         self.opaque_calls, self.casts = opaque_calls, casts
         self.model, self.tensors = model, tensors
         self.symbols, self.spec = make_symbols(spec, symbolic)
@@ -59,7 +62,8 @@ class Trace:
         if self.symbols:
             self.dims.names.update(self.symbols.expressions)
         self.constants = Constants(self.symbols.size_in if self.symbols else lambda n, _: int(n))
-        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self._lift)
+        self.ways = Ways(self.constants, None if symbolic or example is None else spec.flatten(example), undecided)
+        self.recorder = Recorder(self.fakes, self.sites, self.dims, self.constants, self.ways, self._lift)
         self.ids: dict[int, int] = {}  # id(ModelTensor) -> value id
         self.consts: dict[str, int] = {}
         self.outputs: dict[str, Tensor] = {}
@@ -88,6 +92,7 @@ class Trace:
             size: list[Any] = [self.symbols.sizes[n] if self.symbols and isinstance(n, str) else n for n in t.shape]
             with self.fakes:
                 fake = torch.empty(size, dtype=t.dtype, device="cpu")
+            self.constants.set_input(fake, len(self._input_lines))
             self._input_lines.append(f"input {self.recorder.declare(fake)} {quote(t.name)}")
             replacement[t.path] = fake
         return rebuild(batch, replacement)
@@ -182,9 +187,7 @@ class Trace:
         for t in self.tensors:
             if t.fake is not None and rec.was_written(t.fake) and id(t) not in self._assigned:
                 if t.kind == "param":
-                    raise CaptureError(
-                        f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead"
-                    )
+                    raise CaptureError(f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead")
                 rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
 
     def number_dtype(self) -> torch.dtype:
@@ -245,9 +248,7 @@ class Trace:
             raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
         for name, value in named.items():
             if not isinstance(value, Tensor):
-                raise CaptureError(
-                    f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss"
-                )
+                raise CaptureError(f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss")
             self.outputs[name] = value
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
@@ -292,17 +293,14 @@ class Trace:
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
-                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a "
-                "loop on a tensor)"
-                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, "
-                "masks), or pass "
+                f"{place}: the model reads a tensor's value while it runs (.item(), bool(), int(), an `if` or a loop on a tensor)"
+                f"{self.module()}; a program cannot branch on data. Keep the value a tensor (torch.where, masks), or pass "
                 "fullgraph=False to run that module in Python"
             ) from e
         except DynamicOutputShapeException as e:
             place = user_place(e.__traceback__) or what
             raise CaptureError(
-                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; "
-                "use a form with "
+                f"{place}: the size of {e.args[0] if e.args else 'a result'} depends on data{self.module()}; use a form with "
                 "fixed sizes (torch.where, masks), or pass fullgraph=False to run that module in Python"
             ) from e
         except Exception as e:
@@ -330,6 +328,8 @@ class Trace:
         plan = model_plan(self.model)
         if plan:
             lines.append(f"meta tensor {quote(plan)}")
+        if self.ways.read:
+            lines.append(f"meta ways {quote(json.dumps(self.ways.read))}")
         if self.symbols:
             lines += [f"symbol {name} {low} {high}" for name, low, high in self.symbols.ranges()]
         lines.append("step 1 reduce_each")

@@ -96,18 +96,25 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_assertions() -> Iterator[None]:
-    """Assertions on values that only a step will know (torch._check_tensor_all) are left out; those that are known are made."""
-    check = torch._check_tensor_all_with
+    """Assertions on values that only a step will know are left out, those of torch._check_tensor_all and of the arguments of
+    torch.distributions; those that are known are made."""
+    check, all_true = torch._check_tensor_all_with, torch._is_all_true
 
     def known(error_type: type[Exception], cond: Any, message: Any = None) -> None:
         with contextlib.suppress(DataDependentOutputException):
             check(error_type, cond, message)
 
-    torch._check_tensor_all_with = known
+    def valid(values: torch.Tensor) -> Any:
+        with contextlib.suppress(DataDependentOutputException):
+            found = all_true(values)
+            return bool(found) if sys._getframe(1).f_globals["__name__"].startswith("torch.distributions") else found
+        return True
+
+    torch._check_tensor_all_with, torch._is_all_true = known, valid  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch._check_tensor_all_with = check
+        torch._check_tensor_all_with, torch._is_all_true = check, all_true
 
 
 def _both(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:

@@ -210,9 +210,7 @@ def check_shapes(weights: Weights | HeldWeights | CheckedTensors, wanted: Mappin
             raise CheckpointError(f"{weights.source} has no '{name}' for {label}; was it saved from another model?")
         got = tuple(weights.shape(name))
         if got != shape:
-            raise CheckpointError(
-                f"{weights.source}: '{name}' has shape {got}, {label} needs {shape}; was it saved from another model?"
-            )
+            raise CheckpointError(f"{weights.source}: '{name}' has shape {got}, {label} needs {shape}; was it saved from another model?")
 
 
 def check_hyper(where: object, group: int, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -87,9 +87,7 @@ def _names(model: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> list[li
 
     named = []
     for number, group in enumerate(groups):
-        shapes = [
-            next((s.shape for s in state.get(i, {}).values() if isinstance(s, Tensor) and s.dim()), None) for i in group["params"]
-        ]
+        shapes = [next((s.shape for s in state.get(i, {}).values() if isinstance(s, Tensor) and s.dim()), None) for i in group["params"]]
         # Taken from the front and from the back: when both agree there is no other way to place the shapes.
         front, back = embedded(shapes, order), embedded(shapes[::-1], order[::-1])
         if front is None or back is None or front != back[::-1]:
@@ -128,9 +126,7 @@ def import_torch(source: Path, folder: Path) -> int:
                 for role in STATE_NAMES[kind]:
                     if isinstance(entry.get(role), Tensor):
                         if entry[role].shape != model[name].shape:
-                            raise CheckpointError(
-                                f"{role} of '{name}' has shape {tuple(entry[role].shape)}, the parameter another"
-                            )
+                            raise CheckpointError(f"{role} of '{name}' has shape {tuple(entry[role].shape)}, the parameter another")
                         moments[f"{role}.{name}"] = entry[role]
             if len(steps) > 1:
                 raise CheckpointError(f"parameters of one group have made different numbers of steps: {sorted(steps)}")

@@ -117,9 +117,7 @@ class Work:
 
     def __enter__(self) -> Work:
         if self.console.is_terminal and not self.quiet:
-            self.bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True
-            )
+            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.console, transient=True)
             self.bar.start()
         return self
 

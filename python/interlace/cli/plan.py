@@ -302,9 +302,7 @@ def check_plan(
     text, cluster_file = sim.read_cluster(cluster or plan["cluster"]) if here is None else (here.text, plan["cluster"])
     with Work() as work:
         layers = traced(work, layers_file or plan["model"], plan["sequence"], plan["flash_attention"], plan["dtype"], ignore)
-        predicted = _core.predict_plan(
-            Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file, over_memory=over_memory
-        )
+        predicted = _core.predict_plan(Path(file).read_text(), layers, text, file=file, cluster_file=cluster_file, over_memory=over_memory)
         error = _core.PlanPredictor(layers, plan["sequence"]).run(predicted, text, cluster_file)[2]
         explained = json.loads(_core.explain_plan(predicted, layers, text, cluster_file=cluster_file))
     again = json.loads(_core.read_plan(predicted, file, over_memory=over_memory))
@@ -333,7 +331,5 @@ def nothing_fits(model: str, cluster: str, found: dict[str, Any]) -> str:
         lines.append(f"  {why['devices']} devices of the same kind")
     if "sequence" in why:
         lines.append(f"  sequences of {why['sequence']} tokens")
-    lines.append(
-        f"  devices with {format_bytes(least)} for the program (--memory-limit {-(-least // 2**20)}MiB, if they have it)"
-    )
+    lines.append(f"  devices with {format_bytes(least)} for the program (--memory-limit {-(-least // 2**20)}MiB, if they have it)")
     return "\n".join(lines)

@@ -181,9 +181,7 @@ def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
     rows = []
     for run in runs:
         for phase in explained[run[0]]["phases"]:
-            rows.append(
-                [_named(run), phase["name"].replace(" ", "\u00a0")] + [_ms(phase[key]) if phase[key] else "-" for key in keys]
-            )
+            rows.append([_named(run), phase["name"].replace(" ", "\u00a0")] + [_ms(phase[key]) if phase[key] else "-" for key in keys])
     head = [
         "stage", "phase", "compute", "gather, reduce", "from host", "to host", "tensor parallel", "exposed at ends",
         "together",

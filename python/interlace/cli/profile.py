@@ -48,12 +48,8 @@ LARGEST_SWEEP = 1 << 22  # bytes, when there is no program to say how large coll
 
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes on this machine.", show_default="2, or the launcher's")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of each rank.", show_default="cores / ranks")]
-Network = Annotated[
-    str | None, typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface")
-]
-StorePath = Annotated[
-    str | None, typer.Option("--store", help="The file that keeps measurements.", show_default="the user's cache")
-]
+Network = Annotated[str | None, typer.Option("--network", help="A name for the network, part of the fingerprint.", show_default="interface")]
+StorePath = Annotated[str | None, typer.Option("--store", help="The file that keeps measurements.", show_default="the user's cache")]
 Export = Annotated[str | None, typer.Option("--export", help="Write the profile as a file for simulate and report.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
@@ -255,9 +251,7 @@ def missing(store: Store, machine: Machine, text: str, again: bool, tier: str | 
     keys = sorted({facts["key"] for facts in plan.values() if facts["key"]})
     points = {(f["name"].removesuffix(".start"), f["bytes"] // f["units"]) for f in plan.values() if f["bytes"]}
     in_place = [("collective", f"{kind} {machine.ranks} {size}") for kind, size in points if machine.ranks > 1]
-    complete = ("stage", f"program {digest}") in rows or all(
-        place in rows for place in [*[("op", key) for key in keys], *in_place]
-    )
+    complete = ("stage", f"program {digest}") in rows or all(place in rows for place in [*[("op", key) for key in keys], *in_place])
     largest = max([size for _, size in points] or [LARGEST_SWEEP])
     sweeps = [(kind, size) for kind in ("gather", "reduce", "all_reduce", "p2p") for size in sweep_sizes(largest)]
     wanted = [(kind, size) for kind, size in sweeps if ("collective", f"{kind} {machine.ranks} {size}") not in rows]

@@ -17,6 +17,7 @@ from interlace.capture.inputs import leaves, of_rows
 from interlace.capture.literals import quote
 from interlace.capture.model_tensors import collect
 from interlace.capture.watch import Watch
+from interlace.capture.ways import other_way
 from interlace.compiling.cache import key_of
 from interlace.compiling.dropout import changed, reads_of
 from interlace.compiling.fingerprint import Fingerprint, Unsure
@@ -44,6 +45,7 @@ class Captures:
         self.model, self.loss_fn, self.optimizer, self.programs = model, loss_fn, optimizer, programs
         self.config = programs.config
         self.numbers: set[str] = set()  # places (watch.py) whose numbers programs read from buffers
+        self.undecided: set[str] = set()  # places whose reads of a batch are no ways (capture/ways.py): too many batches differ there
         self.values: dict[int, Tensor] | None = None  # of parameters on meta, by their ids, while they are gathered
 
     def text(self, micro_batch: Any) -> tuple[str, dict[str, Tensor]]:
@@ -80,22 +82,26 @@ class Captures:
         cache = self.programs.cache
         with self.programs.timed("capture"):
             key, drops, holders = self._key(micro_batch)
-            found = cache.get("capture", key)
-            if found is not None:
+            while (found := cache.get("capture", key)) is not None:
                 record, constants = found
+                other = other_way(record["ways"], [InputSpec.of(micro_batch).flatten(micro_batch)])
+                if other is not None and key is not None:  # what was captured for this way
+                    key = key_of(key, repr(other))
+                    continue
                 old = [(place, p) for place, p in record["drops"]]
                 used = {place for place, _ in old}
                 text = changed(record["text"], old, [(place, p) for place, p in drops if place in used])
                 if text is not None:
                     self.programs.cached.append("capture")
                     return text, constants
+                break
             watch = Watch(self.model, self.loss_fn)
             with reads_of(holders) as read:
                 captured = capture(
                     self.model, self.loss_fn, micro_batch, optimizer=self.optimizer, fullgraph=self.config.fullgraph,
                     rng_mode=self.config.rng, casts=Casts.named(
                         self.config.param_dtype, self.config.output_dtype, first_loss_scale(self.config.loss_scale)
-                    ), watch=watch, values=self.values, numbers=self.numbers,
+                    ), watch=watch, values=self.values, numbers=self.numbers, undecided=self.undecided,
                 )  # fmt: skip
             drops = [(place, p) for place, p in drops if place not in holders or place in read]
             own = {t.name for t in collect(self.model)}
@@ -104,7 +110,7 @@ class Captures:
             text = self._named(text, captured.opaque_calls)
             if captured.opaque_calls:
                 self.programs.learnt = (captured.opaque_calls, captured.sometimes)
-            cache.put("capture", key, {"text": text, "drops": drops}, constants)
+            cache.put("capture", key, {"text": text, "drops": drops, "ways": captured.ways}, constants)
         return text, constants
 
     def _named(self, text: str, calls: list[OpaqueCall]) -> str:
@@ -140,6 +146,7 @@ class Captures:
         groups = optimizer_groups(self.optimizer, tensors)
         mark.word(groups.lines(), [groups.of.get(id(t.real)) for t in tensors])
         mark.word(sorted(self.numbers))
+        mark.word(sorted(self.undecided))
         settings = {k: v for k, v in self.config.to_dict().items() if k not in _LATER}
         return key_of(mark.digest(), repr(sorted(settings.items()))), mark.drops, mark.holders
 

@@ -83,9 +83,7 @@ class Fingerprint:
             self.type(x, where)
         elif isinstance(x, (types.FunctionType, types.MethodType)):
             self.function(x, where)
-        elif isinstance(
-            x, (types.BuiltinFunctionType, types.MethodWrapperType, types.MethodDescriptorType, torch._ops.OpOverload)
-        ):
+        elif isinstance(x, (types.BuiltinFunctionType, types.MethodWrapperType, types.MethodDescriptorType, torch._ops.OpOverload)):
             self.word("builtin", getattr(x, "__module__", ""), getattr(x, "__qualname__", repr(x)))
         elif isinstance(x, types.ModuleType):
             self.word("package", x.__name__)
@@ -111,9 +109,7 @@ class Fingerprint:
             self.word("path", x)
         elif isinstance(x, nn.Module):
             raise Unsure(f"{where} is a module outside the model")
-        elif hasattr(x, "__dict__") and all(
-            base.__flags__ & (1 << 9) or base in (object, types.SimpleNamespace) for base in type(x).__mro__
-        ):
+        elif hasattr(x, "__dict__") and all(base.__flags__ & (1 << 9) or base in (object, types.SimpleNamespace) for base in type(x).__mro__):
             self.type(type(x), where)  # an instance of Python classes: its attributes are all there is
             for key, item in sorted(vars(x).items()):
                 if key not in _OF_THE_PROCESS:

@@ -194,9 +194,7 @@ class Programs:
             options["regions"], options["region_keys"] = str(library.path), library.keys
         axes = self.peers.groups.axes(program)
         try:
-            executor = _runtime.Executor(
-                source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states
-            )
+            executor = _runtime.Executor(source.text, str(self.peers.device), axes, self.config.timeout_s, options, donor, take_states)
         except _runtime.Error as e:
             raise ProgramError(str(e)) from e
         note = executor.stats()["tier_note"]

@@ -57,9 +57,7 @@ def schedule_form(value: Any) -> tuple[tuple[int, tuple[str, ...]], ...] | str:
         for name in (name for text in passes for name in re.findall(r"\{(.*?)\}", text)):
             if name not in known:
                 listed = ", ".join(known)
-                raise ConfigError(
-                    f"unknown placeholder '{name}' in the schedule{did_you_mean(name, known)} (there are: {listed})"
-                )
+                raise ConfigError(f"unknown placeholder '{name}' in the schedule{did_you_mean(name, known)} (there are: {listed})")
         found.append((step, tuple(p.strip() for p in passes)))
     return tuple(found)
 
@@ -194,9 +192,7 @@ def shapes_form(shapes: Any, pad: Any) -> tuple[Any, Any]:
         if not isinstance(sizes, (list, tuple)) or not sizes:
             raise ConfigError(f"{form}; '{name}' has {sizes!r}")
         for one in sizes:
-            if not isinstance(one, (list, tuple)) or not all(
-                isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in one
-            ):
+            if not isinstance(one, (list, tuple)) or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in one):
                 raise ConfigError(f"{form}; '{name}' has {one!r}")
         found[str(name)] = tuple(tuple(one) for one in sizes)
         if len({len(one) for one in found[str(name)]}) > 1:

@@ -129,9 +129,7 @@ def check_passes(config: Config, table: list[dict[str, Any]]) -> None:
                 option, equals, _ = part.partition("=")
                 if not equals or option not in known[name]:
                     listed = ", ".join(known[name]) or "none"
-                    raise ConfigError(
-                        f"{where}: unknown option '{option}'{did_you_mean(option, known[name])} (options: {listed})"
-                    )
+                    raise ConfigError(f"{where}: unknown option '{option}'{did_you_mean(option, known[name])} (options: {listed})")
         if not needs_profile(passes):
             continue
         if config.profile == "off":

@@ -62,9 +62,7 @@ class StepTimes:
             self.times[op].append((seconds, cpu))
             inside = peak - live - self.ops[op]["result_bytes"]
             self.transient[op] = max(self.transient[op], inside)
-        self.sums.append(
-            sum(cpu if self.use_cpu_time else seconds for op, _, seconds, cpu, *_ in record["samples"] if self._computes(op))
-        )
+        self.sums.append(sum(cpu if self.use_cpu_time else seconds for op, _, seconds, cpu, *_ in record["samples"] if self._computes(op)))
         walls = {(op, run): seconds for op, run, seconds, *_ in record["samples"]}
         own = [(op, walls[op, run], seconds) for op, run, _, seconds in record["transfers"]]
         everyone = [[wall for _, wall, _ in own]]
@@ -87,9 +85,7 @@ class StepTimes:
             elif facts["key"]:
                 ops[facts["key"]].append(op)
         found: Rows = {}
-        computing = {
-            op: [cpu if self.use_cpu_time else wall for wall, cpu in self.times[op]] for op in self.times if self._computes(op)
-        }
+        computing = {op: [cpu if self.use_cpu_time else wall for wall, cpu in self.times[op]] for op in self.times if self._computes(op)}
         more, more_moved = self._more(computing, self.sums), self._more(self.collectives, self.moved)
         for key, places in ops.items():
             us = statistics.fmean(self._op_us(op) for op in places) * more

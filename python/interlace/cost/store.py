@@ -105,9 +105,7 @@ class Store(contextlib.AbstractContextManager):
             )
         tables = [name for (name,) in self._db.execute("select name from sqlite_master where type = 'table'")]
         if tables and "measurements" not in tables:
-            raise StoreError(
-                f"{self.path} is a database of something else (it has the table {tables[0]!r}): name another file with --store"
-            )
+            raise StoreError(f"{self.path} is a database of something else (it has the table {tables[0]!r}): name another file with --store")
 
     def _set_aside(self, error: sqlite3.DatabaseError) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -153,9 +151,7 @@ class Store(contextlib.AbstractContextManager):
         texts = [(machine, kind, key, json.dumps(dict(value))) for (kind, key), value in rows.items()]
         values = [(*text, now, _sum(*text)) for text in texts]
         with self._told(), self._transaction():
-            self._db.executemany(
-                "insert or replace into measurements (machine, kind, key, value, at, sum) values (?, ?, ?, ?, ?, ?)", values
-            )
+            self._db.executemany("insert or replace into measurements (machine, kind, key, value, at, sum) values (?, ?, ?, ?, ?, ?)", values)
 
     def rows(self, machine: str) -> dict[tuple[str, str], dict[str, float]]:
         with self._told():
@@ -169,9 +165,7 @@ class Store(contextlib.AbstractContextManager):
         """One measurement. Error: not what was written."""
         try:
             values = json.loads(text)
-            if isinstance(values, dict) and all(
-                isinstance(value, int | float) and math.isfinite(value) for value in values.values()
-            ):
+            if isinstance(values, dict) and all(isinstance(value, int | float) and math.isfinite(value) for value in values.values()):
                 return values
         except (ValueError, TypeError, RecursionError):
             pass
@@ -186,9 +180,7 @@ class Store(contextlib.AbstractContextManager):
     def machines(self) -> dict[str, tuple[int, float]]:
         """Fingerprint → number of measurements, time of the last (seconds since the epoch)."""
         with self._told():
-            found = self._db.execute(
-                "select machine, count(*), max(at) from measurements group by machine order by max(at) desc"
-            ).fetchall()
+            found = self._db.execute("select machine, count(*), max(at) from measurements group by machine order by max(at) desc").fetchall()
         return {machine: (count, at) for machine, count, at in found}
 
     def forget(self, machine: str) -> int:

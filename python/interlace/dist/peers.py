@@ -144,11 +144,7 @@ class Peers:
                 with self._store_errors():
                     # Keys that all ranks write end in their number; then say all that are missing.
                     stem, _, tail = key.rpartition("/")
-                    absent = (
-                        [r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])]
-                        if tail.isdigit()
-                        else [owner]
-                    )
+                    absent = ([r for r in range(self.size) if not self._store.check([f"{stem}/{r}"])] if tail.isdigit() else [owner])
                 absent = absent or [owner]
                 raise PeerError(
                     f"{ranks_text(absent)} did not reach '{what}' in time (Config.timeout_s is {self.timeout_s:g}); "

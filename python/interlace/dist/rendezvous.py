@@ -88,9 +88,7 @@ def _store_of_restart(limit: datetime.timedelta) -> dict[str, Any]:
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit
-    )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit)
     return {"store": dist.PrefixStore(f"interlace/attempt {attempt}", store), "rank": rank, "world_size": size}
 
 

@@ -39,9 +39,7 @@ def given() -> bytes | None:
             return None
         value = _read(where)
     if not LEAST <= len(value) <= MOST:
-        raise SecretError(
-            f"the secret of {where} has {len(value)} bytes; it needs {LEAST} to {MOST}, for example of: openssl rand -hex 32"
-        )
+        raise SecretError(f"the secret of {where} has {len(value)} bytes; it needs {LEAST} to {MOST}, for example of: openssl rand -hex 32")
     return value
 
 

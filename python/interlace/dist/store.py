@@ -268,9 +268,7 @@ class StoreServer:
     def _flush(self, guest: _Guest) -> None:
         with contextlib.suppress(BlockingIOError):
             del guest.unsent[: guest.sock.send(guest.unsent)]
-        self._selector.modify(
-            guest.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest
-        )
+        self._selector.modify(guest.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)
 
     def _put(self, key: bytes, value: bytes) -> bool:
         grown = self._bytes + len(key) + len(value) - len(self._values.get(key, b""))

@@ -178,9 +178,7 @@ def _missing(plan: Plan) -> list[str]:
         out.append(f"its stages differ, tensor parallel {', '.join(map(str, tensor))}, and the runtime cuts all stages alike")
     moved = [kind for kind in _KINDS if kind != "states" and any(stage["offload"][kind] > 0 for stage in stages)]
     if len(stages) > 1 and moved:
-        out.append(
-            f"it moves {' and '.join(moved)} out of memory on several stages, and the runtime moves optimizer states alone there"
-        )
+        out.append(f"it moves {' and '.join(moved)} out of memory on several stages, and the runtime moves optimizer states alone there")
     if any(stage["layers"] == 0 for stage in stages):
         out.append("a stage without blocks, and the runtime cuts at blocks")
     if not plan["flash_attention"]:

@@ -67,9 +67,7 @@ def torchtitan(plan: Plan, _: tuple[str, ...] = ()) -> tuple[str, list[str]]:
         parts = []
         for stage in stages:
             names = [f"layers.{i}" for i in range(stage["first_block"], stage["first_block"] + stage["layers"])]
-            parts.append(
-                (["tok_embeddings"] if stage["embedding"] else []) + names + (["norm", "output"] if stage["head"] else [])
-            )
+            parts.append((["tok_embeddings"] if stage["embedding"] else []) + names + (["norm", "output"] if stage["head"] else []))
         lines += [
             'pipeline_parallel_schedule = "1F1B"', f"pipeline_parallel_microbatch_size = {b}",
             f"module_fqns_per_model_part = {json.dumps(parts)}",

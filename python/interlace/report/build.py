@@ -101,9 +101,7 @@ def scenarios(forecast: dict[str, Any]) -> list[Scenario]:
     return out
 
 
-def _what_if(
-    simulate: Callable[..., Any], forecast: dict[str, Any], progress: Callable[[str, int, int], None]
-) -> list[dict[str, Any]]:
+def _what_if(simulate: Callable[..., Any], forecast: dict[str, Any], progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
     chosen = scenarios(forecast)
     rows = [what_if_row("as it is", forecast, forecast["step_us"])]
     for number, scenario in enumerate(chosen):

@@ -153,8 +153,7 @@ def _memory(report: Report) -> str:
     return (
         f'<section><h2>Memory</h2><p class="quiet">{where}{inputs}</p>'
         f'<canvas id="memory" tabindex="0" aria-label="Memory over time"></canvas><ul class="kinds">{legend}</ul>'
-        f"{_arena(report)}<h3>What fills the peak</h3>"
-        f"{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2)}</section>"
+        f"{_arena(report)}<h3>What fills the peak</h3>{table(['kind', 'module', 'storages', 'bytes', ''], rows, 'peak', 2)}</section>"
     )
 
 

@@ -36,9 +36,7 @@ def micro_batches(spec: InputSpec | None, batch: Any, count: int) -> list[Any]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; the same object when nothing has to move."""
-    moved = {
-        path: x.to(device, non_blocking=True) for path, x in leaves(batch) if isinstance(x, torch.Tensor) and x.device != device
-    }
+    moved = {path: x.to(device, non_blocking=True) for path, x in leaves(batch) if isinstance(x, torch.Tensor) and x.device != device}
     return rebuild(batch, moved) if moved else batch
 
 

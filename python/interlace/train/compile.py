@@ -133,9 +133,7 @@ class _Build:
             if isinstance(t, Tensor) and id(t) in self.names
         ]
         kept = {name for _, name, _ in entries}
-        tensors = Tensors(
-            entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None)
-        )
+        tensors = Tensors(entries, {n: t for n, t in buffers.items() if n in kept}, getattr(self.model, "base_model_prefix", None))
         run = Run(
             model=self.model, optimizer=self.optimizer, config=self.config, peers=self.peers, programs=self.programs, built=built,
             spec=self.spec, runner=runner, tensors=tensors, hyper=hyper, shapes=shapes,

@@ -84,9 +84,7 @@ class Diagnosis:
         """What to say of a step whose loss alone is not finite."""
         self._run.flush()
         record = result.get("nonfinite")
-        where = self._nonfinite_inputs(inputs) or (
-            describe_op(record) if record else "run again with debug=True to see which op made it"
-        )
+        where = self._nonfinite_inputs(inputs) or (describe_op(record) if record else "run again with debug=True to see which op made it")
         return (
             f"step {self._run.steps}: the loss is {loss.item()}; {where}. The update of this step was made; set clip_norm or "
             "skip_nonfinite to have such a step refused before the update"

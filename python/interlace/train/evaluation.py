@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from interlace.capture.inputs import InputSpec
+from interlace.capture.ways import other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner, check_stages
 from interlace.compiling.programs import Built, Made, ProgramError, Source, state_name, step_states
@@ -33,6 +34,7 @@ from interlace.train.run import Run, gathered
 Tensor = torch.Tensor
 LossFn = Callable[[nn.Module, Any], Any]
 # What decides units and states; the others say when things move in a step.
+MANY_WAYS = 8  # programs for the ways of batches of one shape
 STRUCTURE = ("canonicalize", "mesh", "tensor", "precision", "pipeline", "shard", "replicate", "zero1", "update")
 
 
@@ -54,7 +56,8 @@ class Evaluation:
 
     def __init__(self, run: Run, captures: Captures, planner: Planner) -> None:
         self.run, self.captures, self.planner = run, captures, planner
-        self._built: dict[Any, tuple[_Ready, InputSpec, LossFn | None]] = {}
+        self._built: dict[Any, list[tuple[_Ready, InputSpec, LossFn | None]]] = {}  # for the ways that batches have taken so far
+        self._undecided: set[str] = set()  # as in Captures
         self._calls = 0
 
     @property
@@ -75,19 +78,31 @@ class Evaluation:
         tensors = tuple((t.name, t.dtype, t.shape) for t in spec.tensors)
         key = (id(loss_fn), trainable, out, tensors, repr(dict(spec.constants)))
         inputs = batches.flatten(spec, [batch], run.peers.device)
-        if key not in self._built:
+        kept = self._built.setdefault(key, [])
+        while (ready := self._fitting(kept, inputs)) is None:
             run.check_same_batch(f"batch of evaluation {self._calls}", inputs)
             made = self._build(batch, loss_fn, out)
             if isinstance(made, str):
                 return made
-            self._built[key] = (made, spec, loss_fn)  # with it, so that its id stays its own
-        ready, _, _ = self._built[key]
+            kept.append((made, spec, loss_fn))  # with it, so that its id stays its own
+            other = other_way(made.ways, inputs)
+            places = {at for at in run.peers.exchange("ways of evaluation", "" if other is None else made.ways[other[0]]["at"]) if at}
+            if len(kept) > MANY_WAYS:
+                places |= {way["at"] for way in made.ways}
+            self._undecided |= places  # ranks differ there, or too many batches do: what reads it cannot be captured
         if ready.moves:
             run.settle_save()  # what a save has not copied yet must not leave memory
         result = ready.built.executor.step(inputs, run.hyper.values(), run.steps)
         run.share_outputs(ready.built.states, result, 1)
         ready.bring_back(run.ir)
         return {name: values[0] for name, values in result["outputs"].items()}
+
+    def _fitting(self, kept: list[tuple[_Ready, InputSpec, LossFn | None]], inputs: list[list[Tensor]]) -> _Ready | None:
+        """The first that was made for the ways that this batch takes, on all ranks. Every rank must call it."""
+        mine = [int(other_way(ready.ways, inputs) is not None) for ready, _, _ in kept]
+        if any(ready.ways for ready, _, _ in kept):
+            mine = self.run.peers.groups.largest(mine)
+        return next((ready for (ready, _, _), other in zip(kept, mine, strict=True) if not other), None)
 
     def forget(self) -> None:
         """The executors hold the connections of the ranks, and the states of the program that ran when they were made."""
@@ -110,6 +125,7 @@ class Evaluation:
         run, programs, captures = self.run, self.run.programs, self.captures
         if loss_fn is not captures.loss_fn:
             captures = Captures(captures.model, loss_fn, captures.optimizer, programs)
+        captures.undecided |= self._undecided
 
         def make() -> Source:
             with in_eval_mode(run.model):
@@ -165,7 +181,7 @@ class _Ready:
     """An evaluating program on the states of one that trains."""
 
     def __init__(self, built: Built) -> None:
-        self.built = built
+        self.built, self.ways = built, ways_of(built.ir)
         self.left_out = {state_name(s): s["value"] for s in built.ir.states() if s["out"]}
         self.moves = any(s["moves"] for s in built.ir.states())
 

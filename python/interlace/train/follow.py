@@ -5,6 +5,9 @@
     a flag, a hook, anything else             captured again; programs of states that were there before are kept
     a parameter or module in another's place  refused, by name
 
+So are the ways that the model takes with a batch (capture/ways.py): a batch that takes another one has its program, captured when it is
+first met. What differs too often, or between ranks or micro-batches, is no way any more: what reads it cannot be captured then.
+
 Requires_grad is followed beside it (refreeze.py), learning rates and the like by reading them at each step (hyper.py).
 """
 
@@ -12,14 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import re
+from collections import Counter
 from typing import Any
 
 import torch
 
 from interlace.capture.model_tensors import collect
 from interlace.capture.watch import MISSING, Change, Watch, describe
+from interlace.capture.ways import Way, other_way, ways_of
 from interlace.compiling.captures import Captures
 from interlace.compiling.planner import Planner
 from interlace.compiling.programs import Built, ProgramError, Source
@@ -32,6 +38,7 @@ from interlace.train.run import Run, gathered
 log = logging.getLogger("interlace")
 Tensor = torch.Tensor
 KEPT = 8  # programs of other states of the model
+NUMBERS = 2  # times that a number or size of another value is worth a capture
 
 
 class Follow:
@@ -40,7 +47,10 @@ class Follow:
     def __init__(self, run: Run, captures: Captures, planner: Planner, evaluation: Evaluation, frozen: Frozen) -> None:
         self.run, self.captures, self.planner, self.evaluation, self.frozen = run, captures, planner, evaluation, frozen
         self._fixed: set[str] = set()  # numbers that cannot be read from buffers: the model branches on them, say
-        self._programs: dict[str, tuple[Built, int]] = {}  # by the state of what is watched; with the schedule's stage
+        # By the state of what is watched, and the ways; with the schedule's stage.
+        self._programs: dict[tuple[str, str], tuple[Built, int]] = {}
+        self._turns: Counter[str] = Counter()  # programs captured for other ways, by the place that tells them apart
+        self._known: tuple[Any, list[Way]] = (None, [])  # a program, and its ways
         self._look()
 
     def _look(self) -> None:
@@ -62,8 +72,39 @@ class Follow:
         rest = [c for c in changes if not self._write(c)]
         if rest:
             self._agree(rest)
-            self._again(rest, batch)
+            numbers = {c.where for c in rest if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
+            before = self._key(self.watch)
+            self._look()
+            self._again(_said(rest), before, batch, numbers)
         self._look()
+
+    def take(self, batch: Any, inputs: list[list[Tensor]]) -> None:
+        """The program for the ways that a step's batch takes runs; `inputs`: its micro-batches. Every rank must call it. Error: the model's,
+        where it raises on that way."""
+        run = self.run
+        while ways := self._ways():
+            other = other_way(ways, inputs)
+            if run.peers.groups.largest([int(other is not None)]) == [0]:
+                return
+            mine = [None, "", []] if other is None else [other[0], ways[other[0]]["at"], other[1]]
+            everyone = run.peers.exchange(f"ways of the batch before step {run.steps}", mine)
+            places = sorted({at for _, at, _ in everyone if at})
+            one = all(theirs == everyone[0] for theirs in everyone) and len({repr(v) for v in everyone[0][2]}) == 1
+            if one and self._turns[places[0]] < (KEPT if type(everyone[0][2][0]) is bool else NUMBERS):
+                at, value = everyone[0][0], everyone[0][2][0]
+                why = f"{places[0]} reads {value} of the batch, and read {ways[at]['is']} when compiled"
+                self._again(why, self._key(self.watch), batch, set(), [*ways[:at], {**ways[at], "is": value}], places[0])
+                continue
+            if self.captures.undecided.issuperset(places):
+                raise InterlaceError(f"{places[0]} reads other values of one batch from time to time; keep them tensors")
+            self.captures.undecided.update(places)
+            why = f"what {', '.join(places)} reads of a batch differs {'too often' if one else 'between ranks or micro-batches'}"
+            self._again(why, self._key(self.watch), batch, set(), ways)
+
+    def _ways(self) -> list[Way]:
+        if self._known[0] is not self.run.ir:
+            self._known = self.run.ir, ways_of(self.run.ir)
+        return self._known[1]
 
     @staticmethod
     def _refuse(changes: list[Change]) -> None:
@@ -114,20 +155,23 @@ class Follow:
                 f"{ranks_text(other)} changed {wrong} otherwise than rank 0 before step {run.steps}; every rank must change the same"
             )
 
-    def _again(self, changes: list[Change], batch: Any) -> None:
-        """Captures again; the program of this state of the model then runs, or the one that runs where it is the same."""
+    def _again(
+        self, why: str, state: str, batch: Any, numbers: set[str], ways: list[Way] | None = None, place: str | None = None
+    ) -> None:  # fmt: skip
+        """Captures again; the program of this state of the model then runs, or the one that runs where it is the same. `state`: that of the
+        program that runs. `ways`: that another must begin with, which the reads at `place` tell from it."""
         run, programs = self.run, self.planner.programs
-        numbers = {c.where for c in changes if type(c.before) is float and type(c.after) is float and _may_be_input(c.where)}
-        before = self._key(self.watch)
-        self._look()
-        key = self._key(self.watch)
+        key, before = self._key(self.watch), (state, json.dumps(self._ways()))
         run.flush()
-        found, stage = self._programs.get(key, (None, -1))
-        if not numbers - self._fixed and found is not None and stage == run.stage and run.shapes is None:
-            self._programs[before] = (self._running(), run.stage)
-            self._use(found)
-            return
-        log.warning("step %d: compiling again, because %s", run.steps, _said(changes))
+        same = not numbers - self._fixed and run.shapes is None and not run.config.stage_meshes
+        for (other, taken), (found, stage) in self._programs.items():
+            fits = ways is None or (place is not None and json.loads(taken)[: len(ways)] == ways)
+            if same and fits and other == key and stage == run.stage:
+                self._programs[before] = (self._running(), run.stage)
+                return self._use(found)
+        if place is not None:
+            self._turns[place] += 1
+        log.warning("step %d: compiling again, because %s", run.steps, why)
         micro_batch = run.example(batch)
 
         def make() -> Source:

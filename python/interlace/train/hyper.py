@@ -95,18 +95,14 @@ class Hyper:
         t = float(self.steps[i] + 1)
         if kind in WHOLE:
             if WHOLE[kind].words(group, 0) != self._words[i]:
-                raise InterlaceError(
-                    f"optimizer group {i} has other {WHOLE[kind].fixed} now than when compiled; compile again with them"
-                )
+                raise InterlaceError(f"optimizer group {i} has other {WHOLE[kind].fixed} now than when compiled; compile again with them")
             return self._padded(i, self._of_whole(i)[0])
         if is_rule(kind):
             return self._row_of_rule(i)
         if kind == "sgd":
             momentum = float(group["momentum"])
             if momentum != 0 and not self._momentum:
-                raise InterlaceError(
-                    f"optimizer group {i} has momentum {momentum} now, but 0 when compiled; compile again with a momentum"
-                )
+                raise InterlaceError(f"optimizer group {i} has momentum {momentum} now, but 0 when compiled; compile again with a momentum")
             row = [float(group[k]) for k in ("lr", "momentum", "dampening", "weight_decay")]
             return [*row, float(group["nesterov"]), t, float(group["maximize"])]
         if group.get("amsgrad"):

@@ -120,9 +120,7 @@ class Run:
         if self.save is not None:
             self.save.wait_staged()
 
-    def agree(
-        self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError
-    ) -> Callable[[], None]:
+    def agree(self, what: str, check: Callable[[], Callable[[], None]], error: type[InterlaceError] = CheckpointError) -> Callable[[], None]:
         """Runs check() on every rank; if it fails on any, all raise that error and nothing has changed."""
         problem, action = None, None
         try:
@@ -284,7 +282,8 @@ def gathered(run: Run, captures: Captures) -> Iterator[None]:
     """For a capture of a model with opaque modules, which are run for real to learn what they give: the whole parameters, on every
     rank, of a model whose own are on meta. Every rank must enter it."""
     opaque = run.programs.opaque
-    if opaque is None or not opaque.calls or all(run.states.resident(name) is not None for name in run.states.parameters):
+    some = opaque is not None and (opaque.calls or (captures.undecided and not run.config.fullgraph))
+    if not some or all(run.states.resident(name) is not None for name in run.states.parameters):
         yield
         return
     run.flush()

@@ -164,9 +164,7 @@ class Saving:
                 save.add(self._unit_pieces(unit, role, files))
                 save.wait_staged()
                 self._run.states.put_back(unit, role)
-        pieces = [
-            p for role, unit in units if not self._run.states.moves(unit, role) for p in self._unit_pieces(unit, role, files)
-        ]
+        pieces = [p for role, unit in units if not self._run.states.moves(unit, role) for p in self._unit_pieces(unit, role, files)]
         pieces += self._loose_pieces(files[MODEL].entries)
         if self._run.rank == 0:
             pieces += self._small_pieces(files[MODEL].entries, files[OPTIMIZER].entries, rng)
@@ -252,9 +250,7 @@ class Saving:
         states = self._run.states
         model = [(name, p.dtype, p.shape) for p in states.everything for name in self._run.tensors.places(p.name)]
         buffers = self._run.tensors.buffers
-        model += [
-            (e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter
-        ]
+        model += [(e, buffers[n].dtype, tuple(buffers[n].shape)) for e, n, is_parameter in self._run.tensors.entries if not is_parameter]
         kept = [(role, p) for role in roles for p in states.everything if role in p.roles and self._run.has_state(p)]
         optimizer = [(f"{role}.{p.name}", p.roles[role], p.shape_of(role)) for role, p in kept]
         optimizer += [(f"rng.{r}", t.dtype, tuple(t.shape)) for r, t in enumerate(rng)]

@@ -37,6 +37,7 @@ class Stepping:
             if self._frozen is not None and self._follow is not None:
                 self._frozen.follow(batch)
                 self._follow.follow(batch)
+                self._follow.take(batch, inputs)
         if not self._compared:
             run.check_same_batch("the first batch", inputs)
             self._compared = True

@@ -1,0 +1,148 @@
+"""What Python reads of the example batch while the model is traced, `if labels.max() >= 32:` say: the way that the model takes.
+
+The step is captured for what was read, and its text says so in a line `meta ways`: how it is computed from the inputs alone, and what it was.
+
+    [{"at": "net.py:12", "is": false, "ops": [["input", 1], ["aten.max", [{"v": 0}], {}, 0], ["aten.ge.Scalar", [{"v": 1}, 32], {}, 0]]}]
+
+Sizes that depend on the batch, of `labels[labels >= 0]` say, are read too: the last operator has none in place of the number of its result.
+Before each step it is computed for the batch that comes; where that takes another way, the step is captured again with it (train/follow.py),
+and a model that raises there raises. Only truth values and whole numbers are read: others would hardly ever come again. What depends
+on parameters, buffers or random numbers is no way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+
+from interlace.capture.constants import SHAPE_ONLY, Constants, NotConstant
+from interlace.capture.functional import omitted, op_name
+
+Tensor = torch.Tensor
+Way = dict[str, Any]
+_MAX_CONST = 64  # elements of a constant in the text
+
+
+class Ways:
+    """Of one trace. `batch`: the example's tensors in the order of the inputs, None where nothing may be read. `undecided`: places
+    ("net.py:12") that may not."""
+
+    def __init__(self, constants: Constants, batch: Sequence[Tensor] | None, undecided: Collection[str]) -> None:
+        self.constants, self.batch, self.undecided = constants, batch, undecided
+        self.read: list[Way] = []
+
+    def number(self, t: Tensor, place: str) -> Any:
+        """What a one-element tensor holds in the example batch, noted. Raises NotConstant."""
+        if t.dtype.is_floating_point or t.dtype.is_complex:
+            raise NotConstant
+        ops: list[Any] = []
+        self._write(t, ops, {})
+        return self._note(ops, place)["is"]
+
+    def results(self, func: OpOverload, args: tuple, kwargs: dict, place: str) -> list[Tensor]:
+        """What an operator gives in the example batch, its results' sizes noted. Raises NotConstant."""
+        ops: list[Any] = []
+        self._operator(func, args, kwargs, None, ops, {})
+        self._note(ops, place)
+        with no_dispatch():
+            return _computed(ops, self.batch or ())
+
+    def _note(self, ops: list[Any], place: str) -> Way:
+        if self.batch is None or any(x.is_meta for x in self.batch) or place in self.undecided:
+            raise NotConstant
+        with no_dispatch(), torch.no_grad():
+            way = {"at": place, "is": value_of(ops, self.batch), "ops": ops}
+        if way not in self.read:
+            self.read.append(way)
+        return way
+
+    def _write(self, t: Tensor, ops: list[Any], known: dict[int, int]) -> int:
+        """Appends what computes `t`; gives its number."""
+        if id(t) in known:
+            return known[id(t)]
+        func, args, kwargs, index = self.constants.recipe(t)
+        if func is not None:
+            self._operator(func, args, kwargs, index, ops, known)
+        elif kwargs:
+            ops.append(["input", kwargs["input"]])
+        elif args[0].numel() > _MAX_CONST or args[0].is_complex():
+            raise NotConstant
+        else:
+            with no_dispatch():
+                ops.append(["const", _dtype(t), list(args[0].shape), args[0].detach().cpu().reshape(-1).tolist()])
+        known[id(t)] = len(ops) - 1
+        return known[id(t)]
+
+    def _operator(self, func: OpOverload, args: tuple, kwargs: dict, index: int | None, ops: list[Any], known: dict[int, int]) -> None:
+        def word(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                if func in SHAPE_ONLY:
+                    ops.append(["const", _dtype(a), word(tuple(a.shape)), None])
+                    return {"v": len(ops) - 1}
+                return {"v": self._write(a, ops, known)}
+            if isinstance(a, (list, tuple)):
+                return [word(x) for x in a]
+            if isinstance(a, torch.dtype):
+                return {"dtype": _dtype(a)}
+            if a is None or type(a) in (bool, int, float, str):
+                return a
+            raise NotConstant
+
+        named = {k: word(a) for k, a in kwargs.items() if not omitted(k) and k != "memory_format"}
+        ops.append([op_name(func), [word(a) for a in args], named, index])
+
+
+def _dtype(x: Tensor | torch.dtype) -> str:
+    return str(x.dtype if isinstance(x, Tensor) else x).removeprefix("torch.")
+
+
+def value_of(ops: list[Any], inputs: Sequence[Tensor]) -> Any:
+    """What is read, for other inputs: a number, or the sizes of results."""
+    results = _computed(ops, inputs)
+    return [list(r.shape) for r in results] if ops[-1][-1] is None else results[0].item()
+
+
+def _computed(ops: list[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The result of the last operator, or all of them, on the CPU."""
+    flat: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def real(a: Any) -> Any:
+        if isinstance(a, dict):
+            return made[a["v"]] if "v" in a else getattr(torch, a["dtype"])
+        return [real(x) for x in a] if isinstance(a, list) else a
+
+    for name, *rest in ops:
+        if name == "input":
+            made.append(inputs[rest[0]].detach().cpu())
+        elif name == "const":
+            dtype, size, data = getattr(torch, rest[0]), rest[1], rest[2]
+            made.append(torch.empty(size, dtype=dtype) if data is None else torch.tensor(data, dtype=dtype).reshape(size))
+        else:
+            space, op, *overload = name.split(".")
+            func = getattr(getattr(getattr(torch.ops, space), op), overload[0] if overload else "default")
+            out = func(*real(rest[0]), **{k: real(v) for k, v in rest[1].items()})
+            flat = []
+            for r in out if isinstance(out, (list, tuple)) else (out,):
+                flat += r if isinstance(r, (list, tuple)) else [r]
+            made.append(flat[rest[2] or 0])
+    return made[-1:] if ops[-1][-1] is not None else flat
+
+
+def ways_of(program: Any) -> list[Way]:
+    """Of a parsed program."""
+    return json.loads(program.meta().get("ways", "[]"))
+
+
+def other_way(ways: list[Way], micro_batches: Sequence[Sequence[Tensor]]) -> tuple[int, list[Any]] | None:
+    """The first of the ways that these inputs do not take, and what is read there in each micro-batch; None: they take them all."""
+    for i, way in enumerate(ways):
+        values = [value_of(way["ops"], inputs) for inputs in micro_batches]
+        if any(v != way["is"] for v in values):
+            return i, values
+    return None
