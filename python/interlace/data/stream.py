@@ -189,8 +189,8 @@ class TokenStream:
                     if len(ids) + ends:
                         yield _Document(epoch, file, number, np.concatenate([ids, end]) if ends else ids)
             if (at.file, at.document) == (0, 0) and tokens < (self.seq + 1 if self.pack else 1):
-                what = "documents that are held out have" if self.held_out else "text has"
-                raise DataError(f"the {what} {tokens} tokens, too few for one sequence of {self.seq}: give a longer text or a smaller --seq")
+                what, more = ("documents that are held out have", "larger share") if self.held_out else ("text has", "longer text")
+                raise DataError(f"the {what} {tokens} tokens, too few for one sequence of {self.seq}: give a {more} or a smaller --seq")
             epoch, at = epoch + 1, Place()
 
     def _texts(self, epoch: int, first: int, skip: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
