@@ -50,8 +50,9 @@ def test_documents_of_json_lines_and_parquet(tmp_path: Path) -> None:
     found = prepare_tokens(find_text(tmp_path / "a.jsonl"), tmp_path / "cache")
     tokens = list(found.open())
     assert tokens == [t for d in DOCUMENTS for t in (*d.encode(), 256)]
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs datasets")
+    pytest.importorskip("datasets", reason="pip install 'interlace[data]'")
     import pyarrow
+    from pyarrow import parquet
 
     (tmp_path / "folder").mkdir()
     parquet.write_table(pyarrow.table({"n": [1, 2, 3], "content": DOCUMENTS}), tmp_path / "folder" / "b.parquet", row_group_size=2)

@@ -186,7 +186,7 @@ def test_parquet_and_compressed_lines(folder: Path) -> None:
 def test_a_table_without_datasets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     (folder / "some.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"needs Hugging Face datasets: pip install 'interlace\[data\]', or convert it to \.jsonl"):
+    with pytest.raises(DataError, match=r"datasets, 5.0 or newer: pip install 'interlace\[data\]', or convert it to \.jsonl"):
         stream(folder, source=folder / "some.parquet").check()
 
 
@@ -264,7 +264,7 @@ def test_rows_of_one_document_weigh_by_their_tokens(folder: Path) -> None:
         (["--text", "corpus", "--no-pack"], "--no-pack needs --stream"),
         (["--eval-share", "1.5"], "--eval-share must be between 0 and 1, not 1.5"),
         (["--eval-share", "0.1", "--eval-text", "corpus"], "--eval-share contradicts --eval-text"),
-        (["--text", "corpus", "--stream", "--eval-share", "1e-9"], "--eval-share 1e-09: the documents that are held out have 0 tokens, too few"),
+        (["--text", "corpus", "--stream", "--eval-share", "1e-9"], "1e-09: the documents that are held out have 0 tokens, too few"),
     ],
 )
 def test_what_is_wrong_is_said_before_ranks_start(folder: Path, arguments: list[str], said: str) -> None:

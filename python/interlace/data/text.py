@@ -165,16 +165,16 @@ def _missing(names: Iterable[str], columns: tuple[str, ...]) -> str:
 
 
 def _rows(file: Path, columns: tuple[str, ...], skip: int) -> Iterator[str]:
+    reader = str(_reader(file))
     try:
         import datasets
-    except ImportError:
-        raise DataError(f"{file} needs Hugging Face datasets: pip install 'interlace[data]', or convert it to .jsonl") from None
+
+        opened = getattr(datasets.IterableDataset, reader)
+    except (ImportError, AttributeError):
+        raise DataError(f"{file} needs Hugging Face datasets, 5.0 or newer: pip install 'interlace[data]', or convert it to .jsonl") from None
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says is in the message
-    reader = _reader(file)
-    assert reader is not None
-    options: dict[str, int] = {"batch_size": ROWS} if reader == "from_parquet" else {}  # else a whole row group is in memory
-    try:
-        table = getattr(datasets.IterableDataset, reader)(str(file), **options)
+    try:  # without the batch size, a whole row group would be in memory
+        table = opened(str(file), **({"batch_size": ROWS} if reader == "from_parquet" else {}))
         names = table.column_names or list(next(iter(table), {}))
         found = [name for name in columns if name in names]
         if names and not found:
