@@ -50,14 +50,15 @@ def test_documents_of_json_lines_and_parquet(tmp_path: Path) -> None:
     found = prepare_tokens(find_text(tmp_path / "a.jsonl"), tmp_path / "cache")
     tokens = list(found.open())
     assert tokens == [t for d in DOCUMENTS for t in (*d.encode(), 256)]
-    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow")
+    pytest.importorskip("datasets", reason="pip install 'interlace[data]'")
     import pyarrow
+    from pyarrow import parquet
 
     (tmp_path / "folder").mkdir()
     parquet.write_table(pyarrow.table({"n": [1, 2, 3], "content": DOCUMENTS}), tmp_path / "folder" / "b.parquet", row_group_size=2)
     assert list(prepare_tokens(find_text(tmp_path / "folder"), tmp_path / "cache").open()) == tokens
     parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match="has the columns 'n': it needs the documents as"):
+    with pytest.raises(DataError, match="has the columns 'n': it needs the document as \"text\" or \"content\", or --text-column NAME"):
         list(read_documents(tmp_path / "c.parquet"))
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="cannot be read as parquet"):
@@ -67,8 +68,8 @@ def test_documents_of_json_lines_and_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"body": "x"}', "line 2 has 'body': it needs the document as \"text\" or \"content\""),
-        ("[1]", "line 2 is a list: it needs"),
+        ('{"body": "x"}', "line 2 has 'body': it needs the document as \"text\" or \"content\", or --text-column NAME"),
+        ("[1]", "line 2 is a list: each line must be an object"),
         ('{"text": ', "line 2: not JSON"),
     ],
 )

@@ -181,7 +181,7 @@ def test_unknown_tokenizer_and_unwritable_cache(tmp_path):
     file = write(tmp_path / "text.txt", b"abc")
     assert message(prepare_tokens, find_text(file), tmp_path / "c", "words") == "unknown tokenizer 'words': byte or bpe"
     assert message(prepare_tokens, find_text(file), file / "cache") == (
-        f"cannot write the token file in {file / 'cache'}: Not a directory"
+        f"cannot write the tokens in {file / 'cache'}: Not a directory"
     )
 
 
@@ -205,9 +205,9 @@ def test_order_is_pinned():
 def test_global_batch_does_not_depend_on_ranks():
     data = TokenDataset(np.arange(1000) % 251, seq=7, batch=12, seed=5)
     for step in (0, 3, 11, 12, 40):  # 142 windows: an epoch ends inside step 11
-        whole = data.numpy_batch(step)
+        whole = data.batch_at(step)
         for world in (1, 2, 3, 4, 6):
-            parts = [data.numpy_batch(step, rank, world) for rank in range(world)]
+            parts = [data.batch_at(step, rank, world) for rank in range(world)]
             for side in (0, 1):
                 assert np.array_equal(np.concatenate([part[side] for part in parts]), whole[side])
 
@@ -231,7 +231,7 @@ def test_dataset_messages():
     assert message(TokenDataset, np.arange(1), 64, 8) == (
         "the text has 1 tokens, too few for one sequence of 64 (and the token after it): give a longer text"
     )
-    assert message(TokenDataset(np.arange(50), 4, 8).numpy_batch, 0, 0, 3) == (
+    assert message(TokenDataset(np.arange(50), 4, 8).batch_at, 0, 0, 3) == (
         "--batch 8 is not a multiple of 3 ranks: use 6 or 9"
     )
     assert message(TokenDataset, np.arange(50), 0, 8) == "--seq 0 and --batch 8 must be at least 1"

@@ -32,7 +32,7 @@ Exit code 1 when something is missing that training needs.
 OPTIONAL = {
     "transformers": "models by name or config.json, and Hugging Face folders",
     "peft": "LoRA",
-    "pyarrow": "parquet texts",
+    "datasets": "parquet and compressed texts",
     "tensorboard": "--tensorboard",
     "wandb": "--wandb",
 }

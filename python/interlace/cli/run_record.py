@@ -12,17 +12,18 @@ from interlace.checkpoint.contents import Checkpoint
 from interlace.checkpoint.tensor_file import CheckpointError
 from interlace.cli.run_config import read_config
 from interlace.cli.settings import AUTO, SettingError, TrainSettings
+from interlace.data import Place
 from interlace.errors import InterlaceError
 
 RUN_FILE = "run.json"  # in the folder of a saved run, beside the trainer's own files
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FORMAT = 2
+FORMAT = 3
 # Of a resumed run: what describes the run is taken over; where and how this process works is not.
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
     *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks", "mesh"),
     *("tensor", "sequence_parallel", "stages", "stage_order", "stage_chunks"),
-    *("eval_text", "eval_every", "eval_sequences"),
+    *("eval_text", "eval_share", "eval_every", "eval_sequences", "text_column", "stream", "shuffle_buffer", "pack"),
 )
 
 
@@ -35,6 +36,7 @@ class RunRecord:
     settings: dict[str, Any]
     rows: int = 0  # sequences read so far: where the run stands in its text
     tokens: int = 0  # of the text
+    stream: list[int] | None = None  # with --stream, the Place in its text
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
@@ -51,9 +53,10 @@ class RunRecord:
                 newer = f"format {data['format']}, this one reads {FORMAT}"
                 raise SettingError(f"{file} was written by a newer version ({newer}); update interlace")
             step, rows, tokens = (int(data[name]) for name in ("step", "rows", "tokens"))
-            if min(step, rows, tokens) < 0:
+            stream = None if data.get("stream") is None else list(Place(*map(int, data["stream"])))
+            if min(step, rows, tokens, *(stream or ())) < 0:
                 raise ValueError("a negative number")
-            record = cls(step, str(data["data_digest"]), dict(data["settings"]), rows, tokens)
+            record = cls(step, str(data["data_digest"]), dict(data["settings"]), rows, tokens, stream)
             for name, value in record.settings.items():
                 if name in KEPT_ON_RESUME and not fits(name, value):
                     raise TypeError(f"the setting {name} is {str(value)[:40]!r}")

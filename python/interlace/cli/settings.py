@@ -41,6 +41,10 @@ class TrainSettings:
     config: str | None = _option(None, "A TOML file of options (NAME = VALUE), as each run leaves one as run.toml.")
     model: str = _option("llama-10m", "A preset, a Hugging Face config.json, or a folder with its weights and tokenizer, too.")
     text: str | None = _option(None, "A text, .jsonl or .parquet file, or a folder of them.", shown="standard library")
+    text_column: str | None = _option(None, "What a document is called in .jsonl and .parquet files.", shown="text, else content")
+    stream: bool = _option(False, "Tokenize the text while it is trained on, never all of it beforehand.")
+    shuffle_buffer: int = _option(1024, "With --stream, rows that are shuffled together; 1 keeps the text's order.")
+    pack: bool = _option(True, "With --stream, documents joined into full rows, or else a document a row, padding without weight.")
     tokenizer: str = _option("byte", "byte, bpe (trained on the text), or a Hugging Face tokenizer: a path, or a name in the local cache.")
     vocab: int = _option(4096, "Entries of the BPE.")
     ranks: int = _option(2, "Processes on this machine.")
@@ -75,8 +79,9 @@ class TrainSettings:
     verify_steps: int = _option(0, "Make one of so many steps twice and compare: finds hardware that computes wrong.", shown="never")
     max_restarts: int = _option(0, "Start the ranks again when one fails, from the last checkpoint.")
     eval_text: str | None = _option(None, "A text or folder that is not trained on: its loss is shown, too.")
-    eval_every: int = _option(50, "Steps between losses of --eval-text; also after the last.")
-    eval_sequences: int = _option(64, "Sequences of --eval-text at most, the same each time.")
+    eval_share: float | None = _option(None, "Likewise this share of --text, for example 0.01: its end, with --stream some documents.")
+    eval_every: int = _option(50, "Steps between losses of --eval-text or --eval-share; also after the last.")
+    eval_sequences: int = _option(64, "Sequences of them at most, the same each time.")
     seed: int = _option(0, "Of weights, data order and dropout.")
     dtype: str = _option("float32", "Of the parameters: float32, bfloat16 or float64.")
     threads: int | None = _option(None, "CPU threads of each rank.", shown="cores / ranks")
@@ -110,8 +115,8 @@ class TrainSettings:
 
     def check(self) -> None:
         """Everything that can be said without reading text or model. Errors name the option and what would do."""
-        positive = "ranks steps batch seq accumulation log_every vocab keep eval_every eval_sequences threads save_every stop_at"
-        for name in positive.split():
+        counts = "ranks steps batch seq accumulation log_every vocab keep eval_every eval_sequences threads save_every stop_at"
+        for name in [*counts.split(), "shuffle_buffer"]:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         for name in ("warmup", "seed", "weight_decay", "max_restarts", "verify_steps"):
@@ -121,6 +126,12 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise SettingError(f"--{name} must be a positive number, not {value}")
+        if self.eval_share is not None and not 0 < self.eval_share < 1:
+            raise SettingError(f"--eval-share must be between 0 and 1, not {self.eval_share}")
+        if self.eval_share is not None and self.eval_text is not None:
+            raise SettingError("--eval-share contradicts --eval-text, which is evaluated on instead: leave one of them out")
+        if not self.pack and not self.stream:
+            raise SettingError("--no-pack needs --stream")
         needs_folder = {"save_every": self.save_every, "stop_at": self.stop_at, "max_restarts": self.max_restarts}
         for name, value in needs_folder.items():
             if self.save is None and value:
@@ -199,6 +210,10 @@ class TrainSettings:
         assert self.resume is not None
         folder = Path(os.path.abspath(self.resume))
         return [Path(self.resume), *(kept_checkpoints(folder) if self.auto else [])]
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_text is not None or self.eval_share is not None
 
     @property
     def end(self) -> int:

@@ -30,6 +30,8 @@ Starts the ranks itself; under torchrun it is one of them. Without --text it rea
   interlace train --resume runs/book --steps 1000
   interlace train --save runs/long --save-every 50 --keep 3 --resume auto --max-restarts 5
   interlace train --text book.txt --eval-text other-book.txt --eval-every 20
+  interlace train --text corpus/ --stream --tokenizer path/to/hf-folder --eval-share 0.01 --save runs/corpus --save-every 100
+  interlace train --text chats.parquet --text-column body --stream --no-pack
   interlace train --memory-limit 150MiB --program last.il && interlace explain last.il
   interlace train --schedule "0: bucket(modules=model.layers.*),reorder; 20: search(cluster={cluster},profile={profile})"
   interlace train --model path/to/config.json --strategy zero1 --ranks 4 --accumulation 4 --batch 64 --json
@@ -99,7 +101,7 @@ def train(context: typer.Context, **given: Any) -> None:
     with Work() as work:
         tokens = prepare_text(settings, record, "text" in explicit, work)
     dataset(tokens, settings, record)
-    if settings.eval_text is not None:
+    if settings.evaluates:
         Validation(settings, tokens)
     command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
     for left in range(settings.max_restarts, -1, -1):

@@ -25,10 +25,10 @@ from interlace.cli.run_config import CONFIG_FILE, as_toml
 from interlace.cli.run_record import KEPT_ON_RESUME, RUN_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, RunRecord
 from interlace.cli.settings import TrainSettings
 from interlace.cli.train_log import Log
-from interlace.cli.train_text import dataset, prepare_text
+from interlace.cli.train_text import Text, dataset, prepare_text
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
-from interlace.data import TokenDataset, TokenFile
+from interlace.data import TokenDataset, TokenStream
 from interlace.dist.launch import Terminated
 from interlace.models import PRESETS
 from interlace.observe.step_trace import TraceError, TraceFiles
@@ -38,10 +38,12 @@ BETAS = (0.9, 0.95)
 
 
 def next_token_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy of the next token; labels are already one token further on."""
+    """Mean cross-entropy of the next token; labels are already one token further on, and weigh as much as the batch says."""
     logits = model(input_ids=batch["input_ids"]).logits
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, batch["labels"].flatten())
+    if "weights" not in batch:
+        return F.cross_entropy(wide, batch["labels"].flatten())
+    return (F.cross_entropy(wide, batch["labels"].flatten(), reduction="none") * batch["weights"].flatten().to(wide.dtype)).mean()
 
 
 @dataclasses.dataclass
@@ -106,19 +108,19 @@ class Saver:
                 self.view.say(f"warning: {e}; training goes on")
 
 
-def _resume(trainer: Any, settings: TrainSettings) -> int:
-    """Goes on from the newest checkpoint that is sound; gives its step."""
+def _resume(trainer: Any, settings: TrainSettings) -> Path:
+    """Goes on from the newest checkpoint that is sound; gives it."""
     candidates = settings.candidates()
     for i, folder in enumerate(candidates):
         try:
             trainer.load(folder)
-            break
+            return folder
         except DamageError as e:
             if i + 1 == len(candidates):
                 raise
             if trainer.rank == 0:
                 err().print(f"warning: {e}\ngoing on from {candidates[i + 1]}", markup=False, soft_wrap=True)
-    return trainer.steps  # type: ignore[no-any-return]
+    raise CheckpointError(f"no checkpoint in {settings.resume}")
 
 
 def _stopped(settings: TrainSettings, done: int, rank: int, by: int) -> None:
@@ -136,7 +138,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
     start = time.monotonic()
     tokens = prepare_text(settings, record, other_text)
     data = dataset(tokens, settings, record)
-    validation = Validation(settings, tokens) if settings.eval_text is not None else None
+    validation = Validation(settings, tokens) if settings.evaluates else None
     text_seconds = time.monotonic() - start
 
     start = time.monotonic()
@@ -152,7 +154,10 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
         if settings.save:
             trainer.reserve(settings.save)
         if settings.resume:
-            first_step = _resume(trainer, settings)
+            folder = _resume(trainer, settings)
+            first_step = trainer.steps
+            if record is not None and first_step != record.step:  # an older one, which stood elsewhere in the text
+                data = dataset(tokens, settings, RunRecord.load(folder))
         compile_seconds = time.monotonic() - start
         tokens_per_step = settings.batch * settings.seq
         view = TrainView(first_step, settings.end, tokens_per_step, settings.log_every) if rank == 0 else None
@@ -179,7 +184,9 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
     if rank == 0:
         facts = _facts(settings, result, everyone, summary, first_step)
         facts |= {"parameters": parameters, "text_seconds": text_seconds, "compile_seconds": compile_seconds}
-        facts |= {"ranks": world, "text_tokens": tokens.count, "vocab": tokens.tokenizer.vocab_size, "plans": plans}
+        facts |= {"ranks": world, "text_tokens": getattr(tokens, "count", None), "vocab": tokens.tokenizer.vocab_size, "plans": plans}
+        if isinstance(data, TokenStream):
+            facts["text_read"] = data.where()
         if planned is not None:
             facts["planned"] = {"file": settings.plan, "step_us": planned.step_us, "peak_bytes": planned.peak_bytes}
         print_json(facts) if settings.as_json else print_summary(facts)
@@ -203,21 +210,21 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
     )  # fmt: skip
 
 
-def _batch(data: TokenDataset, step: int, config: interlace.Config, rank: int, world: int) -> dict[str, torch.Tensor]:
+def _batch(data: TokenDataset | TokenStream, step: int, config: interlace.Config, rank: int, world: int) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "labels", "weights")  # the last one of padded rows only
     if config.stage_meshes:  # stages that differ have the same rows in each micro-batch
-        input_ids, labels = data.batch_at(step)
-        return config.deal({"input_ids": input_ids, "labels": labels}, rank, world)  # type: ignore[no-any-return]
-    input_ids, labels = data.batch_at(step, *config.data_place(rank, world))
-    return {"input_ids": input_ids, "labels": labels}
+        return config.deal(dict(zip(names, data.batch_at(step), strict=False)), rank, world)  # type: ignore[no-any-return]
+    return dict(zip(names, data.batch_at(step, *config.data_place(rank, world)), strict=False))
 
 
 def _steps(
-    trainer: Any, optimizer: torch.optim.Optimizer, settings: TrainSettings, data: TokenDataset, first_step: int,
+    trainer: Any, optimizer: torch.optim.Optimizer, settings: TrainSettings, data: TokenDataset | TokenStream, first_step: int,
     view: TrainView | None, save: Saver, stop: Stop, validation: Validation | None,
 ) -> Result:  # fmt: skip
     rank, world = trainer.rank, trainer.world_size
     traces = settings.trace_files()
     losses, times, evals = [], [], {}
+    epoch = data.place.epoch if isinstance(data, TokenStream) else 0
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         if view is not None:
@@ -230,6 +237,9 @@ def _steps(
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate(step)
             batch = _batch(data, step, trainer.config, rank, world)
+            if isinstance(data, TokenStream) and view is not None and data.place.epoch != epoch:
+                epoch = data.place.epoch
+                view.say(f"step {step + 1}: the text begins again ({data.where()})")
             last = step == settings.end - 1
             loss = _traced(trainer, batch, traces, view) if last and traces is not None else trainer.step(batch)
             # The ranks stop at the same step, whichever of them was asked. As many of them have each batch, so the mean is that of batches.
@@ -261,7 +271,7 @@ def _steps(
     return Result(losses, times, time.monotonic() - begin, eval_losses=evals)
 
 
-def _run_files(settings: TrainSettings, tokens: TokenFile, data: TokenDataset, done: int) -> dict[str, str | bytes]:
+def _run_files(settings: TrainSettings, tokens: Text, data: TokenDataset | TokenStream, done: int) -> dict[str, str | bytes]:
     """What goes into the checkpoint beside the trainer's own files."""
     kept = dataclasses.asdict(settings)
     kept = {name: value for name, value in kept.items() if name in KEPT_ON_RESUME}
@@ -273,7 +283,10 @@ def _run_files(settings: TrainSettings, tokens: TokenFile, data: TokenDataset, d
         kept["model"] = str(Path(settings.model).resolve())
     if os.path.exists(settings.tokenizer):
         kept["tokenizer"] = str(Path(settings.tokenizer).resolve())
-    record = RunRecord(done, tokens.digest, kept, data.row(done), tokens.count)
+    if isinstance(data, TokenStream):
+        record = RunRecord(done, tokens.digest, kept, stream=list(data.place))
+    else:
+        record = RunRecord(done, tokens.digest, kept, data.row(done), len(data.tokens))
     files: dict[str, str | bytes] = {RUN_FILE: record.to_json(), CONFIG_FILE: as_toml(settings)}
     files[TOKENIZER_FILE] = tokens.tokenizer.inner.to_str(pretty=True)
     if tokens.tokenizer.kind == "file":

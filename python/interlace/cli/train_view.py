@@ -104,6 +104,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"{summary['tokens_per_step']:,} tokens each, in {seconds(summary['train_seconds'])}",
         "loss": f"{first:.4f} → {last:.4f}  ({last / first:.2f} x)  {shown}",
         **({"eval loss": words(list(summary["eval_losses"].values())[-1])} if summary["eval_losses"] else {}),
+        **({"text read": f"up to {summary['text_read']}"} if "text_read" in summary else {}),
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s, median step {summary['step_ms']:.1f} ms",
         "before training": f"text {seconds(summary['text_seconds'])}, compile {seconds(summary['compile_seconds'])}",
         "peak memory": f"{format_bytes(summary['peak_bytes'])} by the allocator, "

@@ -1,4 +1,4 @@
-"""The loss of a text that is not trained on: the same sequences each time, an equal share of them on each rank."""
+"""The loss of a text, or a share of it, that is not trained on: the same sequences each time, an equal share of them on each rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 import torch.distributed as dist
 
 from interlace.cli.settings import SettingError, TrainSettings
-from interlace.cli.train_text import cache_folder
-from interlace.data import TokenDataset, TokenFile, find_text, prepare_tokens
+from interlace.cli.train_text import Text, evaluated_on
+from interlace.data import TokenDataset
 from interlace.data.text import DataError
 
 
 class Validation:
-    """Sequences of --eval-text in the order of a fixed seed, cut into batches as large as a micro-batch of training."""
+    """Sequences of --eval-text or --eval-share in the order of a fixed seed, cut into batches as large as a micro-batch of training."""
 
-    def __init__(self, settings: TrainSettings, tokens: TokenFile) -> None:
-        assert settings.eval_text is not None
+    def __init__(self, settings: TrainSettings, tokens: Text) -> None:
         self.every = settings.eval_every
         batch = settings.micro_batch * settings.data_ranks
         try:
-            file = prepare_tokens(find_text(settings.eval_text), cache_folder(), tokenizer=tokens.tokenizer)
-            self.data = TokenDataset(file.open(), settings.seq, batch)
+            self.data = TokenDataset(evaluated_on(tokens, settings), settings.seq, batch)
         except DataError as e:
-            raise SettingError(f"--eval-text {settings.eval_text}: {e}") from None
+            option = f"--eval-text {settings.eval_text}" if settings.eval_text is not None else f"--eval-share {settings.eval_share}"
+            raise SettingError(f"{option}: {e}") from None
         self.batches = max(1, min(settings.eval_sequences, self.data.windows) // batch)
 
     def due(self, done: int, last: bool) -> bool:

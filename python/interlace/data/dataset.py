@@ -52,18 +52,13 @@ class TokenDataset:
             windows[mask] = permuted(places[mask] % self.windows, self.windows, self.seed, int(epoch))
         return windows
 
-    def numpy_batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        windows = self.rows(step, rank, world)
-        index = windows[:, None] * self.seq + np.arange(self.seq + 1)
-        both = np.asarray(self.tokens[index], dtype=np.int64)
-        return both[:, :-1], both[:, 1:]
-
     def batch_at(self, step: int, rank: int = 0, world: int = 1):
         """(input_ids, labels) as torch tensors."""
         import torch
 
-        inputs, labels = self.numpy_batch(step, rank, world)
-        return torch.from_numpy(inputs.copy()), torch.from_numpy(labels.copy())
+        index = self.rows(step, rank, world)[:, None] * self.seq + np.arange(self.seq + 1)
+        both = torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 def nearest(batch: int, parts: int) -> str:
@@ -80,19 +75,19 @@ def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
     """
     bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << bits) - 1)
-    keys = [_mixed(np.uint64((seed * 1000003 + epoch * 8191 + r) & 0xFFFFFFFFFFFFFFFF)) for r in range(_ROUNDS)]
+    keys = [mixed(np.uint64((seed * 1000003 + epoch * 8191 + r) & 0xFFFFFFFFFFFFFFFF)) for r in range(_ROUNDS)]
     values = places.astype(np.uint64)
     pending = np.ones(len(values), dtype=bool)
     while pending.any():
         left, right = values[pending] >> np.uint64(bits), values[pending] & mask
         for key in keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
+            left, right = right, left ^ (mixed(right ^ key) & mask)
         values[pending] = (left << np.uint64(bits)) | right
         pending = values >= np.uint64(size)
     return values.astype(np.int64)
 
 
-def _mixed(x):
+def mixed(x):
     """splitmix64's finalizer."""
     with np.errstate(over="ignore"):
         x = np.uint64(x) + _GOLDEN

@@ -1,9 +1,9 @@
 """Finding and reading text, with messages a person can act on.
 
-A text is one file (UTF-8 text, .jsonl with a document a line, .parquet with one a row), a folder of files, or (by default) the Python
-standard library's own sources, which every machine has. Files are read in pieces, so memory does not grow with the text. A file that was
-named must be UTF-8 text; in a folder, files that are plainly not text (a NUL byte or invalid UTF-8 in the first 8 KiB) are skipped and
-counted.
+A text is one file (UTF-8 text, .jsonl with a document a line, tables such as .parquet with one a row, which Hugging Face `datasets` reads),
+a folder of files, or (by default) the Python standard library's own sources, which every machine has. Files are read in pieces, so memory
+does not grow with the text. A file that was named must be UTF-8 text; in a folder, files that are plainly not text (a NUL byte or invalid
+UTF-8 in the first 8 KiB) are skipped and counted.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import codecs
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 from interlace.errors import InterlaceError
 
 SNIFF_BYTES = 8192
-JSON_LINES, PARQUET = (".jsonl", ".ndjson"), ".parquet"
-FIELDS = ("text", "content")  # what a document is called in them
+JSON_LINES = (".jsonl", ".ndjson")
+# What `datasets` reads, and its method for it.
+TABLES = {".parquet": "from_parquet", ".jsonl.gz": "from_json", ".json.gz": "from_json", ".jsonl.zst": "from_json", ".json.zst": "from_json"}
+FIELDS = ("text", "content")  # what a document is called in them, where no column is named
 PIECE_BYTES = 1 << 18
+ROWS = 1000  # of a table, read at once
 # Folders of the standard library that hold no prose or code of its own, or are absent on some machines.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -32,22 +36,26 @@ class DataError(InterlaceError):
 
 @dataclass(frozen=True)
 class TextSource:
-    """The files of a text in a fixed order."""
+    """The files of a text in a fixed order; `columns`: what a document may be called in them."""
 
     name: str
     files: tuple[Path, ...]
     bytes: int
     skipped: tuple[Path, ...] = field(default=())
+    columns: tuple[str, ...] = FIELDS
+
+    def documents(self, file: Path, skip: int = 0) -> Iterator[tuple[str, bool]]:
+        return read_documents(file, self.columns, skip)
 
 
-def find_text(path: str | os.PathLike[str] | None = None) -> TextSource:
+def find_text(path: str | os.PathLike[str] | None = None, column: str | None = None) -> TextSource:
     """The files behind `path`: a file, a folder, or None for the Python standard library's own sources."""
     if path is None:
         return _standard_library()
     root = Path(path)
     try:
         if root.is_dir():
-            return _folder(root)
+            return _folder(root, column)
         if not root.exists():
             raise DataError(f"no such file or folder: {root}")
         if not root.is_file():
@@ -57,7 +65,7 @@ def find_text(path: str | os.PathLike[str] | None = None) -> TextSource:
         raise DataError(f"cannot read {root}: {error.strerror}") from error
     if size == 0:
         raise DataError(f"{root} is empty: give a file with text in it")
-    return TextSource(str(root), (root,), size)
+    return TextSource(str(root), (root,), size, columns=(column,) if column else FIELDS)
 
 
 def _standard_library() -> TextSource:
@@ -69,15 +77,14 @@ def _standard_library() -> TextSource:
     return TextSource("the Python standard library", tuple(files), sum(f.stat().st_size for f in files))
 
 
-def _folder(root: Path) -> TextSource:
+def _folder(root: Path, column: str | None) -> TextSource:
     seen = _walk(root, lambda name: True, {"__pycache__"})
     files = [file for file in seen if _looks_like_text(file)]
     if not files:
         what = "is empty" if not seen else f"has no text files ({len(seen)} looked at are binary or empty)"
         raise DataError(f"the folder {root} {what}: give a folder with UTF-8 text files in it")
-    kept = set(files)
-    skipped = tuple(file for file in seen if file not in kept)
-    return TextSource(str(root), tuple(files), sum(f.stat().st_size for f in files), skipped)
+    skipped = tuple(sorted({*seen} - {*files}))
+    return TextSource(str(root), tuple(files), sum(f.stat().st_size for f in files), skipped, (column,) if column else FIELDS)
 
 
 def _walk(root: Path, wanted, excluded: set[str]) -> list[Path]:
@@ -96,7 +103,7 @@ def _walk(root: Path, wanted, excluded: set[str]) -> list[Path]:
 
 
 def _looks_like_text(file: Path) -> bool:
-    if file.suffix == PARQUET:
+    if _reader(file) is not None:
         return True
     try:
         with open(file, "rb") as stream:
@@ -112,109 +119,99 @@ def _looks_like_text(file: Path) -> bool:
     return True
 
 
-def read_documents(file: Path) -> Iterator[tuple[str, bool]]:
-    """A file's text in pieces, and of each whether a document ends behind it. Of .jsonl lines and .parquet rows, it is what they
-    have as "text" or "content". Error: a line or a table without either."""
+def read_documents(file: Path, columns: tuple[str, ...] = FIELDS, skip: int = 0) -> Iterator[tuple[str, bool]]:
+    """A file's text in pieces, and of each whether a document ends behind it; without the first `skip` pieces. Of lines of JSON and rows of
+    tables, it is what they have in the first of the columns that they have. Error: a line or a table without it."""
     if file.suffix in JSON_LINES:
-        yield from ((text, True) for text in _json_lines(file))
-    elif file.suffix == PARQUET:
-        yield from ((text, True) for text in _parquet_rows(file))
+        yield from ((text, True) for text in _json_lines(file, columns, skip))
+    elif _reader(file) is not None:
+        yield from ((text, True) for text in _rows(file, columns, skip))
     else:
-        yield from ((piece, False) for piece in read_text(file))
-        yield "", True
+        yield from islice(chain(((piece, False) for piece in read_text(file)), [("", True)]), skip, None)
 
 
-def _json_lines(file: Path) -> Iterator[str]:
+def _reader(file: Path) -> str | None:
+    return next((reader for ending, reader in TABLES.items() if file.name.endswith(ending)), None)
+
+
+def _json_lines(file: Path, columns: tuple[str, ...], skip: int) -> Iterator[str]:
     number, held = 0, ""
-    for piece in read_text(file):
+    for piece in chain(read_text(file), ["\n"]):
         held += piece
         lines = held.split("\n")
         held = lines.pop()
         for line in lines:
             number += 1
-            if line.strip():
-                yield _document(file, number, line)
-    if held.strip():
-        yield _document(file, number + 1, held)
+            if line.strip() and (skip := skip - 1) < 0:
+                yield _document(file, number, line, columns)
 
 
-def _document(file: Path, number: int, line: str) -> str:
+def _document(file: Path, number: int, line: str, columns: tuple[str, ...]) -> str:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}, line {number}: not JSON ({error}); each line must be an object such as {{\"text\": \"...\"}}") from None
-    for field_name in FIELDS if isinstance(found, dict) else ():
-        if isinstance(found.get(field_name), str):
-            return found[field_name]
-    has = f"has {', '.join(map(repr, list(found)[:8]))}" if isinstance(found, dict) else f"is a {type(found).__name__}"
-    raise DataError(f"{file}, line {number} {has}: it needs the document as \"{FIELDS[0]}\" or \"{FIELDS[1]}\"")
+    if not isinstance(found, dict):
+        raise DataError(f"{file}, line {number} is a {type(found).__name__}: each line must be an object such as {{\"text\": \"...\"}}")
+    names = [name for name in columns if isinstance(found.get(name), str)]
+    if not names:
+        raise DataError(f"{file}, line {number} has {_missing(found, columns)}")
+    return str(found[names[0]])
 
 
-def _parquet_rows(file: Path) -> Iterator[str]:
+def _missing(names: Iterable[str], columns: tuple[str, ...]) -> str:
+    has, needed = ", ".join(map(repr, list(names)[:8])) or "nothing", " or ".join(f'"{column}"' for column in columns)
+    return f"{has}: it needs the document as {needed}, or --text-column NAME"
+
+
+def _rows(file: Path, columns: tuple[str, ...], skip: int) -> Iterator[str]:
+    reader = str(_reader(file))
     try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise DataError(f"{file} is a parquet file, which pyarrow reads: pip install pyarrow, or convert it to .jsonl") from None
-    try:
-        with parquet.ParquetFile(file) as table:
-            columns = [name for name in FIELDS if name in table.schema_arrow.names]
-            if not columns:
-                has = ", ".join(map(repr, table.schema_arrow.names[:8]))
-                raise DataError(f"{file} has the columns {has}: it needs the documents as \"{FIELDS[0]}\" or \"{FIELDS[1]}\"")
-            for batch in table.iter_batches(columns=columns[:1]):
-                for value in batch.column(0).to_pylist():
-                    if value is None or isinstance(value, str):
-                        yield value or ""
-                    else:
-                        raise DataError(f"{file}: column '{columns[0]}' holds {type(value).__name__}, not text")
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as parquet: {' '.join(str(error).split())[:200]}") from None
+        import datasets
+
+        opened = getattr(datasets.IterableDataset, reader)
+    except (ImportError, AttributeError):
+        raise DataError(f"{file} needs Hugging Face datasets, 5.0 or newer: pip install 'interlace[data]', or convert it to .jsonl") from None
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says is in the message
+    try:  # without the batch size, a whole row group would be in memory
+        table = opened(str(file), **({"batch_size": ROWS} if reader == "from_parquet" else {}))
+        names = table.column_names or list(next(iter(table), {}))
+        found = [name for name in columns if name in names]
+        if names and not found:
+            raise DataError(f"{file} has the columns {_missing(names, columns)}")
+        for row in table.select_columns(found[:1]).skip(skip) if found else ():
+            value = row[found[0]]
+            if value is not None and not isinstance(value, str):
+                raise DataError(f"{file}: column '{found[0]}' holds {type(value).__name__}, not text")
+            yield value or ""
+    except DataError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, the decompressor
+        kind = reader.removeprefix("from_")
+        raise DataError(f"{file} cannot be read as {kind}: {' '.join(str(error.__cause__ or error).split())[:200]}") from None
 
 
 def read_text(file: Path) -> Iterator[str]:
     """The text of one file in pieces that end at line ends where lines are not longer than a piece."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    read = 0  # bytes given to the decoder so far
-    held, started = "", False
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0  # bytes given to the decoder so far
     try:
-        stream = open(file, "rb")  # noqa: SIM115 - closed below; the open itself needs its own message
+        with open(file, "rb") as stream:
+            while True:
+                chunk = stream.read(PIECE_BYTES) + stream.readline(3 * PIECE_BYTES)
+                if read == 0 and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    raise DataError(f"{file} is UTF-16 text; convert it first: iconv -f utf-16 -t utf-8 {file}")
+                if (nul := chunk.find(0)) >= 0:
+                    raise DataError(f"{file} is a binary file (a zero byte at position {read + nul}): give UTF-8 text")
+                read -= (pending := len(decoder.getstate()[0]))  # bytes of a character that the last chunk cut
+                text = decoder.decode(chunk, final=not chunk).removeprefix("\ufeff" if read == 0 else "")
+                yield from [text] if text else []
+                if not chunk:
+                    return
+                read += pending + len(chunk)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {read + error.start}; "
+            f"convert it first, for example: iconv -f latin1 -t utf-8 {file}"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
-    with stream:
-        while True:
-            try:
-                chunk = stream.read(PIECE_BYTES)
-            except OSError as error:
-                raise DataError(f"cannot read {file}: {error.strerror}") from error
-            _check_chunk(file, chunk, read)
-            pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
-            try:
-                text = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                position = read - pending + error.start
-                raise DataError(
-                    f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {position}; "
-                    f"convert it first, for example: iconv -f latin1 -t utf-8 {file}"
-                ) from None
-            if not started and text:
-                started, text = True, text.removeprefix("\ufeff")
-            read += len(chunk)
-            held += text
-            if not chunk:
-                break
-            cut = held.rfind("\n") + 1
-            if cut == 0 and len(held) >= 4 * PIECE_BYTES:
-                cut = len(held)
-            if cut:
-                yield held[:cut]
-                held = held[cut:]
-    if held:
-        yield held
-
-
-def _check_chunk(file: Path, chunk: bytes, read: int) -> None:
-    if read == 0 and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise DataError(f"{file} is UTF-16 text; convert it first: iconv -f utf-16 -t utf-8 {file}")
-    nul = chunk.find(0)
-    if nul >= 0:
-        raise DataError(f"{file} is a binary file (a zero byte at position {read + nul}): give UTF-8 text")

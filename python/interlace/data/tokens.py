@@ -14,23 +14,25 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
 
 from interlace import private
-from interlace.data.text import DataError, TextSource, read_documents
+from interlace.data.text import DataError, TextSource
 from interlace.files import write_atomically
 
 END = "<|end|>"
 MIN_VOCAB = 257  # the bytes and END
 TRAINING_BYTES = 32 << 20  # at most so much text trains a BPE; more is sampled file by file
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 MAX_FACTS, MAX_TOKENIZER = 1 << 16, 256 << 20  # bytes
 SHORT = 4096  # characters; documents shorter than this are encoded many at a time
+Of = TypeVar("Of")
 
 
 class Tokenizer:
@@ -179,31 +181,39 @@ class TokenFile:
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.count,))
 
 
+Progress = Callable[[str, int, int], None]  # what, bytes done, bytes in all
+
+
 def prepare_tokens(
     text: TextSource, cache: Path, kind: str = "byte", vocab: int = 4096, tokenizer: Tokenizer | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> TokenFile:  # fmt: skip
-    """The token file of a text, made once and cached; other processes wait for the one that makes it.
+    """The token file of a text, made once and cached; other processes wait for the one that makes it. A tokenizer replaces kind and vocab."""
+    tokenizer = tokenizer or prepare_tokenizer(text, cache, kind, vocab, progress)
+    key = _cache_key(text, tokenizer.digest)
+    with _locked(cache, key):
+        return _load_cached(cache, key, tokenizer) or _build(text, cache, key, tokenizer, progress or (lambda *_: None))
 
-    `tokenizer` (of a run that is resumed) replaces kind and vocab; progress(what, bytes done, bytes in all) is called
-    now and then.
-    """
+
+def prepare_tokenizer(text: TextSource, cache: Path, kind: str, vocab: int, progress: Progress | None = None) -> Tokenizer:
+    """Byte tokens, or the BPE of a text, trained once and cached."""
     if kind not in ("byte", "bpe"):
         raise DataError(f"unknown tokenizer '{kind}': byte or bpe")
-    key = _cache_key(text, kind, vocab, tokenizer)
-    try:
-        private.make_folder(cache)
-        with _locked(cache / f"{key}.lock"):
-            found = _load_cached(cache, key)
-            return found or _build(text, cache, key, kind, vocab, tokenizer, progress or (lambda *_: None))
-    except OSError as error:
-        raise DataError(f"cannot write the token file in {cache}: {error.strerror}") from error
+    if kind == "byte":
+        return Tokenizer.byte()
+    key = _cache_key(text, f"bpe {vocab}")
+    with _locked(cache, key):
+        file = cache / f"{key}.tokenizer.json"
+        with contextlib.suppress(OSError, DataError):
+            private.read(file, MAX_TOKENIZER)
+            return Tokenizer.load(file)
+        made = Tokenizer.train_bpe(_training_pieces(text, progress or (lambda *_: None)), vocab)
+        made.save(file)
+        return made
 
 
-def _cache_key(text: TextSource, kind: str, vocab: int, tokenizer: Tokenizer | None) -> str:
-    hasher = hashlib.sha256()
-    method = tokenizer.digest if tokenizer else ("byte" if kind == "byte" else f"bpe {vocab}")
-    hasher.update(f"{CACHE_VERSION} {method}\n".encode())
+def _cache_key(text: TextSource, method: str) -> str:
+    hasher = hashlib.sha256(f"{CACHE_VERSION} {method} {text.columns}\n".encode())
     for file in text.files:
         status = file.stat()
         hasher.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
@@ -211,14 +221,18 @@ def _cache_key(text: TextSource, kind: str, vocab: int, tokenizer: Tokenizer | N
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """An exclusive lock that the system drops when its holder dies."""
-    with open(file, "w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+def _locked(cache: Path, key: str) -> Iterator[None]:
+    """An exclusive lock that the system drops when its holder dies. Error: what cannot be written in the cache, here or in its block."""
+    try:
+        private.make_folder(cache)
+        with open(cache / f"{key}.lock", "w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise DataError(f"cannot write the tokens in {cache}: {error.strerror}") from error
 
 
-def _load_cached(cache: Path, key: str) -> TokenFile | None:
+def _load_cached(cache: Path, key: str, tokenizer: Tokenizer) -> TokenFile | None:
     """The cached token file, or None when it is absent or damaged (then it is made again)."""
     tokens = cache / f"{key}.tokens"
     try:
@@ -227,11 +241,8 @@ def _load_cached(cache: Path, key: str) -> TokenFile | None:
         if dtype not in ("<u2", "<u4") or tokens.stat().st_size != count * int(dtype[2]):
             return None
         private.check(tokens.stat(), tokens)
-        own = private.read(cache / f"{key}.tokenizer.json", MAX_TOKENIZER)
-        if _digest(tokens) != digest or hashlib.sha256(own).hexdigest()[:16] != facts["tokenizer"]:
-            return None
-        return TokenFile(tokens, count, dtype, Tokenizer.load(cache / f"{key}.tokenizer.json"), digest)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError):
+        return TokenFile(tokens, count, dtype, tokenizer, digest) if _digest(tokens) == digest else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -243,12 +254,7 @@ def _digest(file: Path) -> str:
     return hasher.hexdigest()[:16]
 
 
-def _build(
-    text: TextSource, cache: Path, key: str, kind: str, vocab: int, tokenizer: Tokenizer | None,
-    progress: Callable[[str, int, int], None],
-) -> TokenFile:  # fmt: skip
-    if tokenizer is None:
-        tokenizer = Tokenizer.byte() if kind == "byte" else Tokenizer.train_bpe(_training_pieces(text, progress), vocab)
+def _build(text: TextSource, cache: Path, key: str, tokenizer: Tokenizer, progress: Progress) -> TokenFile:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     end = np.array([tokenizer.end_id], dtype=dtype).tobytes()
     hasher, count, done = hashlib.sha256(), 0, 0
@@ -256,7 +262,7 @@ def _build(
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as out:
             for file in text.files:
-                for group in _grouped(read_documents(file)):
+                for group in grouped(text.documents(file)):
                     pieces = [piece for piece, _ in group]
                     for ids, (_, ends) in zip(tokenizer.encode(pieces), group, strict=True):
                         data = ids.astype(dtype).tobytes() + (end if ends else b"")
@@ -265,20 +271,18 @@ def _build(
                         count += len(ids) + ends
                     done += sum(len(piece) for piece in pieces)
                     progress("tokenizing", min(done, text.bytes), text.bytes)
-        tokenizer.save(cache / f"{key}.tokenizer.json")
         os.replace(partial, cache / f"{key}.tokens")
         digest = hasher.hexdigest()[:16]
         facts = {"dtype": dtype, "count": count, "digest": digest, "text": text.name}
-        facts["tokenizer"] = _digest(cache / f"{key}.tokenizer.json")
         write_atomically(cache / f"{key}.json", json.dumps(facts).encode())
     finally:
         partial.unlink(missing_ok=True)
     return TokenFile(cache / f"{key}.tokens", count, dtype, tokenizer, digest)
 
 
-def _grouped(pieces: Iterator[tuple[str, bool]], size: int = 8, characters: int = 1 << 21) -> Iterator[list[tuple[str, bool]]]:
-    """Lists of some pieces, or of many short ones, so that they can be encoded in parallel."""
-    group: list[tuple[str, bool]] = []
+def grouped(pieces: Iterable[tuple[str, Of]], size: int = 8, characters: int = 1 << 21) -> Iterator[list[tuple[str, Of]]]:
+    """Lists of some pieces (each with something of its own), or of many short ones, so that they can be encoded in parallel."""
+    group: list[tuple[str, Of]] = []
     held = 0
     for piece in pieces:
         group.append(piece)
@@ -290,13 +294,13 @@ def _grouped(pieces: Iterator[tuple[str, bool]], size: int = 8, characters: int 
         yield group
 
 
-def _training_pieces(text: TextSource, progress: Callable[[str, int, int], None]) -> Iterator[str]:
+def _training_pieces(text: TextSource, progress: Progress) -> Iterator[str]:
     """The text, or an even sample of it: the same share of every file, from its start."""
     share = min(1.0, TRAINING_BYTES / max(text.bytes, 1))
     limit, done = min(text.bytes, TRAINING_BYTES), 0
     for file in text.files:
         left = max(1, int(file.stat().st_size * share))
-        for piece, _ in read_documents(file):
+        for piece, _ in text.documents(file):
             yield piece[:left]
             done += min(left, len(piece))
             left -= len(piece)
