@@ -5,8 +5,9 @@ python bench/interrupts.py --times 5 --seed 7 --json out.json
 
 A small Llama trains on two ranks on a text of this machine (with --stream, tokenized while it trains). Each time a run of its own gets
 SIGINT, as a terminal sends it (to the whole process group), after a moment drawn from the seed, between just after its start and its end. It
-must end with 130 and a line that says what is saved, or with 0 if it was done; `--resume auto` then takes it to the end. All losses, and the
-weights and the optimizer's states of the last checkpoint, must have the bits of the run that nobody stopped.
+must end with 130 and a line that says what is saved, or with 0 if all steps were made; `--resume auto` then takes it to the end. All
+losses, and the weights and the optimizer's states of the last checkpoint, must have the bits of the run that nobody stopped. A run that was
+over before its moment proves nothing: it is left out, and another moment drawn.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ def losses_of(folder: Path, name: str, wrong: list[str]) -> dict[int, float]:
     return found
 
 
-def interrupt(folder: Path, name: str, moment: float, options: list[str], expected: dict[int, float]) -> Row:
+def interrupt(folder: Path, name: str, moment: float, options: list[str], expected: dict[int, float]) -> Row | None:
+    """One row; None where the run was over before its moment."""
     wrong: list[str] = []
     process = begin(folder, name, options)
     time.sleep(moment)
-    running = process.poll() is None
-    signalled = time.monotonic()
-    if running:
-        os.killpg(process.pid, signal.SIGINT)
+    if process.poll() is not None:
+        process.communicate()
+        return None
+    made, signalled = len(losses_of(folder, name, wrong)), time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=300)
     seconds = time.monotonic() - signalled
     stopped = re.search(STOPPED, err, flags=re.MULTILINE)
@@ -83,6 +86,8 @@ def interrupt(folder: Path, name: str, moment: float, options: list[str], expect
             wrong.append(f"it said step {stopped.group(1)}, and saved step {saved}")
     elif process.returncode == 0:
         at = "the end"
+        if made < STEPS - 1:
+            wrong.append(f"Ctrl-C was lost: it went on to the end, though only {made} steps were made at the signal")
     else:
         at = f"after step {steps[-1]}" if steps else "before a step"
         if "interrupted" not in err:
@@ -110,6 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     options = ["--stream", "--shuffle-buffer", "32", "--eval-share", "0.05"] if args.stream else []
     generator = random.Random(args.seed)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts this with & has it ignored, and so would the runs
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in ("first", "whole"):  # the first one fills the caches, as all others have them
@@ -121,13 +127,19 @@ def main() -> None:
             whole_s = time.monotonic() - begun
         expected = losses_of(folder, "whole", [])
         print(f"a run of {STEPS} steps takes {whole_s:.1f} s; {args.times} are stopped (seed {args.seed})", flush=True)
-        rows = []
-        for i in range(args.times):
-            row = interrupt(folder, f"run{i}", generator.uniform(0.2, 0.98 * whole_s), options, expected)
+        rows: list[Row] = []
+        tries = 0
+        while len(rows) < args.times:
+            tries += 1
+            moment = generator.uniform(0.2, 0.98 * whole_s)
+            row = interrupt(folder, f"run{tries}", moment, options, expected)
+            if row is None:
+                print(f"  left out: the run was over before {moment:.2f} s", flush=True)
+                continue
             rows.append(row)
             verdict = "; ".join(row.wrong) or ("same bits" if row.losses and row.files else "OTHER BITS")
             said = f"SIGINT after {row.moment_s:5.2f} s, {row.at}, ended in {row.stop_s:.2f} s: {verdict}"
-            print(f"{i + 1:>3} of {args.times}: {said}", flush=True)
+            print(f"{len(rows):>3} of {args.times}: {said}", flush=True)
     print(f"\n{'moment':>8}  {'stopped':<16}{'exit':>5}{'ended in':>10}  {'losses':<8}{'checkpoint'}")
     for row in sorted(rows, key=lambda row: row.moment_s):
         same = ["same" if same else "OTHER" for same in (row.losses, row.files)]

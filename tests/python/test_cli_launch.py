@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -99,6 +101,28 @@ def test_ranks_end_with_the_launcher(tmp_path, number):
     process.send_signal(number)
     process.wait()
     wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_ctrl_c_that_one_rank_is_still_starting_for(tmp_path, monkeypatch):
+    """It ends at once, the other one, which would save after its step, waits for it: not for as long as a save may take."""
+    monkeypatch.setattr(launch, "STOP_S", 3600.0)
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    script = f"""
+        import os, signal, time
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGINT, lambda *_: None)
+        open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").close()
+        time.sleep(3600)
+    """
+    files = [tmp_path / "0", tmp_path / "1"]
+
+    def press() -> None:
+        wait_for(lambda: all(file.exists() for file in files))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch.run_ranks(command(script), 2)
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -219,8 +220,9 @@ def _wait(workers: list[_Worker], stop: _Stop) -> None:
         codes = [worker.poll() for worker in workers]
         if all(code is not None for code in codes):
             return
-        if deadline is None and any(codes):
-            deadline = time.monotonic() + GRACE_S
+        own = (None, 0, TERMINATED) if told else (None, 0)  # a rank that ended otherwise (it was only starting) is waited for in vain
+        if any(code not in own for code in codes):
+            deadline = min(deadline or math.inf, time.monotonic() + GRACE_S)
         if deadline is not None and time.monotonic() > deadline:
             return
         time.sleep(POLL_S)
