@@ -75,6 +75,7 @@ class TrainSettings:
     stop_at: int | None = _option(None, "Save and stop after this step; --resume goes on.")
     resume: str | None = _option(None, "Go on with a saved run; auto: with the newest in --save, if there is one.")
     timeout: float = _option(300.0, "Seconds that ranks wait for one another; a rank that is dead or cut off is named sooner.")
+    encrypt: bool = _option(False, "Encrypt what ranks send one another (docs/security.md).")
     trust_program: bool = _option(False, "With --resume, run the checkpoint's program though it was made elsewhere.")
     verify_steps: int = _option(0, "Make one of so many steps twice and compare: finds hardware that computes wrong.", shown="never")
     max_restarts: int = _option(0, "Start the ranks again when one fails, from the last checkpoint.")
