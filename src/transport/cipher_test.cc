@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -128,6 +130,71 @@ TEST(Crypto, AMachineWithoutItIsToldWhatToInstall) {
             "OpenSSL, for example: apt-get install libssl3, dnf install openssl-libs; or leave INTERLACE_ENCRYPT out");
 }
 
+// While it lives, this process has the secret of a run and is to encrypt.
+struct Encrypting {
+  Encrypting() {
+    setenv("INTERLACE_MESH_KEY", std::string(64, 'a').c_str(), 1);
+    setenv("INTERLACE_ENCRYPT", "1", 1);
+  }
+  ~Encrypting() {
+    unsetenv("INTERLACE_MESH_KEY");
+    unsetenv("INTERLACE_ENCRYPT");
+  }
+};
+
+TEST_F(Sealed, EachConnectionAndEachWayHasAKeyOfItsOwn) {
+  const Encrypting on;
+  std::vector<std::string> keys;
+  for (int time = 0; time < 2; ++time) {
+    const auto sockets = ConnectRanks("dp", RanksTo(3));
+    for (int a = 0; a < 3; ++a) {
+      for (int b = 0; b < 3; ++b) {
+        if (a == b) continue;
+        EXPECT_TRUE(sockets[a][b].encrypts);
+        EXPECT_EQ(sockets[a][b].send_key, sockets[b][a].receive_key);
+        keys.push_back(sockets[a][b].send_key);
+      }
+    }
+  }
+  std::sort(keys.begin(), keys.end());
+  EXPECT_EQ(keys.size(), 12u);
+  EXPECT_EQ(std::unique(keys.begin(), keys.end()), keys.end());
+}
+
+TEST_F(Sealed, RanksOfWhichSomeEncryptAreRefused) {
+  Meeting meeting(2);
+  OnEachRank(2, [&](int rank) {
+    const RankGroup group{"dp", RanksTo(2), rank};
+    const auto other = [&, exchange = meeting.For(rank)](std::string mine) {
+      if (rank == 1) mine[64] ^= 1;  // as a rank says that encrypts
+      return exchange(mine);
+    };
+    EXPECT_EQ(ErrorOf(ConnectPeers(group, other, 5)),
+              "axis dp: rank 1 encrypts (INTERLACE_ENCRYPT=1) and rank 0 does not; set it for all ranks or for none");
+  });
+}
+
+TEST_F(Sealed, ARankWithoutASecretOrWhoseWordsAreChangedDoesNotEncrypt) {
+  const Encrypting on;
+  Meeting meeting(2);
+  OnEachRank(2, [&](int rank) {
+    const RankGroup group{"dp", RanksTo(2), rank};
+    const auto changed = [&, exchange = meeting.For(rank), round = 0](std::string mine) mutable {
+      if (rank == 1 && round++ == 1) mine[mine.size() - 8] ^= 1;  // of its random number
+      return exchange(mine);
+    };
+    const std::string error = ErrorOf(ConnectPeers(group, changed, 0.5));
+    EXPECT_NE(error.find(rank == 1 ? "what rank 1 told the others came back changed" : "rank 1 did not connect"), std::string::npos)
+        << error;
+  });
+  setenv("INTERLACE_ENCRYPT", "yes", 1);
+  EXPECT_EQ(ErrorOf(ConnectPeers({"dp", RanksTo(2), 0}, {}, 1)), "INTERLACE_ENCRYPT is \"yes\"; it must be 1 or 0");
+  setenv("INTERLACE_ENCRYPT", "1", 1);
+  unsetenv("INTERLACE_MESH_KEY");
+  EXPECT_EQ(ErrorOf(ConnectPeers({"dp", RanksTo(2), 0}, {}, 1)),
+            "INTERLACE_ENCRYPT=1 needs the secret of the run; give every rank INTERLACE_SECRET_FILE");
+}
+
 // Two ranks whose data connections go through the test, from rank 0 to rank 1 and back.
 struct Tapped {
   std::shared_ptr<Mesh> meshes[2];
@@ -223,7 +290,7 @@ std::vector<std::string> Messages(std::vector<size_t> sizes) {
 }
 
 TEST_F(Sealed, WhatIsOnTheWireHasNoRunOfThePayloadNorOfTheHeader) {
-  const std::vector<std::string> messages = Messages({5'000, 3 << 20, 0, 777'777});
+  const std::vector<std::string> messages = Messages({5'000, 1 << 20, 0, 333'333});
   const std::string wire = SentBy(messages);
   EXPECT_EQ(EndOf(wire, messages), "");
   std::vector<uint64_t> runs;  // of eight bytes that lie anywhere on the wire

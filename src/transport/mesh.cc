@@ -74,11 +74,11 @@ Status Mesh::Start(Operation& operation) {
   {
     std::lock_guard lock(mutex_);
     if (failure_) return *failure_;
-    if (TooLarge(operation)) {
-      return MakeError(operation.label, " on axis ", group_.axis, ": a message of more than ", Cipher::kMostBytes >> 30,
-                       " GiB cannot be encrypted; split the tensor, or leave INTERLACE_ENCRYPT out");
-    }
     Enqueue(operation);
+    if (failure_) {  // a message is too large
+      Shut(/*control=*/true);
+      return *failure_;
+    }
     ++in_flight_;
     Advance(operation);  // past rounds in which this rank has no part
     Drive();
@@ -88,20 +88,6 @@ Status Mesh::Start(Operation& operation) {
     helper_wakes_.notify_one();
   }
   return Ok{};
-}
-
-// Whether a message may be larger than a cipher can.
-bool Mesh::TooLarge(const Operation& operation) const {
-  if (std::none_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.seal != nullptr; })) return false;
-  for (const Round& round : operation.rounds) {
-    for (const auto* spans : {&round.sends, &round.receives}) {
-      std::vector<uint64_t> bytes(peers_.size());
-      for (const PeerSpan& span : *spans) {
-        if ((bytes[span.peer] += span.bytes) > Cipher::kMostBytes) return true;
-      }
-    }
-  }
-  return false;
 }
 
 void Mesh::Enqueue(Operation& operation) {
@@ -122,6 +108,8 @@ void Mesh::Enqueue(Operation& operation) {
     }
     Frame& frame = queue.back();
     frame.expected.bytes += piece.bytes;
+    if (peers_[piece.peer].seal && frame.expected.bytes > Cipher::kMostBytes)
+      failure_ = MakeError(operation.label, ": more than 63 GiB at once cannot be encrypted; use more ranks or units");
     for (size_t at = 0; at < piece.bytes; at += kPieceBytes)
       frame.pieces.push_back({piece.data + at, std::min(kPieceBytes, piece.bytes - at)});
   };

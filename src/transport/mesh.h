@@ -112,8 +112,7 @@ class Mesh {
     size_t note_bytes = 0;
   };
 
-  bool TooLarge(const Operation& operation) const;  // with the lock, as all below
-  void Enqueue(Operation& operation);
+  void Enqueue(Operation& operation);  // with the lock, as all below
   bool Drive();                        // whether anything moved
   uint64_t FirstToHold() const;
   bool Write(Peer& peer, uint64_t hold);

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from interlace.capture.literals import DTYPES as NAMES
 from interlace.compiling.cuts import Cuts
+from interlace.dist import sealed
 from interlace.dist.mesh import STAGES, TENSOR, Mesh, UnlikeStages
 from interlace.dist.peers import Peers
 
@@ -161,7 +162,7 @@ class States:
 
     def _from(self, rank: int, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().contiguous()
-        dist.broadcast(tensor, group=self._along_stages(), group_src=self.mesh.group(STAGES).index(rank))
+        sealed.broadcast(tensor, self._along_stages(), self.mesh.group(STAGES).index(rank))
         return tensor
 
     def mean_of_stage(self, stage: int, mine: Tensor | None, form: Tensor) -> Tensor:

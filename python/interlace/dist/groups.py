@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.dist import sealed
 from interlace.dist.mesh import Mesh, UnlikeStages
 from interlace.dist.rendezvous import listening_until_met
 from interlace.errors import InterlaceError
@@ -124,10 +125,7 @@ class Groups:
         here = everywhere or dist.get_rank(group) == 0
         whole = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device) if here else None
         parts = list(whole.chunk(size)) if whole is not None else None
-        if everywhere:
-            dist.all_gather(parts, mine.contiguous(), group=group)
-        else:
-            dist.gather(mine.contiguous(), parts, group=group, group_dst=0)
+        sealed.gather(mine.contiguous(), parts, group, everywhere)
         return whole
 
     def gather_objects(self, mine: Any) -> list[Any] | None:
@@ -141,7 +139,7 @@ class Groups:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values, written into everyone's contiguous tensor."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.native, group_src=0)
+            sealed.broadcast(tensor, self.native, 0)
 
     def largest(self, numbers: list[int]) -> list[int]:
         """Number by number the largest that any rank has."""
