@@ -102,8 +102,7 @@ class Groups:
     def _meet_within_stages(self, mesh: UnlikeStages, wanted: list[str]) -> None:
         """Makes the groups that stages need among their own ranks, each of which knows of its own only, on all ranks in one order."""
         mine = [tuple(mesh.group(axes)) for axes in wanted if mesh.size(axes) < self.size]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.host)
+        everyone = sealed.objects(mine, self.host) or []
         backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
         for ranks in sorted({group for groups in everyone for group in groups} - self._within):
             for known in (self._along, self._beside)[: 1 if self.device.type == "cpu" else 2]:
@@ -132,9 +131,7 @@ class Groups:
         """Every rank's object by rank, on rank 0; None elsewhere."""
         if self.size == 1:
             return [mine]
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(mine, found, group=self.native, group_dst=0)
-        return found
+        return sealed.objects(mine, self.host, everywhere=False)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values, written into everyone's contiguous tensor."""

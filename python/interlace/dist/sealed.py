@@ -1,4 +1,4 @@
-"""Tensors that go between ranks by torch's process groups (initial parameters, rows of checkpoints), encrypted where ranks encrypt.
+"""What goes between ranks by torch's process groups (initial parameters, rows of checkpoints), encrypted where ranks encrypt.
 
 Each message has a key of its own: of the run, the group, who sends, to whom (-1: all), and how many came before. One that was changed,
 repeated or exchanged on its way is an error.
@@ -7,6 +7,7 @@ repeated or exchanged on its way is an error.
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -29,8 +30,7 @@ def broadcast(tensor: Tensor, group: Any, source: int) -> None:
     mine = dist.get_rank(group) == source
     box = _seal(tensor, group) if mine else _box(tensor)
     dist.broadcast(box, group=group, group_src=source)
-    if not mine:
-        _open(box, tensor, group, source)
+    _open(box, tensor, tensor, group, source)
 
 
 def gather(mine: Tensor, parts: list[Tensor] | None, group: Any, everywhere: bool) -> None:
@@ -44,18 +44,37 @@ def gather(mine: Tensor, parts: list[Tensor] | None, group: Any, everywhere: boo
         dist.gather(sent, boxes, group=group, group_dst=0)
     for rank, (box, part) in enumerate(zip(boxes or [], parts or [], strict=True)):
         if sealed:
-            _open(box, part, group, rank, to)
+            _open(box, part, mine, group, rank, to)
 
 
 def exchange(found: Tensor, mine: Tensor, to: list[int], came: list[int], group: Any) -> None:
     """Bytes: `to[r]` of `mine` go to rank r of the group, `came[r]` of `found` come from it."""
     if not encrypts():
         return dist.all_to_all_single(found, mine, came, to, group=group)
-    sent = torch.cat([_seal(part, group, rank) for rank, part in enumerate(mine.split(to))])
+    parts, own = mine.split(to), dist.get_rank(group)
+    sent = torch.cat([_seal(part, group, rank) for rank, part in enumerate(parts)])
     boxes = torch.empty(sum(came) + TAG * len(came), dtype=torch.uint8)
     dist.all_to_all_single(boxes, sent, [n + TAG for n in came], [n + TAG for n in to], group=group)
     for rank, (box, part) in enumerate(zip(boxes.split([n + TAG for n in came]), found.split(came), strict=True)):
-        _open(box, part, group, rank, dist.get_rank(group))
+        _open(box, part, parts[own], group, rank, own)
+
+
+def objects(mine: Any, group: Any, everywhere: bool = True) -> list[Any] | None:
+    """Every rank's object, by rank of the group, pickled: on all ranks or on the first; None elsewhere."""
+    here = everywhere or dist.get_rank(group) == 0
+    found: list[Any] | None = [None] * dist.get_world_size(group) if here else None
+    if not encrypts():
+        if everywhere:
+            dist.all_gather_object(found, mine, group=group)
+        else:
+            dist.gather_object(mine, found, group=group, group_dst=0)
+        return found
+    data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
+    parts = [torch.empty(int(size), dtype=torch.uint8) for _ in found or []]
+    gather(torch.cat([data, data.new_zeros(int(size) - data.numel())]), parts if here else None, group, everywhere)
+    return [pickle.loads(part.numpy().tobytes()) for part in parts] if here else None  # what follows the pickle's end is not read
 
 
 def _box(form: Tensor) -> Tensor:
@@ -75,9 +94,13 @@ def _seal(tensor: Tensor, group: Any, to: int = -1) -> Tensor:
     return torch.frombuffer(_runtime.seal(_key(group, dist.get_rank(group), to, _sent), 0, data), dtype=torch.uint8)
 
 
-def _open(box: Tensor, tensor: Tensor, group: Any, source: int, to: int = -1) -> None:
+def _open(box: Tensor, tensor: Tensor, mine: Tensor, group: Any, source: int, to: int = -1) -> None:
+    """What a rank sealed, into `tensor`; `mine`: what this rank did, which it does not count as come."""
     from interlace import _runtime
 
+    if source == dist.get_rank(group):
+        tensor.detach().copy_(mine.detach())
+        return
     found = _runtime.unseal(_key(group, source, to, _came), 0, box.numpy())
     if found is None:
         raise InterlaceError(f"what rank {source} of group {group.group_name} sent was changed on the way; is somebody else on the network?")
