@@ -31,20 +31,24 @@ Result<Crypto> LoadCrypto(const std::vector<std::string>& names) {
     void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) continue;
     Crypto crypto;
+    bool all = true;
     const auto find = [&](auto& function, const char* symbol) {
       function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, symbol));
-      return function != nullptr;
+      all = all && function != nullptr;
     };
-    if (find(crypto.EVP_CIPHER_CTX_new, "EVP_CIPHER_CTX_new") && find(crypto.EVP_CIPHER_CTX_free, "EVP_CIPHER_CTX_free") &&
-        find(crypto.EVP_aes_256_gcm, "EVP_aes_256_gcm") && find(crypto.EVP_CipherInit_ex, "EVP_CipherInit_ex") &&
-        find(crypto.EVP_CipherUpdate, "EVP_CipherUpdate") && find(crypto.EVP_CipherFinal_ex, "EVP_CipherFinal_ex") &&
-        find(crypto.EVP_CIPHER_CTX_ctrl, "EVP_CIPHER_CTX_ctrl"))
-      return crypto;
+    find(crypto.EVP_CIPHER_CTX_new, "EVP_CIPHER_CTX_new");
+    find(crypto.EVP_CIPHER_CTX_free, "EVP_CIPHER_CTX_free");
+    find(crypto.EVP_aes_256_gcm, "EVP_aes_256_gcm");
+    find(crypto.EVP_CipherInit_ex, "EVP_CipherInit_ex");
+    find(crypto.EVP_CipherUpdate, "EVP_CipherUpdate");
+    find(crypto.EVP_CipherFinal_ex, "EVP_CipherFinal_ex");
+    find(crypto.EVP_CIPHER_CTX_ctrl, "EVP_CIPHER_CTX_ctrl");
+    if (all) return crypto;
     dlclose(library);
   }
-  std::string all;
-  for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
-  return MakeError("encryption needs OpenSSL's libcrypto, and none is here (looked for ", all,
+  std::string looked;
+  for (const std::string& name : names) looked += (looked.empty() ? "" : ", ") + name;
+  return MakeError("encryption needs OpenSSL's libcrypto, and none is here (looked for ", looked,
                    "); install OpenSSL, for example: apt-get install libssl3, dnf install openssl-libs; or leave "
                    "INTERLACE_ENCRYPT out");
 }

@@ -1,4 +1,4 @@
-// cipher.h — AES-256-GCM of the frames that go one way on one connection, by the platform's libcrypto. That is looked for
+// cipher.h — AES-256-GCM of the frames that go one way on one connection, by the platform's libcrypto. That is opened
 // when it is asked for, so that nothing links to it and machines without it run everything else.
 //
 // A frame is one GCM message. Header and bytes are encrypted, and the tag takes the place of the checksum behind them

@@ -45,10 +45,10 @@ const Vector kVectors[] = {
     {"0000000000000000000000000000000000000000000000000000000000000000", "000000000000000000000000",
      "00000000000000000000000000000000", "cea7403d4d606b6e074ec5d3baf39d18", "d0d1c8a799996bf0265b98b5d48ab919"},
     {"feffe9928665731c6d6a8f9467308308feffe9928665731c6d6a8f9467308308", "cafebabefacedbaddecaf888",
-     "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a721c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba"
-     "637b391aafd255",
-     "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abc"
-     "c9f662898015ad",
+     "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a72"
+     "1c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba637b391aafd255",
+     "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa"
+     "8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abcc9f662898015ad",
      "b094dac5d93471bdec1a502270e3cc6c"},
     {"31bdadd96698c204aa9ce1448ea94ae1fb4a9a0b3c9d773b51bb1822666b8f22", "0d18e06c7c725ac9e362e1ce",
      "2db5168e932556f8089a0622981d017d", "fa4362189661d163fcd6a56d8bf0405a", "d636ac1bbedd5cc3ee727dc2ab4a9489"},
@@ -85,7 +85,8 @@ TEST_F(Sealed, NoBitOfAMessageItsTagOrItsNumberCanChange) {
     cipher.Apply(text.data(), text.data(), text.size());
     return cipher.Verify(tag);
   };
-  for (const uint64_t number : {uint64_t{0}, uint64_t{5}, Cipher::kFramesOfKey - 1, Cipher::kFramesOfKey, ~uint64_t{0}}) {
+  constexpr uint64_t kNext = Cipher::kFramesOfKey;
+  for (const uint64_t number : {uint64_t{0}, uint64_t{5}, kNext - 1, kNext, ~uint64_t{0}}) {
     std::string sealed = plain;
     seal.Begin(number);
     seal.Apply(plain.data(), sealed.data(), plain.size());
@@ -112,7 +113,8 @@ TEST_F(Sealed, NoBitOfAMessageItsTagOrItsNumberCanChange) {
 TEST_F(Sealed, EachFrameAndEachStretchOfThemHasItsOwnStream) {
   std::vector<std::string> streams;
   Cipher seal(std::string(32, 'k'), true);
-  for (const uint64_t number : {uint64_t{0}, uint64_t{1}, Cipher::kFramesOfKey, Cipher::kFramesOfKey + 1, uint64_t{0}}) {
+  constexpr uint64_t kNext = Cipher::kFramesOfKey;
+  for (const uint64_t number : {uint64_t{0}, uint64_t{1}, kNext, kNext + 1, uint64_t{0}}) {
     std::string zeros(64, 0);
     seal.Begin(number);
     seal.Apply(zeros.data(), zeros.data(), zeros.size());
@@ -184,8 +186,8 @@ TEST_F(Sealed, ARankWithoutASecretOrWhoseWordsAreChangedDoesNotEncrypt) {
       return exchange(mine);
     };
     const std::string error = ErrorOf(ConnectPeers(group, changed, 0.5));
-    EXPECT_NE(error.find(rank == 1 ? "what rank 1 told the others came back changed" : "rank 1 did not connect"), std::string::npos)
-        << error;
+    const char* const wanted = rank == 1 ? "what rank 1 told the others came back changed" : "rank 1 did not connect";
+    EXPECT_NE(error.find(wanted), std::string::npos) << error;
   });
   setenv("INTERLACE_ENCRYPT", "yes", 1);
   EXPECT_EQ(ErrorOf(ConnectPeers({"dp", RanksTo(2), 0}, {}, 1)), "INTERLACE_ENCRYPT is \"yes\"; it must be 1 or 0");
@@ -206,7 +208,8 @@ Tapped TappedRanks() {
   for (int rank = 0; rank < 2; ++rank) {
     std::vector<PeerSockets> sockets(2);
     PeerSockets& peer = sockets[1 - rank];
-    for (const auto& [near, far] : {std::pair(&peer.data, &out.wire[rank]), std::pair(&peer.control, &out.notes[rank])}) {
+    const std::pair<Socket*, Socket*> ends[] = {{&peer.data, &out.wire[rank]}, {&peer.control, &out.notes[rank]}};
+    for (const auto& [near, far] : ends) {
       int pair[2];
       EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair), 0);
       *near = Socket(pair[0]);
@@ -221,6 +224,8 @@ Tapped TappedRanks() {
   return out;
 }
 
+TypedSpan SpanOf(std::string& bytes) { return {bytes.data(), static_cast<int64_t>(bytes.size()), DType::kU8}; }
+
 // What a rank sends for messages of these bytes.
 std::string SentBy(const std::vector<std::string>& messages) {
   Tapped tapped = TappedRanks();
@@ -228,7 +233,7 @@ std::string SentBy(const std::vector<std::string>& messages) {
   std::vector<std::string> copies = messages;
   std::vector<Ticket> open;
   for (std::string& bytes : copies)
-    open.push_back(*group.StartSend({bytes.data(), static_cast<int64_t>(bytes.size()), DType::kU8}, 1, "send %1", "a message"));
+    open.push_back(*group.StartSend(SpanOf(bytes), 1, "send %1", "a message"));
   std::string got;
   std::jthread reading([&] {
     size_t left = 0;
@@ -268,7 +273,7 @@ std::string EndOf(const std::string& wire, const std::vector<std::string>& messa
     std::vector<Ticket> open;
     for (const std::string& bytes : messages) memory.emplace_back(bytes.size(), '-');
     for (std::string& bytes : memory)
-      open.push_back(*group.StartRecv({bytes.data(), static_cast<int64_t>(bytes.size()), DType::kU8}, 0, "recv %1", "a message"));
+      open.push_back(*group.StartRecv(SpanOf(bytes), 0, "recv %1", "a message"));
     for (size_t i = 0; i < open.size() && error.empty(); ++i) {
       const Status waited = group.Wait(open[i]);
       error = waited.ok() ? "" : waited.error().ToString();
@@ -375,7 +380,8 @@ TEST_F(Sealed, RanksUnderstandOneAnother) {
       for (const Ticket ticket : open) EXPECT_TRUE(group.Wait(ticket).ok());
       for (const std::vector<char>& memory : full) {
         std::vector<char> wanted;
-        for (int from = 0; from < size; ++from) wanted.insert(wanted.end(), memory.size() / size, static_cast<char>('x' + from));
+        for (int from = 0; from < size; ++from)
+          wanted.insert(wanted.end(), memory.size() / size, static_cast<char>('x' + from));
         EXPECT_EQ(memory, wanted);
       }
     });

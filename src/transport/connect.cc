@@ -151,7 +151,8 @@ bool SameSecret(const uint8_t* a, const uint8_t* b) {
 }
 
 // Of the frames from one rank to another.
-std::string FrameKey(const std::string& key, const char* use, const std::vector<Listener>& all, int64_t from, int64_t to) {
+std::string FrameKey(const std::string& key, const char* use, const std::vector<Listener>& all, int64_t from,
+                     int64_t to) {
   const auto nonce = [&](int64_t rank) {
     return std::string(reinterpret_cast<const char*>(all[rank].secret), sizeof all[rank].secret);
   };

@@ -70,14 +70,14 @@ class Peers:
         if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if device.type != "cpu":
                 if encrypts():
-                    raise InterlaceError(f"{ENCRYPT}=1: ranks encrypt what goes over TCP, but {device.type} devices have transfers of their own; leave it out, or train on the CPU")
+                    raise InterlaceError(f"{ENCRYPT}=1 is for TCP, and {device.type} devices transfer otherwise; leave it out, or train on the CPU")
                 torch.accelerator.set_device_index(device)
             backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native_backend(device)}"
             meet(backend, datetime.timedelta(seconds=max(timeout_s, 60.0)))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             if encrypts() and MESH_KEY not in os.environ:
-                raise InterlaceError(f"{ENCRYPT}=1: the process group was made without the secret of the run; leave init_process_group to interlace.compile")
+                raise InterlaceError(f"{ENCRYPT}=1: the process group has no secret; leave init_process_group to interlace.compile")
             store = dist.distributed_c10d._get_default_store()
             self._presence = presence()
             # Every rank makes its trainers in the same order, so its own count names the trainer.
