@@ -11,6 +11,7 @@ first ran compiled regions; `ms bodies` are steps while the compiler runs beside
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -43,7 +44,7 @@ def measure(model_name: str, run: str, cache: str, threads: int) -> dict[str, ob
         compiled = time.perf_counter() - begin
         ends: list[float] = [time.perf_counter() - begin]
         found: dict[str, object] = {"compile": compiled}
-        swapped, left, since = None, AFTER, []
+        swapped, left = None, AFTER
         while left and ends[-1] < LIMIT_S:
             trainer.step(preset.example_batch)
             ends.append(time.perf_counter() - begin)
@@ -51,7 +52,7 @@ def measure(model_name: str, run: str, cache: str, threads: int) -> dict[str, ob
                 if swapped is None:
                     swapped = len(ends) - 1
                 left -= 1
-        seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        seconds = [b - a for a, b in itertools.pairwise(ends)]
         assert swapped is not None, "the kernels did not come"
         since = seconds[swapped + 2 :]  # the first ones fill the arena
         bodies = seconds[2 : swapped - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -267,3 +268,52 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     making = Making(wanted, "", print)
     with pytest.raises(RegionsError, match="directory"):
         until(making.poll)
+
+
+def interlace_command(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "interlace.cli", *words], cwd=folder, env={**os.environ, "INTERLACE_CACHE": str(folder / "cache")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_log_and_the_reports_show_them(tmp_path: Path) -> None:
+    tiny = ["train", "--model", "llama-tiny", "--steps", "3", "--batch", "4", "--seq", "32", "--schedule", "none", "--ranks", "1"]
+    interlace_command(tmp_path, *tiny, "--regions", "on", "--regions-wait", "--log", "run.jsonl", "--program", "run.il", "--save", "kept")
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    told = [line["regions"] for line in lines if "regions" in line]
+    assert len(told) == 1 and told[0]["compiled"] == told[0]["regions"] > 4 and told[0]["from_step"] == 1
+    facts = json.loads(interlace_command(tmp_path, "report", "run.jsonl", "-o", "run.html", "--json"))
+    assert facts["regions"] == told[0]
+    page = (tmp_path / "run.html").read_text()
+    assert f"{told[0]['calls']} calls for {told[0]['kernels']} kernels, from step 1 on" in page
+    interlace_command(tmp_path, "report", "run.il", "--cluster", "local-1", "-o", "program.html")
+    in_program = f"{told[0]['regions']}, in {told[0]['calls']} calls for {told[0]['kernels']} kernels"
+    assert in_program in (tmp_path / "program.html").read_text()
+    settings = json.loads((tmp_path / "kept" / "run.json").read_text())["settings"]
+    assert settings["regions"] == "on" and "regions_wait" not in settings
+
+
+def in_turns(cache: str) -> dict[str, Any]:
+    """Batches of two shapes; the program of the one that does not run when the kernels come is built again."""
+    torch.manual_seed(0)
+    case = zoo.CASES["llama"]
+    long, short = case.batch(2, 1), {name: x[:, :8].contiguous() for name, x in case.batch(2, 1).items()}
+    sizes = {name: [tuple(short[name].shape), tuple(long[name].shape)] for name in long}
+    model = zoo.build("llama", torch.float32)
+    config = interlace.Config(regions="on", cache=cache, schedule=[], shapes=sizes, pad=dict.fromkeys(sizes, 0))
+    trainer = interlace.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-3), case.loss, long, config)
+    trainer.step(long), trainer.step(short)
+    until(lambda: trainer.step(short) is not None and trainer.settled)
+    kept = [trainer.stats()["regions"]["compiled"]]
+    trainer.step(long)
+    kept += [trainer.stats()["regions"]["compiled"], trainer.stats()["compiled_shapes"]]
+    trainer.close()
+    return {"kept": kept}
+
+
+def test_programs_of_other_shapes_get_them_too(tmp_path: Path) -> None:
+    short, long, shapes = in_turns(str(tmp_path))["kept"]
+    assert short > 4 and long > 4 and shapes == 2
