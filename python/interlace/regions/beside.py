@@ -110,12 +110,12 @@ class Making:
 
                 with job.open("wb") as file:
                     pickle.dump((self.wanted, self._limit_s, config.cpp.cxx, os.getpid()), file)
-                paths = os.pathsep.join(path for path in sys.path if path)
+                environment = {"TMPDIR": scratch, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
                 command = [sys.executable, "-c", "from interlace.regions.beside import main; main()", str(job)]
                 self._child = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                     start_new_session=True, pass_fds=(fd,),
-                    env={**os.environ, "TMPDIR": scratch, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(self.wanted.threads)},
+                    env={**os.environ, **environment, "OMP_NUM_THREADS": str(self.wanted.threads)},
                 )  # fmt: skip
             except BaseException:
                 shutil.rmtree(scratch, ignore_errors=True)
