@@ -213,7 +213,7 @@ def train(case: str, regions: str, cache: str, **config: Any) -> dict[str, Any]:
     model = copy.deepcopy(zoo.build(case, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = zoo.CASES[case].batch(2, 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1)
-    config = {"schedule": [], **config}
+    config = {"schedule": [], "regions_wait": True, **config}
     trainer = interlace.compile(model, optimizer, zoo.CASES[case].loss, batch, interlace.Config(regions=regions, cache=cache, **config))
     losses = [trainer.step(batch).item() for _ in range(5)]
     found = trainer._run.source.regions
@@ -261,7 +261,7 @@ def test_a_resume_with_other_kernels_says_so(folder: Path, tmp_path: Path, caplo
     def trainer(regions: str) -> interlace.Trainer:
         model = zoo.build("vit", torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = interlace.Config(regions=regions, cache=str(folder))
+        config = interlace.Config(regions=regions, regions_wait=True, cache=str(folder))
         return interlace.compile(model, optimizer, zoo.CASES["vit"].loss, zoo.CASES["vit"].batch(2, 1), config)
 
     first = trainer("on")
