@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -87,16 +88,7 @@ def _ready(funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str
         raise RegionsError(f"the code generation of torch {version} was not tested, only that of {', '.join(TESTED)}")
     threads = torch.get_num_threads()
     key = key_of(funcs, threads)
-    place = private.make_folder((folder or _scratch()) / "regions")
-    seconds = 0.0
-    found = _read(place, key, say)
-    if found is None:
-        with _alone(place / f"{key[:40]}.lock", say, limit_s):
-            found = _read(place, key, say)  # another process may have made it meanwhile
-            if found is None:
-                begin = time.monotonic()
-                found = _make(funcs, threads, place, key, say, limit_s)
-                seconds = time.monotonic() - begin
+    path, found, seconds = kept(folder, key, ".so", lambda: _make(funcs, threads, say, limit_s), say, limit_s)
     names = {func["key"][:16]: func["name"] for func in funcs}
     left = {names[k]: entry["why"] for k, entry in found.items() if entry["why"]}
     exact = [k for k, entry in found.items() if entry["exact"]]
@@ -106,17 +98,38 @@ def _ready(funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str
     if left:
         _say_once(say, "regions whose bodies run op by op: " + "; ".join(f"{name}: {why}" for name, why in sorted(left.items())))
     artifact = hashlib.sha256(json.dumps([key, keys]).encode()).hexdigest()
-    return Library(place / f"{key[:40]}.so", artifact, keys, left, exact, seconds)
+    return Library(path, artifact, keys, left, exact, seconds)
 
 
-def _read(place: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What was noted of the library, if it is there as it was made."""
-    path = place / f"{key[:40]}.json"
+def kept(
+    folder: Path | None, key: str, suffix: str, make: Callable[[], tuple[dict[str, Any], bytes]], say: Callable[[str], None], limit_s: float
+) -> tuple[Path, dict[str, Any], float]:
+    """A file of this key, what was noted of its regions, and the seconds that making it took (0: it was there). `make`: both, where there is
+    none or a damaged one; one process of the host at a time. Error: RegionsError, OSError."""
+    place = private.make_folder((folder or _scratch()) / "regions")
+    path, seconds = place / f"{key[:40]}{suffix}", 0.0
+    found = _read(path, key, say)
+    if found is None:
+        with _alone(path.with_suffix(".lock"), say, limit_s):
+            found = _read(path, key, say)  # another process may have made it meanwhile
+            if found is None:
+                begin = time.monotonic()
+                found, data = make()
+                noted = {"format": FORMAT, "key": key, "digest": hashlib.sha256(data).hexdigest(), "regions": found}
+                # The note comes last: without it, or with an older one, the file is not loaded.
+                private.write(path, data)
+                private.write(path.with_suffix(".json"), json.dumps(noted).encode())
+                seconds = time.monotonic() - begin
+    return path, found, seconds
+
+
+def _read(path: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What was noted of the file, if it is there as it was made."""
     try:
-        noted = json.loads(private.read(path, 1 << 20))
+        noted = json.loads(private.read(path.with_suffix(".json"), 1 << 20))
         if noted["format"] != FORMAT or noted["key"] != key:
             raise ValueError("it is of another key")
-        if hashlib.sha256(private.read(path.with_suffix(".so"), MAX_BYTES)).hexdigest() != noted["digest"]:
+        if hashlib.sha256(private.read(path, MAX_BYTES)).hexdigest() != noted["digest"]:
             raise ValueError("its digest is not the noted one")
         return dict(noted["regions"])
     except FileNotFoundError:
@@ -124,11 +137,11 @@ def _read(place: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] |
     except private.PrivateError as e:
         raise RegionsError(f"{e.filename} is not loaded: {e.strerror}") from None
     except Exception as e:  # any byte may be wrong
-        _say_once(say, f"{path.with_suffix('.so')} is damaged ({str(e) or type(e).__name__}); it is made again")
+        _say_once(say, f"{path} is damaged ({str(e) or type(e).__name__}); it is made again")
         return None
 
 
-def _make(funcs: list[Func], threads: int, place: Path, key: str, say: Callable[[str], None], limit_s: float) -> dict[str, Any]:
+def _make(funcs: list[Func], threads: int, say: Callable[[str], None], limit_s: float) -> tuple[dict[str, Any], bytes]:
     if _compiler() == "":
         raise RegionsError("there is no C++ compiler (g++)")
     say(f"compiling {len(funcs)} regions; this is kept for later runs")
@@ -150,12 +163,7 @@ def _make(funcs: list[Func], threads: int, place: Path, key: str, say: Callable[
             entry = found[func["key"][:16]]
             if not entry["why"]:
                 entry["exact"], entry["why"] = compare(library, func)
-        data = made.read_bytes()
-    noted = {"format": FORMAT, "key": key, "digest": hashlib.sha256(data).hexdigest(), "regions": found}
-    # The note comes last: without it, or with an older one, the library is not loaded.
-    private.write(place / f"{key[:40]}.so", data)
-    private.write(place / f"{key[:40]}.json", json.dumps(noted).encode())
-    return found
+        return found, made.read_bytes()
 
 
 def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
@@ -166,19 +174,25 @@ def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
     with config.patch(settings(threads)):
         options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
         command = CppBuilder("regions", [str(source)], BuildOption=options, output_dir=str(made.parent)).get_command_line()
+    code, errors = run_within([*shlex.split(command), "-w"], "the C++ compiler", limit_s, cwd=made.parent)
+    if code != 0 or not made.is_file():
+        line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
+        raise RegionsError(f"the C++ compiler failed ({code}): {line[:300]}")
+
+
+def run_within(command: list[str], what: str, limit_s: float, given: bytes = b"", **options: Any) -> tuple[int, str]:
+    """A command's exit status and what it said of errors. Error: it takes longer than the limit, and is ended with all that it started."""
     run = subprocess.Popen(
-        command + " -w", shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=made.parent
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, **options
     )
     try:
-        _, errors = run.communicate(timeout=limit_s)
+        _, errors = run.communicate(given, timeout=limit_s)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(OSError):
             os.killpg(run.pid, signal.SIGKILL)
         run.wait()
-        raise RegionsError(f"the C++ compiler took longer than {limit_s:g} s") from None
-    if run.returncode != 0 or not made.is_file():
-        line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
-        raise RegionsError(f"the C++ compiler failed ({run.returncode}): {line[:300]}")
+        raise RegionsError(f"{what} took longer than {limit_s:g} s") from None
+    return run.returncode, errors.decode(errors="replace")
 
 
 @contextlib.contextmanager
