@@ -149,13 +149,14 @@ def _strides(sizes: Any, strides: Any) -> list[int]:
 def _wrapped(plans: list[Plan], device: str) -> Iterator[None]:
     """Inductor's wrapper for a device is ours meanwhile."""
     from torch._inductor.codegen.common import device_codegens, init_backend_registration, register_backend_for_device
-    from torch._inductor.codegen.cpp import CppScheduling
-    from torch._inductor.codegen.triton import TritonScheduling
+    if device == "cpu":
+        from torch._inductor.codegen.cpp import CppScheduling as Scheduling
+    else:
+        from torch._inductor.codegen.triton import TritonScheduling as Scheduling  # type: ignore[assignment]
 
     init_backend_registration()
     before = device_codegens[device]
-    scheduling = CppScheduling if device == "cpu" else TritonScheduling
-    register_backend_for_device(device, scheduling, before.wrapper_codegen, before.cpp_wrapper_codegen, _wrapper(plans))
+    register_backend_for_device(device, Scheduling, before.wrapper_codegen, before.cpp_wrapper_codegen, _wrapper(plans))
     try:
         yield
     finally:
