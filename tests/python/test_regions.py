@@ -18,7 +18,7 @@ from torch._inductor import config as inductor
 
 import interlace
 from interlace import _core
-from interlace.regions import Library, library, ready
+from interlace.regions import Library, kept, library, ready
 from interlace.regions.body import function_of, operands_of, view_of
 from interlace.regions.check import added, compare
 
@@ -58,7 +58,7 @@ ALL = (GATED, ROTATED, NORMED)
 
 @pytest.fixture(autouse=True)
 def unsaid() -> Iterator[None]:
-    library._said.clear()
+    kept._said.clear()
     library._compiler.cache_clear()
     yield
     library._compiler.cache_clear()

@@ -23,7 +23,7 @@ from test_regions import ALL, GATED, funcs, script
 from torch._inductor import config as inductor
 
 import interlace
-from interlace.regions import Making, RegionsError, Wanted, library, ready
+from interlace.regions import Making, RegionsError, Wanted, kept, library, ready
 
 PATIENCE_S = 300.0  # of a test for a compiler on a loaded machine; nothing is asserted about it
 HANGS = 'if [ "$1" = --version ]; then echo slow 1; else echo $$ > {file}; sleep 1000; fi\n'
@@ -31,7 +31,7 @@ HANGS = 'if [ "$1" = --version ]; then echo slow 1; else echo $$ > {file}; sleep
 
 @pytest.fixture(autouse=True)
 def unsaid() -> Iterator[None]:
-    library._said.clear()
+    kept._said.clear()
     library._compiler.cache_clear()
     yield
     library._compiler.cache_clear()

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -25,21 +25,15 @@ from typing import Any
 
 import torch
 
-from interlace import private
+from interlace.regions import kept
 from interlace.regions.body import Func
 from interlace.regions.check import compare
+from interlace.regions.kept import FORMAT, RegionsError, log, say_once
 from interlace.regions.lower import TESTED, LoweringError, settings, source_of
 from interlace.version import __version__
 
-log = logging.getLogger("interlace")
-FORMAT = 1
-MAX_BYTES = 256 << 20  # of a library
 COMPILE_LIMIT_S = 300.0  # of the C++ compiler, and of waiting for another process
 MODES = ("off", "on", "exact")
-
-
-class RegionsError(Exception):
-    """Why there is no library."""
 
 
 @dataclasses.dataclass
@@ -60,7 +54,7 @@ def reason_of(error: Exception) -> str:
 
 def say_bodies_run(reason: str, say: Callable[[str], None] = log.warning) -> None:
     """Once for a reason."""
-    _say_once(say, f"regions are not compiled, their bodies run op by op: {reason}")
+    say_once(say, f"regions are not compiled, their bodies run op by op: {reason}")
 
 
 def key_of(funcs: list[Func], threads: int) -> str:
@@ -87,7 +81,11 @@ class Wanted:
         if version not in TESTED:
             raise RegionsError(f"the code generation of torch {version} was not tested, only that of {', '.join(TESTED)}")
         threads = torch.get_num_threads()
-        return cls(funcs, mode, private.make_folder((folder or _scratch()) / "regions"), threads, key_of(funcs, threads))
+        return cls(funcs, mode, kept.place(folder), threads, key_of(funcs, threads))
+
+    @property
+    def path(self) -> Path:
+        return self.place / f"{self.key[:40]}.so"
 
     @property
     def lock(self) -> Path:
@@ -95,7 +93,7 @@ class Wanted:
 
     def read(self, say: Callable[[str], None] = log.warning, seconds: float = 0.0) -> Library | None:
         """The library, if it is there as it was made. Error: RegionsError where others could have written it."""
-        found = _read(self.place, self.key, say)
+        found = kept.read(self.path, self.key, say)
         if found is None:
             return None
         names = {func["key"][:16]: func["name"] for func in self.funcs}
@@ -105,9 +103,9 @@ class Wanted:
             left |= {names[k]: "other bits than its body" for k, entry in found.items() if not entry["why"] and not entry["exact"]}
         keys = sorted(k for k in found if names[k] not in left)
         if left:
-            _say_once(say, "regions whose bodies run op by op: " + "; ".join(f"{name}: {why}" for name, why in sorted(left.items())))
+            say_once(say, "regions whose bodies run op by op: " + "; ".join(f"{name}: {why}" for name, why in sorted(left.items())))
         artifact = hashlib.sha256(json.dumps([self.key, keys]).encode()).hexdigest()
-        return Library(self.place / f"{self.key[:40]}.so", artifact, keys, left, exact, seconds)
+        return Library(self.path, artifact, keys, left, exact, seconds)
 
 
 def check_compiler() -> None:
@@ -116,28 +114,9 @@ def check_compiler() -> None:
         raise RegionsError("there is no C++ compiler (g++)")
 
 
-def _read(place: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What was noted of the library, if it is there as it was made."""
-    path = place / f"{key[:40]}.json"
-    try:
-        noted = json.loads(private.read(path, 1 << 20))
-        if noted["format"] != FORMAT or noted["key"] != key:
-            raise ValueError("it is of another key")
-        if hashlib.sha256(private.read(path.with_suffix(".so"), MAX_BYTES)).hexdigest() != noted["digest"]:
-            raise ValueError("its digest is not the noted one")
-        return dict(noted["regions"])
-    except FileNotFoundError:
-        return None
-    except private.PrivateError as e:
-        raise RegionsError(f"{e.filename} is not loaded: {e.strerror}") from None
-    except Exception as e:  # any byte may be wrong
-        _say_once(say, f"{path.with_suffix('.so')} is damaged ({str(e) or type(e).__name__}); it is made again")
-        return None
-
-
 def make(wanted: Wanted, limit_s: float) -> None:
     """Puts the library into its place. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
-    funcs, threads, place, key = wanted.funcs, wanted.threads, wanted.place, wanted.key
+    funcs, threads = wanted.funcs, wanted.threads
     found: dict[str, Any] = {}
     texts = []
     for func in funcs:
@@ -157,10 +136,7 @@ def make(wanted: Wanted, limit_s: float) -> None:
             if not entry["why"]:
                 entry["exact"], entry["why"] = compare(library, func)
         data = made.read_bytes()
-    noted = {"format": FORMAT, "key": key, "digest": hashlib.sha256(data).hexdigest(), "regions": found}
-    # The note comes last: without it, or with an older one, the library is not loaded.
-    private.write(place / f"{key[:40]}.so", data)
-    private.write(place / f"{key[:40]}.json", json.dumps(noted).encode())
+    kept.put(wanted.path, wanted.key, found, data)
 
 
 def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
@@ -171,29 +147,11 @@ def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
     with config.patch(settings(threads)):
         options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
         command = CppBuilder("regions", [str(source)], BuildOption=options, output_dir=str(made.parent)).get_command_line()
-    run = subprocess.Popen(
-        command + " -w", shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=made.parent
-    )  # fmt: skip
-    try:
-        _, errors = run.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        run.kill()
-        run.wait()
-        raise RegionsError(f"the C++ compiler took longer than {limit_s:g} s") from None
-    if run.returncode != 0 or not made.is_file():
+    # In the session of the process that compiles, which ends it whole.
+    code, errors = kept.run_within([*shlex.split(command), "-w"], "the C++ compiler", limit_s, cwd=made.parent)
+    if code != 0 or not made.is_file():
         line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
-        raise RegionsError(f"the C++ compiler failed ({run.returncode}): {line[:300]}")
-
-
-@functools.cache
-def _scratch() -> Path:
-    """Where there is no cache: a folder of this process alone."""
-    folder = tempfile.TemporaryDirectory(prefix="interlace-regions-")
-    _kept.append(folder)
-    return Path(folder.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+        raise RegionsError(f"the C++ compiler failed ({code}): {line[:300]}")
 
 
 @functools.cache
@@ -217,12 +175,3 @@ def _compiler() -> str:
         return f"{compiler} {found.stdout.splitlines()[0]}"
     except Exception:  # torch's own errors for a missing compiler, and the compiler's
         return ""
-
-
-_said: set[str] = set()
-
-
-def _say_once(say: Callable[[str], None], text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        say(text)
