@@ -185,6 +185,25 @@ def test_what_one_rank_cannot_compile_none_uses(tmp_path: Path) -> None:
     assert first == second and first["swaps"] == first["compiled"] == 0
 
 
+def waited_for(case: str, folder: str) -> dict[str, Any]:
+    """Rank 1 has a cache of its own, and a compiler that takes longer than the timeout."""
+    rank = torch.distributed.get_rank()
+    library._compiler.cache_clear()
+    slow = "[ $1 = --version ] || sleep 14\nexec g++ \"$@\"\n"
+    with inductor.patch({"cpp.cxx": script(Path(folder) / "cc", slow)} if rank == 1 else {}):
+        trainer, batch = trainer_of(case, os.path.join(folder, str(rank)), regions_wait=True, timeout_s=10.0)
+        found = {"compiled": trainer.stats()["regions"]["compiled"], "loss": trainer.step(batch).item()}
+        trainer.close()
+    library._compiler.cache_clear()
+    return found
+
+
+def test_a_rank_that_compiles_for_longer_than_the_timeout_is_not_lost(tmp_path: Path) -> None:
+    first, second = ranks.run(waited_for, 2, "vit", str(tmp_path))
+    assert first["compiled"] == second["compiled"] == 0  # the compilers differ
+    assert first["loss"] > 0 and second["loss"] > 0
+
+
 PROGRAM = """
 import sys
 import interlace, torch

@@ -114,7 +114,7 @@ class Regions:
         if not funcs:
             return None, None, ["ready", ""]
         if self.config.regions_wait:
-            library = ready(funcs, self.config.regions, self.folder)
+            library = ready(funcs, self.config.regions, self.folder, meanwhile=self.peers.places.sign)
             return None, library, ["failed", "none there"] if library is None else ["ready", library.artifact]
         try:
             wanted = Wanted.of(funcs, self.config.regions, self.folder)

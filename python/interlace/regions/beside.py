@@ -37,16 +37,18 @@ WATCH_S = 0.2  # between the child's looks at whether its rank is there
 
 
 def ready(
-    funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float | None = None
-) -> Library | None:
+    funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Library | None:  # fmt: skip
     """The library of these regions, from `folder` or made now. `mode`: "on", or "exact" for those with the bits of their bodies alone.
-    None where it cannot be had, which is said."""
+    `meanwhile`: called many times a second. None where it cannot be had, which is said."""
     try:
         wanted = Wanted.of(funcs, mode, folder)
         if (found := wanted.read(say)) is None:
             making = Making(wanted, "; this is kept for later runs", say, limit_s)
             try:
                 while (found := making.poll()) is None:
+                    meanwhile()
                     time.sleep(0.05)
             finally:
                 making.close()
