@@ -111,6 +111,15 @@ def ours_in_words(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
+def run_cubins() -> tuple[int, str]:
+    """Regions of Llama-3-8B compiled for this device, launched and compared with their bodies: whether any is wrong, and a row."""
+    command = [sys.executable, str(HERE / "cubins.py"), "--run", "--rounds", "1", "--regions", "16"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    lines = result.stdout.splitlines() or result.stderr.splitlines()[-1:] or ["nothing was said"]
+    verdict = "each as near to float64 as its body" if result.returncode == 0 else "WRONG or not run"
+    return int(result.returncode != 0), "\n".join([f"- compiled regions against their bodies: {verdict}; {lines[0]}", *lines[1:]])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="default: the accelerator that torch finds")
@@ -126,6 +135,11 @@ def main() -> int:
         return run_tests("cpu")[0]
     device = torch.device(args.device or str(torch.accelerator.current_accelerator())).type
     failed, lines = (0, []) if args.skip_tests else run_tests(device)
+    if device == "cuda":
+        print("compiled regions ...", flush=True)
+        wrong, row = run_cubins()
+        failed |= wrong
+        lines.append(row)
     count = torch.accelerator.device_count()
     record: dict[str, Any] = {"device": accelerator_name(torch.device(device)), "torch": torch.__version__, "size": args.size}
     for ranks in [args.ranks] if args.ranks else sorted({1, count}):

@@ -68,7 +68,7 @@ def sides(case: dict) -> tuple[dict[str, Callable[[], object]], dict[str, interl
     def by_us(regions: str) -> interlace.Trainer:
         model = causal_model(case)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        return interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(regions=regions))
+        return interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(regions=regions, regions_wait=True))
 
     trainers = {"interlace": by_us("off"), "regions": by_us("on")}
     ours = {name: lambda trainer=trainer: trainer.step(batch) for name, trainer in trainers.items()}

@@ -181,9 +181,9 @@ void DeviceMemory::Delete(void* p) {
   if (p) TheMemory().Free(p);
 }
 
-struct Registered {
-  Registered() { c10::SetAllocator(c10::kPrivateUse1, &TheMemory()); }
-} registered;
+struct RegisteredMemory {
+  RegisteredMemory() { c10::SetAllocator(c10::kPrivateUse1, &TheMemory()); }
+} registered_memory;
 
 }  // namespace
 

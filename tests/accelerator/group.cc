@@ -1,12 +1,17 @@
 // A c10d backend with NCCL's semantics: an operation runs on a stream of the group's own, after what the current stream was
 // given; wait() makes the current stream wait, never the host. Ranks of one machine meet in shared memory. Ranks must issue
 // the same operations in the same order; where they do not, they wait for one another until the timeout.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/zeros.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -232,7 +237,7 @@ class SoftGroup final : public c10d::Backend {
                      for (size_t r = 0; r < size; ++r) {
                        if (room->flag(r).taken.load() < turn - 1) return false;
                      }
-                     std::memcpy(room->slot(rank), n > 0 ? Real(from) : nullptr, n);
+                     if (n > 0) std::memcpy(room->slot(rank), Real(from), n);
                      room->flag(rank).form.store(form);
                      room->flag(rank).posted.store(turn);
                      *posted = true;

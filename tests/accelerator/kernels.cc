@@ -1,8 +1,10 @@
 // Operators that have no CPU kernel to fall back to: making and resizing tensors, copies, what leaves the device.
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
 #include "memory.h"

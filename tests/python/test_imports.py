@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "integrations": {"config", "errors", "interlace"},
     "cli": {
         "calibrate", "capture", "checkpoint", "config", "cost", "data", "dist", "errors", "files", "interlace", "models", "observe",
-        "plan", "private", "report", "version",
+        "plan", "private", "regions", "report", "version",
     },
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch._inductor import config as inductor
 
 import interlace
 from interlace import _core
-from interlace.regions import Library, library, ready
+from interlace.regions import Library, kept, library, ready
 from interlace.regions.body import function_of, operands_of, view_of
 from interlace.regions.check import added, compare
 
@@ -58,7 +58,7 @@ ALL = (GATED, ROTATED, NORMED)
 
 @pytest.fixture(autouse=True)
 def unsaid() -> Iterator[None]:
-    library._said.clear()
+    kept._said.clear()
     library._compiler.cache_clear()
     yield
     library._compiler.cache_clear()
@@ -213,7 +213,7 @@ def train(case: str, regions: str, cache: str, **config: Any) -> dict[str, Any]:
     model = copy.deepcopy(zoo.build(case, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = zoo.CASES[case].batch(2, 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1)
-    config = {"schedule": [], **config}
+    config = {"schedule": [], "regions_wait": True, **config}
     trainer = interlace.compile(model, optimizer, zoo.CASES[case].loss, batch, interlace.Config(regions=regions, cache=cache, **config))
     losses = [trainer.step(batch).item() for _ in range(5)]
     found = trainer._run.source.regions
@@ -261,7 +261,7 @@ def test_a_resume_with_other_kernels_says_so(folder: Path, tmp_path: Path, caplo
     def trainer(regions: str) -> interlace.Trainer:
         model = zoo.build("vit", torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = interlace.Config(regions=regions, cache=str(folder))
+        config = interlace.Config(regions=regions, regions_wait=True, cache=str(folder))
         return interlace.compile(model, optimizer, zoo.CASES["vit"].loss, zoo.CASES["vit"].batch(2, 1), config)
 
     first = trainer("on")

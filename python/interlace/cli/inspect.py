@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +19,11 @@ HELP = """Show what is in a program: phases, ops, units, bytes, peak of memory.
   interlace inspect --bind b=4,s=512 model.il
   interlace inspect --memory sharded.il
   interlace inspect --regions fused.il
+  interlace inspect --regions --target sm_90 fused.il
   interlace inspect --json sharded.il
 """
 MOST_UNITS = 12
+KERNEL = ("region", "kernel", "blocks", "warps", "registers", "spilled", "shared", "bytes", "seconds")  # seconds: of its region
 
 
 def inspect(
@@ -34,6 +37,9 @@ def inspect(
     regions: Annotated[
         bool, typer.Option("--regions", help="Show the regions: how often each is called, its ops, its text.")
     ] = False,
+    target: Annotated[
+        str, typer.Option("--target", help="With --regions: compile them for sm_80 or sm_90 (needs no device) and show their kernels.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     program = read_program(file)
@@ -50,14 +56,19 @@ def inspect(
     for unit in units:
         unit["params"] = names[unit["id"]]
     plan = program.memory_plan() if memory else None
-    funcs = program.funcs() if regions else []
+    funcs = program.funcs() if regions or target else []
+    kernels = _kernels(funcs, target) if target and funcs else []
     if as_json:
         inputs, symbols, groups = program.inputs(), program.symbols(), program.groups()
         print_json({"file": file, **facts, "mesh": program.mesh, "meta": program.meta(), "unit_list": units,
                     "inputs": inputs, "symbols": symbols, "groups": groups} | ({"memory_plan": plan} if plan else {})
-                   | ({"regions": funcs} if regions else {}))  # fmt: skip
+                   | ({"regions": funcs} if regions or target else {}) | ({"kernels": kernels} if target else {}))  # fmt: skip
         return
-    if regions:
+    if kernels:
+        rows = [[str(row[name]) for name in KERNEL] for row in kernels]
+        out().print(rows_table("", list(KERNEL), rows, left=(0, 1)))
+        return
+    if regions or target:
         _print_regions(funcs)
         return
     if plan:
@@ -118,6 +129,22 @@ def _print_regions(funcs: list[dict[str, Any]]) -> None:
     out().print(rows_table("", head, rows, left=(0, 1, 6)))
     for func in funcs:
         out().print(func["text"], markup=False, highlight=False, soft_wrap=True)
+
+
+def _kernels(funcs: list[dict[str, Any]], target: str) -> list[dict[str, Any]]:
+    """A row a kernel of the regions; of a region that has none, why. Error: no Triton, another target."""
+    from interlace.private import cache_folder
+    from interlace.regions.cuda import cubins
+
+    found = cubins(funcs, target, cache_folder(), lambda text: print(text, file=sys.stderr))
+    names = {func["key"][:16]: func["name"] for func in funcs}
+    rows = [
+        {"region": names[region.key], "kernel": kernel.name, "blocks": " x ".join(map(str, kernel.grid)), "warps": kernel.warps,
+         "registers": kernel.registers, "spilled": kernel.spills, "shared": kernel.shared, "bytes": len(kernel.cubin),
+         "seconds": f"{region.seconds:.2f}"}
+        for region in found.regions for kernel in region.kernels
+    ]  # fmt: skip
+    return rows + [dict.fromkeys(KERNEL, "") | {"region": name, "kernel": f"its body runs: {why}"} for name, why in found.left.items()]
 
 
 def _phases(phases: list[dict[str, Any]]) -> Any:

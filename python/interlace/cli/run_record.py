@@ -21,7 +21,7 @@ FORMAT = 3
 # Of a resumed run: what describes the run is taken over; where and how this process works is not.
 KEPT_ON_RESUME = (
     *("model", "text", "tokenizer", "vocab", "steps", "batch", "seq", "lr", "warmup", "weight_decay"),
-    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "seed", "dtype", "ranks", "mesh"),
+    *("accumulation", "accumulate_mode", "strategy", "clip", "passes", "regions", "seed", "dtype", "ranks", "mesh"),
     *("tensor", "sequence_parallel", "stages", "stage_order", "stage_chunks"),
     *("eval_text", "eval_share", "eval_every", "eval_sequences", "text_column", "stream", "shuffle_buffer", "pack"),
 )

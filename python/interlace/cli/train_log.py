@@ -70,6 +70,7 @@ class Log:
     def __init__(self, settings: TrainSettings, say: Say) -> None:
         self._say = say
         self._told: list[bool] = []  # of each plan, whether its gain was measured when it was written
+        self._regions: dict[str, int] = {}  # as told
         self._open: list[Any] = []
         known = {k: v for k, v in vars(settings).items() if v is not None}
         for given, make in (
@@ -95,6 +96,12 @@ class Log:
             if plan["reason"] != "start":
                 words = {k: plan[k] for k in ("reason", "changed", "chosen", "faster", "less_memory") if plan.get(k) is not None}
                 self.write(plan["step"], plan=gained(plan), **{f"plan_{k}": v for k, v in words.items()})
+
+    def regions(self, step: int, found: dict[str, int]) -> None:
+        """How many are compiled, and since when, whenever it changes."""
+        if found != self._regions:
+            self._regions = found
+            self.write(step, regions=found)
 
     def close(self) -> None:
         for sink in self._open:

@@ -201,7 +201,7 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
         stage_chunks=settings.stage_chunks,
         accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip, seed=settings.seed, timeout_s=settings.timeout, trust_program=settings.trust_program,
-        verify_steps=settings.verify_steps,
+        verify_steps=settings.verify_steps, regions=settings.regions, regions_wait=settings.regions_wait,
         weights=settings.weights,
         memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
         passes=settings.passes,
@@ -255,6 +255,7 @@ def _steps(
                 view.step(step, losses[-1], times[-1])
             if log:
                 log.plans(trainer.plans)
+                log.regions(step + 1, trainer.stats()["regions"])
                 log.write(
                     step + 1, loss=losses[-1], seconds=round(times[-1], 6), lr=settings.learning_rate(step), norm=trainer.norm,
                     tokens_per_second=settings.batch * settings.seq / times[-1], memory_bytes=trainer.stats()["peak_bytes"],

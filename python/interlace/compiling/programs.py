@@ -21,13 +21,14 @@ from safetensors.torch import save as save_tensors
 
 from interlace.capture import OpaqueCall, OpaqueTable
 from interlace.compiling.cache import Cache
+from interlace.compiling.regions import Regions
 from interlace.compiling.states import DTYPES, States
 from interlace.compiling.structures import pack, unpack
 from interlace.config import Config, format_bytes
 from interlace.dist.peers import PeerError, Peers, ranks_text
 from interlace.errors import InterlaceError
 from interlace.private import cache_folder
-from interlace.regions import Library, ready
+from interlace.regions import Library
 
 log = logging.getLogger("interlace")
 
@@ -51,6 +52,7 @@ class Source:
     # A program made from other passes over the same captured text begins here; rank 0 only, empty elsewhere.
     captured: str = ""
     regions: Library | None = None  # compiled, where it was built with such
+    waits: int | None = None  # where it runs bodies until they are: Regions.of
 
 
 @dataclasses.dataclass
@@ -78,6 +80,7 @@ class Programs:
         # Stages that differ in their data ranks have micro-batches of other sizes: by the captured text of the first stage those of all
         # stages (compiling/captures.py); rank 0 only.
         self.by_stage: dict[str, list[str]] = {}
+        self.regions = Regions(config, peers, self.cache_folder())
         self._shared = 0
 
     def captured_of(self, captured: str, stage: int) -> str:
@@ -189,7 +192,8 @@ class Programs:
             if self.opaque is None or not self.opaque.calls:
                 raise ProgramError("the program runs modules in Python, and this run has captured none; compile again")
             options["opaque"] = self.opaque.run_opaque
-        source.regions = library = self.regions_of(program)
+        library, source.waits = self.regions.of(program)
+        source.regions = library
         if library is not None:
             options["regions"], options["region_keys"] = str(library.path), library.keys
         axes = self.peers.groups.axes(program)
@@ -201,23 +205,6 @@ class Programs:
         if note and donor is None:
             log.warning("%s", note)
         return Built(source, program, executor, States(program, executor, self.peers))
-
-    def regions_of(self, program: Any) -> Library | None:
-        """The compiled regions of a program, the same on every rank that runs it; None: bodies run, on all of them."""
-        funcs = program.funcs() if self.peers.device.type == "cpu" and not self.config.debug else []
-        if self.config.regions == "off" or not funcs:
-            return None
-        library = ready(funcs, self.config.regions, self.cache_folder())
-        self._shared += 1
-        what, mine = f"regions ({self._shared})", [self.stage, library.artifact if library is not None else ""]
-        self.peers.post(f"{what}/{self.peers.rank}", mine)
-        found = self.peers.collect(what, mine, lambda: True)  # hosts compile as long as it takes them
-        artifacts = sorted({artifact for stage, artifact in found if stage == self.stage})
-        if len(artifacts) > 1:
-            names = ", ".join(artifact[:12] or "none" for artifact in artifacts)
-            log.warning("ranks have compiled other regions, or none (%s): their bodies run", names)
-            library = None
-        return library
 
     def compare_digests(self, source: Source) -> None:
         """Error: a rank that has another text than rank 0 sent."""

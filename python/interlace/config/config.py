@@ -100,6 +100,8 @@ class Config:
     arena            CPUs: what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
     regions          CPUs: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the cache
                      (docs/regions.md): "on", "exact" (only those with the bits of their ops, compared when they are made), "off"
+    regions_wait     wait for regions that have to be compiled; False: steps run their ops meanwhile, and the kernels are swapped in between
+                     two steps when all ranks have them. With "on" that step's number, and so the bits, depend on how fast they are compiled
     dump_ir          a folder that gets the program before and after every pass
     skip_nonfinite   leave out the update when the gradient is not finite, instead of an error
     verify_steps     after so many steps one is made twice from the same state and compared bit for bit, which finds processors and memory
@@ -146,6 +148,7 @@ class Config:
     tier_bandwidth: int | str | None = None
     arena: bool = True
     regions: str = "off"
+    regions_wait: bool = False
     dump_ir: str | None = None
     skip_nonfinite: bool = False
     verify_steps: int = 0
@@ -181,7 +184,7 @@ class Config:
         self._whole("stage_chunks", 1)
         self._whole("seed", 0)
         self._whole("verify_steps", 0)
-        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel", "trust_program"):
+        for name in ("fullgraph", "debug", "arena", "skip_nonfinite", "deterministic", "sequence_parallel", "trust_program", "regions_wait"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._positive("timeout_s")

@@ -33,7 +33,7 @@ class Places:
         self._mute = False  # the store did not answer in time once: nobody asks it again
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._beat = 0
+        self._beat, self._signed = 0, -BEAT_S
 
     def start(self, where: Callable[[], Place]) -> None:
         """Begins to tell this rank's place, as the method `where` gives it, for as long as its object lives."""
@@ -65,6 +65,13 @@ class Places:
             return True
         except Exception:  # the trainer or the store is closing
             return False
+
+    def sign(self) -> None:
+        """A sign of life where there is no trainer yet to tell of, one every BEAT_S at most."""
+        if self._store is not None and time.monotonic() - self._signed >= BEAT_S:
+            self._beat += 1
+            self._signed = time.monotonic()
+            self._store.set(f"at/{self.rank}", json.dumps({"step": -1, "beat": self._beat, "time": time.time()}))
 
     def stop(self) -> None:
         self._stop.set()

@@ -101,8 +101,8 @@ def operands_of(func: Func, seed: int = 0) -> list[Tensor]:
     return found
 
 
-def empty_of(value: Func) -> Tensor:
-    return torch.empty_strided(value["shape"], value["strides"], dtype=DTYPES[value["dtype"]])
+def empty_of(value: Func, device: str = "cpu") -> Tensor:
+    return torch.empty_strided(value["shape"], value["strides"], dtype=DTYPES[value["dtype"]], device=device)
 
 
 def widened(x: Tensor) -> Tensor:

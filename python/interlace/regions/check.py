@@ -60,23 +60,23 @@ def compare(library: ctypes.CDLL, func: Func) -> tuple[bool, str]:
             compiled = call(library, func, operands)
         except ValueError as e:
             return False, str(e)
-        if not all(_same(a, b) for a, b in zip(before, operands, strict=True)):
+        if not all(same(a, b) for a, b in zip(before, operands, strict=True)):
             return False, "it changes an operand"
         for place, (made, body, wide) in enumerate(zip(compiled, by_body, exactly, strict=True)):
-            if _same(made, body):
+            if same(made, body):
                 continue
             exact = False
-            problem = _difference(made, body, wide, ULPS * max(1.0, math.log2(sums)))
+            problem = difference(made, body, wide, ULPS * max(1.0, math.log2(sums)))
             if problem:
                 return False, f"result {place}: {problem}"
     return exact, ""
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _difference(made: Tensor, body: Tensor, wide: Tensor, ulps: float) -> str:
+def difference(made: Tensor, body: Tensor, wide: Tensor, ulps: float) -> str:
     if not made.dtype.is_floating_point:
         return "whole numbers differ"
     if not torch.equal(torch.isfinite(made), torch.isfinite(body)):

@@ -2,7 +2,7 @@
 
     FOLDER/regions/<key>.so      the library
     FOLDER/regions/<key>.json    its digest, and of each region whether it has the bits of its body or why it is not used
-    FOLDER/regions/<key>.lock    held by the process that makes them; the others of the host wait
+    FOLDER/regions/<key>.lock    held by the process that makes them (beside.py); the others of the host wait
 
 The key is that of the bodies, of what makes code of them and of what runs it. Files are this user's alone (private.py), written whole, and
 a library is loaded when its digest is what was noted when it was made. Nothing here fails a run: where there is no library the bodies run,
@@ -11,40 +11,29 @@ and why is said once.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
-import logging
-import os
-import signal
+import shlex
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from interlace import private
+from interlace.regions import kept
 from interlace.regions.body import Func
 from interlace.regions.check import compare
+from interlace.regions.kept import FORMAT, RegionsError, log, say_once
 from interlace.regions.lower import TESTED, LoweringError, settings, source_of
 from interlace.version import __version__
 
-log = logging.getLogger("interlace")
-FORMAT = 1
-MAX_BYTES = 256 << 20  # of a library
 COMPILE_LIMIT_S = 300.0  # of the C++ compiler, and of waiting for another process
 MODES = ("off", "on", "exact")
-
-
-class RegionsError(Exception):
-    """Why there is no library."""
 
 
 @dataclasses.dataclass
@@ -59,19 +48,13 @@ class Library:
     seconds: float = 0.0  # that making it took; 0: it was there
 
 
-def ready(
-    funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str], None] = log.warning, limit_s: float = COMPILE_LIMIT_S
-) -> Library | None:
-    """The library of these regions, from `folder` or made now. `mode`: "on", or "exact" for those with the bits of their bodies alone.
-    None where it cannot be had, which is said."""
-    if mode == "off" or not funcs:
-        return None
-    try:
-        return _ready(funcs, mode, folder, say, limit_s)
-    except (RegionsError, OSError) as e:
-        reason = e.strerror or str(e) if isinstance(e, OSError) else str(e)
-        _say_once(say, f"regions are not compiled, their bodies run op by op: {reason}")
-        return None
+def reason_of(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else "") or str(error)
+
+
+def say_bodies_run(reason: str, say: Callable[[str], None] = log.warning) -> None:
+    """Once for a reason."""
+    say_once(say, f"regions are not compiled, their bodies run op by op: {reason}")
 
 
 def key_of(funcs: list[Func], threads: int) -> str:
@@ -81,57 +64,59 @@ def key_of(funcs: list[Func], threads: int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _ready(funcs: list[Func], mode: str, folder: Path | None, say: Callable[[str], None], limit_s: float) -> Library:
-    version = ".".join(torch.__version__.split(".")[:2])
-    if version not in TESTED:
-        raise RegionsError(f"the code generation of torch {version} was not tested, only that of {', '.join(TESTED)}")
-    threads = torch.get_num_threads()
-    key = key_of(funcs, threads)
-    place = private.make_folder((folder or _scratch()) / "regions")
-    seconds = 0.0
-    found = _read(place, key, say)
-    if found is None:
-        with _alone(place / f"{key[:40]}.lock", say, limit_s):
-            found = _read(place, key, say)  # another process may have made it meanwhile
-            if found is None:
-                begin = time.monotonic()
-                found = _make(funcs, threads, place, key, say, limit_s)
-                seconds = time.monotonic() - begin
-    names = {func["key"][:16]: func["name"] for func in funcs}
-    left = {names[k]: entry["why"] for k, entry in found.items() if entry["why"]}
-    exact = [k for k, entry in found.items() if entry["exact"]]
-    if mode == "exact":
-        left |= {names[k]: "other bits than its body" for k, entry in found.items() if not entry["why"] and not entry["exact"]}
-    keys = sorted(k for k in found if names[k] not in left)
-    if left:
-        _say_once(say, "regions whose bodies run op by op: " + "; ".join(f"{name}: {why}" for name, why in sorted(left.items())))
-    artifact = hashlib.sha256(json.dumps([key, keys]).encode()).hexdigest()
-    return Library(place / f"{key[:40]}.so", artifact, keys, left, exact, seconds)
+@dataclasses.dataclass
+class Wanted:
+    """What a program's regions ask for, and where the library of them lies or will lie."""
+
+    funcs: list[Func]
+    mode: str
+    place: Path
+    threads: int
+    key: str
+
+    @classmethod
+    def of(cls, funcs: list[Func], mode: str, folder: Path | None) -> Wanted:
+        """Error: RegionsError, OSError: there cannot be one."""
+        version = ".".join(torch.__version__.split(".")[:2])
+        if version not in TESTED:
+            raise RegionsError(f"the code generation of torch {version} was not tested, only that of {', '.join(TESTED)}")
+        threads = torch.get_num_threads()
+        return cls(funcs, mode, kept.place(folder), threads, key_of(funcs, threads))
+
+    @property
+    def path(self) -> Path:
+        return self.place / f"{self.key[:40]}.so"
+
+    @property
+    def lock(self) -> Path:
+        return self.place / f"{self.key[:40]}.lock"
+
+    def read(self, say: Callable[[str], None] = log.warning, seconds: float = 0.0) -> Library | None:
+        """The library, if it is there as it was made. Error: RegionsError where others could have written it."""
+        found = kept.read(self.path, self.key, say)
+        if found is None:
+            return None
+        names = {func["key"][:16]: func["name"] for func in self.funcs}
+        left = {names[k]: entry["why"] for k, entry in found.items() if entry["why"]}
+        exact = [k for k, entry in found.items() if entry["exact"]]
+        if self.mode == "exact":
+            left |= {names[k]: "other bits than its body" for k, entry in found.items() if not entry["why"] and not entry["exact"]}
+        keys = sorted(k for k in found if names[k] not in left)
+        if left:
+            say_once(say, "regions whose bodies run op by op: " + "; ".join(f"{name}: {why}" for name, why in sorted(left.items())))
+        artifact = hashlib.sha256(json.dumps([self.key, keys]).encode()).hexdigest()
+        return Library(self.path, artifact, keys, left, exact, seconds)
 
 
-def _read(place: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """What was noted of the library, if it is there as it was made."""
-    path = place / f"{key[:40]}.json"
-    try:
-        noted = json.loads(private.read(path, 1 << 20))
-        if noted["format"] != FORMAT or noted["key"] != key:
-            raise ValueError("it is of another key")
-        if hashlib.sha256(private.read(path.with_suffix(".so"), MAX_BYTES)).hexdigest() != noted["digest"]:
-            raise ValueError("its digest is not the noted one")
-        return dict(noted["regions"])
-    except FileNotFoundError:
-        return None
-    except private.PrivateError as e:
-        raise RegionsError(f"{e.filename} is not loaded: {e.strerror}") from None
-    except Exception as e:  # any byte may be wrong
-        _say_once(say, f"{path.with_suffix('.so')} is damaged ({str(e) or type(e).__name__}); it is made again")
-        return None
-
-
-def _make(funcs: list[Func], threads: int, place: Path, key: str, say: Callable[[str], None], limit_s: float) -> dict[str, Any]:
+def check_compiler() -> None:
+    """Error: there is none."""
     if _compiler() == "":
         raise RegionsError("there is no C++ compiler (g++)")
-    say(f"compiling {len(funcs)} regions; this is kept for later runs")
+
+
+def make(wanted: Wanted, limit_s: float) -> None:
+    """Puts the library into its place. Error: RegionsError, OSError; a compiler that took too long may have left processes."""
+    funcs, threads = wanted.funcs, wanted.threads
     found: dict[str, Any] = {}
     texts = []
     for func in funcs:
@@ -151,11 +136,7 @@ def _make(funcs: list[Func], threads: int, place: Path, key: str, say: Callable[
             if not entry["why"]:
                 entry["exact"], entry["why"] = compare(library, func)
         data = made.read_bytes()
-    noted = {"format": FORMAT, "key": key, "digest": hashlib.sha256(data).hexdigest(), "regions": found}
-    # The note comes last: without it, or with an older one, the library is not loaded.
-    private.write(place / f"{key[:40]}.so", data)
-    private.write(place / f"{key[:40]}.json", json.dumps(noted).encode())
-    return found
+    kept.put(wanted.path, wanted.key, found, data)
 
 
 def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
@@ -166,52 +147,11 @@ def _compile(source: Path, made: Path, threads: int, limit_s: float) -> None:
     with config.patch(settings(threads)):
         options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
         command = CppBuilder("regions", [str(source)], BuildOption=options, output_dir=str(made.parent)).get_command_line()
-    run = subprocess.Popen(
-        command + " -w", shell=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=made.parent
-    )
-    try:
-        _, errors = run.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(OSError):
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        raise RegionsError(f"the C++ compiler took longer than {limit_s:g} s") from None
-    if run.returncode != 0 or not made.is_file():
+    # In the session of the process that compiles, which ends it whole.
+    code, errors = kept.run_within([*shlex.split(command), "-w"], "the C++ compiler", limit_s, cwd=made.parent)
+    if code != 0 or not made.is_file():
         line = next((text for text in errors.splitlines() if "error" in text), errors.strip()[-200:])
-        raise RegionsError(f"the C++ compiler failed ({run.returncode}): {line[:300]}")
-
-
-@contextlib.contextmanager
-def _alone(path: Path, say: Callable[[str], None], limit_s: float) -> Iterator[None]:
-    """One process of the host at a time. Error: the one before takes too long."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        begin, told = time.monotonic(), False
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    say("another process of this host compiles the regions; waiting for it")
-                    told = True
-                if time.monotonic() - begin > limit_s:
-                    raise RegionsError(f"another process holds {path} for longer than {limit_s:g} s") from None
-                time.sleep(0.1)
-        yield
-    finally:
-        os.close(fd)
-
-
-@functools.cache
-def _scratch() -> Path:
-    """Where there is no cache: a folder of this process alone."""
-    folder = tempfile.TemporaryDirectory(prefix="interlace-regions-")
-    _kept.append(folder)
-    return Path(folder.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+        raise RegionsError(f"the C++ compiler failed ({code}): {line[:300]}")
 
 
 @functools.cache
@@ -235,12 +175,3 @@ def _compiler() -> str:
         return f"{compiler} {found.stdout.splitlines()[0]}"
     except Exception:  # torch's own errors for a missing compiler, and the compiler's
         return ""
-
-
-_said: set[str] = set()
-
-
-def _say_once(say: Callable[[str], None], text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        say(text)

@@ -1,7 +1,7 @@
-"""Inductor's code generation alone: a region's body → C++ kernels, and the calls that run them.
+"""Inductor's code generation alone: a region's body → C++ or Triton kernels, and the calls that run them.
 
 Inductor writes a Python wrapper around its kernels. Here the wrapper is a `Plan`: the buffers that it would make and the calls that it would
-write, of which one C++ function is made for each region,
+write (for CUDA see cubins.py), of which on CPUs one C++ function is made for each region,
 
     extern "C" void r_KEY(void* const* p)          // p: operands, results, workspace
 
@@ -10,16 +10,19 @@ These are private classes of torch, so only versions that the tests have run wit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from interlace.regions.body import Func, function_of, operands_of
+from interlace.regions.body import Func, empty_of, function_of
 
 TESTED = ("2.13",)  # versions of torch whose code generation the tests have run with
 ALIGNMENT = 64  # bytes, of parts of a workspace
+UNNEEDED = ("LineContext", "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine")  # of a wrapper's lines, by class
 
 
 class LoweringError(Exception):
@@ -48,7 +51,7 @@ def settings(threads: int) -> dict[str, Any]:
 
 def source_of(func: Func, threads: int) -> str:
     """The C++ text of one region: its kernels, r_KEY and w_KEY. Error: LoweringError."""
-    plan = _lowered(func, threads)
+    plan = lowered(func, settings(threads))
     key = func["key"][:16]
     texts, names = [], {}
     for kernel, body in plan.kernels.items():
@@ -58,20 +61,13 @@ def source_of(func: Func, threads: int) -> str:
         names[kernel] = f"k_{key}_{kernel}"
         text = re.sub(r"#include.*\n", "", found[1]).replace('extern "C"', "static")
         texts.append(re.sub(r"\bkernel\(", f"{names[kernel]}(", text))
-    places = {name: f"p[{i}]" for i, name in enumerate([*plan.inputs, *(name for name, _, _ in plan.outputs)])}
-    if len(places) != len(plan.inputs) + len(plan.outputs):
-        raise LoweringError("a result that is an operand or another result")
-    workspace = 0
-    for name, size in plan.buffers:
-        if name not in places:
-            places[name] = f"((char*)p[{len(plan.inputs) + len(plan.outputs)}] + {workspace})"
-            workspace += -(-size // ALIGNMENT) * ALIGNMENT
+    places, workspace = places_of(plan)
 
     def argument(name: Any, kind: str) -> str:
-        buffer, offset = plan.aliases.get(str(name), (str(name), 0))
-        if buffer not in places:
+        if str(name) not in places:
             raise LoweringError(f"an argument that is no buffer: {name}")
-        return f"({kind})((char*){places[buffer]} + {offset})"
+        index, offset = places[str(name)]
+        return f"({kind})((char*)p[{index}] + {offset})"
 
     calls = "".join(
         f"  {names[kernel]}({', '.join(argument(a, t) for a, t in zip(arguments, types, strict=True))});\n"
@@ -81,9 +77,28 @@ def source_of(func: Func, threads: int) -> str:
     return "\n".join(texts)
 
 
-def _lowered(func: Func, threads: int) -> Plan:
+def places_of(plan: Plan) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each buffer of a plan lies: the index of its pointer among operands, results and workspace, and bytes from there; and the
+    workspace's bytes. Error: LoweringError."""
+    places = {name: (i, 0) for i, name in enumerate([*plan.inputs, *(name for name, _, _ in plan.outputs)])}
+    last, workspace = len(plan.inputs) + len(plan.outputs), 0
+    if len(places) != last:
+        raise LoweringError("a result that is an operand or another result")
+    for name, size in plan.buffers:
+        if name not in places:
+            places[name] = (last, workspace)
+            workspace += -(-size // ALIGNMENT) * ALIGNMENT
+    for name, (buffer, offset) in plan.aliases.items():
+        if buffer in places:
+            index, begin = places[buffer]
+            places[name] = (index, begin + offset)
+    return places, workspace
+
+
+def lowered(func: Func, options: dict[str, Any], device: str = "cpu") -> Plan:
+    """A region's kernels and calls, by Inductor with these settings. Error: LoweringError."""
     from torch._inductor import config
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, _recursive_post_grad_passes, fake_tensor_prop
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
@@ -94,22 +109,26 @@ def _lowered(func: Func, threads: int) -> Plan:
 
     plans: list[Plan] = []
     try:
-        with config.patch(settings(threads)), _wrapped(plans), torch.no_grad():
-            operands = operands_of(func)
-            traced = make_fx(function_of(func), decomposition_table=select_decomp_table(), tracing_mode="fake")(*operands)
+        mode = FakeTensorMode()
+        with config.patch(options), _wrapped(plans, torch.device(device).type), torch.no_grad(), DebugContext(), V.set_fake_mode(mode):
+            with mode:  # traced on a CPU: ops of tensors on a device that is not there have no kernels even there
+                traced = make_fx(function_of(func), decomposition_table=select_decomp_table())(*map(empty_of, func["operands"]))
+                fakes = [empty_of(value, device) for value in func["operands"]]
+            for node in traced.graph.nodes:
+                if "device" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "device": torch.device(device)}
             # Results lie as the program says, whatever layout code generation would like.
             output = next(iter(traced.graph.find_nodes(op="output")))
             output.meta["user_visible_output_idxs"] = list(range(len(func["gives"])))
             output.meta["original_output_strides"] = [tuple(value["strides"]) for value in func["gives"]]
-            mode = FakeTensorMode()
-            fakes = [mode.from_tensor(x, static_shapes=True) for x in operands]
-            with DebugContext(), V.set_fake_mode(mode):
-                fake_tensor_prop(traced, fakes, force_allow_non_fake_inputs=True)
-                _recursive_post_grad_passes(traced, is_inference=True)
-                graph = GraphLowering(traced, example_inputs=fakes, shape_env=ShapeEnv(), is_inference=True, fx_wrapper=True)
-                with V.set_graph_handler(graph):
-                    graph.run(*fakes)
-                    graph.codegen()
+            fake_tensor_prop(traced, fakes, force_allow_non_fake_inputs=True)
+            if device != "cpu":  # else the loss needs a workspace as large as the logits; on CPUs what they do is slower
+                _recursive_joint_graph_passes(traced)
+            _recursive_post_grad_passes(traced, is_inference=True)
+            graph = GraphLowering(traced, example_inputs=fakes, shape_env=ShapeEnv(), is_inference=True, fx_wrapper=True)
+            with V.set_graph_handler(graph):
+                graph.run(*fakes)
+                graph.codegen()
     except LoweringError:
         raise
     except Exception as e:  # private code: whatever it raises, the body runs
@@ -126,26 +145,22 @@ def _strides(sizes: Any, strides: Any) -> list[int]:
     return [stride for size, stride in zip(sizes, strides, strict=True) if size != 1]
 
 
-class _wrapped:
-    """Inductor's wrapper for the CPU is ours meanwhile."""
+@contextlib.contextmanager
+def _wrapped(plans: list[Plan], device: str) -> Iterator[None]:
+    """Inductor's wrapper for a device is ours meanwhile."""
+    from torch._inductor.codegen.common import device_codegens, init_backend_registration, register_backend_for_device
+    if device == "cpu":
+        from torch._inductor.codegen.cpp import CppScheduling as Scheduling
+    else:
+        from torch._inductor.codegen.triton import TritonScheduling as Scheduling  # type: ignore[assignment]
 
-    def __init__(self, plans: list[Plan]) -> None:
-        self.plans = plans
-
-    def __enter__(self) -> None:
-        from torch._inductor.codegen.common import device_codegens, init_backend_registration, register_backend_for_device
-        from torch._inductor.codegen.cpp import CppScheduling
-
-        init_backend_registration()
-        self._before = device_codegens["cpu"]
-        register_backend_for_device(
-            "cpu", CppScheduling, self._before.wrapper_codegen, self._before.cpp_wrapper_codegen, _wrapper(self.plans)
-        )
-
-    def __exit__(self, *_: object) -> None:
-        from torch._inductor.codegen.common import device_codegens
-
-        device_codegens["cpu"] = self._before
+    init_backend_registration()
+    before = device_codegens[device]
+    register_backend_for_device(device, Scheduling, before.wrapper_codegen, before.cpp_wrapper_codegen, _wrapper(plans))
+    try:
+        yield
+    finally:
+        device_codegens[device] = before
 
 
 def _wrapper(plans: list[Plan]) -> Any:
@@ -201,7 +216,7 @@ def _read(plan: Plan, line: Any, w: Any) -> None:
         begin = int(line.layout.view.get_layout().offset) * line.node.get_dtype().itemsize
         buffer, before = plan.aliases.get(line.node.get_name(), (line.node.get_name(), 0))
         plan.aliases[line.reused_as.get_name()] = (buffer, before + begin)
-    elif isinstance(line, (w.FreeIfNotReusedLine, w.FreeLine, w.NullLine, w.CommentLine)) or type(line).__name__ == "LineContext":
+    elif isinstance(line, (w.FreeIfNotReusedLine, w.FreeLine, w.NullLine, w.CommentLine)) or type(line).__name__ in UNNEEDED:
         pass
     elif not isinstance(line, str) or (line.strip() and not line.strip().startswith("#")):
         raise LoweringError(f"an operator that has no kernel: {line if isinstance(line, str) else type(line).__name__}")

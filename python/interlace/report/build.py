@@ -147,4 +147,7 @@ def _program_facts(program: Any) -> dict[str, str]:
         out["accumulation"] = f"{program.accumulation} micro-batches a step{side} ({program.accumulate_mode})"
     out["inputs of a micro-batch"] = ", ".join(inputs) or "none"
     out["ops"] = f"{summary['ops']:,}"
+    if funcs := program.funcs():
+        ops = sum(func["calls"] * sum(op["name"] != "view" for op in func["ops"]) for func in funcs)
+        out["regions"] = f"{len(funcs)}, in {sum(func['calls'] for func in funcs):,} calls for {ops:,} kernels"
     return out

@@ -2,6 +2,7 @@
 
     {"step": 1, "loss": 9.1, "seconds": 0.2, "lr": 0.0003, "norm": 1.4, "tokens_per_second": 5120, "memory_bytes": 73400320}
     {"step": 100, "eval_loss": 6.2}
+    {"step": 12, "regions": {"regions": 12, "compiled": 12, "calls": 65, "kernels": 410, "from_step": 12}}
     {"step": 40, "plan": "planned again (schedule) in 2.1 s: another program, 12 % faster ...", ...}
 
 A run that was resumed appends: the last line of a step counts.
@@ -36,6 +37,7 @@ class RunLog:
     series: dict[str, dict[int, float]] = field(default_factory=dict)
     plans: list[tuple[int, str]] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
+    regions: dict[str, int] = field(default_factory=dict)  # as the last steps ran them
 
     @property
     def steps(self) -> int:
@@ -54,7 +56,7 @@ class RunLog:
         return {"steps": self.steps, "loss": self.last("loss"), "eval_loss": self.last("eval_loss"),
                 "seconds": self.settled("seconds"), "tokens_per_second": self.settled("tokens_per_second"),
                 "memory_bytes": max(self.series["memory_bytes"].values(), default=None) if "memory_bytes" in self.series else None,
-                "plans": [{"step": step, "said": said} for step, said in self.plans]}  # fmt: skip
+                "plans": [{"step": step, "said": said} for step, said in self.plans], "regions": self.regions}  # fmt: skip
 
 
 def read_log(text: str, file: str) -> RunLog:
@@ -79,6 +81,8 @@ def read_log(text: str, file: str) -> RunLog:
                 found.series.setdefault(name, {})[step] = float(value)
             else:
                 found.lost.append((step, name))
+        if isinstance(facts.get("regions"), dict):
+            found.regions = {name: number for name, number in facts["regions"].items() if isinstance(number, int)}
         if "plan" in facts:
             found.plans.append((step, str(facts["plan"])))
     if not found.series:

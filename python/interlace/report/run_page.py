@@ -74,6 +74,10 @@ def _tiles(run: Run) -> str:
             tiles.append(tile("Tokens per second", count_text(found["tokens_per_second"]), "median after the first steps"))
         if found["memory_bytes"] is not None:
             tiles.append(tile("Peak memory", bytes_text(found["memory_bytes"]), "of rank 0"))
+        if regions := run.log.regions:
+            number = {name: regions.get(name, 0) for name in ("compiled", "regions", "calls", "kernels", "from_step")}
+            note = "{calls} calls for {kernels} kernels, from step {from_step} on" if number["compiled"] else "their bodies run op by op"
+            tiles.append(tile("Regions compiled", "{compiled} of {regions}".format(**number), note.format(**number)))
     return tiles_section(tiles) if tiles else ""
 
 

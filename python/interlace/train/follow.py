@@ -166,7 +166,8 @@ class Follow:
         same = not numbers - self._fixed and run.shapes is None and not run.config.stage_meshes
         for (other, taken), (found, stage) in self._programs.items():
             fits = ways is None or (place is not None and json.loads(taken)[: len(ways)] == ways)
-            if same and fits and other == key and stage == run.stage:
+            stale = programs.regions.stale(found.source.waits)
+            if same and fits and other == key and stage == run.stage and not stale:
                 self._programs[before] = (self._running(), run.stage)
                 return self._use(found)
         if place is not None:

@@ -117,11 +117,6 @@ class Loading:
                 checkpoint.folder, record.get("seed"), self._run.config.seed,
             )  # fmt: skip
 
-        kernels = record.get("regions", ""), self._run.regions
-        if kernels[0] != kernels[1] and self._run.rank == 0:
-            then, now = (f"regions {artifact[:12]}" if artifact else "no compiled regions" for artifact in kernels)
-            log.warning("%s was saved by a run with %s, this run has %s: it goes on with other bits", checkpoint.folder, then, now)
-
         def read() -> None:
             self._read_weights(weights, names)
             for role, _, p in self._run.states.updated(roles):
@@ -137,6 +132,9 @@ class Loading:
             self._run.hyper.restore(steps, [g.get("scalars") for g in record["groups"]])
             if self._run.config.rng == "compat" and f"rng.{self._run.rank}" in moments:
                 generators.restore(self._run.peers.device, moments.read(f"rng.{self._run.rank}"))
+
+            self._run.loaded = str(checkpoint.folder), record.get("regions", "")
+            self._run.compare_regions()
 
         return read
 

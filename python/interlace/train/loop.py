@@ -59,6 +59,8 @@ class Loop:
 
     def before_step(self, traced: bool = False) -> None:
         """Between two steps: what is due at this one. Every rank comes here at every step."""
+        if self.swapping.take_regions() and self._has_profile and self._predicted is not None:
+            self._seconds, self._planned, self._check_at = [], self.run.program, self.count + 1 + TIMED_STEPS
         if self.schedule:
             if self.count == 0:
                 self._begin_at_0()
@@ -141,6 +143,8 @@ class Loop:
 
     def settled(self) -> bool:
         """Whether the next step is an ordinary one and nothing is due after it but the schedule's next entry."""
+        if self.programs.regions.pending:
+            return False
         due = (self._replan_at, self._check_at)
         return stage_at(self.schedule, self.count) == self.run.stage and max(due) < 0 and not self._to_be_measured()
 

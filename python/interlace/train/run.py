@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from interlace.train.shapes import Shapes
 
 Tensor = torch.Tensor
+log = logging.getLogger("interlace")
 
 
 class Runner(Protocol):
@@ -75,6 +77,8 @@ class Run:
         self.save: Save | None = None  # under way
         self.closed: str | None = None  # why
         self.lent: str | None = None  # where the model has its parameters for a while, so that no step can be made
+        self.regions_table: dict[str, Any] = {}
+        self.loaded: tuple[str, str] | None = None  # a checkpoint's folder and the digest of its regions, until they are compared
         self._group_names: list[list[str]] | None = None
         self.use(built)
 
@@ -96,6 +100,34 @@ class Run:
                     release(t.real)
         if self.shapes is not None:
             self.shapes.current.built = built
+        if self.config.regions != "off":
+            self.regions_table = self._regions_table()
+
+    def _regions_table(self) -> dict[str, Any]:
+        funcs, library = self.ir.funcs(), self.source.regions
+        compiled = [func for func in funcs if library is not None and func["key"][:16] in library.keys]
+        kernels = sum(func["calls"] * sum(op["name"] != "view" for op in func["ops"]) for func in compiled)
+        before = self.regions_table
+        found = {"regions": len(funcs), "compiled": len(compiled), "calls": sum(f["calls"] for f in compiled), "kernels": kernels}
+        same = bool(before) and (before["compiled"] > 0) == (len(compiled) > 0)
+        return {**found, "from_step": before["from_step"] if same else self.steps + 1}
+
+    def compare_regions(self) -> None:
+        """Says where the kernels are not those that the loaded checkpoint was trained with; again when they are compiled."""
+        if self.loaded is None or self.rank != 0:
+            return
+        folder, artifact = self.loaded
+        then, now = (f"regions {each[:12]}" if each else "no compiled regions" for each in (artifact, self.regions))
+        if self.programs.regions.waiting(self.source.waits):
+            if artifact:
+                log.warning(
+                    "%s was saved by a run with %s: it goes on with other bits until they are compiled (Config(regions_wait=True) waits)",
+                    folder, then,
+                )  # fmt: skip
+            return
+        self.loaded = None
+        if artifact != self.regions:
+            log.warning("%s was saved by a run with %s, this run has %s: it goes on with other bits", folder, then, now)
 
     def drop(self) -> None:
         """The executor goes, with all that it has."""

@@ -76,7 +76,7 @@ class Shapes:
         if bucket is self.current:
             return filled
         run.flush()
-        if bucket.built is None:
+        if bucket.built is None or self.planner.programs.regions.stale(bucket.built.source.waits):
             bucket.built, bucket.spec = self._build(run, bucket, filled[0]), InputSpec.of(filled[0])
             bucket.stage = run.stage
         assert bucket.spec is not None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 
 from interlace.compiling.programs import Built, Source
 from interlace.errors import InterlaceError
 from interlace.train.run import Run
+
+log = logging.getLogger("interlace")
 
 
 class Swapping:
@@ -22,6 +26,21 @@ class Swapping:
             what = f"program of a swap at step {run.steps}"
             source = run.programs.share(what, lambda: Source(text, [], {}, captured=run.source.captured))
         self.swap_to(source)
+
+    def take_regions(self) -> bool:
+        """Before each step: with compiled regions, where the program waits for some that all ranks have now. Whether it was swapped."""
+        run, regions = self._run, self._run.programs.regions
+        waited = regions.waiting(run.source.waits)
+        with run.peers.guard():
+            regions.look()
+        swapped = regions.stale(run.source.waits)
+        if swapped:
+            self.swap_to(dataclasses.replace(run.source))  # the same text, built again
+            if run.rank == 0 and run.regions:
+                log.warning("regions ready after %.1f s: swapped in at step %d", regions.seconds, run.steps + 1)
+        if waited and not regions.waiting(run.source.waits):
+            run.compare_regions()
+        return swapped
 
     def swap_to(self, source: Source) -> None:
         run = self._run

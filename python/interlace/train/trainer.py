@@ -252,11 +252,12 @@ class Trainer:
     def stats(self) -> dict[str, Any]:
         """What the executor has measured so far: ops, bytes sent, live and peak bytes, the op at the peak.
 
-        After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on."""
+        After a swap the counts of steps and ops, and the peak, are those of the new program; bytes sent go on. `regions`: how many it
+        has (docs/regions.md), how many are compiled, in how many calls, in place of how many kernels, from which step on."""
         self._run.check_open()
         return {
             **self._run.executor.stats(), "arena": self._run.executor.arena_stats(), "trainer_steps": self.steps,
-            "swaps": self.swaps, **(self._run.shapes.stats() if self._run.shapes else {}),
+            "swaps": self.swaps, "regions": self._run.regions_table, **(self._run.shapes.stats() if self._run.shapes else {}),
         }  # fmt: skip
 
     def compile_table(self) -> str:

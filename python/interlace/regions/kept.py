@@ -1,0 +1,143 @@
+"""Files of compiled regions on disk, and who makes them: libraries of a CPU (library.py) and cubins of a device (cuda.py).
+
+    FOLDER/regions/<key>.SUFFIX  the file
+    FOLDER/regions/<key>.json    its digest, and what was noted of each region
+    FOLDER/regions/<key>.lock    held by the process that makes it; the others of the host wait
+
+Files are this user's alone (private.py), written whole, and read when their digest is what was noted when they were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from interlace import private
+
+log = logging.getLogger("interlace")
+FORMAT = 1
+MAX_BYTES = 256 << 20  # of a file
+
+
+class RegionsError(Exception):
+    """Why there is no library."""
+
+
+def place(folder: Path | None) -> Path:
+    """Where the files are. Error: PrivateError, an OSError."""
+    return private.make_folder((folder or _scratch()) / "regions")
+
+
+def read(path: Path, key: str, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What was noted of the file's regions, if it is there as it was made. Error: RegionsError where others could have written it."""
+    try:
+        noted = json.loads(private.read(path.with_suffix(".json"), 1 << 20))
+        if noted["format"] != FORMAT or noted["key"] != key:
+            raise ValueError("it is of another key")
+        if hashlib.sha256(private.read(path, MAX_BYTES)).hexdigest() != noted["digest"]:
+            raise ValueError("its digest is not the noted one")
+        return dict(noted["regions"])
+    except FileNotFoundError:
+        return None
+    except private.PrivateError as e:
+        raise RegionsError(f"{e.filename} is not loaded: {e.strerror}") from None
+    except Exception as e:  # any byte may be wrong
+        say_once(say, f"{path} is damaged ({str(e) or type(e).__name__}); it is made again")
+        return None
+
+
+def put(path: Path, key: str, regions: dict[str, Any], data: bytes) -> None:
+    """The file and its note. The note comes last: without it, or with an older one, the file is not read."""
+    noted = {"format": FORMAT, "key": key, "digest": hashlib.sha256(data).hexdigest(), "regions": regions}
+    private.write(path, data)
+    private.write(path.with_suffix(".json"), json.dumps(noted).encode())
+
+
+def kept(
+    path: Path, key: str, make: Callable[[], tuple[dict[str, Any], bytes]], say: Callable[[str], None], limit_s: float
+) -> tuple[dict[str, Any], float]:
+    """What is noted of a file, and the seconds that making it took (0: it was there). `make`: note and file, where there is none or a damaged
+    one; one process of the host at a time. Error: RegionsError, OSError."""
+    found = read(path, key, say)
+    if found is not None:
+        return found, 0.0
+    with _alone(path.with_suffix(".lock"), say, limit_s):
+        found = read(path, key, say)  # another process may have made it meanwhile
+        if found is not None:
+            return found, 0.0
+        begin = time.monotonic()
+        found, data = make()
+        put(path, key, found, data)
+        return found, time.monotonic() - begin
+
+
+def run_within(
+    command: list[str], what: str, limit_s: float, given: bytes = b"", *, session: bool = False, **options: Any
+) -> tuple[int, str]:
+    """A command's exit status and what it said of errors. `session`: with one of its own, which ends with it. Error: it takes too long."""
+    run = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=session, **options
+    )  # fmt: skip
+    try:
+        _, errors = run.communicate(given, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(run.pid, signal.SIGKILL) if session else run.kill()
+        run.wait()
+        raise RegionsError(f"{what} took longer than {limit_s:g} s") from None
+    return run.returncode, errors.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _alone(path: Path, say: Callable[[str], None], limit_s: float) -> Iterator[None]:
+    """One process of the host at a time. Error: the one before takes too long."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        begin, told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    say("another process of this host compiles the regions; waiting for it")
+                    told = True
+                if time.monotonic() - begin > limit_s:
+                    raise RegionsError(f"another process holds {path} for longer than {limit_s:g} s") from None
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(fd)
+
+
+@functools.cache
+def _scratch() -> Path:
+    """Where there is no cache: a folder of this process alone."""
+    folder = tempfile.TemporaryDirectory(prefix="interlace-regions-")
+    _kept.append(folder)
+    return Path(folder.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+_said: set[str] = set()
+
+
+def say_once(say: Callable[[str], None], text: str) -> None:
+    """Once in a process."""
+    if text not in _said:
+        _said.add(text)
+        say(text)

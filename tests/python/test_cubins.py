@@ -1,0 +1,225 @@
+"""Regions for CUDA: cubins of the right architecture, a manifest that is that of the kernels, the cache, and where there is no Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_regions import ALL, GATED, funcs
+
+from interlace.cli.app import run
+from interlace.regions import cuda
+from interlace.regions.kept import RegionsError
+
+
+def has_triton() -> bool:
+    version = ".".join(torch.__version__.split(".")[:2])
+    try:
+        return importlib.metadata.version("triton") == cuda.TRITON.get(version)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="needs the triton of this torch (the extra test)")
+SUMMED = """func f3(%0: bf16[4096,1024]) gives (%3) {
+  %2: bf16[4096,1024] = aten.mul.Tensor(%0, %0)
+  %3: bf16[1024] = aten.sum.dim_IntList(%2, [0])
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> cuda.Cubins:
+    return cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, print)
+
+
+def sections(cubin: bytes) -> dict[str, bytes]:
+    """Of an ELF file of 64 bits, by name."""
+    offset, size, count, names = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HHH", cubin, 58)
+    heads = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
+    text = cubin[heads[names][4] :]
+    return {text[head[0] : text.index(b"\0", head[0])].decode(): cubin[head[4] : head[4] + head[5]] for head in heads}
+
+
+def parameters(info: bytes) -> list[int]:
+    """Bytes of each parameter, from .nv.info of a kernel: an attribute is format, code, size; 0x17 says ordinal and bytes of one."""
+    found, at = {}, 0
+    while at + 4 <= len(info):
+        form, code, size = struct.unpack_from("<BBH", info, at)
+        if code == 0x17:
+            ordinal, _, _, packed = struct.unpack_from("<HHHH", info, at + 8)[0], 0, 0, struct.unpack_from("<I", info, at + 12)[0]
+            found[ordinal] = packed >> 18
+        at += 4 + (size if form == 4 else 0)
+    return [found[i] for i in sorted(found)]
+
+
+@needs_triton
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_cubins_are_elf_files_of_the_architecture(target: str, folder: Path) -> None:
+    found = cuda.cubins(funcs(*ALL, SUMMED), target, folder, print)
+    assert found.left == {} and len(found.regions) == 4
+    for region in found.regions:
+        for kernel in region.kernels:
+            assert kernel.cubin[:5] == b"\x7fELF\x02" and struct.unpack_from("<H", kernel.cubin, 18)[0] == 190  # EM_CUDA
+            flags = struct.unpack_from("<I", kernel.cubin, 48)[0]
+            assert int(target[3:]) in (flags & 0xFF, flags >> 8 & 0xFF)  # of either layout of the flags
+            assert kernel.registers > 0 and kernel.spills == 0
+
+
+@needs_triton
+def test_the_manifest_is_that_of_the_kernels(made: cuda.Cubins) -> None:
+    by_key = {func["key"][:16]: func for func in funcs(*ALL, SUMMED)}
+    for region in made.regions:
+        func = by_key[region.key]
+        assert (region.operands, region.results) == (len(func["operands"]), len(func["gives"]))
+        used = set()
+        for kernel in region.kernels:
+            found = sections(kernel.cubin)
+            assert f".text.{kernel.name}" in found
+            sizes = [4 if take.startswith("i32") else 8 for take in kernel.takes]
+            assert parameters(found[f".nv.info.{kernel.name}"]) == sizes
+            for take in kernel.takes:
+                if match := re.fullmatch(r"p(\d+)\+(\d+)", take):
+                    used.add(int(match[1]))
+                    assert int(match[1]) < region.operands + region.results or int(match[2]) < region.workspace
+        assert used >= set(range(region.operands + region.results))
+    blocks = {region.key: [kernel.grid for kernel in region.kernels] for region in made.regions}
+    gated = next(func for func in funcs(GATED))
+    assert blocks[gated["key"][:16]] == [[1, 1, 1]]  # 48 elements
+    assert max(len(region.kernels) for region in made.regions) == 2  # a long sum has partial sums,
+    assert any(region.workspace for region in made.regions)  # which lie in the workspace
+
+
+@needs_triton
+def test_the_file_says_what_is_in_it(made: cuda.Cubins) -> None:
+    data = made.path.read_bytes()
+    assert data.startswith(b"interlace cubins 1 sm_90 ")
+    assert cuda.written(cuda.parse(data), "sm_90") == data
+    assert data[: int(data.split(maxsplit=5)[4])].endswith(b"\nend\n")
+
+
+@needs_triton
+def test_a_damaged_file_is_made_again_with_the_same_bytes(made: cuda.Cubins, folder: Path) -> None:
+    said: list[str] = []
+    again = cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
+    assert again.path == made.path and again.seconds == 0.0 and said == []
+    data = made.path.read_bytes()
+    made.path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+    again = cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
+    assert "is damaged (its digest is not the noted one); it is made again" in said[0]
+    assert again.seconds > 0 and made.path.read_bytes() == data
+    made.path.chmod(0o666)
+    with pytest.raises(RegionsError, match="is not loaded: others may write to it"):
+        cuda.cubins(funcs(*ALL, SUMMED), "sm_90", folder, said.append)
+    made.path.chmod(0o600)
+
+
+@needs_triton
+def test_inspect_shows_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("INTERLACE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "small.il"
+    # A sort of rows this long has no kernel.
+    long = "func f1(%0: f32[6,8192]) gives (%1) {\n  %1: f32[6,8192], _ = aten.sort(%0)\n}\n"
+    file.write_text(f"interlace 1 captured\nstep 1 reduce_each\n{GATED}{long}phase micro_batch takes () gives () {{\n}}\n")
+    assert run(["inspect", "--target", "sm_80", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"f0 +triton_poi_fused_0 +1 x 1 x 1 +\d+ +\d+ +0 +0 +\d+", shown)
+    assert re.search(r"f1 +its body runs: ", shown)
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    with pytest.raises(RegionsError) as error:
+        cuda.cubins(funcs(GATED), "sm_90", tmp_path)
+    assert str(error.value) == "torch 2.13 makes CUDA kernels with triton 3.7.1, and there is no triton here: pip install triton==3.7.1"
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.6.0")
+    with pytest.raises(RegionsError, match=r"and this is triton 3\.6\.0: pip install triton==3\.7\.1"):
+        cuda.cubins(funcs(GATED), "sm_90", tmp_path)
+    with pytest.raises(RegionsError, match="there is no target 'sm_70': choose one of sm_80, sm_90"):
+        cuda.cubins(funcs(GATED), "sm_70", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_triton
+def test_code_generation_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(RegionsError, match=r"code generation took longer than 0\.5 s"):
+        cuda.cubins(funcs(GATED), "sm_90", tmp_path, print, limit_s=0.5)
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in left
+
+
+# Writes down what is called of it: `module BYTES`, `function NAME`, `launch grid block shared stream parameters...` of the sizes it was told.
+FAKE = r"""
+#include <cstdio>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+extern "C" {
+static FILE* Log() { static FILE* f = fopen(getenv("FAKE_CUDA_LOG"), "w"); return f; }
+static const char* sizes = "";
+void fake_sizes(const char* s) { sizes = strdup(s); }
+int cuModuleLoadData(void** m, const void* data) {
+  *m = (void*)1;
+  fprintf(Log(), "module %d\n", memcmp(data, "\x7f" "ELF", 4)); fflush(Log()); return 0;
+}
+int cuModuleGetFunction(void** f, void*, const char* name) {
+  *f = (void*)2; fprintf(Log(), "function %s\n", name); fflush(Log()); return strcmp(name, "absent") == 0 ? 500 : 0;
+}
+int cuLaunchKernel(void*, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   void* stream, void** params, void**) {
+  fprintf(Log(), "launch %u %u %u %u %u %u %u %zu", gx, gy, gz, bx, by, bz, shared, (size_t)stream);
+  for (size_t i = 0; sizes[i]; ++i) {
+    uint64_t v = 0; memcpy(&v, params[i], sizes[i] - '0'); fprintf(Log(), " %llu", (unsigned long long)v);
+  }
+  fprintf(Log(), "\n"); fflush(Log()); return 0;
+}
+}
+"""
+
+
+@needs_triton
+def test_launches_follow_the_manifest(made: cuda.Cubins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench/cubins_run.py against a driver that writes down what it is called with: no kernel runs."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    import cubins_run
+
+    (tmp_path / "fake.cc").write_text(FAKE)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["c++", "-shared", "-fPIC", "-w", "-o", str(library), str(tmp_path / "fake.cc")], check=True)
+    monkeypatch.setenv("FAKE_CUDA_LOG", str(tmp_path / "log"))
+    with pytest.raises(OSError, match="no-libcuda"):
+        cubins_run.Driver("no-libcuda.so.1")
+    driver = cubins_run.Driver(str(library))
+    for region in made.regions:
+        pointers = [4096 * (i + 1) for i in range(region.operands + region.results + 1)]
+        begin = len((tmp_path / "log").read_text().splitlines()) if (tmp_path / "log").exists() else 0
+        driver.library.fake_sizes("".join("4" if take.startswith("i32") else "8" for take in region.kernels[0].takes).encode())
+        first = cuda.Region(region.key, region.operands, region.results, region.workspace, region.kernels[:1])
+        driver.launch(first, pointers, 77)
+        kernel = region.kernels[0]
+        module, function, launch = (tmp_path / "log").read_text().splitlines()[begin:]
+        assert (module, function) == ("module 0", f"function {kernel.name}")
+        expected = []
+        for take in kernel.takes:
+            index, _, offset = take[1:].partition("+")
+            expected.append(0 if take == "null" else int(take[4:]) if take.startswith("i32:") else pointers[int(index)] + int(offset))
+        assert launch.split() == ["launch", *map(str, [*kernel.grid, 32 * kernel.warps, 1, 1, kernel.shared, 77, *expected])]
+    with pytest.raises(RuntimeError, match="an address that is no multiple of 16: its body must run"):
+        driver.launch(made.regions[0], [8] * 20, 0)
+    absent = dataclasses.replace(made.regions[0].kernels[0], name="absent")
+    with pytest.raises(RuntimeError, match="cuModuleGetFunction failed with CUDA error 500"):
+        driver.function(absent)
