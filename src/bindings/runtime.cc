@@ -242,5 +242,6 @@ PYBIND11_MODULE(_runtime, m) {
   BindSnapshot(m, executor);
   BindTrace(m, executor);
   BindMeasure(m);
+  BindEncryption(m);
   if (BindTesting != nullptr) BindTesting(m);
 }

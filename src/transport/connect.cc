@@ -21,6 +21,7 @@
 #include <optional>
 
 #include "base/digest.h"
+#include "transport/cipher.h"
 
 namespace interlace {
 
@@ -67,6 +68,7 @@ Address Loopback() {
 // What ranks tell one another through the group: where they are, and then where they listen.
 struct Where {
   char host[64] = {};  // the boot of the machine and the network namespace
+  int32_t encrypts = 0;
 };
 struct Listener {
   uint32_t magic = kHelloMagic;
@@ -106,6 +108,29 @@ Result<std::string> KeyOfRun() {
   return key;
 }
 
+// Whether this rank is to encrypt. Error: it cannot.
+Result<bool> Encrypts(const std::string& key) {
+  const char* given = std::getenv("INTERLACE_ENCRYPT");
+  const std::string text = given == nullptr ? "" : given;
+  if (text.empty() || text == "0") return false;
+  if (text != "1") return MakeError("INTERLACE_ENCRYPT is \"", text, "\"; it must be 1 or 0");
+  if (key.empty())
+    return MakeError("INTERLACE_ENCRYPT=1 needs the secret of the run; give every rank INTERLACE_SECRET_FILE");
+  INTERLACE_TRY(FindCrypto());
+  return true;
+}
+
+// Error: some ranks encrypt and some do not.
+Status CheckAllAlike(const std::vector<Where>& places) {
+  for (size_t rank = 1; rank < places.size(); ++rank) {
+    const int32_t first = places[0].encrypts, other = places[rank].encrypts;
+    if (first == other) continue;
+    return MakeError("rank ", first ? 0 : rank, " encrypts (INTERLACE_ENCRYPT=1) and rank ", first ? rank : 0,
+                     " does not; set it for all ranks or for none");
+  }
+  return Ok{};
+}
+
 template <typename T>
 std::string BytesOf(const T& value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
@@ -126,11 +151,12 @@ bool SameSecret(const uint8_t* a, const uint8_t* b) {
 }
 
 // Of the frames from one rank to another.
-std::string FrameKey(const std::string& key, const std::vector<Listener>& all, int64_t from, int64_t to) {
+std::string FrameKey(const std::string& key, const char* use, const std::vector<Listener>& all, int64_t from,
+                     int64_t to) {
   const auto nonce = [&](int64_t rank) {
     return std::string(reinterpret_cast<const char*>(all[rank].secret), sizeof all[rank].secret);
   };
-  return Hmac(key, "frames " + nonce(from) + nonce(to) + BytesOf(from) + BytesOf(to));
+  return Hmac(key, use + nonce(from) + nonce(to) + BytesOf(from) + BytesOf(to));
 }
 
 void KeepAlive(SocketCalls& calls, int fd) {
@@ -321,7 +347,11 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
   const int64_t deadline_ns = calls.Nanos() + static_cast<int64_t>(timeout_s * 1e9);
   const auto failure = [&](const auto&... parts) { return MakeError("axis ", group.axis, ": ", parts...); };
   INTERLACE_ASSIGN(const std::string key, KeyOfRun());
-  INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, WhereAmI()));
+  Where here = WhereAmI();
+  INTERLACE_ASSIGN(const bool encrypts, Encrypts(key));
+  here.encrypts = encrypts;
+  INTERLACE_ASSIGN(const std::vector<Where> places, ExchangeAll(group, exchange, here));
+  if (Status alike = CheckAllAlike(places); !alike.ok()) return failure(alike.error().ToString());
 
   // A rank that cannot listen says so to the others with an empty address, instead of leaving them waiting.
   Listener mine;
@@ -350,6 +380,9 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
     if (all[rank].magic != kHelloMagic || all[rank].address.size > sizeof(sockaddr_storage))
       return failure("rank ", rank, " has no address for its peers (its own error says why)");
   }
+  // A key is new because this rank's own random number is in it, whatever others say.
+  if (std::memcmp(all[group.index].secret, mine.secret, sizeof mine.secret) != 0)
+    return failure("what rank ", group.index, " told the others came back changed; is somebody else on the network?");
 
   std::vector<PeerSockets> peers(group.size());
   for (int64_t rank = 0; rank < group.index; ++rank) {
@@ -373,9 +406,11 @@ Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const Exch
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     if (rank == group.index) continue;
     KeepAlive(calls, peers[rank].control.fd());
-    if (key.empty() || !several_hosts) continue;
-    peers[rank].send_key = FrameKey(key, all, group.index, rank);
-    peers[rank].receive_key = FrameKey(key, all, rank, group.index);
+    if (key.empty() || (!several_hosts && !encrypts)) continue;
+    const char* const use = encrypts ? "sealed frames " : "frames ";
+    peers[rank].send_key = FrameKey(key, use, all, group.index, rank);
+    peers[rank].receive_key = FrameKey(key, use, all, rank, group.index);
+    peers[rank].encrypts = encrypts;
   }
   return peers;
 }

@@ -8,6 +8,7 @@
 //
 // INTERLACE_MESH_KEY (64 hexadecimal digits) is the key of a run that has a secret. With it a connection begins with a
 // proof instead, and where ranks are on several hosts, frames have tags that nobody makes without it (frame_sum.h).
+// With INTERLACE_ENCRYPT=1, too, frames are encrypted (cipher.h), on one host as well; all ranks must have it, or none.
 //
 // The system asks the other end of the connection for notes whether its host is there, every few seconds: a host that
 // is cut off ends it after kDeadSeconds, whatever the timeout of the operation.
@@ -51,13 +52,15 @@ inline constexpr int kDeadSeconds = 8;
 struct PeerSockets {
   Socket data, control;
   std::string send_key = {}, receive_key = {};  // of the frames on `data`, 32 bytes; empty: they have checksums
+  bool encrypts = false;                        // the keys are those of a cipher
 };
 
 // Gives every rank's bytes, in the order of the group; all ranks give the same number of bytes.
 using ExchangeBytes = std::function<Result<std::vector<std::string>>(const std::string& mine)>;
 
 // Two non-blocking connections to every peer, by index (none to this rank). All ranks of the group must call it
-// together. Error: no address to listen on, or a rank that cannot be reached within the timeout.
+// together. Error: no address to listen on, a rank that cannot be reached within the timeout, or one that encrypts
+// where another does not.
 Result<std::vector<PeerSockets>> ConnectPeers(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s,
                                               SocketCalls& calls = SystemCalls());
 

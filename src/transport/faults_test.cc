@@ -12,24 +12,24 @@
 namespace interlace {
 namespace {
 
-std::string Problems(const FaultCase& one, const FaultRun& run) {
+std::string Problems(const FaultCase& one, const FaultRun& run, const char* test = "RanksEndWell") {
   std::string text;
   for (const std::string& problem : run.problems) text += "  " + problem + "\n";
   if (text.empty()) return "";
   return one.Text() + "\n" + text + "alone: INTERLACE_FAULT_SEED=" + std::to_string(one.seed) +
-         " transport_test --gtest_filter=Faults.RanksEndWell\n";
+         " transport_test --gtest_filter=Faults." + test + "\n";
 }
 
-TEST(Faults, RanksEndWell) {
+void RanksEndWell(const char* test, bool encrypts) {
   const char* given = std::getenv("INTERLACE_FAULT_SEED");
   const uint64_t first = given != nullptr ? std::strtoull(given, nullptr, 10) : 1;
   const uint64_t count = given != nullptr ? 1 : static_cast<uint64_t>(Rounds(250));
   uint64_t struck = 0, failed = 0;
   for (uint64_t seed = first; seed < first + count; ++seed) {
     const FaultCase one = DrawCase(seed);
-    const FaultRun run = RunCase(one, {.keep_trace = given != nullptr});
+    const FaultRun run = RunCase(one, {.keep_trace = given != nullptr, .encrypts = encrypts});
     if (given != nullptr) std::printf("%s\n%s", one.Text().c_str(), run.trace.c_str());
-    EXPECT_TRUE(run.problems.empty()) << Problems(one, run);
+    EXPECT_TRUE(run.problems.empty()) << Problems(one, run, test);
     struck += run.struck;
     failed += std::any_of(run.ranks.begin(), run.ranks.end(), [](const RankEnd& end) { return !end.error.empty(); });
   }
@@ -37,6 +37,13 @@ TEST(Faults, RanksEndWell) {
   std::printf("%lu seeds: in %lu a fault struck, in %lu ranks had errors\n", count, struck, failed);
   EXPECT_GT(struck, count / 2);
   EXPECT_GT(failed, count / 4);
+}
+
+TEST(Faults, RanksEndWell) { RanksEndWell("RanksEndWell", /*encrypts=*/false); }
+
+TEST(Faults, RanksThatEncryptEndWell) {
+  if (!FindCrypto().ok()) GTEST_SKIP() << "no libcrypto here";
+  RanksEndWell("RanksThatEncryptEndWell", /*encrypts=*/true);
 }
 
 // Seeds, from 1 on, with a fault that `wanted` wants; how many of `count` have a problem whose text has `part`.

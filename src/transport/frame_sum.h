@@ -29,6 +29,7 @@ class FrameSum {
   // For the benchmark of what they cost (bench/frame_sums.py), the only caller: from now on this process reads no bytes
   // for its sums, and understands only ranks that do the same.
   static void LeaveOut(bool out) { left_out_.store(out, std::memory_order_relaxed); }
+  static bool left_out() { return left_out_.load(std::memory_order_relaxed); }
 
  private:
   static inline std::atomic<bool> left_out_ = false;

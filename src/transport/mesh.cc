@@ -21,6 +21,7 @@ constexpr uint32_t kFrameMagic = 0x464d4c49;  // "ILMF"
 constexpr int kBatch = 64;                    // pieces of one system call
 constexpr size_t kPieceBytes = 256 << 10;     // at most: what was summed is sent while it lies in the cache
 constexpr size_t kSendBytes = 1 << 20;        // of one system call, about
+constexpr size_t kSealedBytes = 2 * kPieceBytes;  // of a connection's buffer for what is encrypted
 constexpr int64_t kBetweenOpsNs = 50'000;     // Progress looks at the sockets no more often
 // A wait looks at the sockets for so long before it sleeps: a core that went to sleep takes about 100 us to come back
 // (measured: a step of 118 short waits took 30 ms, and 16 ms with this).
@@ -39,6 +40,9 @@ bool SendsForLong(SocketCalls& calls, int fd) {
   return info.tcpi_notsent_bytes > kMomentS * static_cast<double>(info.tcpi_delivery_rate);
 }
 
+// Null also while a benchmark leaves it out.
+Cipher* InUse(const std::unique_ptr<Cipher>& cipher) { return FrameSum::left_out() ? nullptr : cipher.get(); }
+
 }  // namespace
 
 Result<std::shared_ptr<Mesh>> Mesh::Connect(const RankGroup& group, const ExchangeBytes& exchange, double timeout_s) {
@@ -51,7 +55,12 @@ Mesh::Mesh(RankGroup group, std::vector<PeerSockets> sockets, MeshOptions option
       options_(options),
       calls_(options.calls ? *options.calls : SystemCalls()),
       peers_(sockets.size()) {
-  for (size_t i = 0; i < sockets.size(); ++i) peers_[i].sockets = std::move(sockets[i]);
+  for (size_t i = 0; i < sockets.size(); ++i) {
+    peers_[i].sockets = std::move(sockets[i]);
+    if (!peers_[i].sockets.encrypts) continue;
+    peers_[i].seal = std::make_unique<Cipher>(std::exchange(peers_[i].sockets.send_key, {}), /*encrypts=*/true);
+    peers_[i].open = std::make_unique<Cipher>(std::exchange(peers_[i].sockets.receive_key, {}), /*encrypts=*/false);
+  }
   if (options_.helper) helper_ = std::thread([this] { HelperLoop(); });
 }
 
@@ -69,6 +78,10 @@ Status Mesh::Start(Operation& operation) {
     std::lock_guard lock(mutex_);
     if (failure_) return *failure_;
     Enqueue(operation);
+    if (failure_) {  // a message is too large
+      Shut(/*control=*/true);
+      return *failure_;
+    }
     ++in_flight_;
     Advance(operation);  // past rounds in which this rank has no part
     Drive();
@@ -98,6 +111,8 @@ void Mesh::Enqueue(Operation& operation) {
     }
     Frame& frame = queue.back();
     frame.expected.bytes += piece.bytes;
+    if (peers_[piece.peer].seal && frame.expected.bytes > Cipher::kMostBytes)
+      failure_ = MakeError(operation.label, ": more than 63 GiB at once cannot be encrypted; use more ranks or units");
     for (size_t at = 0; at < piece.bytes; at += kPieceBytes)
       frame.pieces.push_back({piece.data + at, std::min(kPieceBytes, piece.bytes - at)});
   };
@@ -170,30 +185,46 @@ uint64_t Mesh::FirstToHold() const {
   return next + 1;
 }
 
-// Adds a piece that is about to be sent to the frame's sum; of the last piece it makes the tag.
-void Mesh::SumPiece(Frame& frame, size_t piece) {
-  if (piece < frame.summed) return;
-  ++frame.summed;
+// Adds a piece that is about to be sent to the frame's sum, or encrypts it; of the last piece it makes the tag. False:
+// what is encrypted has no room until more of it has been sent.
+bool Mesh::SumPiece(Peer& peer, Frame& frame, size_t piece) {
+  if (piece < frame.summed) return true;
+  Cipher* const seal = InUse(peer.seal);
+  iovec& bytes = frame.pieces[piece];
   if (piece + 1 == frame.pieces.size()) {
-    frame.tag = frame.sum.Finish();
+    frame.tag = seal ? seal->Tag() : frame.sum.Finish();
+  } else if (!seal) {
+    frame.sum.Add(bytes.iov_base, bytes.iov_len);
   } else {
-    frame.sum.Add(frame.pieces[piece].iov_base, frame.pieces[piece].iov_len);
+    void* to = bytes.iov_base;  // the header stays where it is
+    if (piece == 0) {
+      seal->Begin(frame.header.number);
+    } else {
+      peer.sealed.resize(kSealedBytes);
+      if (peer.sealed_bytes + bytes.iov_len > kSealedBytes) return false;
+      to = peer.sealed.data() + peer.sealed_bytes;
+      peer.sealed_bytes += bytes.iov_len;
+    }
+    seal->Apply(bytes.iov_base, to, bytes.iov_len);
+    bytes.iov_base = to;
   }
+  ++frame.summed;
+  return true;
 }
 
-// Pieces of the first frames, up to kBatch; gives their bytes. With `hold`, of those that may be sent.
-size_t Mesh::Collect(Queue& queue, const uint64_t* hold, iovec* batch, msghdr& message) {
+// Pieces of the first frames, up to kBatch; gives their bytes. With `hold`, of those that may be sent: all that are
+// encrypted are among them.
+size_t Mesh::Collect(Peer& peer, const uint64_t* hold, iovec* batch, msghdr& message) {
   size_t bytes = 0;
   message = {};
   message.msg_iov = batch;
-  for (Frame& frame : queue) {
-    const bool may_begin =
-        hold == nullptr || (!frame.waits() && (!frame.operation->everyone || frame.operation->number < *hold));
+  for (Frame& frame : hold != nullptr ? peer.out : peer.in) {
+    const bool may_begin = hold == nullptr || (peer.seal && frame.summed > 0) ||
+                           (!frame.waits() && (!frame.operation->everyone || frame.operation->number < *hold));
     if (frame.at == 0 && !may_begin) break;
     for (size_t i = frame.at; i < frame.pieces.size() && message.msg_iovlen < kBatch; ++i) {
       if (hold != nullptr) {
-        if (bytes >= kSendBytes) return bytes;
-        SumPiece(frame, i);
+        if (bytes >= kSendBytes || !SumPiece(peer, frame, i)) return bytes;
       }
       batch[message.msg_iovlen++] = frame.pieces[i];
       bytes += frame.pieces[i].iov_len;
@@ -203,12 +234,30 @@ size_t Mesh::Collect(Queue& queue, const uint64_t* hold, iovec* batch, msghdr& m
   return bytes;
 }
 
-// Takes up to `bytes` off the frame's pieces; gives what is left of them. `sum`: they have come, and count.
-size_t Mesh::Take(Frame& frame, size_t bytes, bool sum) {
+// Bytes that have come: those of the first frame are decrypted where they lie, or added to its sum, and taken off.
+size_t Mesh::TakeIn(Peer& peer, size_t bytes) {
+  Frame& frame = peer.in.front();
+  Cipher* const open = InUse(peer.open);
+  size_t left = bytes;
+  for (size_t i = frame.at; i + 1 < frame.pieces.size() && left > 0; ++i) {
+    const iovec& piece = frame.pieces[i];
+    const size_t taken = std::min(left, piece.iov_len);
+    if (!open) {
+      frame.sum.Add(piece.iov_base, taken);
+    } else {
+      if (i == 0 && piece.iov_len == sizeof(Header)) open->Begin(frame.expected.number);
+      open->Apply(piece.iov_base, piece.iov_base, taken);
+    }
+    left -= taken;
+  }
+  return Take(frame, bytes);
+}
+
+// Takes up to `bytes` off the frame's pieces; gives what is left of them.
+size_t Mesh::Take(Frame& frame, size_t bytes) {
   while (frame.at < frame.pieces.size() && bytes > 0) {
     iovec& piece = frame.pieces[frame.at];
     const size_t taken = std::min(bytes, piece.iov_len);
-    if (sum && frame.at + 1 < frame.pieces.size()) frame.sum.Add(piece.iov_base, taken);
     piece.iov_base = static_cast<char*>(piece.iov_base) + taken;
     piece.iov_len -= taken;
     bytes -= taken;
@@ -241,7 +290,7 @@ bool Mesh::Write(Peer& peer, uint64_t hold) {
   iovec batch[kBatch];
   msghdr message;
   while (!peer.out.empty() && peer.error < 0) {
-    const size_t wanted = Collect(peer.out, &hold, batch, message);
+    const size_t wanted = Collect(peer, &hold, batch, message);
     peer.held = wanted == 0;
     if (peer.held) break;
     const ssize_t sent = calls_.Send(peer.sockets.data.fd(), message, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -252,10 +301,11 @@ bool Mesh::Write(Peer& peer, uint64_t hold) {
     }
     moved = true;
     auto left = static_cast<size_t>(sent);
+    if (left == wanted) peer.sealed_bytes = 0;
     while (left > 0) {
       Frame& frame = peer.out.front();
       if (frame.operation->begin_ns == 0) frame.operation->begin_ns = calls_.Nanos();
-      left = Take(frame, left, /*sum=*/false);
+      left = Take(frame, left);
       if (frame.at == frame.pieces.size()) Close(peer.out);
     }
     if (static_cast<size_t>(sent) < wanted) break;  // the socket is full
@@ -270,7 +320,7 @@ bool Mesh::Read(Peer& peer) {
   iovec batch[kBatch];
   msghdr message;
   while (!peer.in.empty() && peer.error < 0 && !peer.differs) {
-    const size_t wanted = Collect(peer.in, nullptr, batch, message);
+    const size_t wanted = Collect(peer, nullptr, batch, message);
     const ssize_t got = calls_.Receive(peer.sockets.data.fd(), message, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
@@ -284,13 +334,14 @@ bool Mesh::Read(Peer& peer) {
       Frame& frame = peer.in.front();
       const bool checked = frame.at > 0;
       if (!frame.operation->everyone && frame.operation->begin_ns == 0) frame.operation->begin_ns = calls_.Nanos();
-      left = Take(frame, left, /*sum=*/true);
+      left = TakeIn(peer, left);
       if (!checked && frame.at > 0 && std::memcmp(&frame.header, &frame.expected, sizeof(Header)) != 0) {
         peer.differs = true;
         return true;
       }
       if (frame.at < frame.pieces.size()) continue;
-      if (frame.sum.Finish() != frame.tag) {
+      Cipher* const open = InUse(peer.open);
+      if (open ? !open->Verify(frame.tag) : frame.sum.Finish() != frame.tag) {
         peer.differs = peer.damaged = true;
         return true;
       }

@@ -6,6 +6,8 @@
 // what a peer sends before this rank has started the operation waits in the kernel's buffers.
 //
 // Behind the bytes stands their checksum (frame_sum.h): what was changed on the way is an error and not a wrong number.
+// Where ranks encrypt, header and bytes are, and the checksum is the cipher's tag (cipher.h): what is sent is encrypted
+// into a small buffer of the connection, piece by piece, and what comes is decrypted where it lies.
 //
 //   rank 0 to rank 1:   [header gather u0|bytes|checksum][header reduce u0|bytes|checksum] ...
 //
@@ -34,6 +36,7 @@
 #include <vector>
 
 #include "base/result.h"
+#include "transport/cipher.h"
 #include "transport/connect.h"
 #include "transport/frame_sum.h"
 #include "transport/group.h"
@@ -87,7 +90,7 @@ class Mesh {
     Header expected;
     std::vector<iovec> pieces;  // what is left; the header first, the tag last
     size_t at = 0;              // first piece that is not done
-    size_t summed = 0;          // pieces whose bytes are in `sum`, of what is sent
+    size_t summed = 0;          // pieces whose bytes are in `sum` or encrypted, of what is sent
     FrameSum sum;
     FrameTag tag = {};                                       // what is sent; of a receive: what has come
     bool waits() const { return round > operation->round; }  // for a round before it
@@ -95,6 +98,9 @@ class Mesh {
   using Queue = std::deque<Frame>;  // in the order of issue
   struct Peer {
     PeerSockets sockets;
+    std::unique_ptr<Cipher> seal, open;  // null: it is not encrypted
+    std::vector<char> sealed;            // encrypted pieces that have not all been sent
+    size_t sealed_bytes = 0;
     Queue out, in;
     uint64_t sent = 0, received = 0;  // frames that were ever queued
     bool held = false;                // its next frame may not begin yet: FirstToHold, or a round before it
@@ -111,9 +117,10 @@ class Mesh {
   uint64_t FirstToHold() const;
   bool Write(Peer& peer, uint64_t hold);
   bool Read(Peer& peer);
-  static size_t Collect(Queue& queue, const uint64_t* hold, iovec* batch, msghdr& message);
-  static void SumPiece(Frame& frame, size_t piece);
-  static size_t Take(Frame& frame, size_t bytes, bool sum);
+  static size_t Collect(Peer& peer, const uint64_t* hold, iovec* batch, msghdr& message);
+  static bool SumPiece(Peer& peer, Frame& frame, size_t piece);
+  static size_t Take(Frame& frame, size_t bytes);
+  static size_t TakeIn(Peer& peer, size_t bytes);
   void Close(Queue& queue);  // its first frame is done
   void Advance(Operation& operation);
   void ReadNote(Peer& peer);

@@ -349,7 +349,7 @@ def hostile(ranks: Ranks) -> dict[str, object]:
     if ranks.rank == 0:
         comm = ranks.comm()
         return {"error": message(lambda: comm.wait(comm.start_gather([torch.ones(4)], [torch.zeros(8)], "gather u0")))}
-    exchange(ranks, bytes(64))  # where this rank is
+    exchange(ranks, bytes(68))  # where this rank is, and that it does not encrypt
     listener = struct.pack("<I4x128sI4x16s", GREETING, bytes(128), 16, bytes(16))
     address = exchange(ranks, listener)[0]
     port, host, secret = address[10:12], address[12:16], address[144:]

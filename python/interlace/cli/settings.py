@@ -75,6 +75,7 @@ class TrainSettings:
     stop_at: int | None = _option(None, "Save and stop after this step; --resume goes on.")
     resume: str | None = _option(None, "Go on with a saved run; auto: with the newest in --save, if there is one.")
     timeout: float = _option(300.0, "Seconds that ranks wait for one another; a rank that is dead or cut off is named sooner.")
+    encrypt: bool = _option(False, "Encrypt what ranks send one another (docs/security.md).")
     trust_program: bool = _option(False, "With --resume, run the checkpoint's program though it was made elsewhere.")
     regions: str = _option("off", "CPUs: norms, activations and the like as one kernel each: on, exact (the bits of their ops), off.")
     regions_wait: bool = _option(False, "Wait for regions that have to be compiled; else they are swapped in while it trains.")

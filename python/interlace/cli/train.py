@@ -18,6 +18,7 @@ from interlace.cli.train_log import check as check_log
 from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.validation import Validation
 from interlace.dist.launch import is_rank, run_ranks
+from interlace.dist.secret import ENCRYPT, encrypts
 from interlace.errors import InterlaceError
 
 HELP = """Train a language model on text, on one or more ranks.
@@ -76,6 +77,9 @@ def train(context: typer.Context, **given: Any) -> None:
     if is_rank():
         settings.ranks = ranks_of_launcher(settings.ranks if "ranks" in explicit or planned else None)
     settings.check()
+    if settings.encrypt:
+        os.environ[ENCRYPT] = "1"
+        encrypts()  # or this machine cannot, which is said before anything is prepared
     if record is not None and record.step >= settings.end:  # only --resume auto comes here
         if not is_rank() or os.environ["RANK"] == "0":
             err().print(

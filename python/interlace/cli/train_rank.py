@@ -29,6 +29,7 @@ from interlace.cli.train_text import Text, dataset, prepare_text
 from interlace.cli.train_view import TrainView, print_summary
 from interlace.cli.validation import Validation
 from interlace.data import TokenDataset, TokenStream
+from interlace.dist import sealed
 from interlace.dist.launch import Terminated
 from interlace.models import PRESETS
 from interlace.observe.step_trace import TraceError, TraceFiles
@@ -172,8 +173,7 @@ def train_rank(settings: TrainSettings, record: RunRecord | None, other_text: bo
         stats = {**trainer.stats(), "resident_bytes": resident_bytes(peak=True)}
         everyone: list[Any] = [stats]
         if world > 1:
-            everyone = [None] * world
-            dist.all_gather_object(everyone, stats)
+            everyone = sealed.objects(stats, dist.group.WORLD) or []
         summary = trainer.summary()
         plans = [{k: v for k, v in plan.items() if k != "program_reports"} for plan in trainer.plans]
         if view is not None and settings.program:

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from interlace.capture.literals import DTYPES as NAMES
 from interlace.compiling.cuts import Cuts
+from interlace.dist import sealed
 from interlace.dist.mesh import STAGES, TENSOR, Mesh, UnlikeStages
 from interlace.dist.peers import Peers
 
@@ -140,8 +140,7 @@ class States:
         self.changed = [[b["name"] for b in program.buffers() if b["changed"]]]  # buffers that the model changes, by stage
         if self.stages > 1:
             along = self.mesh.group(STAGES)
-            found: list[Any] = [None] * len(along)
-            dist.all_gather_object(found, (own, self.outputs[0], self.changed[0]), group=self._along_stages())
+            found = sealed.objects((own, self.outputs[0], self.changed[0]), self._along_stages()) or []
             found = [found[along.index(leader)] for leader in self.mesh.leaders()]
             self.everything = [entry for entries, _, _ in found for entry in entries]
             self.outputs, self.changed = [outputs for _, outputs, _ in found], [changed for _, _, changed in found]
@@ -161,7 +160,7 @@ class States:
 
     def _from(self, rank: int, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().contiguous()
-        dist.broadcast(tensor, group=self._along_stages(), group_src=self.mesh.group(STAGES).index(rank))
+        sealed.broadcast(tensor, self._along_stages(), self.mesh.group(STAGES).index(rank))
         return tensor
 
     def mean_of_stage(self, stage: int, mine: Tensor | None, form: Tensor) -> Tensor:

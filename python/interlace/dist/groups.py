@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.dist import sealed
 from interlace.dist.mesh import Mesh, UnlikeStages
 from interlace.dist.rendezvous import listening_until_met
 from interlace.errors import InterlaceError
@@ -101,8 +102,7 @@ class Groups:
     def _meet_within_stages(self, mesh: UnlikeStages, wanted: list[str]) -> None:
         """Makes the groups that stages need among their own ranks, each of which knows of its own only, on all ranks in one order."""
         mine = [tuple(mesh.group(axes)) for axes in wanted if mesh.size(axes) < self.size]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.host)
+        everyone = sealed.objects(mine, self.host) or []
         backend = "gloo" if self.device.type == "cpu" else native_backend(self.device)
         for ranks in sorted({group for groups in everyone for group in groups} - self._within):
             for known in (self._along, self._beside)[: 1 if self.device.type == "cpu" else 2]:
@@ -124,24 +124,19 @@ class Groups:
         here = everywhere or dist.get_rank(group) == 0
         whole = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device) if here else None
         parts = list(whole.chunk(size)) if whole is not None else None
-        if everywhere:
-            dist.all_gather(parts, mine.contiguous(), group=group)
-        else:
-            dist.gather(mine.contiguous(), parts, group=group, group_dst=0)
+        sealed.gather(mine.contiguous(), parts, group, everywhere)
         return whole
 
     def gather_objects(self, mine: Any) -> list[Any] | None:
         """Every rank's object by rank, on rank 0; None elsewhere."""
         if self.size == 1:
             return [mine]
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(mine, found, group=self.native, group_dst=0)
-        return found
+        return sealed.objects(mine, self.host, everywhere=False)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values, written into everyone's contiguous tensor."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.native, group_src=0)
+            sealed.broadcast(tensor, self.native, 0)
 
     def largest(self, numbers: list[int]) -> list[int]:
         """Number by number the largest that any rank has."""

@@ -30,6 +30,7 @@ from interlace.errors import InterlaceError
 from interlace.dist.groups import Groups, native_backend
 from interlace.dist.places import Places
 from interlace.dist.rendezvous import meet, presence
+from interlace.dist.secret import ENCRYPT, MESH_KEY, encrypts
 from interlace.dist.store import SecretStore, StoreError
 
 _CHUNK = 1 << 20  # bytes of one store entry
@@ -68,11 +69,15 @@ class Peers:
         self._failed = False
         if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if device.type != "cpu":
+                if encrypts():
+                    raise InterlaceError(f"{ENCRYPT}=1 is for TCP, and {device.type} devices transfer otherwise; leave it out, or train on the CPU")
                 torch.accelerator.set_device_index(device)
             backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native_backend(device)}"
             meet(backend, datetime.timedelta(seconds=max(timeout_s, 60.0)))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            if encrypts() and MESH_KEY not in os.environ:
+                raise InterlaceError(f"{ENCRYPT}=1: the process group has no secret; leave init_process_group to interlace.compile")
             store = dist.distributed_c10d._get_default_store()
             self._presence = presence()
             # Every rank makes its trainers in the same order, so its own count names the trainer.

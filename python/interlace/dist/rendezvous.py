@@ -25,6 +25,10 @@ from interlace.dist.store import SecretStore, StoreError, StoreServer
 from interlace.errors import InterlaceError
 
 STORE_PORT = "INTERLACE_STORE_PORT"
+NO_SECRET = (
+    f"{secrets.ENCRYPT}=1 needs a secret that all ranks have and nobody else: (umask 077; openssl rand -hex 32 >~/run.secret), on "
+    f"each host, and start every rank with {secrets.FILE}=~/run.secret"
+)
 _held: list[Any] = []  # torch keeps only the C++ half of a store
 _connections: list[tuple[int, int]] = []  # descriptor and number of gloo's sockets
 
@@ -35,6 +39,8 @@ def meet(backend: str, limit: datetime.timedelta) -> None:
     if one_host and "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     secret = secrets.given()
+    if secrets.encrypts() and secret is None:
+        raise secrets.SecretError(NO_SECRET)
     with listening_until_met():
         if secret is None:
             dist.init_process_group(backend, timeout=limit, **_store_of_restart(limit))
@@ -42,9 +48,9 @@ def meet(backend: str, limit: datetime.timedelta) -> None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         attempt = "0" if STORE in os.environ else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         secret = secrets.derive(secret, f"attempt {attempt}")  # who is left over from an earlier start is a stranger
-        os.environ[secrets.MESH_KEY] = secrets.derive(secret, "mesh").hex()
         try:
             store = _open_store(secret, rank, limit)
+            os.environ[secrets.MESH_KEY] = secrets.derive(secret, "mesh " + _name_of_run(store, rank)).hex()
         except StoreError as e:
             raise InterlaceError(f"rank {rank}: {e}") from None
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
@@ -57,6 +63,14 @@ def _open_store(secret: bytes, rank: int, limit: datetime.timedelta) -> SecretSt
     store = SecretStore(secret, host, port, rank, limit.total_seconds())
     _held.append(store)
     return store
+
+
+def _name_of_run(store: SecretStore, rank: int) -> str:
+    """What no other run has, though its secret be the same: its keys are others."""
+    place = f"interlace/run {store.add(f'interlace/met {rank}', 1)}"
+    if rank == 0:
+        store.set(place, secrets.fresh())
+    return store.get(place).decode()
 
 
 def place_of_store() -> tuple[str, int]:

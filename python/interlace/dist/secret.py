@@ -4,6 +4,8 @@
 
     INTERLACE_SECRET        the secret itself, 16 characters at least
     INTERLACE_SECRET_FILE   a file that holds it, which nobody but its owner may read
+
+With INTERLACE_ENCRYPT=1 on every rank, what ranks send one another is encrypted with keys made of it (docs/security.md).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from interlace.errors import InterlaceError
 
 VALUE, FILE = "INTERLACE_SECRET", "INTERLACE_SECRET_FILE"
 MESH_KEY = "INTERLACE_MESH_KEY"  # 64 hexadecimal digits; the connections between ranks (src/transport) read it
+ENCRYPT = "INTERLACE_ENCRYPT"  # 1 or 0; the connections between ranks read it, too
 LEAST, MOST = 16, 4096  # bytes of a secret
 
 
@@ -52,6 +55,22 @@ def _read(path: str) -> bytes:
             return file.read(MOST + 2).strip()
     except OSError as e:
         raise SecretError(f"{FILE} names {path}, which cannot be read: {e.strerror}") from None
+
+
+def encrypts() -> bool:
+    """Whether ranks encrypt. Error: neither 0 nor 1, or this machine cannot."""
+    value = os.environ.get(ENCRYPT, "")
+    if value not in ("", "0", "1"):
+        raise SecretError(f"{ENCRYPT} is '{value}'; it must be 1 or 0")
+    if value != "1":
+        return False
+    from interlace import _runtime
+
+    try:
+        _runtime.find_crypto()
+    except _runtime.Error as e:
+        raise SecretError(str(e)) from None
+    return True
 
 
 def derive(secret: bytes, use: str) -> bytes:

@@ -7,6 +7,8 @@
      | <---------- proof of both nonces ----- |
      | -- size, number of the op, ... tag --> |      every message has a tag of the connection's own key and its number
 
+Where ranks encrypt (secret.encrypts), greetings begin with "ILS2", and what stands before the tag is encrypted.
+
 Strangers cost little: so many may be connected at once, each for so long, and each is read 36 and 32 bytes of. A rank whose connection
 ends is remembered as gone, so that nobody waits for it; one whose host is cut off is noticed within DEAD_S.
 """
@@ -28,9 +30,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.dist.secret import derive
+from interlace.dist.secret import ENCRYPT, derive, encrypts
 
-MAGIC = b"ILS1"
+MAGIC, SEALED = b"ILS1", b"ILS2"
 NONCE, PROOF, TAG = 32, 32, 16
 GREETING = len(MAGIC) + NONCE
 MAX_MESSAGE = 4 << 20  # bytes; peers.py writes pieces of 1 MiB
@@ -79,19 +81,30 @@ def _parts(body: bytes) -> list[bytes]:
 
 
 class _Channel:
-    """The messages of one connection, one way: numbered, each with a tag."""
+    """The messages of one connection, one way: numbered, each with a tag, and encrypted where ranks encrypt."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key, self._number = key, 0
+    def __init__(self, key: bytes, encrypted: bool) -> None:
+        self._key, self._encrypted, self._number = key, encrypted, 0
 
     def seal(self, body: bytes) -> bytes:
+        self._number += 1
+        if self._encrypted:
+            from interlace import _runtime
+
+            return struct.pack("<I", len(body)) + _runtime.seal(self._key, self._number, body)
         return struct.pack("<I", len(body)) + body + self._tag(body)
 
-    def check(self, body: bytes, tag: bytes) -> bool:
-        return hmac.compare_digest(self._tag(body), tag)
+    def open(self, body: bytes, tag: bytes) -> bytes | None:
+        """What was sealed; None: it was changed on its way."""
+        self._number += 1
+        if self._encrypted:
+            from interlace import _runtime
+
+            found = _runtime.unseal(self._key, self._number, body + tag)
+            return None if found is None else bytes(found)
+        return body if hmac.compare_digest(self._tag(body), tag) else None
 
     def _tag(self, body: bytes) -> bytes:
-        self._number += 1
         return hmac.new(self._key, struct.pack("<QI", self._number, len(body)) + body, hashlib.sha256).digest()[:TAG]
 
 
@@ -115,7 +128,7 @@ class StoreServer:
     """Holds the values, in a thread of its own. Listens on one address, at port 0 on one that is free."""
 
     def __init__(self, secret: bytes, host: str, port: int = 0) -> None:
-        self._key = derive(secret, "store")
+        self._key, self._encrypts = derive(secret, "store"), encrypts()
         self._values: dict[bytes, bytes] = {}
         self._bytes = 0
         self._gone: set[int] = set()
@@ -231,22 +244,23 @@ class StoreServer:
             return False
         body, tag = bytes(guest.read[4 : 4 + size]), bytes(guest.read[4 + size : 4 + size + TAG])
         del guest.read[: 4 + size + TAG]
-        if not guest.inward.check(body, tag):
+        asked = guest.inward.open(body, tag)
+        if asked is None:
             raise ValueError("tag")
         assert guest.outward is not None
-        self._say(guest, guest.outward.seal(self._answer(guest, body)))
+        self._say(guest, guest.outward.seal(self._answer(guest, asked)))
         return True
 
     def _greet(self, guest: _Guest) -> bool:
         if not guest.nonces:
             if len(guest.read) < GREETING:
                 return False
-            if guest.read[: len(MAGIC)] != MAGIC:
+            if guest.read[: len(MAGIC)] not in (MAGIC, SEALED):
                 raise ValueError("magic")
             own = os.urandom(NONCE)
             guest.nonces = bytes(guest.read[len(MAGIC) : GREETING]) + own
             del guest.read[:GREETING]
-            self._say(guest, MAGIC + own)
+            self._say(guest, (SEALED if self._encrypts else MAGIC) + own)  # a rank of the other kind learns why it cannot go on
             return True
         if len(guest.read) < PROOF:
             return False
@@ -254,8 +268,8 @@ class StoreServer:
             raise ValueError("proof")
         del guest.read[:PROOF]
         self._strangers.pop(guest, None)
-        guest.inward = _Channel(_proof(self._key, "to store", guest.nonces))
-        guest.outward = _Channel(_proof(self._key, "to rank", guest.nonces))
+        guest.inward = _Channel(_proof(self._key, "to store", guest.nonces), self._encrypts)
+        guest.outward = _Channel(_proof(self._key, "to rank", guest.nonces), self._encrypts)
         self._say(guest, _proof(self._key, "store", guest.nonces))
         return True
 
@@ -353,17 +367,21 @@ class SecretStore(dist.Store):
         )
 
     def _prove(self, sock: socket.socket) -> None:
-        own = os.urandom(NONCE)
-        sock.sendall(MAGIC + own)
+        own, mine = os.urandom(NONCE), encrypts()
+        magic, other = (SEALED, MAGIC) if mine else (MAGIC, SEALED)
+        sock.sendall(magic + own)
         said = _receive(sock, GREETING)
-        if said[: len(MAGIC)] != MAGIC:
+        if said[: len(MAGIC)] == other:
+            does, does_not = ("this rank", "rank 0 or the launcher") if mine else ("rank 0 or the launcher", "this rank")
+            raise StoreError(f"{does} encrypts ({ENCRYPT}=1) and {does_not} does not; set it for all ranks or for none")
+        if said[: len(MAGIC)] != magic:
             raise StoreError(f"what listens at {self.host}:{self.port} is no store of interlace")
         nonces = own + said[len(MAGIC) :]
         sock.sendall(_proof(self._key, "rank", nonces))
         if not hmac.compare_digest(_receive(sock, PROOF), _proof(self._key, "store", nonces)):
             raise StoreError(f"what listens at {self.host}:{self.port} does not know the secret of this run")
-        self._outward = _Channel(_proof(self._key, "to store", nonces))
-        self._inward = _Channel(_proof(self._key, "to rank", nonces))
+        self._outward = _Channel(_proof(self._key, "to store", nonces), mine)
+        self._inward = _Channel(_proof(self._key, "to rank", nonces), mine)
         sock.settimeout(None)  # a host that is gone is noticed by keep_alive
 
     # ---- requests ----
@@ -381,8 +399,10 @@ class SecretStore(dist.Store):
                 answer, tag = _receive(self._sock, size), _receive(self._sock, TAG)
             except OSError as e:
                 raise StoreError(f"the connection to the store is lost ({e.strerror or e})") from None
-            if not self._inward.check(answer, tag):
+            opened = self._inward.open(answer, tag)
+            if opened is None:
                 raise StoreError("an answer of the store was changed on its way")
+            answer = opened
         if answer[0] == REFUSED:
             raise StoreError(f"the store is full (at most {MAX_BYTES >> 30} GiB and {MAX_KEYS} keys)")
         return answer[0], _parts(answer)

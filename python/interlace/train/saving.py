@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from interlace.capture.groups import is_rule
 from interlace.checkpoint.contents import FORMAT, MODEL, OPTIMIZER, PROGRAM, TRAINER
@@ -21,6 +20,7 @@ from interlace.checkpoint.saver import Locks, Piece, Save
 from interlace.checkpoint.scheduler import SCHEDULER, scheduler_text
 from interlace.checkpoint.tensor_file import CHUNK, CheckpointError, Entry, Layout
 from interlace.compiling.states import WEIGHT, Parameter, Unit
+from interlace.dist import sealed
 from interlace.dist.peers import PeerError
 from interlace.private import mark
 from interlace.train import generators
@@ -221,9 +221,9 @@ class Saving:
         borders = [count * i // step.ranks for i in range(step.ranks + 1)]
         low, high = borders[step.index : step.index + 2]
         found = torch.empty(step.ranks * (high - low) * width, dtype=torch.uint8, device=runs.device)
-        dist.all_to_all_single(
-            found, runs.contiguous().view(torch.uint8), [(high - low) * width] * step.ranks,
-            [(b - a) * width for a, b in pairwise(borders)], group=self._run.peers.groups.along(self._run.mesh, p.cuts.word),
+        sealed.exchange(
+            found, runs.contiguous().view(torch.uint8), [(b - a) * width for a, b in pairwise(borders)],
+            [(high - low) * width] * step.ranks, self._run.peers.groups.along(self._run.mesh, p.cuts.word),
         )  # fmt: skip
         rows = found.view(step.ranks, high - low, width).transpose(0, 1).contiguous().view(-1).view(runs.dtype)
         return rows.cpu(), low

@@ -144,11 +144,12 @@ void Run::Rank(int rank) {
   } else {
     end.met = true;
     if (++met_ == case_.size && !early) Begin();
-    for (int peer = 0; peer < case_.size && case_.keyed; ++peer) {
+    for (int peer = 0; peer < case_.size && (case_.keyed || options_.encrypts); ++peer) {
       if (peer == rank) continue;
       const auto key = [](int from, int to) { return std::string(31, static_cast<char>('a' + from)) + std::to_string(to); };
       (*sockets)[peer].send_key = key(rank, peer);
       (*sockets)[peer].receive_key = key(peer, rank);
+      (*sockets)[peer].encrypts = options_.encrypts;
     }
     Operate(rank, std::make_shared<Mesh>(group, std::move(*sockets),
                                          MeshOptions{.lost_patience_ms = options_.lost_patience_ms,

@@ -84,6 +84,7 @@ struct FaultRun {
 
 struct RunOptions {
   bool keep_trace = false;
+  bool encrypts = false;
   double waits_longer = 1;  // planted: ranks wait so many times as long as they should
   int lost_patience_ms = MeshOptions{}.lost_patience_ms, silent_patience_ms = MeshOptions{}.silent_patience_ms;
 };
