@@ -47,7 +47,7 @@ struct Address {
     char host[NI_MAXHOST] = {}, port[NI_MAXSERV] = {};
     getnameinfo(reinterpret_cast<const sockaddr*>(&bytes), size, host, sizeof host, port, sizeof port,
                 NI_NUMERICHOST | NI_NUMERICSERV);
-    return family() == AF_INET6 ? "[" + std::string(host) + "]:" + port : std::string(host) + ":" + port;
+    return family() == AF_INET6 ? std::string("[") + host + "]:" + port : std::string(host) + ":" + port;
   }
 };
 

@@ -54,6 +54,12 @@ def test_a_rank_whose_connection_ends_is_known_to_be_gone(server: StoreServer) -
     assert first.gone() == [] and back.check([])
 
 
+def test_each_start_has_a_name_of_its_own_that_all_ranks_know(server: StoreServer) -> None:
+    first, second = (SecretStore(SECRET, "127.0.0.1", server.port, rank) for rank in (0, 1))
+    names = [(rendezvous._name_of_run(first, 0), rendezvous._name_of_run(second, 1)) for _ in range(3)]
+    assert all(a == b for a, b in names) and len(set(names)) == 3
+
+
 def test_another_secret_gets_nowhere(server: StoreServer) -> None:
     SecretStore(SECRET, "127.0.0.1", server.port).set("k", "v")
     with pytest.raises(StoreError, match="cannot reach the store of the run"):

@@ -26,7 +26,8 @@ _came: Counter[tuple[str, int, int]] = Counter()
 def broadcast(tensor: Tensor, group: Any, source: int) -> None:
     """The values of a rank of the group, written into everyone's contiguous tensor."""
     if not encrypts():
-        return dist.broadcast(tensor, group=group, group_src=source)
+        dist.broadcast(tensor, group=group, group_src=source)
+        return
     mine = dist.get_rank(group) == source
     box = _seal(tensor, group) if mine else _box(tensor)
     dist.broadcast(box, group=group, group_src=source)
@@ -50,7 +51,8 @@ def gather(mine: Tensor, parts: list[Tensor] | None, group: Any, everywhere: boo
 def exchange(found: Tensor, mine: Tensor, to: list[int], came: list[int], group: Any) -> None:
     """Bytes: `to[r]` of `mine` go to rank r of the group, `came[r]` of `found` come from it."""
     if not encrypts():
-        return dist.all_to_all_single(found, mine, came, to, group=group)
+        dist.all_to_all_single(found, mine, came, to, group=group)
+        return
     parts, own = mine.split(to), dist.get_rank(group)
     sent = torch.cat([_seal(part, group, rank) for rank, part in enumerate(parts)])
     boxes = torch.empty(sum(came) + TAG * len(came), dtype=torch.uint8)
