@@ -18,6 +18,7 @@
 #include <optional>
 
 #include "base/scan.h"
+#include "cost/kernel_model.h"
 #include "ir/op_table.h"
 #include "ir/text.h"
 #include "passes/cost_options.h"
@@ -46,15 +47,25 @@ Status CheckCuttable(const Program& program, const Phase& phase) {
 // "forward,backward,weights,message;..." of all stages in picoseconds, for `order(schedule=auto)`, which must see the
 // same on every rank. Error: sizes that are not numbers yet.
 Result<std::string> TimesText(const stages::Flow& flow, const stages::Layout& layout,
-                              const std::vector<stages::Border>& borders, CostModel& model, const std::string& axis) {
+                              const std::vector<stages::Border>& borders, CostModel& model, const PassCosts& costs,
+                              const std::string& axis, const Program& program) {
   std::vector<std::array<int64_t, 4>> times(borders.size() + 1, {0, 0, 0, 0});
   for (int32_t i = 0; i < flow.size(); ++i) {
-    if (layout.stage[i] < 0 || TakesNoTime(flow.op(i))) continue;
-    INTERLACE_ASSIGN(const OpCost cost, model.Cost(flow.op(i)));
+    if (layout.stage[i] < 0) continue;
     const size_t turn = layout.turn[i] == stages::Turn::kForward    ? 0
                         : layout.turn[i] == stages::Turn::kBackward ? 1
                                                                     : 2;
-    times[static_cast<size_t>(layout.stage[i])][turn] += stages::TimeOf(cost);
+    int64_t& time = times[static_cast<size_t>(layout.stage[i])][turn];
+    if (flow.op(i).kind == OpKind::kGrad) {  // added to those of other micro-batches, a product's by the product
+      const ValueId root = program.RootOf(flow.op(i).args[1].value);
+      const int32_t def = flow.DefOf(root);
+      if (def < 0 || flow.op(def).name == "aten.mm") continue;
+      INTERLACE_ASSIGN(const int64_t bytes, program.StorageBytes(program.value(root).type));
+      time += static_cast<int64_t>(1e6 * KernelUs(costs.cluster, {.bytes = 3.0 * static_cast<double>(bytes)}));
+    }
+    if (TakesNoTime(flow.op(i))) continue;
+    INTERLACE_ASSIGN(const OpCost cost, model.Cost(flow.op(i)));
+    time += stages::TimeOf(cost);
   }
   std::string text;
   for (size_t s = 0; s < times.size(); ++s) {
@@ -170,7 +181,7 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   INTERLACE_ASSIGN(const stages::Layout layout,
                    stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), ranks, backward == "split"));
   if (recut) INTERLACE_TRY(FollowRows(program, phase, flow, layout, *recut));
-  const Result<std::string> times = TimesText(flow, layout, borders, cost_model, axis);
+  const Result<std::string> times = TimesText(flow, layout, borders, cost_model, costs, axis, program);
   INTERLACE_TRY(stages::WriteStage(program, flow, layout, recut ? &*recut : nullptr, axis, static_cast<int32_t>(rank),
                                    static_cast<int32_t>(ranks * chunks)));
   for (Phase& part : program.phases) stages::PutTogether(program, part);

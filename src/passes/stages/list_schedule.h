@@ -21,10 +21,11 @@ struct ListOptions {
 // One list a stage. `times`: of each; the first stage has no gradients of weights apart.
 std::vector<std::vector<Run>> ListSchedule(const std::vector<StageTime>& times, int64_t micro_batches,
                                            const ListOptions& options);
-// When the last run of such lists ends, each begun as soon as its rank is free and what it needs is there. -1: never.
+// When the last run of such lists ends, each begun as soon as its rank is free and what it needs is there (gradients of
+// weights also need that the stage before has begun to take what the backward part sent). -1: never.
 int64_t EndOf(const std::vector<std::vector<Run>>& runs, const std::vector<StageTime>& times);
 // The one that ends first of 1F1B with gradients of weights behind their backward parts and of list schedules that hold
-// no more micro-batches on any stage than 1F1B does on its first.
+// no more micro-batches on any stage than 1F1B does on its first, annealed: runs that others wait for change places.
 std::vector<std::vector<Run>> FastestSchedule(const std::vector<StageTime>& times, int64_t micro_batches);
 
 }  // namespace interlace::stages

@@ -116,7 +116,10 @@ std::vector<Run> OneForwardOneBackward(const Shape& shape) {
 
 Result<std::vector<Run>> RunsOf(std::string_view schedule, const Shape& shape, const std::vector<StageTime>& times) {
   INTERLACE_ASSIGN(const std::vector<Run> runs, WithoutWaits(schedule, shape, times));
-  const size_t late = shape.chunks == 1 ? 1 : schedule == "gpipe" ? runs.size() : static_cast<size_t>(2 * shape.ranks);
+  const bool last = schedule == "gpipe" && shape.chunks > 1;
+  const size_t late = last || schedule == "auto" ? runs.size()
+                      : shape.chunks == 1        ? 1
+                                                 : static_cast<size_t>(2 * shape.ranks);
   return WithWaits(runs, shape, late);
 }
 

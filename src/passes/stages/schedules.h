@@ -36,7 +36,8 @@ struct StageTime {
 };
 
 // `times`: of all stages, for "auto" only. Where what a B sent is waited for (S) stands behind the run that follows;
-// with several stages a rank it stands later, since another chunk of the rank it goes to may have its turn first.
+// with several stages a rank it stands later, since another chunk of the rank it goes to may have its turn first, and
+// with "auto" right before its W, so that nothing else waits for the stage that takes it.
 // Error: a schedule that does not go with the shape, and which does.
 Result<std::vector<Run>> RunsOf(std::string_view schedule, const Shape& shape, const std::vector<StageTime>& times);
 // Each W right behind its B where the shape is split.

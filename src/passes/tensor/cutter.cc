@@ -87,7 +87,7 @@ Status Cutter::Run() {
   phase_.ops.clear();
   FindGradientsOfRows(old);
   for (OpId id : old) {
-    const Op& op = program_.op(id);
+    const Op& op = Read(id);
     if (op.part == Part::kBackward && part_ != Part::kBackward) {
       part_ = Part::kBackward;
       if (options_.regather) ForgetGathered();
@@ -114,7 +114,7 @@ void Cutter::FindGradientsOfRows(const std::vector<OpId>& ops) {
   rows_gradients_.assign(static_cast<size_t>(program_.num_values()), false);
   gradients_.assign(static_cast<size_t>(program_.num_values()), false);
   for (auto id = ops.rbegin(); id != ops.rend(); ++id) {
-    const Op& op = program_.op(*id);
+    const Op& op = Read(*id);
     if (op.kind == OpKind::kGrad) {
       const std::optional<DimCut> cut = CutOf(op.args[0].value);
       if (cut && cut->dim == 0 && cut->blocks == 1) rows_gradients_[op.args[1].value] = true;
@@ -126,7 +126,7 @@ void Cutter::FindGradientsOfRows(const std::vector<OpId>& ops) {
 }
 
 Status Cutter::Visit(OpId id) {
-  Op& op = program_.op(id);
+  const Op& op = Read(id);
   const bool views = op.kind == OpKind::kView || IsPureView(program_, op);
   if (views) return View(id), Ok{};
   if (op.kind == OpKind::kGrad) return Grad(id), Ok{};
@@ -137,19 +137,19 @@ Status Cutter::Visit(OpId id) {
   if (IsOwn(op) && op.kind != OpKind::kCopy) {  // output, assign, opaque modules
     const Arg* name = op.kind == OpKind::kOutput ? op.Attr("name") : nullptr;
     const auto cut = name == nullptr ? activations_.end() : activations_.find(name->text);
-    ForEachOperand(op, [&](ValueId& v) { v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1}); });
+    ForEachOperand(program_.op(id), [&](ValueId& v) { v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1}); });
     phase_.ops.push_back(id);
     return Ok{};
   }
   Special special(*this);
   INTERLACE_ASSIGN(const bool done, special.Visit(id));
   if (!done) INTERLACE_TRY(Generic(id));
-  if (!options_.sums_behind) SumGradients(program_.op(id));
+  if (!options_.sums_behind) SumGradients(Read(id));
   return Ok{};
 }
 
 void Cutter::View(OpId id) {
-  Op& op = program_.op(id);
+  const Op& op = Read(id);
   bool any = false;
   for (ValueId result : op.results) {
     if (result == kNone) continue;
@@ -276,7 +276,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
   const Placement& placement = placement_[root];
   const double bytes = static_cast<double>(BytesOf(geometry_[root])) * (ranks_ - 1) / ranks_;
   const bool gathered = copies_.count({root, 0}) != 0;
-  double times = program_.value(root).kind == ValueKind::kParam ? kParameter : 1;
+  double times = std::as_const(program_).value(root).kind == ValueKind::kParam ? kParameter : 1;
   const std::optional<DimCut> columns = options_.regather ? CutOf(operand) : std::nullopt;
   if (columns && geometry_[operand].strides[columns->dim] == 1) times *= kColumns;
   if (cut == nullptr) {
@@ -298,7 +298,7 @@ double Cutter::CostOf(ValueId operand, const DimCut* cut) {
 // ---- generic ops ----
 
 Status Cutter::Generic(OpId id) {
-  const Op& op = program_.op(id);
+  const Op& op = Read(id);
   std::vector<ValueId> operands;
   ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
   const bool as_it_was = static_cast<size_t>(id) < facts_.rules.size() && op.name == facts_.names[id];
@@ -350,7 +350,7 @@ void Cutter::Carry(OpId id, const Rule& rule, const Way& way) {
   size_t i = 0;
   std::vector<ValueId> fitted;
   std::vector<ValueId> operands;
-  ForEachOperand(std::as_const(program_).op(id), [&](ValueId v) { operands.push_back(v); });
+  ForEachOperand(Read(id), [&](ValueId v) { operands.push_back(v); });
   for (ValueId operand : operands) {
     const std::optional<DimCut> cut = CutIn(rule.operands[i++], way);
     if (cut) {
@@ -361,14 +361,13 @@ void Cutter::Carry(OpId id, const Rule& rule, const Way& way) {
       fitted.push_back(AsWhole(operand));
     }
   }
-  Op& op = program_.op(id);
   i = 0;
-  ForEachOperand(op, [&](ValueId& v) { v = fitted[i++]; });
-  PlaceResults(op, rule, way);
+  if (fitted != operands) ForEachOperand(program_.op(id), [&](ValueId& v) { v = fitted[i++]; });
+  PlaceResults(Read(id), rule, way);
   phase_.ops.push_back(id);
 }
 
-void Cutter::PlaceResults(Op& op, const Rule& rule, const Way& way) {
+void Cutter::PlaceResults(const Op& op, const Rule& rule, const Way& way) {
   for (size_t i = 0; i < op.results.size(); ++i) {
     const ValueId result = op.results[i];
     if (result == kNone || program_.RootOf(result) != result || way.factor == kWholeDim) continue;
@@ -384,8 +383,9 @@ void Cutter::PlaceResults(Op& op, const Rule& rule, const Way& way) {
     if (argument < 0 || static_cast<size_t>(argument) >= op.args.size() || op.results.size() <= result) return;
     if (op.results[result] == kNone || op.args[argument].kind != Arg::Kind::kList) return;
     std::vector<Arg> list;
-    for (const Dim& size : program_.value(op.results[result]).type.sizes) list.push_back(Arg::Int(size));
-    op.args[argument] = Arg::List(std::move(list));
+    for (const Dim& size : std::as_const(program_).value(op.results[result]).type.sizes) list.push_back(Arg::Int(size));
+    Arg sizes = Arg::List(std::move(list));
+    if (!(op.args[argument] == sizes)) program_.op(op.id).args[argument] = std::move(sizes);
   };
   sizes(rule.sizes_argument, 0);
   sizes(rule.bias_sizes, 2);
@@ -393,17 +393,17 @@ void Cutter::PlaceResults(Op& op, const Rule& rule, const Way& way) {
 
 // A gradient is placed as its parameter is.
 void Cutter::Grad(OpId id) {
-  const ValueId param = program_.op(id).args[0].value, value = program_.op(id).args[1].value;
+  const ValueId param = Read(id).args[0].value, value = Read(id).args[1].value;
   if (std::optional<DimCut> cut = CutOf(param)) {
     const ValueId part = AsPart(value, *cut);
-    program_.op(id).args[1].value = part;
+    if (part != value) program_.op(id).args[1].value = part;
   } else if (PlacementOf(value).is_sum() && BytesOf(geometry_[value]) < options_.bucket &&
              copies_.count({program_.RootOf(value), 0}) == 0) {
     sums_behind_.emplace_back(id, value);
     return;
   } else {
     const ValueId whole = AsWhole(value);
-    program_.op(id).args[1].value = whole;
+    if (whole != value) program_.op(id).args[1].value = whole;
   }
   phase_.ops.push_back(id);
 }

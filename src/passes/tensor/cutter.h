@@ -101,6 +101,8 @@ class Cutter {
     double cost = 0;
   };
 
+  // Without a note that it changes: what stays as it is need not be taken back (Program::TakeBack).
+  const Op& Read(OpId id) const { return std::as_const(program_).op(id); }
   Status Visit(OpId id);
   void View(OpId id);
   Status Generic(OpId id);
@@ -114,7 +116,7 @@ class Cutter {
   double CostOf(ValueId operand, const DimCut* cut);
   double FlopsOf(const Op& op) const;
   void Carry(OpId id, const Rule& rule, const Way& way);
-  void PlaceResults(Op& op, const Rule& rule, const Way& way);
+  void PlaceResults(const Op& op, const Rule& rule, const Way& way);
   std::optional<DimCut> CutIn(const std::vector<int32_t>& dims, const Way& way) const;
 
   // Whether a value is a part of the gradient of a parameter that is cut along its rows.

@@ -38,7 +38,7 @@ NamedArg ToDtype(DType dtype) {
 }  // namespace
 
 Result<bool> Special::Visit(OpId id) {
-  const std::string_view name = BaseName(c_.program_.op(id).name);
+  const std::string_view name = BaseName(c_.Read(id).name);
   if (name == "aten.embedding") return Embedding(id);
   if (name == "aten.embedding_dense_backward") return EmbeddingBackward(id);
   if (name == "aten._log_softmax") return LogSoftmax(id);
@@ -47,7 +47,7 @@ Result<bool> Special::Visit(OpId id) {
   if (name == "aten.nll_loss_backward") return NllLossBackward(id);
   if (name == "aten.native_dropout") return Dropout(id);
   if (name == "aten.as_strided_scatter") Overwrite(id);
-  if (c_.program_.op(id).rng) return Draw(id);
+  if (c_.Read(id).rng) return Draw(id);
   return false;
 }
 
