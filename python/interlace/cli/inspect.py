@@ -31,9 +31,7 @@ def inspect(
         bool,
         typer.Option("--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."),
     ] = False,
-    regions: Annotated[
-        bool, typer.Option("--regions", help="Show the regions: how often each is called, its ops, its text.")
-    ] = False,
+    regions: Annotated[bool, typer.Option("--regions", help="Show the regions: how often each is called, its ops, its text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     program = read_program(file)
