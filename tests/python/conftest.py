@@ -10,13 +10,18 @@ import pytest
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # or threads that wait for one another take the cores of the other workers
 # pytest-xdist ignores Ctrl-C, and the commands that tests start would do so too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Files of a minute and more, longest first: with --dist loadfile they start first, so that all workers have work to the end.
-LONG = ("test_cli_train", "test_parity", "test_cli_resume", "test_profile", "test_bench_network", "test_schedule_bits", "test_faults",
-        "test_plan")  # fmt: skip
+LONG = (
+    "test_tensor_parallel", "test_parity", "test_cli_train", "test_examples", "test_profile", "test_schedule_bits",
+    "test_host_update", "test_pipeline_training", "test_offload", "test_plan_training", "test_streams", "test_interrupt", "test_plan",
+    "test_transformers_trainer", "test_cli_files", "test_plan_here", "test_cli_resume", "test_hybrid", "test_regions", "test_bench_network",
+    "test_zoo", "test_adding_an_op", "test_faults",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,8 +14,10 @@ import dataclasses
 import importlib
 import multiprocessing as mp
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +27,18 @@ from typing import Any
 
 TIMEOUT_S = 180.0
 _HERE = str(Path(__file__).parent)
+
+
+def _cache() -> str:
+    """A folder of this run of the tests, for Config.cache: a model is captured and its cuts are settled once for all its settings."""
+    if (folder := os.environ.get("INTERLACE_TEST_CACHE")) is None:
+        folder = os.environ["INTERLACE_TEST_CACHE"] = tempfile.mkdtemp(prefix="interlace-tests-")
+        owner = os.getpid()
+        atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
+
+
+CACHE = _cache()  # the pool's processes have it from their environment
 
 
 @dataclasses.dataclass

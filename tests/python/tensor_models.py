@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import parity
+import ranks
 import torch
 from torch import nn
 
@@ -96,7 +97,7 @@ def batch_of(step: int, place: int, rows: int = ROWS, name: str = "llama") -> di
 
 
 def compiled(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any) -> interlace.Trainer:
-    settings = interlace.Config(**{"timeout_s": 60, "cache": "off", "schedule": [], "profile": "off", **config})
+    settings = interlace.Config(**{"timeout_s": 60, "cache": ranks.CACHE, "schedule": [], "profile": "off", **config})
     place, _ = settings.data_place(*parity.rank_and_size())
     model = build(name, dtype, seed)
     return interlace.compile(

@@ -7,10 +7,10 @@ import random
 import re
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import parity
 import pytest
 import torch
@@ -193,9 +193,7 @@ def test_a_link_is_not_followed_when_writing(tmp_path: Path) -> None:
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "interlace.cli", "checkpoint", *arguments], capture_output=True, text=True, check=False
-    )
+    return commands.run("checkpoint", *arguments)
 
 
 def test_to_plain_pytorch_and_back(saved: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 from test_cli_train import TINY, environment, folder, train  # noqa: F401 (folder is a fixture)
@@ -123,8 +124,7 @@ def test_fine_tuning_a_folder_and_going_on(folder: Path, pretrained: Path) -> No
 
 
 def train_with(where: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "interlace.cli", "train", *arguments, "--json"]
-    done = subprocess.run(command, cwd=where, env=environment(where), capture_output=True, text=True, timeout=300, check=False)
+    done = commands.run("train", *arguments, "--json", cwd=where, env=environment(where))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -202,7 +202,7 @@ def test_the_shell_completes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_all_ranks_is_said_once(folder: Path) -> None:  # noqa: F811
-    command = [sys.executable, "-m", "interlace.cli", "train", "--text", "text.py", *TINY, "--ranks", "2", "--weights", "absent.safetensors"]
-    done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300, check=False)
+    words = ["train", "--text", "text.py", *TINY, "--ranks", "2", "--weights", "absent.safetensors"]
+    done = commands.run(*words, cwd=folder, env=environment(folder))
     assert done.returncode == 1 and done.stderr.count("no such file: absent.safetensors") == 1, done.stderr
     assert done.stderr.count("error: ") == 1, done.stderr

@@ -10,22 +10,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
-from test_cli_train import TINY, children, environment, folder, rank_of  # noqa: F401 (folder is a fixture)
+from commands import Command
+from test_cli_train import TINY, environment, folder, ranks_of  # noqa: F401 (folder is a fixture)
 
 from interlace.cli import app
 
 ARGUMENTS = ["train", "--text", "text.py", *TINY, "--ranks", "2", "--save", "run", "--save-every", "2", "--keep", "2"]
-INTERLACE = [sys.executable, "-m", "interlace.cli"]
 
 
-def begin(where: Path, *arguments: str, program: list[str] = INTERLACE) -> subprocess.Popen:
+def begin(where: Path, *arguments: str, program: list[str] | None = None) -> subprocess.Popen | Command:
+    if program is None:
+        return Command(*ARGUMENTS, *arguments, cwd=where, env=environment(where))
     return subprocess.Popen(
         [*program, *ARGUMENTS, *arguments], cwd=where, env=environment(where), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
 
 
-def until(process: subprocess.Popen, step: int) -> None:
+def until(process: subprocess.Popen | Command, step: int) -> None:
     assert process.stderr is not None
     lines = []
     for line in process.stderr:
@@ -53,9 +56,9 @@ def saved_step(checkpoint: Path) -> int:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> dict[int, float]:  # noqa: F811
     """An undisturbed run of 24 steps. The learning rate depends on the number of steps, so the others have as many."""
-    process = subprocess.run(
-        [*INTERLACE, "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "24", "--log", "whole.jsonl", "--save", "whole"],
-        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+    process = commands.run(
+        "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "24", "--log", "whole.jsonl", "--save", "whole",
+        cwd=folder, env=environment(folder),
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return logged(folder / "whole.jsonl")
@@ -88,7 +91,7 @@ def test_stopped_killed_and_damaged(folder: Path, whole: dict[int, float]) -> No
     assert "run/optimizer.safetensors is damaged in 'exp_avg_sq." in head, head
     assert process.stderr.readline() == f"going on from {older[0]}\n"
     until(process, saved_step(older[0]) + 5)
-    os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "rank 1 failed (killed by SIGKILL)" in err and "starting again, 0 more restart(s) allowed" in err
@@ -122,9 +125,9 @@ def test_torchrun_restarts_and_the_run_goes_on(folder: Path, whole: dict[int, fl
     arguments = ["--steps", "24", "--log", file.name, "--resume", "auto", "--save", "torchrun"]
     process = begin(folder, *arguments, program=program)
     until(process, 5)
-    os.kill({rank_of(pid): pid for pid in children(process.pid)}[1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     until(process, 12)
-    os.kill({rank_of(pid): pid for pid in children(process.pid)}[0], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert logged(file) == whole

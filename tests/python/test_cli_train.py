@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 import chakra_decoder
+import commands
 import pytest
+from commands import Command
 
 from interlace import _core
 from interlace.cli.settings import TrainSettings
@@ -35,12 +37,13 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
 
 
-def start(folder: Path, *arguments: str, command: list[str] | None = None) -> subprocess.Popen:
-    command = command or [sys.executable, "-m", "interlace.cli"]
+def start(folder: Path, *arguments: str, command: list[str] | None = None) -> subprocess.Popen | Command:
+    words = ["train", "--text", "text.py", *TINY, *arguments]
+    if command is None:
+        return Command(*words, cwd=folder, env=environment(folder))
     return subprocess.Popen(
-        [*command, "train", "--text", "text.py", *TINY, *arguments],
-        cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*command, *words], cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def train(folder: Path, *arguments: str, command: list[str] | None = None) -> tuple[dict, str]:
@@ -151,10 +154,7 @@ def test_same_losses_whatever_the_ranks(two_ranks, folder, arguments, tolerance)
 def test_resumed_run_gives_the_same_bits(two_ranks, folder):
     first, _ = train(folder, "--ranks", "2", "--dtype", "fp64", "--save", "part", "--stop-at", "4")
     assert first["losses"] == two_ranks[0]["losses"][:4]
-    process = subprocess.run(
-        [sys.executable, "-m", "interlace.cli", "train", "--resume", "part", "--json"],
-        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    process = commands.run("train", "--resume", "part", "--json", cwd=folder, env=environment(folder))
     assert process.returncode == 0, process.stderr
     facts = json.loads(process.stdout)
     assert facts["losses"] == two_ranks[0]["losses"][4:]
@@ -168,10 +168,7 @@ def test_resume_with_another_text(two_ranks, folder):
     before = changed.read_bytes()
     changed.write_bytes(before + b"\n# more\n")
     try:
-        process = subprocess.run(
-            [sys.executable, "-m", "interlace.cli", "train", "--resume", "two", "--steps", "8"],
-            cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        process = commands.run("train", "--resume", "two", "--steps", "8", cwd=folder, env=environment(folder))
     finally:
         changed.write_bytes(before)
     assert process.returncode == 1
@@ -211,21 +208,23 @@ def test_a_killed_rank_ends_the_run_with_its_number(folder):
     for line in process.stderr:
         if line.startswith("step 5 "):
             break
-    ranks = {rank_of(pid): pid for pid in children(process.pid)}
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     err = process.stderr.read()
     assert process.wait() == 1
     assert err.rstrip().endswith("error: rank 1 failed (killed by SIGKILL) (out of memory?)"), err
     assert "Traceback" not in err and "rank 1" in err
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def rank_of(pid: int) -> int:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return int(next(v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK=")))
+def ranks_of(launcher: int) -> dict[int, int]:
+    """The processes of its ranks, by rank: what is forked is named so, what torchrun has started has it in its environment."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        for said in [name.replace("interlace:", "RANK="), *variables]:
+            if said.startswith("RANK="):
+                found[int(said.removeprefix("RANK="))] = int(pid)
+    return found
 
 
 # ---- parts ----

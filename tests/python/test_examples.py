@@ -12,14 +12,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Command
+
+from interlace.dist.launch import free_port, rank_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NANOGPT_LINES = 6  # at most so many lines of the loop differ from the plain script
 WORDS = "the quick brown fox jumps over the lazy dog and runs through a deep green forest to the far blue river"
 
 
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+
+
+def forked(words: list[str | Path], folder: Path, ranks: int = 1) -> str:
+    """The output of a script that must succeed, on ranks with the environment that torchrun gives."""
+    port = free_port()
+    places = [rank_environment(rank, ranks, port, 1) if ranks > 1 else {} for rank in range(ranks)]
+    processes = [Command(*words, cwd=folder, env={**os.environ, **ENVIRONMENT, **place}) for place in places]
+    said = [process.communicate() for process in processes]
+    assert all(process.returncode == 0 for process in processes), "".join(err[-3000:] + out[-1000:] for out, err in said)
+    return "".join(out for out, _ in said)
+
+
 def run(words: list[str | Path], folder: Path, ranks: int = 1) -> str:
-    """The output of a script that must succeed, under torchrun where there are several ranks."""
+    """The same in fresh interpreters, under torchrun where there are several ranks."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -27,7 +43,7 @@ def run(words: list[str | Path], folder: Path, ranks: int = 1) -> str:
 
 
 def command(words: list[str | Path], folder: Path) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    environment = {**os.environ, **ENVIRONMENT}
     result = subprocess.run([str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
                             check=False)  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:] + result.stdout[-1000:]
@@ -71,7 +87,7 @@ def test_finetune_keeps_the_best_checkpoint_and_stops_early(tmp_path, language_m
 
     out = tmp_path / "best"
     options = ["--model", language_model, "--train", text, "--valid", text, "--out", out, "--seq", "16", "--batch", "4"]
-    said = run([EXAMPLES / "finetune.py", *options, "--steps", "40", "--eval-every", "10", "--lr", "3e-3"], tmp_path, ranks)
+    said = forked([EXAMPLES / "finetune.py", *options, "--steps", "40", "--eval-every", "10", "--lr", "3e-3"], tmp_path, ranks)
     losses = numbers("valid", said)
     assert len(losses) == 5 and losses[-1] < 0.7 * losses[0], said
     assert numbers("best", said) == [min(losses)]
@@ -83,7 +99,8 @@ def test_finetune_keeps_the_best_checkpoint_and_stops_early(tmp_path, language_m
         whole = model(input_ids=rows, labels=rows).loss.item()
     assert abs(whole - min(losses)) < 0.05 * losses[0]
     # A learning rate that destroys the model: no evaluation is better than the first ones, so it ends long before --steps.
-    said = run([EXAMPLES / "finetune.py", *options, "--steps", "400", "--eval-every", "2", "--lr", "30", "--patience", "2"], tmp_path, ranks)
+    options += ["--steps", "400", "--eval-every", "2", "--lr", "30", "--patience", "2"]
+    said = forked([EXAMPLES / "finetune.py", *options], tmp_path, ranks)
     assert "stopped early at step" in said and len(numbers("valid", said)) < 20, said
 
 
@@ -104,7 +121,7 @@ def test_the_nanogpt_loop_differs_in_six_lines(tmp_path, text):
     plain, ours = (EXAMPLES / "nanogpt" / name for name in ("plain.py", "train.py"))
     new = [line for line in difflib.ndiff(code_lines(plain), code_lines(ours)) if line.startswith("+ ")]
     assert 0 < len(new) <= NANOGPT_LINES, new
-    expected, found = run([plain, text, "100"], tmp_path), run([ours, text, "100"], tmp_path)
+    expected, found = forked([plain, text, "100"], tmp_path), forked([ours, text, "100"], tmp_path)
     assert numbers("step", expected) == numbers("step", found) == [50, 100]
     for name in ("train", "valid"):
         assert numbers(name, found) == pytest.approx(numbers(name, expected), abs=2e-4)
@@ -140,7 +157,7 @@ def test_two_machines(tmp_path):
 
 
 def test_a_new_pass_changes_the_prediction_and_no_bit(tmp_path):
-    said = run([EXAMPLES / "new_pass.py"], tmp_path, ranks=2)
+    said = forked([EXAMPLES / "new_pass.py"], tmp_path, ranks=2)
     before, after = (float(ms) for ms in re.findall(r"([0-9.]+) ms", said))
     assert after < before, said
     assert "1 swap" in said

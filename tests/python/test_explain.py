@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 
 from interlace import _core
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "interlace.cli", *arguments], capture_output=True, text=True, check=False
-    )
+    return commands.run(*arguments)
 
 
 @pytest.fixture(scope="module")

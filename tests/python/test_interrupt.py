@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from commands import DEVNULL, Command
 from test_cli_resume import logged
 from test_cli_train import TINY, environment, folder  # noqa: F401 (folder is a fixture)
 
-COMMAND = [sys.executable, "-m", "interlace.cli", "train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "16"]
+COMMAND = ["train", "--text", "text.py", *TINY, "--ranks", "2", "--steps", "16"]
 MOMENTS = 3
 
 
-def begin(where: Path, name: str) -> subprocess.Popen:
+def begin(where: Path, name: str) -> Command:
     arguments = ["--save", name, "--save-every", "3", "--log", f"{name}.jsonl", "--resume", "auto"]
-    return subprocess.Popen(
-        [*COMMAND, *arguments], cwd=where, env=environment(where), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    return Command(*COMMAND, *arguments, cwd=where, env=environment(where), stdout=DEVNULL, session=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +39,7 @@ def interrupted(where: Path, name: str, moments: list[float]) -> int:
     for moment in moments:
         process = begin(where, name)
         time.sleep(moment)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        process.send_signal(signal.SIGINT, group=True)  # as a terminal does
         _, err = process.communicate(timeout=300)
         found = re.search(rf"^stopped by Ctrl-C after step (\d+), saved: interlace train --resume {name} goes on$", err, flags=re.MULTILINE)
         assert process.returncode in (130, 0), err
@@ -77,7 +72,7 @@ def test_in_the_middle_of_training(folder: Path) -> None:  # noqa: F811
     for line in process.stderr:
         if line.startswith("step 2 "):
             break
-    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT, group=True)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "stopped by Ctrl-C after step" in err, err
 

@@ -7,7 +7,6 @@ model, dtype and optimizer are one launch, which trains each peer once.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import parity
@@ -65,11 +64,11 @@ def name_of(group: Group) -> str:
     return f"{size}-{case}-{'-'.join(kind)}"
 
 
-def check(group: Group, settings: list[Setting], folder: Path) -> None:
+def check(group: Group, settings: list[Setting]) -> None:
     """Every setting is as close to each peer as BOUND says; what is not is listed."""
     size, case, kind = group
     peers = {"one"} if size == 1 else {"one", "fsdp2", "ddp"}
-    found = ranks.run(parity.compare, size, case, *kind, STEPS, settings, cache=str(folder), timeout_s=3600)[0]
+    found = ranks.run(parity.compare, size, case, *kind, STEPS, settings, cache=ranks.CACHE, timeout_s=3600)[0]
     far = []
     for setting, distances in zip(settings, found, strict=True):
         assert peers <= set(distances)
@@ -86,19 +85,19 @@ MATRIX = groups(combinations(pairwise=False))
 
 
 @pytest.mark.parametrize("group", PAIRWISE, ids=name_of)
-def test_every_pair_of_settings(group: Group, tmp_path: Path) -> None:
-    check(group, PAIRWISE[group], tmp_path)
+def test_every_pair_of_settings(group: Group) -> None:
+    check(group, PAIRWISE[group])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("group", MATRIX, ids=name_of)
-def test_whole_matrix(group: Group, tmp_path: Path) -> None:
-    check(group, MATRIX[group], tmp_path)
+def test_whole_matrix(group: Group) -> None:
+    check(group, MATRIX[group])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_mixtral_in_bfloat16(size: int, tmp_path: Path) -> None:
-    check((size, "mixtral", ("bfloat16", "adamw")), [Setting(clip=1.0)], tmp_path)
+def test_mixtral_in_bfloat16(size: int) -> None:
+    check((size, "mixtral", ("bfloat16", "adamw")), [Setting(clip=1.0)])
 
 
 @pytest.mark.parametrize("case", AXES["case"])

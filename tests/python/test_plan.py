@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import commands
 import pytest
 
 from interlace import _core
@@ -320,7 +319,7 @@ def test_a_plan_trains_within_its_memory(planned, tmp_path, cli):
                   ("micro_batch \\d+", "micro_batch 2"), ("accumulation \\d+", "accumulation 2"))  # fmt: skip
     words = ["train", "--plan", str(file), "--steps", "2", "--json", "--program", str(tmp_path / "p.il")]
     # A process of its own: the ranks run the same command again.
-    done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True, timeout=300)
+    done = commands.run(*words)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert (facts["ranks"], facts["strategy"], facts["steps"], facts["tokens_per_step"]) == (2, "shard", 2, 8 * 64)
@@ -345,7 +344,7 @@ def test_a_plan_with_offload_trains_within_its_limit(planned, tmp_path, cli):
     file = edited(file, tmp_path, ("memory_limit \\d+", f"memory_limit {limit}"), ("states 0 ", "states 0.75 "))
     assert execution_of(read_plan(str(file)))._offload()[-1].endswith(f"limit={limit},kinds=states)")
     words = ["train", "--plan", str(file), "--steps", "2", "--json", "--tier", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True, timeout=300)
+    done = commands.run(*words)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["peak_bytes"] <= limit < peak, facts

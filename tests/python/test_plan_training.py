@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 
 BATCH, ACCUMULATION, SEQ = 8, 4, 32
@@ -40,7 +39,7 @@ def plan_file(folder: Path, stages: list[dict[str, Any]]) -> Path:
 def trained(file: Path, *more: str) -> dict[str, Any]:
     # A process of its own: the ranks run the same command again.
     words = ["train", "--plan", str(file), "--steps", "3", "--dtype", "float64", "--json", "--threads", "1", *more]
-    done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True, timeout=600)
+    done = commands.run(*words)
     assert done.returncode == 0, done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)
     return facts
@@ -90,7 +89,7 @@ def test_what_runnable_prints_trains(ranks: int, batch: int, stages: int, tmp_pa
         file = tmp_path / f"{devices}.plan"
         words = ["plan", "llama-tiny", "--seq", "32", "--dtype", "float32", "--cluster", f"local-{devices}"]
         words += ["--global-batch", str(batch), "--runnable", "--output", str(file)]
-        done = subprocess.run([sys.executable, "-m", "interlace.cli", *words], capture_output=True, text=True, timeout=300)
+        done = commands.run(*words)
         assert done.returncode == 0, done.stderr
         losses[devices] = trained(file)["losses"]
     assert sum(line.startswith("stage ") for line in file.read_text().splitlines()) == stages

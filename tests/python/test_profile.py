@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 
@@ -58,9 +59,7 @@ phase micro_batch takes () gives () {
 
 
 def interlace(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "interlace.cli", *arguments], capture_output=True, text=True, timeout=240
-    )
+    return commands.run(*arguments)
 
 
 def profiled(*arguments: str) -> tuple[dict[str, Any], str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import html
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 from simulation_support import STEP, captured, sharded
 from test_report import CHROMIUM, CLUSTER, browse, cli, data_of, report_of, visible  # noqa: F401
 
@@ -233,8 +232,7 @@ def pages(folder: Path) -> dict[str, Path]:
         "pipeline": ["model.il", "--mesh", "pp=2,dp=2", "--accumulation", "4", "--cluster", "h100-80gb-4"],
     }  # fmt: skip
     for name, words_ in commands.items():
-        command = [sys.executable, "-m", "interlace.cli", "report", *words_, "-o", f"{name}.html"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = run("report", *words_, "-o", f"{name}.html", cwd=folder)
         assert done.returncode == 0, done.stderr
     return {name: folder / f"{name}.html" for name in commands}
 

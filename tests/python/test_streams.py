@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -204,8 +205,7 @@ def test_too_little_text(folder: Path) -> None:
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, "-m", "interlace.cli", "train", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return commands.run("train", *arguments, cwd=folder, env=environment)
 
 
 def facts_of(folder: Path, *arguments: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_with_other_settings() -> None:
 
 
 def twice(mesh: dict[str, int], config: dict[str, Any]) -> list[str]:
-    runs = [tensor_models.on_mesh("gpt2_dropout", 5, torch.float32, mesh=mesh, **config) for _ in range(2)]
+    runs = [tensor_models.on_mesh("gpt2_dropout", 5, torch.float32, mesh=mesh, cache="off", **config) for _ in range(2)]
     return [f"{losses} {digest(weights)}" for losses, weights in runs]
 
 
@@ -123,7 +123,7 @@ def first_values(mesh: dict[str, int] | None, weights: str | None) -> dict[str, 
     """Of a model built on meta: initialized, or read from a file."""
     with torch.device("meta"):
         model = tensor_models.MODELS["gpt2"]().train()
-    settings = interlace.Config(mesh=mesh, weights=weights, timeout_s=60, cache="off", schedule=[], profile="off")
+    settings = interlace.Config(mesh=mesh, weights=weights, timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
     batch = tensor_models.batch_of(0, 0)
     with interlace.compile(model, parity.make_optimizer("adamw", model), tensor_models.loss_of, batch, settings) as trainer:
         trainer.evaluate(batch)  # which captures a model of which some parameters are here and some are parts
@@ -207,7 +207,7 @@ def test_a_recorded_step_trains_as_any_other(mesh: dict[str, int]) -> None:
 def in_turn(serial: bool) -> list[float]:
     """Of one sample, whose rows are cut along the sequence: transfers that are no flat runs."""
     model = tensor_models.build("llama")
-    settings = interlace.Config(mesh={"tp": 2}, timeout_s=60, cache="off", schedule=[], profile="off")
+    settings = interlace.Config(mesh={"tp": 2}, timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
     optimizer = parity.make_optimizer("adamw", model)
     with interlace.compile(model, optimizer, tensor_models.loss_of, tensor_models.batch_of(0, 0, 1), settings) as trainer:
         found = []

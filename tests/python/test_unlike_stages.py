@@ -28,7 +28,7 @@ ROWS = 4  # of a micro-batch of all data ranks of a stage
 
 
 def settings_of(**config: Any) -> interlace.Config:
-    return interlace.Config(**{"timeout_s": 60, "cache": "off", "schedule": [], "profile": "off", **config})
+    return interlace.Config(**{"timeout_s": 60, "cache": ranks.CACHE, "schedule": [], "profile": "off", **config})
 
 
 def batch_of(name: str, step: int, config: interlace.Config) -> Any:

@@ -135,9 +135,7 @@ def import_torch(source: Path, folder: Path) -> int:
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(f"{source}: its optimizer is no state dict of torch.optim ({type(e).__name__}: {e})") from None
     step = max((int(g["steps"]) for g in groups), default=0)
-    record = {
-        "format": FORMAT, "step": step, "kind": kinds, "groups": groups, "seed": 0, "rng": "keyed", "world_size": 1, "loss_scale": None,
-    }  # fmt: skip
+    record = {"format": FORMAT, "step": step, "kind": kinds, "groups": groups, "seed": 0, "rng": "keyed", "world_size": 1, "loss_scale": None}
     write_checkpoint(folder, {MODEL: model, OPTIMIZER: moments}, record)
     return step
 
@@ -173,9 +171,7 @@ def write_checkpoint(
     lock = FolderLock(final)
     staging: Staging | None = None
     try:
-        layouts = {
-            n: Layout([(k, t.dtype, tuple(t.shape)) for k, t in tensors.items()], {"format": "pt"}) for n, tensors in files.items()
-        }  # fmt: skip
+        layouts = {n: Layout([(k, t.dtype, tuple(t.shape)) for k, t in tensors.items()], {"format": "pt"}) for n, tensors in files.items()}
         staging = Staging(final, layouts, dict(small or {}))
         pieces: list[Piece] = []
         for number, (name, tensors) in enumerate(files.items()):

@@ -83,9 +83,7 @@ class Staging:
     takes the checksums; the small ones, `extra` and those of add(), are written by commit().
     """
 
-    def __init__(
-        self, final: Path, large: Mapping[str, Layout], extra: Mapping[str, str | bytes], disk: Disk | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, final: Path, large: Mapping[str, Layout], extra: Mapping[str, str | bytes], disk: Disk | None = None) -> None:
         self.final, self._disk = final, disk or Disk()
         self._large = dict(large)
         self._sums: dict[str, dict[str, Any]] = {}

@@ -9,9 +9,7 @@ import torch
 
 # Names of a parameter's states in the order of the update's operands, as torch.optim calls them. Other kinds have rules, which name
 # theirs; a checkpoint's record does too.
-STATE_NAMES: dict[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",),
-}  # fmt: skip
+STATE_NAMES: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def plain_hyper(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,10 +99,7 @@ class Save:
         self.release()
 
     def stats(self) -> dict[str, Any]:
-        return {
-            "bytes": self.bytes, "durable_seconds": self.seconds, "finish_cpu_seconds": self.finish_cpu_seconds,
-            **self._writer.stats(),
-        }  # fmt: skip
+        return {"bytes": self.bytes, "durable_seconds": self.seconds, "finish_cpu_seconds": self.finish_cpu_seconds, **self._writer.stats()}
 
     # ---- in the thread ----
 

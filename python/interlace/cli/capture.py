@@ -29,9 +29,7 @@ def capture(
     model: Annotated[str, typer.Option("--model", help="A preset, or a Hugging Face config.json.")] = "llama-10m",
     output: Annotated[str | None, typer.Option("--output", "-o", help="Where the program goes.")] = None,
     micro_batch: Annotated[int, typer.Option("--micro-batch", min=1, help="Sequences of one micro-batch.")] = 1,
-    seq: Annotated[
-        int | None, typer.Option("--seq", min=1, help="Tokens in a sequence.", show_default="the model's usual")
-    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens in a sequence.", show_default="the model's usual")] = None,
     symbolic: Annotated[bool, typer.Option("--symbolic", help="Leave batch and sequence open (sizes of at least 2).")] = False,
     param_dtype: Annotated[
         str, typer.Option("--param-dtype", help="bfloat16 or float16: float32 parameters, cast to it for forward and backward.")
@@ -61,9 +59,7 @@ def capture(
     print_facts(rows)
 
 
-def _capture(
-    model: str, output: str, micro_batch: int, seq: int | None, symbolic: bool, param_dtype: str
-) -> dict[str, Any]:  # fmt: skip
+def _capture(model: str, output: str, micro_batch: int, seq: int | None, symbolic: bool, param_dtype: str) -> dict[str, Any]:
     with Work() as work, _Ticker(work) as ticker:
         ticker.stage = "loading"
         from interlace.capture import capture

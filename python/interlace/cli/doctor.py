@@ -57,9 +57,7 @@ def look() -> dict[str, Any]:
         if _version(package) is None:
             problems.append({"missing": package, "for": purpose, "needed": False, "fix": f"pip install {package}"})
     return {
-        "interlace": {
-            "version": __version__, "folder": str(Path(__file__).parents[1]), **parts, "built_with_torch": built_with(),
-        },
+        "interlace": {"version": __version__, "folder": str(Path(__file__).parents[1]), **parts, "built_with_torch": built_with()},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "torch": torch,
         "packages": {name: _version(name) for name in (*OPTIONAL, "tokenizers", "safetensors", "numpy")},
@@ -81,12 +79,8 @@ def _module(name: str, problems: list[dict[str, Any]]) -> str:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError)
         fix = what_to_install(error) or str(error)
-        purpose = (
-            "training and profiles; plans, simulations and reports go without" if name.endswith("_runtime") else "everything"
-        )
-        problems.append(
-            {"missing": name, "for": purpose, "needed": True, "fix": fix.partition("\n")[2] or fix, "error": str(error)}
-        )
+        purpose = "training and profiles; plans, simulations and reports go without" if name.endswith("_runtime") else "everything"
+        problems.append({"missing": name, "for": purpose, "needed": True, "fix": fix.partition("\n")[2] or fix, "error": str(error)})
         return "missing" if missing else "broken"
     return "there"
 
@@ -153,16 +147,12 @@ def _print(found: dict[str, Any]) -> None:
     }
     for i, device in enumerate(torch["devices"] if torch else ()):
         rows[f"device {i}"] = f"{device['name']}, {format_bytes(device['free_memory'])} of {format_bytes(device['memory'])} free"
-    rows["cache"] = (
-        "off" if cache["folder"] is None else f"{cache['folder']}, {cache['files']} files, {format_bytes(cache['bytes'])}"
-    )
+    rows["cache"] = "off" if cache["folder"] is None else f"{cache['folder']}, {cache['files']} files, {format_bytes(cache['bytes'])}"
     rows["a run would use"] = would_use(found)
     print_facts(rows)
     console = out()
     for problem in found["problems"]:
-        console.print(
-            f"\n{'missing' if problem['needed'] else 'optional'}: {problem['missing']}, for {problem['for']}", markup=False
-        )
+        console.print(f"\n{'missing' if problem['needed'] else 'optional'}: {problem['missing']}, for {problem['for']}", markup=False)
         console.print(f"  {problem['fix'].strip()}", markup=False)
     if not found["problems"]:
         console.print("\nnothing is missing")

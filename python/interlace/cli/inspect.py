@@ -34,9 +34,7 @@ def inspect(
         bool,
         typer.Option("--memory", help="Show the memory plan of a step: its arena, what lives at the peak, the largest values."),
     ] = False,
-    regions: Annotated[
-        bool, typer.Option("--regions", help="Show the regions: how often each is called, its ops, its text.")
-    ] = False,
+    regions: Annotated[bool, typer.Option("--regions", help="Show the regions: how often each is called, its ops, its text.")] = False,
     target: Annotated[
         str, typer.Option("--target", help="With --regions: compile them for sm_80 or sm_90 (needs no device) and show their kernels.")
     ] = "",

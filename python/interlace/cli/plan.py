@@ -67,14 +67,10 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option("--host-memory", help="Of a node, for what is offloaded.", show_default="0.9 of the cluster's")
     ] = None,
-    space: Annotated[
-        str, typer.Option("--space", help="full, paper, artifact, or another system's: megatron, deepspeed, aceso.")
-    ] = "full",
+    space: Annotated[str, typer.Option("--space", help="full, paper, artifact, or another system's: megatron, deepspeed, aceso.")] = "full",
     runnable: Annotated[
         bool,
-        typer.Option(
-            "--runnable", help="Only what interlace train --plan runs, predicted as it does: tp alike on all stages."
-        ),
+        typer.Option("--runnable", help="Only what interlace train --plan runs, predicted as it does: tp alike on all stages."),
     ] = False,
     dtype: Annotated[
         str | None,
@@ -90,12 +86,8 @@ def plan(
         typer.Option("--from", help="A plan of before something changed; the search begins with its stages and is shorter."),
     ] = None,
     no_why: Annotated[bool, typer.Option("--no-why", help="Leave out the comparison with simpler plans.")] = False,
-    ignore_key: Annotated[
-        list[str] | None, typer.Option("--ignore-key", help="A key of config.json that may be unknown.")
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Write the plan; the others of --top-k beside it, numbered.")
-    ] = None,
+    ignore_key: Annotated[list[str] | None, typer.Option("--ignore-key", help="A key of config.json that may be unknown.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Write the plan; the others of --top-k beside it, numbered.")] = None,
     export: Annotated[
         tuple[str, str] | None, typer.Option("--export", help="torchtitan, megatron or deepspeed, and a folder for its settings.")
     ] = None,

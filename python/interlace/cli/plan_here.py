@@ -61,9 +61,7 @@ class Here:
     def command(self, model: str = "MODEL", micro_batch: int | None = None, seq: int | None = None) -> str:
         """What measures this."""
         words = ["interlace", "profile", "--model", model, "--ranks", str(self.ranks)]
-        for option, value in (
-            ("--micro-batch", micro_batch), ("--seq", seq), ("--network", self.network), ("--store", self.store),
-        ):  # fmt: skip
+        for option, value in (("--micro-batch", micro_batch), ("--seq", seq), ("--network", self.network), ("--store", self.store)):
             words += [option, str(value)] if value is not None else []
         return shlex.join(words)
 

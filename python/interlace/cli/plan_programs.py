@@ -26,9 +26,7 @@ FAR = 1.5  # times the best by the formula, beyond which a plan is not looked at
 TOP = 200  # plans that the search gives for it
 
 
-def judge(
-    found: dict[str, Any], cluster: str, profile: str, update: Callable[[str, int, int], None], top: int = 1
-) -> dict[str, Any]:  # fmt: skip
+def judge(found: dict[str, Any], cluster: str, profile: str, update: Callable[[str, int, int], None], top: int = 1) -> dict[str, Any]:
     """The first `top` plans: of some those whose programs fit, the fastest in simulation first, with "simulated"; then the others as they
     were found. Some are the best of each layout, and then the best of all. "judged": all whose programs were simulated, in that order."""
     best = _by_layout(found["plans"])

@@ -143,10 +143,7 @@ def stage_table(plan: dict[str, Any]) -> Any:
              str(first["zero"]), recompute, offload_text(first["offload"]) or "-", _ms(first["t_us"]), _ms(first["d_us"]),
              format_bytes(first["peak_bytes"]), format_bytes(first["host_bytes"]) if first["host_bytes"] else "-"]
         )  # fmt: skip
-    head = [
-        "stage", "layers", "devices", "b", "dp", "tp", "ZeRO", "recomputed", "offload", "t ms", "d ms", "peak",
-        "host",
-    ]  # fmt: skip
+    head = ["stage", "layers", "devices", "b", "dp", "tp", "ZeRO", "recomputed", "offload", "t ms", "d ms", "peak", "host"]
     return rows_table("Stages", head, rows, (0, 1, 2, 7, 8))
 
 
@@ -182,10 +179,7 @@ def time_table(plan: dict[str, Any], explained: list[dict[str, Any]]) -> Any:
     for run in runs:
         for phase in explained[run[0]]["phases"]:
             rows.append([_named(run), phase["name"].replace(" ", "\u00a0")] + [_ms(phase[key]) if phase[key] else "-" for key in keys])
-    head = [
-        "stage", "phase", "compute", "gather, reduce", "from host", "to host", "tensor parallel", "exposed at ends",
-        "together",
-    ]  # fmt: skip
+    head = ["stage", "phase", "compute", "gather, reduce", "from host", "to host", "tensor parallel", "exposed at ends", "together"]
     which = "" if len(runs) == len(_alike(plan)) else ", the slowest stage"
     return rows_table(f"Milliseconds of a micro-batch, each alone and together{which}", head, rows, (0, 1))
 

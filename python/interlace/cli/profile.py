@@ -94,11 +94,8 @@ def profile(
     if context.invoked_subcommand is not None:
         return
     for name, value in (
-        ("ranks", 1 if ranks is None else ranks),
-        ("micro-batch", micro_batch),
-        ("accumulation", accumulation),
-        ("threads", threads or 1),
-    ):
+        ("ranks", 1 if ranks is None else ranks), ("micro-batch", micro_batch), ("accumulation", accumulation), ("threads", threads or 1),
+    ):  # fmt: skip
         if value < 1:
             raise InterlaceError(f"--{name} must be at least 1, not {value}")
     if not budget > 0:
@@ -148,15 +145,11 @@ def profile(
 
 
 def show(
-    ranks: Ranks = None,
-    threads: Threads = None,
-    network: Network = None,
+    ranks: Ranks = None, threads: Threads = None, network: Network = None,
     machine: Annotated[str | None, typer.Option("--machine", help="A fingerprint instead of this machine's.")] = None,
-    store: StorePath = None,
-    export: Export = None,
-    top: Annotated[int, typer.Option("--top", help="Ops to list, the longest first.")] = 12,
+    store: StorePath = None, export: Export = None, top: Annotated[int, typer.Option("--top", help="Ops to list, the longest first.")] = 12,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     path = store_path(store)
     if not path.exists():
         raise StoreError(f"there is no {path}: nothing has been measured; run: interlace profile")
@@ -199,9 +192,7 @@ def store_path(store: str | None) -> Path:
     return Path(store) if store else cache_folder() / STORE_FILE
 
 
-def program_of_model(
-    model: str, config: Config, ranks: int, micro_batch: int, seq: int | None
-) -> tuple[str, bytes]:  # fmt: skip
+def program_of_model(model: str, config: Config, ranks: int, micro_batch: int, seq: int | None) -> tuple[str, bytes]:
     """The program that training this model here would run, and one micro-batch for it (saved tensors)."""
     from interlace import _core, models
     from interlace.capture import capture

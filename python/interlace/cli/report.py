@@ -50,9 +50,7 @@ def report(
     every_rank: Annotated[bool, typer.Option("--every-rank", help=sim.EVERY_RANK_HELP)] = False,
     measured: Annotated[str | None, typer.Option("--measured", help=MEASURED_HELP)] = None,
     against: Annotated[str | None, typer.Option("--against", help=AGAINST_HELP)] = None,
-    plan: Annotated[
-        str | None, typer.Option("--plan", help="A plan of interlace plan instead of a program: its pipeline over time.")
-    ] = None,
+    plan: Annotated[str | None, typer.Option("--plan", help="A plan of interlace plan instead of a program: its pipeline over time.")] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "report.html",
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
 ) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
 import sys
 from typing import Annotated, Any, get_type_hints
 
+import torch
 import typer
 
+from interlace.cli import main
 from interlace.cli.console import Work, err
 from interlace.cli.program_file import FileError, check_output, writable_folder
-from interlace.cli.run_record import with_resumed
+from interlace.cli.run_record import RunRecord, with_resumed
 from interlace.cli.settings import AUTO, TrainSettings, check_explicit, parse_clip, ranks_of_launcher, with_plan
 from interlace.cli.train_log import check as check_log
 from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.validation import Validation
 from interlace.dist.launch import is_rank, run_ranks
+from interlace.dist.nursery import Nursery
 from interlace.dist.secret import ENCRYPT, encrypts
 from interlace.errors import InterlaceError
 
@@ -82,17 +86,30 @@ def train(context: typer.Context, **given: Any) -> None:
         encrypts()  # or this machine cannot, which is said before anything is prepared
     if record is not None and record.step >= settings.end:  # only --resume auto comes here
         if not is_rank() or os.environ["RANK"] == "0":
-            err().print(
-                f"the run in {settings.resume} has made all of its {settings.end} steps: nothing to do",
-                markup=False,
-                soft_wrap=True,
-            )
+            err().print(f"the run in {settings.resume} has made all of its {settings.end} steps: nothing to do", markup=False, soft_wrap=True)
         return
     if is_rank():
         from interlace.cli.train_rank import train_rank
 
         train_rank(settings, record, "text" in explicit, planned)
         return
+    with contextlib.ExitStack() as stack:
+        nursery = None
+        if Nursery.can_be() and not torch.backends.cuda.is_built():  # a process that has seen a GPU must not be forked
+            nursery = stack.enter_context(contextlib.closing(Nursery(lambda: _imports(settings.model), main)))
+        _check_and_prepare(settings, record, "text" in explicit)
+        _run(settings, nursery)
+
+
+def _imports(model: str) -> None:
+    """What a rank would import, wherever it does."""
+    from interlace import compile, models  # noqa: F401
+
+    with contextlib.suppress(Exception):  # the launcher says what is wrong with it
+        models.import_class(model)
+
+
+def _check_and_prepare(settings: TrainSettings, record: RunRecord | None, other_text: bool) -> None:
     check_model(settings)
     if settings.save:
         writable_folder(settings.save)
@@ -103,13 +120,17 @@ def train(context: typer.Context, **given: Any) -> None:
         if file:
             check_output(file)
     with Work() as work:
-        tokens = prepare_text(settings, record, "text" in explicit, work)
+        tokens = prepare_text(settings, record, other_text, work)
     dataset(tokens, settings, record)
     if settings.evaluates:
         Validation(settings, tokens)
+
+
+def _run(settings: TrainSettings, nursery: Nursery | None) -> None:
+    """Runs the ranks, again after a failure as often as is allowed."""
     command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
     for left in range(settings.max_restarts, -1, -1):
-        failure = run_ranks(command, settings.ranks, settings.threads_per_rank())
+        failure = run_ranks(command, settings.ranks, settings.threads_per_rank(), nursery)
         if failure is None:
             return
         if left == 0:

@@ -198,15 +198,13 @@ def _config(settings: TrainSettings, planned: Execution | None, model: torch.nn.
     return interlace.Config(
         strategy=settings.strategy, mesh=settings.mesh, tensor=settings.tensor, sequence_parallel=settings.sequence_parallel,
         stages=settings.stages if planned is None else planned.borders(model), stage_order=settings.stage_order,
-        stage_chunks=settings.stage_chunks,
-        accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
+        stage_chunks=settings.stage_chunks, accumulation=settings.accumulation, accumulate_mode=settings.accumulate_mode,
         clip_norm=settings.clip, seed=settings.seed, timeout_s=settings.timeout, trust_program=settings.trust_program,
         verify_steps=settings.verify_steps, regions=settings.regions, regions_wait=settings.regions_wait,
-        weights=settings.weights,
-        memory_limit=settings.memory_limit, tier=settings.tier, tier_bandwidth=settings.tier_bandwidth,
-        passes=settings.passes,
-        schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))],
-        cluster=settings.cluster, param_dtype=settings.param_dtype,
+        weights=settings.weights, memory_limit=settings.memory_limit, tier=settings.tier,
+        tier_bandwidth=settings.tier_bandwidth, passes=settings.passes,
+        schedule=settings.schedule_entries() if planned is None else [(0, planned.passes(model))], cluster=settings.cluster,
+        param_dtype=settings.param_dtype,
     )  # fmt: skip
 
 

@@ -197,15 +197,7 @@ class Fingerprint:
                 self._names_of(vars(base))
                 continue
             for name, item in vars(base).items():
-                if name in (
-                    "__dict__",
-                    "__weakref__",
-                    "__doc__",
-                    "__module__",
-                    "__annotations__",
-                    "__abstractmethods__",
-                    "_abc_impl",
-                ):
+                if name in ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl"):
                     continue
                 self.word(name)
                 if isinstance(item, (staticmethod, classmethod)):

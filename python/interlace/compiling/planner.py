@@ -178,9 +178,7 @@ class Planner:
         """Whether source() would take this plan from the cache."""
         return self.programs.cache.get("plan", self._key(captured, passes, limit, for_stage(self.standard, 0, self.config))[0]) is not None
 
-    def _key(
-        self, captured: str, passes: tuple[str, ...], limit: int | None, standard: str
-    ) -> tuple[str, dict[int, str]]:  # fmt: skip
+    def _key(self, captured: str, passes: tuple[str, ...], limit: int | None, standard: str) -> tuple[str, dict[int, str]]:
         """Everything that decides what the passes make: the captured text without its dropout probabilities, the passes, the machines, the
         limit, and the profile or, where it is measured here, the machine that it is measured on."""
         template, numbers = take_out(captured)

@@ -371,9 +371,7 @@ class Config:
                 tensor_plan="auto" if self.tensor == "auto" else "model", sequence=self.sequence_parallel,
                 stage_axis="pp" if self.stage_ranks > 1 else "", stages_at=self.stages, stage_order=self.stage_order,
                 stage_chunks=self.stage_chunks, stage_ranks=[math.prod(axes.values()) for axes in unlike],
-                stage_data=[axes["dp"] for axes in unlike],
-                accumulation=self.accumulation,
-                accumulate_mode=accumulate_mode, param=param,
+                stage_data=[axes["dp"] for axes in unlike], accumulation=self.accumulation, accumulate_mode=accumulate_mode, param=param,
                 reduce="none" if wanted is None else NARROW.get(wanted, "f32"), clip=self.clip_norm,
                 norm=self.skip_nonfinite and self.clip_norm is None, momentum=momentum,
             )

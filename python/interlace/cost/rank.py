@@ -87,9 +87,7 @@ def measure(job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper:
         peers.exchange("profile done", True)
 
 
-def _measure_ops(
-    job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress, machine: Machine
-) -> None:  # fmt: skip
+def _measure_ops(job: dict[str, Any], text: str, inputs: bytes, peers: Peers, keeper: Keeper, progress: Progress, machine: Machine) -> None:
     """The ops of the program: where they stand in it, or each alone when it does not fit."""
     from interlace import _core, _runtime
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from interlace.dist.secret import VALUE, derive, fresh
 
 if TYPE_CHECKING:
+    from interlace.dist.nursery import ForkedRank, Nursery
     from interlace.dist.store import StoreServer
 
 LOOPBACK = "127.0.0.1"
@@ -113,14 +114,18 @@ def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str
     }  # fmt: skip
 
 
-def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailure | None:
+def run_ranks(command: Sequence[str], ranks: int, threads: int = 1, nursery: Nursery | None = None) -> RankFailure | None:
     """Runs `command` as `ranks` processes; None when all ended well, else the failure that came first.
+
+    With a nursery the ranks are its forks; `command` is python -m MODULE WORDS.
 
     This process holds the ranks' key-value store, so that it answers whatever becomes of rank 0, also when rank 0 ends well before
     the others have read its last word. On SIGTERM and Ctrl-C the ranks get the signal too and STOP_S to end, then Terminated or
     KeyboardInterrupt is raised; a second Ctrl-C ends them at once. The ranks are in sessions of their own: a terminal's Ctrl-C
     comes from here alone.
     """
+    if nursery is not None and not nursery.ready():
+        nursery = None
     held, secret, port = _hold_store() if ranks > 1 else (None, "", free_port())
     with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_signals() as stop:
         workers: list[_Worker] = []
@@ -130,7 +135,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1) -> RankFailu
                 environment = rank_environment(rank, ranks, port, threads)
                 if held is not None:
                     environment |= {STORE: f"{LOOPBACK}:{port}", VALUE: secret}
-                workers.append(_Worker(rank, command, environment, file))
+                workers.append(_Worker(rank, command, environment, file, nursery))
             _wait(workers, stop)
         finally:
             _end(workers)
@@ -155,17 +160,23 @@ def _hold_store() -> tuple[StoreServer | None, str, int]:
 class _Worker:
     """One rank: its process, and the thread that passes its stderr on."""
 
-    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], failure_file: Path):
+    process: subprocess.Popen[bytes] | ForkedRank
+
+    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], failure_file: Path, nursery: Nursery | None):
         self.rank = rank
         self.failure_file = failure_file
         self.ended_at: float | None = None
         self.told_to_end = False
         self.tail: list[str] = []
         own_terminal = rank == 0 and sys.stderr.isatty()
-        self.process = subprocess.Popen(
-            list(command), env={**os.environ, **environment, FAILURE_FILE: str(failure_file)}, stdin=subprocess.DEVNULL,
-            stderr=None if own_terminal else subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        environment = {**environment, FAILURE_FILE: str(failure_file)}
+        if nursery is not None:
+            self.process = nursery.start(command, environment, own_terminal)
+        else:
+            self.process = subprocess.Popen(
+                list(command), env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+                stderr=None if own_terminal else subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
         self.reader = None
         if self.process.stderr is not None:
             self.reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)
@@ -233,14 +244,13 @@ def _end(workers: list[_Worker]) -> None:
     running = [worker for worker in workers if worker.poll() is None]
     for worker in running:
         worker.told_to_end = True
-        worker.process.terminate()
+        worker.process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + KILL_AFTER_S
-    for worker in running:
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
+    while running := [worker for worker in running if worker.poll() is None]:
+        if time.monotonic() > deadline:
+            for worker in running:
+                worker.process.send_signal(signal.SIGKILL)
+        time.sleep(POLL_S / 5)
     for worker in workers:
         if worker.reader is not None:
             worker.reader.join(timeout=1.0)

@@ -171,6 +171,13 @@ def _make(preset: Preset, options: dict[str, Any], dtype: torch.dtype) -> tuple[
     return model, config
 
 
+def import_class(name: str) -> None:
+    """Imports what building a causal language model of that name would."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[resolve(name).model_type]]
+
+
 def _batch(preset: Preset, options: dict[str, Any], config: Any, rows: int, seq: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if preset.kind == "causal-lm":

@@ -103,9 +103,7 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
 }
 _GPT_ONLY = ("40b", "175b")
 ALIASES = {"llama-3-405b": "llama-3.1-405b", "mixtral": "mixtral-8x7b"}
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "tie_word_embeddings": False,
-}  # fmt: skip
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "tie_word_embeddings": False}
 
 
 def _gpt(hidden: int, layers: int, heads: int, _: int) -> tuple[str, dict[str, Any]]:

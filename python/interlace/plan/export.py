@@ -154,10 +154,7 @@ def deepspeed(plan: Plan, _: tuple[str, ...] = ()) -> tuple[str, list[str]]:
             left.append(f"weights {100 * offload['weights']:.3g} % on the host: all of them, and with ZeRO 3 only")
     left += _offloads(stages, ("gradients",))
     if any(stage["full"] for stage in stages):
-        out["activation_checkpointing"] = {
-            "partition_activations": first["tp"] > 1,
-            "cpu_checkpointing": offload["activations"] > 0,
-        }
+        out["activation_checkpointing"] = {"partition_activations": first["tp"] > 1, "cpu_checkpointing": offload["activations"] > 0}
         mode, note = _recompute_mode(stages)
         left.append("which blocks are recomputed is the model's code" + (f" ({note})" if mode and note else ""))
     elif any(stage["selective"] for stage in stages):
@@ -204,7 +201,4 @@ def _recompute_mode(stages: list[dict[str, Any]]) -> tuple[str, str]:
     said = "; ".join(
         f"stage {i}: {stage['full']} full, {stage['selective']} selective of {stage['layers']}" for i, stage in enumerate(stages)
     )
-    return (
-        mode,
-        f"recomputation of some blocks only ({said}): {mode} is written for all, which needs less memory and takes longer",
-    )
+    return mode, f"recomputation of some blocks only ({said}): {mode} is written for all, which needs less memory and takes longer"

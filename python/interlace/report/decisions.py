@@ -70,9 +70,7 @@ def render_decisions(found: Decisions) -> str:
 def _compared(row: Row, base: Row) -> list[str]:
     change = row[1] / base[1] - 1 if base[1] else 0.0
     tone = "better" if change < -0.0005 else "worse" if change > 0.0005 else "same"
-    return [
-        escape(row[0]), time_text(row[1]), f'<span class="{tone}">{percent_text(change, signed=True)}</span>', bytes_text(row[2]),
-    ]  # fmt: skip
+    return [escape(row[0]), time_text(row[1]), f'<span class="{tone}">{percent_text(change, signed=True)}</span>', bytes_text(row[2])]
 
 
 def _body(name: str, head: str, rows: list[list[str]]) -> str:

@@ -155,9 +155,7 @@ class Follow:
                 f"{ranks_text(other)} changed {wrong} otherwise than rank 0 before step {run.steps}; every rank must change the same"
             )
 
-    def _again(
-        self, why: str, state: str, batch: Any, numbers: set[str], ways: list[Way] | None = None, place: str | None = None
-    ) -> None:  # fmt: skip
+    def _again(self, why: str, state: str, batch: Any, numbers: set[str], ways: list[Way] | None = None, place: str | None = None) -> None:
         """Captures again; the program of this state of the model then runs, or the one that runs where it is the same. `state`: that of the
         program that runs. `ways`: that another must begin with, which the reads at `place` tell from it."""
         run, programs = self.run, self.planner.programs

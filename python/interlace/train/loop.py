@@ -246,10 +246,7 @@ class Loop:
         """Measured against predicted, on rank 0; all ranks do what it says."""
         self._check_at = -1
         everyone = self._measured()
-        words: dict[str, Any] = {
-            "measured_us": 1e6 * max(s for s, _, _, _ in everyone),
-            "measured_bytes": max(p for _, p, _, _ in everyone),
-        }
+        words: dict[str, Any] = {"measured_us": 1e6 * max(s for s, _, _, _ in everyone), "measured_bytes": max(p for _, p, _, _ in everyone)}
         words["free_bytes"] = min(f for _, _, f, _ in everyone)
         noise = max(apart / max(s, 1e-9) for s, _, _, apart in everyone)  # of single steps: what lies within says nothing about the plan
         if self._predicted is not None and len(self._seconds) > 1 and self.run.program == self._planned:

@@ -242,9 +242,7 @@ class Trainer:
         parallelism leaves whole, and why; and `opaque`: what runs in Python, why, and how long (seconds, on this rank) it has taken."""
         summary = self._run.ir.summary()
         names = summary["largest_unit_params"]
-        summary["largest_unit"] = {
-            "unit": summary["largest_unit"], "name": ", ".join(names), "bytes": summary["largest_unit_bytes"],
-        }  # fmt: skip
+        summary["largest_unit"] = {"unit": summary["largest_unit"], "name": ", ".join(names), "bytes": summary["largest_unit_bytes"]}
         summary["passes"] = self.passes
         summary["opaque"] = self._run.programs.opaque.summary() if self._run.programs.opaque is not None else []
         return summary
