@@ -20,8 +20,8 @@ from interlace.cli.settings import AUTO, TrainSettings, check_explicit, parse_cl
 from interlace.cli.train_log import check as check_log
 from interlace.cli.train_text import dataset, prepare_text
 from interlace.cli.validation import Validation
+from interlace.dist.fork_server import ForkServer
 from interlace.dist.launch import is_rank, run_ranks
-from interlace.dist.nursery import Nursery
 from interlace.dist.secret import ENCRYPT, encrypts
 from interlace.errors import InterlaceError
 
@@ -94,11 +94,11 @@ def train(context: typer.Context, **given: Any) -> None:
         train_rank(settings, record, "text" in explicit, planned)
         return
     with contextlib.ExitStack() as stack:
-        nursery = None
-        if Nursery.can_be() and not torch.backends.cuda.is_built():  # a process that has seen a GPU must not be forked
-            nursery = stack.enter_context(contextlib.closing(Nursery(lambda: _imports(settings.model), main)))
+        fork_server = None
+        if ForkServer.can_be() and not torch.backends.cuda.is_built():  # a process that has seen a GPU must not be forked
+            fork_server = stack.enter_context(contextlib.closing(ForkServer(lambda: _imports(settings.model), main)))
         _check_and_prepare(settings, record, "text" in explicit)
-        _run(settings, nursery)
+        _run(settings, fork_server)
 
 
 def _imports(model: str) -> None:
@@ -126,11 +126,11 @@ def _check_and_prepare(settings: TrainSettings, record: RunRecord | None, other_
         Validation(settings, tokens)
 
 
-def _run(settings: TrainSettings, nursery: Nursery | None) -> None:
+def _run(settings: TrainSettings, fork_server: ForkServer | None) -> None:
     """Runs the ranks, again after a failure as often as is allowed."""
     command = [sys.executable, "-m", "interlace.cli", *sys.argv[1:]]
     for left in range(settings.max_restarts, -1, -1):
-        failure = run_ranks(command, settings.ranks, settings.threads_per_rank(), nursery)
+        failure = run_ranks(command, settings.ranks, settings.threads_per_rank(), fork_server)
         if failure is None:
             return
         if left == 0:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from interlace.dist.secret import VALUE, derive, fresh
 
 if TYPE_CHECKING:
-    from interlace.dist.nursery import ForkedRank, Nursery
+    from interlace.dist.fork_server import ForkedRank, ForkServer
     from interlace.dist.store import StoreServer
 
 LOOPBACK = "127.0.0.1"
@@ -114,18 +114,18 @@ def rank_environment(rank: int, ranks: int, port: int, threads: int) -> dict[str
     }  # fmt: skip
 
 
-def run_ranks(command: Sequence[str], ranks: int, threads: int = 1, nursery: Nursery | None = None) -> RankFailure | None:
+def run_ranks(command: Sequence[str], ranks: int, threads: int = 1, fork_server: ForkServer | None = None) -> RankFailure | None:
     """Runs `command` as `ranks` processes; None when all ended well, else the failure that came first.
 
-    With a nursery the ranks are its forks; `command` is python -m MODULE WORDS.
+    With a fork server the ranks are its forks; `command` is python -m MODULE WORDS.
 
     This process holds the ranks' key-value store, so that it answers whatever becomes of rank 0, also when rank 0 ends well before
     the others have read its last word. On SIGTERM and Ctrl-C the ranks get the signal too and STOP_S to end, then Terminated or
     KeyboardInterrupt is raised; a second Ctrl-C ends them at once. The ranks are in sessions of their own: a terminal's Ctrl-C
     comes from here alone.
     """
-    if nursery is not None and not nursery.ready():
-        nursery = None
+    if fork_server is not None and not fork_server.ready():
+        fork_server = None
     held, secret, port = _hold_store() if ranks > 1 else (None, "", free_port())
     with tempfile.TemporaryDirectory(prefix="interlace-ranks-") as folder, _noting_signals() as stop:
         workers: list[_Worker] = []
@@ -135,7 +135,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int = 1, nursery: Nur
                 environment = rank_environment(rank, ranks, port, threads)
                 if held is not None:
                     environment |= {STORE: f"{LOOPBACK}:{port}", VALUE: secret}
-                workers.append(_Worker(rank, command, environment, file, nursery))
+                workers.append(_Worker(rank, command, environment, file, fork_server))
             _wait(workers, stop)
         finally:
             _end(workers)
@@ -162,7 +162,7 @@ class _Worker:
 
     process: subprocess.Popen[bytes] | ForkedRank
 
-    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], failure_file: Path, nursery: Nursery | None):
+    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], failure_file: Path, fork_server: ForkServer | None):
         self.rank = rank
         self.failure_file = failure_file
         self.ended_at: float | None = None
@@ -170,8 +170,8 @@ class _Worker:
         self.tail: list[str] = []
         own_terminal = rank == 0 and sys.stderr.isatty()
         environment = {**environment, FAILURE_FILE: str(failure_file)}
-        if nursery is not None:
-            self.process = nursery.start(command, environment, own_terminal)
+        if fork_server is not None:
+            self.process = fork_server.start(command, environment, own_terminal)
         else:
             self.process = subprocess.Popen(
                 list(command), env={**os.environ, **environment}, stdin=subprocess.DEVNULL,

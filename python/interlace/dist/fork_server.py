@@ -1,6 +1,6 @@
 """Ranks that are forked from a process which has imported what they import.
 
-A fresh interpreter takes seconds of processor time and 200 MiB for torch and a model's classes, each rank anew. The nursery is a
+A fresh interpreter takes seconds of processor time and 200 MiB for torch and a model's classes, each rank anew. The fork server is a
 fork of the launcher that imports them beside what the launcher does meanwhile; each rank is forked from it in milliseconds and
 shares its pages. The rank's parent is the launcher: the process between them ends at once, and the launcher adopts.
 """
@@ -26,7 +26,7 @@ from interlace.errors import InterlaceError
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 
 
-class Nursery:
+class ForkServer:
     """Of one launcher; `main` is what a rank does, with sys.argv and os.environ its own. To be closed."""
 
     def __init__(self, imports: Callable[[], object], main: Callable[[], object]) -> None:
@@ -48,7 +48,7 @@ class Nursery:
         return sys.platform == "linux" and threading.active_count() == 1
 
     def ready(self) -> bool:
-        """Waits for the imports. False: the nursery has died."""
+        """Waits for the imports. False: the fork server has died."""
         if self._ready is None:
             self._ready = bool(self._pipe.recv(1))
         return self._ready

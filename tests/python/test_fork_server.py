@@ -1,4 +1,4 @@
-"""Ranks forked from a nursery: what they are given, how their ends are seen, and that they end with their launcher."""
+"""Ranks forked from a fork server: what they are given, how their ends are seen, and that they end with their launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 PROGRAM = """
 import json, os, signal, sys, time
 from interlace.dist.launch import run_ranks
-from interlace.dist.nursery import Nursery
+from interlace.dist.fork_server import ForkServer
 
 def imports():
     sys.imported = os.getpid()
@@ -24,10 +24,10 @@ def main():
     rank = int(os.environ["RANK"])
     {main}
 
-nursery = Nursery(imports, main)
-assert Nursery.can_be()
-failures = [run_ranks(["python", "-m", "module", "word"], 2, 3, nursery) for _ in range({times})]
-nursery.close()
+fork_server = ForkServer(imports, main)
+assert ForkServer.can_be()
+failures = [run_ranks(["python", "-m", "module", "word"], 2, 3, fork_server) for _ in range({times})]
+fork_server.close()
 print(json.dumps([failure and failure.describe() for failure in failures]))
 """
 
@@ -82,7 +82,7 @@ def test_all_end_with_the_launcher(number: int, tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 3, "the nursery and two ranks"
+    assert len(children) == 3, "the fork server and two ranks"
     os.kill(process.pid, number)
     process.communicate(timeout=60)
     deadline = time.monotonic() + 30
