@@ -41,16 +41,16 @@ core-test:  ## build and test the C++ rooms that need no torch
 	  && cmake --build --preset core && ctest --preset core
 
 asan-test:  ## the same under address and undefined-behaviour sanitizers
-	@sh tools/setup/system.sh python cxx venv gtest clang
+	@sh tools/setup/system.sh python cxx venv gtest
 	@$(SETUP) tools
 	@export PATH="$(BIN):$$PATH" && cmake --preset asan >build/asan.log || { cat build/asan.log; exit 1; } \
 	  && cmake --build --preset asan && ctest --preset asan
 
 fuzz:  ## fuzz every reader for FUZZ_SECONDS (default 60)
-	@sh tools/setup/system.sh python cxx venv gtest clang
+	@sh tools/setup/system.sh python cxx venv clang
 	@$(SETUP) tools
-	@export PATH="$(BIN):$$PATH" && cmake --preset asan >build/asan.log || { cat build/asan.log; exit 1; } \
-	  && cmake --build --preset asan && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
+	@export PATH="$(BIN):$$PATH" && cmake --preset fuzz >build/fuzz.log || { cat build/fuzz.log; exit 1; } \
+	  && cmake --build --preset fuzz && sh tools/setup/fuzz.sh $(FUZZ_SECONDS)
 
 bench: build  ## measure against PyTorch, alternating in the same processes; figures go to out/bench.json
 	@$(SETUP) test

@@ -91,7 +91,10 @@ def _serve(pipe: socket.socket, launcher: int, imports: Callable[[], object], ma
     os.environ[PARENT] = str(launcher)
     follow_parent()
     imports()
-    pipe.send(b".")
+    try:
+        pipe.send(b".")
+    except OSError:  # the launcher has found a fault in what it was asked, and ended
+        return
     while True:
         words, fds, _, _ = socket.recv_fds(pipe, 1 << 20, 1)
         if not words:

@@ -163,7 +163,8 @@ def _launch(compiled: SimpleNamespace, arguments: list[Any], places: dict[str, t
 def main() -> None:
     gc.disable()  # a fifth of the time, of a process that soon ends
     target, processes, path = sys.argv[1:]
-    funcs: list[Func] = sorted(pickle.load(sys.stdin.buffer), key=lambda func: (-len(func["ops"]), func["key"]))
+    funcs: list[Func] = pickle.load(sys.stdin.buffer)
+    funcs.sort(key=lambda func: (-len(func["ops"]), func["key"]))
     pretend(TARGETS[target])
     made = [region_of(funcs.pop())]  # what all need is imported and made once, before the processes part
     if int(processes) == 1:

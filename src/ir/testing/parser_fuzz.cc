@@ -1,6 +1,6 @@
 // Fuzz target: any bytes may come; what is accepted must print, read back, verify, bind, compact.
-//   cmake --preset asan && cmake --build --preset asan && mkdir -p build/corpus &&
-//   build/asan/parser_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus
+//   cmake --preset fuzz && cmake --build --preset fuzz && mkdir -p build/corpus &&
+//   build/fuzz/parser_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

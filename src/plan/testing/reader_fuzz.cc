@@ -1,8 +1,8 @@
 // Fuzz target: the readers beside the program's own. The first word says which, as in the files: a profile, a plan, the
 // text of a model, a program to simulate and to explain, JSON; anything else is a cluster file and a pipeline of
 // passes. What is accepted must print, and read back the same.
-//   cmake --preset asan && cmake --build --preset asan && mkdir -p build/corpus &&
-//   build/asan/reader_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus tests/golden/*
+//   cmake --preset fuzz && cmake --build --preset fuzz && mkdir -p build/corpus &&
+//   build/fuzz/reader_fuzz -max_total_time=60 -rss_limit_mb=1024 build/corpus tests/golden/*
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

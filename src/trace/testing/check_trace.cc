@@ -160,6 +160,7 @@ namespace {
 Result<int64_t> Field(const Json& object, std::string_view key) {
   const Json* field = object.Find(key);
   if (field == nullptr || !field->is(Json::Kind::kNumber)) return MakeError("no number '", key, "'");
+  if (!(std::abs(field->number) < 0x1p62)) return MakeError("'", key, "' is no number of bytes or microseconds");
   return static_cast<int64_t>(field->number);
 }
 
