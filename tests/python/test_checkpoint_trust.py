@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_file_is_unpickled_or_evaluated() -> None:
-    """The whole package: what could run code of a file does not occur, but for one reader of tensors alone, and what processes of one run give
+    """The package: what could run code of a file does not occur, but for one reader of tensors alone, and what processes of one run give
     one another: a rank and the process that compiles its regions (through its stdin or a folder of theirs alone), and ranks that encrypt
     (opened with their key before it is read)."""
     pattern = re.compile(r"\b(pickle\.loads?|torch\.load|np\.load|numpy\.load|allow_pickle|marshal|shelve|eval|exec)\(")
