@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -287,6 +288,21 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     making = Making(wanted, "", print)
     with pytest.raises(RegionsError, match="directory"):
         until(making.poll)
+
+
+def test_a_host_that_starts_no_more_processes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error is the one that a lock gives which another process has."""
+    wanted = Wanted.of(funcs(GATED), "on", tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(BlockingIOError):
+        Making(wanted, "", print)
+    fd = kept.take_lock(wanted.lock)
+    assert fd is not None
+    os.close(fd)
 
 
 def interlace_command(folder: Path, *words: str) -> str:

@@ -5,7 +5,8 @@ funcs of a program ──lower──► C++ text ──library──► .so in t
 """
 
 from interlace.regions.beside import Making, ready
-from interlace.regions.library import Library, RegionsError, Wanted, reason_of, say_bodies_run
+from interlace.regions.kept import RegionsError
+from interlace.regions.library import Library, Wanted, reason_of, say_bodies_run
 from interlace.regions.lower import TESTED
 
 __all__ = ["TESTED", "Library", "Making", "RegionsError", "Wanted", "ready", "reason_of", "say_bodies_run"]

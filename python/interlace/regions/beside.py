@@ -11,7 +11,6 @@ the rank, however that ends, and leaves nothing half done: it works in a folder 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import shutil
@@ -29,7 +28,8 @@ import torch
 
 from interlace.regions import library
 from interlace.regions.body import Func
-from interlace.regions.library import Library, RegionsError, Wanted, log, reason_of
+from interlace.regions.kept import RegionsError, log, take_lock
+from interlace.regions.library import Library, Wanted, reason_of
 
 NICE = 10
 MORE_S = 120.0  # for all but the compiler: starting, lowering, comparing
@@ -99,9 +99,12 @@ class Making:
 
     def _start(self) -> None:
         """The child, if nobody of this host has the lock."""
-        fd = os.open(self.wanted.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if (fd := take_lock(self.wanted.lock)) is None:
+            if not self._waits:
+                self._say(f"another process of this host compiles the regions{self._meanwhile}")
+            self._waits = True
+            return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.wanted.read(self._say) is not None:  # made meanwhile: the next poll has it
                 return
             library.check_compiler()
@@ -125,10 +128,6 @@ class Making:
             # Also when this is forgotten, and when the process ends without closing it.
             self._end = weakref.finalize(self, _end, self._child, self.wanted, scratch, os.getpid())
             self._say(f"compiling {len(self.wanted.funcs)} regions{self._meanwhile}")
-        except BlockingIOError:
-            if not self._waits:
-                self._say(f"another process of this host compiles the regions{self._meanwhile}")
-            self._waits = True
         finally:
             os.close(fd)  # the child has the lock
 

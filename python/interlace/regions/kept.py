@@ -100,23 +100,29 @@ def run_within(
     return run.returncode, errors.decode(errors="replace")
 
 
+def take_lock(path: Path) -> int | None:
+    """The file's lock, as a descriptor that has it until all copies of it are closed; None: another process has it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+    except BlockingIOError:
+        os.close(fd)
+        return None
+
+
 @contextlib.contextmanager
 def _alone(path: Path, say: Callable[[str], None], limit_s: float) -> Iterator[None]:
     """One process of the host at a time. Error: the one before takes too long."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    end, told = time.monotonic() + limit_s, False
+    while (fd := take_lock(path)) is None:
+        if not told:
+            say("another process of this host compiles the regions; waiting for it")
+            told = True
+        if time.monotonic() > end:
+            raise RegionsError(f"another process holds {path} for longer than {limit_s:g} s")
+        time.sleep(0.1)
     try:
-        begin, told = time.monotonic(), False
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    say("another process of this host compiles the regions; waiting for it")
-                    told = True
-                if time.monotonic() - begin > limit_s:
-                    raise RegionsError(f"another process holds {path} for longer than {limit_s:g} s") from None
-                time.sleep(0.1)
         yield
     finally:
         os.close(fd)

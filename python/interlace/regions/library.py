@@ -1,12 +1,8 @@
 """All regions of a program in one shared library, made once a machine and kept on disk.
 
-    FOLDER/regions/<key>.so      the library
-    FOLDER/regions/<key>.json    its digest, and of each region whether it has the bits of its body or why it is not used
-    FOLDER/regions/<key>.lock    held by the process that makes them (beside.py); the others of the host wait
-
-The key is that of the bodies, of what makes code of them and of what runs it. Files are this user's alone (private.py), written whole, and
-a library is loaded when its digest is what was noted when it was made. Nothing here fails a run: where there is no library the bodies run,
-and why is said once.
+The key is that of the bodies, of what makes code of them and of what runs it; noted is of each region whether it has the bits of its body or
+why it is not used (kept.py has the files, beside.py the process that makes them). Nothing here fails a run: where there is no library the
+bodies run, and why is said once.
 """
 
 from __future__ import annotations
