@@ -82,7 +82,7 @@ TEST(TensorGolden, StagesThatCutUnlike) {
     const std::string own = std::to_string(stage);
     ExpectGolden("mlp.unlike" + own + ".il",
                  RunText(text, "canonicalize,mesh(axes=pp:3+dp:1+tp:" + std::to_string(2 - stage) +
-                                   ",stages=2+1,stage=" + own + "),borders(at=down.weight),tensor(plan=model)," +
+                                   ",stages=2+1,stage=" + own + "),borders(at=down.weight,data=1+1),tensor(plan=model)," +
                                    "canonicalize,pipeline(stage=" + own + ",at=down.weight,data=1+1)"));
   }
 }

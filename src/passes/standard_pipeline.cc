@@ -68,16 +68,13 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
   }
   INTERLACE_ASSIGN(int64_t parts, RanksTo(options, options.tensor_axis, "cut products"));
   INTERLACE_ASSIGN(const int64_t stages, RanksTo(options, options.stage_axis, "deal stages over"));
-  bool alike = true;
-  for (size_t s = 0; s < options.stage_data.size(); ++s) {
-    const int64_t own = options.stage_ranks[s] / options.stage_data[s];
-    alike = alike && own == options.stage_ranks[0] / options.stage_data[0];
-    parts = std::max(parts, own);
-  }
-  // Before products are cut, because the programs of stages that cut them unlike must agree on what they exchange.
-  if (!alike)
+  for (size_t s = 0; s < options.stage_data.size(); ++s)
+    parts = std::max(parts, options.stage_ranks[s] / options.stage_data[s]);
+  // Before products are cut, because the programs of stages with unlike ranks must agree on what they exchange.
+  if (parts > 1 && !options.stage_data.empty()) {
     passes.push_back("borders(axis=" + options.stage_axis + ",at=" + options.stages_at +
-                     ",chunks=" + std::to_string(options.stage_chunks) + ")");
+                     ",chunks=" + std::to_string(options.stage_chunks) + ",data=" + Joined(options.stage_data) + ")");
+  }
   // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its
   // parameters.
   if (parts > 1) {

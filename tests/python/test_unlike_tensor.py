@@ -13,7 +13,7 @@ from test_trainer_bits import digest
 from test_unlike_stages import compiled, distances, resumed
 
 from interlace.checkpoint.contents import MODEL, OPTIMIZER
-from interlace.compiling.programs import ProgramError
+from interlace.errors import InterlaceError
 
 THREE: list[dict[str, Any]] = [
     {"mesh": {"pp": 2, "dp": 1, "tp": (2, 1)}, "stage_order": "1f1b"},
@@ -68,5 +68,4 @@ def tied() -> None:
 def test_tied_weights_need_one_tp() -> None:
     words = "is used by stages 0 and 1, which cut products over 2 and 1 ranks and cannot add up their parts of its gradient; give both the same tp"
     for outcome in ranks.outcomes(tied, 3):
-        assert outcome is not None and isinstance(outcome.error, ProgramError), outcome
-        assert words in str(outcome.error)
+        assert outcome is not None and isinstance(outcome.error, InterlaceError) and words in str(outcome.error), outcome

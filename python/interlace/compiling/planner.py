@@ -163,7 +163,7 @@ class Planner:
         self.programs.cuts = found[0]["meta"]
         passes[at] = re.sub(r"plan=[^,)]+", "plan=model", passes[at])
         self.standard = ",".join(passes)
-        return self.programs.with_cuts(captured)
+        return self.programs.settled(captured)
 
     def rehearse(self, captured: str, later: Schedule) -> None:
         """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its

@@ -174,7 +174,7 @@ class _Build:
 
         def make() -> Source:
             captured, constants = self._capture(used)
-            unlike = isinstance(dict(self.config.axes or ()).get("tp"), tuple)
+            unlike = bool(self.config.stage_meshes)
             if unlike:  # borders are settled on the whole program
                 self.planner.settle_stages(captured)
             if self.config.tensor_ranks > 1:

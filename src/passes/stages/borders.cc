@@ -1,12 +1,13 @@
-// borders.cc — pass `borders`: of stages that cut products over other numbers of ranks, what each has is settled while
-// the program is still whole. Every op is noted with its stage, and what crosses is copied where it is made, for each
-// stage that uses it; pass `tensor` has the copies whole on all ranks, whatever it cuts beside them.
+// borders.cc — pass `borders`: of stages with unlike ranks that cut products, what each has is settled while the program
+// is still whole. Every op is noted with its stage, and what crosses is copied where it is made, for each stage that
+// uses it; pass `tensor` has the copies whole on all ranks, whatever it cuts beside them.
 //   before: %5 = mm(%x, %w)        after: %5 = mm(%x, %w) {stage=0}
 //           %6 = mm(%5, %v)               %9 = copy(%5) {stage=0 message="fwd model.0 aten.mm 0"}
 //                                         %6 = mm(%9, %v) {stage=1}
 // So the programs of all stages send and receive the same, though `tensor` makes other ops of each. Options: axis,
-// at=auto|model|NAMES, chunks, cluster, profile (for at=auto). Writes the borders to the meta line "stages.at". Runs
-// after mesh, before tensor; pass `pipeline` gets the same borders. Error: as of `pipeline`.
+// at=auto|model|NAMES, chunks, data (as of `pipeline`), cluster, profile (for at=auto). Writes the borders to the meta
+// line "stages.at", and how what crosses depends on rows to "stages.rows". Runs after mesh, before tensor; pass
+// `pipeline` gets the same borders. Error: as of `pipeline`.
 #include <map>
 #include <utility>
 
@@ -27,11 +28,7 @@ class Marker {
       : program_(program), flow_(flow), layout_(layout), phase_(phase) {}
 
   std::vector<OpId> Run() {
-    std::vector<ValueId> roots;
-    for (const stages::Message& message : layout_.messages) {
-      if (program_.value(message.root).kind == ValueKind::kResult) roots.push_back(message.root);
-    }
-    names_ = stages::NamesOf(program_, phase_, roots);
+    names_ = stages::NamesOf(program_, phase_, stages::CrossingRoots(program_, layout_));
     for (int32_t i = 0; i < flow_.size(); ++i) {
       const OpId id = flow_.op(i).id;
       const int32_t stage = layout_.stage[i];
@@ -116,6 +113,14 @@ Result<bool> Borders(Program& program, const PassOptions& options) {
       stages::ChosenBorders(program, flow, options.Text("at", "auto"), program.Stages(), chunks, model));
   INTERLACE_ASSIGN(const stages::Layout layout,
                    stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), program.Stages(), false));
+  INTERLACE_ASSIGN(std::vector<int64_t> data, options.Counts("data"));
+  INTERLACE_ASSIGN(const stages::Recut recut, stages::Recut::Of(*program.stage, std::move(data)));
+  if (!recut.SameRows() && program.Meta(stages::kStagesRows) == nullptr) {
+    const std::vector<ValueId> roots = stages::CrossingRoots(program, layout);
+    INTERLACE_ASSIGN(const stages::Crossings crossings, stages::FindCrossings(program, before, roots));
+    program.SetMeta(stages::kStagesRows,
+                    stages::PrintCrossings(crossings, stages::NamesOf(program, before, roots)));
+  }
   std::string text;
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
   program.SetMeta("stages.at", text);

@@ -82,10 +82,7 @@ Result<std::string> TimesText(const stages::Flow& flow, const stages::Layout& la
 // How what crosses depends on rows: as the meta line says, which the stage with the most rows has written first.
 Status FollowRows(Program& program, const Phase& phase, const stages::Flow& flow, const stages::Layout& layout,
                   stages::Unlike& unlike) {
-  std::vector<ValueId> roots;
-  for (const stages::Message& message : layout.messages) {
-    if (program.value(message.root).kind == ValueKind::kResult) roots.push_back(message.root);
-  }
+  const std::vector<ValueId> roots = stages::CrossingRoots(program, layout);
   unlike.names = stages::NamesOf(program, phase, roots);
   program.SetMeta(stages::kStagesData, unlike.recut.Text());
   if (unlike.recut.SameRows()) {
