@@ -74,6 +74,19 @@ TEST(TensorGolden, TextIsAsReviewed) {
   ExpectGolden("mlp.tensor.il", RunText(text, "canonicalize,mesh(axes=dp:1+tp:2),tensor(plan=model)"));
 }
 
+// Two ranks that cut products send to one that does not: what crosses is whole, and each of the two sends half of it.
+TEST(TensorGolden, StagesThatCutUnlike) {
+  std::string text = GoldenInput("mlp.il");
+  text.replace(text.find("step 1"), 6, "meta tensor \"up.weight 0; up.bias 0; down.weight 1\"\nstep 1");
+  for (const int stage : {0, 1}) {
+    const std::string own = std::to_string(stage);
+    ExpectGolden("mlp.unlike" + own + ".il",
+                 RunText(text, "canonicalize,mesh(axes=pp:3+dp:1+tp:" + std::to_string(2 - stage) +
+                                   ",stages=2+1,stage=" + own + "),borders(at=down.weight,data=1+1),tensor(plan=model)," +
+                                   "canonicalize,pipeline(stage=" + own + ",at=down.weight,data=1+1)"));
+  }
+}
+
 TEST(ForwardOnly, StatesThatStayOutAreNamed) {
   EXPECT_EQ(RunText(GoldenInput("mlp.il"), "canonicalize,shard(ranks=2),update,forward_only(out=u0.exp_avg+u2.exp_av)"),
             "error: pass 'forward_only': the program has no state 'u2.exp_av', did you mean 'u2.exp_avg'?");

@@ -15,6 +15,7 @@ Result<bool> DeclareMesh(Program& program, const PassOptions& options = {});
 Result<bool> Split(Program& program, const PassOptions& options = {});
 Result<bool> Tensor(Program& program, const PassOptions& options = {});
 Result<bool> Overlap(Program& program, const PassOptions& options = {});
+Result<bool> Borders(Program& program, const PassOptions& options = {});
 Result<bool> Pipeline(Program& program, const PassOptions& options = {});
 Result<bool> Order(Program& program, const PassOptions& options = {});
 Result<bool> Precision(Program& program, const PassOptions& options = {});

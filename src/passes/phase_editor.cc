@@ -68,6 +68,7 @@ void CopyTags(const Op& from, Op& to) {
   to.part = from.part;
   to.module = from.module;
   to.source = from.source;
+  if (const Arg* stage = from.Attr("stage")) to.SetAttr("stage", *stage);  // pass `borders`
 }
 
 bool IsPureView(const Program& program, const Op& op) {

@@ -1,5 +1,6 @@
 #include "passes/standard_pipeline.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "passes/pass_table.h"
@@ -65,10 +66,17 @@ Result<std::vector<PassCall>> StandardPipeline(const StandardOptions& options) {
       axes += ",stages=" + Joined(options.stage_ranks) + ",stage=" + std::to_string(options.stage);
     passes.push_back("mesh(axes=" + axes + ")");
   }
+  INTERLACE_ASSIGN(int64_t parts, RanksTo(options, options.tensor_axis, "cut products"));
+  INTERLACE_ASSIGN(const int64_t stages, RanksTo(options, options.stage_axis, "deal stages over"));
+  for (size_t s = 0; s < options.stage_data.size(); ++s)
+    parts = std::max(parts, options.stage_ranks[s] / options.stage_data[s]);
+  // Before products are cut, because the programs of stages with unlike ranks must agree on what they exchange.
+  if (parts > 1 && !options.stage_data.empty()) {
+    passes.push_back("borders(axis=" + options.stage_axis + ",at=" + options.stages_at +
+                     ",chunks=" + std::to_string(options.stage_chunks) + ",data=" + Joined(options.stage_data) + ")");
+  }
   // At the captured level, where a parameter is one value: what comes after sees the parts of this rank as its
   // parameters.
-  INTERLACE_ASSIGN(const int64_t parts, RanksTo(options, options.tensor_axis, "cut products"));
-  INTERLACE_ASSIGN(const int64_t stages, RanksTo(options, options.stage_axis, "deal stages over"));
   if (parts > 1) {
     passes.push_back("tensor(axis=" + options.tensor_axis + ",plan=" + options.tensor_plan +
                      ",sequence=" + (options.sequence ? "true" : "false") + ")");

@@ -25,7 +25,7 @@ Result<Baseline> SpacesOf(std::string_view name, const Training& training) {
     INTERLACE_TRY(SetBytes(space.stage, training.dtype, training.runnable));
     if (!training.runnable) continue;
     StageOptions& stage = space.stage;
-    space.one_tp = true;  // the runtime cuts the products of all stages alike
+    space.one_tp = training.tied;  // the runtime adds up gradients of stages that cut products alike
     // What leaves a CPU's memory goes to a file: a plan by hand may say so, the search does not.
     if (training.cpu) stage.weights_out = stage.gradients_out = stage.states_out = stage.activations_out = false;
   }

@@ -15,6 +15,7 @@ struct Training {
   std::string dtype = "bfloat16";  // of weights and gradients
   bool runnable = false;           // only what this runtime trains, predicted as it does
   bool cpu = false;                // on CPUs
+  bool tied = false;               // embedding and head share a parameter
 };
 
 // Bytes of a parameter. `as_run`: as the runtime trains, whose gradients have the dtype of the master weights. Error:

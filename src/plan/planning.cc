@@ -124,6 +124,8 @@ class Planning {
     begin_ = std::chrono::steady_clock::now();
     Say("reading the model", 0, 0, 0);
     INTERLACE_ASSIGN(layers_, ReadLayers(r_.model_text, "model", r_.cluster, r_.sequence));
+    INTERLACE_ASSIGN(const LayerCost head, layers_->Cost(Role::kHead, 1, 1));
+    tied_ = head.tied > 0;
     INTERLACE_ASSIGN(searched_, SpacesOf(r_.space, Trained()));
     INTERLACE_ASSIGN(TuneOptions options, Options());
     options.top = r_.top;
@@ -167,7 +169,7 @@ class Planning {
     if (progress_) progress_(what, done, total, best_us);
   }
 
-  Training Trained() const { return {r_.dtype, r_.runnable, r_.cluster.cpu}; }
+  Training Trained() const { return {r_.dtype, r_.runnable, r_.cluster.cpu, tied_}; }
 
   Result<TuneOptions> Options() const {
     TuneOptions options;
@@ -316,6 +318,7 @@ class Planning {
   const PlanProgress& progress_;
   std::chrono::steady_clock::time_point begin_;
   std::unique_ptr<LayerSource> layers_;
+  bool tied_ = false;  // embedding and head
   Baseline searched_;
 };
 

@@ -19,13 +19,6 @@ class Checker {
     if (file_.dtype != "bfloat16" && file_.dtype != "float32") {
       Say(-1, "dtype", InQuotes(file_.dtype), " is neither bfloat16 nor float32");
     }
-    const auto other = std::find_if(plan_.stages.begin(), plan_.stages.end(), [this](const PlanStage& stage) {
-      return stage.strategy.tp != plan_.stages[0].strategy.tp;
-    });
-    if (file_.as_run && other != plan_.stages.end()) {
-      Say(-1, "template", "the runtime cuts all stages alike, and tp is ", plan_.stages[0].strategy.tp, " and ",
-          other->strategy.tp, "; write 'template overlap' for others");
-    }
     if (cluster_) Cluster();
     if (file_.per_node < 1 || file_.devices % file_.per_node != 0) {
       Say(-1, "devices", file_.devices, " devices do not fill nodes of ", file_.per_node);

@@ -65,6 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
             id="zero levels", marks=pytest.mark.soak,
         ),
         pytest.param([{"layers": 2, "dp": 1, "tp": 2}] * 2, id="tensor parallel", marks=pytest.mark.soak),
+        pytest.param([{"layers": 3, "dp": 1, "tp": 2, "full": 1}, {"layers": 1, "dp": 1, "zero": 1}], id="unlike tensor parallel"),
         pytest.param([{"layers": 1, "dp": 1}] * 4, id="four stages", marks=pytest.mark.soak),
     ],
 )  # fmt: skip

@@ -99,7 +99,8 @@ def _programs(plan: dict[str, Any], cluster_file: str) -> list[Any] | None:
     costs = f"cluster={cluster_file}"
     standard = config.pipeline(how.ranks).replace("plan=auto", f"plan=auto,{costs}").replace(",overlap,", f",overlap({costs}),")
     passes = items(pipeline(standard, fill(how.passes(model), {"cluster": cluster_file, "ranks": how.ranks})))
-    cut = next((i for i, each in enumerate(passes) if pass_name(each) == "pipeline"), len(passes))
+    first = "mesh" if config.stage_meshes else "pipeline"  # that depends on the stage
+    cut = next((i for i, each in enumerate(passes) if pass_name(each) == first), len(passes))
     whole = _core.Program.parse(text, "captured")
     whole.set_meta("micro_batches", str(how.accumulation))
     whole.run_passes(",".join(passes[:cut]))

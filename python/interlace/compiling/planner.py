@@ -21,7 +21,8 @@ from interlace.config.schedule import Schedule, fill, for_stage, items, needs_pr
 from interlace.cost.machine import Machine, accelerator_name, cores, device_bytes
 from interlace.dist.mesh import STAGES
 
-ROWS = "stages.rows"  # meta line of pass `pipeline`
+# Meta lines that stages of unlike ranks have from the first of them that is made.
+OF_STAGES = ("stages.rows", "stages.times")
 
 
 @dataclasses.dataclass
@@ -74,7 +75,7 @@ class Planner:
         return sorted(range(self.config.stage_ranks), key=lambda s: unlike[s]["dp"] if unlike else 0)
 
     def text_of_stage(self, captured: str, stage: int, made: Iterable[Source]) -> str:
-        """The captured text for a stage's micro-batches, with what a stage that has been made knows of the rows."""
+        """The captured text for a stage's micro-batches, with what a stage that has been made knows of all."""
         from interlace import _core
 
         text = self.programs.captured_of(captured, stage)
@@ -82,7 +83,10 @@ class Planner:
             return text
         program = _core.Program.parse(text, "captured")
         for source in made:
-            program.set_meta(ROWS, _core.Program.parse(source.text, "program").meta()[ROWS])
+            known = _core.Program.parse(source.text, "program").meta()
+            for name in OF_STAGES:
+                if name in known:
+                    program.set_meta(name, known[name])
             return str(program.print())
         return text
 
@@ -113,10 +117,11 @@ class Planner:
         return Source(text, reports, constants, captured=captured)
 
     def settle_stages(self, captured: str) -> None:
-        """Decides once where the model is cut into stages, for all programs of the run: as pass `pipeline` does it on this captured text,
-        with what the schedule recomputes first. A later entry that recomputes across these borders is refused when it is rehearsed."""
+        """Decides once where the model is cut into stages, for all programs of the run: as pass `borders` or `pipeline`, whichever is first,
+        does it on this captured text, with what the schedule recomputes first. A later entry that recomputes across these borders is refused
+        when it is rehearsed."""
         passes = items(self.standard)
-        at = next((i for i, text in enumerate(passes) if pass_name(text) == "pipeline"), None)
+        at = next((i for i, text in enumerate(passes) if pass_name(text) in ("borders", "pipeline")), None)
         if at is None or ",at=auto" not in passes[at]:
             return
         asked = passes[at].replace(",at=auto", ",at=auto,cluster={cluster}")
@@ -128,35 +133,37 @@ class Planner:
             largest = self.stages_in_order()[0]
             wanted = for_stage(",".join(self.filled([*before, asked])), largest, self.config)
             program, _ = self.programs.run_passes(self.programs.captured_of(captured, largest), wanted)
-            found = {"at": program.meta()["stages"]}, {}
+            found = {"at": program.meta()["stages" if pass_name(asked) == "pipeline" else "stages.at"]}, {}
             self.programs.cache.put("stages", key, found[0])
-        passes[at] = passes[at].replace(",at=auto", f",at={found[0]['at']}")
-        self.standard = ",".join(passes)
+        self.standard = ",".join(re.sub(r"(^(?:borders|pipeline)\(.*),at=auto", rf"\g<1>,at={found[0]['at']}", text) for text in passes)
 
     def settle_cuts(self, captured: str, given: str | None) -> str:
         """Decides once how tensor parallelism cuts the parameters, for all programs of the run, whose states are the same: as `given` (lines
-        of a plan), or as pass `tensor` does it on this captured text. Gives the text with that as its plan. Error: what the pass refuses.
-        """
+        of a plan), or as pass `tensor` does it on this captured text, where the stages' borders are settled before it. Gives the text with
+        that as its plan. Error: what the pass refuses."""
         passes = items(self.standard)
         at = next((i for i, text in enumerate(passes) if pass_name(text) == "tensor"), None)
         if at is None:
             return captured
+        unlike = self.config.stage_meshes
+        stage = max(range(len(unlike)), key=lambda s: unlike[s].get("tp", 1), default=0)  # that whose ranks cut the most
         asked = passes[at]
         if "plan=auto" in asked and "cluster=" not in asked:
             asked = asked.replace("plan=auto", "plan=auto,limit={limit},cluster={cluster}")
-        key = key_of(captured, *passes[:at], asked, given or "", self.cluster_text(), str(self.config.memory_limit_bytes))
+        key = key_of(captured, *passes[:at], asked, str(stage), given or "", self.cluster_text(), str(self.config.memory_limit_bytes))
         found = self.programs.cache.get("cuts", key)
         if found is None:
             if given is not None:
                 asked = re.sub(r"plan=[^,)]+", "plan=" + self._file(given, ".plan"), asked)
-            program, _ = self.programs.run_passes(captured, ",".join(self.filled([*passes[:at], asked])))
+            wanted = for_stage(",".join(self.filled([*passes[:at], asked])), stage, self.config)
+            program, _ = self.programs.run_passes(self.programs.captured_of(captured, stage), wanted)
             meta = {name: text for name, text in program.meta().items() if name.startswith("tensor.")}
             found = {"meta": meta | {"tensor": cuts_text(program)}}, {}
             self.programs.cache.put("cuts", key, found[0])
         self.programs.cuts = found[0]["meta"]
         passes[at] = re.sub(r"plan=[^,)]+", "plan=model", passes[at])
         self.standard = ",".join(passes)
-        return self.programs.with_cuts(captured)
+        return self.programs.settled(captured)
 
     def rehearse(self, captured: str, later: Schedule) -> None:
         """Runs the passes of later entries of the schedule that need neither measured times nor a search, so that what would fail at its

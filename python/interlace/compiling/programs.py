@@ -138,6 +138,13 @@ class Programs:
             program.set_meta(name, text)
         return str(program.print())
 
+    def settled(self, captured: str) -> str:
+        """A text captured before the run's cuts were settled, and those of the stages with it."""
+        text = self.with_cuts(captured)
+        if captured in self.by_stage:
+            self.by_stage[text] = [self.with_cuts(one) for one in self.by_stage[captured]]
+        return text
+
     def run_passes(self, captured: str, pipeline: str, micro_batches: int | None = None) -> Made:
         """The program after a pipeline over a captured text, with a report of each pass. Rank 0 only."""
         from interlace import _core

@@ -137,13 +137,15 @@ class States:
         own = [entry for entry in own if entry.name not in self._elsewhere]
         self.everything: list[Entry] = own
         self.outputs: list[dict[str, Any]] = [program.outputs()]  # by stage and name: dtype and shape
+        self._tensor_ranks = [self.mesh.size(TENSOR)]  # by stage
         self.changed = [[b["name"] for b in program.buffers() if b["changed"]]]  # buffers that the model changes, by stage
         if self.stages > 1:
             along = self.mesh.group(STAGES)
-            found = sealed.objects((own, self.outputs[0], self.changed[0]), self._along_stages()) or []
+            mine = own, self.outputs[0], self.changed[0], self.mesh.size(TENSOR)
+            found = sealed.objects(mine, self._along_stages()) or []
             found = [found[along.index(leader)] for leader in self.mesh.leaders()]
-            self.everything = [entry for entries, _, _ in found for entry in entries]
-            self.outputs, self.changed = [outputs for _, outputs, _ in found], [changed for _, _, changed in found]
+            self.everything = [entry for entries, *_ in found for entry in entries]
+            _, self.outputs, self.changed, self._tensor_ranks = map(list, zip(*found, strict=True))
 
     def _along_stages(self) -> Any:
         return self.peers.groups.along(self.mesh, STAGES)
@@ -169,8 +171,8 @@ class States:
         if not isinstance(self.mesh, UnlikeStages):
             return self.from_stage(stage, form if mine is None else mine)
         first, ranks = self.mesh.first_of(stage), self.mesh.stage_ranks[stage]
-        step = self.mesh.size(TENSOR)  # those along tp, as many on all stages, have the same
-        parts = [self._from(rank, form.clone() if mine is None else mine.clone()) for rank in range(first, first + ranks, step)]
+        leaders = range(first, first + ranks, self._tensor_ranks[stage])  # those along tp have the same
+        parts = [self._from(rank, form.clone() if mine is None else mine.clone()) for rank in leaders]
         return torch.stack(parts).mean(dim=0)
 
     def roles_of(self, name: str) -> list[str]:

@@ -72,7 +72,7 @@ class Config:
     mesh             the ranks by axis, the last one fastest: {"replica": 2, "dp": 4} shards over dp, in groups of neighbours, and holds
                      the same on the ranks of replica, which add up their gradients (hybrid sharding); {"dp": 2, "tp": 4}: four ranks work
                      on one batch, each with a part of every product (tensor parallel); {"pp": 2, "dp": (2, 1)}: stages of
-                     two ranks and of one, whose micro-batches have twice the rows; None: all ranks on dp
+                     two ranks and of one, whose micro-batches have twice the rows (tp may differ, too); None: all ranks on dp
     tensor           with axis tp: "auto" chooses how parameters are cut, "model" takes what the model says (Hugging Face's tp_plan), or
                      a file with a line "PARAMETER DIMENSION [blocks N]" for each, where * stands for the numbers in names
     sequence_parallel  with axis tp: what lies between the products is cut over its ranks, too, along the sequence
@@ -271,8 +271,9 @@ class Config:
 
     @property
     def tensor_ranks(self) -> int:
-        """Ranks along axis tp."""
-        return int(dict(self.axes or ()).get("tp", 1))
+        """Ranks along axis tp, of stages that differ the most."""
+        size = dict(self.axes or ()).get("tp", 1)
+        return max(size) if isinstance(size, tuple) else size
 
     def strategy_of(self, stage: int) -> tuple[str, str]:
         """Strategy and accumulate_mode of a stage's standard program, before a search: stages, which have few parameters and many

@@ -70,7 +70,7 @@ Mesh = tuple[tuple[str, Any], ...]  # axes by name and size, or sizes by stage
 
 def mesh_form(value: Any) -> Mesh | None:
     """The axes of the mesh by name and size, the last one fastest: of {"replica": 2, "dp": 2} or "replica=2,dp=2". Without a data axis
-    dp of one rank comes first. Of stages that differ an axis has a size for each: {"pp": 2, "dp": (2, 1)} or "pp=2,dp=2+1".
+    dp of one rank comes first. Of stages that differ an axis has a size for each: {"pp": 2, "dp": (2, 1)} or "pp=2,dp=2+1"; so may tp.
     Error: another form, an axis that no pass lays anything along, no axis dp, an axis twice, data axes apart.
     """
     form = 'mesh must name axes and their ranks, for example {"replica": 2, "dp": 4} (the last axis is the fastest)'
@@ -127,8 +127,6 @@ def _with_stages(axes: list[tuple[str, tuple[int, ...]]]) -> Mesh:
         names = [name for name, _ in mesh]
         if names not in (["pp", "dp"], ["pp", "dp", "tp"]):
             raise ConfigError(f"stages that differ have the axes pp, dp and tp, in this order, not {', '.join(names)}")
-        if isinstance(dict(mesh).get("tp", 1), tuple):
-            raise ConfigError("stages may differ in dp, and must have the same tp; write one size of axis tp for all of them")
     return mesh
 
 

@@ -62,9 +62,10 @@ def read_plan(file: str) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Blocks [first, first + count) of a model on so many data ranks, and how many of the blocks are recomputed."""
+    """Blocks [first, first + count) of a model on dp x tp ranks, and how many of the blocks are recomputed."""
 
     dp: int
+    tp: int
     first: int
     count: int
     full: int
@@ -86,7 +87,6 @@ class Execution:
     param_dtype: str | None  # parameters are float32 in the optimizer
     blocks: int
     stages: tuple[Stage, ...]
-    tp: int
     offload: dict[str, float]  # shares by kind
     memory_limit: int
     step_us: float  # predicted; 0: not known
@@ -96,11 +96,11 @@ class Execution:
     @property
     def mesh(self) -> str | None:
         """As Config.mesh takes it, "pp=2,dp=2"; None: all ranks on dp."""
-        data = [stage.dp for stage in self.stages]
+        data, tensor = [stage.dp for stage in self.stages], [stage.tp for stage in self.stages]
         if data == [self.ranks]:
             return None
-        sizes = {"pp": len(data), "dp": "+".join(map(str, data)) if len(set(data)) > 1 else data[0], "tp": self.tp}
-        return ",".join(f"{name}={size}" for name, size in sizes.items() if size != 1 or name == "dp")
+        sizes = {"pp": str(len(data)), "dp": _sizes(data), "tp": _sizes(tensor)}
+        return ",".join(f"{name}={size}" for name, size in sizes.items() if size != "1" or name == "dp")
 
     def borders(self, model: nn.Module) -> str:
         """Config.stages: the blocks that the second stage and the following ones begin with."""
@@ -138,6 +138,11 @@ class Execution:
         return [f"recompute(mode=selective,blocks={'+'.join(paths[i] for i in chosen)}{more})"]
 
 
+def _sizes(ranks: list[int]) -> str:
+    """Of an axis, by stage."""
+    return "+".join(map(str, ranks)) if len(set(ranks)) > 1 else str(ranks[0])
+
+
 def execution_of(plan: Plan) -> Execution:
     """What the runtime has to do. Error: everything in the plan that it cannot do."""
     missing = _missing(plan)
@@ -150,7 +155,7 @@ def execution_of(plan: Plan) -> Execution:
         model=plan["model"], ranks=sum(s["devices"] for s in plan["stages"]), batch=plan["global_batch"], micro_batch=stage["micro_batch"],
         accumulation=plan["accumulation"], seq=plan["sequence"], strategy=strategy, accumulate_mode=mode,
         param_dtype="bfloat16" if plan["dtype"] == "bfloat16" else None, blocks=plan["blocks"],
-        stages=tuple(Stage(s["dp"], s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]), tp=stage["tp"],
+        stages=tuple(Stage(s["dp"], s["tp"], s["first_block"], s["layers"], s["full"], s["selective"]) for s in plan["stages"]),
         offload={kind: max(s["offload"][kind] for s in plan["stages"]) for kind in _KINDS}, memory_limit=plan["memory_limit"],
         step_us=plan["step_us"],
         peak_bytes=max(s["peak_bytes"] for s in plan["stages"]), stage_order=_order(plan),
@@ -173,9 +178,6 @@ def can_run(plan: Plan) -> bool:
 def _missing(plan: Plan) -> list[str]:
     out = []
     stages = plan["stages"]
-    tensor = [stage["tp"] for stage in stages]
-    if len(set(tensor)) > 1:
-        out.append(f"its stages differ, tensor parallel {', '.join(map(str, tensor))}, and the runtime cuts all stages alike")
     moved = [kind for kind in _KINDS if kind != "states" and any(stage["offload"][kind] > 0 for stage in stages)]
     if len(stages) > 1 and moved:
         out.append(f"it moves {' and '.join(moved)} out of memory on several stages, and the runtime moves optimizer states alone there")

@@ -174,9 +174,13 @@ class _Build:
 
         def make() -> Source:
             captured, constants = self._capture(used)
+            unlike = bool(self.config.stage_meshes)
+            if unlike:  # borders are settled on the whole program
+                self.planner.settle_stages(captured)
             if self.config.tensor_ranks > 1:
                 captured = self.planner.settle_cuts(captured, self._given_cuts())
-            self.planner.settle_stages(captured)
+            if not unlike:
+                self.planner.settle_stages(captured)
             stage = stage_at(self.config.schedule, 0)
             source = self.planner.source(captured, self.config.schedule[stage][1] if stage >= 0 else (), constants)
             self.planner.rehearse(captured, self.config.schedule[stage + 1 :])

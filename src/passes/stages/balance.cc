@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/scan.h"
 #include "base/suggest.h"
 #include "passes/step_line.h"
 
@@ -155,7 +156,53 @@ Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, 
   return out;
 }
 
+Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, int64_t ranks,
+                                          int64_t chunks, CostModel& model) {
+  const std::vector<Border> all = BordersOf(program, flow);
+  if (at == "auto") return BalancedBorders(all, flow, model, ranks * chunks);
+  if (at == "model") {
+    const std::string* text = program.Meta("stages");
+    if (text == nullptr)
+      return MakeError("the program has no meta line \"stages\" that says where to cut; write at=auto");
+    at = *text;
+  }
+  std::vector<std::string> names;
+  for (std::string_view name : Split(at, '+')) names.emplace_back(name);
+  if (at.empty()) names.clear();
+  if (static_cast<int64_t>(names.size()) != ranks * chunks - 1) {
+    return MakeError(names.size(), names.size() == 1 ? " border makes " : " borders make ", names.size() + 1,
+                     " stages, and ", ranks, " ranks with ", chunks, chunks == 1 ? " stage" : " stages",
+                     " each need ", ranks * chunks - 1);
+  }
+  return NamedBorders(all, names);
+}
+
+namespace {
+
+// As pass `borders` has noted; what was added since, and has no note, stands where what it reads is made.
+std::vector<int32_t> NotedStages(const Flow& flow) {
+  std::vector<int32_t> stage(static_cast<size_t>(flow.size()), -1);
+  for (int32_t i = 0; i < flow.size(); ++i) {
+    if (flow.Repeats(i)) continue;
+    if (const Arg* noted = flow.op(i).Attr(kStage)) {
+      stage[i] = static_cast<int32_t>(noted->integer.value);
+      continue;
+    }
+    for (ValueId root : flow.Needs(i)) {
+      const int32_t from = flow.DefOf(root);
+      if (from >= 0 && from < i) stage[i] = std::max(stage[i], stage[from]);
+    }
+    stage[i] = std::max(stage[i], 0);
+  }
+  return stage;
+}
+
+}  // namespace
+
 std::vector<int32_t> StagesOf(const Flow& flow, const std::vector<Border>& borders) {
+  for (int32_t i = 0; i < flow.size(); ++i) {
+    if (flow.op(i).Attr(kStage) != nullptr) return NotedStages(flow);
+  }
   std::vector<int32_t> stage(static_cast<size_t>(flow.size()), 0);
   for (const Border& border : borders) {
     const std::vector<char> above = flow.Above(border.position);

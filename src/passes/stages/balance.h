@@ -9,6 +9,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/result.h"
@@ -35,7 +36,12 @@ Result<std::vector<Border>> NamedBorders(const std::vector<Border>& all, const s
 // `stages` - 1 of them, balanced, that no recomputation spans (Flow::Fits). Error: fewer borders than that.
 Result<std::vector<Border>> BalancedBorders(const std::vector<Border>& offered, const Flow& flow, CostModel& model,
                                             int64_t stages);
-// By op: the stage it belongs to; -1: any (Flow::Repeats).
+// As a pass is told where stages begin, `ranks` * `chunks` of them: auto, model (the program's meta line "stages"), or
+// names joined by +. Error: what the two above say, another number of names.
+Result<std::vector<Border>> ChosenBorders(const Program& program, const Flow& flow, std::string at, int64_t ranks,
+                                          int64_t chunks, CostModel& model);
+// By op: the stage it belongs to, as pass `borders` has noted or else by the borders; -1: any (Flow::Repeats).
 std::vector<int32_t> StagesOf(const Flow& flow, const std::vector<Border>& borders);
+inline constexpr std::string_view kStage = "stage";  // attribute of an op: what pass `borders` notes
 
 }  // namespace interlace::stages

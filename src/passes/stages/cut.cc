@@ -10,7 +10,7 @@
 // stages need is found by dataflow (flow.h, messages.h), so any value may cross, also several stages at once; what is
 // cheap to repeat is made where it is used. A parameter that stages share (tied weights) is on all of their ranks,
 // which add up their parts of its gradient when the step ends (pass `update`). Stages of unlike ranks re-cut what
-// crosses by rows (recut.h). Options: axis, stage, at=auto|model|NAMES, chunks, backward=whole|split, data, cluster,
+// crosses by rows (recut.h), and pass `borders` comes before where they cut products unlike. Options: axis, stage, at=auto|model|NAMES, chunks, backward=whole|split, data, cluster,
 // profile (for at=auto). Runs after canonicalize, mesh, tensor, precision and recompute, before the strategy. Error: no
 // such axis, more stages than borders, a value that cannot be sent, random numbers in program order.
 #include <algorithm>
@@ -82,11 +82,14 @@ Result<std::string> TimesText(const stages::Flow& flow, const stages::Layout& la
 // How what crosses depends on rows: as the meta line says, which the stage with the most rows has written first.
 Status FollowRows(Program& program, const Phase& phase, const stages::Flow& flow, const stages::Layout& layout,
                   stages::Unlike& unlike) {
-  std::vector<ValueId> roots;
-  for (const stages::Message& message : layout.messages) {
-    if (program.value(message.root).kind == ValueKind::kResult) roots.push_back(message.root);
-  }
+  const std::vector<ValueId> roots = stages::CrossingRoots(program, layout);
   unlike.names = stages::NamesOf(program, phase, roots);
+  program.SetMeta(stages::kStagesData, unlike.recut.Text());
+  if (unlike.recut.SameRows()) {
+    program.SetMeta(stages::kStagesRows, "");
+    program.SetMeta(stages::kStagesMean, std::to_string(unlike.recut.data(0)));
+    return Ok{};
+  }
   if (const std::string* known = program.Meta(stages::kStagesRows)) {
     INTERLACE_ASSIGN(const auto by_name, stages::ReadCrossings(*known));
     for (const ValueId root : roots) {
@@ -111,13 +114,39 @@ Status FollowRows(Program& program, const Phase& phase, const stages::Flow& flow
           "give stages ",
           message.from.stage, " and ", message.to.stage, " the same dp, or choose another border");
   }
-  program.SetMeta(stages::kStagesData, unlike.recut.Text());
   int64_t mean = static_cast<int64_t>(layout.ranks) - 1;
   for (int32_t i = 0; i < flow.size(); ++i) {
     const Arg* name = flow.op(i).kind == OpKind::kOutput ? flow.op(i).Attr("name") : nullptr;
     if (name != nullptr && name->text == "loss" && layout.stage[i] >= 0) mean = layout.RankOf(layout.stage[i]);
   }
   program.SetMeta(stages::kStagesMean, std::to_string(unlike.recut.data(mean)));
+  return Ok{};
+}
+
+// Whether ranks of stages that cut products over other numbers of ranks can exchange what they have to.
+Status CheckTensor(const Program& program, const stages::Layout& layout, const stages::Recut& recut,
+                   const std::map<ValueId, std::string>& names) {
+  for (const stages::Message& message : layout.messages) {
+    const int64_t from = layout.RankOf(message.from.stage), to = layout.RankOf(message.to.stage);
+    if (recut.tensor(from) == recut.tensor(to)) continue;
+    const Value& value = program.value(message.root);
+    const Arg* mark = value.kind == ValueKind::kResult ? program.op(value.def).Attr(stages::kMark) : nullptr;
+    if (mark != nullptr && program.op(value.def).kind == OpKind::kCopy) continue;
+    const auto name = names.find(message.root);
+    return MakeError("'", name == names.end() ? "a parameter" : name->second, "' goes from stage ", from, " to stage ",
+                     to, ", which cut products over ", recut.tensor(from), " and ", recut.tensor(to),
+                     " ranks, and is not whole; give both the same tp, or choose other borders");
+  }
+  for (const auto& [param, ranks] : layout.shared) {
+    for (const int64_t rank : ranks) {
+      if (recut.tensor(rank) == recut.tensor(ranks[0])) continue;
+      const auto named = std::find_if(program.params.begin(), program.params.end(),
+                                      [&, of = param](const Param& p) { return p.value == of; });
+      return MakeError("'", named->name, "' is used by stages ", ranks[0], " and ", rank, ", which cut products over ",
+                       recut.tensor(ranks[0]), " and ", recut.tensor(rank),
+                       " ranks and cannot add up their parts of its gradient; give both the same tp");
+    }
+  }
   return Ok{};
 }
 
@@ -152,41 +181,31 @@ Result<bool> Pipeline(Program& program, const PassOptions& options) {
   const Phase phase = *found;
   INTERLACE_TRY(CheckCuttable(program, phase));
   const stages::Flow flow(program, phase);
-  const std::vector<stages::Border> all = stages::BordersOf(program, flow);
-  std::string at = options.Text("at", "auto");
-  const std::string* model = program.Meta("stages");
-  if (at == "model") {
-    if (model == nullptr)
-      return MakeError("the program has no meta line \"stages\" that says where to cut; write at=auto");
-    at = *model;
-  }
-  std::vector<stages::Border> borders;
   INTERLACE_ASSIGN(const PassCosts costs, ReadCosts(program, options));
   INTERLACE_ASSIGN(CostModel cost_model, costs.Model(program));
-  if (at == "auto") {
-    INTERLACE_ASSIGN(borders, stages::BalancedBorders(all, flow, cost_model, ranks * chunks));
-  } else {
-    std::vector<std::string> names;
-    for (std::string_view name : Split(at, '+')) names.emplace_back(name);
-    if (at.empty()) names.clear();
-    if (static_cast<int64_t>(names.size()) != ranks * chunks - 1) {
-      return MakeError(names.size(), names.size() == 1 ? " border makes " : " borders make ", names.size() + 1,
-                       " stages, and ", ranks, " ranks with ", chunks, chunks == 1 ? " stage" : " stages",
-                       " each need ", ranks * chunks - 1);
-    }
-    INTERLACE_ASSIGN(borders, stages::NamedBorders(all, names));
-  }
+  INTERLACE_ASSIGN(const std::vector<stages::Border> borders,
+                   stages::ChosenBorders(program, flow, options.Text("at", "auto"), ranks, chunks, cost_model));
   std::string text;
   for (const stages::Border& border : borders) text += (text.empty() ? "" : "+") + border.param;
   INTERLACE_ASSIGN(const stages::Layout layout,
                    stages::MakeLayout(program, flow, stages::StagesOf(flow, borders), ranks, backward == "split"));
   if (recut) INTERLACE_TRY(FollowRows(program, phase, flow, layout, *recut));
+  if (recut) INTERLACE_TRY(CheckTensor(program, layout, recut->recut, recut->names));
   const Result<std::string> times = TimesText(flow, layout, borders, cost_model, costs, axis, program);
   INTERLACE_TRY(stages::WriteStage(program, flow, layout, recut ? &*recut : nullptr, axis, static_cast<int32_t>(rank),
                                    static_cast<int32_t>(ranks * chunks)));
   for (Phase& part : program.phases) stages::PutTogether(program, part);
   program.SetMeta("stages", text);
-  if (times.ok()) program.SetMeta("stages.times", *times);
+  for (const Phase& part : program.phases) {
+    for (OpId id : part.ops) {
+      if (std::as_const(program).op(id).Attr(stages::kStage) == nullptr) continue;
+      std::erase_if(program.op(id).attrs, [](const NamedArg& attr) {
+        return attr.name == stages::kStage || attr.name == stages::kMark;
+      });
+    }
+  }
+  // Of stages with unlike ranks the first that is made tells the others.
+  if (times.ok() && program.Meta("stages.times") == nullptr) program.SetMeta("stages.times", *times);
   if (!recut) program.stage = StageOf{axis, rank};
   program.Compact();
   return true;

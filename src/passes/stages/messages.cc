@@ -211,6 +211,14 @@ bool Layout::IsForeign(ValueId root, int32_t rank) const {
   return found == shared.end() || std::find(found->second.begin(), found->second.end(), rank) == found->second.end();
 }
 
+std::vector<ValueId> CrossingRoots(const Program& program, const Layout& layout) {
+  std::vector<ValueId> roots;
+  for (const Message& message : layout.messages) {
+    if (program.value(message.root).kind == ValueKind::kResult) roots.push_back(message.root);
+  }
+  return roots;
+}
+
 Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,
                           bool split) {
   Layout layout;

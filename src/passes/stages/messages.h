@@ -57,6 +57,9 @@ struct Layout {
   bool At(int32_t op, const Station& place) const { return stage[op] == place.stage && turn[op] == place.turn; }
 };
 
+// The storages of the messages that ops make.
+std::vector<ValueId> CrossingRoots(const Program& program, const Layout& layout);
+
 // `split`: gradients of weights have a turn of their own. Error: something would have to be sent against the order of
 // places, or is changed by one rank and read by another.
 Result<Layout> MakeLayout(const Program& program, const Flow& flow, std::vector<int32_t> stage, int64_t ranks,

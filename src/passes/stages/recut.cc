@@ -75,6 +75,10 @@ std::map<ValueId, std::string> NamesOf(const Program& program, const Phase& phas
                      [&](ValueId result) { return result != kNone && program.RootOf(result) == result; }))
       continue;
     std::string name = op.part == Part::kBackward ? "bwd " : "fwd ";
+    if (const Arg* marked = op.Attr(kMark); marked != nullptr && op.kind == OpKind::kCopy) {  // by pass `borders`
+      if (const auto found = out.find(op.results[0]); found != out.end()) found->second = marked->text;
+      continue;
+    }
     name += (op.module == kNone ? "" : program.modules[static_cast<size_t>(op.module)].path) + " " + op.name + " ";
     name += std::to_string(count[name]++);
     for (size_t i = 0; i < op.results.size(); ++i) {
@@ -127,9 +131,6 @@ Result<Recut> Recut::Of(const StageOf& stage, std::vector<int64_t> data) {
   for (size_t s = 0; s < data.size(); ++s) {
     if (stage.ranks[s] % data[s] != 0)
       return MakeError("stage ", s, " has ", stage.ranks[s], " ranks, which ", data[s], " do not divide");
-    if (stage.ranks[s] / data[s] != stage.ranks[0] / data[0])
-      return MakeError("stages 0 and ", s, " cut products over ", stage.ranks[0] / data[0], " and ",
-                       stage.ranks[s] / data[s], " ranks; give both the same tp");
   }
   Recut out;
   out.stage_ = stage;
@@ -165,13 +166,26 @@ int64_t Recut::Finest() const {
   return out;
 }
 
-Dim Recut::Peer(DimTable& dims, int64_t mine, int64_t other, int64_t piece) const {
-  const int64_t rest = stage_.ranks[static_cast<size_t>(mine)] / data(mine);  // ranks of axis tp: each to its like
+bool Recut::SameTensor() const {
+  for (int64_t s = 1; s < std::ssize(data_); ++s) {
+    if (tensor(s) != tensor(0)) return false;
+  }
+  return true;
+}
+
+Dim Recut::PartOf(DimTable& dims, int64_t mine) const {
+  if (tensor(mine) == 1) return Dim(0);
   const Dim place = dims.Sub(dims.Symbol("rank_" + stage_.axis), Dim(stage_.First(mine)));
-  const Dim row = data(mine) == 1 ? Dim(0) : dims.FloorDiv(place, Dim(rest));
-  const Dim of_all = dims.Add(dims.Mul(row, Dim(Pieces(mine, other))), Dim(piece));
-  const Dim there = dims.Mul(dims.FloorDiv(of_all, Dim(Pieces(other, mine))), Dim(rest));
-  const Dim within = rest == 1 ? Dim(0) : dims.Mod(place, Dim(rest));
+  return dims.Mod(place, Dim(tensor(mine)));
+}
+
+Dim Recut::Peer(DimTable& dims, int64_t mine, int64_t other, int64_t number) const {
+  const int64_t width = Width(mine, other);
+  const Dim place = dims.Sub(dims.Symbol("rank_" + stage_.axis), Dim(stage_.First(mine)));
+  const Dim row = data(mine) == 1 ? Dim(0) : dims.FloorDiv(place, Dim(tensor(mine)));
+  const Dim of_all = dims.Add(dims.Mul(row, Dim(Pieces(mine, other))), Dim(number / width));
+  const Dim there = dims.Mul(dims.FloorDiv(of_all, Dim(Pieces(other, mine))), Dim(tensor(other)));
+  const Dim within = tensor(mine) == tensor(other) ? PartOf(dims, mine) : Dim(number % width);
   return dims.Add(dims.Add(there, within), Dim(stage_.First(other)));
 }
 

@@ -11,6 +11,7 @@
 #include "ir/text.h"
 #include "passes/phase_editor.h"
 #include "passes/sharding.h"
+#include "passes/stages/exchange.h"
 #include "passes/stages/stage_tables.h"
 
 namespace interlace::stages {
@@ -23,7 +24,7 @@ class StageWriter {
       : program_(program),
         flow_(flow),
         layout_(layout),
-        unlike_(unlike),
+        exchange_(program, layout, unlike, rank),
         axis_(std::move(axis)),
         rank_(rank),
         count_(count) {}
@@ -159,32 +160,17 @@ class StageWriter {
   // ---- one phase ----
 
   static std::string Name(ValueId root) { return "v" + std::to_string(root); }
-  std::string TokenName(const Message& message, int64_t piece) const {
+  std::string TokenName(const Message& message, int64_t number) const {
     const std::string name = "sent." + Name(message.root) + "." + std::to_string(layout_.RankOf(message.to.stage));
-    return PiecesTo(message.to.stage) == 1 ? name : name + "." + std::to_string(piece);
+    return exchange_.Count(message.to.stage) == 1 ? name : name + "." + std::to_string(number);
   }
 
-  // ---- stages of unlike ranks (recut.h) ----
-
-  // Of what a rank of this stage exchanges with one of another.
-  int64_t PiecesTo(int32_t stage) const {
-    return unlike_ == nullptr ? 1 : unlike_->recut.Pieces(rank_, layout_.RankOf(stage));
-  }
-  Crossing CrossingOf(ValueId root) const { return unlike_ == nullptr ? Crossing() : unlike_->CrossingOf(root); }
-  // Whether pieces are sent from, or put together in, blocks that do not lie one behind the other.
-  bool InBlocks(ValueId root, int32_t stage) const {
-    const Crossing crossing = CrossingOf(root);
-    return crossing.kind == Crossing::Kind::kRows && crossing.blocks > 1 && PiecesTo(stage) > 1;
-  }
-  Type BlocksType(ValueId root, int64_t pieces) const {
-    return CrossingOf(root).PieceOf(program_.value(root).type, pieces);
-  }
   // A message's storage is copied to be sent: it is gathered, or its pieces lie apart.
   bool IsCopied(const Message& message) const {
-    return IsDeclared(message.root) || InBlocks(message.root, message.to.stage);
+    return IsDeclared(message.root) || exchange_.InBlocks(message.root, message.to.stage);
   }
   Type CopiedFor(const Message& message) {
-    if (InBlocks(message.root, message.to.stage)) return BlocksType(message.root, PiecesTo(message.to.stage));
+    if (exchange_.InBlocks(message.root, message.to.stage)) return exchange_.PieceOf(message.root, exchange_.Pieces(message.to.stage));
     return Copied(message.root);
   }
 
@@ -207,9 +193,9 @@ class StageWriter {
     }
     for (const Message& message : layout_.messages) {  // the tokens of what was sent before
       if (!Here(message.from.stage) || WaitedAt(message) != here_ || StationIndex(message.from) == here_) continue;
-      for (int64_t piece = 0; piece < PiecesTo(message.to.stage); ++piece) {
-        const ValueId token = AddLoad(TokenName(message, piece), Token());
-        if (IsCopied(message)) AddLoad(TokenName(message, piece) + ".copy", CopiedFor(message));
+      for (int64_t number = 0; number < exchange_.Count(message.to.stage); ++number) {
+        const ValueId token = AddLoad(TokenName(message, number), Token());
+        if (IsCopied(message)) AddLoad(TokenName(message, number) + ".copy", CopiedFor(message));
         Finish(OpKind::kSendWait, token);
       }
     }
@@ -225,8 +211,8 @@ class StageWriter {
     while (!arriving_.empty()) Arrive(arriving_.begin()->first);
     for (const Sent& sent : sent_) {
       if (WaitedAt(*sent.message) != here_) {
-        phase_.saves.push_back({TokenName(*sent.message, sent.piece), sent.token});
-        if (sent.copy != kNone) phase_.saves.push_back({TokenName(*sent.message, sent.piece) + ".copy", sent.copy});
+        phase_.saves.push_back({TokenName(*sent.message, sent.number), sent.token});
+        if (sent.copy != kNone) phase_.saves.push_back({TokenName(*sent.message, sent.number) + ".copy", sent.copy});
       } else {
         Finish(OpKind::kSendWait, sent.token);
       }
@@ -244,7 +230,8 @@ class StageWriter {
     const Type& type = program_.value(root).type;
     const auto found = lives_.find(root);
     if (found == lives_.end() || !found->second.received) return type;
-    if (CrossingOf(root).kind == Crossing::Kind::kRows) return BlocksType(root, 1);
+    if (exchange_.Of(root).kind == Crossing::Kind::kRows) return exchange_.PieceOf(root, 1);
+    if (exchange_.PartsFrom(root, found->second.sender) > 1) return Exchange::Flat(type, 1);
     if (program_.IsContiguous(type)) return type;
     const Dim count = program_.NumElements(type);
     return Type{type.dtype, {count}, {Dim(1)}};
@@ -269,23 +256,21 @@ class StageWriter {
     return op;
   }
   void Finish(OpKind kind, ValueId value) { Add(kind).args = {Arg::Of(value)}; }
-  void Address(Op& op, ValueId root, int32_t stage, int64_t piece) {
-    const int32_t other = layout_.RankOf(stage);
+  void Address(Op& op, ValueId root, int32_t stage, int64_t number) {
     op.SetAttr("axis", Arg::Word(axis_));
-    op.SetAttr("peer",
-               Arg::Int(unlike_ == nullptr ? Dim(other) : unlike_->recut.Peer(program_.dims, rank_, other, piece)));
-    const bool named = unlike_ != nullptr && unlike_->names.contains(root);
-    op.SetAttr("message", Arg::String(named ? unlike_->names.at(root) : Name(root)));
+    op.SetAttr("peer", Arg::Int(exchange_.Peer(program_.dims, stage, number)));
+    op.SetAttr("message", Arg::String(exchange_.NameOr(root, Name(root))));
   }
 
   void Receive(const Message& message) {
-    const int64_t pieces = PiecesTo(message.from.stage);
-    const bool rows = CrossingOf(message.root).kind == Crossing::Kind::kRows;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int32_t from = message.from.stage;
+    const bool rows = exchange_.Of(message.root).kind == Crossing::Kind::kRows;
+    const int64_t parts = exchange_.PartsFrom(message.root, from);
+    for (int64_t number = 0; number < exchange_.Count(from); ++number) {
       Op& op = Add(OpKind::kRecvStart);
-      Address(op, message.root, message.from.stage, piece);
-      const Type type = rows ? BlocksType(message.root, pieces) : Stored(message.root);
-      arriving_[message.root].push_back(program_.AddResult(op, type));
+      Address(op, message.root, from, number);
+      const Type type = rows ? exchange_.PieceOf(message.root, exchange_.Pieces(from)) : Stored(message.root);
+      arriving_[message.root].push_back(program_.AddResult(op, parts > 1 ? Exchange::Flat(type, parts) : type));
     }
   }
   void Arrive(ValueId root) {
@@ -296,29 +281,43 @@ class StageWriter {
     for (const ValueId part : parts) Finish(OpKind::kRecvWait, part);
     now_[root] = Assembled(root, parts);
   }
-  // The pieces that came as one storage: rows side by side, sums added up.
-  ValueId Assembled(ValueId root, const std::vector<ValueId>& parts) {
-    const Crossing crossing = CrossingOf(root);
-    const int64_t copies =
-        unlike_ == nullptr ? 1 : unlike_->recut.Pieces(layout_.RankOf(lives_.at(root).sender), rank_);
-    if (crossing.kind == Crossing::Kind::kRows && parts.size() > 1) {
-      Op& cat = AddLibrary("aten.cat");
-      std::vector<Arg> all;
-      for (const ValueId part : parts) all.push_back(Arg::Of(part));
-      cat.args = {Arg::List(std::move(all)), Arg::Int(Dim(crossing.blocks > 1 ? 1 : 0))};
-      return program_.AddResult(cat, Stored(root));
+  // What came as one storage: parts one behind the other, rows side by side, sums added up.
+  ValueId Assembled(ValueId root, const std::vector<ValueId>& came) {
+    const Crossing crossing = exchange_.Of(root);
+    const bool rows = crossing.kind == Crossing::Kind::kRows;
+    const int32_t sender = lives_.at(root).sender;
+    const int64_t parts = exchange_.PartsFrom(root, sender);
+    const auto width = static_cast<size_t>(exchange_.Width(sender));
+    std::vector<ValueId> pieces;
+    for (size_t i = 0; i < came.size(); i += width) {
+      pieces.push_back(came[i]);  // where each rank has sent all of it, the first's
+      if (parts == 1) continue;
+      const Type whole = rows ? exchange_.PieceOf(root, exchange_.Pieces(sender)) : Stored(root);
+      pieces.back() = Joined(came.begin() + i, came.begin() + i + width, 0, Exchange::Flat(whole, 1));
+      if (whole.sizes.size() > 1) pieces.back() = AddPart(pieces.back(), whole, Dim(0));
     }
-    ValueId sum = parts[0];
+    if (rows && pieces.size() > 1)
+      return Joined(pieces.begin(), pieces.end(), crossing.blocks > 1 ? 1 : 0, Stored(root));
+    ValueId sum = pieces[0];
     if (crossing.kind != Crossing::Kind::kSum) return sum;
-    for (size_t i = 1; i < parts.size(); ++i) {
+    for (size_t i = 1; i < pieces.size(); ++i) {
       Op& add = AddLibrary("aten.add.Tensor");
-      add.args = {Arg::Of(sum), Arg::Of(parts[i])};
+      add.args = {Arg::Of(sum), Arg::Of(pieces[i])};
       sum = program_.AddResult(add, Stored(root));
     }
+    const int64_t copies = exchange_.CopiesFrom(sender);
     if (copies == 1) return sum;
     Op& part = AddLibrary("aten.div.Scalar");  // each of them has gone to so many ranks
     part.args = {Arg::Of(sum), Arg::Int(Dim(copies))};
     return program_.AddResult(part, Stored(root));
+  }
+  template <typename It>
+  ValueId Joined(It begin, It end, int64_t dim, Type type) {
+    Op& cat = AddLibrary("aten.cat");
+    std::vector<Arg> all;
+    for (It it = begin; it != end; ++it) all.push_back(Arg::Of(*it));
+    cat.args = {Arg::List(std::move(all)), Arg::Int(Dim(dim))};
+    return program_.AddResult(cat, std::move(type));
   }
   Op& AddLibrary(std::string name) {
     Op& op = program_.AddOp(std::move(name));
@@ -330,8 +329,8 @@ class StageWriter {
   Status SendAfter(int32_t index) {
     for (const Message& message : layout_.messages) {
       if (!(message.from == stations_[static_cast<size_t>(here_)]) || message.after != index) continue;
-      const int64_t pieces = PiecesTo(message.to.stage);
-      const bool apart = CrossingOf(message.root).kind == Crossing::Kind::kRows;
+      const int64_t pieces = exchange_.Pieces(message.to.stage);
+      const bool apart = exchange_.Of(message.root).kind == Crossing::Kind::kRows;
       ValueId value = Use(message.root), copied = kNone;
       if (IsDeclared(message.root)) {  // gathered here or not, it stays what it is until it has been sent
         Op& copy = Add(OpKind::kCopy);
@@ -343,33 +342,39 @@ class StageWriter {
         return MakeError("%", message.root, ": ", PrintType(program_, type),
                          " leaves gaps in memory and cannot be sent");
       if (!program_.IsContiguous(type) && !apart) {
-        Op& flat = Add(OpKind::kView);
-        flat.args = {Arg::Of(value)};
-        const Dim count = program_.NumElements(type);
-        value = program_.AddView(flat, Type{type.dtype, {count}, {Dim(1)}}, program_.RootOf(value), Dim(0));
+        value = AddPart(value, Type{type.dtype, {program_.NumElements(type)}, {Dim(1)}}, Dim(0));
       }
-      for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t width = exchange_.Width(message.to.stage), parts = exchange_.PartsTo(message.root, message.to.stage);
+      for (int64_t number = 0; number < pieces * width; ++number) {
         ValueId part = value;
         if (apart) {
-          Type own = BlocksType(message.root, pieces);
+          Type own = exchange_.PieceOf(message.root, pieces);
           const Dim length = own.sizes.back();
           if (own.sizes.size() > 1) own.strides[0] = Dim(length.value * pieces);
-          Op& view = Add(OpKind::kView);
-          view.args = {Arg::Of(value)};
-          part = program_.AddView(view, own, program_.RootOf(value), Dim(length.value * piece));
+          part = AddPart(value, own, Dim(length.value * (number / width)));
         }
-        if (InBlocks(message.root, message.to.stage)) {
+        if (exchange_.InBlocks(message.root, message.to.stage)) {
           Op& copy = Add(OpKind::kCopy);
           copy.args = {Arg::Of(part)};
-          part = copied = program_.AddResult(copy, BlocksType(message.root, pieces));
+          part = copied = program_.AddResult(copy, exchange_.PieceOf(message.root, pieces));
+        }
+        if (parts > 1) {
+          const Type flat = Exchange::Flat(program_.value(part).type, parts);
+          const Dim mine = program_.dims.Mul(exchange_.OwnPart(program_.dims), flat.sizes[0]);
+          part = AddPart(part, flat, program_.dims.Add(program_.value(part).offset, mine));
         }
         Op& op = Add(OpKind::kSendStart);
         op.args = {Arg::Of(part)};
-        Address(op, message.root, message.to.stage, piece);
-        sent_.push_back({&message, piece, program_.AddResult(op, Token()), copied});
+        Address(op, message.root, message.to.stage, number);
+        sent_.push_back({&message, number, program_.AddResult(op, Token()), copied});
       }
     }
     return Ok{};
+  }
+  ValueId AddPart(ValueId value, Type type, Dim offset) {
+    Op& view = Add(OpKind::kView);
+    view.args = {Arg::Of(value)};
+    return program_.AddView(view, std::move(type), program_.RootOf(value), offset);
   }
 
   // The stand-in of a value of the captured program in this phase.
@@ -395,10 +400,7 @@ class StageWriter {
     return known->second;
   }
   ValueId View(ValueId storage, ValueId id, bool keep = true) {
-    Op& view = Add(OpKind::kView);
-    view.args = {Arg::Of(storage)};
-    const Value& value = program_.value(id);
-    const ValueId made = program_.AddView(view, value.type, program_.RootOf(storage), value.offset);
+    const ValueId made = AddPart(storage, program_.value(id).type, program_.value(id).offset);
     if (keep) now_[id] = made;
     return made;
   }
@@ -468,7 +470,7 @@ class StageWriter {
   Program& program_;
   const Flow& flow_;
   const Layout& layout_;
-  const Unlike* unlike_;  // nullptr: stages have as many ranks
+  const Exchange exchange_;
   const std::string axis_;
   const int32_t rank_, count_;
   std::vector<Station> stations_;
@@ -481,7 +483,7 @@ class StageWriter {
   std::map<ValueId, std::vector<ValueId>> arriving_;  // by root: received and not waited for
   struct Sent {
     const Message* message;
-    int64_t piece;
+    int64_t number;
     ValueId token, copy;  // where it is copied to be sent, else kNone
   };
   std::vector<Sent> sent_;

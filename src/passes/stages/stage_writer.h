@@ -11,20 +11,9 @@
 #include "base/result.h"
 #include "passes/stages/flow.h"
 #include "passes/stages/messages.h"
-#include "passes/stages/recut.h"
+#include "passes/stages/exchange.h"
 
 namespace interlace::stages {
-
-// Of stages with unlike ranks: who has what of which storage that crosses.
-struct Unlike {
-  Recut recut;
-  Crossings crossings;
-  Crossing CrossingOf(ValueId root) const {
-    const auto found = crossings.find(root);
-    return found == crossings.end() ? Crossing() : found->second;
-  }
-  std::map<ValueId, std::string> names;  // what is made is called so in all programs of the set
-};
 
 // `rank`: along `axis`; `count`: stages in all; `unlike`: nullptr where stages have as many ranks. The program is that
 // which `flow` and `layout` are of. Error: a storage that cannot be sent or would be needed too early, a rank with

@@ -134,7 +134,8 @@ Status Cutter::Visit(OpId id) {
     if (!PlacementOf(written).is_whole())
       return MakeError("%", written, " is cut over the ranks of axis ", options_.axis, " and written in place");
   }
-  if (IsOwn(op) && op.kind != OpKind::kCopy) {  // output, assign, opaque modules
+  const bool sent = op.kind == OpKind::kCopy && op.Attr("message") != nullptr;  // to another stage (pass `borders`)
+  if (sent || (IsOwn(op) && op.kind != OpKind::kCopy)) {  // output, assign, opaque modules
     const Arg* name = op.kind == OpKind::kOutput ? op.Attr("name") : nullptr;
     const auto cut = name == nullptr ? activations_.end() : activations_.find(name->text);
     ForEachOperand(program_.op(id), [&](ValueId& v) { v = cut == activations_.end() ? AsWhole(v) : AsPart(v, {cut->second, 1}); });
