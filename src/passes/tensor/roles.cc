@@ -40,7 +40,7 @@ class Reader {
       ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
       for (ValueId operand : operands) {
         const Param* param = ParamAt(operand);
-        if (param == nullptr || geometry_[param->value].sizes.size() < 2 || !param->trainable) continue;
+        if (param == nullptr || geometry_[param->value].sizes.size() < 2) continue;
         if (index.emplace(names_[param->name], roles_.size()).second) Add(*param);
       }
       const Rule rule = RuleOf(op, [&](ValueId id) -> const Geometry& { return geometry_[id]; });
@@ -79,12 +79,20 @@ class Reader {
   }
 
   void Add(const Param& param) {
-    Role role{names_[param.name], members_[names_[param.name]], 0, "", {}, {}, ""};
+    Role role{names_[param.name], members_[names_[param.name]], 0, 0, "", {}, {}, ""};
     const std::string_view block = BlockOfPath(param.name);
     role.list = role.pattern.find('*') == std::string::npos ? "" : block.substr(0, block.rfind('.') + 1);
-    role.bytes = BytesOf(param) * static_cast<int64_t>(role.names.size());
+    Count(role, role.names, BytesOf(param));
     weights_.push_back(&param);
     roles_.push_back(std::move(role));
+  }
+
+  void Count(Role& role, const std::vector<std::string>& names, int64_t bytes) const {
+    role.bytes += bytes * static_cast<int64_t>(names.size());
+    for (const Param& param : program_.params) {
+      const bool trained = param.trainable && std::find(names.begin(), names.end(), param.name) != names.end();
+      role.trained_bytes += trained ? bytes : 0;
+    }
   }
 
   // The dimension of a parameter that a dimension of its view walks along.
@@ -137,7 +145,7 @@ class Reader {
         followers_.insert(bias->name);
         Role& role = roles_[index.at(names_[weight->name])];
         const std::string& pattern = names_[bias->name];
-        role.bytes += BytesOf(*bias);
+        Count(role, {bias->name}, BytesOf(*bias));
         if (std::none_of(role.biases.begin(), role.biases.end(), [&](const Bias& b) { return b.pattern == pattern; }))
           role.biases.push_back({pattern, members_[pattern], dim});
         break;
