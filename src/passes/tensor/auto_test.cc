@@ -213,8 +213,8 @@ TEST(TensorRoles, BlocksShareOneAndFusedWeightsSaySo) {
   EXPECT_TRUE(CheckBlocks(attention, *ReadPlan("qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1")).ok());
   EXPECT_EQ(
       CheckBlocks(attention, *ReadPlan("qkv.weight 0; out.weight 1")).error().message,
-      "'qkv.weight' is fused: what it makes is taken in 3 parts, and one cut along dimension 0 goes through them; "
-      "write 'qkv.weight 0 blocks 3', which cuts each of them");
+      "what 'qkv.weight' makes is taken in 3 parts, and a cut along dimension 0 goes through them: of several weights in "
+      "one, write 'qkv.weight 0 blocks 3', which cuts each; of heads, fewer than ranks, write nothing: they stay whole");
 }
 
 // As with adapters: what is not trained has memory and is multiplied with all the same.
@@ -222,7 +222,7 @@ TEST(TensorRoles, FrozenWeightsHaveOneToo) {
   std::string text = GoldenInput("attention.il");
   const std::string trained = "\"qkv.weight\" trainable group 0";
   ASSERT_NE(text.find(trained), std::string::npos);
-  text.replace(text.find(trained), trained.size(), "\"qkv.weight\"");
+  text.replace(text.find(trained), trained.size(), "\"qkv.weight\" frozen");
   const std::vector<Role> roles = RolesOf(Read(text), 2);
   ASSERT_EQ(roles.size(), 2u);
   EXPECT_EQ(PrintPlan(PlanOf(roles, {1, 2})), "qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1");
