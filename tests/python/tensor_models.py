@@ -84,7 +84,8 @@ def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Mo
 
 # Of models that say nothing themselves: what is cut along dimension 0, and along dimension 1.
 CUTS = {
-    "vit": (r"\.(q_proj|k_proj|v_proj|query|key|value|fc1|intermediate\.dense)\.(weight|bias)$", r"layers?\.\d+\..*(o_proj|fc2|output\.dense)\.weight$"),
+    "vit": (r"\.(q_proj|k_proj|v_proj|query|key|value|fc1|intermediate\.dense)\.(weight|bias)$",
+            r"layers?\.\d+\..*(o_proj|fc2|output\.dense)\.weight$"),
     "t5": (r"(\.(q|k|v|wi)|^shared)\.weight$", r"\.(o|wo)\.weight$"),
 }  # fmt: skip
 
