@@ -6,7 +6,7 @@ python bench/predicted.py --only bubble,stages --json out/predicted.json
 auto     `tensor(plan=auto)` against what the model itself says (Hugging Face's tp_plan, or our table), by the simulator: as pass `tensor`
          judges the two, and behind all passes of the standard pipeline
 without  models that say nothing about tensor parallelism: seconds until a plan is found, and the step against no cut at all
-search   Llama-3-70B for 8 H100: captured, cut by 8, and its cuts searched, with the schedule's search behind it; in a process of its own
+search   Llama-3-70B for 32 H100 (8 are too few): captured, its cuts by 8 searched, the schedule's search behind it; in a process of its own
 bubble   10 pipelines of 4 to 16 stages: `order(schedule=auto)` against 1F1B; what a step takes beyond its busiest stage's work (and that
          stage's waits for transfers under way, which tensor parallelism has in any order), and the largest peak of a rank
 stages   Llama-3-70B captured and cut into 8 stages of tp 4, orders searched; seconds and resident memory of a process of its own
@@ -250,11 +250,11 @@ def search_inner() -> dict[str, Any]:
         text = text_of(LARGE)
     program = _core.Program.parse(text)
     with timed(row, "cut"):
-        program.run_passes("canonicalize,mesh(axes=dp:1+tp:8),tensor(axis=tp,plan=auto,cluster=h100-80gb-8)", verify=False)
+        program.run_passes("canonicalize,mesh(axes=dp:4+tp:8),tensor(axis=tp,plan=auto,cluster=h100-80gb-32)", verify=False)
     with timed(row, "passes"):
-        program.run_passes("canonicalize,overlap(cluster=h100-80gb-8),shard(axis=dp),update(clip=1.0)", verify=False)
+        program.run_passes("canonicalize,overlap(cluster=h100-80gb-32),shard(axis=dp),update(clip=1.0)", verify=False)
     with timed(row, "schedule"):
-        program.run_passes("search(cluster=h100-80gb-8)", verify=False)
+        program.run_passes("search(cluster=h100-80gb-32)", verify=False)
     return row
 
 

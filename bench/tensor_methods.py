@@ -6,11 +6,8 @@ or with SequenceParallel, which gathers in front of a pair and scatters behind i
 
 from __future__ import annotations
 
-import os
-import shutil
+import dataclasses
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -71,13 +68,13 @@ def dtensor(settings: Settings, sequence: bool) -> Step:
     return step
 
 
-def ours(settings: Settings, plan: bool, sequence: bool = True) -> Step:
+def ours(settings: Settings, plan: bool, sequence: bool = True, **more: Any) -> Step:
     """`plan`: with the program that a search chooses on the times of the first steps."""
     import interlace
     from interlace import _core
 
     example = token_batch(settings.case, rows=settings.case["rows"])
-    common: dict[str, Any] = {"cache": "off", "timeout_s": 300}
+    common: dict[str, Any] = {"cache": "off", "timeout_s": 300, **more}
     on_mesh = interlace.Config(
         mesh={"tp": dist.get_world_size()}, strategy="replicate", sequence_parallel=sequence,
         schedule=[(PLAN_STEP, ["search(cluster={cluster},profile={profile},limit={limit})"])] if plan else [], **common,
@@ -86,16 +83,17 @@ def ours(settings: Settings, plan: bool, sequence: bool = True) -> Step:
     model = causal_model(settings.case)
     trainer = interlace.compile(model, adamw(model.parameters()), causal_loss, example, on_mesh)
     if plan:
-        begin = Path(tempfile.gettempdir()) / f"interlace-bench-{os.environ['MASTER_PORT']}-{os.getppid()}"
-        trainer.save(begin)
         for step in range(LAST_STEP):
             if step > PLAN_STEP and trainer.settled:
                 break
             trainer.step(example)
-        trainer.load(begin)
-        dist.barrier()
+        text = trainer.program
+        trainer.close()
+        # From the same weights as the others: a checkpoint of the start would bring back the program of the start.
+        model = causal_model(settings.case)
+        trainer = interlace.compile(model, adamw(model.parameters()), causal_loss, example, dataclasses.replace(on_mesh, schedule=[]))
+        trainer.swap(text)
         if dist.get_rank() == 0:
-            shutil.rmtree(begin)
             print(_core.Program.parse(trainer.program).explain(), file=sys.stderr, flush=True)
     return lambda batches: trainer.step(batches[0]).item()
 
@@ -108,5 +106,9 @@ TENSOR = {
         Method("plain", "interlace, whole between products", "tensor", "interlace", lambda s: ours(s, False, sequence=False), ours=True),
         Method("sequence", "interlace", "tensor", "interlace", lambda s: ours(s, False), ours=True),
         Method("search", "interlace search", "tensor", "interlace", lambda s: ours(s, True), ours=True),
+        Method(
+            "regions", "interlace search, elementwise ops compiled", "tensor", "interlace",
+            lambda s: ours(s, True, regions="on", regions_wait=True), ours=True,
+        ),
     )
 }

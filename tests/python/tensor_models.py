@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -79,6 +82,25 @@ def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Mo
     return MODELS[name]().to(dtype).train()
 
 
+# Of models that say nothing themselves: what is cut along dimension 0, and along dimension 1.
+CUTS = {
+    "vit": (r"\.(q_proj|k_proj|v_proj|query|key|value|fc1|intermediate\.dense)\.(weight|bias)$",
+            r"layers?\.\d+\..*(o_proj|fc2|output\.dense)\.weight$"),
+    "t5": (r"(\.(q|k|v|wi)|^shared)\.weight$", r"\.(o|wo)\.weight$"),
+}  # fmt: skip
+
+
+def plan_of(name: str, model: nn.Module) -> str:
+    """For `Config.tensor`: so small a model the search would leave whole."""
+    if name not in CUTS:
+        return "model"
+    lines = [f"{n} {dim}" for dim in (0, 1) for n, _ in model.named_parameters() if re.search(CUTS[name][dim], n)]
+    file, mine = (Path(ranks.CACHE) / f"{name}{own}.plan" for own in ("", f".{os.getpid()}"))
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_text("\n".join(lines))
+    return str(mine.replace(file))  # the same for all ranks, each of which writes it
+
+
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     if "labels" in batch:  # of images, or of a decoder
         logits = model(**batch).logits
@@ -97,9 +119,11 @@ def batch_of(step: int, place: int, rows: int = ROWS, name: str = "llama") -> di
 
 
 def compiled(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any) -> interlace.Trainer:
+    model = build(name, dtype, seed)
+    if "tp" in (config.get("mesh") or {}):
+        config.setdefault("tensor", plan_of(name, model))
     settings = interlace.Config(**{"timeout_s": 60, "cache": ranks.CACHE, "schedule": [], "profile": "off", **config})
     place, _ = settings.data_place(*parity.rank_and_size())
-    model = build(name, dtype, seed)
     return interlace.compile(
         model, parity.make_optimizer("adamw", model), loss_of, batch_of(0, place, ROWS * settings.accumulation, name), settings
     )
@@ -114,6 +138,7 @@ def steps(trainer: interlace.Trainer, first: int, last: int, name: str = "llama"
 
 def on_mesh(name: str, count: int, dtype: torch.dtype = torch.float64, **config: Any) -> parity.Run:
     with compiled(name, dtype, **config) as trainer:
+        assert " cut tp " in trainer.program or "tp" not in (config.get("mesh") or {}), f"no weight of {name} is cut"
         losses = steps(trainer, 0, count, name)
         return losses, dict(trainer.state_dict(all_ranks=True))
 

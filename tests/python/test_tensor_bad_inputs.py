@@ -31,8 +31,9 @@ LAYER = "model.layers.*."
         ("llama", 2, f"{LAYER}mlp.up_proj.weight 0\nmodel.layers.0.mlp.up_proj.weight 0", "mlp.up_proj.weight' is cut in line 1"),
         ("llama", 2, f"{LAYER}mlp.up_proj.weight 2", "has no dimension 2"),
         ("llama", 2, "# nothing", "plan.txt cuts nothing; write lines such as 'model.layers.*.mlp.up_proj.weight 0'"),
-        ("gpt2", 2, "transformer.h.*.attn.c_attn.weight 1", "c_attn.weight' is fused: what it makes is taken in 3 parts"),
-        ("gpt2", 2, "transformer.h.*.attn.c_attn.weight 1", "write 'transformer.h.*.attn.c_attn.weight 1 blocks 3', which cuts each of them"),
+        ("gpt2", 2, "transformer.h.*.attn.c_attn.weight 1", "c_attn.weight' makes is taken in 3 parts, and a cut along dimension 1"),
+        ("gpt2", 2, "transformer.h.*.attn.c_attn.weight 1", "write 'transformer.h.*.attn.c_attn.weight 1 blocks 3', which cuts each"),
+        ("llama", 4, f"{LAYER}self_attn.k_proj.weight 0", "of heads, fewer than ranks, write nothing: they stay whole"),
         ("tied", 2, "model.embed_tokens.weight 0\nlm_head.weight 1", "is tied to 'model.embed_tokens.weight', which line 1 cuts another way"),
     ],
 )  # fmt: skip

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import parity
 import pytest
 import ranks
+import tensor_models
 from test_tensor_parallel import EACH, STRATEGIES, distances
+
+import interlace
 
 MODELS = ("llama", "qwen3", "gpt2", "vit", "t5", "mixtral")
 BOUND = 1e-9
@@ -40,3 +44,21 @@ def test_alone(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_with_data_parallelism(name: str) -> None:
     check(name, {"dp": 2, "tp": 2}, STRATEGIES)
+
+
+def bias_only(mesh: dict[str, int] | None, plan: str) -> tuple[list[float], int]:
+    """A GPT-2 of which only biases and norms learn, and the lines of the program that cut."""
+    model = tensor_models.build("gpt2")
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith("bias") or ".ln_" in name)
+    settings = interlace.Config(mesh=mesh, tensor=plan if mesh else "auto", timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
+    batch = tensor_models.batch_of(0, 0)
+    with interlace.compile(model, parity.make_optimizer("adamw", model), tensor_models.loss_of, batch, settings) as trainer:
+        return tensor_models.steps(trainer, 0, 5), trainer.program.count(" cut tp ")
+
+
+@pytest.mark.parametrize("plan", ["auto", "model"])
+def test_frozen_weights_are_cut_as_others(plan: str) -> None:
+    (alone, _), (cut, lines) = ranks.run(bias_only, 1, None, plan)[0], ranks.run(bias_only, 2, {"tp": 2}, plan)[0]
+    assert cut == pytest.approx(alone, rel=BOUND)
+    assert lines > 0 or plan == "auto"  # which keeps so small a model whole

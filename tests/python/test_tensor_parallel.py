@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,6 @@ def test_with_every_strategy_of_data_parallelism(name: str, mesh: dict[str, int]
 
 VARIANTS: list[dict[str, Any]] = [
     {"sequence_parallel": False},
-    {"tensor": "model"},
     {"accumulation": 2, "accumulate_mode": "reduce_last"},
     {"schedule": [(0, ["bucket(modules=model.layers.*)", "reorder"])]},
     {"schedule": [(0, ["prefetch(prefetch=20KB,alpha=1)", "overlap_update"])]},
@@ -123,7 +123,8 @@ def first_values(mesh: dict[str, int] | None, weights: str | None) -> dict[str, 
     """Of a model built on meta: initialized, or read from a file."""
     with torch.device("meta"):
         model = tensor_models.MODELS["gpt2"]().train()
-    settings = interlace.Config(mesh=mesh, weights=weights, timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
+    plan = "model" if mesh else "auto"
+    settings = interlace.Config(mesh=mesh, tensor=plan, weights=weights, timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
     batch = tensor_models.batch_of(0, 0)
     with interlace.compile(model, parity.make_optimizer("adamw", model), tensor_models.loss_of, batch, settings) as trainer:
         trainer.evaluate(batch)  # which captures a model of which some parameters are here and some are parts
@@ -207,7 +208,7 @@ def test_a_recorded_step_trains_as_any_other(mesh: dict[str, int]) -> None:
 def in_turn(serial: bool) -> list[float]:
     """Of one sample, whose rows are cut along the sequence: transfers that are no flat runs."""
     model = tensor_models.build("llama")
-    settings = interlace.Config(mesh={"tp": 2}, timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
+    settings = interlace.Config(mesh={"tp": 2}, tensor="model", timeout_s=60, cache=ranks.CACHE, schedule=[], profile="off")
     optimizer = parity.make_optimizer("adamw", model)
     with interlace.compile(model, optimizer, tensor_models.loss_of, tensor_models.batch_of(0, 0, 1), settings) as trainer:
         found = []
@@ -259,10 +260,12 @@ def by_plan(file: str) -> tuple[parity.Run, str]:
 
 
 def test_a_plan_file_decides(tmp_path: Path) -> None:
-    (tmp_path / "plan.txt").write_text("model.layers.*.mlp.up_proj.weight 0\nmodel.layers.*.mlp.down_proj.weight 1  # by rows\n")
+    plan = [f"model.layers.*.self_attn.{one}_proj.weight 0" for one in "qkv"]  # of key and value a head each
+    plan += ["model.layers.*.mlp.up_proj.weight 0", "model.layers.*.mlp.down_proj.weight 1  # by rows"]
+    (tmp_path / "plan.txt").write_text("\n".join(plan))
     found, program = ranks.run(by_plan, 2, str(tmp_path / "plan.txt"))[0]
     cut = [line for line in program.splitlines() if " cut tp " in line]
-    assert len(cut) == 4 and all("up_proj" in line or "down_proj" in line for line in cut)
+    assert len(cut) == 10 and all(re.search("(up|down|[qkv])_proj", line) for line in cut)
     assert parity.distance(found, tensor_models.in_one_process("llama", 3, 1, None, 1)).within(1e-9)
 
 

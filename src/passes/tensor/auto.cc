@@ -23,12 +23,13 @@ class PlanSearch {
  public:
   PlanSearch(const Program& program, const CutterOptions& options, const PassCosts& costs)
       : folded_(Fold(program)),
+        steps_(folded_.program),
         sweep_(std::clamp<int64_t>(kOps / static_cast<int64_t>(folded_.program.MicroBatchPhase()->ops.size() + 1), 250,
                                    kSweep)),
         roles_(RolesOf(program, program.AxisSize(options.axis))) {
     const size_t threads = ThreadsFor(static_cast<size_t>(kSweep));
     for (size_t t = 0; t < threads; ++t) {
-      Result<std::unique_ptr<Estimate>> made = Estimate::Create(folded_, roles_, options, costs);
+      Result<std::unique_ptr<Estimate>> made = Estimate::Create(folded_, roles_, steps_, options, costs);
       if (!made.ok()) {
         failed_ = made.error();
         return;
@@ -190,6 +191,7 @@ class PlanSearch {
   }
 
   Folded folded_;
+  Steps steps_;
   const int64_t sweep_;
   std::vector<Role> roles_;
   Status failed_ = Ok{};

@@ -2,6 +2,11 @@
 // prediction than no plan or the model's.
 #include "passes/tensor/auto.h"
 
+#include <random>
+#include <set>
+
+#include "base/rounds.h"
+#include "ir/testing/random_program.h"
 #include "ir/verifier.h"
 #include "passes/explain.h"
 #include "passes/pass_test_support.h"
@@ -122,8 +127,9 @@ TEST(TensorFold, EstimatesAsTheWholeProgram) {
   const std::vector<Role> roles = RolesOf(whole, 2);
   const Folded folded = Fold(whole), unfolded{whole.Clone(), std::vector<double>(whole.modules.size(), 1.0)};
   const PassCosts costs = H100(2);
-  const auto few = std::move(*Estimate::Create(folded, roles, {}, costs));
-  const auto all = std::move(*Estimate::Create(unfolded, roles, {}, costs));
+  Steps few_steps(folded.program), all_steps(unfolded.program);
+  const auto few = std::move(*Estimate::Create(folded, roles, few_steps, {}, costs));
+  const auto all = std::move(*Estimate::Create(unfolded, roles, all_steps, {}, costs));
   ASSERT_EQ(roles.size(), 2u);
   for (int32_t up = 0; up < 3; ++up) {
     for (int32_t down = 0; down < 3; ++down) {
@@ -131,6 +137,64 @@ TEST(TensorFold, EstimatesAsTheWholeProgram) {
       EXPECT_NEAR(few->Of({up, down}).ps, expected, 1e-9 * expected) << up << " " << down;
     }
   }
+}
+
+// How the gradient of an embedding is cut its parameter decides: no operand says it.
+constexpr const char* kWords = R"(interlace 1 captured
+mesh dp 1
+mesh tp 2
+step 1 reduce_each
+group 0 adamw
+module 0 "" "Words"
+param %0: f32[12,8] "words.weight" trainable group 0
+input %1: i64[6] "ids"
+phase micro_batch takes () gives () {
+  %2: f32[6,8] = aten.embedding(%0, %1) {fwd m0}
+  %3: f32[] = aten.sum(%2) {fwd m0}
+  output(%3) {fwd name="loss"}
+  %4: f32[6,8] = aten.ones([6,8]) {bwd m0}
+  %5: f32[12,8] = aten.embedding_dense_backward(%4, %1, 12, -1, false) {bwd m0}
+  grad(%0, %5) {bwd}
+}
+)";
+
+// Random ways that are added up from what others met, against each propagated by itself.
+void CheckSeen(const Program& program, uint64_t seed, std::set<double>& times) {
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  const std::vector<Role> roles = RolesOf(program, 2);
+  const Folded folded = Fold(program);
+  const PassCosts costs = H100(2);
+  const CutterOptions options{.bucket = 512};
+  Steps shared(folded.program);
+  const auto seen = std::move(*Estimate::Create(folded, roles, shared, options, costs));
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 40; ++i) {
+    Choices choices;
+    for (const Role& role : roles) choices.push_back(static_cast<int32_t>(random() % role.choices.size()));
+    Steps own(folded.program);
+    const auto alone = std::move(*Estimate::Create(folded, roles, own, options, costs));
+    const Estimate::Time expected = alone->Of(choices), got = seen->Of(choices);
+    ASSERT_EQ(got.ps, expected.ps) << "way " << i;
+    ASSERT_EQ(got.gathers_weight, expected.gathers_weight) << "way " << i;
+    times.insert(expected.ps);
+  }
+}
+
+TEST(TensorSteps, WhatWasSeenIsWhatTheCutterDoes) {
+  std::set<double> times;
+  CheckSeen(Read(kWords), 1, times);
+  EXPECT_EQ(times.size(), 3u);
+  for (uint64_t seed = 1; seed <= static_cast<uint64_t>(Rounds(20)); ++seed) {
+    testing::RandomProgramOptions options;
+    options.seed = seed;
+    options.layers = 1 + static_cast<int>(seed % 7);
+    options.multiple = 6;
+    options.cross_entropy = seed % 2 == 0;
+    Program program = testing::RandomProgram(options);
+    program.mesh = {{"dp", 1}, {"tp", 2}};
+    CheckSeen(program, seed, times);
+  }
+  EXPECT_GT(times.size(), 200u);
 }
 
 TEST(TensorRoles, BlocksShareOneAndFusedWeightsSaySo) {
@@ -149,8 +213,20 @@ TEST(TensorRoles, BlocksShareOneAndFusedWeightsSaySo) {
   EXPECT_TRUE(CheckBlocks(attention, *ReadPlan("qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1")).ok());
   EXPECT_EQ(
       CheckBlocks(attention, *ReadPlan("qkv.weight 0; out.weight 1")).error().message,
-      "'qkv.weight' is fused: what it makes is taken in 3 parts, and one cut along dimension 0 goes through them; "
-      "write 'qkv.weight 0 blocks 3', which cuts each of them");
+      "what 'qkv.weight' makes is taken in 3 parts, and a cut along dimension 0 goes through them: of several weights in "
+      "one, write 'qkv.weight 0 blocks 3', which cuts each; of heads, fewer than ranks, write nothing: they stay whole");
+}
+
+// As with adapters: what is not trained has memory and is multiplied with all the same.
+TEST(TensorRoles, FrozenWeightsHaveOneToo) {
+  std::string text = GoldenInput("attention.il");
+  const std::string trained = "\"qkv.weight\" trainable group 0";
+  ASSERT_NE(text.find(trained), std::string::npos);
+  text.replace(text.find(trained), trained.size(), "\"qkv.weight\" frozen");
+  const std::vector<Role> roles = RolesOf(Read(text), 2);
+  ASSERT_EQ(roles.size(), 2u);
+  EXPECT_EQ(PrintPlan(PlanOf(roles, {1, 2})), "qkv.weight 0 blocks 3; qkv.bias 0 blocks 3; out.weight 1");
+  EXPECT_EQ(roles[0].bytes - roles[0].trained_bytes, 24 * 8 * 4);
 }
 
 TEST(TensorAuto, IsNeverSlowerThanThePlanOfTheModelOrNone) {

@@ -83,25 +83,39 @@ Status Cutter::CutActivation(const std::string& name, int64_t dim) {
 }
 
 Status Cutter::Run() {
+  for (OpId id : Begin()) INTERLACE_TRY(Step(id));
+  return End();
+}
+
+std::vector<OpId> Cutter::Begin() {
   std::vector<OpId> old = std::move(phase_.ops);
   phase_.ops.clear();
   FindGradientsOfRows(old);
-  for (OpId id : old) {
-    const Op& op = Read(id);
-    if (op.part == Part::kBackward && part_ != Part::kBackward) {
-      part_ = Part::kBackward;
-      if (options_.regather) ForgetGathered();
-    }
-    current_ = &op;
-    Status done = Visit(id);
-    if (!done.ok()) {
-      Error error = done.error();
-      error.where = PrintOp(program_, program_.op(id));
-      return error;
-    }
+  return old;
+}
+
+Status Cutter::Step(OpId id) {
+  const Op& op = Read(id);
+  if (op.part == Part::kBackward && part_ != Part::kBackward) {
+    part_ = Part::kBackward;
+    if (options_.regather) ForgetGathered();
   }
-  INTERLACE_TRY(SumsBehind());
-  return Ok{};
+  current_ = &op;
+  Status done = Visit(id);
+  if (done.ok()) return done;
+  Error error = done.error();
+  error.where = PrintOp(program_, program_.op(id));
+  return error;
+}
+
+void Cutter::AppendState(ValueId root, std::vector<int64_t>& out) const {
+  out.push_back(static_cast<int64_t>(placement_[root].kind));
+  out.push_back(placement_[root].period);
+  for (auto copy = copies_.lower_bound({root, 0}); copy != copies_.end() && copy->first.first == root; ++copy) {
+    out.push_back(copy->first.second);
+    AppendState(copy->second, out);
+  }
+  out.push_back(kNone);
 }
 
 // Sums stay: they would keep their parts.
@@ -418,7 +432,7 @@ void Cutter::SumGradients(const Op& op) {
 }
 
 // Small gradients of whole parameters (norms, biases) are many: one transfer for all of a dtype.
-Status Cutter::SumsBehind() {
+Status Cutter::End() {
   std::map<DType, std::vector<ValueId>> roots;
   for (const auto& [grad, value] : sums_behind_) {
     std::vector<ValueId>& of_type = roots[geometry_[value].dtype];

@@ -65,10 +65,19 @@ class Cutter {
   Status CutActivation(const std::string& name, int64_t dim);
   // The whole phase. Error: a size that is not a number, a value written in place that is cut.
   Status Run();
+  // The same op by op: the phase's ops, each of which is then to be visited, and the sums that were left for the end.
+  std::vector<OpId> Begin();
+  Status Step(OpId id);
+  Status End();
 
   // What a rank holds of a value's storage.
   const Placement& PlacementOf(ValueId id) const { return placement_[program_.RootOf(id)]; }
   const std::map<std::string, int64_t>& made_whole() const { return made_whole_; }  // bytes by operator without a rule
+  const std::vector<std::pair<OpId, ValueId>>& sums_behind() const { return sums_behind_; }  // that End is to make
+  // All that decides what an op does with a storage of before the rewrite: its placement, and the copies of it that
+  // there are. And likewise with indices and losses (Special::Remembers).
+  void AppendState(ValueId root, std::vector<int64_t>& out) const;
+  void AppendRemembered(std::vector<int64_t>& out) const;
 
   // Of a loss by targets, what goes back to the cut logits.
   struct LossGradient {
@@ -107,7 +116,6 @@ class Cutter {
   void View(OpId id);
   Status Generic(OpId id);
   void Grad(OpId id);
-  Status SumsBehind();
   void SumGradients(const Op& op);
 
   std::vector<Way> WaysOf(const Op& op, const Rule& rule, const std::vector<ValueId>& operands);

@@ -40,7 +40,7 @@ class Reader {
       ForEachOperand(op, [&](ValueId v) { operands.push_back(v); });
       for (ValueId operand : operands) {
         const Param* param = ParamAt(operand);
-        if (param == nullptr || geometry_[param->value].sizes.size() < 2 || !param->trainable) continue;
+        if (param == nullptr || geometry_[param->value].sizes.size() < 2) continue;
         if (index.emplace(names_[param->name], roles_.size()).second) Add(*param);
       }
       const Rule rule = RuleOf(op, [&](ValueId id) -> const Geometry& { return geometry_[id]; });
@@ -79,12 +79,20 @@ class Reader {
   }
 
   void Add(const Param& param) {
-    Role role{names_[param.name], members_[names_[param.name]], 0, "", {}, {}, ""};
+    Role role{names_[param.name], members_[names_[param.name]], 0, 0, "", {}, {}, ""};
     const std::string_view block = BlockOfPath(param.name);
     role.list = role.pattern.find('*') == std::string::npos ? "" : block.substr(0, block.rfind('.') + 1);
-    role.bytes = BytesOf(param) * static_cast<int64_t>(role.names.size());
+    Count(role, role.names, BytesOf(param));
     weights_.push_back(&param);
     roles_.push_back(std::move(role));
+  }
+
+  void Count(Role& role, const std::vector<std::string>& names, int64_t bytes) const {
+    role.bytes += bytes * static_cast<int64_t>(names.size());
+    for (const Param& param : program_.params) {
+      const bool trained = param.trainable && std::find(names.begin(), names.end(), param.name) != names.end();
+      role.trained_bytes += trained ? bytes : 0;
+    }
   }
 
   // The dimension of a parameter that a dimension of its view walks along.
@@ -137,7 +145,7 @@ class Reader {
         followers_.insert(bias->name);
         Role& role = roles_[index.at(names_[weight->name])];
         const std::string& pattern = names_[bias->name];
-        role.bytes += BytesOf(*bias);
+        Count(role, {bias->name}, BytesOf(*bias));
         if (std::none_of(role.biases.begin(), role.biases.end(), [&](const Bias& b) { return b.pattern == pattern; }))
           role.biases.push_back({pattern, members_[pattern], dim});
         break;
@@ -154,31 +162,36 @@ class Reader {
       role.undivided = DoesNotDivide(role.pattern, longest - geometry.sizes.begin(), *longest, 1, ranks_);
     for (size_t d = 0; d < geometry.sizes.size(); ++d) {
       const auto dim = static_cast<int32_t>(d);
-      const size_t before = role.choices.size();
+      bool one = true;  // a cut of it all goes through none of its parts
       for (int64_t blocks : {2, 3}) {
-        if (IsSplit(param, dim, blocks) && PeriodOf(geometry, {dim, blocks}, ranks_))
-          role.choices.push_back({dim, blocks});
+        const Parts parts = PartsOf(param, dim, blocks);
+        if (parts == Parts::kNone || !PeriodOf(geometry, {dim, blocks}, ranks_)) continue;
+        role.choices.push_back({dim, blocks});
+        one = one && parts == Parts::kSteps && blocks % ranks_ == 0;
       }
-      if (role.choices.size() == before && PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});
+      if (one && PeriodOf(geometry, {dim, 1}, ranks_)) role.choices.push_back({dim, 1});
     }
   }
 
-  // Whether the product's result is taken as so many equal parts: views that begin at one, or step from one to the
-  // next.
-  bool IsSplit(const Param& param, int32_t dim, int64_t blocks) const {
+  // Whether the product's result is taken as so many equal parts: by views that begin at one, or as a dimension that
+  // steps from one to the next, as heads are, too: those ranks that divide them may have whole.
+  enum class Parts { kNone, kSteps, kApart };
+  Parts PartsOf(const Param& param, int32_t dim, int64_t blocks) const {
+    Parts found = Parts::kNone;
     for (const auto& [result, made] : made_by_) {
       if (made.first != &param || made.second != dim) continue;
       const int64_t size = geometry_[result].sizes.back();
       if (size % blocks != 0) continue;
       for (ValueId view : layout_.views[result]) {
         const Geometry& g = geometry_[view];
-        if (g.offset % size != 0 && g.offset % (size / blocks) == 0 && Extent(g, size) <= size / blocks) return true;
+        if (g.offset % size != 0 && g.offset % (size / blocks) == 0 && Extent(g, size) <= size / blocks)
+          return Parts::kApart;
         for (size_t d = 0; d < g.sizes.size(); ++d) {
-          if (g.sizes[d] == blocks && g.strides[d] == size / blocks) return true;
+          if (g.sizes[d] == blocks && g.strides[d] == size / blocks) found = Parts::kSteps;
         }
       }
     }
-    return false;
+    return found;
   }
 
   // Elements that a view spans within a row.
@@ -227,11 +240,13 @@ Status CheckBlocks(const std::vector<Role>& roles, const std::vector<PlanEntry>&
     for (const Role& role : roles) {
       const bool named = std::any_of(role.names.begin(), role.names.end(),
                                      [&](const std::string& name) { return Matches(entry.pattern, name); });
+      const Held asked{static_cast<int32_t>(entry.dim), 1};
+      if (!named || std::find(role.choices.begin(), role.choices.end(), asked) != role.choices.end()) continue;
       for (const Held& held : role.choices) {
-        if (!named || held.dim != entry.dim || held.blocks == 1) continue;
-        return MakeError("'", entry.pattern, "' is fused: what it makes is taken in ", held.blocks,
-                         " parts, and one cut along dimension ", entry.dim, " goes through them; write '",
-                         entry.pattern, " ", PrintHeld(held), "', which cuts each of them");
+        if (held.dim != entry.dim) continue;
+        return MakeError("what '", entry.pattern, "' makes is taken in ", held.blocks, " parts, and a cut along dimension ",
+                         entry.dim, " goes through them: of several weights in one, write '", entry.pattern, " ",
+                         PrintHeld(held), "', which cuts each; of heads, fewer than ranks, write nothing: they stay whole");
       }
     }
   }

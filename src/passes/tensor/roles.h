@@ -34,6 +34,7 @@ struct Role {
   std::string pattern;
   std::vector<std::string> names;  // of the parameters
   int64_t bytes = 0;               // of all of them, with their biases
+  int64_t trained_bytes = 0;       // of those that are not frozen
   std::string list;                // where its blocks lie: "model.layers."; empty: in no block
   std::vector<Held> choices;       // whole first; in blocks where what it makes is used in parts
   std::vector<Bias> biases;

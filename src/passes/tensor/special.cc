@@ -51,6 +51,34 @@ Result<bool> Special::Visit(OpId id) {
   return false;
 }
 
+bool Special::Remembers(const Op& op) {
+  const std::string_view name = BaseName(op.name);
+  for (std::string_view one : {"aten.embedding", "aten.embedding_dense_backward", "aten._log_softmax_backward_data",
+                               "aten.nll_loss_forward", "aten.nll_loss_backward"}) {
+    if (name == one) return true;
+  }
+  return false;
+}
+
+void Cutter::AppendRemembered(std::vector<int64_t>& out) const {
+  const auto add = [&](const Arg& arg) {
+    out.push_back(static_cast<int64_t>(arg.kind));
+    out.push_back(arg.integer.value);
+  };
+  for (const struct LocalIndex& known : local_indices_) {
+    out.insert(out.end(), {known.of, known.rows});
+    add(known.other);
+    add(known.ignored);
+  }
+  out.push_back(kNone);
+  for (const struct Counted& known : counted_) {
+    out.push_back(known.target);
+    add(known.ignored);
+  }
+  out.push_back(kNone);
+  for (const auto& [result, loss] : loss_gradients_) out.insert(out.end(), {result, loss.target, loss.mean});
+}
+
 const Cutter::LocalIndex& Special::LocalIndex(ValueId index, int64_t rows, const Arg& other, const Arg* ignored) {
   const Arg left = ignored == nullptr ? Arg::None() : *ignored;
   for (const Cutter::LocalIndex& known : c_.local_indices_) {

@@ -22,6 +22,8 @@ class Special {
   explicit Special(Cutter& cutter) : c_(cutter) {}
   // Whether the op was one of these, and is done.
   Result<bool> Visit(OpId id);
+  // Whether what is done with such an op depends on what was done with others before (Cutter::AppendRemembered).
+  static bool Remembers(const Op& op);
 
  private:
   bool Embedding(OpId id);
