@@ -1,6 +1,4 @@
 // What an executor tells of its steps so far.
-#include <c10/core/CachingDeviceAllocator.h>
-
 #include <algorithm>
 #include <map>
 #include <set>
@@ -43,11 +41,9 @@ ExecutorStats Executor::stats() const {
       stats.peak_op = PrintOp(program_, program_.op(use_.peak_op));
     }
   } else {
-    const auto device =
-        c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
-    const auto& total = device.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    stats.live_bytes = total.current;
-    stats.peak_bytes = std::max(total.peak, recorder_.device_peak_bytes());
+    stats.live_bytes = recorder_.DeviceBytes();
+    stats.peak_bytes = recorder_.DevicePeak();
+    if (arena_.on()) stats.peak_op = PeakOpOf(program_, *arena_.plan());
   }
   std::map<std::string, int64_t> counts;
   std::set<const Phase*> counted;

@@ -20,7 +20,7 @@ void StepRunner::SetRandom(std::unique_ptr<KeyedRandom> random) {
 void StepRunner::ResetSlots(const std::vector<std::vector<at::Tensor>>* of_turn) {
   turn_ = 0;
   frame.slots = of_turn != nullptr ? of_turn->front() : fixed_;
-  if (of_turn != nullptr) parked_slots_ = *of_turn;
+  parked_slots_ = of_turn != nullptr ? *of_turn : std::vector<std::vector<at::Tensor>>();
 }
 
 void StepRunner::UseTurn(int32_t turn) {

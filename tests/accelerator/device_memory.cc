@@ -3,6 +3,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <sys/mman.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -187,6 +188,11 @@ struct RegisteredMemory {
 
 }  // namespace
 
+c10::Allocator* AskedAllocator() {
+  const char* hook = std::getenv("SOFT_HOOK");
+  static const bool own = hook != nullptr && hook[0] == '0';
+  return own ? &TheMemory() : c10::GetAllocator(c10::kPrivateUse1);
+}
 void SetCapacity(size_t bytes) { TheMemory().SetCapacity(bytes); }
 void ReleaseIdle() {
   Engine::Get().SynchronizeAll();

@@ -25,6 +25,10 @@ namespace {
 constexpr size_t kSlot = size_t{256} << 20;  // sparse: only what is touched is memory
 constexpr size_t kHead = 1 << 16;
 
+// What tests plant: a wait that orders nothing; an operation that does not come after what the current stream was given.
+enum class Fault { kNone, kWait, kStart };
+std::atomic<Fault> fault = Fault::kNone;
+
 struct alignas(64) Flag {
   std::atomic<uint64_t> posted, taken;
   std::atomic<uint64_t> form;  // of the operation that is posted: what all ranks must agree on
@@ -82,7 +86,7 @@ class SoftWork final : public c10d::Work {
   bool isCompleted() override { return Engine::Get().Query(over_); }
   bool isSuccess() const override { return true; }
   void synchronize() override {
-    Engine::Get().Block(over_, CurrentStream());
+    if (fault != Fault::kWait) Engine::Get().Block(over_, CurrentStream());
     kept_.clear();
   }
   bool wait(std::chrono::milliseconds) override {
@@ -199,7 +203,7 @@ class SoftGroup final : public c10d::Backend {
   WorkPtr Issue(const char* name, int stream, const at::Tensor& in, const at::Tensor& out, Run run) {
     EventPtr before = std::make_shared<Event>(), over = std::make_shared<Event>();
     Engine::Get().Record(before, CurrentStream());
-    Engine::Get().Block(before, stream);
+    if (fault != Fault::kStart) Engine::Get().Block(before, stream);
     std::vector<Access> touched;
     std::vector<at::Tensor> kept, results;
     if (in.defined()) touched.push_back({BytesOf(in), BytesOf(in) + in.nbytes(), false}), kept.push_back(in);
@@ -298,6 +302,9 @@ class SoftGroup final : public c10d::Backend {
 
 void BindGroup(pybind11::module& m) {
   namespace py = pybind11;
+  m.def("plant", [](const std::string& what) {
+    fault = what == "wait" ? Fault::kWait : what == "start" ? Fault::kStart : Fault::kNone;
+  }, "A fault of the process groups: wait, start, or none.");
   py::class_<SoftGroup, c10d::Backend, c10::intrusive_ptr<SoftGroup>>(m, "Group")
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, double>(), py::call_guard<py::gil_scoped_release>());
 }

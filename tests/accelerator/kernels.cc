@@ -19,8 +19,7 @@ at::Tensor EmptyMemoryFormat(c10::IntArrayRef sizes, std::optional<c10::ScalarTy
                              std::optional<c10::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "only CPU tensors can be pinned");
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::Tensor(at::detail::empty_generic(sizes, c10::GetAllocator(c10::kPrivateUse1), keys,
-                                              c10::dtype_or_default(dtype), format));
+  return at::Tensor(at::detail::empty_generic(sizes, AskedAllocator(), keys, c10::dtype_or_default(dtype), format));
 }
 at::Tensor EmptyStrided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<c10::ScalarType> dtype,
                         std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool> pin) {

@@ -5,6 +5,7 @@ wait that a program has left out (tests/accelerator/engine.h). The environment s
 
     SOFT_MODE      free, lockstep or starve, and behind colons seed and chance: starve:7:0.3
     SOFT_CHECK     0: no order checker
+    SOFT_HOOK      0: tensors are made by its own allocator, whoever stands in front of it, as on CUDA
     SOFT_REPORT    a folder, in which every process leaves its reports when it ends
 """
 
