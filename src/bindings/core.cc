@@ -285,6 +285,7 @@ py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<in
   out["taken_bytes"] = plan.taken_bytes;
   out["fragmentation"] = plan.Fragmentation();
   out["blocks"] = plan.blocks.size();
+  out["placed"] = plan.placed();
   out["text"] = DescribeMemoryPlan(bound, plan, limit);
   return out;
 }

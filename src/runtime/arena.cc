@@ -16,9 +16,13 @@ Result<std::unique_ptr<StepArena>> StepArena::Create(const Program& program, con
     for (const OpNeeds& op : phase) workspace.push_back(op.workspace);
   }
   INTERLACE_ASSIGN(arena->plan_, PlanMemory(program, options));
-  INTERLACE_ASSIGN(std::unique_ptr<ArenaMemory> memory, ArenaMemory::Create(arena->plan_.taken_bytes, device));
-  arena->memory_ = std::move(memory);
   return arena;
+}
+
+Status StepArena::TakeMemory(c10::Device device) {
+  INTERLACE_ASSIGN(std::unique_ptr<ArenaMemory> memory, ArenaMemory::Create(plan_.taken_bytes, device));
+  memory_ = std::move(memory);
+  return Ok{};
 }
 
 c10::Storage StepArena::StorageAt(int32_t block, int64_t bytes) const {

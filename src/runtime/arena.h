@@ -47,11 +47,14 @@ using ProgramNeeds = std::vector<std::vector<OpNeeds>>;
 
 class StepArena {
  public:
-  // Error: the program cannot be planned (memory_plan.h), or there is no room.
+  // Error: the program cannot be planned (memory_plan.h).
   // `left_out`: see MemoryPlanOptions.
   static Result<std::unique_ptr<StepArena>> Create(const Program& program, const std::vector<Geometry>& geometry,
                                                    const ProgramNeeds& needs, const std::vector<bool>& left_out,
                                                    c10::Device device);
+
+  // Before any of what follows. Error: there is no room.
+  Status TakeMemory(c10::Device device);
 
   const MemoryPlan& plan() const { return plan_; }
   const ArenaMemory& memory() const { return *memory_; }

@@ -108,8 +108,9 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   int64_t kept = 0;
   for (const auto& [name, comm] : comms_) kept += comm->stats().receive_buffer_peak_bytes;
   const int64_t live_before = std::max<int64_t>(MemoryScope::Use().live_bytes - kept, 0);
-  INTERLACE_ASSIGN(const bool moved, arena_.TakeTheFloor());
-  if (moved) INTERLACE_TRY(BuildArenaPlans(/*moved=*/true));
+  const Result<bool> moved = arena_.TakeTheFloor();
+  if (!moved.ok()) return WithMemory(moved.error());
+  if (*moved) INTERLACE_TRY(RenewArena(/*moved=*/true));
   if (!device_.is_cpu() && use_.device_bytes < 0) {  // the peak is of this program's settled steps, not of what ran before
     use_.device_bytes = recorder_.TakeDeviceBytes();
   }
@@ -133,7 +134,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
     (void)moving_.bank()->Drain();  // the failure that stopped the step is the one to tell
     runner_.DropTemporaries(arena_.slots_of_turn());
     frame.pending.on = false;  // some of it was made
-    return status.error();
+    return runner_.out_of_memory() ? WithMemory(status.error()) : status.error();
   }
   INTERLACE_TRY(moving_.bank()->Drain());  // steps on the host that nothing has waited for
   ++frame.counters.steps;
@@ -155,7 +156,7 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
     use_.peak_bytes = 0;
     use_.device_bytes = -1;
   }
-  if (again) INTERLACE_TRY(BuildArenaPlans());
+  if (again) INTERLACE_TRY(RenewArena(/*moved=*/false));
   StepResult result = ResultOfStep();
   if (inspector) result.nonfinite = std::move(inspector->culprit);
   return result;

@@ -126,6 +126,7 @@ class Executor {
   Status AllocateFixed();
   Status Prepare();
   Status BuildArenaPlans(bool moved = false);
+  Status RenewArena(bool moved);
   Status BuildPlans(bool keep_operands, std::vector<Plan>& plans);
   Result<Plan> BuildPhase(const Phase& phase, const std::vector<at::Tensor>& fixed, bool keep_operands,
                           const std::vector<at::Tensor>* receive_buffers);
@@ -134,6 +135,8 @@ class Executor {
   // Runs the step with the observer that it needs.
   Status RunObserved(MicroBatches& micro_batches, int64_t step, DebugObserver* inspector);
   StepResult ResultOfStep();
+  // The error, with what takes the memory of this device, and what to lower.
+  Error WithMemory(Error error) const;
   // Waits, on the device alone, for what a step that failed has left under way.
   void JoinTransfers();
   // What lanes were given comes before whatever the current stream is given from here on.

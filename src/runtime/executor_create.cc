@@ -197,10 +197,21 @@ Status Executor::Prepare() {
   if (options_.arena && !options_.debug && !moves) {
     const Status status = BuildArenaPlans();
     if (status.ok()) return Ok{};
+    if (!device_.is_cpu() && arena_.wanted_bytes() > 0) return WithMemory(status.error());
     arena_.TurnOff(status.error().ToString());
   }
   runner_.ResetSlots(nullptr);
   return BuildPlans(/*keep_operands=*/false, plans_);
+}
+
+// Where there is no room for the arena any more, a step fails, and those after it go without.
+Status Executor::RenewArena(bool moved) {
+  const Status status = BuildArenaPlans(moved);
+  if (status.ok()) return Ok{};
+  arena_.TurnOff(status.error().ToString());
+  runner_.ResetSlots(nullptr);
+  INTERLACE_TRY(BuildPlans(/*keep_operands=*/false, plans_));
+  return WithMemory(status.error());
 }
 
 Status Executor::AllocateFixed() {

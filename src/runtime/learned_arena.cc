@@ -18,7 +18,14 @@ Status LearnedArena::Make(const std::vector<at::Tensor>& fixed) {
     learning_ = true;
     hooked_ = device_.is_cpu() || InstallDeviceHook(device_);
   }
-  INTERLACE_ASSIGN(arena_, StepArena::Create(program_, geometry_, needs_, left_out_, device_));
+  if (!device_.is_cpu()) {  // whose memory is taken at once; what lies there is dead between steps
+    if (const std::shared_ptr<ArenaMemory> before = floor_->lock()) before->GiveBack();
+  }
+  INTERLACE_ASSIGN(std::unique_ptr<StepArena> arena, StepArena::Create(program_, geometry_, needs_, left_out_, device_));
+  wanted_bytes_ = arena->plan().taken_bytes;
+  INTERLACE_TRY(arena->TakeMemory(device_));
+  wanted_bytes_ = 0;
+  arena_ = std::move(arena);
   MakeTensors(fixed);
   return Ok{};
 }
@@ -71,7 +78,9 @@ Result<bool> LearnedArena::TakeTheFloor() {
   const std::shared_ptr<ArenaMemory> before = floor_->lock();
   if (before != own && before) before->GiveBack();
   *floor_ = own;
+  wanted_bytes_ = arena_->plan().taken_bytes;
   INTERLACE_ASSIGN(const bool stayed, own->TakeBack());
+  wanted_bytes_ = 0;
   own->UseHere();
   return !stayed;
 }

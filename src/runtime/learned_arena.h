@@ -51,6 +51,9 @@ class LearnedArena : public NoObserver {
   void Clear();
   void TurnOff(std::string why);
   bool on() const { return arena_ != nullptr; }
+  // On a device: it has its block now; bytes of one for which there was no room (0: there was).
+  bool Taken() const { return arena_ && arena_->memory().ResidentBytes() > 0; }
+  int64_t wanted_bytes() const { return wanted_bytes_; }
   // nullptr while it is off.
   const MemoryPlan* plan() const { return arena_ ? &arena_->plan() : nullptr; }
   int64_t top() const { return arena_ ? arena_->plan().taken_bytes : 0; }
@@ -102,6 +105,7 @@ class LearnedArena : public NoObserver {
   std::vector<std::vector<at::Tensor>> slots_of_turn_;
   bool learning_ = false, needs_changed_ = false;
   int plans_outgrown_ = 0;
+  int64_t wanted_bytes_ = 0;
   int64_t first_peak_bytes_ = 0;
   std::vector<AskedBlock> log_;  // of the op that runs
   std::vector<UnforeseenBlock> unforeseen_;

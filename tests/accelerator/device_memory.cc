@@ -30,6 +30,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override {
     const c10::Device device(c10::kPrivateUse1, 0);
     if (n == 0) return {nullptr, nullptr, &Delete, device};
+    const OwnTime own;
     const size_t bytes = (n + kRound - 1) / kRound * kRound;
     std::lock_guard lock(mutex_);
     const int stream = CurrentStream();
@@ -48,6 +49,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   void Free(void* p) {
+    const OwnTime own;
     std::lock_guard lock(mutex_);
     const auto it = live_.find(static_cast<char*>(p));
     if (it == live_.end()) std::abort();

@@ -25,7 +25,8 @@ namespace {
 constexpr size_t kSlot = size_t{256} << 20;  // sparse: only what is touched is memory
 constexpr size_t kHead = 1 << 16;
 
-// What tests plant: a wait that orders nothing; an operation that does not come after what the current stream was given.
+// What tests plant: a wait for a reduction that orders nothing; an operation that does not come after what the current
+// stream was given.
 enum class Fault { kNone, kWait, kStart };
 std::atomic<Fault> fault = Fault::kNone;
 
@@ -81,12 +82,12 @@ const char* BytesOf(const at::Tensor& t) {
 
 class SoftWork final : public c10d::Work {
  public:
-  SoftWork(EventPtr over, std::vector<at::Tensor> kept, std::vector<at::Tensor> results)
-      : over_(std::move(over)), kept_(std::move(kept)), results_(std::move(results)) {}
+  SoftWork(EventPtr over, std::vector<at::Tensor> kept, std::vector<at::Tensor> results, bool reduces = false)
+      : over_(std::move(over)), reduces_(reduces), kept_(std::move(kept)), results_(std::move(results)) {}
   bool isCompleted() override { return Engine::Get().Query(over_); }
   bool isSuccess() const override { return true; }
   void synchronize() override {
-    if (fault != Fault::kWait) Engine::Get().Block(over_, CurrentStream());
+    if (!reduces_ || fault != Fault::kWait) Engine::Get().Block(over_, CurrentStream());
     kept_.clear();
   }
   bool wait(std::chrono::milliseconds) override {
@@ -103,6 +104,7 @@ class SoftWork final : public c10d::Work {
 
  private:
   EventPtr over_;
+  bool reduces_;
   std::vector<at::Tensor> kept_;  // until the current stream waits, as NCCL's are
   std::vector<at::Tensor> results_;
 };
@@ -218,7 +220,7 @@ class SoftGroup final : public c10d::Backend {
       return false;
     });
     Engine::Get().Record(over, stream);
-    return c10::make_intrusive<SoftWork>(over, std::move(kept), std::move(results));
+    return c10::make_intrusive<SoftWork>(over, std::move(kept), std::move(results), name == std::string("reduce_scatter"));
   }
 
   void CheckTensor(const char* name, const at::Tensor& t) {

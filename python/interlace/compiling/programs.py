@@ -239,8 +239,10 @@ class Programs:
         summary = program.summary()
         need = predicted_peak_bytes(summary)
         if self.config.arena:
-            plan = program.memory_plan(receive_buffers=self.peers.device.type == "cpu")
-            need = summary["persistent_bytes"] + summary["step_bytes"] + plan["taken_bytes"]
+            here = self.peers.device.type == "cpu"
+            plan = program.memory_plan(receive_buffers=here)
+            if here or plan["placed"]:  # what moves has places on no device
+                need = summary["persistent_bytes"] + summary["step_bytes"] + plan["taken_bytes"]
         if beside is not None:
             own = step_states(program)
             need += sum(size for name, size in step_states(beside).items() if name not in own)
