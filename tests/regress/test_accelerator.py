@@ -71,10 +71,7 @@ SETTINGS = {
     "accumulation": {"accumulation": 2, "clip_norm": 1.0},
     "offload": {"schedule": [(0, OUT)], "tier": "host"},
     "overlap_update": {"schedule": [(0, ["overlap_update"])]},
-    "overlap_update, offload": {
-        "schedule": [(0, ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"])],
-        "tier": "host",
-    },
+    "overlap_update, offload": {"schedule": [(0, ["overlap_update", "offload_sync(cluster={cluster},kinds=states)"])], "tier": "host"},
     "host_update": {"schedule": [(0, ["overlap_update", *OUT, "host_update"])], "tier": "host"},
     "swap": {"schedule": [(0, ["overlap_update"]), (1, ["overlap_update", *OUT]), (2, ["overlap_update"])], "tier": "host"},
 }
@@ -90,7 +87,7 @@ def test_every_order_of_streams_gives_the_bits_of_the_cpu(modes: Any, what: str,
     assert same(train("soft", looks=looks, **settings), cpu)
     modes("lockstep:0:0")
     assert same(train("soft", looks=looks, **settings), cpu)
-    for seed in SEEDS if what == "offload" else SEEDS[:3]:
+    for seed in (SEEDS if what == "offload" else SEEDS[:3]):
         modes(f"starve:{seed}")
         assert same(train("soft", looks=looks, **settings), cpu), f"seed {seed}"
 
