@@ -2,16 +2,30 @@
 
 python bench/executor.py
 python bench/executor.py --ops 4000 --rounds 60 --json out.json
+python bench/executor.py --soft                  # host time of a step on an accelerator
+
+With --soft nothing is computed: the software accelerator (tests/accelerator) forgets what it is given, and its own time, by its own clock,
+is taken off. What is left is what the host needs to issue a step: the executor, and torch's dispatcher.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if "--soft" in sys.argv:  # torch looks for its devices when it is imported
+    os.environ["SOFT_MODE"] = "nothing"
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "accelerator" / "python"))
 
 import torch
-from common import paired, report
+from cases import causal_loss, llama, token_batch
+from common import paired, quartiles, report, write_json
 
+import interlace
 from interlace import _runtime
 
 
@@ -39,13 +53,48 @@ def python_calls(function) -> int:
     return count - 2  # function itself, and setprofile(None)
 
 
+SMALL = {"hidden": 64, "layers": 8, "heads": 4, "inter": 176, "vocab": 256, "tokens": 32}
+
+
+def soft_steps(rounds: int) -> dict[str, list[float]]:
+    """Microseconds an op that steps on the software accelerator take beyond its own time, round by round."""
+    import soft_device
+
+    figures: dict[str, list[float]] = {}
+    for name, arena in (("in the arena", True), ("without it", False)):
+        model = llama(SMALL).to("soft")
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = {key: value.to("soft") for key, value in token_batch(SMALL).items()}
+        with interlace.compile(model, optimizer, causal_loss, batch, interlace.Config(profile="off", arena=arena)) as trainer:
+            run: Any = trainer._run
+            rows = run.hyper.values()
+            for number in range(-8, rounds):
+                inputs, ops = run.inputs(batch), run.executor.stats()["ops"]
+                begin, own = time.perf_counter(), soft_device._C.own_seconds()
+                run.executor.step(inputs, rows, number + 8)
+                spent = time.perf_counter() - begin - (soft_device._C.own_seconds() - own)
+                ops = run.executor.stats()["ops"] - ops
+                if number >= 0:
+                    figures.setdefault(f"{name}, {ops} ops", []).append(spent / ops * 1e6)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--soft", action="store_true", help="host time on the software accelerator")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.soft:
+        figures = soft_steps(args.rounds)
+        for name, values in figures.items():
+            low, middle, high = quartiles(values)
+            print(f"a Llama's step {name}: {middle:.2f} us an op [{low:.2f}, {high:.2f}] beyond the accelerator's own time")
+        if args.json:
+            write_json(args.json, figures)
+        return
     x = torch.full((4,), 1e-3)
     executor = _runtime.Executor(chain(args.ops), "cpu", [], 60.0, {})
 

@@ -270,12 +270,14 @@ py::dict SummaryDict(const ProgramSummary& summary) {
   return out;
 }
 
-py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<int64_t>>& workspaces, int limit) {
+py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<int64_t>>& workspaces, int limit,
+                        bool receive_buffers) {
   Binding ranks;  // any rank: all have the same sizes
   for (const Axis& axis : program.mesh) ranks["rank_" + axis.name] = 0;
   const Program bound = Take(Bind(program, ranks));
   MemoryPlanOptions options;
   options.workspace = workspaces;
+  options.receive_buffers = receive_buffers;
   const MemoryPlan plan = Take(PlanMemory(bound, options));
   py::dict out;
   out["top_bytes"] = plan.taken_bytes;
@@ -283,6 +285,7 @@ py::dict MemoryPlanDict(const Program& program, const std::vector<std::vector<in
   out["taken_bytes"] = plan.taken_bytes;
   out["fragmentation"] = plan.Fragmentation();
   out["blocks"] = plan.blocks.size();
+  out["placed"] = plan.placed();
   out["text"] = DescribeMemoryPlan(bound, plan, limit);
   return out;
 }
@@ -375,11 +378,10 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "summary", [](const Program& p) { return SummaryDict(Summarize(p)); }, "Counts and bytes, see inspect.h.")
       .def("memory_plan", &MemoryPlanDict, py::arg("workspaces") = std::vector<std::vector<int64_t>>(),
-           py::arg("limit") = 12,
+           py::arg("limit") = 12, py::arg("receive_buffers") = true,
            "The arena of a step (ir/memory_plan.h): top, live sum, what the runtime takes, fragmentation, and a text. "
-           "workspaces: bytes that "
-           "kernels take "
-           "inside, by phase and op, as Executor.workspaces() gives them.")
+           "workspaces: bytes that kernels take inside, by phase and op, as Executor.workspaces() gives them. "
+           "receive_buffers: on CPUs.")
       .def(
           "explain", [](const Program& p) { return Take(Explain(p)); }, "What a search decided, with its numbers.")
       .def("run_passes", &RunPipeline, py::arg("pipeline"), py::arg("verify") = true,

@@ -176,7 +176,7 @@ class Planner {
     const auto place_of_phase = static_cast<size_t>(v.phase - program_.phases.data());
     const auto count = static_cast<int32_t>(v.phase->ops.size());
     for (const StorageLife& life : liveness_[place_of_phase].storages) {
-      if (life.bytes == 0) continue;
+      if (life.bytes == 0 || LeftOut(life.root)) continue;
       const bool comes_back = life.first >= 0 && MoveOf(program_.op(v.phase->ops[life.first])) != nullptr;
       const bool state = program_.value(life.root).kind == ValueKind::kState;
       int32_t block = -1;
@@ -227,6 +227,10 @@ class Planner {
     }
     waits_.push_back(std::move(waited));
     return Ok{};
+  }
+
+  bool LeftOut(ValueId root) const {
+    return static_cast<size_t>(root) < options_.left_out.size() && options_.left_out[static_cast<size_t>(root)];
   }
 
   int32_t Find(int32_t block) {

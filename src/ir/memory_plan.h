@@ -63,7 +63,7 @@ struct MemoryPlan {
   // By entry of Program::RunOrder: the variants that its runs are of, in turns.
   std::vector<std::vector<int32_t>> turns;
   int64_t live_bytes = 0;  // largest sum of live blocks, not rounded up
-  // What the runtime takes on CPUs: the arena's top; when something moves, the live sum in pieces of the heap.
+  // What the runtime takes: the arena's top; when something moves, the live sum in pieces of the heap.
   int64_t taken_bytes = 0;
 
   // Of run `i` of an entry of Program::RunOrder.
@@ -83,6 +83,8 @@ struct MemoryPlanOptions {
   std::vector<std::vector<int64_t>> workspace;
   // Reductions receive into the arena: what the other ranks send, each piece at a multiple of kArenaAlignment (CPUs).
   bool receive_buffers = true;
+  // By value id, may be shorter: roots that get no place, because somebody else makes their memory.
+  std::vector<bool> left_out;
   bool pack = true;  // false: lives only, no offsets
 };
 

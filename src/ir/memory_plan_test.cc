@@ -240,5 +240,19 @@ TEST(MemoryPlan, WorkspacesTakeRoomWhileTheirOpRuns) {
       << text;
 }
 
+TEST(MemoryPlan, WhatIsLeftOutHasNoPlace) {
+  const Program program = Parsed(kAcross);
+  const Result<MemoryPlan> whole = PlanMemory(program);
+  ASSERT_TRUE(whole.ok()) << ErrorOf(whole);
+  MemoryPlanOptions options;
+  options.left_out.resize(8);
+  options.left_out[7] = true;
+  const Result<MemoryPlan> plan = PlanMemory(program, options);
+  ASSERT_TRUE(plan.ok()) << ErrorOf(plan);
+  EXPECT_GE(whole->variants[0].block_of[7], 0);
+  for (const PlanVariant& variant : plan->variants) EXPECT_EQ(variant.block_of[7], -1);
+  EXPECT_LT(plan->blocks.size(), whole->blocks.size());
+}
+
 }  // namespace
 }  // namespace interlace

@@ -22,10 +22,12 @@ struct ThreadCount {
 };
 struct ThreadArena {
   bool serving = false;
+  c10::DeviceType device = c10::kCPU;
   const ExpectedBlock *next = nullptr, *end = nullptr;
   std::vector<std::pair<const char*, int64_t>> served;  // and not returned
   int32_t clock = 0;                                    // requests and returns of the current op
   std::vector<AskedBlock>* log = nullptr;
+  std::vector<const void*> copied;
   std::vector<UnforeseenBlock> unforeseen;
 };
 thread_local ThreadCount tls;
@@ -64,10 +66,7 @@ void CountedDelete(void* pointer) {
 }
 
 void ArenaDelete(void* pointer) {
-  const auto found =
-      std::find_if(arena.served.begin(), arena.served.end(), [&](const auto& s) { return s.first == pointer; });
-  if (found != arena.served.end()) arena.served.erase(found);
-  NoteReturn(pointer);
+  ArenaHook::Returned(pointer);
 }
 
 // For raw_deallocate: the block may be of an arena or the heap, counted, or neither.
@@ -110,19 +109,16 @@ char* PlaceOf(int64_t bytes) {
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    if (arena.serving && bytes != 0) {
-      if (char* place = PlaceOf(static_cast<int64_t>(bytes)); place != nullptr) {
-        arena.served.emplace_back(place, static_cast<int64_t>(bytes));
-        if (arena.log != nullptr) arena.log->push_back({static_cast<int64_t>(bytes), place, arena.clock++});
+    const bool watched = bytes != 0 && ArenaHook::Watches(c10::kCPU);
+    if (watched) {
+      if (char* place = ArenaHook::Serve(static_cast<int64_t>(bytes)); place != nullptr)
         return {place, place, &ArenaDelete, c10::Device(c10::kCPU)};
-      }
     }
     if (StepHeap::Serves(bytes)) return StepHeap::Allocate(static_cast<int64_t>(bytes));
     c10::DataPtr data = base->allocate(bytes);
     if (!tls.on || data.get() == nullptr || data.get_deleter() != base_delete) return data;
     void* pointer = data.release_context();
-    if (arena.serving && arena.log != nullptr)
-      arena.log->push_back({static_cast<int64_t>(bytes), pointer, arena.clock++});
+    if (watched) ArenaHook::Asked(static_cast<int64_t>(bytes), pointer);
     Count(BlockBytes(pointer));
     return {pointer, pointer, &CountedDelete, c10::Device(c10::kCPU)};
   }
@@ -175,7 +171,8 @@ MemoryUse MemoryScope::Use() {
   return {live.load(std::memory_order_relaxed), tls.peak, tls.peak_op};
 }
 
-void ArenaHook::Begin(std::vector<AskedBlock>* log) {
+void ArenaHook::Begin(std::vector<AskedBlock>* log, c10::DeviceType device) {
+  arena.device = device;
   arena.next = arena.end = nullptr;
   arena.served.clear();
   arena.log = log;
@@ -193,7 +190,9 @@ void ArenaHook::Expect(int32_t op, const ExpectedBlock* begin, const ExpectedBlo
   arena.next = begin;
   arena.end = end;
   arena.clock = 0;
-  if (arena.log != nullptr) arena.log->clear();
+  if (arena.log == nullptr) return;
+  arena.log->clear();
+  arena.copied.clear();
 }
 
 int64_t ArenaHook::Outstanding() {
@@ -202,9 +201,41 @@ int64_t ArenaHook::Outstanding() {
 
 void ArenaHook::IsResult(const void* block, const void* place) {
   if (arena.log == nullptr) return;
+  arena.copied.push_back(place);
   for (AskedBlock& asked : *arena.log) {
     if (asked.block == block && asked.freed < 0) asked.result_of = place;
   }
+}
+
+const std::vector<const void*>& ArenaHook::Copied() {
+  return arena.copied;
+}
+
+bool ArenaHook::Watches(c10::DeviceType device) {
+  return arena.serving && arena.device == device;
+}
+
+char* ArenaHook::Serve(int64_t bytes) {
+  char* const place = PlaceOf(bytes);
+  if (place == nullptr) return nullptr;
+  arena.served.emplace_back(place, bytes);
+  Asked(bytes, place);
+  return place;
+}
+
+void ArenaHook::Asked(int64_t bytes, const void* block) {
+  if (arena.log != nullptr) arena.log->push_back({bytes, block, arena.clock++});
+}
+
+void ArenaHook::Returned(const void* block) {
+  const auto found =
+      std::find_if(arena.served.begin(), arena.served.end(), [&](const auto& s) { return s.first == block; });
+  if (found != arena.served.end()) arena.served.erase(found);
+  NoteReturn(block);
+}
+
+bool ArenaHook::Logs() {
+  return arena.log != nullptr;
 }
 
 const std::vector<UnforeseenBlock>& ArenaHook::Unforeseen() {

@@ -1,5 +1,5 @@
-// allocator.h — stands in front of torch's CPU allocator: counts what a step takes, serves kernels from the step's
-// arena, and notes what they ask for.
+// allocator.h — stands in front of torch's CPU allocator, and of a device's (device_allocator.cc): counts what a step
+// takes (CPU), serves kernels from the step's arena, and notes what they ask for.
 //
 // torch has one CPU allocator per process, so ours is installed once and passes everything to the one before it. It is
 // switched on per thread (MemoryScope); elsewhere a call costs one thread-local test. A counted block is marked by its
@@ -11,6 +11,8 @@
 // served may be alive when the op has ended.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +20,9 @@ namespace interlace {
 
 // Puts our allocator in front of torch's. Safe to call many times; never removed.
 void InstallCountingAllocator();
+// The same for what kernels on this device ask for. False: its framework asks an allocator of its own (CUDA's does), so
+// that nothing can be served; torch's stays.
+bool InstallDeviceHook(c10::Device device);
 
 struct MemoryUse {
   int64_t live_bytes = 0;  // counted and not freed
@@ -70,9 +75,9 @@ struct UnforeseenBlock {
 // The arena's side of the hook, of this thread.
 class ArenaHook {
  public:
-  // Requests are served (within a MemoryScope) until End. `log`: filled with the requests of the current op; may be
-  // nullptr.
-  static void Begin(std::vector<AskedBlock>* log);
+  // Requests for memory of this kind of device are served (within a MemoryScope) until End. `log`: filled with the
+  // requests of the current op; may be nullptr.
+  static void Begin(std::vector<AskedBlock>* log, c10::DeviceType device);
   static void End();
   // The op that runs from now on and what it is expected to ask for.
   static void Expect(int32_t op, const ExpectedBlock* begin, const ExpectedBlock* end);
@@ -80,6 +85,8 @@ class ArenaHook {
   static int64_t Outstanding();
   // The logged request at `block` is a result whose planned place is `place`.
   static void IsResult(const void* block, const void* place);
+  // While there is a log: planned places of results of the current op that were made elsewhere and copied there.
+  static const std::vector<const void*>& Copied();
   static const std::vector<UnforeseenBlock>& Unforeseen();
   // While it lives, requests are the caller's own business: nothing is served, noted or held against the op.
   class Outside {
@@ -92,6 +99,14 @@ class ArenaHook {
    private:
     bool was_serving_;
   };
+
+  // For allocators: whether this thread's requests on such a device are looked at; the place of one, or nullptr, in
+  // which case it is Asked for elsewhere; the return of either; whether there is a log.
+  static bool Watches(c10::DeviceType device);
+  static char* Serve(int64_t bytes);
+  static void Asked(int64_t bytes, const void* block);
+  static void Returned(const void* block);
+  static bool Logs();
 };
 
 }  // namespace interlace

@@ -5,25 +5,31 @@
 namespace interlace {
 
 Result<std::unique_ptr<StepArena>> StepArena::Create(const Program& program, const std::vector<Geometry>& geometry,
-                                                     const ProgramNeeds& needs, bool receive_buffers) {
+                                                     const ProgramNeeds& needs, const std::vector<bool>& left_out,
+                                                     c10::Device device) {
   std::unique_ptr<StepArena> arena(new StepArena(program, geometry));
   MemoryPlanOptions options;
-  options.receive_buffers = receive_buffers;
+  options.receive_buffers = device.is_cpu();
+  options.left_out = left_out;
   for (const std::vector<OpNeeds>& phase : needs) {
     std::vector<int64_t>& workspace = options.workspace.emplace_back();
     for (const OpNeeds& op : phase) workspace.push_back(op.workspace);
   }
   INTERLACE_ASSIGN(arena->plan_, PlanMemory(program, options));
-  INTERLACE_ASSIGN(std::unique_ptr<ArenaMemory> memory, ArenaMemory::Create(arena->plan_.taken_bytes));
-  arena->memory_ = std::move(memory);
   return arena;
+}
+
+Status StepArena::TakeMemory(c10::Device device) {
+  INTERLACE_ASSIGN(std::unique_ptr<ArenaMemory> memory, ArenaMemory::Create(plan_.taken_bytes, device));
+  memory_ = std::move(memory);
+  return Ok{};
 }
 
 c10::Storage StepArena::StorageAt(int32_t block, int64_t bytes) const {
   auto* const keep = new std::shared_ptr<ArenaMemory>(memory_);
   c10::DataPtr data(
       memory_->data() + plan_.OffsetOf(block), keep,
-      [](void* kept) { delete static_cast<std::shared_ptr<ArenaMemory>*>(kept); }, c10::Device(c10::kCPU));
+      [](void* kept) { delete static_cast<std::shared_ptr<ArenaMemory>*>(kept); }, memory_->device());
   return c10::Storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), std::move(data),
                       /*allocator=*/nullptr,
                       /*resizable=*/false);

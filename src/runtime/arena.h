@@ -5,6 +5,11 @@
 // planned places by the hook (allocator.h): a result without an `.out` form at its own place, scratch in the op's
 // workspace.
 //
+// On a device the same memory plan holds: a transfer's sources and results live until its wait, which is where the
+// compute stream waits for it, and a transfer begins behind what the compute stream was given; so whoever uses a place
+// next, on whichever stream, comes after all that used it before. Receive buffers are the process group's own. Where the
+// framework cannot be hooked, results without an `.out` form are left to it.
+//
 // What a kernel asks for inside is learned: the first steps note every request of every op. A request that turns out to
 // be a result, or that is returned before the op ends, gets a place in the next plan; what a library keeps is left to
 // torch's allocator. When a step has made no other request than the plan foresaw, nothing is noted any more.
@@ -42,9 +47,14 @@ using ProgramNeeds = std::vector<std::vector<OpNeeds>>;
 
 class StepArena {
  public:
-  // Error: the program cannot be planned (memory_plan.h), or there is no room.
+  // Error: the program cannot be planned (memory_plan.h).
+  // `left_out`: see MemoryPlanOptions.
   static Result<std::unique_ptr<StepArena>> Create(const Program& program, const std::vector<Geometry>& geometry,
-                                                   const ProgramNeeds& needs, bool receive_buffers);
+                                                   const ProgramNeeds& needs, const std::vector<bool>& left_out,
+                                                   c10::Device device);
+
+  // Before any of what follows. Error: there is no room.
+  Status TakeMemory(c10::Device device);
 
   const MemoryPlan& plan() const { return plan_; }
   const ArenaMemory& memory() const { return *memory_; }

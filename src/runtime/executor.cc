@@ -1,8 +1,6 @@
 // What callers ask of an executor: steps, looks at its states. How it comes to be: executor_create.cc.
 #include "runtime/executor.h"
 
-#include <c10/core/CachingDeviceAllocator.h>
-
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -62,6 +60,13 @@ void Executor::JoinLanes() {
   if (lanes_) lanes_->Join();
 }
 
+void Executor::JoinTransfers() {
+  if (device_.is_cpu()) return;
+  for (Transfer& transfer : runner_.frame.transfers) {
+    if (transfer.ticket != 0) (void)transfer.comm->Wait(std::exchange(transfer.ticket, 0));
+  }
+}
+
 TraceMode Executor::TraceOfThisStep() const {
   return trace_mode_ == TraceMode::kOff && options_.trace_memory && device_.is_cpu() ? TraceMode::kOn : trace_mode_;
 }
@@ -103,8 +108,11 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   int64_t kept = 0;
   for (const auto& [name, comm] : comms_) kept += comm->stats().receive_buffer_peak_bytes;
   const int64_t live_before = std::max<int64_t>(MemoryScope::Use().live_bytes - kept, 0);
-  if (!device_.is_cpu() && frame.counters.steps == 0) {  // the peak is of this program's steps, not of what ran before
-    c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.has_index() ? device_.index() : 0);
+  const Result<bool> moved = arena_.TakeTheFloor();
+  if (!moved.ok()) return WithMemory(moved.error());
+  if (*moved) INTERLACE_TRY(RenewArena(/*moved=*/true));
+  if (!device_.is_cpu() && use_.device_bytes < 0) {  // the peak is of this program's settled steps, not of what ran before
+    use_.device_bytes = recorder_.TakeDeviceBytes();
   }
   const TraceMode trace = TraceOfThisStep();
   recorder_.Begin(trace, trace == TraceMode::kOff ? 0 : CountInstructions(), store_.bytes() + const_bytes_,
@@ -122,10 +130,11 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
   arena_.StopServing();
   recorder_.End();
   if (!status.ok()) {
+    JoinTransfers();
     (void)moving_.bank()->Drain();  // the failure that stopped the step is the one to tell
     runner_.DropTemporaries(arena_.slots_of_turn());
     frame.pending.on = false;  // some of it was made
-    return status.error();
+    return runner_.out_of_memory() ? WithMemory(status.error()) : status.error();
   }
   INTERLACE_TRY(moving_.bank()->Drain());  // steps on the host that nothing has waited for
   ++frame.counters.steps;
@@ -140,10 +149,14 @@ Result<StepResult> Executor::Step(MicroBatches micro_batches, const std::vector<
     use_.peak_op = use.peak_op;
   }
   use_.live_bytes = use.live_bytes - live_before;
+  if (!device_.is_cpu()) use_.peak_bytes = recorder_.DevicePeak() - use_.device_bytes;
   const bool learned = arena_.learning();
   const bool again = arena_.EndStep(use_.peak_bytes);
-  if (learned) use_.peak_bytes = 0;
-  if (again) INTERLACE_TRY(BuildArenaPlans());
+  if (learned) {
+    use_.peak_bytes = 0;
+    use_.device_bytes = -1;
+  }
+  if (again) INTERLACE_TRY(RenewArena(/*moved=*/false));
   StepResult result = ResultOfStep();
   if (inspector) result.nonfinite = std::move(inspector->culprit);
   return result;

@@ -115,6 +115,7 @@ class Executor {
     int64_t peak_bytes = 0, live_bytes = 0;  // highest of any step; after the last one
     OpId peak_op = kNone;
     int64_t settled_bytes = 0;  // of states, when the last step began
+    int64_t device_bytes = -1;  // on a device: in use when the first step that counts began
   };
 
   explicit Executor(c10::Device device) : device_(device), store_(device), runner_(program_, fixed_, device) {}
@@ -124,7 +125,8 @@ class Executor {
   Status OpenTier();
   Status AllocateFixed();
   Status Prepare();
-  Status BuildArenaPlans();
+  Status BuildArenaPlans(bool moved = false);
+  Status RenewArena(bool moved);
   Status BuildPlans(bool keep_operands, std::vector<Plan>& plans);
   Result<Plan> BuildPhase(const Phase& phase, const std::vector<at::Tensor>& fixed, bool keep_operands,
                           const std::vector<at::Tensor>* receive_buffers);
@@ -133,6 +135,10 @@ class Executor {
   // Runs the step with the observer that it needs.
   Status RunObserved(MicroBatches& micro_batches, int64_t step, DebugObserver* inspector);
   StepResult ResultOfStep();
+  // The error, with what takes the memory of this device, and what to lower.
+  Error WithMemory(Error error) const;
+  // Waits, on the device alone, for what a step that failed has left under way.
+  void JoinTransfers();
   // What lanes were given comes before whatever the current stream is given from here on.
   void JoinLanes();
 
@@ -154,7 +160,7 @@ class Executor {
   std::optional<Plan> pending_plan_;    // made when first wanted
   std::shared_ptr<LaneStreams> lanes_;  // nullptr on CPUs
   bool on_heap_ = false;                // the program moves storages: memory of its steps comes from the page heap
-  LearnedArena arena_{program_, geometry_};
+  LearnedArena arena_{program_, geometry_, device_};
   StepRunner runner_;
   MovingStates moving_{program_, fixed_, geometry_};  // after runner_: what is under way ends before its memory does
   TraceMode trace_mode_ = TraceMode::kOff;

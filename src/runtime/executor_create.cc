@@ -194,13 +194,24 @@ Status Executor::Prepare() {
   moves = moves || !moving_.empty();
   on_heap_ = moves && device_.is_cpu();
   if (moves) arena_.TurnOff("the program moves storages to a tier");
-  if (options_.arena && device_.is_cpu() && !options_.debug && !moves) {
+  if (options_.arena && !options_.debug && !moves) {
     const Status status = BuildArenaPlans();
     if (status.ok()) return Ok{};
+    if (!device_.is_cpu() && arena_.wanted_bytes() > 0) return WithMemory(status.error());
     arena_.TurnOff(status.error().ToString());
   }
   runner_.ResetSlots(nullptr);
   return BuildPlans(/*keep_operands=*/false, plans_);
+}
+
+// Where there is no room for the arena any more, a step fails, and those after it go without.
+Status Executor::RenewArena(bool moved) {
+  const Status status = BuildArenaPlans(moved);
+  if (status.ok()) return Ok{};
+  arena_.TurnOff(status.error().ToString());
+  runner_.ResetSlots(nullptr);
+  INTERLACE_TRY(BuildPlans(/*keep_operands=*/false, plans_));
+  return WithMemory(status.error());
 }
 
 Status Executor::AllocateFixed() {
@@ -248,12 +259,19 @@ Status Executor::BuildPlans(bool keep_operands, std::vector<Plan>& plans) {
   return Ok{};
 }
 
-// The arena for what is known of the kernels, and plans of the phases with its tensors.
-Status Executor::BuildArenaPlans() {
+// The arena for what is known of the kernels, or (moved) the one there is at its new place, and plans of the phases with
+// its tensors.
+Status Executor::BuildArenaPlans(bool moved) {
   StepScope scope(device_);
   try {
-    INTERLACE_TRY(arena_.Make(fixed_));
     plans_.clear();
+    runner_.ResetSlots(nullptr);
+    if (moved) {
+      arena_.MakeTensors(fixed_);
+    } else {
+      arena_.Clear();
+      INTERLACE_TRY(arena_.Make(fixed_));
+    }
     for (size_t v = 0; v < arena_.plan()->variants.size(); ++v) {
       const PlanVariant& variant = arena_.plan()->variants[v];
       if (variant.same_as != static_cast<int32_t>(v)) {  // runs by the plan of that one

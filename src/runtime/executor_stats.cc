@@ -24,6 +24,24 @@ std::string PeakOpOf(const Program& program, const MemoryPlan& plan) {
 
 }  // namespace
 
+Error Executor::WithMemory(Error error) const {
+  if (device_.is_cpu()) return error;
+  const auto mib = [](int64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
+  auto* const allocator = c10::getDeviceAllocator(device_.type());
+  const auto stats = allocator->getDeviceStats(device_.index());
+  const auto total = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const int64_t states = store_.bytes() + const_bytes_, arena = std::max(arena_.top(), arena_.wanted_bytes());
+  const int64_t taken = arena_.Taken() ? arena : 0, used = stats.allocated_bytes[total].current;
+  error.message += "\n  memory: " + device_.str() + " has " +
+                   mib(static_cast<int64_t>(allocator->getMemoryInfo(device_.index()).second)) +
+                   "; parameters and states take " + mib(states) + ", the step as planned " + mib(arena) +
+                   ", others of this process " + mib(std::max<int64_t>(used - states - taken, 0)) + " in " +
+                   mib(std::max<int64_t>(stats.reserved_bytes[total].current, used)) +
+                   " that the framework holds; give a memory_limit (the search then recomputes or offloads), a smaller "
+                   "micro-batch with more accumulation, or more ranks";
+  return error;
+}
+
 ExecutorStats Executor::stats() const {
   ExecutorStats stats;
   const Counters& counters = runner_.frame.counters;
@@ -43,11 +61,9 @@ ExecutorStats Executor::stats() const {
       stats.peak_op = PrintOp(program_, program_.op(use_.peak_op));
     }
   } else {
-    const auto device =
-        c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.has_index() ? device_.index() : 0);
-    const auto& total = device.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    stats.live_bytes = total.current;
-    stats.peak_bytes = std::max(total.peak, recorder_.device_peak_bytes());
+    stats.live_bytes = recorder_.DeviceBytes();
+    stats.peak_bytes = recorder_.DevicePeak();
+    if (arena_.on()) stats.peak_op = PeakOpOf(program_, *arena_.plan());
   }
   std::map<std::string, int64_t> counts;
   std::set<const Phase*> counted;

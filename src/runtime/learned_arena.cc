@@ -16,8 +16,21 @@ Status LearnedArena::Make(const std::vector<at::Tensor>& fixed) {
   if (needs_.empty()) {
     for (const Phase& phase : program_.phases) needs_.emplace_back(phase.ops.size());
     learning_ = true;
+    hooked_ = device_.is_cpu() || InstallDeviceHook(device_);
   }
-  INTERLACE_ASSIGN(arena_, StepArena::Create(program_, geometry_, needs_, /*receive_buffers=*/true));
+  if (!device_.is_cpu()) {  // whose memory is taken at once; what lies there is dead between steps
+    if (const std::shared_ptr<ArenaMemory> before = floor_->lock()) before->GiveBack();
+  }
+  INTERLACE_ASSIGN(std::unique_ptr<StepArena> arena, StepArena::Create(program_, geometry_, needs_, left_out_, device_));
+  wanted_bytes_ = arena->plan().taken_bytes;
+  INTERLACE_TRY(arena->TakeMemory(device_));
+  wanted_bytes_ = 0;
+  arena_ = std::move(arena);
+  MakeTensors(fixed);
+  return Ok{};
+}
+
+void LearnedArena::MakeTensors(const std::vector<at::Tensor>& fixed) {
   const MemoryPlan& plan = arena_->plan();
   slots_of_turn_.assign(1, fixed);
   for (size_t v = 0; v < plan.variants.size(); ++v) {
@@ -25,12 +38,16 @@ Status LearnedArena::Make(const std::vector<at::Tensor>& fixed) {
     if (turn >= slots_of_turn_.size()) slots_of_turn_.resize(turn + 1, fixed);
     arena_->AddTensors(static_cast<int32_t>(v), slots_of_turn_[turn]);
   }
-  return Ok{};
+}
+
+void LearnedArena::Clear() {
+  slots_of_turn_.clear();
+  arena_.reset();
 }
 
 void LearnedArena::TurnOff(std::string why) {
   why_off_ = std::move(why);
-  arena_.reset();
+  Clear();
   learning_ = false;
 }
 
@@ -51,27 +68,50 @@ void LearnedArena::ExpectIn(int32_t variant, Plan& plan) const {
 }
 
 void LearnedArena::BeginStep() {
-  if (!arena_) return;
-  TakeTheFloor();
-  ArenaHook::Begin(learning_ ? &log_ : nullptr);
+  if (arena_) ArenaHook::Begin(learning_ ? &log_ : nullptr, device_.type());
 }
 
-// The arena of the executor that ran before gives its pages back.
-void LearnedArena::TakeTheFloor() {
+// The arena of the executor that ran before gives its memory back.
+Result<bool> LearnedArena::TakeTheFloor() {
+  if (!arena_) return false;
+  const std::shared_ptr<ArenaMemory>& own = arena_->shared_memory();
   const std::shared_ptr<ArenaMemory> before = floor_->lock();
-  if (before == arena_->shared_memory()) return;
-  if (before) before->GiveBack();
-  *floor_ = arena_->shared_memory();
+  if (before != own && before) before->GiveBack();
+  *floor_ = own;
+  wanted_bytes_ = arena_->plan().taken_bytes;
+  INTERLACE_ASSIGN(const bool stayed, own->TakeBack());
+  wanted_bytes_ = 0;
+  own->UseHere();
+  return !stayed;
+}
+
+// What a phase hands on has its place all the same: others expect it there.
+void LearnedArena::LeaveOut(ValueId root) {
+  const auto count = static_cast<size_t>(program_.num_values());
+  if (handed_on_.empty()) {
+    handed_on_.resize(count);
+    for (const Phase& phase : program_.phases) {
+      for (ValueId id : phase.Outgoing()) handed_on_[static_cast<size_t>(program_.RootOf(id))] = true;
+    }
+  }
+  left_out_.resize(count);
+  const auto at = static_cast<size_t>(root);
+  if (handed_on_[at] || left_out_[at]) return;
+  left_out_[at] = needs_changed_ = true;
 }
 
 void LearnedArena::Learn(const Instruction& at) {
   OpNeeds& known = (*needs_now_)[at.index];
-  if (log_.empty() && known.blocks.empty()) return;
+  const std::vector<const void*>& copied = ArenaHook::Copied();
+  if (log_.empty() && known.blocks.empty() && (hooked_ || copied.empty())) return;
   std::vector<std::pair<const void*, ValueId>> results;
   for (ValueId id : program_.op(at.op).results) {
     if (id == kNone || program_.RootOf(id) != id) continue;
     const at::Tensor& place = (*slots_now_)[id];
     if (place.defined()) results.emplace_back(place.const_data_ptr(), id);
+  }
+  for (const auto& [place, root] : results) {
+    if (!hooked_ && std::find(copied.begin(), copied.end(), place) != copied.end()) LeaveOut(root);
   }
   OpNeeds needs = interlace::NeedsOf(log_, results);
   if (needs == known) return;
@@ -142,6 +182,10 @@ ArenaStats LearnedArena::Statistics(const std::vector<Plan>& plans, int64_t outs
           out.kept.push_back({PrintOp(program_, program_.op(program_.phases[p].ops[i])), block.bytes, 1});
       }
     }
+  }
+  for (ValueId id = 0; id < static_cast<ValueId>(left_out_.size()); ++id) {
+    if (left_out_[static_cast<size_t>(id)])
+      out.kept.push_back({PrintOp(program_, program_.op(program_.value(id).def)), geometry_[id].end_bytes(), 1});
   }
   for (const UnforeseenBlock& u : unforeseen_)
     out.unforeseen.push_back({u.op < 0 ? "between ops" : PrintOp(program_, program_.op(u.op)), u.bytes, u.times});

@@ -37,16 +37,23 @@ struct ArenaStats {
 
 class LearnedArena : public NoObserver {
  public:
-  LearnedArena(const Program& program, const std::vector<Geometry>& geometry)
-      : program_(program), geometry_(geometry) {}
-  // Executors that share states run one at a time, and only the one that runs has its arena's pages in memory.
+  LearnedArena(const Program& program, const std::vector<Geometry>& geometry, c10::Device device)
+      : program_(program), geometry_(geometry), device_(device) {}
+  // Executors that share states run one at a time, and only the one that runs has its arena in memory.
   void ShareFloor(const LearnedArena& other) { floor_ = other.floor_; }
 
   // Places for all that is known so far, and the tensors there beside what is `fixed`; learning goes on. Error: the
   // program cannot be planned, or there is no room.
   Status Make(const std::vector<at::Tensor>& fixed);
+  // The tensors alone, where the arena lies now.
+  void MakeTensors(const std::vector<at::Tensor>& fixed);
+  // Lets go of the arena, so that there is room for the next.
+  void Clear();
   void TurnOff(std::string why);
   bool on() const { return arena_ != nullptr; }
+  // On a device: it has its block now; bytes of one for which there was no room (0: there was).
+  bool Taken() const { return arena_ && arena_->memory().ResidentBytes() > 0; }
+  int64_t wanted_bytes() const { return wanted_bytes_; }
   // nullptr while it is off.
   const MemoryPlan* plan() const { return arena_ ? &arena_->plan() : nullptr; }
   int64_t top() const { return arena_ ? arena_->plan().taken_bytes : 0; }
@@ -60,7 +67,9 @@ class LearnedArena : public NoObserver {
   int plans_outgrown() const { return plans_outgrown_; }
 
   bool learning() const { return learning_; }
-  // Around a step. EndStep says whether the arena is to be made anew; `outside_bytes`: the peak outside of it.
+  // Around a step. The first says whether the tensors are to be made anew, because a device has given the arena another
+  // place; EndStep whether the arena is. `outside_bytes`: the peak outside of it.
+  Result<bool> TakeTheFloor();
   void BeginStep();
   void StopServing() { ArenaHook::End(); }
   bool EndStep(int64_t outside_bytes);
@@ -82,16 +91,21 @@ class LearnedArena : public NoObserver {
  private:
   const std::vector<OpNeeds>& NeedsOf(const Phase* phase) const { return needs_[phase - program_.phases.data()]; }
   void Learn(const Instruction& at);
-  void TakeTheFloor();
+  void LeaveOut(ValueId root);
 
   const Program& program_;
   const std::vector<Geometry>& geometry_;
+  const c10::Device device_;
   std::unique_ptr<StepArena> arena_;
   std::string why_off_;
   ProgramNeeds needs_;
+  bool hooked_ = true;            // what kernels ask for can be served
+  std::vector<bool> left_out_;    // by value id: results that a device's framework makes the memory for
+  std::vector<bool> handed_on_;   // by value id: roots that phases give or save
   std::vector<std::vector<at::Tensor>> slots_of_turn_;
   bool learning_ = false, needs_changed_ = false;
   int plans_outgrown_ = 0;
+  int64_t wanted_bytes_ = 0;
   int64_t first_peak_bytes_ = 0;
   std::vector<AskedBlock> log_;  // of the op that runs
   std::vector<UnforeseenBlock> unforeseen_;

@@ -32,7 +32,7 @@ struct RuntimeOptions {
   uint64_t seed = 0;
   bool debug = false;           // examine every floating result; slow
   bool trace_memory = false;    // remember the live bytes at every op of the last step
-  bool arena = true;            // CPUs: one arena for what comes and goes in a step (arena.h); not in debug runs
+  bool arena = true;            // one arena for what comes and goes in a step (arena.h); not in debug runs
   bool captured_here = false;   // the program is of a model, not of a file: its operators are not looked at as closely
   bool skip_nonfinite = false;  // no update when the gradient norm is not finite
   std::string tier;             // folder of the file tier, for what goes out of memory; empty: none

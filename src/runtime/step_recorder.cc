@@ -15,19 +15,35 @@ namespace interlace {
 
 namespace {
 
-// Bytes of tensors now, and the most since the last call.
+// Bytes of tensors now, and the most since the last time that they were taken.
 struct DeviceUse {
   int64_t live = 0, peak = 0;
 };
-DeviceUse TakeDeviceUse(c10::Device device) {
-  auto* const allocator = c10::getDeviceAllocator(device.type());
-  const auto stats = allocator->getDeviceStats(device.index());
+DeviceUse UseOf(c10::Device device) {
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
   const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-  allocator->resetPeakStats(device.index());
   return {bytes.current, bytes.peak};
+}
+DeviceUse TakeDeviceUse(c10::Device device) {
+  const DeviceUse use = UseOf(device);
+  c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+  return use;
 }
 
 }  // namespace
+
+int64_t StepRecorder::DeviceBytes() const {
+  return UseOf(device_).live;
+}
+
+int64_t StepRecorder::DevicePeak() const {
+  return std::max(UseOf(device_).peak, device_peak_bytes_);
+}
+
+int64_t StepRecorder::TakeDeviceBytes() {
+  device_peak_bytes_ = 0;
+  return TakeDeviceUse(device_).live;
+}
 
 void StepRecorder::SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes) {
   device_ = device;
@@ -134,7 +150,9 @@ void StepRecorder::Run(const Instruction& at, Frame& frame) {
 bool StepRecorder::After(const Plan& plan, const Instruction& at, const Frame& frame) {
   if (arena_.learning()) arena_.After(plan, at, frame);
   OpSample& sample = record_.samples.back();
-  sample.peak_bytes = (times_ ? TakeDeviceUse(device_).peak : MemoryScope::TakePeak()) - live_before_;
+  const int64_t peak = times_ ? TakeDeviceUse(device_).peak : MemoryScope::TakePeak();
+  if (times_) device_peak_bytes_ = std::max(device_peak_bytes_, peak);
+  sample.peak_bytes = peak - live_before_;
   if (!live_.empty()) {
     sample.live_before += live_[at.index].first;
     sample.peak_bytes += live_[at.index].second;

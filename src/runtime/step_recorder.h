@@ -25,8 +25,10 @@ class StepRecorder : public NoObserver {
 
   // Steps run on a device with these lanes.
   void SetDevice(c10::Device device, std::shared_ptr<LaneStreams> lanes);
-  // The highest the device's allocator has been before a recorded step counted anew, bytes.
-  int64_t device_peak_bytes() const { return device_peak_bytes_; }
+  // On a device: bytes of tensors now; the most of them since TakeDeviceBytes, which tells them and begins anew.
+  int64_t DeviceBytes() const;
+  int64_t DevicePeak() const;
+  int64_t TakeDeviceBytes();
 
   // Around a step; `instructions`: how many there will be; `live_before`: counted bytes that are not the step's.
   void Begin(TraceMode mode, size_t instructions, int64_t persistent_bytes, int64_t live_before);
@@ -72,7 +74,7 @@ class StepRecorder : public NoObserver {
   std::shared_ptr<LaneStreams> lanes_;
   c10::Device device_{c10::kCPU};
   std::vector<Marks> marks_;  // by sample
-  int64_t device_peak_bytes_ = 0;
+  int64_t device_peak_bytes_ = 0;  // before a recorded op counted anew
 };
 
 }  // namespace interlace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "ir/op_table.h"
 #include "ir/text.h"
 #include "runtime/debug.h"
 
@@ -20,7 +21,7 @@ void StepRunner::SetRandom(std::unique_ptr<KeyedRandom> random) {
 void StepRunner::ResetSlots(const std::vector<std::vector<at::Tensor>>* of_turn) {
   turn_ = 0;
   frame.slots = of_turn != nullptr ? of_turn->front() : fixed_;
-  if (of_turn != nullptr) parked_slots_ = *of_turn;
+  parked_slots_ = of_turn != nullptr ? *of_turn : std::vector<std::vector<at::Tensor>>();
 }
 
 void StepRunner::UseTurn(int32_t turn) {
@@ -126,6 +127,10 @@ Error StepRunner::OpFailure(OpId id, const std::string& what) const {
   const std::string module = ModuleOf(program_, op), source = SourceOf(program_, op);
   if (!module.empty()) message += "\n  module: " + module + " (" + program_.modules[op.module].class_name + ")";
   if (!source.empty()) message += "\n  source: " + source;
+  if (!frame.device.is_cpu()) {
+    message += "\n  lane:   " + std::string(LaneName(LaneOf(op))) + " of " + frame.device.str() +
+               "; an error of the device itself may be of an op before it";
+  }
   return Error{message, {}};
 }
 

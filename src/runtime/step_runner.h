@@ -57,6 +57,8 @@ class StepRunner {
   void DropTemporaries(const std::vector<std::vector<at::Tensor>>* of_turn);
   // Nothing that a phase gave waits for the next.
   bool between_steps() const { return handed_on_.empty(); }
+  // Whether the last op that failed had asked for more memory than there is.
+  bool out_of_memory() const { return out_of_memory_; }
 
   // Runs the program's order. `plans`: by variant of `arena`; without it by index into Program::phases. Without
   // `update` only what takes inputs runs.
@@ -101,6 +103,7 @@ class StepRunner {
   std::unique_ptr<KeyedRandom> random_;
   std::vector<std::vector<at::Tensor>> parked_slots_;  // of turns that do not run
   int32_t turn_ = 0;
+  bool out_of_memory_ = false;
   std::vector<std::pair<at::Tensor, int32_t>> handed_on_;  // gives of the last phase, with their transfers
   // By name and micro-batch: what runs saved that has no place in the arena, where what is saved lies until its load,
   // and messages under way.
@@ -140,6 +143,7 @@ Status StepRunner::RunPhase(const Plan& plan, Observer& observer) {
       INTERLACE_TRY(observer.Ended(*at));
     }
   } catch (const std::exception& error) {
+    out_of_memory_ = dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
     return OpFailure(at->op, MessageOf(error));
   }
   frame.counters.ops += static_cast<int64_t>(plan.instructions.size());
@@ -150,6 +154,7 @@ template <typename Observer>
 Status StepRunner::RunStep(const std::vector<Plan>& plans, const MemoryPlan* arena, MicroBatches& micro_batches,
                            int64_t step, bool update, Observer& observer) {
   at_step_.store(step, std::memory_order_relaxed);
+  out_of_memory_ = false;
   frame.BeginStep();
   const std::vector<Program::StepRun> runs = program_.RunsOfStep();
   std::vector<int32_t> uses = UsesOfInputs(runs);

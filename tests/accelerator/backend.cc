@@ -47,10 +47,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<EventPtr*>(event); }
   void record(void** event, const c10::Stream& s, DeviceIndex, c10::EventFlag) const override {
+    const OwnTime own;
     if (!*event) *event = new EventPtr(std::make_shared<Event>());
     Engine::Get().Record(Unwrap(*event), Unwrap(s));
   }
   void block(void* event, const c10::Stream& s) const override {
+    const OwnTime own;
     if (event) Engine::Get().Block(Unwrap(event), Unwrap(s));
   }
   bool queryEvent(void* event) const override { return !event || Engine::Get().Query(Unwrap(event)); }
@@ -136,6 +138,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("release_idle", &ReleaseIdle, released);
   m.def("stop", [] { Engine::Get().Stop(); }, released);
   m.def("fail", [](const std::string& text) { Engine::Get().Fail(text); });
+  m.def("own_seconds", &OwnTime::seconds, "Time that this thread has spent in the device's own code.");
   m.def("executed", [] { return Engine::Get().executed(); });
   m.def("waits", [] { return Engine::Get().waits(); }, "How often the host has waited for something.");
   m.def("count", [] { return Engine::Get().reports() + HostTouches(); }, "Reports of the order checker so far.");

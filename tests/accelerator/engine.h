@@ -7,6 +7,7 @@
 //   lockstep  one op at a time, drawn from a seed, and only while the host waits or as often as a draw says: with run=1
 //             at once (the reference), with run=0 not before the host waits
 //   starve    lockstep, with streams by priorities that are drawn anew now and then: a stream may be left far behind
+//   nothing   nothing is computed, and nothing looked at: what is issued is over (for the host's own time)
 //
 // The order checker (order.h) looks at each op when it is issued, so that it needs no luck.
 #pragma once
@@ -118,7 +119,7 @@ class Engine {
   template <typename Until>
   void Wait(Lock& lock, Until until);
   void Learn(const Clock& clock);
-  bool one_at_a_time() const { return mode_.name != "free"; }
+  bool one_at_a_time() const { return mode_.name != "free" && !nothing_; }
 
   std::mutex mutex_;
   std::condition_variable work_, done_;
@@ -130,6 +131,7 @@ class Engine {
   int64_t budget_ = 0;  // lockstep: ops that may be carried out now
   bool idle_ = false;   // lockstep: nothing could
   bool turn_ = false;   // lockstep: somebody is at it
+  bool nothing_ = false;  // the mode
   bool working_ = false, stopped_ = false;
   std::string error_;
   int64_t executed_ = 0, waits_ = 0, count_ = 0;
@@ -140,6 +142,13 @@ class Engine {
 };
 
 double NowMs();
+// While one lives, this thread's time is the device's own, and not that of whoever calls it.
+class OwnTime {
+ public:
+  OwnTime();
+  ~OwnTime();
+  static double seconds();  // so far, of this thread
+};
 // Of this thread.
 int CurrentStream();
 int ExchangeStream(int stream);

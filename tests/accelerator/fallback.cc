@@ -228,6 +228,7 @@ c10::IValue MakeResult(const ResultMeta& meta, std::vector<at::Tensor>& made) {
 }  // namespace
 
 void Fallback(const c10::OperatorHandle& op, Stack* stack) {
+  const OwnTime own;
   const OpInfo& info = InfoOf(op);
   const size_t n = op.schema().arguments().size();
   if (info.view) return RunView(op, stack, n);

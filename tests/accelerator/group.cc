@@ -25,6 +25,11 @@ namespace {
 constexpr size_t kSlot = size_t{256} << 20;  // sparse: only what is touched is memory
 constexpr size_t kHead = 1 << 16;
 
+// What tests plant: a wait for a reduction that orders nothing; an operation that does not come after what the current
+// stream was given.
+enum class Fault { kNone, kWait, kStart };
+std::atomic<Fault> fault = Fault::kNone;
+
 struct alignas(64) Flag {
   std::atomic<uint64_t> posted, taken;
   std::atomic<uint64_t> form;  // of the operation that is posted: what all ranks must agree on
@@ -77,12 +82,12 @@ const char* BytesOf(const at::Tensor& t) {
 
 class SoftWork final : public c10d::Work {
  public:
-  SoftWork(EventPtr over, std::vector<at::Tensor> kept, std::vector<at::Tensor> results)
-      : over_(std::move(over)), kept_(std::move(kept)), results_(std::move(results)) {}
+  SoftWork(EventPtr over, std::vector<at::Tensor> kept, std::vector<at::Tensor> results, bool reduces = false)
+      : over_(std::move(over)), reduces_(reduces), kept_(std::move(kept)), results_(std::move(results)) {}
   bool isCompleted() override { return Engine::Get().Query(over_); }
   bool isSuccess() const override { return true; }
   void synchronize() override {
-    Engine::Get().Block(over_, CurrentStream());
+    if (!reduces_ || fault != Fault::kWait) Engine::Get().Block(over_, CurrentStream());
     kept_.clear();
   }
   bool wait(std::chrono::milliseconds) override {
@@ -99,6 +104,7 @@ class SoftWork final : public c10d::Work {
 
  private:
   EventPtr over_;
+  bool reduces_;
   std::vector<at::Tensor> kept_;  // until the current stream waits, as NCCL's are
   std::vector<at::Tensor> results_;
 };
@@ -199,7 +205,7 @@ class SoftGroup final : public c10d::Backend {
   WorkPtr Issue(const char* name, int stream, const at::Tensor& in, const at::Tensor& out, Run run) {
     EventPtr before = std::make_shared<Event>(), over = std::make_shared<Event>();
     Engine::Get().Record(before, CurrentStream());
-    Engine::Get().Block(before, stream);
+    if (fault != Fault::kStart) Engine::Get().Block(before, stream);
     std::vector<Access> touched;
     std::vector<at::Tensor> kept, results;
     if (in.defined()) touched.push_back({BytesOf(in), BytesOf(in) + in.nbytes(), false}), kept.push_back(in);
@@ -214,7 +220,7 @@ class SoftGroup final : public c10d::Backend {
       return false;
     });
     Engine::Get().Record(over, stream);
-    return c10::make_intrusive<SoftWork>(over, std::move(kept), std::move(results));
+    return c10::make_intrusive<SoftWork>(over, std::move(kept), std::move(results), name == std::string("reduce_scatter"));
   }
 
   void CheckTensor(const char* name, const at::Tensor& t) {
@@ -298,6 +304,9 @@ class SoftGroup final : public c10d::Backend {
 
 void BindGroup(pybind11::module& m) {
   namespace py = pybind11;
+  m.def("plant", [](const std::string& what) {
+    fault = what == "wait" ? Fault::kWait : what == "start" ? Fault::kStart : Fault::kNone;
+  }, "A fault of the process groups: wait, start, or none.");
   py::class_<SoftGroup, c10d::Backend, c10::intrusive_ptr<SoftGroup>>(m, "Group")
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, double>(), py::call_guard<py::gil_scoped_release>());
 }

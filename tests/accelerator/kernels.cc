@@ -17,21 +17,26 @@ namespace {
 at::Tensor EmptyMemoryFormat(c10::IntArrayRef sizes, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                              std::optional<c10::Device>, std::optional<bool> pin,
                              std::optional<c10::MemoryFormat> format) {
+  const OwnTime own;
   TORCH_CHECK(!pin.value_or(false), "only CPU tensors can be pinned");
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::Tensor(at::detail::empty_generic(sizes, c10::GetAllocator(c10::kPrivateUse1), keys,
-                                              c10::dtype_or_default(dtype), format));
+  return at::Tensor(at::detail::empty_generic(sizes, AskedAllocator(), keys, c10::dtype_or_default(dtype), format));
 }
 at::Tensor EmptyStrided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<c10::ScalarType> dtype,
                         std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool> pin) {
+  const OwnTime own;
   TORCH_CHECK(!pin.value_or(false), "only CPU tensors can be pinned");
   return Empty(sizes, strides, c10::dtype_or_default(dtype));
 }
 at::Tensor AsStrided(const at::Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                      std::optional<int64_t> offset) {
+  const OwnTime own;
   return at::native::as_strided_tensorimpl(self, sizes, strides, offset);
 }
-at::Tensor View(const at::Tensor& self, c10::IntArrayRef sizes) { return at::native::view(self, sizes); }
+at::Tensor View(const at::Tensor& self, c10::IntArrayRef sizes) {
+  const OwnTime own;
+  return at::native::view(self, sizes);
+}
 at::Tensor ReshapeAlias(const at::Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   return at::native::_reshape_alias(self, sizes, strides);
 }
@@ -78,6 +83,7 @@ PinnedBlock PinnedUnder(const at::Tensor& t) {
 }
 
 at::Tensor CopyFrom(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
+  const OwnTime own;
   if (self.numel() == 0) return dst;
   const int stream = CurrentStream();
   const bool in = !IsOurs(self), out = !IsOurs(dst);

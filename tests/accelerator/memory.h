@@ -4,6 +4,8 @@
 // has not waited for the end, the host's view of whole pages is closed (to writes only, where the copy reads): a host
 // access is caught by its fault, noted, and goes on with what lies there.
 #pragma once
+#include <c10/core/Allocator.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -20,6 +22,9 @@ char* Mirror(const void* p);
 void UsePinned(const PinnedBlock& block, const char* begin, const char* end, bool written, int stream);
 int64_t HostTouches();  // accesses of the host that were caught
 
+// What factories of tensors ask: the allocator that c10 knows for the device, or with SOFT_HOOK=0 this one itself, whoever
+// stands in front of it, as CUDA's do.
+c10::Allocator* AskedAllocator();
 void SetCapacity(size_t bytes);  // of device memory: more is out of memory
 void ReleaseIdle();              // gives idle blocks back to the system; waits for the device
 

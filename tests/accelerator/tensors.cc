@@ -11,6 +11,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "memory.h"
+
 namespace soft {
 
 bool IsOurs(const at::Tensor& t) { return t.defined() && t.device().type() == c10::kPrivateUse1; }
@@ -74,8 +76,7 @@ void Touch(std::vector<Access>& list, const at::Tensor& t, bool write) {
 
 at::Tensor Empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::Tensor(
-      at::detail::empty_strided_generic(sizes, strides, c10::GetAllocator(c10::kPrivateUse1), keys, dtype));
+  return at::Tensor(at::detail::empty_strided_generic(sizes, strides, AskedAllocator(), keys, dtype));
 }
 
 void PushArg(torch::jit::Stack& stack, const Arg& arg, const std::vector<at::Tensor>& tensors) {

@@ -11,6 +11,8 @@ import pytest
 import ranks
 from test_accelerator import same, train, use
 
+from interlace.dist.peers import PeerError
+
 pytestmark = pytest.mark.software
 
 SEEDS = range(20 if os.environ.get("INTERLACE_SOAK") == "1" else 2)
@@ -28,6 +30,18 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "stages and data": (4, {"mesh": {"pp": 2, "dp": 2}, "accumulation": 2}),
 }
 SAMPLE = {"shard", "hybrid", "replicas alone", "tensor", "stages"}
+
+
+def of_unlike_devices() -> str:
+    device = "cpu" if os.environ["RANK"] == "1" else "soft"
+    with pytest.raises(PeerError) as told:
+        train(device)
+    return str(told.value)
+
+
+def test_ranks_on_unlike_devices_are_refused() -> None:
+    said = "rank 1 differs from rank 0: device 'kind' is cpu there and soft on rank 0; every rank must compile the same"
+    assert all(said in text for text in ranks.run(of_unlike_devices, 2))
 
 
 def in_order(mode: str, **settings: Any) -> Any:

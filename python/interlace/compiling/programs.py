@@ -242,11 +242,14 @@ class Programs:
         )
 
     def needed_bytes(self, program: Any, beside: Any = None) -> int:
-        """What a rank takes; on CPUs with all in its place, which is a little more than what lives at once."""
+        """What a rank takes, with all in its place, which is a little more than what lives at once."""
         summary = program.summary()
         need = predicted_peak_bytes(summary)
-        if self.config.arena and self.peers.device.type == "cpu":
-            need = summary["persistent_bytes"] + summary["step_bytes"] + program.memory_plan()["taken_bytes"]
+        if self.config.arena:
+            here = self.peers.device.type == "cpu"
+            plan = program.memory_plan(receive_buffers=here)
+            if here or plan["placed"]:  # what moves has places on no device
+                need = summary["persistent_bytes"] + summary["step_bytes"] + plan["taken_bytes"]
         if beside is not None:
             own = step_states(program)
             need += sum(size for name, size in step_states(beside).items() if name not in own)

@@ -97,7 +97,7 @@ class Config:
                      "host", the host's memory (which an accelerator always has; on CPUs the limit then counts the rest), where
                      optimizer steps may be made as well
     tier_bandwidth   bytes per second that go to the tier, and that come from it, at most ("500MB"); None: as the disk does
-    arena            CPUs: what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
+    arena            what comes and goes in a step lies in one arena, planned ahead; False: torch's allocator for each tensor
     regions          CPUs: groups of elementwise ops, norms and softmax run as one kernel each, compiled once and kept in the cache
                      (docs/regions.md): "on", "exact" (only those with the bits of their ops, compared when they are made), "off"
     regions_wait     wait for regions that have to be compiled; False: steps run their ops meanwhile, and the kernels are swapped in between

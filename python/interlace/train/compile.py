@@ -149,6 +149,7 @@ class _Build:
         rows = self.config.data_place(self.peers.rank, self.peers.size)[1] if self.config.stage_meshes else 1
         mine = {
             "setting": {k: repr(v) for k, v in config.items()},
+            "device": {"kind": self.peers.device.type},
             "batch entry": {n: d for n, d in batches.describe(self.spec, rows).items() if n not in varying},
             "parameter": {
                 t.name: f"{str(t.real.dtype).removeprefix('torch.')}{list(t.real.shape)}{'' if t.real.requires_grad else ' frozen'}"

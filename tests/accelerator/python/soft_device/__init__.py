@@ -3,8 +3,9 @@
 It has streams, events, memory and collectives with the semantics of a GPU's, computes with the CPU's kernels, and reports every
 wait that a program has left out (tests/accelerator/engine.h). The environment says how it runs:
 
-    SOFT_MODE      free, lockstep or starve, and behind colons seed and chance: starve:7:0.3
+    SOFT_MODE      free, lockstep, starve or nothing, and behind colons seed and chance: starve:7:0.3
     SOFT_CHECK     0: no order checker
+    SOFT_HOOK      0: tensors are made by its own allocator, whoever stands in front of it, as on CUDA
     SOFT_REPORT    a folder, in which every process leaves its reports when it ends
 """
 
