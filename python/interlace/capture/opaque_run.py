@@ -14,6 +14,7 @@ from torch import nn
 
 from interlace.capture.effects import kept_generators
 from interlace.capture.inputs import rebuild
+from interlace.capture.literals import quote
 from interlace.capture.opaque import LOSS, TAIL, Meta, OpaqueCall, flags_of, module_at, tensor_leaves
 from interlace.errors import CaptureError
 
@@ -42,6 +43,14 @@ class OpaqueTable:
             self.calls[call.key] = call
             self._modules[call.key] = module_at(call.path, self.model, loss_fn or self.loss_fn)
             self._cost.setdefault(call.key, [0, 0.0])
+
+    def calls_in(self, program: str) -> list[OpaqueCall]:
+        """Those that a program makes."""
+        return [call for key, call in self.calls.items() if f" module={quote(key)} " in program]
+
+    def sometimes_in(self, program: str) -> set[str]:
+        """Those of `sometimes` whose modules are opaque in a program."""
+        return self.sometimes.intersection(full_name(call, name) for call in self.calls_in(program) for name in call.params)
 
     def summary(self) -> list[dict[str, Any]]:
         """Of each call: what it is, why it is not captured, how often and how long (seconds) it has run."""

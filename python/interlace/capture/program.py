@@ -19,7 +19,7 @@ from interlace.capture.model_tensors import ModelTensor, check_parameters, colle
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
-from interlace.capture.tracing import check_model, without_collection
+from interlace.capture.tracing import LossForm, check_model, without_collection
 from interlace.capture.watch import Change, Watch
 from interlace.capture.ways import Way
 from interlace.errors import CaptureError
@@ -151,7 +151,7 @@ def _whole(
             if path is None or path == OUTSIDE:
                 path = LOSS if TAIL in opaque else TAIL
             around = isinstance(e, CalledOtherwise) and path in opaque and path not in ("", LOSS, TAIL)
-            if fullgraph or symbolic or (path in opaque and not around) or casts.param is not None:
+            if fullgraph or symbolic or isinstance(e, LossForm) or (path in opaque and not around) or casts.param is not None:
                 raise
             if around:
                 path, reason = path.rpartition(".")[0], opaque[path]
@@ -190,7 +190,7 @@ def _watched(
                 one.run(loss_fn, batch)
         finally:
             changes = watch.restore()
-        return changes
+        return [change for change in changes if not one.assign(change)]
 
     before = generators()
     with kept_generators():

@@ -38,6 +38,7 @@ from interlace.errors import CaptureError
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
+_COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}  # views by a bit of the tensor alone
 Tensor = torch.Tensor
 
 
@@ -76,6 +77,8 @@ class Recorder(TorchDispatchMode):
         self._entries: dict[int, Entry] = {}
         self._storages: dict[int, Storage] = {}
         self.next_value = 0
+        self._numbers: dict[tuple[complex, torch.dtype], Tensor] = {}
+        self.declared: set[int] = set()  # ids of the fakes that exist before the program
         self._next_stream = 0
 
     # ---- values ----
@@ -84,6 +87,7 @@ class Recorder(TorchDispatchMode):
         """Gives a fake tensor that exists before the program (parameter, buffer, input, constant) its value; "%3:
         f32[2]"."""
         value = self._own(fake)
+        self.declared.add(id(fake))
         return f"%{value}: {self.dims.type(fake.dtype, tuple(fake.shape), fake.stride())}"
 
     def declare_as(self, fake: Tensor, value: int) -> None:
@@ -96,13 +100,17 @@ class Recorder(TorchDispatchMode):
         """The value id that a tensor has now. May record a `view` when the storage was written since the tensor was
         made."""
         entry = self._entries.get(id(t))
-        if entry is None:
+        if entry is None or (id(t) in self.declared and self.moved(t)):
             entry = self._adopt(t)
         storage = entry.storage
         if entry.version != storage.version:
             entry.value = self._line("view", f"%{storage.root}", [self._view_decl(t, storage)])[0]
             entry.version = storage.version
         return entry.value
+
+    def moved(self, t: Tensor) -> bool:
+        """Whether a tensor got another storage than the one it is known by (`t.data = ...`)."""
+        return self._storages.get(t.untyped_storage()._cdata) is not self._entries[id(t)].storage
 
     def was_written(self, t: Tensor) -> bool:
         return self._entries[id(t)].storage.version > 0
@@ -215,7 +223,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is _DEVICE_OF:  # two thirds of all calls
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, _COMPUTED.get(func, func)
         if not isinstance(func, OpOverload):
             raise CaptureError(f"the higher-order operator {func} cannot be part of a program; use the plain form of it")
         info = op_info(func)
@@ -226,6 +234,9 @@ class Recorder(TorchDispatchMode):
                 return self.constants.number(args[0])
             with contextlib.suppress(NotConstant):
                 return self.ways.number(args[0], self.sites.place())
+        if complex in map(type, args):
+            func = getattr(func.overloadpacket, "Tensor", func)
+            info, args = op_info(func), tuple(self._complex(a, dtypes_of(args)) if type(a) is complex else a for a in args)
         args, kwargs = self._fake_args(args), {k: self._fake_args((v,))[0] for k, v in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu") if kwargs["device"] is not None else None
@@ -242,6 +253,13 @@ class Recorder(TorchDispatchMode):
         results = self._sized.promised(func, args, kwargs)
         self.emit(func, info, args, kwargs, text, results)
         return results
+
+    def _complex(self, number: complex, beside: tuple[torch.dtype, ...]) -> Tensor:
+        """A number that the text has no literal for, as precise as what it is computed with."""
+        single = beside and not {torch.float64, torch.complex128}.intersection(beside)
+        dtype = torch.complex64 if single else torch.complex128
+        with _disable_current_modes():
+            return self._numbers.setdefault((number, dtype), torch.tensor(number, dtype=dtype))
 
     def _fake_args(self, args: tuple) -> tuple:
         """Real tensors among the arguments become declared fakes."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._mode_utils import no_dispatch
 
@@ -20,7 +20,7 @@ from interlace.capture.check_ops import check_op_kinds
 from interlace.capture.constants import Constants
 from interlace.capture.effects import Stored, generators
 from interlace.capture.groups import Groups
-from interlace.capture.inputs import InputSpec, Path, rebuild
+from interlace.capture.inputs import InputSpec, Path, leaves, path_name, rebuild
 from interlace.capture.literals import DimPrinter, number, quote
 from interlace.capture.model_tensors import ModelTensor, in_memory_order, make_fake, swapped
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, OpaqueTrace, StandIn
@@ -29,14 +29,17 @@ from interlace.capture.sites import OUTSIDE, Sites, user_place
 from interlace.capture.symbols import make_symbols
 from interlace.capture.tensor_plan import model_plan
 from interlace.capture.tracing import (
+    LossForm,
     followed_modules,
     known_values_are_no_trace,
     without_assertions,
+    without_backward,
     without_branches,
     without_checkpointing,
     without_fused_recurrence,
     without_log,
 )
+from interlace.capture.watch import Change
 from interlace.capture.ways import Ways
 from interlace.errors import CaptureError
 from interlace.version import __version__
@@ -161,6 +164,7 @@ class Trace:
             stack.enter_context(followed_modules(self.sites, self._opaque))
             stack.enter_context(without_log())
             stack.enter_context(without_assertions())
+            stack.enter_context(without_backward())
             stack.enter_context(without_branches())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_fused_recurrence())
@@ -205,13 +209,26 @@ class Trace:
             read = re.compile(rf"[(\[ ]%{self.ids[id(t)]}\b")
             if t.kind != "buffer" and not any(read.search(line.partition(" = ")[2]) for line in self.recorder.lines):
                 continue  # it is only kept for somebody to look at
-            if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
-                raise CaptureError(
-                    f"'{where}' is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
-                    "place while it runs; a program keeps its size"
-                )
-            self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new.detach())}")
-            self._assigned.add(id(t))
+            self._assign(t, new.detach(), f"'{where}'")
+
+    def assign(self, change: Change) -> bool:
+        """A tensor that the trace has read outside of the model, and another one that is in its place now: its next value."""
+        known = self._lifted.get(id(change.before))
+        if known is None or not isinstance(change.after, FakeTensor):
+            return False
+        t = next((t for t in self.tensors if t.fake is known[1]), None)
+        if t is not None:
+            self._assign(t, change.after, change.where)
+        return t is not None
+
+    def _assign(self, t: ModelTensor, new: Tensor, where: str) -> None:
+        if (new.dtype, tuple(new.shape)) != (t.real.dtype, tuple(t.real.shape)):
+            raise CaptureError(
+                f"{where} is a tensor of shape {tuple(t.real.shape)} and the model puts one of shape {tuple(new.shape)} in its "
+                "place while it runs; a program keeps its size"
+            )
+        self.recorder.mark("assign", f"%{self.ids[id(t)]}", f"%{self.recorder.value_of(new)}")
+        self._assigned.add(id(t))
 
     def _gradients(self, params: list[ModelTensor], scale: ModelTensor | None) -> None:
         """Traces the backward part and marks the parameters' gradients."""
@@ -228,28 +245,30 @@ class Trace:
 
     def _forward(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
         result = self._result(loss_fn, batch)
-        named: dict[str, Any]
         if isinstance(result, dict):
             if "loss" not in result:
-                raise CaptureError(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
-            named = {"loss": result["loss"], **{str(k): v for k, v in result.items() if k != "loss"}}
+                raise LossForm(f"the loss function gave a dict without 'loss' (keys: {', '.join(map(str, result))})")
+            loss, rest = result["loss"], {str(k): v for k, v in result.items() if k != "loss"}
         elif isinstance(result, (tuple, list)) and result:
-            named = {"loss": result[0], **{str(i): v for i, v in enumerate(result) if i > 0}}
+            loss, rest = result[0], {str(i): v for i, v in enumerate(result) if i > 0}
         else:
-            named = {"loss": result}
-        loss = named["loss"]
+            loss, rest = result, {}
         if not isinstance(loss, Tensor):
-            raise CaptureError(f"the loss is a {type(loss).__name__}; return a scalar tensor")
-        if loss.dim() != 0:
-            raise CaptureError(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
+            raise LossForm(f"the loss is a {type(loss).__name__}; return a scalar tensor")
+        if loss.numel() != 1:
+            raise LossForm(f"the loss has shape {tuple(loss.shape)}; return a scalar, for example loss.mean()")
         if not loss.is_floating_point():
-            raise CaptureError(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
+            raise LossForm(f"the loss is of dtype {loss.dtype}; return a floating-point scalar")
         if not loss.requires_grad:
-            raise CaptureError("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
-        for name, value in named.items():
-            if not isinstance(value, Tensor):
-                raise CaptureError(f"output '{name}' of the loss function is a {type(value).__name__}; return tensors beside the loss")
-            self.outputs[name] = value
+            raise LossForm("the loss does not depend on any trainable parameter, or was computed under no_grad or detached")
+        self.outputs["loss"] = loss.reshape(()) if loss.dim() else loss
+        for path, value in leaves(rest):
+            if value is None or isinstance(value, str):
+                continue  # nothing that a program could give
+            if not isinstance(value, (Tensor, bool, int, float)):
+                what = type(value).__name__
+                raise LossForm(f"output '{path_name(path)}' of the loss function is a {what}; return tensors and numbers beside the loss")
+            self.outputs[path_name(path)] = value if isinstance(value, Tensor) else torch.tensor(value)
 
     def _result(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; it may be opaque itself, or what it does after the model's calls."""
@@ -288,7 +307,7 @@ class Trace:
             place = user_place(e.__traceback__)
             if not place:
                 raise
-            kind = CalledOtherwise if isinstance(e, CalledOtherwise) else CaptureError
+            kind = type(e) if isinstance(e, (CalledOtherwise, LossForm)) else CaptureError
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what

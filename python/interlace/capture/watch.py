@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import logging
 import sys
@@ -362,7 +363,7 @@ class Watch:
         if installed:
             return
         names = _mentions(code)
-        for name in sorted(names & f.__globals__.keys()):
+        for name in sorted(_loads(code) & f.__globals__.keys()):
             self._global(f.__globals__, name, names, where)
 
     def _global(self, space: dict, name: str, names: set[str], where: str) -> None:
@@ -432,6 +433,16 @@ def _mentions(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _mentions(constant)
+    return names
+
+
+@functools.cache
+def _loads(code: types.CodeType) -> set[str]:
+    """Globals that code reads; `_mentions` has its attributes too, and a script's own `loss` is none of `out.loss`."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _loads(constant)
     return names
 
 

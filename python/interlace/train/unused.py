@@ -30,11 +30,16 @@ class Unused:
         self.skipped: dict[str, int] = {}  # steps that a parameter was left out of
         self._doubtful: set[str] | None = None  # kept over each step; in the first one, all
         self._kept: dict[str, Kept] = {}
+        self._of, self._some = "", list[str]()  # a program, and the names of what may go unused in it
 
     def _names(self) -> list[str]:
-        known = self.run.states.parameters
-        sometimes = self.table.sometimes if self.table is not None else ()
-        return sorted(n for n in sometimes if n in known and known[n].unit is not None)
+        if self.table is None or not self.table.sometimes:
+            return []
+        if self._of is not self.run.program:
+            known = self.run.states.parameters
+            sometimes = self.table.sometimes_in(self.run.program)
+            self._of, self._some = self.run.program, sorted(n for n in sometimes if n in known and known[n].unit is not None)
+        return self._some
 
     def _kind(self, name: str) -> str:
         return self.run.kind_of(self.run.states.parameters[name].group or 0)
