@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
 OWN_HOOK = "_interlace_hook"  # an attribute of the hooks on parameters that a trainer sets itself
+_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -31,6 +33,19 @@ class ModelTensor:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def count_as_buffers(model: nn.Module, names: Collection[str]) -> None:
+    """From now on these frozen parameters of a model are buffers: its forward writes them, as that of a model with a teacher does."""
+    _written.setdefault(model, set()).update(names)
+
+
+def tensors_of(module: nn.Module, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and buffers of a part of the model by their names in it; what counts as a buffer is one."""
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    names = _written.get(model, ())
+    own = {id(p) for n, p in model.named_parameters() if n in names} if names else ()
+    return {n: p for n, p in params.items() if id(p) not in own}, buffers | {n: p for n, p in params.items() if id(p) in own}
 
 
 def collect(model: nn.Module) -> list[ModelTensor]:
@@ -48,9 +63,11 @@ def collect(model: nn.Module) -> list[ModelTensor]:
         elif name != known.name and name not in known.aliases and known.kind == kind == "param":
             known.aliases.append(name)
 
+    written = _written.get(model, ())
     for path, module in modules:
         for name, p in module._parameters.items():
-            add(_join(path, name), p, "param")
+            full = _join(path, name)
+            add(full, p, "buffer" if full in written else "param")
     for path, module in modules:
         for name, b in module._buffers.items():
             persistent = name not in module._non_persistent_buffers_set

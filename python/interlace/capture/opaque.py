@@ -24,9 +24,10 @@ from torch import nn
 
 from interlace.capture.effects import generators, kept_generators
 from interlace.capture.inputs import Path, leaves, rebuild
-from interlace.capture.model_tensors import swapped
+from interlace.capture.model_tensors import swapped, tensors_of
 from interlace.capture.recorder import Recorder
 from interlace.capture.watch import Watch, plain
+from interlace.capture.writes import Writes, refuse_writes
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -170,7 +171,9 @@ def learn_calls(
             "in memory, or change the module"
         )
     calls: dict[str, list[OpaqueCall]] = {path: [] for path in paths}
-    saved = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
+    own, buffers = tensors_of(model, model)
+    saved = [(b, b.detach(), b.clone()) for b in buffers.values() if not b.is_meta]
+    writes = Writes({n: p if values is None else values.get(id(p), p) for n, p in own.items()})
     watch = Watch(model, loss_fn)
     run = loss_fn
     with contextlib.ExitStack() as stack:
@@ -179,26 +182,29 @@ def learn_calls(
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(kept_generators())
         if values is not None:
-            own = {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}
-            stack.enter_context(swapped(model, own))
+            stack.enter_context(swapped(model, {id(t): values.get(id(t), t) for t in (*model.parameters(), *model.buffers())}))
         for path, why in paths.items():
             if path == LOSS:
                 whole = Whole(model, loss_fn)
-                stack.enter_context(_noting(whole, path, why, calls[path]))
+                stack.enter_context(_noting(whole, path, why, calls[path], model))
                 run = lambda _, batch: whole(batch)  # noqa: E731, B023
             elif path == TAIL:
                 run = _running_tail(loss_fn, why, calls[path])
             else:
-                stack.enter_context(_noting(model.get_submodule(path), path, why, calls[path]))
+                stack.enter_context(_noting(model.get_submodule(path), path, why, calls[path], model))
         try:
-            run(model, batch)
+            with writes:
+                run(model, batch)
         except CaptureError:
             raise
         except Exception as e:
             raise CaptureError(f"the model fails on the example batch: {type(e).__name__}: {e}") from e
         finally:
-            for b, old in saved:
+            writes.restore()
+            for b, alias, old in saved:
+                b.data = alias
                 b.copy_(old)
+    refuse_writes({name: own[name].requires_grad for name in writes.by}, writes.by)
     return calls
 
 
@@ -215,21 +221,22 @@ def _running_tail(loss_fn: Callable[[Any, Any], Any], why: str, calls: list[Opaq
         if stand_in.touched or not results:
             raise Unfit(TAIL, "the loss function uses parts of the model")
         tail = Tail(model, loss_fn)
-        with _noting(tail, TAIL, why, calls):
+        with _noting(tail, TAIL, why, calls, model):
             tail(results, batch)
 
     return run
 
 
 @contextlib.contextmanager
-def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall]) -> Iterator[None]:
+def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall], model: nn.Module) -> Iterator[None]:
     forward = module.forward
     root = path in ("", LOSS, TAIL)
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         if not root and next(_hiding((args, kwargs)), None) is not None:
             raise Unfit(path, f"module '{path}' takes an object with tensors in it")
-        before = {n: b.clone() for n, b in module.named_buffers()}
+        params, buffers = tensors_of(module, model)
+        before = {n: b.clone() for n, b in buffers.items()}
         state, others, watch = torch.random.get_rng_state(), generators(), Watch(module)
         result = forward(*args, **kwargs)
         hidden = [p for p, _ in _hiding(result)]
@@ -243,8 +250,7 @@ def _noting(module: nn.Module, path: str, why: str, calls: list[OpaqueCall]) -> 
             OpaqueCall(
                 key=f"{path}@{len(calls)}" if calls else path, path=path, why=why, training=flags_of(module),
                 call=_blank((args, kwargs)), inputs=[(p, Meta.of(t)) for p, t in tensor_leaves((args, kwargs))],
-                params=[n for n, _ in module.named_parameters()], buffers=list(before),
-                changed=[n for n, b in module.named_buffers() if not torch.equal(b, before[n])],
+                params=list(params), buffers=list(before), changed=[n for n, b in tensors_of(module, model)[1].items() if not torch.equal(b, before[n])],
                 result=_blank(result), outputs=[(p, Meta.of(t)) for p, t in tensor_leaves(result)],
                 random=stateful or not torch.equal(state, torch.random.get_rng_state()), stateful=stateful,
             )
@@ -268,7 +274,7 @@ class OpaqueTrace:
         self.modules = {path: module_at(path, model, loss_fn) for path in calls}
         self._path = {id(module): path for path, module in self.modules.items()}
         self._calls = {path: iter(c) for path, c in calls.items()}
-        self._recorder = recorder
+        self._recorder, self._model = recorder, model
 
     def replaces(self, module: nn.Module) -> bool:
         return id(module) in self._path
@@ -282,7 +288,7 @@ class OpaqueTrace:
                 f"module '{path}' is called otherwise while traced than in the real run on the example batch; an opaque module must be "
                 "called the same way each time"
             )
-        params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        params, buffers = tensors_of(module, self._model)
         operands = [t for _, t in inputs] + [params[n] for n in call.params] + [buffers[n] for n in call.buffers]
         results = _Opaque.apply(self._recorder, call, buffers, *operands)
         return rebuild(call.result, {p: r for (p, _), r in zip(call.outputs, results, strict=True)})

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.capture import caches
 from interlace.capture.casts import NO_CASTS, Casts, regions_opened
 from interlace.capture.effects import as_after, drawing_line, generators, kept_generators, refusal
 from interlace.capture.groups import optimizer_groups
 from interlace.capture.inputs import InputSpec
-from interlace.capture.model_tensors import ModelTensor, check_parameters, collect
+from interlace.capture.model_tensors import ModelTensor, check_parameters, collect, count_as_buffers
 from interlace.capture.opaque import LOSS, TAIL, CalledOtherwise, OpaqueCall, Unfit, learn_calls, only_in
 from interlace.capture.sites import OUTSIDE
 from interlace.capture.trace import Trace
 from interlace.capture.tracing import LossForm, check_model, without_collection
 from interlace.capture.watch import Change, Watch
 from interlace.capture.ways import Way
+from interlace.capture.writes import FrozenWritten
 from interlace.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -82,7 +84,13 @@ def capture(
     with without_collection():
         loss_fn = loss_fn or _default_loss
         watch = watch or Watch(model, loss_fn)
-        trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+        trace = None
+        while trace is None:
+            try:
+                trace = _traced(model, tensors, batch, loss_fn, symbolic, fullgraph, casts, numbers, watch, values, undecided)
+            except FrozenWritten as e:
+                count_as_buffers(model, e.names)
+                tensors = collect(model)
         text = trace.text(groups, micro_batches, rng_mode)
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
     opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
@@ -146,6 +154,8 @@ def _whole(
             _watched(found, trace, loss_fn, batch, watch, numbers)
             found.check()
             return found
+        except FrozenWritten:
+            raise
         except CaptureError as e:
             path = found.sites.failed
             if path is None or path == OUTSIDE:
@@ -205,14 +215,22 @@ def _watched(
             f"{line}: random numbers of Python or NumPy are drawn{trace.module()}, which a program would draw once and keep; draw "
             "them with torch, or in the training loop, as a part of the batch"
         )
-    with as_after([c for c in changes if c.kind == "value"]) as made:
+    kept: dict[int, Tensor] = {}  # what caches hold, by their ids
+
+    def real(fake: Tensor) -> Tensor | None:
+        found = caches.value(trace, fake)
+        if found is not None:
+            kept[id(found)] = found
+        return found
+
+    with as_after([c for c in changes if c.kind == "value"], real) as made:
         if made:
             second = again()
             watched = Watch(trace.model, loss_fn)
             try:
                 with kept_generators():
                     second.run(loss_fn, batch)
-                differs = second.body() != trace.body()
+                differs = second.body() != trace.body() and not caches.same_but_for_constants(trace, second, kept)
             except CaptureError:
                 differs = True
             finally:

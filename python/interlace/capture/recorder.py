@@ -108,6 +108,10 @@ class Recorder(TorchDispatchMode):
             entry.version = storage.version
         return entry.value
 
+    def known_values(self) -> list[tuple[int, Tensor]]:
+        """The values so far, and the tensors that have them."""
+        return [(entry.value, entry.tensor) for entry in self._entries.values()]
+
     def moved(self, t: Tensor) -> bool:
         """Whether a tensor got another storage than the one it is known by (`t.data = ...`)."""
         return self._storages.get(t.untyped_storage()._cdata) is not self._entries[id(t)].storage

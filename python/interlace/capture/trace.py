@@ -41,6 +41,7 @@ from interlace.capture.tracing import (
 )
 from interlace.capture.watch import Change
 from interlace.capture.ways import Ways
+from interlace.capture.writes import refuse_writes
 from interlace.errors import CaptureError
 from interlace.version import __version__
 
@@ -78,6 +79,7 @@ class Trace:
         self._const_values: dict[tuple[str, str], int] = {}  # type and numbers -> value id
         self.names: dict[int, str] = {}  # of buffers that are not the model's, by the tensor's id
         self._assigned: set[int] = set()  # ids of buffers whose places the model gave another tensor
+        self.first_result = 0  # the values before it are declared
         self.drew = False  # random numbers of Python or NumPy
 
     # ---- tensors that are not results ----
@@ -154,6 +156,7 @@ class Trace:
             self.tensors.append(scale)
             self._declare(scale)
         batch = self._inputs(batch)
+        self.first_result = self.recorder.next_value
         params = [t for t in model_tensors if t.kind == "param" and t.real.requires_grad]
         replaced = {id(t.real): t.fake for t in model_tensors}
         rec = self.recorder
@@ -188,11 +191,16 @@ class Trace:
             self._locating("backward", lambda: self._gradients(params, scale))
             rec.part = "fwd"
             self._locating("forward", lambda: self._replaced(stored))
-        for t in self.tensors:
-            if t.fake is not None and rec.was_written(t.fake) and id(t) not in self._assigned:
-                if t.kind == "param":
-                    raise CaptureError(f"parameter '{t.name}' is changed in place while the model runs; compute from a copy instead")
-                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.root_of(t.fake)}")
+        self._written()
+
+    def _written(self) -> None:
+        """Buffers that were written in place, or by `b.data = ...`: their next values."""
+        rec = self.recorder
+        written = [t for t in self.tensors if t.fake is not None and (rec.was_written(t.fake) or rec.moved(t.fake))]
+        refuse_writes({t.name: t.real.requires_grad for t in written if t.kind == "param"})
+        for t in written:
+            if id(t) not in self._assigned:
+                rec.mark("assign", f"%{self.ids[id(t)]}", f"%{rec.value_of(t.fake) if rec.moved(t.fake) else rec.root_of(t.fake)}")
 
     def number_dtype(self) -> torch.dtype:
         """What numbers that become tensors are kept in: as wide as the model's parameters, float32 at least."""
@@ -307,7 +315,7 @@ class Trace:
             place = user_place(e.__traceback__)
             if not place:
                 raise
-            kind = type(e) if isinstance(e, (CalledOtherwise, LossForm)) else CaptureError
+            kind = type(e) if type(e) in (CalledOtherwise, LossForm) else CaptureError
             raise kind(f"{place}: {e}{self.module()}") from e
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as e:
             place = user_place(e.__traceback__) or what
