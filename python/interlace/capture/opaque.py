@@ -92,7 +92,7 @@ def _holds_tensors(x: Any, depth: int = 3) -> bool:
 
 
 def _hiding(x: Any) -> Iterator[tuple[Path, Any]]:
-    return ((path, leaf) for path, leaf in leaves(x) if not isinstance(leaf, Tensor) and _holds_tensors(leaf))
+    return ((path, leaf) for path, leaf in leaves(x, objects=False) if not isinstance(leaf, Tensor) and _holds_tensors(leaf))
 
 
 # ---- the loss function as a module ----

@@ -86,7 +86,7 @@ class OpaqueTable:
         args, kwargs = rebuild(call.call, given)
         buffers = {name: b.clone() for name, b in zip(call.buffers, operands[m:], strict=True)}
         state = {**dict(zip(call.params, operands[n:m], strict=True)), **buffers}
-        with _flags(module, call.training):
+        with _flags(module, call.training), _flat_weights(module):
             result = torch.func.functional_call(module, state, args, kwargs)
         found = dict(tensor_leaves(result))
         got = [(path, Meta.of(t)) for path, t in found.items() if any(path == p for p, _ in call.outputs)]
@@ -119,6 +119,7 @@ class OpaqueTable:
             found: Iterable[Tensor | None] = [None] * len(wanted)
             if pairs:
                 found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+                found = [f.to_dense() if f is not None and f.layout != torch.strided else f for f in found]
         for i, f in zip(call.wanted, found, strict=True):
             if f is not None and i >= len(call.inputs):
                 self.used.add(full_name(call, call.params[i - len(call.inputs)]))
@@ -130,6 +131,17 @@ def full_name(call: OpaqueCall, name: str) -> str:
     if call.path == LOSS:
         return name.removeprefix("model.")
     return name if call.path in ("", TAIL) else f"{call.path}.{name}"
+
+
+@contextlib.contextmanager
+def _flat_weights(module: nn.Module) -> Iterator[None]:
+    """Recurrent layers keep their weights in lists too, which would keep those of the call."""
+    lists = [(vars(m), key, vars(m)[key]) for m in module.modules() for key in ("_flat_weights", "_flat_weight_refs") if key in vars(m)]
+    try:
+        yield
+    finally:
+        for values, key, before in lists:
+            values[key] = before
 
 
 @contextlib.contextmanager

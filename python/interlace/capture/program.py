@@ -93,7 +93,8 @@ def capture(
                 tensors = collect(model)
         text = trace.text(groups, micro_batches, rng_mode)
     params = {t.name: trace.ids[id(t)] for t in trace.tensors if t.kind == "param"}
-    opaque_calls = [c for calls in trace.opaque_calls.values() for c in calls]
+    # What modules give is of the trace alone; its classes need not be known to other ranks.
+    opaque_calls = [dataclasses.replace(c, result=None) for calls in trace.opaque_calls.values() for c in calls]
     return Captured(
         text=text, input_spec=trace.spec, params=params,
         buffers={t.name: trace.ids[id(t)] for t in trace.tensors if t.kind != "param"}, consts=trace.consts,
